@@ -1,0 +1,83 @@
+"""What goes wrong, in words for the student: `LabError`, `RankError` and how a notebook shows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["LabError", "RankError", "RankFailure"]
+
+_RULE = "─" * 70
+
+
+class LabError(Exception):
+    """A use of labkit that cannot work; the message says what was given, what was expected and what to do."""
+
+    def _render_traceback_(self) -> list[str]:
+        """IPython's hook: the message alone, since the frames between the cell and labkit teach nothing."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """How one rank ended.
+
+    Args:
+        rank: its number.
+        name: its name, as in "rank 2" or "master".
+        headline: one line: the exception's type and message, or the signal and its likely cause.
+        traceback: the student's frames with their source lines; empty where a rank died without a report.
+        doing: what the rank was doing or waiting for when the group was stopped.
+        at_ns: when it happened, on `time.perf_counter_ns`.
+    """
+
+    rank: int
+    name: str
+    headline: str
+    traceback: str = ""
+    doing: str = ""
+    at_ns: int = 0
+
+
+class RankError(LabError):
+    """One or more ranks failed; the first cause comes first, the consequences take one line each.
+
+    Args:
+        failures: how the ranks failed, the first cause first.
+        others: one line for each rank that was stopped because of it: what it was doing.
+    """
+
+    def __init__(self, failures: list[RankFailure], others: list[str] | None = None) -> None:
+        assert failures, "an error without a failure"
+        self.failures = failures
+        self.others = others or []
+        first = failures[0]
+        super().__init__(f"{first.name}: {first.headline}")
+
+    def __reduce__(self) -> tuple[type[RankError], tuple[list[RankFailure], list[str]]]:
+        return RankError, (self.failures, self.others)
+
+    @property
+    def rank(self) -> int:
+        """The number of the rank that failed first."""
+        return self.failures[0].rank
+
+    def report(self) -> str:
+        """The whole story as text: the first cause with its source lines, then a line for each other rank."""
+        first = self.failures[0]
+        same = [f for f in self.failures[1:] if f.headline == first.headline]
+        lines = [_RULE, f"{first.name} failed: {first.headline}"]
+        if same:
+            lines.append(f"    (the same on {', '.join(f.name for f in same)})")
+        if first.traceback:
+            lines += ["", first.traceback.rstrip()]
+        rest = [f"{f.name}: {f.headline}" for f in self.failures[1:] if f not in same] + self.others
+        if rest:
+            lines += ["", "Meanwhile:", *(f"    {line}" for line in rest)]
+        lines += ["", "All ranks were stopped; the next run starts fresh ones.", _RULE]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return "\n" + self.report()
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"RankError: {self.report()}"]
