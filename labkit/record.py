@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import linecache
 import os
 import sys
 import sysconfig
@@ -46,7 +45,7 @@ class _Here:
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
-        self.sources: set[str] = set()  # files whose code is the student's, beside those outside the library folders
+        self.files: dict[str, str] = {}  # the student's cells and files as the notebook names them: "cell 5", "train.py"
 
     def start(self, recorder: Recorder | None) -> None:
         """From now on write to `recorder` (None: nowhere)."""
@@ -225,7 +224,7 @@ _LABKIT = os.path.dirname(os.path.abspath(__file__))
 @functools.lru_cache(maxsize=4096)
 def is_students(filename: str) -> bool:
     """Whether code of that file is the student's: a cell, or a file outside Python, its packages and labkit."""
-    if filename in here.sources:
+    if filename in here.files:
         return True
     if filename.startswith("<"):
         return filename.startswith("<ipython-input") or filename == "<stdin>"
@@ -244,6 +243,5 @@ def student_line() -> str:
 
 
 def label(filename: str) -> str:
-    """A file's name as the student knows it: "cell 5" for a cell (the notebook sends the number along), else the base name."""
-    entry = linecache.cache.get(f"{filename}#label")
-    return entry[2][0] if entry and len(entry) == 4 else os.path.basename(filename)
+    """A file's name as the student knows it: "cell 5" for a cell, else the base name."""
+    return here.files.get(filename) or os.path.basename(filename)
