@@ -1,0 +1,58 @@
+# labkit: `make lab` opens the lessons, `make test` checks everything, `make help` lists the rest.
+# Needs Python 3.11 to 3.13, make and a package index; works with the make that macOS ships (3.81).
+
+VENV := .venv
+BIN := $(VENV)/bin
+EXTRAS := course,tf,test
+# Newer than what it was installed from: then there is nothing to install.
+INSTALLED := $(VENV)/installed
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup lab test lint format bench notebooks lock clean distclean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## /make \1|/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
+
+setup: $(INSTALLED)  ## make the environment in .venv; once done, nothing is installed again
+
+# A virtual environment whose Python has since been removed is a dangling link: make sees no file and builds it anew.
+$(BIN)/python:
+	@python=$$(sh tools/find-python) && echo "Python: $$python" && "$$python" -m venv --clear $(VENV)
+
+$(INSTALLED): $(BIN)/python pyproject.toml constraints.txt
+	@echo "Installing into $(VENV). The first time this takes minutes: torch and TensorFlow are large."
+	@$(BIN)/python -m pip install -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+lab: setup  ## open JupyterLab on lesson 00 (ARGS="--port=9000" reaches JupyterLab)
+	@$(BIN)/python tools/lab.py $(ARGS)
+
+test: lint  ## lint, types, all tests, all notebooks
+	$(BIN)/python -m pytest --nbval-lax tests notebooks
+
+lint: setup  ## ruff and mypy
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+format: setup  ## let ruff lay out the code and mend what it safely can
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+bench: setup  ## print the benchmarks, each beside its floor
+	$(BIN)/python bench/run.py
+
+notebooks: setup  ## execute the notebooks again from top to bottom (ONLY="02 10": these)
+	$(BIN)/python tools/notebooks.py $(ONLY)
+
+lock: setup  ## write constraints.txt again from what .venv holds
+	$(BIN)/python tools/lock.py
+
+clean:  ## remove what tests, tools and notebooks leave behind
+	rm -rf .pytest_cache .mypy_cache .ruff_cache build dist
+	find . -path ./$(VENV) -prune -o \( -name __pycache__ -o -name .ipynb_checkpoints \) -type d -print | xargs rm -rf
+
+distclean: clean  ## and the environment
+	rm -rf $(VENV)
