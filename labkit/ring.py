@@ -3,7 +3,7 @@
 The rank never waits for a reader, and needs no thread or system call to be read: the notebook looks at the same memory whenever
 it likes, also while the rank is blocked in C++ and after it was killed. Layout of the buffer:
 
-    header (64 bytes)    bytes of the names area in use; state word
+    header (64 bytes)    bytes of the names area in use
     pending (64 slots)   operations issued and not yet completed: what a stuck or killed rank was doing
     names (256 KiB)      interned strings: span names, places in the code, process groups
     records              a ring; record i lies in slot i % capacity and is whole once its commit field reads i
@@ -15,27 +15,39 @@ import itertools
 import struct
 import threading
 from collections import deque
+from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["CALL", "COMMUNICATION", "COMPUTE", "KINDS", "RING_BYTES", "SCALAR", "STEP", "Pending", "RingReader", "RingWriter", "record_dtype"]
+__all__ = [
+    "CALL", "COMMUNICATION", "COMPUTE", "KINDS", "ON_CUDA", "OPEN", "RING_BYTES", "SCALAR", "STEP", "STEPS_IN_ALL",
+    "Pending", "RingReader", "RingWriter", "record_dtype",
+]  # fmt: skip
 
 KINDS: Final = ("compute", "communication", "step", "scalar", "call")
 COMPUTE, COMMUNICATION, STEP, SCALAR, CALL = range(len(KINDS))
+ON_CUDA, OPEN = 1, 2  # flags: the times were taken by the GPU; the operation had not completed when the trace was made
+FLAGS_SHIFT: Final = 16  # they share a word with the kind
+STEPS_IN_ALL: Final = "steps in all"  # the scalar by which `steps` says how long its loop will be
 
 # A compute span fills only the head, in one pack; a communication fills the tail first. The commit number comes last in the
 # head, so that a reader in another process never takes a half-written record for a whole one.
-HEAD: Final = struct.Struct("<qqIIq")  # start_ns, end_ns, name, kind, commit
-TAIL: Final = struct.Struct("<qqqqIIii")  # wait_start_ns, wait_end_ns, nbytes, match, line, group, peer, flags
+HEAD: Final = struct.Struct("<qqIIq")  # start_ns, end_ns, name, kind | flags << FLAGS_SHIFT, commit
+TAIL: Final = struct.Struct("<qqqqIIi4x")  # wait_start_ns, wait_end_ns, nbytes, match, line, group, peer
+WORD: Final = struct.Struct("<q")
 RECORD_BYTES: Final = HEAD.size + TAIL.size
-COMMIT_OFFSET: Final = HEAD.size - 8
+COMMIT_OFFSET: Final = HEAD.size - WORD.size
 
-# start_ns (0: free), wait_start_ns, nbytes, match, name, line, group, peer
-PENDING: Final = struct.Struct("<qqqqIIIi")
+# The start comes last: it says that the slot is in use.
+PENDING: Final = struct.Struct("<qqqIIIiq")  # wait_start_ns, nbytes, match, name, line, group, peer, start_ns (0: free)
+PENDING_START: Final = PENDING.size - 8
 PENDING_SLOTS: Final = 64
 
 CAPACITY: Final = 1 << 17  # a power of two: the slot is a mask away; at 1 µs a span the notebook has 0.13 s to look
+HEADWAY: Final = CAPACITY // 8  # records that a reader who was overtaken leaves to the rank, which may write them while it copies
+IN_FLIGHT: Final = 64  # records that the rank's threads may be writing at one moment
 HEADER_BYTES: Final = 64
 NAMES_BYTES: Final = 1 << 18
+LONGEST_NAME: Final = 1000  # bytes; what is longer is cut
 PENDING_AT: Final = HEADER_BYTES
 NAMES_AT: Final = PENDING_AT + PENDING_SLOTS * PENDING.size
 RECORDS_AT: Final = NAMES_AT + NAMES_BYTES
@@ -68,7 +80,7 @@ class RingWriter:
         with self._names_lock:
             if text in self._ids:
                 return self._ids[text]
-            data = text.encode(errors="replace")[:1000]
+            data = text.encode(errors="replace")[:LONGEST_NAME]
             if self._used + len(data) + 2 > NAMES_BYTES:
                 return 0
             at = NAMES_AT + self._used
@@ -79,15 +91,16 @@ class RingWriter:
             self._ids[text] = len(self._ids)
             return self._ids[text]
 
-    def write(self, name: str, kind: int, start_ns: int, end_ns: int) -> None:
-        """Keep one finished span."""
+    def write(self, name: str, kind: int, start_ns: int, end_ns: int, *, flags: int = 0) -> None:
+        """Keep one finished span; `flags` is 0 or `ON_CUDA`."""
+        name_id = self.name(name)
         number = self.next_record()
         at = RECORDS_AT + (number & (CAPACITY - 1)) * RECORD_BYTES
-        HEAD.pack_into(self.buffer, at, start_ns, end_ns, self.name(name), kind, number)
+        HEAD.pack_into(self.buffer, at, start_ns, end_ns, name_id, kind | flags << FLAGS_SHIFT, number)
 
     def write_scalar(self, name: str, at_ns: int, value: float) -> None:
         """Keep one value of a curve; it travels in the bits of end_ns."""
-        (bits,) = struct.unpack("<q", struct.pack("<d", value))
+        (bits,) = WORD.unpack(struct.pack("<d", value))
         self.write(name, SCALAR, at_ns, bits)
 
     def write_communication(
@@ -106,48 +119,56 @@ class RingWriter:
         flags: int = 0,
     ) -> None:
         """Keep one finished communication; see `labkit.trace.Span` for the meaning of each number."""
+        name_id, line_id, group_id = self.name(name), self.name(line), self.name(group)
         number = self.next_record()
         at = RECORDS_AT + (number & (CAPACITY - 1)) * RECORD_BYTES
-        TAIL.pack_into(
-            self.buffer, at + HEAD.size,
-            wait_start_ns, wait_end_ns, nbytes, match, self.name(line), self.name(group), peer, flags,
-        )  # fmt: skip
-        HEAD.pack_into(self.buffer, at, start_ns, end_ns, self.name(name), COMMUNICATION, number)
+        WORD.pack_into(self.buffer, at + COMMIT_OFFSET, 0)  # the record that was here loses its tail before its head
+        TAIL.pack_into(self.buffer, at + HEAD.size, wait_start_ns, wait_end_ns, nbytes, match, line_id, group_id, peer)
+        HEAD.pack_into(self.buffer, at, start_ns, end_ns, name_id, COMMUNICATION | flags << FLAGS_SHIFT, number)
 
     def pend(
         self, name: str, start_ns: int, *, nbytes: int = 0, peer: int = -1, group: str = "", match: int = 0, line: str = ""
     ) -> int:
-        """Note that an operation was issued; the number returned goes to `waiting` and `unpend`. -1 where 64 are pending already."""
+        """Note that an operation was issued.
+
+        Returns:
+            the slot that `waiting` and `unpend` ask for; -1, which they ignore, where `PENDING_SLOTS` are pending already.
+        """
         try:
             slot = self._free.popleft()
         except IndexError:
             return -1
-        at = PENDING_AT + slot * PENDING.size
         ids = self.name(name), self.name(line), self.name(group)
-        PENDING.pack_into(self.buffer, at, start_ns, 0, nbytes, match, *ids, peer)
+        PENDING.pack_into(self.buffer, PENDING_AT + slot * PENDING.size, 0, nbytes, match, *ids, peer, start_ns)
         return slot
 
     def waiting(self, slot: int, since_ns: int) -> None:
         """Note that the rank is now blocked until a pending operation completes."""
         if slot >= 0:
-            struct.pack_into("<q", self.buffer, PENDING_AT + slot * PENDING.size + 8, since_ns)
+            WORD.pack_into(self.buffer, PENDING_AT + slot * PENDING.size, since_ns)
 
     def unpend(self, slot: int) -> None:
         """Note that a pending operation has completed."""
         if slot >= 0:
-            struct.pack_into("<q", self.buffer, PENDING_AT + slot * PENDING.size, 0)
+            WORD.pack_into(self.buffer, PENDING_AT + slot * PENDING.size + PENDING_START, 0)
             self._free.append(slot)
 
 
+@dataclass(frozen=True, slots=True)
 class Pending:
-    """An operation that a rank issued and that has not completed: what it is waiting for, or what runs beside it."""
+    """An operation that a rank issued and that has not completed: what it is waiting for, or what runs beside it.
 
-    __slots__ = ("group", "line", "match", "name", "nbytes", "peer", "start_ns", "wait_start_ns")
+    The numbers mean what they mean in `labkit.trace.Span`; `wait_start_ns` is 0 while the rank is not blocked in it.
+    """
 
-    def __init__(self, values: tuple[int, ...], names: list[str]) -> None:
-        self.start_ns, self.wait_start_ns, self.nbytes, self.match = values[:4]
-        self.name, self.line, self.group = (names[i] if i < len(names) else "" for i in values[4:7])
-        self.peer = values[7]
+    name: str
+    start_ns: int
+    wait_start_ns: int
+    nbytes: int
+    peer: int
+    group: str
+    match: int
+    line: str
 
 
 class RingReader:
@@ -169,55 +190,69 @@ class RingReader:
         self._names_read = 0
 
     def names(self) -> list[str]:
-        """All strings interned so far; a record's numbers index this list."""
+        """All strings interned so far; a record's numbers index this list, if it was read before."""
         (used,) = struct.unpack_from("<I", self.buffer, 0)
         while self._names_read < used:
             at = NAMES_AT + self._names_read
             (size,) = struct.unpack_from("<H", self.buffer, at)
-            self._names.append(bytes(self.buffer[at + 2 : at + 2 + size]).decode())
+            # A name that was cut may end within a character.
+            self._names.append(bytes(self.buffer[at + 2 : at + 2 + size]).decode(errors="ignore"))
             self._names_read += size + 2
         return self._names
 
     def pending(self) -> list[Pending]:
         """The operations issued and not completed at this moment, oldest first."""
-        names = self.names()
-        slots = (PENDING.unpack_from(self.buffer, PENDING_AT + i * PENDING.size) for i in range(PENDING_SLOTS))
-        return sorted((Pending(v, names) for v in slots if v[0]), key=lambda p: p.start_ns)
+        found = []
+        for slot in range(PENDING_SLOTS):
+            at = PENDING_AT + slot * PENDING.size
+            (before,) = WORD.unpack_from(self.buffer, at + PENDING_START)
+            wait_start_ns, nbytes, match, name, line, group, peer, start_ns = PENDING.unpack_from(self.buffer, at)
+            (after,) = WORD.unpack_from(self.buffer, at + PENDING_START)
+            if before == start_ns == after != 0:  # else it is free, or was freed and taken again while we looked
+                names = self.names()
+                found.append(Pending(names[name], start_ns, wait_start_ns, nbytes, peer, names[group], match, names[line]))
+        return sorted(found, key=lambda p: p.start_ns)
 
     def read(self) -> Any:
-        """The records completed since the last call: a copy, as an array of `record_dtype()`."""
-        for _ in range(3):
-            first = self._next
-            commit = self._commit_at(first)
-            if commit > first:
-                # The rank has gone once round, so this record is lost; take up half a ring behind the newest, with room to spare.
-                self._next = commit - CAPACITY // 2
-                self.dropped += self._next - first
-                continue
-            last = self._last_whole()
-            slot, count = first & (CAPACITY - 1), last - first + 1
-            head = self._records[slot : slot + count]
-            records = self._numpy.concatenate([head, self._records[: count - len(head)]])
-            self._next = last + 1
-            whole = records["commit"] == self._numpy.arange(first, last + 1)
-            self.dropped += int(count - whole.sum())  # overwritten while they were copied
-            return records[whole]
-        return self._records[:0].copy()
+        """The records completed since the last call: a copy, as an array of `record_dtype()`.
+
+        The rank does not wait, so a record may change while it is looked at. It counts only if its commit number was right before
+        the copy and after it, and the rank not near its slot; what was overwritten is counted in `dropped`.
+        """
+        np = self._numpy
+        first = self._next
+        if self._commit_at(first) > first:
+            # The rank has gone once round: take up where there is time to copy before it comes again.
+            first = max(first, self._newest(self._commit_at(first)) + 1 - CAPACITY + HEADWAY)
+        numbers = np.arange(first, self._newest(first - 1) + 1)
+        slots = numbers & (CAPACITY - 1)
+        commits = self._records["commit"]
+        before = commits[slots]
+        records = self._records[slots]
+        after = commits[slots]
+        oldest_safe = self._newest(int(numbers[-1])) + 1 - CAPACITY + IN_FLIGHT if len(numbers) else 0
+        whole = (before == numbers) & (after == numbers) & (numbers >= oldest_safe)
+        unfinished = np.flatnonzero(before < numbers)  # by another thread, which took its number and was then held up
+        end = int(unfinished[0]) if len(unfinished) else len(numbers)
+        records = records[:end][whole[:end]]
+        self.dropped += first + end - self._next - len(records)
+        self._next = first + end
+        return records
 
     def _commit_at(self, number: int) -> int:
         at = RECORDS_AT + (number & (CAPACITY - 1)) * RECORD_BYTES + COMMIT_OFFSET
-        value: int = struct.unpack_from("<q", self.buffer, at)[0]
+        value: int = WORD.unpack_from(self.buffer, at)[0]
         return value
 
-    def _last_whole(self) -> int:
-        """The newest record such that all up to it are whole: strides that double, then bisection."""
-        low, step = self._next - 1, 1
-        while step < CAPACITY and self._commit_at(low + step) == low + step:
+    def _newest(self, low: int) -> int:
+        """The newest record written after `low`, within a ring's length of it: by strides that double, then bisection."""
+        end, step = low + CAPACITY, 1
+        while low + step < end and self._commit_at(low + step) >= low + step:
             low, step = low + step, step * 2
-        high = low + step
+        high = min(low + step, end)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._commit_at(middle) == middle else (low, middle)
+            low, high = (middle, high) if self._commit_at(middle) >= middle else (low, middle)
         return low
 
 
@@ -227,8 +262,8 @@ def record_dtype() -> Any:
 
     return np.dtype(
         [
-            ("start_ns", "<i8"), ("end_ns", "<i8"), ("name", "<u4"), ("kind", "<u4"), ("commit", "<i8"),
+            ("start_ns", "<i8"), ("end_ns", "<i8"), ("name", "<u4"), ("kind", "<u2"), ("flags", "<u2"), ("commit", "<i8"),
             ("wait_start_ns", "<i8"), ("wait_end_ns", "<i8"), ("nbytes", "<i8"), ("match", "<i8"),
-            ("line", "<u4"), ("group", "<u4"), ("peer", "<i4"), ("flags", "<i4"),
+            ("line", "<u4"), ("group", "<u4"), ("peer", "<i4"), ("spare", "<i4"),
         ]
     )  # fmt: skip
