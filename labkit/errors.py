@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LabError", "RankError", "RankFailure"]
+__all__ = ["LabError", "RankError", "RankFailure", "install_command", "missing"]
 
 _RULE = "─" * 70
 
@@ -15,6 +15,22 @@ class LabError(Exception):
     def _render_traceback_(self) -> list[str]:
         """IPython's hook: the message alone, since the frames between the cell and labkit teach nothing."""
         return [f"{type(self).__name__}: {self}"]
+
+
+def install_command(extra: str) -> str:
+    """What brings the libraries of one of labkit's extras: "torch", "tf", "plot", "course" or "test"."""
+    return f'pip install "labkit[{extra}]"'
+
+
+def missing(what: str, extra: str) -> LabError:
+    """The error for a library that is not installed: `raise missing("TensorFlow", "tf") from None`.
+
+    Args:
+        what: the library, as its users write it.
+        extra: the extra of labkit that brings it.
+    """
+    command = install_command(extra)
+    return LabError(f"{what} is not installed; the extra {extra!r} brings it:  {command}  (in a notebook cell: %{command})")
 
 
 @dataclass(frozen=True, slots=True)
