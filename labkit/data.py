@@ -1,0 +1,183 @@
+"""The data that the lessons learn from, with nothing to download: handwritten digits and sentences of Python's own manual."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["TOPICS", "Examples", "Vocabulary", "digits", "sentences"]
+
+TRAIN_DIGITS = 1536  # of 1,797: the largest multiple of 512, so that 2, 3, 4, 6 or 8 ranks with batches of 2^k get equal shares
+TRAIN_SENTENCES, TEST_SENTENCES = 1024, 128
+WORDS = 1024  # words of the vocabulary: those that occur at least twice; half of all different words occur once
+LENGTH = 24  # words of a sentence that are kept: four of five sentences are not longer
+
+
+class Examples(NamedTuple):
+    """Inputs and their labels, to be unpacked (`images, labels = train`) or handed on (`TensorDataset(*train)`)."""
+
+    inputs: Any
+    labels: Any
+
+
+def digits(framework: str = "torch", *, seed: int = 0) -> tuple[Examples, Examples]:
+    """Real handwritten digits, enlarged to 28×28, mean 0 and standard deviation 1: 1,536 to train with and 261 to test with.
+
+    Args:
+        framework: "torch" gives tensors, images (n, 1, 28, 28) float32 and labels (n,) int64; "tensorflow" gives NumPy arrays, as
+            tf.data and Keras take them, images (n, 28, 28, 1) and labels (n,) of the same types.
+        seed: of the shuffling before the two parts are cut; the same seed gives the same parts everywhere.
+
+    Returns:
+        the examples to train with and those to test with.
+
+    Raises:
+        ValueError: an unknown framework.
+        ImportError: scikit-learn is not installed.
+
+    Source: Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998;
+    8×8 images, as scikit-learn ships them.
+    """
+    _check_framework(framework, "digits")
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "digits() reads the images that scikit-learn ships, and it is not installed; this command installs it: "
+            'pip install "labkit[course]"'
+        ) from error
+    small, labels = load_digits(return_X_y=True)
+    images = _enlarge(small.reshape(-1, 8, 8), 28)
+    order = np.random.RandomState(seed).permutation(len(images))  # RandomState: its numbers are promised never to change
+    images, labels = images[order], labels[order].astype(np.int64)
+    images = (images - images[:TRAIN_DIGITS].mean()) / images[:TRAIN_DIGITS].std()
+    images = np.expand_dims(images.astype(np.float32), 1 if framework == "torch" else 3)
+    return _split(images, labels, TRAIN_DIGITS, framework)
+
+
+def _enlarge(images: NDArray[Any], size: int) -> NDArray[Any]:
+    """Bilinear interpolation of square images: (n, k, k) → (n, size, size). The pixels' centres keep their places."""
+    old = images.shape[-1]
+    centres = np.clip((np.arange(size) + 0.5) * old / size - 0.5, 0, old - 1)
+    weights = np.maximum(0, 1 - np.abs(centres[:, None] - np.arange(old)))  # (size, old): each row adds up to 1
+    enlarged: NDArray[Any] = weights @ images @ weights.T
+    return enlarged
+
+
+# Chapters of the manual that `help("...")` shows, as Python's module pydoc_data names them, and what each group is about.
+_CHAPTERS = {
+    "statements": ("compound", "assignment", "import", "augassign", "raise", "global", "del", "assert"),
+    "objects": ("specialnames", "types", "objects", "customization", "attribute-access"),
+    "strings": ("string-methods", "formatstrings", "strings"),
+    "containers": ("typesseq", "typesmapping", "subscriptions", "slicings", "dict", "lists", "comparisons", "exprlists"),
+}
+TOPICS = tuple(_CHAPTERS)  # what the labels of `sentences` stand for
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The words that a text classifier knows, and the way from a sentence to their numbers.
+
+    Args:
+        words: by number; 0 is the padding and 1 stands for every word that is not known.
+        length: how many words a sentence is cut or filled to.
+    """
+
+    words: tuple[str, ...]
+    length: int = LENGTH
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def encode(self, texts: Iterable[str]) -> NDArray[np.int64]:
+        """Turn sentences into word numbers, shape (n, length).
+
+        The padding comes first: a recurrent network has then just read the last word when it is asked for its answer.
+        """
+        if isinstance(texts, str):
+            raise TypeError(f"encode({texts!r}): expected several sentences; encode([sentence]) takes one")
+        numbers = {word: i for i, word in enumerate(self.words)}
+        rows = [[numbers.get(word, 1) for word in _words(text)][: self.length] for text in texts]
+        return np.array([[0] * (self.length - len(row)) + row for row in rows], np.int64).reshape(-1, self.length)
+
+    def decode(self, numbers: Iterable[int]) -> str:
+        """Turn the numbers of one sentence into its words again, without the padding."""
+        return " ".join(self.words[i] for i in numbers if i != 0)
+
+
+def sentences(framework: str = "torch", *, seed: int = 0) -> tuple[Examples, Examples, Vocabulary]:
+    """Sentences of the manual that every Python carries (`help("with")` shows a chapter); to be told apart: which of four topics.
+
+    Each topic of `TOPICS` has as many sentences as the others: 256 to train with and 32 to test with. The texts differ a little
+    from one version of Python to the next; the counts and shapes do not.
+
+    Args:
+        framework: "torch" gives tensors, "tensorflow" NumPy arrays: words (n, 24) int64 and labels (n,) int64.
+        seed: of the shuffling; the same seed gives the same parts on the same version of Python.
+
+    Returns:
+        the examples to train with, those to test with, and the vocabulary of the 1,024 most frequent words.
+
+    Raises:
+        ValueError: an unknown framework.
+        LookupError: this Python's manual has too few sentences of a topic.
+    """
+    _check_framework(framework, "sentences")
+    texts, labels = _manual((TRAIN_SENTENCES + TEST_SENTENCES) // len(TOPICS), seed)
+    counts = Counter(word for text in texts[:TRAIN_SENTENCES] for word in _words(text))
+    frequent = sorted(counts, key=lambda word: (-counts[word], word))[: WORDS - 2]
+    vocabulary = Vocabulary(("<pad>", "<unknown>", *frequent))
+    return *_split(vocabulary.encode(texts), labels, TRAIN_SENTENCES, framework), vocabulary
+
+
+def _manual(per_topic: int, seed: int) -> tuple[list[str], NDArray[np.int64]]:
+    """Sentences and their topics, shuffled so that any stretch of 4k sentences from the start has k of each topic."""
+    from pydoc_data.topics import topics  # half a megabyte, read only here
+
+    found = {topic: [s for c in chapters for s in _sentences(topics.get(c, ""))] for topic, chapters in _CHAPTERS.items()}
+    owners = Counter(s for texts in found.values() for s in set(texts))
+    random = np.random.RandomState(seed)
+    columns = []
+    for topic, every in found.items():
+        own = [s for s in dict.fromkeys(every) if owners[s] == 1]  # a chapter may quote another: such sentences have no one topic
+        if len(own) < per_topic:
+            raise LookupError(f"the manual of this Python has {len(own)} sentences on {topic}; {per_topic} are needed")
+        columns.append([own[i] for i in random.permutation(len(own))[:per_topic]])
+    texts, labels = [], []
+    for row in zip(*columns, strict=True):
+        for topic_number in random.permutation(len(TOPICS)):
+            texts.append(row[topic_number])
+            labels.append(topic_number)
+    return texts, np.array(labels, np.int64)
+
+
+def _sentences(chapter: str) -> list[str]:
+    """The sentences of a chapter, without code and headings: from a capital to a full stop, of 5 to 60 words."""
+    paragraphs = (" ".join(p.replace("|", " ").split()) for p in re.split(r"\n\s*\n", chapter))
+    parts = (s for p in paragraphs for s in re.split(r"(?<=[.!?])\s+(?=[A-Z\"])", p))
+    return [s for s in parts if re.match(r"[A-Z\"].*[.:!?]$", s) and ">>>" not in s and 5 <= len(_words(s)) <= 60]
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[a-z_]+", text.lower())
+
+
+def _check_framework(framework: str, what: str) -> None:
+    if framework not in ("torch", "tensorflow"):
+        raise ValueError(f"{what}({framework!r}): expected 'torch' or 'tensorflow'")
+
+
+def _split(inputs: NDArray[Any], labels: NDArray[Any], train: int, framework: str) -> tuple[Examples, Examples]:
+    parts = Examples(inputs[:train], labels[:train]), Examples(inputs[train:], labels[train:])
+    if framework == "tensorflow":
+        return parts
+    import torch
+
+    first, second = (Examples(*(torch.from_numpy(np.ascontiguousarray(a)) for a in part)) for part in parts)
+    return first, second

@@ -1,0 +1,34 @@
+"""The networks that several lessons share: the classic CNN (PyTorch and Keras) and a recurrent text classifier.
+
+Each framework has a file of its own, imported when a name of it is first used, so that this import loads neither. A lesson shows
+a model's code with `inspect.getsource(CNN)`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from labkit.models.in_keras import keras_cnn
+    from labkit.models.in_torch import CNN, TextClassifier
+
+__all__ = ["CNN", "TextClassifier", "keras_cnn"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the file of the framework when a model of it is asked for (PEP 562)."""
+    if name not in __all__:
+        raise AttributeError(f"labkit.models has no {name!r}; it has {', '.join(__all__)}")
+    framework, extra = ("keras", "tf") if name == "keras_cnn" else ("torch", "torch")
+    try:
+        module = importlib.import_module(f"labkit.models.in_{framework}")
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f'{name} needs {error.name}, which is not installed; this command installs it: pip install "labkit[{extra}]"'
+        ) from error
+    return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,30 @@
+"""The shared network in Keras, for the TensorFlow lessons."""
+
+from __future__ import annotations
+
+import keras
+from keras import layers
+
+__all__ = ["keras_cnn"]
+
+
+def keras_cnn() -> keras.Model:
+    """The same network as `labkit.models.CNN`, not compiled: (batch, 28, 28, 1) in, (batch, 10) scores out.
+
+    Channels come last, because TensorFlow's convolutions on the CPU take no other order.
+    """
+    return keras.Sequential(
+        [
+            keras.Input((28, 28, 1)),
+            layers.Conv2D(20, 5, name="conv1"),
+            layers.MaxPooling2D(2),
+            layers.ReLU(),
+            layers.Conv2D(50, 5, name="conv2"),
+            layers.MaxPooling2D(2),
+            layers.ReLU(),
+            layers.Flatten(),
+            layers.Dense(500, activation="relu", name="fc1"),
+            layers.Dense(10, name="fc2"),
+        ],
+        name="cnn",
+    )
