@@ -58,8 +58,8 @@ class _Here:
 
 here = _Here()
 if hasattr(os, "register_at_fork"):
-    # A process that a rank forks, such as a DataLoader's worker, has the same ring but its own record counter: it would write over
-    # what the rank writes.
+    # A process that a rank forks, such as a DataLoader's worker, has the same ring and its own record counter: it would write
+    # over what the rank writes.
     os.register_at_fork(after_in_child=lambda: here.start(None))
 
 
@@ -269,13 +269,14 @@ _LABKIT = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TYPED_IN = ("<ipython-input", "<stdin>", "<python-input")  # what interactive Pythons call what is typed into them
 
 
-def is_students(filename: str) -> bool:
-    """Whether code of that file is the student's: a cell, or a file outside Python, its packages and labkit."""
-    return filename in here.files or _is_outside_packages(filename)
-
-
 @functools.lru_cache(maxsize=4096)
-def _is_outside_packages(filename: str) -> bool:
+def is_students(filename: str) -> bool:
+    """Whether code of that file is the student's: a cell, or a file outside Python, its packages and labkit.
+
+    Cached: after a change of `here.files`, call `is_students.cache_clear()`.
+    """
+    if filename in here.files:
+        return True
     if filename.startswith("<"):
         return filename.startswith(_TYPED_IN)
     path = os.path.normcase(os.path.abspath(filename))
