@@ -48,7 +48,8 @@ notebooks: setup  ## execute the notebooks again from top to bottom (ONLY="02 10
 	$(BIN)/python tools/notebooks.py $(ONLY)
 
 lock: setup  ## write constraints.txt again from what .venv holds
-	$(BIN)/python tools/lock.py
+	@{ grep '^#' constraints.txt; $(BIN)/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/+.*//'; } > constraints.new
+	@mv constraints.new constraints.txt
 
 clean:  ## remove what tests, tools and notebooks leave behind
 	rm -rf .pytest_cache .mypy_cache .ruff_cache build dist
