@@ -30,7 +30,7 @@ LANGUAGE = {
     "mimetype": "text/x-python",
     "name": "python",
     "pygments_lexer": "ipython3",
-}  # and no version
+}  # no version
 WIDGET_MIMES = ("application/vnd.jupyter.widget-view+json", "application/vnd.jupyter.widget-state+json")
 
 
