@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -199,8 +200,9 @@ class Trace:
         computing = self._rows(rank, COMPUTE)
         if not len(computing):
             computing = self._rows(rank, CALL)
-        rows = self._rows(rank, COMMUNICATION)
-        ready = self._ready(rows)
+        data = self._columns.data
+        travelling = (data["rank"] == rank) & (data["kind"] == COMMUNICATION)
+        rows, ready = data[travelling], self._columns.ready[travelling]
         blocked = union(rows["wait_start_ns"], rows["wait_end_ns"])
         compute = difference(union(computing["start_ns"], computing["end_ns"]), blocked)
         transfer = union(ready, rows["end_ns"])
@@ -210,7 +212,7 @@ class Trace:
 
     def ready(self) -> NDArray[np.int64]:
         """For each span, in order: when the last of the ranks taking part had come (its own start, if it was the last)."""
-        return self._ready(self._columns.data)
+        return self._columns.ready
 
     def save(self, path: str | Path) -> Path:
         """Write the Chrome trace format, which https://ui.perfetto.dev and chrome://tracing open and `load_trace` reads.
@@ -247,13 +249,6 @@ class Trace:
     def _rows(self, rank: int, kind: int) -> Any:
         data = self._columns.data
         return data[(data["rank"] == rank) & (data["kind"] == kind)]
-
-    def _ready(self, rows: Any) -> NDArray[np.int64]:
-        if not len(rows):
-            return np.empty(0, np.int64)
-        last: dict[tuple[int, int], int] = self._columns.last_start()
-        ready = [last.get((g, m), s) for g, m, s in zip(rows["group"], rows["match"], rows["start_ns"], strict=True)]
-        return np.clip(np.array(ready, np.int64), rows["start_ns"], np.maximum(rows["end_ns"], rows["start_ns"]))
 
     def _share(self, rank: int) -> Share:
         parts = self.activity(rank)
@@ -307,14 +302,22 @@ class _Columns:
                 r, names[n], KINDS[k], start, end, ws, we, size, peer, names[group], match, names[line], device, not flags & _OPEN
             )
 
-    def last_start(self) -> dict[tuple[int, int], int]:
-        """When the last rank came to each operation that several ranks take part in."""
-        rows = self.data[(self.data["kind"] == COMMUNICATION) & (self.data["group"] != 0)]
-        last: dict[tuple[int, int], int] = {}
-        for group, match, start in zip(rows["group"].tolist(), rows["match"].tolist(), rows["start_ns"].tolist(), strict=True):
-            key = (group, match)
-            last[key] = max(start, last.get(key, 0))
-        return last
+    @cached_property
+    def ready(self) -> NDArray[np.int64]:
+        """For each span: when the last of the ranks taking part had come; what never completed has waited to its end."""
+        data = self.data
+        ready: NDArray[np.int64] = data["start_ns"].copy()
+        shared = np.flatnonzero((data["kind"] == COMMUNICATION) & (data["group"] != 0))
+        if len(shared):
+            shared = shared[np.lexsort((data["match"][shared], data["group"][shared]))]
+            rows = data[shared]
+            differs = (rows["group"][1:] != rows["group"][:-1]) | (rows["match"][1:] != rows["match"][:-1])
+            first = np.flatnonzero(np.concatenate([[True], differs]))
+            ready[shared] = np.repeat(np.maximum.reduceat(rows["start_ns"], first), np.diff(np.append(first, len(shared))))
+        end = np.maximum(data["start_ns"], data["end_ns"])
+        never = (data["flags"] & _OPEN) != 0
+        ready[never] = end[never]
+        return np.minimum(ready, end)
 
 
 def from_records(
