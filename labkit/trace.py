@@ -317,7 +317,8 @@ class _Columns:
         end = np.maximum(data["start_ns"], data["end_ns"])
         never = (data["flags"] & _OPEN) != 0
         ready[never] = end[never]
-        return np.minimum(ready, end)
+        np.minimum(ready, end, out=ready)
+        return ready
 
 
 def from_records(
