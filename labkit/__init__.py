@@ -1,0 +1,89 @@
+"""labkit: a laboratory for distributed training inside Jupyter.
+
+Start real processes from a cell, watch what each computes, sends and waits for, and check what you built:
+
+    import labkit as lab
+    group = lab.Group(4)
+    run = group.watch(train, epochs=3)
+
+Importing it loads neither torch, tensorflow nor matplotlib: each name brings what it needs when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from labkit.errors import LabError, RankError
+
+if TYPE_CHECKING:
+    from labkit.check import check
+    from labkit.doctor import doctor
+    from labkit.group import Group
+    from labkit.plot import breakdown, scaling, timeline
+    from labkit.record import record, span, steps
+    from labkit.run import Run
+    from labkit.runtimes import devices
+    from labkit.trace import Span, Trace, load_trace
+
+__all__ = [
+    "Group", "LabError", "RankError", "Run", "Span", "Trace", "breakdown", "check", "devices", "doctor", "load_trace", "record",
+    "scaling", "span", "steps", "timeline",
+]  # fmt: skip
+
+_HOMES = {
+    "check": ["check"],
+    "doctor": ["doctor"],
+    "group": ["Group"],
+    "plot": ["breakdown", "scaling", "timeline"],
+    "record": ["record", "span", "steps"],
+    "run": ["Run"],
+    "runtimes": ["devices"],
+    "trace": ["Span", "Trace", "load_trace"],
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Bring a public name when it is first used (PEP 562)."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"labkit has no {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(f"labkit.{_HOME_OF[name]}"), name)
+    if name == "Group":
+        value.picture = _picture
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def _picture() -> Any:
+    from labkit.live import Live
+
+    return Live()
+
+
+def _greet_notebook() -> None:
+    """In a notebook's kernel: make `%%ranks` known, and begin to import torch in the background, which takes a second."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+    if shell is None:
+        return
+
+    def ranks(line: str, cell: str) -> None:
+        from labkit import magic
+
+        __getattr__("Group")
+        magic.ranks(line, cell, shell)
+
+    shell.register_magic_function(ranks, "cell", "ranks")
+    if hasattr(shell, "kernel"):
+        from labkit.group import warm_up
+
+        warm_up()
+
+
+_greet_notebook()

@@ -266,8 +266,7 @@ class SpawnStarter:
     def _spawn(self) -> RankProcess:
         pipes = _Pipes(self._ring_bytes, self._make_shared)
         try:
-            arguments = [self._preload, os.getpid(), self._ring_bytes]
-            child = _python("spawned", pipes.far, arguments, self._environment, pipes.far[1])
+            child = _python("spawned", pipes.far, [self._preload, os.getpid()], self._environment, subprocess.DEVNULL)
         except BaseException:
             pipes.close()
             raise
@@ -295,6 +294,7 @@ def serve(fds: list[int], preload: list[str], notebook: int) -> NoReturn:
     _import_all(preload)
     sock = socket.socket(fileno=fds[0])
     children: set[int] = set()
+    me = os.getpid()
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     try:
@@ -318,7 +318,7 @@ def serve(fds: list[int], preload: list[str], notebook: int) -> NoReturn:
                         sock.close()
                         for fd in set(received) - set(mine):
                             os.close(fd)
-                        _live_as_rank(mine)
+                        _live_as_rank(mine, parent=me)
                     with contextlib.suppress(OSError):  # the child has done it itself
                         os.setpgid(pid, pid)
                     answer.append(pid)
@@ -345,7 +345,7 @@ def _kill_group(pid: int) -> None:
             kill(pid, signal.SIGKILL)
 
 
-def spawned(fds: list[int], preload: list[str], notebook: int, ring_bytes: int) -> NoReturn:
+def spawned(fds: list[int], preload: list[str], notebook: int) -> NoReturn:
     """The life of a spawned rank: import, then do as told."""
     threading.Thread(target=_end_with, args=(notebook,), daemon=True, name="labkit-watch").start()
     _import_all(preload)
@@ -370,14 +370,19 @@ def _import_all(names: Sequence[str]) -> None:
     gc.freeze()  # the collector would otherwise touch, and so copy, every page that forked ranks share
 
 
-def _live_as_rank(fds: Sequence[int]) -> NoReturn:
-    """Turn this process into a rank, and end it when the rank's work is over."""
+def _live_as_rank(fds: Sequence[int], parent: int | None = None) -> NoReturn:
+    """Turn this process into a rank, and end it when the rank's work is over.
+
+    Args:
+        fds: socket, output pipe and recording memory.
+        parent: the server that forked it. Not so for a spawned rank: the kernel would take the end of the notebook's *thread* that
+            spawned it for the death of its parent.
+    """
     code = 1
     try:
-        server = os.getppid()
-        if sys.platform == "linux":
+        if parent is not None:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != server:  # it died before we asked
+            if os.getppid() != parent:  # it died before we asked
                 os._exit(1)
         with contextlib.suppress(OSError):  # a session leader leads its own group already
             os.setpgid(0, 0)

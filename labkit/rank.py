@@ -1,0 +1,203 @@
+"""The loop inside a rank: set up, call what the notebook sends, report how it went."""
+
+from __future__ import annotations
+
+import ast
+import mmap
+import os
+import socket
+import sys
+import time
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any, Final
+
+from labkit import wire
+from labkit.errors import LabError, RankFailure
+from labkit.record import Recorder, here, is_students, label
+from labkit.ring import RingWriter
+from labkit.runtimes import RUNTIMES, Runtime, Seat
+from labkit.start import flush_c_output
+
+__all__ = ["main"]
+
+FRAMES: Final = 12  # of a traceback; endless recursion would fill the notebook
+
+
+def main(sock: socket.socket, ring: mmap.mmap) -> None:
+    """Serve the notebook until it closes the stream or says so.
+
+    Args:
+        sock: the stream of frames.
+        ring: where this rank records.
+    """
+    channel = wire.Channel(sock)
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        rank = _Rank(channel, channel.receive().data, RingWriter(ring))
+        while rank.serve(channel.receive()):
+            pass
+    except (EOFError, ConnectionError):
+        pass  # the notebook has let go of this rank
+
+
+class _Rank:
+    """One rank: its place, its runtime, and its end of the channel."""
+
+    def __init__(self, channel: wire.Channel, seat: Seat, ring: RingWriter) -> None:
+        self._channel, self._seat, self._ring = channel, seat, ring
+        self._name = seat.names[seat.rank]
+        self._runtime: Runtime = RUNTIMES[seat.runtime](seat)
+        sys.path[:] = seat.path
+        sys.argv = [""]
+        os.chdir(seat.folder)
+        self._attempt(lambda: channel.send("offer", self._runtime.offer()))
+
+    def serve(self, frame: wire.Frame) -> bool:
+        """Do what one frame says; False where it was the last."""
+        if frame.kind == "close":
+            self._runtime.tear_down()
+            return False
+        if frame.kind == "offers":
+            self._attempt(lambda: self._set_up(frame.data))
+        elif frame.kind == "install":
+            self._attempt(lambda: self._install(frame))
+        elif frame.kind == "call":
+            self._attempt(lambda: self._call(frame))
+        elif frame.kind == "cell":
+            self._attempt(lambda: self._cell(frame))
+        else:
+            raise AssertionError(f"a frame of unknown kind {frame.kind!r}")
+        return True
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        """Do it, or report why not."""
+        try:
+            action()
+        except (EOFError, ConnectionError) as error:
+            if error.__traceback__ is None or not _in_students_code(error):
+                raise  # our own stream, not the student's
+            self._raised(error)
+        except BaseException as error:  # SystemExit and KeyboardInterrupt too: the loop goes on, the notebook decides
+            self._raised(error)
+
+    def _set_up(self, offers: list[Any]) -> None:
+        recorder = Recorder(self._ring, threads=self._runtime.several_threads)
+        here.start(recorder)
+        if self._seat.runtime in ("torch", "rpc"):
+            try:
+                from labkit import comm
+                watch = comm.watch_torch if self._seat.runtime == "torch" else comm.watch_rpc
+                watch(recorder)
+            except ImportError:
+                pass
+        self._channel.send("ready", self._runtime.set_up(offers))
+
+    def _learn(self, files: dict[str, tuple[str, list[str]]]) -> None:
+        """Take over the names, and where only the notebook can read them the sources, of the student's files."""
+        for filename, (name, lines) in files.items():
+            here.files[filename] = name
+            if lines:
+                wire.install_source(filename, lines)
+        if files:
+            is_students.cache_clear()
+
+    def _install(self, frame: wire.Frame) -> None:
+        """Take the definitions, so that RPC finds them here by name, before any rank begins to call."""
+        self._learn(frame.data)
+        assert frame.parcel is not None
+        wire.unpack(frame.parcel)
+        self._channel.send("installed")
+
+    def _call(self, frame: wire.Frame) -> None:
+        self._learn(frame.data)
+        assert frame.parcel is not None
+        function, args, kwargs = wire.unpack(frame.parcel)
+        name = getattr(function, "__name__", type(function).__name__)
+        result = self._timed(name, lambda: function(*args, **kwargs))
+        self._done(result, f"the result of {name}()")
+
+    def _cell(self, frame: wire.Frame) -> None:
+        """Run a cell's source in `__main__`; its last expression is shown as a notebook would."""
+        source, filename, files = frame.data
+        self._learn(files)
+        if frame.parcel is not None:
+            for key, value in wire.unpack(frame.parcel).items():
+                setattr(sys.modules["__main__"], key, value)
+        tree = ast.parse(source, filename)
+        space = sys.modules["__main__"].__dict__
+        before = set(space)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+
+        def run() -> None:
+            exec(compile(tree, filename, "exec"), space)
+            if isinstance(last, ast.Expr):
+                value = eval(compile(ast.Expression(last.value), filename, "eval"), space)
+                if value is not None:
+                    print(repr(value))
+
+        self._timed("cell", run)
+        assigned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        self._done(sorted((set(space) - before) | (assigned & set(space))), "the names that the cell defined")
+
+    def _timed(self, name: str, action: Callable[[], Any]) -> Any:
+        start_ns = time.perf_counter_ns()
+        try:
+            return action()
+        finally:
+            end_ns = time.perf_counter_ns()
+            recorder = here.recorder
+            if recorder is not None:
+                recorder.call(name, start_ns, end_ns)
+
+    def _done(self, result: Any, what: str) -> None:
+        parcel = wire.pack(result, what=what)
+        self._flush()
+        self._channel.send("done", None, parcel)
+        parcel.close()
+
+    def _raised(self, error: BaseException) -> None:
+        at_ns = time.perf_counter_ns()
+        headline = _headline(error)
+        text = "" if isinstance(error, LabError) and not _in_students_code(error) else _students_traceback(error)
+        self._flush()
+        self._channel.send("raised", RankFailure(self._seat.rank, self._name, headline, text, at_ns=at_ns))
+
+    def _flush(self) -> None:
+        recorder = here.recorder
+        if recorder is not None and recorder.device_clock is not None:
+            recorder.device_clock.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        flush_c_output()
+
+
+def _headline(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"the function called exit({error.code!r})" if error.code is not None else "the function called exit()"
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def _in_students_code(error: BaseException) -> bool:
+    return any(is_students(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _students_traceback(error: BaseException) -> str:
+    """The traceback as Python prints it, with the student's frames alone, and the innermost one, whosever it is."""
+    whole = traceback.TracebackException.from_exception(error, capture_locals=False)
+    part: traceback.TracebackException | None = whole
+    while part is not None:
+        part.stack = _cut(part.stack)
+        part = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
+    return "".join(whole.format())
+
+
+def _cut(stack: traceback.StackSummary) -> traceback.StackSummary:
+    kept = [frame for i, frame in enumerate(stack) if is_students(frame.filename) or i == len(stack) - 1]
+    if len(kept) > FRAMES:
+        kept = kept[: FRAMES // 2] + kept[-FRAMES // 2 :]
+    for frame in kept:
+        frame.line  # noqa: B018  # read the source now, under the file's real name
+        frame.filename = label(frame.filename)
+    return traceback.StackSummary.from_list(kept)

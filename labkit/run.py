@@ -1,0 +1,334 @@
+"""One run: under way (`Flight`: frames, prints, spans and failures come in) and over (`Run`: plain data)."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+from labkit import wire
+from labkit.errors import LabError, RankError, RankFailure
+from labkit.output import Output
+from labkit.ring import COMMUNICATION, Pending, RingReader
+from labkit.start import RankProcess
+from labkit.stuck import doing
+from labkit.trace import Trace, from_records
+
+__all__ = ["Flight", "Member", "Picture", "Run"]
+
+DRAIN_S: Final = 0.05  # how often rings are read: a seventh of the time that the fastest writer takes to fill one
+GRACE_S: Final = 0.1  # after a failure, the others may come back by themselves before they are stopped
+READ_BYTES: Final = 1 << 16
+
+
+class Picture(Protocol):
+    """What a run tells a watcher, on the thread that called `watch`."""
+
+    interval_s: float
+
+    def begin(self, ranks: tuple[str, ...], title: str, start_ns: int) -> None:
+        """The ranks start now."""
+
+    def update(self, now_ns: int, new: Trace, pending: Sequence[Sequence[Pending]]) -> None:
+        """`new` holds what was completed since the last update, `pending` what each rank has under way."""
+
+    def end(self, trace: Trace, failed: bool) -> None:
+        """The run is over."""
+
+
+class Run:
+    """What a run leaves behind.
+
+    Attributes:
+        results: what the function returned on each rank that called it, in rank order.
+        output: what the ranks printed, a line each, in rank order.
+        ranks: the names of the ranks that called it.
+    """
+
+    def __init__(self, name: str, ranks: tuple[str, ...], results: list[Any], output: str, records: _Records) -> None:
+        self._name, self.ranks, self.results, self.output = name, ranks, results, output
+        self._records = records
+        self._trace: Trace | None = None
+
+    @property
+    def trace(self) -> Trace:
+        """The spans of all ranks on one clock."""
+        if self._trace is None:
+            self._trace = self._records.trace()
+        return self._trace
+
+    def __repr__(self) -> str:
+        return f"<Run of {self._name} on {_these(self.ranks)}>"
+
+
+def _these(ranks: Sequence[str]) -> str:
+    return ranks[0] if len(ranks) == 1 else f"{len(ranks)} ranks"
+
+
+class Member:
+    """A rank of a group while its process lives: the process and what this side knows of it."""
+
+    def __init__(self, rank: int, name: str, process: RankProcess) -> None:
+        self.rank, self.name, self.process = rank, name, process
+        self.channel = wire.Channel(process.sock)
+        self.reader = RingReader(process.ring)
+        self.known_files: dict[str, str] = {}
+        self.output_open = True
+
+    def close(self) -> None:
+        """Let go of the process."""
+        self.process.close()
+
+
+class _Records:
+    """The raw records of a run, by rank, until somebody asks for the trace."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._members = [m.name for m in members]
+        self._readers = [m.reader for m in members]
+        self._chunks: list[list[Any]] = [[] for _ in members]
+        self._dropped = [r.dropped for r in self._readers]
+        self._names: list[list[str]] = [[] for _ in members]
+        for reader in self._readers:
+            reader.read()  # what a rank did between the runs
+
+    def drain(self) -> list[Any]:
+        """Read what is new; per rank, the records."""
+        new = [reader.read() for reader in self._readers]
+        for chunks, records in zip(self._chunks, new, strict=True):
+            if len(records):
+                chunks.append(records)
+        return new
+
+    def freeze(self) -> None:
+        """Read for the last time: the rings serve the next run."""
+        self.drain()
+        self._names = [list(r.names()) for r in self._readers]
+        self._dropped = [r.dropped - before for r, before in zip(self._readers, self._dropped, strict=True)]
+        self._readers = []
+
+    def part(self, new: list[Any]) -> Trace:
+        """A trace of some records alone."""
+        return from_records(new, [r.names() for r in self._readers], self._members)
+
+    def communicated(self) -> bool:
+        """Whether any rank has finished a communication."""
+        return any((chunk["kind"] == COMMUNICATION).any() for chunks in self._chunks for chunk in chunks)
+
+    def trace(self) -> Trace:
+        """All of it; once frozen."""
+        import numpy as np
+
+        joined = [np.concatenate(c) if c else np.empty(0, _dtype()) for c in self._chunks]
+        return from_records(joined, self._names, self._members, dropped=self._dropped)
+
+
+def _dtype() -> Any:
+    from labkit.ring import record_dtype
+
+    return record_dtype()
+
+
+class Flight:
+    """One run while it is under way. Everything happens on the thread that called `run`.
+
+    Args:
+        members: all ranks of the group, in rank order.
+        on: the numbers of those that call the function.
+        name: what the function is called.
+        selector: has the channels, outputs and sentinels of the members registered, with `(what, member)` as data.
+        bury: gives the exit code of a member whose process has ended.
+        picture: who watches, or None.
+        show: whether prints are shown.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        on: Sequence[int],
+        name: str,
+        selector: selectors.BaseSelector,
+        bury: Callable[[Member], int],
+        picture: Picture | None,
+        *,
+        show: bool,
+    ) -> None:
+        self._members, self._on, self._name, self._picture = members, on, name, picture
+        self._selector, self._bury = selector, bury
+        self._names = tuple(m.name for m in members)
+        self._output = Output(self._names, show=show)
+        self._records = _Records(members)
+        self._results: dict[int, Any] = {}
+        self._failures: dict[int, RankFailure] = {}
+        self._dead: set[int] = set()
+        self.moved = False
+        self.intact = True  # False once the ranks must not be used again
+
+    def wait(self, deadline_s: float | None) -> Run:
+        """Take what comes until every rank that was called has answered.
+
+        Args:
+            deadline_s: on `time.monotonic`, when to give up; None waits as long as it takes.
+
+        Raises:
+            RankError: a rank failed.
+            LabError: the time is over.
+        """
+        start_ns = time.perf_counter_ns()
+        picture = self._picture
+        if picture is not None:
+            picture.begin(self._names, f"{self._name} on {_these(self._names)}", start_ns)
+        try:
+            self._collect(picture, deadline_s)
+        except BaseException:
+            self.intact = False
+            self._finish(failed=True)
+            raise
+        if self._failures:
+            error = self._error()
+            self._finish(failed=True)
+            raise error
+        text = self._finish(failed=False)
+        return Run(self._name, tuple(self._names[i] for i in self._on), [self._results[i] for i in self._on], text, self._records)
+
+    def _collect(self, picture: Picture | None, deadline_s: float | None) -> None:
+        drained = pictured = time.monotonic()
+        grace_until: float | None = None
+        new: list[list[Any]] = [[] for _ in self._members]
+        while len(self._results) + len(self._failures) < len(self._on):
+            now = time.monotonic()
+            if grace_until is not None and now > grace_until:
+                return
+            if deadline_s is not None and now > deadline_s:
+                lines = self._doings(time.perf_counter_ns())
+                raise LabError("\n".join([f"{self._name} took longer than the group's timeout_s; the ranks were stopped.", *lines]))
+            if now - drained > DRAIN_S:
+                for mine, records in zip(new, self._records.drain(), strict=True):
+                    mine.append(records)
+                drained = now
+            if picture is not None and now - pictured > picture.interval_s:
+                self._show(picture, new)
+                new = [[] for _ in self._members]
+                pictured = time.monotonic()
+            self._output.refresh()
+            self._take(DRAIN_S if grace_until is None else GRACE_S / 10)
+            if self._failures and grace_until is None:
+                grace_until = time.monotonic() + GRACE_S
+
+    def _show(self, picture: Picture, new: list[list[Any]]) -> None:
+        import numpy as np
+
+        part = self._records.part([np.concatenate(n) if n else np.empty(0, _dtype()) for n in new])
+        picture.update(time.perf_counter_ns(), part, [m.reader.pending() for m in self._members])
+
+    def _take(self, limit_s: float) -> None:
+        """Wait for anything from any rank and take it."""
+        events = self._selector.select(limit_s)
+        for key, _ in events:
+            what, member = key.data
+            if what == "output":
+                self._read_output(member)
+        # Reports before deaths: a failing rank's own words tell more than the fact that it ended.
+        for kind in ("frame", "end"):
+            for key, _ in events:
+                what, member = key.data
+                if what == kind and member.rank not in self._dead and not (self._answered(member) and what == "frame"):
+                    self._take_frame(member) if what == "frame" else self._ended(member)
+
+    def _answered(self, member: Member) -> bool:
+        return member.rank in self._results or member.rank in self._failures
+
+    def _take_frame(self, member: Member) -> None:
+        try:
+            self._answer(member, member.channel.receive())
+        except (EOFError, OSError):
+            self._ended(member)
+
+    def _answer(self, member: Member, frame: wire.Frame) -> None:
+        self._read_output(member)
+        if frame.kind == "raised":
+            self._failures[member.rank] = frame.data
+            return
+        assert frame.kind == "done" and frame.parcel is not None, f"an unexpected frame {frame.kind!r}"
+        self.moved |= frame.parcel.moved
+        self._results[member.rank] = wire.unpack(frame.parcel)
+
+    def _ended(self, member: Member) -> None:
+        """A rank's process is no more: take its last words, if it had time for some."""
+        self._dead.add(member.rank)
+        self.intact = False
+        try:
+            while not self._answered(member):
+                self._answer(member, member.channel.receive())
+        except (EOFError, OSError):
+            pass
+        self._read_output(member)
+        if member.rank not in self._failures:  # even one that has answered: a dead rank serves nobody
+            headline = explain_exit(self._bury(member))
+            self._failures[member.rank] = RankFailure(member.rank, member.name, headline, at_ns=time.perf_counter_ns())
+
+    def _read_output(self, member: Member) -> None:
+        while member.output_open:
+            try:
+                data = os.read(member.process.output, READ_BYTES)
+            except BlockingIOError:
+                return
+            if not data:
+                self._selector.unregister(member.process.output)
+                member.output_open = False
+                return
+            self._output.feed(member.rank, data)
+            if len(data) < READ_BYTES:
+                return
+
+    def _doings(self, now_ns: int) -> list[str]:
+        rest = [m for m in self._members if m.rank not in self._failures and m.rank in self._on]
+        return [
+            doing(m.name, m.reader.pending(), now_ns, returned=m.rank in self._results, names=self._names) for m in rest
+        ]  # fmt: skip
+
+    def _error(self) -> RankError:
+        now_ns = time.perf_counter_ns()
+        pending = any(m.reader.pending() for m in self._members)
+        answered = len(self._results) + len(self._failures) == len(self._on)
+        self._records.drain()
+        self.intact = self.intact and answered and not pending and not self._records.communicated()
+        # A death is never the consequence of another rank's exception, but the cause of many; it is only noticed a little later.
+        ordered = sorted(self._failures.values(), key=lambda f: (f.rank not in self._dead, f.at_ns))
+        causes = ordered[:1] + [f for f in ordered[1:] if not _lost_connection(f)]
+        victims = [f"{f.name} lost the connection" for f in ordered[1:] if _lost_connection(f)]
+        return RankError(causes, victims + self._doings(now_ns))
+
+    def _finish(self, *, failed: bool) -> str:
+        for member in self._members:
+            if member.process.output >= 0:
+                self._read_output(member)
+        self._records.freeze()
+        if self._picture is not None:
+            self._picture.end(self._records.trace(), failed)
+        return self._output.finish()
+
+
+def _lost_connection(failure: RankFailure) -> bool:
+    """Whether a rank failed because another one was gone: gloo's, NCCL's, RPC's and TensorFlow's words for it."""
+    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "UnavailableError", "connection was aborted", "eof (this error")
+    return any(w in failure.headline for w in words)
+
+
+def explain_exit(code: int) -> str:
+    """Why a process ended, by its exit code: a negative one is the signal that ended it."""
+    if code >= 0:
+        return f"the process ended with exit code {code} (os._exit, or a library that gave up)"
+    name = signal.Signals(-code).name if -code in {s.value for s in signal.Signals} else f"signal {-code}"
+    causes = {
+        "SIGKILL": "killed from outside; if nobody did, the machine ran out of memory",
+        "SIGSEGV": "a crash in C or C++ code: an address that is not its own",
+        "SIGABRT": "C or C++ code gave up; what it said stands in the rank's output",
+        "SIGBUS": "shared memory or a mapped file that is no longer there, often because the disk or /dev/shm is full",
+        "SIGFPE": "an integer division by zero in C or C++ code",
+        "SIGILL": "an instruction this processor does not know",
+    }
+    return f"killed by {name}" + (f" ({causes[name]})" if name in causes else "")
