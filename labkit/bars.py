@@ -1,0 +1,251 @@
+"""The geometry and the colours that the still and the moving picture share: what lies where in a rank's row, and how it looks.
+
+A rank's row has two lanes, so that overlap can be seen: compute above, communication beneath it at about half the height. From
+spans that nest and overlap come disjoint bars, by the same arithmetic as `Trace.activity`, so that what a picture shows adds up
+to what `breakdown` says.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from labkit.ring import CALL, COMMUNICATION, COMPUTE
+from labkit.trace import Intervals, Trace, union
+
+__all__ = ["COMMUNICATION_LANE", "COMPUTE_LANE", "LANES", "STYLES", "Bars", "Style", "blend", "coverage", "lanes", "style_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How one kind of bar looks.
+
+    Args:
+        colour: "#rrggbb".
+        alpha: 1 for opaque; less where the page, light or dark, shall show through.
+        hatch: True for stripes of the colour.
+        legend: what it means, in the words of the legend.
+    """
+
+    colour: str
+    alpha: float
+    hatch: bool
+    legend: str
+
+    @property
+    def rgba(self) -> tuple[float, float, float, float]:
+        """The colour as four numbers from 0 to 1."""
+        red, green, blue = (int(self.colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+        return red, green, blue, self.alpha
+
+
+# The colours are Okabe and Ito's, which people with any colour blindness tell apart ("Color Universal Design", 2008,
+# https://jfly.uni-koeln.de/color/): what a rank computes is cool, what travels between ranks is warm.
+_TRAVEL: Final = "#D55E00"
+STYLES: Final[dict[str, Style]] = {
+    "data": Style("#8FD3C0", 1, False, "data"),
+    "forward": Style("#56B4E9", 1, False, "forward"),
+    "backward": Style("#0072B2", 1, False, "backward"),
+    "optimizer": Style("#009E73", 1, False, "optimizer"),
+    "compute": Style("#7C93C9", 1, False, "compute"),
+    "unlabelled": Style("#8A93A5", 0.28, False, "in the function, in no span"),
+    "exposed": Style(_TRAVEL, 1, False, "communication: the rank waits for it"),
+    "hidden": Style(_TRAVEL, 0.5, False, "communication hidden behind compute"),
+    "waiting": Style(_TRAVEL, 0.16, True, "waiting for another rank"),
+    "issued": Style(_TRAVEL, 0.16, False, "issued, another rank has not come yet"),
+}
+_NUMBER: Final = {name: i for i, name in enumerate(STYLES)}
+
+# Top and height of the lanes, as shares of the row, measured from its top. Tenths, so that coarse pixels hit them.
+COMPUTE_LANE: Final = (0.1, 0.5)
+COMMUNICATION_LANE: Final = (0.6, 0.3)
+LANES: Final = (COMPUTE_LANE, COMMUNICATION_LANE)
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """Disjoint stretches of one lane, ascending; four arrays of one length.
+
+    Args:
+        start_ns: where each begins.
+        end_ns: where it ends.
+        style: its place in `STYLES`.
+        span: the span it comes from, as a row of the trace's columns.
+    """
+
+    start_ns: NDArray[np.int64]
+    end_ns: NDArray[np.int64]
+    style: NDArray[np.uint8]
+    span: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
+
+    def __getitem__(self, keep: Any) -> Bars:
+        """Some of the bars: a slice, a mask or their numbers."""
+        return Bars(self.start_ns[keep], self.end_ns[keep], self.style[keep], self.span[keep])
+
+    def of(self, style: str) -> Bars:
+        """Only the bars of one style."""
+        return self[self.style == _NUMBER[style]]
+
+
+def style_of(name: str) -> str:
+    """The style of a compute span: by the first word of its name, so that "forward 3" and "forward_stage1" are forward."""
+    word = re.match(r"[a-z]+", name.lower())
+    return word[0] if word and word[0] in ("data", "forward", "backward", "optimizer") else "compute"
+
+
+def lanes(trace: Trace, rank: int) -> tuple[Bars, Bars]:
+    """The bars of a rank's two lanes, compute and communication, clipped to the time that the trace looks at."""
+    columns = trace._columns  # a million spans are drawn as arrays; as objects they would take seconds
+    data = columns.data
+    mine, kind = data["rank"] == rank, data["kind"]
+    window = np.array([[trace.start_ns, trace.end_ns]], np.int64)
+    activity = trace.activity(rank)
+
+    computing = np.flatnonzero(mine & (kind == COMPUTE))
+    calls = np.flatnonzero(mine & (kind == CALL))
+    travelling = np.flatnonzero(mine & (kind == COMMUNICATION))
+    rows = data[travelling]
+    ready = trace.ready()[travelling]
+    blocked = union(rows["wait_start_ns"], rows["wait_end_ns"])
+    transfer = union(ready, rows["end_ns"])
+
+    labelled = _clip(_flatten(data["start_ns"], data["end_ns"], computing), blocked, inside=False)
+    taken = union(np.append(labelled.start_ns, blocked[:, 0]), np.append(labelled.end_ns, blocked[:, 1]))
+    rest = _clip(_flatten(data["start_ns"], data["end_ns"], calls), taken, inside=False)
+    by_name = np.array([_NUMBER[style_of(name)] for name in columns.names] or [0], np.uint8)
+    labelled.style[:] = by_name[data["name"][labelled.span]]
+    rest.style[:] = _NUMBER["unlabelled"]
+
+    each = np.arange(len(rows))
+    moving = _flatten(ready, rows["end_ns"], each)
+    waiting = _clip(_flatten(rows["wait_start_ns"], rows["wait_end_ns"], each), transfer, inside=False)
+    busy = union(np.append(transfer[:, 0], waiting.start_ns), np.append(transfer[:, 1], waiting.end_ns))
+    communication = _merge(
+        _styled(_clip(moving, activity["compute"], inside=False), "exposed"),
+        _styled(_clip(moving, activity["compute"], inside=True), "hidden"),
+        _styled(waiting, "waiting"),
+        _styled(_clip(_flatten(rows["start_ns"], ready, each), busy, inside=False), "issued"),
+    )
+    communication = replace(communication, span=travelling[communication.span])
+    return _clip(_merge(labelled, rest), window, inside=True), _clip(communication, window, inside=True)
+
+
+def coverage(bars: Bars, edges: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How much of each bin each style fills.
+
+    Args:
+        bars: of one lane.
+        edges: ascending, shape (bins + 1,), in ns.
+
+    Returns:
+        shape (styles, bins), in ns.
+    """
+    covered = np.zeros((len(STYLES), len(edges) - 1), np.int64)
+    for number in np.unique(bars.style):
+        of_style = bars.style == number
+        start, end = bars.start_ns[of_style], bars.end_ns[of_style]
+        before = np.concatenate([[0], np.cumsum(end - start)])
+        last = np.searchsorted(start, edges, side="right")  # bars begun by each edge; the last of them may reach beyond it
+        beyond = np.where(last > 0, np.maximum(end[np.maximum(last - 1, 0)] - edges, 0), 0)
+        covered[number] = np.diff(before[last] - beyond)
+    return covered
+
+
+def blend(covered: NDArray[Any], bin_ns: float) -> NDArray[np.float64]:
+    """The colour of each bin as the eye would see it from afar: its styles mixed, the uncovered part transparent.
+
+    Args:
+        covered: shape (styles, bins), in ns, as `coverage` gives it.
+        bin_ns: width of a bin.
+
+    Returns:
+        red, green, blue, opacity from 0 to 1, shape (bins, 4).
+    """
+    colours = np.array([style.rgba for style in STYLES.values()])
+    weights = covered.T * (colours[:, 3] / bin_ns)
+    opacity = weights.sum(axis=1)
+    mixed = weights @ colours[:, :3] / np.maximum(opacity, 1e-12)[:, None]
+    return np.column_stack([mixed, np.minimum(opacity, 1)])
+
+
+def _flatten(start_ns: Any, end_ns: Any, rows: NDArray[np.int64]) -> Bars:
+    """Disjoint bars from spans that nest and overlap: at each moment the span that began last, of those the one that ends first.
+
+    Args:
+        start_ns: of all spans.
+        end_ns: of all spans.
+        rows: which of them to look at.
+    """
+    start, end = start_ns[rows], end_ns[rows]
+    order = np.lexsort((-end, start))
+    order = order[end[order] > start[order]]
+    rows, start, end = rows[order], start[order], end[order]
+    if (start[1:] < end[:-1]).any():
+        begin, over, owner = _uncover(start.tolist(), end.tolist())
+        start, end, rows = np.array(begin, np.int64), np.array(over, np.int64), rows[np.array(owner, np.int64)]
+    return Bars(start, end, np.zeros(len(start), np.uint8), rows)
+
+
+def _uncover(start: list[int], end: list[int]) -> tuple[list[int], list[int], list[int]]:
+    """Sweep over the spans in the order of their start; the stack holds those that have begun, the latest on top."""
+    pieces: tuple[list[int], list[int], list[int]] = [], [], []
+    stack: list[int] = []
+
+    def show(since: int, until: int) -> int:
+        """Lay down what is visible up to a moment; returns how far that came."""
+        while stack and since < until:
+            top = stack[-1]
+            if end[top] > since:
+                stop = min(end[top], until)
+                for column, value in zip(pieces, (since, stop, top), strict=True):
+                    column.append(value)
+                since = stop
+            if end[top] <= until:
+                stack.pop()
+        return until
+
+    at = start[0]
+    for i, begin in enumerate(start):
+        at = show(at, begin)
+        stack.append(i)
+    show(at, max(end))
+    return pieces
+
+
+def _clip(bars: Bars, intervals: Intervals, *, inside: bool) -> Bars:
+    """The parts of bars that lie inside, or outside, of disjoint ascending intervals."""
+    if not len(bars) or not len(intervals):
+        return bars[:0] if inside else bars
+    edges = np.sort(np.concatenate([bars.start_ns, bars.end_ns, intervals.ravel()]), kind="stable")
+    left, right = edges[:-1], edges[1:]
+    bar = np.searchsorted(bars.start_ns, left, side="right") - 1
+    interval = np.searchsorted(intervals[:, 0], left, side="right") - 1
+    within = (interval >= 0) & (left < intervals[interval, 1])
+    keep = (bar >= 0) & (left < bars.end_ns[bar]) & (within == inside) & (left < right)
+    left, right, bar = left[keep], right[keep], bar[keep]
+    first = np.ones(len(left), bool)
+    first[1:] = (left[1:] != right[:-1]) | (bar[1:] != bar[:-1])  # pieces of one bar that still touch become one again
+    last = np.append(first[1:], True)[: len(left)]
+    return Bars(left[first], right[last], bars.style[bar[first]], bars.span[bar[first]])
+
+
+def _styled(bars: Bars, style: str) -> Bars:
+    return replace(bars, style=np.full(len(bars), _NUMBER[style], np.uint8))
+
+
+def _merge(*parts: Bars) -> Bars:
+    """Several sets of bars that do not overlap, as one."""
+    every = Bars(
+        np.concatenate([part.start_ns for part in parts]),
+        np.concatenate([part.end_ns for part in parts]),
+        np.concatenate([part.style for part in parts]),
+        np.concatenate([part.span for part in parts]),
+    )
+    return every[np.argsort(every.start_ns, kind="stable")]

@@ -1,0 +1,165 @@
+"""Traces made by hand, as real runs look, for the tests of the pictures: no process, no clock."""
+
+import random
+from typing import Any
+
+import numpy as np
+
+from labkit.trace import Scalar, Span, Trace
+
+MS = 1_000_000  # ns
+
+
+class Book:
+    """Collects spans whose times are given in milliseconds."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.scalars: list[Scalar] = []
+
+    def compute(self, rank: int, name: str, start: float, end: float) -> float:
+        self.spans.append(Span(rank, name, "compute", int(start * MS), int(end * MS)))
+        return end
+
+    def whole(self, rank: int, kind: str, start: float, end: float) -> None:
+        self.spans.append(Span(rank, "train" if kind == "call" else kind, kind, int(start * MS), int(end * MS)))
+
+    def travel(
+        self, rank: int, name: str, start: float, end: float, *, wait: tuple[float, float] | None = None, **more: Any
+    ) -> float:
+        waits = {"wait_start_ns": int(wait[0] * MS), "wait_end_ns": int(wait[1] * MS)} if wait else {}
+        self.spans.append(Span(rank, name, "communication", int(start * MS), int(end * MS), **waits, **more))
+        return end
+
+    def scalar(self, rank: int, name: str, at: float, value: float) -> None:
+        self.scalars.append(Scalar(rank, name, int(at * MS), value))
+
+    def trace(self, ranks: int | tuple[str, ...], **window: int) -> Trace:
+        names = tuple(f"rank {i}" for i in range(ranks)) if isinstance(ranks, int) else ranks
+        return Trace(self.spans, self.scalars, ranks=names, **window)
+
+
+def data_parallel(ranks: int = 4, steps: int = 3, seed: int = 0, slow: int = 1) -> Trace:
+    """DistributedDataParallel: three buckets travel while backward goes on; one rank is a little slower than the others."""
+    book, rng = Book(), random.Random(seed)
+    at = [0.4 * rng.random() for _ in range(ranks)]
+    begun, match = list(at), 0
+    for rank in range(ranks):
+        book.scalar(rank, "steps in all", at[rank], steps)
+    for step in range(steps):
+        pace = [(1.25 if rank == slow else 1.0) * rng.uniform(0.96, 1.06) for rank in range(ranks)]
+        start, backward = list(at), []
+        for rank in range(ranks):
+            t = book.compute(rank, "data", at[rank], at[rank] + 0.9)
+            t = book.compute(rank, "forward", t + 0.1, t + 0.1 + 5 * pace[rank])
+            backward.append(t + 0.05)
+        issued = [[backward[r] + part * 9 * pace[r] for r in range(ranks)] for part in (0.35, 0.7, 1.0)]
+        free, ends = 0.0, []
+        for bucket, size in zip(issued, (1.2, 3.0, 1.6), strict=True):
+            free = max(free, *bucket) + size
+            ends.append(free)
+        for rank in range(ranks):
+            over = ends[-1] + 0.05 * rank
+            book.compute(rank, "backward", backward[rank], over)
+            for number, (bucket, end) in enumerate(zip(issued, ends, strict=True)):
+                end += 0.05 * rank
+                wait = (bucket[rank] + 0.02, end) if number == 2 else None
+                book.travel(
+                    rank, "all_reduce", bucket[rank], end, wait=wait, nbytes=(4 << 20) >> number,
+                    group="default", match=match + number, line="cell 5, line 12",
+                )  # fmt: skip
+            t = book.compute(rank, "optimizer", over + 0.05, over + 0.05 + 1.4 * pace[rank])
+            book.scalar(rank, "loss", t, 2.3 * 0.9**step + 0.01 * rank)
+            at[rank] = t + 0.1
+            book.whole(rank, "step", start[rank], at[rank])
+        match += 3
+    for rank in range(ranks):
+        book.whole(rank, "call", begun[rank], at[rank] + 0.2)
+    return book.trace(ranks)
+
+
+def model_parallel(steps: int = 2) -> Trace:
+    """Two stages of one model: while one computes, the other waits for it."""
+    book, at = Book(), 0.0
+    for match in range(steps):
+        start = at
+        t = book.compute(0, "data", at, at + 0.8)
+        forward = book.compute(0, "forward", t, t + 6)
+        there = forward + 1.0
+        book.travel(0, "send", forward, there, wait=(forward, there), nbytes=1 << 20, peer=1, group="0→1", match=match)
+        book.travel(1, "recv", at, there, wait=(at, there), nbytes=1 << 20, peer=0, group="0→1", match=match)
+        t = book.compute(1, "forward", there, there + 5)
+        t = book.compute(1, "backward", t, t + 9)
+        back = t + 1.0
+        book.travel(1, "send", t, back, wait=(t, back), nbytes=1 << 20, peer=0, group="1→0", match=match)
+        book.travel(0, "recv", there, back, wait=(there, back), nbytes=1 << 20, peer=1, group="1→0", match=match)
+        end_1 = book.compute(1, "optimizer", back, back + 1)
+        t = book.compute(0, "backward", back, back + 11)
+        at = book.compute(0, "optimizer", t, t + 1)
+        book.whole(0, "step", start, at)
+        book.whole(1, "step", start, end_1)
+    for rank in range(2):
+        book.whole(rank, "call", 0, at)
+    return book.trace(2)
+
+
+def master_and_workers(steps: int = 2) -> Trace:
+    """RPC: a master cuts the batch in two; each call's other end is the compute on the worker."""
+    book, at = Book(), 0.0
+    for _ in range(steps):
+        start = at
+        t = book.compute(0, "forward", at, at + 3)
+        ends = []
+        for worker in (1, 2):
+            issued = t + 0.2 * worker
+            done = book.compute(worker, "forward", issued + 0.8, issued + 0.8 + 5 + worker)
+            ends.append(done + 0.8)
+            name, back = "rpc_async NetShard2.forward", done + 0.8
+            book.travel(0, name, issued, back, wait=(t + 0.5, back), nbytes=300_000, peer=worker)
+        t = book.compute(0, "backward", max(ends), max(ends) + 2)
+        for worker in (1, 2):
+            book.compute(worker, "backward", t + 0.5, t + 8)
+        book.travel(0, "rpc backward", t, t + 8.6, wait=(t, t + 8.6), peer=1)
+        t = book.compute(0, "optimizer", t + 8.6, t + 10)
+        book.whole(0, "step", start, t)
+        at = t
+    book.whole(0, "call", 0, at)
+    return book.trace(("master", "worker1", "worker2"))
+
+
+def alone(steps: int = 4) -> Trace:
+    """One process without communication; between the spans it does things that have no name."""
+    book, at = Book(), 0.5
+    for _ in range(steps):
+        start = at
+        t = book.compute(0, "data", at, at + 1.2)
+        t = book.compute(0, "forward", t, t + 4)
+        t = book.compute(0, "backward", t, t + 8)
+        at = book.compute(0, "optimizer", t, t + 1.5) + 0.8
+        book.whole(0, "step", start, at)
+    book.whole(0, "call", 0, at + 1)
+    return book.trace(1)
+
+
+def many(spans: int = 1_000_000, ranks: int = 4) -> Trace:
+    """A very large trace: spans of microseconds in which forward, backward and all_reduce follow one another."""
+    from labkit.ring import COMMUNICATION, COMPUTE
+    from labkit.trace import _SPAN_DTYPE, _Columns
+
+    each = spans // ranks
+    start = np.arange(each, dtype=np.int64) * 10_000
+    parts = []
+    for rank in range(ranks):
+        rows = np.zeros(each, _SPAN_DTYPE)
+        rows["rank"], rows["peer"] = rank, -1
+        rows["start_ns"] = start + 300 * rank
+        rows["end_ns"] = rows["start_ns"] + 9_000
+        rows["name"] = 1 + np.arange(each) % 3
+        travels = rows["name"] == 3
+        rows["kind"] = np.where(travels, COMMUNICATION, COMPUTE)
+        for name in ("wait_start_ns", "wait_end_ns"):
+            rows[name][travels] = rows[name.replace("wait_", "")][travels]
+        rows["group"][travels], rows["match"][travels] = 4, np.flatnonzero(travels)
+        parts.append(rows)
+    names = ["", "forward", "backward", "all_reduce", "default"]
+    return Trace(_Columns(np.concatenate(parts), names), ranks=[f"rank {i}" for i in range(ranks)])
