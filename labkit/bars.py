@@ -14,8 +14,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from labkit.intervals import Intervals, union
 from labkit.ring import CALL, COMMUNICATION, COMPUTE
-from labkit.trace import Intervals, Trace, union
+from labkit.trace import Trace
 
 __all__ = ["COMMUNICATION_LANE", "COMPUTE_LANE", "LANES", "STYLES", "Bars", "Style", "blend", "coverage", "lanes", "style_of"]
 
@@ -102,7 +103,7 @@ def style_of(name: str) -> str:
 
 def lanes(trace: Trace, rank: int) -> tuple[Bars, Bars]:
     """The bars of a rank's two lanes, compute and communication, clipped to the time that the trace looks at."""
-    columns = trace._columns  # a million spans are drawn as arrays; as objects they would take seconds
+    columns = trace.columns  # a million spans are drawn as arrays; as objects they would take seconds
     data = columns.data
     mine, kind = data["rank"] == rank, data["kind"]
     window = np.array([[trace.start_ns, trace.end_ns]], np.int64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +159,7 @@ class Trace:
     def activity(self, rank: int) -> dict[str, Intervals]:
         """The intervals of one rank, clipped to the time looked at: "compute", "communication", "waiting", each (n, 2) in ns."""
         window = np.array([[self.start_ns, self.end_ns]], np.int64)
-        computing = self._rows(rank, COMPUTE)
-        if not len(computing):
-            computing = self._rows(rank, CALL)
+        computing = self._rows(rank, COMPUTE if rank in self._labelled else CALL)
         of_rank = self._is(rank, COMMUNICATION)
         rows, ready = self.columns.data[of_rank], self.columns.ready_ns[of_rank]
         blocked = union(rows["wait_start_ns"], rows["wait_end_ns"])
@@ -190,7 +189,15 @@ class Trace:
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
     def _with(self, columns: Columns, scalars: Iterable[Scalar], start_ns: int, end_ns: int) -> Trace:
-        return Trace(columns, scalars, ranks=self.ranks, start_ns=start_ns, end_ns=end_ns, dropped=self.dropped)
+        part = Trace(columns, scalars, ranks=self.ranks, start_ns=start_ns, end_ns=end_ns, dropped=self.dropped)
+        part._labelled = self._labelled
+        return part
+
+    @cached_property
+    def _labelled(self) -> frozenset[int]:
+        """The ranks that recorded compute spans: for the others, compute is what is inside the function."""
+        data = self.columns.data
+        return frozenset(np.unique(data["rank"][data["kind"] == COMPUTE]).tolist())
 
     def _is(self, rank: int, kind: int) -> NDArray[np.bool_]:
         data = self.columns.data
@@ -258,8 +265,9 @@ def from_records(
         assert end_ns is not None, "how long has a pending operation lasted?"
         still = [
             (
-                rank, number(p.name), COMMUNICATION, OPEN, p.start_ns, max(p.start_ns, end_ns), p.wait_start_ns,
-                end_ns if p.wait_start_ns else 0, p.nbytes, p.peer, number(p.group), p.match, number(p.line),
+                rank, number(p.name), COMMUNICATION, OPEN, p.start_ns, max(p.start_ns, end_ns),
+                p.wait_start_ns, max(p.wait_start_ns, end_ns) if p.wait_start_ns else 0,
+                p.nbytes, p.peer, number(p.group), p.match, number(p.line),
             )
             for p in operations
         ]  # fmt: skip

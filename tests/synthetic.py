@@ -144,13 +144,13 @@ def alone(steps: int = 4) -> Trace:
 def many(spans: int = 1_000_000, ranks: int = 4) -> Trace:
     """A very large trace: spans of microseconds in which forward, backward and all_reduce follow one another."""
     from labkit.ring import COMMUNICATION, COMPUTE
-    from labkit.trace import _SPAN_DTYPE, _Columns
+    from labkit.spans import COLUMNS, Columns
 
     each = spans // ranks
     start = np.arange(each, dtype=np.int64) * 10_000
     parts = []
     for rank in range(ranks):
-        rows = np.zeros(each, _SPAN_DTYPE)
+        rows = np.zeros(each, COLUMNS)
         rows["rank"], rows["peer"] = rank, -1
         rows["start_ns"] = start + 300 * rank
         rows["end_ns"] = rows["start_ns"] + 9_000
@@ -162,4 +162,4 @@ def many(spans: int = 1_000_000, ranks: int = 4) -> Trace:
         rows["group"][travels], rows["match"][travels] = 4, np.flatnonzero(travels)
         parts.append(rows)
     names = ["", "forward", "backward", "all_reduce", "default"]
-    return Trace(_Columns(np.concatenate(parts), names), ranks=[f"rank {i}" for i in range(ranks)])
+    return Trace(Columns(np.concatenate(parts), names), ranks=[f"rank {i}" for i in range(ranks)])

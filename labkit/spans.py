@@ -1,0 +1,160 @@
+"""What a rank did, as plain data: a `Span` and a `Scalar` one at a time, and `Columns` for a million of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from labkit.ring import COMMUNICATION, KINDS, ON_CUDA, OPEN
+
+__all__ = ["COLUMNS", "Columns", "Scalar", "Span"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something a rank did, from `start_ns` to `end_ns` on the machine's monotonic clock (`time.perf_counter_ns`).
+
+    Args:
+        rank: the number of the rank.
+        name: what it did: "forward", "all_reduce", ...
+        kind: "compute", "communication", "step" (one iteration of `steps`) or "call" (the whole function).
+        start_ns: when it began; for a communication, when it was issued.
+        end_ns: when it was over; for a communication, when it completed.
+        wait_start_ns: when the rank began to be blocked until a communication completes; 0 if it never was.
+        wait_end_ns: when it was no longer blocked.
+        nbytes: size of the message or of the rank's tensors in a collective; 0 if unknown.
+        peer: the other rank of a message; -1 for a collective.
+        group: the process group, or the two ends of a message; "" for what one rank does alone.
+        match: the number of the operation within its group; spans of several ranks with the same group and match are one.
+        line: where the student's code issued it: "cell 5, line 12" or "train.py, line 12".
+        device: "cpu", or "cuda" where the times were taken by the GPU.
+        done: False for an operation that had not completed; it ends where the time looked at ends.
+    """
+
+    rank: int
+    name: str
+    kind: str
+    start_ns: int
+    end_ns: int
+    wait_start_ns: int = 0
+    wait_end_ns: int = 0
+    nbytes: int = 0
+    peer: int = -1
+    group: str = ""
+    match: int = 0
+    line: str = ""
+    device: str = "cpu"
+    done: bool = True
+
+    @property
+    def duration_ns(self) -> int:
+        """Length in nanoseconds."""
+        return self.end_ns - self.start_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """One value that a rank recorded with `record(name=value)`, and when."""
+
+    rank: int
+    name: str
+    time_ns: int
+    value: float
+
+
+COLUMNS = np.dtype(
+    [
+        ("rank", "<i4"), ("name", "<u4"), ("kind", "u1"), ("flags", "u1"), ("start_ns", "<i8"), ("end_ns", "<i8"),
+        ("wait_start_ns", "<i8"), ("wait_end_ns", "<i8"), ("nbytes", "<i8"), ("peer", "<i4"), ("group", "<u4"), ("match", "<i8"),
+        ("line", "<u4"),
+    ]
+)  # fmt: skip
+
+
+class Columns:
+    """Spans as one numpy array, by start, so that a million of them can be counted and drawn.
+
+    Args:
+        data: an array of `COLUMNS`: the fields of `Span`, its texts as places in `names`, its kind as one in `labkit.ring.KINDS`.
+        names: the texts; the first is "".
+        ready_ns: as the property; given for a part of the spans, in which an operation may have lost some of its ranks.
+    """
+
+    def __init__(self, data: Any, names: Sequence[str], ready_ns: NDArray[np.int64] | None = None) -> None:
+        order = np.argsort(data["start_ns"], kind="stable")
+        self.data = data[order]
+        self.names = list(names)
+        self._ready_ns = None if ready_ns is None else ready_ns[order]
+
+    @classmethod
+    def of(cls, spans: Iterable[Span]) -> Columns:
+        """The columns of spans in any order."""
+        ids: dict[str, int] = {"": 0}
+
+        def number(text: str) -> int:
+            return ids.setdefault(text, len(ids))
+
+        rows = [
+            (
+                s.rank, number(s.name), KINDS.index(s.kind), (ON_CUDA if s.device == "cuda" else 0) | (0 if s.done else OPEN),
+                s.start_ns, s.end_ns, s.wait_start_ns, s.wait_end_ns, s.nbytes, s.peer, number(s.group), s.match, number(s.line),
+            )
+            for s in spans
+        ]  # fmt: skip
+        return cls(np.array(rows, COLUMNS), list(ids))
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __iter__(self) -> Iterator[Span]:
+        names = self.names
+        for rank, name, kind, flags, start, end, wait_start, wait_end, nbytes, peer, group, match, line in self.data.tolist():
+            yield Span(
+                rank, names[name], KINDS[kind], start, end, wait_start, wait_end, nbytes, peer, names[group], match, names[line],
+                "cuda" if flags & ON_CUDA else "cpu", not flags & OPEN,
+            )  # fmt: skip
+
+    def where(self, keep: Any) -> Columns:
+        """The spans for which `keep`, a boolean per span, is true."""
+        return Columns(self.data[keep], self.names, self.ready_ns[keep])
+
+    def name_id(self, text: str) -> int:
+        """The place of a text in `names`; one that no span has, if it is not there."""
+        return self.names.index(text) if text in self.names else len(self.names)
+
+    @cached_property
+    def ready_ns(self) -> NDArray[np.int64]:
+        """For each span: when the last of the ranks taking part had come, so that data could travel; else its own start.
+
+        Who takes part is known from what a group has completed. An operation that has not completed is ready at its end, and so
+        has waited all the while, unless as many ranks have come to it.
+        """
+        if self._ready_ns is not None:
+            return self._ready_ns
+        ready: NDArray[np.int64] = self.data["start_ns"].copy()
+        shared = np.flatnonzero((self.data["kind"] == COMMUNICATION) & (self.data["group"] != 0))
+        if not len(shared):
+            return ready
+        shared = shared[np.lexsort((self.data["match"][shared], self.data["group"][shared]))]
+        rows = self.data[shared]  # those of a group lie together, and within them those of an operation
+        first = np.flatnonzero(_changes(rows["group"]) | _changes(rows["match"]))
+        came = np.diff(first, append=len(rows))
+        last_start = np.maximum.reduceat(rows["start_ns"], first)
+        is_open = (np.bitwise_or.reduceat(rows["flags"], first) & OPEN) != 0
+        group_first = np.flatnonzero(_changes(rows["group"][first]))
+        taking_part = np.maximum.reduceat(np.where(is_open, 0, came), group_first)
+        everybody = np.repeat(taking_part, np.diff(group_first, append=len(first)))
+        last_start[is_open & (came != everybody)] = np.iinfo(np.int64).max
+        ready[shared] = np.clip(np.repeat(last_start, came), None, np.maximum(rows["start_ns"], rows["end_ns"]))
+        return ready
+
+
+def _changes(column: Any) -> NDArray[np.bool_]:
+    """Where a value differs from the one before it; the first does."""
+    changes: NDArray[np.bool_] = np.append(True, column[1:] != column[:-1])[: len(column)]
+    return changes
