@@ -62,7 +62,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """A package whose public names win over its files: `record` is both, and importing the file would put it in the name's place."""
+    """A package whose public names win over its files: `record` is both, and importing the file would hide the name."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, ModuleType) and name in _HOME_OF:
