@@ -246,7 +246,7 @@ class RingReader:
 
     def _newest(self, low: int) -> int:
         """The newest record written after `low`, within a ring's length of it: by strides that double, then bisection."""
-        end, step = low + CAPACITY, 1
+        end, step = low + CAPACITY + 1, 1
         while low + step < end and self._commit_at(low + step) >= low + step:
             low, step = low + step, step * 2
         high = min(low + step, end)
