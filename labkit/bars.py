@@ -16,9 +16,13 @@ from numpy.typing import NDArray
 
 from labkit.intervals import Intervals, union
 from labkit.ring import CALL, COMMUNICATION, COMPUTE
+from labkit.sheet import bytes_in_words
 from labkit.trace import Trace
 
-__all__ = ["COMMUNICATION_LANE", "COMPUTE_LANE", "LANES", "STYLES", "Bars", "Style", "blend", "coverage", "lanes", "style_of"]
+__all__ = [
+    "COMMUNICATION_LANE", "COMPUTE_LANE", "LANES", "STYLES", "Bars", "Style", "blend", "caption", "coverage", "ink", "lanes",
+    "style_of",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +58,8 @@ STYLES: Final[dict[str, Style]] = {
     "optimizer": Style("#009E73", 1, False, "optimizer"),
     "compute": Style("#7C93C9", 1, False, "compute"),
     "unlabelled": Style("#8A93A5", 0.28, False, "in the function, in no span"),
-    "exposed": Style(_TRAVEL, 1, False, "communication: the rank waits for it"),
-    "hidden": Style(_TRAVEL, 0.5, False, "communication hidden behind compute"),
+    "exposed": Style(_TRAVEL, 1, False, "exposed communication"),
+    "hidden": Style(_TRAVEL, 0.5, False, "hidden behind compute"),
     "waiting": Style(_TRAVEL, 0.16, True, "waiting for another rank"),
     "issued": Style(_TRAVEL, 0.16, False, "issued, another rank has not come yet"),
 }
@@ -174,6 +178,37 @@ def blend(covered: NDArray[Any], bin_ns: float) -> NDArray[np.float64]:
     opacity = weights.sum(axis=1)
     mixed = weights @ colours[:, :3] / np.maximum(opacity, 1e-12)[:, None]
     return np.column_stack([mixed, np.minimum(opacity, 1)])
+
+
+def caption(trace: Trace, bar: int, bars: Bars, characters: float) -> str:
+    """The text inside a bar: what it is, with its size where there is room; "" where there is none.
+
+    Args:
+        trace: where the bars come from.
+        bar: which of them.
+        bars: of one lane.
+        characters: how many fit.
+    """
+    style = list(STYLES)[bars.style[bar]]
+    if style == "unlabelled":
+        return ""
+    row = trace.columns.data[bars.span[bar]]
+    name = trace.columns.names[row["name"]]
+    texts = [name]
+    if row["nbytes"] and style in ("exposed", "hidden"):
+        texts.insert(0, f"{name} {bytes_in_words(int(row['nbytes']))}")
+    shortest = f"{name[: int(characters) - 1]}…" if characters >= 9 else ""
+    return next((text for text in texts if len(text) <= characters), shortest)
+
+
+def ink(style: str) -> str:
+    """The text colour on a style: "light", "dark", or, where the page shows through, "page" for the page's own."""
+    look = STYLES[style]
+    if look.alpha < 1:
+        return "page"
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in look.rgba[:3]]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]  # as WCAG 2 defines it
+    return "light" if luminance < 0.25 else "dark"
 
 
 def _flatten(start_ns: Any, end_ns: Any, rows: NDArray[np.int64]) -> Bars:

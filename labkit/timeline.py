@@ -1,0 +1,300 @@
+"""The timeline: what every rank did when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from labkit.bars import LANES, STYLES, Bars, blend, caption, coverage, ink, lanes
+from labkit.errors import LabError
+from labkit.sheet import GREY, INKS, WIDTH_IN, HasTrace, pyplot, ranks_in_words, sheet, time_in_words, trace_of, unit_of
+from labkit.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["timeline", "view_of"]
+
+ZOOM_BEYOND: Final = 12  # steps: more of them are too narrow for their parts to be told apart at notebook width
+TEXT_PT: Final = 7.0  # inside bars
+HATCH: Final = "//////"
+HEADING: Final = 0.95  # height of what stands above each of several runs, in rows
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a timeline shows of one run: a stretch of it, which is the whole unless steps were chosen."""
+
+    label: str
+    whole: Trace
+    shown: Trace
+    chosen: range
+    steps: int
+
+    @property
+    def zoomed(self) -> bool:
+        """Whether only some steps are shown."""
+        return bool(self.chosen)
+
+    def in_words(self) -> str:
+        """Which part of which run this is."""
+        length = time_in_words(self.shown.duration_ns)
+        if not self.zoomed:
+            steps = f", {self.steps} steps" if self.steps > 1 else ""
+            return f"{ranks_in_words(self.shown)}{steps}, {length}"
+        first, last = self.chosen[0], self.chosen[-1]
+        some = f"step {first}" if first == last else f"steps {first} to {last}"
+        return f"{ranks_in_words(self.shown)}, {some} ({length}) of the steps 0 to {self.steps - 1}"
+
+
+def timeline(
+    *runs: HasTrace | Trace, step: int | range | str | None = None, labels: Sequence[str] = (), ax: Axes | None = None
+) -> Axes:
+    """Draw what every rank did when: a row per rank, compute above and communication beneath it, so that overlap is visible.
+
+    Args:
+        runs: one or more runs or traces; several stand under one another, each from its own start, on one time scale.
+        step: which of the loop's steps: a number (negative: from the end), a range, or "all". Default: everything, or in a run of
+            more than 12 steps the one of median length, under a strip that shows the whole run.
+        labels: a title per run.
+        ax: where to draw; default: a figure of its own.
+
+    Raises:
+        LabError: there is nothing to draw, or no such step.
+        TypeError: something else than runs or traces was given.
+    """
+    plt = pyplot()
+    if not runs:
+        raise TypeError("timeline(): expected at least one run, as in timeline(run)")
+    if labels and len(labels) != len(runs):
+        raise ValueError(f"labels={labels!r}: expected one for each of the {len(runs)} runs")
+    traces = [trace_of(run, "timeline") for run in runs]
+    names = list(labels) or ([""] if len(runs) == 1 else [f"run {i + 1}" for i in range(len(runs))])
+    views = [view_of(trace, step, name) for trace, name in zip(traces, names, strict=True)]
+    with sheet(plt):
+        return _Timeline(views, ax, plt).draw()
+
+
+def view_of(trace: Trace, step: int | range | str | None, label: str) -> View:
+    """The stretch of a trace that `step` asks for; see `timeline`."""
+    bounds = trace.step_bounds()
+    count = len(bounds)
+    if step == "all" or (step is None and count <= ZOOM_BEYOND):
+        return View(label, trace, trace, range(0), count)
+    if step is None:
+        step = int(np.argsort(bounds[:, 1] - bounds[:, 0], kind="stable")[count // 2])
+    if isinstance(step, int):
+        number = step if step >= 0 else count + step
+        chosen = range(number, number + 1)
+    elif isinstance(step, range) and step.step == 1 and step:
+        chosen = step
+    else:
+        raise TypeError(f"step={step!r}: expected a number, a range such as range(3, 6), or 'all'")
+    if not count:
+        raise LabError(f"step={step!r}: this run has no steps; wrap its loop: `for batch in lab.steps(batches):`")
+    if chosen[0] < 0 or chosen[-1] >= count:
+        raise LabError(f"step={step!r}: this run has the steps 0 to {count - 1}")
+    shown = trace.between(int(bounds[chosen[0], 0]), int(bounds[chosen[-1], 1]))
+    return View(label, trace, shown, chosen, count)
+
+
+class _Timeline:
+    """One timeline being drawn.
+
+    Args:
+        views: what to show, from top to bottom.
+        ax: where; None for a figure of its own.
+        plt: matplotlib.pyplot.
+    """
+
+    def __init__(self, views: list[View], ax: Axes | None, plt: Any) -> None:
+        self.views, self.several = views, len(views) > 1
+        self.longest_ns = max(view.shown.duration_ns for view in views)
+        self.unit, self.unit_ns = unit_of(self.longest_ns)
+        self.rows = sum(len(view.shown.ranks) for view in views)
+        self.height = self.rows + (HEADING * len(views) if self.several else 0)
+        self.strip_in = 0.0 if self.several or not views[0].zoomed else min(0.12 + 0.05 * self.rows, 0.5)
+        self.ax = ax if ax is not None else self._figure(plt)
+        box = self.ax.get_window_extent()
+        self.width_px, self.dpi = box.width, self.ax.figure.dpi
+        self.height_in = box.height / self.dpi
+        self.polygons: dict[str, list[Any]] = {}  # per style: corners, shape (bars, 4, 2), in units of the axes
+        self.seen: set[str] = set()
+        self.mixed = False  # whether bars are so many that a pixel shows several
+
+    def draw(self) -> Axes:
+        y, ticks, ranks = 0.0, [], []
+        for view in self.views:
+            if self.several:
+                self.ax.text(0, y + 0.35, f"{view.label}:  {view.in_words()}", weight="bold", va="center", fontsize=8.5)
+                y += HEADING
+            for rank, name in enumerate(view.shown.ranks):
+                self._row(view.shown, rank, y)
+                ticks.append(y + 0.5)
+                ranks.append(name)
+                y += 1
+            self._step_numbers(view, y - len(view.shown.ranks))
+        self._lay_polygons()
+        ax = self.ax
+        ax.set(xlim=(0, self.longest_ns / self.unit_ns), ylim=(self.height, 0), yticks=ticks, yticklabels=ranks)
+        mixed = "   (where bars are narrower than a pixel, their colours mix)" if self.mixed else ""
+        ax.set_xlabel(f"time since the start of the {'step' if self.views[0].zoomed else 'run'} [{self.unit}]{mixed}")
+        ax.tick_params(axis="y", length=0)
+        ax.spines["left"].set_visible(False)
+        if not self.several:
+            title = "  ·  ".join(part for part in (self.views[0].label, self.views[0].in_words()) if part)
+            ax.set_title(title, pad=72 * (self.strip_in + 0.2) if self.strip_in else 12)
+        if self.strip_in:
+            self._strip(self.views[0])
+        self._legend()
+        return ax
+
+    def _figure(self, plt: Any) -> Axes:
+        """A figure whose margins are known in inches, so that bars know their width in pixels before they get a text."""
+        row_in = min(max(3.2 / self.height, 0.16), 0.56)
+        left = 0.25 + 0.075 * max(len(name) for view in self.views for name in view.shown.ranks)
+        top, bottom = 0.1 if self.several else 0.42 + (self.strip_in + 0.14 if self.strip_in else 0), 0.9
+        height = top + bottom + row_in * self.height
+        figure = plt.figure(figsize=(WIDTH_IN, height))
+        axes: Axes = figure.add_axes(
+            (left / WIDTH_IN, bottom / height, 1 - (left + 0.12) / WIDTH_IN, row_in * self.height / height)
+        )
+        return axes
+
+    def _row(self, trace: Trace, rank: int, y: float) -> None:
+        for bars, (top, height) in zip(lanes(trace, rank), LANES, strict=True):
+            self.seen.update(np.array(list(STYLES))[np.unique(bars.style)])
+            if len(bars) > 1.5 * self.width_px:
+                self._image(bars, trace, y + top, height)
+                continue
+            left = (bars.start_ns - trace.start_ns) / self.unit_ns
+            right = (bars.end_ns - trace.start_ns) / self.unit_ns
+            for number, style in enumerate(STYLES):
+                of_style = bars.style == number
+                if of_style.any():
+                    a, b = left[of_style], right[of_style]
+                    corners = np.stack(
+                        [np.stack([a, b, b, a], 1), np.broadcast_to([y + top] * 2 + [y + top + height] * 2, (len(a), 4))], 2
+                    )
+                    self.polygons.setdefault(style, []).append(corners)
+            self._captions(bars, trace, left, right, y + top, height)
+        self._step_lines(trace, rank, y)
+
+    def _lay_polygons(self) -> None:
+        from matplotlib.collections import PolyCollection
+
+        for style, parts in self.polygons.items():
+            look, corners = STYLES[style], np.concatenate(parts)
+            wide = (corners[:, 1, 0] - corners[:, 0, 0]) * self._px_per_unit() > 5
+            bars = PolyCollection(
+                list(corners), facecolors=[look.rgba], label=style, zorder=2, antialiased=True,
+                edgecolors=look.colour if look.hatch else "white", hatch=HATCH if look.hatch else None,
+                linewidths=0 if look.hatch else np.where(wide, 0.5, 0.0),
+            )  # fmt: skip
+            self.ax.add_collection(bars, autolim=False)
+
+    def _image(self, bars: Bars, trace: Trace, top: float, height: float) -> None:
+        """More bars than pixels: mix in each pixel what lies there."""
+        count = max(int(2 * self.width_px * trace.duration_ns / self.longest_ns), 1)
+        edges = np.linspace(trace.start_ns, trace.end_ns, count + 1).astype(np.int64)
+        pixels = blend(coverage(bars, edges), trace.duration_ns / count)
+        extent = (0, trace.duration_ns / self.unit_ns, top + height, top)
+        self.ax.imshow(pixels[None], extent=extent, aspect="auto", interpolation="antialiased", zorder=2)
+        self.mixed = True
+
+    def _captions(self, bars: Bars, trace: Trace, left: Any, right: Any, top: float, height: float) -> None:
+        if height * self.height_in / self.height * 72 < 1.15 * TEXT_PT:
+            return
+        character_px = 0.58 * TEXT_PT * self.dpi / 72
+        width_px = (right - left) * self._px_per_unit()
+        for i in np.flatnonzero(width_px > 4 * character_px):
+            style = list(STYLES)[bars.style[i]]
+            text = caption(trace, int(i), bars, (width_px[i] - 4) / character_px)
+            if text:
+                x = (left[i] + right[i]) / 2
+                pale = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.6} if STYLES[style].hatch else None
+                self.ax.text(
+                    x,
+                    top + height / 2,
+                    text,
+                    color=INKS[ink(style)],
+                    fontsize=TEXT_PT,
+                    ha="center",
+                    va="center",
+                    clip_on=True,
+                    bbox=pale,
+                )
+
+    def _step_lines(self, trace: Trace, rank: int, y: float) -> None:
+        edges = trace.of(rank=rank, kind="step").columns.data
+        at = (np.unique([edges["start_ns"], edges["end_ns"]]) - trace.start_ns) / self.unit_ns
+        if 0 < len(at) < self.width_px / 6:
+            self.ax.vlines(at, y + 0.02, y + 0.98, color="#22262E", linewidth=0.9, zorder=3, label="step")
+            self.seen.add("step")
+
+    def _step_numbers(self, view: View, y: float) -> None:
+        """Above the first row: the number of each step, as `step=` takes it."""
+        if len(view.chosen) == 1:
+            return  # the title says it
+        bounds = view.whole.step_bounds()
+        for number in view.chosen or range(min(len(bounds), 100)):
+            start, end = (int(t) - view.shown.start_ns for t in bounds[number])
+            if (end - start) / self.unit_ns * self._px_per_unit() > 45:
+                self.ax.text(
+                    (start + end) / 2 / self.unit_ns,
+                    y + 0.01,
+                    f"step {number}",
+                    fontsize=TEXT_PT,
+                    color=GREY,
+                    ha="center",
+                    va="bottom",
+                )
+
+    def _strip(self, view: View) -> None:
+        """The whole run in small, above, with the shown part marked."""
+        trace = view.whole
+        gap, tall = 0.14 / self.height_in, self.strip_in / self.height_in
+        strip = self.ax.inset_axes((0, 1 + gap, 1, tall))
+        edges = np.linspace(trace.start_ns, trace.end_ns, int(self.width_px) + 1).astype(np.int64)
+        for rank in range(len(trace.ranks)):
+            for bars, (top, height) in zip(lanes(trace, rank), LANES, strict=True):
+                pixels = blend(coverage(bars, edges), trace.duration_ns / (len(edges) - 1))
+                extent = (0, 1, rank + top + height, rank + top)
+                strip.imshow(pixels[None], extent=extent, aspect="auto", interpolation="antialiased")
+        strip.set(xlim=(0, 1), ylim=(len(trace.ranks), 0), xticks=[], yticks=[])
+        for spine in strip.spines.values():
+            spine.set(visible=True, color="#C6CBD3", linewidth=0.6)
+        left, right = ((t - trace.start_ns) / trace.duration_ns for t in (view.shown.start_ns, view.shown.end_ns))
+        strip.axvspan(left, right, facecolor="none", edgecolor="black", linewidth=1.2, zorder=5)
+        strip.set_ylabel("whole run", rotation=0, ha="right", va="center", fontsize=TEXT_PT + 0.5, color=GREY)
+
+    def _legend(self) -> None:
+        """Two lines beneath the axis: what the upper lane shows, and what the lower one."""
+        from matplotlib.legend import Legend
+        from matplotlib.lines import Line2D
+        from matplotlib.patches import Patch
+        from matplotlib.transforms import ScaledTranslation
+
+        of_compute = ["data", "forward", "backward", "optimizer", "compute", "unlabelled"]
+        for line, styles in enumerate((of_compute, [style for style in STYLES if style not in of_compute])):
+            handles: list[Any] = []
+            for style in styles:
+                if style in self.seen:
+                    look = STYLES[style]
+                    edge = {"edgecolor": look.colour, "hatch": HATCH, "linewidth": 0.0} if look.hatch else {"linewidth": 0.0}
+                    handles.append(Patch(facecolor=look.rgba, label=look.legend, **edge))
+            if "step" in self.seen and not line:
+                handles.append(Line2D([], [], color="#22262E", linewidth=0.9, label="begin of a step"))
+            if handles:
+                down = ScaledTranslation(0, -0.46 - 0.21 * line, self.ax.figure.dpi_scale_trans)
+                legend = Legend(
+                    self.ax, handles, [handle.get_label() for handle in handles], loc="upper left", ncols=len(handles),
+                    borderaxespad=0, borderpad=0, bbox_to_anchor=(0, 0), bbox_transform=self.ax.transAxes + down,
+                )  # fmt: skip
+                self.ax.add_artist(legend)
+
+    def _px_per_unit(self) -> float:
+        return float(self.width_px * self.unit_ns / self.longest_ns)
