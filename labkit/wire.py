@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import importlib
 import io
 import linecache
 import mmap
@@ -175,6 +176,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
         elif self._torch is not None and isinstance(obj, self._torch.TypedStorage):
             self._alive.append(obj)
             return _typed_storage, (obj._untyped_storage, obj.dtype)
+        elif isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType and sys.modules.get(obj.__name__) is obj:
+            return importlib.import_module, (obj.__name__,)  # labkit itself, torch.ops: cloudpickle knows plain modules alone
         return super().reducer_override(obj)
 
     def _storage(self, storage: Any) -> Any:
