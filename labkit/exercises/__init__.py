@@ -1,0 +1,37 @@
+"""The exercises of the course: one file per lesson, imported when one of its exercises is checked."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+
+from labkit.errors import LabError
+from labkit.exercises.judging import Exercise
+
+__all__ = ["LESSONS", "find"]
+
+# Which file has which exercises, so that a check imports its own lesson's file and no other. A test holds the two together.
+LESSONS: dict[str, tuple[str, ...]] = {
+    "start_here": ("introduce", "my_share", "waiting_share"),
+    "data_parallel": ("average_gradients", "draw_indices", "accumulate", "scaled_learning_rate"),
+    "model_parallel": ("activation_bytes", "best_cut", "TwoDevices"),
+    "rpc_hybrid": ("both_workers", "distributed_step"),
+    "tf_data_parallel": ("replica_loss", "global_batches"),
+}
+
+
+def find(name: str) -> Exercise:
+    """The exercise of that name.
+
+    Raises:
+        LabError: there is none; the message lists names that are close, or all.
+    """
+    for file, names in LESSONS.items():
+        if name in names:
+            exercises: tuple[Exercise, ...] = importlib.import_module(f"labkit.exercises.{file}").EXERCISES
+            return next(e for e in exercises if e.name == name)
+    every = [n for names in LESSONS.values() for n in names]
+    folded = {n.casefold(): n for n in every}
+    close = [folded[n] for n in difflib.get_close_matches(str(name).casefold(), folded, n=3)]
+    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are: {', '.join(every)}"
+    raise LabError(f"no exercise is called {name!r}; {hint}")

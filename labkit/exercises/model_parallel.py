@@ -1,0 +1,175 @@
+"""The exercises of lesson 04: what a layer's output weighs, where to cut a model, and a model on two devices."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, listing
+
+__all__ = ["EXERCISES"]
+
+LESSON = "04_model_parallel"
+
+
+def _network() -> nn.Sequential:
+    """Small, with a part inside a part, so that leaves and containers differ."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 4)), nn.Flatten())
+
+
+def _activation_bytes(answer: Any, _: OnRanks) -> str:
+    model, batch = _network(), 5
+    given = answer(model, torch.zeros(batch, 6))
+    numbers = {"0": 8, "1.0": 8, "1.1": 4, "2": 4}  # that each layer gives for one example
+    expected = {name: batch * count * 4 for name, count in numbers.items()}
+    if not isinstance(given, dict):
+        raise AnswerError(f"expected a dict from layer names to bytes, given {given!r}")
+    details = (f"given {given}", f"expected {expected}")
+    if given == expected:
+        if any(module._forward_hooks for module in model.modules()):
+            raise AnswerError(
+                "the numbers are right, but your hooks are still on the model, and slow every later forward: keep what "
+                "register_forward_hook returns, and call its remove()"
+            )
+        return "Every layer's output in bytes: what would travel if the model were cut behind it."
+    containers = sorted({str(name) for name in given} & {"", "1"})
+    if containers:
+        raise AnswerError(
+            f"{listing([repr(name) for name in containers])} {'is a container' if len(containers) == 1 else 'are containers'}: "
+            "count layers that have no children, or outputs are counted twice",
+            *details,
+        )
+    lost = [name for name in expected if name not in given]
+    if lost:
+        raise AnswerError(
+            f"missing: {listing([repr(name) for name in lost])}. Look into containers, with named_modules()", *details
+        )
+    for factor, hint in (
+        (1 / 4, "those are numbers, not bytes: a float32 has 4 (tensor.element_size())"),
+        (1 / batch, f"that is one example: the whole batch of {batch} leaves the layer"),
+        (1 / (4 * batch), f"those are the numbers of one example: the batch has {batch}, and a float32 4 bytes"),
+    ):
+        if all(given[name] == expected[name] * factor for name in expected):
+            raise AnswerError(hint, *details)
+    raise AnswerError("the bytes are not those of the layers' outputs (numel() × element_size())", *details)
+
+
+def _best_cut(answer: Any, _: OnRanks) -> str:
+    for costs in ([1, 1, 1, 1], [9, 1, 1, 1], [1, 1, 1, 9], [4, 3, 2, 1, 5], [2, 9, 4, 3, 3, 1], [1, 6, 1, 1, 1, 1, 1]):
+        given = answer(list(costs))
+        case = f"costs {costs}"
+        if not isinstance(given, int) or not 0 < given < len(costs):
+            raise AnswerError(f"{case}: given {given!r}, expected how many layers the first part has, from 1 to {len(costs) - 1}")
+        slower = {cut: max(sum(costs[:cut]), sum(costs[cut:])) for cut in range(1, len(costs))}
+        best = min(slower.values())
+        if slower[given] == best:
+            continue
+        details = (f"given {given}: parts cost {sum(costs[:given])} and {sum(costs[given:])}", f"the slower part can be {best}")
+        if given == len(costs) // 2:
+            raise AnswerError(f"{case}: that is the middle by number of layers; layers cost different amounts", *details)
+        raise AnswerError(f"{case}: another cut has a faster slower part, and the slower part sets the pace", *details)
+    return "The slower of the two parts is as fast as one cut can make it."
+
+
+class _Spy(nn.Module):
+    """A part that counts how often it is called."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Count, then compute."""
+        self.calls += 1
+        out: Tensor = self.inner(x)
+        return out
+
+
+def _two_devices(answer: Any, _: OnRanks) -> str:
+    """Judged on any machine: the "meta" device computes only shapes, and refuses tensors of another, as a second GPU would."""
+    layers = _network()
+    first, second = _Spy(layers[0]), _Spy(layers[1:])
+    reference = copy.deepcopy(layers)
+    model = answer(first, second, "cpu", "cpu")
+    if not isinstance(model, nn.Module):
+        raise AnswerError(f"expected an nn.Module, given {type(model).__name__}: derive the class from nn.Module")
+    inputs = torch.randn(5, 6)
+    outputs = model(inputs)
+    if not isinstance(outputs, Tensor) or outputs.shape != (5, 4) or not torch.allclose(outputs, reference(inputs), atol=1e-6):
+        raise AnswerError("the output is not that of the first part followed by the second")
+    if first.calls != 1 or second.calls != 1:
+        raise AnswerError(f"each part runs once per forward; the first ran {first.calls} times, the second {second.calls}")
+    if not list(model.parameters()):
+        raise AnswerError(
+            "the model has no parameters of its own: an optimizer would train nothing. Call super().__init__() and keep the "
+            "parts as attributes"
+        )
+    _on_meta(answer)
+    outputs.sum().backward()
+    reference(inputs).sum().backward()
+    for (name, p), q in zip(layers.named_parameters(), reference.parameters(), strict=True):
+        if p.grad is None or q.grad is None or not torch.allclose(p.grad, q.grad, atol=1e-6):
+            raise AnswerError(
+                f"the gradient of {name} is not that of the unsplit model: is the activation detached between the parts?"
+            )
+    return "Two parts, two devices, one activation carried across, and gradients that find their way back."
+
+
+def _on_meta(answer: Any) -> None:
+    parts = _network()
+    model = answer(parts[0], parts[1:], "cpu", "meta")
+    places = [{p.device.type for p in part.parameters()} for part in (parts[0], parts[1:])]
+    if places != [{"cpu"}, {"meta"}]:
+        found = [listing(sorted(place)) for place in places]
+        raise AnswerError(
+            "the parts are not on their devices: the first belongs on device0, the second on device1",
+            f"asked for cpu and meta, found {found[0]} and {found[1]}",
+        )
+    try:
+        outputs = model(torch.randn(5, 6))
+    except (RuntimeError, NotImplementedError) as error:
+        raise AnswerError(
+            "with two different devices the second part fails: move the activation to device1 before it goes in",
+            str(error).splitlines()[0],
+        ) from None
+    if outputs.device.type != "meta":
+        raise AnswerError("the second part did not compute on device1", f"the output is on {outputs.device.type}")
+    parts = _network()
+    model = answer(parts[0], parts[1:], "meta", "meta")
+    try:
+        model(torch.randn(5, 6))
+    except (RuntimeError, NotImplementedError) as error:
+        raise AnswerError(
+            "with the first part on another device than the images it fails: move the input to device0",
+            str(error).splitlines()[0],
+        ) from None
+
+
+EXERCISES = (
+    Exercise(
+        "activation_bytes",
+        LESSON,
+        "activation_bytes(model, inputs) runs the model once and returns a dict: for each layer without children, by its name in "
+        "named_modules(), the bytes of its output for that batch.",
+        _activation_bytes,
+    ),
+    Exercise(
+        "best_cut",
+        LESSON,
+        "Given the cost of each layer, return how many layers the first of two parts shall have, so that the slower part is as "
+        "fast as possible.",
+        _best_cut,
+    ),
+    Exercise(
+        "TwoDevices",
+        LESSON,
+        "A module TwoDevices(first, second, device0, device1): each part lives on its device, and forward carries the input to "
+        "the first and the activation to the second.",
+        _two_devices,
+    ),
+)

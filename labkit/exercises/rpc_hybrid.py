@@ -1,0 +1,199 @@
+"""The exercises of lesson 08: two workers at once, and one training step across processes."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed.rpc as rpc
+from torch import Tensor, nn
+
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare
+
+__all__ = ["EXERCISES"]
+
+LESSON = "08_rpc_hybrid"
+NAMES = ["master", "worker1", "worker2"]
+BOTH_S = 2.0  # how long the first half waits for the second before it is taken as alone; asked at once they meet in milliseconds
+BATCH = 6
+
+
+def _network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(1)
+    return torch.randn(BATCH, 4, generator=random), torch.randint(3, (BATCH,), generator=random)
+
+
+class _Meeting:
+    """Lives on the master: each half that starts comes here, and waits for the other."""
+
+    def __init__(self) -> None:
+        self.came: list[str] = []
+        self.sizes: list[int] = []
+        self.both = threading.Event()
+        self.alone = False
+
+    def come(self, name: str, size: int) -> None:
+        """Wait until halves are on both workers; give up after `BOTH_S` and note it."""
+        self.came.append(name)
+        self.sizes.append(size)
+        if len(set(self.came)) == len(NAMES) - 1:
+            self.both.set()
+        if not self.both.wait(BOTH_S):
+            self.alone = True
+
+
+class _Half(nn.Module):
+    """Lives on a worker: reports to the meeting, then computes."""
+
+    def __init__(self, meeting: Any) -> None:
+        super().__init__()
+        self.net, self.meeting = _network(), meeting
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Meet, then compute."""
+        self.meeting.rpc_sync(timeout=4 * BOTH_S).come(rpc.get_worker_info().name, len(x))
+        out: Tensor = self.net(x)
+        return out
+
+
+def _both_on_rank(answer: Callable[..., Any]) -> Any:
+    """What the master saw: the student's result, who came to the meeting, and whether they met."""
+    if rpc.get_worker_info().name != "master":
+        return None
+    meeting = _Meeting()
+    own = rpc.RRef(meeting)
+    workers = [rpc.remote(name, _Half, args=(own,)) for name in NAMES[1:]]
+    inputs, _ = _batch()
+    result = answer(workers, inputs)
+    if isinstance(result, (list, tuple)):
+        return [type(part).__name__ for part in result], meeting.came, meeting.sizes, meeting.alone
+    return result.detach() if isinstance(result, Tensor) else type(result).__name__, meeting.came, meeting.sizes, meeting.alone
+
+
+def _both_workers(answer: Any, on: OnRanks) -> str:
+    result, came, sizes, alone = on(NAMES, _both_on_rank, answer, runtime="rpc")[0]
+    expected = _network()(_batch()[0]).detach()
+    visits = [f"{name} got {size} examples" for name, size in zip(came, sizes, strict=True)]
+    if set(came) != set(NAMES[1:]):
+        raise AnswerError(f"only {' and '.join(sorted(set(came))) or 'the master'} worked: each worker gets one half", *visits)
+    if isinstance(result, list):
+        raise AnswerError(
+            f"the answer is a list of {' and '.join(sorted(set(result)))}: wait for the parts and join them "
+            "into one tensor with torch.cat"
+        )
+    if isinstance(result, str):
+        raise AnswerError(f"the answer is a {result}: expected one tensor with the scores of the whole batch, in order")
+    if alone:
+        raise AnswerError(
+            "the second worker started only when the first had finished: rpc_sync waits. Ask both with rpc_async (or "
+            "RRef.rpc_async()), then wait for both",
+            *visits,
+        )
+    if max(sizes) > BATCH // 2:
+        raise AnswerError("a worker got more than its half of the batch: cut it with chunk(2)", *visits)
+    if result.shape != expected.shape:
+        raise AnswerError(
+            "the result has the wrong shape: join the two parts along the batch with torch.cat",
+            f"given {tuple(result.shape)}, expected {tuple(expected.shape)}",
+        )
+    halves = expected.chunk(2)
+    if torch.allclose(result, torch.cat([halves[1], halves[0]]), atol=1e-5):
+        raise AnswerError("the halves are joined in the wrong order: the first half of the batch comes first, whoever was faster")
+    if not torch.allclose(result, expected, atol=1e-5):
+        raise AnswerError("the scores are not those of the whole batch in one process")
+    return "Both workers computed at the same time, each one half, and the scores are in order."
+
+
+class _Remote(nn.Module):
+    """Lives on a worker: a part of the model."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        # What DistributedOptimizer is made of inside is no news for the student, and would stand above every verdict.
+        warnings.filterwarnings("ignore", message=".*TorchScript.* support for functional optimizers is deprecated")
+        net = _network()
+        self.part = net[:2] if first else net[2:]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute this part."""
+        out: Tensor = self.part(x)
+        return out
+
+    def parameter_rrefs(self) -> list[Any]:
+        """References to this part's parameters, for DistributedOptimizer."""
+        return [rpc.RRef(p) for p in self.part.parameters()]
+
+    def values(self) -> list[Tensor]:
+        """Copies of this part's parameters."""
+        return [p.detach().clone() for p in self.part.parameters()]
+
+
+RATE = 0.5
+
+
+def _step_on_rank(answer: Callable[..., Any]) -> Any:
+    """The remote parameters after one step of the student's function."""
+    if rpc.get_worker_info().name != "master":
+        return None
+    from torch.distributed.optim import DistributedOptimizer
+
+    parts = [rpc.remote(name, _Remote, args=(i == 0,)) for i, name in enumerate(NAMES[1:])]
+    optimizer = DistributedOptimizer(torch.optim.SGD, [p for part in parts for p in part.rpc_sync().parameter_rrefs()], lr=RATE)
+
+    def forward(inputs: Tensor) -> Tensor:
+        x = inputs
+        for part in parts:
+            x = part.rpc_sync().forward(x)
+        return x
+
+    answer(forward, optimizer, *_batch())
+    return [value.numpy() for part in parts for value in part.rpc_sync().values()]
+
+
+def _distributed_step(answer: Any, on: OnRanks) -> str:
+    after = on(NAMES, _step_on_rank, answer, runtime="rpc")[0]
+    model, (inputs, labels) = _network(), _batch()
+    names = [name for name, _ in model.named_parameters()]
+    before = [p.detach().clone().numpy() for p in model.parameters()]
+    nn.functional.cross_entropy(model(inputs), labels).backward()
+    gradients = [p.grad.numpy() for p in model.parameters() if p.grad is not None]
+    moved = {n: (b - a) / RATE for n, a, b in zip(names, after, before, strict=True)}
+    if not any(m.any() for m in moved.values()):
+        raise AnswerError(
+            "the parameters on the workers have not moved: optimizer.step(context_id) applies what "
+            "dist_autograd.backward(context_id, [loss]) has left in that context"
+        )
+
+    def explain(times: float) -> str | None:
+        if times < 0:
+            return "have the wrong sign"
+        return f"belong to the summed loss of {BATCH} examples, not to their mean" if abs(times - BATCH) < 1e-3 else None
+
+    compare([moved], dict(zip(names, gradients, strict=True)), what="the steps of the remote parameters", explain=explain)
+    return "One step over three processes, equal to the step of a single process."
+
+
+EXERCISES = (
+    Exercise(
+        "both_workers",
+        LESSON,
+        "both_workers(workers, images) runs on the master: cut the batch in two, let the two remote modules (RRefs) compute "
+        "their halves at the same time, and return the scores of the whole batch in order.",
+        _both_workers,
+    ),
+    Exercise(
+        "distributed_step",
+        LESSON,
+        "distributed_step(forward, optimizer, images, labels) runs on the master: one training step with cross-entropy, in which "
+        "forward(images) passes through modules on two workers, and optimizer is a DistributedOptimizer.",
+        _distributed_step,
+    ),
+)

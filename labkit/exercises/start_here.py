@@ -1,0 +1,117 @@
+"""The exercises of lesson 00: who a rank is, what it takes of the work, and what waiting costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, call, listing, plural
+
+__all__ = ["EXERCISES"]
+
+LESSON = "00_start_here"
+
+
+def _introduce(answer: Any, on: OnRanks) -> str:
+    for ranks in (3, 2):
+        got = on(ranks, call, answer)
+        expected = [f"rank {rank} of {ranks}" for rank in range(ranks)]
+        if got == expected:
+            continue
+        details = (f"on {ranks} ranks given {got}", f"expected {expected}")
+        if all(g is None for g in got):
+            raise AnswerError(
+                "the function returns nothing: what it prints is for people; `return` hands the text to the notebook", *details
+            )
+        if got == [f"rank {rank + 1} of {ranks}" for rank in range(ranks)]:
+            raise AnswerError("ranks are counted from 0: the first is rank 0, the last is rank N-1", *details)
+        if len(set(map(str, got))) == 1:
+            raise AnswerError("every rank says the same: ask torch.distributed which one this is (dist.get_rank())", *details)
+        if [str(g).split(" of ")[0] for g in got] == [e.split(" of ")[0] for e in expected]:
+            raise AnswerError(
+                "the number of ranks is wrong: ask for it (dist.get_world_size()); another group has another one", *details
+            )
+        raise AnswerError("the text is not the one asked for", *details)
+    return "Every rank knows who it is, in a group of any size."
+
+
+def _my_share(answer: Any, on: OnRanks) -> str:
+    for items, ranks in ((10, 4), (7, 3), (2, 3)):
+        shares = [_as_items(share, rank) for rank, share in enumerate(on(ranks, call, answer, items))]
+        details = tuple(f"rank {rank}: {share}" for rank, share in enumerate(shares))
+        case = f"{items} items on {ranks} ranks"
+        every = [item for share in shares for item in share]
+        strangers = sorted({item for item in every if item not in range(items)})
+        if strangers:
+            raise AnswerError(f"{case}: there is no item {strangers[0]}; they are numbered 0 to {items - 1}", *details)
+        twice = sorted({item for item in every if every.count(item) > 1})
+        if len(twice) == items:
+            raise AnswerError(
+                f"{case}: every rank takes everything, so the work is done {ranks} times; each item belongs to one rank", *details
+            )
+        if twice:
+            raise AnswerError(f"{case}: {_items(twice)} to more than one rank", *details)
+        lost = [item for item in range(items) if item not in every]
+        if lost:
+            hint = f"; {items} // {ranks} rounds down, and somebody must take the rest" if items % ranks else ""
+            raise AnswerError(f"{case}: {_items(lost)} to no rank{hint}", *details)
+        sizes = [len(share) for share in shares]
+        if max(sizes) - min(sizes) > 1:
+            slow = sizes.index(max(sizes))
+            raise AnswerError(
+                f"{case}: rank {slow} has {max(sizes)} of them, another has {min(sizes)}, and all wait for the slowest", *details
+            )
+    return "Every item belongs to exactly one rank, and no rank has more than one item more than another."
+
+
+def _as_items(share: Any, rank: int) -> list[int]:
+    try:
+        return [int(item) for item in share]
+    except (TypeError, ValueError):
+        raise AnswerError(f"rank {rank} returned {share!r}: expected its item numbers, as a list or a range") from None
+
+
+def _items(numbers: list[int]) -> str:
+    return f"item {numbers[0]} belongs" if len(numbers) == 1 else f"items {listing(numbers)} belong"
+
+
+def _waiting_share(answer: Any, _: OnRanks) -> str:
+    """Rank 0 works 0.3 s, the three others 0.1 s: they wait 3 × 0.2 s of 4 × 0.3 s."""
+    try:
+        share = float(answer)
+    except (TypeError, ValueError):
+        raise AnswerError(f"expected a number between 0 and 1, given {answer!r}") from None
+    if abs(share - 0.5) < 0.005:
+        return "The three fast ranks wait 0.6 of the group's 1.2 seconds: half of what was paid for is idle."
+    hints = {
+        50: "right as a percentage; as a share of 1 it is a hundredth of that",
+        2 / 3: "that is the share of one fast rank; the slow one never waits, and counts too",
+        0.6: "those are the seconds that are waited in all; divide by the seconds that four ranks are there",
+        0.2: "those are the seconds that one rank waits; count all ranks, and divide by the seconds that four ranks are there",
+        0.25: "that would be one rank of four; three of them wait, though not all the time",
+        0.75: "three of four ranks wait, but not all the time: each works for a third of it",
+    }
+    for value, hint in hints.items():
+        if abs(share - value) < 0.01 * max(1, value):
+            raise AnswerError(f"{answer} is not it: {hint}")
+    raise AnswerError(
+        f"{answer} is not it: add up what each rank waits until the slowest is done, and divide by {plural(4, 'rank')} × 0.3 s"
+    )
+
+
+EXERCISES = (
+    Exercise("introduce", LESSON, "Return the text 'rank R of N', with this rank's number and the number of ranks.", _introduce),
+    Exercise(
+        "my_share",
+        LESSON,
+        "Given a number of items, return the numbers of those that this rank shall do: every item on exactly one rank, and no "
+        "rank with more than one item more than another.",
+        _my_share,
+    ),
+    Exercise(
+        "waiting_share",
+        LESSON,
+        "Four ranks meet at a barrier. Rank 0 comes after 0.3 s, the others after 0.1 s. Which share of the four ranks' time is "
+        "waited?",
+        _waiting_share,
+    ),
+)

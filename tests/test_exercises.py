@@ -1,0 +1,473 @@
+"""The exercises of lessons 00, 02 and 04: right answers pass, and wrong ones hear why they are wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from answers import Answers, judge
+from torch import nn
+
+answers = Answers()
+right, wrong = answers.right, answers.wrong
+
+
+# 00: introduce
+
+
+@right("introduce")
+def introduce():
+    return f"rank {dist.get_rank()} of {dist.get_world_size()}"
+
+
+@wrong("introduce", "Ranks are counted from 0")
+def introduce_from_one():
+    return f"rank {dist.get_rank() + 1} of {dist.get_world_size()}"
+
+
+@wrong("introduce", "`return` hands the text to the notebook")
+def introduce_by_print():
+    print(f"rank {dist.get_rank()} of {dist.get_world_size()}")
+
+
+@wrong("introduce", "Every rank says the same")
+def introduce_the_first():
+    return f"rank 0 of {dist.get_world_size()}"
+
+
+@wrong("introduce", "The number of ranks is wrong")
+def introduce_of_constant():
+    return f"rank {dist.get_rank()} of 2"
+
+
+@wrong("introduce", "not the one asked for")
+def introduce_otherwise():
+    return f"{dist.get_rank()}/{dist.get_world_size()}"
+
+
+@wrong("introduce", "ZeroDivisionError")
+def introduce_and_fail():
+    return 1 / 0
+
+
+# 00: my_share
+
+
+@right("my_share")
+def my_share(items):
+    return range(items)[dist.get_rank() :: dist.get_world_size()]
+
+
+@right("my_share")
+def my_share_in_blocks(items):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return list(range(items * rank // ranks, items * (rank + 1) // ranks))
+
+
+@wrong("my_share", "10 // 4 rounds down")
+def my_share_rounded_down(items):
+    each = items // dist.get_world_size()
+    return range(dist.get_rank() * each, (dist.get_rank() + 1) * each)
+
+
+@wrong("my_share", "every rank takes everything")
+def my_share_of_all(items):
+    return range(items)
+
+
+@wrong("my_share", "there is no item 10")
+def my_share_rounded_up(items):
+    each = -(-items // dist.get_world_size())
+    return range(dist.get_rank() * each, (dist.get_rank() + 1) * each)
+
+
+@wrong("my_share", "all wait for the slowest")
+def my_share_rest_to_the_last(items):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    each = items // ranks
+    return range(rank * each, items if rank == ranks - 1 else (rank + 1) * each)
+
+
+@wrong("my_share", "items 2, 5 and 8 belong to more than one rank")
+def my_share_with_seams(items):
+    each = -(-items // dist.get_world_size())
+    start = dist.get_rank() * each
+    return range(max(0, start - 1), min(items, start + each))
+
+
+@wrong("my_share", "expected its item numbers")
+def my_share_as_a_count(items):
+    return items // dist.get_world_size()
+
+
+# 00: waiting_share
+
+right("waiting_share", 0.5)
+wrong("waiting_share", "the share of one fast rank", 2 / 3)
+wrong("waiting_share", "right as a percentage", 50)
+wrong("waiting_share", "the seconds that are waited in all", 0.6)
+wrong("waiting_share", "the seconds that one rank waits", 0.2)
+wrong("waiting_share", "add up what each rank waits", 0.11)
+wrong("waiting_share", "expected a number between 0 and 1", "half")
+
+
+# 02: average_gradients
+
+
+@right("average_gradients")
+def average_gradients(model):
+    for p in model.parameters():
+        if p.grad is not None:
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+
+@wrong("average_gradients", "The gradients were summed, not averaged (divide by the number of ranks): each is 3 times")
+def sum_gradients(model):
+    for p in model.parameters():
+        if p.grad is not None:
+            dist.all_reduce(p.grad)
+
+
+@wrong("average_gradients", "divided by 2, not by the number of ranks")
+def average_over_two(model):
+    for p in model.parameters():
+        if p.grad is not None:
+            dist.all_reduce(p.grad)
+            p.grad /= 2
+
+
+@wrong("average_gradients", "once too often")
+def average_twice(model):
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad /= dist.get_world_size()
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+
+@wrong("average_gradients", "each rank still has its own")
+def average_a_copy(model):
+    for p in model.parameters():
+        if p.grad is not None:
+            total = p.grad.clone()
+            dist.all_reduce(total)
+            total /= dist.get_world_size()
+
+
+@wrong("average_gradients", "an all_reduce combines all of them")
+def broadcast_gradients(model):
+    for p in model.parameters():
+        if p.grad is not None:
+            dist.broadcast(p.grad, src=0)
+
+
+@wrong("average_gradients", "right: 0.weight")
+def average_the_first(model):
+    p = next(p for p in model.parameters() if p.grad is not None)
+    dist.all_reduce(p.grad)
+    p.grad /= dist.get_world_size()
+
+
+@wrong("average_gradients", "AttributeError")
+def average_frozen_too(model):
+    for p in model.parameters():
+        p.grad.div_(dist.get_world_size())
+        dist.all_reduce(p.grad)
+
+
+@wrong("average_gradients", "are missing on rank 0")
+def clear_gradients(model):
+    model.zero_grad()
+
+
+# 02: draw_indices
+
+_calls = itertools.count()
+
+
+@right("draw_indices")
+def draw_indices(examples, rank, ranks, epoch):
+    order = torch.randperm(examples, generator=torch.Generator().manual_seed(epoch)).tolist()
+    each = -(-examples // ranks)
+    order += order[: each * ranks - examples]
+    return order[rank::ranks]
+
+
+@wrong("draw_indices", "as when set_epoch is forgotten")
+def draw_the_same(examples, rank, ranks, epoch):
+    return draw_indices(examples, rank, ranks, 0)
+
+
+@wrong("draw_indices", "shuffle with the same seed")
+def draw_by_own_seed(examples, rank, ranks, epoch):
+    order = torch.randperm(examples, generator=torch.Generator().manual_seed(1000 * rank + epoch)).tolist()
+    return order[rank::ranks]
+
+
+@wrong("draw_indices", "different numbers of examples")
+def draw_unequal(examples, rank, ranks, epoch):
+    order = torch.randperm(examples, generator=torch.Generator().manual_seed(epoch)).tolist()
+    return order[rank::ranks]
+
+
+@wrong("draw_indices", "left out")
+def draw_too_few(examples, rank, ranks, epoch):
+    order = torch.randperm(examples, generator=torch.Generator().manual_seed(epoch)).tolist()
+    return order[rank::ranks][: examples // ranks]
+
+
+@wrong("draw_indices", "asked for twice gives two orders")
+def draw_unseeded(examples, rank, ranks, epoch):
+    calls = next(_calls)  # stands for a seed from the clock: the same epoch, another order
+    return [(index + calls // ranks) % examples for index in draw_indices(examples, rank, ranks, epoch)]
+
+
+@wrong("draw_indices", "there is no example")
+def draw_from_one(examples, rank, ranks, epoch):
+    return [index + 1 for index in draw_indices(examples, rank, ranks, epoch)]
+
+
+@wrong("draw_indices", "each rank has 12 examples, 4 are enough")
+def draw_everything(examples, rank, ranks, epoch):
+    return torch.randperm(examples, generator=torch.Generator().manual_seed(epoch)).tolist()
+
+
+# 02: accumulate
+
+
+@right("accumulate")
+def accumulate(model, batches, loss_function):
+    for i, (inputs, targets) in enumerate(batches):
+        with contextlib.nullcontext() if i == len(batches) - 1 else model.no_sync():
+            (loss_function(model(inputs), targets) / len(batches)).backward()
+
+
+@wrong("accumulate", "went over the wire 4 times; once is enough")
+def accumulate_and_send_always(model, batches, loss_function):
+    for inputs, targets in batches:
+        (loss_function(model(inputs), targets) / len(batches)).backward()
+
+
+@wrong("accumulate", "Each rank kept its gradients to itself")
+def accumulate_and_send_never(model, batches, loss_function):
+    with model.no_sync():
+        for inputs, targets in batches:
+            (loss_function(model(inputs), targets) / len(batches)).backward()
+
+
+@wrong("accumulate", "The gradients of the 4 batches were summed")
+def accumulate_the_sum(model, batches, loss_function):
+    for i, (inputs, targets) in enumerate(batches):
+        with contextlib.nullcontext() if i == len(batches) - 1 else model.no_sync():
+            loss_function(model(inputs), targets).backward()
+
+
+@wrong("accumulate", "no parameter has a gradient afterwards")
+def accumulate_and_clear(model, batches, loss_function):
+    accumulate(model, batches, loss_function)
+    model.zero_grad()
+
+
+@wrong("accumulate", "not those of one process with the whole batch")
+def accumulate_the_last(model, batches, loss_function):
+    for inputs, targets in batches:
+        model.zero_grad()
+        loss_function(model(inputs), targets).backward()
+
+
+# 02: scaled_learning_rate
+
+
+@right("scaled_learning_rate")
+def scaled_learning_rate(base, base_batch, per_rank, ranks):
+    return base * per_rank * ranks / base_batch
+
+
+@wrong("scaled_learning_rate", "square-root rule")
+def scaled_by_the_root(base, base_batch, per_rank, ranks):
+    return base * (per_rank * ranks / base_batch) ** 0.5
+
+
+@wrong("scaled_learning_rate", "the number of ranks is not what counts")
+def scaled_by_ranks(base, base_batch, per_rank, ranks):
+    return base * ranks
+
+
+@wrong("scaled_learning_rate", "not a smaller one")
+def scaled_down(base, base_batch, per_rank, ranks):
+    return base / (per_rank * ranks / base_batch)
+
+
+@wrong("scaled_learning_rate", "multiply by the batch of all ranks together")
+def not_scaled(base, base_batch, per_rank, ranks):
+    return base
+
+
+# 04: activation_bytes
+
+
+def _outputs(model, inputs, names, size, remove=True):
+    found, hooks = {}, []
+    for name, module in model.named_modules():
+        if names(name, module):
+            hooks.append(module.register_forward_hook(lambda _m, _i, out, name=name: found.update({name: size(out)})))
+    model(inputs)
+    for hook in hooks if remove else ():
+        hook.remove()
+    return found
+
+
+def _is_leaf(name, module):
+    return not list(module.children())
+
+
+def _bytes(out):
+    return out.numel() * out.element_size()
+
+
+@right("activation_bytes")
+def activation_bytes(model, inputs):
+    return _outputs(model, inputs, _is_leaf, _bytes)
+
+
+@wrong("activation_bytes", "numbers, not bytes")
+def activation_numbers(model, inputs):
+    return _outputs(model, inputs, _is_leaf, lambda out: out.numel())
+
+
+@wrong("activation_bytes", "that is one example")
+def activation_bytes_of_one(model, inputs):
+    return _outputs(model, inputs, _is_leaf, lambda out: _bytes(out[0]))
+
+
+@wrong("activation_bytes", "'' and '1' are containers")
+def activation_bytes_of_containers(model, inputs):
+    return _outputs(model, inputs, lambda *_: True, _bytes)
+
+
+@wrong("activation_bytes", "look into containers")
+def activation_bytes_of_children(model, inputs):
+    return _outputs(model, inputs, lambda name, _: name in ("0", "2"), _bytes)
+
+
+@wrong("activation_bytes", "call its remove()")
+def activation_bytes_with_hooks_left(model, inputs):
+    return _outputs(model, inputs, _is_leaf, _bytes, remove=False)
+
+
+@wrong("activation_bytes", "expected a dict")
+def activation_bytes_in_all(model, inputs):
+    return sum(_outputs(model, inputs, _is_leaf, _bytes).values())
+
+
+@wrong("activation_bytes", "not those of the layers' outputs")
+def parameter_bytes(model, inputs):
+    return {name: sum(_bytes(p) for p in m.parameters()) for name, m in model.named_modules() if _is_leaf(name, m)}
+
+
+# 04: best_cut
+
+
+@right("best_cut")
+def best_cut(costs):
+    return min(range(1, len(costs)), key=lambda cut: max(sum(costs[:cut]), sum(costs[cut:])))
+
+
+@wrong("best_cut", "the middle by number of layers")
+def cut_in_the_middle(costs):
+    return len(costs) // 2
+
+
+@wrong("best_cut", "another cut has a faster slower part")
+def cut_when_half_is_passed(costs):
+    for cut in range(1, len(costs)):
+        if sum(costs[:cut]) >= sum(costs) / 2:
+            return cut
+    return len(costs) - 1
+
+
+@wrong("best_cut", "expected how many layers the first part has")
+def cut_before_the_first(costs):
+    return 0
+
+
+# 04: TwoDevices
+
+
+@right("TwoDevices")
+class TwoDevices(nn.Module):
+    def __init__(self, first, second, device0, device1):
+        super().__init__()
+        self.first, self.second = first.to(device0), second.to(device1)
+        self.devices = device0, device1
+
+    def forward(self, x):
+        return self.second(self.first(x.to(self.devices[0])).to(self.devices[1]))
+
+
+@wrong("TwoDevices", "move the activation to device1")
+class ActivationStays(TwoDevices):
+    def forward(self, x):
+        return self.second(self.first(x.to(self.devices[0])))
+
+
+@wrong("TwoDevices", "move the input to device0")
+class InputStays(TwoDevices):
+    def forward(self, x):
+        return self.second(self.first(x).to(self.devices[1]))
+
+
+@wrong("TwoDevices", "not on their devices")
+class PartsStay(TwoDevices):
+    def __init__(self, first, second, device0, device1):
+        nn.Module.__init__(self)
+        self.first, self.second, self.devices = first, second, (device0, device1)
+
+
+@wrong("TwoDevices", "is the activation detached")
+class Detached(TwoDevices):
+    def forward(self, x):
+        return self.second(self.first(x.to(self.devices[0])).detach().to(self.devices[1]))
+
+
+@wrong("TwoDevices", "each part runs once per forward; the first ran 2 times")
+class FirstTwice(TwoDevices):
+    def forward(self, x):
+        self.first(x.to(self.devices[0]))
+        return super().forward(x)
+
+
+@wrong("TwoDevices", "not that of the first part followed by the second")
+class FirstOnly(TwoDevices):
+    def forward(self, x):
+        return self.first(x.to(self.devices[0])).to(self.devices[1])
+
+
+@wrong("TwoDevices", "an optimizer would train nothing")
+class Hidden(TwoDevices):
+    def __init__(self, first, second, device0, device1):
+        nn.Module.__init__(self)
+        self.parts, self.devices = [first.to(device0), second.to(device1)], (device0, device1)
+
+    def forward(self, x):
+        return self.parts[1](self.parts[0](x.to(self.devices[0])).to(self.devices[1]))
+
+
+@wrong("TwoDevices", "derive the class from nn.Module")
+class NoModule:
+    def __init__(self, *parts):
+        self.parts = parts
+
+
+@pytest.mark.parametrize("answer", answers.parameters())
+def test_the_verdict_fits_the_answer(answer) -> None:
+    judge(answer)
+
+
+@pytest.mark.parametrize("lesson", ["start_here", "data_parallel", "model_parallel"])
+def test_every_exercise_has_right_and_wrong_answers_here(lesson) -> None:
+    answers.complete(lesson)

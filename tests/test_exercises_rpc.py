@@ -1,0 +1,109 @@
+"""The exercises of lesson 08: right answers pass, and wrong ones hear why they are wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed.autograd as dist_autograd
+import torch.nn.functional as F
+from answers import Answers, judge
+
+answers = Answers()
+right, wrong = answers.right, answers.wrong
+
+
+# both_workers
+
+
+@right("both_workers")
+def both_workers(workers, images):
+    halves = images.chunk(2)
+    futures = [worker.rpc_async().forward(half) for worker, half in zip(workers, halves, strict=True)]
+    return torch.cat(torch.futures.wait_all(futures))
+
+
+@wrong("both_workers", "rpc_sync waits")
+def one_after_the_other(workers, images):
+    return torch.cat([worker.rpc_sync().forward(half) for worker, half in zip(workers, images.chunk(2), strict=True)])
+
+
+@wrong("both_workers", "joined in the wrong order")
+def halves_swapped(workers, images):
+    return torch.cat(list(reversed(both_workers(workers, images).chunk(2))))
+
+
+@wrong("both_workers", "more than its half")
+def whole_batch_to_both(workers, images):
+    first, _ = torch.futures.wait_all([worker.rpc_async().forward(images) for worker in workers])
+    return first
+
+
+@wrong("both_workers", "wait for the parts and join them")
+def futures_returned(workers, images):
+    futures = [worker.rpc_async().forward(half) for worker, half in zip(workers, images.chunk(2), strict=True)]
+    torch.futures.wait_all(futures)
+    return futures
+
+
+@wrong("both_workers", "only worker1 worked")
+def first_worker_only(workers, images):
+    return workers[0].rpc_sync().forward(images)
+
+
+@wrong("both_workers", "the wrong shape")
+def halves_stacked(workers, images):
+    return both_workers(workers, images).reshape(2, -1, 3)
+
+
+@wrong("both_workers", "not those of the whole batch")
+def halves_added(workers, images):
+    return both_workers(workers, images) + 1
+
+
+# distributed_step
+
+
+@right("distributed_step")
+def distributed_step(forward, optimizer, images, labels):
+    with dist_autograd.context() as context_id:
+        loss = F.cross_entropy(forward(images), labels)
+        dist_autograd.backward(context_id, [loss])
+        optimizer.step(context_id)
+
+
+@wrong("distributed_step", "the parameters on the workers have not moved")
+def step_forgotten(forward, optimizer, images, labels):
+    with dist_autograd.context() as context_id:
+        loss = F.cross_entropy(forward(images), labels)
+        dist_autograd.backward(context_id, [loss])
+
+
+@wrong("distributed_step", "belong to the summed loss of 6 examples")
+def loss_summed(forward, optimizer, images, labels):
+    with dist_autograd.context() as context_id:
+        loss = F.cross_entropy(forward(images), labels, reduction="sum")
+        dist_autograd.backward(context_id, [loss])
+        optimizer.step(context_id)
+
+
+@wrong("distributed_step", "have the wrong sign")
+def loss_negated(forward, optimizer, images, labels):
+    with dist_autograd.context() as context_id:
+        loss = -F.cross_entropy(forward(images), labels)
+        dist_autograd.backward(context_id, [loss])
+        optimizer.step(context_id)
+
+
+@wrong("distributed_step", "TypeError")
+def context_forgotten(forward, optimizer, images, labels):
+    F.cross_entropy(forward(images), labels)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("answer", answers.parameters())
+def test_the_verdict_fits_the_answer(answer) -> None:
+    judge(answer)
+
+
+def test_every_exercise_has_right_and_wrong_answers_here() -> None:
+    answers.complete("rpc_hybrid")
