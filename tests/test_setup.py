@@ -1,0 +1,244 @@
+"""The way to a working environment: the make file, the versions, and a labkit without the frameworks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+ENVIRONMENT = yaml.safe_load((ROOT / "environment.yml").read_text())
+BASE = [Requirement(r) for r in PROJECT["dependencies"]]
+DIRECT = BASE + [Requirement(r) for extra in PROJECT["optional-dependencies"].values() for r in extra]
+PINS = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+PINNED = {canonicalize_name(name): Version(version) for name, version in PINS.items()}
+
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+def outside_make() -> dict[str, str]:
+    """The environment without what an outer make hands on: `make test` runs these tests, and its options are not theirs."""
+    return {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES", "PYTHON")}
+
+
+def make(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["make", *arguments], check=False, cwd=folder, env=outside_make(), capture_output=True, text=True, timeout=60
+    )
+
+
+# Versions
+
+
+@pytest.mark.parametrize("requirement", [r for r in DIRECT if r.name != "labkit"], ids=str)
+def test_every_direct_dependency_is_pinned(requirement: Requirement) -> None:
+    assert PINNED[canonicalize_name(requirement.name)] in requirement.specifier
+
+
+def test_constraints_are_exact_and_leave_the_build_open() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+", line)] == []  # no "+cpu", no address
+    assert len(lines) == len(PINNED)
+
+
+def test_what_is_needed_indirectly_is_pinned_too() -> None:
+    """On Linux the constraints hold everything that the direct dependencies bring along."""
+    seen: set[str] = set()
+    waiting = [(r.name, r.extras) for r in DIRECT]
+    while waiting:
+        name, extras = waiting.pop()
+        if canonicalize_name(name) in seen:
+            continue
+        seen.add(canonicalize_name(name))
+        try:
+            required = [Requirement(r) for r in importlib.metadata.requires(name) or []]
+        except importlib.metadata.PackageNotFoundError:
+            continue  # an extra that is not installed here
+        for r in required:
+            if r.marker is None or any(r.marker.evaluate({"extra": extra}) for extra in {"", *extras}):
+                waiting.append((r.name, r.extras))
+    gpu = {name for name in seen if name.startswith(("nvidia-", "cuda-")) or name == "triton"}  # pinned by torch itself
+    if sys.platform == "linux":
+        assert seen - gpu - set(PINNED) - {"labkit"} == set()
+
+
+@needs_make
+def test_conda_installs_what_make_installs() -> None:
+    lines = make("--dry-run", "--always-make", "setup").stdout.splitlines()
+    (install,) = [line for line in lines if " pip install " in line]
+    (conda,) = [d["pip"] for d in ENVIRONMENT["dependencies"] if isinstance(d, dict)]
+    assert shlex.split(install.split(" pip install ")[1]) == [word for line in conda for word in line.split()]
+
+
+def test_condas_python_is_one_that_make_accepts(tmp_path: Path) -> None:
+    (python,) = [d for d in ENVIRONMENT["dependencies"] if isinstance(d, str) and d.startswith("python=")]
+    version = python.removeprefix("python=")
+    assert Version(version) in Requirement(f"python{PROJECT['requires-python']}").specifier
+    assert find_python(tmp_path, {"python3": f"{version}.1"}).returncode == 0
+
+
+# Finding a Python
+
+
+def fake_python(path: Path, version: str, *, works: bool = True, venv: bool = True) -> None:
+    """A program that answers as Python does to the questions of tools/find-python, and notes down what it is asked to do."""
+    path.write_text(f"""#!/bin/sh
+echo "$@" >> "${{0%/*}}/asked"
+case "$*" in
+    *version_info*) echo {version}; exit {0 if works else 1} ;;
+    *ensurepip*) exit {0 if venv else 1} ;;
+    *"-m venv"*) mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+esac
+""")
+    path.chmod(0o755)
+
+
+def find_python(folder: Path, versions: dict[str, str], **environment: str) -> subprocess.CompletedProcess[str]:
+    for name, version in versions.items():
+        fake_python(folder / name, version)
+    command = [shutil.which("sh") or "sh", str(ROOT / "tools" / "find-python")]
+    return subprocess.run(
+        command, check=False, env={"PATH": str(folder)} | environment, capture_output=True, text=True, timeout=20
+    )
+
+
+@pytest.mark.parametrize(
+    ("versions", "chosen"),
+    [
+        ({"python3.11": "3.11.4", "python3.12": "3.12.1", "python3": "3.12.1"}, "python3.11"),
+        ({"python3.12": "3.12.1", "python3": "3.9.2"}, "python3.12"),
+        ({"python3": "3.13.0"}, "python3"),
+        ({"python3": "3.14.0", "python": "3.11.9"}, "python"),
+    ],
+)
+def test_a_python_is_found(tmp_path: Path, versions: dict[str, str], chosen: str) -> None:
+    answer = find_python(tmp_path, versions)
+    assert (answer.stdout.strip(), answer.stderr) == (str(tmp_path / chosen), "")
+
+
+@pytest.mark.parametrize(
+    ("versions", "named", "found"),
+    [
+        ({}, None, "found none"),
+        ({"python3": "3.9.18"}, None, "found only 3.9.18 (python3)"),
+        ({"python3": "3.10.2", "python": "2.7.18"}, None, "found only 3.10.2 (python3), 2.7.18 (python)"),
+        ({"python3": "3.14.0"}, None, "found only 3.14.0 (python3)"),
+        ({"python3.11": "3.11.4", "old": "3.8.1"}, "old", "found only 3.8.1 (old)"),
+        ({"python3.11": "3.11.4"}, "nowhere", "nowhere does not run"),
+    ],
+)
+def test_no_python_is_said_in_one_sentence(tmp_path: Path, versions: dict[str, str], named: str | None, found: str) -> None:
+    answer = find_python(tmp_path, versions, **({} if named is None else {"PYTHON": named}))
+    assert answer.returncode == 1
+    assert answer.stdout == ""
+    assert answer.stderr == (
+        f"labkit needs Python 3.11, 3.12 or 3.13; {found}: install one of these, or name it: make PYTHON=/path/to/python3.11.\n"
+    )
+
+
+def test_a_name_that_does_not_run_is_passed_over(tmp_path: Path) -> None:
+    fake_python(tmp_path / "python3.11", "", works=False)
+    assert find_python(tmp_path, {"python3.12": "3.12.1"}).stdout.strip() == str(tmp_path / "python3.12")
+
+
+def test_a_python_without_venv_says_what_to_install(tmp_path: Path) -> None:
+    fake_python(tmp_path / "python3", "3.11.2", venv=False)
+    answer = find_python(tmp_path, {})
+    assert answer.returncode == 1
+    assert answer.stderr == (
+        "labkit: python3 (3.11.2) cannot make virtual environments: install its venv module "
+        "(on Debian and Ubuntu: apt install python3.11-venv).\n"
+    )
+
+
+# The make file
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of what `make setup` reads, with a Python that only notes down what it is asked."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "tools/find-python"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy2(ROOT / name, tmp_path / name)
+    fake_python(tmp_path / "python", "3.11.4")
+    return tmp_path
+
+
+def installs(tree: Path) -> int:
+    asked = tree / ".venv" / "bin" / "asked"  # the copy in .venv notes down in its own folder what pip is asked
+    return asked.read_text().count("-m pip install") if asked.exists() else 0
+
+
+@needs_make
+def test_a_second_make_installs_nothing(tree: Path) -> None:
+    python = f"PYTHON={tree / 'python'}"
+    first = make("setup", python, folder=tree)
+    assert first.returncode == 0, first.stderr
+    assert installs(tree) == 1
+    assert make("setup", python, folder=tree).stdout == "make: Nothing to be done for 'setup'.\n"
+    assert installs(tree) == 1
+    os.utime(tree / "pyproject.toml")
+    make("setup", python, folder=tree)
+    assert installs(tree) == 2
+
+
+@needs_make
+def test_make_says_what_is_wrong_with_python(tree: Path) -> None:
+    fake_python(tree / "python", "3.9.18")
+    answer = make("setup", f"PYTHON={tree / 'python'}", folder=tree)
+    assert answer.returncode != 0
+    assert answer.stderr.startswith("labkit needs Python 3.11, 3.12 or 3.13; found only 3.9.18")
+    assert not (tree / ".venv").exists()
+
+
+@needs_make
+def test_a_failed_install_is_tried_again(tree: Path) -> None:
+    with (tree / "python").open("a") as file:
+        file.write('case "$*" in *"pip install"*) exit 1 ;; esac\n')
+    for _ in range(2):
+        assert make("setup", f"PYTHON={tree / 'python'}", folder=tree).returncode != 0
+
+
+@needs_make
+def test_help_lists_every_target() -> None:
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    listed = re.findall(r"^make (\w+) +\S", make("help").stdout, re.MULTILINE)
+    assert listed == phony.split()
+    assert {"lab", "test", "bench", "notebooks", "clean"} <= set(listed)
+    assert make().stdout == make("help").stdout
+
+
+@needs_make
+def test_make_test_runs_everything() -> None:
+    commands = make("--dry-run", "test").stdout
+    for part in ("ruff check .", "ruff format --check .", "-m mypy", "pytest --nbval-lax tests notebooks"):
+        assert part in commands
+
+
+@needs_make
+def test_clean_leaves_the_environment(tree: Path) -> None:
+    for folder in (".venv/lib/__pycache__", "labkit/__pycache__", ".mypy_cache", "notebooks/.ipynb_checkpoints"):
+        (tree / folder).mkdir(parents=True)
+    make("clean", folder=tree)
+    left = {str(p.relative_to(tree)) for p in tree.rglob("*") if p.is_dir()}
+    assert left == {".venv", ".venv/lib", ".venv/lib/__pycache__", "labkit", "notebooks", "tools"}
+
+
+def test_ci_runs_make_test() -> None:
+    script = ROOT / ".ci" / "run"
+    assert script.read_text().splitlines()[-1] == "exec make test"
+    if shutil.which("bash"):
+        subprocess.run(["bash", "-n", str(script)], check=True, timeout=20)
