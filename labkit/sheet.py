@@ -44,7 +44,7 @@ def pyplot() -> Any:
     try:
         import matplotlib.pyplot as plt
     except ImportError:
-        raise missing("matplotlib", "course") from None
+        raise missing("matplotlib", "plot") from None
     return plt
 
 
