@@ -231,7 +231,7 @@ class RingReader:
         records = self._records[slots]
         after = commits[slots]
         oldest_safe = self._newest(int(numbers[-1])) + 1 - CAPACITY + IN_FLIGHT if len(numbers) else 0
-        whole = (before == numbers) & (after == numbers) & (numbers >= oldest_safe)
+        whole = (after == numbers) & (numbers >= oldest_safe)
         unfinished = np.flatnonzero(before < numbers)  # by another thread, which took its number and was then held up
         end = int(unfinished[0]) if len(unfinished) else len(numbers)
         records = records[:end][whole[:end]]

@@ -46,12 +46,12 @@ def test_a_span_arrives_as_it_was_written(writer: RingWriter, reader: RingReader
 
 
 def test_a_communication_arrives_as_it_was_written(writer: RingWriter, reader: RingReader) -> None:
-    numbers = {"wait_start_ns": 1, "wait_end_ns": 2, "nbytes": 3, "peer": 4, "match": 5}
+    numbers = {"wait_start_ns": 1, "wait_end_ns": 2, "nbytes": 3, "peer": 4, "match": 5, "flags": ON_CUDA}
     writer.write_communication("send", -5, 2**62, group="0 to 4", line="cell 6, line 7", **numbers)
     (row,) = reader.read()
     names = reader.names()
     assert [names[row[k]] for k in ("name", "group", "line")] == ["send", "0 to 4", "cell 6, line 7"]
-    assert [int(row[k]) for k in ("kind", "flags", "start_ns", "end_ns")] == [COMMUNICATION, 0, -5, 2**62]
+    assert [int(row[k]) for k in ("kind", "start_ns", "end_ns")] == [COMMUNICATION, -5, 2**62]
     assert {k: int(row[k]) for k in numbers} == numbers
 
 
@@ -183,7 +183,7 @@ def test_a_tail_that_was_overwritten_before_its_head_is_not_read(
 
     def stop_half_way() -> None:
         with pytest.raises(struct.error):
-            writer.write_communication("recv", 0, "never", match=-1)  # type: ignore[arg-type]
+            writer.write_communication("recv", 0, 1, peer="nobody", match=-1)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ring, "IN_FLIGHT", 0)  # the margin would hide what this is about
     reader._records = Overtaken(reader._records, 0.0, stop_half_way)
@@ -300,11 +300,14 @@ def test_a_slot_that_is_taken_again_has_forgotten_that_somebody_waited(writer: R
         writer.unpend(slot)
 
 
-def test_more_pending_operations_than_slots_are_not_seen_and_do_no_harm(writer: RingWriter, reader: RingReader) -> None:
+def test_more_pending_operations_than_slots_are_not_seen_and_do_no_harm(
+    writer: RingWriter, reader: RingReader, memory: mmap.mmap
+) -> None:
     slots = [writer.pend("isend", i + 1) for i in range(ring.PENDING_SLOTS + 2)]
     assert slots[-3:] == [ring.PENDING_SLOTS - 1, -1, -1]
     writer.waiting(-1, 99)
     writer.unpend(-1)
+    assert not any(memory[4 : ring.HEADER_BYTES]), "what lies before the first slot is untouched"
     assert len(reader.pending()) == ring.PENDING_SLOTS
     writer.unpend(slots[0])
     assert writer.pend("isend", 1000) == slots[0]
