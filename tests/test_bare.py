@@ -1,0 +1,119 @@
+"""labkit with nothing but its base dependencies: it imports, and what is missing names the extra and the command."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+from labkit.errors import missing
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAVY = ("torch", "tensorflow", "keras", "matplotlib", "ipywidgets", "sklearn", "numpy", "psutil", "IPython")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of packages that holds labkit and its base dependencies, and nothing else."""
+    folder = tmp_path_factory.mktemp("base")
+    (folder / "labkit").symlink_to(ROOT / "labkit")
+    for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]:
+        distribution = importlib.metadata.distribution(Requirement(line).name)
+        for top in {file.parts[0] for file in distribution.files or () if not file.parts[0].startswith("..")}:
+            (folder / top).symlink_to(distribution.locate_file(top))
+    return folder
+
+
+def run(base: Path, program: str) -> Any:
+    """Run a program that sees only these packages and the standard library; what it prints, read as JSON."""
+    program = f"import sys; sys.path.append({str(base)!r})\nimport json\n{program}"
+    answer = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program], cwd=base, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
+    return json.loads(answer.stdout)
+
+
+def test_importing_loads_nothing_heavy() -> None:
+    program = f"import sys, json, labkit; print(json.dumps(sorted(set({HEAVY}) & set(sys.modules))))"
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(answer.stdout) == []
+
+
+def test_importing_needs_nothing_heavy(base: Path) -> None:
+    assert run(base, "import labkit; print(json.dumps(labkit.__file__))") == str(base / "labkit" / "__init__.py")
+
+
+def test_the_fixture_hides_the_frameworks(base: Path) -> None:
+    program = f"from importlib.util import find_spec; print(json.dumps([n for n in {HEAVY} if find_spec(n)]))"
+    assert run(base, program) == ["numpy", "psutil"]
+
+
+def test_every_public_name_is_there_or_names_its_extra(base: Path) -> None:
+    program = """
+import labkit
+answers = {}
+for name in labkit.__all__:
+    try:
+        getattr(labkit, name)
+    except labkit.LabError as error:
+        answers[name] = str(error)
+print(json.dumps(answers))
+"""
+    for name, error in run(base, program).items():
+        assert 'pip install "labkit[' in error, f"labkit.{name}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("call", "extra"),
+    [
+        ("lab.Group(2)", "torch"),
+        ("lab.Group(2, runtime='rpc')", "torch"),
+        ("lab.Group(2, runtime='tensorflow')", "tf"),
+        ("lab.timeline(lab.Trace(ranks=['rank 0']))", "plot"),
+    ],
+)
+def test_using_what_is_missing_names_the_extra(base: Path, call: str, extra: str) -> None:
+    program = f"""
+import labkit as lab
+try:
+    {call}
+except lab.LabError as error:
+    print(json.dumps(str(error)))
+"""
+    assert f'pip install "labkit[{extra}]"' in run(base, program)
+
+
+def test_ranks_and_traces_work(base: Path) -> None:
+    program = """
+import labkit as lab
+def work(n):
+    with lab.span("forward"):
+        lab.record(loss=1.0)
+    return n
+if __name__ == "__main__":
+    with lab.Group(2, runtime="bare") as group:
+        run = group.run(work, 7)
+    print(json.dumps([run.results, sorted({s.name for s in run.trace.of(kind="compute")})]))
+"""
+    assert run(base, program) == [[7, 7], ["forward"]]
+
+
+def test_the_sentence() -> None:
+    assert str(missing("TensorFlow", "tf")) == (
+        "TensorFlow is not installed; the extra 'tf' brings it:  pip install \"labkit[tf]\"  "
+        '(in a notebook cell: %pip install "labkit[tf]")'
+    )
+
+
+def test_public_names_win_over_the_files_of_the_same_name() -> None:
+    program = "import labkit, labkit.record, labkit.doctor; print(callable(labkit.record), callable(labkit.doctor))"
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert answer.stdout == "True True\n"
