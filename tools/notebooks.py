@@ -59,7 +59,7 @@ def execute(notebook: Any, folder: Path) -> None:
 
 
 def strip(notebook: Any) -> None:
-    """Take out what differs from one execution to the next: timestamps, widget state, output ids, the Python's patch level.
+    """Take out what differs from one execution to the next: timestamps, widget state and ids, the Python's patch level.
 
     Execution counts, text and pictures stay. A widget leaves what it shows without its state: a picture or text beside it.
     """
@@ -76,7 +76,6 @@ def strip(notebook: Any) -> None:
 
 def _strip_output(output: Any) -> bool:
     """Strip one output; False where nothing of it is worth keeping."""
-    output.pop("transient", None)  # holds the display id
     data = output.get("data")
     if data is None:
         return True
