@@ -18,7 +18,7 @@ from labkit.errors import LabError, RankFailure
 from labkit.record import Recorder, here, is_students, label
 from labkit.ring import RingWriter
 from labkit.runtimes import RUNTIMES, Runtime, Seat
-from labkit.start import flush_c_output
+from labkit.streams import flush_c_output
 
 __all__ = ["main"]
 

@@ -5,9 +5,9 @@ Linux forks ranks from a server, a small process that has imported the framework
     notebook ──socket──> server ──fork──> rank, rank, ...      a rank is up in about 10 ms, its imported pages shared
         └──────────────socket, pipe, shared memory─────┘
 
-A rank ends when it is told to, when its server dies (PR_SET_PDEATHSIG, which also ends a rank that is blocked in C++), and the server
-ends when the notebook's process does, however that dies: the server holds its pidfd. Where fork is unsafe (macOS), ranks are spawned,
-and spare ones that have imported everything wait for the next group.
+A rank ends when it is told to, when its server dies (PR_SET_PDEATHSIG, which also ends a rank that is blocked in C++), and the
+server ends when the notebook's process does, however that dies: the server holds its pidfd. Where fork is unsafe (macOS), ranks
+are spawned, and spare ones that have imported everything wait for the next group.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import contextlib
 import ctypes
 import fcntl
 import importlib
-import io
 import itertools
 import mmap
 import os
@@ -33,6 +32,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn, Protocol
 
 from labkit.errors import LabError
+from labkit.streams import print_to
 
 __all__ = ["ForkStarter", "RankProcess", "SpawnStarter", "Starter", "serve", "spawned"]
 
@@ -121,7 +121,9 @@ class ForkStarter:
         make_shared: gives a descriptor of that much new shared memory.
     """
 
-    def __init__(self, preload: Sequence[str], environment: dict[str, str], ring_bytes: int, make_shared: Callable[[int], int]) -> None:
+    def __init__(
+        self, preload: Sequence[str], environment: dict[str, str], ring_bytes: int, make_shared: Callable[[int], int]
+    ) -> None:
         self._ring_bytes, self._make_shared = ring_bytes, make_shared
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
@@ -224,7 +226,9 @@ class SpawnStarter:
         preload, environment, ring_bytes, make_shared: as for `ForkStarter`.
     """
 
-    def __init__(self, preload: Sequence[str], environment: dict[str, str], ring_bytes: int, make_shared: Callable[[int], int]) -> None:
+    def __init__(
+        self, preload: Sequence[str], environment: dict[str, str], ring_bytes: int, make_shared: Callable[[int], int]
+    ) -> None:
         self._preload, self._environment = list(preload), environment
         self._ring_bytes, self._make_shared = ring_bytes, make_shared
         self._children: dict[int, subprocess.Popen[bytes]] = {}
@@ -275,9 +279,13 @@ class SpawnStarter:
         return RankProcess(child.pid, pipes.near, pipes.output, pipes.ring)
 
 
-def _python(function: str, fds: Sequence[int], arguments: list[Any], environment: dict[str, str], log: int) -> subprocess.Popen[bytes]:
-    """A new interpreter that finds what this one finds, runs a function of this module, and is out of reach of the terminal's Ctrl-C."""
-    code = f"import sys; sys.path[:] = {sys.path!r}; from labkit.start import {function}; {function}({list(fds)!r}, *{arguments!r})"
+def _python(
+    function: str, fds: Sequence[int], arguments: list[Any], environment: dict[str, str], log: int
+) -> subprocess.Popen[bytes]:
+    """A new interpreter that finds what this one finds and runs a function of this module, out of reach of Ctrl-C."""
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; from labkit.start import {function}; {function}({list(fds)!r}, *{arguments!r})"
+    )
     return subprocess.Popen(
         [sys.executable, "-c", code],
         env=os.environ | environment,
@@ -375,8 +383,8 @@ def _live_as_rank(fds: Sequence[int], parent: int | None = None) -> NoReturn:
 
     Args:
         fds: socket, output pipe and recording memory.
-        parent: the server that forked it. Not so for a spawned rank: the kernel would take the end of the notebook's *thread* that
-            spawned it for the death of its parent.
+        parent: the server that forked it. Not so for a spawned rank: the kernel would take the end of the notebook's *thread*
+            that spawned it for the death of its parent.
     """
     code = 1
     try:
@@ -387,12 +395,7 @@ def _live_as_rank(fds: Sequence[int], parent: int | None = None) -> NoReturn:
         with contextlib.suppress(OSError):  # a session leader leads its own group already
             os.setpgid(0, 0)
         connection, output, ring = fds
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.close(output)
-        sys.stdin = open(os.devnull)  # noqa: SIM115  # for the rank's whole life
-        sys.stdout, sys.stderr = _Prompt(1), _Prompt(2)
-        _line_buffer_c_output()
+        print_to(output)
         random.seed()
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()  # otherwise every rank draws what its server would have drawn
@@ -401,7 +404,7 @@ def _live_as_rank(fds: Sequence[int], parent: int | None = None) -> NoReturn:
 
         main(socket.socket(fileno=connection), mmap.mmap(ring, RING_BYTES))
         code = 0
-    except BaseException:  # nobody above us: say it on the rank's own output, which the notebook shows
+    except BaseException:  # noqa: BLE001  # nobody above us: say it on the rank's own output, which the notebook shows
         import traceback
 
         traceback.print_exc()
@@ -409,29 +412,3 @@ def _live_as_rank(fds: Sequence[int], parent: int | None = None) -> NoReturn:
         with contextlib.suppress(Exception):  # a broken stream must not keep a process alive
             sys.stdout.flush()
         os._exit(code)
-
-
-class _Prompt(io.TextIOWrapper):
-    """A text stream on a descriptor that holds nothing back, so that a line without its end is seen as well."""
-
-    def __init__(self, fd: int) -> None:
-        super().__init__(open(fd, "wb", closefd=False), encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
-
-    def write(self, text: str) -> int:
-        count = super().write(text)
-        self.flush()
-        return count
-
-
-def _line_buffer_c_output() -> None:
-    """C and C++ hold back what they print into a pipe until 4 KiB are full; make them give out each line."""
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # a C library that names its stream otherwise
-        libc = ctypes.CDLL(None)
-        stream = ctypes.c_void_p.in_dll(libc, "stdout")
-        libc.setvbuf(stream, None, 1, 0)
-
-
-def flush_c_output() -> None:
-    """Give out what C and C++ code has printed without ending the line."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).fflush(None)

@@ -1,0 +1,47 @@
+"""What a rank prints goes out at once: Python's streams and C's, on the pipe that the notebook reads."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import os
+import sys
+
+__all__ = ["flush_c_output", "print_to"]
+
+
+def print_to(output: int) -> None:
+    """From now on all that this process prints goes to a descriptor, which is used up; its standard input is empty."""
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    sys.stdin = open(os.devnull)  # noqa: SIM115  # for the rank's whole life
+    sys.stdout, sys.stderr = _Prompt(1), _Prompt(2)
+    _line_buffer_c_output()
+
+
+def flush_c_output() -> None:
+    """Give out what C and C++ code has printed without ending the line."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).fflush(None)
+
+
+class _Prompt(io.TextIOWrapper):
+    """A text stream on a descriptor that holds nothing back, so that a line without its end is seen as well."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(open(fd, "wb", closefd=False), encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+
+    def write(self, text: str) -> int:
+        count = super().write(text)
+        self.flush()
+        return count
+
+
+def _line_buffer_c_output() -> None:
+    """C and C++ hold back what they print into a pipe until 4 KiB are full; make them give out each line."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # a C library that names its stream otherwise
+        libc = ctypes.CDLL(None)
+        stream = ctypes.c_void_p.in_dll(libc, "stdout")
+        libc.setvbuf(stream, None, 1, 0)
