@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from labkit import wire
+from labkit.channel import Channel, Frame
 from labkit.errors import LabError, RankFailure
 from labkit.record import Recorder, here, is_students, label
 from labkit.ring import RingWriter
@@ -32,7 +33,7 @@ def main(sock: socket.socket, ring: mmap.mmap) -> None:
         sock: the stream of frames.
         ring: where this rank records.
     """
-    channel = wire.Channel(sock)
+    channel = Channel(sock)
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         rank = _Rank(channel, channel.receive().data, RingWriter(ring))
@@ -45,16 +46,17 @@ def main(sock: socket.socket, ring: mmap.mmap) -> None:
 class _Rank:
     """One rank: its place, its runtime, and its end of the channel."""
 
-    def __init__(self, channel: wire.Channel, seat: Seat, ring: RingWriter) -> None:
+    def __init__(self, channel: Channel, seat: Seat, ring: RingWriter) -> None:
         self._channel, self._seat, self._ring = channel, seat, ring
         self._name = seat.names[seat.rank]
+        self._known: dict[str, Any] = {}  # what the notebook has defined here
         self._runtime: Runtime = RUNTIMES[seat.runtime](seat)
         sys.path[:] = seat.path
         sys.argv = [""]
         os.chdir(seat.folder)
         self._attempt(lambda: channel.send("offer", self._runtime.offer()))
 
-    def serve(self, frame: wire.Frame) -> bool:
+    def serve(self, frame: Frame) -> bool:
         """Do what one frame says; False where it was the last."""
         if frame.kind == "close":
             self._runtime.tear_down()
@@ -103,28 +105,31 @@ class _Rank:
         if files:
             is_students.cache_clear()
 
-    def _install(self, frame: wire.Frame) -> None:
+    def _take(self, parcel: wire.Parcel | None) -> Any:
+        """What is in a parcel; what it defines lives here now, and the notebook knows it by name."""
+        assert parcel is not None
+        value, definitions = wire.unpack(parcel)
+        self._known |= definitions
+        return value
+
+    def _install(self, frame: Frame) -> None:
         """Take the definitions, so that RPC finds them here by name, before any rank begins to call."""
         self._learn(frame.data)
-        assert frame.parcel is not None
-        wire.unpack(frame.parcel)
+        self._take(frame.parcel)
         self._channel.send("installed")
 
-    def _call(self, frame: wire.Frame) -> None:
+    def _call(self, frame: Frame) -> None:
         self._learn(frame.data)
-        assert frame.parcel is not None
-        function, args, kwargs = wire.unpack(frame.parcel)
+        function, args, kwargs = self._take(frame.parcel)
         name = getattr(function, "__name__", type(function).__name__)
         result = self._timed(name, lambda: function(*args, **kwargs))
         self._done(result, f"the result of {name}()")
 
-    def _cell(self, frame: wire.Frame) -> None:
+    def _cell(self, frame: Frame) -> None:
         """Run a cell's source in `__main__`; its last expression is shown as a notebook would."""
         source, filename, files = frame.data
         self._learn(files)
-        if frame.parcel is not None:
-            for key, value in wire.unpack(frame.parcel).items():
-                setattr(sys.modules["__main__"], key, value)
+        sys.modules["__main__"].__dict__.update(self._take(frame.parcel))
         tree = ast.parse(source, filename)
         space = sys.modules["__main__"].__dict__
         before = set(space)
@@ -152,7 +157,7 @@ class _Rank:
                 recorder.call(name, start_ns, end_ns)
 
     def _done(self, result: Any, what: str) -> None:
-        parcel = wire.pack(result, what=what)
+        parcel = wire.pack(result, known=self._known, what=what)
         self._flush()
         self._channel.send("done", None, parcel)
         parcel.close()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 from labkit import wire
+from labkit.channel import Channel, Frame
 from labkit.errors import LabError, RankError, RankFailure
 from labkit.output import Output
 from labkit.ring import COMMUNICATION, Pending, RingReader
@@ -73,7 +74,7 @@ class Member:
 
     def __init__(self, rank: int, name: str, process: RankProcess) -> None:
         self.rank, self.name, self.process = rank, name, process
-        self.channel = wire.Channel(process.sock)
+        self.channel = Channel(process.sock)
         self.reader = RingReader(process.ring)
         self.known_files: dict[str, str] = {}
         self.output_open = True
@@ -247,14 +248,14 @@ class Flight:
         except (EOFError, OSError):
             self._ended(member)
 
-    def _answer(self, member: Member, frame: wire.Frame) -> None:
+    def _answer(self, member: Member, frame: Frame) -> None:
         self._read_output(member)
         if frame.kind == "raised":
             self._failures[member.rank] = frame.data
             return
         assert frame.kind == "done" and frame.parcel is not None, f"an unexpected frame {frame.kind!r}"
         self.moved |= frame.parcel.moved
-        self._results[member.rank] = wire.unpack(frame.parcel)
+        self._results[member.rank] = wire.unpack(frame.parcel)[0]
 
     def _ended(self, member: Member) -> None:
         """A rank's process is no more: take its last words, if it had time for some."""
