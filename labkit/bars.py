@@ -7,6 +7,7 @@ to what `breakdown` says.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -99,6 +100,7 @@ class Bars:
         return self[self.style == _NUMBER[style]]
 
 
+@functools.lru_cache(maxsize=4096)
 def style_of(name: str) -> str:
     """The style of a compute span: by the first word of its name, so that "forward 3" and "forward_stage1" are forward."""
     word = re.match(r"[a-z]+", name.lower())

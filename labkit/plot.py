@@ -54,7 +54,7 @@ def breakdown(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axe
     parts = np.array([_percent(share) for share in trace.shares()])
     parts = np.vstack([parts, parts.mean(axis=0)])  # the window is the same for all ranks, so the mean is the share of them all
     y = np.append(np.arange(len(trace.ranks)), len(trace.ranks) + 0.3)
-    with sheet(plt):
+    with sheet():
         if ax is None:
             ax = plt.subplots(figsize=(WIDTH_IN, 1.2 + 0.36 * len(y)), layout="constrained")[1]
         left = np.zeros(len(y))
@@ -152,7 +152,7 @@ def scaling(
     efficiency = relative * counts[0] / counts
     drawn = relative if work is None else throughput
     ideal = drawn[0] * counts / counts[0]
-    with sheet(plt):
+    with sheet():
         if ax is None:
             ax = plt.subplots(figsize=(WIDTH_IN * 0.62, 3.6), layout="constrained")[1]
         ax.plot(counts, ideal, linestyle=(0, (4, 3)), color=GREY, linewidth=1.2, label="ideal: proportional to the ranks")

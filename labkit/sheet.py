@@ -48,10 +48,11 @@ def pyplot() -> Any:
     return plt
 
 
-def sheet(plt: Any) -> AbstractContextManager[None]:
+def sheet() -> AbstractContextManager[None]:
     """Inside this context, figures have labkit's look."""
-    context: AbstractContextManager[None] = plt.style.context(_STYLE_SHEET)
-    return context
+    import matplotlib.style
+
+    return matplotlib.style.context(_STYLE_SHEET)
 
 
 def trace_of(run: HasTrace | Trace, figure: str) -> Trace:

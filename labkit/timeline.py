@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from labkit.bars import LANES, STYLES, Bars, blend, caption, coverage, ink, lanes
-from labkit.errors import LabError
+from labkit.errors import LabError, missing
 from labkit.sheet import GREY, INKS, WIDTH_IN, HasTrace, pyplot, ranks_in_words, sheet, time_in_words, trace_of, unit_of
 from labkit.trace import Trace
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from collections.abc import Callable
 
-__all__ = ["timeline", "view_of"]
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["figure_of", "timeline", "view_of"]
 
 ZOOM_BEYOND: Final = 12  # steps: more of them are too narrow for their parts to be told apart at notebook width
 TEXT_PT: Final = 7.0  # inside bars
@@ -74,8 +77,25 @@ def timeline(
     traces = [trace_of(run, "timeline") for run in runs]
     names = list(labels) or ([""] if len(runs) == 1 else [f"run {i + 1}" for i in range(len(runs))])
     views = [view_of(trace, step, name) for trace, name in zip(traces, names, strict=True)]
-    with sheet(plt):
-        return _Timeline(views, ax, plt).draw()
+    with sheet():
+        return _Timeline(views, ax, plt.figure).draw()
+
+
+def figure_of(trace: Trace, title: str) -> Figure:
+    """The timeline of one trace as a figure that pyplot, and so the notebook, knows nothing of.
+
+    Raises:
+        LabError: there is nothing to draw.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise missing("matplotlib", "course") from None
+    with sheet():
+        axes = _Timeline([view_of(trace_of(trace, "timeline"), None, title)], None, Figure).draw()
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    return figure
 
 
 def view_of(trace: Trace, step: int | range | str | None, label: str) -> View:
@@ -107,17 +127,17 @@ class _Timeline:
     Args:
         views: what to show, from top to bottom.
         ax: where; None for a figure of its own.
-        plt: matplotlib.pyplot.
+        new_figure: makes one, given its `figsize`.
     """
 
-    def __init__(self, views: list[View], ax: Axes | None, plt: Any) -> None:
+    def __init__(self, views: list[View], ax: Axes | None, new_figure: Callable[..., Figure]) -> None:
         self.views, self.several = views, len(views) > 1
         self.longest_ns = max(view.shown.duration_ns for view in views)
         self.unit, self.unit_ns = unit_of(self.longest_ns)
         self.rows = sum(len(view.shown.ranks) for view in views)
         self.height = self.rows + (HEADING * len(views) if self.several else 0)
         self.strip_in = 0.0 if self.several or not views[0].zoomed else min(0.12 + 0.05 * self.rows, 0.5)
-        self.ax = ax if ax is not None else self._figure(plt)
+        self.ax = ax if ax is not None else self._axes(new_figure)
         box = self.ax.get_window_extent()
         self.width_px, self.dpi = box.width, self.ax.figure.dpi
         self.height_in = box.height / self.dpi
@@ -152,17 +172,15 @@ class _Timeline:
         self._legend()
         return ax
 
-    def _figure(self, plt: Any) -> Axes:
-        """A figure whose margins are known in inches, so that bars know their width in pixels before they get a text."""
+    def _axes(self, new_figure: Callable[..., Figure]) -> Axes:
+        """Axes whose margins are known in inches, so that bars know their width in pixels before they get a text."""
         row_in = min(max(3.2 / self.height, 0.16), 0.56)
         left = 0.25 + 0.075 * max(len(name) for view in self.views for name in view.shown.ranks)
         top, bottom = 0.1 if self.several else 0.42 + (self.strip_in + 0.14 if self.strip_in else 0), 0.9
         height = top + bottom + row_in * self.height
-        figure = plt.figure(figsize=(WIDTH_IN, height))
-        axes: Axes = figure.add_axes(
+        return new_figure(figsize=(WIDTH_IN, height)).add_axes(
             (left / WIDTH_IN, bottom / height, 1 - (left + 0.12) / WIDTH_IN, row_in * self.height / height)
         )
-        return axes
 
     def _row(self, trace: Trace, rank: int, y: float) -> None:
         for bars, (top, height) in zip(lanes(trace, rank), LANES, strict=True):
@@ -287,7 +305,7 @@ class _Timeline:
                     edge = {"edgecolor": look.colour, "hatch": HATCH, "linewidth": 0.0} if look.hatch else {"linewidth": 0.0}
                     handles.append(Patch(facecolor=look.rgba, label=look.legend, **edge))
             if "step" in self.seen and not line:
-                handles.append(Line2D([], [], color="#22262E", linewidth=0.9, label="begin of a step"))
+                handles.append(Line2D([], [], color="#22262E", linewidth=0.9, label="step boundary"))
             if handles:
                 down = ScaledTranslation(0, -0.46 - 0.21 * line, self.ax.figure.dpi_scale_trans)
                 legend = Legend(

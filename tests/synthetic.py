@@ -1,10 +1,13 @@
 """Traces made by hand, as real runs look, for the tests of the pictures: no process, no clock."""
 
 import random
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
+from labkit.ring import COMMUNICATION, COMPUTE, Pending
+from labkit.spans import COLUMNS, Columns
 from labkit.trace import Scalar, Span, Trace
 
 MS = 1_000_000  # ns
@@ -143,9 +146,6 @@ def alone(steps: int = 4) -> Trace:
 
 def many(spans: int = 1_000_000, ranks: int = 4) -> Trace:
     """A very large trace: spans of microseconds in which forward, backward and all_reduce follow one another."""
-    from labkit.ring import COMMUNICATION, COMPUTE
-    from labkit.spans import COLUMNS, Columns
-
     each = spans // ranks
     start = np.arange(each, dtype=np.int64) * 10_000
     parts = []
@@ -163,3 +163,22 @@ def many(spans: int = 1_000_000, ranks: int = 4) -> Trace:
         parts.append(rows)
     names = ["", "forward", "backward", "all_reduce", "default"]
     return Trace(Columns(np.concatenate(parts), names), ranks=[f"rank {i}" for i in range(ranks)])
+
+
+def feed(trace: Trace, moments_ms: Iterable[float]) -> Iterator[tuple[int, Trace, list[list[Pending]]]]:
+    """What a watcher of the run that left this trace would have been told: at each moment, what was completed and what goes on."""
+    data, before = trace.columns.data, trace.start_ns
+    names = trace.columns.names
+    for moment in moments_ms:
+        now = int(moment * MS)
+        new = Columns(data[(data["end_ns"] > before) & (data["end_ns"] <= now)], names)
+        scalars = [s for s in trace.scalars if before < s.time_ns <= now or before == trace.start_ns == s.time_ns]
+        under_way = data[(data["kind"] == COMMUNICATION) & (data["start_ns"] <= now) & (data["end_ns"] > now)]
+        pending: list[list[Pending]] = [[] for _ in trace.ranks]
+        for r in under_way:
+            wait = int(r["wait_start_ns"]) if r["wait_start_ns"] <= now else 0
+            texts = {"name": names[r["name"]], "line": names[r["line"]], "group": names[r["group"]]}
+            numbers = {name: int(r[name]) for name in ("start_ns", "nbytes", "match", "peer")}
+            pending[r["rank"]].append(Pending(wait_start_ns=wait, **numbers, **texts))
+        yield now, Trace(new, scalars, ranks=trace.ranks, start_ns=before, end_ns=now), pending
+        before = now
