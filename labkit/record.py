@@ -258,7 +258,7 @@ def record(**scalars: float) -> None:
         try:
             # torch warns where a tensor that has a gradient becomes a number
             number = float(value.detach() if getattr(value, "requires_grad", False) else value)  # type: ignore[attr-defined]
-        except (TypeError, ValueError, RuntimeError):
+        except (TypeError, ValueError):
             got = reprlib.repr(value)
             raise TypeError(f"record({name}={got}): expected a number, or a tensor with one element") from None
         recorder.ring.write_scalar(name, now, number)
@@ -266,6 +266,7 @@ def record(**scalars: float) -> None:
 
 _LIBRARIES = tuple({os.path.normcase(sysconfig.get_path(p)) + os.sep for p in ("stdlib", "platstdlib", "purelib", "platlib")})
 _LABKIT = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_NOT_STUDENTS = ("site-packages", "dist-packages", "__autograph_generated_file")  # the last: what TensorFlow makes of a function
 _TYPED_IN = ("<ipython-input", "<stdin>", "<python-input")  # what interactive Pythons call what is typed into them
 
 
@@ -280,12 +281,16 @@ def is_students(filename: str) -> bool:
     if filename.startswith("<"):
         return filename.startswith(_TYPED_IN)
     path = os.path.normcase(os.path.abspath(filename))
-    return not path.startswith((*_LIBRARIES, _LABKIT)) and "site-packages" not in path and "dist-packages" not in path
+    return not path.startswith((*_LIBRARIES, _LABKIT)) and not any(part in path for part in _NOT_STUDENTS)
 
 
-def student_line() -> str:
-    """Where the innermost of the student's functions on this thread's stack is now: "cell 5, line 12"; "" if there is none."""
-    frame: FrameType | None = sys._getframe(1)
+def student_line(innermost: FrameType | None = None) -> str:
+    """Where the innermost of the student's functions on a stack is now: "cell 5, line 12"; "" if there is none.
+
+    Args:
+        innermost: where the stack ends; default: this thread's, here.
+    """
+    frame: FrameType | None = innermost or sys._getframe(1)
     while frame is not None:
         if is_students(frame.f_code.co_filename):
             return f"{label(frame.f_code.co_filename)}, line {frame.f_lineno}"
