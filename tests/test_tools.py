@@ -96,6 +96,7 @@ def test_a_lesson_is_executed_from_top_to_bottom(folder: Path, capsys: pytest.Ca
     assert notebooks.main([]) == 0
     first = lesson.read_text()
     cells = nbformat.reads(first, as_version=4).cells
+    assert "version" not in nbformat.reads(first, as_version=4).metadata.language_info
     assert [c.execution_count for c in cells] == [1, 2, 3, 4]
     assert [o.get("text") or o.data["text/plain"] for o in cells[1].outputs] == ["3 notebooks\n", "4"]
     assert [o.text for o in cells[2].outputs] == ["0\n1\n2\n"]
