@@ -296,7 +296,10 @@ class Group:
             if self._spent and kind == "call":
                 self._end(graceful=False)
             self._ensure_started()
-            flight = Flight(self._members, list(on), name, self._selector, self._bury, picture, show=True)
+            limit_s = self._kind.deserted_after_s
+            flight = Flight(
+                self._members, list(on), name, self._selector, self._bury, picture, show=True, deserted_after_s=limit_s
+            )
             files = self._files(parcel.files)
             if self._kind.several_threads:
                 self._exchange("install", files, parcel, "installed")

@@ -8,22 +8,20 @@ import os
 import socket
 import sys
 import time
-import traceback
 import types
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
-from labkit import wire
+from labkit import blocked, wire
 from labkit.channel import Channel, Frame
 from labkit.errors import LabError, RankFailure
-from labkit.record import Recorder, here, is_students, label
+from labkit.record import Recorder, here, is_students
+from labkit.report import headline, in_students_code, students_traceback
 from labkit.ring import RingWriter
-from labkit.runtimes import RUNTIMES, Runtime, Seat
+from labkit.runtimes import RUNTIMES, Runtime, Seat, gpu_count
 from labkit.streams import flush_c_output
 
 __all__ = ["main"]
-
-FRAMES: Final = 12  # of a traceback; endless recursion would fill the notebook
 
 
 def main(sock: socket.socket, ring: mmap.mmap) -> None:
@@ -78,7 +76,7 @@ class _Rank:
         try:
             action()
         except (EOFError, ConnectionError) as error:
-            if error.__traceback__ is None or not _in_students_code(error):
+            if error.__traceback__ is None or not in_students_code(error):
                 raise  # our own stream, not the student's
             self._raised(error)
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: the loop goes on, the notebook decides
@@ -87,6 +85,9 @@ class _Rank:
     def _set_up(self, offers: list[Any]) -> None:
         recorder = Recorder(self._ring, threads=self._runtime.several_threads)
         here.start(recorder)
+        on_cpu = self._seat.devices == "cpu" or gpu_count() < self._seat.size  # while a GPU works, its process rests as well
+        if self._seat.runtime == "tensorflow" and self._seat.size > 1 and on_cpu:
+            blocked.watch_tensorflow(recorder)
         if self._seat.runtime in ("torch", "rpc"):
             try:
                 from labkit import comm
@@ -164,10 +165,9 @@ class _Rank:
 
     def _raised(self, error: BaseException) -> None:
         at_ns = time.perf_counter_ns()
-        headline = _headline(error)
-        text = "" if isinstance(error, LabError) and not _in_students_code(error) else _students_traceback(error)
+        text = "" if isinstance(error, LabError) and not in_students_code(error) else students_traceback(error)
         self._flush()
-        self._channel.send("raised", RankFailure(self._seat.rank, self._name, headline, text, at_ns=at_ns))
+        self._channel.send("raised", RankFailure(self._seat.rank, self._name, headline(error), text, at_ns=at_ns))
 
     def _flush(self) -> None:
         recorder = here.recorder
@@ -176,33 +176,3 @@ class _Rank:
         sys.stdout.flush()
         sys.stderr.flush()
         flush_c_output()
-
-
-def _headline(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
-        return f"the function called exit({error.code!r})" if error.code is not None else "the function called exit()"
-    return "".join(traceback.format_exception_only(error)).strip()
-
-
-def _in_students_code(error: BaseException) -> bool:
-    return any(is_students(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__))
-
-
-def _students_traceback(error: BaseException) -> str:
-    """The traceback as Python prints it, with the student's frames alone, and the innermost one, whosever it is."""
-    whole = traceback.TracebackException.from_exception(error, capture_locals=False)
-    part: traceback.TracebackException | None = whole
-    while part is not None:
-        part.stack = _cut(part.stack)
-        part = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
-    return "".join(whole.format())
-
-
-def _cut(stack: traceback.StackSummary) -> traceback.StackSummary:
-    kept = [frame for i, frame in enumerate(stack) if is_students(frame.filename) or i == len(stack) - 1]
-    if len(kept) > FRAMES:
-        kept = kept[: FRAMES // 2] + kept[-FRAMES // 2 :]
-    for frame in kept:
-        frame.line  # noqa: B018  # read the source now, under the file's real name
-        frame.filename = label(frame.filename)
-    return traceback.StackSummary.from_list(kept)

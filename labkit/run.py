@@ -69,6 +69,10 @@ def _these(ranks: Sequence[str]) -> str:
     return ranks[0] if len(ranks) == 1 else f"{len(ranks)} ranks"
 
 
+def _names(members: Sequence[Member]) -> str:
+    return " and ".join(m.name for m in members) if len(members) < 4 else f"{len(members)} others"
+
+
 class Member:
     """A rank of a group while its process lives: the process and what this side knows of it."""
 
@@ -144,6 +148,8 @@ class Flight:
         bury: gives the exit code of a member whose process has ended.
         picture: who watches, or None.
         show: whether prints are shown.
+        deserted_after_s: once a rank has returned, how long all others may be blocked before that rank is held to have left them
+            waiting; None where ranks may well return one after the other.
     """
 
     def __init__(
@@ -156,7 +162,9 @@ class Flight:
         picture: Picture | None,
         *,
         show: bool,
+        deserted_after_s: float | None = None,
     ) -> None:
+        self._deserted_after_s = deserted_after_s
         self._members, self._on, self._name, self._picture = members, on, name, picture
         self._selector, self._bury = selector, bury
         self._names = tuple(m.name for m in members)
@@ -210,6 +218,7 @@ class Flight:
                 for mine, records in zip(new, self._records.drain(), strict=True):
                     mine.append(records)
                 drained = now
+                self._look_for_deserted()
             if picture is not None and now - pictured > picture.interval_s:
                 self._show(picture, new)
                 new = [[] for _ in self._members]
@@ -218,6 +227,21 @@ class Flight:
             self._take(DRAIN_S if grace_until is None else GRACE_S / 10)
             if self._failures and grace_until is None:
                 grace_until = time.monotonic() + GRACE_S
+
+    def _look_for_deserted(self) -> None:
+        """A rank that has returned takes part in nothing any more: if all others are blocked for long, it came back too early."""
+        if self._deserted_after_s is None or not self._results or self._failures:
+            return
+        now_ns = time.perf_counter_ns()
+        others = [m for m in self._members if m.rank in self._on and m.rank not in self._results]
+        for member in others:
+            waits = [p.wait_start_ns for p in member.reader.pending() if p.wait_start_ns]
+            if not waits or now_ns - min(waits) < self._deserted_after_s * 1e9:
+                return
+        first = next(iter(self._results))
+        del self._results[first]
+        headline = f"returned while {_names(others)} still waited for it: what one rank takes part in, all must, equally often"
+        self._failures[first] = RankFailure(first, self._names[first], headline, at_ns=now_ns)
 
     def _show(self, picture: Picture, new: list[list[Any]]) -> None:
         import numpy as np

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import json
+import linecache
 import os
 import socket
 import sys
@@ -66,6 +67,7 @@ class Runtime:
         rank_bytes: memory that one working rank needs, at the least.
         several_threads: whether the student's functions run on several threads of a rank.
         fresh_each_run: whether a run needs processes in which the framework has not computed yet.
+        deserted_after_s: see `labkit.run.Flight`.
     """
 
     package: ClassVar[str] = ""
@@ -75,6 +77,7 @@ class Runtime:
     rank_bytes: ClassVar[int] = 20 * MIB
     several_threads: ClassVar[bool] = False
     fresh_each_run: ClassVar[bool] = False
+    deserted_after_s: ClassVar[float | None] = None
 
     def __init__(self, seat: Seat) -> None:
         self.seat = seat
@@ -217,6 +220,7 @@ class TensorFlow(Runtime):
     }  # fmt: skip
     rank_bytes = 300 * MIB
     fresh_each_run = True  # "Collective ops must be configured at program startup"
+    deserted_after_s = 3.0  # a strategy's collectives need all ranks; a process that TensorFlow lets rest that long waits for one
 
     def offer(self) -> Any:
         """A port that this rank holds, without listening, until TensorFlow binds it as well."""
@@ -240,6 +244,7 @@ class TensorFlow(Runtime):
 
             cpu = tf.config.list_physical_devices("CPU")[0]
             gpus = tf.config.list_physical_devices("GPU")
+        _remove_generated_files_at_once()
         if seat.devices == "cuda" and not gpus:
             raise LabError("devices='cuda': TensorFlow sees no GPU here. Leave `devices` out to run on the CPU.")
         own = gpus[seat.rank :: seat.size] if seat.devices != "cpu" and len(gpus) >= seat.size else []
@@ -256,6 +261,21 @@ class TensorFlow(Runtime):
 
 
 RUNTIMES: Final[dict[str, type[Runtime]]] = {"torch": Torch, "rpc": Rpc, "tensorflow": TensorFlow, "bare": Runtime}
+
+
+def _remove_generated_files_at_once() -> None:
+    """AutoGraph loads functions from files, and removes these at exit, which a rank never reaches: remove each once it is loaded."""
+    from tensorflow.python.autograph.pyct import loader
+
+    load = loader.load_source
+
+    def load_source(source: str, delete_on_exit: bool) -> Any:
+        module, filename = load(source, delete_on_exit)
+        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)  # tracebacks read it here
+        os.remove(filename)
+        return module, filename
+
+    loader.load_source = load_source
 
 
 def devices(n: int = 1) -> list[Any]:

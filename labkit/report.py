@@ -1,0 +1,88 @@
+"""How an error in a rank reads: one line for it, and a traceback with the student's frames alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import traceback
+from typing import Final
+
+from labkit.record import here, is_students, label
+
+__all__ = ["headline", "in_students_code", "students_traceback"]
+
+FRAMES: Final = 12  # of a traceback; endless recursion would fill the notebook
+
+_FILE_LINE = re.compile(r'\s*File "(?P<file>[^"]+)", line ')
+# Frames that tell nothing even as the innermost: what AutoGraph makes of a function, and where TensorFlow raises everything.
+_EMPTY = (
+    "__autograph_generated_file",
+    *(os.path.join("tensorflow", "python", *place) for place in (("eager", "execute.py"), ("util", "traceback_utils.py"))),
+)
+
+
+def headline(error: BaseException) -> str:
+    """The error's type and message in one line."""
+    if isinstance(error, SystemExit):
+        return f"the function called exit({error.code!r})" if error.code is not None else "the function called exit()"
+    lines = _readable("".join(traceback.format_exception_only(error))).strip().splitlines()
+    if isinstance(error, SyntaxError):  # file, line and a mark come first
+        return lines[-1]
+    if lines[0].endswith(": in user code:"):  # AutoGraph's report of its own: frames, and then the error
+        return lines[-1].strip()
+    if lines[0].endswith(": Graph execution error:"):  # frames, an empty line, the message, where in the graph
+        return lines[0].removesuffix("Graph execution error:") + _after_frames(lines[1:])
+    return lines[0]
+
+
+def in_students_code(error: BaseException) -> bool:
+    """Whether the student's code had a part in it."""
+    return any(is_students(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def students_traceback(error: BaseException) -> str:
+    """The traceback as Python prints it, with the student's frames alone, and the innermost one, whosever it is."""
+    whole = traceback.TracebackException.from_exception(error, capture_locals=False)
+    part: traceback.TracebackException | None = whole
+    while part is not None:
+        part.stack = _cut(part.stack)
+        part = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
+    return _readable("".join(whole.format()))
+
+
+def _cut(stack: traceback.StackSummary) -> traceback.StackSummary:
+    innermost = stack[-1:] if stack and not any(part in stack[-1].filename for part in _EMPTY) else []
+    kept = [frame for frame in stack if is_students(frame.filename) or frame in innermost]
+    if len(kept) > FRAMES:
+        kept = kept[: FRAMES // 2] + kept[-FRAMES // 2 :]
+    for frame in kept:
+        frame.line  # noqa: B018  # read the source now, under the file's real name
+        frame.filename = label(frame.filename)
+    return traceback.StackSummary.from_list(kept)
+
+
+def _readable(text: str) -> str:
+    """The text with the student's names for files and errors, without the library frames that TensorFlow lists in messages."""
+    for filename, name in here.files.items():
+        text = text.replace(f'"{filename}"', f'"{name}"')
+    text = text.replace("tensorflow.python.framework.errors_impl.", "tf.errors.")
+    if "Detected at node" not in text:
+        return text
+    names = set(here.files.values())
+    kept: list[str] = []
+    skipping = False
+    for line in text.splitlines():
+        file = _FILE_LINE.match(line)
+        if file:
+            skipping = file["file"] not in names and not is_students(file["file"])
+        elif line.strip():
+            skipping = False
+        if not skipping:
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def _after_frames(lines: list[str]) -> str:
+    """The first line of a message that stands behind a list of frames."""
+    last = max((i for i, line in enumerate(lines) if _FILE_LINE.match(line) or line.startswith("Detected at")), default=-1)
+    return next((line.strip() for line in lines[last + 1 :] if line.strip()), "")
