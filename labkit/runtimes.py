@@ -264,7 +264,7 @@ RUNTIMES: Final[dict[str, type[Runtime]]] = {"torch": Torch, "rpc": Rpc, "tensor
 
 
 def _remove_generated_files_at_once() -> None:
-    """AutoGraph loads functions from files, and removes these at exit, which a rank never reaches: remove each once it is loaded."""
+    """AutoGraph loads functions from files that it removes at exit, which a rank never reaches: remove each once it is loaded."""
     from tensorflow.python.autograph.pyct import loader
 
     load = loader.load_source
