@@ -42,7 +42,6 @@ class RankFailure:
         name: its name, as in "rank 2" or "master".
         headline: one line: the exception's type and message, or the signal and its likely cause.
         traceback: the student's frames with their source lines; empty where a rank died without a report.
-        doing: what the rank was doing or waiting for when the group was stopped.
         at_ns: when it happened, on `time.perf_counter_ns`.
     """
 
@@ -50,7 +49,6 @@ class RankFailure:
     name: str
     headline: str
     traceback: str = ""
-    doing: str = ""
     at_ns: int = 0
 
 
