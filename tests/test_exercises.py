@@ -463,6 +463,103 @@ class NoModule:
         self.parts = parts
 
 
+# 04: middle_step
+
+
+@right("middle_step")
+def middle_step(stage, shape):
+    activation = torch.empty(shape)
+    dist.recv(activation, src=0)
+    output = stage(activation.requires_grad_())
+    dist.send(output.detach(), dst=2)
+    gradient = torch.empty(shape)
+    dist.recv(gradient, src=2)
+    output.backward(gradient)
+    dist.send(activation.grad, dst=0)
+
+
+@wrong("middle_step", "gradient of your stage's output, as it came from rank 2")
+def middle_step_hands_on(stage, shape):
+    activation, gradient = torch.empty(shape), torch.empty(shape)
+    dist.recv(activation, src=0)
+    output = stage(activation)
+    dist.send(output.detach(), dst=2)
+    dist.recv(gradient, src=2)
+    output.backward(gradient)
+    dist.send(gradient, dst=0)
+
+
+@wrong("middle_step", "has to start from the gradient that rank 2 sends")
+def middle_step_of_its_own_loss(stage, shape):
+    activation, gradient = torch.empty(shape), torch.empty(shape)
+    dist.recv(activation, src=0)
+    output = stage(activation.requires_grad_())
+    dist.send(output.detach(), dst=2)
+    dist.recv(gradient, src=2)
+    output.mean().backward()
+    dist.send(activation.grad, dst=0)
+
+
+@wrong("middle_step", "Rank 0 got nothing back")
+def middle_step_keeps_the_gradient(stage, shape):
+    activation, gradient = torch.empty(shape), torch.empty(shape)
+    dist.recv(activation, src=0)
+    output = stage(activation)
+    dist.send(output.detach(), dst=2)
+    dist.recv(gradient, src=2)
+    output.backward(gradient)
+
+
+@wrong("middle_step", "1 message for rank 1 stayed unread")
+def middle_step_ignores_rank_2(stage, shape):
+    activation = torch.empty(shape)
+    dist.recv(activation, src=0)
+    output = stage(activation.requires_grad_())
+    dist.send(output.detach(), dst=2)
+    output.mean().backward()
+    dist.send(activation.grad, dst=0)
+
+
+@wrong("middle_step", "has to go through `stage` first")
+def middle_step_passes_on(stage, shape):
+    activation, gradient = torch.empty(shape), torch.empty(shape)
+    dist.recv(activation, src=0)
+    dist.send(activation, dst=2)
+    dist.recv(gradient, src=2)
+    dist.send(gradient, dst=0)
+
+
+@wrong("middle_step", "not what `stage` makes of the activation")
+def middle_step_without_receiving(stage, shape):
+    gradient = torch.empty(shape)
+    output = stage(torch.zeros(shape))
+    dist.send(output.detach(), dst=2)
+    dist.recv(gradient, src=2)
+    dist.send(gradient, dst=0)
+
+
+@wrong("middle_step", "rank 1 failed: TypeError")
+def middle_step_without_requires_grad(stage, shape):
+    activation, gradient = torch.empty(shape), torch.empty(shape)
+    dist.recv(activation, src=0)
+    output = stage(activation)
+    dist.send(output.detach(), dst=2)
+    dist.recv(gradient, src=2)
+    output.backward(gradient)
+    dist.send(activation.grad, dst=0)
+
+
+@wrong("middle_step", "Rank 2 got nothing")
+def middle_step_takes_only(stage, shape):
+    dist.recv(torch.empty(shape), src=0)
+
+
+@wrong("middle_step", "one message to each neighbour is enough")
+def middle_step_twice(stage, shape):
+    middle_step(stage, shape)
+    dist.send(torch.zeros(shape), dst=0)
+
+
 @pytest.mark.parametrize("answer", answers.parameters())
 def test_the_verdict_fits_the_answer(answer) -> None:
     judge(answer)

@@ -14,7 +14,7 @@ __all__ = ["LESSONS", "find"]
 LESSONS: dict[str, tuple[str, ...]] = {
     "start_here": ("introduce", "my_share", "waiting_share"),
     "data_parallel": ("average_gradients", "draw_indices", "accumulate", "scaled_learning_rate"),
-    "model_parallel": ("activation_bytes", "best_cut", "TwoDevices"),
+    "model_parallel": ("activation_bytes", "best_cut", "TwoDevices", "middle_step"),
     "rpc_hybrid": ("both_workers", "distributed_step"),
     "tf_data_parallel": ("replica_loss", "global_batches"),
 }

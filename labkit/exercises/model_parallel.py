@@ -1,14 +1,18 @@
-"""The exercises of lesson 04: what a layer's output weighs, where to cut a model, and a model on two devices."""
+"""The exercises of lesson 04: what a layer's output weighs, where to cut a model, a model on two devices, a stage between two."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, listing
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, listing, plural
 
 __all__ = ["EXERCISES"]
 
@@ -150,6 +154,118 @@ def _on_meta(answer: Any) -> None:
         ) from None
 
 
+# All messages of `middle_step` have one shape: a wrong tensor then arrives and can be named, instead of breaking the connection.
+SHAPE = (5, 6)
+
+
+class _Seen(NamedTuple):
+    """What one rank saw of a step over three ranks."""
+
+    received: list[NDArray[Any]]  # what came from the middle stage; on the middle rank: what it left unread
+    gradients: dict[str, NDArray[Any]]  # of the parameters of this rank's stage, where there are any
+
+
+def _stages() -> list[nn.Sequential]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(SHAPE[1], SHAPE[1]), nn.Tanh()) for _ in range(3)]
+
+
+def _examples() -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(1)
+    return torch.randn(SHAPE, generator=random), torch.randn(SHAPE, generator=random)
+
+
+def _drain(source: int) -> list[Tensor]:
+    """Take messages until the marker that ends them, so that a forgotten one is missing and not waited for."""
+    messages: list[Tensor] = []
+    while True:
+        message = torch.empty(SHAPE)
+        dist.recv(message, src=source)
+        if message.isnan().all():
+            return messages
+        messages.append(message)
+
+
+def _middle_on_rank(answer: Callable[..., object]) -> _Seen:
+    """The student's function on rank 1, between a first and a last stage that are right and never wait for what may not come."""
+    rank = dist.get_rank()
+    stage, (inputs, targets), marker = _stages()[rank], _examples(), torch.full(SHAPE, torch.nan)
+    posted: list[Any] = []
+
+    def post(message: Tensor, to: int) -> None:
+        posted.append(dist.isend(message, dst=to))
+
+    if rank == 0:
+        activation = stage(inputs)
+        post(activation.detach(), 1)
+        post(marker, 1)
+        received = _drain(1)
+    elif rank == 1:
+        answer(stage, SHAPE)
+        post(marker, 0)
+        post(marker, 2)
+        received = _drain(0) + _drain(2)
+    else:
+        first = torch.empty(SHAPE)
+        dist.recv(first, src=1)
+        received = []
+        if not first.isnan().all():
+            activation = first.clone().requires_grad_()
+            nn.functional.mse_loss(stage(activation), targets).backward()
+            assert activation.grad is not None
+            post(activation.grad, 1)
+            received = [first, *_drain(1)]
+        post(marker, 1)
+    for work in posted:
+        work.wait()
+    gradients = {n: p.grad.numpy() for n, p in stage.named_parameters() if p.grad is not None}
+    return _Seen([message.numpy() for message in received], gradients)
+
+
+def _middle_step(answer: Any, on: OnRanks) -> str:
+    first, middle, last = on(3, _middle_on_rank, answer, devices="cpu")
+    stages, (inputs, targets) = _stages(), _examples()
+    before = stages[0](inputs)  # what comes to the middle stage
+    behind = stages[1](before)  # what it hands on
+    before.retain_grad()
+    behind.retain_grad()
+    nn.functional.mse_loss(stages[2](behind), targets).backward()
+    assert before.grad is not None and behind.grad is not None
+    if not last.received:
+        raise AnswerError("rank 2 got nothing: send it what `stage` makes of the activation")
+    if _same(last.received[0], before):
+        raise AnswerError("rank 2 got the activation as it came from rank 0: it has to go through `stage` first")
+    if not _same(last.received[0], behind):
+        raise AnswerError("what rank 2 got is not what `stage` makes of the activation from rank 0")
+    if not first.received:
+        raise AnswerError("rank 0 got nothing back: it waits for the gradient of the activation that it sent")
+    if _same(first.received[0], behind.grad):
+        raise AnswerError(
+            "rank 0 got the gradient of your stage's output, as it came from rank 2; it waits for the gradient of your stage's "
+            "input: the `.grad` of what came from rank 0, once your backward has run"
+        )
+    if middle.received:
+        raise AnswerError(
+            f"{plural(len(middle.received), 'message')} for rank 1 stayed unread: does the gradient from rank 2 come in?"
+        )
+    own = {n: p.grad.numpy() for n, p in stages[1].named_parameters() if p.grad is not None}
+    if not _same(first.received[0], before.grad):
+        raise AnswerError(
+            "what rank 0 got is not the gradient of its activation: the backward of your stage has to start from the gradient "
+            "that rank 2 sends, output.backward(gradient)"
+        )
+    compare([middle.gradients], own, what="the gradients of the middle stage")
+    if len(first.received) + len(last.received) > 2:
+        raise AnswerError(
+            "one message to each neighbour is enough", f"to rank 0: {len(first.received)}", f"to rank 2: {len(last.received)}"
+        )
+    return "One activation on, one gradient back, and all three stages learn as in one process."
+
+
+def _same(message: NDArray[Any], expected: Tensor) -> bool:
+    return np.allclose(message, expected.detach().numpy(), atol=1e-6)
+
+
 EXERCISES = (
     Exercise(
         "activation_bytes",
@@ -171,5 +287,12 @@ EXERCISES = (
         "A module TwoDevices(first, second, device0, device1): each part lives on its device, and forward carries the input to "
         "the first and the activation to the second.",
         _two_devices,
+    ),
+    Exercise(
+        "middle_step",
+        LESSON,
+        "middle_step(stage, shape) runs on rank 1 of 3: receive an activation of that shape from rank 0, send what `stage` makes "
+        "of it (of the same shape) to rank 2, receive the gradient of that, and send rank 0 the gradient of its activation.",
+        _middle_step,
     ),
 )
