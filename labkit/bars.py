@@ -62,7 +62,7 @@ STYLES: Final[dict[str, Style]] = {
     "exposed": Style(_TRAVEL, 1, False, "exposed communication"),
     "hidden": Style(_TRAVEL, 0.5, False, "hidden behind compute"),
     "waiting": Style(_TRAVEL, 0.16, True, "waiting for another rank"),
-    "issued": Style(_TRAVEL, 0.16, False, "issued, another rank has not come yet"),
+    "issued": Style(_TRAVEL, 0.16, False, "issued, others not there yet"),
 }
 _NUMBER: Final = {name: i for i, name in enumerate(STYLES)}
 

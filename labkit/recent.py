@@ -22,7 +22,7 @@ KEPT: Final = 4000  # spans: a step of a large model on many ranks; 4 ms of arit
 EXACT: Final = 6000  # spans at once whose nesting and overlap is worked out; of more than that only the sums are taken
 BINS: Final = 256  # over the time shown: about three pixels each
 FIRST_NS: Final = 500_000_000  # the time axis begins with half a second and doubles when it is full
-EVERY_NS: Final = 300_000_000  # at most so often are the bins filled
+
 _NUMBER: Final = {name: i for i, name in enumerate(STYLES)}
 
 
@@ -61,7 +61,7 @@ class Recent:
                 [self._bins[..., ::2] + self._bins[..., 1::2], np.zeros_like(self._bins[..., ::2])], axis=-1
             )
             self.shown_ns *= 2
-        if now_ns - self._binned_ns >= max(self.bin_ns, EVERY_NS):
+        if now_ns - self._binned_ns >= self.bin_ns:
             self._bin(self._fresh, rows, now_ns)
             self._fresh, self.whole_ns, self._binned_ns = rows, self._binned_ns, now_ns
         else:

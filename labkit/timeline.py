@@ -43,14 +43,17 @@ class View:
         return bool(self.chosen)
 
     def in_words(self) -> str:
-        """Which part of which run this is."""
+        """How many ranks and which steps these are, and how long they took."""
+        return f"{ranks_in_words(self.shown)}, {self.steps_in_words()}"
+
+    def steps_in_words(self) -> str:
+        """Which steps these are, and how long they took."""
         length = time_in_words(self.shown.duration_ns)
         if not self.zoomed:
-            steps = f", {self.steps} steps" if self.steps > 1 else ""
-            return f"{ranks_in_words(self.shown)}{steps}, {length}"
+            return f"{self.steps} steps, {length}" if self.steps > 1 else length
         first, last = self.chosen[0], self.chosen[-1]
         some = f"step {first}" if first == last else f"steps {first} to {last}"
-        return f"{ranks_in_words(self.shown)}, {some} ({length}) of the steps 0 to {self.steps - 1}"
+        return f"{some} ({length}) of the steps 0 to {self.steps - 1}"
 
 
 def timeline(
@@ -90,7 +93,7 @@ def figure_of(trace: Trace, title: str) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise missing("matplotlib", "course") from None
+        raise missing("matplotlib", "plot") from None
     with sheet():
         axes = _Timeline([view_of(trace_of(trace, "timeline"), None, title)], None, Figure).draw()
     figure = axes.get_figure(root=True)
@@ -165,7 +168,8 @@ class _Timeline:
         ax.tick_params(axis="y", length=0)
         ax.spines["left"].set_visible(False)
         if not self.several:
-            title = "  ·  ".join(part for part in (self.views[0].label, self.views[0].in_words()) if part)
+            view = self.views[0]
+            title = f"{view.label}  ·  {view.steps_in_words()}" if view.label else view.in_words()
             ax.set_title(title, pad=72 * (self.strip_in + 0.2) if self.strip_in else 12)
         if self.strip_in:
             self._strip(self.views[0])

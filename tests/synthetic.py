@@ -166,7 +166,7 @@ def many(spans: int = 1_000_000, ranks: int = 4) -> Trace:
 
 
 def feed(trace: Trace, moments_ms: Iterable[float]) -> Iterator[tuple[int, Trace, list[list[Pending]]]]:
-    """What a watcher of the run that left this trace would have been told: at each moment, what was completed and what goes on."""
+    """What a watcher of the run that left this trace would have been told: moment, what was completed, what goes on."""
     data, before = trace.columns.data, trace.start_ns
     names = trace.columns.names
     for moment in moments_ms:
