@@ -100,14 +100,27 @@ def test_any_first_stretch_of_sentences_has_as_many_of_each_topic() -> None:
     assert np.bincount(labels[:64]).tolist() == [16] * 4
 
 
-def test_no_sentence_stands_in_both_parts() -> None:
-    texts, _ = data._manual(288, seed=0)
-    assert len(set(texts)) == len(texts) == 1152
+def test_a_sentence_found_twice_or_in_two_topics_is_not_drawn_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "_CHAPTERS", {"one": ("a", "b"), "two": ("c",)})
+    monkeypatch.setattr(data, "TOPICS", ("one", "two"))
+    chapters = {
+        "a": "Only a has this sentence.  Both of a and b say so.",
+        "b": "Both of a and b say so.",
+        "c": "Only c has this sentence.",
+    }
+    monkeypatch.setattr("pydoc_data.topics.topics", chapters)
+    texts, labels = data._manual(1, seed=0)
+    assert len(set(texts)) == 2
+    with pytest.raises(LookupError, match="2 sentences on one; 3 are needed"):
+        data._manual(3, seed=0)
+    monkeypatch.setitem(chapters, "c", "Only a has this sentence.  Only c has this sentence.")
+    assert set(data._manual(1, seed=0)[0]) == {"Both of a and b say so.", "Only c has this sentence."}
+    assert sorted(labels) == [0, 1]
 
 
 def test_sentences_are_prose() -> None:
     chapter = (
-        "A Heading\n*********\n\nIt is a rule. Code follows it\n   here: >>> x = 1\n\nToo short.\n\n"
+        "A Heading\n*********\n\nIt is a rule. Code follows it\n   here: >>> x = print(1 + 1).\n\nToo short.\n\n"
         '   "yield" gives a value\n   back to its caller.\n'
     )
     assert data._sentences(chapter) == ['"yield" gives a value back to its caller.']
