@@ -94,7 +94,7 @@ def _greet_notebook() -> None:
 
     shell.register_magic_function(ranks, "cell", "ranks")
     if hasattr(shell, "kernel"):
-        from labkit.group import warm_up
+        from labkit.notebook import warm_up
 
         warm_up()
 

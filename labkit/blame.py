@@ -9,9 +9,13 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-__all__ = ["blame"]
+__all__ = ["Names", "blame"]
 
 DEEPEST: Final = 8  # levels of containers, attributes and functions; a longer path helps nobody
+
+
+class Names(dict[str, Any]):
+    """Values of the notebook by the names that they have there."""
 
 
 def blame(value: Any, what: str, error: Exception, pickle: Callable[[Any], object]) -> str:
@@ -41,21 +45,27 @@ def _culprit(value: Any, path: str, error: Exception, pickle: Callable[[Any], ob
         for name, part in _parts(value, path):
             try:
                 pickle(part)
-            except Exception as inner:  # any object's own __reduce__ may raise anything, and that is the reason we report
+            except Exception as inner:  # noqa: BLE001  # an object's own __reduce__ may raise anything: the reason we report
                 return _culprit(part, name, inner, pickle, depth + 1)
     reason = " ".join(str(error).split()) or type(error).__name__
     return path, value, reason
 
 
 def _parts(value: Any, path: str) -> Iterable[tuple[str, Any]]:
-    if isinstance(value, dict):
+    if isinstance(value, Names):
+        yield from ((f"the notebook's {name!r}", item) for name, item in value.items())
+    elif isinstance(value, dict):
         yield from ((f"{path}[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, (list, tuple)):
         names = getattr(value, "_fields", None) or range(len(value))
-        yield from ((f"{path}[{name!r}]" if isinstance(name, int) else f"{path}.{name}", v) for name, v in zip(names, value, strict=True))
+        yield from (
+            (f"{path}[{name!r}]" if isinstance(name, int) else f"{path}.{name}", v) for name, v in zip(names, value, strict=True)
+        )
     elif isinstance(value, types.FunctionType):
         used = value.__code__.co_names
-        yield from ((f"the variable {n!r} used by {value.__name__}()", value.__globals__[n]) for n in used if n in value.__globals__)
+        yield from (
+            (f"the variable {n!r} used by {value.__name__}()", value.__globals__[n]) for n in used if n in value.__globals__
+        )
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # an empty cell
                 yield f"the variable {name!r} used by {value.__name__}()", cell.cell_contents

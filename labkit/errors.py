@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["LabError", "RankError", "RankFailure", "install_command", "missing"]
 
@@ -58,17 +60,19 @@ class RankError(LabError):
     Args:
         failures: how the ranks failed, the first cause first.
         others: one line for each rank that was stopped because of it: what it was doing.
+        stopped: whether the ranks were ended; where all came back and none had talked to another, they need not be.
     """
 
-    def __init__(self, failures: list[RankFailure], others: list[str] | None = None) -> None:
+    def __init__(self, failures: list[RankFailure], others: list[str] | None = None, *, stopped: bool = True) -> None:
         assert failures, "an error without a failure"
         self.failures = failures
         self.others = others or []
+        self.stopped = stopped
         first = failures[0]
         super().__init__(f"{first.name}: {first.headline}")
 
-    def __reduce__(self) -> tuple[type[RankError], tuple[list[RankFailure], list[str]]]:
-        return RankError, (self.failures, self.others)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(RankError, stopped=self.stopped), (self.failures, self.others)
 
     @property
     def rank(self) -> int:
@@ -87,7 +91,12 @@ class RankError(LabError):
         rest = [f"{f.name}: {f.headline}" for f in self.failures[1:] if f not in same] + self.others
         if rest:
             lines += ["", "Meanwhile:", *(f"    {line}" for line in rest)]
-        lines += ["", "All ranks were stopped; the next run starts fresh ones.", _RULE]
+        end = (
+            "All ranks were stopped; the next run starts fresh ones."
+            if self.stopped
+            else "The ranks go on, with all that they hold."
+        )
+        lines += ["", end, _RULE]
         return "\n".join(lines)
 
     def __str__(self) -> str:

@@ -1,18 +1,19 @@
 """What ranks print: labelled and shown while they run, bounded, and grouped in rank order at the end.
 
-In a notebook one display under the cell is updated by the thread that runs the cell, and gives way at the end to plain text, so that a
-checked cell reads the same each time. In a terminal lines appear as they come.
+In a notebook one display under the cell is updated by the thread that runs the cell, and gives way at the end to plain text, so
+that a checked cell reads the same each time. In a terminal lines appear as they come.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
-__all__ = ["Output", "notebook_shell"]
+__all__ = ["Output", "cell_label", "notebook_shell"]
 
 HEAD_LINES: Final = 2_000  # kept of what one rank prints in one run, and as many of the last ones
 LINE_CHARACTERS: Final = 10_000
@@ -110,7 +111,9 @@ class Output:
         now = time.monotonic()
         if self._shell is None or not self._changed or now - self._start < LIVE_AFTER_S or now - self._shown_at < LIVE_EVERY_S:
             return
-        text = "\n".join(f"[{name}] {line}" for name, r in zip(self._names, self._ranks, strict=True) for line in r.shown(LIVE_LINES))
+        text = "\n".join(
+            f"[{name}] {line}" for name, r in zip(self._names, self._ranks, strict=True) for line in r.shown(LIVE_LINES)
+        )
         if self._handle is None:
             from IPython.display import display
 
@@ -136,6 +139,13 @@ class Output:
     def _print(self, rank: int, lines: list[str]) -> None:
         sys.stdout.write("".join(f"[{self._names[rank]}] {line}\n" for line in lines))
         sys.stdout.flush()
+
+
+def cell_label(filename: str) -> str:
+    """What the student calls a file: "cell 5" for a cell of this notebook, else the base name."""
+    shell = notebook_shell()
+    number = getattr(shell.compile, "_filename_map", {}).get(filename) if shell is not None else None
+    return f"cell {number}" if number is not None else os.path.basename(filename)
 
 
 def notebook_shell() -> Any:

@@ -49,6 +49,11 @@ class _Rank:
         self._name = seat.names[seat.rank]
         self._known: dict[str, Any] = {}  # what the notebook has defined here
         self._runtime: Runtime = RUNTIMES[seat.runtime](seat)
+        for variable, value in seat.environment.items():
+            if value is None:
+                os.environ.pop(variable, None)
+            else:
+                os.environ[variable] = value
         sys.path[:] = seat.path
         sys.argv = [""]
         os.chdir(seat.folder)
@@ -79,7 +84,7 @@ class _Rank:
             if error.__traceback__ is None or not in_students_code(error):
                 raise  # our own stream, not the student's
             self._raised(error)
-        except BaseException as error:  # SystemExit and KeyboardInterrupt too: the loop goes on, the notebook decides
+        except BaseException as error:  # noqa: BLE001  # SystemExit, KeyboardInterrupt too: the notebook decides what follows
             self._raised(error)
 
     def _set_up(self, offers: list[Any]) -> None:
@@ -91,6 +96,7 @@ class _Rank:
         if self._seat.runtime in ("torch", "rpc"):
             try:
                 from labkit import comm
+
                 watch = comm.watch_torch if self._seat.runtime == "torch" else comm.watch_rpc
                 watch(recorder)
             except ImportError:
@@ -128,24 +134,22 @@ class _Rank:
 
     def _cell(self, frame: Frame) -> None:
         """Run a cell's source in `__main__`; its last expression is shown as a notebook would."""
-        source, filename, files = frame.data
+        source, filename, skip, files = frame.data
         self._learn(files)
-        sys.modules["__main__"].__dict__.update(self._take(frame.parcel))
-        tree = ast.parse(source, filename)
         space = sys.modules["__main__"].__dict__
-        before = set(space)
+        space.update({name: value for name, value in self._take(frame.parcel).items() if name not in skip})
+        tree = ast.parse(source, filename)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
 
         def run() -> None:
-            exec(compile(tree, filename, "exec"), space)
+            exec(compile(tree, filename, "exec", dont_inherit=True), space)  # else it would inherit this file's __future__
             if isinstance(last, ast.Expr):
-                value = eval(compile(ast.Expression(last.value), filename, "eval"), space)
+                value = eval(compile(ast.Expression(last.value), filename, "eval", dont_inherit=True), space)
                 if value is not None:
                     print(repr(value))
 
         self._timed("cell", run)
-        assigned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-        self._done(sorted((set(space) - before) | (assigned & set(space))), "the names that the cell defined")
+        self._done(None, "nothing")
 
     def _timed(self, name: str, action: Callable[[], Any]) -> Any:
         start_ns = time.perf_counter_ns()

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import selectors
-import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from labkit import wire
-from labkit.channel import Channel, Frame
+from labkit.channel import Frame
+from labkit.crew import Crew, Member
 from labkit.errors import LabError, RankError, RankFailure
+from labkit.exits import explain_exit
 from labkit.output import Output
-from labkit.ring import COMMUNICATION, Pending, RingReader
-from labkit.start import RankProcess
+from labkit.ring import COMMUNICATION, Pending
 from labkit.stuck import doing
 from labkit.trace import Trace, from_records
 
-__all__ = ["Flight", "Member", "Picture", "Run"]
+__all__ = ["Flight", "Picture", "Run"]
 
 DRAIN_S: Final = 0.05  # how often rings are read: a seventh of the time that the fastest writer takes to fill one
 GRACE_S: Final = 0.1  # after a failure, the others may come back by themselves before they are stopped
-READ_BYTES: Final = 1 << 16
 
 
 class Picture(Protocol):
@@ -71,21 +68,6 @@ def _these(ranks: Sequence[str]) -> str:
 
 def _names(members: Sequence[Member]) -> str:
     return " and ".join(m.name for m in members) if len(members) < 4 else f"{len(members)} others"
-
-
-class Member:
-    """A rank of a group while its process lives: the process and what this side knows of it."""
-
-    def __init__(self, rank: int, name: str, process: RankProcess) -> None:
-        self.rank, self.name, self.process = rank, name, process
-        self.channel = Channel(process.sock)
-        self.reader = RingReader(process.ring)
-        self.known_files: dict[str, str] = {}
-        self.output_open = True
-
-    def close(self) -> None:
-        """Let go of the process."""
-        self.process.close()
 
 
 class _Records:
@@ -141,40 +123,28 @@ class Flight:
     """One run while it is under way. Everything happens on the thread that called `run`.
 
     Args:
-        members: all ranks of the group, in rank order.
-        on: the numbers of those that call the function.
+        crew: the processes.
+        on: the numbers of the ranks that call the function.
         name: what the function is called.
-        selector: has the channels, outputs and sentinels of the members registered, with `(what, member)` as data.
-        bury: gives the exit code of a member whose process has ended.
         picture: who watches, or None.
         show: whether prints are shown.
-        deserted_after_s: once a rank has returned, how long all others may be blocked before that rank is held to have left them
-            waiting; None where ranks may well return one after the other.
+
+    Attributes:
+        intact: False once the processes must not be used again.
+        moved: whether results were copied from a GPU.
     """
 
-    def __init__(
-        self,
-        members: Sequence[Member],
-        on: Sequence[int],
-        name: str,
-        selector: selectors.BaseSelector,
-        bury: Callable[[Member], int],
-        picture: Picture | None,
-        *,
-        show: bool,
-        deserted_after_s: float | None = None,
-    ) -> None:
-        self._deserted_after_s = deserted_after_s
-        self._members, self._on, self._name, self._picture = members, on, name, picture
-        self._selector, self._bury = selector, bury
-        self._names = tuple(m.name for m in members)
+    def __init__(self, crew: Crew, on: Sequence[int], name: str, picture: Picture | None, *, show: bool) -> None:
+        self._crew, self._members, self._selector = crew, crew.members, crew.selector
+        self._on, self._name, self._picture = tuple(on), name, picture
+        self._names = tuple(m.name for m in self._members)
         self._output = Output(self._names, show=show)
-        self._records = _Records(members)
+        self._records = _Records(self._members)
         self._results: dict[int, Any] = {}
         self._failures: dict[int, RankFailure] = {}
         self._dead: set[int] = set()
         self.moved = False
-        self.intact = True  # False once the ranks must not be used again
+        self.intact = True
 
     def wait(self, deadline_s: float | None) -> Run:
         """Take what comes until every rank that was called has answered.
@@ -188,6 +158,10 @@ class Flight:
         """
         start_ns = time.perf_counter_ns()
         picture = self._picture
+        for member in self._members:
+            if member.unshown:
+                self._output.feed(member.rank, member.unshown)
+                member.unshown = b""
         if picture is not None:
             picture.begin(self._names, f"{self._name} on {_these(self._names)}", start_ns)
         try:
@@ -213,7 +187,9 @@ class Flight:
                 return
             if deadline_s is not None and now > deadline_s:
                 lines = self._doings(time.perf_counter_ns())
-                raise LabError("\n".join([f"{self._name} took longer than the group's timeout_s; the ranks were stopped.", *lines]))
+                raise LabError(
+                    "\n".join([f"{self._name} took longer than the group's timeout_s; the ranks were stopped.", *lines])
+                )
             if now - drained > DRAIN_S:
                 for mine, records in zip(new, self._records.drain(), strict=True):
                     mine.append(records)
@@ -230,13 +206,14 @@ class Flight:
 
     def _look_for_deserted(self) -> None:
         """A rank that has returned takes part in nothing any more: if all others are blocked for long, it came back too early."""
-        if self._deserted_after_s is None or not self._results or self._failures:
+        limit_s = self._crew.plan.kind.deserted_after_s
+        if limit_s is None or not self._results or self._failures:
             return
         now_ns = time.perf_counter_ns()
         others = [m for m in self._members if m.rank in self._on and m.rank not in self._results]
         for member in others:
             waits = [p.wait_start_ns for p in member.reader.pending() if p.wait_start_ns]
-            if not waits or now_ns - min(waits) < self._deserted_after_s * 1e9:
+            if not waits or now_ns - min(waits) < limit_s * 1e9:
                 return
         first = next(iter(self._results))
         del self._results[first]
@@ -260,8 +237,9 @@ class Flight:
         for kind in ("frame", "end"):
             for key, _ in events:
                 what, member = key.data
-                if what == kind and member.rank not in self._dead and not (self._answered(member) and what == "frame"):
-                    self._take_frame(member) if what == "frame" else self._ended(member)
+                if what == kind and member.rank not in self._dead:
+                    # A rank that has answered says nothing more: if there is something to read, it is the end.
+                    self._take_frame(member) if what == "frame" and not self._answered(member) else self._ended(member)
 
     def _answered(self, member: Member) -> bool:
         return member.rank in self._results or member.rank in self._failures
@@ -285,6 +263,7 @@ class Flight:
         """A rank's process is no more: take its last words, if it had time for some."""
         self._dead.add(member.rank)
         self.intact = False
+        self._crew.forget(member)
         try:
             while not self._answered(member):
                 self._answer(member, member.channel.receive())
@@ -292,22 +271,12 @@ class Flight:
             pass
         self._read_output(member)
         if member.rank not in self._failures:  # even one that has answered: a dead rank serves nobody
-            headline = explain_exit(self._bury(member))
+            headline = explain_exit(self._crew.bury(member))
             self._failures[member.rank] = RankFailure(member.rank, member.name, headline, at_ns=time.perf_counter_ns())
 
     def _read_output(self, member: Member) -> None:
-        while member.output_open:
-            try:
-                data = os.read(member.process.output, READ_BYTES)
-            except BlockingIOError:
-                return
-            if not data:
-                self._selector.unregister(member.process.output)
-                member.output_open = False
-                return
+        for data in self._crew.printed(member):
             self._output.feed(member.rank, data)
-            if len(data) < READ_BYTES:
-                return
 
     def _doings(self, now_ns: int) -> list[str]:
         rest = [m for m in self._members if m.rank not in self._failures and m.rank in self._on]
@@ -320,17 +289,17 @@ class Flight:
         pending = any(m.reader.pending() for m in self._members)
         answered = len(self._results) + len(self._failures) == len(self._on)
         self._records.drain()
-        self.intact = self.intact and answered and not pending and not self._records.communicated()
+        quiet = not pending and not self._records.communicated() and not self._crew.plan.kind.fresh_each_run
+        self.intact = self.intact and answered and quiet
         # A death is never the consequence of another rank's exception, but the cause of many; it is only noticed a little later.
         ordered = sorted(self._failures.values(), key=lambda f: (f.rank not in self._dead, f.at_ns))
         causes = ordered[:1] + [f for f in ordered[1:] if not _lost_connection(f)]
         victims = [f"{f.name} lost the connection" for f in ordered[1:] if _lost_connection(f)]
-        return RankError(causes, victims + self._doings(now_ns))
+        return RankError(causes, victims + self._doings(now_ns), stopped=not self.intact)
 
     def _finish(self, *, failed: bool) -> str:
         for member in self._members:
-            if member.process.output >= 0:
-                self._read_output(member)
+            self._read_output(member)
         self._records.freeze()
         if self._picture is not None:
             self._picture.end(self._records.trace(), failed)
@@ -339,21 +308,12 @@ class Flight:
 
 def _lost_connection(failure: RankFailure) -> bool:
     """Whether a rank failed because another one was gone: gloo's, NCCL's, RPC's and TensorFlow's words for it."""
-    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "UnavailableError", "connection was aborted", "eof (this error")
+    words = (
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Broken pipe",
+        "UnavailableError",
+        "connection was aborted",
+        "eof (this error",
+    )
     return any(w in failure.headline for w in words)
-
-
-def explain_exit(code: int) -> str:
-    """Why a process ended, by its exit code: a negative one is the signal that ended it."""
-    if code >= 0:
-        return f"the process ended with exit code {code} (os._exit, or a library that gave up)"
-    name = signal.Signals(-code).name if -code in {s.value for s in signal.Signals} else f"signal {-code}"
-    causes = {
-        "SIGKILL": "killed from outside; if nobody did, the machine ran out of memory",
-        "SIGSEGV": "a crash in C or C++ code: an address that is not its own",
-        "SIGABRT": "C or C++ code gave up; what it said stands in the rank's output",
-        "SIGBUS": "shared memory or a mapped file that is no longer there, often because the disk or /dev/shm is full",
-        "SIGFPE": "an integer division by zero in C or C++ code",
-        "SIGILL": "an instruction this processor does not know",
-    }
-    return f"killed by {name}" + (f" ({causes[name]})" if name in causes else "")

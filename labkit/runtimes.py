@@ -1,7 +1,7 @@
 """Setting up and tearing down torch, rpc, tensorflow and bare ranks. The frameworks are imported here, in the ranks, and late.
 
-A group starts in two rounds, so that no port is ever guessed: every rank says what it offers (a port it already holds), and then gets
-what all of them offered.
+A group starts in two rounds, so that no port is ever guessed: every rank says what it offers (a port it already holds), and then
+gets what all of them offered.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Seat:
         devices_per_rank: logical devices of a TensorFlow rank.
         jobs: TensorFlow's job and task number of each rank, in rank order.
         path, folder: where it finds the student's modules and files.
+        environment: variables that the notebook has changed since the process that the rank comes from was started; None removes.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class Seat:
     jobs: tuple[tuple[str, int], ...] = ()
     path: tuple[str, ...] = field(default=(), repr=False)
     folder: str = ""
+    environment: dict[str, str | None] = field(default_factory=dict, repr=False)
 
     @property
     def size(self) -> int:
@@ -181,7 +183,9 @@ class Torch(Runtime):
         torch.cuda.set_device(device)
         if gpus >= self.seat.size:
             return device, []
-        return device, [f"{self.seat.size} ranks share {gpus} GPU{'s' * (gpus > 1)}: NCCL needs one per rank, so messages go through gloo."]
+        return device, [
+            f"{self.seat.size} ranks share {gpus} GPU{'s' * (gpus > 1)}: NCCL needs one per rank, so messages go through gloo."
+        ]
 
 
 class Rpc(Torch):
@@ -198,7 +202,9 @@ class Rpc(Torch):
         _, notes = self._prepare(offers[0])
         options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://{LOOPBACK}:{offers[0]}", num_worker_threads=8)
         with _quiet_stderr():  # a warning about a deprecated constructor that torch itself calls (pytorch/pytorch#149393)
-            rpc.init_rpc(self.seat.names[self.seat.rank], rank=self.seat.rank, world_size=self.seat.size, rpc_backend_options=options)
+            rpc.init_rpc(
+                self.seat.names[self.seat.rank], rank=self.seat.rank, world_size=self.seat.size, rpc_backend_options=options
+            )
         return notes
 
     def tear_down(self) -> None:
@@ -282,7 +288,7 @@ def devices(n: int = 1) -> list[Any]:
     """The torch devices that are this rank's own: its GPUs where there are some, else the CPU.
 
     Args:
-        n: how many to give. Where the rank has fewer, they come round again, so that a model cut in two runs on one device as well.
+        n: how many to give. Where the rank has fewer, they come round again: a model cut in two runs on one device as well.
 
     Returns:
         a list of `n` `torch.device`.
@@ -304,7 +310,7 @@ def devices(n: int = 1) -> list[Any]:
 
 
 def share_of_devices(rank: int, size: int, gpus: int) -> list[str]:
-    """Which devices belong to a rank: an equal share of the GPUs, one of them for several ranks where they are few, or the CPU."""
+    """Which devices belong to a rank: an equal share of the GPUs, one for several ranks where they are few, or the CPU."""
     if gpus == 0:
         return ["cpu"]
     if gpus < size:

@@ -13,15 +13,11 @@ are spawned, and spare ones that have imported everything wait for the next grou
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
-import importlib
 import itertools
 import mmap
 import os
 import pickle
-import random
-import select
 import signal
 import socket
 import subprocess
@@ -29,19 +25,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, Protocol
 
 from labkit.errors import LabError
-from labkit.streams import print_to
+from labkit.server import BATCH, kill_group
 
-__all__ = ["ForkStarter", "RankProcess", "SpawnStarter", "Starter", "serve", "spawned"]
+__all__ = ["ForkStarter", "RankProcess", "SpawnStarter", "Starter"]
 
 READY_LIMIT_S: Final = 180.0  # a first import of TensorFlow from a cold disk has been seen to take a minute
 REPLY_LIMIT_S: Final = 30.0
-BATCH: Final = 64  # ranks a fork request may ask for: three descriptors each, and the kernel passes 253 at the most
-PR_SET_PDEATHSIG: Final = 1
-
-Main = Callable[[socket.socket, mmap.mmap], None]
 
 
 class RankProcess:
@@ -76,6 +68,8 @@ class RankProcess:
 
 class Starter(Protocol):
     """Something that makes ranks."""
+
+    environment: dict[str, str]  # the notebook's variables when it came to be, which its ranks inherit
 
     def start(self, count: int) -> list[RankProcess]:
         """Start `count` ranks that wait for their first frame."""
@@ -124,6 +118,7 @@ class ForkStarter:
     def __init__(
         self, preload: Sequence[str], environment: dict[str, str], ring_bytes: int, make_shared: Callable[[int], int]
     ) -> None:
+        self.environment = dict(os.environ)
         self._ring_bytes, self._make_shared = ring_bytes, make_shared
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
@@ -131,7 +126,9 @@ class ForkStarter:
         self._log = make_shared(0)
         self._socket, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with far:
-            self._process = _python("serve", [far.fileno()], [list(preload), os.getpid()], environment, self._log)
+            self._process = _python(
+                "serve", [far.fileno()], [list(preload), os.getpid()], self.environment | environment, self._log
+            )
 
     def start(self, count: int) -> list[RankProcess]:
         """Start `count` ranks that wait for their first frame."""
@@ -161,8 +158,11 @@ class ForkStarter:
         with self._lock:
             try:
                 codes: dict[int, int] = self._ask("end", [p.pid for p in processes], [])
-            except LabError:  # the server is gone, and its ranks with it
+            except LabError:  # the server is gone, and its ranks with it, but not what these have started
                 codes = {p.pid: -signal.SIGKILL for p in processes}
+                for process in processes:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(process.pid, signal.SIGKILL)
         return codes
 
     def alive(self) -> bool:
@@ -229,7 +229,8 @@ class SpawnStarter:
     def __init__(
         self, preload: Sequence[str], environment: dict[str, str], ring_bytes: int, make_shared: Callable[[int], int]
     ) -> None:
-        self._preload, self._environment = list(preload), environment
+        self.environment = dict(os.environ)
+        self._preload, self._settings = list(preload), environment
         self._ring_bytes, self._make_shared = ring_bytes, make_shared
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._spares: list[RankProcess] = []
@@ -244,6 +245,10 @@ class SpawnStarter:
     def start(self, count: int) -> list[RankProcess]:
         """Hand out `count` ranks, spares first."""
         with self._lock:
+            for spare in [s for s in self._spares if self._children[s.pid].poll() is not None]:
+                self._spares.remove(spare)  # somebody has killed it
+                self.end([spare])
+                spare.close()
             while len(self._spares) < count:
                 self._spares.append(self._spawn())
             ranks, self._spares = self._spares[:count], self._spares[count:]
@@ -252,7 +257,7 @@ class SpawnStarter:
     def end(self, processes: Sequence[RankProcess]) -> dict[int, int]:
         """Kill ranks and whatever they started; their exit codes by pid."""
         for process in processes:
-            _kill_group(process.pid)
+            kill_group(process.pid)
         return {p.pid: self._children.pop(p.pid).wait() for p in processes if p.pid in self._children}
 
     def alive(self) -> bool:
@@ -270,7 +275,9 @@ class SpawnStarter:
     def _spawn(self) -> RankProcess:
         pipes = _Pipes(self._ring_bytes, self._make_shared)
         try:
-            child = _python("spawned", pipes.far, [self._preload, os.getpid()], self._environment, subprocess.DEVNULL)
+            child = _python(
+                "spawned", pipes.far, [self._preload, os.getpid()], self.environment | self._settings, subprocess.DEVNULL
+            )
         except BaseException:
             pipes.close()
             raise
@@ -282,133 +289,16 @@ class SpawnStarter:
 def _python(
     function: str, fds: Sequence[int], arguments: list[Any], environment: dict[str, str], log: int
 ) -> subprocess.Popen[bytes]:
-    """A new interpreter that finds what this one finds and runs a function of this module, out of reach of Ctrl-C."""
+    """A new interpreter that finds what this one finds and runs a function of `labkit.server`, out of reach of Ctrl-C."""
     code = (
-        f"import sys; sys.path[:] = {sys.path!r}; from labkit.start import {function}; {function}({list(fds)!r}, *{arguments!r})"
+        f"import sys; sys.path[:] = {sys.path!r}; from labkit.server import {function}; {function}({list(fds)!r}, *{arguments!r})"
     )
     return subprocess.Popen(
         [sys.executable, "-c", code],
-        env=os.environ | environment,
+        env=environment,
         pass_fds=fds,
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
         start_new_session=True,
     )
-
-
-def serve(fds: list[int], preload: list[str], notebook: int) -> NoReturn:
-    """The server's whole life: import, then fork ranks as told, until the notebook's process is gone."""
-    _import_all(preload)
-    sock = socket.socket(fileno=fds[0])
-    children: set[int] = set()
-    me = os.getpid()
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    try:
-        poll.register(os.pidfd_open(notebook), select.POLLIN)
-    except OSError:  # no such process, or a kernel without pidfds: the end of the stream tells as well
-        pass
-    sock.send(pickle.dumps((0, None)))
-    with contextlib.suppress(OSError):  # the notebook went while we answered
-        while {fd for fd, _ in poll.poll()} == {sock.fileno()}:
-            data, received, _, _ = socket.recv_fds(sock, 1 << 16, 3 * BATCH)
-            if not data:
-                break
-            number, what, argument = pickle.loads(data)
-            answer: Any
-            if what == "fork":
-                answer = []
-                for i in range(argument):
-                    pid = os.fork()
-                    if pid == 0:
-                        mine = received[3 * i : 3 * i + 3]
-                        sock.close()
-                        for fd in set(received) - set(mine):
-                            os.close(fd)
-                        _live_as_rank(mine, parent=me)
-                    with contextlib.suppress(OSError):  # the child has done it itself
-                        os.setpgid(pid, pid)
-                    answer.append(pid)
-                children.update(answer)
-                for fd in received:
-                    os.close(fd)
-            else:
-                answer = _end_children([pid for pid in argument if pid in children])
-                children.difference_update(answer)
-            sock.send(pickle.dumps((number, answer)))
-    _end_children(sorted(children))
-    os._exit(0)
-
-
-def _end_children(pids: Sequence[int]) -> dict[int, int]:
-    for pid in pids:
-        _kill_group(pid)
-    return {pid: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids}
-
-
-def _kill_group(pid: int) -> None:
-    for kill in (os.killpg, os.kill):  # the rank alone, where it has not made its group yet
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)
-
-
-def spawned(fds: list[int], preload: list[str], notebook: int) -> NoReturn:
-    """The life of a spawned rank: import, then do as told."""
-    threading.Thread(target=_end_with, args=(notebook,), daemon=True, name="labkit-watch").start()
-    _import_all(preload)
-    _live_as_rank(fds)
-
-
-def _end_with(notebook: int) -> None:
-    import psutil
-
-    with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(notebook).wait()
-    os.killpg(0, signal.SIGKILL)
-
-
-def _import_all(names: Sequence[str]) -> None:
-    for name in names:
-        with contextlib.suppress(ImportError):  # what is not installed cannot be preloaded; using it says so
-            importlib.import_module(name)
-    import gc
-
-    gc.collect()
-    gc.freeze()  # the collector would otherwise touch, and so copy, every page that forked ranks share
-
-
-def _live_as_rank(fds: Sequence[int], parent: int | None = None) -> NoReturn:
-    """Turn this process into a rank, and end it when the rank's work is over.
-
-    Args:
-        fds: socket, output pipe and recording memory.
-        parent: the server that forked it. Not so for a spawned rank: the kernel would take the end of the notebook's *thread*
-            that spawned it for the death of its parent.
-    """
-    code = 1
-    try:
-        if parent is not None:
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # it died before we asked
-                os._exit(1)
-        with contextlib.suppress(OSError):  # a session leader leads its own group already
-            os.setpgid(0, 0)
-        connection, output, ring = fds
-        print_to(output)
-        random.seed()
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed()  # otherwise every rank draws what its server would have drawn
-        from labkit.rank import main
-        from labkit.ring import RING_BYTES
-
-        main(socket.socket(fileno=connection), mmap.mmap(ring, RING_BYTES))
-        code = 0
-    except BaseException:  # noqa: BLE001  # nobody above us: say it on the rank's own output, which the notebook shows
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):  # a broken stream must not keep a process alive
-            sys.stdout.flush()
-        os._exit(code)

@@ -1,7 +1,8 @@
 """What travels between notebook and ranks, and how: functions by value, large arrays through shared memory.
 
-A function defined in a cell is sent with everything it refers to, and lands in the rank's `__main__`, so that in a rank it is what it
-is in the notebook: a name in `__main__`. RPC needs that (it pickles functions by name), and so do classes that refer to one another.
+A function defined in a cell is sent with everything it refers to, and lands in the rank's `__main__`, so that in a rank it is
+what it is in the notebook: a name in `__main__`. RPC needs that (it pickles functions by name), and so do classes that refer to
+one another.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import tempfile
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import cloudpickle
 
 from labkit.blame import blame
 from labkit.errors import LabError
 
-__all__ = ["Parcel", "install_source", "pack", "shared_memory", "source_of", "unpack"]
+__all__ = ["Call", "Parcel", "install_source", "pack", "shared_memory", "source_of", "unpack"]
 
 OUT_OF_BAND_BYTES: Final = 1 << 16  # smaller arrays are cheaper inside the message than in a segment of their own
 ALIGN: Final = 64  # bytes; a cache line, and enough for any vector load
@@ -58,6 +59,14 @@ class Parcel:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+class Call(NamedTuple):
+    """A function and what to call it with."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 def pack(
@@ -94,8 +103,12 @@ def pack(
             pickler.dump(pickler.defined)
     except LabError:
         raise
-    except Exception as error:  # any object's own __reduce__ may raise anything
-        raise LabError(blame(value, what, error, lambda part: _Pickler(io.BytesIO(), home, known, lambda _: None).dump(part))) from None
+    except Exception as error:  # noqa: BLE001  # an object's own __reduce__ may raise anything
+
+        def attempt(part: Any) -> None:
+            _Pickler(io.BytesIO(), home, known, lambda _: None).dump(part)
+
+        raise LabError(blame(value, what, error, attempt)) from None
     parcel = Parcel(stream.getvalue(), moved=pickler.moved, defines=bool(pickler.defined), files=pickler.files)
     if buffers:
         _fill(parcel, [b.raw() for b in buffers])

@@ -88,9 +88,9 @@ def _shared_memory() -> set[str]:
 
 
 def _notebook() -> Any:
-    """What `labkit.group` holds for this process; None where no test has imported it."""
-    module = sys.modules.get("labkit.group")
-    return None if module is None else module._notebook
+    """What labkit holds for this process; None where no test has imported it."""
+    module = sys.modules.get("labkit.notebook")
+    return None if module is None else module.notebook
 
 
 def _groups() -> list[Any]:
@@ -99,7 +99,7 @@ def _groups() -> list[Any]:
 
 
 def _ranks(groups: set[Any]) -> set[psutil.Process]:
-    return _existing([member.process.pid for group in groups for member in group._members])
+    return _existing([member.process.pid for group in groups if group._crew is not None for member in group._crew.members])
 
 
 def _cached() -> set[psutil.Process]:

@@ -1,0 +1,194 @@
+"""What a group may be asked for: every argument checked before any process starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import numbers
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from labkit.errors import LabError, missing
+from labkit.notebook import STARTS, default_start
+from labkit.runtimes import MIB, RUNTIMES, Runtime, gpu_count
+
+__all__ = ["Plan", "check_place"]
+
+MAX_RANKS: Final = 1024
+FILES_PER_RANK: Final = 3  # that this process holds open: socket, output and process
+FILES_TO_SPARE: Final = 256  # for starting a batch of ranks, the arguments of a run, and the student
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A group as it was asked for, checked.
+
+    Args:
+        names: of the ranks, in rank order.
+        jobs: TensorFlow's job and task number of each.
+        runtime: one of `RUNTIMES`.
+        devices: "auto", "cpu" or "cuda".
+        devices_per_rank: logical devices of each TensorFlow rank.
+        threads: that each rank computes with.
+        timeout_s: of a run; None waits for ever.
+        start: "fork" or "spawn".
+    """
+
+    names: tuple[str, ...]
+    jobs: tuple[tuple[str, int], ...]
+    runtime: str
+    devices: str
+    devices_per_rank: int
+    threads: int
+    timeout_s: float | None
+    start: str
+
+    @property
+    def kind(self) -> type[Runtime]:
+        """What the runtime needs and does."""
+        return RUNTIMES[self.runtime]
+
+    @classmethod
+    def of(
+        cls,
+        ranks: int | Sequence[str] | Mapping[str, int],
+        *,
+        runtime: str,
+        devices: str | None,
+        devices_per_rank: int,
+        threads: int | None,
+        timeout_s: float | None,
+        start: str | None,
+    ) -> Plan:
+        """Check the arguments of `labkit.Group`, which explains them.
+
+        Raises:
+            TypeError, ValueError: an argument that cannot be meant.
+            LabError: what this machine or this installation lacks.
+        """
+        if not isinstance(runtime, str) or runtime not in RUNTIMES:
+            raise ValueError(f"runtime={runtime!r}: expected one of {', '.join(map(repr, RUNTIMES))}")
+        names, jobs = _names(ranks, runtime)
+        if devices not in (None, "cpu", "cuda"):
+            raise ValueError(f"devices={devices!r}: expected None (GPUs where there are some), 'cpu' or 'cuda'")
+        if devices_per_rank != 1 and runtime != "tensorflow":
+            raise ValueError("devices_per_rank is for runtime='tensorflow'; in torch, lab.devices(n) gives a rank's devices")
+        _check_number("devices_per_rank", devices_per_rank, whole=True)
+        _check_number("threads", threads, whole=True)
+        _check_number("timeout_s", timeout_s, whole=False)
+        if start not in (None, *STARTS):
+            raise ValueError(f"start={start!r}: expected 'fork' or 'spawn'")
+        plan = cls(
+            names,
+            jobs,
+            runtime,
+            devices or "auto",
+            int(devices_per_rank),
+            int(threads or max(1, _cores() // len(names))),
+            timeout_s,
+            start or default_start(),
+        )
+        _check_machine(plan)
+        return plan
+
+
+def check_place() -> None:
+    """Refuse to have groups where they cannot be.
+
+    Raises:
+        LabError: this process is a rank, or this system cannot start any.
+    """
+    if "LABKIT_RANK" in os.environ:
+        raise LabError("this code runs inside a rank, and ranks cannot have groups of their own; make the group in the notebook")
+    if os.name != "posix":
+        raise LabError("labkit starts ranks on Linux and macOS; on Windows, install it in WSL2 and open the notebooks from there")
+
+
+def _names(ranks: int | Sequence[str] | Mapping[str, int], runtime: str) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
+    """The names of the ranks, and TensorFlow's job and task of each."""
+    if isinstance(ranks, Mapping):
+        jobs = _jobs(ranks, runtime)
+        names = tuple(job if ranks[job] == 1 else f"{job}{task}" for job, task in jobs)
+    elif isinstance(ranks, numbers.Integral) and not isinstance(ranks, bool):
+        _check_count(int(ranks), f"Group({ranks})")
+        names = tuple(f"rank {i}" for i in range(int(ranks)))
+        jobs = tuple(("worker", i) for i in range(len(names)))
+    elif isinstance(ranks, (list, tuple)):
+        names = tuple(ranks)
+        jobs = tuple(("worker", i) for i in range(len(names)))
+    else:
+        raise TypeError(f"Group({ranks!r}): expected a number of ranks, a list of names, or TensorFlow's jobs as a dict")
+    for name in names:
+        if not isinstance(name, str) or not name.strip():
+            raise ValueError(f"Group({ranks!r}): {name!r} is no name; expected non-empty strings")
+    twice = sorted({n for n in names if names.count(n) > 1})
+    if twice:
+        raise ValueError(f"Group({ranks!r}): {twice[0]!r} stands there twice; every rank needs a name of its own")
+    _check_count(len(names), f"Group({ranks!r})")
+    return names, jobs
+
+
+def _jobs(ranks: Mapping[str, int], runtime: str) -> tuple[tuple[str, int], ...]:
+    if runtime != "tensorflow":
+        raise ValueError(f"Group({ranks!r}): a dict of jobs is for runtime='tensorflow'; give a number or a list of names")
+    for job, count in ranks.items():
+        if not isinstance(job, str) or not isinstance(count, numbers.Integral) or isinstance(count, bool) or int(count) < 1:
+            raise ValueError(f"Group({{{job!r}: {count!r}}}): expected a job's name and a number of tasks of at least 1")
+    return tuple((job, task) for job, count in ranks.items() for task in range(count))
+
+
+def _check_count(count: int, given: str) -> None:
+    if not 1 <= count <= MAX_RANKS:
+        raise ValueError(f"{given}: expected between 1 and {MAX_RANKS} ranks")
+
+
+def _check_number(option: str, value: Any, *, whole: bool) -> None:
+    if value is None:
+        return
+    if not isinstance(value, numbers.Integral if whole else numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{option}={value!r}: expected a {'whole ' * whole}number above 0")
+    if not float(value) > 0:
+        raise ValueError(f"{option}={value!r}: expected a {'whole ' * whole}number above 0")
+
+
+def _check_machine(plan: Plan) -> None:
+    kind, count = plan.kind, len(plan.names)
+    if kind.package and importlib.util.find_spec(kind.package) is None:
+        raise missing(kind.package, kind.extra)
+    if plan.devices == "cuda" and not gpu_count():
+        raise LabError("devices='cuda': this machine shows no GPU. Leave `devices` out to run on the CPU.")
+    if plan.start == "fork" and sys.platform != "linux":
+        raise LabError("start='fork' needs Linux; elsewhere a forked process may hang in a system library. Use start='spawn'.")
+    _check_memory(count, kind.rank_bytes)
+    _check_open_files(count)
+
+
+def _check_memory(count: int, rank_bytes: int) -> None:
+    import psutil
+
+    available, needed = psutil.virtual_memory().available, count * rank_bytes
+    if needed > available:
+        raise LabError(
+            f"{count} ranks need at least {needed / MIB:,.0f} MiB of memory ({rank_bytes / MIB:.0f} MiB each), and "
+            f"{available / MIB:,.0f} MiB are free. Use at most {max(1, available // rank_bytes)} ranks, or close other groups "
+            f"and notebooks."
+        )
+
+
+def _check_open_files(count: int) -> None:
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    needed = count * FILES_PER_RANK + FILES_TO_SPARE
+    if limit != resource.RLIM_INFINITY and needed > limit:
+        most = (limit - FILES_TO_SPARE) // FILES_PER_RANK
+        raise LabError(
+            f"{count} ranks need about {needed:,} open files, and this process may have {limit:,}. Use at most {most} ranks, or "
+            f"raise the limit (ulimit -n {needed}) before JupyterLab starts."
+        )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

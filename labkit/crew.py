@@ -1,0 +1,224 @@
+"""The processes of a group: started together, set up together, ended together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from labkit.arguments import Plan
+from labkit.channel import Channel
+from labkit.errors import LabError, RankError, RankFailure
+from labkit.exits import explain_exit
+from labkit.ring import RingReader
+from labkit.runtimes import Seat
+from labkit.start import RankProcess, Starter
+from labkit.wire import Parcel
+
+__all__ = ["Crew", "Member"]
+
+START_LIMIT_S: Final = (
+    180.0  # for all ranks to set up; 0.05 s if forked, but a spawned one may import TensorFlow from a cold disk
+)
+CLOSE_LIMIT_S: Final = 0.5  # for a rank to leave its process group by itself, before it is ended
+READ_BYTES: Final = 1 << 16
+
+
+class Member:
+    """A rank while its process lives: the process and what this side knows of it.
+
+    Attributes:
+        unshown: what it has printed while no run was under way.
+        known_files: the student's files that it has the names of.
+        borrowed: for `%%ranks`, what the notebook's names meant when they last travelled, or were assigned there.
+    """
+
+    def __init__(self, rank: int, name: str, process: RankProcess) -> None:
+        self.rank, self.name, self.process = rank, name, process
+        self.channel = Channel(process.sock)
+        self.reader = RingReader(process.ring)
+        self.unshown = b""
+        self.output_open = True
+        self.known_files: dict[str, str] = {}
+        self.borrowed: dict[str, Any] = {}
+
+
+class Crew:
+    """One generation of a group's processes.
+
+    Args:
+        plan: the group as it was asked for.
+        starter: what starts and ends processes.
+
+    Attributes:
+        spent: whether the framework has computed in them, and cannot begin anew.
+        members: the ranks, in rank order.
+        selector: has channels, outputs and ends of the members registered, with `(what, member)` as data.
+        notes: what the student should be told once.
+
+    Raises:
+        LabError: the processes did not come up.
+        RankError: a rank failed while it was set up.
+    """
+
+    def __init__(self, plan: Plan, starter: Starter) -> None:
+        self.plan, self._starter = plan, starter
+        self.members: list[Member] = []
+        self.selector = selectors.DefaultSelector()
+        self.notes: list[str] = []
+        self.spent = False
+        try:
+            processes = starter.start(len(plan.names))
+            self.members = [Member(i, name, p) for i, (name, p) in enumerate(zip(plan.names, processes, strict=True))]
+            self._set_up(plan)
+        except BaseException:
+            self.end()
+            raise
+
+    def _set_up(self, plan: Plan) -> None:
+        for member in self.members:
+            self.selector.register(member.channel, selectors.EVENT_READ, ("frame", member))
+            self.selector.register(member.process.output, selectors.EVENT_READ, ("output", member))
+            if member.process.sentinel >= 0:
+                self.selector.register(member.process.sentinel, selectors.EVENT_READ, ("end", member))
+        changes = {
+            name: os.environ.get(name)
+            for name in self._starter.environment.keys() | os.environ.keys()
+            if os.environ.get(name) != self._starter.environment.get(name)
+        }
+        for member in self.members:
+            member.channel.send("seat", _seat(plan, member.rank, changes))
+        offers = self._answers("offer")
+        for member in self.members:
+            member.channel.send("offers", offers)
+        for notes in self._answers("ready"):
+            self.notes += notes
+
+    def exchange(self, kind: str, data: Any, parcel: Parcel, expected: str) -> None:
+        """Send a frame to every rank, outside a run, and wait until all have answered it."""
+        for member in self.members:
+            member.channel.send(kind, data, parcel)
+        self._answers(expected)
+
+    def _answers(self, expected: str) -> list[Any]:
+        """One frame from every rank, outside a run."""
+        answers: dict[int, Any] = {}
+        until = time.monotonic() + START_LIMIT_S
+        while len(answers) < len(self.members):
+            events = self.selector.select(max(0.0, until - time.monotonic()))
+            if not events:
+                late = [m.name for m in self.members if m.rank not in answers]
+                raise LabError(f"{', '.join(late)} did not answer within {START_LIMIT_S:.0f} s while the group was starting")
+            for key, _ in events:
+                what, member = key.data
+                if what == "output":
+                    self._keep_output(member)
+                elif member.rank not in answers:
+                    answers[member.rank] = self._answer(member, expected)
+        return [answers[m.rank] for m in self.members]
+
+    def _answer(self, member: Member, expected: str) -> Any:
+        try:
+            frame = member.channel.receive()
+        except (EOFError, OSError):
+            headline = explain_exit(self.bury(member))
+            self._keep_output(member)
+            last = member.unshown.decode(errors="replace").strip().splitlines()[-10:]
+            raise RankError([RankFailure(member.rank, member.name, headline, "\n".join(last))]) from None
+        if frame.kind == "raised":
+            raise RankError([frame.data])
+        assert frame.kind == expected, f"{frame.kind!r} where {expected!r} was expected"
+        return frame.data
+
+    def printed(self, member: Member) -> Iterator[bytes]:
+        """What a rank has printed and nobody has read yet, in pieces."""
+        while member.output_open:
+            try:
+                data = os.read(member.process.output, READ_BYTES)
+            except BlockingIOError:
+                return
+            if not data:
+                self.selector.unregister(member.process.output)
+                member.output_open = False
+                return
+            yield data
+            if len(data) < READ_BYTES:
+                return
+
+    def _keep_output(self, member: Member) -> None:
+        """Leave it for the next run to show."""
+        member.unshown += b"".join(self.printed(member))
+
+    def forget(self, member: Member) -> None:
+        """Look no more for frames from a rank, or for its end."""
+        for thing in (member.channel, member.process.sentinel):
+            with contextlib.suppress(KeyError, ValueError):  # never registered, or no more
+                self.selector.unregister(thing)
+
+    def bury(self, member: Member) -> int:
+        """The exit code of a rank that has ended, or is ended by this."""
+        code: int = self._starter.end([member.process]).get(member.process.pid, 0)
+        return code
+
+    def kill(self) -> None:
+        """End the processes and leave the rest to the run that is under way on another thread."""
+        self._starter.end([m.process for m in self.members])
+
+    def end(self, *, graceful: bool = False, wait: bool = True) -> None:
+        """End the processes.
+
+        It is done on a thread of its own: Stop interrupts the waiting, not the deed.
+
+        Args:
+            graceful: let the ranks leave their process group by themselves first.
+            wait: until it is done.
+        """
+        thread = threading.Thread(target=self._end, args=(graceful,), name="labkit-end")
+        thread.start()
+        if wait:
+            thread.join()
+
+    def _end(self, graceful: bool) -> None:
+        if graceful:
+            for member in self.members:
+                try:
+                    member.channel.send("close")
+                except OSError:
+                    continue  # it has gone already
+            self._await_end()
+        self._starter.end([m.process for m in self.members])
+        self.selector.close()
+        for member in self.members:
+            member.process.close()
+
+    def _await_end(self) -> None:
+        left = {m.rank for m in self.members}
+        until = time.monotonic() + CLOSE_LIMIT_S
+        while left and time.monotonic() < until:
+            for key, _ in self.selector.select(max(0.0, until - time.monotonic())):
+                what, member = key.data
+                if what == "output":
+                    self._keep_output(member)
+                else:
+                    left.discard(member.rank)
+                    self.forget(member)
+
+
+def _seat(plan: Plan, rank: int, environment: Mapping[str, str | None]) -> Seat:
+    return Seat(
+        rank,
+        plan.names,
+        plan.runtime,
+        plan.threads,
+        plan.devices,
+        plan.devices_per_rank,
+        plan.jobs,
+        tuple(sys.path),
+        os.getcwd(),
+        dict(environment),
+    )

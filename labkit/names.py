@@ -1,0 +1,76 @@
+"""Which global names code reads, and which a cell assigns."""
+
+from __future__ import annotations
+
+import ast
+import dis
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+__all__ = ["assigned", "names_read", "reads"]
+
+_READ = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
+_ASSIGN_GLOBAL = ("STORE_GLOBAL", "DELETE_GLOBAL")
+_ASSIGN_HERE = ("STORE_NAME", "DELETE_NAME")  # in a module's code; in the body of a class these are its attributes
+# After these statements their names are defined; after an `if`, a loop or a `try` they may not be.
+_SURE = (ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+
+
+def names_read(code: types.CodeType) -> set[str]:
+    """The global names that code reads, the functions and classes inside it included; attributes are no names."""
+    return {name for inner in _nested(code) for name in _names(inner, _READ)}
+
+
+def assigned(code: types.CodeType) -> set[str]:
+    """The global names that a cell's code assigns or deletes."""
+    return _names(code, _ASSIGN_HERE) | {name for inner in _nested(code) for name in _names(inner, _ASSIGN_GLOBAL)}
+
+
+def reads(source: ast.Module, filename: str, home: Mapping[str, Any]) -> set[str]:
+    """What a cell takes from a namespace.
+
+    That is the names it reads before it has surely assigned them, and those that the functions and classes behind them read.
+
+    Args:
+        source: the cell.
+        filename: what it is called.
+        home: the namespace.
+    """
+    own: set[str] = set()
+    found: set[str] = set()
+    for statement in source.body:
+        code = compile(ast.Module([statement], []), filename, "exec", dont_inherit=True)
+        found |= names_read(code) - own
+        if isinstance(statement, _SURE):
+            own |= _names(code, _ASSIGN_HERE)
+    waiting, found = found & home.keys(), set()
+    while waiting:
+        found |= waiting
+        waiting = {n for name in waiting for code in _codes(home[name]) for n in names_read(code)} & home.keys() - found
+    return found
+
+
+def _names(code: types.CodeType, operations: tuple[str, ...]) -> set[str]:
+    return {i.argval for i in dis.get_instructions(code) if i.opname in operations}
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code and that of all functions and classes inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)
+
+
+def _codes(value: Any) -> Iterator[types.CodeType]:
+    """The code of a function or class of the notebook."""
+    if getattr(value, "__module__", None) != "__main__":
+        return
+    if isinstance(value, type):
+        for member in vars(value).values():
+            yield from _codes(getattr(member, "fget", getattr(member, "__func__", member)))  # properties, class methods
+    while value is not None:
+        if isinstance(value, types.FunctionType):
+            yield value.__code__
+        value = getattr(value, "__wrapped__", None)
