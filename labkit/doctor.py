@@ -37,7 +37,7 @@ PACKAGES: Final = (
     ("keras", "Keras", "tf", "the TensorFlow lessons"),
     ("jupyterlab", "JupyterLab", "course", "opening the lessons"),
     ("ipykernel", "ipykernel", "course", "running cells"),
-    ("ipywidgets", "ipywidgets", "course", "the Stop button and progress bars"),
+    ("ipywidgets", "ipywidgets", "course", "interactive controls in a cell"),
     ("matplotlib", "matplotlib", "plot", "timelines and all other pictures"),
     ("scikit-learn", "scikit-learn", "course", "the handwritten digits"),
 )
