@@ -138,7 +138,8 @@ class _Pen:
 
     def text(self, x: float, y: float, text: str, more: str = "") -> None:
         """Add a text."""
-        self.above.append(f'<text x="{x:.1f}" y="{y:.1f}"{more}>{escape(text)}</text>')
+        if text:
+            self.above.append(f'<text x="{x:.1f}" y="{y:.1f}"{more}>{escape(text)}</text>')
 
     def drawn(self) -> str:
         """All of it as SVG."""

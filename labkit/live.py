@@ -205,7 +205,7 @@ class _Cell:
         if not len(trace):
             self._display({}, update=True)
             return
-        from labkit.timeline import figure_of
+        from labkit.gantt import figure_of
 
         figure = figure_of(trace, title)
         data = {"image/png": base64.b64encode(_png(figure)).decode()}

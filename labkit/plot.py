@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from labkit.bars import STYLES
 from labkit.errors import LabError
+from labkit.gantt import HATCH, timeline, view_of
 from labkit.sheet import GREY, INKS, WIDTH_IN, HasTrace, pyplot, sheet, trace_of
-from labkit.timeline import HATCH, timeline, view_of
 from labkit.trace import Share, Trace
 
 if TYPE_CHECKING:
