@@ -1,7 +1,7 @@
 """What this machine can run, and what to install if something is missing: `doctor`.
 
-Nothing of a framework is loaded into the asking process, because a kernel that has touched CUDA or TensorFlow can no longer
-start ranks as it likes. Versions come from the packages' metadata; what only a framework knows, a process of its own is asked.
+Nothing of a framework is loaded into the asking process: labkit keeps the notebook's kernel free of torch, CUDA and TensorFlow.
+Versions come from the packages' metadata; what only a framework itself knows, a process of its own is asked.
 """
 
 from __future__ import annotations
