@@ -7,11 +7,21 @@ import copyreg
 import io
 import types
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-__all__ = ["Names", "blame"]
+from labkit.names import names_read
+
+__all__ = ["Call", "Names", "blame"]
 
 DEEPEST: Final = 8  # levels of containers, attributes and functions; a longer path helps nobody
+
+
+class Call(NamedTuple):
+    """A function and what to call it with."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class Names(dict[str, Any]):
@@ -52,7 +62,11 @@ def _culprit(value: Any, path: str, error: Exception, pickle: Callable[[Any], ob
 
 
 def _parts(value: Any, path: str) -> Iterable[tuple[str, Any]]:
-    if isinstance(value, Names):
+    if isinstance(value, Call):
+        yield path, value.function
+        yield from ((f"argument {number} of {path}", item) for number, item in enumerate(value.args, 1))
+        yield from ((f"argument {name!r} of {path}", item) for name, item in value.kwargs.items())
+    elif isinstance(value, Names):
         yield from ((f"the notebook's {name!r}", item) for name, item in value.items())
     elif isinstance(value, dict):
         yield from ((f"{path}[{key!r}]", item) for key, item in value.items())
@@ -62,7 +76,7 @@ def _parts(value: Any, path: str) -> Iterable[tuple[str, Any]]:
             (f"{path}[{name!r}]" if isinstance(name, int) else f"{path}.{name}", v) for name, v in zip(names, value, strict=True)
         )
     elif isinstance(value, types.FunctionType):
-        used = value.__code__.co_names
+        used = names_read(value.__code__)
         yield from (
             (f"the variable {n!r} used by {value.__name__}()", value.__globals__[n]) for n in used if n in value.__globals__
         )

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NoReturn, Self
 
 from labkit import wire
 from labkit.arguments import Plan, check_place
-from labkit.blame import Names
+from labkit.blame import Call, Names
 from labkit.crew import Crew
 from labkit.errors import LabError
 from labkit.names import assigned, reads
@@ -243,7 +243,7 @@ class Group:
             raise TypeError(f"run({function!r}): expected a function, given {type(function).__name__}. Pass f, not f().")
         self._check()
         name = getattr(function, "__name__", type(function).__name__)
-        parcel = wire.pack(wire.Call(function, args, kwargs), home=sys.modules["__main__"], what=f"{name}()")
+        parcel = wire.pack(Call(function, args, kwargs), home=sys.modules["__main__"], what=f"{name}()")
         return self._fly("call", parcel, name, on, picture, lambda _, files: files)
 
     def _check(self) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import re
 import traceback
+from collections.abc import Iterator
 from typing import Final
 
+from labkit.errors import LabError
 from labkit.record import here, is_students, label
 
 __all__ = ["headline", "in_students_code", "students_traceback"]
 
 FRAMES: Final = 12  # of a traceback; endless recursion would fill the notebook
+HEADLINE_CHARACTERS: Final = 400
+TEXT_CHARACTERS: Final = 20_000  # of a traceback with its messages: a printed tensor may stand in one
 
 _FILE_LINE = re.compile(r'\s*File "(?P<file>[^"]+)", line ')
 # Frames that tell nothing even as the innermost: what AutoGraph makes of a function, and where TensorFlow raises everything.
@@ -19,12 +23,19 @@ _EMPTY = (
     "__autograph_generated_file",
     *(os.path.join("tensorflow", "python", *place) for place in (("eager", "execute.py"), ("util", "traceback_utils.py"))),
 )
+_LABKIT = os.path.dirname(os.path.abspath(__file__)) + os.sep  # its messages say what to do; its lines would not help
 
 
 def headline(error: BaseException) -> str:
     """The error's type and message in one line."""
+    return _cut_text(_headline(error), HEADLINE_CHARACTERS)
+
+
+def _headline(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"the function called exit({error.code!r})" if error.code is not None else "the function called exit()"
+    if isinstance(error, LabError):
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
     lines = _readable("".join(traceback.format_exception_only(error))).strip().splitlines()
     if isinstance(error, SyntaxError):  # file, line and a mark come first
         return lines[-1]
@@ -43,15 +54,31 @@ def in_students_code(error: BaseException) -> bool:
 def students_traceback(error: BaseException) -> str:
     """The traceback as Python prints it, with the student's frames alone, and the innermost one, whosever it is."""
     whole = traceback.TracebackException.from_exception(error, capture_locals=False)
-    part: traceback.TracebackException | None = whole
-    while part is not None:
+    for part in _parts(whole):
         part.stack = _cut(part.stack)
-        part = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
-    return _readable("".join(whole.format()))
+    return _cut_text(_readable("".join(whole.format())), TEXT_CHARACTERS)
+
+
+def _parts(whole: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+    """The error, those it came from, and those it groups."""
+    waiting = [whole]
+    while waiting:
+        part = waiting.pop()
+        yield part
+        before = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
+        waiting += part.exceptions or []
+        if before is not None:
+            waiting.append(before)
+
+
+def _cut_text(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]} ... ({len(text) - limit:,} characters left out) ... {text[-limit // 2 :]}"
 
 
 def _cut(stack: traceback.StackSummary) -> traceback.StackSummary:
-    innermost = stack[-1:] if stack and not any(part in stack[-1].filename for part in _EMPTY) else []
+    innermost = stack[-1:] if stack and not any(part in stack[-1].filename for part in (*_EMPTY, _LABKIT)) else []
     kept = [frame for frame in stack if is_students(frame.filename) or frame in innermost]
     if len(kept) > FRAMES:
         kept = kept[: FRAMES // 2] + kept[-FRAMES // 2 :]

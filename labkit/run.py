@@ -293,7 +293,9 @@ class Flight:
         self.intact = self.intact and answered and quiet
         # A death is never the consequence of another rank's exception, but the cause of many; it is only noticed a little later.
         ordered = sorted(self._failures.values(), key=lambda f: (f.rank not in self._dead, f.at_ns))
-        causes = ordered[:1] + [f for f in ordered[1:] if not _lost_connection(f)]
+        causes = ordered[:1] + sorted((f for f in ordered[1:] if not _lost_connection(f)), key=lambda f: f.rank)
+        # Where several failed alike, the lowest speaks for them: a checked cell must read the same each time.
+        causes.sort(key=lambda f: (f.headline != ordered[0].headline, f.rank))
         victims = [f"{f.name} lost the connection" for f in ordered[1:] if _lost_connection(f)]
         return RankError(causes, victims + self._doings(now_ns), stopped=not self.intact)
 

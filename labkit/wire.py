@@ -19,14 +19,14 @@ import tempfile
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import cloudpickle
 
 from labkit.blame import blame
 from labkit.errors import LabError
 
-__all__ = ["Call", "Parcel", "install_source", "pack", "shared_memory", "source_of", "unpack"]
+__all__ = ["Parcel", "install_source", "pack", "shared_memory", "source_of", "unpack"]
 
 OUT_OF_BAND_BYTES: Final = 1 << 16  # smaller arrays are cheaper inside the message than in a segment of their own
 ALIGN: Final = 64  # bytes; a cache line, and enough for any vector load
@@ -59,14 +59,6 @@ class Parcel:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-
-class Call(NamedTuple):
-    """A function and what to call it with."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 def pack(
