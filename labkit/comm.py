@@ -1,0 +1,57 @@
+"""Every collective, message and RPC of a rank becomes a span with its bytes, without the student's help.
+
+torch makes its process groups of the class that it finds under the name `ProcessGroup`. In a rank that is ours: torch's own
+class, whose methods write down what passes. Everything passes there: `torch.distributed`'s functions, DistributedDataParallel's
+reducer in C++, functional collectives (DTensor, FSDP2), pipelines. Slow links will be put in the same place.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+from labkit.device_clock import DeviceClock
+from labkit.futures import Futures
+from labkit.process_group import watched_process_group
+from labkit.record import Recorder, span
+
+__all__ = ["watch_device", "watch_rpc", "watch_torch"]
+
+
+def watch_torch(recorder: Recorder) -> None:
+    """Write down what goes through the process groups made from now on.
+
+    Args:
+        recorder: this rank's. Call it before `torch.distributed.init_process_group`.
+    """
+    _watch_groups(recorder)
+
+
+def watch_rpc(recorder: Recorder) -> None:
+    """Write down the calls of `torch.distributed.rpc`, on both ends, and what goes through process groups.
+
+    Args:
+        recorder: this rank's. Call it before `torch.distributed.rpc.init_rpc`, which fixes what C++ calls.
+    """
+    from labkit.rpc_calls import RpcCalls  # not every build of torch has RPC
+
+    RpcCalls(recorder, _watch_groups(recorder)).install()
+
+
+def _watch_groups(recorder: Recorder) -> Futures:
+    futures = Futures()
+    futures.install()
+    c10d.ProcessGroup = watched_process_group(recorder, futures)  # type: ignore[misc]
+    return futures
+
+
+def watch_device(recorder: Recorder, device: torch.device) -> None:
+    """Time spans and operations by the GPU.
+
+    Args:
+        recorder: this rank's.
+        device: what the rank computes on; nothing changes unless it is a GPU.
+    """
+    if device.type == "cuda":
+        recorder.device_clock = DeviceClock(recorder.ring)
+        span.cache_clear()  # spans made until now are timed by the host

@@ -1,0 +1,120 @@
+"""torch's futures: they tell when an operation has completed, and what a rank is blocked in while it waits for one."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import time
+from collections.abc import Callable, Iterable
+from types import CellType
+from typing import Any, Final
+from weakref import WeakKeyDictionary, ref
+
+import torch
+
+from labkit.operation import Operation
+
+__all__ = ["Futures", "in_place_of"]
+
+EXIT_LIMIT_S: Final = 0.5  # for the backends' threads to come to the end of our callbacks
+
+
+class _Ties:
+    """What completes a future, and whether a thread is waiting for it now."""
+
+    __slots__ = ("operations", "waiters")
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+        self.waiters = 0
+
+
+class Futures:
+    """Knows the operations behind every future, also behind those that `then` and `collect_all` make of others.
+
+    All futures in Python are waited for by one C++ method, which is where we look.
+    """
+
+    def __init__(self) -> None:
+        self._ties: WeakKeyDictionary[Any, _Ties] = WeakKeyDictionary()
+        self._callbacks: set[Any] = set()  # references to those that C++ holds
+
+    def tell(self, future: Any, operation: Operation) -> None:
+        """When the future completes, so does the operation."""
+        callback = operation.completed
+        self._callbacks.add(ref(callback, self._callbacks.discard))
+        future.add_done_callback(callback)
+
+    def install(self) -> None:
+        """From now on see what Python code waits for."""
+        future = torch._C.Future
+        future.wait = in_place_of(future.wait, self._wait)  # type: ignore[method-assign]
+        future.then = in_place_of(future.then, self._then)  # type: ignore[method-assign]
+        torch._C._collect_all = in_place_of(torch._C._collect_all, self._collect_all)
+        atexit.register(self._let_go)
+
+    def _let_go(self) -> None:
+        """A backend's thread that drops a callback while the interpreter ends aborts the process. Let it come first."""
+        until = time.monotonic() + EXIT_LIMIT_S
+        while self._callbacks and time.monotonic() < until:
+            time.sleep(0.001)
+
+    def tie(self, future: Any, operations: Iterable[Operation]) -> None:
+        """The future completes when these operations have."""
+        ties = self._ties.get(future)
+        if ties is None:
+            ties = self._ties[future] = _Ties()
+        for operation in operations:
+            ties.operations.append(operation)
+            if ties.waiters:  # a thread waits for what it learns of only now
+                operation.wait_begins()
+
+    def _wait(self, wait: Callable[..., Any], future: Any) -> Any:
+        if future.done():
+            return wait(future)
+        ties = self._ties.get(future)
+        if ties is None:
+            ties = self._ties[future] = _Ties()
+        ties.waiters += 1
+        for operation in ties.operations:
+            if not operation.done:
+                operation.wait_begins()
+        try:
+            return wait(future)
+        finally:
+            ties.waiters -= 1
+            for operation in ties.operations:
+                if operation.waited_for:
+                    operation.wait_ends()
+
+    def _then(self, then: Callable[..., Any], future: Any, callback: Any) -> Any:
+        ties = self._ties.get(future)
+        if ties is None or not ties.operations:
+            return then(future, callback)
+        for cell in getattr(callback, "__closure__", None) or ():
+            # A callback that holds another future completes it: so `RRef.rpc_async` hands on the result of its second call.
+            if cell != CellType() and isinstance(cell.cell_contents, torch._C.Future):
+                self.tie(cell.cell_contents, ties.operations)
+        child = then(future, callback)
+        self.tie(child, ties.operations)
+        return child
+
+    def _collect_all(self, collect: Callable[..., Any], futures: Any) -> Any:
+        future = collect(futures)
+        for part in futures:
+            ties = self._ties.get(part)
+            if ties is not None:
+                self.tie(future, ties.operations)
+        return future
+
+
+def in_place_of(function: Any, ours: Callable[..., Any]) -> Any:
+    """What to put where `function` was: it calls ours with the original first, also where ours stands there already."""
+    original = getattr(function, "__labkit_original__", function)
+
+    @functools.wraps(original)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        return ours(original, *args, **kwargs)
+
+    watched.__labkit_original__ = original  # type: ignore[attr-defined]
+    return watched

@@ -1,0 +1,340 @@
+"""The process group that torch makes in a rank: torch's own, with every collective and message through it written down."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, ClassVar, Final
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import ProcessGroup
+
+from labkit.attendant import Attendant
+from labkit.backward import Backwards, in_backward
+from labkit.device_clock import DeviceOperation
+from labkit.futures import Futures
+from labkit.operation import Batch, Operation
+from labkit.record import Recorder, clock, student_line
+from labkit.work import SilentWork, WatchedMessage, WatchedWork
+
+__all__ = ["watched_process_group"]
+
+# A method of torch's process group, and what the student calls it. Some have two names: that of torch 2.11, and that since 2.13.
+COLLECTIVES: Final = {
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather_coalesced",
+    "_allgather_base": "all_gather_into_tensor",
+    "all_gather_single": "all_gather_into_tensor",
+    "allgather_into_tensor_coalesced": "all_gather_into_tensor_coalesced",
+    "all_gather_single_coalesced": "all_gather_into_tensor_coalesced",
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce_coalesced",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all_single",
+    "all_to_all_single": "all_to_all_single",
+    "barrier": "barrier",
+    "broadcast": "broadcast",
+    "gather": "gather",
+    "reduce": "reduce",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "scatter": "scatter",
+}
+# What changes a group is done to both halves of ours; see `_WatchedGroup`.
+SETTERS: Final = ("_register_backend", "_set_default_backend", "_set_group_desc", "_set_group_name")
+
+
+class _WatchedGroup(ProcessGroup):
+    """A process group in two halves that share their backends.
+
+    `_real` is made by torch as ever, and does the work. The other half, this object, is what Python and C++ hold: torch calls its
+    methods, which are the ones below. What they do not cover goes to `_real`; and should C++ outlive the Python object, then its
+    own half does the work, unseen.
+    """
+
+    recorder: ClassVar[Recorder]
+    futures: ClassVar[Futures]
+    attendant: ClassVar[Attendant]
+    backwards: ClassVar[Backwards]
+
+    def __init__(self, store: Any, rank: int, size: int, *, real: Any = None) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the constructor that Python classes inherit is not in the stub
+        self._real: Any = real if real is not None else ProcessGroup(store, rank, size)
+        self._label = ""
+        self._ranks: list[int] = []
+        self._count = 0  # of collectives
+        self._pairs: dict[tuple[str, int, int], tuple[int, str, Iterator[int]]] = {}  # of ranks between which messages go
+        self._together: list[tuple[Operation, object]] | None = None  # the batch that is being put together
+        self._silent: set[str] = set()  # operations whose completion the backend does not tell
+        self._on_gpu: bool | None = None
+
+    @classmethod
+    def around(cls, real: Any) -> _WatchedGroup:
+        """Watch a group that torch has made."""
+        group = cls(None, real.rank(), real.size(), real=real)
+        for device in real._device_types:
+            backend = real._get_backend(device)
+            kind = c10d.Backend.backend_type_map.get(backend.name(), ProcessGroup.BackendType.CUSTOM)
+            ProcessGroup._register_backend(group, device, kind, backend)
+            ProcessGroup._set_default_backend(group, kind)
+        ProcessGroup._set_group_name(group, real.group_name)
+        ProcessGroup._set_group_desc(group, real.group_desc)
+        return group
+
+    def split_group(self, *args: Any, **kwargs: Any) -> Any:
+        """Part of the ranks as a group of their own."""
+        child = self._real.split_group(*args, **kwargs)
+        return child if child is None else self.around(child)
+
+    def merge_remote_group(self, *args: Any, **kwargs: Any) -> Any:
+        """The ranks of several groups as one."""
+        return self.around(self._real.merge_remote_group(*args, **kwargs))
+
+    @property
+    def moves_on_gpu(self) -> bool:
+        """Whether tensors of a GPU travel without the host, so that only the GPU knows when."""
+        if self._on_gpu is None:
+            kinds = {d.type: self._real._get_backend(d).name() for d in self._real._device_types}
+            self._on_gpu = kinds.get("cuda") == "nccl"
+        return self._on_gpu
+
+    @property
+    def label(self) -> str:
+        """The group's name, the same on all its ranks, with what tells them apart."""
+        if not self._label:
+            self._ranks = list(c10d._world.pg_group_ranks.get(self) or range(self.size()))
+            if self is c10d.GroupMember.WORLD:
+                self._label = "world"
+            else:
+                desc = "" if self._real.group_desc == "undefined" else f" {self._real.group_desc}"
+                self._label = f"group {self._real.group_name}{desc} of ranks {','.join(map(str, self._ranks))}"
+        return self._label
+
+    def _issue(self, name: str, tensors: tuple[Any, ...], peer: int, group: str, match: int) -> Operation:
+        """An operation issued now: timed by the GPU where NCCL moves the tensors, else by the host."""
+        start_ns = clock()
+        nbytes = 0
+        for tensor in tensors[:2]:
+            nbytes = max(nbytes, _nbytes(tensor))  # what goes in or what comes out, whichever is more
+        ring, device_clock, line = self.recorder.ring, self.recorder.device_clock, student_line()
+        number = in_backward()
+        if number != -1 and not line:  # a thread of the autograd engine works for the student's
+            line = student_line(sys._current_frames().get(threading.main_thread().ident or 0))
+        on_gpu = _first(tensors) if device_clock is not None else None
+        operation: Operation
+        if on_gpu is None or not on_gpu.is_cuda:
+            operation = Operation(ring, name, start_ns, nbytes, peer, group, match, line)
+        elif self.moves_on_gpu:
+            device = on_gpu.device.index
+            operation = DeviceOperation(device_clock, device, ring, name, start_ns, nbytes, peer, group, match, line)
+        else:
+            ready = device_clock.mark(on_gpu.device.index)
+            operation = Operation(ring, name, start_ns, nbytes, peer, group, match, line, ready)
+        if number != -1:
+            self.backwards.issued(number, operation)
+        return operation
+
+    def _followed(self, operation: Operation, work: Any, kept: object, tells: bool) -> Any:
+        """See to it that the end of what is on its way is noticed.
+
+        A slow link will hold the completion back here, and in what `wait` and `get_future` of the work give.
+        """
+        if self._together is not None:
+            self._together.append((operation, kept))
+            return work
+        if isinstance(operation, DeviceOperation):
+            operation.launched(None if work is None else work.wait, kept)
+        elif work is None:
+            operation.completed()
+        elif tells and not self._tell(operation, work):
+            return SilentWork(work, operation, self.futures, False)
+        return None if work is None else WatchedWork(work, operation, self.futures, tells)
+
+    def _tell(self, operation: Operation, work: Any) -> bool:
+        """Have the backend say when the operation completes; False where it does not, so that only the wait for it will show."""
+        if operation.name in self._silent or (operation.name == "barrier" and self.moves_on_gpu):
+            return False  # NCCL's barrier is over when the wait for it is
+        try:
+            future = work.get_future()
+        except RuntimeError:  # "getFuture not implemented": gloo's reduce_scatter
+            self._silent.add(operation.name)
+            return False
+        self.futures.tell(future, operation)
+        return True
+
+    def _message(self, method: str, tensors: list[Any], peer: int, tag: int, *who: int) -> Any:
+        name, group, match = method, "", 0
+        if peer >= 0:
+            peer, group, numbers = self._pairs.get((method, peer, tag)) or self._pair(method, peer, tag)
+            match = next(numbers)
+        else:
+            name = "recv"
+        operation = self._issue(name, (tensors,), peer, group, match)
+        try:
+            work = getattr(self._real, method)(tensors, *who, tag)
+        except BaseException:
+            operation.withdrawn()
+            raise
+        if work is None or self._together is not None or isinstance(operation, DeviceOperation):
+            return self._followed(operation, work, tensors, False)
+        message = WatchedMessage(work, operation, self.futures, None if group else partial(self._arrived, tag))
+        self.attendant.watch(message)
+        return message
+
+    def _arrived(self, tag: int, work: Any, operation: Operation) -> None:
+        """Only now is it known who sent it."""
+        operation.peer, operation.group, numbers = self._pair("recv", work._source_rank(), tag)
+        operation.match = next(numbers)
+
+    def _pair(self, method: str, peer: int, tag: int) -> tuple[int, str, Iterator[int]]:
+        """The global rank of the other end, what both ends call the pair of them, and the numbers of their messages."""
+        pair = self._pairs.get((method, peer, tag))
+        if pair is None:
+            label = self.label  # knows the ranks, from here on
+            me, other = self._ranks[self.rank()], self._ranks[peer]
+            source, destination = (me, other) if method == "send" else (other, me)
+            name = f"p2p {source}>{destination} tag {tag}" + ("" if label == "world" else f" {label}")
+            pair = self._pairs[method, peer, tag] = other, name, itertools.count(1)
+        return pair
+
+    def send(self, tensors: list[Any], dstRank: int, tag: int) -> Any:  # noqa: N803  # torch's names
+        """A message to another rank."""
+        return self._message("send", tensors, dstRank, tag, dstRank)
+
+    def recv(self, tensors: list[Any], srcRank: int, tag: int) -> Any:  # noqa: N803
+        """A message from another rank."""
+        return self._message("recv", tensors, srcRank, tag, srcRank)
+
+    def recv_anysource(self, tensors: list[Any], tag: int) -> Any:
+        """A message from whoever sends one."""
+        return self._message("recv_anysource", tensors, -1, tag)
+
+    def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
+        """A barrier that names the ranks which do not come. It has no asynchronous form."""
+        self._count += 1
+        operation = self._issue("monitored_barrier", (), -1, self.label, self._count)
+        operation.wait_begins()
+        try:
+            self._real.monitored_barrier(*args, **kwargs)
+        except BaseException:
+            operation.failed()
+            raise
+        operation.wait_ends()
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """What comes until `_end_coalescing` is launched as one."""
+        self._real._start_coalescing(device)
+        self._together = []
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        launched, self._together = self._together or [], None
+        batch = Batch([operation for operation, _ in launched])
+        try:
+            work = self._real._end_coalescing(device)
+        except BaseException:
+            batch.failed()
+            raise
+        for operation, kept in launched:
+            if isinstance(operation, DeviceOperation):
+                operation.launched(None if work is None else work.wait, kept)
+        if work is None:
+            batch.completed()
+            return None
+        return WatchedWork(work, batch, self.futures, False)
+
+
+def _collective(method: str, name: str) -> Callable[..., Any]:
+    """The method that does what torch's does, and has it written down."""
+    inherited = getattr(ProcessGroup, method)
+    into_one = name.removesuffix("_coalesced") if name.endswith("_tensor_coalesced") else ""
+
+    def collective(self: _WatchedGroup, *args: Any, **kwargs: Any) -> Any:
+        arguments = (*args, *kwargs.values()) if kwargs else args
+        # Functional collectives know the coalesced form alone, also for one tensor.
+        called = into_one if into_one and len(arguments[0]) == 1 else name
+        self._count = match = self._count + 1
+        operation = self._issue(called, arguments, -1, self._label or self.label, match)
+        try:
+            work = inherited(self._real, *args, **kwargs)
+        except BaseException:
+            operation.withdrawn()
+            self._count -= 1  # so that this rank's next one still matches those of the others
+            raise
+        # Who asks for an operation that is not asynchronous waits for it at once: then the wait tells when it is over.
+        tells = not arguments or getattr(arguments[-1], "asyncOp", True)
+        return self._followed(operation, work, arguments, tells)
+
+    return collective
+
+
+def watched_process_group(recorder: Recorder, futures: Futures) -> type[ProcessGroup]:
+    """The class of process groups that write down in `recorder` what goes through them."""
+    members = {
+        "recorder": recorder, "futures": futures, "attendant": Attendant(), "backwards": Backwards(),
+        "__module__": ProcessGroup.__module__,
+    }  # fmt: skip
+    return type(ProcessGroup.__name__, (_WatchedGroup,), members)
+
+
+def _nbytes(value: Any) -> int:
+    """The bytes of a tensor, or of all in a list."""
+    if isinstance(value, list):
+        return sum(map(_nbytes, value))
+    if isinstance(value, torch.Tensor):
+        return value.nbytes if not value.is_sparse else value._values().nbytes + value._indices().nbytes
+    return 0
+
+
+def _first(values: Iterable[Any]) -> torch.Tensor | None:
+    """The first tensor among arguments."""
+    for value in values:
+        found = value if isinstance(value, torch.Tensor) else _first(value) if isinstance(value, (list, tuple)) else None
+        if found is not None:
+            return found
+    return None
+
+
+def _on_both_halves(method: str) -> Callable[..., Any]:
+    ours = getattr(ProcessGroup, method)
+
+    def setter(self: _WatchedGroup, *args: Any, **kwargs: Any) -> Any:
+        ours(self, *args, **kwargs)
+        return getattr(self._real, method)(*args, **kwargs)
+
+    return setter
+
+
+def _delegated(method: str) -> Any:
+    inherited = getattr(ProcessGroup, method)
+    if not isinstance(inherited, property):
+        return lambda self, *args, **kwargs: getattr(self._real, method)(*args, **kwargs)
+
+    def set_both(self: _WatchedGroup, value: Any) -> None:
+        inherited.__set__(self, value)
+        setattr(self._real, method, value)
+
+    return property(lambda self: getattr(self._real, method), set_both if inherited.fset else None)
+
+
+def _fill_in() -> None:
+    """Give the class the methods that this version of torch has."""
+    kept = {"BackendType", "boxed", "unbox", "rank", "size", *ProcessGroup.BackendType.__members__, *vars(_WatchedGroup)}
+    for method in dir(ProcessGroup):
+        if method in kept or method.startswith(("__", "_pybind11")):
+            continue
+        if method in COLLECTIVES:
+            setattr(_WatchedGroup, method, _collective(method, COLLECTIVES[method]))
+        elif method in SETTERS:
+            setattr(_WatchedGroup, method, _on_both_halves(method))
+        else:
+            setattr(_WatchedGroup, method, _delegated(method))
+
+
+_fill_in()

@@ -1,0 +1,229 @@
+"""Remote procedure calls as spans: on the caller from the call to the result, on the callee while it runs the function.
+
+All calls of `torch.distributed.rpc` come through a few functions of torch's `rpc.api` module, and all Python functions that are
+called run in one of `rpc.internal`, which C++ fetches when RPC starts. They are wrapped. A call carries its caller and its number
+along, so that the two ends are one operation: until the callee replies the caller is waiting; then the result travels.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch._C._distributed_rpc import PyRRef
+from torch.distributed import autograd as dist_autograd
+from torch.distributed.rpc import api, internal, rref_proxy
+
+from labkit.futures import Futures, in_place_of
+from labkit.operation import Operation
+from labkit.record import Recorder, clock, student_line
+from labkit.ring import COMPUTE, RingWriter
+from labkit.rpc_backward import RpcBackwards, tensors_in
+
+__all__ = ["RpcCalls"]
+
+# What torch calls for the student's sake, in the student's words. What else it calls keeps its own workers in step, unseen.
+IN_WORDS: Final = {
+    "_rref_typeof_on_owner": "type of an RRef",
+    "_new_local_optimizer": "new optimizer",
+    "_new_script_local_optimizer": "new optimizer",
+    "_local_optimizer_step": "optimizer step",
+    "_script_local_optimizer_step": "optimizer step",
+}
+METHOD_CALLS: Final = (rref_proxy._local_invoke, rref_proxy._local_invoke_async_execution)  # of (rref, name of the method, ...)
+
+
+class _NumberedCall(NamedTuple):
+    """A function and its arguments as they travel, like torch's `PythonUDF`, and which call of whom this is."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    caller: int
+    number: int
+    replies: bool  # else its result stays with the callee, as an RRef
+
+
+class _Thread(threading.local):
+    """What a thread is in the middle of."""
+
+    def __init__(self) -> None:
+        self.api = "remote"  # the student's function, while torch prepares a call of it
+        self.call: tuple[_NumberedCall, int] | None = None  # the one that torch pickles, and since when
+
+
+class RpcCalls:
+    """Writes down this rank's calls and what it serves.
+
+    Args:
+        recorder: where to.
+        futures: knows who waits for what.
+    """
+
+    def __init__(self, recorder: Recorder, futures: Futures) -> None:
+        self._ring: RingWriter = recorder.ring
+        self._futures = futures
+        self._numbers = itertools.count(1)
+        self._backwards = RpcBackwards(recorder.ring)
+        self._thread = _Thread()
+        # The result that torch will pickle next on a thread, by the thread's number, and what to do then. C++ leaves Python
+        # between the two, and with it goes what `threading.local` holds.
+        self._replies: dict[int, tuple[Any, Callable[[int], None]]] = {}
+        self._values: WeakKeyDictionary[Any, tuple[str, int]] = WeakKeyDictionary()  # RRefs: the call whose result they stand for
+
+    def install(self) -> None:
+        """From now on see the calls. Before `init_rpc`: it fixes what C++ calls."""
+        api._invoke_rpc = in_place_of(api._invoke_rpc, self._calling)
+        api.PythonUDF = in_place_of(api.PythonUDF, self._pickling)  # type: ignore[misc]  # a factory will do
+        for name, look_at in _INVOKERS.items():
+            setattr(api, name, in_place_of(getattr(api, name), partial(self._invoke, look_at)))
+        internal._run_function = in_place_of(internal._run_function, self._serve)
+        internal.serialize = in_place_of(internal.serialize, self._reply)
+        PyRRef.to_here = in_place_of(PyRRef.to_here, self._to_here)  # type: ignore[method-assign]
+        dist_autograd.backward = in_place_of(dist_autograd.backward, self._backwards.started)
+
+    def _calling(self, invoke: Callable[..., Any], to: Any, func: Any, mode: Any, *args: Any, **kwargs: Any) -> Any:
+        thread = self._thread
+        before, thread.api = thread.api, f"rpc_{mode.value}"
+        try:
+            return invoke(to, func, mode, *args, **kwargs)
+        finally:
+            thread.api = before
+
+    def _pickling(self, udf: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
+        """The call as it will be pickled."""
+        thread = self._thread
+        if _spoken(func, args) is None:
+            return udf(func, args, kwargs)
+        caller = api.get_worker_info().id
+        call = _NumberedCall(func, args, kwargs, caller, next(self._numbers), replies=thread.api != "remote")
+        thread.call = call, clock()
+        return call
+
+    def _invoke(self, look_at: Callable[..., tuple[Any, int, str]], invoke: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The call is sent."""
+        thread = self._thread
+        (call, start_ns), thread.call = thread.call or (None, clock()), None
+        to, nbytes, function = look_at(*args, **kwargs)
+        if call is not None:
+            function = _spoken(call.func, call.args) or ""
+        elif not function:
+            return invoke(*args, **kwargs)  # torch's own business
+        peer = to.id if hasattr(to, "id") else api.get_worker_info(to).id
+        pair, number = (_pair(call.caller, peer), call.number) if call is not None else ("", 0)
+        shared = (pair, number) if call is None or call.replies else ("", 0)
+        operation = Operation(self._ring, f"{thread.api} {function}", start_ns, nbytes, peer, *shared, student_line())
+        try:
+            result = invoke(*args, **kwargs)
+        except BaseException:
+            operation.withdrawn()
+            raise
+        if isinstance(result, PyRRef):
+            self._values[result] = pair, number
+            self._futures.tell(result._get_future(), operation)
+        else:
+            self._futures.tie(result, [operation])
+            self._futures.tell(result, operation)
+        return result
+
+    def _serve(self, run: Callable[..., Any], call: Any) -> Any:
+        """The callee runs the function."""
+        if not isinstance(call, _NumberedCall):
+            return run(call)
+        start_ns = clock()
+        result = run(call)
+        end_ns = clock()
+        function = _spoken(call.func, call.args) or ""
+        self._ring.write(f"serve {function}", COMPUTE, start_ns, end_ns)
+        self._backwards.served(function, call.args, result)
+        if isinstance(result, torch._C.Future):  # of a function under `async_execution`: torch sends what is in it, later
+            result.add_done_callback(lambda future: self._replying(call, function, _value(future)))
+        else:
+            self._replying(call, function, result)
+        return result
+
+    def _replying(self, call: _NumberedCall, function: str, result: Any) -> None:
+        """The result is there. Where it is sent back, torch pickles it next, on this thread; an error it does not pickle."""
+        start_ns = clock()
+
+        def sent(nbytes: int) -> None:
+            self._ring.write_communication(
+                f"reply {function}" if call.replies else f"value {function}", start_ns, clock(), nbytes=nbytes, peer=call.caller,
+                group=_pair(call.caller, api.get_worker_info().id), match=call.number,
+            )  # fmt: skip
+
+        if call.replies and not isinstance(result, BaseException):
+            self._replies[threading.get_ident()] = result, sent
+        else:
+            sent(0)
+
+    def _reply(self, serialize: Callable[..., Any], value: Any) -> Any:
+        result, sent = self._replies.pop(threading.get_ident(), (None, None))
+        pickled, tensors = serialize(value)
+        if sent is not None and value is result:
+            sent(len(pickled) + _nbytes(tensors))
+        return pickled, tensors
+
+    def _to_here(self, to_here: Callable[..., Any], rref: Any, *args: Any, **kwargs: Any) -> Any:
+        if rref.is_owner():
+            return to_here(rref, *args, **kwargs)
+        pair, number = self._values.get(rref, ("", 0))
+        operation = Operation(self._ring, "to_here", clock(), 0, rref.owner().id, pair, number, student_line())
+        operation.wait_begins()
+        try:
+            value = to_here(rref, *args, **kwargs)
+        except BaseException:
+            operation.failed()
+            raise
+        operation.nbytes = _nbytes(value)
+        operation.wait_ends()
+        return value
+
+
+def _spoken(func: Any, args: Any) -> str | None:
+    """What the student calls a function that is called; None for those by which torch keeps its workers in step."""
+    if func in METHOD_CALLS:
+        return str(args[1])
+    name = str(getattr(func, "__qualname__", type(func).__name__)).rpartition("<locals>.")[2]
+    if name in IN_WORDS:
+        return IN_WORDS[name]
+    return None if getattr(func, "__module__", "").startswith("torch.distributed.rpc") else name
+
+
+def _value(future: Any) -> Any:
+    """What is in a future that has completed, or its error."""
+    try:
+        return future.value()
+    except Exception as error:  # noqa: BLE001  # whatever the student's function raised
+        return error
+
+
+def _pair(caller: int, callee: int) -> str:
+    """What both ends call the two of them."""
+    return f"rpc {caller}>{callee}"
+
+
+def _nbytes(value: Any) -> int:
+    """The bytes of the tensors in a value."""
+    return sum(tensor.nbytes for tensor in tensors_in(value))
+
+
+def _last(qualified: str) -> str:
+    name = qualified.rpartition("::")[2].rpartition(".")[2]
+    return IN_WORDS.get(name, name)
+
+
+# How torch hands a call to C++: what that call's destination, bytes and function are (none for Python functions: known already).
+_INVOKERS: Final[dict[str, Callable[..., tuple[Any, int, str]]]] = {
+    "_invoke_rpc_python_udf": lambda to, pickled, tensors, *_: (to, len(pickled) + _nbytes(tensors), ""),
+    "_invoke_remote_python_udf": lambda to, pickled, tensors, *_: (to, len(pickled) + _nbytes(tensors), ""),
+    "_invoke_rpc_builtin": lambda to, name, _, *args, **kwargs: (to, _nbytes([args, kwargs]), _last(name)),
+    "_invoke_remote_builtin": lambda to, name, _, *args, **kwargs: (to, _nbytes([args, kwargs]), _last(name)),
+    "_invoke_rpc_torchscript": lambda to, name, args, kwargs, *_: (to, _nbytes([args, kwargs]), _last(name)),
+    "_invoke_remote_torchscript": lambda to, name, _, __, *args, **kwargs: (to, _nbytes([args, kwargs]), _last(name)),
+}

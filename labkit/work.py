@@ -1,0 +1,166 @@
+"""What a rank holds of an operation under way: torch's `Work`, with every wait for it written down."""
+
+from __future__ import annotations
+
+import _thread
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Final
+
+from torch._C._distributed_c10d import Work
+
+from labkit.futures import Futures
+from labkit.operation import Batch, Operation
+
+__all__ = ["SilentWork", "WatchedMessage", "WatchedWork"]
+
+NO_TIMEOUT: Final = timedelta(0)  # torch's own default
+
+
+class WatchedWork(Work):
+    """A `Work` of torch's that tells its operation when it is waited for. C++ calls these methods too.
+
+    Args:
+        work: what the backend gave.
+        operation: what it carries out.
+        futures: knows what is behind a future.
+        told: whether the backend tells the operation when it completes; else `wait` does.
+    """
+
+    __slots__ = ("_futures", "_operation", "_told", "_work")
+
+    def __init__(self, work: Any, operation: Operation | Batch, futures: Futures, told: bool) -> None:
+        super().__init__()
+        self._work, self._operation, self._futures, self._told = work, operation, futures, told
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Block until it has completed; on a GPU, make the current stream wait for it."""
+        operation = self._operation
+        if operation.done:
+            return self._work.wait(timeout)  # type: ignore[no-any-return]
+        operation.wait_begins()
+        try:
+            result: bool = self._work.wait(timeout)
+        except BaseException:
+            operation.failed()
+            raise
+        operation.wait_ends()
+        return result
+
+    def is_completed(self) -> bool:
+        """Whether it has completed."""
+        completed: bool = self._work.is_completed()
+        if completed:
+            self._operation.completed()
+        return completed
+
+    def get_future(self) -> Any:
+        """A future that completes with it."""
+        future = self._work.get_future()
+        operations = self._operation.operations if isinstance(self._operation, Batch) else [self._operation]
+        self._futures.tie(future, operations)
+        for operation in operations:
+            operation.future_taken = True
+            if not self._told:
+                self._futures.tell(future, operation)
+        self._told = True
+        return future
+
+
+class SilentWork(WatchedWork):
+    """One whose backend tells only its waiter of its completion."""
+
+    __slots__ = ()
+
+    def __del__(self) -> None:
+        if not self._operation.done:
+            self._operation.failed()  # nobody will ever know
+
+
+class WatchedMessage(WatchedWork):
+    """A message. Only one thread may wait for it, so this one or its attendant does, and the other waits for that one.
+
+    Args:
+        arrived: called when it has completed, with what the backend gave.
+        work, operation, futures: as for `WatchedWork`.
+    """
+
+    __slots__ = ("_arrived", "_error", "_taken", "_under_way", "_waited")
+    _operation: Operation
+
+    def __init__(
+        self, work: Any, operation: Operation, futures: Futures, arrived: Callable[[Any, Operation], None] | None
+    ) -> None:
+        super().__init__(work, operation, futures, True)
+        self._arrived = arrived
+        self._taken = _thread.allocate_lock()  # held by whoever waits for it in C++
+        self._under_way = _thread.allocate_lock()  # held until that one has seen the end
+        self._under_way.acquire()
+        self._error: BaseException | None = None
+        self._waited = False
+
+    @property
+    def start_ns(self) -> int:
+        """When it was issued."""
+        return self._operation.start_ns
+
+    def claim(self) -> bool:
+        """Whether the caller is the one to wait for it: True for the first who asks."""
+        return self._taken.acquire(blocking=False)
+
+    def attend(self) -> None:
+        """Block until it is complete or has failed, and keep which."""
+        self._finish(NO_TIMEOUT)
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Block until it has completed."""
+        operation = self._operation
+        if not operation.done:
+            operation.wait_begins()
+            if self.claim():
+                self._finish(timeout)
+            elif self._under_way.acquire(timeout=timeout.total_seconds() or -1):
+                self._under_way.release()
+            else:
+                self._work.wait(timedelta(milliseconds=1))  # raises what gloo raises when the time is up, and ends the message
+        if self._error is not None:
+            operation.failed()
+            raise self._error
+        operation.wait_ends()
+        self._waited = True
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it was waited for: with gloo, no message is complete before that, and so it shall be here."""
+        return self._waited
+
+    def _finish(self, timeout: timedelta) -> None:
+        operation = self._operation
+        try:
+            self._work.wait(timeout)
+            if self._arrived is not None:
+                self._arrived(self._work, operation)
+            operation.completed()
+        except BaseException as error:  # noqa: BLE001  # the student's thread raises it
+            self._error = error
+            if not operation.waited_for:
+                operation.failed()
+        finally:
+            self._under_way.release()
+
+
+def _delegate(name: str) -> None:
+    def method(self: WatchedWork, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._work, name)(*args, **kwargs)
+
+    method.__name__ = name
+    setattr(WatchedWork, name, method)
+
+
+for _name in dir(Work):
+    if not _name.startswith(("__", "_pybind11")) and _name not in vars(WatchedWork) and _name != "unbox":
+        _delegate(_name)  # all the rest is the backend's: `result`, `exception`, `_source_rank`, ...
+for _class in (WatchedWork, SilentWork, WatchedMessage):
+    # Printed, they look as they would without us.
+    _class.__name__ = _class.__qualname__ = Work.__name__
+    _class.__module__ = Work.__module__
