@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.ring import COMMUNICATION, KINDS, ON_CUDA, OPEN
+from labkit.ring import KINDS, ON_CUDA, OPEN
 
 __all__ = ["COLUMNS", "Columns", "Scalar", "Span"]
 
@@ -82,7 +82,7 @@ class Columns:
     Args:
         data: an array of `COLUMNS`: the fields of `Span`, its texts as places in `names`, its kind as one in `labkit.ring.KINDS`.
         names: the texts; the first is "".
-        ready_ns: as the property; given for a part of the spans, in which an operation may have lost some of its ranks.
+        ready_ns: as the property, for each of `data`; given for a part of a trace, where an operation may lack some of its ranks.
     """
 
     def __init__(self, data: Any, names: Sequence[str], ready_ns: NDArray[np.int64] | None = None) -> None:
@@ -137,7 +137,7 @@ class Columns:
         if self._ready_ns is not None:
             return self._ready_ns
         ready: NDArray[np.int64] = self.data["start_ns"].copy()
-        shared = np.flatnonzero((self.data["kind"] == COMMUNICATION) & (self.data["group"] != 0))
+        shared = np.flatnonzero(self.data["group"])
         if not len(shared):
             return ready
         shared = shared[np.lexsort((self.data["match"][shared], self.data["group"][shared]))]

@@ -234,6 +234,10 @@ def test_operations_are_told_apart_by_group_and_number() -> None:
     assert ready == {(0, 10): 20, (1, 20): 20, (0, 30): 40, (1, 40): 40, (0, 50): 60, (2, 60): 60}
 
 
+def test_the_same_number_in_two_groups_is_two_operations() -> None:
+    assert ready_of(travel(0, 10, 90, group="a", match=1), travel(1, 20, 90, group="b", match=1)) == {(0, 10): 10, (1, 20): 20}
+
+
 def test_who_communicates_alone_is_ready_at_once() -> None:
     assert ready_of(travel(0, 10, 90), travel(1, 20, 90), compute(2, 5, 7)) == {(0, 10): 10, (1, 20): 20, (2, 5): 5}
 
@@ -295,12 +299,20 @@ def test_a_trace_lasts_from_its_first_span_to_its_last() -> None:
     assert TRACE.spans[0].duration_ns == 10
 
 
+def test_the_time_looked_at_can_be_given() -> None:
+    assert (Trace(ranks=TWO, start_ns=5).end_ns, Trace(ranks=TWO, start_ns=5, end_ns=9).duration_ns) == (5, 4)
+    trace = Trace([compute(0, 10, 20)], ranks=["a"], start_ns=0, end_ns=30)
+    assert trace.shares() == (Share(0, 30, 10, 0, 0, 20, 0),)
+
+
 def test_of_keeps_spans_and_scalars_of_one_rank_kind_or_name() -> None:
     assert {s.rank for s in TRACE.of(rank=1)} == {1}
     assert [s.value for s in TRACE.of(rank=1).scalars] == [0.75, 0.1]
     assert [s.name for s in TRACE.of(kind="compute")] == ["forward", "forward", "backward"]
     assert TRACE.of(kind="compute").scalars == ()
-    assert [len(TRACE.of(name=n)) for n in ("forward", "loss", "unheard of")] == [2, 0, 0]
+    assert [len(TRACE.of(name=n)) for n in ("forward", "loss")] == [2, 0]
+    assert len(Trace([compute(0, 0, 1, "")], ranks=["a"]).of(name="unheard of")) == 0, "not those without a name either"
+    assert [s.value for s in TRACE.of(name="loss").scalars] == [0.5, 0.75, 0.25]
     assert [s.value for s in TRACE.of(name="loss", rank=0).scalars] == [0.5, 0.25]
     assert len(TRACE.of(kind="scalar").scalars) == 4
     assert (TRACE.of(rank=1).start_ns, TRACE.of(rank=1).end_ns) == (0, 40), "the time looked at stays"
@@ -338,7 +350,7 @@ def test_only_steps_that_all_ranks_made_are_counted() -> None:
 def test_of_loops_in_loops_the_innermost_steps_count() -> None:
     epochs = [Span(0, "step", "step", 0, 20), Span(0, "step", "step", 20, 40)]
     batches = [Span(0, "step", "step", start, start + 5) for start in (0, 5, 10, 21, 26)]
-    assert Trace([*epochs, *batches], ranks=["a"]).step_bounds().tolist() == [[0, 5], [5, 10], [10, 15], [21, 26], [26, 31]]
+    assert Trace([*batches, *epochs], ranks=["a"]).step_bounds().tolist() == [[0, 5], [5, 10], [10, 15], [21, 26], [26, 31]]
 
 
 def test_a_span_of_a_rank_that_does_not_exist_is_refused() -> None:
@@ -460,7 +472,9 @@ def test_the_file_is_what_the_viewers_expect(tmp_path: Path) -> None:
         assert {"ph", "pid", "tid", "ts", "name", "args"} <= set(event)
         assert event["ph"] != "X" or (event["dur"] >= 0 and event["cat"])
         assert event["ph"] == "M" or event["ts"] >= 0
-    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    titles = [e for e in events if e["name"] == "thread_name"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in titles}
+    assert len(names) == len(titles), "no two rows in one place"
     assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"master", "größer"}
     rows = {"call", "step", "compute", "communication"}
     assert {n.split(" (")[0] for n in names.values()} == rows | {f"{row} on cuda" for row in rows}
@@ -482,8 +496,20 @@ def test_in_one_row_spans_nest_or_lie_apart() -> None:
                 assert next_start >= end or (next_start >= start and next_end <= end), "by start, the outer one first"
 
 
-def test_spans_that_do_not_overlap_share_a_row() -> None:
-    spans = [travel(0, 10 * i, 10 * i + 10) for i in range(5)] + [travel(0, 11, 15)]
+def test_rows_stand_in_the_order_of_a_run() -> None:
+    spans = [
+        travel(0, 0, 10), travel(0, 5, 15), travel(0, 5, 15, device="cuda"), compute(0, 0, 5), compute(0, 3, 8),
+        Span(0, "step", "step", 0, 20), Span(0, "train", "call", 0, 20),
+    ]  # fmt: skip
+    events = Trace(spans, ranks=["a"]).to_chrome()["traceEvents"]
+    assert [(e["tid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"] == [
+        (0, "call"), (1, "step"), (2, "compute"), (3, "compute (2)"), (4, "communication"), (5, "communication (2)"),
+        (6, "communication on cuda"),
+    ]  # fmt: skip
+
+
+def test_spans_that_do_not_cross_share_a_row() -> None:
+    spans = [travel(0, 10 * i, 10 * i + 10) for i in range(5)] + [travel(0, 11, 15), travel(0, 20, 24)]
     assert {e["tid"] for e in Trace(spans, ranks=["a"]).to_chrome()["traceEvents"] if e["ph"] == "X"} == {0}
 
 
