@@ -45,8 +45,8 @@ def pyplot() -> Any:
         import matplotlib.pyplot as plt
     except ImportError:
         raise missing("matplotlib", "plot") from None
-    # Wakes the backend. Jupyter's turns interactive mode on as it wakes; if that happened inside `sheet`, leaving it would turn the
-    # mode off again, and the notebook would show its first figure and no other.
+    # Wakes the backend. Jupyter's turns interactive mode on as it wakes; if that happened inside `sheet`, leaving it would turn
+    # the mode off again, and the notebook would show its first figure and no other.
     plt.draw_if_interactive()
     return plt
 
