@@ -18,7 +18,7 @@ from labkit.errors import LabError, RankFailure
 from labkit.record import Recorder, here, is_students
 from labkit.report import headline, in_students_code, students_traceback
 from labkit.ring import RingWriter
-from labkit.runtimes import RUNTIMES, Runtime, Seat, gpu_count
+from labkit.runtimes import RUNTIMES, Runtime, Seat
 from labkit.streams import flush_c_output
 
 __all__ = ["main"]
@@ -90,9 +90,6 @@ class _Rank:
     def _set_up(self, offers: list[Any]) -> None:
         recorder = Recorder(self._ring, threads=self._runtime.several_threads)
         here.start(recorder)
-        on_cpu = self._seat.devices == "cpu" or gpu_count() < self._seat.size  # while a GPU works, its process rests as well
-        if self._seat.runtime == "tensorflow" and self._seat.size > 1 and on_cpu:
-            blocked.watch_tensorflow(recorder)
         if self._seat.runtime in ("torch", "rpc"):
             try:
                 from labkit import comm
@@ -101,7 +98,10 @@ class _Rank:
                 watch(recorder)
             except ImportError:
                 pass
-        self._channel.send("ready", self._runtime.set_up(offers))
+        notes = self._runtime.set_up(offers)
+        if self._runtime.resting_is_waiting:
+            blocked.watch_tensorflow(recorder)
+        self._channel.send("ready", notes)
 
     def _learn(self, files: dict[str, tuple[str, list[str]]]) -> None:
         """Take over the names, and where only the notebook can read them the sources, of the student's files."""

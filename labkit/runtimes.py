@@ -70,6 +70,7 @@ class Runtime:
         several_threads: whether the student's functions run on several threads of a rank.
         fresh_each_run: whether a run needs processes in which the framework has not computed yet.
         deserted_after_s: see `labkit.run.Flight`.
+        resting_is_waiting: once set up, whether a process that hardly computes inside its framework must be waiting for others.
     """
 
     package: ClassVar[str] = ""
@@ -80,6 +81,7 @@ class Runtime:
     several_threads: ClassVar[bool] = False
     fresh_each_run: ClassVar[bool] = False
     deserted_after_s: ClassVar[float | None] = None
+    resting_is_waiting: bool = False
 
     def __init__(self, seat: Seat) -> None:
         self.seat = seat
@@ -251,9 +253,8 @@ class TensorFlow(Runtime):
             cpu = tf.config.list_physical_devices("CPU")[0]
             gpus = tf.config.list_physical_devices("GPU")
         _remove_generated_files_at_once()
-        if seat.devices == "cuda" and not gpus:
-            raise LabError("devices='cuda': TensorFlow sees no GPU here. Leave `devices` out to run on the CPU.")
-        own = gpus[seat.rank :: seat.size] if seat.devices != "cpu" and len(gpus) >= seat.size else []
+        own, notes = self._share(gpus)
+        self.resting_is_waiting = seat.size > 1 and not own  # while a GPU works, its process rests as well
         tf.config.set_visible_devices(own, "GPU")
         for gpu in own:
             tf.config.experimental.set_memory_growth(gpu, True)
@@ -263,7 +264,21 @@ class TensorFlow(Runtime):
         tf.config.threading.set_intra_op_parallelism_threads(seat.threads)
         if "ps" in cluster and job in ("worker", "ps"):
             self._server = tf.distribute.Server(cluster, job_name=job, task_index=task, protocol="grpc")
-        return []
+        return notes
+
+    def _share(self, gpus: Sequence[Any]) -> tuple[Sequence[Any], list[str]]:
+        """The GPUs that are this rank's own, none where they do not suffice for all ranks; and what the student should know."""
+        seat, each = self.seat, self.seat.devices_per_rank
+        if seat.devices == "cpu" or (not gpus and seat.devices != "cuda"):
+            return [], []
+        if len(gpus) >= seat.size * each:
+            return gpus[seat.rank * each : (seat.rank + 1) * each], []
+        need = f"{seat.size} rank{'s' * (seat.size > 1)} with {each} device{'s' * (each > 1)} each"
+        if seat.devices == "cuda":
+            raise LabError(
+                f"devices='cuda': {need}, and TensorFlow sees {len(gpus)} GPUs. Leave `devices` out to run on the CPU."
+            )
+        return [], [f"{need}, and TensorFlow sees {len(gpus)} GPU{'s' * (len(gpus) > 1)}: they compute on the CPU."]
 
 
 RUNTIMES: Final[dict[str, type[Runtime]]] = {"torch": Torch, "rpc": Rpc, "tensorflow": TensorFlow, "bare": Runtime}
