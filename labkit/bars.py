@@ -113,9 +113,8 @@ def lanes(trace: Trace, rank: int) -> tuple[Bars, Bars]:
     data = columns.data
     mine, kind = data["rank"] == rank, data["kind"]
     window = np.array([[trace.start_ns, trace.end_ns]], np.int64)
-    activity = trace.activity(rank)
 
-    computing = np.flatnonzero(mine & (kind == COMPUTE))
+    named = np.flatnonzero(mine & (kind == COMPUTE))
     calls = np.flatnonzero(mine & (kind == CALL))
     travelling = np.flatnonzero(mine & (kind == COMMUNICATION))
     rows = data[travelling]
@@ -123,22 +122,24 @@ def lanes(trace: Trace, rank: int) -> tuple[Bars, Bars]:
     blocked = union(rows["wait_start_ns"], rows["wait_end_ns"])
     transfer = union(ready, rows["end_ns"])
 
-    labelled = _clip(_flatten(data["start_ns"], data["end_ns"], computing), blocked, inside=False)
+    labelled = _clip(_flatten(data["start_ns"], data["end_ns"], named), blocked, inside=False)
     taken = union(np.append(labelled.start_ns, blocked[:, 0]), np.append(labelled.end_ns, blocked[:, 1]))
     rest = _clip(_flatten(data["start_ns"], data["end_ns"], calls), taken, inside=False)
     by_name = np.array([_NUMBER[style_of(name)] for name in columns.names] or [0], np.uint8)
     labelled.style[:] = by_name[data["name"][labelled.span]]
     rest.style[:] = _NUMBER["unlabelled"]
 
+    computing = labelled if rank in trace.labelled else rest
+    busy = union(computing.start_ns, computing.end_ns)
     each = np.arange(len(rows))
     moving = _flatten(ready, rows["end_ns"], each)
     waiting = _clip(_flatten(rows["wait_start_ns"], rows["wait_end_ns"], each), transfer, inside=False)
-    busy = union(np.append(transfer[:, 0], waiting.start_ns), np.append(transfer[:, 1], waiting.end_ns))
+    told = union(np.append(transfer[:, 0], waiting.start_ns), np.append(transfer[:, 1], waiting.end_ns))
     communication = _merge(
-        _styled(_clip(moving, activity["compute"], inside=False), "exposed"),
-        _styled(_clip(moving, activity["compute"], inside=True), "hidden"),
+        _styled(_clip(moving, busy, inside=False), "exposed"),
+        _styled(_clip(moving, busy, inside=True), "hidden"),
         _styled(waiting, "waiting"),
-        _styled(_clip(_flatten(rows["start_ns"], ready, each), busy, inside=False), "issued"),
+        _styled(_clip(_flatten(rows["start_ns"], ready, each), told, inside=False), "issued"),
     )
     communication = replace(communication, span=travelling[communication.span])
     return _clip(_merge(labelled, rest), window, inside=True), _clip(communication, window, inside=True)
@@ -155,7 +156,7 @@ def coverage(bars: Bars, edges: NDArray[np.int64]) -> NDArray[np.int64]:
         shape (styles, bins), in ns.
     """
     covered = np.zeros((len(STYLES), len(edges) - 1), np.int64)
-    for number in np.unique(bars.style):
+    for number in np.flatnonzero(np.bincount(bars.style)):
         of_style = bars.style == number
         start, end = bars.start_ns[of_style], bars.end_ns[of_style]
         before = np.concatenate([[0], np.cumsum(end - start)])

@@ -121,7 +121,7 @@ class Recent:
         edges = (self.start_ns + np.arange(BINS + 1) * self.bin_ns).astype(np.int64)
         trace = Trace(Columns(both, list(self._ids)), ranks=self.ranks, start_ns=self.start_ns, end_ns=int(edges[-1]))
         theirs = (trace.columns.data["flags"] & _LATER) == 0
-        for rank in np.unique(rows["rank"]).tolist():
+        for rank in np.flatnonzero(np.bincount(rows["rank"])).tolist():
             compute, communication = lanes(trace, rank)
             self._pour(rank, coverage(communication[theirs[communication.span]], edges))
             self._pour(rank, coverage(compute[theirs[compute.span] & (compute.style != _NUMBER["unlabelled"])], edges))
@@ -136,7 +136,7 @@ class Recent:
         keep = (travels | (rows["kind"] == COMPUTE)) & (at >= 0) & (at < BINS)
         flat = (rows["rank"].astype(np.int64) * len(STYLES) + style) * BINS + at
         sums = np.bincount(flat[keep], (rows["end_ns"] - rows["start_ns"])[keep], self._bins.size).reshape(self._bins.shape)
-        for rank in np.unique(rows["rank"]).tolist():
+        for rank in np.flatnonzero(np.bincount(rows["rank"])).tolist():
             self._pour(rank, sums[rank])
 
     def _pour(self, rank: int, covered: NDArray[Any]) -> None:

@@ -159,7 +159,7 @@ class Trace:
     def activity(self, rank: int) -> dict[str, Intervals]:
         """The intervals of one rank, clipped to the time looked at: "compute", "communication", "waiting", each (n, 2) in ns."""
         window = np.array([[self.start_ns, self.end_ns]], np.int64)
-        computing = self._rows(rank, COMPUTE if rank in self._labelled else CALL)
+        computing = self._rows(rank, COMPUTE if rank in self.labelled else CALL)
         of_rank = self._is(rank, COMMUNICATION)
         rows, ready = self.columns.data[of_rank], self.columns.ready_ns[of_rank]
         blocked = union(rows["wait_start_ns"], rows["wait_end_ns"])
@@ -190,14 +190,14 @@ class Trace:
 
     def _with(self, columns: Columns, scalars: Iterable[Scalar], start_ns: int, end_ns: int) -> Trace:
         part = Trace(columns, scalars, ranks=self.ranks, start_ns=start_ns, end_ns=end_ns, dropped=self.dropped)
-        part._labelled = self._labelled
+        part.labelled = self.labelled
         return part
 
     @cached_property
-    def _labelled(self) -> frozenset[int]:
+    def labelled(self) -> frozenset[int]:
         """The ranks that recorded compute spans: for the others, compute is what is inside the function."""
         data = self.columns.data
-        return frozenset(np.unique(data["rank"][data["kind"] == COMPUTE]).tolist())
+        return frozenset(np.flatnonzero(np.bincount(data["rank"][data["kind"] == COMPUTE])).tolist())
 
     def _is(self, rank: int, kind: int) -> NDArray[np.bool_]:
         data = self.columns.data

@@ -400,7 +400,7 @@ def test_one_display_is_updated_and_ends_as_an_image(displayed):
     run_through(data_parallel())
     assert len({display_id for display_id, *_ in displayed}) == 1
     assert [update for _, update, *_ in displayed] == [False, True, True, True, True]
-    # nbval compares the first with what the notebook holds, which is the last: their texts are the same, and the rest is an image.
+    # nbval compares the first with what the notebook holds, which is the last: the texts are the same, and images are left aside.
     assert [data["text/plain"] for _, _, data, _ in displayed] == ["timeline of train on 4 ranks"] * 5
     assert [min(data) for _, _, data, _ in displayed] == ["text/plain", "text/html", "text/html", "text/html", "image/png"]
     _, _, last, metadata = displayed[-1]
