@@ -12,6 +12,44 @@ answers = Answers()
 right, wrong = answers.right, answers.wrong
 
 
+# overlapped_time
+
+
+@right("overlapped_time")
+def overlapped_time(first, second, parts):
+    return (first + second + (parts - 1) * max(first, second)) / parts
+
+
+@wrong("overlapped_time", "without any overlap")
+def overlapped_not_at_all(first, second, parts):
+    return first + second
+
+
+@wrong("overlapped_time", "the slower worker alone takes that long")
+def overlapped_all_the_time(first, second, parts):
+    return max(first, second)
+
+
+@wrong("overlapped_time", "a part takes 1/parts")
+def overlapped_whole_batches(first, second, parts):
+    return first + second + (parts - 1) * max(first, second)
+
+
+@wrong("overlapped_time", "sets the pace, not the faster one")
+def overlapped_at_the_faster_pace(first, second, parts):
+    return (first + second + (parts - 1) * min(first, second)) / parts
+
+
+@wrong("overlapped_time", "not the time of the last part's end")
+def overlapped_half_the_time(first, second, parts):
+    return (first + second) / 2
+
+
+@wrong("overlapped_time", "expected a number")
+def overlapped_in_words(first, second, parts):
+    return f"{first + second} ms"
+
+
 # both_workers
 
 

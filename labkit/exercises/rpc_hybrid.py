@@ -1,4 +1,4 @@
-"""The exercises of lesson 08: two workers at once, and one training step across processes."""
+"""The exercises of lesson 08: what overlapping brings, two workers at once, and one training step across processes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,30 @@ from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare
 __all__ = ["EXERCISES"]
 
 LESSON = "08_rpc_hybrid"
+
+
+def _overlapped_time(answer: Any, _: OnRanks) -> str:
+    for first, second, parts in ((8.0, 4.0, 1), (8.0, 4.0, 2), (4.0, 8.0, 2), (6.0, 6.0, 4), (16.0, 0.5, 8)):
+        both, slower, faster = first + second, max(first, second), min(first, second)
+        expected = (both + (parts - 1) * slower) / parts
+        given = answer(first, second, parts)
+        details = (f"overlapped_time({first:g}, {second:g}, {parts}): given {given!r}, expected {expected:g}",)
+        if isinstance(given, bool) or not isinstance(given, (int, float)):
+            raise AnswerError("expected a number: the time from end to end", *details)
+        if abs(given - expected) < 1e-9:
+            continue
+        for time, hint in (
+            (both, "that is the time of the whole batch without any overlap"),
+            (slower, "the slower worker alone takes that long; it also waits for its first part, or the other works on after it"),
+            (both + (parts - 1) * slower, "`first` and `second` belong to the whole batch: a part takes 1/parts of them"),
+            ((both + (parts - 1) * faster) / parts, "the slower worker sets the pace, not the faster one"),
+        ):
+            if abs(given - time) < 1e-9:
+                raise AnswerError(hint, *details)
+        raise AnswerError("that is not the time of the last part's end", *details)
+    return "One part through both workers, and behind it the rest at the pace of the slower one."
+
+
 NAMES = ["master", "worker1", "worker2"]
 BOTH_S = 2.0  # how long the first half waits for the second before it is taken as alone; asked at once they meet in milliseconds
 BATCH = 6
@@ -182,6 +206,13 @@ def _distributed_step(answer: Any, on: OnRanks) -> str:
 
 
 EXERCISES = (
+    Exercise(
+        "overlapped_time",
+        LESSON,
+        "overlapped_time(first, second, parts): two workers that follow each other need `first` and `second` for the whole "
+        "batch; return the time from end to end when the batch is cut in equal parts and the workers overlap as much as they can.",
+        _overlapped_time,
+    ),
     Exercise(
         "both_workers",
         LESSON,
