@@ -19,7 +19,7 @@ LESSON = "08_rpc_hybrid"
 
 
 def _overlapped_time(answer: Any, _: OnRanks) -> str:
-    for first, second, parts in ((8.0, 4.0, 1), (8.0, 4.0, 2), (4.0, 8.0, 2), (6.0, 6.0, 4), (16.0, 0.5, 8)):
+    for first, second, parts in ((10.0, 4.0, 1), (10.0, 4.0, 2), (4.0, 10.0, 2), (6.0, 6.0, 4), (16.0, 0.5, 8)):
         both, slower, faster = first + second, max(first, second), min(first, second)
         expected = (both + (parts - 1) * slower) / parts
         given = answer(first, second, parts)
@@ -210,7 +210,7 @@ EXERCISES = (
         "overlapped_time",
         LESSON,
         "overlapped_time(first, second, parts): two workers that follow each other need `first` and `second` for the whole "
-        "batch; return the time from end to end when the batch is cut in equal parts and the workers overlap as much as they can.",
+        "batch; return the time from end to end when the batch is cut in equal parts and everything overlaps that can.",
         _overlapped_time,
     ),
     Exercise(
