@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import functools
 import io
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 from labkit.names import names_read
 
 __all__ = ["Call", "Names", "blame"]
 
-DEEPEST: Final = 8  # levels of containers, attributes and functions; a longer path helps nobody
+DEEPEST: Final = 12  # levels of containers, attributes and functions; a longer path helps nobody
 
 
 class Call(NamedTuple):
@@ -37,8 +38,22 @@ def blame(value: Any, what: str, error: Exception, pickle: Callable[[Any], objec
         error: what pickling it raised.
         pickle: pickles one object; raises where that cannot be done.
     """
-    path, culprit, reason = _culprit(value, what, error, pickle, depth=0)
-    return f"{path} cannot be sent: {type(culprit).__name__} objects cannot be pickled ({reason}).\n{_remedy(culprit)}"
+    seen: set[int] = set()  # a function may refer to itself
+    path, culprit, reason = what, value, error
+    for _ in range(DEEPEST):
+        seen.add(id(culprit))
+        for name, part in _parts(culprit, path):
+            if id(part) in seen:
+                continue
+            try:
+                pickle(part)
+            except Exception as inner:  # noqa: BLE001  # an object's own __reduce__ may raise anything: the reason we report
+                path, culprit, reason = name, part, inner
+                break
+        else:
+            break
+    words = " ".join(str(reason).split()) or type(reason).__name__
+    return f"{path} cannot be sent: {type(culprit).__name__} objects cannot be pickled ({words}).\n{_remedy(culprit)}"
 
 
 def _remedy(culprit: Any) -> str:
@@ -50,18 +65,8 @@ def _remedy(culprit: Any) -> str:
     return "Make it inside the function that the ranks run, or send plain data (numbers, arrays, tensors, state_dict()) instead."
 
 
-def _culprit(value: Any, path: str, error: Exception, pickle: Callable[[Any], object], depth: int) -> tuple[str, Any, str]:
-    if depth < DEEPEST:
-        for name, part in _parts(value, path):
-            try:
-                pickle(part)
-            except Exception as inner:  # noqa: BLE001  # an object's own __reduce__ may raise anything: the reason we report
-                return _culprit(part, name, inner, pickle, depth + 1)
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return path, value, reason
-
-
-def _parts(value: Any, path: str) -> Iterable[tuple[str, Any]]:
+def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """What an object is made of, each part with its name, in an order that is the same each time."""
     if isinstance(value, Call):
         yield path, value.function
         yield from ((f"argument {number} of {path}", item) for number, item in enumerate(value.args, 1))
@@ -70,22 +75,27 @@ def _parts(value: Any, path: str) -> Iterable[tuple[str, Any]]:
         yield from ((f"the notebook's {name!r}", item) for name, item in value.items())
     elif isinstance(value, dict):
         yield from ((f"{path}[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        yield from ((f"{path}.{name}", item) for name, item in zip(value._fields, value, strict=True))
     elif isinstance(value, (list, tuple)):
-        names = getattr(value, "_fields", None) or range(len(value))
-        yield from (
-            (f"{path}[{name!r}]" if isinstance(name, int) else f"{path}.{name}", v) for name, v in zip(names, value, strict=True)
-        )
+        yield from ((f"{path}[{i}]", item) for i, item in enumerate(value))
     elif isinstance(value, types.FunctionType):
-        used = names_read(value.__code__)
-        yield from (
-            (f"the variable {n!r} used by {value.__name__}()", value.__globals__[n]) for n in used if n in value.__globals__
-        )
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # an empty cell
-                yield f"the variable {name!r} used by {value.__name__}()", cell.cell_contents
-    elif not isinstance(value, (type, types.ModuleType)) and hasattr(value, "__dict__") and not _reduces_itself(value):
-        yield from ((f"{path}.{name}", item) for name, item in vars(value).items())
+        yield from _used(value)
+    elif isinstance(value, types.MethodType):
+        yield f"the object of {path}", value.__self__
+    elif isinstance(value, functools.partial):
+        yield from _parts(Call(value.func, value.args, value.keywords), path)
+    elif not isinstance(value, (type, types.ModuleType)) and type(value) not in copyreg.dispatch_table:
+        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(value, name)]
+        yield from ((f"{path}.{name}", getattr(value, name)) for name in [*slots, *getattr(value, "__dict__", ())])
 
 
-def _reduces_itself(value: Any) -> bool:
-    return type(value) in copyreg.dispatch_table
+def _used(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    words = f"used by {function.__name__}()"
+    for name in sorted(names_read(function.__code__) & function.__globals__.keys()):
+        yield f"the variable {name!r} {words}", function.__globals__[name]
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # an empty cell
+            yield f"the variable {name!r} {words}", cell.cell_contents
+    for i, default in enumerate(function.__defaults__ or ()):
+        yield f"the default value {i + 1} of {function.__name__}()", default

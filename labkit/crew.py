@@ -34,7 +34,7 @@ class Member:
 
     Attributes:
         unshown: what it has printed while no run was under way.
-        known_files: the student's files that it has the names of.
+        known_files: the student's files that it has the names, and perhaps the lines, of.
         borrowed: for `%%ranks`, what the notebook's names meant when they last travelled, or were assigned there.
     """
 
@@ -44,7 +44,7 @@ class Member:
         self.reader = RingReader(process.ring)
         self.unshown = b""
         self.output_open = True
-        self.known_files: dict[str, str] = {}
+        self.known_files: dict[str, tuple[str, list[str]]] = {}
         self.borrowed: dict[str, Any] = {}
 
 

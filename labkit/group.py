@@ -16,7 +16,7 @@ from labkit.arguments import Plan, check_place
 from labkit.blame import Call, Names
 from labkit.crew import Crew
 from labkit.errors import LabError
-from labkit.names import assigned, reads
+from labkit.names import assigned, name_of, reads
 from labkit.notebook import notebook
 from labkit.output import cell_label
 from labkit.run import Flight, Picture, Run
@@ -242,7 +242,7 @@ class Group:
         if not callable(function):
             raise TypeError(f"run({function!r}): expected a function, given {type(function).__name__}. Pass f, not f().")
         self._check()
-        name = getattr(function, "__name__", type(function).__name__)
+        name = name_of(function)
         parcel = wire.pack(Call(function, args, kwargs), home=sys.modules["__main__"], what=f"{name}()")
         return self._fly("call", parcel, name, on, picture, lambda _, files: files)
 
@@ -312,10 +312,9 @@ class Group:
         new: Files = {}
         known = crew.members[0].known_files
         for filename in parcel.files:
-            label = cell_label(filename)
-            if known.get(filename) != label:
-                new[filename] = (label, wire.source_of(filename))
-                known[filename] = label
+            file = cell_label(filename), wire.source_of(filename)
+            if known.get(filename) != file:
+                new[filename] = known[filename] = file
         if new and not self._plan.kind.several_threads:
             crew.exchange("install", new, wire.pack(None), "installed")
             return {}

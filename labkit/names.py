@@ -1,20 +1,28 @@
-"""Which global names code reads, and which a cell assigns."""
+"""Names in code: what it reads, what a cell assigns, and what a function is called."""
 
 from __future__ import annotations
 
 import ast
 import dis
+import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["assigned", "names_read", "reads"]
+__all__ = ["assigned", "name_of", "names_read", "reads"]
 
 _READ = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
 _ASSIGN_GLOBAL = ("STORE_GLOBAL", "DELETE_GLOBAL")
 _ASSIGN_HERE = ("STORE_NAME", "DELETE_NAME")  # in a module's code; in the body of a class these are its attributes
 # After these statements their names are defined; after an `if`, a loop or a `try` they may not be.
 _SURE = (ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What the student calls something that can be called."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def names_read(code: types.CodeType) -> set[str]:

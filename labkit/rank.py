@@ -15,6 +15,7 @@ from typing import Any
 from labkit import blocked, wire
 from labkit.channel import Channel, Frame
 from labkit.errors import LabError, RankFailure
+from labkit.names import name_of
 from labkit.record import Recorder, here, is_students
 from labkit.report import headline, in_students_code, students_traceback
 from labkit.ring import RingWriter
@@ -128,7 +129,7 @@ class _Rank:
     def _call(self, frame: Frame) -> None:
         self._learn(frame.data)
         function, args, kwargs = self._take(frame.parcel)
-        name = getattr(function, "__name__", type(function).__name__)
+        name = name_of(function)
         result = self._timed(name, lambda: function(*args, **kwargs))
         self._done(result, f"the result of {name}()")
 
