@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["LabError", "RankError", "RankFailure", "install_command", "missing"]
+__all__ = ["LabError", "RankError", "RankFailure", "Stopped", "install_command", "missing"]
 
 _RULE = "─" * 70
 
@@ -104,3 +104,23 @@ class RankError(LabError):
 
     def _render_traceback_(self) -> list[str]:
         return [f"RankError: {self.report()}"]
+
+
+class Stopped(KeyboardInterrupt):
+    """Stop was pressed during a run: what each rank was doing then. It is a `KeyboardInterrupt`, so loops around it end as well.
+
+    Args:
+        name: the function that ran.
+        doings: a line for each rank.
+    """
+
+    def __init__(self, name: str, doings: list[str]) -> None:
+        self.name, self.doings = name, doings
+        super().__init__(name, doings)
+
+    def __str__(self) -> str:
+        lines = [f"{self.name} was stopped.", *(f"    {line}" for line in self.doings), "The next run starts fresh ranks."]
+        return "\n".join(lines)
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"Stopped: {self}"]

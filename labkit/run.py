@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 from labkit import wire
 from labkit.channel import Frame
 from labkit.crew import Crew, Member
-from labkit.errors import LabError, RankError, RankFailure
+from labkit.errors import LabError, RankError, RankFailure, Stopped
 from labkit.exits import explain_exit
 from labkit.output import Output
 from labkit.ring import COMMUNICATION, Pending
@@ -155,6 +155,7 @@ class Flight:
         Raises:
             RankError: a rank failed.
             LabError: the time is over.
+            Stopped: the student pressed Stop.
         """
         start_ns = time.perf_counter_ns()
         picture = self._picture
@@ -166,6 +167,11 @@ class Flight:
             picture.begin(self._names, f"{self._name} on {_these(self._names)}", start_ns)
         try:
             self._collect(picture, deadline_s)
+        except KeyboardInterrupt:
+            doings = self._doings(time.perf_counter_ns())
+            self.intact = False
+            self._finish(failed=True)
+            raise Stopped(self._name, doings) from None
         except BaseException:
             self.intact = False
             self._finish(failed=True)
@@ -300,6 +306,8 @@ class Flight:
         return RankError(causes, victims + self._doings(now_ns), stopped=not self.intact)
 
     def _finish(self, *, failed: bool) -> str:
+        if not self.intact:
+            self._crew.kill()  # before the picture is drawn, which takes a moment
         for member in self._members:
             self._read_output(member)
         self._records.freeze()
