@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import numbers
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ __all__ = ["Plan", "check_place"]
 
 MAX_RANKS: Final = 1024
 FILES_PER_RANK: Final = 3  # that this process holds open: socket, output and process
+RPC_NAME: Final = re.compile(r"[A-Za-z0-9_:-]{1,127}")  # what torch.distributed.rpc accepts
 FILES_TO_SPARE: Final = 256  # for starting a batch of ranks, the arguments of a run, and the student
 
 
@@ -113,7 +115,7 @@ def _names(ranks: int | Sequence[str] | Mapping[str, int], runtime: str) -> tupl
         names = tuple(job if ranks[job] == 1 else f"{job}{task}" for job, task in jobs)
     elif isinstance(ranks, numbers.Integral) and not isinstance(ranks, bool):
         _check_count(int(ranks), f"Group({ranks})")
-        names = tuple(f"rank {i}" for i in range(int(ranks)))
+        names = tuple(f"worker{i}" if runtime == "rpc" else f"rank {i}" for i in range(int(ranks)))
         jobs = tuple(("worker", i) for i in range(len(names)))
     elif isinstance(ranks, (list, tuple)):
         names = tuple(ranks)
@@ -123,6 +125,8 @@ def _names(ranks: int | Sequence[str] | Mapping[str, int], runtime: str) -> tupl
     for name in names:
         if not isinstance(name, str) or not name.strip():
             raise ValueError(f"Group({ranks!r}): {name!r} is no name; expected non-empty strings")
+        if runtime == "rpc" and not RPC_NAME.fullmatch(name):
+            raise ValueError(f"Group({ranks!r}): RPC takes no {name!r}; expected letters, digits and _ : - (at most 127)")
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
         raise ValueError(f"Group({ranks!r}): {twice[0]!r} stands there twice; every rank needs a name of its own")

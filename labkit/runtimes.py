@@ -138,7 +138,17 @@ class Torch(Runtime):
             return None
         from torch.distributed import TCPStore
 
-        self._store = TCPStore(LOOPBACK, 0, self.seat.size, is_master=True, wait_for_workers=False, multi_tenant=True)
+        # The store would listen on every interface of the machine; this socket, which it takes over, does not.
+        listening = socket.create_server((LOOPBACK, 0), backlog=max(128, self.seat.size))
+        self._store = TCPStore(
+            LOOPBACK,
+            listening.getsockname()[1],
+            self.seat.size,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listening.detach(),
+        )
         return self._store.port
 
     def set_up(self, offers: Sequence[Any]) -> list[str]:

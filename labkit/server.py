@@ -13,17 +13,17 @@ import select
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
 from labkit.errors import LabError
 from labkit.streams import print_to
 
-__all__ = ["BATCH", "kill_group", "serve", "spawned"]
+__all__ = ["BATCH", "guard", "kill_group", "serve", "spawned"]
 
 BATCH: Final = 64  # ranks a fork request may ask for: three descriptors each, and the kernel passes 253 at the most
 PR_SET_PDEATHSIG: Final = 1
+GUARD_LOOKS_EVERY_MS: Final = 500
 
 
 def serve(fds: list[int], preload: list[str], notebook: int) -> NoReturn:
@@ -95,19 +95,35 @@ def kill_group(pid: int) -> None:
             kill(pid, signal.SIGKILL)
 
 
-def spawned(fds: list[int], preload: list[str], notebook: int) -> NoReturn:
+def spawned(fds: list[int], preload: list[str]) -> NoReturn:
     """The life of a spawned rank: import, then do as told."""
-    threading.Thread(target=_end_with, args=(notebook,), daemon=True, name="labkit-watch").start()
     _import_all(preload)
     _live_as_rank(fds)
 
 
-def _end_with(notebook: int) -> None:
-    import psutil
+def guard(fds: list[int], notebook: int) -> NoReturn:
+    """The life of the process that ends spawned ranks when the notebook's process has gone: they may be too busy to notice it.
 
-    with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(notebook).wait()
-    os.killpg(0, signal.SIGKILL)
+    Args:
+        fds: a pipe from the notebook: "+pid" for a rank that has started, "-pid" for one that has ended, a line each.
+        notebook: its process id.
+    """
+    ranks: set[int] = set()
+    poll = select.poll()
+    poll.register(fds[0], select.POLLIN)
+    rest = b""
+    while os.getppid() == notebook:  # a fork of the notebook's process may hold the pipe open for longer
+        if not poll.poll(GUARD_LOOKS_EVERY_MS):
+            continue
+        data = os.read(fds[0], 1 << 16)
+        if not data:
+            break
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            (ranks.add if line[:1] == b"+" else ranks.discard)(int(line[1:]))
+    for rank in ranks:
+        kill_group(rank)
+    os._exit(0)
 
 
 def _import_all(names: Sequence[str]) -> None:
@@ -126,7 +142,7 @@ def _live_as_rank(fds: Sequence[int], parent: int | None = None) -> NoReturn:
     Args:
         fds: socket, output pipe and recording memory.
         parent: the server that forked it. Not so for a spawned rank: the kernel would take the end of the notebook's *thread*
-            that spawned it for the death of its parent.
+            that spawned it for the death of its parent. It has a guard instead.
     """
     code = 1
     try:

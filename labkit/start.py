@@ -7,7 +7,8 @@ Linux forks ranks from a server, a small process that has imported the framework
 
 A rank ends when it is told to, when its server dies (PR_SET_PDEATHSIG, which also ends a rank that is blocked in C++), and the
 server ends when the notebook's process does, however that dies: the server holds its pidfd. Where fork is unsafe (macOS), ranks
-are spawned, and spare ones that have imported everything wait for the next group.
+are spawned, and spare ones that have imported everything wait for the next group; a guard, which is told of every rank, ends
+them when the notebook's process has gone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
 
 from labkit.errors import LabError
@@ -235,6 +236,9 @@ class SpawnStarter:
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._spares: list[RankProcess] = []
         self._lock = threading.Lock()
+        told, self._tell = os.pipe()
+        self._process = _python("guard", [told], [os.getpid()], self.environment, subprocess.DEVNULL)
+        os.close(told)
 
     def warm(self, count: int) -> None:
         """See that `count` spare ranks are importing, or have imported, what they need. Returns at once."""
@@ -258,31 +262,41 @@ class SpawnStarter:
         """Kill ranks and whatever they started; their exit codes by pid."""
         for process in processes:
             kill_group(process.pid)
-        return {p.pid: self._children.pop(p.pid).wait() for p in processes if p.pid in self._children}
+        codes = {p.pid: self._children.pop(p.pid).wait() for p in processes if p.pid in self._children}
+        self._tell_guard("-", codes)
+        return codes
 
     def alive(self) -> bool:
-        """Always: nothing stands between the notebook and the ranks."""
-        return True
+        """Whether the guard still runs."""
+        return self._process.poll() is None
 
     def close(self) -> None:
-        """End the spares."""
+        """End the spares and the guard."""
         with self._lock:
             spares, self._spares = self._spares, []
         self.end(spares)
         for spare in spares:
             spare.close()
+        if self._tell >= 0:
+            os.close(self._tell)
+            self._tell = -1
+        self._process.kill()
+        self._process.wait()
+
+    def _tell_guard(self, sign: str, pids: Iterable[int]) -> None:
+        with contextlib.suppress(OSError):  # the guard is gone, or this starter was closed before its last ranks
+            os.write(self._tell, "".join(f"{sign}{pid}\n" for pid in pids).encode())
 
     def _spawn(self) -> RankProcess:
         pipes = _Pipes(self._ring_bytes, self._make_shared)
         try:
-            child = _python(
-                "spawned", pipes.far, [self._preload, os.getpid()], self.environment | self._settings, subprocess.DEVNULL
-            )
+            child = _python("spawned", pipes.far, [self._preload], self.environment | self._settings, subprocess.DEVNULL)
         except BaseException:
             pipes.close()
             raise
         pipes.close_far()
         self._children[child.pid] = child
+        self._tell_guard("+", [child.pid])
         return RankProcess(child.pid, pipes.near, pipes.output, pipes.ring)
 
 
