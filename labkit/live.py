@@ -64,17 +64,18 @@ class Live:
     def __init__(self, screen: Screen | None = None, clock: Callable[[], int] = time.thread_time_ns) -> None:
         self._given, self._clock = screen, clock
 
-    def begin(self, ranks: tuple[str, ...], title: str, start_ns: int) -> None:
+    def begin(self, ranks: tuple[str, ...], title: str, start_ns: int, called: Sequence[int] | None = None) -> None:
         """The ranks start now; the first frame appears at once.
 
         Args:
             ranks: their names.
             title: what runs, and where: "train on 4 ranks".
             start_ns: the moment.
+            called: the numbers of those that call the function, the others serve; default: all.
         """
         self._title, self._start_ns = title, start_ns
         self._screen = self._given or _screen_here()
-        self._recent, self._progress = Recent(ranks, start_ns), Progress(len(ranks))
+        self._recent, self._progress = Recent(ranks, start_ns, called), Progress(len(ranks))
         self._next_frame_ns = start_ns
         self._detail: Detail | None = None
         self._detail_until_ns = 0
@@ -131,7 +132,7 @@ class Live:
         recent, elapsed_ns = self._recent, now_ns - self._start_ns
         rows = []
         for rank, name in enumerate(recent.ranks):
-            status, blocked = _status(pending[rank], now_ns, bool(recent.returned_ns[rank]))
+            status, blocked = _status(pending[rank], now_ns, returned=(recent.returned_ns[rank] or 0) > self._start_ns)
             rows.append(Row(name, status, blocked))
         if self._past is None or (self._past_at_ns, self._past.shown_ns) != (recent.whole_ns, recent.shown_ns):
             cells = [recent.binned(rank) for rank in range(len(rows))]
@@ -171,7 +172,7 @@ def _round_up(length_ns: int, before_ns: int) -> int:
     return next(int(m * power) for m in (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if m * power >= length_ns)
 
 
-def _status(pending: Sequence[Pending], now_ns: int, returned: bool) -> tuple[str, bool]:
+def _status(pending: Sequence[Pending], now_ns: int, *, returned: bool) -> tuple[str, bool]:
     """What a rank is doing, as far as it is known, and whether it waits."""
     waits = [p for p in pending if p.wait_start_ns]
     if waits:

@@ -32,9 +32,10 @@ class Recent:
     Args:
         ranks: their names.
         start_ns: when the run began.
+        called: the numbers of those that call the function; None: all.
     """
 
-    def __init__(self, ranks: tuple[str, ...], start_ns: int) -> None:
+    def __init__(self, ranks: tuple[str, ...], start_ns: int, called: Sequence[int] | None = None) -> None:
         self.ranks, self.start_ns = ranks, start_ns
         self.shown_ns = FIRST_NS
         self.forgotten_ns = 0  # every span that ended after this is still known one by one; 0: nothing was forgotten
@@ -44,7 +45,9 @@ class Recent:
         self._styles = np.zeros(1, np.uint8)  # of a compute span, by the number of its name
         self._bins = np.zeros((len(ranks), len(STYLES), BINS))  # ns
         self._binned_ns = self.whole_ns = start_ns  # when bins were last filled, and up to when they are complete
-        self.returned_ns = [0] * len(ranks)  # when each rank's function returned; 0: it is at work
+        at_work = range(len(ranks)) if called is None else called
+        # When each rank's function returned; None: it is at work; the run's start: it was not called.
+        self.returned_ns = [None if rank in at_work else start_ns for rank in range(len(ranks))]
 
     @property
     def bin_ns(self) -> float:
@@ -90,14 +93,17 @@ class Recent:
         covered = self._bins[rank].copy()
         compute, communication = covered.copy(), covered.copy()
         compute[_TRAVELS], communication[~_TRAVELS] = 0, 0
-        over = min(self.returned_ns[rank] or self.whole_ns, self.whole_ns)
+        returned_ns = self.returned_ns[rank]
+        over = self.whole_ns if returned_ns is None else min(returned_ns, self.whole_ns)
         lived = np.clip(over - self.start_ns - np.arange(BINS) * self.bin_ns, 0, self.bin_ns)
         compute[_NUMBER["unlabelled"]] = np.maximum(lived - self._taken(rank), 0)
         return compute, communication
 
     def _at_work(self, now_ns: int) -> list[tuple[int, ...]]:
         """A row of `COLUMNS` for each rank whose function has not returned."""
-        return [(r, 0, CALL, 0, self.start_ns, now_ns, 0, 0, 0, -1, 0, 0, 0) for r, end in enumerate(self.returned_ns) if not end]
+        return [
+            (r, 0, CALL, 0, self.start_ns, now_ns, 0, 0, 0, -1, 0, 0, 0) for r, end in enumerate(self.returned_ns) if end is None
+        ]
 
     def _taken(self, rank: int) -> NDArray[np.float64]:
         """How much of each bin the rank computed under a name or was blocked."""

@@ -14,6 +14,7 @@ import nbformat
 import numpy as np
 import pytest
 import synthetic
+from PIL import Image
 
 import labkit
 from labkit import gantt
@@ -155,6 +156,20 @@ def test_a_long_wait_is_shown_with_its_time_and_in_bold():
     assert "all_reduce… 3.50 s" in [t.text for t in drawing(album.pages[-1]).iter(f"{SVG}text") if t.get("font-weight")]
     live.update(4200 * MS, part(Span(0, "f", "call", 0, 4100 * MS)), [[], []])
     assert "returned" in texts(album.pages[-1])
+
+
+def test_a_rank_that_is_not_called_is_not_at_work():
+    album = Album()
+    live = Live(album, lambda: 0)
+    live.begin(("master", "worker"), "f on master", 0, called=[0])
+    work = Span(1, "forward", "compute", 100 * MS, 200 * MS)
+    live.update(400 * MS, part(work), [[], []])
+    assert len(boxes(album.pages[-1], "unlabelled")) == 1
+    assert "returned" not in texts(album.pages[-1])
+    live.update(600 * MS, part(), [[], []])
+    live.update(800 * MS, part(), [[], []])
+    assert not live._recent.binned(1)[0][list(STYLES).index("unlabelled")].any()
+    assert live._recent.binned(0)[0][list(STYLES).index("unlabelled")].any()
 
 
 def test_names_cannot_break_the_drawing():
@@ -407,7 +422,10 @@ def test_one_display_is_updated_and_ends_as_an_image(displayed):
     assert set(last) == {"image/png", "text/plain"}
     image = base64.b64decode(last["image/png"])
     assert image.startswith(b"\x89PNG")
-    assert len(image) < 100_000
+    assert len(image) < 60_000
+    with Image.open(io.BytesIO(image)) as opened:
+        assert opened.mode == "P"
+        assert opened.convert("RGB").getpixel((2, 2)) == (255, 255, 255)  # white, so that a dark theme shows it too
     assert metadata == {"image/png": {"width": 900}}
     assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
 

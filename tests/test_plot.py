@@ -82,6 +82,15 @@ def test_within_spans_the_innermost_shows_and_the_outer_one_goes_on_after_it():
     assert spans_of(ax, "data") == [(4, 5)]
 
 
+def test_of_spans_that_begin_together_the_shorter_is_the_inner_one():
+    b = book()
+    b.compute(0, "forward", 2, 4)
+    b.compute(0, "epoch", 2, 8)
+    ax = timeline(b.done())
+    assert spans_of(ax, "forward") == [(2, 4)]
+    assert spans_of(ax, "compute") == [(4, 8)]
+
+
 def test_of_spans_that_overlap_without_nesting_the_later_one_shows():
     b = book()
     b.compute(0, "forward", 0, 6)
@@ -132,6 +141,7 @@ def test_the_rest_of_the_call_is_pale_and_idle_is_blank():
     b.travel(0, "barrier", 6, 8, wait=(6, 8))
     ax = timeline(b.done())
     assert spans_of(ax, "unlabelled") == [(1, 2), (5, 6), (8, 15)]
+    assert "train" not in {t.get_text() for t in ax.texts}  # the function's name would label what has none
 
 
 def test_without_spans_the_call_still_hides_communication():
@@ -515,7 +525,9 @@ def test_scaling_says_what_it_needs():
 @pytest.mark.parametrize("figure", [timeline, breakdown])
 def test_an_empty_trace_is_said_to_be_empty(figure):
     with pytest.raises(LabError, match="nothing to draw, since the ranks wrote nothing down"):
-        figure(Trace(ranks=["rank 0"]))
+        figure(Trace(ranks=["rank 0"], start_ns=0, end_ns=MS))
+    with pytest.raises(LabError, match="nothing to draw"):
+        figure(Trace([Span(0, "forward", "compute", 5, 5)], ranks=["rank 0"]))
 
 
 @pytest.mark.parametrize("figure", [timeline, breakdown])
