@@ -316,7 +316,7 @@ class _Timeline:
                     self.ax, handles, [handle.get_label() for handle in handles], loc="upper left", ncols=len(handles),
                     borderaxespad=0, borderpad=0, bbox_to_anchor=(0, 0), bbox_transform=self.ax.transAxes + down,
                 )  # fmt: skip
-                self.ax.add_artist(legend)
+                self.ax.add_artist(legend).set_clip_on(False)  # else a notebook, which trims figures, cuts it off
 
     def _px_per_unit(self) -> float:
         return float(self.width_px * self.unit_ns / self.longest_ns)

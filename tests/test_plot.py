@@ -12,6 +12,7 @@ mpl.use("agg")
 
 import matplotlib.pyplot as plt
 from matplotlib.collections import PolyCollection
+from matplotlib.legend import Legend
 
 from labkit.bars import COMMUNICATION_LANE, COMPUTE_LANE, STYLES, Bars, blend, caption, coverage, ink, lanes, style_of
 from labkit.errors import LabError
@@ -559,3 +560,14 @@ def test_importing_the_figures_does_not_import_matplotlib():
 def test_the_style_sheet_ships_and_serves_a_lesson():
     with plt.style.context("labkit.labkit"):
         assert plt.rcParams["figure.figsize"] == [9.0, 3.6]
+
+
+def test_a_notebook_that_trims_the_figure_keeps_the_legend():
+    ax = timeline(data_parallel())
+    figure = ax.figure
+    figure.canvas.draw()
+    kept = figure.get_tightbbox()
+    legends = [artist for artist in ax.artists if isinstance(artist, Legend)]
+    assert legends
+    for legend in legends:
+        assert legend.get_window_extent().y0 >= kept.y0 * figure.dpi
