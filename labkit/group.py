@@ -291,10 +291,12 @@ class Group:
                 self._tell("CUDA tensors in results come back as CPU tensors.")
             return run
         finally:
-            parcel.close()
-            if not self._fit:
-                self._end(graceful=False)
-            self._lock.release()
+            try:
+                parcel.close()
+                if not self._fit:
+                    self._end(graceful=False)
+            finally:  # another Stop may have come while the ranks were ended
+                self._lock.release()
 
     def _fit_crew(self, kind: str) -> Crew:
         """The processes, fresh ones where there are none that may serve this run."""

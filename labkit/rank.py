@@ -33,6 +33,8 @@ def main(sock: socket.socket, ring: mmap.mmap) -> None:
         ring: where this rank records.
     """
     channel = Channel(sock)
+    me = os.getpid()
+    os.register_at_fork(after_in_child=channel.close)
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         rank = _Rank(channel, channel.receive().data, RingWriter(ring))
@@ -40,6 +42,10 @@ def main(sock: socket.socket, ring: mmap.mmap) -> None:
             pass
     except (EOFError, ConnectionError):
         pass  # the notebook has let go of this rank
+    except OSError:
+        if os.getpid() == me:
+            raise
+        # The student's code has forked and let the child run on: that is no rank, and has no channel any more.
 
 
 class _Rank:

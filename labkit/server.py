@@ -13,7 +13,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NoReturn
 
 from labkit.errors import LabError
@@ -29,63 +29,98 @@ GUARD_LOOKS_EVERY_MS: Final = 500
 def serve(fds: list[int], preload: list[str], notebook: int) -> NoReturn:
     """The server's whole life: import, then fork ranks as told, until the notebook's process is gone."""
     _import_all(preload)
-    sock = socket.socket(fileno=fds[0])
-    children: set[int] = set()
-    me = os.getpid()
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    try:
-        poll.register(os.pidfd_open(notebook), select.POLLIN)
-    except OSError:  # no such process, or a kernel without pidfds: the end of the stream tells as well
-        pass
-    sock.send(pickle.dumps((0, None)))
-    with contextlib.suppress(OSError):  # the notebook went while we answered
-        while {fd for fd, _ in poll.poll()} == {sock.fileno()}:
-            data, received, _, _ = socket.recv_fds(sock, 1 << 16, 3 * BATCH)
-            if not data:
-                break
-            number, what, argument = pickle.loads(data)
-            answer: Any
-            if what == "fork":
-                answer = _fork(argument, received, sock, me)
-                if isinstance(answer, list):
-                    children.update(answer)
-            else:
-                answer = _end_children([pid for pid in argument if pid in children])
-                children.difference_update(answer)
-            sock.send(pickle.dumps((number, answer)))
-    _end_children(sorted(children))
+    _Server(socket.socket(fileno=fds[0])).serve(notebook)
     os._exit(0)
 
 
-def _fork(count: int, received: Sequence[int], sock: socket.socket, me: int) -> list[int] | LabError:
-    """Fork ranks, each with its three of the received descriptors; their pids, or why not."""
-    pids: list[int] = []
-    try:
-        for i in range(count):
-            pid = os.fork()
-            if pid == 0:
+class _Server:
+    """What forks ranks, and ends them.
+
+    Args:
+        sock: where requests come from: "fork" a number of ranks, given three descriptors each, or "end" some.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._ranks: dict[int, int] = {}  # by pid, a descriptor that is readable once the rank has ended; -1 on an old kernel
+        self._codes: dict[int, int] = {}  # exit codes of ranks that have ended and that nobody has asked about yet
+        self._poll = select.poll()
+
+    def serve(self, notebook: int) -> None:
+        """Do as told until the notebook's process is gone; then end all ranks."""
+        self._poll.register(self._sock, select.POLLIN)
+        alive = _watch(notebook)
+        if alive >= 0:
+            self._poll.register(alive, select.POLLIN)
+        with contextlib.suppress(OSError):  # the notebook went while we answered
+            self._sock.send(pickle.dumps((0, None)))
+            going_on = True
+            while going_on:
+                ready = {fd for fd, _ in self._poll.poll()}
+                self._bury([pid for pid, fd in self._ranks.items() if fd in ready])
+                if self._sock.fileno() in ready:
+                    going_on = self._do_as_told()
+                going_on &= alive not in ready
+        self._bury(list(self._ranks))
+
+    def _do_as_told(self) -> bool:
+        """Do what the next request says; False where there is none any more."""
+        data, received, _, _ = socket.recv_fds(self._sock, 1 << 16, 3 * BATCH)
+        if not data:
+            return False
+        number, what, argument = pickle.loads(data)
+        answer: Any
+        if what == "fork":
+            answer = self._fork(argument, received)
+        else:
+            self._bury([pid for pid in argument if pid in self._ranks])
+            answer = {pid: self._codes.pop(pid) for pid in argument if pid in self._codes}
+        self._sock.send(pickle.dumps((number, answer)))
+        return True
+
+    def _fork(self, count: int, received: Sequence[int]) -> list[int] | LabError:
+        """Fork ranks, each with its three of the received descriptors; their pids, or why not."""
+        pids: list[int] = []
+        me = os.getpid()
+        try:
+            for i in range(count):
                 mine = received[3 * i : 3 * i + 3]
-                sock.close()
-                for fd in set(received) - set(mine):
-                    os.close(fd)
-                _live_as_rank(mine, parent=me)
-            with contextlib.suppress(OSError):  # the child has done it itself
-                os.setpgid(pid, pid)
-            pids.append(pid)
-    except OSError as error:
-        _end_children(pids)
-        return LabError(f"this system does not let {count} more processes start: {error}. Close other groups and notebooks.")
-    finally:
-        for fd in received:
-            os.close(fd)
-    return pids
+                pid = os.fork()
+                if pid == 0:
+                    others = {*received, *self._ranks.values(), self._sock.fileno()} - {*mine, -1}
+                    _live_as_rank(mine, parent=me, unneeded=others)
+                with contextlib.suppress(OSError):  # the child has done it itself
+                    os.setpgid(pid, pid)
+                pids.append(pid)
+                self._ranks[pid] = _watch(pid)
+                if self._ranks[pid] >= 0:
+                    self._poll.register(self._ranks[pid], select.POLLIN)
+        except OSError as error:
+            self._bury(pids)
+            return LabError(f"this system does not let {count} more processes start: {error}. Close other groups and notebooks.")
+        finally:
+            for fd in received:
+                os.close(fd)
+        return pids
+
+    def _bury(self, pids: Sequence[int]) -> None:
+        """End ranks, and what they have started; what has ended by itself keeps its exit code."""
+        for pid in pids:
+            kill_group(pid)
+        for pid in pids:
+            self._codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            fd = self._ranks.pop(pid)
+            if fd >= 0:
+                self._poll.unregister(fd)
+                os.close(fd)
 
 
-def _end_children(pids: Sequence[int]) -> dict[int, int]:
-    for pid in pids:
-        kill_group(pid)
-    return {pid: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids}
+def _watch(pid: int) -> int:
+    """A descriptor that is readable once a process has ended; -1 where there is no such process, or the kernel is too old."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return -1
 
 
 def kill_group(pid: int) -> None:
@@ -136,16 +171,19 @@ def _import_all(names: Sequence[str]) -> None:
     gc.freeze()  # the collector would otherwise touch, and so copy, every page that forked ranks share
 
 
-def _live_as_rank(fds: Sequence[int], parent: int | None = None) -> NoReturn:
+def _live_as_rank(fds: Sequence[int], parent: int | None = None, unneeded: Iterable[int] = ()) -> NoReturn:
     """Turn this process into a rank, and end it when the rank's work is over.
 
     Args:
         fds: socket, output pipe and recording memory.
         parent: the server that forked it. Not so for a spawned rank: the kernel would take the end of the notebook's *thread*
             that spawned it for the death of its parent. It has a guard instead.
+        unneeded: descriptors of the server that the rank closes.
     """
     code = 1
     try:
+        for fd in unneeded:
+            os.close(fd)
         if parent is not None:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:  # it died before we asked
