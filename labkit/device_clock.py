@@ -269,6 +269,9 @@ class DeviceOperation(Operation):
     def completed(self, _: object = None) -> None:
         """The host does not know."""
 
+    def told(self, _: Any) -> None:
+        """The host does not know."""
+
     def settled(self) -> bool:
         """Whether the GPU is done with it; if so, it has been written down."""
         end_ns = self._end.time_ns() if self._end is not None else None

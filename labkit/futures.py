@@ -39,9 +39,8 @@ class Futures:
         self._ties: WeakKeyDictionary[Any, _Ties] = WeakKeyDictionary()
         self._callbacks: set[Any] = set()  # references to those that C++ holds
 
-    def tell(self, future: Any, operation: Operation) -> None:
-        """When the future completes, so does the operation."""
-        callback = operation.completed
+    def tell(self, future: Any, callback: Callable[[Any], None]) -> None:
+        """Call back when the future has completed."""
         self._callbacks.add(ref(callback, self._callbacks.discard))
         future.add_done_callback(callback)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import _thread
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from labkit.record import clock
 from labkit.ring import ON_CUDA, OPEN, RingWriter
@@ -83,8 +83,18 @@ class Operation:
             self.wait_start_ns = now = clock()
             self._ring.waiting(self._slot, now)
 
+    def told(self, future: Any) -> None:
+        """For a future's `add_done_callback`: it has completed now, or failed."""
+        try:
+            future.value()
+        except Exception:  # noqa: BLE001  # who waits for it gets to see what
+            if not self.waited_for:
+                self.failed()
+                return
+        self.completed()
+
     def completed(self, _: object = None) -> None:
-        """It has completed now; fits a future's `add_done_callback`. A slow link will hold this back (and with it, the waits)."""
+        """It has completed now. A slow link will hold this back, and with it the waits."""
         self.end_ns = self.end_ns or clock()
         if not self.waited_for:
             if self.wait_start_ns:

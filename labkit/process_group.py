@@ -51,7 +51,14 @@ COLLECTIVES: Final = {
 SETTERS: Final = ("_register_backend", "_set_default_backend", "_set_group_desc", "_set_group_name")
 
 
-class _WatchedGroup(ProcessGroup):
+class _Kind(type(ProcessGroup)):  # type: ignore[misc]  # pybind11's metaclass, which has no name of its own
+    """Where torch asks for a process group, it gets ours, and torch's own are process groups all the same."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return issubclass(type(instance), ProcessGroup)
+
+
+class _WatchedGroup(ProcessGroup, metaclass=_Kind):
     """A process group in two halves that share their backends.
 
     `_real` is made by torch as ever, and does the work. The other half, this object, is what Python and C++ hold: torch calls its
@@ -166,7 +173,7 @@ class _WatchedGroup(ProcessGroup):
         except RuntimeError:  # "getFuture not implemented": gloo's reduce_scatter
             self._silent.add(operation.name)
             return False
-        self.futures.tell(future, operation)
+        self.futures.tell(future, operation.told)
         return True
 
     def _message(self, method: str, tensors: list[Any], peer: int, tag: int, *who: int) -> Any:
@@ -280,7 +287,7 @@ def watched_process_group(recorder: Recorder, futures: Futures) -> type[ProcessG
         "recorder": recorder, "futures": futures, "attendant": Attendant(), "backwards": Backwards(),
         "__module__": ProcessGroup.__module__,
     }  # fmt: skip
-    return type(ProcessGroup.__name__, (_WatchedGroup,), members)
+    return _Kind(ProcessGroup.__name__, (_WatchedGroup,), members)
 
 
 def _nbytes(value: Any) -> int:

@@ -125,10 +125,10 @@ class RpcCalls:
             raise
         if isinstance(result, PyRRef):
             self._values[result] = pair, number
-            self._futures.tell(result._get_future(), operation)
+            self._futures.tell(result._get_future(), operation.completed)
         else:
             self._futures.tie(result, [operation])
-            self._futures.tell(result, operation)
+            self._futures.tell(result, operation.completed)
         return result
 
     def _serve(self, run: Callable[..., Any], call: Any) -> Any:

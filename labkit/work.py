@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
@@ -15,6 +16,7 @@ from labkit.operation import Batch, Operation
 __all__ = ["SilentWork", "WatchedMessage", "WatchedWork"]
 
 NO_TIMEOUT: Final = timedelta(0)  # torch's own default
+SHORTEST: Final = timedelta(milliseconds=1)
 
 
 class WatchedWork(Work):
@@ -62,7 +64,7 @@ class WatchedWork(Work):
         for operation in operations:
             operation.future_taken = True
             if not self._told:
-                self._futures.tell(future, operation)
+                self._futures.tell(future, operation.told)
         self._told = True
         return future
 
@@ -112,6 +114,11 @@ class WatchedMessage(WatchedWork):
         """Block until it is complete or has failed, and keep which."""
         self._finish(NO_TIMEOUT)
 
+    def give_up(self) -> None:
+        """Make it fail for the thread that waits for it: gloo closes the connection when a time is up."""
+        with contextlib.suppress(RuntimeError):
+            self._work.wait(SHORTEST)
+
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Block until it has completed."""
         operation = self._operation
@@ -122,13 +129,22 @@ class WatchedMessage(WatchedWork):
             elif self._under_way.acquire(timeout=timeout.total_seconds() or -1):
                 self._under_way.release()
             else:
-                self._work.wait(timedelta(milliseconds=1))  # raises what gloo raises when the time is up, and ends the message
+                self._time_is_up(timeout)
         if self._error is not None:
             operation.failed()
             raise self._error
         operation.wait_ends()
         self._waited = True
         return True
+
+    def _time_is_up(self, timeout: timedelta) -> None:
+        """Have gloo fail, and say what it says then."""
+        try:
+            self._work.wait(SHORTEST)
+        except RuntimeError as error:
+            limit_ms = round(timeout / SHORTEST)
+            error.args = (str(error).replace("waiting 1ms", f"waiting {limit_ms}ms"),)
+            self._error = error
 
     def is_completed(self) -> bool:
         """Whether it was waited for: with gloo, no message is complete before that, and so it shall be here."""
