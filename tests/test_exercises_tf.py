@@ -92,6 +92,71 @@ def one_step_only(strategy, examples, per_replica):
     return global_batches(strategy, examples[: per_replica * strategy.num_replicas_in_sync], per_replica)
 
 
+# clipped_sum
+
+
+@right("clipped_sum")
+def clipped_sum(gradients, limit):
+    import tensorflow as tf
+
+    total = tf.distribute.get_replica_context().all_reduce("SUM", gradients)
+    clipped, _ = tf.clip_by_global_norm(total, limit)
+    return clipped
+
+
+@wrong("clipped_sum", "each rank clipped its own gradients before the sum")
+def clipped_before(gradients, limit):
+    import tensorflow as tf
+
+    clipped, _ = tf.clip_by_global_norm(gradients, limit)
+    return tf.distribute.get_replica_context().all_reduce("SUM", clipped)
+
+
+@wrong("clipped_sum", "summed, but not clipped")
+def not_clipped(gradients, limit):
+    import tensorflow as tf
+
+    return tf.distribute.get_replica_context().all_reduce("SUM", gradients)
+
+
+@wrong("clipped_sum", "the mean over the ranks")
+def clipped_mean(gradients, limit):
+    import tensorflow as tf
+
+    mean = tf.distribute.get_replica_context().all_reduce("MEAN", gradients)
+    return tf.clip_by_global_norm(mean, limit)[0]
+
+
+@wrong("clipped_sum", "each gradient was clipped by itself")
+def clipped_singly(gradients, limit):
+    import tensorflow as tf
+
+    total = tf.distribute.get_replica_context().all_reduce("SUM", gradients)
+    return [tf.clip_by_norm(gradient, limit) for gradient in total]
+
+
+@wrong("clipped_sum", "nothing was exchanged")
+def clipped_alone(gradients, limit):
+    import tensorflow as tf
+
+    return tf.clip_by_global_norm(gradients, limit)[0]
+
+
+@wrong("clipped_sum", "returns two things")
+def clipped_with_norm(gradients, limit):
+    import tensorflow as tf
+
+    return tf.clip_by_global_norm(tf.distribute.get_replica_context().all_reduce("SUM", gradients), limit)
+
+
+@wrong("clipped_sum", "clipping never makes longer")
+def always_scaled(gradients, limit):
+    import tensorflow as tf
+
+    total = tf.distribute.get_replica_context().all_reduce("SUM", gradients)
+    return [gradient * limit / tf.linalg.global_norm(total) for gradient in total]
+
+
 @pytest.mark.parametrize("answer", answers.parameters())
 def test_the_verdict_fits_the_answer(answer) -> None:
     judge(answer)

@@ -16,7 +16,7 @@ LESSONS: dict[str, tuple[str, ...]] = {
     "data_parallel": ("average_gradients", "draw_indices", "accumulate", "scaled_learning_rate"),
     "model_parallel": ("activation_bytes", "best_cut", "TwoDevices", "middle_step"),
     "rpc_hybrid": ("overlapped_time", "both_workers", "distributed_step"),
-    "tf_data_parallel": ("replica_loss", "global_batches"),
+    "tf_data_parallel": ("replica_loss", "global_batches", "clipped_sum"),
 }
 
 

@@ -1,12 +1,14 @@
-"""The exercises of lesson 10: the loss of a replica, and batches for all replicas."""
+"""The exercises of lesson 10: the loss of a replica, batches for all replicas, and gradients clipped over several processes."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from labkit.exercises.judging import AnswerError, Exercise, OnRanks
 
@@ -15,6 +17,9 @@ __all__ = ["EXERCISES"]
 LESSON = "10_tf_data_parallel"
 REPLICAS = 2
 EXAMPLES, PER_REPLICA = 10, 2
+# Two gradients of two ranks. Together they are (6, 0) and (8), with norm 10; each mistake gives other numbers.
+GRADIENTS = (((3.0, 0.0), (0.0,)), ((3.0, 0.0), (8.0,)))
+LIMIT, HIGH_LIMIT = 6.0, 20.0
 
 
 def _loss_on_rank(answer: Callable[..., Any], uneven: bool) -> tuple[float, float]:
@@ -106,6 +111,78 @@ def _global_batches(answer: Any, on: OnRanks) -> str:
     return "Every step gives every replica the batch that was asked for."
 
 
+def _clip_on_rank(answer: Callable[..., Any], limit: float) -> list[list[float]] | str:
+    """What the student's function makes of this rank's gradients; in words, where that is no list like theirs."""
+    import tensorflow as tf
+
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    own = [tf.constant(gradient) for gradient in GRADIENTS[int(os.environ["RANK"])]]
+
+    def step() -> Any:
+        return strategy.run(answer, args=(own, limit))
+
+    clipped = tf.function(step)()
+    if not isinstance(clipped, (list, tuple)) or [getattr(c, "shape", None) for c in clipped] != [g.shape for g in own]:
+        return str(tf.nest.map_structure(lambda value: f"shape {tuple(np.shape(value))}", clipped))
+    return [gradient.numpy().tolist() for gradient in clipped]
+
+
+def _clipped_sum(answer: Any, on: OnRanks) -> str:
+    for limit in (LIMIT, HIGH_LIMIT):
+        ranks = on(len(GRADIENTS), _clip_on_rank, answer, limit, runtime="tensorflow")
+        for rank, got in enumerate(ranks):
+            if isinstance(got, str):
+                raise AnswerError(
+                    "expected a list like the one that was given. tf.clip_by_global_norm returns two things: the list, and the norm "
+                    "that it had",
+                    f"rank {rank} returned {got}",
+                )
+        given = [[np.array(gradient) for gradient in own] for own in GRADIENTS]
+        total = _sum(given)
+        expected = _clip(total, limit)
+        if all(_same(got, expected) for got in ranks):
+            continue
+        details = (f"limit {limit:g}", *(f"rank {i} got {got}" for i, got in enumerate(ranks)), f"expected {_lists(expected)}")
+        early = _sum([_clip(own, limit) for own in given])
+        mean = _clip([gradient / len(given) for gradient in total], limit)
+        alone = [_clip([gradient], limit)[0] for gradient in total]
+        causes: tuple[tuple[list[list[NDArray[Any]]], str], ...] = (
+            (
+                [early] * 2,
+                "each rank clipped its own gradients before the sum: sum first, and clip what the whole batch gives",
+            ),
+            ([total] * 2, "the gradients are summed, but not clipped: their norm together is above the limit"),
+            ([mean] * 2, "these come from the mean over the ranks: the losses are divided by the global batch already, so sum"),
+            ([alone] * 2, "each gradient was clipped by itself: the limit is for the norm of all of them together"),
+            (given, "each rank has its own gradients only: nothing was exchanged"),
+            ([_clip(own, limit) for own in given], "each rank has its own gradients only, clipped: nothing was exchanged"),
+        )
+        for mistaken, words in causes:
+            if all(_same(got, wrong) for got, wrong in zip(ranks, mistaken, strict=True)):
+                raise AnswerError(words, *details)
+        if limit == HIGH_LIMIT:
+            raise AnswerError("right where the norm is above the limit, wrong below it: clipping never makes longer", *details)
+        raise AnswerError("these are not the gradients of the whole batch, clipped", *details)
+    return "The gradients of all ranks are summed first and clipped then, as one device with the whole batch would."
+
+
+def _sum(ranks: list[list[NDArray[Any]]]) -> list[NDArray[Any]]:
+    return [np.sum(parts, axis=0) for parts in zip(*ranks, strict=True)]
+
+
+def _clip(gradients: list[NDArray[Any]], limit: float) -> list[NDArray[Any]]:
+    norm = math.sqrt(sum(float((gradient**2).sum()) for gradient in gradients))
+    return [gradient * min(1.0, limit / norm) for gradient in gradients] if norm else gradients
+
+
+def _same(got: list[list[float]], expected: list[NDArray[Any]]) -> bool:
+    return all(np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(got, expected, strict=True))
+
+
+def _lists(arrays: list[NDArray[Any]]) -> list[list[float]]:
+    return [array.round(4).tolist() for array in arrays]
+
+
 EXERCISES = (
     Exercise(
         "replica_loss",
@@ -120,5 +197,12 @@ EXERCISES = (
         "global_batches(strategy, examples, per_replica) returns a distributed dataset in which every step gives every replica "
         "`per_replica` of the examples.",
         _global_batches,
+    ),
+    Exercise(
+        "clipped_sum",
+        LESSON,
+        "clipped_sum(gradients, limit) runs in a replica, gets the gradients of this rank's share, and returns those of the "
+        "whole batch, shortened where their norm, all of them together, is above the limit.",
+        _clipped_sum,
     ),
 )
