@@ -1,0 +1,127 @@
+"""What the ranks of the tests of RPC call on each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import autograd as dist_autograd
+from torch.distributed import rpc
+
+from labkit.record import here
+from labkit.ring import RingReader
+
+WORKER = "worker"
+
+
+def add(x: torch.Tensor, y: float) -> torch.Tensor:
+    return x + y
+
+
+def fail(word: str) -> None:
+    raise ValueError(f"no {word}")
+
+
+@rpc.functions.async_execution
+def add_later(x: torch.Tensor) -> Any:
+    """A function that another one completes: here, one of the same worker."""
+    return rpc.rpc_async(WORKER, add, args=(x, 1.0)).then(lambda done: done.wait() * 2)
+
+
+class Shard(nn.Module):
+    """A part of a model that lives on a worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A pass."""
+        return torch.relu(self.linear(x))
+
+    def parameter_rrefs(self) -> list[Any]:
+        """References to its parameters, for a distributed optimizer."""
+        return [rpc.RRef(p) for p in self.parameters()]
+
+
+def pending() -> list[str]:
+    """The names of this rank's operations that have not completed."""
+    assert here.recorder is not None
+    return [operation.name for operation in RingReader(here.recorder.ring.buffer).pending()]
+
+
+def calls() -> list[Any]:
+    """A call of every kind; what comes back."""
+    x = torch.ones(1000)
+    pair = [rpc.rpc_async(WORKER, add, args=(x, float(i))) for i in range(2)]
+    return [
+        rpc.rpc_sync(WORKER, add, args=(x, 2.0)),
+        rpc.rpc_async(WORKER, add, args=(x, 3.0)).wait(),
+        *torch.futures.wait_all(pair),
+        rpc.rpc_async(WORKER, add, args=(x, 4.0)).then(lambda done: done.value() + 1).wait(),
+        rpc.remote(WORKER, add, args=(x, 5.0)).to_here(),
+        rpc.rpc_sync(WORKER, torch.add, args=(x, x)),
+        rpc.remote(WORKER, torch.mul, args=(x, x)).to_here(),
+        rpc.rpc_sync(WORKER, add_later, args=(x,)),
+    ]
+
+
+def by_reference() -> list[Any]:
+    """Methods called through a reference, and the reference itself."""
+    shard = rpc.remote(WORKER, Shard)
+    x = torch.ones(2, 8)
+    return [
+        shard.rpc_sync().forward(x).detach(),
+        shard.rpc_async().forward(x).wait().detach(),
+        shard.remote().forward(x).to_here().detach(),
+        shard.owner_name(),
+    ]
+
+
+def failing() -> list[str]:
+    """A call that raises, one of a worker that does not exist, and one that takes too long."""
+    said = []
+    for call in (
+        lambda: rpc.rpc_sync(WORKER, fail, args=("luck",)),
+        lambda: rpc.rpc_async("nobody", add, args=(torch.ones(1), 1.0)),
+        lambda: rpc.rpc_async(WORKER, fail, args=("time",)).wait(),
+    ):
+        try:
+            call()
+        except (RuntimeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}"[:60])
+    return [*said, str(pending())]
+
+
+def train(optimizer_class: Any, steps: int) -> list[torch.Tensor]:
+    """A model on the worker, trained from here with distributed autograd; its parameters afterwards."""
+    from torch.distributed.optim import DistributedOptimizer
+
+    shard = rpc.remote(WORKER, Shard)
+    parameters = shard.rpc_sync().parameter_rrefs()
+    optimizer = DistributedOptimizer(optimizer_class, parameters, lr=0.1)
+    x = torch.arange(16.0).reshape(2, 8)
+    for _ in range(steps):
+        with dist_autograd.context() as context:
+            loss = shard.rpc_sync().forward(x).square().mean()
+            dist_autograd.backward(context, [loss])
+            optimizer.step(context)
+    return [parameter.to_here().detach() for parameter in parameters]
+
+
+class Descent(torch.optim.SGD):
+    """Gradient descent that torch does not turn into a script."""
+
+
+def train_alone(steps: int) -> list[torch.Tensor]:
+    """The same in one process."""
+    shard = Shard()
+    optimizer = torch.optim.SGD(shard.parameters(), lr=0.1)
+    x = torch.arange(16.0).reshape(2, 8)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        shard(x).square().mean().backward()
+        optimizer.step()
+    return [p.detach() for p in shard.parameters()]

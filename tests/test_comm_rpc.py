@@ -1,0 +1,171 @@
+"""Remote procedure calls are written down on both ends, and come out as without us."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import comm_rpc_cases as cases
+import pytest
+import torch
+
+from labkit.group import Group
+from labkit.run import Run
+from labkit.spans import Span
+
+HERE = Path(__file__).resolve().parent
+MASTER, WORKER = 0, 1
+X = 1000 * 4  # bytes of the tensor that travels
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Group]:
+    with Group(["master", "worker"], runtime="rpc") as group:
+        yield group
+
+
+def spans(run: Run, rank: int, kind: str = "communication") -> list[Span]:
+    return [span for span in run.trace if span.kind == kind and span.rank == rank]
+
+
+def ends(run: Run) -> dict[tuple[str, int], list[Span]]:
+    """The spans of the two ends of each call that has a number."""
+    found: dict[tuple[str, int], list[Span]] = {}
+    for span in run.trace:
+        if span.kind == "communication" and span.group:
+            found.setdefault((span.group, span.match), []).append(span)
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(group: Group) -> Run:
+    return group["master"].run(cases.calls)
+
+
+def test_results(run: Run) -> None:
+    expected = [3, 4, 1, 2, 6, 6, 2, 1, 4]
+    assert [t.unique().tolist() for t in run.results[0]] == [[float(value)] for value in expected]
+
+
+def test_the_caller(run: Run) -> None:
+    calls = spans(run, MASTER)
+    assert [s.name for s in calls] == [
+        "rpc_async add", "rpc_async add", "rpc_sync add", "rpc_async add", "rpc_async add", "remote add", "to_here",
+        "rpc_sync add", "remote mul", "to_here", "rpc_sync add_later",
+    ]  # fmt: skip
+    assert all(s.peer == WORKER and s.done and s.line.startswith("comm_rpc_cases.py, line") for s in calls)
+    # Python functions are pickled with their arguments; those of torch go without; what `to_here` brings is a tensor.
+    pickled = [s.nbytes for s in calls if s.nbytes not in (X, 2 * X)]
+    assert len(pickled) == 7
+    assert all(X < nbytes < X + 300 for nbytes in pickled)
+    assert [s.nbytes for s in calls if s.name in ("to_here", "remote mul")] == [X, 2 * X, X]
+
+
+def test_the_callee(run: Run) -> None:
+    served = [s.name for s in spans(run, WORKER, "compute")]
+    assert served.count("serve add") == 7  # one of them for `add_later`
+    assert served.count("serve add_later") == 1
+    replies = [s for s in spans(run, WORKER) if s.name.startswith("reply")]
+    assert all(X < s.nbytes < X + 300 for s in replies)
+    assert [s.peer for s in replies].count(MASTER) == 6
+    assert [s.peer for s in replies].count(WORKER) == 1  # `add_later` calls its own worker
+
+
+def test_both_ends_are_one_operation(run: Run) -> None:
+    numbered = ends(run)
+    assert len(numbered) == 8  # those of torch's own functions, which C++ runs, have no number
+    for both in numbered.values():
+        call, answer = sorted(both, key=lambda s: s.name.startswith(("reply", "value")))
+        assert answer.name.split()[0] == ("value" if call.name == "to_here" else "reply")
+        assert call.start_ns < answer.start_ns < call.end_ns
+
+
+def test_who_was_blocked(run: Run) -> None:
+    for call in spans(run, MASTER):
+        if call.name.startswith("remote"):
+            assert call.wait_start_ns == 0  # nobody waits for it; `to_here` does, for its value
+        elif call.wait_start_ns:
+            assert call.start_ns <= call.wait_start_ns < call.wait_end_ns
+    waited = [s.name for s in spans(run, MASTER) if s.wait_start_ns]
+    assert {"rpc_sync add", "rpc_sync add_later", "rpc_async add"} <= set(waited)
+
+
+def test_methods_by_reference(group: Group) -> None:
+    run = group["master"].run(cases.by_reference)
+    shard = cases.Shard()
+    *outputs, owner = run.results[0]
+    assert owner == "worker"
+    assert all(torch.equal(y, shard(torch.ones(2, 8))) for y in outputs)
+    assert [s.name for s in spans(run, MASTER)] == [
+        "remote Shard", "rpc_async type of an RRef", "rpc_sync forward", "rpc_async forward", "remote forward", "to_here",
+    ]  # fmt: skip
+    by_helper = next(s for s in spans(run, MASTER) if s.name == "rpc_async forward")
+    assert by_helper.wait_start_ns  # although its future is one that torch's helper made
+    assert "serve forward" in [s.name for s in spans(run, WORKER, "compute")]
+
+
+def test_failures_reach_the_caller(group: Group) -> None:
+    run = group["master"].run(cases.failing)
+    raised, nobody, later, pending = run.results[0]
+    assert raised.startswith("ValueError: ValueError: On WorkerInfo(id=1, name=worker)")
+    assert "could not find destination" in nobody
+    assert later.startswith("ValueError")
+    assert pending == "[]"
+    assert [s.name for s in spans(run, MASTER)] == ["rpc_sync fail", "rpc_async fail"]  # the one to nobody never was
+    assert [s.name for s in spans(run, WORKER)] == ["reply fail"] * 2
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, cases.Descent], ids=["script", "python"])
+def test_distributed_training(group: Group, optimizer: Any) -> None:
+    run = group["master"].run(cases.train, optimizer, 2)
+    for ours, alone in zip(run.results[0], cases.train_alone(2), strict=True):
+        assert torch.allclose(ours, alone, atol=1e-6)
+    master, worker = spans(run, MASTER), spans(run, WORKER, "compute")
+    assert [s.name for s in spans(run, MASTER, "compute")] == ["dist_autograd.backward"] * 2
+    assert [s.name for s in master].count("rpc_async optimizer step") == 2
+    parts = [s for s in worker if s.name == "backward of forward"]
+    assert len(parts) == 2
+    # What the master waits for in the end is the worker's part.
+    passes = [s for s in master if s.name == "dist_autograd.backward"]
+    gradients = [s for s in spans(run, WORKER) if s.name == "gradients"]
+    for whole, part, gradient in zip(passes, parts, gradients, strict=True):
+        assert (whole.group, whole.match) == (gradient.group, gradient.match)
+        assert part.end_ns == gradient.start_ns <= whole.end_ns
+    if optimizer is cases.Descent:  # the other one is run by C++
+        assert [s.name for s in worker].count("serve optimizer step") == 2
+
+
+def test_torchs_own_calls_are_not_shown(tmp_path: Path) -> None:
+    """Without a size that is known beforehand, torch's workers tell each other that they have come: that is their business."""
+    program = """
+import json, mmap, sys
+from torch.distributed import rpc
+from labkit import comm
+from labkit.record import Recorder, here
+from labkit.ring import RING_BYTES, RingReader, RingWriter
+memory = mmap.mmap(-1, RING_BYTES)
+recorder = Recorder(RingWriter(memory), threads=True)
+here.start(recorder)
+comm.watch_rpc(recorder)
+options = rpc.TensorPipeRpcBackendOptions(init_method="file://" + sys.argv[1])
+rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+print(json.dumps(rpc.rpc_sync("alone", len, args=([1, 2],))))
+rpc.shutdown()
+reader = RingReader(memory)
+rows = reader.read()
+print(json.dumps([reader.names()[i] for i in rows["name"]] + [p.name for p in reader.pending()]))
+"""
+    environment = os.environ | {"TP_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    answer = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "store")],
+        capture_output=True, text=True, timeout=60, check=False, env=environment, cwd=HERE.parent,
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    result, names = map(json.loads, answer.stdout.splitlines())
+    assert result == 2
+    assert sorted(names) == ["reply len", "rpc_sync len", "serve len"]
