@@ -13,6 +13,7 @@ import linecache
 import os
 import socket
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
@@ -212,6 +213,8 @@ class Rpc(Torch):
         if not rpc.is_available():
             raise LabError("runtime='rpc': this build of torch has no torch.distributed.rpc (Linux builds have it)")
         _, notes = self._prepare(offers[0])
+        # DistributedOptimizer chooses such optimizers by itself, on every worker each time: nothing that a student could change.
+        warnings.filterwarnings("ignore", "`TorchScript` support for functional optimizers", DeprecationWarning)
         options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://{LOOPBACK}:{offers[0]}", num_worker_threads=8)
         with _quiet_stderr():  # a warning about a deprecated constructor that torch itself calls (pytorch/pytorch#149393)
             rpc.init_rpc(
