@@ -72,6 +72,8 @@ class Crew:
         self.selector = selectors.DefaultSelector()
         self.notes: list[str] = []
         self.spent = False
+        self._burying = threading.Lock()
+        self._codes: dict[int, int] = {}
         try:
             processes = starter.start(len(plan.names))
             self.members = [Member(i, name, p) for i, (name, p) in enumerate(zip(plan.names, processes, strict=True))]
@@ -162,12 +164,14 @@ class Crew:
 
     def bury(self, member: Member) -> int:
         """The exit code of a rank that has ended, or is ended by this."""
-        code: int = self._starter.end([member.process]).get(member.process.pid, 0)
-        return code
+        with self._burying:
+            self._codes |= self._starter.end([member.process])
+        return self._codes.get(member.process.pid, 0)
 
     def kill(self) -> None:
         """End the processes and leave the rest to the run that is under way on another thread."""
-        self._starter.end([m.process for m in self.members])
+        with self._burying:
+            self._codes |= self._starter.end([m.process for m in self.members])
 
     def end(self, *, graceful: bool = False, wait: bool = True) -> None:
         """End the processes.

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, Self
 
@@ -15,7 +16,7 @@ from labkit import wire
 from labkit.arguments import Plan, check_place
 from labkit.blame import Call, Names
 from labkit.crew import Crew
-from labkit.errors import LabError
+from labkit.errors import LabError, RankError
 from labkit.names import assigned, name_of, reads
 from labkit.notebook import notebook
 from labkit.output import cell_label
@@ -83,7 +84,6 @@ class Group:
         timeout_s: float | None = None,
         start: str | None = None,
     ) -> None:
-        self._crew: Crew | None = None  # first: __del__ runs also when a check below fails
         check_place()
         self._plan = Plan.of(
             ranks,
@@ -95,6 +95,7 @@ class Group:
             start=start,
         )
         self.names, self.runtime = self._plan.names, runtime
+        self._crew: Crew | None = None
         self._fit = False  # whether the processes may serve another run
         self._closed = False
         self._lock = threading.Lock()
@@ -120,10 +121,6 @@ class Group:
         raise LabError(
             "a group lives in the notebook and cannot be sent to a rank; inside a rank use torch.distributed (or rpc) itself"
         )
-
-    def __del__(self) -> None:
-        if self._crew is not None and os.getpid() == self._owner:
-            self._crew.end(wait=False)  # the garbage collector runs at any moment, also while this thread starts other ranks
 
     def __getitem__(self, which: int | str | slice | Iterable[int | str]) -> Ranks:
         """Some of the ranks, by number, name, slice, or a list of these.
@@ -284,6 +281,10 @@ class Group:
             deadline_s = None if self._plan.timeout_s is None else time.monotonic() + self._plan.timeout_s
             try:
                 run = flight.wait(deadline_s)
+            except RankError:
+                if self._closed:
+                    raise LabError(f"the group was closed in another thread while {name} was running") from None
+                raise
             finally:
                 self._fit = flight.intact
                 crew.spent |= self._plan.kind.fresh_each_run and kind == "call"
@@ -305,6 +306,8 @@ class Group:
             self._end(graceful=False)
         if self._crew is None:
             self._crew = Crew(self._plan, notebook.starter(self.runtime, self._plan.start))
+            self._unheld = weakref.finalize(self, _end_unheld, self._crew, self._owner)
+            self._unheld.atexit = False
             for note in self._crew.notes:
                 self._tell(note)
         return self._crew
@@ -331,6 +334,7 @@ class Group:
             crew.end(graceful=graceful)
         finally:
             self._crew = None
+            self._unheld.detach()
         if self._plan.start == "spawn" and not self._closed:
             notebook.starter(self.runtime, "spawn").warm(len(self))
 
@@ -339,6 +343,12 @@ class Group:
         if note not in self._told:
             self._told.add(note)
             print(f"labkit: {note}")
+
+
+def _end_unheld(crew: Crew, owner: int) -> None:
+    """Nobody holds the group any more. The garbage collector runs at any moment, also while this thread starts other ranks."""
+    if os.getpid() == owner:
+        crew.end(wait=False)
 
 
 def _shown(which: Any) -> str:
