@@ -14,7 +14,7 @@ def _make_an_optimizer() -> None:
     from torch.distributed import rpc
     from torch.distributed.optim import DistributedOptimizer
 
-    parameters = [rpc.remote(name, torch.ones, args=(2,), kwargs={"requires_grad": True}) for name in ("master", "worker")]
+    parameters = [rpc.remote(name, torch.nn.Parameter, args=(torch.ones(2),)) for name in ("master", "worker")]
     DistributedOptimizer(torch.optim.SGD, parameters, lr=0.1)
 
 
