@@ -1,0 +1,107 @@
+"""A real ipykernel, driven as JupyterLab drives it: every tool is measured from cells, as a student would use it."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Self
+
+import psutil
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import KernelManager
+
+__all__ = ["Kernel"]
+
+FOLDER: Final = Path(__file__).parent
+LIMIT_S: Final = 120.0
+
+
+class Kernel:
+    """One kernel and its client.
+
+    Args:
+        python: the interpreter.
+    """
+
+    def __init__(self, python: str) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        spec = Path(self._folder.name) / "bench"
+        spec.mkdir()
+        argv = [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        (spec / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "bench", "language": "python"}))
+        specs = KernelSpecManager(kernel_dirs=[self._folder.name], ensure_native_kernel=False)
+        self._manager = KernelManager(kernel_name="bench", kernel_spec_manager=specs)
+        self._log = (Path(self._folder.name) / "log").open("wb")  # ipykernel warns about TCP
+        variables = os.environ | {"IPYTHONDIR": self._folder.name}
+        self._manager.start_kernel(cwd=str(FOLDER), env=variables, stdout=self._log, stderr=self._log)
+        self.client: BlockingKernelClient = self._manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(LIMIT_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        started = psutil.Process(self._manager.provisioner.pid).children(recursive=True)
+        self.client.stop_channels()
+        self._manager.shutdown_kernel()
+        for process in started:  # what a tool leaves behind: psutil ends none whose number has passed to another
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._log.close()
+        self._folder.cleanup()
+
+    def run(self, source: str, *, value: str = "None") -> Any:
+        """Run a cell and wait for it.
+
+        Args:
+            source: the cell.
+            value: an expression evaluated after it; the result of this call.
+
+        Raises:
+            RuntimeError: the cell failed, or took too long.
+        """
+        try:
+            reply = self.client.execute_interactive(
+                source, user_expressions={"value": value}, timeout=LIMIT_S, output_hook=lambda _: None, allow_stdin=False
+            )["content"]
+        except TimeoutError:
+            raise RuntimeError(f"{source or value} did not end within {LIMIT_S:.0f} s") from None
+        answer = reply.get("user_expressions", {}).get("value", reply)
+        if reply["status"] != "ok" or answer["status"] != "ok":
+            problem = reply if reply["status"] != "ok" else answer
+            raise RuntimeError("\n".join(problem.get("traceback") or [str(problem)]))
+        return ast.literal_eval(answer["data"]["text/plain"])
+
+    def begin(self, source: str) -> str:
+        """Send a cell and do not wait; its number is for `until`."""
+        return str(self.client.execute(source, allow_stdin=False))
+
+    def until(self, cell: str, what: Callable[[str, dict[str, Any]], bool]) -> int:
+        """Wait for a message of a cell; the moment it arrived, in ns on `time.perf_counter_ns`.
+
+        Args:
+            cell: what `begin` gave.
+            what: is told the type and the content of each message, and says whether it is the one.
+
+        Raises:
+            TimeoutError: it did not come.
+        """
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline:
+            message = self.client.get_iopub_msg(timeout=LIMIT_S)
+            now_ns = time.perf_counter_ns()
+            if message["parent_header"].get("msg_id") == cell and what(message["msg_type"], message["content"]):
+                return now_ns
+        raise TimeoutError(f"the kernel did not say what was waited for within {LIMIT_S:.0f} s")
+
+    def interrupt(self) -> None:
+        """What the Stop button does."""
+        self._manager.interrupt_kernel()

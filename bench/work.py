@@ -1,0 +1,84 @@
+"""The work that every tool is given: add up one number over four ranks, do nothing, hand an array back, and be idle."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import psutil
+
+__all__ = ["ARRAY_BYTES", "LOOPBACK", "RANKS", "Tool", "children_pss", "own_store", "seconds", "summed", "torch_worker"]
+
+RANKS: Final = 4
+ARRAY_BYTES: Final = 64 << 20
+TIMEOUT_S: Final = 60
+LOOPBACK: Final = "lo0" if sys.platform == "darwin" else "lo"
+
+
+class Tool(Protocol):
+    """One way to start ranks, as the benchmarks drive it; each answer is a measurement in seconds, or bytes for memory."""
+
+    def ready(self) -> float:
+        """From nothing to four ranks with a process group and the sum of one all_reduce seen."""
+
+    def call(self) -> float:
+        """One call of a function that does nothing on four ranks; the median of several."""
+
+    def move(self) -> float:
+        """An array of `ARRAY_BYTES` to each of four ranks and back."""
+
+    def memory(self) -> float:
+        """Proportional set size of everything this process has started, with four idle ranks that have made one all_reduce."""
+
+    def close(self) -> None:
+        """End what is running."""
+
+
+def seconds(action: Callable[[], Any]) -> float:
+    """How long an action takes."""
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def children_pss() -> float:
+    """Proportional set size in bytes of all descendants of this process: shared pages are divided among those who share them."""
+    return float(sum(p.memory_full_info().pss for p in psutil.Process().children(recursive=True)))
+
+
+def summed(rank: int, size: int, port: int) -> float:
+    """Join a gloo process group by the store on that port, and add up a one from each rank."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def own_store() -> Any:
+    """A store for the ranks to meet at, on a free port."""
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def torch_worker(rank: int, task: str, port: int, answers: Any, release: Any, given: Any, results: Any) -> None:
+    """What a process of `torch.multiprocessing` does, one task in its life."""
+    import torch
+
+    torch.set_num_threads(1)  # OpenMP, which the parent may have used, hangs in a fork
+    answer = 0.0
+    if task in ("ready", "memory"):
+        answer = summed(rank, RANKS, port)
+    elif task == "move":
+        results[rank].copy_(given)
+    answers.put(answer)
+    release.wait(TIMEOUT_S)  # idle until the others have been looked at, too
