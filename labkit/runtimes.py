@@ -213,8 +213,7 @@ class Rpc(Torch):
         if not rpc.is_available():
             raise LabError("runtime='rpc': this build of torch has no torch.distributed.rpc (Linux builds have it)")
         _, notes = self._prepare(offers[0])
-        # DistributedOptimizer chooses such optimizers by itself, on every worker each time: nothing that a student could change.
-        warnings.filterwarnings("ignore", "`TorchScript` support for functional optimizers", DeprecationWarning)
+        _hide_optimizer_warning()
         options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://{LOOPBACK}:{offers[0]}", num_worker_threads=8)
         with _quiet_stderr():  # a warning about a deprecated constructor that torch itself calls (pytorch/pytorch#149393)
             rpc.init_rpc(
@@ -227,6 +226,20 @@ class Rpc(Torch):
         from torch.distributed import rpc
 
         rpc.shutdown(graceful=False)
+
+
+def _hide_optimizer_warning() -> None:
+    """Keep silent what every DistributedOptimizer says on every worker, whatever the student does, about a choice of its own.
+
+    torch sets the filter "always" around it, so that only the place where warnings are shown is left.
+    """
+    show = warnings.showwarning
+
+    def show_others(message: Warning | str, category: type[Warning], *where: Any, **kwargs: Any) -> None:
+        if "`TorchScript` support for functional optimizers" not in str(message):
+            show(message, category, *where, **kwargs)
+
+    warnings.showwarning = show_others
 
 
 class TensorFlow(Runtime):
