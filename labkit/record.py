@@ -64,10 +64,10 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Off:
-    """A span outside a group. `"".format` takes anything and returns "", which is false: `with` then runs no Python at all."""
+    """A span outside a group: `with` calls methods of C, which run no Python. The first takes nothing, the second anything."""
 
     __slots__ = ("kind", "name")
-    __enter__ = "".format
+    __enter__ = "".isupper
     __exit__ = "".format
 
     def __init__(self, name: str, kind: str) -> None:
