@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import mmap
 import os
 import socket
@@ -87,10 +88,6 @@ class _Rank:
         """Do it, or report why not."""
         try:
             action()
-        except (EOFError, ConnectionError) as error:
-            if error.__traceback__ is None or not in_students_code(error):
-                raise  # our own stream, not the student's
-            self._raised(error)
         except BaseException as error:  # noqa: BLE001  # SystemExit, KeyboardInterrupt too: the notebook decides what follows
             self._raised(error)
 
@@ -184,6 +181,7 @@ class _Rank:
         recorder = here.recorder
         if recorder is not None and recorder.device_clock is not None:
             recorder.device_clock.flush()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # the student's code has closed it, or put None there
+                stream.flush()
         flush_c_output()
