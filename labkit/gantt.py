@@ -252,7 +252,9 @@ class _Timeline:
 
     def _step_lines(self, trace: Trace, rank: int, y: float) -> None:
         edges = trace.of(rank=rank, kind="step").columns.data
-        at = (np.unique([edges["start_ns"], edges["end_ns"]]) - trace.start_ns) / self.unit_ns
+        times_ns = np.unique([edges["start_ns"], edges["end_ns"]])
+        # A step that touches the time looked at may begin before it or end after it, where another run's row goes on.
+        at = (times_ns[(times_ns >= trace.start_ns) & (times_ns <= trace.end_ns)] - trace.start_ns) / self.unit_ns
         if 0 < len(at) < self.width_px / 6:
             self.ax.vlines(at, y + 0.02, y + 0.98, color="#22262E", linewidth=0.9, zorder=3, label="step")
             self.seen.add("step")

@@ -166,6 +166,18 @@ def test_steps_are_bounded_by_thin_lines_and_numbered():
     assert {"step 0", "step 1"} <= {t.get_text() for t in ax.texts}
 
 
+def test_step_lines_stay_inside_the_time_shown():
+    b = book(ranks=2)  # rank 1 is late: its step 1 goes on after all have ended step 0
+    for rank, late in ((0, 0), (1, 4)):
+        for step in range(2):
+            b.whole(rank, "step", 10 * step + late, 10 * step + 10 + late)
+            b.compute(rank, "forward", 10 * step + late, 10 * step + 10 + late)
+    ax = timeline(b.trace(2), b.trace(2), step=range(1))
+    lines = [c for c in ax.collections if c.get_label() == "step"]
+    assert [x for c in lines for segment in c.get_segments() for x in segment[:, 0]]
+    assert max(x for c in lines for segment in c.get_segments() for x in segment[:, 0]) <= 14
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_the_bars_add_up_to_the_shares(seed):
     rng = random.Random(seed)
