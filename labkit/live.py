@@ -8,9 +8,11 @@ run is over, the timeline as an image takes its place, so that a saved notebook 
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import shutil
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -198,6 +200,8 @@ class _Cell:
     def begin(self, said: str) -> None:
         self._said = said
         self._display({})
+        # The first import takes half a second: better now than when a student waits for the words of an error, or after Stop.
+        threading.Thread(target=_import_matplotlib, daemon=True, name="labkit-import").start()
 
     def show(self, frame: Frame) -> None:
         self._display({"text/html": svg(frame, self._name)}, update=True)
@@ -216,6 +220,12 @@ class _Cell:
         from IPython.display import display
 
         display(data | {"text/plain": self._said}, raw=True, metadata=metadata or {}, display_id=self._name, update=update)
+
+
+def _import_matplotlib() -> None:
+    with contextlib.suppress(ImportError):  # the last picture says what is missing
+        import matplotlib.backends.backend_agg
+        import matplotlib.figure  # noqa: F401
 
 
 def _png(figure: Figure) -> bytes:

@@ -27,8 +27,8 @@ class Picture(Protocol):
 
     interval_s: float
 
-    def begin(self, ranks: tuple[str, ...], title: str, start_ns: int) -> None:
-        """The ranks start now."""
+    def begin(self, ranks: tuple[str, ...], title: str, start_ns: int, called: Sequence[int]) -> None:
+        """The ranks start now; those with the numbers `called` call the function, the others serve."""
 
     def update(self, now_ns: int, new: Trace, pending: Sequence[Sequence[Pending]]) -> None:
         """`new` holds what was completed since the last update, `pending` what each rank has under way."""
@@ -164,7 +164,8 @@ class Flight:
                 self._output.feed(member.rank, member.unshown)
                 member.unshown = b""
         if picture is not None:
-            picture.begin(self._names, f"{self._name} on {_these(self._names)}", start_ns)
+            title = f"{self._name} on {_these([self._names[i] for i in self._on])}"
+            picture.begin(self._names, title, start_ns, self._on)
         try:
             self._collect(picture, deadline_s)
         except KeyboardInterrupt:

@@ -133,8 +133,8 @@ def _clipped_sum(answer: Any, on: OnRanks) -> str:
         for rank, got in enumerate(ranks):
             if isinstance(got, str):
                 raise AnswerError(
-                    "expected a list like the one that was given. tf.clip_by_global_norm returns two things: the list, and the norm "
-                    "that it had",
+                    "expected a list like the one that was given. tf.clip_by_global_norm returns two things: the list, "
+                    "and the norm that it had",
                     f"rank {rank} returned {got}",
                 )
         given = [[np.array(gradient) for gradient in own] for own in GRADIENTS]
