@@ -287,9 +287,14 @@ class TensorFlow(Runtime):
         if seat.devices_per_rank > 1 and not own:
             logical = [tf.config.LogicalDeviceConfiguration()] * seat.devices_per_rank
             tf.config.set_logical_device_configuration(cpu, logical)
+        # Both: operations side by side take cores as well as the threads within one.
         tf.config.threading.set_intra_op_parallelism_threads(seat.threads)
+        tf.config.threading.set_inter_op_parallelism_threads(seat.threads)
         if "ps" in cluster and job in ("worker", "ps"):
-            self._server = tf.distribute.Server(cluster, job_name=job, task_index=task, protocol="grpc")
+            own_threads = tf.compat.v1.ConfigProto(
+                intra_op_parallelism_threads=seat.threads, inter_op_parallelism_threads=seat.threads
+            )
+            self._server = tf.distribute.Server(cluster, job_name=job, task_index=task, protocol="grpc", config=own_threads)
         return notes
 
     def _share(self, gpus: Sequence[Any]) -> tuple[Sequence[Any], list[str]]:

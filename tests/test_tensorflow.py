@@ -71,7 +71,10 @@ def surroundings() -> dict[str, Any]:
     return {
         "config": json.loads(os.environ.get("TF_CONFIG", "{}")),
         "devices": [d.name for d in tf.config.list_logical_devices()],
-        "threads": tf.config.threading.get_intra_op_parallelism_threads(),
+        "threads": (
+            tf.config.threading.get_intra_op_parallelism_threads(),
+            tf.config.threading.get_inter_op_parallelism_threads(),
+        ),
         "torchrun": (os.environ["RANK"], os.environ["WORLD_SIZE"]),
     }
 
@@ -91,7 +94,7 @@ def test_a_cluster_is_named_in_tf_config() -> None:
     assert found[1]["config"]["cluster"] == {"worker": workers}
     assert len(set(workers)) == 2
     assert {address.split(":")[0] for address in workers} == {"127.0.0.1"}
-    assert [f["threads"] for f in found] == [3, 3]
+    assert [f["threads"] for f in found] == [(3, 3), (3, 3)]
 
 
 def try_the_port() -> tuple[int, int, int]:
