@@ -223,7 +223,7 @@ def _middle_on_rank(answer: Callable[..., object]) -> _Seen:
 
 
 def _middle_step(answer: Any, on: OnRanks) -> str:
-    first, middle, last = on(3, _middle_on_rank, answer, devices="cpu")
+    first, middle, last = on(3, _middle_on_rank, answer)
     stages, (inputs, targets) = _stages(), _examples()
     before = stages[0](inputs)  # what comes to the middle stage
     behind = stages[1](before)  # what it hands on
