@@ -17,6 +17,8 @@ FRAMES: Final = 12  # of a traceback; endless recursion would fill the notebook
 HEADLINE_CHARACTERS: Final = 400
 TEXT_CHARACTERS: Final = 20_000  # of a traceback with its messages: a printed tensor may stand in one
 
+_KERAS = "Exception encountered when calling "
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")  # Keras writes its messages in bold
 _FILE_LINE = re.compile(r'\s*File "(?P<file>[^"]+)", line ')
 # Frames that tell nothing even as the innermost: what AutoGraph makes of a function, and where TensorFlow raises everything.
 _EMPTY = (
@@ -43,6 +45,9 @@ def _headline(error: BaseException) -> str:
         return lines[-1].strip()
     if lines[0].endswith(": Graph execution error:"):  # frames, an empty line, the message, where in the graph
         return lines[0].removesuffix("Graph execution error:") + _after_frames(lines[1:])
+    if _KERAS in lines[0]:  # where Keras was, an empty line, the message, what the layer was given
+        kind, *where = lines[0].partition(_KERAS)
+        return kind + next((line for line in lines[1:] if line.strip()), "".join(where))
     return lines[0]
 
 
@@ -90,6 +95,7 @@ def _cut(stack: traceback.StackSummary) -> traceback.StackSummary:
 
 def _readable(text: str) -> str:
     """The text with the student's names for files and errors, without the library frames that TensorFlow lists in messages."""
+    text = _ANSI.sub("", text)
     for filename, name in here.files.items():
         text = text.replace(f'"{filename}"', f'"{name}"')
     text = text.replace("tensorflow.python.framework.errors_impl.", "tf.errors.")
