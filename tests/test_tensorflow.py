@@ -6,7 +6,6 @@ import errno
 import functools
 import importlib.util
 import json
-import linecache
 import os
 import signal
 import socket
@@ -14,13 +13,13 @@ import subprocess
 import sys
 import textwrap
 import time
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from cells import Cells, new_main
 
 import labkit as lab
 from labkit.runtimes import Seat, TensorFlow
@@ -47,19 +46,8 @@ def two() -> Iterator[lab.Group]:
 
 
 @pytest.fixture
-def cell(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
-    """Runs source code as a notebook's cell: in `__main__`, its lines known to this process alone."""
-    home = types.ModuleType("__main__")
-    monkeypatch.setitem(sys.modules, "__main__", home)
-
-    def run(source: str) -> dict[str, Any]:
-        source = textwrap.dedent(source)
-        filename = f"ipykernel_0/{abs(hash(source))}.py"
-        monkeypatch.setitem(linecache.cache, filename, (len(source), None, source.splitlines(keepends=True), filename))
-        exec(compile(source, filename, "exec"), home.__dict__)
-        return home.__dict__
-
-    return run
+def cells(monkeypatch: pytest.MonkeyPatch) -> Cells:
+    return Cells(new_main(monkeypatch))
 
 
 # What a rank finds
@@ -317,8 +305,8 @@ def test_nothing_but_the_students_prints_is_heard_and_the_notebook_imports_no_te
 # AutoGraph on functions that exist in a cell only
 
 
-def test_autograph_reads_the_cell(cell: Callable[..., Any], one: lab.Group) -> None:
-    space = cell("""
+def test_autograph_reads_the_cell(cells: Cells, one: lab.Group) -> None:
+    cells("""
         def collatz(n):
             import tensorflow as tf
 
@@ -337,11 +325,11 @@ def test_autograph_reads_the_cell(cell: Callable[..., Any], one: lab.Group) -> N
 
             return int(steps(tf.constant(n)))
     """)
-    assert one.run(space["collatz"], 27).results == [113]
+    assert one.run(cells.collatz, 27).results == [113]
 
 
-def test_autograph_leaves_no_file(cell: Callable[..., Any], one: lab.Group, tmp_path: Path) -> None:
-    space = cell("""
+def test_autograph_leaves_no_file(cells: Cells, one: lab.Group, tmp_path: Path) -> None:
+    cells("""
         def doubled(folder):
             import tempfile
             import tensorflow as tf
@@ -349,12 +337,12 @@ def test_autograph_leaves_no_file(cell: Callable[..., Any], one: lab.Group, tmp_
             double = tf.function(lambda x: x + x)
             return int(double(tf.constant(4))), [m for m in __import__("sys").modules if "autograph_generated" in m] != []
     """)
-    assert one.run(space["doubled"], str(tmp_path)).results == [(8, True)]
+    assert one.run(cells.doubled, str(tmp_path)).results == [(8, True)]
     assert [path.name for path in tmp_path.glob("*.py")] == []
 
 
-def test_an_error_in_a_graph_reads_in_the_cells_own_lines(cell: Callable[..., Any], one: lab.Group) -> None:
-    space = cell("""
+def test_an_error_in_a_graph_reads_in_the_cells_own_lines(cells: Cells, one: lab.Group) -> None:
+    cells("""
         def multiply():
             import tensorflow as tf
 
@@ -367,7 +355,7 @@ def test_an_error_in_a_graph_reads_in_the_cells_own_lines(cell: Callable[..., An
             return product(tf.zeros((2, 2)))
     """)
     with pytest.raises(lab.RankError) as caught:
-        one.run(space["multiply"])
+        one.run(cells.multiply)
     failure = caught.value.failures[0]
     assert failure.headline.startswith("ValueError: Dimensions must be equal, but are 2 and 3")
     assert "x = x @ tf.zeros((3, 3))" in failure.traceback
