@@ -41,8 +41,8 @@ format: setup  ## let ruff lay out the code and mend what it safely can
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
 
-bench: setup  ## print the benchmarks, each beside its floor
-	$(BIN)/python bench/run.py
+bench: setup  ## print the benchmarks, each beside its floor (ARGS="--help" lists options)
+	$(BIN)/python bench/run.py $(ARGS)
 
 notebooks: setup  ## execute the notebooks again from top to bottom (ONLY="02 10": these)
 	$(BIN)/python tools/notebooks.py $(ONLY)
