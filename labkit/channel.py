@@ -1,4 +1,4 @@
-"""Frames between notebook and ranks: messages on a socket of this machine, with file descriptors beside them."""
+"""Frames between notebook and ranks: messages on a socket of this machine, with a file descriptor beside them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import pickle
 import socket
 import struct
+import sys
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,10 +25,12 @@ class Frame:
 
 
 _LENGTHS: Final = struct.Struct("<IQ")  # bytes of the head, bytes of the parcel's stream
+AT_ONCE: Final = 1 << 14  # bytes that one call asks for: nearly every frame is one call to send and one to receive
+_FD_SPACE: Final = socket.CMSG_LEN(struct.calcsize("i"))
 
 
 class Channel:
-    """Frames over a stream socket of this machine; file descriptors travel along.
+    """Frames over a stream socket of this machine.
 
     Args:
         sock: a connected Unix socket, blocking.
@@ -35,6 +38,8 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        self._rest = b""  # received, and part of the next frame
+        self._fds: list[int] = []  # received, perhaps with the bytes of an earlier frame
 
     def fileno(self) -> int:
         """The socket's descriptor, for selectors."""
@@ -46,20 +51,17 @@ class Channel:
         Raises:
             OSError: the other side is gone.
         """
-        stream, fds = b"", []
+        stream, fd, about = b"", -1, None
         if parcel is not None:
-            stream = parcel.data
-            fds = [parcel.fd] if parcel.fd >= 0 else []
-        head = pickle.dumps((kind, data, None if parcel is None else (parcel.spans, parcel.moved, parcel.defines, len(fds))))
+            stream, fd = parcel.data, parcel.fd
+            about = fd >= 0, parcel.spans, parcel.lender, parcel.moved, parcel.defines
+        head = pickle.dumps((kind, data, about))
         start = _LENGTHS.pack(len(head), len(stream)) + head
-        if fds:
-            socket.send_fds(self._socket, [start[:1]], fds)
-            start = start[1:]
-        if len(stream) < 1 << 16:
-            self._socket.sendall(start + stream)
-        else:
-            self._socket.sendall(start)
-            self._socket.sendall(stream)
+        parts = [start, stream] if len(stream) > AT_ONCE else [start + stream]
+        if fd >= 0:
+            parts[0] = parts[0][socket.send_fds(self._socket, parts[:1], [fd]) :]
+        for part in parts:
+            self._socket.sendall(part)
 
     def receive(self) -> Frame:
         """The next frame; waits for it.
@@ -67,34 +69,37 @@ class Channel:
         Raises:
             EOFError: the other side is gone.
         """
-        first, fds, _, _ = socket.recv_fds(self._socket, 1, 1)
-        if not first:
-            raise EOFError
-        for fd in fds:
-            os.set_inheritable(fd, False)
-        head_size, stream_size = _LENGTHS.unpack(first + self._exactly(_LENGTHS.size - 1))
-        kind, data, parcel = pickle.loads(self._exactly(head_size))
-        if parcel is None:
-            return Frame(kind, data)
-        spans, moved, defines, count = parcel
-        return Frame(kind, data, Parcel(self._exactly(stream_size), spans, fds[0] if count else -1, moved, defines))
+        data = self._rest
+        while len(data) < _LENGTHS.size or len(data) < _LENGTHS.size + _LENGTHS.unpack_from(data)[0]:
+            more, beside, _, _ = self._socket.recvmsg(AT_ONCE, _FD_SPACE)
+            for _, _, fds in beside:
+                self._fds.append(int.from_bytes(fds, sys.byteorder))
+                os.set_inheritable(self._fds[-1], False)
+            if not more:
+                raise EOFError
+            data += more
+        head_size, stream_size = _LENGTHS.unpack_from(data)
+        at = _LENGTHS.size + head_size
+        kind, plain, about = pickle.loads(memoryview(data)[_LENGTHS.size : at])
+        stream, self._rest = data[at : at + stream_size], data[at + stream_size :]
+        if len(stream) < stream_size:
+            stream = self._complete(stream, stream_size)
+        if about is None:
+            return Frame(kind, plain)
+        with_fd, spans, lender, moved, defines = about
+        return Frame(kind, plain, Parcel(stream, spans, self._fds.pop(0) if with_fd else -1, lender, moved, defines))
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the socket, and what came with frames that nobody has taken."""
         self._socket.close()
+        while self._fds:
+            os.close(self._fds.pop())
 
-    def _exactly(self, size: int) -> bytes:
-        if size < 1 << 16:
-            chunk = self._socket.recv(size, socket.MSG_WAITALL) if size else b""
-            if len(chunk) == size:
-                return chunk
-            if not chunk:
-                raise EOFError
-        else:
-            chunk = b""
+    def _complete(self, begin: bytes, size: int) -> bytes:
         data = bytearray(size)
-        data[: len(chunk)] = chunk
-        view, at = memoryview(data), len(chunk)
+        at = len(begin)
+        data[:at] = begin
+        view = memoryview(data)
         while at < size:
             count = self._socket.recv_into(view[at:])
             if not count:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from labkit.arguments import Plan
+from labkit.borrow import may_read
 from labkit.channel import Channel
 from labkit.errors import LabError, RankError, RankFailure
 from labkit.exits import explain_exit
@@ -26,6 +27,7 @@ START_LIMIT_S: Final = (
     180.0  # for all ranks to set up; 0.05 s if forked, but a spawned one may import TensorFlow from a cold disk
 )
 CLOSE_LIMIT_S: Final = 0.5  # for a rank to leave its process group by itself, before it is ended
+LOOK_EVERY_S: Final = 0.1  # at what ranks print while they set up: they would be blocked when nobody reads it
 READ_BYTES: Final = 1 << 16
 
 
@@ -58,7 +60,8 @@ class Crew:
     Attributes:
         spent: whether the framework has computed in them, and cannot begin anew.
         members: the ranks, in rank order.
-        selector: has channels, outputs and ends of the members registered, with `(what, member)` as data.
+        selector: has channels and ends of the members registered, with `(what, member)` as data. Their output is looked at now
+            and then instead: to wake up at every print would cost the ranks, which print, more than the notebook.
         notes: what the student should be told once.
 
     Raises:
@@ -85,7 +88,6 @@ class Crew:
     def _set_up(self, plan: Plan) -> None:
         for member in self.members:
             self.selector.register(member.channel, selectors.EVENT_READ, ("frame", member))
-            self.selector.register(member.process.output, selectors.EVENT_READ, ("output", member))
             if member.process.sentinel >= 0:
                 self.selector.register(member.process.sentinel, selectors.EVENT_READ, ("end", member))
         changes = {
@@ -93,8 +95,9 @@ class Crew:
             for name in self._starter.environment.keys() | os.environ.keys()
             if os.environ.get(name) != self._starter.environment.get(name)
         }
+        lend = may_read(self.members[0].process.pid)
         for member in self.members:
-            member.channel.send("seat", _seat(plan, member.rank, changes))
+            member.channel.send("seat", _seat(plan, member.rank, lend, changes))
         offers = self._answers("offer")
         for member in self.members:
             member.channel.send("offers", offers)
@@ -112,16 +115,15 @@ class Crew:
         answers: dict[int, Any] = {}
         until = time.monotonic() + START_LIMIT_S
         while len(answers) < len(self.members):
-            events = self.selector.select(max(0.0, until - time.monotonic()))
-            if not events:
+            if time.monotonic() > until:
                 late = [m.name for m in self.members if m.rank not in answers]
                 raise LabError(f"{', '.join(late)} did not answer within {START_LIMIT_S:.0f} s while the group was starting")
-            for key, _ in events:
-                what, member = key.data
-                if what == "output":
-                    self._keep_output(member)
-                elif member.rank not in answers:
+            for key, _ in self.selector.select(LOOK_EVERY_S):
+                _, member = key.data
+                if member.rank not in answers:
                     answers[member.rank] = self._answer(member, expected)
+            for member in self.members:
+                self._keep_output(member)
         return [answers[m.rank] for m in self.members]
 
     def _answer(self, member: Member, expected: str) -> Any:
@@ -145,7 +147,6 @@ class Crew:
             except BlockingIOError:
                 return
             if not data:
-                self.selector.unregister(member.process.output)
                 member.output_open = False
                 return
             yield data
@@ -205,15 +206,12 @@ class Crew:
         until = time.monotonic() + CLOSE_LIMIT_S
         while left and time.monotonic() < until:
             for key, _ in self.selector.select(max(0.0, until - time.monotonic())):
-                what, member = key.data
-                if what == "output":
-                    self._keep_output(member)
-                else:
-                    left.discard(member.rank)
-                    self.forget(member)
+                _, member = key.data
+                left.discard(member.rank)
+                self.forget(member)
 
 
-def _seat(plan: Plan, rank: int, environment: Mapping[str, str | None]) -> Seat:
+def _seat(plan: Plan, rank: int, lend: bool, environment: Mapping[str, str | None]) -> Seat:
     return Seat(
         rank,
         plan.names,
@@ -224,5 +222,6 @@ def _seat(plan: Plan, rank: int, environment: Mapping[str, str | None]) -> Seat:
         plan.jobs,
         tuple(sys.path),
         os.getcwd(),
+        lend,
         dict(environment),
     )

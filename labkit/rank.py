@@ -21,7 +21,6 @@ from labkit.record import Recorder, here, is_students
 from labkit.report import headline, in_students_code, students_traceback
 from labkit.ring import RingWriter
 from labkit.runtimes import RUNTIMES, Runtime, Seat
-from labkit.streams import flush_c_output
 
 __all__ = ["main"]
 
@@ -56,6 +55,7 @@ class _Rank:
         self._channel, self._seat, self._ring = channel, seat, ring
         self._name = seat.names[seat.rank]
         self._known: dict[str, Any] = {}  # what the notebook has defined here
+        self._lent: wire.Parcel | None = None  # a result that the notebook is reading
         self._runtime: Runtime = RUNTIMES[seat.runtime](seat)
         for variable, value in seat.environment.items():
             if value is None:
@@ -69,6 +69,11 @@ class _Rank:
 
     def serve(self, frame: Frame) -> bool:
         """Do what one frame says; False where it was the last."""
+        if self._lent is not None:  # whatever the notebook says next, it has read that
+            self._lent.close()
+            self._lent = None
+        if frame.kind == "read":
+            return True
         if frame.kind == "close":
             self._runtime.tear_down()
             return False
@@ -166,10 +171,13 @@ class _Rank:
                 recorder.call(name, start_ns, end_ns)
 
     def _done(self, result: Any, what: str) -> None:
-        parcel = wire.pack(result, known=self._known, what=what)
+        parcel = wire.pack(result, known=self._known, what=what, lend=self._seat.lend)
         self._flush()
         self._channel.send("done", None, parcel)
-        parcel.close()
+        if parcel.lender:
+            self._lent = parcel
+        else:
+            parcel.close()
 
     def _raised(self, error: BaseException) -> None:
         at_ns = time.perf_counter_ns()
@@ -184,4 +192,3 @@ class _Rank:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(AttributeError, OSError, ValueError):  # the student's code has closed it, or put None there
                 stream.flush()
-        flush_c_output()

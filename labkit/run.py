@@ -18,7 +18,8 @@ from labkit.trace import Trace, from_records
 
 __all__ = ["Flight", "Picture", "Run"]
 
-DRAIN_S: Final = 0.05  # how often rings are read: a seventh of the time that the fastest writer takes to fill one
+LOOK_EVERY_S: Final = 0.05  # at rings and prints; the fastest writer takes seven times as long to fill a ring
+FULL_BYTES: Final = 1 << 15  # a rank that has printed so much since the last look may soon be blocked: look again at once
 GRACE_S: Final = 0.1  # after a failure, the others may come back by themselves before they are stopped
 
 
@@ -185,7 +186,8 @@ class Flight:
         return Run(self._name, tuple(self._names[i] for i in self._on), [self._results[i] for i in self._on], text, self._records)
 
     def _collect(self, picture: Picture | None, deadline_s: float | None) -> None:
-        drained = pictured = time.monotonic()
+        looked = pictured = time.monotonic()
+        hurry = False
         grace_until: float | None = None
         new: list[list[Any]] = [[] for _ in self._members]
         while len(self._results) + len(self._failures) < len(self._on):
@@ -197,17 +199,20 @@ class Flight:
                 raise LabError(
                     "\n".join([f"{self._name} took longer than the group's timeout_s; the ranks were stopped.", *lines])
                 )
-            if now - drained > DRAIN_S:
-                for mine, records in zip(new, self._records.drain(), strict=True):
-                    mine.append(records)
-                drained = now
+            if now - looked > LOOK_EVERY_S or hurry:
+                looked = now
+                hurry = max(self._read_output(m) for m in self._members) >= FULL_BYTES
+                records = self._records.drain()
+                if picture is not None:
+                    for mine, fresh in zip(new, records, strict=True):
+                        mine.append(fresh)
                 self._look_for_deserted()
             if picture is not None and now - pictured > picture.interval_s:
                 self._show(picture, new)
                 new = [[] for _ in self._members]
                 pictured = time.monotonic()
             self._output.refresh()
-            self._take(DRAIN_S if grace_until is None else GRACE_S / 10)
+            self._take(0 if hurry else LOOK_EVERY_S if grace_until is None else GRACE_S / 10)
             if self._failures and grace_until is None:
                 grace_until = time.monotonic() + GRACE_S
 
@@ -236,10 +241,6 @@ class Flight:
     def _take(self, limit_s: float) -> None:
         """Wait for anything from any rank and take it."""
         events = self._selector.select(limit_s)
-        for key, _ in events:
-            what, member = key.data
-            if what == "output":
-                self._read_output(member)
         # Reports before deaths: a failing rank's own words tell more than the fact that it ended.
         for kind in ("frame", "end"):
             for key, _ in events:
@@ -265,6 +266,8 @@ class Flight:
         assert frame.kind == "done" and frame.parcel is not None, f"an unexpected frame {frame.kind!r}"
         self.moved |= frame.parcel.moved
         self._results[member.rank] = wire.unpack(frame.parcel)[0]
+        if frame.parcel.lender:
+            member.channel.send("read")
 
     def _ended(self, member: Member) -> None:
         """A rank's process is no more: take its last words, if it had time for some."""
@@ -281,9 +284,13 @@ class Flight:
             headline = explain_exit(self._crew.bury(member))
             self._failures[member.rank] = RankFailure(member.rank, member.name, headline, at_ns=time.perf_counter_ns())
 
-    def _read_output(self, member: Member) -> None:
+    def _read_output(self, member: Member) -> int:
+        """Take what a rank has printed; how many bytes that was."""
+        count = 0
         for data in self._crew.printed(member):
             self._output.feed(member.rank, data)
+            count += len(data)
+        return count
 
     def _doings(self, now_ns: int) -> list[str]:
         rest = [m for m in self._members if m.rank not in self._failures and m.rank in self._on]
@@ -310,7 +317,8 @@ class Flight:
         if not self.intact:
             self._crew.kill()  # before the picture is drawn, which takes a moment
         for member in self._members:
-            self._read_output(member)
+            if member.rank not in self._results or failed:  # else that was read with the answer
+                self._read_output(member)
         self._records.freeze()
         if self._picture is not None:
             self._picture.end(self._records.trace(), failed)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import glob
 import json
-import linecache
 import os
 import socket
 import sys
@@ -18,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
+from labkit import tf_mends
 from labkit.errors import LabError, missing
 
 __all__ = ["RUNTIMES", "Runtime", "Seat", "devices", "gpu_count"]
@@ -40,6 +40,7 @@ class Seat:
         devices_per_rank: logical devices of a TensorFlow rank.
         jobs: TensorFlow's job and task number of each rank, in rank order.
         path, folder: where it finds the student's modules and files.
+        lend: whether the notebook may read this rank's memory, so that large results can stay there until it does.
         environment: variables that the notebook has changed since the process that the rank comes from was started; None removes.
     """
 
@@ -52,6 +53,7 @@ class Seat:
     jobs: tuple[tuple[str, int], ...] = ()
     path: tuple[str, ...] = field(default=(), repr=False)
     folder: str = ""
+    lend: bool = False
     environment: dict[str, str | None] = field(default_factory=dict, repr=False)
 
     @property
@@ -278,7 +280,7 @@ class TensorFlow(Runtime):
 
             cpu = tf.config.list_physical_devices("CPU")[0]
             gpus = tf.config.list_physical_devices("GPU")
-        _remove_generated_files_at_once()
+        tf_mends.apply()
         own, notes = self._share(gpus)
         self.resting_is_waiting = seat.size > 1 and not own  # while a GPU works, its process rests as well
         tf.config.set_visible_devices(own, "GPU")
@@ -313,21 +315,6 @@ class TensorFlow(Runtime):
 
 
 RUNTIMES: Final[dict[str, type[Runtime]]] = {"torch": Torch, "rpc": Rpc, "tensorflow": TensorFlow, "bare": Runtime}
-
-
-def _remove_generated_files_at_once() -> None:
-    """AutoGraph loads functions from files that it removes at exit, which a rank never reaches: remove each once it is loaded."""
-    from tensorflow.python.autograph.pyct import loader
-
-    load = loader.load_source
-
-    def load_source(source: str, delete_on_exit: bool) -> Any:
-        module, filename = load(source, delete_on_exit)
-        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)  # tracebacks read it here
-        os.remove(filename)
-        return module, filename
-
-    loader.load_source = load_source
 
 
 def devices(n: int = 1) -> list[Any]:

@@ -8,7 +8,9 @@ import io
 import os
 import sys
 
-__all__ = ["flush_c_output", "print_to"]
+__all__ = ["print_to"]
+
+_IONBF = 2  # of <stdio.h>, in glibc, musl and macOS alike
 
 
 def print_to(output: int) -> None:
@@ -18,13 +20,7 @@ def print_to(output: int) -> None:
     os.close(output)
     sys.stdin = open(os.devnull)  # noqa: SIM115  # for the rank's whole life
     sys.stdout, sys.stderr = _Prompt(1), _Prompt(2)
-    _line_buffer_c_output()
-
-
-def flush_c_output() -> None:
-    """Give out what C and C++ code has printed without ending the line."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).fflush(None)
+    _unbuffer_c_output()
 
 
 class _Prompt(io.TextIOWrapper):
@@ -35,13 +31,13 @@ class _Prompt(io.TextIOWrapper):
 
     def write(self, text: str) -> int:
         count = super().write(text)
-        self.flush()
+        if text != " ":  # what `print` puts between two values: a third of the calls, and nothing to see
+            self.flush()
         return count
 
 
-def _line_buffer_c_output() -> None:
-    """C and C++ hold back what they print into a pipe until 4 KiB are full; make them give out each line."""
+def _unbuffer_c_output() -> None:
+    """C and C++ hold back what they print into a pipe until 4 KiB are full; make them give it out at once."""
     with contextlib.suppress(AttributeError, OSError, ValueError):  # a C library that names its stream otherwise
         libc = ctypes.CDLL(None)
-        stream = ctypes.c_void_p.in_dll(libc, "stdout")
-        libc.setvbuf(stream, None, 1, 0)
+        libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, _IONBF, 0)

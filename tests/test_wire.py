@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import socket
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 
 import cells as in_cells
 import numpy as np
+import psutil
 import pytest
 
 import labkit as lab
@@ -24,10 +26,15 @@ from labkit.channel import Channel
 START = ("fork", "spawn")
 
 
-@pytest.fixture(scope="module", params=START)
+@pytest.fixture(scope="module", params=[*START, "results through shared memory"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[lab.Group]:
-    """Two ranks without a framework, started both ways."""
-    with lab.Group(2, runtime="bare", start=request.param, timeout_s=60) as group:
+    """Two ranks without a framework, started both ways, and where the system lets nobody read another's memory."""
+    start = request.param if request.param in START else "fork"
+    with lab.Group(2, runtime="bare", start=start, timeout_s=60) as group:
+        with pytest.MonkeyPatch.context() as patch:
+            if request.param not in START:
+                patch.setattr("labkit.crew.may_read", lambda _: False)
+            group.run(int)
         yield group
 
 
@@ -366,6 +373,43 @@ def test_an_array_that_may_not_be_written_to_stays_so() -> None:
     assert not travel(sent).flags.writeable
 
 
+def test_a_rank_lets_go_of_what_the_notebook_has_taken(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        import weakref
+        import numpy as np
+        def f():
+            result = np.ones(100_000)
+            f.result = weakref.ref(result)
+            return result, {"again": result}
+        def is_gone():
+            import __main__
+            return __main__.f.result() is None
+    """)
+    for one, more in ranks.run(cells.f).results:
+        assert one.sum() == 100_000
+        assert more["again"] is one
+    assert ranks.run(cells.is_gone).results == [True, True]
+
+
+def test_a_rank_that_dies_before_its_result_is_read(cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells("import numpy as np\ndef f(): return np.ones(100_000)")
+    unpack = wire.unpack
+
+    def killed_first(parcel: wire.Parcel) -> Any:
+        if parcel.lender:
+            os.kill(parcel.lender, signal.SIGKILL)
+            while psutil.pid_exists(parcel.lender) and psutil.Process(parcel.lender).status() != psutil.STATUS_ZOMBIE:
+                os.sched_yield()
+        return unpack(parcel)
+
+    monkeypatch.setattr(wire, "unpack", killed_first)
+    with lab.Group(2, runtime="bare", timeout_s=60) as group:
+        with pytest.raises(lab.RankError, match="killed by SIGKILL"):
+            group.run(cells.f)
+        monkeypatch.setattr(wire, "unpack", unpack)
+        assert [r.sum() for r in group.run(cells.f).results] == [100_000] * 2
+
+
 def test_a_result_larger_than_any_buffer_on_the_way(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("def f(n): return list(range(n)), b'x' * n")
     for numbers, text in ranks.run(cells.f, 2_000_000).results:
@@ -620,6 +664,30 @@ def test_memory_of_results_is_given_back() -> None:
     assert segments() == before + 1
     del part
     assert segments() == before
+
+
+def test_descriptors_come_with_their_own_frames() -> None:
+    """The system may hand out the descriptor of the next frame with the bytes of this one."""
+    near, far = (Channel(s) for s in socket.socketpair())
+    for i in range(3):
+        near.send("small", i)
+        parcel = wire.pack(np.full(LARGE, i))
+        near.send("large", i, parcel)
+        parcel.close()
+    for i in range(3):
+        assert far.receive().data == i
+        frame = far.receive()
+        assert frame.parcel is not None
+        assert wire.unpack(frame.parcel)[0][0] == i
+    parcel = wire.pack(np.ones(LARGE))
+    before = len(os.listdir("/proc/self/fd"))
+    near.send("small", None, None)
+    near.send("large", None, parcel)
+    far.receive()
+    far.close()
+    near.close()
+    assert len(os.listdir("/proc/self/fd")) == before - 2, "what nobody has taken is closed with the channel"
+    parcel.close()
 
 
 def test_the_end_of_the_stream_is_an_end_of_file_wherever_it_comes() -> None:
