@@ -363,6 +363,29 @@ def test_an_error_in_a_graph_reads_in_the_cells_own_lines(cells: Cells, one: lab
     assert "site-packages" not in failure.traceback
 
 
+# Iterators of distributed datasets
+
+
+def tuned_when_distributed() -> list[bool | None]:
+    """Whether each dataset that is iterated is tuned, in the order in which a distributed one begins to iterate them."""
+    import tensorflow as tf
+
+    tuned: list[bool | None] = []
+    begin = tf.data.Dataset.__iter__
+
+    def watched(dataset: Any) -> Any:
+        tuned.append(dataset.options().autotune.enabled)
+        return begin(dataset)
+
+    tf.data.Dataset.__iter__ = watched
+    iter(strategy_of(tf, "mirrored").experimental_distribute_dataset(tf.data.Dataset.range(8).batch(4)))
+    return tuned
+
+
+def test_what_hands_batches_to_devices_is_not_tuned(one: lab.Group) -> None:
+    assert one.run(tuned_when_distributed).results == [[False, False]]
+
+
 # Spans
 
 
