@@ -15,7 +15,8 @@ from typing import Any, Final
 
 __all__ = ["Output", "cell_label", "notebook_shell"]
 
-HEAD_LINES: Final = 2_000  # kept of what one rank prints in one run, and as many of the last ones
+KEPT_LINES: Final = 1_000  # the first ones of what a rank prints in a run, and as many of the last ones
+KEPT_CHARACTERS: Final = 200_000  # of each of the two parts: a notebook is to stay a file that one can open
 LINE_CHARACTERS: Final = 10_000
 LIVE_LINES: Final = 12  # of each rank, while the run goes on
 LIVE_AFTER_S: Final = 0.3  # a run shorter than that shows its prints once, at the end
@@ -26,20 +27,22 @@ class _Lines:
     """The lines of one rank, within bounds."""
 
     def __init__(self) -> None:
-        self.head: list[str] = []
-        self.tail: deque[str] = deque(maxlen=HEAD_LINES)
-        self.left_out = 0
-        self._open = bytearray()
+        self._head: list[str] = []
+        self._tail: deque[str] = deque()
+        self._room = [KEPT_CHARACTERS, KEPT_CHARACTERS]  # in head and tail
+        self._left_out = 0
+        self._open = bytearray()  # a line that has no end yet
 
     def feed(self, data: bytes) -> list[str]:
         """Take what the rank has printed; the lines that are complete now."""
         *whole, rest = data.split(b"\n")
-        if not whole:
-            self._keep_open(rest)
-            return []
-        whole[0] = bytes(self._open) + whole[0]
-        self._open.clear()
-        self._keep_open(rest)
+        if whole:
+            whole[0] = bytes(self._open) + whole[0]
+            self._open.clear()
+        self._open += rest
+        # What a progress bar writes over is gone, and a line without end must not fill the memory.
+        del self._open[: self._open.rfind(b"\r", 0, -1) + 1]
+        del self._open[4 * LINE_CHARACTERS :]
         lines = [_clean(line) for line in whole]
         for line in lines:
             self._add(line)
@@ -47,33 +50,23 @@ class _Lines:
 
     def finish(self) -> list[str]:
         """Close a last line that has no end."""
-        if not self._open:
-            return []
-        line = _clean(bytes(self._open))
-        self._open.clear()
-        self._add(line)
-        return [line]
+        return self.feed(b"\n") if self._open else []
 
     def shown(self, last: int | None = None) -> list[str]:
         """All lines kept, with a word about what was left out; or the last ones, the unfinished one included."""
         if last is not None:
             unfinished = [_clean(bytes(self._open))] if self._open else []
-            return [*(list(self.tail) or self.head)[-last:], *unfinished]
-        gap = [f"... {self.left_out:,} lines left out ..."] if self.left_out else []
-        return self.head + gap + list(self.tail)
-
-    def _keep_open(self, data: bytes) -> None:
-        self._open += data
-        if len(self._open) > 4 * LINE_CHARACTERS:  # a line without end must not fill the memory
-            del self._open[2 * LINE_CHARACTERS :]
+            return [*self._head[-last:], *self._tail, *unfinished][-last:]
+        gap = [f"... {self._left_out:,} lines left out ..."] if self._left_out else []
+        return [*self._head, *gap, *self._tail]
 
     def _add(self, line: str) -> None:
-        if len(self.head) < HEAD_LINES:
-            self.head.append(line)
-            return
-        if len(self.tail) == HEAD_LINES:
-            self.left_out += 1
-        self.tail.append(line)
+        head = not self._tail and len(self._head) < KEPT_LINES and self._room[0] >= len(line)
+        (self._head if head else self._tail).append(line)
+        self._room[0 if head else 1] -= len(line)
+        while len(self._tail) > KEPT_LINES or self._room[1] < 0:
+            self._room[1] += len(self._tail.popleft())
+            self._left_out += 1
 
 
 def _clean(line: bytes) -> str:

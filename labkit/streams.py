@@ -31,8 +31,7 @@ class _Prompt(io.TextIOWrapper):
 
     def write(self, text: str) -> int:
         count = super().write(text)
-        if text != " ":  # what `print` puts between two values: a third of the calls, and nothing to see
-            self.flush()
+        self.flush()
         return count
 
 

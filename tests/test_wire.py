@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -398,8 +399,9 @@ def test_a_rank_that_dies_before_its_result_is_read(cells: in_cells.Cells, monke
     def killed_first(parcel: wire.Parcel) -> Any:
         if parcel.lender:
             os.kill(parcel.lender, signal.SIGKILL)
-            while psutil.pid_exists(parcel.lender) and psutil.Process(parcel.lender).status() != psutil.STATUS_ZOMBIE:
-                os.sched_yield()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                while psutil.Process(parcel.lender).status() != psutil.STATUS_ZOMBIE:
+                    os.sched_yield()
         return unpack(parcel)
 
     monkeypatch.setattr(wire, "unpack", killed_first)
