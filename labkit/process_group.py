@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
 import threading
@@ -19,6 +20,7 @@ from labkit.device_clock import DeviceOperation
 from labkit.futures import Futures
 from labkit.operation import Batch, Operation
 from labkit.record import Recorder, clock, student_line
+from labkit.ring import OPEN
 from labkit.work import SilentWork, WatchedMessage, WatchedWork
 
 __all__ = ["watched_process_group"]
@@ -47,6 +49,7 @@ COLLECTIVES: Final = {
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
     "scatter": "scatter",
 }
+BLOCKING: Final = frozenset(inspect.unwrap(function).__code__ for function in (c10d.send, c10d.recv))  # they wait at once
 # What changes a group is done to both halves of ours; see `_WatchedGroup`.
 SETTERS: Final = ("_register_backend", "_set_default_backend", "_set_group_desc", "_set_group_name")
 
@@ -127,9 +130,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
     def _issue(self, name: str, tensors: tuple[Any, ...], peer: int, group: str, match: int) -> Operation:
         """An operation issued now: timed by the GPU where NCCL moves the tensors, else by the host."""
         start_ns = clock()
-        nbytes = 0
-        for tensor in tensors[:2]:
-            nbytes = max(nbytes, _nbytes(tensor))  # what goes in or what comes out, whichever is more
+        nbytes = _most_nbytes(tensors)
         ring, device_clock, line = self.recorder.ring, self.recorder.device_clock, student_line()
         number = in_backward()
         if number != -1 and not line:  # a thread of the autograd engine works for the student's
@@ -148,6 +149,34 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
             self.backwards.issued(number, operation)
         return operation
 
+    def _carried_out(
+        self, name: str, arguments: tuple[Any, ...], match: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """An operation that its caller waits for at once: the same as `_issue` and the wait for it, in half the time."""
+        start_ns, ring, group, line = clock(), self.recorder.ring, self._label or self.label, student_line()
+        nbytes = _most_nbytes(arguments)
+        slot = ring.pend(name, start_ns, nbytes=nbytes, group=group, match=match, line=line)
+        try:
+            work = call(self._real, *args, **kwargs)
+        except BaseException:
+            ring.unpend(slot)
+            self._count -= 1
+            raise
+        wait_start_ns, flags = clock(), OPEN
+        ring.waiting(slot, wait_start_ns)
+        try:
+            if work is not None:
+                work.wait()
+            flags = 0
+        finally:
+            end_ns = clock()
+            ring.write_communication(
+                name, start_ns, end_ns, wait_start_ns=wait_start_ns, wait_end_ns=end_ns, nbytes=nbytes, group=group, match=match,
+                line=line, flags=flags,
+            )  # fmt: skip
+            ring.unpend(slot)
+        return work
+
     def _followed(self, operation: Operation, work: Any, kept: object, tells: bool) -> Any:
         """See to it that the end of what is on its way is noticed.
 
@@ -160,14 +189,18 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
             operation.launched(None if work is None else work.wait, kept)
         elif work is None:
             operation.completed()
-        elif tells and not self._tell(operation, work):
+        elif tells and not self._tell(operation, work, kept):
             return SilentWork(work, operation, self.futures, False)
         return None if work is None else WatchedWork(work, operation, self.futures, tells)
 
-    def _tell(self, operation: Operation, work: Any) -> bool:
+    def _tell(self, operation: Operation, work: Any, arguments: Any) -> bool:
         """Have the backend say when the operation completes; False where it does not, so that only the wait for it will show."""
-        if operation.name in self._silent or (operation.name == "barrier" and self.moves_on_gpu):
-            return False  # NCCL's barrier is over when the wait for it is
+        if operation.name in self._silent:
+            return False
+        if self.moves_on_gpu:
+            tensor = _first(arguments)
+            if tensor is None or tensor.is_cuda:
+                return False  # NCCL's futures complete at once, its barrier with the wait for it
         try:
             future = work.get_future()
         except RuntimeError:  # "getFuture not implemented": gloo's reduce_scatter
@@ -192,7 +225,8 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         if work is None or self._together is not None or isinstance(operation, DeviceOperation):
             return self._followed(operation, work, tensors, False)
         message = WatchedMessage(work, operation, self.futures, None if group else partial(self._arrived, tag))
-        self.attendant.watch(message)
+        if sys._getframe(3).f_code not in BLOCKING:  # beyond our `send` and torch's `isend`
+            self.attendant.watch(message)
         return message
 
     def _arrived(self, tag: int, work: Any, operation: Operation) -> None:
@@ -256,6 +290,8 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
             return None
         return WatchedWork(work, batch, self.futures, False)
 
+    start_coalescing, end_coalescing = _start_coalescing, _end_coalescing  # what C++ calls in versions after 2.13
+
 
 def _collective(method: str, name: str) -> Callable[..., Any]:
     """The method that does what torch's does, and has it written down."""
@@ -267,6 +303,9 @@ def _collective(method: str, name: str) -> Callable[..., Any]:
         # Functional collectives know the coalesced form alone, also for one tensor.
         called = into_one if into_one and len(arguments[0]) == 1 else name
         self._count = match = self._count + 1
+        at_once = arguments and not getattr(arguments[-1], "asyncOp", True)  # who asks for it so waits for it at once
+        if at_once and self.recorder.device_clock is None:
+            return self._carried_out(called, arguments, match, inherited, args, kwargs)
         operation = self._issue(called, arguments, -1, self._label or self.label, match)
         try:
             work = inherited(self._real, *args, **kwargs)
@@ -274,9 +313,7 @@ def _collective(method: str, name: str) -> Callable[..., Any]:
             operation.withdrawn()
             self._count -= 1  # so that this rank's next one still matches those of the others
             raise
-        # Who asks for an operation that is not asynchronous waits for it at once: then the wait tells when it is over.
-        tells = not arguments or getattr(arguments[-1], "asyncOp", True)
-        return self._followed(operation, work, arguments, tells)
+        return self._followed(operation, work, arguments, not at_once)
 
     return collective
 
@@ -288,6 +325,14 @@ def watched_process_group(recorder: Recorder, futures: Futures) -> type[ProcessG
         "__module__": ProcessGroup.__module__,
     }  # fmt: skip
     return _Kind(ProcessGroup.__name__, (_WatchedGroup,), members)
+
+
+def _most_nbytes(arguments: tuple[Any, ...]) -> int:
+    """The bytes of what goes in or of what comes out, whichever is more."""
+    nbytes = 0
+    for argument in arguments[:2]:
+        nbytes = max(nbytes, _nbytes(argument))
+    return nbytes
 
 
 def _nbytes(value: Any) -> int:

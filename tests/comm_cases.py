@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.record import here
-from labkit.ring import RingReader
+from labkit.ring import Pending, RingReader
 
 # torch 2.13 has new names for two functions, and warns where the old ones are called.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -54,10 +56,14 @@ def watched_and_bare(case: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
         dist.destroy_process_group(bare)
 
 
+def _pending() -> list[Pending]:
+    assert here.recorder is not None
+    return RingReader(here.recorder.ring.buffer).pending()
+
+
 def pending() -> list[str]:
     """The names of this rank's operations that have not completed."""
-    assert here.recorder is not None
-    return [operation.name for operation in RingReader(here.recorder.ring.buffer).pending()]
+    return [operation.name for operation in _pending()]
 
 
 def collectives(group: Any) -> list[Any]:
@@ -242,6 +248,31 @@ def data_parallel(group: Any, how: str) -> list[torch.Tensor]:
         made += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         optimizer.step()
     return made
+
+
+def backward_beside_a_late_rank() -> list[bool]:
+    """Rank 1 begins its backward pass only when rank 0 is seen to wait in its own; what was seen."""
+    store = c10d._get_default_store()
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    loss = model(torch.ones(2, 4)).sum()
+    seen: list[bool] = []
+
+    def look() -> None:
+        until = time.monotonic() + 10
+        while not any(operation.wait_start_ns for operation in _pending()) and time.monotonic() < until:
+            time.sleep(0.001)
+        seen.append(time.monotonic() < until)
+        store.set("rank 0 waits", "1")
+
+    watcher = threading.Thread(target=look)
+    if dist.get_rank() == 0:
+        watcher.start()
+    else:
+        store.wait(["rank 0 waits"])
+    loss.backward()
+    if dist.get_rank() == 0:
+        watcher.join()
+    return seen
 
 
 def gradients_by_hand(group: Any) -> list[torch.Tensor]:

@@ -81,11 +81,12 @@ def by_reference() -> list[Any]:
 
 
 def failing() -> list[str]:
-    """A call that raises, one of a worker that does not exist, and one that takes too long."""
+    """A call that raises, one of a worker that does not exist, one that torch refuses, and again one that raises."""
     said = []
     for call in (
         lambda: rpc.rpc_sync(WORKER, fail, args=("luck",)),
         lambda: rpc.rpc_async("nobody", add, args=(torch.ones(1), 1.0)),
+        lambda: rpc.rpc_async(WORKER, torch.add, args=("not a tensor",)),
         lambda: rpc.rpc_async(WORKER, fail, args=("time",)).wait(),
     ):
         try:

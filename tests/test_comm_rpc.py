@@ -111,12 +111,13 @@ def test_methods_by_reference(group: Group) -> None:
 
 def test_failures_reach_the_caller(group: Group) -> None:
     run = group["master"].run(cases.failing)
-    raised, nobody, later, pending = run.results[0]
+    raised, nobody, refused, later, pending = run.results[0]
     assert raised.startswith("ValueError: ValueError: On WorkerInfo(id=1, name=worker)")
     assert "could not find destination" in nobody
+    assert refused.startswith("RuntimeError")
     assert later.startswith("ValueError")
     assert pending == "[]"
-    assert [s.name for s in spans(run, MASTER)] == ["rpc_sync fail", "rpc_async fail"]  # the one to nobody never was
+    assert [s.name for s in spans(run, MASTER)] == ["rpc_sync fail", "rpc_async fail"]  # the others never were
     assert [s.name for s in spans(run, WORKER)] == ["reply fail"] * 2
 
 
@@ -141,31 +142,37 @@ def test_distributed_training(group: Group, optimizer: Any) -> None:
 
 
 def test_torchs_own_calls_are_not_shown(tmp_path: Path) -> None:
-    """Without a size that is known beforehand, torch's workers tell each other that they have come: that is their business."""
+    """To end together, torch's workers call each other; that is their business."""
     program = """
-import json, mmap, sys
+import json, mmap, os, sys
 from torch.distributed import rpc
 from labkit import comm
 from labkit.record import Recorder, here
 from labkit.ring import RING_BYTES, RingReader, RingWriter
+rank = 0 if (child := os.fork()) else 1
 memory = mmap.mmap(-1, RING_BYTES)
 recorder = Recorder(RingWriter(memory), threads=True)
 here.start(recorder)
 comm.watch_rpc(recorder)
 options = rpc.TensorPipeRpcBackendOptions(init_method="file://" + sys.argv[1])
-rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
-print(json.dumps(rpc.rpc_sync("alone", len, args=([1, 2],))))
+rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+lengths = [rpc.rpc_sync("worker1", len, args=([1, 2],))] if rank == 0 else []
 rpc.shutdown()
 reader = RingReader(memory)
 rows = reader.read()
-print(json.dumps([reader.names()[i] for i in rows["name"]] + [p.name for p in reader.pending()]))
+found = [lengths, [reader.names()[i] for i in rows["name"]] + [p.name for p in reader.pending()]]
+with open(f"{sys.argv[1]}.{rank}", "w") as file:
+    json.dump(found, file)
+if rank == 0:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     environment = os.environ | {"TP_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    store = tmp_path / "store"
     answer = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "store")],
+        [sys.executable, "-c", program, str(store)],
         capture_output=True, text=True, timeout=60, check=False, env=environment, cwd=HERE.parent,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stderr
-    result, names = map(json.loads, answer.stdout.splitlines())
-    assert result == 2
-    assert sorted(names) == ["reply len", "rpc_sync len", "serve len"]
+    caller, callee = (json.loads(Path(f"{store}.{rank}").read_text()) for rank in (0, 1))
+    assert caller == [[2], ["rpc_sync len"]]
+    assert callee == [[], ["serve len", "reply len"]]
