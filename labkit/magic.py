@@ -33,7 +33,7 @@ def ranks(line: str, cell: str, shell: Any) -> None:
         parser.error(str(error))
     group = shell.user_ns.get(options.group)
     if not isinstance(group, Group):
-        given = "a " + type(group).__name__ if options.group in shell.user_ns else "not defined"
+        given = f"of type {type(group).__name__}" if options.group in shell.user_ns else "not defined"
         raise LabError(
             f"%%ranks {options.group}: {options.group!r} is {given}; make a group first: {options.group} = lab.Group(2)"
         )

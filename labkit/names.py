@@ -6,7 +6,7 @@ import ast
 import dis
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 __all__ = ["assigned", "name_of", "names_read", "reads"]
@@ -14,7 +14,7 @@ __all__ = ["assigned", "name_of", "names_read", "reads"]
 _READ = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
 _ASSIGN_GLOBAL = ("STORE_GLOBAL", "DELETE_GLOBAL")
 _ASSIGN_HERE = ("STORE_NAME", "DELETE_NAME")  # in a module's code; in the body of a class these are its attributes
-# After these statements their names are defined; after an `if`, a loop or a `try` they may not be.
+# After these statements their names are defined; after a `try` or a `match` they may not be.
 _SURE = (ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 
 
@@ -45,18 +45,52 @@ def reads(source: ast.Module, filename: str, home: Mapping[str, Any]) -> set[str
         filename: what it is called.
         home: the namespace.
     """
-    own: set[str] = set()
-    found: set[str] = set()
-    for statement in source.body:
-        code = compile(ast.Module([statement], []), filename, "exec", dont_inherit=True)
-        found |= names_read(code) - own
-        if isinstance(statement, _SURE):
-            own |= _names(code, _ASSIGN_HERE)
+    found = _read_before_assigned(source.body, set(), filename)
     waiting, found = found & home.keys(), set()
     while waiting:
         found |= waiting
         waiting = {n for name in waiting for code in _codes(home[name]) for n in names_read(code)} & home.keys() - found
     return found
+
+
+def _read_before_assigned(statements: Sequence[ast.stmt], own: set[str], filename: str) -> set[str]:
+    """The global names that statements read and that are not in `own`, to which those are added that are defined after them."""
+    found: set[str] = set()
+
+    def look(node: ast.stmt | ast.expr, own: set[str]) -> types.CodeType:
+        tree = ast.Module([node if isinstance(node, ast.stmt) else ast.Expr(node)], [])
+        code = compile(ast.fix_missing_locations(tree), filename, "exec", dont_inherit=True)
+        found.update(names_read(code) - own)
+        return code
+
+    for statement in statements:
+        if isinstance(statement, ast.For):
+            look(statement.iter, own)
+            own |= _targets(statement.target)  # though a loop over nothing does not assign it
+            branches = [statement.body, statement.orelse]
+        elif isinstance(statement, ast.If | ast.While):
+            look(statement.test, own)
+            branches = [statement.body, statement.orelse]
+        elif isinstance(statement, ast.With):
+            for item in statement.items:
+                look(item.context_expr, own)
+                own |= _targets(item.optional_vars)
+            found |= _read_before_assigned(statement.body, own, filename)
+            continue
+        else:
+            code = look(statement, own)
+            if isinstance(statement, _SURE):
+                own |= _names(code, _ASSIGN_HERE)
+            continue
+        for branch in branches:  # which one is taken, nobody knows yet
+            found |= _read_before_assigned(branch, set(own), filename)
+    return found
+
+
+def _targets(target: ast.expr | None) -> set[str]:
+    """The names in what a loop or a `with` assigns."""
+    nodes = ast.walk(target) if target is not None else ()
+    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
 def _names(code: types.CodeType, operations: tuple[str, ...]) -> set[str]:
