@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import signal
 import subprocess
 import sys
 import time
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--notebooks", action="store_true", help="also time all notebooks under nbval, which takes minutes")
     arguments = parser.parse_args()
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that kernels and what they started end with this
     text = "\n".join(_report(arguments.only, arguments.peers, notebooks=arguments.notebooks))
     print(text)
     if arguments.write:

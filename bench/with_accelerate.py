@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import socket
 import threading
 import time
 from typing import Any
@@ -14,13 +13,7 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 from accelerate import notebook_launcher
-from work import ARRAY_BYTES, LOOPBACK, RANKS, children_pss
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+from work import ARRAY_BYTES, LOOPBACK, RANKS, children_pss, free_port
 
 
 class Accelerate:
@@ -81,7 +74,7 @@ class Accelerate:
         if task == "memory":
             scales.start()
         with contextlib.redirect_stdout(io.StringIO()):
-            notebook_launcher(work, num_processes=RANKS, use_port=_free_port())
+            notebook_launcher(work, num_processes=RANKS, use_port=str(free_port()))
         if task == "memory":
             scales.join()
         return time.perf_counter() - start, held[0]

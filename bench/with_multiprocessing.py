@@ -48,9 +48,8 @@ class Multiprocessing:
         """Seconds until all have answered, and what the processes then hold in memory."""
         start = time.perf_counter()
         given, results = (self._array, self._results) if task == "move" else (None, None)
-        store = work.own_store() if task in ("ready", "memory") else None
         answers, release = self._context.SimpleQueue(), self._context.Event()
-        arguments: Any = task, store.port if store else 0, answers, release, given, results
+        arguments: Any = task, work.free_port(), answers, release, given, results
         processes = mp.start_processes(work.torch_worker, arguments, nprocs=RANKS, join=False, start_method=self._start)
         for _ in range(RANKS):
             answers.get()

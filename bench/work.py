@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -10,7 +11,18 @@ from typing import Any, Final, Protocol
 
 import psutil
 
-__all__ = ["ARRAY_BYTES", "LOOPBACK", "RANKS", "Tool", "children_pss", "own_store", "seconds", "summed", "torch_worker"]
+__all__ = [
+    "ARRAY_BYTES",
+    "LOOPBACK",
+    "RANKS",
+    "Tool",
+    "children_pss",
+    "free_port",
+    "own_store",
+    "seconds",
+    "summed",
+    "torch_worker",
+]
 
 RANKS: Final = 4
 ARRAY_BYTES: Final = 64 << 20
@@ -49,14 +61,21 @@ def children_pss() -> float:
     return float(sum(p.memory_full_info().pss for p in psutil.Process().children(recursive=True)))
 
 
-def summed(rank: int, size: int, port: int) -> float:
-    """Join a gloo process group by the store on that port, and add up a one from each rank."""
+def summed(rank: int, size: int, port: int, *, store_here: bool = False) -> float:
+    """Join a gloo process group by the store on that port, and add up a one from each rank.
+
+    Args:
+        rank: this process's number.
+        size: how many there are.
+        port: of the store.
+        store_here: whether this process keeps the store.
+    """
     import torch
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = dist.TCPStore("127.0.0.1", port, is_master=store_here, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     total = torch.ones(1)
     dist.all_reduce(total)
@@ -64,10 +83,17 @@ def summed(rank: int, size: int, port: int) -> float:
 
 
 def own_store() -> Any:
-    """A store for the ranks to meet at, on a free port."""
+    """A store for the ranks to meet at, on a free port. Its thread holds locks now and then: do not fork beside it."""
     from torch.distributed import TCPStore
 
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def torch_worker(rank: int, task: str, port: int, answers: Any, release: Any, given: Any, results: Any) -> None:
@@ -77,7 +103,7 @@ def torch_worker(rank: int, task: str, port: int, answers: Any, release: Any, gi
     torch.set_num_threads(1)  # OpenMP, which the parent may have used, hangs in a fork
     answer = 0.0
     if task in ("ready", "memory"):
-        answer = summed(rank, RANKS, port)
+        answer = summed(rank, RANKS, port, store_here=rank == 0)
     elif task == "move":
         results[rank].copy_(given)
     answers.put(answer)
