@@ -107,6 +107,25 @@ def test_operations_of_a_gpu_are_timed_by_it(pair: Group, moved_by: str) -> None
     assert all(s.start_ns <= s.end_ns and s.nbytes in (8, 0) and s.done for s in spans)
 
 
+def barrier_of_nccl() -> list[list[str]]:
+    """What is pending when a barrier like NCCL's has completed, before and after the wait for it: its future says nothing."""
+    import torch.distributed as dist
+
+    group: Any = dist.new_group()
+    group._on_gpu = True
+    work: Any = dist.barrier(group=group, async_op=True)
+    while not work._work.is_completed():
+        pass
+    before = cases.pending()
+    work.wait()
+    return [before, cases.pending()]
+
+
+def test_a_barrier_of_nccl_is_over_when_the_wait_for_it_is(pair: Group) -> None:
+    run = pair.run(barrier_of_nccl)
+    assert run.results == [[["barrier"], []]] * 2
+
+
 class Coalescing:
     """A backend that launches messages together, as NCCL does."""
 
