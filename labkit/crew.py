@@ -183,6 +183,9 @@ class Crew:
             graceful: let the ranks leave their process group by themselves first.
             wait: until it is done.
         """
+        if not self.members:
+            self.selector.close()
+            return  # no process came up; and what should have started them may be busy importing
         thread = threading.Thread(target=self._end, args=(graceful,), name="labkit-end")
         thread.start()
         if wait:

@@ -16,7 +16,7 @@ from labkit import wire
 from labkit.arguments import Plan, check_place
 from labkit.blame import Call, Names
 from labkit.crew import Crew
-from labkit.errors import LabError, RankError
+from labkit.errors import LabError, RankError, Stopped
 from labkit.names import assigned, name_of, reads
 from labkit.notebook import notebook
 from labkit.output import cell_label
@@ -291,6 +291,8 @@ class Group:
             if flight.moved:
                 self._tell("CUDA tensors in results come back as CPU tensors.")
             return run
+        except KeyboardInterrupt as stop:  # while the ranks started, say: the frames of that tell the student nothing
+            raise (stop if isinstance(stop, Stopped) else Stopped(name, [])) from None
         finally:
             try:
                 parcel.close()

@@ -19,10 +19,11 @@ from typing import Any, Final, NoReturn
 from labkit.errors import LabError
 from labkit.streams import print_to
 
-__all__ = ["BATCH", "guard", "kill_group", "serve", "spawned"]
+__all__ = ["BATCH", "READY", "guard", "kill_group", "serve", "spawned"]
 
 BATCH: Final = 64  # ranks a fork request may ask for: three descriptors each, and the kernel passes 253 at the most
 PR_SET_PDEATHSIG: Final = 1
+READY: Final = 0  # the number of the answer that nobody has asked for: everything is imported
 GUARD_LOOKS_EVERY_MS: Final = 500
 
 
@@ -53,7 +54,7 @@ class _Server:
         if alive >= 0:
             self._poll.register(alive, select.POLLIN)
         with contextlib.suppress(OSError):  # the notebook went while we answered
-            self._sock.send(pickle.dumps((0, None)))
+            self._sock.send(pickle.dumps((READY, None)))
             going_on = True
             while going_on:
                 ready = {fd for fd, _ in self._poll.poll()}

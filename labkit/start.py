@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
 
 from labkit.errors import LabError
-from labkit.server import BATCH, kill_group
+from labkit.server import BATCH, READY, kill_group
 
 __all__ = ["ForkStarter", "RankProcess", "SpawnStarter", "Starter"]
 
@@ -184,8 +184,7 @@ class ForkStarter:
 
     def _wait_until_ready(self) -> None:
         if not self._ready:
-            self._receive(0, READY_LIMIT_S)
-            self._ready = True
+            self._receive(READY, READY_LIMIT_S)
 
     def _ask(self, what: str, argument: Any, fds: Sequence[int]) -> Any:
         number = next(self._ids)
@@ -208,6 +207,7 @@ class ForkStarter:
             if not data:
                 raise self._death()
             got, answer = pickle.loads(data)
+            self._ready |= got == READY  # whoever hears it
             if got != number:
                 continue  # the answer to a request whose caller was interrupted
             if isinstance(answer, Exception):

@@ -452,6 +452,31 @@ def test_stop_while_the_server_forks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert group.run(int).results == [0, 0]
 
 
+def test_stop_while_the_server_still_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever hears that it is ready, all know it; and there is nothing to end, and so to wait for, before it is."""
+    (tmp_path / "slow_module.py").write_text(
+        f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path)!r}, 'go').exists(): time.sleep(0.001)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("labkit.runtimes.Runtime.preload", ("slow_module", "labkit.rank"))
+    receive = ForkStarter._receive
+
+    def stopped(starter: ForkStarter, number: int, limit_s: float) -> Any:
+        monkeypatch.setattr(ForkStarter, "_receive", receive)
+        signal.raise_signal(signal.SIGINT)
+        return receive(starter, number, limit_s)
+
+    with lab.Group(2, runtime="bare", start="fork", timeout_s=60) as group:
+        starter = notebook.starter("bare", "fork")
+        monkeypatch.setattr(ForkStarter, "_receive", stopped)
+        with pytest.raises(KeyboardInterrupt, match="int was stopped"):
+            group.run(int)
+        (tmp_path / "go").touch()
+        assert starter._ask("end", [], []) == {}, "it hears that the server is ready as well"
+        assert group.run(int).results == [0, 0]
+    notebook.starters.pop(next(key for key, value in notebook.starters.items() if value is starter)).close()
+
+
 def test_stop_and_stop_again_while_ranks_end(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A student presses Stop several times: the first interrupts the run, the next one the tidying up."""
     starter = notebook.starter("bare", start)
