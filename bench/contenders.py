@@ -71,32 +71,32 @@ def measure(tools: Sequence[Entry], python_of_peers: str) -> Results:
             kernel.run(f"tool = {tool.make}")
         for task in TASKS:
             print(f"  {task}", file=sys.stderr, flush=True)
-            samples = _in_turns([t for t in tools if t.name in kernels], kernels, task)
-            for name, values in samples.items():
+            fit = [tool for tool in tools if tool.name in kernels and "failed" not in results[tool.name].values()]
+            for name, values in _in_turns(fit, kernels, task).items():
                 results[name][task] = statistics.median(values) if values else "failed"
-        for name, kernel in kernels.items():
-            if "failed" not in results[name].values():
-                kernel.run("tool.close()")
+        for name, values in results.items():
+            results[name] = {task: values.get(task, "failed") for task in TASKS}
+            if name in kernels and "failed" not in values.values():
+                kernels[name].run("tool.close()")
     return results
 
 
 def _in_turns(tools: Sequence[Entry], kernels: dict[str, Kernel], task: str) -> dict[str, list[float]]:
+    """What each tool measured; nothing for one that failed."""
     samples: dict[str, list[float]] = {tool.name: [] for tool in tools}
-    failed: set[str] = set()
     for number in range(1 + max(tool.rounds for tool in tools)):  # the first is not counted: it pays for what stays warm
         for tool in tools:
-            if number > tool.rounds or tool.name in failed:
+            if number > tool.rounds or tool.name not in samples:
                 continue
             try:
                 value = kernels[tool.name].run("", value=f"tool.{task}()")
             except RuntimeError as error:
                 print(f"{tool.name} failed in {task!r}:\n{error}", file=sys.stderr, flush=True)
-                failed.add(tool.name)
-                samples[tool.name] = []
+                del samples[tool.name]
                 continue
             if number:
                 samples[tool.name].append(value)
-    return samples
+    return {tool.name: samples.get(tool.name, []) for tool in tools}
 
 
 def _has(python: str, package: str) -> bool:
