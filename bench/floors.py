@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 import psutil
 from work import ARRAY_BYTES, RANKS, seconds
 
-__all__ = ["copies_s", "gigabytes_per_s", "torch_pss"]
+__all__ = ["copies_s", "gigabytes_per_s", "import_pss"]
 
 ROUNDS: Final = 7
 
@@ -31,9 +32,9 @@ def gigabytes_per_s() -> tuple[float, float]:
     return ARRAY_BYTES / fresh / 1e9, ARRAY_BYTES / warm / 1e9
 
 
-def torch_pss() -> float:
-    """Proportional set size in bytes of one process that has imported torch and nothing else."""
-    code = "import torch, sys; print(flush=True); sys.stdin.read()"
+def import_pss(modules: Sequence[str] = ("torch",)) -> float:
+    """Proportional set size in bytes of one process that has imported these modules and done nothing else."""
+    code = f"import sys, {', '.join(modules)}; print(flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()

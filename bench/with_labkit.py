@@ -7,9 +7,10 @@ import time
 from typing import Any
 
 import numpy as np
-from work import ARRAY_BYTES, RANKS, children_pss, seconds
+from work import ARRAY_BYTES, RANKS, children_pss, seconds, wait_until_children_rest
 
 import labkit as lab
+from labkit.notebook import notebook
 
 
 def add_up() -> float:
@@ -47,7 +48,8 @@ class Labkit:
         """See `work.Tool`; the rest likewise."""
         self.close()
         if self._start == "spawn":
-            time.sleep(6)  # a person's pause between two cells, in which spare ranks come up
+            notebook.starter("torch", "spawn").warm(RANKS)
+            wait_until_children_rest()
         start = time.perf_counter()
         results = self._running().run(add_up).results
         took_s = time.perf_counter() - start

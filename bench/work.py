@@ -12,17 +12,9 @@ from typing import Any, Final, Protocol
 import psutil
 
 __all__ = [
-    "ARRAY_BYTES",
-    "LOOPBACK",
-    "RANKS",
-    "Tool",
-    "children_pss",
-    "free_port",
-    "own_store",
-    "seconds",
-    "summed",
-    "torch_worker",
-]
+    "ARRAY_BYTES", "LOOPBACK", "RANKS", "Tool", "children_pss", "free_port", "own_store", "seconds", "summed", "torch_worker",
+    "wait_until_children_rest",
+]  # fmt: skip
 
 RANKS: Final = 4
 ARRAY_BYTES: Final = 64 << 20
@@ -59,6 +51,19 @@ def seconds(action: Callable[[], Any]) -> float:
 def children_pss() -> float:
     """Proportional set size in bytes of all descendants of this process: shared pages are divided among those who share them."""
     return float(sum(p.memory_full_info().pss for p in psutil.Process().children(recursive=True)))
+
+
+def wait_until_children_rest() -> None:
+    """Wait until what this process has started computes no more for half a second: spare ranks have imported all they need."""
+    deadline = time.monotonic() + TIMEOUT_S
+    before = -1.0
+    while time.monotonic() < deadline:
+        now = sum(sum(p.cpu_times()[:2]) for p in psutil.Process().children(recursive=True))
+        if now == before:
+            return
+        before = now
+        time.sleep(0.5)
+    raise TimeoutError(f"processes still compute after {TIMEOUT_S} s")
 
 
 def summed(rank: int, size: int, port: int, *, store_here: bool = False) -> float:
