@@ -260,11 +260,16 @@ class _Timeline:
             self.seen.add("step")
 
     def _step_numbers(self, view: View, y: float) -> None:
-        """Above the first row: the number of each step, as `step=` takes it."""
+        """Above the first row: the number of each step, as `step=` takes it, in the middle of that row's own step.
+
+        The steps of the ranks need not coincide: a label in the middle of all would hang over another step of the first rank.
+        """
         if len(view.chosen) == 1:
             return  # the title says it
-        bounds = view.whole.step_bounds()
-        for number in view.chosen or range(min(len(bounds), 100)):
+        everybody = view.whole.step_bounds()
+        own = view.whole.of(rank=0).step_bounds()
+        bounds = own if len(own) >= len(everybody) else everybody  # rank 0 may have no steps, as a master that only serves
+        for number in view.chosen or range(min(len(everybody), 100)):
             start, end = (int(t) - view.shown.start_ns for t in bounds[number])
             if (end - start) / self.unit_ns * self._px_per_unit() > 45:
                 self.ax.text(

@@ -103,6 +103,16 @@ def my_share_as_a_count(items):
     return items // dist.get_world_size()
 
 
+@wrong("my_share", "`items` is a number, not a list: here it was 10")
+def my_share_of_a_list(items):
+    return items[dist.get_rank() :: dist.get_world_size()]
+
+
+@wrong("my_share", "unsupported operand")
+def my_share_and_fail(items):
+    return range(items + "1")
+
+
 # 00: waiting_share
 
 right("waiting_share", 0.5)
@@ -172,6 +182,19 @@ def average_the_first(model):
     p.grad /= dist.get_world_size()
 
 
+@wrong("average_gradients", "returns nothing")
+def average_by_assignment(model):
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad = dist.all_reduce(p.grad)
+
+
+@wrong("average_gradients", "p.grad is None here. A frozen parameter has none: skip it")
+def reduce_frozen_too(model):
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+
+
 @wrong("average_gradients", "AttributeError")
 def average_frozen_too(model):
     for p in model.parameters():
@@ -236,6 +259,16 @@ def draw_everything(examples, rank, ranks, epoch):
     return torch.randperm(examples, generator=torch.Generator().manual_seed(epoch)).tolist()
 
 
+@wrong("draw_indices", "`examples` is a number, not a list")
+def draw_from_a_list(examples, rank, ranks, epoch):
+    return examples[rank::ranks]
+
+
+@wrong("draw_indices", "it raised TypeError: unsupported operand")
+def draw_and_fail(examples, rank, ranks, epoch):
+    return range(examples + "1")
+
+
 # 02: accumulate
 
 
@@ -250,6 +283,14 @@ def accumulate(model, batches, loss_function):
 def accumulate_and_send_always(model, batches, loss_function):
     for inputs, targets in batches:
         (loss_function(model(inputs), targets) / len(batches)).backward()
+
+
+@wrong("accumulate", "forward and backward of all batches but the last both stand inside")
+def accumulate_with_the_forward_outside(model, batches, loss_function):
+    for i, (inputs, targets) in enumerate(batches):
+        loss = loss_function(model(inputs), targets) / len(batches)
+        with contextlib.nullcontext() if i == len(batches) - 1 else model.no_sync():
+            loss.backward()
 
 
 @wrong("accumulate", "Each rank kept its gradients to itself")
@@ -295,6 +336,21 @@ def scaled_by_the_root(base, base_batch, per_rank, ranks):
 @wrong("scaled_learning_rate", "the number of ranks is not what counts")
 def scaled_by_ranks(base, base_batch, per_rank, ranks):
     return base * ranks
+
+
+@wrong("scaled_learning_rate", "that is the batch of one rank; in a step the ranks together learn from 768")
+def scaled_by_one_rank(base, base_batch, per_rank, ranks):
+    return base * per_rank / base_batch
+
+
+@wrong("scaled_learning_rate", "// rounds down")
+def scaled_in_whole_numbers(base, base_batch, per_rank, ranks):
+    return base * (per_rank * ranks // base_batch)
+
+
+@wrong("scaled_learning_rate", "with 32 each: multiply by the batch of all ranks together")
+def scaled_up_only(base, base_batch, per_rank, ranks):
+    return base * max(1, per_rank * ranks / base_batch)
 
 
 @wrong("scaled_learning_rate", "not a smaller one")

@@ -166,6 +166,25 @@ def test_steps_are_bounded_by_thin_lines_and_numbered():
     assert {"step 0", "step 1"} <= {t.get_text() for t in ax.texts}
 
 
+def test_step_numbers_stand_over_the_first_ranks_own_steps():
+    b = book(ranks=2)
+    for rank, length in ((0, 10), (1, 4)):  # rank 1 is done long before rank 0
+        for step in range(2):
+            b.whole(rank, "step", length * step, length * (step + 1))
+            b.compute(rank, "forward", length * step, length * (step + 1))
+    texts = {t.get_text(): t.get_position()[0] for t in timeline(b.done()).texts}
+    assert (texts["step 0"], texts["step 1"]) == (5, 15)
+
+
+def test_step_numbers_are_there_though_the_first_rank_has_no_steps():
+    b = book(ranks=2)
+    b.compute(0, "serve", 0, 20)
+    for step in range(2):
+        b.whole(1, "step", 10 * step, 10 * step + 10)
+    texts = {t.get_text(): t.get_position()[0] for t in timeline(b.done()).texts}
+    assert (texts["step 0"], texts["step 1"]) == (5, 15)
+
+
 def test_step_lines_stay_inside_the_time_shown():
     b = book(ranks=2)  # rank 1 is late: its step 1 goes on after all have ended step 0
     for rank, late in ((0, 0), (1, 4)):

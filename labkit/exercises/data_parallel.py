@@ -14,7 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, listing, plural
+from labkit.errors import RankError
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, listing, plural, takes_number_for_list
 
 __all__ = ["EXERCISES"]
 
@@ -72,7 +73,22 @@ def _average_gradients(answer: Any, on: OnRanks) -> str:
             }
             return next((cause for factor, cause in known.items() if abs(times - factor) < 1e-3), None)
 
-        before, after = zip(*on(ranks, _average_on_rank, answer), strict=True)
+        try:
+            before, after = zip(*on(ranks, _average_on_rank, answer), strict=True)
+        except RankError as error:
+            first = error.failures[0]
+            if "NoneType" not in first.traceback:
+                raise
+            raise AnswerError(
+                f"{first.name} failed: p.grad is None here. A frozen parameter has none: skip it. And keep nothing of what "
+                "dist.all_reduce returns: it works in place and returns nothing",
+                first.traceback,
+            ) from None
+        if not any(after):
+            raise AnswerError(
+                "afterwards all gradients are missing on rank 0 and on the others",
+                "dist.all_reduce works in place and returns nothing: `p.grad = dist.all_reduce(p.grad)` throws the sum away",
+            )
         if all(_same(a, b) for a, b in zip(after, before, strict=True)):
             raise AnswerError(
                 "the gradients are what they were before: each rank still has its own",
@@ -110,7 +126,12 @@ def _draw_indices(answer: Any, _: OnRanks) -> str:
 
 
 def _indices(answer: Any, examples: int, rank: int, ranks: int, epoch: int) -> list[int]:
-    drawn = answer(examples, rank, ranks, epoch)
+    try:
+        drawn = answer(examples, rank, ranks, epoch)
+    except TypeError as error:
+        if not takes_number_for_list(str(error)):
+            raise
+        raise AnswerError(f"`examples` is a number, not a list: draw_indices{examples, rank, ranks, epoch}", str(error)) from None
     try:
         return [int(index) for index in drawn]
     except (TypeError, ValueError):
@@ -196,13 +217,15 @@ def _accumulate(answer: Any, on: OnRanks) -> str:
     if buckets[0] > 1:
         raise AnswerError(
             f"the gradients are right, but went over the wire {plural(buckets[0], 'time')}; once is enough",
-            "run all batches but the last inside `with model.no_sync():`",
+            "forward and backward of all batches but the last both stand inside `with model.no_sync():`; DDP decides in the "
+            "forward pass whether the backward will send",
         )
     return f"{ACCUMULATED} batches, one all_reduce, and the gradients of one process with all the examples."
 
 
 def _scaled_learning_rate(answer: Any, _: OnRanks) -> str:
-    for base, base_batch, per_rank, ranks in ((0.1, 256, 64, 16), (0.05, 64, 32, 4), (0.1, 64, 64, 1)):
+    # The first case tells all rules apart. The batch of the last three: not a multiple of the old one, smaller, the same.
+    for base, base_batch, per_rank, ranks in ((0.1, 256, 64, 12), (0.05, 256, 100, 3), (0.1, 256, 32, 2), (0.1, 64, 64, 1)):
         given = float(answer(base, base_batch, per_rank, ranks))
         times = per_rank * ranks / base_batch
         case = f"learning rate {base} for batches of {base_batch}, now {plural(ranks, 'rank')} with {per_rank} each"
@@ -217,6 +240,13 @@ def _scaled_learning_rate(answer: Any, _: OnRanks) -> str:
                 f"{times:g} times the old one",
                 *details,
             )
+        if abs(given - base * per_rank / base_batch) <= 1e-6 * base * times:
+            raise AnswerError(
+                f"{case}: that is the batch of one rank; in a step the ranks together learn from {per_rank * ranks}",
+                *details,
+            )
+        if abs(given - base * (per_rank * ranks // base_batch)) <= 1e-6 * base * times:
+            raise AnswerError(f"{case}: // rounds down; the new batch need not be a multiple of the old one", *details)
         if abs(given - base / times) <= 1e-6 * base / times:
             raise AnswerError(f"{case}: a larger batch has less noise and can take a larger step, not a smaller one", *details)
         raise AnswerError(f"{case}: multiply by the batch of all ranks together and divide by the old one", *details)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["AnswerError", "Exercise", "OnRanks", "call", "compare", "factor", "listing", "plural"]
+__all__ = ["AnswerError", "Exercise", "OnRanks", "call", "compare", "factor", "listing", "plural", "takes_number_for_list"]
 
 TOLERANCE = 1e-4  # relative: a sum in another order differs by 1e-6 in float32, the mistakes here by 1e-1
 
@@ -51,6 +51,13 @@ class AnswerError(Exception):
 def call(answer: Callable[..., Any], *args: Any) -> Any:
     """What each rank runs where the student's function needs nothing around it."""
     return answer(*args)
+
+
+def takes_number_for_list(error: str) -> bool:
+    """Whether a TypeError's text is that of code which treats a whole number as if it were a list."""
+    return error.endswith(
+        ("'int' object is not iterable", "object of type 'int' has no len()", "'int' object is not subscriptable")
+    )
 
 
 def compare(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, call, listing, plural
+from labkit.errors import RankError
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, call, listing, plural, takes_number_for_list
 
 __all__ = ["EXERCISES"]
 
@@ -36,7 +37,14 @@ def _introduce(answer: Any, on: OnRanks) -> str:
 
 def _my_share(answer: Any, on: OnRanks) -> str:
     for items, ranks in ((10, 4), (7, 3), (2, 3)):
-        shares = [_as_items(share, rank) for rank, share in enumerate(on(ranks, call, answer, items))]
+        try:
+            returned = on(ranks, call, answer, items)
+        except RankError as error:
+            first = error.failures[0]
+            if not takes_number_for_list(first.headline):
+                raise
+            raise AnswerError(f"`items` is a number, not a list: here it was {items}", first.headline, first.traceback) from None
+        shares = [_as_items(share, rank) for rank, share in enumerate(returned)]
         details = tuple(f"rank {rank}: {share}" for rank, share in enumerate(shares))
         case = f"{items} items on {ranks} ranks"
         every = [item for share in shares for item in share]
