@@ -20,7 +20,7 @@ from labkit.names import name_of
 from labkit.record import Recorder, here, is_students
 from labkit.report import headline, in_students_code, students_traceback
 from labkit.ring import RingWriter
-from labkit.runtimes import RUNTIMES, Runtime, Seat
+from labkit.runtimes import RUNTIMES, Runtime, Seat, devices
 
 __all__ = ["main"]
 
@@ -100,14 +100,14 @@ class _Rank:
         recorder = Recorder(self._ring, threads=self._runtime.several_threads)
         here.start(recorder)
         if self._seat.runtime in ("torch", "rpc"):
-            try:
-                from labkit import comm
+            from labkit import comm
 
-                watch = comm.watch_torch if self._seat.runtime == "torch" else comm.watch_rpc
-                watch(recorder)
-            except ImportError:
-                pass
-        notes = self._runtime.set_up(offers)
+            watch = comm.watch_torch if self._seat.runtime == "torch" else comm.watch_rpc
+            watch(recorder)
+            notes = self._runtime.set_up(offers)
+            comm.watch_device(recorder, devices()[0])
+        else:
+            notes = self._runtime.set_up(offers)
         if self._runtime.resting_is_waiting:
             blocked.watch_tensorflow(recorder)
         self._channel.send("ready", notes)
