@@ -41,7 +41,7 @@ def ranks(line: str, cell: str, shell: Any) -> None:
     if options.on is not None:
         wanted = [part.strip() for part in options.on.split(",")]
         on = group[[int(w) if w.removeprefix("-").isdecimal() and w not in group.names else w for w in wanted]].on
-    number = shell.execution_count
+    number = len(shell.history_manager.input_hist_parsed) - 1  # `execution_count` may be that of the next cell already
     group.run_cell(cell, f"<cell {number} on the ranks>", f"cell {number}", on)
 
 

@@ -13,7 +13,8 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NoReturn
 
 from labkit.errors import LabError
@@ -29,9 +30,33 @@ GUARD_LOOKS_EVERY_MS: Final = 500
 
 def serve(fds: list[int], preload: list[str], notebook: int) -> NoReturn:
     """The server's whole life: import, then fork ranks as told, until the notebook's process is gone."""
-    _import_all(preload)
+    with _ended_with(notebook):
+        _import_all(preload)
     _Server(socket.socket(fileno=fds[0])).serve(notebook)
     os._exit(0)
+
+
+@contextlib.contextmanager
+def _ended_with(notebook: int) -> Iterator[None]:
+    """Meanwhile, end this process as soon as another is gone. Afterwards no thread is left: whoever forks must have one only."""
+    there = _watch(notebook)
+    stop, stopping = os.pipe()
+
+    def watch() -> None:
+        if there in select.select([there, stop], [], [])[0]:
+            os._exit(0)
+
+    thread = threading.Thread(target=watch)
+    if there >= 0:
+        thread.start()
+    try:
+        yield
+    finally:
+        os.close(stopping)
+        if there >= 0:
+            thread.join()
+            os.close(there)
+        os.close(stop)
 
 
 class _Server:

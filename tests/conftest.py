@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from processes import left_after
 
 SESSION = "LABKIT_TEST_SESSION"  # inherited by every process that a test starts, also by one that has lost its parent
 os.environ[SESSION] = str(os.getpid())
@@ -36,8 +37,7 @@ def nothing_is_left() -> Iterator[None]:
 
     if left() or _listening() - ports or _shared_memory() - memory:
         gc.collect()  # an object in a cycle may hold on to it; not after each test, because with torch loaded it takes 0.15 s
-    _, alive = psutil.wait_procs(left(), timeout=SETTLE_LIMIT_S)
-    assert not [_describe(p) for p in alive], "the test left processes"
+    assert not [_describe(p) for p in left_after(SETTLE_LIMIT_S, [p.pid for p in left()])], "the test left processes"
     assert not _listening() - ports, "the test left listening ports"
     assert not _shared_memory() - memory, "the test left shared memory"
 

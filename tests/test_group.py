@@ -18,6 +18,7 @@ import cells as in_cells
 import numpy as np
 import psutil
 import pytest
+from processes import left_after
 
 import labkit as lab
 from labkit.notebook import notebook
@@ -450,8 +451,7 @@ def test_a_group_in_a_reference_circle_and_an_error_that_holds_it(start: str) ->
     pids = group.run(os.getpid).results
     del group, caught
     gc.collect()
-    _, alive = psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], timeout=5)
-    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    assert not left_after(5.0, pids)
 
 
 # RPC

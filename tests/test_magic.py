@@ -33,10 +33,10 @@ class Shell:
 
     def __init__(self, main: types.ModuleType) -> None:
         self.user_ns = main.__dict__
-        self.execution_count = 0
+        self.history_manager = types.SimpleNamespace(input_hist_parsed=[""])
 
     def __call__(self, line: str, cell: str) -> None:
-        self.execution_count += 1
+        self.history_manager.input_hist_parsed.append(cell)
         magic(line, textwrap.dedent(cell), self)
 
 

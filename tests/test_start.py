@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from processes import left_after
 
 import labkit as lab
 from labkit import server
@@ -86,15 +87,6 @@ def the_rest(program: subprocess.Popen[str]) -> str:
     """What a program prints until it ends."""
     assert program.stdout is not None
     return program.stdout.read()
-
-
-def wait_until_gone(pids: list[int]) -> list[int]:
-    processes = []
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            processes.append(psutil.Process(pid))
-    _, alive = psutil.wait_procs(processes, timeout=GONE_LIMIT_S)
-    return [p.pid for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
 # How ranks begin
@@ -190,7 +182,7 @@ def test_a_group_that_nobody_holds_any_more_ends(start: str) -> None:
     pids = group.run(os.getpid).results
     group = None
     gc.collect()
-    assert wait_until_gone(pids) == []
+    assert not left_after(GONE_LIMIT_S, pids)
 
 
 def test_the_garbage_collector_may_end_a_group_while_another_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +201,7 @@ def test_the_garbage_collector_may_end_a_group_while_another_starts(monkeypatch:
 
     monkeypatch.setattr(starter, "_ask", ask_and_collect)
     assert new.run(int).results == [0]
-    assert wait_until_gone(pids) == []
+    assert not left_after(GONE_LIMIT_S, pids)
     new.close()
 
 
@@ -221,7 +213,7 @@ def test_what_the_students_code_has_started_ends_with_its_rank(start: str) -> No
         pids = group.run(f).results
         assert len(pids) == len({*pids}) == 2
         assert all(psutil.pid_exists(pid) for pid in pids)
-    assert wait_until_gone(pids) == []
+    assert not left_after(GONE_LIMIT_S, pids)
 
 
 def test_nothing_listens_outside_this_machine(start: str) -> None:
@@ -254,7 +246,7 @@ def test_when_the_server_dies_the_run_says_so_and_the_next_one_works() -> None:
         server_pid = notebook.starter("bare", "fork")._process.pid
         with pytest.raises(lab.RankError, match="rank 0 failed: killed by SIGKILL"):
             group.run(hang)
-        assert wait_until_gone([*pids, *children]) == []
+        assert not left_after(GONE_LIMIT_S, [*pids, *children])
         assert group.run(int).results == [0, 0]
         assert notebook.starter("bare", "fork")._process.pid != server_pid
 
@@ -316,7 +308,7 @@ def test_a_spare_that_was_killed_is_not_handed_out() -> None:
         starter.warm(2)
         first, second = starter._spares
         os.kill(first.pid, signal.SIGKILL)
-        assert wait_until_gone([first.pid]) == []
+        assert not left_after(GONE_LIMIT_S, [first.pid])
         processes = starter.start(2)
         assert first.pid not in [p.pid for p in processes]
         assert second.pid in [p.pid for p in processes]
@@ -362,7 +354,7 @@ def test_nothing_is_left_when_the_notebooks_process_is_killed(start: str, script
     assert all("ready" in line for line in lines), lines
     program.kill()
     program.wait()
-    assert wait_until_gone(pids) == []
+    assert not left_after(GONE_LIMIT_S, pids)
 
 
 def test_nothing_is_left_when_the_notebooks_process_ends_by_itself(start: str, script: Callable[..., Any]) -> None:
@@ -380,7 +372,7 @@ def test_nothing_is_left_when_the_notebooks_process_ends_by_itself(start: str, s
     )
     pids = told(program)
     assert the_rest(program) == "the end\n"
-    assert wait_until_gone(pids) == []
+    assert not left_after(GONE_LIMIT_S, pids)
 
 
 def test_a_fork_of_the_notebooks_process_has_no_part_in_its_groups(start: str, script: Callable[..., Any]) -> None:
@@ -422,7 +414,7 @@ def test_a_fork_of_a_rank_does_not_answer_for_it(ranks: lab.Group) -> None:
 
     run = ranks.run(f)
     assert all(pid > 0 for pid in run.results)
-    assert wait_until_gone(run.results) == []
+    assert not left_after(GONE_LIMIT_S, run.results)
     assert ranks.run(int).output == ""
     assert ranks.run(g).results == ["the rank"] * 2
 
@@ -448,7 +440,7 @@ def test_stop_while_the_server_forks(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(KeyboardInterrupt):
             group.run(int)
         assert len(forked) == 2
-        assert wait_until_gone(forked) == []
+        assert not left_after(GONE_LIMIT_S, forked)
         assert group.run(int).results == [0, 0]
 
 
@@ -507,7 +499,7 @@ def test_stop_and_stop_again_while_ranks_end(start: str, monkeypatch: pytest.Mon
             group.run(hang)
         assert len(stops) >= 2
         monkeypatch.undo()
-        assert wait_until_gone(pids) == []
+        assert not left_after(GONE_LIMIT_S, pids)
         assert group.run(int).results == [0, 0]
 
 
