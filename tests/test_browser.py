@@ -145,12 +145,12 @@ def test_picture_of_lesson_02_moves_and_stays(lab_server: str, browser: Browser,
 
 
 def test_stop_button_gives_the_prompt_back(lab_server: str, browser: Browser, tmp_path: Path) -> None:
-    cells = [
-        "import torch.distributed as dist\nimport labkit as lab\ngroup = lab.Group(2)",
-        "def hang():\n    print('about to hang')\n    dist.get_rank() == 0 and dist.barrier()\n"
-        "    while dist.get_rank():\n        pass",
-        "group.watch(hang)",
-    ]
+    hang = """def hang():
+    print('about to hang')
+    dist.get_rank() == 0 and dist.barrier()
+    while dist.get_rank():
+        pass"""
+    cells = ["import torch.distributed as dist\nimport labkit as lab\ngroup = lab.Group(2)", hang, "group.watch(hang)"]
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3 (ipykernel)"}}  # else JupyterLab asks for one
     notebook = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, cells)), metadata=kernel)
     nbformat.write(notebook, tmp_path / "stop.ipynb")
