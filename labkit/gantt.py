@@ -270,7 +270,8 @@ class _Timeline:
         own = view.whole.of(rank=0).step_bounds()
         bounds = own if len(own) >= len(everybody) else everybody  # rank 0 may have no steps, as a master that only serves
         for number in view.chosen or range(min(len(everybody), 100)):
-            start, end = (int(t) - view.shown.start_ns for t in bounds[number])
+            # Of a step that begins before what is shown, or ends after it, the part that is.
+            start, end = (int(t) - view.shown.start_ns for t in np.clip(bounds[number], view.shown.start_ns, view.shown.end_ns))
             if (end - start) / self.unit_ns * self._px_per_unit() > 45:
                 self.ax.text(
                     (start + end) / 2 / self.unit_ns,

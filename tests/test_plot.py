@@ -176,6 +176,17 @@ def test_step_numbers_stand_over_the_first_ranks_own_steps():
     assert (texts["step 0"], texts["step 1"]) == (5, 15)
 
 
+def test_the_number_of_a_step_shown_in_part_stands_over_that_part():
+    b = book(ranks=1)
+    for step in range(2):
+        b.whole(0, "step", 10 * step, 10 * step + 10)
+        b.compute(0, "forward", 10 * step, 10 * step + 10)
+    trace = b.trace(1)
+    ax = timeline(trace.between(trace.start_ns + 6_000_000, trace.end_ns))
+    texts = {t.get_text(): round(t.get_position()[0], 6) for t in ax.texts}
+    assert (texts["step 0"], texts["step 1"]) == (2, 9)
+
+
 def test_step_numbers_are_there_though_the_first_rank_has_no_steps():
     b = book(ranks=2)
     b.compute(0, "serve", 0, 20)
