@@ -415,6 +415,16 @@ def activation_bytes_with_hooks_left(model, inputs):
     return _outputs(model, inputs, _is_leaf, _bytes, remove=False)
 
 
+@wrong("activation_bytes", "left in eval mode")
+def activation_bytes_in_eval_mode(model, inputs):
+    return activation_bytes(model.eval(), inputs)
+
+
+@wrong("activation_bytes", "a float64 has 8 bytes")
+def activation_bytes_of_float32(model, inputs):
+    return _outputs(model, inputs, _is_leaf, lambda out: 4 * out.numel())
+
+
 @wrong("activation_bytes", "expected a dict")
 def activation_bytes_in_all(model, inputs):
     return sum(_outputs(model, inputs, _is_leaf, _bytes).values())
@@ -594,7 +604,7 @@ def middle_step_without_receiving(stage, shape):
     dist.send(gradient, dst=0)
 
 
-@wrong("middle_step", "rank 1 failed: TypeError")
+@wrong("middle_step", "must require a gradient")
 def middle_step_without_requires_grad(stage, shape):
     activation, gradient = torch.empty(shape), torch.empty(shape)
     dist.recv(activation, src=0)

@@ -138,6 +138,21 @@ def context_forgotten(forward, optimizer, images, labels):
     optimizer.step()
 
 
+@wrong("distributed_step", "called inside the context? It was not")
+def forward_outside_the_context(forward, optimizer, images, labels):
+    loss = F.cross_entropy(forward(images), labels)
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [loss])
+        optimizer.step(context_id)
+
+
+@wrong("distributed_step", "not loss.backward()")
+def backward_of_one_process(forward, optimizer, images, labels):
+    with dist_autograd.context() as context_id:
+        F.cross_entropy(forward(images), labels).backward()
+        optimizer.step(context_id)
+
+
 @pytest.mark.parametrize("answer", answers.parameters())
 def test_the_verdict_fits_the_answer(answer) -> None:
     judge(answer)

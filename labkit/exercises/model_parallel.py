@@ -39,6 +39,14 @@ def _activation_bytes(answer: Any, _: OnRanks) -> str:
                 "the numbers are right, but your hooks are still on the model, and slow every later forward: keep what "
                 "register_forward_hook returns, and call its remove()"
             )
+        if not all(module.training for module in model.modules()):
+            raise AnswerError("the numbers are right, but the model is left in eval mode: leave it as you found it")
+        doubled = answer(_network().double(), torch.zeros(batch, 6, dtype=torch.float64))
+        if doubled != {name: 2 * count for name, count in expected.items()}:
+            raise AnswerError(
+                "right for float32, but a float64 has 8 bytes: ask the output itself, with element_size()",
+                f"given for a model in float64: {doubled}",
+            )
         return "Every layer's output in bytes: what would travel if the model were cut behind it."
     containers = sorted({str(name) for name in given} & {"", "1"})
     if containers:
@@ -163,6 +171,7 @@ class _Seen(NamedTuple):
 
     received: list[NDArray[Any]]  # what came from the middle stage; on the middle rank: what it left unread
     gradients: dict[str, NDArray[Any]]  # of the parameters of this rank's stage, where there are any
+    no_gradient: bool = False  # the answer stumbled over a gradient that is None, as its activation did not require one
 
 
 def _stages() -> list[nn.Sequential]:
@@ -191,6 +200,7 @@ def _middle_on_rank(answer: Callable[..., object]) -> _Seen:
     rank = dist.get_rank()
     stage, (inputs, targets), marker = _stages()[rank], _examples(), torch.full(SHAPE, torch.nan)
     posted: list[Any] = []
+    no_gradient = False
 
     def post(message: Tensor, to: int) -> None:
         posted.append(dist.isend(message, dst=to))
@@ -201,7 +211,14 @@ def _middle_on_rank(answer: Callable[..., object]) -> _Seen:
         post(marker, 1)
         received = _drain(1)
     elif rank == 1:
-        answer(stage, SHAPE)
+        needs: list[bool] = []
+        stage.register_forward_pre_hook(lambda _, given: needs.append(given[0].requires_grad))
+        try:
+            answer(stage, SHAPE)
+        except (TypeError, AttributeError) as error:
+            if any(needs) or not needs or "NoneType" not in str(error):
+                raise
+            no_gradient = True
         post(marker, 0)
         post(marker, 2)
         received = _drain(0) + _drain(2)
@@ -219,7 +236,7 @@ def _middle_on_rank(answer: Callable[..., object]) -> _Seen:
     for work in posted:
         work.wait()
     gradients = {n: p.grad.numpy() for n, p in stage.named_parameters() if p.grad is not None}
-    return _Seen([message.numpy() for message in received], gradients)
+    return _Seen([message.numpy() for message in received], gradients, no_gradient)
 
 
 def _middle_step(answer: Any, on: OnRanks) -> str:
@@ -231,6 +248,8 @@ def _middle_step(answer: Any, on: OnRanks) -> str:
     behind.retain_grad()
     nn.functional.mse_loss(stages[2](behind), targets).backward()
     assert before.grad is not None and behind.grad is not None
+    if middle.no_gradient:
+        raise AnswerError("the activation's `.grad` is None: it must require a gradient (requires_grad_) before `stage` sees it")
     if not last.received:
         raise AnswerError("rank 2 got nothing: send it what `stage` makes of the activation")
     if _same(last.received[0], before):

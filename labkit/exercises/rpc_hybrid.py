@@ -161,29 +161,55 @@ class _Remote(nn.Module):
 
 
 RATE = 0.5
+OUTSIDE = (
+    "was `forward` called inside the context? It was not: nobody noted what was sent, so no gradient finds its way back. "
+    "Forward, backward and step belong under one `with dist_autograd.context()`"
+)
+LOCAL_BACKWARD = "use dist_autograd.backward(context_id, [loss]), not loss.backward(), which cannot leave this process"
 
 
 def _step_on_rank(answer: Callable[..., Any]) -> Any:
-    """The remote parameters after one step of the student's function."""
+    """The remote parameters after one step of the student's function, or the sentence that says why there was none."""
     if rpc.get_worker_info().name != "master":
         return None
+    from torch.distributed import autograd as dist_autograd
     from torch.distributed.optim import DistributedOptimizer
 
     parts = [rpc.remote(name, _Remote, args=(i == 0,)) for i, name in enumerate(NAMES[1:])]
     optimizer = DistributedOptimizer(torch.optim.SGD, [p for part in parts for p in part.rpc_sync().parameter_rrefs()], lr=RATE)
 
+    outside: list[bool] = []
+
     def forward(inputs: Tensor) -> Tensor:
+        try:
+            dist_autograd._current_context()
+            outside.append(False)
+        except RuntimeError:
+            outside.append(True)
         x = inputs
         for part in parts:
             x = part.rpc_sync().forward(x)
         return x
 
-    answer(forward, optimizer, *_batch())
-    return [value.numpy() for part in parts for value in part.rpc_sync().values()]
+    before = [value for part in parts for value in part.rpc_sync().values()]
+    try:
+        answer(forward, optimizer, *_batch())
+    except RuntimeError as error:
+        if any(outside):
+            return OUTSIDE
+        if "INTERNAL ASSERT" in str(error):
+            return LOCAL_BACKWARD
+        raise
+    after = [value for part in parts for value in part.rpc_sync().values()]
+    if any(outside) and all(torch.equal(a, b) for a, b in zip(after, before, strict=True)):
+        return OUTSIDE
+    return [value.numpy() for value in after]
 
 
 def _distributed_step(answer: Any, on: OnRanks) -> str:
     after = on(NAMES, _step_on_rank, answer, runtime="rpc")[0]
+    if isinstance(after, str):
+        raise AnswerError(after)
     model, (inputs, labels) = _network(), _batch()
     names = [name for name, _ in model.named_parameters()]
     before = [p.detach().clone().numpy() for p in model.parameters()]
