@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.intervals import Intervals, union
+from labkit.intervals import Intervals, difference, union
 from labkit.ring import CALL, COMMUNICATION, COMPUTE
 from labkit.sheet import bytes_in_words
 from labkit.trace import Trace
@@ -119,7 +119,7 @@ def lanes(trace: Trace, rank: int) -> tuple[Bars, Bars]:
     travelling = np.flatnonzero(mine & (kind == COMMUNICATION))
     rows = data[travelling]
     ready = trace.ready()[travelling]
-    blocked = union(rows["wait_start_ns"], rows["wait_end_ns"])
+    blocked = trace.blocked(rank)
     transfer = union(ready, rows["end_ns"])
 
     labelled = _clip(_flatten(data["start_ns"], data["end_ns"], named), blocked, inside=False)
@@ -133,7 +133,7 @@ def lanes(trace: Trace, rank: int) -> tuple[Bars, Bars]:
     busy = union(computing.start_ns, computing.end_ns)
     each = np.arange(len(rows))
     moving = _flatten(ready, rows["end_ns"], each)
-    waiting = _clip(_flatten(rows["wait_start_ns"], rows["wait_end_ns"], each), transfer, inside=False)
+    waiting = _clip(_flatten(rows["wait_start_ns"], rows["wait_end_ns"], each), difference(blocked, transfer), inside=True)
     told = union(np.append(transfer[:, 0], waiting.start_ns), np.append(transfer[:, 1], waiting.end_ns))
     communication = _merge(
         _styled(_clip(moving, busy, inside=False), "exposed"),

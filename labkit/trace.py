@@ -159,15 +159,35 @@ class Trace:
     def activity(self, rank: int) -> dict[str, Intervals]:
         """The intervals of one rank, clipped to the time looked at: "compute", "communication", "waiting", each (n, 2) in ns."""
         window = np.array([[self.start_ns, self.end_ns]], np.int64)
-        computing = self._rows(rank, COMPUTE if rank in self.labelled else CALL)
+        computing = self._computing(rank)
         of_rank = self._is(rank, COMMUNICATION)
         rows, ready = self.columns.data[of_rank], self.columns.ready_ns[of_rank]
-        blocked = union(rows["wait_start_ns"], rows["wait_end_ns"])
+        blocked = self.blocked(rank)
         compute = difference(union(computing["start_ns"], computing["end_ns"]), blocked)
         transfer = union(ready, rows["end_ns"])
         waiting = difference(blocked, transfer)
         parts = {"compute": compute, "communication": transfer, "waiting": waiting}
         return {name: intersection(part, window) for name, part in parts.items()}
+
+    def blocked(self, rank: int) -> Intervals:
+        """When a rank could do nothing but wait for a communication, shape (n, 2) in ns.
+
+        An RPC rank has several threads, and while one is blocked, another may compute. A blocked thread begins nothing: a span
+        that begins while an operation blocks the rank is of another thread, and computes but for what blocks it later.
+        """
+        rows = self._rows(rank, COMMUNICATION)
+        rows = rows[np.argsort(rows["wait_start_ns"], kind="stable")]
+        since, until = rows["wait_start_ns"], rows["wait_end_ns"]
+        waits, spans = union(since, until), self._computing(rank)
+        if not len(waits) or not len(spans):
+            return waits
+        before = np.searchsorted(since, spans["start_ns"]) - 1  # the last operation that blocked earlier than the span began
+        beside = spans[(before >= 0) & (np.maximum.accumulate(until)[before] > spans["start_ns"])]
+        computing = [np.empty((0, 2), np.int64)]
+        for start, end in zip(beside["start_ns"].tolist(), beside["end_ns"].tolist(), strict=True):
+            later = slice(*np.searchsorted(since, (start, end)))
+            computing.append(difference(np.array([[start, end]]), union(since[later], until[later])))
+        return difference(waits, union(*np.concatenate(computing).T))
 
     def ready(self) -> NDArray[np.int64]:
         """For each span, in order: when the last of the ranks taking part had come (its own start, if it was the last)."""
@@ -203,6 +223,10 @@ class Trace:
         data = self.columns.data
         chosen: NDArray[np.bool_] = (data["rank"] == rank) & (data["kind"] == kind)
         return chosen
+
+    def _computing(self, rank: int) -> Any:
+        """The spans inside which a rank computes: those that it recorded, else its whole calls."""
+        return self._rows(rank, COMPUTE if rank in self.labelled else CALL)
 
     def _rows(self, rank: int, kind: int) -> Any:
         return self.columns.data[self._is(rank, kind)]

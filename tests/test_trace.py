@@ -114,6 +114,17 @@ def test_waiting_for_a_slow_peer_is_idle_and_not_communication() -> None:
     assert slow == Share(1, 80, compute_ns=70, communication_ns=10, overlap_ns=0, idle_ns=0, waiting_ns=0)
 
 
+def test_while_one_thread_of_a_rank_is_blocked_another_computes() -> None:
+    # An RPC worker serves two calls; each fetches something (0-20 and 5-60) and computes on it (20-50 and 60-70).
+    spans = [
+        compute(0, 0, 50), travel(0, 0, 20, wait=(0, 20)), compute(0, 20, 50),
+        compute(0, 5, 70), travel(0, 5, 60, wait=(5, 60)), compute(0, 60, 70),
+    ]  # fmt: skip
+    trace = Trace(spans, ranks=["worker"])
+    assert trace.blocked(0).tolist() == [[0, 20], [50, 60]]
+    assert trace.shares()[0].compute_ns == 40
+
+
 def test_a_rank_without_compute_spans_computes_inside_its_function() -> None:
     spans = [
         Span(0, "train", "call", 10, 90),
@@ -170,14 +181,22 @@ def recount(trace: Trace, rank: int) -> Share:
     """The definition, in words of one nanosecond."""
     compute_, communication, blocked = (np.zeros(80, bool) for _ in range(3))
     kind = "compute" if any(s.kind == "compute" and s.rank == rank for s in trace) else "call"
+    waits = []
     for span, ready_ns in zip(trace, trace.ready().tolist(), strict=True):
-        if span.rank == rank and span.kind == kind:
-            compute_[span.start_ns : span.end_ns] = True
         if span.rank == rank and span.kind == "communication":
             communication[ready_ns : span.end_ns] = True
             blocked[span.wait_start_ns : span.wait_end_ns] = True
+            waits.append((span.wait_start_ns, span.wait_end_ns))
+    for span in trace:
+        if span.rank == rank and span.kind == kind:
+            alone = np.zeros(80, bool)
+            alone[span.start_ns : span.end_ns] = True
+            for start, end in waits:
+                if span.start_ns <= start:  # else it blocks another thread, if it still does
+                    alone[start:end] = False
+            compute_ |= alone
     inside = slice(trace.start_ns, trace.end_ns)
-    compute_, communication, blocked = (compute_ & ~blocked)[inside], communication[inside], blocked[inside]
+    compute_, communication, blocked = compute_[inside], communication[inside], (blocked & ~compute_)[inside]
     return Share(
         rank,
         window_ns=trace.end_ns - trace.start_ns,
