@@ -8,7 +8,6 @@ import importlib
 import mmap
 import os
 import pickle
-import random
 import select
 import signal
 import socket
@@ -218,7 +217,6 @@ def _live_as_rank(fds: Sequence[int], parent: int | None = None, unneeded: Itera
             os.setpgid(0, 0)
         connection, output, ring = fds
         print_to(output)
-        random.seed()
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()  # otherwise every rank draws what its server would have drawn
         from labkit.rank import main

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,14 @@ def nothing_is_left() -> Iterator[None]:
     assert not [_describe(p) for p in left_after(SETTLE_LIMIT_S, [p.pid for p in left()])], "the test left processes"
     assert not _listening() - ports, "the test left listening ports"
     assert not _shared_memory() - memory, "the test left shared memory"
+
+
+@pytest.fixture
+def stop_works() -> Iterator[None]:
+    """SIGINT is a KeyboardInterrupt, also where the tests were started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def _processes() -> set[psutil.Process]:

@@ -23,6 +23,8 @@ from labkit.output import Output
 from labkit.report import HEADLINE_CHARACTERS, TEXT_CHARACTERS
 from labkit.run import Flight
 
+pytestmark = pytest.mark.usefixtures("stop_works")
+
 START = ("fork", "spawn")
 RULE = "─" * 70
 STOPPED = "All ranks were stopped; the next run starts fresh ones."
@@ -514,6 +516,7 @@ def test_ctrl_c_in_a_terminal_does_not_reach_the_ranks(start: str) -> None:
     program = """
 import os, signal, threading
 import labkit as lab
+signal.signal(signal.SIGINT, signal.default_int_handler)
 def f():
     print("here", flush=True)
     threading.Event().wait()

@@ -30,6 +30,8 @@ from labkit.ring import RING_BYTES
 from labkit.start import ForkStarter, SpawnStarter
 from labkit.wire import shared_memory
 
+pytestmark = pytest.mark.usefixtures("stop_works")
+
 START = ("fork", "spawn")
 ROOT = Path(__file__).resolve().parent.parent
 GONE_LIMIT_S = 5.0  # the promise is 2 s; a busy machine may take longer to look
@@ -344,7 +346,8 @@ BUSY = """
 
 
 @pytest.mark.slow
-def test_nothing_is_left_when_the_notebooks_process_is_killed(start: str, script: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(("start", "server_first"), [("fork", False), ("spawn", False), ("fork", True)])
+def test_nothing_is_left_when_the_notebooks_process_is_killed(start: str, server_first: bool, script: Callable[..., Any]) -> None:
     """Its ranks are blocked in C++ and in a computation that lets no other thread run; each has started a process."""
     pytest.importorskip("torch")
     program = script(BUSY, LABKIT_START=start)
@@ -352,6 +355,12 @@ def test_nothing_is_left_when_the_notebooks_process_is_killed(start: str, script
     assert len(pids) >= 7
     lines = [program.stdout.readline() for _ in range(3)]
     assert all("ready" in line for line in lines), lines
+    if server_first:  # as when memory runs out: then nobody is left to end the ranks but the system
+        program.send_signal(signal.SIGSTOP)
+        os.kill(pids.pop(), signal.SIGKILL)
+        assert not left_after(GONE_LIMIT_S, pids[::2])
+        for pid in pids[1::2]:
+            os.kill(pid, signal.SIGKILL)  # what they have started is on its own
     program.kill()
     program.wait()
     assert not left_after(GONE_LIMIT_S, pids)
