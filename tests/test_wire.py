@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import types
@@ -20,7 +21,7 @@ import psutil
 import pytest
 
 import labkit as lab
-from labkit import wire
+from labkit import borrow, wire
 from labkit.blame import Call
 from labkit.channel import Channel
 
@@ -707,3 +708,33 @@ def test_the_end_of_the_stream_is_an_end_of_file_wherever_it_comes() -> None:
             Channel(b).receive()
         sender.join()
         b.close()
+
+
+def test_what_the_system_copies_only_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It copies 2 GiB at the most in one call; here it is made to copy less."""
+    pwrite, reader = os.pwrite, borrow._reader()
+    assert reader is not None
+    monkeypatch.setattr(os, "pwrite", lambda fd, view, at: pwrite(fd, view[:70_000], at))
+
+    def read_less(pid: int, here: Any, parts: int, there: Any, there_parts: int, flags: int) -> int:
+        here.size = min(here.size, 50_000)
+        return reader(pid, here, parts, there, there_parts, flags)
+
+    monkeypatch.setattr(borrow, "_reader", lambda: read_less)
+    sent = [np.arange(LARGE), np.arange(LARGE, dtype=np.int16)]
+    for lend in (False, True):
+        parcel = wire.pack(sent, lend=lend)
+        assert bool(parcel.lender) is lend
+        for got, expected in zip(wire.unpack(parcel)[0], sent, strict=True):
+            np.testing.assert_array_equal(got, expected)
+        parcel.close()
+
+
+def test_whose_memory_may_be_read() -> None:
+    with subprocess.Popen(["sleep", "600"]) as child:
+        assert borrow.may_read(child.pid)
+        child.kill()
+        child.wait()
+        assert not borrow.may_read(child.pid)
+        with pytest.raises(OSError, match=rf"reading 8 bytes of process {child.pid}: ESRCH"):
+            borrow.read(child.pid, [(1 << 20, 8)])
