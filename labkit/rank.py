@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from labkit.channel import Channel, Frame
 from labkit.errors import LabError, RankFailure
 from labkit.names import name_of
 from labkit.record import Recorder, here, is_students
-from labkit.report import headline, in_students_code, students_traceback
+from labkit.report import headline, in_students_code, students_traceback, warning
 from labkit.ring import RingWriter
 from labkit.runtimes import RUNTIMES, Runtime, Seat, devices
 
@@ -36,6 +37,7 @@ def main(sock: socket.socket, ring: mmap.mmap) -> None:
     me = os.getpid()
     os.register_at_fork(after_in_child=channel.close)
     sys.modules["__main__"] = types.ModuleType("__main__")
+    warnings.formatwarning = warning
     try:
         rank = _Rank(channel, channel.receive().data, RingWriter(ring))
         while rank.serve(channel.receive()):

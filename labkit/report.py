@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import re
 import traceback
@@ -11,7 +12,7 @@ from typing import Final
 from labkit.errors import LabError
 from labkit.record import here, is_students, label
 
-__all__ = ["headline", "in_students_code", "students_traceback"]
+__all__ = ["headline", "in_students_code", "students_traceback", "warning"]
 
 FRAMES: Final = 12  # of a traceback; endless recursion would fill the notebook
 HEADLINE_CHARACTERS: Final = 400
@@ -31,6 +32,13 @@ _LABKIT = os.path.dirname(os.path.abspath(__file__)) + os.sep  # its messages sa
 def headline(error: BaseException) -> str:
     """The error's type and message in one line."""
     return _cut_text(_headline(error), HEADLINE_CHARACTERS)
+
+
+def warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    """A warning as the student reads it, for `warnings.formatwarning`: it names the cell, and no temporary file."""
+    name = label(filename) if is_students(filename) else filename.rpartition(f"site-packages{os.sep}")[2]
+    source = (line if line is not None else linecache.getline(filename, lineno)).strip()
+    return f"{name}, line {lineno}: {category.__name__}: {message}\n" + (f"    {source}\n" if source else "")
 
 
 def _headline(error: BaseException) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import linecache
 import os
 import signal
 import subprocess
@@ -387,6 +389,22 @@ def test_causes_contexts_and_groups_of_exceptions_are_cut_alike(ranks: lab.Group
     assert text.count("JSONDecodeError") == 2
     assert "in loads" not in text
     assert text.count("in raw_decode") == 2
+
+
+def test_a_warning_names_the_cell(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        import json, warnings
+        def f():
+            warnings.simplefilter("always")
+            warnings.warn("careful")
+            warnings.warn_explicit("of a library", DeprecationWarning, json.__file__, 2, registry={})
+    """)
+    assert ranks[0].run(cells.f).output.splitlines() == [
+        "[rank 0] <ipython-input-1-test>, line 5: UserWarning: careful",
+        '[rank 0]     warnings.warn("careful")',
+        f"[rank 0] {json.__file__}, line 2: DeprecationWarning: of a library",
+        f"[rank 0]     {linecache.getline(json.__file__, 2).strip()}",
+    ]
 
 
 def test_a_cell_that_was_redefined_shows_its_own_lines(ranks: lab.Group, cells: in_cells.Cells) -> None:
