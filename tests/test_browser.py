@@ -169,6 +169,40 @@ def test_stop_button_gives_the_prompt_back(lab_server: str, browser: Browser, tm
     page.close()
 
 
+def test_prints_appear_while_ranks_work_and_end_as_text_in_rank_order(lab_server: str, browser: Browser, tmp_path: Path) -> None:
+    work = """def work(folder):
+    rank = os.environ['RANK']
+    print('rank', rank, 'began')
+    print('and waits', end='')
+    while not os.path.exists(folder + '/go on'):
+        os.sched_yield()
+    print(' no more')"""
+    cells = [
+        "import os\nimport labkit as lab\ngroup = lab.Group(2, runtime='bare')",
+        work,
+        f"run = group.run(work, {str(tmp_path)!r})",
+    ]
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3 (ipykernel)"}}
+    notebook = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, cells)), metadata=kernel)
+    nbformat.write(notebook, tmp_path / "prints.ipynb")
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    _open(page, lab_server, "prints.ipynb")
+    _run_all(page)
+    outputs = ".jp-Notebook .jp-CodeCell:last-child .jp-OutputArea-child"
+    page.wait_for_selector("text=[rank 1] and waits", timeout=LIMIT_MS)
+    _picture(page, "printing")
+    assert page.inner_text(outputs).splitlines() == [
+        "[rank 0] rank 0 began", "[rank 0] and waits", "[rank 1] rank 1 began", "[rank 1] and waits",
+    ]  # fmt: skip
+    (tmp_path / "go on").touch()
+    page.wait_for_selector("text=[rank 1] and waits no more", timeout=LIMIT_MS)
+    page.wait_for_selector(IDLE, timeout=LIMIT_MS)
+    _picture(page, "printed")
+    expected = ["[rank 0] rank 0 began", "[rank 0] and waits no more", "[rank 1] rank 1 began", "[rank 1] and waits no more"]
+    assert [text.splitlines() for text in page.locator(outputs).all_inner_texts()] == [expected], "the live text has given way"
+    page.close()
+
+
 def _picture(page: Page, name: str) -> None:
     """A screenshot for whoever wants to look: LABKIT_SCREENSHOTS names the folder."""
     folder = os.environ.get("LABKIT_SCREENSHOTS")
