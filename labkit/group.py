@@ -142,7 +142,8 @@ class Group:
         """Call `function(*args, **kwargs)` on every rank and wait for all of them.
 
         The function, its arguments and everything it refers to are sent by value as they are now: redefining a cell takes effect
-        at the next run. What the ranks print appears under the cell while they run.
+        at the next run. Modules are not: a rank imports one by its name, and once. What the ranks print appears under the cell
+        while they run.
 
         Returns:
             a `Run`: results, output and trace.
