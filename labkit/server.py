@@ -217,8 +217,8 @@ def _live_as_rank(fds: Sequence[int], parent: int | None = None, unneeded: Itera
             os.setpgid(0, 0)
         connection, output, ring = fds
         print_to(output)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed()  # otherwise every rank draws what its server would have drawn
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].seed()  # otherwise every rank draws what its server would have drawn
         from labkit.rank import main
         from labkit.ring import RING_BYTES
 

@@ -96,7 +96,7 @@ def the_rest(program: subprocess.Popen[str]) -> str:
 
 def test_every_rank_draws_its_own_random_numbers(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the server that they were forked from has numpy loaded."""
-    monkeypatch.setattr("labkit.runtimes.Runtime.preload", ("numpy", "labkit.rank"))
+    monkeypatch.setattr("labkit.runtimes.Runtime.preload", ("numpy.random", "labkit.rank"))
 
     def draw() -> tuple[float, float]:
         return random.random(), float(np.random.rand())  # noqa: NPY002  # this is the generator that a fork copies
@@ -104,7 +104,7 @@ def test_every_rank_draws_its_own_random_numbers(start: str, monkeypatch: pytest
     with lab.Group(2, runtime="bare", start=start) as group:
         first, second = group.run(draw).results
     assert not set(first) & set(second)
-    notebook.starters.pop(("numpy,labkit.rank", start)).close()
+    notebook.starters.pop(("numpy.random,labkit.rank", start)).close()
 
 
 def test_a_rank_has_no_input_and_leads_its_own_process_group(ranks: lab.Group) -> None:
