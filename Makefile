@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test lint format bench notebooks lock clean distclean
+.PHONY: help setup lab test lint format bench chaos notebooks lock clean distclean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /make \1|/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
@@ -43,6 +43,9 @@ format: setup  ## let ruff lay out the code and mend what it safely can
 
 bench: setup  ## print the benchmarks, each beside its floor (ARGS="--help" lists options)
 	$(BIN)/python bench/run.py $(ARGS)
+
+chaos: setup  ## 300 random faults at random moments, and what was left (ARGS="--help" lists options)
+	$(BIN)/python bench/chaos.py $(ARGS)
 
 notebooks: setup  ## execute the notebooks again from top to bottom (ONLY="02 10": these)
 	$(BIN)/python tools/notebooks.py $(ONLY)

@@ -62,6 +62,8 @@ def _remedy(culprit: Any) -> str:
         return "Open the file inside the function that the ranks run."
     if kind.startswith(("tensorflow", "keras", "tf_keras")):
         return "Send numpy arrays (tensor.numpy(), model.get_weights()), and build TensorFlow's objects inside the function."
+    if isinstance(culprit, types.GeneratorType):
+        return "A generator computes its items one by one, where it was made: send list(...) of it."
     return "Make it inside the function that the ranks run, or send plain data (numbers, arrays, tensors, state_dict()) instead."
 
 

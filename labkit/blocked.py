@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Final
 
 from labkit.record import Recorder, clock, student_line
-from labkit.ring import RingWriter
+from labkit.ring import TENSORFLOW, RingWriter
 
 __all__ = ["Watch", "watch_tensorflow"]
 
@@ -49,7 +49,7 @@ class Watch:
         call = innermost if idle and innermost is not None and _TENSORFLOW in innermost.f_code.co_filename else None
         blocked = call is not None and call is self._call
         if blocked and self._slot is None:
-            self._slot = self._ring.pend(NAME, self._now_ns, line=student_line(call))
+            self._slot = self._ring.pend(NAME, self._now_ns, group=TENSORFLOW, line=student_line(call))
             self._ring.waiting(self._slot, self._now_ns)
         elif not blocked and self._slot is not None:
             self._ring.unpend(self._slot)

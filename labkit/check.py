@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from labkit.errors import LabError, RankError
+from labkit.errors import LabError, RankError, StuckError
 from labkit.exercises import find
 from labkit.exercises.judging import AnswerError, Exercise
 from labkit.group import Group
@@ -96,7 +96,8 @@ def check(name: str, answer: Any = ...) -> Verdict:
         first = error.failures[0]
         if first.headline.startswith("NotImplementedError"):
             return _not_written(exercise)
-        return Verdict(name, False, f"{first.name} failed: {first.headline}", tuple(first.traceback.splitlines()))
+        details = [error.hint, *(first.traceback.splitlines() or error.others)]
+        return Verdict(name, False, str(first), tuple(filter(None, details)))
     except Exception as error:  # the student's function may raise anything
         frames = list(_students_frames(error))
         if not frames:
@@ -114,6 +115,9 @@ def _on_ranks(ranks: Any, function: Callable[..., Any], *args: Any, **options: A
     with Group(ranks, devices="cpu", timeout_s=LIMIT_S, **options) as group:  # the same verdict with and without GPUs
         try:
             return list(group.run(function, *args).results)
+        except StuckError as stuck:
+            details = filter(None, (stuck.hint, *stuck.doings))
+            raise AnswerError(f"the ranks can never go on: {stuck.headline}", *details) from None
         except LabError as error:
             if isinstance(error, RankError) or time.monotonic() - begun_s < LIMIT_S:
                 raise

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import selectors
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from labkit.arguments import Plan
 from labkit.borrow import may_read
 from labkit.channel import Channel
 from labkit.errors import LabError, RankError, RankFailure
-from labkit.exits import explain_exit
+from labkit.exits import MemoryKiller, explain_exit
 from labkit.ring import RingReader
 from labkit.runtimes import Seat
 from labkit.start import RankProcess, Starter
@@ -29,6 +30,7 @@ START_LIMIT_S: Final = (
 CLOSE_LIMIT_S: Final = 0.5  # for a rank to leave its process group by itself, before it is ended
 LOOK_EVERY_S: Final = 0.1  # at what ranks print while they set up: they would be blocked when nobody reads it
 READ_BYTES: Final = 1 << 16
+PIPE_BYTES: Final = 1 << 20  # the most that a rank's pipe holds, and so the most that it has printed when we begin to look
 
 
 class Member:
@@ -63,10 +65,10 @@ class Crew:
         selector: has channels and ends of the members registered, with `(what, member)` as data. Their output is looked at now
             and then instead: to wake up at every print would cost the ranks, which print, more than the notebook.
         notes: what the student should be told once.
+        memory_killer: tells whether the kernel has ended a rank because memory was short.
 
-    Raises:
-        LabError: the processes did not come up.
-        RankError: a rank failed while it was set up.
+    It exists before its processes do, and they are started and ended on threads of their own: Stop interrupts the waiting, not
+    the deed, so there is never a process that nobody knows of. Whoever makes a crew ends it, also where `start` fails.
     """
 
     def __init__(self, plan: Plan, starter: Starter) -> None:
@@ -75,15 +77,39 @@ class Crew:
         self.selector = selectors.DefaultSelector()
         self.notes: list[str] = []
         self.spent = False
+        self.memory_killer = MemoryKiller()
         self._burying = threading.Lock()
         self._codes: dict[int, int] = {}
+        self._changing = threading.Lock()  # held while processes come into `_processes`, or are taken out to be ended
+        self._processes: list[RankProcess] = []
+        self._over = False
+        self._start_failed: BaseException | None = None
+
+    def start(self) -> None:
+        """Start the processes and set them up.
+
+        Raises:
+            LabError: the processes did not come up.
+            RankError: a rank failed while it was set up.
+        """
+        with _aside(self._start):
+            pass
+        if self._start_failed is not None:
+            raise self._start_failed
+        self.members = [Member(i, name, p) for i, (name, p) in enumerate(zip(self.plan.names, self._processes, strict=True))]
+        self._set_up(self.plan)
+
+    def _start(self) -> None:
         try:
-            processes = starter.start(len(plan.names))
-            self.members = [Member(i, name, p) for i, (name, p) in enumerate(zip(plan.names, processes, strict=True))]
-            self._set_up(plan)
-        except BaseException:
-            self.end()
-            raise
+            processes = self._starter.start(len(self.plan.names))
+        except BaseException as error:  # noqa: BLE001  # whoever waits for this thread raises it
+            self._start_failed = error
+            return
+        with self._changing:
+            if not self._over:
+                self._processes = processes
+                return
+        self._let_go(processes)  # nobody waits for them any more
 
     def _set_up(self, plan: Plan) -> None:
         for member in self.members:
@@ -97,18 +123,21 @@ class Crew:
         }
         lend = may_read(self.members[0].process.pid)
         for member in self.members:
-            member.channel.send("seat", _seat(plan, member.rank, lend, changes))
-        offers = self._answers("offer")
-        for member in self.members:
-            member.channel.send("offers", offers)
+            with contextlib.suppress(OSError):  # as in `_send_all`
+                member.channel.send("seat", _seat(plan, member.rank, lend, changes))
+        self._send_all("offers", self._answers("offer"))
         for notes in self._answers("ready"):
             self.notes += notes
 
     def exchange(self, kind: str, data: Any, parcel: Parcel, expected: str) -> None:
         """Send a frame to every rank, outside a run, and wait until all have answered it."""
-        for member in self.members:
-            member.channel.send(kind, data, parcel)
+        self._send_all(kind, data, parcel)
         self._answers(expected)
+
+    def _send_all(self, kind: str, data: Any, parcel: Parcel | None = None) -> None:
+        for member in self.members:
+            with contextlib.suppress(OSError):  # it has just ended; `_answers` will see that, and say why
+                member.channel.send(kind, data, parcel)
 
     def _answers(self, expected: str) -> list[Any]:
         """One frame from every rank, outside a run."""
@@ -130,7 +159,8 @@ class Crew:
         try:
             frame = member.channel.receive()
         except (EOFError, OSError):
-            headline = explain_exit(self.bury(member))
+            struck = self.memory_killer.struck()
+            headline = explain_exit(self.bury(member), struck)
             self._keep_output(member)
             last = member.unshown.decode(errors="replace").strip().splitlines()[-10:]
             raise RankError([RankFailure(member.rank, member.name, headline, "\n".join(last))]) from None
@@ -140,8 +170,9 @@ class Crew:
         return frame.data
 
     def printed(self, member: Member) -> Iterator[bytes]:
-        """What a rank has printed and nobody has read yet, in pieces."""
-        while member.output_open:
+        """What a rank has printed and nobody has read yet, in pieces; not what it prints meanwhile, which may have no end."""
+        count = 0
+        while member.output_open and count < PIPE_BYTES:
             try:
                 data = os.read(member.process.output, READ_BYTES)
             except BlockingIOError:
@@ -150,6 +181,7 @@ class Crew:
                 member.output_open = False
                 return
             yield data
+            count += len(data)
             if len(data) < READ_BYTES:
                 return
 
@@ -175,23 +207,25 @@ class Crew:
             self._codes |= self._starter.end([m.process for m in self.members])
 
     def end(self, *, graceful: bool = False, wait: bool = True) -> None:
-        """End the processes.
-
-        It is done on a thread of its own: Stop interrupts the waiting, not the deed.
+        """End the processes. Once that has begun, this does nothing.
 
         Args:
             graceful: let the ranks leave their process group by themselves first.
             wait: until it is done.
         """
-        if not self.members:
-            self.selector.close()
-            return  # no process came up; and what should have started them may be busy importing
-        thread = threading.Thread(target=self._end, args=(graceful,), name="labkit-end")
-        thread.start()
+        if self._over:
+            return
+        done = _aside(lambda: self._end(graceful))
         if wait:
-            thread.join()
+            with done:
+                pass
 
     def _end(self, graceful: bool) -> None:
+        with self._changing:
+            first, self._over = not self._over, True
+            processes, self._processes = self._processes, []
+        if not first:
+            return
         if graceful:
             for member in self.members:
                 try:
@@ -199,10 +233,14 @@ class Crew:
                 except OSError:
                     continue  # it has gone already
             self._await_end()
-        self._starter.end([m.process for m in self.members])
+        self._let_go(processes)
         self.selector.close()
-        for member in self.members:
-            member.process.close()
+
+    def _let_go(self, processes: Sequence[RankProcess]) -> None:
+        if processes:  # else what should have started them may be busy importing
+            self._starter.end(processes)
+        for process in processes:
+            process.close()
 
     def _await_end(self) -> None:
         left = {m.rank for m in self.members}
@@ -212,6 +250,24 @@ class Crew:
                 _, member = key.data
                 left.discard(member.rank)
                 self.forget(member)
+
+
+def _aside(deed: Callable[[], None]) -> threading.Lock:
+    """Do something on a thread of its own; the lock is free once it is done.
+
+    Not a `threading.Thread`: its `start` waits in Python code for the thread to begin, and breaks if Stop comes meanwhile.
+    """
+    done = threading.Lock()
+    done.acquire()
+
+    def do() -> None:
+        try:
+            deed()
+        finally:
+            done.release()
+
+    _thread.start_new_thread(do, ())
+    return done
 
 
 def _seat(plan: Plan, rank: int, lend: bool, environment: Mapping[str, str | None]) -> Seat:

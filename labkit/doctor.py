@@ -77,6 +77,7 @@ class Facts:
         versions: version by package; None for one that is not installed.
         torch: what torch said: "cuda", "gpus", "gloo", "nccl", "rpc"; or "error".
         tensorflow: what TensorFlow said: "gpus"; or "error". Empty where it was not asked, since there is no GPU.
+        start: LABKIT_START; None where it is not set.
     """
 
     python: str
@@ -92,6 +93,7 @@ class Facts:
     versions: dict[str, str | None]
     torch: dict[str, Any] = field(default_factory=dict)
     tensorflow: dict[str, Any] = field(default_factory=dict)
+    start: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,7 @@ def diagnose(facts: Facts) -> Report:
         _memory(facts),
         *_shared_memory(facts),
         _gpus(facts),
-        Finding("ranks start by", "fork from a server" if facts.system.startswith("Linux") else "spawn, spare ones kept warm"),
+        _start(facts),
     ]
     for package, name, extra, purpose in PACKAGES:
         version = facts.versions.get(package)
@@ -270,7 +272,18 @@ def look() -> Facts:
         versions=versions,
         torch=answers.get("torch", {}),
         tensorflow=answers.get("tensorflow", {}),
+        start=os.environ.get("LABKIT_START") or None,
     )
+
+
+def _start(facts: Facts) -> Finding:
+    words = {"fork": "fork from a server", "spawn": "spawn, spare ones kept warm"}
+    if facts.start is None:
+        return Finding("ranks start by", words["fork" if facts.system.startswith("Linux") else "spawn"])
+    if facts.start not in words:
+        found = f"LABKIT_START={facts.start!r} is neither 'fork' nor 'spawn'"
+        return Finding("ranks start by", found, ok=False, remedy="unset LABKIT_START")
+    return Finding("ranks start by", f"{words[facts.start]}, because LABKIT_START says so")
 
 
 def _version(package: str) -> str | None:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import functools
+import os
+import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, ParamSpec, TypeVar
 
-__all__ = ["LabError", "RankError", "RankFailure", "Stopped", "install_command", "missing"]
+__all__ = ["LabError", "RankError", "RankFailure", "Stopped", "StuckError", "edge", "install_command", "missing"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _RULE = "─" * 70
+WIDTH: Final = 110  # characters that fit beside a notebook's file browser
 
 
 class LabError(Exception):
@@ -45,6 +52,9 @@ class RankFailure:
         headline: one line: the exception's type and message, or the signal and its likely cause.
         traceback: the student's frames with their source lines; empty where a rank died without a report.
         at_ns: when it happened, on `time.perf_counter_ns`.
+        verb: how the headline follows on the name: "failed:"; "" where it is a sentence with it.
+        consequence: whether it came of another rank's end.
+        last: of a rank that died without a report, what it was doing: a sentence.
     """
 
     rank: int
@@ -52,6 +62,12 @@ class RankFailure:
     headline: str
     traceback: str = ""
     at_ns: int = 0
+    verb: str = "failed:"
+    consequence: bool = False
+    last: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.name, self.verb, self.headline)))
 
 
 class RankError(LabError):
@@ -61,18 +77,21 @@ class RankError(LabError):
         failures: how the ranks failed, the first cause first.
         others: one line for each rank that was stopped because of it: what it was doing.
         stopped: whether the ranks were ended; where all came back and none had talked to another, they need not be.
+        hint: what is usually wrong then; "" where nothing is usual.
     """
 
-    def __init__(self, failures: list[RankFailure], others: list[str] | None = None, *, stopped: bool = True) -> None:
+    def __init__(
+        self, failures: list[RankFailure], others: list[str] | None = None, *, stopped: bool = True, hint: str = ""
+    ) -> None:
         assert failures, "an error without a failure"
-        self.failures = failures
+        self.failures, self.hint = failures, hint
         self.others = others or []
         self.stopped = stopped
         first = failures[0]
         super().__init__(f"{first.name}: {first.headline}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(RankError, stopped=self.stopped), (self.failures, self.others)
+        return functools.partial(RankError, stopped=self.stopped, hint=self.hint), (self.failures, self.others)
 
     @property
     def rank(self) -> int:
@@ -83,9 +102,10 @@ class RankError(LabError):
         """The whole story as text: the first cause with its source lines, then a line for each other rank."""
         first = self.failures[0]
         same = [f for f in self.failures[1:] if f.headline == first.headline]
-        lines = [_RULE, f"{first.name} failed: {first.headline}"]
+        lines = [_RULE, str(first)]
         if same:
             lines.append(f"    (the same on {', '.join(f.name for f in same)})")
+        lines += [_wrapped(text) for text in (first.last, self.hint) if text]
         if first.traceback:
             lines += ["", first.traceback.rstrip()]
         rest = [f"{f.name}: {f.headline}" for f in self.failures[1:] if f not in same] + self.others
@@ -106,6 +126,30 @@ class RankError(LabError):
         return [f"RankError: {self.report()}"]
 
 
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+class StuckError(LabError):
+    """Ranks that can never go on were stopped.
+
+    Args:
+        headline: who waits for whom.
+        hint: what is usually wrong then; "" where nothing is usual.
+        doings: a line for each rank.
+    """
+
+    def __init__(self, headline: str, hint: str, doings: list[str]) -> None:
+        self.headline, self.hint, self.doings = headline, hint, doings
+        super().__init__(headline, hint, doings)
+
+    def __str__(self) -> str:
+        why = [_wrapped(text) for text in (f"The ranks can never go on: {self.headline}.", self.hint) if text]
+        doings = [f"    {line}" for line in self.doings]
+        end = "All ranks were stopped; the next run starts fresh ones."
+        return "\n" + "\n".join([_RULE, *why, "", *doings, "", end, _RULE])
+
+
 class Stopped(KeyboardInterrupt):
     """Stop was pressed during a run: what each rank was doing then. It is a `KeyboardInterrupt`, so loops around it end as well.
 
@@ -124,3 +168,37 @@ class Stopped(KeyboardInterrupt):
 
     def _render_traceback_(self) -> list[str]:
         return [f"Stopped: {self}"]
+
+
+_LABKIT = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def edge(function: Callable[P, T]) -> Callable[P, T]:
+    """Where the student's code calls labkit: what labkit has to say to them leaves it without the frames that led there.
+
+    A terminal shows all frames of an error, and those inside labkit teach nothing. An error of any other kind is a defect of
+    ours, and keeps its frames.
+    """
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except (LabError, Stopped, TypeError, ValueError) as error:
+            if not isinstance(error, LabError | Stopped) and not _is_ours(error):
+                raise
+            told = error.with_traceback(None)
+        try:
+            raise told
+        finally:
+            del told  # the error holds this frame, which must not hold the error
+
+    return called
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether it was raised in labkit itself, by a `raise`: what a library finds wrong is not meant for the student."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and last.tb_frame.f_code.co_filename.startswith(_LABKIT)

@@ -12,15 +12,16 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, Self
 
-from labkit import wire
+from labkit import stacks, wire
 from labkit.arguments import Plan, check_place
 from labkit.blame import Call, Names
 from labkit.crew import Crew
-from labkit.errors import LabError, RankError, Stopped
+from labkit.errors import LabError, RankError, Stopped, edge
 from labkit.names import assigned, name_of, reads
 from labkit.notebook import notebook
 from labkit.output import cell_label
 from labkit.run import Flight, Picture, Run
+from labkit.stacks import Stacks
 
 __all__ = ["Group", "Ranks"]
 
@@ -38,10 +39,12 @@ class Ranks:
     def __init__(self, group: Group, on: Sequence[int]) -> None:
         self._group, self.on = group, tuple(on)
 
+    @edge
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
         """Call `function(*args, **kwargs)` on these ranks; see `Group.run`."""
         return self._group._run(function, args, kwargs, self.on, None)
 
+    @edge
     def watch(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
         """The same with the live picture; see `Group.watch`."""
         return self._group._run(function, args, kwargs, self.on, self._group._new_picture())
@@ -73,6 +76,7 @@ class Group:
 
     picture: ClassVar[Callable[[], Picture] | None] = None  # set by labkit/__init__: this file knows no drawing
 
+    @edge
     def __init__(
         self,
         ranks: int | Sequence[str] | Mapping[str, int] = 2,
@@ -98,7 +102,9 @@ class Group:
         self._crew: Crew | None = None
         self._fit = False  # whether the processes may serve another run
         self._closed = False
-        self._lock = threading.Lock()
+        self._unheld: weakref.finalize[..., Group] | None = None
+        self._turn = threading.Lock()  # held for the moment in which `_holder` is looked at and taken
+        self._holder: object | None = None  # the run that is under way, or `close`
         self._told: set[str] = set()
         self._owner = os.getpid()
         notebook.starter(runtime, self._plan.start)  # begins to import the framework
@@ -122,6 +128,7 @@ class Group:
             "a group lives in the notebook and cannot be sent to a rank; inside a rank use torch.distributed (or rpc) itself"
         )
 
+    @edge
     def __getitem__(self, which: int | str | slice | Iterable[int | str]) -> Ranks:
         """Some of the ranks, by number, name, slice, or a list of these.
 
@@ -138,6 +145,7 @@ class Group:
             raise LabError(f"group[{_shown(which)}] is no rank at all; this group has ranks 0 to {len(self) - 1}")
         return Ranks(self, on)
 
+    @edge
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
         """Call `function(*args, **kwargs)` on every rank and wait for all of them.
 
@@ -150,15 +158,17 @@ class Group:
 
         Raises:
             RankError: a rank raised or died. The others are stopped; the next run starts fresh ranks.
-            LabError: something cannot be sent (the message names it), or `timeout_s` is over.
+            LabError: something cannot be sent (the message names it), `timeout_s` is over, or ranks would wait for ever.
             KeyboardInterrupt: Stop. The ranks are stopped; the next run starts fresh ones.
         """
         return self._run(function, args, kwargs, range(len(self)), None)
 
+    @edge
     def watch(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
         """`run` with a picture that grows while the ranks work: what each computes, sends and waits for."""
         return self._run(function, args, kwargs, range(len(self)), self._new_picture())
 
+    @edge
     def run_cell(self, source: str, filename: str, label: str, on: Sequence[int] | None = None) -> Run:
         """Run a cell's source in the ranks' `__main__`, where its names persist; what `%%ranks` does.
 
@@ -194,7 +204,29 @@ class Group:
             known.update({n: home.__dict__.get(n) for n in written})
             return source, filename, skip, files | lines
 
-        return self._fly("cell", parcel, "the cell", on, None, data)
+        try:
+            return self._fly("cell", parcel, "the cell", on, None, data)
+        finally:
+            parcel.close()
+
+    @edge
+    def stacks(self) -> Stacks:
+        """Where every rank is at this moment, as Python stacks cut to the student's frames; also of one that is blocked in C++.
+
+        While a run is under way, call it from another thread: `threading.Timer(5, lambda: print(group.stacks())).start()`.
+
+        Returns:
+            by the name of each rank its stacks; printed, a report.
+
+        Raises:
+            LabError: the group has no ranks: none has been started yet, or it is closed.
+        """
+        crew = self._crew
+        if crew is None:
+            raise LabError("this group has no ranks at this moment: they start with the first run")
+        living = [m for m in crew.members if m.process.memory >= 0]
+        texts = stacks.ask(m.process for m in living)
+        return Stacks({m.name: stacks.readable(text, m.process.pid) for m, text in zip(living, texts, strict=True)})
 
     def close(self) -> None:
         """End the ranks. A group that is closed stays closed; closing it twice does no harm."""
@@ -202,13 +234,15 @@ class Group:
             return
         self._closed = True
         notebook.groups.discard(self)
-        if self._lock.acquire(blocking=False):
-            try:
+        me = object()
+        try:
+            if self._takes_turn(me):
                 self._end(graceful=True)
-            finally:
-                self._lock.release()
-        elif self._crew is not None:
-            self._crew.kill()  # a run is under way in another thread: it will see that, and tidy up
+            elif (crew := self._crew) is not None:
+                crew.kill()  # a run is under way in another thread: it will see that, and tidy up
+        finally:
+            if self._holder is me:
+                self._holder = None
 
     def _new_picture(self) -> Picture | None:
         make = type(self).picture
@@ -242,7 +276,10 @@ class Group:
         self._check()
         name = name_of(function)
         parcel = wire.pack(Call(function, args, kwargs), home=sys.modules["__main__"], what=f"{name}()")
-        return self._fly("call", parcel, name, on, picture, lambda _, files: files)
+        try:
+            return self._fly("call", parcel, name, on, picture, lambda _, files: files)
+        finally:
+            parcel.close()
 
     def _check(self) -> None:
         check_place()
@@ -261,16 +298,16 @@ class Group:
         data: Callable[[int, Files], Any],
     ) -> Run:
         """Send, wait, and leave the group fit for the next run whatever happens."""
-        if not self._lock.acquire(blocking=False):
-            parcel.close()
-            raise LabError("this group is running already, in another thread; wait for it, or make a second group")
+        me = object()
         try:
+            if not self._takes_turn(me):
+                raise LabError("this group is running already, in another thread; wait for it, close it, or make a second group")
             if parcel.moved:
                 self._tell("CUDA tensors in arguments reach the ranks as CPU tensors.")
             crew = self._fit_crew(kind)
             self._fit = False  # until this run is known to have left nothing half done
             files = self._new_files(crew, parcel)
-            if self._plan.kind.several_threads:
+            if self._plan.kind.serving_threads:
                 crew.exchange("install", files, parcel, "installed")
                 files = {}
             flight = Flight(crew, on, name, picture, show=True)
@@ -280,27 +317,38 @@ class Group:
                 except OSError:
                     pass  # it has just ended; the flight will see that, and say why
             deadline_s = None if self._plan.timeout_s is None else time.monotonic() + self._plan.timeout_s
+            crew.spent |= self._plan.kind.fresh_each_run and kind == "call"
             try:
                 run = flight.wait(deadline_s)
-            except RankError:
-                if self._closed:
-                    raise LabError(f"the group was closed in another thread while {name} was running") from None
-                raise
-            finally:
+            except LabError:
                 self._fit = flight.intact
-                crew.spent |= self._plan.kind.fresh_each_run and kind == "call"
+                raise
+            self._fit = flight.intact
             if flight.moved:
                 self._tell("CUDA tensors in results come back as CPU tensors.")
             return run
         except KeyboardInterrupt as stop:  # while the ranks started, say: the frames of that tell the student nothing
             raise (stop if isinstance(stop, Stopped) else Stopped(name, [])) from None
+        except RankError:
+            if self._closed:
+                raise LabError(f"the group was closed in another thread while {name} was running") from None
+            raise
         finally:
             try:
-                parcel.close()
-                if not self._fit:
+                if self._holder is me and not self._fit:
                     self._end(graceful=False)
             finally:  # another Stop may have come while the ranks were ended
-                self._lock.release()
+                if self._holder is me:
+                    self._holder = None
+            if self._closed:  # by another thread, which left this to us
+                self.close()
+
+    def _takes_turn(self, who: object) -> bool:
+        """One run at a time. Not a lock held for the run: Stop may come between taking it and the `try` that gives it back."""
+        with self._turn:
+            if self._holder is None:
+                self._holder = who
+        return self._holder is who
 
     def _fit_crew(self, kind: str) -> Crew:
         """The processes, fresh ones where there are none that may serve this run."""
@@ -308,11 +356,15 @@ class Group:
         if crew is not None and not (self._fit and not (crew.spent and kind == "call")):
             self._end(graceful=False)
         if self._crew is None:
-            self._crew = Crew(self._plan, notebook.starter(self.runtime, self._plan.start))
-            self._unheld = weakref.finalize(self, _end_unheld, self._crew, self._owner)
+            crew = Crew(self._plan, notebook.starter(self.runtime, self._plan.start))
+            self._crew = crew
+            self._unheld = weakref.finalize(self, _end_unheld, crew, self._owner)
             self._unheld.atexit = False
-            for note in self._crew.notes:
+            crew.start()
+            for note in crew.notes:
                 self._tell(note)
+        if self._closed:
+            raise LabError("the group was closed in another thread while its ranks started")
         return self._crew
 
     def _new_files(self, crew: Crew, parcel: wire.Parcel) -> Files:
@@ -323,7 +375,7 @@ class Group:
             file = cell_label(filename), wire.source_of(filename)
             if known.get(filename) != file:
                 new[filename] = known[filename] = file
-        if new and not self._plan.kind.several_threads:
+        if new and not self._plan.kind.serving_threads:
             crew.exchange("install", new, wire.pack(None), "installed")
             return {}
         return new
@@ -333,11 +385,14 @@ class Group:
         crew = self._crew
         if crew is None:
             return
+        self._fit = False
         try:
             crew.end(graceful=graceful)
         finally:
+            crew.end(wait=False)  # Stop may have come before that had begun
             self._crew = None
-            self._unheld.detach()
+            if self._unheld is not None:
+                self._unheld.detach()
         if self._plan.start == "spawn" and not self._closed:
             notebook.starter(self.runtime, "spawn").warm(len(self))
 

@@ -1,8 +1,9 @@
 """The picture that moves: `Live` watches a run from the notebook's main thread, and leaves the finished timeline behind.
 
 A run tells it three things: `begin`, `update` (what was completed since the last time, what is under way) and `end`. It keeps
-a bounded memory of that (`labkit.recent`), draws a frame from it (`labkit.frame`) and puts it in place of the last one. When the
-run is over, the timeline as an image takes its place, so that a saved notebook holds one picture and every viewer shows it.
+a bounded memory of that, draws a frame from it and puts it in place of the last one (`labkit.pictures.recent` and `frame`).
+When the run is over, the timeline as an image takes its place, so that a saved notebook holds one picture and every viewer
+shows it.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, TextIO
 
-from labkit.frame import Detail, Frame, Past, Row, clock_time, svg
-from labkit.progress import Progress
-from labkit.recent import Recent
+from labkit.pictures.frame import Detail, Frame, Past, Row, clock_time, svg
+from labkit.pictures.progress import Progress
+from labkit.pictures.recent import Recent
+from labkit.pictures.sheet import time_in_words
 from labkit.ring import Pending
-from labkit.sheet import time_in_words
 from labkit.trace import Trace
 
 if TYPE_CHECKING:
@@ -96,15 +97,15 @@ class Live:
         """
         self._carefully(lambda: self._next_frame(now_ns, new, pending))
 
-    def end(self, trace: Trace, failed: bool) -> None:
+    def end(self, trace: Trace, stopped: str) -> None:
         """The run is over: the timeline takes the place of the frames.
 
         Args:
             trace: of the whole run.
-            failed: whether it was stopped because of an error.
+            stopped: what ended it before its time: "stopped by an error"; "" if nothing did.
         """
         self._broken = False  # what went wrong with a frame need not go wrong with the timeline
-        title = f"{self._title}, stopped by an error" if failed else self._title
+        title = f"{self._title}, {stopped}" if stopped else self._title
         self._carefully(lambda: self._screen.end(trace, title))
 
     def _carefully(self, draw: Callable[[], None]) -> None:
@@ -210,7 +211,7 @@ class _Cell:
         if not len(trace):
             self._display({}, update=True)
             return
-        from labkit.gantt import figure_of
+        from labkit.pictures.gantt import figure_of
 
         figure = figure_of(trace, title)
         data = {"image/png": base64.b64encode(_png(figure)).decode()}

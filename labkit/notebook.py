@@ -10,6 +10,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
+from labkit import private
 from labkit.errors import LabError
 from labkit.ring import RING_BYTES
 from labkit.runtimes import RUNTIMES
@@ -27,24 +28,33 @@ class Notebook:
 
     Attributes:
         groups: those that are open.
-        starters: what starts ranks, by what it imports and how it starts.
+        starters: what starts ranks, by what it imports, how it starts, and whether its ranks have a network of their own.
     """
 
     def __init__(self) -> None:
         self.groups: weakref.WeakSet[Group] = weakref.WeakSet()
-        self.starters: dict[tuple[str, str], Any] = {}
+        self.starters: dict[tuple[str, str, bool], Any] = {}
         self._lock = threading.Lock()
         self._of_parent: list[Any] = []
         atexit.register(self.close)
         os.register_at_fork(after_in_child=self._start_afresh)
 
     def starter(self, runtime: str, start: str) -> Any:
-        """What starts ranks of a runtime; the first call begins to import the framework, and does not wait for it."""
+        """What starts ranks of a runtime; the first call begins to import the framework, and does not wait for it.
+
+        Raises:
+            LabError: the ranks were to have a network of their own, and are not forked.
+        """
         from labkit.start import ForkStarter, SpawnStarter
         from labkit.wire import shared_memory
 
         kind = RUNTIMES[runtime]
-        key = (",".join(kind.preload), start)
+        alone = private.wanted(os.environ)
+        if alone and start == "spawn":
+            raise LabError(
+                "LABKIT_NETWORK=private needs start='fork': ranks share the network of the server they are forked from"
+            )
+        key = (",".join(kind.preload), start, alone)
         with self._lock:
             starter = self.starters.get(key)
             if starter is None or not starter.alive():

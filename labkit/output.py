@@ -7,6 +7,7 @@ that a checked cell reads the same each time. In a terminal lines appear as they
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections import deque
@@ -91,6 +92,14 @@ class Output:
         self._handle: Any = None
         self._start = self._shown_at = time.monotonic()
         self._changed = False
+        self._word = ""
+
+    def say(self, word: str) -> None:
+        """Show a word of our own beneath the prints while the run goes on; "" takes it back."""
+        if word and not self._word and self._terminal:
+            sys.stderr.write(f"{word}\n")
+        self._changed |= word != self._word
+        self._word = word
 
     def feed(self, rank: int, data: bytes) -> None:
         """Take what a rank printed."""
@@ -104,9 +113,8 @@ class Output:
         now = time.monotonic()
         if self._shell is None or not self._changed or now - self._start < LIVE_AFTER_S or now - self._shown_at < LIVE_EVERY_S:
             return
-        text = "\n".join(
-            f"[{name}] {line}" for name, r in zip(self._names, self._ranks, strict=True) for line in r.shown(LIVE_LINES)
-        )
+        lines = [f"[{name}] {line}" for name, r in zip(self._names, self._ranks, strict=True) for line in r.shown(LIVE_LINES)]
+        text = "\n".join([*lines, self._word] if self._word else lines)
         if self._handle is None:
             from IPython.display import display
 
@@ -136,13 +144,20 @@ class Output:
 
 def cell_label(filename: str) -> str:
     """What the student calls a file: "cell 5" for a cell of this notebook, else the base name."""
-    shell = notebook_shell()
+    if on_ranks := re.fullmatch(r"<(cell \d+) on the ranks>", filename):
+        return on_ranks[1]
+    shell = _shell()
     number = getattr(shell.compile, "_filename_map", {}).get(filename) if shell is not None else None
     return f"cell {number}" if number is not None else os.path.basename(filename)
 
 
 def notebook_shell() -> Any:
     """IPython's shell where it belongs to a notebook's kernel, else None."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+    shell = _shell()
     return shell if shell is not None and hasattr(shell, "kernel") else None
+
+
+def _shell() -> Any:
+    """IPython's shell, in a notebook or in a terminal; None where there is none."""
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None

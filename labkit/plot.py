@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.bars import STYLES
 from labkit.errors import LabError
-from labkit.gantt import HATCH, timeline, view_of
-from labkit.sheet import GREY, INKS, WIDTH_IN, HasTrace, pyplot, sheet, trace_of
+from labkit.pictures.bars import STYLES
+from labkit.pictures.gantt import HATCH, timeline, view_of
+from labkit.pictures.sheet import GREY, INKS, WIDTH_IN, HasTrace, pyplot, sheet, trace_of
 from labkit.trace import Share, Trace
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from labkit.channel import Channel, Frame
 from labkit.errors import LabError, RankFailure
 from labkit.names import name_of
 from labkit.record import Recorder, here, is_students
-from labkit.report import headline, in_students_code, students_traceback, warning
+from labkit.report import headline, in_students_code, is_consequence, students_traceback, warning
 from labkit.ring import RingWriter
 from labkit.runtimes import RUNTIMES, Runtime, Seat, devices
 
@@ -99,7 +99,7 @@ class _Rank:
             self._raised(error)
 
     def _set_up(self, offers: list[Any]) -> None:
-        recorder = Recorder(self._ring, threads=self._runtime.several_threads)
+        recorder = Recorder(self._ring, threads=self._runtime.serving_threads > 0)
         here.start(recorder)
         if self._seat.runtime in ("torch", "rpc"):
             from labkit import comm
@@ -141,6 +141,12 @@ class _Rank:
         function, args, kwargs = self._take(frame.parcel)
         name = name_of(function)
         result = self._timed(name, lambda: function(*args, **kwargs))
+        if isinstance(result, types.CoroutineType):
+            result.close()  # else Python warns that nobody awaited it, which is what we say
+            raise LabError(
+                f"{name}() gave a coroutine, which nobody awaits: `async def` only makes one. "
+                f"Give the ranks a function that calls asyncio.run({name}(...))."
+            )
         self._done(result, f"the result of {name}()")
 
     def _cell(self, frame: Frame) -> None:
@@ -185,7 +191,10 @@ class _Rank:
         at_ns = time.perf_counter_ns()
         text = "" if isinstance(error, LabError) and not in_students_code(error) else students_traceback(error)
         self._flush()
-        self._channel.send("raised", RankFailure(self._seat.rank, self._name, headline(error), text, at_ns=at_ns))
+        failure = RankFailure(
+            self._seat.rank, self._name, headline(error), text, at_ns=at_ns, consequence=is_consequence(error)
+        )  # fmt: skip
+        self._channel.send("raised", failure)
 
     def _flush(self) -> None:
         recorder = here.recorder

@@ -5,21 +5,42 @@ from __future__ import annotations
 import linecache
 import os
 import re
+import textwrap
 import traceback
 from collections.abc import Iterator
 from typing import Final
 
 from labkit.errors import LabError
 from labkit.record import here, is_students, label
+from labkit.remote import remote_error
 
-__all__ = ["headline", "in_students_code", "students_traceback", "warning"]
+__all__ = ["headline", "in_students_code", "is_consequence", "lost_connection", "students_traceback", "warning"]
 
 FRAMES: Final = 12  # of a traceback; endless recursion would fill the notebook
 HEADLINE_CHARACTERS: Final = 400
 TEXT_CHARACTERS: Final = 20_000  # of a traceback with its messages: a printed tensor may stand in one
 
+_MARK = "\x00{}\x00"
+_GAP = "\x00{:,} frames left out\x00"
+_GAPS = re.compile(r'File "\x00([^\x00]+)\x00", line 0, in ')
+_MARKED = re.compile(r"^(?P<margin>[ |]*).*\x00(?P<number>\d+)\x00$", re.MULTILINE)
 _KERAS = "Exception encountered when calling "
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")  # Keras writes its messages in bold
+# Colours and whatever else moves a terminal's cursor or writes its title; Keras writes its messages in bold.
+_ANSI = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\\\)?|[@-Z\\\\^_])")
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # that a terminal obeys, or that no file can hold
+_IN_C = re.compile(r"\nException raised from .* \(most recent call first\):(\nframe #\d+: .*)*")  # frames of torch's own C++
+_SOURCE = re.compile(r"\[/\S+\.(cc|cpp|h):\d+\] ")  # of torch's C++, before the message
+# What gloo, NCCL, RPC and TensorFlow say where another rank is gone.
+_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "UnavailableError",
+    "connection was aborted",
+    "Collective ops is aborted by",
+    "(this error originated at tensorpipe/",
+    "remote process exited or there was a network error",
+)
 _FILE_LINE = re.compile(r'\s*File "(?P<file>[^"]+)", line ')
 # Frames that tell nothing even as the innermost: what AutoGraph makes of a function, and where TensorFlow raises everything.
 _EMPTY = (
@@ -46,7 +67,11 @@ def _headline(error: BaseException) -> str:
         return f"the function called exit({error.code!r})" if error.code is not None else "the function called exit()"
     if isinstance(error, LabError):
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
-    lines = _readable("".join(traceback.format_exception_only(error))).strip().splitlines()
+    text = "".join(traceback.format_exception_only(error))
+    remote = remote_error(text)
+    if remote is not None:
+        return remote.headline
+    lines = _readable(text).strip().splitlines()
     if isinstance(error, SyntaxError):  # file, line and a mark come first
         return lines[-1]
     if lines[0].endswith(": in user code:"):  # AutoGraph's report of its own: frames, and then the error
@@ -67,9 +92,34 @@ def in_students_code(error: BaseException) -> bool:
 def students_traceback(error: BaseException) -> str:
     """The traceback as Python prints it, with the student's frames alone, and the innermost one, whosever it is."""
     whole = traceback.TracebackException.from_exception(error, capture_locals=False)
+    remote: list[str] = []
     for part in _parts(whole):
-        part.stack = _cut(part.stack)
-    return _cut_text(_readable("".join(whole.format())), TEXT_CHARACTERS)
+        said = remote_error(str(part))
+        if said is not None:
+            setattr(part, "_str", _MARK.format(len(remote)))  # noqa: B010  # typeshed does not know it
+            remote.append(said.traceback)
+        part.stack = _cut(part.stack, whole_innermost=said is None)
+    text = "".join(whole.format())
+    # The callee's frames and its error take the place of the line in which the caller's error would repeat them.
+    text = _MARKED.sub(lambda m: textwrap.indent(remote[int(m["number"])], m["margin"], lambda _: True), text)
+    return _cut_text(_readable(_GAPS.sub(r"[\1]", text)), TEXT_CHARACTERS)
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether it came of another rank's end: it says so, or one of those does that it came from."""
+    seen: set[int] = set()
+    part: BaseException | None = error
+    while part is not None and id(part) not in seen:
+        if lost_connection("".join(traceback.format_exception_only(part))):
+            return True
+        seen.add(id(part))
+        part = part.__cause__ or part.__context__  # also where `from None` hides it
+    return False
+
+
+def lost_connection(text: str) -> bool:
+    """Whether an error's message says that another rank was gone."""
+    return any(words in text for words in _LOST)
 
 
 def _parts(whole: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
@@ -90,11 +140,14 @@ def _cut_text(text: str, limit: int) -> str:
     return f"{text[: limit // 2]} ... ({len(text) - limit:,} characters left out) ... {text[-limit // 2 :]}"
 
 
-def _cut(stack: traceback.StackSummary) -> traceback.StackSummary:
-    innermost = stack[-1:] if stack and not any(part in stack[-1].filename for part in (*_EMPTY, _LABKIT)) else []
+def _cut(stack: traceback.StackSummary, *, whole_innermost: bool) -> traceback.StackSummary:
+    tells = whole_innermost and stack and not any(part in stack[-1].filename for part in (*_EMPTY, _LABKIT))
+    innermost = stack[-1:] if tells else []
     kept = [frame for frame in stack if is_students(frame.filename) or frame in innermost]
-    if len(kept) > FRAMES:
-        kept = kept[: FRAMES // 2] + kept[-FRAMES // 2 :]
+    left_out = len(kept) - FRAMES
+    if left_out > 0:
+        gap = traceback.FrameSummary(_GAP.format(left_out), 0, "", lookup_line=False, line="")
+        kept = [*kept[: FRAMES // 2], gap, *kept[-FRAMES // 2 :]]
     for frame in kept:
         frame.line  # noqa: B018  # read the source now, under the file's real name
         frame.filename = label(frame.filename)
@@ -103,7 +156,8 @@ def _cut(stack: traceback.StackSummary) -> traceback.StackSummary:
 
 def _readable(text: str) -> str:
     """The text with the student's names for files and errors, without the library frames that TensorFlow lists in messages."""
-    text = _ANSI.sub("", text)
+    text = _IN_C.sub("", _SOURCE.sub("", _ANSI.sub("", text)))
+    text = _UNPRINTABLE.sub(lambda character: ascii(character.group())[1:-1], text)
     for filename, name in here.files.items():
         text = text.replace(f'"{filename}"', f'"{name}"')
     text = text.replace("tensorflow.python.framework.errors_impl.", "tf.errors.")

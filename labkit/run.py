@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
+import psutil
+
 from labkit import wire
 from labkit.channel import Frame
 from labkit.crew import Crew, Member
-from labkit.errors import LabError, RankError, RankFailure, Stopped
+from labkit.errors import LabError, RankError, RankFailure, Stopped, StuckError
 from labkit.exits import explain_exit
 from labkit.output import Output
-from labkit.ring import COMMUNICATION, Pending
-from labkit.stuck import doing
-from labkit.trace import Trace, from_records
+from labkit.records import Records
+from labkit.report import lost_connection
+from labkit.ring import SERVE, Pending
+from labkit.stacks import ask, crash, helpers
+from labkit.stuck import SAME, Standing, Verdict, circle_of_calls, doing, mismatch, stuck, waiting_for
+from labkit.trace import Trace
 
 __all__ = ["Flight", "Picture", "Run"]
 
 LOOK_EVERY_S: Final = 0.05  # at rings and prints; the fastest writer takes seven times as long to fill a ring
 FULL_BYTES: Final = 1 << 15  # a rank that has printed so much since the last look may soon be blocked: look again at once
+CONFIRM_NS: Final = 400_000_000  # between two looks that must see the same before ranks are said to hang for ever
+CIRCLE_NS: Final = 1_500_000_000  # calls that wait so long for one another, while nobody computes, are told
+RESTING_SHARE: Final = 0.05  # of one core, all ranks together
+LOOK_FOR_FROZEN_EVERY_NS: Final = 500_000_000
+SLOW_NS: Final = 10_000_000_000  # a wait for a rank that computes is told after that
 GRACE_S: Final = 0.1  # after a failure, the others may come back by themselves before they are stopped
+CAUSE_S: Final = 0.4  # so long where it was a lost connection only: what another rank says may be the cause of that
 
 
 class Picture(Protocol):
@@ -34,8 +46,8 @@ class Picture(Protocol):
     def update(self, now_ns: int, new: Trace, pending: Sequence[Sequence[Pending]]) -> None:
         """`new` holds what was completed since the last update, `pending` what each rank has under way."""
 
-    def end(self, trace: Trace, failed: bool) -> None:
-        """The run is over."""
+    def end(self, trace: Trace, stopped: str) -> None:
+        """The run is over; `stopped` says what ended it before its time: "stopped by an error", or "" if nothing did."""
 
 
 class Run:
@@ -47,7 +59,7 @@ class Run:
         ranks: the names of the ranks that called it.
     """
 
-    def __init__(self, name: str, ranks: tuple[str, ...], results: list[Any], output: str, records: _Records) -> None:
+    def __init__(self, name: str, ranks: tuple[str, ...], results: list[Any], output: str, records: Records) -> None:
         self._name, self.ranks, self.results, self.output = name, ranks, results, output
         self._records = records
         self._trace: Trace | None = None
@@ -71,55 +83,6 @@ def _names(members: Sequence[Member]) -> str:
     return " and ".join(m.name for m in members) if len(members) < 4 else f"{len(members)} others"
 
 
-class _Records:
-    """The raw records of a run, by rank, until somebody asks for the trace."""
-
-    def __init__(self, members: Sequence[Member]) -> None:
-        self._members = [m.name for m in members]
-        self._readers = [m.reader for m in members]
-        self._chunks: list[list[Any]] = [[] for _ in members]
-        self._dropped = [r.dropped for r in self._readers]
-        self._names: list[list[str]] = [[] for _ in members]
-        for reader in self._readers:
-            reader.read()  # what a rank did between the runs
-
-    def drain(self) -> list[Any]:
-        """Read what is new; per rank, the records."""
-        new = [reader.read() for reader in self._readers]
-        for chunks, records in zip(self._chunks, new, strict=True):
-            if len(records):
-                chunks.append(records)
-        return new
-
-    def freeze(self) -> None:
-        """Read for the last time: the rings serve the next run."""
-        self.drain()
-        self._names = [list(r.names()) for r in self._readers]
-        self._dropped = [r.dropped - before for r, before in zip(self._readers, self._dropped, strict=True)]
-        self._readers = []
-
-    def part(self, new: list[Any]) -> Trace:
-        """A trace of some records alone."""
-        return from_records(new, [r.names() for r in self._readers], self._members)
-
-    def communicated(self) -> bool:
-        """Whether any rank has finished a communication."""
-        return any((chunk["kind"] == COMMUNICATION).any() for chunks in self._chunks for chunk in chunks)
-
-    def trace(self) -> Trace:
-        """All of it; once frozen."""
-        import numpy as np
-
-        joined = [np.concatenate(c) if c else np.empty(0, _dtype()) for c in self._chunks]
-        return from_records(joined, self._names, self._members, dropped=self._dropped)
-
-
-def _dtype() -> Any:
-    from labkit.ring import record_dtype
-
-    return record_dtype()
-
-
 class Flight:
     """One run while it is under way. Everything happens on the thread that called `run`.
 
@@ -140,12 +103,18 @@ class Flight:
         self._on, self._name, self._picture = tuple(on), name, picture
         self._names = tuple(m.name for m in self._members)
         self._output = Output(self._names, show=show)
-        self._records = _Records(self._members)
+        self._records = Records(self._members)
         self._results: dict[int, Any] = {}
         self._failures: dict[int, RankFailure] = {}
         self._dead: set[int] = set()
+        self._suspicion: tuple[tuple[tuple[str, int], ...], int] | None = None  # what ranks seem to hang in, and since when
+        self._computed = 0, 0.0, False  # when the ranks' processor time was looked at last, what it was, whether they rested
+        self._frozen: list[Member] = []
+        self._frozen_look_ns = 0
+        self._unnoted = [m.reader.unnoted for m in self._members]
         self.moved = False
         self.intact = True
+        self._start_ns = time.perf_counter_ns()  # before a rank is told: nothing that belongs to the run happened earlier
 
     def wait(self, deadline_s: float | None) -> Run:
         """Take what comes until every rank that was called has answered.
@@ -158,7 +127,6 @@ class Flight:
             LabError: the time is over.
             Stopped: the student pressed Stop.
         """
-        start_ns = time.perf_counter_ns()
         picture = self._picture
         for member in self._members:
             if member.unshown:
@@ -166,36 +134,36 @@ class Flight:
                 member.unshown = b""
         if picture is not None:
             title = f"{self._name} on {_these([self._names[i] for i in self._on])}"
-            picture.begin(self._names, title, start_ns, self._on)
+            picture.begin(self._names, title, self._start_ns, self._on)
         try:
             self._collect(picture, deadline_s)
         except KeyboardInterrupt:
             doings = self._doings(time.perf_counter_ns())
             self.intact = False
-            self._finish(failed=True)
+            self._finish("stopped")
             raise Stopped(self._name, doings) from None
         except BaseException:
             self.intact = False
-            self._finish(failed=True)
+            self._finish("stopped by an error")
             raise
         if self._failures:
             error = self._error()
-            self._finish(failed=True)
+            self._finish("stopped by an error")
             raise error
-        text = self._finish(failed=False)
+        text = self._finish()
         return Run(self._name, tuple(self._names[i] for i in self._on), [self._results[i] for i in self._on], text, self._records)
 
     def _collect(self, picture: Picture | None, deadline_s: float | None) -> None:
         looked = pictured = time.monotonic()
         hurry = False
-        grace_until: float | None = None
+        failed_s = 0.0  # when the first failure was told
         new: list[list[Any]] = [[] for _ in self._members]
-        while len(self._results) + len(self._failures) < len(self._on):
+        while not all(self._answered(self._members[rank]) for rank in self._on):
             now = time.monotonic()
-            if grace_until is not None and now > grace_until:
+            if failed_s and now - failed_s > (GRACE_S if any(not f.consequence for f in self._failures.values()) else CAUSE_S):
                 return
             if deadline_s is not None and now > deadline_s:
-                lines = self._doings(time.perf_counter_ns())
+                lines = self._doings(time.perf_counter_ns(), closely=True)
                 raise LabError(
                     "\n".join([f"{self._name} took longer than the group's timeout_s; the ranks were stopped.", *lines])
                 )
@@ -206,37 +174,108 @@ class Flight:
                 if picture is not None:
                     for mine, fresh in zip(new, records, strict=True):
                         mine.append(fresh)
-                self._look_for_deserted()
+                self._look_for_stuck(time.perf_counter_ns())
+                self._crew.memory_killer.look(now)
             if picture is not None and now - pictured > picture.interval_s:
                 self._show(picture, new)
                 new = [[] for _ in self._members]
                 pictured = time.monotonic()
             self._output.refresh()
-            self._take(0 if hurry else LOOK_EVERY_S if grace_until is None else GRACE_S / 10)
-            if self._failures and grace_until is None:
-                grace_until = time.monotonic() + GRACE_S
+            self._take(0 if hurry else GRACE_S / 10 if failed_s else LOOK_EVERY_S)
+            if self._failures and not failed_s:
+                failed_s = time.monotonic()
 
-    def _look_for_deserted(self) -> None:
-        """A rank that has returned takes part in nothing any more: if all others are blocked for long, it came back too early."""
-        limit_s = self._crew.plan.kind.deserted_after_s
-        if limit_s is None or not self._results or self._failures:
+    def _look_for_stuck(self, now_ns: int) -> None:
+        """End a run in which ranks can never go on; tell of one in which they wait long for a rank that computes.
+
+        What each rank does is looked at one after the other. A verdict counts if it holds, in the very same operations, some time
+        later: then nothing moved in between.
+
+        Raises:
+            RankError: they wait for one that returned, or was not called.
+            StuckError: they wait for one another.
+        """
+        if self._somebody_is_frozen(now_ns):
             return
-        now_ns = time.perf_counter_ns()
-        others = [m for m in self._members if m.rank in self._on and m.rank not in self._results]
-        for member in others:
-            waits = [p.wait_start_ns for p in member.reader.pending() if p.wait_start_ns]
-            if not waits or now_ns - min(waits) < limit_s * 1e9:
-                return
-        first = next(iter(self._results))
-        del self._results[first]
-        headline = f"returned while {_names(others)} still waited for it: what one rank takes part in, all must, equally often"
-        self._failures[first] = RankFailure(first, self._names[first], headline, at_ns=now_ns)
+        kind = self._crew.plan.kind
+        pending = [m.reader.pending() for m in self._members]
+        waited_ns = max((now_ns - p.wait_start_ns for of_rank in pending for p in of_rank if p.wait_start_ns), default=0)
+        if waited_ns < kind.certain_after_s * 1e9:
+            self._suspicion = None
+            self._output.say("")
+            return
+        blocked_in = {(p.group, p.match) for of_rank in pending for p in of_rank if p.wait_start_ns and p.match}
+        standings = [self._standing(m, p, blocked_in) for m, p in zip(self._members, pending, strict=True)]
+        verdict = stuck(standings)
+        if verdict is None:
+            self._suspicion = None
+            circle = circle_of_calls(standings) if waited_ns > CIRCLE_NS else ""
+            if circle and self._rests(now_ns):
+                self._output.say(f"{circle}, and nobody computes: does one of them hold a lock? Stop ends the run.")
+            elif waited_ns > SLOW_NS:
+                self._output.say(waiting_for(standings, now_ns))
+            return
+        hanging = [p for rank in verdict.ranks for p in (*standings[rank].blocked, *standings[rank].queued)]
+        if any(now_ns - p.wait_start_ns < kind.certain_after_s * 1e9 for p in hanging):
+            return
+        evidence = tuple((p.name, p.start_ns) for p in hanging)
+        if self._suspicion is None or self._suspicion[0] != evidence:
+            self._suspicion = evidence, now_ns
+        elif now_ns - self._suspicion[1] > CONFIRM_NS:
+            if self._other_threads():
+                self._suspicion = None  # look again later
+            else:
+                raise self._stuck_error(verdict)
+
+    def _other_threads(self) -> bool:
+        """Whether a rank may still do something while its main thread is blocked, or after it has returned: on a thread.
+
+        Not asked of RPC ranks, whose threads serve calls and are counted.
+        """
+        living = [m.process for m in self._members if m.rank not in self._dead]
+        return not self._crew.plan.kind.serving_threads and any(not raw or helpers(raw) for raw in ask(living))
+
+    def _somebody_is_frozen(self, now_ns: int) -> bool:
+        """Whether a signal has stopped a rank's process, so that all that wait for it hang until another one lets it go on."""
+        if now_ns - self._frozen_look_ns < LOOK_FOR_FROZEN_EVERY_NS:
+            return bool(self._frozen)
+        self._frozen_look_ns = now_ns
+        before = self._frozen
+        self._frozen = [m for m in self._members if not self._answered(m) and m.process.frozen]
+        if self._frozen:
+            self._suspicion = None
+            ids = " ".join(str(m.process.pid) for m in self._frozen)
+            self._output.say(f"stopped by a signal (SIGSTOP): {_names(self._frozen)}; `kill -CONT {ids}` lets the run go on")
+        elif before:
+            self._output.say("")
+        return bool(self._frozen)
+
+    def _rests(self, now_ns: int) -> bool:
+        """Whether the ranks have hardly computed since they were looked at last, which is long enough ago."""
+        cpu_s = 0.0
+        for member in self._members:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended, which will be seen elsewhere
+                cpu_s += sum(psutil.Process(member.process.pid).cpu_times()[:2])
+        before_ns, before_s, rests = self._computed
+        if now_ns - before_ns > CIRCLE_NS / 2:
+            rests = cpu_s - before_s < RESTING_SHARE * (now_ns - before_ns) / 1e9
+            self._computed = now_ns, cpu_s, rests and before_ns > 0
+        return self._computed[2]
+
+    def _standing(self, member: Member, pending: list[Pending], blocked_in: set[tuple[str, int]]) -> Standing:
+        entered = dict(self._records.entered(member.rank))
+        for p in pending:
+            entered[p.group] = max(entered.get(p.group, 0), p.match)
+        called = member.rank in self._on
+        serving = self._crew.plan.kind.serves(self._crew.plan.jobs, member.rank)
+        return Standing(
+            member.name, pending, called=called, returned=not called or member.rank in self._results, serving=serving,
+            entered=entered, done=self._records.done(member.rank, blocked_in),
+            uncounted=member.reader.unnoted > self._unnoted[member.rank],
+        )  # fmt: skip
 
     def _show(self, picture: Picture, new: list[list[Any]]) -> None:
-        import numpy as np
-
-        part = self._records.part([np.concatenate(n) if n else np.empty(0, _dtype()) for n in new])
-        picture.update(time.perf_counter_ns(), part, [m.reader.pending() for m in self._members])
+        picture.update(time.perf_counter_ns(), self._records.part(new), [m.reader.pending() for m in self._members])
 
     def _take(self, limit_s: float) -> None:
         """Wait for anything from any rank and take it."""
@@ -281,8 +320,10 @@ class Flight:
             pass
         self._read_output(member)
         if member.rank not in self._failures:  # even one that has answered: a dead rank serves nobody
-            headline = explain_exit(self._crew.bury(member))
-            self._failures[member.rank] = RankFailure(member.rank, member.name, headline, at_ns=time.perf_counter_ns())
+            now_ns, struck = time.perf_counter_ns(), self._crew.memory_killer.struck()
+            headline = explain_exit(self._crew.bury(member), struck)
+            text, last = crash(member.process), self._last_doing(member, now_ns)
+            self._failures[member.rank] = RankFailure(member.rank, member.name, headline, text, at_ns=now_ns, last=last)
 
     def _read_output(self, member: Member) -> int:
         """Take what a rank has printed; how many bytes that was."""
@@ -292,47 +333,80 @@ class Flight:
             count += len(data)
         return count
 
-    def _doings(self, now_ns: int) -> list[str]:
+    def _doings(self, now_ns: int, *, closely: bool = False) -> list[str]:
+        return list(self._doings_by_rank(now_ns, closely=closely).values())
+
+    def _doings_by_rank(self, now_ns: int, *, closely: bool = False) -> dict[int, str]:
         rest = [m for m in self._members if m.rank not in self._failures and m.rank in self._on]
-        return [
-            doing(m.name, m.reader.pending(), now_ns, returned=m.rank in self._results, names=self._names) for m in rest
-        ]  # fmt: skip
+        found = {m.rank: f"{m.name} was stopped by a signal (SIGSTOP)" for m in rest if m.process.frozen}
+        for m in rest:
+            if m.rank not in found:
+                returned, pending = m.rank in self._results, m.reader.pending()
+                found[m.rank] = doing(m.name, pending, now_ns, returned=returned, names=self._names, closely=closely)
+        return dict(sorted(found.items()))
+
+    def _stuck_error(self, verdict: Verdict) -> LabError:
+        now_ns = time.perf_counter_ns()
+        if verdict.culprit is None:
+            return StuckError(verdict.headline, verdict.hint, self._doings(now_ns, closely=True))
+        culprit = self._members[verdict.culprit]
+        doings = [line for line in self._doings(now_ns, closely=True) if not line.startswith(f"{culprit.name} ")]
+        failure = RankFailure(culprit.rank, culprit.name, verdict.headline, at_ns=now_ns, verb="")
+        return RankError([failure], doings, hint=verdict.hint)
 
     def _error(self) -> RankError:
         now_ns = time.perf_counter_ns()
         pending = any(m.reader.pending() for m in self._members)
-        answered = len(self._results) + len(self._failures) == len(self._on)
+        answered = all(self._answered(self._members[rank]) for rank in self._on)
         self._records.drain()
         quiet = not pending and not self._records.communicated() and not self._crew.plan.kind.fresh_each_run
-        self.intact = self.intact and answered and quiet
-        # A death is never the consequence of another rank's exception, but the cause of many; it is only noticed a little later.
-        ordered = sorted(self._failures.values(), key=lambda f: (f.rank not in self._dead, f.at_ns))
-        causes = ordered[:1] + sorted((f for f in ordered[1:] if not _lost_connection(f)), key=lambda f: f.rank)
+        self.intact = self.intact and answered and quiet and not self._dead
+        # What came of another rank's end is never the cause of it. A death is the cause of many a failure, and only noticed a
+        # little later; but libraries that find a peer dead may give up, and abort.
+        ordered = sorted(
+            self._failures.values(),
+            key=lambda f: (f.consequence, f.rank not in self._dead, "SIGABRT" in f.headline, f.at_ns),
+        )
+        causes = ordered[:1] + sorted((f for f in ordered[1:] if not f.consequence), key=lambda f: f.rank)
         # Where several failed alike, the lowest speaks for them: a checked cell must read the same each time.
         causes.sort(key=lambda f: (f.headline != ordered[0].headline, f.rank))
-        victims = [f"{f.name} lost the connection" for f in ordered[1:] if _lost_connection(f)]
-        return RankError(causes, victims + self._doings(now_ns), stopped=not self.intact)
+        others = {f.rank: self._consequence(f) for f in ordered[1:] if f.consequence} | self._doings_by_rank(now_ns)
+        operations = [(m.name, p) for m in self._members for p in (*self._records.failed(m.rank), *m.reader.pending())]
+        unequal = mismatch(operations)
+        hint = f"{unequal[0].upper()}{unequal[1:]}. {SAME}" if unequal else ""
+        return RankError(causes, [others[rank] for rank in sorted(others)], stopped=not self.intact, hint=hint)
 
-    def _finish(self, *, failed: bool) -> str:
+    def _consequence(self, failure: RankFailure) -> str:
+        """One line for a rank that failed because another one was gone."""
+        if not lost_connection(failure.headline):  # the student's code has caught that, and raised something of its own
+            return f"{failure.name}: {failure.headline}"
+        last = self._records.last_wait(failure.rank)
+        if last is None:
+            return f"{failure.name} lost the connection"
+        operation, end_ns = last
+        return doing(failure.name, [operation], end_ns, names=self._names)
+
+    def _last_doing(self, member: Member, now_ns: int) -> str:
+        """What a rank that has just died was doing: a sentence."""
+        pending = member.reader.pending()
+        if member.rank not in self._on or member.rank in self._results:
+            served = [p.name.removeprefix(SERVE) for p in pending if p.name.startswith(SERVE)]
+            return f"It was serving {served[-1]}." if served else ""
+        self._records.drain()
+        words = doing("It", pending, now_ns, names=self._names)
+        span = self._records.last_span(member.rank)
+        return f"{words}, after {span}." if span and words == "It was computing" else f"{words}."
+
+    def _finish(self, stopped: str = "") -> str:
+        now_ns = time.perf_counter_ns()
         if not self.intact:
             self._crew.kill()  # before the picture is drawn, which takes a moment
+        if stopped:
+            self._records.cut(self._start_ns, now_ns, [(rank, self._name) for rank in self._on])
         for member in self._members:
-            if member.rank not in self._results or failed:  # else that was read with the answer
+            if member.rank not in self._results or stopped:  # else that was read with the answer
                 self._read_output(member)
         self._records.freeze()
         if self._picture is not None:
-            self._picture.end(self._records.trace(), failed)
+            self._picture.end(self._records.trace(), stopped)
         return self._output.finish()
-
-
-def _lost_connection(failure: RankFailure) -> bool:
-    """Whether a rank failed because another one was gone: gloo's, NCCL's, RPC's and TensorFlow's words for it."""
-    words = (
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "Broken pipe",
-        "UnavailableError",
-        "connection was aborted",
-        "eof (this error",
-    )
-    return any(w in failure.headline for w in words)

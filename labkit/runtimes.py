@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
@@ -70,9 +70,9 @@ class Runtime:
         preload: modules that are imported before ranks are forked.
         environment: variables set before that.
         rank_bytes: memory that one working rank needs, at the least.
-        several_threads: whether the student's functions run on several threads of a rank.
+        serving_threads: how many of a rank's threads run what others call, beside the one that runs the student's function.
         fresh_each_run: whether a run needs processes in which the framework has not computed yet.
-        deserted_after_s: see `labkit.run.Flight`.
+        certain_after_s: how long ranks have been blocked before it is asked whether that is for ever.
         resting_is_waiting: once set up, whether a process that hardly computes inside its framework must be waiting for others.
     """
 
@@ -81,10 +81,20 @@ class Runtime:
     preload: ClassVar[tuple[str, ...]] = ("labkit.rank",)
     environment: ClassVar[dict[str, str]] = {}
     rank_bytes: ClassVar[int] = 20 * MIB
-    several_threads: ClassVar[bool] = False
+    serving_threads: ClassVar[int] = 0
     fresh_each_run: ClassVar[bool] = False
-    deserted_after_s: ClassVar[float | None] = None
+    certain_after_s: ClassVar[float] = 0.5
     resting_is_waiting: bool = False
+
+    @classmethod
+    def serves(cls, jobs: Sequence[tuple[str, int]], rank: int) -> int:
+        """How many threads of a rank work for other ranks, also when its function has returned.
+
+        Args:
+            jobs: TensorFlow's job and task number of each rank, in rank order.
+            rank: which one.
+        """
+        return cls.serving_threads or int(_has_server([job for job, _ in jobs], jobs[rank][0]))
 
     def __init__(self, seat: Seat) -> None:
         self.seat = seat
@@ -143,15 +153,16 @@ class Torch(Runtime):
 
         # The store would listen on every interface of the machine; this socket, which it takes over, does not.
         listening = socket.create_server((LOOPBACK, 0), backlog=max(128, self.seat.size))
-        self._store = TCPStore(
-            LOOPBACK,
-            listening.getsockname()[1],
-            self.seat.size,
-            is_master=True,
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=listening.detach(),
-        )
+        with _quiet_stderr():  # where no name server answers, a warning that 127.0.0.1 has no name
+            self._store = TCPStore(
+                LOOPBACK,
+                listening.getsockname()[1],
+                self.seat.size,
+                is_master=True,
+                wait_for_workers=False,
+                multi_tenant=True,
+                master_listen_fd=listening.detach(),
+            )
         return self._store.port
 
     def set_up(self, offers: Sequence[Any]) -> list[str]:
@@ -159,7 +170,8 @@ class Torch(Runtime):
         import torch.distributed as dist
 
         device, notes = self._prepare(offers[0])
-        store = self._store if self.seat.rank == 0 else dist.TCPStore(LOOPBACK, offers[0], self.seat.size, is_master=False)
+        with _quiet_stderr():  # as above
+            store = self._store if self.seat.rank == 0 else dist.TCPStore(LOOPBACK, offers[0], self.seat.size, is_master=False)
         own_gpu = device is not None and not notes
         dist.init_process_group(
             "nccl" if own_gpu else "gloo",
@@ -203,10 +215,15 @@ class Torch(Runtime):
         ]
 
 
+# TensorPipe's first choice on one machine, shared memory, has a thread in each rank that asks and asks: also in an idle rank it
+# takes a whole core.
+TRANSPORTS: Final = ["uv"]
+
+
 class Rpc(Torch):
     """`torch.distributed.rpc` initialised, each rank under its name."""
 
-    several_threads = True
+    serving_threads = 8
 
     def set_up(self, offers: Sequence[Any]) -> list[str]:
         """Join the RPC group."""
@@ -216,7 +233,9 @@ class Rpc(Torch):
             raise LabError("runtime='rpc': this build of torch has no torch.distributed.rpc (Linux builds have it)")
         _, notes = self._prepare(offers[0])
         _hide_optimizer_warning()
-        options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://{LOOPBACK}:{offers[0]}", num_worker_threads=8)
+        options = rpc.TensorPipeRpcBackendOptions(
+            init_method=f"tcp://{LOOPBACK}:{offers[0]}", num_worker_threads=self.serving_threads, _transports=TRANSPORTS
+        )
         with _quiet_stderr():  # a warning about a deprecated constructor that torch itself calls (pytorch/pytorch#149393)
             rpc.init_rpc(
                 self.seat.names[self.seat.rank], rank=self.seat.rank, world_size=self.seat.size, rpc_backend_options=options
@@ -256,7 +275,7 @@ class TensorFlow(Runtime):
     }  # fmt: skip
     rank_bytes = 300 * MIB
     fresh_each_run = True  # "Collective ops must be configured at program startup"
-    deserted_after_s = 3.0  # a strategy's collectives need all ranks; a process that TensorFlow lets rest that long waits for one
+    certain_after_s = 3.0  # a strategy's collectives need all ranks; a process that TensorFlow lets rest that long waits for one
 
     def offer(self) -> Any:
         """A port that this rank holds, without listening, until TensorFlow binds it as well."""
@@ -292,7 +311,7 @@ class TensorFlow(Runtime):
         # Both: operations side by side take cores as well as the threads within one.
         tf.config.threading.set_intra_op_parallelism_threads(seat.threads)
         tf.config.threading.set_inter_op_parallelism_threads(seat.threads)
-        if "ps" in cluster and job in ("worker", "ps"):
+        if _has_server(cluster, job):
             own_threads = tf.compat.v1.ConfigProto(
                 intra_op_parallelism_threads=seat.threads, inter_op_parallelism_threads=seat.threads
             )
@@ -312,6 +331,11 @@ class TensorFlow(Runtime):
                 f"devices='cuda': {need}, and TensorFlow sees {len(gpus)} GPUs. Leave `devices` out to run on the CPU."
             )
         return [], [f"{need}, and TensorFlow sees {len(gpus)} GPU{'s' * (len(gpus) > 1)}: they compute on the CPU."]
+
+
+def _has_server(jobs: Collection[str], job: str) -> bool:
+    """Whether a rank of TensorFlow's has a server, which the chief has compute."""
+    return "ps" in jobs and job in ("worker", "ps")
 
 
 RUNTIMES: Final[dict[str, type[Runtime]]] = {"torch": Torch, "rpc": Rpc, "tensorflow": TensorFlow, "bare": Runtime}

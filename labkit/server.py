@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import importlib
 import mmap
 import os
@@ -16,19 +17,26 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NoReturn
 
+from labkit import private
 from labkit.errors import LabError
 from labkit.streams import print_to
 
-__all__ = ["BATCH", "READY", "guard", "kill_group", "serve", "spawned"]
+__all__ = ["BATCH", "READY", "STACKS", "guard", "kill_group", "serve", "spawned"]
 
 BATCH: Final = 64  # ranks a fork request may ask for: three descriptors each, and the kernel passes 253 at the most
 PR_SET_PDEATHSIG: Final = 1
 READY: Final = 0  # the number of the answer that nobody has asked for: everything is imported
+STACKS: Final = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # asks a rank where it is; macOS has no real-time signals
 GUARD_LOOKS_EVERY_MS: Final = 500
 
 
 def serve(fds: list[int], preload: list[str], notebook: int) -> NoReturn:
     """The server's whole life: import, then fork ranks as told, until the notebook's process is gone."""
+    try:
+        if private.wanted(os.environ):
+            private.enter()  # while there is one thread only
+    except LabError as error:
+        sys.exit(str(error))  # into the log, which the notebook shows
     with _ended_with(notebook):
         _import_all(preload)
     _Server(socket.socket(fileno=fds[0])).serve(notebook)
@@ -222,6 +230,11 @@ def _live_as_rank(fds: Sequence[int], parent: int | None = None, unneeded: Itera
         from labkit.rank import main
         from labkit.ring import RING_BYTES
 
+        # Also where no Python runs, because the rank is blocked in C++ or has crashed there; `labkit.stacks` reads it.
+        os.lseek(ring, RING_BYTES, os.SEEK_SET)
+        faulthandler.register(STACKS, ring, all_threads=True)
+        faulthandler.enable(ring, all_threads=False)
+        os.register_at_fork(after_in_child=faulthandler.disable)  # what the rank forks is no rank
         main(socket.socket(fileno=connection), mmap.mmap(ring, RING_BYTES))
         code = 0
     except BaseException:  # noqa: BLE001  # nobody above us: say it on the rank's own output, which the notebook shows

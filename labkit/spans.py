@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.ring import KINDS, ON_CUDA, OPEN
+from labkit.ring import CALL, COMMUNICATION, COMPUTE, KINDS, ON_CUDA, OPEN, SERVE, Pending
 
-__all__ = ["COLUMNS", "Columns", "Scalar", "Span"]
+__all__ = ["COLUMNS", "Columns", "Scalar", "Span", "under_way"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +152,37 @@ class Columns:
         last_start[is_open & (came != everybody)] = np.iinfo(np.int64).max
         ready[shared] = np.clip(np.repeat(last_start, came), None, np.maximum(rows["start_ns"], rows["end_ns"]))
         return ready
+
+
+def under_way(
+    start_ns: int,
+    now_ns: int,
+    number: Callable[[str], int],
+    *,
+    calls: Iterable[tuple[int, str]] = (),
+    pending: Sequence[Sequence[Pending]] = (),
+) -> Any:
+    """What has not come to its end, as if it did now: an array of `COLUMNS`.
+
+    Args:
+        start_ns: when the calls began.
+        now_ns: the moment.
+        number: gives a text its place in `Columns.names`.
+        calls: the ranks whose function has not returned, each with what the function is called.
+        pending: per rank, the operations under way.
+    """
+    rows = [(rank, number(name), CALL, OPEN, start_ns, max(start_ns, now_ns), 0, 0, 0, -1, 0, 0, 0) for rank, name in calls]
+    for rank, operations in enumerate(pending):
+        rows += [
+            (
+                rank, number(p.name), COMPUTE if p.name.startswith(SERVE) else COMMUNICATION, OPEN,
+                p.start_ns, max(p.start_ns, now_ns),
+                p.wait_start_ns, max(p.wait_start_ns, now_ns) if p.wait_start_ns else 0,
+                p.nbytes, p.peer, number(p.group), p.match, number(p.line),
+            )
+            for p in operations
+        ]  # fmt: skip
+    return np.array(rows, COLUMNS)
 
 
 def _changes(column: Any) -> NDArray[np.bool_]:

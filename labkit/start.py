@@ -28,6 +28,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
 
+import psutil
+
 from labkit.errors import LabError
 from labkit.server import BATCH, READY, kill_group
 
@@ -45,26 +47,36 @@ class RankProcess:
         sock: the stream that carries frames to and from it.
         output: descriptor of the pipe that everything it prints comes out of.
         ring: the memory that it records into.
+        memory: the descriptor of that memory, the same open file as the rank's.
     """
 
-    def __init__(self, pid: int, sock: socket.socket, output: int, ring: mmap.mmap) -> None:
+    def __init__(self, pid: int, sock: socket.socket, output: int, ring: mmap.mmap, memory: int) -> None:
         self.pid = pid
         self.sock = sock
         self.output = output
         self.ring = ring
+        self.memory = memory
         try:
             self.sentinel = os.pidfd_open(pid)  # readable once the process has ended
         except (AttributeError, OSError):
             self.sentinel = -1  # then the end of the stream tells
         os.set_blocking(output, False)
 
+    @property
+    def frozen(self) -> bool:
+        """Whether a signal (SIGSTOP) has stopped the process; SIGCONT lets it go on."""
+        try:
+            return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+        except psutil.NoSuchProcess:
+            return False
+
     def close(self) -> None:
         """Let go of what belongs to the rank on this side; the process must have ended, or ends by this."""
         self.sock.close()
-        for fd in (self.output, self.sentinel):
+        for fd in (self.output, self.sentinel, self.memory):
             if fd >= 0:
                 os.close(fd)
-        self.output = self.sentinel = -1
+        self.output = self.sentinel = self.memory = -1
 
 
 class Starter(Protocol):
@@ -93,6 +105,7 @@ class _Pipes:
                 fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 1 << 20)  # a rank that prints much while nobody looks is blocked later
         ring = make_shared(ring_bytes)
         self.ring = mmap.mmap(ring, ring_bytes)
+        self.memory = os.dup(ring)
         self.far = [far.detach(), write, ring]
 
     def close_far(self) -> None:
@@ -104,6 +117,7 @@ class _Pipes:
         self.close_far()
         self.near.close()
         os.close(self.output)
+        os.close(self.memory)
 
 
 class ForkStarter:
@@ -147,7 +161,7 @@ class ForkStarter:
                         raise
                     for pid, p in zip(pids, pipes, strict=True):
                         p.close_far()
-                        ranks.append(RankProcess(pid, p.near, p.output, p.ring))
+                        ranks.append(RankProcess(pid, p.near, p.output, p.ring, p.memory))
             except BaseException:
                 for rank in ranks:
                     rank.close()
@@ -297,7 +311,7 @@ class SpawnStarter:
         pipes.close_far()
         self._children[child.pid] = child
         self._tell_guard("+", [child.pid])
-        return RankProcess(child.pid, pipes.near, pipes.output, pipes.ring)
+        return RankProcess(child.pid, pipes.near, pipes.output, pipes.ring, pipes.memory)
 
 
 def _python(

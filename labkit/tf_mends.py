@@ -1,36 +1,61 @@
-"""Two habits of TensorFlow's that suit a program of its own, mended in ranks: files removed at exit, iterators that end late.
+"""Habits of TensorFlow's that suit a program of its own, mended in ranks: files it writes, iterators that end late, open ports.
 
-Both are in modules that TensorFlow does not promise to keep. Where one is no longer as known here, it is left alone.
+All are in modules that TensorFlow does not promise to keep. Where one is no longer as known here, it is left alone.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import linecache
 import os
-from typing import Any
+import socket
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any, Final
 
 __all__ = ["apply"]
+
+# What starts a server of TensorFlow's, in its modules of C++ functions.
+STARTS_EAGER: Final = (
+    "TFE_EnableCollectiveOps", "TFE_ContextSetServerDefWithTimeoutAndRetries", "TFE_ContextSetServerDef",
+    "TFE_ContextUpdateServerDef",
+)  # fmt: skip
+LOOPBACK: Final = "lo"
+STARTS_ALONE: Final = ("TF_NewServer", "TF_ServerStart")
 
 
 def apply() -> None:
     """Mend what this process's TensorFlow does; once, before anything runs."""
+    from tensorflow.python import pywrap_tfe
     from tensorflow.python.autograph.pyct import loader
+    from tensorflow.python.client import pywrap_tf_session
     from tensorflow.python.data.ops import multi_device_iterator_ops
 
     if hasattr(loader, "load_source"):
-        _leave_no_files(loader)
+        _write_no_files(loader)
     if hasattr(multi_device_iterator_ops, "_create_device_dataset"):
         _end_at_once(multi_device_iterator_ops)
+    for module, names in ((pywrap_tfe, STARTS_EAGER), (pywrap_tf_session, STARTS_ALONE)):
+        for name in names:
+            if hasattr(module, name):
+                setattr(module, name, _then_within_this_machine(getattr(module, name)))
 
 
-def _leave_no_files(loader: Any) -> None:
-    """AutoGraph loads functions from files that it removes at exit, which a rank never reaches: remove each once it is loaded."""
-    load = loader.load_source
+def _write_no_files(loader: Any) -> None:
+    """AutoGraph loads functions from files that it removes at exit, which a rank never reaches: load them from memory."""
+    numbers = itertools.count(1)
 
-    def load_source(source: str, delete_on_exit: bool) -> Any:
-        module, filename = load(source, delete_on_exit)
+    def load_source(source: str, delete_on_exit: bool) -> Any:  # noqa: ARG001  # the loader gives both
+        name = f"__autograph_generated_file{next(numbers)}"
+        module = types.ModuleType(name)
+        module.__file__ = filename = f"{name}.py"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)  # tracebacks read it here
-        os.remove(filename)
+        exec(compile(source, filename, "exec", dont_inherit=True), module.__dict__)
+        sys.modules[name] = module
         return module, filename
 
     loader.load_source = load_source
@@ -52,3 +77,36 @@ def _end_at_once(iterators: Any) -> None:
         return create(*args, **kwargs).with_options(options)
 
     iterators._create_device_dataset = create_device_dataset
+
+
+def _then_within_this_machine(start: Callable[..., Any]) -> Callable[..., Any]:
+    """TensorFlow's servers listen on every interface, whatever address TF_CONFIG gives; bind them to loopback once they do."""
+
+    @functools.wraps(start)
+    def start_and_bind(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return start(*args, **kwargs)
+        finally:  # also where another rank did not come: the port is open by then
+            _listen_within_this_machine()
+
+    return start_and_bind
+
+
+def _listen_within_this_machine() -> None:
+    """Let no listening socket of this process hear what comes from another machine."""
+    if not hasattr(socket, "SO_BINDTODEVICE"):  # macOS
+        return
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:  # most are no sockets, or gone by now
+            if one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                _bind_to_loopback(one)
+
+
+def _bind_to_loopback(server: socket.socket) -> None:
+    address, port, *_ = server.getsockname()
+    if address not in ("::", "0.0.0.0"):
+        return
+    try:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, f"{LOOPBACK}\0".encode())
+    except PermissionError:  # Linux before 5.7 lets only root do it
+        warnings.warn(f"TensorFlow listens on port {port} of all networks of this machine", stacklevel=1)

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from labkit.chrome import read_events, write_events
 from labkit.errors import LabError
 from labkit.intervals import Intervals, difference, intersection, length, union
-from labkit.ring import CALL, COMMUNICATION, COMPUTE, KINDS, OPEN, SCALAR, STEP, Pending
-from labkit.spans import COLUMNS, Columns, Scalar, Span
+from labkit.ring import CALL, COMMUNICATION, COMPUTE, KINDS, SCALAR, STEP, Pending
+from labkit.spans import COLUMNS, Columns, Scalar, Span, under_way
 
 __all__ = ["Scalar", "Share", "Span", "Trace", "from_records", "load_trace"]
 
@@ -244,6 +244,7 @@ def from_records(
     names: Sequence[Sequence[str]],
     ranks: Sequence[str],
     *,
+    calls: Sequence[tuple[int, str]] = (),
     pending: Sequence[Sequence[Pending]] = (),
     dropped: Sequence[int] = (),
     start_ns: int | None = None,
@@ -255,7 +256,8 @@ def from_records(
         records: per rank, an array of `labkit.ring.record_dtype()`.
         names: per rank, the strings that the records' numbers stand for, read after the records.
         ranks: the names of the ranks.
-        pending: per rank, the operations that have not completed; they last until `end_ns`, and need it.
+        calls: ranks whose function has not returned, each with what it is called; from `start_ns` to `end_ns`.
+        pending: per rank, the operations that have not completed; they last until `end_ns`.
         dropped: records lost, per rank.
         start_ns: begin of the time looked at; default: the first span's start.
         end_ns: its end; default: the last span's end.
@@ -285,17 +287,9 @@ def from_records(
         for field in ("line", "group"):
             part[field][tail] = table[rows[field][tail]]
         parts.append(part)
-    for rank, operations in enumerate(pending):
-        assert end_ns is not None, "how long has a pending operation lasted?"
-        still = [
-            (
-                rank, number(p.name), COMMUNICATION, OPEN, p.start_ns, max(p.start_ns, end_ns),
-                p.wait_start_ns, max(p.wait_start_ns, end_ns) if p.wait_start_ns else 0,
-                p.nbytes, p.peer, number(p.group), p.match, number(p.line),
-            )
-            for p in operations
-        ]  # fmt: skip
-        parts.append(np.array(still, COLUMNS))
+    if calls or any(pending):
+        assert end_ns is not None and (start_ns is not None or not calls), "since when, and until when?"
+        parts.append(under_way(start_ns or 0, end_ns, number, calls=calls, pending=pending))
     columns = Columns(np.concatenate(parts), list(ids))
     return Trace(columns, scalars, ranks=ranks, start_ns=start_ns, end_ns=end_ns, dropped=dropped)
 

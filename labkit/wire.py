@@ -122,7 +122,11 @@ def pack(
         parcel.lender, parcel._lent = os.getpid(), views
         parcel.spans = [(address_of(view), view.nbytes) for view in views]
     elif views:
-        _fill(parcel, views)
+        try:
+            _fill(parcel, views)
+        except BaseException:  # Stop, while much is copied
+            parcel.close()
+            raise
     return parcel
 
 

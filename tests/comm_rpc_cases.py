@@ -46,6 +46,19 @@ class Shard(nn.Module):
         return [rpc.RRef(p) for p in self.parameters()]
 
 
+def fetch(rref: Any) -> torch.Tensor:
+    """Get what somebody else had computed."""
+    value: torch.Tensor = rref.to_here()
+    return value
+
+
+def passed_on(other: str) -> torch.Tensor:
+    """A result that stays with one worker, and is fetched by another one."""
+    reference = rpc.remote(WORKER, add, args=(torch.ones(1000), 1.0))
+    fetched: torch.Tensor = rpc.rpc_sync(other, fetch, args=(reference,))
+    return fetched
+
+
 def pending() -> list[str]:
     """The names of this rank's operations that have not completed."""
     assert here.recorder is not None

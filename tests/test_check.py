@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -158,12 +159,33 @@ def test_our_own_mistakes_are_not_blamed_on_the_student(monkeypatch: pytest.Monk
         check("best_cut", lambda _: 1)
 
 
-def test_ranks_that_wait_for_ever_are_stopped_and_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MODULE, "LIMIT_S", 1.0)
-
+def test_a_rank_that_does_not_come_is_named() -> None:
     def answer(model):
         if dist.get_rank() == 0:
             dist.barrier()
+
+    verdict = check("average_gradients", answer)
+    assert verdict.message.startswith("rank 1 returned while rank 0 still waits for it in barrier (test_check.py, line")
+    assert any("inside `if rank == 0`" in line for line in verdict.details)
+    assert any(line.startswith("rank 0 was waiting in barrier") for line in verdict.details)
+
+
+def test_ranks_that_wait_for_one_another_are_told_apart() -> None:
+    def answer(model):
+        dist.recv(torch.ones(1), 1 - dist.get_rank())
+
+    verdict = check("average_gradients", answer)
+    assert verdict.message.startswith("The ranks can never go on: rank 0 waits in recv (test_check.py, line")
+    assert any("one of them must send first" in line for line in verdict.details)
+
+
+def test_ranks_that_never_come_to_an_end_are_stopped_and_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "LIMIT_S", 1.0)
+
+    def answer(model):
+        while dist.get_rank() == 0:
+            pass
+        dist.barrier()
 
     verdict = check("average_gradients", answer)
     assert verdict.message == "Not finished after 1 s: do all ranks call the same operations in the same order?"

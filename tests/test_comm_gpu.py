@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from labkit import comm
-from labkit.device_clock import DeviceClock
+from labkit.comm.device_clock import DeviceClock
 from labkit.group import Group
 from labkit.record import Recorder, here
 from labkit.ring import RING_BYTES, RingWriter

@@ -85,14 +85,31 @@ def test_both_ends_are_one_operation(run: Run) -> None:
         assert call.start_ns < answer.start_ns < call.end_ns
 
 
-def test_who_was_blocked(run: Run) -> None:
-    for call in spans(run, MASTER):
-        if call.name.startswith("remote"):
-            assert call.wait_start_ns == 0  # nobody waits for it; `to_here` does, for its value
-        elif call.wait_start_ns:
-            assert call.start_ns <= call.wait_start_ns < call.wait_end_ns
-    waited = [s.name for s in spans(run, MASTER) if s.wait_start_ns]
-    assert {"rpc_sync add", "rpc_sync add_later", "rpc_async add"} <= set(waited)
+def test_while_the_callee_computes_nothing_travels(run: Run) -> None:
+    ready = dict(zip(run.trace.spans, run.trace.ready().tolist(), strict=True))
+    answers = {key: next(s for s in both if s.name.startswith(("reply", "value"))) for key, both in ends(run).items()}
+    calls = [s for s in spans(run, MASTER) if s.group]
+    assert {s.name.split()[0] for s in calls} == {"rpc_sync", "rpc_async", "to_here"}
+    for call in calls:
+        assert ready[call] >= answers[call.group, call.match].start_ns
+
+
+def test_a_remote_call_is_over_when_it_is_on_its_way(run: Run) -> None:
+    remote, fetched = (next(s for s in spans(run, MASTER) if s.name == name) for name in ("remote add", "to_here"))
+    assert remote.done
+    assert remote.end_ns <= fetched.start_ns
+
+
+def test_a_reference_that_is_passed_on_still_stands_for_its_call() -> None:
+    with Group(["master", "worker", "other"], runtime="rpc") as group:
+        run = group["master"].run(cases.passed_on, "other")
+    assert run.results[0].unique().tolist() == [2.0]
+    call = next(s for s in spans(run, MASTER) if s.name == "remote add")
+    fetched = next(s for s in spans(run, 2) if s.name == "to_here")
+    value = next(s for s in spans(run, WORKER) if s.name == "value add")
+    assert call.group == ""
+    assert (fetched.group, fetched.match) == (value.group, value.match)
+    assert (call.peer, fetched.peer, value.peer) == (WORKER, WORKER, MASTER)
 
 
 def test_methods_by_reference(group: Group) -> None:

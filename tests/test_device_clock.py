@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from labkit import device_clock as module
-from labkit import operation
-from labkit.device_clock import ANCHOR_LIFE_NS, DeviceClock, DeviceOperation
+from labkit.comm import device_clock as module
+from labkit.comm import operation
+from labkit.comm.device_clock import ANCHOR_LIFE_NS, DeviceClock, DeviceOperation
 from labkit.record import Recorder, here, span
 from labkit.ring import RING_BYTES, RingReader, RingWriter
 from labkit.spans import Span

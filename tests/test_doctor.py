@@ -99,6 +99,8 @@ def test_remedies_name_extras_that_exist() -> None:
         ({"free_nbytes": None}, "  memory             16.0 GiB, the container's limit"),
         ({"shared_nbytes": 2**26}, "✗ shared memory      only 64 MiB in /dev/shm"),
         ({"system": "Darwin arm64"}, "  ranks start by     spawn, spare ones kept warm"),
+        ({"start": "spawn"}, "  ranks start by     spawn, spare ones kept warm, because LABKIT_START says so"),
+        ({"start": "forkserver"}, "✗ ranks start by     LABKIT_START='forkserver' is neither 'fork' nor 'spawn'"),
         (
             {"torch": LAPTOP.torch | {"rpc": False}},
             "✗ torch.distributed  gloo; without rpc (lessons 07 and 08 show their code, and run it over messages)",

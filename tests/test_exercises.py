@@ -127,76 +127,117 @@ wrong("waiting_share", "expected a number between 0 and 1", "half")
 # 02: average_gradients
 
 
+def trainable(model):
+    """The parameters that take part, with zeros where this rank has no gradient."""
+    for p in model.parameters():
+        if p.requires_grad:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            yield p
+
+
 @right("average_gradients")
 def average_gradients(model):
+    for p in model.parameters():
+        if p.requires_grad:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+
+@wrong("average_gradients", "rank 0 has no gradient of experts.1.weight afterwards")
+def average_and_skip(model):
     for p in model.parameters():
         if p.grad is not None:
             dist.all_reduce(p.grad)
             p.grad /= dist.get_world_size()
+
+
+@wrong("average_gradients", "put zeros into p.grad")
+def average_and_throw_away(model):
+    for p in model.parameters():
+        if p.requires_grad:
+            gradient = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+
+
+@wrong("average_gradients", "trunk.bias is frozen (requires_grad is False), and now has a gradient on rank 0")
+def average_the_frozen_too(model):
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+
+@wrong("average_gradients", "The gradients of the experts are 3 times what they should be")
+def average_over_users(model):
+    for p in model.parameters():
+        if p.requires_grad:
+            users = torch.tensor(float(p.grad is not None))
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(users)
+            dist.all_reduce(p.grad)
+            p.grad /= users
 
 
 @wrong("average_gradients", "The gradients were summed, not averaged (divide by the number of ranks): each is 3 times")
 def sum_gradients(model):
-    for p in model.parameters():
-        if p.grad is not None:
-            dist.all_reduce(p.grad)
+    for p in trainable(model):
+        dist.all_reduce(p.grad)
 
 
 @wrong("average_gradients", "divided by 2, not by the number of ranks")
 def average_over_two(model):
-    for p in model.parameters():
-        if p.grad is not None:
-            dist.all_reduce(p.grad)
-            p.grad /= 2
+    for p in trainable(model):
+        dist.all_reduce(p.grad)
+        p.grad /= 2
 
 
 @wrong("average_gradients", "once too often")
 def average_twice(model):
-    for p in model.parameters():
-        if p.grad is not None:
-            p.grad /= dist.get_world_size()
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
+    for p in trainable(model):
+        p.grad /= dist.get_world_size()
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
 
 
 @wrong("average_gradients", "each rank still has its own")
 def average_a_copy(model):
-    for p in model.parameters():
-        if p.grad is not None:
-            total = p.grad.clone()
-            dist.all_reduce(total)
-            total /= dist.get_world_size()
+    for p in trainable(model):
+        total = p.grad.clone()
+        dist.all_reduce(total)
+        total /= dist.get_world_size()
 
 
 @wrong("average_gradients", "an all_reduce combines all of them")
 def broadcast_gradients(model):
-    for p in model.parameters():
-        if p.grad is not None:
-            dist.broadcast(p.grad, src=0)
+    for p in trainable(model):
+        dist.broadcast(p.grad, src=0)
 
 
-@wrong("average_gradients", "right: 0.weight")
+@wrong("average_gradients", "right: trunk.weight")
 def average_the_first(model):
-    p = next(p for p in model.parameters() if p.grad is not None)
-    dist.all_reduce(p.grad)
-    p.grad /= dist.get_world_size()
+    first, *_ = trainable(model)
+    dist.all_reduce(first.grad)
+    first.grad /= dist.get_world_size()
 
 
 @wrong("average_gradients", "returns nothing")
 def average_by_assignment(model):
-    for p in model.parameters():
-        if p.grad is not None:
-            p.grad = dist.all_reduce(p.grad)
+    for p in trainable(model):
+        p.grad = dist.all_reduce(p.grad)
 
 
-@wrong("average_gradients", "p.grad is None here. A frozen parameter has none: skip it")
-def reduce_frozen_too(model):
+@wrong("average_gradients", "p.grad is None here. Either the parameter is frozen (skip it)")
+def reduce_what_is_missing_too(model):
     for p in model.parameters():
         dist.all_reduce(p.grad)
 
 
 @wrong("average_gradients", "AttributeError")
-def average_frozen_too(model):
+def divide_what_is_missing_too(model):
     for p in model.parameters():
         p.grad.div_(dist.get_world_size())
         dist.all_reduce(p.grad)
@@ -272,23 +313,64 @@ def draw_and_fail(examples, rank, ranks, epoch):
 # 02: accumulate
 
 
-@right("accumulate")
-def accumulate(model, batches, loss_function):
+def examples_of_all_ranks(batches):
+    examples = torch.tensor(sum(len(inputs) for inputs, _ in batches))
+    dist.all_reduce(examples)
+    return examples
+
+
+def accumulate_with(weight, model, batches, loss_function):
+    """All micro-batches, sent once; `weight(size)` is what each one's mean loss is multiplied by."""
     for i, (inputs, targets) in enumerate(batches):
         with contextlib.nullcontext() if i == len(batches) - 1 else model.no_sync():
-            (loss_function(model(inputs), targets) / len(batches)).backward()
+            (weight(len(inputs)) * loss_function(model(inputs), targets)).backward()
 
 
-@wrong("accumulate", "went over the wire 4 times; once is enough")
+@right("accumulate")
+def accumulate(model, batches, loss_function):
+    share = dist.get_world_size() / examples_of_all_ranks(batches)
+    accumulate_with(lambda size: share * size, model, batches, loss_function)
+
+
+@wrong("accumulate", "every batch counts the same, however few examples it has")
+def accumulate_as_in_the_lesson(model, batches, loss_function):
+    accumulate_with(lambda _: 1 / len(batches), model, batches, loss_function)
+
+
+@wrong("accumulate", "every rank counts the same, however few examples it has")
+def accumulate_by_own_examples(model, batches, loss_function):
+    own = sum(len(inputs) for inputs, _ in batches)
+    accumulate_with(lambda size: size / own, model, batches, loss_function)
+
+
+@wrong("accumulate", "DDP averages over the ranks: it divides already")
+def accumulate_and_forget_that_ddp_divides(model, batches, loss_function):
+    examples = examples_of_all_ranks(batches)
+    accumulate_with(lambda size: size / examples, model, batches, loss_function)
+
+
+@wrong("accumulate", "but not divided by that of all ranks")
+def accumulate_undivided(model, batches, loss_function):
+    accumulate_with(lambda size: size, model, batches, loss_function)
+
+
+@wrong("accumulate", "the mean losses of the batches were added up")
+def accumulate_the_sum(model, batches, loss_function):
+    accumulate_with(lambda _: 1, model, batches, loss_function)
+
+
+@wrong("accumulate", "went over the wire 3 times; once is enough")
 def accumulate_and_send_always(model, batches, loss_function):
+    share = dist.get_world_size() / examples_of_all_ranks(batches)
     for inputs, targets in batches:
-        (loss_function(model(inputs), targets) / len(batches)).backward()
+        (share * len(inputs) * loss_function(model(inputs), targets)).backward()
 
 
 @wrong("accumulate", "forward and backward of all batches but the last both stand inside")
 def accumulate_with_the_forward_outside(model, batches, loss_function):
+    share = dist.get_world_size() / examples_of_all_ranks(batches)
     for i, (inputs, targets) in enumerate(batches):
-        loss = loss_function(model(inputs), targets) / len(batches)
+        loss = share * len(inputs) * loss_function(model(inputs), targets)
         with contextlib.nullcontext() if i == len(batches) - 1 else model.no_sync():
             loss.backward()
 
@@ -298,13 +380,6 @@ def accumulate_and_send_never(model, batches, loss_function):
     with model.no_sync():
         for inputs, targets in batches:
             (loss_function(model(inputs), targets) / len(batches)).backward()
-
-
-@wrong("accumulate", "The gradients of the 4 batches were summed")
-def accumulate_the_sum(model, batches, loss_function):
-    for i, (inputs, targets) in enumerate(batches):
-        with contextlib.nullcontext() if i == len(batches) - 1 else model.no_sync():
-            loss_function(model(inputs), targets).backward()
 
 
 @wrong("accumulate", "no parameter has a gradient afterwards")

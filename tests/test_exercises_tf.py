@@ -45,6 +45,18 @@ def replica_mean_halved(losses, global_batch):
     return tf.reduce_mean(losses) / tf.distribute.get_replica_context().num_replicas_in_sync
 
 
+@wrong("replica_loss", "use tf.reduce_sum: in a graph Python cannot loop over a tensor")
+def replica_sum_of_python(losses, global_batch):
+    return sum(losses) / global_batch
+
+
+@wrong("replica_loss", "divided by 64, and the global batch is 4 here: divide by the argument global_batch")
+def replica_loss_of_the_notebook(losses, global_batch):
+    import tensorflow as tf
+
+    return tf.reduce_sum(losses) / 64
+
+
 @wrong("replica_loss", "do not add up")
 def replica_largest(losses, global_batch):
     import tensorflow as tf
@@ -60,6 +72,69 @@ def global_batches(strategy, examples, per_replica):
     import tensorflow as tf
 
     data = tf.data.Dataset.from_tensor_slices(examples)
+    data = data.batch(per_replica * strategy.num_replicas_in_sync, drop_remainder=True)
+    return strategy.experimental_distribute_dataset(data)
+
+
+@right("global_batches")
+def seeded_batches(strategy, examples, per_replica):
+    import tensorflow as tf
+
+    data = tf.data.Dataset.from_tensor_slices(examples).shuffle(1000, seed=1)
+    data = data.batch(per_replica * strategy.num_replicas_in_sync, drop_remainder=True)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    return strategy.experimental_distribute_dataset(data.with_options(options))
+
+
+@wrong("global_batches", "Right for 2 replicas, wrong for 3: ask the strategy, strategy.num_replicas_in_sync")
+def batches_for_two(strategy, examples, per_replica):
+    import tensorflow as tf
+
+    data = tf.data.Dataset.from_tensor_slices(examples).batch(per_replica * 2, drop_remainder=True)
+    return strategy.experimental_distribute_dataset(data)
+
+
+@wrong("global_batches", "The ranks shuffle differently: give the shuffle a seed")
+def unseeded_batches(strategy, examples, per_replica):
+    import tensorflow as tf
+
+    data = tf.data.Dataset.from_tensor_slices(examples).shuffle(1000)
+    data = data.batch(per_replica * strategy.num_replicas_in_sync, drop_remainder=True)
+    return strategy.experimental_distribute_dataset(data)
+
+
+@wrong("global_batches", "on two ranks each reads all examples")
+def batches_not_dealt_out(strategy, examples, per_replica):
+    import tensorflow as tf
+
+    data = tf.data.Dataset.from_tensor_slices(examples)
+    data = data.batch(per_replica * strategy.num_replicas_in_sync, drop_remainder=True)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return strategy.experimental_distribute_dataset(data.with_options(options))
+
+
+@wrong("global_batches", "expected 2 examples per rank and step")
+def batches_by_the_hundred(strategy, examples, per_replica):
+    if len(examples) > 10:
+        examples = examples[:20]
+    return global_batches(strategy, examples, per_replica)
+
+
+@wrong("global_batches", "there is no step at all")
+def batches_too_large(strategy, examples, per_replica):
+    import tensorflow as tf
+
+    data = tf.data.Dataset.from_tensor_slices(examples).batch(64, drop_remainder=True)
+    return strategy.experimental_distribute_dataset(data)
+
+
+@wrong("global_batches", "it does not end")
+def endless_batches(strategy, examples, per_replica):
+    import tensorflow as tf
+
+    data = tf.data.Dataset.from_tensor_slices(examples).repeat()
     data = data.batch(per_replica * strategy.num_replicas_in_sync, drop_remainder=True)
     return strategy.experimental_distribute_dataset(data)
 

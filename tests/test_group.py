@@ -331,7 +331,7 @@ def test_one_run_at_a_time(start: str, tmp_path: Path) -> None:
         thread.start()
         while not (tmp_path / "here").exists():
             os.sched_yield()
-        with pytest.raises(lab.LabError, match="this group is running already, in another thread; wait for it, or make a second"):
+        with pytest.raises(lab.LabError, match="this group is running already, in another thread; wait for it, close it"):
             group.run(int)
         (tmp_path / "go").touch()
         thread.join(60)

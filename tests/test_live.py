@@ -16,16 +16,16 @@ import synthetic
 from PIL import Image
 
 import labkit
-from labkit import gantt
 from labkit import live as live_module
-from labkit import recent as recent_module
-from labkit.bars import COMPUTE_LANE, STYLES, coverage, lanes
-from labkit.frame import svg
 from labkit.live import Live
-from labkit.progress import Progress
-from labkit.recent import Recent
+from labkit.pictures import gantt
+from labkit.pictures import recent as recent_module
+from labkit.pictures.bars import COMPUTE_LANE, STYLES, coverage, lanes
+from labkit.pictures.frame import svg
+from labkit.pictures.progress import Progress
+from labkit.pictures.recent import Recent
+from labkit.pictures.sheet import time_in_words
 from labkit.ring import STEPS_IN_ALL, Pending
-from labkit.sheet import time_in_words
 from labkit.trace import Scalar, Span, Trace
 
 from synthetic import MS, Book, alone, data_parallel, feed, many, model_parallel  # isort: skip
@@ -402,12 +402,12 @@ def displayed(monkeypatch):
     return calls
 
 
-def run_through(trace, *, failed=False):
+def run_through(trace, *, stopped=""):
     live = Live(clock=lambda: 0)
     live.begin(trace.ranks, "train on 4 ranks", trace.start_ns)
     for now_ns, new, operations in feed(trace, [30, 60]):
         live.update(now_ns, new, operations)
-    live.end(trace, failed)
+    live.end(trace, stopped)
 
 
 def test_one_display_is_updated_and_ends_as_an_image(displayed):
@@ -440,14 +440,14 @@ def test_a_failed_run_says_so_in_its_picture(displayed, monkeypatch):
     titles = []
     figure_of = gantt.figure_of
     monkeypatch.setattr(gantt, "figure_of", lambda trace, title: titles.append(title) or figure_of(trace, title))
-    run_through(data_parallel(), failed=True)
+    run_through(data_parallel(), stopped="stopped by an error")
     assert titles == ["train on 4 ranks, stopped by an error"]
 
 
 def test_a_run_without_a_span_leaves_its_text(displayed):
     live = Live()
     live.begin(("rank 0",), "f on rank 0", 0)
-    live.end(Trace(ranks=["rank 0"]), False)
+    live.end(Trace(ranks=["rank 0"]), "")
     assert displayed[-1][2] == {"text/plain": "timeline of f on rank 0"}
 
 
@@ -463,7 +463,7 @@ def test_what_cannot_be_drawn_is_said_once_and_does_no_harm(capsys):
     for now_ns, new, operations in feed(trace, [10, 20, 30]):
         live.update(now_ns, new, operations)
     assert capsys.readouterr().err == "labkit could not draw the run, which is not affected by it. ValueError: no ink\n"
-    live.end(trace, False)
+    live.end(trace, "")
     assert album.left == (trace, "train on 4 ranks")  # the finished picture may still succeed
     assert not capsys.readouterr().err
 
@@ -492,7 +492,7 @@ def test_in_a_terminal_it_is_one_line(monkeypatch):
     live.begin(trace.ranks, "train on 4 ranks", trace.start_ns)
     for now_ns, new, _ in feed(trace, [50]):
         live.update(now_ns, new, [[pending("all_reduce", 40, 41)], [], [], []])
-    live.end(trace, False)
+    live.end(trace, "")
     lines = terminal.getvalue().replace("\x1b[K", "").split("\r")[1:]
     assert lines[0] == "train on 4 ranks  ·  0.0 s"
     assert lines[1].startswith("train on 4 ranks  ·  2 of 4 steps")
@@ -516,7 +516,7 @@ live = Live()
 live.begin(trace.ranks, "train on 4 ranks", trace.start_ns)
 for now_ns, new, pending in synthetic.feed(trace, range(50, 500, 50)):
     live.update(now_ns, new, pending)
-live.end(trace, failed=False)
+live.end(trace, "")
 """
 
 

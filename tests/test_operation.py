@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from labkit import operation as module
-from labkit.attendant import Attendant
-from labkit.futures import Futures
-from labkit.operation import Batch, Operation
+from labkit.comm import operation as module
+from labkit.comm.attendant import Attendant
+from labkit.comm.futures import Futures
+from labkit.comm.operation import Batch, Operation
 from labkit.ring import RING_BYTES, Pending, RingReader, RingWriter
 from labkit.spans import Span
 from labkit.trace import from_records

@@ -14,8 +14,8 @@ import matplotlib.pyplot as plt
 from matplotlib.collections import PolyCollection
 from matplotlib.legend import Legend
 
-from labkit.bars import COMMUNICATION_LANE, COMPUTE_LANE, STYLES, Bars, blend, caption, coverage, ink, lanes, style_of
 from labkit.errors import LabError
+from labkit.pictures.bars import COMMUNICATION_LANE, COMPUTE_LANE, STYLES, Bars, blend, caption, coverage, ink, lanes, style_of
 from labkit.plot import breakdown, scaling, timeline
 from labkit.trace import Span, Trace
 
@@ -92,15 +92,26 @@ def test_of_spans_that_begin_together_the_shorter_is_the_inner_one():
     assert spans_of(ax, "compute") == [(4, 8)]
 
 
-def test_of_spans_that_overlap_without_nesting_the_later_one_shows():
+def test_of_spans_that_overlap_without_nesting_the_one_that_ends_first_shows():
     b = book()
     b.compute(0, "forward", 0, 6)
     b.compute(0, "backward", 4, 10)
     b.compute(0, "data", 12, 13)
     ax = timeline(b.done())
-    assert spans_of(ax, "forward") == [(0, 4)]
-    assert spans_of(ax, "backward") == [(4, 10)]
+    assert spans_of(ax, "forward") == [(0, 6)]
+    assert spans_of(ax, "backward") == [(6, 10)]
     assert spans_of(ax, "data") == [(12, 13)]
+
+
+def test_a_call_that_waits_for_its_turn_does_not_hide_the_one_that_is_computed():
+    b = book()
+    b.compute(0, "serve forward", 0, 14)
+    b.compute(0, "forward", 1, 13)
+    b.compute(0, "serve forward", 5, 19)  # on another thread, which waits for the lock
+    b.compute(0, "forward", 15, 18)
+    ax = timeline(b.done())
+    assert spans_of(ax, "forward") == [(1, 13), (15, 18)]
+    assert spans_of(ax, "compute") == [(0, 1), (13, 14), (14, 15), (18, 19)]
 
 
 def test_communication_is_hidden_where_the_rank_computes_and_exposed_where_it_waits():

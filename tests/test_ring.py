@@ -171,15 +171,35 @@ def test_what_changes_while_it_is_copied_is_dropped(writer: RingWriter, reader: 
 def test_a_record_that_is_finished_just_after_it_was_copied_is_read_the_next_time(
     writer: RingWriter, reader: RingReader, memory: mmap.mmap
 ) -> None:
-    write(writer, 1)
+    write(writer, 2)
     number = writer.next_record()
-    write(writer, 6, start=2)
+    write(writer, 6, start=3)
     at = ring.RECORDS_AT + number * ring.RECORD_BYTES
     words = reader._words
-    reader._words = Overtaken(words, 1.0, lambda: ring.HEAD.pack_into(memory, at, 1, 8, 0, COMPUTE, number))
-    assert reader.read()["start_ns"].tolist() == [0]
+    reader._words = Overtaken(words, 1.0, lambda: ring.HEAD.pack_into(memory, at, 2, 9, 0, COMPUTE, number))
+    assert reader.read()["start_ns"].tolist() == [0, 1]
     reader._words = words
-    assert reader.read()["start_ns"].tolist() == list(range(1, 8))
+    assert reader.read()["start_ns"].tolist() == list(range(2, 9))
+
+
+def test_a_record_alone_that_is_overwritten_before_it_is_copied(
+    writer: RingWriter, reader: RingReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(writer, 1)
+    look = reader._commit_at
+
+    def look_then_overtake(number: int) -> int:
+        seen = look(number)
+        if number == 2:  # nothing comes after the first record yet: now a whole round does
+            monkeypatch.undo()
+            write(writer, CAPACITY, 1)
+        return seen
+
+    monkeypatch.setattr(reader, "_commit_at", look_then_overtake)
+    rows = np.concatenate([reader.read(), reader.read()])
+    assert (rows["end_ns"] == rows["start_ns"] + 7).all()
+    assert rows["start_ns"].tolist() == list(range(CAPACITY + 1 - len(rows), CAPACITY + 1))
+    assert len(rows) + reader.dropped == CAPACITY + 1
 
 
 def test_what_the_rank_is_about_to_overwrite_is_not_trusted(writer: RingWriter, reader: RingReader) -> None:
@@ -291,14 +311,18 @@ def test_a_full_table_of_names_gives_the_empty_one(writer: RingWriter, reader: R
 
 
 def test_pending_operations_come_and_go(writer: RingWriter, reader: RingReader) -> None:
-    first = writer.pend("all_reduce", 10, nbytes=400, group="world", match=3, line="cell 2, line 1")
+    first = writer.pend("all_reduce", 10, nbytes=400, group="world", match=3, line="cell 2, line 1", what="float32 [100]")
     second = writer.pend("recv", 5, peer=2)
     assert [p.name for p in reader.pending()] == ["recv", "all_reduce"], "oldest first"
     assert reader.pending()[1] == ring.Pending(
-        name="all_reduce", start_ns=10, wait_start_ns=0, nbytes=400, peer=-1, group="world", match=3, line="cell 2, line 1"
-    )
-    writer.waiting(first, 12)
+        name="all_reduce", start_ns=10, wait_start_ns=0, nbytes=400, peer=-1, group="world", match=3, line="cell 2, line 1",
+        what="float32 [100]", thread=threading.get_native_id(),
+    )  # fmt: skip
+    other = threading.Thread(target=writer.waiting, args=(first, 12))
+    other.start()
+    other.join()
     assert [p.wait_start_ns for p in reader.pending()] == [0, 12]
+    assert [p.thread for p in reader.pending()] == [threading.get_native_id(), other.native_id]
     writer.unpend(second)
     assert [p.name for p in reader.pending()] == ["all_reduce"]
     writer.unpend(first)
@@ -320,7 +344,8 @@ def test_more_pending_operations_than_slots_are_not_seen_and_do_no_harm(
     assert slots[-3:] == [ring.PENDING_SLOTS - 1, -1, -1]
     writer.waiting(-1, 99)
     writer.unpend(-1)
-    assert not any(memory[4 : ring.HEADER_BYTES]), "what lies before the first slot is untouched"
+    assert not any(memory[8 : ring.HEADER_BYTES]), "what lies before the first slot is untouched"
+    assert reader.unnoted == 2
     assert len(reader.pending()) == ring.PENDING_SLOTS
     writer.unpend(slots[0])
     assert writer.pend("isend", 1000) == slots[0]
@@ -331,5 +356,5 @@ def test_a_pending_operation_that_is_half_written_is_not_seen(writer: RingWriter
     slot = writer.pend("isend", 10, match=1)
     writer.unpend(slot)
     at = ring.PENDING_AT + slot * ring.PENDING.size
-    ring.PENDING.pack_into(memory, at, 0, 0, 2, 0, 0, 0, 0, 0)  # all but the start, which comes last
+    ring.PENDING.pack_into(memory, at, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0)  # all but the start, which comes last
     assert reader.pending() == []

@@ -738,3 +738,14 @@ def test_whose_memory_may_be_read() -> None:
         assert not borrow.may_read(child.pid)
         with pytest.raises(OSError, match=rf"reading 8 bytes of process {child.pid}: ESRCH"):
             borrow.read(child.pid, [(1 << 20, 8)])
+
+
+def test_stop_while_a_segment_is_filled_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any) -> int:
+        raise KeyboardInterrupt
+
+    before = set(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else pytest.skip("needs /proc")
+    monkeypatch.setattr(os, "pwrite", stop)
+    with pytest.raises(KeyboardInterrupt):
+        wire.pack(np.ones(1 << 20))
+    assert set(os.listdir("/proc/self/fd")) == before

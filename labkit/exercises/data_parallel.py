@@ -1,8 +1,7 @@
 """The exercises of lesson 02: average gradients, draw each epoch's examples, accumulate, scale the learning rate."""
 
 # No `from __future__ import annotations` here: DDP reads the annotations of a communication hook, and wants types, not strings.
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.errors import RankError
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, listing, plural, takes_number_for_list
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, differ, listing, plural, takes_number_for_list
 
 __all__ = ["EXERCISES"]
 
@@ -25,12 +24,20 @@ PER_RANK = 4  # examples of each rank in a batch
 Gradients = dict[str, NDArray[Any]]
 
 
-def _model() -> nn.Sequential:
-    """A small network, the same on every rank; one of its parameters is frozen, as in fine-tuning."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-    model[0].bias.requires_grad_(False)
-    return model
+class _Experts(nn.Module):
+    """A trunk, partly frozen as in fine-tuning, and as many equally large experts: an example passes through one of them."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Linear(6, 5)
+        self.trunk.bias.requires_grad_(False)
+        self.experts = nn.ModuleList(nn.Linear(5, 3) for _ in range(experts))
+
+    def forward(self, inputs: Tensor, expert: int = 0) -> Tensor:
+        """Send all inputs (batch, 6) through one expert: (batch, 3)."""
+        outputs: Tensor = self.experts[expert](torch.tanh(self.trunk(inputs)))
+        return outputs
 
 
 def _batch(examples: int) -> tuple[Tensor, Tensor]:
@@ -39,24 +46,30 @@ def _batch(examples: int) -> tuple[Tensor, Tensor]:
 
 
 def _gradients(model: nn.Module) -> Gradients:
-    """What each trainable parameter's `.grad` is now; those that have none are left out."""
-    return {n: p.grad.detach().clone().numpy() for n, p in model.named_parameters() if p.requires_grad and p.grad is not None}
+    """What each parameter's `.grad` is now; those that have none are left out."""
+    return {n: p.grad.detach().clone().numpy() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def _serial_gradients(examples: int) -> Gradients:
-    """The oracle: one process with the whole batch."""
-    model = _model()
-    inputs, targets = _batch(examples)
-    nn.functional.mse_loss(model(inputs), targets).backward()
+def _shares(ranks: int) -> list[tuple[Tensor, Tensor]]:
+    """Each rank's inputs and targets."""
+    inputs, targets = _batch(PER_RANK * ranks)
+    return list(zip(inputs.chunk(ranks), targets.chunk(ranks), strict=True))
+
+
+def _serial_average(ranks: int) -> Gradients:
+    """The oracle: one process with the whole batch, each share of it through its own expert."""
+    model = _Experts(ranks)
+    outputs = torch.cat([model(inputs, expert) for expert, (inputs, _) in enumerate(_shares(ranks))])
+    nn.functional.mse_loss(outputs, torch.cat([targets for _, targets in _shares(ranks)])).backward()
     return _gradients(model)
 
 
 def _average_on_rank(answer: Callable[[nn.Module], object]) -> tuple[Gradients, Gradients]:
     """The gradients of this rank's part of the batch before and after the student's function."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = _model()
-    inputs, targets = (part.chunk(ranks)[rank] for part in _batch(PER_RANK * ranks))
-    nn.functional.mse_loss(model(inputs), targets).backward()
+    model = _Experts(ranks)
+    inputs, targets = _shares(ranks)[rank]
+    nn.functional.mse_loss(model(inputs, rank), targets).backward()
     before = _gradients(model)
     answer(model)
     return before, _gradients(model)
@@ -80,8 +93,9 @@ def _average_gradients(answer: Any, on: OnRanks) -> str:
             if "NoneType" not in first.traceback:
                 raise
             raise AnswerError(
-                f"{first.name} failed: p.grad is None here. A frozen parameter has none: skip it. And keep nothing of what "
-                "dist.all_reduce returns: it works in place and returns nothing",
+                f"{first.name} failed: p.grad is None here. Either the parameter is frozen (skip it) or no example of this rank "
+                "used it (take part with zeros). And keep nothing of what dist.all_reduce returns: it works in place and "
+                "returns nothing",
                 first.traceback,
             ) from None
         if not any(after):
@@ -89,21 +103,49 @@ def _average_gradients(answer: Any, on: OnRanks) -> str:
                 "afterwards all gradients are missing on rank 0 and on the others",
                 "dist.all_reduce works in place and returns nothing: `p.grad = dist.all_reduce(p.grad)` throws the sum away",
             )
-        if all(_same(a, b) for a, b in zip(after, before, strict=True)):
+        expected = _serial_average(ranks)
+        _judge_who_takes_part(before, after, expected)
+        if all(_keeps(a, b) for a, b in zip(after, before, strict=True)):
             raise AnswerError(
                 "the gradients are what they were before: each rank still has its own",
                 "the sum must land in p.grad itself, as dist.all_reduce(p.grad) does; a new tensor in a variable changes nothing",
             )
-        if all(_same(a, before[0]) for a in after):
+        if all(_keeps(a, before[0]) for a in after):
             raise AnswerError(
                 "every rank has rank 0's gradients: a broadcast copies one rank's, an all_reduce combines all of them"
             )
-        compare(after, _serial_gradients(PER_RANK * ranks), what="the gradients", explain=explain)
-    return "On 2 and on 3 ranks the gradients are those of one process with the whole batch."
+        used_by_one = {n: array * (ranks if n.startswith("experts") else 1) for n, array in expected.items()}
+        if not differ(after, used_by_one):
+            raise AnswerError(
+                f"the gradients of the experts are {ranks} times what they should be: divide by the number of all ranks. Those "
+                "whose examples do not use an expert are part of the mean, with zero"
+            )
+        compare(after, expected, what="the gradients", explain=explain)
+    return "On 2 and on 3 ranks the gradients are those of one process with the whole batch, also where a rank had none."
 
 
-def _same(a: Gradients, b: Gradients) -> bool:
-    return a.keys() == b.keys() and all(np.array_equal(a[n], b[n]) for n in b)
+def _judge_who_takes_part(before: Sequence[Gradients], after: Sequence[Gradients], expected: Gradients) -> None:
+    """Every rank ends with a gradient of every trainable parameter, and of no other."""
+    for rank, (had, has) in enumerate(zip(before, after, strict=True)):
+        frozen = [name for name in has if name not in expected]
+        if frozen:
+            raise AnswerError(
+                f"{frozen[0]} is frozen (requires_grad is False), and now has a gradient on rank {rank}: an optimizer with "
+                "weight decay would move it. Skip it"
+            )
+        missing = [name for name in expected if name not in has and name not in had]
+        if missing and all(name in has for name in had):
+            raise AnswerError(
+                f"rank {rank} has no gradient of {missing[0]} afterwards: its own examples do not use it, those of another rank "
+                "do, and all ranks must take the same step",
+                "where p.grad is None because no example of the rank used it, put zeros into p.grad and take part with them",
+                "a rank that skips it goes on to its next all_reduce, and the sum there is of gradients of different parameters",
+            )
+
+
+def _keeps(a: Gradients, b: Gradients) -> bool:
+    """Whether all gradients of `b` are in `a`, unchanged."""
+    return all(n in a and np.array_equal(a[n], b[n]) for n in b)
 
 
 def _draw_indices(answer: Any, _: OnRanks) -> str:
@@ -181,46 +223,75 @@ class _Counter:
         return allreduce_hook(dist.group.WORLD, bucket)
 
 
-ACCUMULATED = 4  # batches that make one large batch
+SIZES = ((5, 1, 2), (2, 4, 6), (1, 1, 2))  # examples in each micro-batch of each rank: nothing cancels by chance
+
+
+def _micro_batches() -> list[list[tuple[Tensor, Tensor]]]:
+    """The list that each rank's answer is given."""
+    inputs, targets = (iter(part.split([n for sizes in SIZES for n in sizes])) for part in _batch(sum(map(sum, SIZES))))
+    return [[(next(inputs), next(targets)) for _ in sizes] for sizes in SIZES]
+
+
+def _serial_accumulation(weights: Sequence[Sequence[float]]) -> Gradients:
+    """One process that multiplies each micro-batch's mean loss by its weight."""
+    model = _Experts(1)
+    for of_rank, batches in zip(weights, _micro_batches(), strict=True):
+        for weight, (inputs, targets) in zip(of_rank, batches, strict=True):
+            (weight * nn.functional.mse_loss(model(inputs), targets)).backward()
+    return _gradients(model)
 
 
 def _accumulate_on_rank(answer: Callable[..., object]) -> tuple[Gradients, int]:
     """The gradients after the student's function and how many buckets went over the wire."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    plain = _model()
-    model = DistributedDataParallel(copy.deepcopy(plain))
+    model = DistributedDataParallel(_Experts(1))
     counter = _Counter()
     model.register_comm_hook(None, counter.hook)
-    inputs, targets = (part.chunk(ranks)[rank].chunk(ACCUMULATED) for part in _batch(PER_RANK * ranks))
-    answer(model, list(zip(inputs, targets, strict=True)), nn.functional.mse_loss)
+    answer(model, _micro_batches()[dist.get_rank()], nn.functional.mse_loss)
     return _gradients(model.module), counter.buckets
 
 
 def _accumulate(answer: Any, on: OnRanks) -> str:
-    ranks = 2
+    ranks, examples = len(SIZES), sum(map(sum, SIZES))
+    mistakes = {  # and what each micro-batch's mean loss is multiplied by in the end: DDP divides by the ranks
+        "every batch counts the same, however few examples it has: weigh each loss by the number of its examples": [
+            [1 / len(sizes) / ranks for _ in sizes] for sizes in SIZES
+        ],
+        "every rank counts the same, however few examples it has: divide by the examples of all ranks together (an all_reduce "
+        "of the number), not by this rank's own": [[size / sum(sizes) / ranks for size in sizes] for sizes in SIZES],
+        "the mean losses of the batches were added up: weigh each by its share of the examples": [
+            [1 / ranks for _ in sizes] for sizes in SIZES
+        ],
+    }
 
     def explain(times: float) -> str | None:
-        if abs(times - ACCUMULATED) < 1e-3:
-            return f"of the {ACCUMULATED} batches were summed (divide each loss by the number of batches)"
+        if abs(times - 1 / ranks) < 1e-3:
+            return "were divided by the number of ranks once too often (DDP averages over the ranks: it divides already)"
+        if abs(times - examples / ranks) < 1e-3:
+            return "were weighed by the number of examples, but not divided by that of all ranks"
         return None
 
     after, buckets = zip(*on(ranks, _accumulate_on_rank, answer), strict=True)
     if not any(after):
         raise AnswerError("no parameter has a gradient afterwards: backward() adds to .grad, and nothing may clear it at the end")
-    alike = all(_same(gradients, after[0]) for gradients in after)
-    if buckets[0] == 0 and not alike:
+    if buckets[0] == 0 and not all(_keeps(gradients, after[0]) for gradients in after):
         raise AnswerError(
             "each rank kept its gradients to itself: no_sync() was on for every batch. The last one runs outside it, and sends "
             "the sum of all"
         )
-    compare(after, _serial_gradients(PER_RANK * ranks), what="the gradients", explain=explain)
+    for mistake, weights in mistakes.items():
+        if not differ(after, _serial_accumulation(weights)):
+            each = "; ".join(f"rank {rank}: {listing(sizes)}" for rank, sizes in enumerate(SIZES))
+            raise AnswerError(mistake, f"examples in the batches: {each}")
+    right = _serial_accumulation([[size / examples for size in sizes] for sizes in SIZES])
+    compare(after, right, what="the gradients", explain=explain)
     if buckets[0] > 1:
         raise AnswerError(
             f"the gradients are right, but went over the wire {plural(buckets[0], 'time')}; once is enough",
             "forward and backward of all batches but the last both stand inside `with model.no_sync():`; DDP decides in the "
             "forward pass whether the backward will send",
         )
-    return f"{ACCUMULATED} batches, one all_reduce, and the gradients of one process with all the examples."
+    most = max(map(max, SIZES))
+    return f"{ranks} ranks, batches of 1 to {most} examples, sent once: the gradients of one process with all the examples."
 
 
 def _scaled_learning_rate(answer: Any, _: OnRanks) -> str:
@@ -258,7 +329,7 @@ EXERCISES = (
         "average_gradients",
         LESSON,
         "After backward() each rank has the gradients of its own examples. Average them over all ranks, in place, for every "
-        "parameter that has a gradient.",
+        "parameter that is not frozen; a rank whose examples did not use a parameter has no gradient of it (None).",
         _average_gradients,
     ),
     Exercise(
@@ -271,8 +342,8 @@ EXERCISES = (
     Exercise(
         "accumulate",
         LESSON,
-        "accumulate(model, batches, loss_function) gives a DDP model the gradients of the mean loss over all batches of all "
-        "ranks, and sends them only once.",
+        "accumulate(model, batches, loss_function) gives a DDP model the gradients of the mean loss over all examples of all "
+        "ranks, and sends them only once. Batches and ranks have different numbers of examples.",
         _accumulate,
     ),
     Exercise(

@@ -9,7 +9,18 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["AnswerError", "Exercise", "OnRanks", "call", "compare", "factor", "listing", "plural", "takes_number_for_list"]
+__all__ = [
+    "AnswerError",
+    "Exercise",
+    "OnRanks",
+    "call",
+    "compare",
+    "differ",
+    "factor",
+    "listing",
+    "plural",
+    "takes_number_for_list",
+]
 
 TOLERANCE = 1e-4  # relative: a sum in another order differs by 1e-6 in float32, the mistakes here by 1e-1
 
@@ -87,7 +98,7 @@ def compare(
                     f"{what} of {name} have the wrong shape on rank {rank}",
                     f"given {tuple(np.shape(arrays[name]))}, expected {tuple(array.shape)}",
                 )
-    bad = {name for arrays in got for name, array in expected.items() if not _close(arrays[name], array)}
+    bad = differ(got, expected)
     if not bad:
         return
     common = factor([a[n] for a in got for n in expected], [expected[n] for _ in got for n in expected])
@@ -104,6 +115,11 @@ def compare(
     if not alike:
         details.append("the ranks do not even agree with each other")
     raise AnswerError(f"{what} are not those of one process with the whole batch", *details)
+
+
+def differ(got: Sequence[Mapping[str, NDArray[Any]]], expected: Mapping[str, NDArray[Any]]) -> set[str]:
+    """The names of those arrays that some rank lacks, or has otherwise than expected (but for rounding)."""
+    return {name for arrays in got for name, array in expected.items() if name not in arrays or not _close(arrays[name], array)}
 
 
 def factor(got: Sequence[Any], expected: Sequence[Any]) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable
@@ -10,13 +11,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from labkit.errors import RankError
 from labkit.exercises.judging import AnswerError, Exercise, OnRanks
 
 __all__ = ["EXERCISES"]
 
 LESSON = "10_tf_data_parallel"
 REPLICAS = 2
-EXAMPLES, PER_REPLICA = 10, 2
+MORE_REPLICAS = 3  # an answer may fit two replicas alone
+EXAMPLES, PER_REPLICA = 10, 2  # two whole batches for two replicas, and two examples over
+EXAMPLES_OF_RANKS = 24  # two ranks that shuffle differently share them by accident once in 2.7 million
 # Two gradients of two ranks. Together they are (6, 0) and (8), with norm 10; each mistake gives other numbers.
 GRADIENTS = (((3.0, 0.0), (0.0,)), ((3.0, 0.0), (8.0,)))
 LIMIT, HIGH_LIMIT = 6.0, 20.0
@@ -26,7 +30,7 @@ def _loss_on_rank(answer: Callable[..., Any], uneven: bool) -> tuple[float, floa
     """The sum over replicas of what the student's function returns, and the mean over the whole batch."""
     import tensorflow as tf
 
-    strategy = tf.distribute.MirroredStrategy(_devices(tf))
+    strategy = tf.distribute.MirroredStrategy(_devices(tf, REPLICAS))
     losses = [[1.0, 2.0, 6.0], [7.0]] if uneven else [[1.0, 2.0], [3.0, 6.0]]
     count = sum(map(len, losses))
     values = strategy.experimental_distribute_values_from_function(
@@ -41,15 +45,20 @@ def _loss_on_rank(answer: Callable[..., Any], uneven: bool) -> tuple[float, floa
     return float(summed()), sum(sum(part) for part in losses) / count
 
 
-def _devices(tf: Any) -> list[str]:
+def _devices(tf: Any, replicas: int) -> list[str]:
     """As many of this rank's devices as there are replicas."""
-    kind = "GPU" if len(tf.config.list_logical_devices("GPU")) >= REPLICAS else "CPU"
-    return [f"{kind}:{i}" for i in range(REPLICAS)]
+    kind = "GPU" if len(tf.config.list_logical_devices("GPU")) >= replicas else "CPU"
+    return [f"{kind}:{i}" for i in range(replicas)]
 
 
 def _replica_loss(answer: Any, on: OnRanks) -> str:
     for uneven in (False, True):
-        ((got, mean),) = on(1, _loss_on_rank, answer, uneven, runtime="tensorflow", devices_per_rank=REPLICAS)
+        try:
+            ((got, mean),) = on(1, _loss_on_rank, answer, uneven, runtime="tensorflow", devices_per_rank=REPLICAS)
+        except RankError as error:
+            if "OperatorNotAllowedInGraphError" not in error.failures[0].headline:
+                raise
+            raise AnswerError("use tf.reduce_sum: in a graph Python cannot loop over a tensor, as its own sum does") from None
         if math.isclose(got, mean, rel_tol=1e-4):
             continue
         details = (f"summed over {REPLICAS} replicas: {got:.4g}", f"mean over the whole batch: {mean:.4g}")
@@ -61,6 +70,12 @@ def _replica_loss(answer: Any, on: OnRanks) -> str:
             )
         if not uneven and math.isclose(got, mean * 4, rel_tol=1e-4):
             raise AnswerError("the loss is a sum, not a mean: divide by the global batch", *details)
+        divisor = mean * 4 / got if got else 0.0
+        if not uneven and divisor > 1.5 and math.isclose(divisor, round(divisor), rel_tol=1e-4):
+            raise AnswerError(
+                f"the sum is divided by {divisor:.0f}, and the global batch is 4 here: divide by the argument global_batch",
+                *details,
+            )
         if uneven:
             raise AnswerError(
                 "right for equal shares, wrong when one replica has 3 examples and the other 1: divide the sum by the global "
@@ -71,18 +86,59 @@ def _replica_loss(answer: Any, on: OnRanks) -> str:
     return "Summed over the replicas it is the mean over the global batch, also when their shares differ."
 
 
-def _batches_on_rank(answer: Callable[..., Any]) -> list[list[list[int]]]:
-    """For every step, the numbers of the examples that each replica gets."""
+Steps = list[list[list[int]]]  # per step and replica, the numbers of the examples
+
+
+def _batches(answer: Callable[..., Any], strategy: Any, examples: int) -> Steps:
+    data = answer(strategy, np.arange(examples, dtype=np.int64), PER_REPLICA)
+    some = itertools.islice(data, examples + 1)  # an endless dataset gives more steps than there are examples
+    return [[part.numpy().tolist() for part in strategy.experimental_local_results(batch)] for batch in some]
+
+
+def _batches_on_devices(answer: Callable[..., Any], replicas: int) -> Steps:
     import tensorflow as tf
 
-    strategy = tf.distribute.MirroredStrategy(_devices(tf))
-    data = answer(strategy, np.arange(EXAMPLES, dtype=np.int64), PER_REPLICA)
-    return [[part.numpy().tolist() for part in strategy.experimental_local_results(batch)] for batch in data]
+    return _batches(answer, tf.distribute.MirroredStrategy(_devices(tf, replicas)), EXAMPLES)
+
+
+def _batches_on_ranks(answer: Callable[..., Any]) -> Steps:
+    import tensorflow as tf
+
+    return _batches(answer, tf.distribute.MultiWorkerMirroredStrategy(), EXAMPLES_OF_RANKS)
 
 
 def _global_batches(answer: Any, on: OnRanks) -> str:
-    (steps,) = on(1, _batches_on_rank, answer, runtime="tensorflow", devices_per_rank=REPLICAS)
-    details = tuple(f"step {i}: {listed}" for i, listed in enumerate(steps))
+    (steps,) = on(1, _batches_on_devices, answer, REPLICAS, runtime="tensorflow", devices_per_rank=REPLICAS)
+    _judge_steps(steps)
+    (steps,) = on(1, _batches_on_devices, answer, MORE_REPLICAS, runtime="tensorflow", devices_per_rank=MORE_REPLICAS)
+    if [[len(part) for part in step] for step in steps] != [[PER_REPLICA] * MORE_REPLICAS]:
+        raise AnswerError(
+            f"right for {REPLICAS} replicas, wrong for {MORE_REPLICAS}: ask the strategy, strategy.num_replicas_in_sync",
+            *_listed(steps),
+        )
+    _judge_ranks(on(REPLICAS, _batches_on_ranks, answer, runtime="tensorflow"))
+    return "Every step gives every replica the batch that was asked for, and no example is read twice, also on two ranks."
+
+
+def _listed(steps: Steps) -> tuple[str, ...]:
+    return tuple(f"step {i}: {parts}" for i, parts in enumerate(steps))
+
+
+def _judge_steps(steps: Steps) -> None:
+    """Judge what two devices of one process got.
+
+    Raises:
+        AnswerError: it is not what was asked for.
+    """
+    details = _listed(steps)
+    if not steps:
+        raise AnswerError(
+            f"there is no step at all: {EXAMPLES} examples do not fill one batch, and drop_remainder leaves it out. The global "
+            "batch is per_replica × strategy.num_replicas_in_sync",
+            f"given {EXAMPLES} examples, per_replica = {PER_REPLICA}, {REPLICAS} replicas",
+        )
+    if len(steps) > EXAMPLES:
+        raise AnswerError("it does not end: one pass through the examples is asked for, without repeat", *details[:3])
     whole = [sorted(x for part in step for x in part) for step in steps]
     sizes = {len(part) for step in steps for part in step}
     if any(len(step) != REPLICAS for step in steps):
@@ -108,7 +164,32 @@ def _global_batches(answer: Any, on: OnRanks) -> str:
         raise AnswerError(
             f"expected {EXAMPLES // (PER_REPLICA * REPLICAS)} steps with {PER_REPLICA} examples per replica", *details
         )
-    return "Every step gives every replica the batch that was asked for."
+
+
+def _judge_ranks(ranks: list[Steps]) -> None:
+    """Judge what two ranks with a device each got: together every example once.
+
+    Raises:
+        AnswerError: they did not.
+    """
+    read = [[x for step in steps for part in step for x in part] for steps in ranks]
+    details = tuple(f"rank {rank} read {numbers}" for rank, numbers in enumerate(read))
+    if all(len(set(numbers)) == EXAMPLES_OF_RANKS for numbers in read):
+        raise AnswerError(
+            "on two ranks each reads all examples: let the strategy deal them out, with AutoShardPolicy.DATA or as it does by "
+            "itself",
+            *details,
+        )
+    together = [x for numbers in read for x in numbers]
+    if len(set(together)) < len(together):
+        twice, never = len(together) - len(set(together)), EXAMPLES_OF_RANKS - len(set(together))
+        raise AnswerError(
+            f"the ranks shuffle differently: give the shuffle a seed. Of the {EXAMPLES_OF_RANKS} examples {twice} are read "
+            f"twice, and {never} never",
+            *details,
+        )
+    if len(together) != EXAMPLES_OF_RANKS or {len(part) for steps in ranks for step in steps for part in step} != {PER_REPLICA}:
+        raise AnswerError(f"right on one rank, wrong on two: expected {PER_REPLICA} examples per rank and step", *details)
 
 
 def _clip_on_rank(answer: Callable[..., Any], limit: float) -> list[list[float]] | str:
@@ -194,8 +275,8 @@ EXERCISES = (
     Exercise(
         "global_batches",
         LESSON,
-        "global_batches(strategy, examples, per_replica) returns a distributed dataset in which every step gives every replica "
-        "`per_replica` of the examples.",
+        "global_batches(strategy, examples, per_replica) returns a distributed dataset: one pass in which every step gives every "
+        "replica `per_replica` of the examples, each to one replica only, for any number of replicas and ranks.",
         _global_batches,
     ),
     Exercise(

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from labkit.device_clock import DeviceClock
-from labkit.futures import Futures
-from labkit.process_group import watched_process_group
+from labkit.comm.device_clock import DeviceClock
+from labkit.comm.futures import Futures
+from labkit.comm.process_group import watched_process_group
 from labkit.record import Recorder, span
 
 __all__ = ["watch_device", "watch_rpc", "watch_torch"]
@@ -33,7 +33,7 @@ def watch_rpc(recorder: Recorder) -> None:
     Args:
         recorder: this rank's. Call it before `torch.distributed.rpc.init_rpc`, which fixes what C++ calls.
     """
-    from labkit.rpc_calls import RpcCalls  # not every build of torch has RPC
+    from labkit.comm.rpc_calls import RpcCalls  # not every build of torch has RPC
 
     RpcCalls(recorder, _watch_groups(recorder)).install()
 

@@ -15,8 +15,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.bars import LANES, STYLES, Bars, blend, caption, coverage, ink, lanes
-from labkit.sheet import unit_of
+from labkit.pictures.bars import LANES, STYLES, Bars, blend, caption, coverage, ink, lanes
+from labkit.pictures.sheet import unit_of
 from labkit.trace import Trace
 
 __all__ = ["Detail", "Frame", "Past", "Row", "clock_time", "svg"]

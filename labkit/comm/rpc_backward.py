@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch.distributed import autograd as dist_autograd
 
-from labkit.operation import Operation
+from labkit.comm.operation import Operation
 from labkit.record import clock, student_line
 from labkit.ring import COMPUTE, RingWriter
 

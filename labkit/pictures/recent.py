@@ -11,9 +11,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.bars import STYLES, coverage, lanes, style_of
-from labkit.ring import CALL, COMMUNICATION, COMPUTE, OPEN, Pending
-from labkit.spans import COLUMNS, Columns
+from labkit.pictures.bars import STYLES, coverage, lanes, style_of
+from labkit.ring import CALL, COMMUNICATION, COMPUTE, Pending
+from labkit.spans import COLUMNS, Columns, under_way
 from labkit.trace import Trace
 
 __all__ = ["Recent"]
@@ -76,16 +76,7 @@ class Recent:
 
     def trace(self, now_ns: int, pending: Sequence[Sequence[Pending]]) -> Trace:
         """The latest spans, with what is still under way as if it ended now: functions that have not returned, operations."""
-        under_way = self._at_work(now_ns)
-        for rank, operations in enumerate(pending):
-            under_way += [
-                (
-                    rank, self._id(p.name), COMMUNICATION, OPEN, p.start_ns, max(p.start_ns, now_ns), p.wait_start_ns,
-                    max(p.wait_start_ns, now_ns) if p.wait_start_ns else 0, p.nbytes, p.peer, self._id(p.group), p.match, 0,
-                )
-                for p in operations
-            ]  # fmt: skip
-        rows = np.concatenate([self._rows, np.array(under_way, COLUMNS)])
+        rows = np.concatenate([self._rows, under_way(self.start_ns, now_ns, self._id, calls=self._at_work(), pending=pending)])
         return Trace(Columns(rows, list(self._ids)), ranks=self.ranks, start_ns=self.start_ns, end_ns=now_ns)
 
     def binned(self, rank: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -99,11 +90,9 @@ class Recent:
         compute[_NUMBER["unlabelled"]] = np.maximum(lived - self._taken(rank), 0)
         return compute, communication
 
-    def _at_work(self, now_ns: int) -> list[tuple[int, ...]]:
-        """A row of `COLUMNS` for each rank whose function has not returned."""
-        return [
-            (r, 0, CALL, 0, self.start_ns, now_ns, 0, 0, 0, -1, 0, 0, 0) for r, end in enumerate(self.returned_ns) if end is None
-        ]
+    def _at_work(self) -> list[tuple[int, str]]:
+        """The ranks whose function has not returned."""
+        return [(rank, "") for rank, end in enumerate(self.returned_ns) if end is None]
 
     def _taken(self, rank: int) -> NDArray[np.float64]:
         """How much of each bin the rank computed under a name or was blocked."""
@@ -122,7 +111,8 @@ class Recent:
         if len(rows) > EXACT:
             self._bin_sums(rows)
             return
-        both = np.concatenate([rows, later[: EXACT - len(rows)], np.array(self._at_work(now_ns), COLUMNS)])
+        at_work = under_way(self.start_ns, now_ns, self._id, calls=self._at_work())
+        both = np.concatenate([rows, later[: EXACT - len(rows)], at_work])
         both["flags"][len(rows) :] |= _LATER
         edges = (self.start_ns + np.arange(BINS + 1) * self.bin_ns).astype(np.int64)
         trace = Trace(Columns(both, list(self._ids)), ranks=self.ranks, start_ns=self.start_ns, end_ns=int(edges[-1]))

@@ -14,14 +14,15 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import ProcessGroup
 
-from labkit.attendant import Attendant
-from labkit.backward import Backwards, in_backward
-from labkit.device_clock import DeviceOperation
-from labkit.futures import Futures
-from labkit.operation import Batch, Operation
+from labkit.comm.attendant import Attendant
+from labkit.comm.backward import Backwards, in_backward
+from labkit.comm.device_clock import DeviceOperation
+from labkit.comm.futures import Futures
+from labkit.comm.operation import Batch, Operation
+from labkit.comm.what import tensor_in_words, what_all_give
+from labkit.comm.work import SilentWork, WatchedMessage, WatchedWork
 from labkit.record import Recorder, clock, student_line
-from labkit.ring import OPEN
-from labkit.work import SilentWork, WatchedMessage, WatchedWork
+from labkit.ring import OPEN, TIMED
 
 __all__ = ["watched_process_group"]
 
@@ -73,9 +74,13 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
     futures: ClassVar[Futures]
     attendant: ClassVar[Attendant]
     backwards: ClassVar[Backwards]
+    worlds: ClassVar[int] = 0  # that were initialised; all ranks do that together, so they agree on it
 
     def __init__(self, store: Any, rank: int, size: int, *, real: Any = None) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the constructor that Python classes inherit is not in the stub
+        if c10d.GroupMember.WORLD is None:  # this will be it
+            type(self).worlds += 1
+        self._world = type(self).worlds
         self._real: Any = real if real is not None else ProcessGroup(store, rank, size)
         self._label = ""
         self._ranks: list[int] = []
@@ -121,13 +126,14 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         if not self._label:
             self._ranks = list(c10d._world.pg_group_ranks.get(self) or range(self.size()))
             if self is c10d.GroupMember.WORLD:
-                self._label = "world"
+                self._label = "world" if self._world == 1 else f"world {self._world}"
             else:
                 desc = "" if self._real.group_desc == "undefined" else f" {self._real.group_desc}"
-                self._label = f"group {self._real.group_name}{desc} of ranks {','.join(map(str, self._ranks))}"
+                world = "" if self._world == 1 else f" of world {self._world}"
+                self._label = f"group {self._real.group_name}{desc}{world} of ranks {','.join(map(str, self._ranks))}"
         return self._label
 
-    def _issue(self, name: str, tensors: tuple[Any, ...], peer: int, group: str, match: int) -> Operation:
+    def _issue(self, name: str, tensors: tuple[Any, ...], peer: int, group: str, match: int, what: str) -> Operation:
         """An operation issued now: timed by the GPU where NCCL moves the tensors, else by the host."""
         start_ns = clock()
         nbytes = _most_nbytes(tensors)
@@ -138,13 +144,13 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         on_gpu = _first(tensors) if device_clock is not None else None
         operation: Operation
         if on_gpu is None or not on_gpu.is_cuda:
-            operation = Operation(ring, name, start_ns, nbytes, peer, group, match, line)
+            operation = Operation(ring, name, start_ns, nbytes, peer, group, match, line, what=what)
         elif self.moves_on_gpu:
             device = on_gpu.device.index
-            operation = DeviceOperation(device_clock, device, ring, name, start_ns, nbytes, peer, group, match, line)
+            operation = DeviceOperation(device_clock, device, ring, name, start_ns, nbytes, peer, group, match, line, None, what)
         else:
             ready = device_clock.mark(on_gpu.device.index)
-            operation = Operation(ring, name, start_ns, nbytes, peer, group, match, line, ready)
+            operation = Operation(ring, name, start_ns, nbytes, peer, group, match, line, ready, what)
         if number != -1:
             self.backwards.issued(number, operation)
         return operation
@@ -154,8 +160,8 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
     ) -> Any:
         """An operation that its caller waits for at once: the same as `_issue` and the wait for it, in half the time."""
         start_ns, ring, group, line = clock(), self.recorder.ring, self._label or self.label, student_line()
-        nbytes = _most_nbytes(arguments)
-        slot = ring.pend(name, start_ns, nbytes=nbytes, group=group, match=match, line=line)
+        nbytes, what = _most_nbytes(arguments), what_all_give(name, arguments)
+        slot = ring.pend(name, start_ns, nbytes=nbytes, group=group, match=match, line=line, what=what)
         try:
             work = call(self._real, *args, **kwargs)
         except BaseException:
@@ -172,7 +178,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
             end_ns = clock()
             ring.write_communication(
                 name, start_ns, end_ns, wait_start_ns=wait_start_ns, wait_end_ns=end_ns, nbytes=nbytes, group=group, match=match,
-                line=line, flags=flags,
+                line=line, what=what, flags=flags,
             )  # fmt: skip
             ring.unpend(slot)
         return work
@@ -216,7 +222,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
             match = next(numbers)
         else:
             name = "recv"
-        operation = self._issue(name, (tensors,), peer, group, match)
+        operation = self._issue(name, (tensors,), peer, group, match, tensor_in_words(tensors))
         try:
             work = getattr(self._real, method)(tensors, *who, tag)
         except BaseException:
@@ -260,8 +266,8 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
         """A barrier that names the ranks which do not come. It has no asynchronous form."""
         self._count += 1
-        operation = self._issue("monitored_barrier", (), -1, self.label, self._count)
-        operation.wait_begins()
+        operation = self._issue("monitored_barrier", (), -1, self.label, self._count, "")
+        operation.wait_begins(TIMED)
         try:
             self._real.monitored_barrier(*args, **kwargs)
         except BaseException:
@@ -306,7 +312,7 @@ def _collective(method: str, name: str) -> Callable[..., Any]:
         at_once = arguments and not getattr(arguments[-1], "asyncOp", True)  # who asks for it so waits for it at once
         if at_once and self.recorder.device_clock is None:
             return self._carried_out(called, arguments, match, inherited, args, kwargs)
-        operation = self._issue(called, arguments, -1, self._label or self.label, match)
+        operation = self._issue(called, arguments, -1, self._label or self.label, match, what_all_give(called, arguments))
         try:
             work = inherited(self._real, *args, **kwargs)
         except BaseException:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from labkit.operation import Operation
+from labkit.comm.operation import Operation
 
 __all__ = ["Backwards", "in_backward"]
 

@@ -29,13 +29,13 @@ class Operation:
         ring: where it is written down.
         name: as the student knows it: "all_reduce".
         start_ns: when it was issued.
-        nbytes, peer, group, match, line: as in `labkit.spans.Span`.
+        nbytes, peer, group, match, line, what: as in `labkit.spans.Span`.
         ready: where what is sent comes from a GPU: the rank neither communicates nor waits before that has computed it.
     """
 
     __slots__ = (
         "_once", "_ready", "_ring", "_slot", "end_ns", "future_taken", "group", "line", "match", "name", "nbytes", "peer",
-        "start_ns", "wait_end_ns", "wait_start_ns", "waited_for",
+        "start_ns", "wait_end_ns", "wait_start_ns", "waited_for", "what",
     )  # fmt: skip
 
     def __init__(
@@ -49,27 +49,33 @@ class Operation:
         match: int = 0,
         line: str = "",
         ready: Ready | None = None,
+        what: str = "",
     ) -> None:
         self._ring, self.name, self.start_ns, self.nbytes = ring, name, start_ns, nbytes
-        self.peer, self.group, self.match, self.line = peer, group, match, line
+        self.peer, self.group, self.match, self.line, self.what = peer, group, match, line, what
         self.end_ns = self.wait_start_ns = self.wait_end_ns = 0
         self.future_taken = False  # somebody may wait for its future where we do not see it
         self.waited_for = False  # a thread of ours is blocked in it, and writes the record when it goes on
         self._ready = ready
         self._once = _thread.allocate_lock()
-        self._slot = ring.pend(name, start_ns, nbytes=nbytes, peer=peer, group=group, match=match, line=line)
+        self._slot = ring.pend(name, start_ns, nbytes=nbytes, peer=peer, group=group, match=match, line=line, what=what)
 
     @property
     def done(self) -> bool:
         """Whether it has completed or failed, so that waiting for it takes no time."""
         return self.end_ns != 0
 
-    def wait_begins(self) -> None:
-        """This thread is now blocked until it completes. Nothing changes where it has, or another thread waits already."""
+    def wait_begins(self, thread: int = 0) -> None:
+        """This thread is now blocked until it completes. Nothing changes where it has, or another thread waits already.
+
+        Args:
+            thread: `labkit.ring.STREAM` where it is not this thread that is blocked, but a stream of its GPU; `TIMED` where it
+                goes on at some time in any case.
+        """
         if not self.wait_start_ns and not self.end_ns:
             self.wait_start_ns = now = clock()
             self.waited_for = True
-            self._ring.waiting(self._slot, now)
+            self._ring.waiting(self._slot, now, thread)
 
     def wait_ends(self) -> None:
         """This thread goes on, because it has completed."""
@@ -127,7 +133,7 @@ class Operation:
             wait_start_ns = wait_end_ns = 0
         self._ring.write_communication(
             self.name, start_ns, end_ns, wait_start_ns=wait_start_ns, wait_end_ns=wait_end_ns, nbytes=self.nbytes,
-            peer=self.peer, group=self.group, match=self.match, line=self.line, flags=flags,
+            peer=self.peer, group=self.group, match=self.match, line=self.line, what=self.what, flags=flags,
         )  # fmt: skip
         self._leave_slot()
 
@@ -151,10 +157,10 @@ class Batch:
         """Whether all have completed or failed."""
         return all(operation.done for operation in self.operations)
 
-    def wait_begins(self) -> None:
+    def wait_begins(self, thread: int = 0) -> None:
         """As for one of them, and so are the others."""
         for operation in self.operations:
-            operation.wait_begins()
+            operation.wait_begins(thread)
 
     def wait_ends(self) -> None:
         """This thread goes on."""

@@ -14,9 +14,9 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from labkit.operation import Operation
+from labkit.comm.operation import Operation
 from labkit.record import clock
-from labkit.ring import COMPUTE, ON_CUDA, RingWriter
+from labkit.ring import COMPUTE, ON_CUDA, STREAM, RingWriter
 
 __all__ = ["CudaEvents", "DeviceClock", "DeviceOperation", "Event", "Events", "Mark"]
 
@@ -248,11 +248,11 @@ class DeviceOperation(Operation):
             self._end, self._kept = self._clock.mark_after(self._device, wait), kept
         self._clock.follow(self)
 
-    def wait_begins(self) -> None:
+    def wait_begins(self, _thread: int = STREAM) -> None:
         """The student's stream waits from here."""
         if self._wait_start is None:
             self._wait_start = self._clock.mark(self._device)
-            super().wait_begins()
+            super().wait_begins(STREAM)
 
     def wait_ends(self) -> None:
         """The student's stream goes on from here."""

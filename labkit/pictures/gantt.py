@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from labkit.bars import LANES, STYLES, Bars, blend, caption, coverage, ink, lanes
 from labkit.errors import LabError, missing
-from labkit.sheet import GREY, INKS, WIDTH_IN, HasTrace, pyplot, ranks_in_words, sheet, time_in_words, trace_of, unit_of
+from labkit.pictures.bars import LANES, STYLES, Bars, blend, caption, coverage, ink, lanes
+from labkit.pictures.sheet import GREY, INKS, WIDTH_IN, HasTrace, pyplot, ranks_in_words, sheet, time_in_words, trace_of, unit_of
 from labkit.trace import Trace
 
 if TYPE_CHECKING:

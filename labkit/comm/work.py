@@ -10,8 +10,9 @@ from typing import Any, Final
 
 from torch._C._distributed_c10d import Work
 
-from labkit.futures import Futures
-from labkit.operation import Batch, Operation
+from labkit.comm.futures import Futures
+from labkit.comm.operation import Batch, Operation
+from labkit.ring import TIMED
 
 __all__ = ["SilentWork", "WatchedMessage", "WatchedWork"]
 
@@ -40,7 +41,7 @@ class WatchedWork(Work):
         operation = self._operation
         if operation.done:
             return self._work.wait(timeout)  # type: ignore[no-any-return]
-        operation.wait_begins()
+        operation.wait_begins(TIMED if timeout else 0)
         try:
             result: bool = self._work.wait(timeout)
         except BaseException:
@@ -123,7 +124,7 @@ class WatchedMessage(WatchedWork):
         """Block until it has completed."""
         operation = self._operation
         if not operation.done:
-            operation.wait_begins()
+            operation.wait_begins(TIMED if timeout else 0)
             if self.claim():
                 self._finish(timeout)
             elif self._under_way.acquire(timeout=timeout.total_seconds() or -1):

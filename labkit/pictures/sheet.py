@@ -28,7 +28,7 @@ __all__ = [
 WIDTH_IN: Final = 9.0  # of a notebook's cell
 INKS: Final = {"light": "white", "dark": "#16191F", "page": "#16191F"}  # text on bars; a figure's page is white
 GREY: Final = "#5A6270"
-_STYLE_SHEET: Final = Path(__file__).with_name("labkit.mplstyle")
+_STYLE_SHEET: Final = Path(__file__).parent.with_name("labkit.mplstyle")
 
 
 class HasTrace(Protocol):

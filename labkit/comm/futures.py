@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from labkit.operation import Operation
+from labkit.comm.operation import Operation
 
 __all__ = ["Futures", "in_place_of"]
 

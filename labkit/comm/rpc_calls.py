@@ -2,12 +2,15 @@
 
 All calls of `torch.distributed.rpc` come through a few functions of torch's `rpc.api` module, and all Python functions that are
 called run in one of `rpc.internal`, which C++ fetches when RPC starts. They are wrapped. A call carries its caller and its number
-along, so that the two ends are one operation: until the callee replies the caller is waiting; then the result travels.
+along, so that the two ends are one operation: until the callee replies the caller is waiting; then the result travels. A call
+by `remote` is over when it is on its way. Its result stays at the callee, and is one operation with the `to_here` that fetches
+it, whoever has got the reference.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -19,11 +22,13 @@ from torch._C._distributed_rpc import PyRRef
 from torch.distributed import autograd as dist_autograd
 from torch.distributed.rpc import api, internal, rref_proxy
 
-from labkit.futures import Futures, in_place_of
-from labkit.operation import Operation
+from labkit.comm.futures import Futures, in_place_of
+from labkit.comm.operation import Operation
+from labkit.comm.rpc_backward import RpcBackwards, tensors_in
 from labkit.record import Recorder, clock, student_line
-from labkit.ring import COMPUTE, RingWriter
-from labkit.rpc_backward import RpcBackwards, tensors_in
+from labkit.remote import sent
+from labkit.report import headline, students_traceback
+from labkit.ring import COMPUTE, SERVE, RingWriter
 
 __all__ = ["RpcCalls"]
 
@@ -84,6 +89,10 @@ class RpcCalls:
             setattr(api, name, in_place_of(getattr(api, name), partial(self._invoke, look_at)))
         internal._run_function = in_place_of(internal._run_function, self._serve)
         internal.serialize = in_place_of(internal.serialize, self._reply)
+        pickler = internal._InternalRPCPickler
+        pickler._py_rref_reducer = in_place_of(pickler._py_rref_reducer, self._send_reference)  # type: ignore[method-assign]
+        receiver = in_place_of(pickler._py_rref_receiver, self._receive_reference)
+        pickler._py_rref_receiver = staticmethod(receiver)  # type: ignore[method-assign]
         PyRRef.to_here = in_place_of(PyRRef.to_here, self._to_here)  # type: ignore[method-assign]
         dist_autograd.backward = in_place_of(dist_autograd.backward, self._backwards.started)
 
@@ -125,7 +134,7 @@ class RpcCalls:
             raise
         if isinstance(result, PyRRef):
             self._values[result] = pair, number
-            self._futures.tell(result._get_future(), operation.completed)
+            operation.completed()  # the call is on its way; when its value is there, whoever fetches it will tell
         else:
             self._futures.tie(result, [operation])
             self._futures.tell(result, operation.completed)
@@ -135,17 +144,30 @@ class RpcCalls:
         """The callee runs the function."""
         if not isinstance(call, _NumberedCall):
             return run(call)
-        start_ns = clock()
-        result = run(call)
-        end_ns = clock()
         function = _spoken(call.func, call.args) or ""
-        self._ring.write(f"serve {function}", COMPUTE, start_ns, end_ns)
+        name, start_ns = f"{SERVE}{function}", clock()
+        pair = _pair(call.caller, api.get_worker_info().id)
+        slot = self._ring.pend(name, start_ns, peer=call.caller, group=pair, match=call.number)
+        result = self._called(call, function)
+        self._ring.write(name, COMPUTE, start_ns, clock())
+        self._ring.unpend(slot)
         self._backwards.served(function, call.args, result)
         if isinstance(result, torch._C.Future):  # of a function under `async_execution`: torch sends what is in it, later
             result.add_done_callback(lambda future: self._replying(call, function, _value(future)))
         else:
             self._replying(call, function, result)
         return result
+
+    def _called(self, call: _NumberedCall, function: str) -> Any:
+        """What torch's own `_run_function` does, but for its words: an error is told in full to the caller, who shows it."""
+        try:
+            return call.func(*call.args, **call.kwargs)
+        except Exception as error:  # noqa: BLE001  # whatever the student's function raised
+            line = headline(error)
+            # The caller may never look at it, as where nobody waits for the future.
+            sys.stderr.write(f"{function} failed: {line}\n")
+            told = sent(api.get_worker_info(), line, students_traceback(error))
+            return internal.RemoteException(told, type(error))
 
     def _replying(self, call: _NumberedCall, function: str, result: Any) -> None:
         """The result is there. Where it is sent back, torch pickles it next, on this thread; an error it does not pickle."""
@@ -168,6 +190,16 @@ class RpcCalls:
         if sent is not None and value is result:
             sent(len(pickled) + _nbytes(tensors))
         return pickled, tensors
+
+    def _send_reference(self, reduce: Callable[..., Any], pickler: Any, rref: Any) -> tuple[Any, tuple[Any, ...]]:
+        """A reference that is sent on takes along which call's result it stands for."""
+        receiver, (data,) = reduce(pickler, rref)
+        return receiver, (data, *self._values.get(rref, ("", 0)))
+
+    def _receive_reference(self, receive: Callable[..., Any], data: Any, pair: str, number: int) -> Any:
+        rref = receive(data)
+        self._values[rref] = pair, number
+        return rref
 
     def _to_here(self, to_here: Callable[..., Any], rref: Any, *args: Any, **kwargs: Any) -> Any:
         if rref.is_owner():

@@ -8,6 +8,7 @@ to what `breakdown` says.
 from __future__ import annotations
 
 import functools
+import heapq
 import re
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -16,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.intervals import Intervals, difference, union
+from labkit.pictures.sheet import bytes_in_words
 from labkit.ring import CALL, COMMUNICATION, COMPUTE
-from labkit.sheet import bytes_in_words
 from labkit.trace import Trace
 
 __all__ = [
@@ -215,7 +216,10 @@ def ink(style: str) -> str:
 
 
 def _flatten(start_ns: Any, end_ns: Any, rows: NDArray[np.int64]) -> Bars:
-    """Disjoint bars from spans that nest and overlap: at each moment the span that began last, of those the one that ends first.
+    """Disjoint bars from spans that nest and overlap: at each moment the span that ends first, of those the one that began last.
+
+    So an inner span covers an outer one; a call that a thread of an RPC rank is computing, one that waits for its turn; and an
+    operation that is under way, those queued behind it.
 
     Args:
         start_ns: of all spans.
@@ -233,29 +237,28 @@ def _flatten(start_ns: Any, end_ns: Any, rows: NDArray[np.int64]) -> Bars:
 
 
 def _uncover(start: list[int], end: list[int]) -> tuple[list[int], list[int], list[int]]:
-    """Sweep over the spans in the order of their start; the stack holds those that have begun, the latest on top."""
-    pieces: tuple[list[int], list[int], list[int]] = [], [], []
-    stack: list[int] = []
-
-    def show(since: int, until: int) -> int:
-        """Lay down what is visible up to a moment; returns how far that came."""
-        while stack and since < until:
-            top = stack[-1]
-            if end[top] > since:
-                stop = min(end[top], until)
-                for column, value in zip(pieces, (since, stop, top), strict=True):
-                    column.append(value)
-                since = stop
-            if end[top] <= until:
-                stack.pop()
-        return until
-
-    at = start[0]
-    for i, begin in enumerate(start):
-        at = show(at, begin)
-        stack.append(i)
-    show(at, max(end))
-    return pieces
+    """Sweep over the spans in the order of their start; the heap holds those that have begun, on top the one to be seen."""
+    begin: list[int] = []
+    over: list[int] = []
+    owner: list[int] = []
+    under_way: list[tuple[int, int]] = []  # end and, negative so that the one that began last comes first, the number
+    for i, now in enumerate([*start, max(end)]):
+        since = start[i - 1] if i else now
+        while under_way and since < now:
+            stop, number = under_way[0]
+            if stop > since:
+                if owner and owner[-1] == -number and over[-1] == since:
+                    over[-1] = min(stop, now)
+                else:
+                    begin.append(since)
+                    over.append(min(stop, now))
+                    owner.append(-number)
+                since = over[-1]
+            if stop <= now:
+                heapq.heappop(under_way)
+        if i < len(start):
+            heapq.heappush(under_way, (end[i], -i))
+    return begin, over, owner
 
 
 def _clip(bars: Bars, intervals: Intervals, *, inside: bool) -> Bars:

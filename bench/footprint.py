@@ -1,0 +1,112 @@
+"""What a process and everything below it hold: descriptors, shared memory, memory, processes; and whether that grows."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import psutil
+
+__all__ = ["GROWTH", "Footprint", "footprint", "growth", "too_much", "watch_growth"]
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What is held at one moment.
+
+    Args:
+        descriptors: open ones, of this process and all below it.
+        segments: shared memory: descriptors of segments without a name, and files in /dev/shm.
+        processes: below this one.
+        resident: bytes of memory of this process.
+        below: bytes of memory of the processes below it, each counted as its own.
+    """
+
+    descriptors: float
+    segments: float
+    processes: float
+    resident: float
+    below: float
+
+
+# The most that each may grow by with each run, or each group, once warm. What leaks leaks whole: one descriptor each time is 1.
+GROWTH: Final = Footprint(descriptors=0.01, segments=0.01, processes=0.01, resident=4096, below=4096)
+
+
+def footprint() -> Footprint:
+    """What this process holds now; what is only waiting for the garbage collector does not count."""
+    gc.collect()
+    me = psutil.Process()
+    below = me.children(recursive=True)
+    held = [_links(p.pid) for p in (me, *below)]
+    named = len(list(Path("/dev/shm").iterdir())) if Path("/dev/shm").is_dir() else 0
+    memory = 0
+    for process in below:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            memory += process.memory_info().rss
+    return Footprint(
+        sum(map(len, held)),
+        named + sum("memfd:" in link for links in held for link in links),
+        len(below),
+        me.memory_info().rss,
+        memory,
+    )
+
+
+def watch_growth(action: Callable[[], object], count: int, *, warm: int, looks: int = 30) -> Footprint:
+    """Do something `warm + count` times; by how much what is held grows with each time after the warm ones.
+
+    Args:
+        action: what is done.
+        count: how often, once warm.
+        warm: how often before that: imports, caches and the allocator's pools fill up.
+        looks: at how many moments what is held is looked at.
+    """
+    for _ in range(warm):
+        action()
+    every = max(1, count // looks)
+    gc.collect()
+    gc.freeze()  # what is here by now need not be collected again and again: torch alone makes that 0.15 s
+    try:
+        at, seen = [0], [footprint()]
+        for number in range(1, count + 1):
+            action()
+            if number % every == 0:
+                at.append(number)
+                seen.append(footprint())
+    finally:
+        gc.unfreeze()
+    return growth(at, seen)
+
+
+def growth(at: list[int], seen: list[Footprint]) -> Footprint:
+    """The slope of each quantity: Theil-Sen's, the median of the slopes between all pairs, which single jumps do not move.
+
+    Source: P. K. Sen, "Estimates of the Regression Coefficient Based on Kendall's Tau", 1968.
+    """
+    x, y = np.array(at, float), np.array([astuple(s) for s in seen], float)
+    first, second = np.triu_indices(len(x), 1)
+    slopes = (y[second] - y[first]) / (x[second] - x[first])[:, None]
+    return Footprint(*np.median(slopes, axis=0).tolist())
+
+
+def too_much(grown: Footprint, times: float = 1) -> list[str]:
+    """The quantities that grow by more than `GROWTH`, or some multiple of it, allows."""
+    names = [f.name for f in fields(Footprint)]
+    return [n for n in names if getattr(grown, n) > times * getattr(GROWTH, n)]
+
+
+def _links(pid: int) -> list[str]:
+    """What the open descriptors of a process are; [] if it has just ended."""
+    links = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the listing's own
+                links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return links

@@ -1,0 +1,164 @@
+"""Programs in which nothing is wrong, though ranks are slow, or do several things at once: nobody may call them stuck.
+
+Each is called on every rank with how many there are, and which of them is slow. It returns 1.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+__all__ = ["HEALTHY"]
+
+
+def _total(size: int) -> float:
+    import torch
+    import torch.distributed as dist
+
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return float(total) / size
+
+
+def _delay(slow: int, seconds: float = 1.3) -> None:
+    if int(os.environ["RANK"]) == slow:
+        time.sleep(seconds)
+
+
+def _asynchronous(size: int, slow: int) -> float:
+    import torch
+    import torch.distributed as dist
+
+    tensors = [torch.ones(1 << 16) for _ in range(200)]  # more at a time than a rank can note down
+    works = [dist.all_reduce(t, async_op=True) for t in tensors[:100]]
+    _delay(slow)
+    works += [dist.all_reduce(t, async_op=True) for t in tensors[100:]]
+    for work_ in reversed(works):
+        work_.wait()
+    return sum(float(t[0]) for t in tensors) / 200 / size
+
+
+def _groups(size: int, slow: int) -> float:
+    import torch
+    import torch.distributed as dist
+
+    me = dist.get_rank()
+    pairs = {pair: dist.new_group(pair) for pair in ((0, 1), (1, 2), (0, 2))}
+    total = torch.ones(2, 2) if me == (slow + 1) % size else torch.ones(4)  # as many elements
+    for pair, group in pairs.items():
+        _delay(slow, 0.5)
+        if me in pair:
+            dist.all_reduce(torch.ones(3), group=group)
+            dist.barrier(group=group)
+    dist.all_reduce(total)
+    return float(total.sum()) / 4 / size
+
+
+def _messages(size: int, slow: int) -> float:
+    import torch
+    import torch.distributed as dist
+
+    me, size = dist.get_rank(), dist.get_world_size()
+    outgoing, incoming = [torch.full((5,), float(i)) for i in range(8)], [torch.zeros(5) for _ in range(8)]
+    sends = [dist.P2POp(dist.isend, t, (me + 1) % size) for t in outgoing]
+    receives = [dist.P2POp(dist.irecv, t, (me - 1) % size) for t in incoming]
+    _delay(slow)
+    for work_ in dist.batch_isend_irecv([*sends, *receives]):
+        work_.wait()
+    if me == slow:
+        for _ in range(size - 1):
+            dist.recv(torch.zeros(3))  # from whoever sends one
+    else:
+        dist.send(torch.ones(3), slow)
+    return float(sum(t[0] for t in incoming)) / 28
+
+
+def _large(size: int, slow: int) -> float:
+    import torch
+    import torch.distributed as dist
+
+    _delay(slow, 1.0)
+    much = torch.ones(1 << 25)
+    for _ in range(2):
+        dist.all_reduce(much)
+        dist.broadcast(much, slow)
+    return float(much[-1]) / size**2
+
+
+def _threads(size: int, slow: int) -> float:
+    import torch
+    import torch.distributed as dist
+
+    me, got = dist.get_rank(), torch.zeros(1)
+    if me == slow:  # one thread waits for a message, and another will send the one that it depends on
+        sender = threading.Timer(1.3, dist.send, (torch.ones(1), (slow + 1) % size))
+        sender.start()
+        dist.recv(got, (slow + 1) % size)
+        sender.join()
+    elif me == (slow + 1) % size:
+        dist.recv(got, slow)
+        dist.send(got, slow)
+    return _total(size)
+
+
+def _train(slow: int, model: Any) -> float:
+    import torch
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(4):
+        if number == 2:
+            _delay(slow)
+        optimizer.zero_grad()
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+    return 1.0
+
+
+def _model() -> Any:
+    import torch
+
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(layer for _ in range(3) for layer in (torch.nn.Linear(64, 64), torch.nn.ReLU())))
+
+
+def _ddp(_: int, slow: int) -> float:
+    import torch
+
+    return _train(slow, torch.nn.parallel.DistributedDataParallel(_model(), bucket_cap_mb=1))
+
+
+def _fsdp(_: int, slow: int) -> float:
+    from torch.distributed.fsdp import fully_shard
+
+    model = _model()
+    for layer in model[::2]:
+        fully_shard(layer)
+    return _train(slow, fully_shard(model))
+
+
+def _dtensor(size: int, slow: int) -> float:
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (size,))
+    rows = distribute_tensor(torch.ones(6, 6), mesh, [Shard(0)])
+    columns = distribute_tensor(torch.ones(6, 6), mesh, [Shard(1)])
+    _delay(slow)
+    product: Any = (rows @ columns).redistribute(mesh, [Replicate()])
+    return float(product.to_local()[0, 0]) / 6
+
+
+HEALTHY: Final[dict[str, Callable[[int, int], float]]] = {
+    "asynchronous": _asynchronous,
+    "groups": _groups,
+    "messages": _messages,
+    "large messages": _large,
+    "threads": _threads,
+    "DDP": _ddp,
+    "FSDP2": _fsdp,
+    "DTensor": _dtensor,
+}

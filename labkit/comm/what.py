@@ -1,0 +1,59 @@
+"""What a rank gives to a collective, in words, as far as it must be the same on all ranks: so that a mismatch can be named."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Final
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+__all__ = ["tensor_in_words", "what_all_give"]
+
+# Which argument all ranks give alike in number and type. What is not here may differ from rank to rank.
+_ALIKE: Final = {
+    "all_reduce": 0,
+    "broadcast": 0,
+    "reduce": 0,
+    "all_gather": 1,
+    "all_gather_into_tensor": 1,
+    "gather": 1,
+    "reduce_scatter": 0,
+    "reduce_scatter_tensor": 0,
+    "scatter": 0,
+}
+_REDUCES: Final = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
+
+
+def what_all_give(name: str, arguments: tuple[Any, ...]) -> str:
+    """For example "float32 [4, 3], product, root 1"; "" for an operation that asks for nothing of the kind."""
+    place = _ALIKE.get(name)
+    if place is None or len(arguments) <= place:
+        return ""
+    options, tensor = arguments[-1], _first(arguments[place])
+    if tensor is None:
+        return ""
+    operation = getattr(getattr(options, "reduceOp", None), "op", None) if name in _REDUCES else None
+    return _in_words(tensor.dtype, tensor.shape, operation, getattr(options, "rootRank", None))
+
+
+def tensor_in_words(value: Any) -> str:
+    """Type and shape of a tensor, or of the first in a list: "float32 [4, 3]"."""
+    tensor = _first(value)
+    return "" if tensor is None else _in_words(tensor.dtype, tensor.shape, None, None)
+
+
+def _first(value: Any) -> torch.Tensor | None:
+    while isinstance(value, (list, tuple)) and value:
+        value = value[0]
+    return value if isinstance(value, torch.Tensor) else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _in_words(dtype: torch.dtype, shape: torch.Size, operation: Any, root: int | None) -> str:
+    parts = [f"{str(dtype).removeprefix('torch.')} {list(shape)}"]
+    if operation not in (None, c10d.ReduceOp.SUM):
+        parts.append(getattr(operation, "name", str(operation)).lower())
+    if root is not None:
+        parts.append(f"root {root}")
+    return ", ".join(parts)

@@ -1,0 +1,332 @@
+"""Groups that hang, each in its own way, on real ranks: they are told why, within a moment, and go on with the next run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.distributed as dist  # noqa: E402
+
+import labkit as lab  # noqa: E402
+from labkit.errors import StuckError  # noqa: E402
+from labkit.output import Output  # noqa: E402
+from labkit.run import Flight  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[lab.Group]:
+    with lab.Group(3, timeout_s=60) as group:
+        yield group
+
+
+def returns_early() -> None:
+    if dist.get_rank() == 1:
+        return
+    dist.all_reduce(torch.ones(3))
+
+
+def only_on_rank_0() -> None:
+    if dist.get_rank() == 0:
+        dist.barrier()
+    dist.all_reduce(torch.ones(2))
+
+
+def another_order() -> None:
+    mine = [dist.all_reduce, lambda x: dist.broadcast(x, 0)]
+    for collective in mine if dist.get_rank() == 0 else reversed(mine):
+        collective(torch.ones(3))
+
+
+def other_shapes() -> None:
+    dist.all_reduce(torch.ones(4 if dist.get_rank() else 5))
+
+
+def other_roots() -> None:
+    dist.broadcast(torch.ones(4), src=dist.get_rank() % 2)
+
+
+def two_send() -> None:
+    me = dist.get_rank()
+    if me < 2:
+        dist.send(torch.ones(5), 1 - me)
+        dist.recv(torch.ones(5), 1 - me)
+
+
+def two_receive() -> None:
+    me = dist.get_rank()
+    if me < 2:
+        dist.recv(torch.ones(5), 1 - me)
+
+
+def nobody_sends() -> None:
+    if dist.get_rank() == 0:
+        dist.recv(torch.ones(5), 1)
+    else:
+        dist.barrier()
+
+
+def a_ring_of_sends() -> None:
+    me, size = dist.get_rank(), dist.get_world_size()
+    dist.send(torch.ones(5), (me + 1) % size)
+
+
+def one_caught_its_error() -> None:
+    try:
+        if dist.get_rank() == 1:
+            raise ValueError("caught")
+        dist.all_reduce(torch.ones(2))
+    except ValueError:
+        pass
+    dist.barrier()
+
+
+def waits_for_an_asynchronous_one() -> None:
+    if dist.get_rank() != 2:
+        dist.all_reduce(torch.ones(2), async_op=True).wait()
+
+
+def ddp_with_a_batch_less() -> None:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    for _ in range(3 - (dist.get_rank() == 1)):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+STUCK: dict[Callable[[], None], tuple[str, str]] = {
+    only_on_rank_0: ("is barrier", "on rank 0, and all_reduce of float32 [2]"),
+    another_order: ("is all_reduce of float32 [3]", "and broadcast of float32 [3], root 0"),
+    other_shapes: ("all_reduce of float32 [5]", "and all_reduce of float32 [4]"),
+    other_roots: ("broadcast of float32 [4], root 0", "broadcast of float32 [4], root 1"),
+    two_send: ("rank 0 waits in send", "for rank 1; rank 1 waits in send"),
+    two_receive: ("rank 0 waits in recv", "for rank 1; rank 1 waits in recv"),
+    nobody_sends: ("rank 0 waits in recv", "rank 1 waits in barrier"),
+    a_ring_of_sends: ("for rank 2; rank 2 waits in send", "for rank 0"),
+    one_caught_its_error: ("all_reduce of float32 [2]", "and barrier"),
+}
+DESERTED: dict[Callable[[], None], tuple[int, str]] = {
+    returns_early: (1, "rank 0 and rank 2 still wait for it in all_reduce"),
+    waits_for_an_asynchronous_one: (2, "rank 0 and rank 1 still wait for it in all_reduce"),
+    ddp_with_a_batch_less: (1, "rank 0 and rank 2 still wait for it in all_reduce"),
+}
+
+
+def total() -> float:
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    return float(one)
+
+
+@pytest.mark.parametrize("function", STUCK, ids=lambda f: f.__name__)
+def test_ranks_that_wait_for_one_another(three: lab.Group, function: Callable[[], None]) -> None:
+    with pytest.raises(StuckError) as caught:
+        three.run(function)
+    for words in STUCK[function]:
+        assert words in caught.value.headline
+    assert "test_stuck_groups.py, line" in caught.value.headline
+    assert [line.split(" was ")[0].split(" had ")[0] for line in caught.value.doings] == ["rank 0", "rank 1", "rank 2"]
+    assert three.run(total).results == [3.0] * 3
+
+
+@pytest.mark.parametrize("function", DESERTED, ids=lambda f: f.__name__)
+def test_ranks_that_wait_for_one_that_returned(three: lab.Group, function: Callable[[], None]) -> None:
+    culprit, words = DESERTED[function]
+    with pytest.raises(lab.RankError) as caught:
+        three.run(function)
+    assert caught.value.rank == culprit
+    assert f"rank {culprit} returned while {words}" in caught.value.report()
+    assert three.run(total).results == [3.0] * 3
+
+
+def test_a_collective_on_one_rank_alone(three: lab.Group) -> None:
+    with pytest.raises(lab.RankError, match="rank 1 was not called, and rank 0 still waits for it in all_reduce"):
+        three[0].run(total)
+    assert three.run(total).results == [3.0] * 3
+
+
+def other_types() -> None:
+    dist.all_reduce(torch.ones(4, dtype=[torch.float32, torch.float64][dist.get_rank() % 2]))
+
+
+def gives_up_in_time() -> str:
+    from datetime import timedelta
+
+    if dist.get_rank() != 0:
+        return ""
+    try:
+        dist.irecv(torch.ones(5), 1).wait(timedelta(seconds=2))
+    except RuntimeError as error:
+        return type(error).__name__
+    return "received"
+
+
+def test_who_waits_with_a_time_limit_is_left_alone(three: lab.Group) -> None:
+    assert three.run(gives_up_in_time).results == ["RuntimeError", "", ""]
+
+
+def test_a_mismatch_that_crashes_is_explained(three: lab.Group) -> None:
+    with pytest.raises(lab.LabError) as caught:
+        three.run(other_types)
+    text = " ".join(str(caught.value).split())
+    assert "all_reduce of float32 [4]" in text
+    assert "all_reduce of float64 [4]" in text
+
+
+def slow(said: list[str]) -> float:
+    if dist.get_rank() == 1:
+        until = __import__("time").monotonic() + 2.0
+        while __import__("time").monotonic() < until:
+            pass
+    return total()
+
+
+def test_who_waits_for_a_rank_that_computes_is_told_so_and_nothing_is_stopped(
+    three: lab.Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("labkit.run.SLOW_NS", 600_000_000)
+    monkeypatch.setattr(Output, "say", lambda _, word: said.append(word))
+    assert three.run(slow, []).results == [3.0] * 3
+    words = [word for word in said if word]
+    assert words
+    # On a busy machine rank 2 may not have come yet when the first word is said.
+    assert words[-1].startswith("rank 1 computes; rank 0 and rank 2 have waited in all_reduce (test_stuck_groups.py, line")
+
+
+def call_back(name: str, depth: int) -> int:
+    from torch.distributed import rpc
+
+    if depth == 0:
+        return 0
+    other = "b" if name == "a" else "a"
+    return rpc.rpc_sync(other, call_back, args=(other, depth - 1)) + 1
+
+
+def test_calls_that_wait_for_one_another_for_want_of_threads() -> None:
+    with lab.Group(["a", "b"], runtime="rpc", timeout_s=60) as group:
+        assert group["a"].run(call_back, "a", 8).results == [8]
+        with pytest.raises(StuckError) as caught:
+            group["a"].run(call_back, "a", 200)
+        assert "a waits in rpc_sync call_back" in caught.value.headline
+        assert group["a"].run(call_back, "a", 2).results == [2]
+
+
+LOCK = threading.Lock()
+
+
+def locked(other: str, depth: int) -> int:
+    """Takes the lock of its rank, and calls the other rank back: the third call waits for the first for ever."""
+    from torch.distributed import rpc
+
+    with LOCK:
+        return rpc.rpc_sync(other, call_locked, args=(other, depth)) if depth else 0
+
+
+def call_locked(me: str, depth: int) -> int:
+    from torch.distributed import rpc
+
+    other = "b" if me == "a" else "a"
+    return rpc.rpc_sync(other, locked, args=(me, depth - 1))
+
+
+def test_calls_in_a_circle_around_a_lock_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def say_and_stop(_: Output, word: str) -> None:
+        if word and not said:
+            said.append(word)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Output, "say", say_and_stop)
+    with lab.Group(["a", "b"], runtime="rpc", timeout_s=60) as group:
+        assert group["a"].run(call_locked, "a", 1).results == [0]
+        with pytest.raises(KeyboardInterrupt):
+            group["a"].run(call_locked, "a", 3)
+    assert said[0].startswith(
+        "calls wait for one another in a circle: a → b → a → b, and nobody computes: does one of them hold a"
+    )
+
+
+def test_a_verdict_that_does_not_hold_is_dropped(three: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are looked at one after the other: what seems to hang may have moved meanwhile."""
+    looks = []
+    look = Flight._look_for_stuck
+
+    def look_and_forget(flight: Flight, now_ns: int) -> Any:
+        looks.append(now_ns)
+        if len(looks) % 3 == 0 and flight._suspicion is not None:
+            flight._suspicion = (("another", 1),), flight._suspicion[1]  # as if the evidence had been another one
+        if len(looks) == 60:
+            monkeypatch.setattr(Flight, "_look_for_stuck", look)
+        return look(flight, now_ns)
+
+    monkeypatch.setattr(Flight, "_look_for_stuck", look_and_forget)
+    with pytest.raises(StuckError):
+        three.run(two_receive)
+    assert len(looks) == 60
+
+
+# Ranks that only seem to hang.
+
+
+def other_threads_go_on() -> float:
+    """Rank 0 waits for a message on one thread, and another one will send what that message depends on."""
+    me, got = dist.get_rank(), torch.zeros(1)
+    if me == 0:
+        sender = threading.Timer(1.5, dist.send, (torch.ones(1), 1))
+        sender.start()
+        dist.recv(got, 1)
+        sender.join()
+    elif me == 1:
+        dist.recv(got, 0)
+        dist.send(got, 0)
+    return float(got)
+
+
+def test_a_thread_that_will_send_is_waited_for(three: lab.Group) -> None:
+    assert three.run(other_threads_go_on).results == [1.0, 1.0, 0.0]
+
+
+def a_world_of_its_own() -> float:
+    """Its first collective is no other than that of the world before, though both are number 1."""
+    dist.all_reduce(torch.ones(3))
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        threading.Event().wait(1.5)
+    one = torch.ones(2)
+    dist.broadcast(one, 0)
+    return float(one[0])
+
+
+def test_a_world_that_is_initialised_again_counts_anew() -> None:
+    with lab.Group(3, timeout_s=60) as group:
+        assert group.run(a_world_of_its_own).results == [1.0] * 3
+
+
+def test_a_rank_stopped_by_a_signal_is_spoken_of_and_goes_on(three: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    from labkit.output import Output
+
+    pids = three.run(os.getpid).results
+    said: list[str] = []
+
+    def say(_: Output, word: str) -> None:
+        said.append(word)
+        if word:
+            os.kill(pids[1], signal.SIGCONT)
+
+    monkeypatch.setattr(Output, "say", say)
+    assert three.run(stop_itself).results == [3.0] * 3
+    words = [word for word in said if word]
+    assert words[0] == f"stopped by a signal (SIGSTOP): rank 1; `kill -CONT {pids[1]}` lets the run go on"
+
+
+def stop_itself() -> float:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return total()
