@@ -294,11 +294,11 @@ def _why(ranks: Sequence[Standing], hopeless: set[int]) -> tuple[str, str, int |
         names = _listed([ranks[i].name for i in sorted(hopeless)])
         verb = "waits" if len(hopeless) == 1 else "wait"
         return f"{names} {verb} for a message that nobody will send", "", None
-    links = []
-    for i, which in zip(circle, [*circle[1:], circle[0]], strict=True):
-        operation = ranks[i].blocked[-1]
-        links.append(f"{ranks[i].name} waits in {_operation(operation, ())}{_place(operation)} for {ranks[which].name}")
-    return "; ".join(links), _usual([ranks[i].blocked[-1] for i in circle]), None
+    links = [
+        f"{ranks[i].name} waits in {_operation(operation, ())}{_place(operation)} for {ranks[which].name}"
+        for (i, operation), (which, _) in zip(circle, [*circle[1:], circle[0]], strict=True)
+    ]
+    return "; ".join(links), _usual([operation for _, operation in circle]), None
 
 
 def _deserted(ranks: Sequence[Standing], hopeless: set[int], gone: int) -> tuple[str, str, int]:
@@ -313,18 +313,26 @@ def _deserted(ranks: Sequence[Standing], hopeless: set[int], gone: int) -> tuple
     return f"returned while {who} in {operation.name}{_place(operation)}", ALL, gone
 
 
-def _circle(ranks: Sequence[Standing], hopeless: set[int]) -> list[int]:
-    """Ranks each of which waits for the next, and the last for the first."""
-    path: list[int] = []
-    at = min(hopeless)
-    while at not in path:
-        path.append(at)
-        waited_for = (q for op in ranks[at].blocked for q in _missing(ranks, at, op) if q in hopeless)
-        following = next(waited_for, None)
-        if following is None:
-            return []
-        at = following
-    return path[path.index(at) :]
+def _circle(ranks: Sequence[Standing], hopeless: set[int]) -> list[tuple[int, Pending]]:
+    """Ranks each of which waits for the next, and the last for the first, each with what it waits in: the smallest such circle."""
+    waits: dict[int, dict[int, Pending]] = {
+        i: {q: op for op in ranks[i].blocked for q in _missing(ranks, i, op) if q in hopeless} for i in sorted(hopeless)
+    }
+    circle = min(filter(None, (_way_back(i, waits) for i in waits)), key=len, default=[])
+    return [(i, waits[i][q]) for i, q in zip(circle, [*circle[1:], *circle[:1]], strict=True)]
+
+
+def _way_back(start: int, waits: Mapping[int, Mapping[int, Pending]]) -> list[int]:
+    """The shortest way from a rank to one that waits for it; empty where no way leads back."""
+    paths, seen = [[start]], set()
+    for path in paths:  # which grows meanwhile, the shortest first
+        for which in waits[path[-1]]:
+            if which == start:
+                return path
+            if which not in seen:
+                seen.add(which)
+                paths.append([*path, which])
+    return []
 
 
 def _usual(operations: Sequence[Pending]) -> str:

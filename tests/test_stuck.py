@@ -272,6 +272,26 @@ def test_calls_that_wait_for_one_another_until_no_thread_is_left() -> None:
     assert "Calls wait for one another" in found.hint
 
 
+def test_the_smallest_circle_is_told() -> None:
+    """A rank waits on several threads, and one of those waits leads round a longer way."""
+    both = standing(message("recv", 2, 0, thread=1), message("recv", 1, 0, thread=2))
+    found = verdict(both, standing(message("recv", 0, 1)), standing(message("recv", 1, 2)))
+    assert found is not None
+    assert found.ranks == (0, 1, 2)
+    assert found.headline == (
+        "rank 0 waits in recv (cell 5, line 1) for rank 1; rank 1 waits in recv (cell 5, line 1) for rank 0"
+    )
+
+
+def test_what_leads_into_a_circle_is_no_part_of_it() -> None:
+    found = verdict(
+        standing(message("recv", 1, 0)), standing(message("recv", 2, 1)), standing(message("recv", 1, 2)), standing(op("barrier"))
+    )
+    assert found is not None
+    assert found.headline.startswith("rank 1 waits in recv")
+    assert found.headline.endswith("for rank 1")
+
+
 def test_calls_in_a_circle() -> None:
     a = Standing("a", [call(0, 1, 1, thread=1), serve(1, 0, 1, thread=2), call(0, 1, 2, thread=2)], serving=THREADS)
     b = Standing("b", [serve(0, 1, 1, thread=7), call(1, 0, 1, thread=7), serve(0, 1, 2, thread=8)], serving=THREADS)
