@@ -314,7 +314,7 @@ def _deserted(ranks: Sequence[Standing], hopeless: set[int], gone: int) -> tuple
 
 
 def _circle(ranks: Sequence[Standing], hopeless: set[int]) -> list[tuple[int, Pending]]:
-    """Ranks each of which waits for the next, and the last for the first, each with what it waits in: the smallest such circle."""
+    """The smallest circle of ranks each of which waits for the next, with what it waits in."""
     waits: dict[int, dict[int, Pending]] = {
         i: {q: op for op in ranks[i].blocked for q in _missing(ranks, i, op) if q in hopeless} for i in sorted(hopeless)
     }

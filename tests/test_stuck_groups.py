@@ -16,7 +16,7 @@ import torch.distributed as dist  # noqa: E402
 import labkit as lab  # noqa: E402
 from labkit.errors import StuckError  # noqa: E402
 from labkit.output import Output  # noqa: E402
-from labkit.run import Flight  # noqa: E402
+from labkit.watchdog import Watchdog  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ def test_who_waits_for_a_rank_that_computes_is_told_so_and_nothing_is_stopped(
     three: lab.Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr("labkit.run.SLOW_NS", 600_000_000)
+    monkeypatch.setattr("labkit.watchdog.SLOW_NS", 600_000_000)
     monkeypatch.setattr(Output, "say", lambda _, word: said.append(word))
     assert three.run(slow, []).results == [3.0] * 3
     words = [word for word in said if word]
@@ -254,17 +254,17 @@ def test_calls_in_a_circle_around_a_lock_are_told(monkeypatch: pytest.MonkeyPatc
 def test_a_verdict_that_does_not_hold_is_dropped(three: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are looked at one after the other: what seems to hang may have moved meanwhile."""
     looks = []
-    look = Flight._look_for_stuck
+    look = Watchdog.look
 
-    def look_and_forget(flight: Flight, now_ns: int) -> Any:
+    def look_and_forget(watchdog: Watchdog, now_ns: int) -> Any:
         looks.append(now_ns)
-        if len(looks) % 3 == 0 and flight._suspicion is not None:
-            flight._suspicion = (("another", 1),), flight._suspicion[1]  # as if the evidence had been another one
+        if len(looks) % 3 == 0 and watchdog._suspicion is not None:
+            watchdog._suspicion = (("another", 1),), watchdog._suspicion[1]  # as if the evidence had been another one
         if len(looks) == 60:
-            monkeypatch.setattr(Flight, "_look_for_stuck", look)
-        return look(flight, now_ns)
+            monkeypatch.setattr(Watchdog, "look", look)
+        return look(watchdog, now_ns)
 
-    monkeypatch.setattr(Flight, "_look_for_stuck", look_and_forget)
+    monkeypatch.setattr(Watchdog, "look", look_and_forget)
     with pytest.raises(StuckError):
         three.run(two_receive)
     assert len(looks) == 60
