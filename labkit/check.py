@@ -6,13 +6,12 @@ import ast
 import html
 import inspect
 import textwrap
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from labkit.errors import LabError, RankError, StuckError
+from labkit.errors import RankError, RunTimeoutError, StuckError
 from labkit.exercises import find
 from labkit.exercises.judging import AnswerError, Exercise
 from labkit.group import Group
@@ -111,18 +110,15 @@ def _not_written(exercise: Exercise) -> Verdict:
 
 
 def _on_ranks(ranks: Any, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-    begun_s = time.monotonic()
     with Group(ranks, devices="cpu", timeout_s=LIMIT_S, **options) as group:  # the same verdict with and without GPUs
         try:
             return list(group.run(function, *args).results)
         except StuckError as stuck:
             details = filter(None, (stuck.hint, *stuck.doings))
             raise AnswerError(f"the ranks can never go on: {stuck.headline}", *details) from None
-        except LabError as error:
-            if isinstance(error, RankError) or time.monotonic() - begun_s < LIMIT_S:
-                raise
+        except RunTimeoutError as late:
             hint = f"not finished after {LIMIT_S:.0f} s: do all ranks call the same operations in the same order?"
-            raise AnswerError(hint, *str(error).splitlines()[1:]) from None
+            raise AnswerError(hint, *late.doings) from None
 
 
 def _sentence(text: str) -> str:

@@ -9,7 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, ParamSpec, TypeVar
 
-__all__ = ["LabError", "RankError", "RankFailure", "Stopped", "StuckError", "edge", "install_command", "missing"]
+__all__ = [
+    "LabError",
+    "RankError",
+    "RankFailure",
+    "RunTimeoutError",
+    "Stopped",
+    "StuckError",
+    "edge",
+    "install_command",
+    "missing",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -130,7 +140,23 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
-class StuckError(LabError):
+class _EndedByGroupError(LabError):
+    """A run that the group ended although no rank had failed; the report has a line for each rank."""
+
+    why = "{}"
+
+    def __init__(self, headline: str, hint: str, doings: list[str]) -> None:
+        self.headline, self.hint, self.doings = headline, hint, doings
+        super().__init__(headline, hint, doings)
+
+    def __str__(self) -> str:
+        why = [_wrapped(text) for text in (self.why.format(self.headline), self.hint) if text]
+        doings = [f"    {line}" for line in self.doings]
+        end = "All ranks were stopped; the next run starts fresh ones."
+        return "\n" + "\n".join([_RULE, *why, "", *doings, "", end, _RULE])
+
+
+class StuckError(_EndedByGroupError):
     """Ranks that can never go on were stopped.
 
     Args:
@@ -139,15 +165,19 @@ class StuckError(LabError):
         doings: a line for each rank.
     """
 
-    def __init__(self, headline: str, hint: str, doings: list[str]) -> None:
-        self.headline, self.hint, self.doings = headline, hint, doings
-        super().__init__(headline, hint, doings)
+    why = "The ranks can never go on: {}."
 
-    def __str__(self) -> str:
-        why = [_wrapped(text) for text in (f"The ranks can never go on: {self.headline}.", self.hint) if text]
-        doings = [f"    {line}" for line in self.doings]
-        end = "All ranks were stopped; the next run starts fresh ones."
-        return "\n" + "\n".join([_RULE, *why, "", *doings, "", end, _RULE])
+
+class RunTimeoutError(_EndedByGroupError):
+    """A run took longer than the group's `timeout_s`, and its ranks were stopped.
+
+    Args:
+        headline: what took longer than what.
+        hint: who waits for whom, where somebody does; else "".
+        doings: a line for each rank.
+    """
+
+    why = "{}."
 
 
 class Stopped(KeyboardInterrupt):

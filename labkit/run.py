@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 from labkit import wire
 from labkit.channel import Frame
 from labkit.crew import Crew, Member
-from labkit.errors import LabError, RankError, RankFailure, Stopped, StuckError
+from labkit.errors import LabError, RankError, RankFailure, RunTimeoutError, Stopped, StuckError
 from labkit.exits import explain_exit
 from labkit.output import Output
 from labkit.records import Records
@@ -109,7 +109,7 @@ class Flight:
 
         Raises:
             RankError: a rank failed.
-            LabError: the time is over.
+            RunTimeoutError: the time is over.
             Stopped: the student pressed Stop.
         """
         picture = self._picture
@@ -148,10 +148,9 @@ class Flight:
             if failed_s and now - failed_s > (GRACE_S if any(not f.consequence for f in self._failures.values()) else CAUSE_S):
                 return
             if deadline_s is not None and now > deadline_s:
-                lines = self._doings(time.perf_counter_ns(), closely=True)
-                raise LabError(
-                    "\n".join([f"{self._name} took longer than the group's timeout_s; the ranks were stopped.", *lines])
-                )
+                doings = self._doings(time.perf_counter_ns(), closely=True)
+                headline = f"{self._name} took longer than the group's timeout_s={self._crew.plan.timeout_s:g}"
+                raise RunTimeoutError(headline, self._watchdog.notice, doings)
             if now - looked > LOOK_EVERY_S or hurry:
                 looked = now
                 hurry = max(self._read_output(m) for m in self._members) >= FULL_BYTES

@@ -21,6 +21,7 @@ import pytest
 from processes import left_after
 
 import labkit as lab
+from labkit.errors import RunTimeoutError
 from labkit.notebook import notebook
 from labkit.runtimes import RUNTIMES, share_of_devices
 
@@ -371,12 +372,15 @@ def test_a_run_that_takes_too_long_says_what_the_ranks_were_doing(start: str) ->
 
     with lab.Group(2, runtime="bare", start=start, timeout_s=0.5) as group:
         group.run(int)
-        with pytest.raises(lab.LabError) as caught:
+        with pytest.raises(RunTimeoutError) as caught:
             group.run(f)
-        assert str(caught.value).splitlines() == [
-            "f took longer than the group's timeout_s; the ranks were stopped.",
-            "rank 0 had returned",
-            "rank 1 was computing",
+        assert str(caught.value).strip().strip("─").strip().splitlines() == [
+            "f took longer than the group's timeout_s=0.5.",
+            "",
+            "    rank 0 had returned",
+            "    rank 1 was computing",
+            "",
+            "All ranks were stopped; the next run starts fresh ones.",
         ]
         assert group.run(int).results == [0, 0]
 
