@@ -324,8 +324,8 @@ class Group:
                 self._fit = flight.intact
                 raise
             self._fit = flight.intact
-            if flight.moved:
-                self._tell("CUDA tensors in results come back as CPU tensors.")
+            for note in flight.notes:
+                self._tell(note)
             return run
         except KeyboardInterrupt as stop:  # while the ranks started, say: the frames of that tell the student nothing
             raise (stop if isinstance(stop, Stopped) else Stopped(name, [])) from None

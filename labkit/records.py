@@ -10,6 +10,7 @@ import numpy as np
 
 from labkit.crew import Member
 from labkit.ring import CALL, COMMUNICATION, COMPUTE, OPEN, Pending, record_dtype
+from labkit.stuck import amount
 from labkit.trace import Trace, from_records
 
 __all__ = ["Records"]
@@ -117,6 +118,36 @@ class Records:
                 here = (chunk["kind"] == COMMUNICATION) & (chunk["match"] == match) & (chunk["group"] == number)
                 found += [self._operation(rank, row) for row in chunk[here & ~_failed(chunk)]]
         return found
+
+    def unequal_messages(self) -> list[tuple[str, Pending]]:
+        """The first message that was received as something else than was sent: both sides, each with the name of its rank.
+
+        A backend copies bytes, and tells nobody when a message is shorter than its receive, or of another type.
+        """
+        texts: dict[str, int] = {}
+        sides = []  # of messages, in columns: rank, chunk, row in it; group, number; what, as a number in `texts`
+        for rank, chunks in enumerate(self._chunks):
+            names = self._readers[rank].names()
+            between = np.array([texts.setdefault(n, len(texts)) if n.startswith("p2p ") else -1 for n in names])
+            if not chunks or between.max() < 0:
+                continue
+            amounts = np.array([texts.setdefault(amount(n), len(texts)) for n in names])
+            for number, chunk in enumerate(chunks):
+                told = (chunk["kind"] == COMMUNICATION) & (chunk["what"] != 0) & ~_failed(chunk)
+                at = np.flatnonzero(told & (between[chunk["group"]] >= 0))
+                rows = chunk[at]
+                place = np.full_like(at, rank), np.full_like(at, number), at
+                sides.append(np.stack([*place, between[rows["group"]], rows["match"].astype(at.dtype), amounts[rows["what"]]]))
+        if not sides:
+            return []
+        every = np.concatenate(sides, axis=1)
+        every = every[:, np.lexsort((every[4], every[3]))]
+        left, right = every[:, :-1], every[:, 1:]
+        unequal = np.flatnonzero((left[3:5] == right[3:5]).all(axis=0) & (left[5] != right[5]))
+        if not len(unequal):
+            return []
+        both = left[:3, unequal[0]].tolist(), right[:3, unequal[0]].tolist()
+        return [(self._members[rank], self._operation(rank, self._chunks[rank][chunk][row])) for rank, chunk, row in sorted(both)]
 
     def _operation(self, rank: int, row: Any) -> Pending:
         names = self._readers[rank].names()

@@ -16,7 +16,7 @@ from labkit.records import Records
 from labkit.report import lost_connection
 from labkit.ring import SERVE, Pending
 from labkit.stacks import crash
-from labkit.stuck import SAME, Verdict, doing, mismatch
+from labkit.stuck import Verdict, doing, mismatch
 from labkit.trace import Trace
 from labkit.watchdog import Watchdog
 
@@ -84,7 +84,7 @@ class Flight:
 
     Attributes:
         intact: False once the processes must not be used again.
-        moved: whether results were copied from a GPU.
+        notes: what the student should be told of a run that succeeded.
     """
 
     def __init__(self, crew: Crew, on: Sequence[int], name: str, picture: Picture | None, *, show: bool) -> None:
@@ -97,7 +97,7 @@ class Flight:
         self._failures: dict[int, RankFailure] = {}
         self._dead: set[int] = set()
         self._watchdog = Watchdog(crew, self._on, self._records, self._results, self._failures)
-        self.moved = False
+        self.notes: list[str] = []
         self.intact = True
         self._start_ns = time.perf_counter_ns()  # before a rank is told: nothing that belongs to the run happened earlier
 
@@ -135,6 +135,10 @@ class Flight:
             error = self._error()
             self._finish("stopped by an error")
             raise error
+        self._records.drain()
+        unequal, hint = mismatch(self._records.unequal_messages())
+        if unequal:
+            self.notes.append(f"{unequal}. {hint}")
         text = self._finish()
         return Run(self._name, tuple(self._names[i] for i in self._on), [self._results[i] for i in self._on], text, self._records)
 
@@ -210,7 +214,8 @@ class Flight:
             self._failures[member.rank] = frame.data
             return
         assert frame.kind == "done" and frame.parcel is not None, f"an unexpected frame {frame.kind!r}"
-        self.moved |= frame.parcel.moved
+        if frame.parcel.moved:
+            self.notes.append("CUDA tensors in results come back as CPU tensors.")
         self._results[member.rank] = wire.unpack(frame.parcel)[0]
         if frame.parcel.lender:
             member.channel.send("read")
@@ -279,8 +284,9 @@ class Flight:
         causes.sort(key=lambda f: (f.headline != ordered[0].headline, f.rank))
         others = {f.rank: self._consequence(f) for f in ordered[1:] if f.consequence} | self._doings_by_rank(now_ns)
         operations = [(m.name, p) for m in self._members for p in (*self._records.failed(m.rank), *m.reader.pending())]
-        unequal = mismatch(operations)
-        hint = f"{unequal[0].upper()}{unequal[1:]}. {SAME}" if unequal else ""
+        there = {(p.group, p.match) for _, p in operations}
+        unequal, usual = mismatch([*operations, *((m.name, p) for m in self._members for p in self._records.done(m.rank, there))])
+        hint = f"{unequal[0].upper()}{unequal[1:]}. {usual}" if unequal else ""
         return RankError(causes, [others[rank] for rank in sorted(others)], stopped=not self.intact, hint=hint)
 
     def _consequence(self, failure: RankFailure) -> str:

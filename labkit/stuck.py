@@ -14,13 +14,14 @@ from typing import Final
 
 from labkit.ring import SERVE, STREAM, TENSORFLOW, TIMED, Pending
 
-__all__ = ["SAME", "Standing", "Verdict", "circle_of_calls", "doing", "mismatch", "stuck", "waiting_for"]
+__all__ = ["Standing", "Verdict", "amount", "circle_of_calls", "doing", "mismatch", "stuck", "waiting_for"]
 
 SAME: Final = "All ranks of a group must call the same collectives, in the same order, on tensors of the same shape and type."
 ALL: Final = (
     "What one rank of a group takes part in, all must, equally often: look for a loop of another length, an early return, or a "
     "collective inside `if rank == 0`."
 )
+FITTING: Final = "A receive needs a tensor of the size and type that is sent."
 CALLED: Final = "`group[0].run(f)` calls f on rank 0 alone; what ranks do together needs `group.run(f)`."
 
 
@@ -166,8 +167,8 @@ def waiting_for(ranks: Sequence[Standing], now_ns: int) -> str:
     )
 
 
-def mismatch(operations: Sequence[tuple[str, Pending]]) -> str:
-    """Where ranks have come to the same operation of a group with something different: a sentence about it; else "".
+def mismatch(operations: Sequence[tuple[str, Pending]]) -> tuple[str, str]:
+    """Where ranks have come to the same operation of a group with something different: a sentence about it, and a hint; else "".
 
     Args:
         operations: the name of a rank, and what it is in, or was in when it failed.
@@ -180,8 +181,10 @@ def mismatch(operations: Sequence[tuple[str, Pending]]) -> str:
         (first, mine), *others = together
         for other, theirs in others:
             if _differs(mine, theirs):
-                return _contrast(first, mine, other, theirs)
-    return ""
+                if mine.group.startswith("p2p "):
+                    return _misfit(*sorted([(first, mine), (other, theirs)], key=lambda side: side[1].name != "send")), FITTING
+                return _contrast(first, mine, other, theirs), SAME
+    return "", ""
 
 
 def _may_end(ranks: Sequence[Standing], hopeless: set[int], me: int, operation: Pending) -> bool:
@@ -271,10 +274,10 @@ def _together(a: Pending, b: Pending) -> bool:
 
 def _differs(a: Pending, b: Pending) -> bool:
     names_differ = a.name != b.name and not a.group.startswith("p2p ")
-    return names_differ or _amount(a.what) != _amount(b.what)
+    return names_differ or amount(a.what) != amount(b.what)
 
 
-def _amount(what: str) -> str:
+def amount(what: str) -> str:
     """The same words for tensors of as many elements: a backend sends elements, and [4] goes well with [2, 2]."""
     return re.sub(r"\[([\d, ]*)\]", lambda shape: str(math.prod(int(n) for n in re.findall(r"\d+", shape[1]))), what)
 
@@ -282,9 +285,9 @@ def _amount(what: str) -> str:
 def _why(ranks: Sequence[Standing], hopeless: set[int]) -> tuple[str, str, int | None]:
     """The first cause, and what is usually wrong then."""
     blocked = [(ranks[i].name, p) for i in sorted(hopeless) for p in ranks[i].blocked]
-    unequal = mismatch([*blocked, *((rank.name, p) for rank in ranks for p in (*rank.pending, *rank.done))])
+    unequal, hint = mismatch([*blocked, *((rank.name, p) for rank in ranks for p in (*rank.pending, *rank.done))])
     if unequal:
-        return unequal, SAME, None
+        return unequal, hint, None
     for i in sorted(hopeless):
         for operation in (*ranks[i].blocked, *ranks[i].queued):
             for gone in _absent(ranks, i, operation):
@@ -349,16 +352,17 @@ def _usual(operations: Sequence[Pending]) -> str:
 
 
 def _contrast(first: str, mine: Pending, other: str, theirs: Pending) -> str:
-    if mine.group.startswith("p2p "):
-        return (
-            f"{first} and {other} exchange a message of different sizes: {mine.name} of {mine.what}{_place(mine)} on {first}, "
-            f"{theirs.name} of {theirs.what}{_place(theirs)} on {other}"
-        )
     group = "" if mine.group == "world" else f" of {mine.group}"
     return (
         f"collective number {mine.match}{group} is {_given(mine)}{_place(mine)} on {first}, and {_given(theirs)}{_place(theirs)} "
         f"on {other}"
     )
+
+
+def _misfit(sender: tuple[str, Pending], receiver: tuple[str, Pending]) -> str:
+    """Of a message."""
+    (source, sent), (destination, received) = sender, receiver
+    return f"{source} sends {sent.what}{_place(sent)}, and {destination} receives it as {received.what}{_place(received)}"
 
 
 def _given(operation: Pending) -> str:

@@ -200,7 +200,7 @@ def test_of_a_communication_that_the_student_marked_nothing_is_known() -> None:
 def test_messages_of_different_sizes() -> None:
     found = verdict(standing(message("send", 0, 1, what="float32 [5]")), standing(message("recv", 0, 1, what="float32 [9]")))
     assert found.ranks == (0, 1)
-    assert "send of float32 [5] (cell 5, line 1) on rank 0, recv of float32 [9]" in found.headline
+    assert found.headline == "rank 0 sends float32 [5] (cell 5, line 1), and rank 1 receives it as float32 [9] (cell 5, line 1)"
 
 
 def test_the_rest_goes_on_computing() -> None:
@@ -307,13 +307,21 @@ def test_calls_in_a_circle() -> None:
 
 def test_mismatch_names_the_first_pair_that_differs() -> None:
     same = op("all_reduce", what="float32 [2]")
-    assert mismatch([("rank 0", same), ("rank 1", same)]) == ""
-    assert mismatch([("rank 0", same), ("rank 1", op("all_reduce", 2, what="float32 [3]"))]) == "", "another operation"
-    text = mismatch([("rank 0", same), ("rank 1", same), ("rank 2", op("all_reduce", what="float64 [2]"))])
+    assert mismatch([("rank 0", same), ("rank 1", same)]) == ("", "")
+    assert mismatch([("rank 0", same), ("rank 1", op("all_reduce", 2, what="float32 [3]"))])[0] == "", "another operation"
+    text, hint = mismatch([("rank 0", same), ("rank 1", same), ("rank 2", op("all_reduce", what="float64 [2]"))])
     assert text == (
         "collective number 1 is all_reduce of float32 [2] (cell 5, line 1) on rank 0, and all_reduce of float64 [2] (cell 5, "
         "line 1) on rank 2"
     )
+    assert "same collectives, in the same order" in hint
+
+
+def test_a_message_that_does_not_fit_is_told_from_its_sender() -> None:
+    sent, received = message("send", 1, 0, what="float32 [8]"), message("recv", 1, 0, what="float32 [4]")
+    text, hint = mismatch([("rank 0", received), ("rank 1", sent)])
+    assert text == "rank 1 sends float32 [8] (cell 5, line 1), and rank 0 receives it as float32 [4] (cell 5, line 1)"
+    assert hint == "A receive needs a tensor of the size and type that is sent."
 
 
 def test_doing() -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist  # noqa: E402
 import labkit as lab  # noqa: E402
 from labkit.errors import StuckError  # noqa: E402
 from labkit.output import Output  # noqa: E402
+from labkit.stuck import FITTING  # noqa: E402
 from labkit.watchdog import Watchdog  # noqa: E402
 
 
@@ -330,3 +331,43 @@ def stop_itself() -> float:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     return total()
+
+
+# Messages that do not fit. gloo copies bytes: a receive that is too large, or of another type, ends as if nothing were wrong.
+
+
+def sends(*given: torch.Tensor) -> None:
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(2), 1)
+        dist.send(given[0], 1)
+    elif dist.get_rank() == 1:
+        dist.recv(torch.ones(2, 1), 0)
+        dist.recv(given[1], 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((torch.ones(4), torch.ones(8)), "float32 [4] {}, and rank 1 receives it as float32 [8] {}"),
+        ((torch.ones(4), torch.ones(4, dtype=torch.int32)), "float32 [4] {}, and rank 1 receives it as int32 [4] {}"),
+        ((torch.ones(4), torch.ones(2, 2)), ""),
+    ],
+    ids=["too large", "another type", "another shape"],
+)
+def test_a_message_that_was_received_as_something_else_is_told(
+    given: tuple[torch.Tensor, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with lab.Group(3, timeout_s=60) as group:
+        group.run(sends, *given)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("labkit: ")]
+    first = sends.__code__.co_firstlineno
+    places = (f"(test_stuck_groups.py, line {first + line})" for line in (3, 6))
+    assert said == ([f"labkit: rank 0 sends {words.format(*places)}. {FITTING}"] if words else [])
+
+
+def test_a_receive_that_is_too_small_ends_the_rank_and_is_explained(three: lab.Group) -> None:
+    with pytest.raises(lab.RankError) as caught:
+        three.run(sends, torch.ones(8), torch.ones(4))
+    assert caught.value.rank == 1
+    assert "Rank 0 sends float32 [8]" in caught.value.hint
+    assert caught.value.hint.endswith(FITTING)

@@ -6,7 +6,7 @@ import inspect
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -19,7 +19,7 @@ from labkit.comm.backward import Backwards, in_backward
 from labkit.comm.device_clock import DeviceOperation
 from labkit.comm.futures import Futures
 from labkit.comm.operation import Batch, Operation
-from labkit.comm.what import tensor_in_words, what_all_give
+from labkit.comm.what import first_tensor, tensor_in_words, what_all_give
 from labkit.comm.work import SilentWork, WatchedMessage, WatchedWork
 from labkit.record import Recorder, clock, student_line
 from labkit.ring import OPEN, TIMED
@@ -141,7 +141,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         number = in_backward()
         if number != -1 and not line:  # a thread of the autograd engine works for the student's
             line = student_line(sys._current_frames().get(threading.main_thread().ident or 0))
-        on_gpu = _first(tensors) if device_clock is not None else None
+        on_gpu = first_tensor(tensors) if device_clock is not None else None
         operation: Operation
         if on_gpu is None or not on_gpu.is_cuda:
             operation = Operation(ring, name, start_ns, nbytes, peer, group, match, line, what=what)
@@ -204,7 +204,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         if operation.name in self._silent:
             return False
         if self.moves_on_gpu:
-            tensor = _first(arguments)
+            tensor = first_tensor(arguments)
             if tensor is None or tensor.is_cuda:
                 return False  # NCCL's futures complete at once, its barrier with the wait for it
         try:
@@ -348,15 +348,6 @@ def _nbytes(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         return value.nbytes if not value.is_sparse else value._values().nbytes + value._indices().nbytes
     return 0
-
-
-def _first(values: Iterable[Any]) -> torch.Tensor | None:
-    """The first tensor among arguments."""
-    for value in values:
-        found = value if isinstance(value, torch.Tensor) else _first(value) if isinstance(value, (list, tuple)) else None
-        if found is not None:
-            return found
-    return None
 
 
 def _on_both_halves(method: str) -> Callable[..., Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-__all__ = ["tensor_in_words", "what_all_give"]
+__all__ = ["first_tensor", "tensor_in_words", "what_all_give"]
 
 # Which argument all ranks give alike in number and type. What is not here may differ from rank to rank.
 _ALIKE: Final = {
@@ -30,7 +31,7 @@ def what_all_give(name: str, arguments: tuple[Any, ...]) -> str:
     place = _ALIKE.get(name)
     if place is None or len(arguments) <= place:
         return ""
-    options, tensor = arguments[-1], _first(arguments[place])
+    options, tensor = arguments[-1], first_tensor((arguments[place],))
     if tensor is None:
         return ""
     operation = getattr(getattr(options, "reduceOp", None), "op", None) if name in _REDUCES else None
@@ -39,14 +40,17 @@ def what_all_give(name: str, arguments: tuple[Any, ...]) -> str:
 
 def tensor_in_words(value: Any) -> str:
     """Type and shape of a tensor, or of the first in a list: "float32 [4, 3]"."""
-    tensor = _first(value)
+    tensor = first_tensor((value,))
     return "" if tensor is None else _in_words(tensor.dtype, tensor.shape, None, None)
 
 
-def _first(value: Any) -> torch.Tensor | None:
-    while isinstance(value, (list, tuple)) and value:
-        value = value[0]
-    return value if isinstance(value, torch.Tensor) else None
+def first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
+    """The first tensor among values, and in lists of lists of them; None where there is none."""
+    for value in values:
+        found = value if isinstance(value, torch.Tensor) else first_tensor(value) if isinstance(value, (list, tuple)) else None
+        if found is not None:
+            return found
+    return None
 
 
 @functools.lru_cache(maxsize=1024)
