@@ -7,10 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import left_after
 
 from labkit.exits import LOOK_EVERY_S, MemoryKiller, Strikes, explain_exit
 
@@ -76,23 +78,34 @@ def test_a_system_without_counters(tmp_path: Path) -> None:
 @contextlib.contextmanager
 def limited(limit_bytes: int) -> Iterator[Path]:
     """A control group with little memory, below this process's own."""
-    own = next((line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")), "0::/")
-    group = Path("/sys/fs/cgroup", own[3:].lstrip("/"), f"labkit-test-{os.getpid()}")
-    if not (group.parent / "cgroup.controllers").exists():
-        pytest.skip("no control groups of version 2 here")
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    where = {controllers: path.lstrip("/") for _, controllers, path in lines}
+    one, two = Path("/sys/fs/cgroup/memory", where.get("memory", "")), Path("/sys/fs/cgroup", where.get("", ""))
+    if (one / "memory.oom_control").exists():
+        parent, limit, swap = one, "memory.limit_in_bytes", "memory.memsw.limit_in_bytes"
+    elif (two / "cgroup.controllers").exists():
+        parent, limit, swap = two, "memory.max", "memory.swap.max"
+    else:
+        pytest.skip("no control groups here")
+    group = parent / f"labkit-test-{os.getpid()}"
     try:
         group.mkdir()
     except OSError as error:
         pytest.skip(f"this user may make no control group: {error}")
     try:
-        if not (group / "memory.max").exists():
+        if not (group / limit).exists():
             pytest.skip("control groups here do not limit memory")
-        (group / "memory.max").write_text(str(limit_bytes))
+        (group / limit).write_text(str(limit_bytes))
         with contextlib.suppress(OSError):  # no swap to limit
-            (group / "memory.swap.max").write_text("0")
+            (group / swap).write_text(str(limit_bytes if parent is one else 0))  # version 1 counts both together
         yield group
     finally:
-        group.rmdir()
+        assert not left_after(10, map(int, (group / "cgroup.procs").read_text().split()))
+        for _ in range(100):
+            with contextlib.suppress(OSError):  # busy, until the last of them is buried
+                group.rmdir()
+                break
+            time.sleep(0.1)
 
 
 PROGRAM = """
