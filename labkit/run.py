@@ -26,6 +26,7 @@ LOOK_EVERY_S: Final = 0.05  # at rings and prints; the fastest writer takes seve
 FULL_BYTES: Final = 1 << 15  # a rank that has printed so much since the last look may soon be blocked: look again at once
 GRACE_S: Final = 0.1  # after a failure, the others may come back by themselves before they are stopped
 CAUSE_S: Final = 0.4  # so long where it was a lost connection only: what another rank says may be the cause of that
+DEATH_S: Final = 5.0  # and so long where a process is about to end, which surely is
 
 
 class Picture(Protocol):
@@ -149,7 +150,7 @@ class Flight:
         new: list[list[Any]] = [[] for _ in self._members]
         while not all(self._answered(self._members[rank]) for rank in self._on):
             now = time.monotonic()
-            if failed_s and now - failed_s > (GRACE_S if any(not f.consequence for f in self._failures.values()) else CAUSE_S):
+            if failed_s and now - failed_s > self._grace_s():
                 return
             if deadline_s is not None and now > deadline_s:
                 doings = self._doings(time.perf_counter_ns(), closely=True)
@@ -172,6 +173,12 @@ class Flight:
             self._take(0 if hurry else GRACE_S / 10 if failed_s else LOOK_EVERY_S)
             if self._failures and not failed_s:
                 failed_s = time.monotonic()
+
+    def _grace_s(self) -> float:
+        """How long after the first failure the run ends."""
+        if any(not f.consequence for f in self._failures.values()):
+            return GRACE_S
+        return DEATH_S if any(m.process.exiting for m in self._members if m.rank not in self._failures) else CAUSE_S
 
     def _look_for_stuck(self, now_ns: int) -> None:
         """End a run in which ranks can never go on; tell of one in which they wait long.

@@ -155,7 +155,7 @@ def test_one_rank_raises_while_the_others_wait_for_it(gloo: lab.Group, cells: in
     assert error.rank == 1
     assert len(error.failures) == 1
     for line, name in zip(error.others, ("rank 0", "rank 2"), strict=True):
-        assert line.startswith(f"{name} was waiting in all_reduce (<ipython-input-1-test>, line 8) for 0."), line
+        assert line.startswith(f"{name} was waiting in all_reduce (<ipython-input-1-test>, line 8) for "), line
     assert error.report().splitlines()[-2] == STOPPED
 
 
@@ -189,7 +189,7 @@ def test_the_death_of_a_rank_comes_before_the_broken_connections_it_causes(gloo:
     assert error.failures[0].headline == "killed by SIGKILL (killed from outside; if nobody did, the machine ran out of memory)"
     assert [f.name for f in error.failures] == ["rank 2"]
     assert {line[:6] for line in error.others} == {"rank 0", "rank 1"}
-    assert all("was waiting in all_reduce (<ipython-input-1-test>, line 9) for 0." in line for line in error.others)
+    assert all("was waiting in all_reduce (<ipython-input-1-test>, line 9) for " in line for line in error.others)
     assert gloo.run(int).results == [0, 0, 0]
 
 

@@ -92,6 +92,7 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> in_cells.Cells:
         def missing(): return {}["missing"]
         def odd(): raise Odd(1, 2)
         def middle(): return rpc.rpc_sync("shard2", missing)
+        def leave(): raise SystemExit(3)
         def die(): os.kill(os.getpid(), signal.SIGKILL)
         def call(how, function):
             if how == "sync":
@@ -108,7 +109,7 @@ def failure(ranks: lab.Group, cells: in_cells.Cells, *args: object) -> lab.RankE
     return caught.value
 
 
-@pytest.mark.parametrize(("how", "line"), [("sync", 12), ("async", 14), ("remote", 15)])
+@pytest.mark.parametrize(("how", "line"), [("sync", 13), ("async", 15), ("remote", 16)])
 def test_one_traceback_leads_from_the_caller_to_the_callee(
     ranks: lab.Group, cells: in_cells.Cells, how: str, line: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,7 +133,7 @@ def test_a_call_within_a_call_is_one_traceback_too(ranks: lab.Group, cells: in_c
     assert error.failures[0].headline == "KeyError: 'missing' (on shard2)"
     text = error.failures[0].traceback
     assert [line.strip() for line in text.splitlines() if line.startswith(("  File", "on"))] == [
-        'File "<ipython-input-1-test>", line 12, in call',
+        'File "<ipython-input-1-test>", line 13, in call',
         "on shard1:",
         'File "<ipython-input-1-test>", line 8, in middle',
         "on shard2:",
@@ -147,10 +148,21 @@ def test_an_error_that_torch_cannot_make_again_reads_as_it_was(ranks: lab.Group,
     assert error.failures[0].traceback.splitlines()[-1] == "Odd: 1 and 2"
 
 
-def test_a_callee_that_dies_is_the_cause_and_its_caller_was_waiting(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_a_callee_that_calls_exit_fails_and_its_caller_does_not_exit(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    error = failure(ranks, cells, "sync", cells.leave)
+    assert error.failures[0].name == "master"
+    assert error.failures[0].headline == "the function called exit(3) (on shard1)"
+    assert error.failures[0].traceback.splitlines()[-1] == "SystemExit: 3"
+
+
+def test_a_callee_that_dies_is_the_cause_and_its_caller_was_waiting(
+    ranks: lab.Group, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connections are closed before its end is seen, on a busy machine long before."""
+    monkeypatch.setattr("labkit.run.CAUSE_S", 0)
     error = failure(ranks, cells, "sync", cells.die)
     assert error.failures[0].name == "shard1"
     assert error.failures[0].last == "It was serving die."
     assert len(error.failures) == 1
     assert len(error.others) == 1
-    assert error.others[0].startswith("master was waiting in rpc_sync die with shard1 (<ipython-input-1-test>, line 12) for 0.")
+    assert error.others[0].startswith("master was waiting in rpc_sync die with shard1 (<ipython-input-1-test>, line 13) for ")

@@ -27,7 +27,7 @@ from labkit import server
 from labkit.notebook import Notebook, default_start, notebook
 from labkit.output import Output
 from labkit.ring import RING_BYTES
-from labkit.start import ForkStarter, SpawnStarter
+from labkit.start import ForkStarter, RankProcess, SpawnStarter
 from labkit.wire import shared_memory
 
 pytestmark = pytest.mark.usefixtures("stop_works")
@@ -521,3 +521,18 @@ def test_stop_while_the_ranks_set_up(start: str, monkeypatch: pytest.MonkeyPatch
             group.run(int)
         monkeypatch.undo()
         assert group.run(int).results == [0, 0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+def test_a_process_that_is_about_to_end_is_told_from_one_that_works() -> None:
+    child = subprocess.Popen(["sleep", "100"])
+    process = RankProcess.__new__(RankProcess)
+    process.pid = child.pid
+    try:
+        assert not process.exiting
+    finally:
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert process.exiting, "dead, and not yet buried"
+    child.wait()
+    assert not process.exiting

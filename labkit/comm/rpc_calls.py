@@ -162,12 +162,12 @@ class RpcCalls:
         """What torch's own `_run_function` does, but for its words: an error is told in full to the caller, who shows it."""
         try:
             return call.func(*call.args, **call.kwargs)
-        except Exception as error:  # noqa: BLE001  # whatever the student's function raised
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever the student's function raised
             line = headline(error)
             # The caller may never look at it, as where nobody waits for the future.
             sys.stderr.write(f"{function} failed: {line}\n")
             told = sent(api.get_worker_info(), line, students_traceback(error))
-            return internal.RemoteException(told, type(error))
+            return internal.RemoteException(told, type(error) if isinstance(error, Exception) else RuntimeError)
 
     def _replying(self, call: _NumberedCall, function: str, result: Any) -> None:
         """The result is there. Where it is sent back, torch pickles it next, on this thread; an error it does not pickle."""
