@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from labkit.record import record, span, steps
     from labkit.run import Run
     from labkit.runtimes import devices
+    from labkit.schedule import schedule
     from labkit.trace import Span, Trace, load_trace
 
 __all__ = [
     "Group", "LabError", "RankError", "Run", "Span", "Trace", "breakdown", "check", "devices", "doctor", "load_trace", "record",
-    "scaling", "span", "steps", "timeline",
+    "scaling", "schedule", "span", "steps", "timeline",
 ]  # fmt: skip
 
 _HOMES = {
@@ -41,6 +42,7 @@ _HOMES = {
     "record": ["record", "span", "steps"],
     "run": ["Run"],
     "runtimes": ["devices"],
+    "schedule": ["schedule"],
     "trace": ["Span", "Trace", "load_trace"],
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

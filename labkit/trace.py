@@ -156,6 +156,16 @@ class Trace:
         """
         return tuple(self._share(rank) for rank in range(len(self.ranks)))
 
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they compute nothing, from 0 to 1: what a pipeline's stages lose by waiting.
+
+        Source: of the ideal pipeline, Y. Huang et al., "GPipe", 2019: (p - 1) / (m + p - 1) for p stages and m micro-batches.
+        """
+        if not self.duration_ns:
+            raise LabError("the bubble of a trace of no length")
+        return 1 - sum(share.compute_ns for share in self.shares()) / (self.duration_ns * len(self.ranks))
+
     def activity(self, rank: int) -> dict[str, Intervals]:
         """The intervals of one rank, clipped to the time looked at: "compute", "communication", "waiting", each (n, 2) in ns."""
         window = np.array([[self.start_ns, self.end_ns]], np.int64)
