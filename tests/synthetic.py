@@ -20,8 +20,8 @@ class Book:
         self.spans: list[Span] = []
         self.scalars: list[Scalar] = []
 
-    def compute(self, rank: int, name: str, start: float, end: float) -> float:
-        self.spans.append(Span(rank, name, "compute", int(start * MS), int(end * MS)))
+    def compute(self, rank: int, name: str, start: float, end: float, **more: Any) -> float:
+        self.spans.append(Span(rank, name, "compute", int(start * MS), int(end * MS), **more))
         return end
 
     def whole(self, rank: int, kind: str, start: float, end: float) -> None:
@@ -128,6 +128,44 @@ def master_and_workers(steps: int = 2) -> Trace:
         at = t
     book.whole(0, "call", 0, at)
     return book.trace(("master", "worker1", "worker2"))
+
+
+def remote_calls() -> Trace:
+    """RPC as it is written down: the caller's operation, what the callee serves, and its reply, of which both know the number."""
+    book, t = Book(), 0.0
+    for number in (1, 2):
+        book.compute(0, "forward", t, t + 2)
+        ends = []
+        for worker in (1, 2):
+            begun = t + 2 + 0.3 * worker
+            served = book.compute(worker, "serve shard", begun + 0.7, begun + 4 + worker)
+            shared: dict[str, Any] = {"group": f"rpc 0>{worker}", "match": number}
+            book.travel(worker, "reply shard", served, served + 0.1, nbytes=40_000, peer=0, **shared)
+            end, waits = served + 0.9, max(begun + 0.2, *ends) if ends else begun + 0.4
+            book.travel(0, "rpc_async shard", begun, end, wait=(waits, end), nbytes=200_000, peer=worker, **shared)
+            ends.append(end)
+        t = ends[-1]
+    book.whole(0, "call", 0, t)
+    return book.trace(("master", "worker1", "worker2"))
+
+
+def gpu_and_cpu(steps: int = 2) -> Trace:
+    """Each rank's GPU trains while its CPU loads the next batch, and agrees with the others on something small."""
+    book = Book()
+    for rank in range(2):
+        for step in range(steps):
+            t = 30.0 * step
+            book.whole(rank, "step", t, t + 29)
+            book.compute(rank, "data", t + 0.5, t + 2.5)
+            book.compute(rank, "data", t + 10, t + 13)
+            book.compute(rank, "forward", t + 3, t + 9, device="cuda")
+            book.compute(rank, "backward", t + 9, t + 21, device="cuda")
+            size = {"nbytes": 4 << 20, "group": "world", "match": step}
+            book.travel(rank, "all_reduce", t + 12, t + 23, wait=(t + 21, t + 23), device="cuda", **size)
+            book.compute(rank, "optimizer", t + 23, t + 27, device="cuda")
+            book.travel(rank, "broadcast", t + 24 + rank, t + 28, wait=(t + 24 + rank, t + 28), group="gloo", match=step)
+        book.whole(rank, "call", 0, 30 * steps)
+    return book.trace(2)
 
 
 def alone(steps: int = 4) -> Trace:

@@ -65,6 +65,7 @@ STYLES: Final[dict[str, Style]] = {
     "waiting": Style(_TRAVEL, 0.16, True, "waiting for another rank"),
     "issued": Style(_TRAVEL, 0.16, False, "issued, others not there yet"),
 }
+_MICRO_BATCH: Final = re.compile(r"(?i)(?:forward|backward) (\d+)")  # "forward 3 of stage 1"
 _NUMBER: Final = {name: i for i, name in enumerate(STYLES)}
 
 # Top and height of the lanes, as shares of the row, measured from its top. Tenths, so that coarse pixels hit them.
@@ -185,7 +186,7 @@ def blend(covered: NDArray[Any], bin_ns: float) -> NDArray[np.float64]:
 
 
 def caption(trace: Trace, bar: int, bars: Bars, characters: float) -> str:
-    """The text inside a bar: what it is, with its size where there is room; "" where there is none.
+    """The text inside a bar: what it is, with its size where there is room, of a micro-batch at least its number; else "".
 
     Args:
         trace: where the bars come from.
@@ -201,6 +202,8 @@ def caption(trace: Trace, bar: int, bars: Bars, characters: float) -> str:
     texts = [name]
     if row["nbytes"] and style in ("exposed", "hidden"):
         texts.insert(0, f"{name} {bytes_in_words(int(row['nbytes']))}")
+    if number := _MICRO_BATCH.match(name):
+        texts.append(number[1])
     shortest = f"{name[: int(characters) - 1]}…" if characters >= 9 else ""
     return next((text for text in texts if len(text) <= characters), shortest)
 

@@ -267,7 +267,7 @@ class _Drawing:
 
     def _captions(self, pen: _Pen, trace: Trace, bars: Bars, x: list[float], width: Any, y: float) -> None:
         for i in np.argsort(-width)[:TEXTS_PER_LANE].tolist():
-            text = caption(trace, i, bars, (width[i] - 5) / 5.6) if width[i] > 24 else ""
+            text = caption(trace, i, bars, (width[i] - 5) / 5.6) if width[i] > 12 else ""
             if text:
                 colour = {"light": "white", "dark": "#16191F", "page": "currentColor"}[ink(_NAMES[bars.style[i]])]
                 pen.text(x[i] + width[i] / 2, y, text, f' text-anchor="middle" font-size="10" fill="{colour}"')

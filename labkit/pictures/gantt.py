@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from labkit.errors import LabError, missing
-from labkit.pictures.bars import LANES, STYLES, Bars, blend, caption, coverage, ink, lanes
+from labkit.pictures.arrows import COLOUR, draw_messages
+from labkit.pictures.bars import LANES, STYLES, Bars, blend, caption, coverage, ink
+from labkit.pictures.rows import Row, is_pipeline, rows_of
 from labkit.pictures.sheet import GREY, INKS, WIDTH_IN, HasTrace, pyplot, ranks_in_words, sheet, time_in_words, trace_of, unit_of
 from labkit.trace import Trace
 
@@ -38,6 +40,11 @@ class View:
     steps: int
 
     @property
+    def rows(self) -> list[Row]:
+        """What stands in it from top to bottom; the same whichever steps are chosen."""
+        return rows_of(self.whole)
+
+    @property
     def zoomed(self) -> bool:
         """Whether only some steps are shown."""
         return bool(self.chosen)
@@ -57,15 +64,23 @@ class View:
 
 
 def timeline(
-    *runs: HasTrace | Trace, step: int | range | str | None = None, labels: Sequence[str] = (), ax: Axes | None = None
+    *runs: HasTrace | Trace | Mapping[str, HasTrace | Trace],
+    step: int | range | str | None = None,
+    labels: Sequence[str] = (),
+    ax: Axes | None = None,
 ) -> Axes:
     """Draw what every rank did when: a row per rank, compute above and communication beneath it, so that overlap is visible.
 
+    A rank of which both the GPU and the CPU have something to show has a row for each. Messages are arrows from sender to
+    receiver, where they are few enough. Of a pipeline, whose ranks compute numbered micro-batches (spans such as "forward 3") and
+    send messages, the title tells the bubble: the share of all ranks' time in which they compute nothing.
+
     Args:
-        runs: one or more runs or traces; several stand under one another, each from its own start, on one time scale.
+        runs: one or more runs or traces, or runs by their titles, as in `timeline({"naive": a, "overlapped": b})`; several stand
+            under one another, each from its own start, on one time scale.
         step: which of the loop's steps: a number (negative: from the end), a range, or "all". Default: everything, or in a run of
             more than 12 steps the one of median length, under a strip that shows the whole run.
-        labels: a title per run.
+        labels: a title per run, where they have none yet.
         ax: where to draw; default: a figure of its own.
 
     Raises:
@@ -73,12 +88,15 @@ def timeline(
         TypeError: something else than runs or traces was given.
     """
     plt = pyplot()
-    if not runs:
+    given: list[Any] = list(runs)
+    if len(given) == 1 and isinstance(given[0], Mapping):
+        labels, given = [str(name) for name in given[0]], list(given[0].values())
+    if not given:
         raise TypeError("timeline(): expected at least one run, as in timeline(run)")
-    if labels and len(labels) != len(runs):
-        raise ValueError(f"labels={labels!r}: expected one for each of the {len(runs)} runs")
-    traces = [trace_of(run, "timeline") for run in runs]
-    names = list(labels) or ([""] if len(runs) == 1 else [f"run {i + 1}" for i in range(len(runs))])
+    if labels and len(labels) != len(given):
+        raise ValueError(f"labels={labels!r}: expected one for each of the {len(given)} runs")
+    traces = [trace_of(run, "timeline") for run in given]
+    names = list(labels) or ([""] if len(given) == 1 else [f"run {i + 1}" for i in range(len(given))])
     views = [view_of(trace, step, name) for trace, name in zip(traces, names, strict=True)]
     with sheet():
         return _Timeline(views, ax, plt.figure).draw()
@@ -137,7 +155,7 @@ class _Timeline:
         self.views, self.several = views, len(views) > 1
         self.longest_ns = max(view.shown.duration_ns for view in views)
         self.unit, self.unit_ns = unit_of(self.longest_ns)
-        self.rows = sum(len(view.shown.ranks) for view in views)
+        self.rows = sum(len(view.rows) for view in views)
         self.height = self.rows + (HEADING * len(views) if self.several else 0)
         self.strip_in = 0.0 if self.several or not views[0].zoomed else min(0.12 + 0.05 * self.rows, 0.5)
         self.ax = ax if ax is not None else self._axes(new_figure)
@@ -149,20 +167,23 @@ class _Timeline:
         self.mixed = False  # whether bars are so many that a pixel shows several
 
     def draw(self) -> Axes:
-        y, ticks, ranks = 0.0, [], []
+        y, ticks, names = 0.0, [], []
         for view in self.views:
             if self.several:
-                self.ax.text(0, y + 0.35, f"{view.label}:  {view.in_words()}", weight="bold", va="center", fontsize=8.5)
+                heading = f"{view.label}:  {view.in_words()}{_bubble_in_words(view.shown)}"
+                self.ax.text(0, y + 0.35, heading, weight="bold", va="center", fontsize=8.5)
                 y += HEADING
-            for rank, name in enumerate(view.shown.ranks):
-                self._row(view.shown, rank, y)
+            top = y
+            for row in view.rows:
+                self._row(view.shown, row, y)
                 ticks.append(y + 0.5)
-                ranks.append(name)
+                names.append(row.name)
                 y += 1
-            self._step_numbers(view, y - len(view.shown.ranks))
+            self._step_numbers(view, top)
+            self._arrows(view, top)
         self._lay_polygons()
         ax = self.ax
-        ax.set(xlim=(0, self.longest_ns / self.unit_ns), ylim=(self.height, 0), yticks=ticks, yticklabels=ranks)
+        ax.set(xlim=(0, self.longest_ns / self.unit_ns), ylim=(self.height, 0), yticks=ticks, yticklabels=names)
         mixed = "   (where bars are narrower than a pixel, their colours mix)" if self.mixed else ""
         ax.set_xlabel(f"time since the start of the {'step' if self.views[0].zoomed else 'run'} [{self.unit}]{mixed}")
         ax.tick_params(axis="y", length=0)
@@ -170,7 +191,7 @@ class _Timeline:
         if not self.several:
             view = self.views[0]
             title = f"{view.label}  ·  {view.steps_in_words()}" if view.label else view.in_words()
-            ax.set_title(title, pad=72 * (self.strip_in + 0.2) if self.strip_in else 12)
+            ax.set_title(title + _bubble_in_words(view.shown), pad=72 * (self.strip_in + 0.2) if self.strip_in else 12)
         if self.strip_in:
             self._strip(self.views[0])
         self._legend()
@@ -178,16 +199,16 @@ class _Timeline:
 
     def _axes(self, new_figure: Callable[..., Figure]) -> Axes:
         """Axes whose margins are known in inches, so that bars know their width in pixels before they get a text."""
-        row_in = min(max(3.2 / self.height, 0.16), 0.56)
-        left = 0.25 + 0.075 * max(len(name) for view in self.views for name in view.shown.ranks)
+        row_in = min(max((2.4 + 0.8 * len(self.views)) / self.height, 0.16), 0.56)
+        left = 0.25 + 0.075 * max(len(row.name) for view in self.views for row in view.rows)
         top, bottom = 0.1 if self.several else 0.42 + (self.strip_in + 0.14 if self.strip_in else 0), 0.9
         height = top + bottom + row_in * self.height
         return new_figure(figsize=(WIDTH_IN, height)).add_axes(
             (left / WIDTH_IN, bottom / height, 1 - (left + 0.12) / WIDTH_IN, row_in * self.height / height)
         )
 
-    def _row(self, trace: Trace, rank: int, y: float) -> None:
-        for bars, (top, height) in zip(lanes(trace, rank), LANES, strict=True):
+    def _row(self, trace: Trace, row: Row, y: float) -> None:
+        for bars, (top, height) in zip(row.lanes(trace), LANES, strict=True):
             self.seen.update(np.array(list(STYLES))[np.unique(bars.style)])
             if len(bars) > 1.5 * self.width_px:
                 self._image(bars, trace, y + top, height)
@@ -203,7 +224,14 @@ class _Timeline:
                     )
                     self.polygons.setdefault(style, []).append(corners)
             self._captions(bars, trace, left, right, y + top, height)
-        self._step_lines(trace, rank, y)
+        self._step_lines(trace, row.rank, y)
+
+    def _arrows(self, view: View, top: float) -> None:
+        if self.height_in / self.height < 0.2:
+            return  # rows too low for an arrow to have a direction
+        width_px = self.width_px * view.shown.duration_ns / self.longest_ns
+        if draw_messages(self.ax, view.shown, view.rows, top, self.unit_ns, width_px):
+            self.seen.add("message")
 
     def _lay_polygons(self) -> None:
         from matplotlib.collections import PolyCollection
@@ -232,9 +260,9 @@ class _Timeline:
             return
         character_px = 0.58 * TEXT_PT * self.dpi / 72
         width_px = (right - left) * self._px_per_unit()
-        for i in np.flatnonzero(width_px > 4 * character_px):
+        for i in np.flatnonzero(width_px > 1.6 * character_px):
             style = list(STYLES)[bars.style[i]]
-            text = caption(trace, int(i), bars, (width_px[i] - 4) / character_px)
+            text = caption(trace, int(i), bars, (width_px[i] - 2) / character_px)
             if text:
                 x = (left[i] + right[i]) / 2
                 pale = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.6} if STYLES[style].hatch else None
@@ -264,8 +292,8 @@ class _Timeline:
 
         The steps of the ranks need not coincide: a label in the middle of all would hang over another step of the first rank.
         """
-        if len(view.chosen) == 1:
-            return  # the title says it
+        if len(view.chosen) == 1 or view.steps == 1:
+            return  # the title says it, or there is nothing to tell apart
         everybody = view.whole.step_bounds()
         own = view.whole.of(rank=0).step_bounds()
         bounds = own if len(own) >= len(everybody) else everybody  # rank 0 may have no steps, as a master that only serves
@@ -289,12 +317,12 @@ class _Timeline:
         gap, tall = 0.14 / self.height_in, self.strip_in / self.height_in
         strip = self.ax.inset_axes((0, 1 + gap, 1, tall))
         edges = np.linspace(trace.start_ns, trace.end_ns, int(self.width_px) + 1).astype(np.int64)
-        for rank in range(len(trace.ranks)):
-            for bars, (top, height) in zip(lanes(trace, rank), LANES, strict=True):
+        for number, row in enumerate(view.rows):
+            for bars, (top, height) in zip(row.lanes(trace), LANES, strict=True):
                 pixels = blend(coverage(bars, edges), trace.duration_ns / (len(edges) - 1))
-                extent = (0, 1, rank + top + height, rank + top)
+                extent = (0, 1, number + top + height, number + top)
                 strip.imshow(pixels[None], extent=extent, aspect="auto", interpolation="antialiased")
-        strip.set(xlim=(0, 1), ylim=(len(trace.ranks), 0), xticks=[], yticks=[])
+        strip.set(xlim=(0, 1), ylim=(len(view.rows), 0), xticks=[], yticks=[])
         for spine in strip.spines.values():
             spine.set(visible=True, color="#C6CBD3", linewidth=0.6)
         left, right = ((t - trace.start_ns) / trace.duration_ns for t in (view.shown.start_ns, view.shown.end_ns))
@@ -318,6 +346,8 @@ class _Timeline:
                     handles.append(Patch(facecolor=look.rgba, label=look.legend, **edge))
             if "step" in self.seen and not line:
                 handles.append(Line2D([], [], color="#22262E", linewidth=0.9, label="step boundary"))
+            if "message" in self.seen and line:
+                handles.append(Line2D([], [], color=COLOUR, linewidth=0.7, marker=">", markersize=3, label="message"))
             if handles:
                 down = ScaledTranslation(0, -0.46 - 0.21 * line, self.ax.figure.dpi_scale_trans)
                 legend = Legend(
@@ -328,3 +358,8 @@ class _Timeline:
 
     def _px_per_unit(self) -> float:
         return float(self.width_px * self.unit_ns / self.longest_ns)
+
+
+def _bubble_in_words(trace: Trace) -> str:
+    """For a title; "" of what is no pipeline."""
+    return f", bubble {100 * trace.bubble:.0f} %" if is_pipeline(trace) else ""

@@ -1,0 +1,78 @@
+"""The rows of a timeline: one per rank, or two where a rank's GPU and its CPU both have something to show."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from labkit.pictures.bars import Bars, lanes
+from labkit.ring import COMMUNICATION, COMPUTE, ON_CUDA
+from labkit.trace import Trace
+
+__all__ = ["Row", "is_pipeline", "rows_of"]
+
+_NUMBERED: Final = re.compile(r"(?i)(?:forward|backward)\D*(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row.
+
+    Args:
+        name: the rank's, with its device where it has two rows.
+        rank: its number.
+        device: "GPU" or "CPU" where the rank has two rows, else "".
+    """
+
+    name: str
+    rank: int
+    device: str = ""
+
+    def lanes(self, trace: Trace) -> tuple[Bars, Bars]:
+        """The bars of its two lanes, compute and communication; their spans are rows of the trace's columns."""
+        compute, communication = lanes(trace, self.rank)
+        if not self.device:
+            return compute, communication
+        # What hides a communication counts for the whole rank; what lies within or over one another, for each device.
+        mine = (trace.columns.data["flags"] & ON_CUDA != 0) == (self.device == "GPU")
+        kept = np.flatnonzero(mine)
+        part = Trace(trace.columns.where(mine), ranks=trace.ranks, start_ns=trace.start_ns, end_ns=trace.end_ns)
+        part.labelled = trace.labelled
+        own = lanes(part, self.rank)[0]
+        return replace(own, span=kept[own.span]), communication[mine[communication.span]]
+
+    def shows(self, rank: int, on_cuda: bool) -> bool:
+        """Whether a span is in this row."""
+        return rank == self.rank and (not self.device or on_cuda == (self.device == "GPU"))
+
+
+def rows_of(trace: Trace) -> list[Row]:
+    """The rows of all ranks, from top to bottom."""
+    data, found = trace.columns.data, []
+    told = (data["kind"] == COMPUTE) | (data["kind"] == COMMUNICATION)
+    on_cuda = data["flags"] & ON_CUDA != 0
+    both = {int(rank) for rank in np.intersect1d(data["rank"][told & on_cuda], data["rank"][told & ~on_cuda])}
+    for rank, name in enumerate(trace.ranks):
+        if rank in both:
+            found += [Row(f"{name} GPU", rank, "GPU"), Row("CPU", rank, "CPU")]
+        else:
+            found.append(Row(name, rank))
+    return found
+
+
+def is_pipeline(trace: Trace) -> bool:
+    """Whether several ranks compute numbered micro-batches, spans such as "forward 3", and send one another messages.
+
+    An ideal pipeline may have no communication at all. Collectives alone are gradients that are accumulated over micro-batches.
+    """
+    data, names = trace.columns.data, trace.columns.names
+    travels = data["kind"] == COMMUNICATION
+    if travels.any() and not (data["peer"][travels] >= 0).any():
+        return False
+    rows = data[data["kind"] == COMPUTE]
+    numbers = {i: match[1] for i in np.unique(rows["name"]).tolist() if (match := _NUMBERED.match(names[i]))}
+    numbered = rows[np.isin(rows["name"], list(numbers))]
+    return len(set(numbers.values())) > 1 and len(np.unique(numbered["rank"])) > 1
