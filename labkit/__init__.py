@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from labkit.check import check
     from labkit.doctor import doctor
     from labkit.group import Group
-    from labkit.plot import breakdown, scaling, timeline
+    from labkit.plot import breakdown, compare, scaling, timeline, traffic
     from labkit.record import record, span, steps
     from labkit.run import Run
     from labkit.runtimes import devices
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from labkit.trace import Span, Trace, load_trace
 
 __all__ = [
-    "Group", "LabError", "RankError", "Run", "Span", "Trace", "breakdown", "check", "devices", "doctor", "load_trace", "record",
-    "scaling", "schedule", "span", "steps", "timeline",
+    "Group", "LabError", "RankError", "Run", "Span", "Trace", "breakdown", "check", "compare", "devices", "doctor", "load_trace",
+    "record", "scaling", "schedule", "span", "steps", "timeline", "traffic",
 ]  # fmt: skip
 
 _HOMES = {
     "check": ["check"],
     "doctor": ["doctor"],
     "group": ["Group"],
-    "plot": ["breakdown", "scaling", "timeline"],
+    "plot": ["breakdown", "compare", "scaling", "timeline", "traffic"],
     "record": ["record", "span", "steps"],
     "run": ["Run"],
     "runtimes": ["devices"],

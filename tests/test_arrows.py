@@ -35,8 +35,8 @@ def arrows(ax):
 def test_a_message_goes_from_the_moment_both_are_there_to_its_arrival():
     found = messages(model_parallel(1))
     assert found == [
-        Message(0, int(6.8 * MS), 1, int(7.8 * MS)),
-        Message(1, int(21.8 * MS), 0, int(22.8 * MS)),
+        Message(0, int(6.8 * MS), 1, int(7.8 * MS), span=7),
+        Message(1, int(21.8 * MS), 0, int(22.8 * MS), span=11),
     ]
     # from the middle of one rank's communication lane to that of the other
     assert arrows(timeline(model_parallel(1))) == [(6.8, 0.75, 7.8, 1.75), (21.8, 1.75, 22.8, 0.75)]

@@ -16,7 +16,7 @@ from matplotlib.legend import Legend
 
 from labkit.errors import LabError
 from labkit.pictures.bars import COMMUNICATION_LANE, COMPUTE_LANE, STYLES, Bars, blend, caption, coverage, ink, lanes, style_of
-from labkit.plot import breakdown, scaling, timeline
+from labkit.plot import breakdown, compare, scaling, timeline, traffic
 from labkit.trace import Span, Trace
 
 from synthetic import MS, Book, alone, data_parallel, many, model_parallel  # isort: skip
@@ -361,6 +361,7 @@ def test_the_axes_given_are_used():
     assert timeline(alone(), ax=axes[1]) is axes[1]
     assert breakdown(alone(), ax=axes[0]) is axes[0]
     assert scaling({1: alone(), 2: alone()}, ax=axes[0]) is axes[0]
+    assert compare(a=alone(), b=alone(), ax=axes[1]) is axes[1]
     figure.canvas.draw()
 
 
@@ -557,6 +558,28 @@ def test_scaling_over_many_ranks_is_logarithmic():
     assert [t.get_text() for t in ax.get_xticklabels()] == ["1", "16", "64"]
 
 
+def test_a_prediction_is_compared_with_the_measured_run_on_fewest_ranks():
+    ax = scaling({1: lasting(8), 2: lasting(5)}, predicted={1: 7.5, 2: 4, 4: 2.5})
+    lines = lines_of(ax)
+    assert lines["predicted"].tolist() == pytest.approx(np.array([[1, 8 / 7.5], [2, 2], [4, 3.2]]))
+    assert lines["ideal"].tolist() == pytest.approx(np.array([[1, 1], [2, 2], [4, 4]]))
+    assert lines["measured"].tolist() == pytest.approx(np.array([[1, 1], [2, 1.6]]))
+    assert ax.get_ylim()[1] > 4
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["1", "2", "4"]
+
+
+def test_a_prediction_of_throughput():
+    runs = {1: lasting(5), 2: lasting(5)}
+    ax = scaling(runs, work={1: 100, 2: 200, 16: 1600}, predicted={2: 4, 16: 8})
+    assert lines_of(ax)["predicted"].tolist() == pytest.approx(np.array([[2, 50], [16, 200]]))
+    assert ax.get_xscale() == "log"
+    assert lines_of(scaling(runs, weak=True, predicted={4: 10}))["predicted"].tolist() == pytest.approx(np.array([[4, 2]]))
+
+
+def test_without_predictions_there_is_no_line_of_them():
+    assert set(lines_of(scaling({1: lasting(2), 2: lasting(1)}))) == {"ideal", "measured"}
+
+
 def test_scaling_says_what_it_needs():
     two = {1: lasting(2), 2: lasting(1)}
     with pytest.raises(LabError, match="1 run given, at least two are needed"):
@@ -567,16 +590,76 @@ def test_scaling_says_what_it_needs():
         scaling({0: lasting(1), 1: lasting(1)})
     with pytest.raises(ValueError, match="says nothing of 2 ranks"):
         scaling(two, work={1: 5})
+    with pytest.raises(ValueError, match="predictions are given for \\[0\\] ranks; expected whole numbers from 1"):
+        scaling(two, predicted={0: 1.0})
+    with pytest.raises(ValueError, match="expected seconds, more than 0"):
+        scaling(two, predicted={1: 0})
+    with pytest.raises(TypeError, match="expected seconds by number of ranks"):
+        scaling(two, predicted=[1, 2])
+    with pytest.raises(ValueError, match="says nothing of 4 ranks"):
+        scaling(two, work={1: 5, 2: 5}, predicted={4: 1})
     with pytest.raises(ValueError, match="give one of them"):
         scaling(two, work=5, weak=True)
     with pytest.raises(ValueError, match="expected positive numbers"):
         scaling(two, work=0)
 
 
+# Several runs compared
+
+
+def test_compare_of_a_hand_worked_case():
+    exposed, hidden = book(), book()
+    exposed.compute(0, "backward", 0, 12)
+    exposed.travel(0, "all_reduce", 12, 20, wait=(12, 20))
+    hidden.window["end_ns"] = 14 * MS
+    hidden.compute(0, "backward", 0, 12)
+    hidden.travel(0, "all_reduce", 5, 13)
+    ax = compare(naive=exposed.done(), overlapped=hidden.done())
+    parts = parts_of(ax)
+    assert parts["compute"] == pytest.approx([12, 5])
+    assert parts["compute that hides communication"] == pytest.approx([0, 7])
+    assert parts["exposed communication"] == pytest.approx([8, 1])
+    assert ax.get_xlabel() == "time, mean of the ranks [ms]"
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["naive\n1 rank", "overlapped\n1 rank"]
+    assert [t.get_text() for t in ax.texts if t.get_weight() == "bold"] == ["20.0 ms", "14.0 ms, 1.43 × as fast"]
+
+
+def test_compare_takes_the_mean_of_the_ranks():
+    b = book(ranks=2)
+    b.compute(0, "forward", 0, 20)
+    b.compute(1, "forward", 0, 10)
+    parts = parts_of(compare(a=b.done(), b=b.done()))
+    assert parts["compute"] == pytest.approx([15, 15])
+
+
+@pytest.mark.parametrize(
+    ("second", "words"), [(10, "10.0 s, as long"), (15, "15.0 s, 1.50 × as long"), (4, "4.00 s, 2.50 × as fast")]
+)
+def test_compare_says_how_much_faster_or_slower(second, words):
+    ax = compare({"1 rank": lasting(10), "2 ranks": lasting(second)})
+    assert [t.get_text() for t in ax.texts if t.get_weight() == "bold"] == ["10.0 s", words]
+
+
+def test_compare_of_the_same_steps_of_each():
+    ax = compare(slow=data_parallel(steps=5), fast=data_parallel(steps=3), step=range(1, 3))
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["slow\n4 ranks, steps 1 to 2", "fast\n4 ranks, steps 1 to 2"]
+    with pytest.raises(LabError, match="has the steps 0 to 2"):
+        compare(slow=data_parallel(steps=5), fast=data_parallel(steps=3), step=4)
+
+
+def test_compare_says_what_it_needs():
+    with pytest.raises(LabError, match="1 run given, at least two are needed"):
+        compare(naive=alone())
+    with pytest.raises(TypeError, match=r"expected runs by name, as in compare\(naive=a, overlapped=b\)"):
+        compare([alone(), alone()])
+    with pytest.raises(TypeError, match="expected a run"):
+        compare(a=alone(), b=3)
+
+
 # What can go wrong
 
 
-@pytest.mark.parametrize("figure", [timeline, breakdown])
+@pytest.mark.parametrize("figure", [timeline, breakdown, traffic])
 def test_an_empty_trace_is_said_to_be_empty(figure):
     with pytest.raises(LabError, match="nothing to draw, since the ranks wrote nothing down"):
         figure(Trace(ranks=["rank 0"], start_ns=0, end_ns=MS))
@@ -584,7 +667,7 @@ def test_an_empty_trace_is_said_to_be_empty(figure):
         figure(Trace([Span(0, "forward", "compute", 5, 5)], ranks=["rank 0"]))
 
 
-@pytest.mark.parametrize("figure", [timeline, breakdown])
+@pytest.mark.parametrize("figure", [timeline, breakdown, traffic])
 def test_something_else_than_a_run_is_refused(figure):
     with pytest.raises(TypeError, match=r"expected a run, as group\.run and group\.watch return it, or a trace"):
         figure(3)
@@ -600,7 +683,7 @@ def test_timeline_of_nothing():
 def test_without_matplotlib_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    for figure in (timeline, breakdown, lambda trace: scaling({1: trace, 2: trace})):
+    for figure in (timeline, breakdown, traffic, lambda t: compare(a=t, b=t), lambda t: scaling({1: t, 2: t})):
         with pytest.raises(LabError, match="matplotlib is not installed; the extra 'plot' brings it"):
             figure(alone())
 

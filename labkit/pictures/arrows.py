@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -32,6 +32,7 @@ class Message:
         arrived_ns: when it was there.
         call: True for a remote procedure call that arrives as the callee begins to compute it.
         on_cuda: whether it travelled between GPUs.
+        span: the sender's, as a row of the trace's columns.
     """
 
     source: int
@@ -40,6 +41,7 @@ class Message:
     arrived_ns: int
     call: bool = False
     on_cuda: bool = False
+    span: int = -1
 
 
 def messages(trace: Trace) -> list[Message]:
@@ -56,29 +58,30 @@ def messages(trace: Trace) -> list[Message]:
     for both in ends.values():
         if "send" in both and "recv" in both:
             send, recv = data[both["send"]], data[both["recv"]]
-            cuda = bool(send["flags"] & ON_CUDA)
+            cuda, at = bool(send["flags"] & ON_CUDA), both["send"]
             found.append(
-                Message(int(send["rank"]), int(ready[both["send"]]), int(recv["rank"]), int(recv["end_ns"]), on_cuda=cuda)
+                Message(int(send["rank"]), int(ready[at]), int(recv["rank"]), int(recv["end_ns"]), on_cuda=cuda, span=at)
             )
         elif "reply" in both and len(both) > 1:
-            (call,) = [data[i] for what, i in both.items() if what != "reply"][:1]
-            found += _call_and_reply(trace, call, data[both["reply"]])
+            call = next(i for what, i in both.items() if what != "reply")
+            found += _call_and_reply(trace, call, both["reply"])
     return [m for m in found if m.source != m.destination and trace.start_ns <= m.sent_ns <= m.arrived_ns <= trace.end_ns]
 
 
-def _call_and_reply(trace: Trace, call: Any, reply: Any) -> list[Message]:
+def _call_and_reply(trace: Trace, call_at: int, reply_at: int) -> list[Message]:
     """The call arrives when the callee begins to serve it: with the last such span that was over when it replied."""
     data, names = trace.columns.data, trace.columns.names
+    call, reply = data[call_at], data[reply_at]
     caller, callee = int(call["rank"]), int(reply["rank"])
     served = trace.columns.name_id(SERVE + names[reply["name"]].partition(" ")[2])
     before = (
         (data["kind"] == COMPUTE) & (data["name"] == served) & (data["rank"] == callee) & (data["end_ns"] <= reply["start_ns"])
     )
-    back = Message(callee, int(reply["start_ns"]), caller, int(call["end_ns"]))
+    back = Message(callee, int(reply["start_ns"]), caller, int(call["end_ns"]), span=reply_at)
     if not before.any():
         return [back]
     begun = int(data["start_ns"][before][data["end_ns"][before].argmax()])
-    return [Message(caller, int(call["start_ns"]), callee, begun, call=True), back]
+    return [Message(caller, int(call["start_ns"]), callee, begun, call=True, span=call_at), back]
 
 
 def draw_messages(ax: Axes, trace: Trace, rows: list[Row], top: float, unit_ns: float, width_px: float) -> bool:

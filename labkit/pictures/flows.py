@@ -1,0 +1,191 @@
+"""Who sent how many bytes to whom, and when: what a trace's communications come to, for `traffic` to draw.
+
+A message and a remote call say who sent and who received. A collective says neither, and the backend is free in how it moves the
+bytes; it is counted as a ring of its ranks would move them, which is what all-reduce on few ranks usually is.
+
+Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009; and for the other
+collectives the bus bandwidth factors in the documentation of NVIDIA's nccl-tests (doc/PERFORMANCE.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from labkit.pictures.arrows import messages
+from labkit.ring import COMMUNICATION
+from labkit.trace import Trace
+
+__all__ = ["Flows", "flows_of", "over_time"]
+
+# Of the bytes of a collective on n ranks, by how it begins: the share that each rank sends to the next one in the ring.
+_TO_NEXT: Final = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "broadcast": lambda n: (n - 1) / n,  # all but the last rank pass everything on; which one is last, no record says
+    "reduce": lambda n: (n - 1) / n,
+}
+_RECEIVED: Final = ("to_here",)  # these say what came, not what went
+_SECOND_END: Final = ("recv",)  # counted by the rank that sent it
+
+
+@dataclass(frozen=True, slots=True)
+class Flows:
+    """Bytes on their way, an entry for each rank that sends in an operation and each that it sends to.
+
+    Args:
+        name: the operations, most bytes first.
+        operation: of each entry, its place in `name`.
+        source: the rank that sends.
+        destination: the rank that receives.
+        nbytes: how much; a collective's share need not be whole.
+        start_ns: from when it can travel.
+        end_ns: when it has arrived.
+        count: how many times each operation was made; by all ranks of a collective together is once.
+        rings: whether there are collectives among them, which are counted as rings.
+    """
+
+    name: tuple[str, ...]
+    operation: NDArray[np.int64]
+    source: NDArray[np.int64]
+    destination: NDArray[np.int64]
+    nbytes: NDArray[np.float64]
+    start_ns: NDArray[np.int64]
+    end_ns: NDArray[np.int64]
+    count: tuple[int, ...]
+    rings: bool
+
+    def matrix(self, ranks: int) -> NDArray[np.float64]:
+        """Bytes from rank to rank, shape (ranks, ranks): the row sends, the column receives."""
+        sums = np.bincount(self.source * ranks + self.destination, self.nbytes, ranks * ranks).astype(np.float64)
+        return sums.reshape(ranks, ranks)
+
+    def by_operation(self) -> NDArray[np.float64]:
+        """Bytes of each operation, shape (names,)."""
+        return np.bincount(self.operation, self.nbytes, len(self.name)).astype(np.float64)
+
+
+def flows_of(trace: Trace) -> Flows:
+    """The flows of a trace; of a stretch of it, those of what completed in it."""
+    data, names = trace.columns.data, trace.columns.names
+    data_ready = trace.ready()
+    mine = np.flatnonzero((data["kind"] == COMMUNICATION) & (data["end_ns"] > trace.start_ns) & (data["end_ns"] <= trace.end_ns))
+    rows, ready = data[mine], data_ready[mine]
+    collectives = _collectives(rows, names)
+    parts = [*_messages(rows, names), *collectives]
+    row = np.concatenate([np.empty(0, np.int64), *(p[0] for p in parts)])
+    source, destination, nbytes = (np.concatenate([np.empty(0), *(p[i] for p in parts)]) for i in (1, 2, 3))
+    keep = (nbytes > 0) & (source != destination)
+    row, source, destination, nbytes = row[keep], source[keep].astype(np.int64), destination[keep].astype(np.int64), nbytes[keep]
+    used, operation = np.unique(rows["name"][row], return_inverse=True)
+    order = np.argsort(-np.bincount(operation, nbytes, len(used)), kind="stable")
+    place = np.empty(len(used), np.int64)
+    place[order] = np.arange(len(used))
+    once = _times(rows, row)
+    start, end = _on_its_way(trace, mine, rows, ready)
+    return Flows(
+        tuple(names[i] for i in used[order].tolist()), place[operation], source, destination, nbytes, start[row], end[row],
+        tuple(once[i] for i in used[order].tolist()), rings=bool(collectives),
+    )  # fmt: skip
+
+
+def over_time(flows: Flows, edges: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Bytes that each operation moved in each bin, spread evenly over the time that they were on their way.
+
+    Args:
+        flows: what travelled.
+        edges: of the bins, in ns, ascending and equally far apart, shape (bins + 1,).
+
+    Returns:
+        shape (names, bins).
+    """
+    # The bytes of one flow up to a moment rise from 0 at its start to all at its end: the sum of two ramps. All ramps together
+    # are a sum of slopes and one of offsets up to each edge.
+    start = np.minimum(flows.start_ns, flows.end_ns - 1).astype(np.float64)
+    slope = flows.nbytes / (flows.end_ns - start)
+    moved = np.zeros((len(flows.name), len(edges)))
+    for operation in range(len(flows.name)):
+        of_it = flows.operation == operation
+        for begin, sign in ((start[of_it], 1.0), (flows.end_ns[of_it].astype(np.float64), -1.0)):
+            order = np.argsort(begin)
+            begin, weight = begin[order], sign * slope[of_it][order]
+            origin = float(edges[0])
+            sums = np.concatenate([[0.0], np.cumsum(weight)]), np.concatenate([[0.0], np.cumsum(weight * (begin - origin))])
+            begun = np.searchsorted(begin, edges.astype(np.float64), side="right")
+            moved[operation] += sums[0][begun] * (edges - origin) - sums[1][begun]
+    return np.maximum(np.diff(moved, axis=1), 0)
+
+
+def _on_its_way(trace: Trace, mine: NDArray[np.int64], rows: Any, ready: NDArray[np.int64]) -> tuple[Any, Any]:
+    """When each row's bytes travelled: from when all had come until its end; a remote call's arguments before it is served."""
+    start, end = ready.copy(), np.maximum(rows["end_ns"], ready)
+    place = {number: i for i, number in enumerate(mine.tolist())}
+    for message in messages(trace):
+        if message.call and message.span in place:
+            i = place[message.span]
+            start[i], end[i] = message.sent_ns, message.arrived_ns
+    return start, end
+
+
+def _messages(rows: Any, names: list[str]) -> list[tuple[Any, ...]]:
+    """Of messages and remote calls: row, source, destination, bytes."""
+    peer = rows["peer"] >= 0
+    first = np.array([name.partition(" ")[0] for name in names])
+    received = np.isin(first, _RECEIVED)[rows["name"]]
+    second = np.array([name.startswith(_SECOND_END) for name in names])[rows["name"]]
+    here = np.flatnonzero(peer & ~second)
+    rank, other = rows["rank"][here], rows["peer"][here]
+    came = received[here]
+    return [(here, np.where(came, other, rank), np.where(came, rank, other), rows["nbytes"][here].astype(np.float64))]
+
+
+def _collectives(rows: Any, names: list[str]) -> list[tuple[Any, ...]]:
+    """Of collectives, per process group: row, source, destination, bytes."""
+    parts: list[tuple[Any, ...]] = []
+    collective = np.flatnonzero((rows["peer"] < 0) & (rows["group"] != 0) & (rows["nbytes"] > 0))
+    for group in np.unique(rows["group"][collective]).tolist():
+        of_group = collective[rows["group"][collective] == group]
+        members = np.unique(rows["rank"][of_group])
+        n = len(members)
+        after = np.zeros(int(members[-1]) + 1, np.int64)
+        after[members] = np.roll(members, -1)
+        for number in np.unique(rows["name"][of_group]).tolist():
+            here = of_group[rows["name"][of_group] == number]
+            rank, nbytes, name = rows["rank"][here], rows["nbytes"][here].astype(np.float64), names[number]
+            if name.startswith("all_to_all"):
+                for other in members.tolist():
+                    parts.append((here, rank, np.full(len(here), other), nbytes / n))  # to itself as well: that does not travel
+            elif name in ("gather", "scatter"):
+                root = _root_of(rows[here])
+                there = (root, rank) if name == "scatter" else (rank, root)
+                parts.append((here, *there, nbytes))  # the root's own entry, of all parts together, goes from it to itself
+            else:
+                share = next((share for begin, share in _TO_NEXT.items() if name.startswith(begin)), None)
+                if share is not None:
+                    parts.append((here, rank, after[rank], nbytes * share(n)))
+    return parts
+
+
+def _root_of(rows: Any) -> NDArray[np.int64]:
+    """Of each row of gathers or scatters in one group, the rank that has all parts: the one with most bytes in its operation."""
+    most: dict[int, tuple[int, int]] = {}
+    for match, nbytes, rank in zip(rows["match"].tolist(), rows["nbytes"].tolist(), rows["rank"].tolist(), strict=True):
+        most[match] = max(most.get(match, (-1, -1)), (nbytes, rank))
+    return np.array([most[match][1] for match in rows["match"].tolist()], np.int64)
+
+
+def _times(rows: Any, used: NDArray[np.int64]) -> dict[int, int]:
+    """By the number of its name, how many times an operation was made: those of one group and number are one."""
+    some = rows[np.unique(used)]
+    alone = some["group"] == 0
+    found: dict[int, int] = {}
+    for number in np.unique(some["name"]).tolist():
+        of_name = some["name"] == number
+        shared = some[of_name & ~alone]
+        together = len(np.unique(np.stack([shared["group"].astype(np.int64), shared["match"]]), axis=1).T) if len(shared) else 0
+        found[number] = together + int((of_name & alone).sum())
+    return found

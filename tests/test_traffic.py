@@ -1,0 +1,186 @@
+"""Bytes: who sent how many to whom and when, worked out by hand, and the figure of it."""
+
+from __future__ import annotations
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+
+mpl.use("agg")
+
+import matplotlib.pyplot as plt
+
+from labkit.errors import LabError
+from labkit.pictures.flows import flows_of, over_time
+from labkit.plot import traffic
+
+from synthetic import MS, Book, alone, data_parallel, model_parallel, remote_calls  # isort: skip
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    plt.close("all")
+
+
+def collective(name, sizes, *, match=1, group="world", at=0.0):
+    """One collective of 1 ms; the bytes that each rank notes down."""
+    book = Book()
+    for rank, nbytes in enumerate(sizes):
+        if nbytes is not None:
+            book.travel(rank, name, at, at + 1, nbytes=nbytes, group=group, match=match)
+    return book.trace(len(sizes))
+
+
+@pytest.mark.parametrize(
+    ("name", "each"),
+    [
+        ("all_reduce", 1500.0),
+        ("all_reduce_coalesced", 1500.0),
+        ("all_gather", 750.0),
+        ("all_gather_into_tensor", 750.0),
+        ("reduce_scatter_tensor", 750.0),
+        ("broadcast", 750.0),
+        ("reduce", 750.0),
+    ],
+)
+def test_a_collective_counts_as_a_ring_of_its_ranks(name, each):
+    matrix = flows_of(collective(name, [1000] * 4)).matrix(4)
+    assert matrix.tolist() == [[0, each, 0, 0], [0, 0, each, 0], [0, 0, 0, each], [each, 0, 0, 0]]
+
+
+def test_the_ring_is_that_of_the_group():
+    matrix = flows_of(collective("all_reduce", [None, 1000, None, 1000])).matrix(4)
+    assert matrix[1, 3] == matrix[3, 1] == 1000
+    assert matrix.sum() == 2000
+
+
+def test_all_to_all_sends_a_part_to_each_other_rank():
+    matrix = flows_of(collective("all_to_all_single", [900] * 3)).matrix(3)
+    assert matrix.tolist() == [[0, 300, 300], [300, 0, 300], [300, 300, 0]]
+
+
+@pytest.mark.parametrize("name", ["scatter", "gather"])
+def test_the_root_of_scatter_and_gather_is_who_has_all_parts(name):
+    matrix = flows_of(collective(name, [100, 300, 100])).matrix(3)
+    want = np.zeros((3, 3))
+    want[1, [0, 2]] = 100
+    assert matrix.tolist() == (want if name == "scatter" else want.T).tolist()
+
+
+def test_a_barrier_moves_nothing():
+    assert flows_of(collective("barrier", [0, 0])).name == ()
+
+
+def test_a_message_is_counted_once():
+    flows = flows_of(model_parallel(2))
+    assert flows.matrix(2).tolist() == [[0, 2 << 20], [2 << 20, 0]]
+    assert (flows.name, flows.count, flows.rings) == (("send",), (4,), False)
+
+
+def test_calls_and_replies_go_both_ways_and_arguments_travel_before_they_are_served():
+    flows = flows_of(remote_calls())
+    assert flows.matrix(3).tolist() == [[0, 400_000, 400_000], [80_000, 0, 0], [80_000, 0, 0]]
+    assert flows.name == ("rpc_async shard", "reply shard")
+    calls = flows.operation == 0
+    assert ((flows.end_ns - flows.start_ns)[calls] / MS).tolist() == pytest.approx([0.7] * 4, abs=1e-5)
+
+
+def test_what_is_fetched_comes_from_its_owner():
+    book = Book()
+    book.travel(1, "to_here", 0, 1, nbytes=70, peer=2)
+    assert flows_of(book.trace(3)).matrix(3)[2, 1] == 70
+
+
+def test_operations_are_counted_once_for_all_their_ranks():
+    flows = flows_of(data_parallel(4, 3))
+    assert flows.count == (9,)
+    assert flows.rings
+
+
+def test_a_stretch_has_what_completed_in_it():
+    trace = data_parallel(4, 3)
+    parts = [flows_of(trace.step(i)).matrix(4).sum() for i in range(3)]
+    assert sum(parts) == pytest.approx(flows_of(trace).matrix(4).sum())
+
+
+def test_bytes_are_spread_over_the_time_they_travel():
+    book = Book()
+    book.travel(0, "send", 2, 6, nbytes=4000, peer=1, group="a", match=1)
+    book.travel(1, "recv", 4, 6, nbytes=4000, peer=0, group="a", match=1)  # both are there from 4 on
+    book.travel(1, "send", 8, 9, nbytes=500, peer=0)
+    edges = (np.arange(0, 11) * MS).astype(np.int64)
+    moved = over_time(flows_of(book.trace(2, start_ns=0, end_ns=10 * MS)), edges)
+    assert moved.shape == (1, 10)
+    assert moved[0].tolist() == pytest.approx([0, 0, 0, 0, 2000, 2000, 0, 0, 500, 0], abs=0.1)
+
+
+def test_nothing_is_lost_between_bins():
+    trace = data_parallel(4, 3)
+    flows = flows_of(trace)
+    edges = np.linspace(trace.start_ns, trace.end_ns, 151).astype(np.int64)
+    assert over_time(flows, edges).sum() == pytest.approx(flows.nbytes.sum(), rel=1e-6)
+
+
+def test_what_takes_no_time_is_counted_too():
+    book = Book()
+    book.travel(0, "send", 3, 3, nbytes=100, peer=1)
+    flows = flows_of(book.trace(2, start_ns=0, end_ns=4 * MS))
+    assert over_time(flows, (np.arange(5) * MS).astype(np.int64)).sum() == pytest.approx(100)
+
+
+def matrix_of(ax):
+    return ax.figure.axes[1]
+
+
+def legend(ax):
+    return [t.get_text() for t in ax.get_legend().get_texts()]
+
+
+def test_the_figure_says_its_units_and_its_rule():
+    ax = traffic(data_parallel())
+    assert ax.get_xlabel() == "time since the start [ms]"
+    assert ax.get_ylabel() == "sent by all ranks [GB/s]"
+    assert legend(ax) == ["all_reduce: 9 ×, 132 MB"]
+    assert ax.get_title(loc="left") == "What travelled  ·  4 ranks, 3 steps, 67.7 ms, 132 MB in all"
+    beside = matrix_of(ax)
+    assert beside.get_title(loc="left") == "from rank to rank [MB]"
+    assert "counts as a ring" in beside.get_xlabel()
+    assert [t.get_text() for t in beside.texts].count("33.0") == 4
+    assert "ring" not in matrix_of(traffic(model_parallel())).get_xlabel()
+
+
+def test_ranks_have_their_names():
+    beside = matrix_of(traffic(remote_calls()))
+    assert [t.get_text() for t in beside.get_yticklabels()] == ["master", "worker1", "worker2"]
+    assert beside.get_xlabel() == "to"
+
+
+def test_many_operations_share_one_colour_and_many_ranks_have_a_scale():
+    book = Book()
+    for number in range(8):
+        for rank in range(12):
+            book.travel(rank, f"all_reduce_{number}", number, number + 1, nbytes=1000 * (8 - number), group="w", match=number)
+    ax = traffic(book.trace(12))
+    assert legend(ax)[-1] == "3 others: 132 kB"
+    assert len(legend(ax)) == 6
+    assert not matrix_of(ax).texts
+    assert len(ax.figure.axes) == 3
+
+
+def test_given_axes_are_divided():
+    figure, axes = plt.subplots(2)
+    assert traffic(data_parallel(), ax=axes[0]) is axes[0]
+    figure.canvas.draw()
+    boxes = [a.get_window_extent() for a in (axes[0], figure.axes[-1])]
+    assert boxes[0].x1 < boxes[1].x0
+    assert boxes[0].y0 == pytest.approx(boxes[1].y0)
+
+
+def test_one_step():
+    assert "step 1 " in traffic(data_parallel(), step=1).get_title(loc="left")
+
+
+def test_where_nothing_travelled_it_says_so():
+    with pytest.raises(LabError, match="nothing that labkit knows the size of travelled between ranks"):
+        traffic(alone())
