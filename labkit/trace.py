@@ -133,13 +133,16 @@ class Trace:
         """Start and end of each step, from the first rank's begin to the last rank's end, shape (steps, 2), in ns.
 
         Where loops lie within each other, the steps of the innermost count. Ranks without any are left out; where some have made
-        more steps than others, those that all have made.
+        more steps than others, those that all have made. Of a stretch of a run, those whose middle it holds, on each rank: ranks
+        do not enter a step together, so the steps before and after reach into the time of one.
         """
         per_rank = []
         for rank in range(len(self.ranks)):
             rows = self._rows(rank, STEP)
             rows = rows[np.lexsort((-rows["end_ns"], rows["start_ns"]))]
             rows = rows[np.append(rows["start_ns"][1:] >= rows["end_ns"][:-1], np.ones(len(rows[:1]), bool))]
+            middle = rows["start_ns"] + (rows["end_ns"] - rows["start_ns"]) // 2
+            rows = rows[(middle >= self.start_ns) & (middle <= self.end_ns)]
             if len(rows):
                 per_rank.append(np.stack([rows["start_ns"], rows["end_ns"]], axis=1))
         if not per_rank:

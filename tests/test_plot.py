@@ -193,9 +193,9 @@ def test_the_number_of_a_step_shown_in_part_stands_over_that_part():
         b.whole(0, "step", 10 * step, 10 * step + 10)
         b.compute(0, "forward", 10 * step, 10 * step + 10)
     trace = b.trace(1)
-    ax = timeline(trace.between(trace.start_ns + 6_000_000, trace.end_ns))
+    ax = timeline(trace.between(trace.start_ns + 4_000_000, trace.end_ns))
     texts = {t.get_text(): round(t.get_position()[0], 6) for t in ax.texts}
-    assert (texts["step 0"], texts["step 1"]) == (2, 9)
+    assert (texts["step 0"], texts["step 1"]) == (3, 11)
 
 
 def test_step_numbers_are_there_though_the_first_rank_has_no_steps():

@@ -85,6 +85,11 @@ def test_runs_can_be_given_by_their_titles():
         timeline({})
 
 
+def test_a_step_cut_out_of_a_run_is_one_step_though_its_neighbours_reach_into_it():
+    trace = data_parallel(steps=3)  # whose ranks begin a step at different times
+    assert timeline(trace.step(1)).get_title(loc="left") == "4 ranks, 22.8 ms"
+
+
 def test_a_rank_with_gpu_and_cpu_has_a_row_for_each():
     trace = gpu_and_cpu()
     ax = timeline(trace)

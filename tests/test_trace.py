@@ -568,3 +568,15 @@ def test_activities_are_disjoint_and_ascending() -> None:
     for seed in SEEDS:
         trace = some_trace(random.Random(seed))
         assert all(are_sets(trace.activity(rank)) for rank in range(3)), seed
+
+
+def test_a_step_cut_out_of_a_run_has_its_own_bounds():
+    spans = []
+    for rank, late in ((0, 0), (1, 4)):  # rank 1 enters each step later: at the edges of one, the ranks are in different steps
+        spans += [Span(rank, "step", "step", 10 * n + late, 10 * n + 10 + late) for n in range(4)]
+    trace = Trace(spans, ranks=["rank 0", "rank 1"])
+    bounds = trace.step_bounds().tolist()
+    assert bounds == [[0, 14], [10, 24], [20, 34], [30, 44]]
+    assert trace.step(1).step_bounds().tolist() == [bounds[1]]
+    assert trace.between(10, 34).step_bounds().tolist() == bounds[1:3]
+    assert trace.step(1).step(0).duration_ns == 14

@@ -292,24 +292,17 @@ class _Timeline:
 
         The steps of the ranks need not coincide: a label in the middle of all would hang over another step of the first rank.
         """
-        if len(view.chosen) == 1 or view.steps == 1:
-            return  # the title says it, or there is nothing to tell apart
         everybody = view.whole.step_bounds()
         own = view.whole.of(rank=0).step_bounds()
         bounds = own if len(own) >= len(everybody) else everybody  # rank 0 may have no steps, as a master that only serves
+        found = []
         for number in view.chosen or range(min(len(everybody), 100)):
             # Of a step that begins before what is shown, or ends after it, the part that is.
             start, end = (int(t) - view.shown.start_ns for t in np.clip(bounds[number], view.shown.start_ns, view.shown.end_ns))
             if (end - start) / self.unit_ns * self._px_per_unit() > 45:
-                self.ax.text(
-                    (start + end) / 2 / self.unit_ns,
-                    y + 0.01,
-                    f"step {number}",
-                    fontsize=TEXT_PT,
-                    color=GREY,
-                    ha="center",
-                    va="bottom",
-                )
+                found.append((f"step {number}", (start + end) / 2 / self.unit_ns))
+        for text, x in found if len(found) > 1 else []:  # of a single one the title tells
+            self.ax.text(x, y + 0.01, text, fontsize=TEXT_PT, color=GREY, ha="center", va="bottom")
 
     def _strip(self, view: View) -> None:
         """The whole run in small, above, with the shown part marked."""
@@ -352,7 +345,8 @@ class _Timeline:
                 down = ScaledTranslation(0, -0.46 - 0.21 * line, self.ax.figure.dpi_scale_trans)
                 legend = Legend(
                     self.ax, handles, [handle.get_label() for handle in handles], loc="upper left", ncols=len(handles),
-                    borderaxespad=0, borderpad=0, bbox_to_anchor=(0, 0), bbox_transform=self.ax.transAxes + down,
+                    borderaxespad=0, borderpad=0, columnspacing=1.0, handletextpad=0.5, bbox_to_anchor=(0, 0),
+                    bbox_transform=self.ax.transAxes + down,
                 )  # fmt: skip
                 self.ax.add_artist(legend).set_clip_on(False)  # else a notebook, which trims figures, cuts it off
 

@@ -1,0 +1,205 @@
+"""Draws the pictures of the readme from real runs on this machine, into docs/pictures/.
+
+    python tools/pictures.py              all of them
+    python tools/pictures.py pipeline     that one
+
+Other programs distort what is measured: each run takes many steps, and of these the quickest are drawn.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+import labkit as lab
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
+DPI = 110
+WIDTH, BATCH = 640, 128
+COLOURS = 128
+
+
+def quickest(trace: lab.Trace, steps: int = 1) -> range:
+    """The steps that follow one another and took the least time; the first ones warm up and do not count."""
+    bounds = trace.step_bounds()[4:]
+    lengths = bounds[steps - 1 :, 1] - bounds[: len(bounds) - steps + 1, 0]
+    first = int(np.argmin(lengths)) + 4
+    return range(first, first + steps)
+
+
+def perceptron(layers: int = 6, width: int = WIDTH) -> nn.Sequential:
+    """A model whose forward pass takes some milliseconds."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[m for _ in range(layers) for m in (nn.Linear(width, width), nn.ReLU())])
+
+
+def naive(steps: int = 80) -> None:
+    """Data parallel by hand: all gradients are averaged when the backward pass is over."""
+    import torch.distributed as dist
+
+    model, batch = perceptron(), torch.randn(BATCH, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in lab.steps(range(steps)):
+        with lab.span("forward"):
+            loss = model(batch).square().mean()
+        with lab.span("backward"):
+            loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
+        with lab.span("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def overlapped(steps: int = 80) -> None:
+    """The same with DistributedDataParallel, which sends gradients while the backward pass goes on."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    batch = torch.randn(BATCH, WIDTH)
+    model = DistributedDataParallel(perceptron(), bucket_cap_mb=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in lab.steps(range(steps)):
+        with lab.span("forward"):
+            loss = model(batch).square().mean()
+        with lab.span("backward"):
+            loss.backward()
+        with lab.span("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def pipeline(microbatches: int = 6, steps: int = 50) -> None:
+    """Two stages and 1F1B, as `torch.distributed.pipelining` does it, with a span for each pass of each micro-batch."""
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    class Stage(PipelineStage):
+        def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+            with lab.span(f"forward {fwd_chunk_id}"):
+                return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+        def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+            with lab.span(f"backward {bwd_chunk_id}"):
+                return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    rank = dist.get_rank()
+    batch = torch.randn(BATCH * microbatches, WIDTH)
+    stage = Stage(perceptron(layers=3), rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, microbatches, loss_fn=lambda out, _: out.square().mean())
+    for _ in lab.steps(range(steps)):
+        schedule.step(batch) if rank == 0 else schedule.step(target=batch)
+        dist.barrier()  # so that the steps of the ranks begin and end together
+
+
+class Shard(nn.Module):
+    """The part of the model that a worker has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = perceptron(layers=4)
+
+    def forward(self, part: torch.Tensor) -> torch.Tensor:
+        """What a worker does with its half of the batch."""
+        with lab.span("forward"), torch.no_grad():
+            return self.layers(part)  # type: ignore[no-any-return]  # a module's call is untyped
+
+
+def master(steps: int = 40) -> None:
+    """Remote calls: the master computes the first part of a model, two workers a half of the batch each."""
+    from torch.distributed import rpc
+
+    first, batch = perceptron(layers=2), torch.randn(4 * BATCH, WIDTH)
+    shards = [rpc.remote(worker, Shard) for worker in ("worker1", "worker2")]
+    with torch.no_grad():
+        for _ in lab.steps(range(steps)):
+            with lab.span("forward"):
+                halves = first(batch).chunk(2)
+            futures = [shard.rpc_async().forward(half) for shard, half in zip(shards, halves, strict=True)]
+            torch.futures.wait_all(futures)
+
+
+def draw_data_parallel() -> Axes:
+    """A timeline of a few steps."""
+    with lab.Group(2) as group:
+        run = group.run(overlapped)
+    return lab.timeline(run, step=quickest(run.trace, 3))
+
+
+def draw_compare() -> Axes:
+    """What overlap brings."""
+    with lab.Group(2) as group:
+        runs = {"averaged afterwards": group.run(naive), "DistributedDataParallel": group.run(overlapped)}
+    steps = {name: quickest(run.trace, 3) for name, run in runs.items()}
+    return lab.compare({name: _stretch(run.trace, steps[name]) for name, run in runs.items()})
+
+
+def draw_pipeline() -> Axes:
+    """The ideal pipeline and the real one."""
+    with lab.Group(2) as group:
+        trace = group.run(pipeline).trace
+    measured = _stretch(trace, quickest(trace))
+    forward, backward = (_mean_s(measured, name) for name in ("forward", "backward"))
+    ideal = lab.schedule("1f1b", stages=2, microbatches=6, forward=forward, backward=backward)
+    return lab.timeline({"1F1B, ideal": ideal, "measured": measured})
+
+
+def draw_traffic() -> Axes:
+    """Bytes of remote calls."""
+    with lab.Group(["master", "worker1", "worker2"], runtime="rpc") as group:
+        run = group["master"].run(master)
+    return lab.traffic(_stretch(run.trace, quickest(run.trace, 2)))
+
+
+def draw_calls() -> Axes:
+    """Remote calls on the timeline."""
+    with lab.Group(["master", "worker1", "worker2"], runtime="rpc") as group:
+        run = group["master"].run(master)
+    return lab.timeline(run, step=quickest(run.trace, 2))
+
+
+def _stretch(trace: lab.Trace, steps: range) -> lab.Trace:
+    bounds = trace.step_bounds()
+    return trace.between(int(bounds[steps[0], 0]), int(bounds[steps[-1], 1]))
+
+
+def _mean_s(trace: lab.Trace, name: str) -> list[float]:
+    """Per rank, the mean length of the passes in one direction, in seconds."""
+    passes = [s for s in trace.of(kind="compute") if s.name.startswith(name)]
+    return [float(np.mean([s.duration_ns for s in passes if s.rank == rank])) / 1e9 for rank in range(len(trace.ranks))]
+
+
+PICTURES: dict[str, Callable[[], Axes]] = {
+    name.removeprefix("draw_"): function for name, function in list(globals().items()) if name.startswith("draw_")
+}
+
+
+def main(names: list[str]) -> int:
+    """Draw the pictures of these names; no names: all."""
+    if unknown := set(names) - set(PICTURES):
+        print(f"no picture {', '.join(sorted(unknown))}; there are {', '.join(PICTURES)}")
+        return 2
+    mpl.use("agg")
+    for name in names or PICTURES:
+        path = FOLDER / f"{name}.png"
+        figure = PICTURES[name]().get_figure(root=True)
+        assert figure is not None
+        figure.savefig(path, dpi=DPI)
+        with Image.open(path) as image:
+            image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
+        print(f"{path.name}: {path.stat().st_size / 1e3:.0f} kB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
