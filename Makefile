@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test lint format bench chaos notebooks lock clean distclean
+.PHONY: help setup lab test lint format bench chaos notebooks pictures lock clean distclean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /make \1|/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
@@ -49,6 +49,9 @@ chaos: setup  ## 300 random faults at random moments, and what was left (ARGS="-
 
 notebooks: setup  ## execute the notebooks again from top to bottom (ONLY="02 10": these)
 	$(BIN)/python tools/notebooks.py $(ONLY)
+
+pictures: setup  ## draw the pictures of the readme again, from real runs (ONLY="pipeline": that one)
+	$(BIN)/python tools/pictures.py $(ONLY)
 
 lock: setup  ## write constraints.txt again from what .venv holds
 	@{ grep '^#' constraints.txt; $(BIN)/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/+.*//'; } > constraints.new

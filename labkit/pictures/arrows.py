@@ -19,6 +19,7 @@ __all__ = ["COLOUR", "Message", "draw_messages", "messages"]
 
 COLOUR: Final = "#22262E"
 APART_PX: Final = 16  # as many pixels of width per message between the same two ranks, or there are no arrows at all
+MOST: Final = 200  # arrows in one picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def messages(trace: Trace) -> list[Message]:
     for i in np.flatnonzero(complete).tolist():
         row = data[i]
         name = names[row["name"]]
-        what = name if name in ("send", "reply") else "recv" if name.startswith("recv") else name.partition(" ")[0]
+        what = "recv" if name.startswith("recv") else name.partition(" ")[0]  # of "reply forward" and the like, the first word
         ends.setdefault((int(row["group"]), int(row["match"])), {})[what] = i
     found = []
     for both in ends.values():
@@ -62,6 +63,10 @@ def messages(trace: Trace) -> list[Message]:
             found.append(
                 Message(int(send["rank"]), int(ready[at]), int(recv["rank"]), int(recv["end_ns"]), on_cuda=cuda, span=at)
             )
+        elif "value" in both and "to_here" in both:  # of a remote call: it is there, and somebody fetches it
+            value, fetch, since = data[both["value"]], data[both["to_here"]], ready[both["to_here"]]
+            ends = int(value["rank"]), int(since), int(fetch["rank"]), int(fetch["end_ns"])
+            found.append(Message(*ends, span=both["value"]))
         elif "reply" in both and len(both) > 1:
             call = next(i for what, i in both.items() if what != "reply")
             found += _call_and_reply(trace, call, both["reply"])
@@ -101,9 +106,12 @@ def draw_messages(ax: Axes, trace: Trace, rows: list[Row], top: float, unit_ns: 
     from matplotlib.patches import FancyArrowPatch
     from matplotlib.patheffects import withStroke
 
+    data = trace.columns.data
+    if ((data["kind"] == COMMUNICATION) & (data["peer"] >= 0)).sum() > 3 * MOST:
+        return False  # two or three spans each
     found = messages(trace)
     pairs = [tuple(sorted((m.source, m.destination))) for m in found]
-    if not found or max(pairs.count(pair) for pair in set(pairs)) > width_px / APART_PX or len(found) > 200:
+    if not found or max(pairs.count(pair) for pair in set(pairs)) > width_px / APART_PX or len(found) > MOST:
         return False
     for m in found:
         start = _middle(rows, m.source, m.on_cuda, COMMUNICATION_LANE)

@@ -123,6 +123,8 @@ def over_time(flows: Flows, edges: NDArray[np.int64]) -> NDArray[np.float64]:
 def _on_its_way(trace: Trace, mine: NDArray[np.int64], rows: Any, ready: NDArray[np.int64]) -> tuple[Any, Any]:
     """When each row's bytes travelled: from when all had come until its end; a remote call's arguments before it is served."""
     start, end = ready.copy(), np.maximum(rows["end_ns"], ready)
+    if not any(name.startswith("reply ") for name in trace.columns.names):
+        return start, end
     place = {number: i for i, number in enumerate(mine.tolist())}
     for message in messages(trace):
         if message.call and message.span in place:

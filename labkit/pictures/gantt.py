@@ -171,7 +171,7 @@ class _Timeline:
         for view in self.views:
             if self.several:
                 heading = f"{view.label}:  {view.in_words()}{_bubble_in_words(view.shown)}"
-                self.ax.text(0, y + 0.35, heading, weight="bold", va="center", fontsize=8.5)
+                self.ax.text(0, y + 0.45, heading, weight="bold", va="center", fontsize=8.5)
                 y += HEADING
             top = y
             for row in view.rows:
