@@ -65,8 +65,8 @@ def messages(trace: Trace) -> list[Message]:
             )
         elif "value" in both and "to_here" in both:  # of a remote call: it is there, and somebody fetches it
             value, fetch, since = data[both["value"]], data[both["to_here"]], ready[both["to_here"]]
-            ends = int(value["rank"]), int(since), int(fetch["rank"]), int(fetch["end_ns"])
-            found.append(Message(*ends, span=both["value"]))
+            way = int(value["rank"]), int(since), int(fetch["rank"]), int(fetch["end_ns"])
+            found.append(Message(*way, span=both["value"]))
         elif "reply" in both and len(both) > 1:
             call = next(i for what, i in both.items() if what != "reply")
             found += _call_and_reply(trace, call, both["reply"])
