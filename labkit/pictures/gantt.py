@@ -258,11 +258,11 @@ class _Timeline:
     def _captions(self, bars: Bars, trace: Trace, left: Any, right: Any, top: float, height: float) -> None:
         if height * self.height_in / self.height * 72 < 1.15 * TEXT_PT:
             return
-        character_px = 0.58 * TEXT_PT * self.dpi / 72
+        character_px = 0.61 * TEXT_PT * self.dpi / 72
         width_px = (right - left) * self._px_per_unit()
         for i in np.flatnonzero(width_px > 1.6 * character_px):
             style = list(STYLES)[bars.style[i]]
-            text = caption(trace, int(i), bars, (width_px[i] - 2) / character_px)
+            text = caption(trace, int(i), bars, (width_px[i] - 3) / character_px)
             if text:
                 x = (left[i] + right[i]) / 2
                 pale = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.6} if STYLES[style].hatch else None
