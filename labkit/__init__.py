@@ -12,6 +12,7 @@ Importing it loads neither torch, tensorflow nor matplotlib: each name brings wh
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,13 @@ if TYPE_CHECKING:
     from labkit.check import check
     from labkit.doctor import doctor
     from labkit.group import Group
+    from labkit.load import load_trace
     from labkit.plot import breakdown, compare, scaling, timeline, traffic
     from labkit.record import record, span, steps
     from labkit.run import Run
     from labkit.runtimes import devices
     from labkit.schedule import schedule
-    from labkit.trace import Span, Trace, load_trace
+    from labkit.trace import Span, Trace
 
 __all__ = [
     "Group", "LabError", "RankError", "Run", "Span", "Trace", "breakdown", "check", "compare", "devices", "doctor", "load_trace",
@@ -38,12 +40,13 @@ _HOMES = {
     "check": ["check"],
     "doctor": ["doctor"],
     "group": ["Group"],
+    "load": ["load_trace"],
     "plot": ["breakdown", "compare", "scaling", "timeline", "traffic"],
     "record": ["record", "span", "steps"],
     "run": ["Run"],
     "runtimes": ["devices"],
     "schedule": ["schedule"],
-    "trace": ["Span", "Trace", "load_trace"],
+    "trace": ["Span", "Trace"],
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -81,11 +84,18 @@ def _picture() -> Any:
     return Live()
 
 
-def _greet_notebook() -> None:
-    """In a notebook's kernel: make `%%ranks` known, and begin to import torch in the background, which takes a second."""
+def _greet() -> None:
+    """In a notebook's kernel: make `%%ranks` known, and begin to import torch in the background, which takes a second.
+
+    In a script that is to be recorded: begin to.
+    """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
     if shell is None:
+        if os.environ.get("LABKIT_TRACE"):
+            from labkit import outside
+
+            outside.begin()
         return
 
     def ranks(line: str, cell: str) -> None:
@@ -101,4 +111,4 @@ def _greet_notebook() -> None:
         warm_up()
 
 
-_greet_notebook()
+_greet()

@@ -3,7 +3,7 @@
 The rank never waits for a reader, and needs no thread or system call to be read: the notebook looks at the same memory whenever
 it likes, also while the rank is blocked in C++ and after it was killed. Layout of the buffer:
 
-    header (64 bytes)    bytes of the names area in use; how many operations found no pending slot
+    header (64 bytes)    bytes of the names area in use; how many operations found no pending slot; when the rank was seen alive
     pending (64 slots)   operations issued and not yet completed: what a stuck or killed rank was doing
     names (256 KiB)      interned strings: span names, places in the code, process groups
     records              a ring; record i lies in slot i % capacity and is whole once its commit field reads i
@@ -55,6 +55,7 @@ HEADWAY: Final = CAPACITY // 8  # records that a reader who was overtaken leaves
 IN_FLIGHT: Final = 64  # records that the rank's threads may be writing at one moment
 HEADER_BYTES: Final = 64
 UNNOTED_AT: Final = 4
+ALIVE_AT: Final = 8
 NAMES_BYTES: Final = 1 << 18
 LONGEST_NAME: Final = 1000  # bytes; what is longer is cut
 PENDING_AT: Final = HEADER_BYTES
@@ -176,6 +177,14 @@ class RingWriter:
             WORD.pack_into(self.buffer, PENDING_AT + slot * PENDING.size + PENDING_START, 0)
             self._free.append(slot)
 
+    def alive(self, now_ns: int) -> None:
+        """Note that the rank is alive: who reads the ring after its death knows about when it died."""
+        WORD.pack_into(self.buffer, ALIVE_AT, now_ns)
+
+    def has(self, number: int) -> bool:
+        """Whether a record was written; or one a whole ring later, in its place."""
+        return _commit_at(self.buffer, number) >= number
+
 
 @dataclass(frozen=True, slots=True)
 class Pending:
@@ -202,9 +211,10 @@ class RingReader:
 
     Args:
         buffer: the memory that the rank writes.
+        first: the number of the record to begin with.
     """
 
-    def __init__(self, buffer: Any) -> None:
+    def __init__(self, buffer: Any, first: int = 1) -> None:
         import numpy  # here, not above: ranks import this module, and a bare rank does without numpy
 
         self.buffer = buffer
@@ -215,7 +225,7 @@ class RingReader:
         words = RECORD_BYTES // WORD.size
         self._words = numpy.frombuffer(buffer, numpy.int64, CAPACITY * words, RECORDS_AT).reshape(CAPACITY, words)
         self._commits = self._words[:, COMMIT_OFFSET // WORD.size]
-        self._next = 1
+        self._next = first
         self.dropped = 0  # records overwritten before they were read
         self._names: list[str] = []
         self._names_read = 0
@@ -236,6 +246,17 @@ class RingReader:
         """How many operations so far were not noted as pending, because too many were already."""
         count: int = struct.unpack_from("<I", self.buffer, UNNOTED_AT)[0]
         return count
+
+    @property
+    def next_record(self) -> int:
+        """The number of the record that will be read next."""
+        return self._next
+
+    @property
+    def alive_ns(self) -> int:
+        """When the rank was last known to be alive; 0 where nobody says."""
+        value: int = WORD.unpack_from(self.buffer, ALIVE_AT)[0]
+        return value
 
     def pending(self) -> list[Pending]:
         """The operations issued and not completed at this moment, oldest first."""
@@ -300,9 +321,7 @@ class RingReader:
         return self._numpy.frombuffer(copy, self._dtype)
 
     def _commit_at(self, number: int) -> int:
-        at = RECORDS_AT + (number & (CAPACITY - 1)) * RECORD_BYTES + COMMIT_OFFSET
-        value: int = WORD.unpack_from(self.buffer, at)[0]
-        return value
+        return _commit_at(self.buffer, number)
 
     def _newest(self, low: int) -> int:
         """The newest record written after `low`, within a ring's length of it: by strides that double, then bisection."""
@@ -314,6 +333,12 @@ class RingReader:
             middle = (low + high) // 2
             low, high = (middle, high) if self._commit_at(middle) >= middle else (low, middle)
         return low
+
+
+def _commit_at(buffer: Any, number: int) -> int:
+    at = RECORDS_AT + (number & (CAPACITY - 1)) * RECORD_BYTES + COMMIT_OFFSET
+    value: int = WORD.unpack_from(buffer, at)[0]
+    return value
 
 
 def record_dtype() -> Any:

@@ -337,7 +337,7 @@ def _python(
     )
     return subprocess.Popen(
         [sys.executable, "-c", code],
-        env=environment,
+        env={name: value for name, value in environment.items() if name != "LABKIT_TRACE"},  # that is for scripts
         pass_fds=fds,
         stdin=subprocess.DEVNULL,
         stdout=log,

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.chrome import read_events, write_events
+from labkit.chrome import write_events
 from labkit.errors import LabError
 from labkit.intervals import Intervals, difference, intersection, length, union
 from labkit.ring import CALL, COMMUNICATION, COMPUTE, KINDS, SCALAR, STEP, Pending
 from labkit.spans import COLUMNS, Columns, Scalar, Span, under_way
 
-__all__ = ["Scalar", "Share", "Span", "Trace", "from_records", "load_trace"]
+__all__ = ["Scalar", "Share", "Span", "Trace", "from_records"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,7 @@ class Trace:
         start_ns: begin of the time looked at; default: the first span's start.
         end_ns: its end; default: the last span's end.
         dropped: records that were lost per rank, because they came faster than they could be read.
+        notes: what somebody who looks at it should know: a rank that is missing, how well clocks agree.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Trace:
         start_ns: int | None = None,
         end_ns: int | None = None,
         dropped: Sequence[int] = (),
+        notes: Sequence[str] = (),
     ) -> None:
         self.columns = spans if isinstance(spans, Columns) else Columns.of(spans)
         self.scalars = tuple(sorted(scalars, key=lambda s: s.time_ns))
@@ -78,6 +80,7 @@ class Trace:
         if self.end_ns < self.start_ns:
             raise ValueError(f"a trace from {self.start_ns} to {self.end_ns} ns: the end lies before the start")
         self.dropped = tuple(dropped) or (0,) * len(self.ranks)
+        self.notes = tuple(notes)
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -219,10 +222,11 @@ class Trace:
         """The trace as the object that `save` writes: one process per rank, with rows for its steps, work and communication."""
         events = write_events(self, self.scalars, self.ranks, self.start_ns)
         other = {"labkit": 1, "ranks": self.ranks, "start_ns": self.start_ns, "end_ns": self.end_ns, "dropped": self.dropped}
+        other["notes"] = self.notes
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
     def _with(self, columns: Columns, scalars: Iterable[Scalar], start_ns: int, end_ns: int) -> Trace:
-        part = Trace(columns, scalars, ranks=self.ranks, start_ns=start_ns, end_ns=end_ns, dropped=self.dropped)
+        part = Trace(columns, scalars, ranks=self.ranks, start_ns=start_ns, end_ns=end_ns, dropped=self.dropped, notes=self.notes)
         part.labelled = self.labelled
         return part
 
@@ -262,6 +266,7 @@ def from_records(
     dropped: Sequence[int] = (),
     start_ns: int | None = None,
     end_ns: int | None = None,
+    notes: Sequence[str] = (),
 ) -> Trace:
     """The trace of a run from what `labkit.ring.RingReader` gave for each rank.
 
@@ -274,6 +279,7 @@ def from_records(
         dropped: records lost, per rank.
         start_ns: begin of the time looked at; default: the first span's start.
         end_ns: its end; default: the last span's end.
+        notes: as in `Trace`.
     """
     ids: dict[str, int] = {"": 0}
 
@@ -304,24 +310,4 @@ def from_records(
         assert end_ns is not None and (start_ns is not None or not calls), "since when, and until when?"
         parts.append(under_way(start_ns or 0, end_ns, number, calls=calls, pending=pending))
     columns = Columns(np.concatenate(parts), list(ids))
-    return Trace(columns, scalars, ranks=ranks, start_ns=start_ns, end_ns=end_ns, dropped=dropped)
-
-
-def load_trace(path: str | Path) -> Trace:
-    """Read a trace that `Trace.save` wrote.
-
-    Raises:
-        LabError: the file is missing, or is not a trace of labkit.
-    """
-    path = Path(path)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        other = content["otherData"]
-        spans, scalars = read_events(content["traceEvents"], other["start_ns"])
-        return Trace(
-            spans, scalars, ranks=other["ranks"], start_ns=other["start_ns"], end_ns=other["end_ns"], dropped=other["dropped"]
-        )
-    except FileNotFoundError:
-        raise LabError(f"no trace at {str(path)!r}: run.trace.save(path) writes one") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise LabError(f"{str(path)!r} is not a trace that labkit wrote (run.trace.save(path) writes one)") from error
+    return Trace(columns, scalars, ranks=ranks, start_ns=start_ns, end_ns=end_ns, dropped=dropped, notes=notes)

@@ -14,8 +14,9 @@ from synthetic import many
 
 from labkit.errors import LabError
 from labkit.intervals import Intervals, difference, intersection, length, union
+from labkit.load import load_trace
 from labkit.ring import COMMUNICATION, COMPUTE, ON_CUDA, STEP, Pending, record_dtype
-from labkit.trace import Scalar, Share, Span, Trace, from_records, load_trace
+from labkit.trace import Scalar, Share, Span, Trace, from_records
 
 TWO = ("rank 0", "rank 1")
 SEEDS = range(40)

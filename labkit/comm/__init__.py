@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import torch
 import torch.distributed.distributed_c10d as c10d
+from torch.distributed import rpc
 
 from labkit.comm.device_clock import DeviceClock
 from labkit.comm.futures import Futures
 from labkit.comm.process_group import watched_process_group
 from labkit.record import Recorder, span
 
-__all__ = ["watch_device", "watch_rpc", "watch_torch"]
+__all__ = ["watch_device", "watch_rpc", "watch_script", "watch_torch"]
 
 
 def watch_torch(recorder: Recorder) -> None:
@@ -36,6 +37,23 @@ def watch_rpc(recorder: Recorder) -> None:
     from labkit.comm.rpc_calls import RpcCalls  # not every build of torch has RPC
 
     RpcCalls(recorder, _watch_groups(recorder)).install()
+
+
+def watch_script(recorder: Recorder) -> bool:
+    """Write down whatever a script that somebody else starts may use: process groups, RPC, a GPU once it is awake.
+
+    Args:
+        recorder: this process's. Call it when torch has been imported.
+
+    Returns:
+        whether a process group was there already, which is not seen.
+    """
+    late = c10d.GroupMember.WORLD is not None
+    (watch_rpc if rpc.is_available() else watch_torch)(recorder)
+    if torch.version.cuda is not None:
+        # torch calls this when it initialises CUDA: until then there is nothing to time, and to ask for GPUs may initialise it.
+        torch.cuda._lazy_call(lambda: watch_device(recorder, torch.device("cuda")))
+    return late
 
 
 def _watch_groups(recorder: Recorder) -> Futures:

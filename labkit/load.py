@@ -1,0 +1,45 @@
+"""Traces come back: from the file that `Trace.save` wrote, or from the folder in which a script left them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from labkit.chrome import read_events
+from labkit.errors import LabError
+from labkit.folder import load_folder
+from labkit.trace import Trace
+
+__all__ = ["load_trace"]
+
+
+def load_trace(path: str | Path, *, run: int = -1) -> Trace:
+    """Read a trace that `Trace.save` wrote, or that a script left in the folder that LABKIT_TRACE named.
+
+    A folder may be read while the script still runs. What is missing in it is told, and stands in the trace's `notes`.
+
+    Args:
+        path: of the file or the folder.
+        run: of a folder that holds several runs: which, in the order in which they began; -1 is the newest.
+
+    Raises:
+        LabError: there is no such file, folder or run, or it is not a trace of labkit.
+    """
+    path = Path(path)
+    if path.is_dir():
+        trace = load_folder(path, run)
+        for note in trace.notes:
+            print(f"labkit: {note}")
+        return trace
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        other = content["otherData"]
+        spans, scalars = read_events(content["traceEvents"], other["start_ns"])
+        return Trace(
+            spans, scalars, ranks=other["ranks"], start_ns=other["start_ns"], end_ns=other["end_ns"], dropped=other["dropped"],
+            notes=other.get("notes", ()),
+        )  # fmt: skip
+    except FileNotFoundError:
+        raise LabError(f"no trace at {str(path)!r}: run.trace.save(path) writes one") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise LabError(f"{str(path)!r} is not a trace that labkit wrote (run.trace.save(path) writes one)") from error
