@@ -46,10 +46,15 @@ class ClockServer:
         host: the address to listen on; "" for all.
         secret: 16 bytes.
         clock: what it tells, in nanoseconds.
+
+    Attributes:
+        port: where it listens.
+        asked: how often somebody has come, asked, and gone.
     """
 
     def __init__(self, host: str, secret: bytes, clock: Clock = time.perf_counter_ns) -> None:
         self._secret, self._clock = secret, clock
+        self.asked = 0
         self._socket = socket.create_server((host, 0), backlog=128)
         self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._serve, name="labkit-clock", daemon=True).start()
@@ -66,6 +71,7 @@ class ClockServer:
                 if connection.recv(SECRET_BYTES, socket.MSG_WAITALL) == self._secret:
                     while connection.recv(1):
                         connection.sendall(ANSWER.pack(self._clock()))
+                    self.asked += 1
 
     def close(self) -> None:
         """Tell nobody any more."""

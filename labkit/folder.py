@@ -85,26 +85,32 @@ def _runs(left: Iterable[_Left]) -> list[list[_Left]]:
     Ranks that have met know the name of their run. One that ended before belongs to the run that was started in the same way at
     about the same time and has no such rank yet.
     """
-    runs: dict[str, list[_Left]] = {}
-    alone = []
+    met: dict[str, list[_Left]] = {}
+    alone: list[list[_Left]] = []
     for one in left:
         if one.about["run"]:
-            runs.setdefault(one.about["run"], []).append(one)
+            met.setdefault(one.about["run"], []).append(one)
+        elif own := next((g for g in reversed(alone) if _together([one], g)), None):
+            own.append(one)
         else:
-            alone.append(one)
-    groups = list(runs.values())
-    for one in alone:
-        own = [g for g in groups if _belongs(one, g)]
-        if own:
-            min(own, key=lambda g: abs(g[0].began - one.began)).append(one)
+            alone.append([one])
+    for ranks in alone:
+        nearest = min(
+            (g for g in met.values() if _together(ranks, g)), key=lambda g: abs(g[0].began - ranks[0].began), default=None
+        )
+        if nearest is not None:
+            nearest += ranks
         else:
-            groups.append([one])
-    return sorted((sorted(g, key=lambda one: one.rank) for g in groups), key=lambda g: min(one.began for one in g))
+            met[str(ranks[0].path)] = ranks
+    runs = sorted(met.values(), key=lambda g: min(one.began for one in g))
+    return [sorted(g, key=lambda one: one.rank) for g in runs]
 
 
-def _belongs(one: _Left, group: Sequence[_Left]) -> bool:
-    same = all(one.about[key] == group[0].about[key] for key in ("run_id", "restart", "master", "world_size", "script"))
-    return same and one.rank not in {g.rank for g in group} and abs(one.began - group[0].began) < TOGETHER_NS
+def _together(some: Sequence[_Left], others: Sequence[_Left]) -> bool:
+    """Whether ranks may be of one run."""
+    same = all(some[0].about[key] == others[0].about[key] for key in ("run_id", "restart", "master", "world_size", "script"))
+    disjoint = not {one.rank for one in some} & {one.rank for one in others}
+    return same and disjoint and abs(some[0].began - others[0].began) < TOGETHER_NS
 
 
 def _described(run: Sequence[_Left]) -> str:
@@ -270,8 +276,8 @@ def on_reference(times_ns: NDArray[np.int64], readings: Sequence[Reading]) -> ND
     since = (times_ns - at[0]).astype(float)
     change = np.interp(since, (at - at[0]).astype(float), (offset - offset[0]).astype(float))
     beyond = np.minimum(since, 0) + np.maximum(since - (at[-1] - at[0]), 0)
-    shifted = times_ns + offset[0] + np.rint(change + slope * beyond).astype(np.int64)
-    return shifted
+    added: NDArray[np.int64] = offset[0] + np.rint(change + slope * beyond).astype(np.int64)
+    return times_ns + added
 
 
 def _listed(hosts: Iterable[str]) -> str:

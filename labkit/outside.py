@@ -41,11 +41,13 @@ VARIABLE: Final = "LABKIT_TRACE"
 LOOK_EVERY_S: Final = 0.1
 MOVE_AT: Final = CAPACITY // 8  # records: below that, the ring alone keeps them
 MOST_RECORDS: Final = 1 << 21  # that are moved: 168 MB a rank. The ring goes on to keep the newest
+MEET_EVERY_S: Final = 0.02  # look whether rank 0 has told, until it has: a script may be over soon
 MEET_LIMIT_S: Final = 120.0  # for rank 0 to tell the others; after that a rank stays alone with its clock
 CONNECT_LIMIT_S: Final = 2.0
 ASK_FIRST_S: Final = 1.0  # between two readings of the clock; doubled each time, up to
 ASK_LAST_S: Final = 60.0
 END_LIMIT_S: Final = 2.0  # for the thread to come to its end
+LINGER_S: Final = 0.5  # so long a script that was very short is held for the ranks to meet
 
 
 def begin() -> None:
@@ -71,8 +73,7 @@ class _Script:
         rank, size = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
         self._rank = rank
         self._alone = size == 1
-        # Without LOCAL_WORLD_SIZE there may be other machines.
-        self._one_machine = environment.get("LOCAL_WORLD_SIZE", "") == str(size)
+        self._elsewhere = size - int(environment.get("LOCAL_WORLD_SIZE", "1"))  # ranks, at most
         self._key = f"labkit/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}"  # torchrun's store outlives a restart
         host = socket.gethostname()
         self._about: dict[str, Any] = {
@@ -90,8 +91,8 @@ class _Script:
         self._recorder = Recorder(RingWriter(self._ring), threads=True)  # nobody knows on which threads a script has its spans
         self._reader: RingReader | None = None
         self._moved = 0
-        self._torch_is_there = threading.Event()
-        self._over = threading.Event()
+        self._torch_is_there = self._over = False
+        self._wake = threading.Event()
         self._thread = threading.Thread(target=self._look_in, name="labkit-trace", daemon=True)
         # Of meeting the other ranks:
         self._store: Any = None
@@ -117,7 +118,8 @@ class _Script:
                     "the process group was there before labkit: what goes through it is not recorded. "
                     "Let `import labkit` stand above init_process_group."
                 )
-            self._torch_is_there.set()
+            self._torch_is_there = True
+            self._wake.set()
         except Exception as error:  # noqa: BLE001  # as above
             _say(f"communication is not recorded: {_words(error)}")
 
@@ -126,10 +128,13 @@ class _Script:
     def _look_in(self) -> None:
         until_s = time.monotonic() + MEET_LIMIT_S
         try:
-            while not self._over.wait(LOOK_EVERY_S):
+            while not self._over:
+                meeting = self._torch_is_there and not self._met and time.monotonic() < until_s
+                self._wake.wait(MEET_EVERY_S if meeting else LOOK_EVERY_S)
+                self._wake.clear()
                 self._recorder.ring.alive(clock())
                 self._move()
-                if self._torch_is_there.is_set() and time.monotonic() < until_s:
+                if self._torch_is_there and time.monotonic() < until_s:
                     self._meet()
                 if self._where is not None and time.monotonic() > self._ask_at_s:
                     self._ask()
@@ -165,7 +170,7 @@ class _Script:
             return False
         if self._rank == 0:
             secret, told = secrets.token_bytes(SECRET_BYTES), {"run": secrets.token_hex(8), "machine": self._about["machine"]}
-            if not self._one_machine:
+            if self._elsewhere:
                 hosts = _own_hosts(self._environment)
                 self._server = ClockServer(hosts[0] if all(map(_is_loopback, hosts)) else "", secret)
                 told |= {"hosts": hosts, "port": self._server.port, "secret": secret.hex()}
@@ -195,20 +200,29 @@ class _Script:
         if self._about["pid"] != os.getpid():
             return  # a process that the rank has forked
         try:
-            self._over.set()
+            self._over = True
+            self._wake.set()
             self._thread.join(END_LIMIT_S)
             if self._recorder.device_clock is not None:
                 self._recorder.device_clock.flush()
-            if self._torch_is_there.is_set():
-                self._meet()  # a script that was quicker than the thread
-            if self._where is not None:
-                self._ask()
-            if self._server is not None:
-                self._server.close()
+            self._meet_at_last()
             self._about["ended_ns"] = clock()
             self._write_about()
         except Exception as error:  # noqa: BLE001  # as above
             _say(_words(error))
+
+    def _meet_at_last(self) -> None:
+        """What the thread may have had no time for; and a last reading of the clock."""
+        until_s = time.monotonic() + LINGER_S
+        while self._torch_is_there and not self._met and time.monotonic() < until_s:
+            self._meet()
+            time.sleep(MEET_EVERY_S)
+        if self._where is not None:
+            self._ask()
+        if self._server is not None:
+            while self._server.asked < self._elsewhere and time.monotonic() < until_s:
+                time.sleep(MEET_EVERY_S)
+            self._server.close()
 
     def _write_about(self) -> None:
         whole = f"{self._path}.json"

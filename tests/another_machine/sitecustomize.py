@@ -1,0 +1,11 @@
+"""Makes torchrun's second node another machine, by its name and by a clock that is an hour ahead and 20 µs a second too fast."""
+
+import os
+import socket
+import time
+
+if os.environ.get("GROUP_RANK") == "1":
+    _true = time.perf_counter_ns
+    _began_ns = _true()
+    time.perf_counter_ns = lambda: (now := _true()) + 3_600 * 10**9 + (now - _began_ns) // 50_000
+    socket.gethostname = lambda: "another"
