@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from labkit.ring import CALL, COMMUNICATION, COMPUTE, KINDS, ON_CUDA, OPEN, SERVE, Pending
 
-__all__ = ["COLUMNS", "Columns", "Scalar", "Span", "under_way"]
+__all__ = ["COLUMNS", "Columns", "ProfilerEvent", "Scalar", "Span", "under_way"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,26 @@ class Scalar:
     name: str
     time_ns: int
     value: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProfilerEvent:
+    """Something that torch's profiler saw in a rank: an operator, a kernel, a call of the CUDA runtime.
+
+    Args:
+        rank: the number of the rank.
+        track: where it ran: a thread of the rank, or a stream of a GPU.
+        name: torch's: "aten::mm", the name of a kernel.
+        category: torch's: "cpu_op", "kernel", "user_annotation", ...
+        start_ns, end_ns: on the clock of the spans.
+    """
+
+    rank: int
+    track: str
+    name: str
+    category: str
+    start_ns: int
+    end_ns: int
 
 
 COLUMNS = np.dtype(

@@ -16,7 +16,7 @@ from labkit.chrome import write_events
 from labkit.errors import LabError
 from labkit.intervals import Intervals, difference, intersection, length, union
 from labkit.ring import CALL, COMMUNICATION, COMPUTE, KINDS, SCALAR, STEP, Pending
-from labkit.spans import COLUMNS, Columns, Scalar, Span, under_way
+from labkit.spans import COLUMNS, Columns, ProfilerEvent, Scalar, Span, under_way
 
 __all__ = ["Scalar", "Share", "Span", "Trace", "from_records"]
 
@@ -54,6 +54,7 @@ class Trace:
         end_ns: its end; default: the last span's end.
         dropped: records that were lost per rank, because they came faster than they could be read.
         notes: what somebody who looks at it should know: a rank that is missing, how well clocks agree.
+        profile: what torch's profiler saw, in any order; `save` writes it below each rank's own rows.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Trace:
         end_ns: int | None = None,
         dropped: Sequence[int] = (),
         notes: Sequence[str] = (),
+        profile: Iterable[ProfilerEvent] = (),
     ) -> None:
         self.columns = spans if isinstance(spans, Columns) else Columns.of(spans)
         self.scalars = tuple(sorted(scalars, key=lambda s: s.time_ns))
@@ -81,6 +83,7 @@ class Trace:
             raise ValueError(f"a trace from {self.start_ns} to {self.end_ns} ns: the end lies before the start")
         self.dropped = tuple(dropped) or (0,) * len(self.ranks)
         self.notes = tuple(notes)
+        self.profile = tuple(profile)
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -113,14 +116,18 @@ class Trace:
         if name is not None:
             keep &= data["name"] == self.columns.name_id(name)
         scalars = [s for s in self.scalars if rank in (None, s.rank) and name in (None, s.name) and kind in (None, "scalar")]
-        return self._with(self.columns.where(keep), scalars, self.start_ns, self.end_ns)
+        part = self._with(self.columns.where(keep), scalars, self.start_ns, self.end_ns)
+        part.profile = tuple(e for e in self.profile if rank in (None, e.rank) and name in (None, e.name) and kind is None)
+        return part
 
     def between(self, start_ns: int, end_ns: int) -> Trace:
         """The spans that touch a stretch of time, which becomes the time looked at; shares are taken inside it."""
         data = self.columns.data
         keep = (data["end_ns"] > start_ns) & (data["start_ns"] < end_ns)
         scalars = [s for s in self.scalars if start_ns <= s.time_ns <= end_ns]
-        return self._with(self.columns.where(keep), scalars, start_ns, end_ns)
+        part = self._with(self.columns.where(keep), scalars, start_ns, end_ns)
+        part.profile = tuple(e for e in self.profile if e.end_ns > start_ns and e.start_ns < end_ns)
+        return part
 
     def step(self, number: int) -> Trace:
         """One step of `steps`, from the first rank's begin to the last rank's end; negative numbers count from the last one."""
@@ -215,12 +222,12 @@ class Trace:
         Source: "Trace Event Format", the Chromium project's Catapult documentation.
         """
         path = Path(path)
-        path.write_text(json.dumps(self.to_chrome(), allow_nan=False), encoding="utf-8")
+        path.write_text(json.dumps(self.to_chrome(), allow_nan=False, separators=(",", ":")), encoding="utf-8")
         return path
 
     def to_chrome(self) -> dict[str, Any]:
         """The trace as the object that `save` writes: one process per rank, with rows for its steps, work and communication."""
-        events = write_events(self, self.scalars, self.ranks, self.start_ns)
+        events = write_events(self, self.scalars, self.ranks, self.start_ns, self.profile)
         other = {"labkit": 1, "ranks": self.ranks, "start_ns": self.start_ns, "end_ns": self.end_ns, "dropped": self.dropped}
         other["notes"] = self.notes
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}

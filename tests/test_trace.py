@@ -16,6 +16,7 @@ from labkit.errors import LabError
 from labkit.intervals import Intervals, difference, intersection, length, union
 from labkit.load import load_trace
 from labkit.ring import COMMUNICATION, COMPUTE, ON_CUDA, STEP, Pending, record_dtype
+from labkit.spans import ProfilerEvent
 from labkit.trace import Scalar, Share, Span, Trace, from_records
 
 TWO = ("rank 0", "rank 1")
@@ -453,17 +454,27 @@ def some_rich_trace(rng: random.Random) -> Trace:
         spans.append(Span(rng.randrange(2), f"span “{i % 5}”\n", kind, at, at + rng.randrange(10**9), device=device, **more))
     values = [0.1, -3e-200, float("inf"), float("-inf"), 5.0]
     scalars = [Scalar(rng.randrange(2), "loss", start + rng.randrange(10**13), rng.choice(values)) for _ in range(10)]
-    return Trace(spans, scalars, ranks=["master", "größer"], start_ns=start, end_ns=start + 10**13 + 7, dropped=[0, 3])
+    profile = [
+        ProfilerEvent(
+            rng.randrange(2), rng.choice(["thread 7", "stream 20"]), "aten::mm", "cpu_op", at, at + rng.randrange(10**6)
+        )
+        for at in times
+    ]
+    return Trace(
+        spans, scalars, ranks=["master", "größer"], start_ns=start, end_ns=start + 10**13 + 7, dropped=[0, 3],
+        notes=["rank 7 is missing"], profile=profile,
+    )  # fmt: skip
 
 
 def same(a: Trace, b: Trace) -> bool:
     def key(span: Span) -> Any:
         return dataclasses.astuple(span)
 
-    window = a.start_ns, a.end_ns, a.ranks, a.dropped
+    window = a.start_ns, a.end_ns, a.ranks, a.dropped, a.notes
     return (
         sorted(a, key=key) == sorted(b, key=key) and sorted(a.scalars, key=repr) == sorted(b.scalars, key=repr)
-        and window == (b.start_ns, b.end_ns, b.ranks, b.dropped)
+        and window == (b.start_ns, b.end_ns, b.ranks, b.dropped, b.notes)
+        and sorted(a.profile, key=repr) == sorted(b.profile, key=repr)
     )  # fmt: skip
 
 
@@ -487,7 +498,7 @@ def test_the_file_is_what_the_viewers_expect(tmp_path: Path) -> None:
     trace = some_rich_trace(random.Random(1))
     content = json.loads(trace.save(tmp_path / "x.json").read_text(encoding="utf-8"), parse_constant=refuse)
     events = content["traceEvents"]
-    assert {e["ph"] for e in events} == {"M", "X", "C"}
+    assert {e["ph"] for e in events} == {"M", "X", "C"}  # nor arrows: no message of this trace has two ends
     for event in events:
         assert {"ph", "pid", "tid", "ts", "name", "args"} <= set(event)
         assert event["ph"] != "X" or (event["dur"] >= 0 and event["cat"])
@@ -497,9 +508,10 @@ def test_the_file_is_what_the_viewers_expect(tmp_path: Path) -> None:
     assert len(names) == len(titles), "no two rows in one place"
     assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"master", "größer"}
     rows = {"call", "step", "compute", "communication"}
-    assert {n.split(" (")[0] for n in names.values()} == rows | {f"{row} on cuda" for row in rows}
+    seen = {"torch.profiler: thread 7", "torch.profiler: stream 20"}
+    assert {n.split(" (")[0] for n in names.values()} == rows | {f"{row} on cuda" for row in rows} | seen
     assert {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"} == set(names)
-    assert {(e["pid"], e["name"]) for e in events if e["ph"] == "C"} == {(0, "loss"), (1, "loss")}
+    assert {(e["pid"], e["name"]) for e in events if e["ph"] == "C" and "cat" not in e} == {(0, "loss"), (1, "loss")}
 
 
 def test_in_one_row_spans_nest_or_lie_apart() -> None:
@@ -529,7 +541,7 @@ def test_rows_stand_in_the_order_of_a_run() -> None:
 
 
 def test_spans_that_do_not_cross_share_a_row() -> None:
-    spans = [travel(0, 10 * i, 10 * i + 10) for i in range(5)] + [travel(0, 11, 15), travel(0, 20, 24)]
+    spans = [compute(0, 10 * i, 10 * i + 10) for i in range(5)] + [compute(0, 11, 15), compute(0, 20, 24)]
     assert {e["tid"] for e in Trace(spans, ranks=["a"]).to_chrome()["traceEvents"] if e["ph"] == "X"} == {0}
 
 
