@@ -129,10 +129,10 @@ class Crew:
         for notes in self._answers("ready"):
             self.notes += notes
 
-    def exchange(self, kind: str, data: Any, parcel: Parcel, expected: str) -> None:
-        """Send a frame to every rank, outside a run, and wait until all have answered it."""
+    def exchange(self, kind: str, data: Any, parcel: Parcel | None, expected: str) -> list[Any]:
+        """Send a frame to every rank, outside a run, and wait until all have answered it: what they say, in rank order."""
         self._send_all(kind, data, parcel)
-        self._answers(expected)
+        return self._answers(expected)
 
     def _send_all(self, kind: str, data: Any, parcel: Parcel | None = None) -> None:
         for member in self.members:

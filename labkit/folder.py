@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from labkit.clocks import Reading
+from labkit.clocks import Reading, on_reference
 from labkit.errors import LabError
 from labkit.ring import CALL, COMMUNICATION, COMPUTE, OPEN, RING_BYTES, SCALAR, SERVE, Pending, RingReader, record_dtype
 from labkit.trace import Trace, from_records
@@ -254,30 +253,6 @@ class _Clocks:
                 f"own idea of the time, which may be milliseconds or more apart"
             )
         return notes
-
-
-def on_reference(times_ns: NDArray[np.int64], readings: Sequence[Reading]) -> NDArray[np.int64]:
-    """Times of a clock on the reference's, by readings of their difference.
-
-    Between two readings the difference is taken to change evenly; before the first and after the last one, as fast as it did
-    between these on the whole. That takes out the drift of the crystals, some 10 µs in a second.
-
-    Args:
-        times_ns: any number of times, in any order.
-        readings: at least one, in the order in which they were made.
-    """
-    at: NDArray[np.int64] = np.array([r.at_ns for r in readings], np.int64)
-    offset: NDArray[np.int64] = np.array([r.offset_ns for r in readings], np.int64)
-    if len(readings) == 1:
-        shifted: NDArray[np.int64] = times_ns + offset[0]
-        return shifted
-    slope = (offset[-1] - offset[0]) / (at[-1] - at[0])
-    # Counted from the first reading: as floating-point numbers, nanoseconds since the start of a machine lose some.
-    since = (times_ns - at[0]).astype(float)
-    change = np.interp(since, (at - at[0]).astype(float), (offset - offset[0]).astype(float))
-    beyond = np.minimum(since, 0) + np.maximum(since - (at[-1] - at[0]), 0)
-    added: NDArray[np.int64] = offset[0] + np.rint(change + slope * beyond).astype(np.int64)
-    return times_ns + added
 
 
 def _listed(hosts: Iterable[str]) -> str:

@@ -75,6 +75,7 @@ class Group:
     """
 
     picture: ClassVar[Callable[[], Picture] | None] = None  # set by labkit/__init__: this file knows no drawing
+    profiling = False  # set by `lab.profile`
 
     @edge
     def __init__(
@@ -310,6 +311,8 @@ class Group:
             if self._plan.kind.serving_threads:
                 crew.exchange("install", files, parcel, "installed")
                 files = {}
+            if self.profiling:
+                crew.exchange("profile", True, None, "profiled")
             flight = Flight(crew, on, name, picture, show=True)
             for rank in on:
                 try:
@@ -320,8 +323,9 @@ class Group:
             crew.spent |= self._plan.kind.fresh_each_run and kind == "call"
             try:
                 run = flight.wait(deadline_s)
+                run.profiled = crew.exchange("profile", False, None, "profiled") if self.profiling else []
             except LabError:
-                self._fit = flight.intact
+                self._fit = flight.intact and not self.profiling
                 raise
             self._fit = flight.intact
             for note in flight.notes:

@@ -18,10 +18,11 @@ from labkit import blocked, wire
 from labkit.channel import Channel, Frame
 from labkit.errors import LabError, RankFailure
 from labkit.names import name_of
+from labkit.profiled import Row, TorchProfiler
 from labkit.record import Recorder, here, is_students
 from labkit.report import headline, in_students_code, is_consequence, students_traceback, warning
 from labkit.ring import RingWriter
-from labkit.runtimes import RUNTIMES, Runtime, Seat, devices
+from labkit.runtimes import RUNTIMES, Runtime, Seat, devices, quiet_stderr
 
 __all__ = ["main"]
 
@@ -56,6 +57,7 @@ class _Rank:
     def __init__(self, channel: Channel, seat: Seat, ring: RingWriter) -> None:
         self._channel, self._seat, self._ring = channel, seat, ring
         self._name = seat.names[seat.rank]
+        self._profiler = TorchProfiler()
         self._known: dict[str, Any] = {}  # what the notebook has defined here
         self._lent: wire.Parcel | None = None  # a result that the notebook is reading
         self._runtime: Runtime = RUNTIMES[seat.runtime](seat)
@@ -81,6 +83,8 @@ class _Rank:
             return False
         if frame.kind == "offers":
             self._attempt(lambda: self._set_up(frame.data))
+        elif frame.kind == "profile":
+            self._attempt(lambda: self._profile(frame.data))
         elif frame.kind == "install":
             self._attempt(lambda: self._install(frame))
         elif frame.kind == "call":
@@ -135,6 +139,16 @@ class _Rank:
         self._learn(frame.data)
         self._take(frame.parcel)
         self._channel.send("installed")
+
+    def _profile(self, begin: bool) -> None:
+        """From now on have torch's profiler look; or tell what it has seen."""
+        seen: list[Row] = []
+        with quiet_stderr():  # it says when it starts and stops
+            if begin:
+                self._profiler.start()
+            else:
+                seen = self._profiler.stop()
+        self._channel.send("profiled", seen)
 
     def _call(self, frame: Frame) -> None:
         self._learn(frame.data)

@@ -15,6 +15,7 @@ from labkit.output import Output
 from labkit.records import Records
 from labkit.report import lost_connection
 from labkit.ring import SERVE, Pending
+from labkit.spans import ProfilerEvent
 from labkit.stacks import crash
 from labkit.stuck import Verdict, doing, mismatch
 from labkit.trace import Trace
@@ -56,6 +57,7 @@ class Run:
     def __init__(self, name: str, ranks: tuple[str, ...], results: list[Any], output: str, records: Records) -> None:
         self._name, self.ranks, self.results, self.output = name, ranks, results, output
         self._records = records
+        self.profiled: list[list[Any]] = []  # what torch's profiler has seen: a list of `labkit.profiled.Row` for each rank
         self._trace: Trace | None = None
 
     @property
@@ -63,6 +65,10 @@ class Run:
         """The spans of all ranks on one clock."""
         if self._trace is None:
             self._trace = self._records.trace()
+            self._trace.profile = tuple(ProfilerEvent(rank, *row) for rank, rows in enumerate(self.profiled) for row in rows)
+            unseen = [self._trace.ranks[rank] for rank, rows in enumerate(self.profiled) if not rows]
+            if unseen:
+                self._trace.notes = (f"torch's profiler gave nothing for {', '.join(unseen)}",)
         return self._trace
 
     def __repr__(self) -> str:

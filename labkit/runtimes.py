@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Final
 from labkit import tf_mends
 from labkit.errors import LabError, missing
 
-__all__ = ["RUNTIMES", "Runtime", "Seat", "devices", "gpu_count"]
+__all__ = ["RUNTIMES", "Runtime", "Seat", "devices", "gpu_count", "quiet_stderr"]
 
 LOOPBACK: Final = "127.0.0.1"
 LOOPBACK_INTERFACE: Final = "lo0" if sys.platform == "darwin" else "lo"
@@ -153,7 +153,7 @@ class Torch(Runtime):
 
         # The store would listen on every interface of the machine; this socket, which it takes over, does not.
         listening = socket.create_server((LOOPBACK, 0), backlog=max(128, self.seat.size))
-        with _quiet_stderr():  # where no name server answers, a warning that 127.0.0.1 has no name
+        with quiet_stderr():  # where no name server answers, a warning that 127.0.0.1 has no name
             self._store = TCPStore(
                 LOOPBACK,
                 listening.getsockname()[1],
@@ -170,7 +170,7 @@ class Torch(Runtime):
         import torch.distributed as dist
 
         device, notes = self._prepare(offers[0])
-        with _quiet_stderr():  # as above
+        with quiet_stderr():  # as above
             store = self._store if self.seat.rank == 0 else dist.TCPStore(LOOPBACK, offers[0], self.seat.size, is_master=False)
         own_gpu = device is not None and not notes
         dist.init_process_group(
@@ -236,7 +236,7 @@ class Rpc(Torch):
         options = rpc.TensorPipeRpcBackendOptions(
             init_method=f"tcp://{LOOPBACK}:{offers[0]}", num_worker_threads=self.serving_threads, _transports=TRANSPORTS
         )
-        with _quiet_stderr():  # a warning about a deprecated constructor that torch itself calls (pytorch/pytorch#149393)
+        with quiet_stderr():  # a warning about a deprecated constructor that torch itself calls (pytorch/pytorch#149393)
             rpc.init_rpc(
                 self.seat.names[self.seat.rank], rank=self.seat.rank, world_size=self.seat.size, rpc_backend_options=options
             )
@@ -294,7 +294,7 @@ class TensorFlow(Runtime):
             cluster.setdefault(name, []).append(f"{LOOPBACK}:{port}")
         if seat.size > 1:
             os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": job, "index": task}})
-        with _quiet_stderr():
+        with quiet_stderr():
             import tensorflow as tf
 
             cpu = tf.config.list_physical_devices("CPU")[0]
@@ -392,7 +392,7 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def _quiet_stderr() -> Iterator[None]:
+def quiet_stderr() -> Iterator[None]:
     """Send what C++ code writes to descriptor 2 nowhere for a while."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)

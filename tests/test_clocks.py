@@ -6,8 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from labkit.clocks import ClockServer, Reading, ask, bounds, machine
-from labkit.folder import on_reference
+from labkit.clocks import ClockServer, Reading, ask, bounds, machine, on_reference
 
 SECRET = b"0123456789abcdef"
 SEEDS = range(200)
