@@ -24,14 +24,8 @@ if TYPE_CHECKING:
     from labkit.doctor import doctor
     from labkit.group import Group
     from labkit.load import load_trace
-    from labkit.load import load_trace
     from labkit.plot import breakdown, compare, scaling, timeline, traffic
     from labkit.profile import profile
-    from labkit.record import record, span, steps
-    from labkit.run import Run
-    from labkit.runtimes import devices
-    from labkit.schedule import schedule
-    from labkit.trace import Span, Trace
     from labkit.record import record, span, steps
     from labkit.run import Run
     from labkit.runtimes import devices
@@ -48,14 +42,8 @@ _HOMES = {
     "doctor": ["doctor"],
     "group": ["Group"],
     "load": ["load_trace"],
-    "load": ["load_trace"],
     "plot": ["breakdown", "compare", "scaling", "timeline", "traffic"],
     "profile": ["profile"],
-    "record": ["record", "span", "steps"],
-    "run": ["Run"],
-    "runtimes": ["devices"],
-    "schedule": ["schedule"],
-    "trace": ["Span", "Trace"],
     "record": ["record", "span", "steps"],
     "run": ["Run"],
     "runtimes": ["devices"],

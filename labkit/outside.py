@@ -39,6 +39,7 @@ __all__ = ["VARIABLE", "begin"]
 
 VARIABLE: Final = "LABKIT_TRACE"
 LOOK_EVERY_S: Final = 0.1
+HURRY_S: Final = 0.01  # the same where records had to be moved: the fastest writer fills the ring in 0.1 s
 MOVE_AT: Final = CAPACITY // 8  # records: below that, the ring alone keeps them
 MOST_RECORDS: Final = 1 << 21  # that are moved: 168 MB a rank. The ring goes on to keep the newest
 MEET_EVERY_S: Final = 0.02  # look whether rank 0 has told, until it has: a script may be over soon
@@ -127,13 +128,14 @@ class _Script:
 
     def _look_in(self) -> None:
         until_s = time.monotonic() + MEET_LIMIT_S
+        hurry = False
         try:
             while not self._over:
                 meeting = self._torch_is_there and not self._met and time.monotonic() < until_s
-                self._wake.wait(MEET_EVERY_S if meeting else LOOK_EVERY_S)
+                self._wake.wait(HURRY_S if hurry else MEET_EVERY_S if meeting else LOOK_EVERY_S)
                 self._wake.clear()
                 self._recorder.ring.alive(clock())
-                self._move()
+                hurry = self._move()
                 if self._torch_is_there and time.monotonic() < until_s:
                     self._meet()
                 if self._where is not None and time.monotonic() > self._ask_at_s:
@@ -141,17 +143,18 @@ class _Script:
         except Exception as error:  # noqa: BLE001  # as above
             _say(f"only the newest {CAPACITY} records will be kept: {_words(error)}")
 
-    def _move(self) -> None:
-        """Take records out of the ring, if there are many."""
+    def _move(self) -> bool:
+        """Take records out of the ring, if there are many; whether there were."""
         first = self._reader.next_record if self._reader is not None else 1
         if not self._recorder.ring.has(first + MOVE_AT) or self._moved >= MOST_RECORDS:
-            return
+            return False
         if self._reader is None:
             self._reader = RingReader(self._ring)
         records = self._reader.read()
         self._moved += len(records)
         with open(f"{self._path}.records", "ab") as file:
             file.write(records.tobytes())
+        return True
 
     def _meet(self) -> None:
         if self._met:

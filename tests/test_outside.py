@@ -194,6 +194,16 @@ def test_a_folder_that_cannot_be_written_does_not_end_the_script(tmp_path: Path)
     assert line.endswith("This rank runs without being recorded.")
 
 
+def test_a_torch_that_cannot_be_watched_does_not_end_the_script(tmp_path: Path) -> None:
+    """And torch is seen to come in also where somebody has looked before whether it is there."""
+    (tmp_path / "torch.py").write_text("print('torch comes in')")
+    code = "import labkit, importlib.util\nimportlib.util.find_spec('torch')\nimport torch\nprint('went on')"
+    ended = python(tmp_path / "traces", code, PYTHONPATH=os.pathsep.join([str(tmp_path), str(HERE.parent)]))
+    assert (ended.returncode, ended.stdout) == (0, "torch comes in\nwent on\n")
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("labkit: communication is not recorded: ModuleNotFoundError: ")
+
+
 def test_without_the_variable_nothing_is_loaded() -> None:
     code = "import labkit, sys; print([m for m in ('labkit.outside', 'labkit.record', 'mmap', 'socket') if m in sys.modules])"
     clean = {name: value for name, value in os.environ.items() if name != "LABKIT_TRACE"}
