@@ -6,7 +6,6 @@ from the start of the trace they hold whole nanoseconds exactly for as long as a
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
@@ -147,15 +146,13 @@ def _arrows(spans: Sequence[Span], places: Sequence[int], start_ns: int) -> list
     A viewer ties the end of an arrow to the span in whose row and time it lies; so an arrow ends a nanosecond before its span.
     """
     events: list[Event] = []
-    serving: dict[tuple[int, str], list[int]] = defaultdict(list)
+    serving: dict[tuple[int, str, int], int] = {}  # a call is served until the moment in which its reply begins
     pairs: dict[tuple[str, int], list[int]] = defaultdict(list)
     for i, span in enumerate(spans):
         if span.name.startswith(SERVE) and span.kind == "compute":
-            serving[span.rank, span.name.removeprefix(SERVE)].append(i)
+            serving[span.rank, span.name.removeprefix(SERVE), span.end_ns] = i
         elif span.peer >= 0 and span.group and span.kind == "communication":
             pairs[span.group, span.match].append(i)
-    for of_rank in serving.values():
-        of_rank.sort(key=lambda i: spans[i].end_ns)
 
     def arrow(name: str, source: int, target: int, *, to_start: bool = False) -> None:
         begin_ns, last_ns = spans[source].start_ns, max(spans[target].start_ns, spans[target].end_ns - 1)
@@ -166,7 +163,7 @@ def _arrows(spans: Sequence[Span], places: Sequence[int], start_ns: int) -> list
                 event = {"ph": ph, "id": number, "pid": spans[i].rank, "tid": places[i], "name": name, "cat": "message"}
                 events.append(event | {"ts": (time_ns - start_ns) / 1e3, "args": {}} | ({"bp": "e"} if ph == "f" else {}))
 
-    for pair in sorted(pairs.values(), key=lambda pair: max(spans[i].start_ns for i in pair)):
+    for pair in pairs.values():
         if len(pair) != 2 or spans[pair[0]].rank == spans[pair[1]].rank:
             continue  # one end is not in the trace
         replies = [i for i in pair if spans[i].name.startswith(("reply ", "value "))]
@@ -176,10 +173,9 @@ def _arrows(spans: Sequence[Span], places: Sequence[int], start_ns: int) -> list
                 arrow("message", senders[0], pair[pair[0] == senders[0]])
             continue
         reply, call = replies[0], pair[pair[0] == replies[0]]
-        served = serving[spans[reply].rank, spans[reply].name[len("reply ") :]]
-        last = bisect_right(served, spans[reply].start_ns, key=lambda i: spans[i].end_ns) - 1
-        if last >= 0 and spans[call].name != "to_here":
-            arrow("call", call, served.pop(last), to_start=True)
+        served = serving.get((spans[reply].rank, spans[reply].name[len("reply ") :], spans[reply].start_ns))
+        if served is not None and spans[call].name != "to_here":
+            arrow("call", call, served, to_start=True)
         arrow("reply", reply, call)
     return events
 

@@ -82,7 +82,18 @@ def test_both_ends_are_one_operation(run: Run) -> None:
     for both in numbered.values():
         call, answer = sorted(both, key=lambda s: s.name.startswith(("reply", "value")))
         assert answer.name.split()[0] == ("value" if call.name == "to_here" else "reply")
-        assert call.start_ns < answer.start_ns < call.end_ns
+        assert answer.start_ns < call.end_ns
+        assert call.start_ns < answer.start_ns or call.name == "to_here", "a value may be there before it is asked for"
+
+
+def test_a_trace_file_leads_from_each_call_to_what_serves_it_and_back(run: Run) -> None:
+    events = run.trace.to_chrome()["traceEvents"]
+    arrows = [e["name"] for e in events if e["ph"] == "f"]
+    replies = [both for both in ends(run).values() if any(s.name.startswith("reply") for s in both)]
+    later = [both for both in replies if any(s.name == "reply add_later" for s in both)]  # replies after it was served
+    across = [both for both in replies if len({s.rank for s in both}) == 2]
+    assert arrows.count("call") == len(across) - len(later) > 0
+    assert arrows.count("reply") == len([both for both in ends(run).values() if len({s.rank for s in both}) == 2])
 
 
 def test_while_the_callee_computes_nothing_travels(run: Run) -> None:

@@ -31,14 +31,8 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 def python(folder: Path, code: str, **more: str) -> subprocess.CompletedProcess[str]:
     """Run a script without torch, as the rank that `more` says."""
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment(folder, **more),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    command, env = [sys.executable, "-c", code, str(folder)], environment(folder, **more)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
 def torchrun(folder: Path, nodes: list[int], **more: str) -> list[tuple[int, str, str]]:
@@ -170,11 +164,15 @@ def test_what_a_rank_was_in_when_it_was_killed(tmp_path: Path) -> None:
 
 def test_what_a_rank_starts_is_no_rank(tmp_path: Path) -> None:
     children = (
-        "import multiprocessing, os, subprocess, sys\n"
+        "import os, subprocess, sys\n"
         "import labkit as lab\n"
         "if hasattr(os, 'fork') and os.fork() == 0:\n"
         "    with lab.span('forked'): pass\n"
         "    sys.exit()\n"
+        "if hasattr(os, 'fork'): os.wait()\n"
+        "import glob, json\n"
+        "(about,) = glob.glob(f'{sys.argv[1]}/*.json')\n"
+        "assert json.load(open(about))['ended_ns'] == 0, 'the end of a forked process is not its own'\n"
         "code = 'import labkit as lab\\nwith lab.span(\"started\"): pass'\n"
         "subprocess.run([sys.executable, '-c', code], check=True)\n"
         "with lab.span('own'): pass\n"
@@ -241,10 +239,8 @@ def test_runs_do_not_mix(script: Callable[..., _Script], tmp_path: Path, capsys:
     leave("first", 0)
     leave("first", 1)
     leave("second", 0)
-    leave("second", 1)
-    leave("again", 0, restart=1)
     leave("again", 1, restart=1)
-    leave("b", 1, run="two")
+    leave("b", 0, run="two")
     leave("a", 0, run="one")
     leave("a", 1, run="one")
     runs = [{s.name for s in load_trace(tmp_path, run=i) if s.kind == "compute"} for i in range(5)]
@@ -252,7 +248,7 @@ def test_runs_do_not_mix(script: Callable[..., _Script], tmp_path: Path, capsys:
     capsys.readouterr()
     assert {s.name for s in load_trace(tmp_path) if s.kind == "compute"} == {"a"}
     assert "the folder holds 5 runs, run=0 to run=4" in capsys.readouterr().out
-    assert "rank 0 of 2 left no trace" in load_trace(tmp_path, run=3).notes
+    assert "rank 1 of 2 left no trace" in load_trace(tmp_path, run=3).notes
     with pytest.raises(
         LabError, match=r"run=5: the folder .* holds\n  run=0: .* on 2 ranks, begun .*\n.*\n  run=2: .*, restart 1, "
     ):

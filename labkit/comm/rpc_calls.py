@@ -149,13 +149,14 @@ class RpcCalls:
         pair = _pair(call.caller, api.get_worker_info().id)
         slot = self._ring.pend(name, start_ns, peer=call.caller, group=pair, match=call.number)
         result = self._called(call, function)
-        self._ring.write(name, COMPUTE, start_ns, clock())
+        end_ns = clock()
+        self._ring.write(name, COMPUTE, start_ns, end_ns)
         self._ring.unpend(slot)
         self._backwards.served(function, call.args, result)
         if isinstance(result, torch._C.Future):  # of a function under `async_execution`: torch sends what is in it, later
-            result.add_done_callback(lambda future: self._replying(call, function, _value(future)))
+            result.add_done_callback(lambda future: self._replying(call, function, _value(future), clock()))
         else:
-            self._replying(call, function, result)
+            self._replying(call, function, result, end_ns)
         return result
 
     def _called(self, call: _NumberedCall, function: str) -> Any:
@@ -169,9 +170,15 @@ class RpcCalls:
             told = sent(api.get_worker_info(), line, students_traceback(error))
             return internal.RemoteException(told, type(error) if isinstance(error, Exception) else RuntimeError)
 
-    def _replying(self, call: _NumberedCall, function: str, result: Any) -> None:
-        """The result is there. Where it is sent back, torch pickles it next, on this thread; an error it does not pickle."""
-        start_ns = clock()
+    def _replying(self, call: _NumberedCall, function: str, result: Any, start_ns: int) -> None:
+        """The result is there. Where it is sent back, torch pickles it next, on this thread; an error it does not pickle.
+
+        Args:
+            call: what was called.
+            function: its name, in the student's words.
+            result: what it gave.
+            start_ns: since when it is there: the very end of the span that served it, by which trace files find the two together.
+        """
 
         def sent(nbytes: int) -> None:
             self._ring.write_communication(
