@@ -20,10 +20,13 @@ from typing import TYPE_CHECKING, Any
 from labkit.errors import LabError, RankError
 
 if TYPE_CHECKING:
+    from labkit import predict
     from labkit.check import check
     from labkit.doctor import doctor
     from labkit.group import Group
+    from labkit.link import Link
     from labkit.load import load_trace
+    from labkit.measure import measure_link
     from labkit.plot import breakdown, compare, scaling, timeline, traffic
     from labkit.profile import profile
     from labkit.record import record, span, steps
@@ -33,16 +36,19 @@ if TYPE_CHECKING:
     from labkit.trace import Span, Trace
 
 __all__ = [
-    "Group", "LabError", "RankError", "Run", "Span", "Trace", "breakdown", "check", "compare", "devices", "doctor", "load_trace",
-    "profile", "record", "scaling", "schedule", "span", "steps", "timeline", "traffic",
+    "Group", "LabError", "Link", "RankError", "Run", "Span", "Trace", "breakdown", "check", "compare", "devices", "doctor",
+    "load_trace", "measure_link", "predict", "profile", "record", "scaling", "schedule", "span", "steps", "timeline", "traffic",
 ]  # fmt: skip
 
 _HOMES = {
     "check": ["check"],
     "doctor": ["doctor"],
     "group": ["Group"],
+    "link": ["Link"],
     "load": ["load_trace"],
+    "measure": ["measure_link"],
     "plot": ["breakdown", "compare", "scaling", "timeline", "traffic"],
+    "predict": [],  # itself
     "profile": ["profile"],
     "record": ["record", "span", "steps"],
     "run": ["Run"],
@@ -50,14 +56,16 @@ _HOMES = {
     "schedule": ["schedule"],
     "trace": ["Span", "Trace"],
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names or [module]}
 
 
 def __getattr__(name: str) -> Any:
     """Bring a public name when it is first used (PEP 562)."""
     if name not in _HOME_OF:
         raise AttributeError(f"labkit has no {name!r}; it has {', '.join(__all__)}")
-    value = getattr(importlib.import_module(f"labkit.{_HOME_OF[name]}"), name)
+    value: Any = importlib.import_module(f"labkit.{_HOME_OF[name]}")
+    if _HOMES[_HOME_OF[name]]:
+        value = getattr(value, name)
     if name == "Group":
         value.picture = _picture
     globals()[name] = value
@@ -72,7 +80,7 @@ class _Package(ModuleType):
     """A package whose public names win over its files: `record` is both, and importing the file would hide the name."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, ModuleType) and name in _HOME_OF:
+        if isinstance(value, ModuleType) and _HOMES.get(_HOME_OF.get(name, "")):
             value = getattr(value, name)
         super().__setattr__(name, value)
 

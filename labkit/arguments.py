@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from labkit.errors import LabError, missing
+from labkit.link import Link
 from labkit.notebook import STARTS, default_start
 from labkit.runtimes import MIB, RUNTIMES, Runtime, gpu_count
 
@@ -36,6 +37,7 @@ class Plan:
         threads: that each rank computes with.
         timeout_s: of a run; None waits for ever.
         start: "fork" or "spawn".
+        link: that the ranks shall seem to be joined by; None: as they are.
     """
 
     names: tuple[str, ...]
@@ -46,6 +48,7 @@ class Plan:
     threads: int
     timeout_s: float | None
     start: str
+    link: Link | None = None
 
     @property
     def kind(self) -> type[Runtime]:
@@ -63,6 +66,7 @@ class Plan:
         threads: int | None,
         timeout_s: float | None,
         start: str | None,
+        link: Link | None = None,
     ) -> Plan:
         """Check the arguments of `labkit.Group`, which explains them.
 
@@ -82,6 +86,7 @@ class Plan:
         _check_number("timeout_s", timeout_s, whole=False)
         if start not in (None, *STARTS):
             raise ValueError(f"start={start!r}: expected 'fork' or 'spawn'")
+        _check_link(link, runtime)
         plan = cls(
             names,
             jobs,
@@ -91,6 +96,7 @@ class Plan:
             int(threads or max(1, _cores() // len(names))),
             timeout_s,
             start or default_start(),
+            link,
         )
         _check_machine(plan)
         return plan
@@ -155,6 +161,19 @@ def _check_number(option: str, value: Any, *, whole: bool) -> None:
         raise TypeError(f"{option}={value!r}: expected a {'whole ' * whole}number above 0")
     if not float(value) > 0:
         raise ValueError(f"{option}={value!r}: expected a {'whole ' * whole}number above 0")
+
+
+def _check_link(link: Any, runtime: str) -> None:
+    if link is None:
+        return
+    if not isinstance(link, Link):
+        raise TypeError(
+            f"link={link!r}: expected a Link, as in link=lab.Link(gbit_per_s=1, latency_us=50) or lab.Link.ethernet_1g"
+        )
+    if runtime not in ("torch", "rpc"):
+        raise ValueError(
+            f"link={link}: only what torch sends can be held back; expected runtime='torch' or 'rpc', given {runtime!r}"
+        )
 
 
 def _check_machine(plan: Plan) -> None:

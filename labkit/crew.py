@@ -17,10 +17,11 @@ from labkit.borrow import may_read
 from labkit.channel import Channel
 from labkit.errors import LabError, RankError, RankFailure
 from labkit.exits import MemoryKiller, explain_exit
+from labkit.ledger import LEDGER_BYTES
 from labkit.ring import RingReader
 from labkit.runtimes import Seat
 from labkit.start import RankProcess, Starter
-from labkit.wire import Parcel
+from labkit.wire import Parcel, shared_memory
 
 __all__ = ["Crew", "Member"]
 
@@ -122,9 +123,12 @@ class Crew:
             if os.environ.get(name) != self._starter.environment.get(name)
         }
         lend = may_read(self.members[0].process.pid)
+        ledger = None if plan.link is None else Parcel(b"", fd=shared_memory(LEDGER_BYTES))
         for member in self.members:
             with contextlib.suppress(OSError):  # as in `_send_all`
-                member.channel.send("seat", _seat(plan, member.rank, lend, changes))
+                member.channel.send("seat", _seat(plan, member.rank, lend, changes), ledger)
+        if ledger is not None:
+            ledger.close()
         self._send_all("offers", self._answers("offer"))
         for notes in self._answers("ready"):
             self.notes += notes
@@ -283,4 +287,5 @@ def _seat(plan: Plan, rank: int, lend: bool, environment: Mapping[str, str | Non
         os.getcwd(),
         lend,
         dict(environment),
+        plan.link,
     )

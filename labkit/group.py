@@ -17,6 +17,7 @@ from labkit.arguments import Plan, check_place
 from labkit.blame import Call, Names
 from labkit.crew import Crew
 from labkit.errors import LabError, RankError, Stopped, edge
+from labkit.link import Link
 from labkit.names import assigned, name_of, reads
 from labkit.notebook import notebook
 from labkit.output import cell_label
@@ -65,6 +66,7 @@ class Group:
         threads: threads that each rank computes with; default: the cores divided among the ranks, at least 1.
         timeout_s: seconds after which a run is stopped; default: never.
         start: "fork" or "spawn"; default: what is safe on this system.
+        link: the `labkit.Link` over which what they send shall seem to go (never faster than it goes here); torch and RPC only.
 
     The processes start with the first use, stay for the next run, and are replaced when one of them fails. They end with `close`,
     at the end of a `with` block, and when this process ends, however that happens.
@@ -88,6 +90,7 @@ class Group:
         threads: int | None = None,
         timeout_s: float | None = None,
         start: str | None = None,
+        link: Link | None = None,
     ) -> None:
         check_place()
         self._plan = Plan.of(
@@ -98,6 +101,7 @@ class Group:
             threads=threads,
             timeout_s=timeout_s,
             start=start,
+            link=link,
         )
         self.names, self.runtime = self._plan.names, runtime
         self._crew: Crew | None = None
@@ -115,8 +119,9 @@ class Group:
         return len(self.names)
 
     def __repr__(self) -> str:
+        over = f" over {self._plan.link}" if self._plan.link is not None else ""
         state = ", closed" if self._closed else ""
-        return f"<Group of {len(self)} {self.runtime} rank{'s' * (len(self) > 1)}{state}>"
+        return f"<Group of {len(self)} {self.runtime} rank{'s' * (len(self) > 1)}{over}{state}>"
 
     def __enter__(self) -> Self:
         return self

@@ -40,7 +40,8 @@ def main(sock: socket.socket, ring: mmap.mmap) -> None:
     sys.modules["__main__"] = types.ModuleType("__main__")
     warnings.formatwarning = warning
     try:
-        rank = _Rank(channel, channel.receive().data, RingWriter(ring))
+        frame = channel.receive()
+        rank = _Rank(channel, frame.data, RingWriter(ring), -1 if frame.parcel is None else frame.parcel.fd)
         while rank.serve(channel.receive()):
             pass
     except (EOFError, ConnectionError):
@@ -54,8 +55,8 @@ def main(sock: socket.socket, ring: mmap.mmap) -> None:
 class _Rank:
     """One rank: its place, its runtime, and its end of the channel."""
 
-    def __init__(self, channel: Channel, seat: Seat, ring: RingWriter) -> None:
-        self._channel, self._seat, self._ring = channel, seat, ring
+    def __init__(self, channel: Channel, seat: Seat, ring: RingWriter, ledger: int) -> None:
+        self._channel, self._seat, self._ring, self._ledger = channel, seat, ring, ledger
         self._name = seat.names[seat.rank]
         self._profiler = TorchProfiler()
         self._known: dict[str, Any] = {}  # what the notebook has defined here
@@ -108,8 +109,8 @@ class _Rank:
         if self._seat.runtime in ("torch", "rpc"):
             from labkit import comm
 
-            watch = comm.watch_torch if self._seat.runtime == "torch" else comm.watch_rpc
-            watch(recorder)
+            watch, link = comm.watch_torch if self._seat.runtime == "torch" else comm.watch_rpc, self._seat.link
+            watch(recorder, None if link is None else comm.slow_link(link, self._seat.rank, self._ledger))
             notes = self._runtime.set_up(offers)
             comm.watch_device(recorder, devices()[0])
         else:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Final
 
 from labkit import tf_mends
 from labkit.errors import LabError, missing
+from labkit.link import Link
 
 __all__ = ["RUNTIMES", "Runtime", "Seat", "devices", "gpu_count", "quiet_stderr"]
 
@@ -42,6 +43,7 @@ class Seat:
         path, folder: where it finds the student's modules and files.
         lend: whether the notebook may read this rank's memory, so that large results can stay there until it does.
         environment: variables that the notebook has changed since the process that the rank comes from was started; None removes.
+        link: over which what the ranks send shall seem to go; None: as it goes.
     """
 
     rank: int
@@ -55,6 +57,7 @@ class Seat:
     folder: str = ""
     lend: bool = False
     environment: dict[str, str | None] = field(default_factory=dict, repr=False)
+    link: Link | None = None
 
     @property
     def size(self) -> int:
@@ -208,6 +211,8 @@ class Torch(Runtime):
             return None, []
         device = torch.device(own[0])
         torch.cuda.set_device(device)
+        if gpus >= self.seat.size and self.seat.link is not None:
+            return device, ["link=...: messages go through gloo and the host, where they can be held back; NCCL's cannot."]
         if gpus >= self.seat.size:
             return device, []
         return device, [

@@ -19,9 +19,12 @@ FILES = {
 LIMIT_LINES = 420  # "about 400"
 
 # Record, then plain data, then draw: who may not know whom, directly or through others.
-WRITERS = ("labkit.ring", "labkit.record", "labkit.comm", "labkit.wire", "labkit.start", "labkit.runtimes", "labkit.rank")
+WRITERS = (
+    "labkit.ring", "labkit.link", "labkit.ledger", "labkit.record", "labkit.comm", "labkit.wire", "labkit.start",
+    "labkit.runtimes", "labkit.rank",
+)  # fmt: skip
 DRAWING = {name for name in FILES if name.startswith(("labkit.plot", "labkit.live", "labkit.pictures"))}
-READERS = {*DRAWING, "labkit.magic", "labkit.check", "labkit.doctor"}
+READERS = {*DRAWING} | {f"labkit.{name}" for name in ("magic", "check", "doctor", "fit", "measure", "prediction", "predict")}
 LAZY = "labkit"  # the package itself names all its parts, and imports one when it is first asked for
 
 

@@ -2,7 +2,7 @@
 
 torch makes its process groups of the class that it finds under the name `ProcessGroup`. In a rank that is ours: torch's own
 class, whose methods write down what passes. Everything passes there: `torch.distributed`'s functions, DistributedDataParallel's
-reducer in C++, functional collectives (DTensor, FSDP2), pipelines. Slow links will be put in the same place.
+reducer in C++, functional collectives (DTensor, FSDP2), pipelines. A slow link holds it back in the same place.
 """
 
 from __future__ import annotations
@@ -14,29 +14,46 @@ from torch.distributed import rpc
 from labkit.comm.device_clock import DeviceClock
 from labkit.comm.futures import Futures
 from labkit.comm.process_group import watched_process_group
+from labkit.comm.slow import SlowLink, wake_in_time
+from labkit.ledger import Ledger
+from labkit.link import Link
 from labkit.record import Recorder, span
 
-__all__ = ["watch_device", "watch_rpc", "watch_script", "watch_torch"]
+__all__ = ["slow_link", "watch_device", "watch_rpc", "watch_script", "watch_torch"]
 
 
-def watch_torch(recorder: Recorder) -> None:
+def slow_link(link: Link, rank: int, fd: int) -> SlowLink:
+    """Have what this rank sends and receives take as long as over a link.
+
+    Args:
+        link: the link.
+        rank: this rank's number.
+        fd: the memory of the group's ledger, `labkit.ledger.LEDGER_BYTES` long, which all its ranks share; kept.
+    """
+    wake_in_time()
+    return SlowLink(link, rank, Ledger(fd))
+
+
+def watch_torch(recorder: Recorder, slow: SlowLink | None = None) -> None:
     """Write down what goes through the process groups made from now on.
 
     Args:
         recorder: this rank's. Call it before `torch.distributed.init_process_group`.
+        slow: what holds it back; default: nothing.
     """
-    _watch_groups(recorder)
+    _watch_groups(recorder, slow)
 
 
-def watch_rpc(recorder: Recorder) -> None:
+def watch_rpc(recorder: Recorder, slow: SlowLink | None = None) -> None:
     """Write down the calls of `torch.distributed.rpc`, on both ends, and what goes through process groups.
 
     Args:
         recorder: this rank's. Call it before `torch.distributed.rpc.init_rpc`, which fixes what C++ calls.
+        slow: what holds calls and replies back; default: nothing.
     """
     from labkit.comm.rpc_calls import RpcCalls  # not every build of torch has RPC
 
-    RpcCalls(recorder, _watch_groups(recorder)).install()
+    RpcCalls(recorder, _watch_groups(recorder, slow), slow).install()
 
 
 def watch_script(recorder: Recorder) -> bool:
@@ -56,10 +73,10 @@ def watch_script(recorder: Recorder) -> bool:
     return late
 
 
-def _watch_groups(recorder: Recorder) -> Futures:
+def _watch_groups(recorder: Recorder, slow: SlowLink | None) -> Futures:
     futures = Futures()
     futures.install()
-    c10d.ProcessGroup = watched_process_group(recorder, futures)  # type: ignore[misc]
+    c10d.ProcessGroup = watched_process_group(recorder, futures, slow)  # type: ignore[misc]
     return futures
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import _thread
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from labkit.record import clock
 from labkit.ring import ON_CUDA, OPEN, RingWriter
+
+if TYPE_CHECKING:
+    from labkit.comm.slow import Booking
 
 __all__ = ["Batch", "Operation", "Ready"]
 
@@ -34,8 +37,8 @@ class Operation:
     """
 
     __slots__ = (
-        "_once", "_ready", "_ring", "_slot", "end_ns", "future_taken", "group", "line", "match", "name", "nbytes", "peer",
-        "start_ns", "wait_end_ns", "wait_start_ns", "waited_for", "what",
+        "_once", "_ready", "_ring", "_slot", "booking", "end_ns", "future_taken", "group", "line", "match", "name", "nbytes",
+        "peer", "start_ns", "wait_end_ns", "wait_start_ns", "waited_for", "what",
     )  # fmt: skip
 
     def __init__(
@@ -56,6 +59,7 @@ class Operation:
         self.end_ns = self.wait_start_ns = self.wait_end_ns = 0
         self.future_taken = False  # somebody may wait for its future where we do not see it
         self.waited_for = False  # a thread of ours is blocked in it, and writes the record when it goes on
+        self.booking: Booking | None = None  # over a slow link: when it ends
         self._ready = ready
         self._once = _thread.allocate_lock()
         self._slot = ring.pend(name, start_ns, nbytes=nbytes, peer=peer, group=group, match=match, line=line, what=what)
@@ -97,10 +101,23 @@ class Operation:
             if not self.waited_for:
                 self.failed()
                 return
-        self.completed()
+        if self.booking is not None:
+            self.booking.then(self.completed)
+        else:
+            self.completed()
+
+    @property
+    def held(self) -> bool:
+        """Whether a slow link holds it back at this moment, once the backend has completed it."""
+        return self.booking is not None and not self.done and clock() < self.booking.due_ns
+
+    def hold(self) -> None:
+        """The backend has completed it; over a slow link, sleep until it ends there."""
+        if self.booking is not None:
+            self.booking.hold()
 
     def completed(self, _: object = None) -> None:
-        """It has completed now. A slow link will hold this back, and with it the waits."""
+        """It has completed now."""
         self.end_ns = self.end_ns or clock()
         if not self.waited_for:
             if self.wait_start_ns:
@@ -117,6 +134,8 @@ class Operation:
 
     def withdrawn(self) -> None:
         """It was refused when it was issued, so it never was."""
+        if self.booking is not None:
+            self.booking.cancel()
         if self._once.acquire(blocking=False):
             self._leave_slot()
 
@@ -157,6 +176,11 @@ class Batch:
         """Whether all have completed or failed."""
         return all(operation.done for operation in self.operations)
 
+    @property
+    def held(self) -> bool:
+        """As for any of them."""
+        return any(operation.held for operation in self.operations)
+
     def wait_begins(self, thread: int = 0) -> None:
         """As for one of them, and so are the others."""
         for operation in self.operations:
@@ -166,6 +190,11 @@ class Batch:
         """This thread goes on."""
         for operation in self.operations:
             operation.wait_ends()
+
+    def hold(self) -> None:
+        """As for the last of them."""
+        for operation in self.operations:
+            operation.hold()
 
     def completed(self) -> None:
         """All have completed now."""

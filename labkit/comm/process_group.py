@@ -19,7 +19,8 @@ from labkit.comm.backward import Backwards, in_backward
 from labkit.comm.device_clock import DeviceOperation
 from labkit.comm.futures import Futures
 from labkit.comm.operation import Batch, Operation
-from labkit.comm.what import first_tensor, tensor_in_words, what_all_give
+from labkit.comm.slow import Booking, SlowLink
+from labkit.comm.what import first_tensor, most_nbytes, nbytes_of, tensor_in_words, what_all_give
 from labkit.comm.work import SilentWork, WatchedMessage, WatchedWork
 from labkit.record import Recorder, clock, student_line
 from labkit.ring import OPEN, TIMED
@@ -74,6 +75,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
     futures: ClassVar[Futures]
     attendant: ClassVar[Attendant]
     backwards: ClassVar[Backwards]
+    slow: ClassVar[SlowLink | None] = None
     worlds: ClassVar[int] = 0  # that were initialised; all ranks do that together, so they agree on it
 
     def __init__(self, store: Any, rank: int, size: int, *, real: Any = None) -> None:
@@ -136,7 +138,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
     def _issue(self, name: str, tensors: tuple[Any, ...], peer: int, group: str, match: int, what: str) -> Operation:
         """An operation issued now: timed by the GPU where NCCL moves the tensors, else by the host."""
         start_ns = clock()
-        nbytes = _most_nbytes(tensors)
+        nbytes = most_nbytes(tensors)
         ring, device_clock, line = self.recorder.ring, self.recorder.device_clock, student_line()
         number = in_backward()
         if number != -1 and not line:  # a thread of the autograd engine works for the student's
@@ -160,12 +162,15 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
     ) -> Any:
         """An operation that its caller waits for at once: the same as `_issue` and the wait for it, in half the time."""
         start_ns, ring, group, line = clock(), self.recorder.ring, self._label or self.label, student_line()
-        nbytes, what = _most_nbytes(arguments), what_all_give(name, arguments)
+        nbytes, what = most_nbytes(arguments), what_all_give(name, arguments)
         slot = ring.pend(name, start_ns, nbytes=nbytes, group=group, match=match, line=line, what=what)
+        booking = self._booked(name, arguments, nbytes, match, start_ns)
         try:
             work = call(self._real, *args, **kwargs)
         except BaseException:
             ring.unpend(slot)
+            if booking is not None:
+                booking.cancel()
             self._count -= 1
             raise
         wait_start_ns, flags = clock(), OPEN
@@ -173,6 +178,8 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         try:
             if work is not None:
                 work.wait()
+            if booking is not None:
+                booking.hold()
             flags = 0
         finally:
             end_ns = clock()
@@ -183,11 +190,16 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
             ring.unpend(slot)
         return work
 
-    def _followed(self, operation: Operation, work: Any, kept: object, tells: bool) -> Any:
-        """See to it that the end of what is on its way is noticed.
+    def _booked(self, name: str, arguments: tuple[Any, ...], nbytes: int, match: int, at_ns: int) -> Booking | None:
+        """A collective that this rank has come to, in the book of the slow link if there is one."""
+        if self.slow is None:
+            return None
+        if name in ("gather", "scatter") and not (nbytes_of(arguments[0]) and nbytes_of(arguments[1])):
+            nbytes *= self.size()  # the root alone gives or gets what all have
+        return self.slow.collective(name, nbytes, self._ranks, self._label, match, at_ns)
 
-        A slow link will hold the completion back here, and in what `wait` and `get_future` of the work give.
-        """
+    def _followed(self, operation: Operation, work: Any, kept: object, tells: bool) -> Any:
+        """See to it that the end of what is on its way is noticed."""
         if self._together is not None:
             self._together.append((operation, kept))
             return work
@@ -223,6 +235,8 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         else:
             name = "recv"
         operation = self._issue(name, (tensors,), peer, group, match, tensor_in_words(tensors))
+        if group:
+            self._book_message(operation)
         try:
             work = getattr(self._real, method)(tensors, *who, tag)
         except BaseException:
@@ -239,6 +253,14 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         """Only now is it known who sent it."""
         operation.peer, operation.group, numbers = self._pair("recv", work._source_rank(), tag)
         operation.match = next(numbers)
+        self._book_message(operation)
+
+    def _book_message(self, operation: Operation) -> None:
+        """This end of a message has come, in the book of the slow link if there is one."""
+        if self.slow is not None:
+            me, other = self._ranks[self.rank()], operation.peer
+            ends = (me, other) if operation.name == "send" else (other, me)
+            operation.booking = self.slow.message(*ends, operation.nbytes, operation.group, operation.match, operation.start_ns)
 
     def _pair(self, method: str, peer: int, tag: int) -> tuple[int, str, Iterator[int]]:
         """The global rank of the other end, what both ends call the pair of them, and the numbers of their messages."""
@@ -267,12 +289,14 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         """A barrier that names the ranks which do not come. It has no asynchronous form."""
         self._count += 1
         operation = self._issue("monitored_barrier", (), -1, self.label, self._count, "")
+        operation.booking = self._booked("monitored_barrier", (), 0, self._count, operation.start_ns)
         operation.wait_begins(TIMED)
         try:
             self._real.monitored_barrier(*args, **kwargs)
         except BaseException:
             operation.failed()
             raise
+        operation.hold()
         operation.wait_ends()
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -313,6 +337,7 @@ def _collective(method: str, name: str) -> Callable[..., Any]:
         if at_once and self.recorder.device_clock is None:
             return self._carried_out(called, arguments, match, inherited, args, kwargs)
         operation = self._issue(called, arguments, -1, self._label or self.label, match, what_all_give(called, arguments))
+        operation.booking = self._booked(called, arguments, operation.nbytes, match, operation.start_ns)
         try:
             work = inherited(self._real, *args, **kwargs)
         except BaseException:
@@ -324,30 +349,13 @@ def _collective(method: str, name: str) -> Callable[..., Any]:
     return collective
 
 
-def watched_process_group(recorder: Recorder, futures: Futures) -> type[ProcessGroup]:
-    """The class of process groups that write down in `recorder` what goes through them."""
+def watched_process_group(recorder: Recorder, futures: Futures, slow: SlowLink | None) -> type[ProcessGroup]:
+    """The class of process groups that write down in `recorder` what goes through them, as slowly as over that link if any."""
     members = {
         "recorder": recorder, "futures": futures, "attendant": Attendant(), "backwards": Backwards(),
-        "__module__": ProcessGroup.__module__,
+        "slow": slow, "__module__": ProcessGroup.__module__,
     }  # fmt: skip
     return _Kind(ProcessGroup.__name__, (_WatchedGroup,), members)
-
-
-def _most_nbytes(arguments: tuple[Any, ...]) -> int:
-    """The bytes of what goes in or of what comes out, whichever is more."""
-    nbytes = 0
-    for argument in arguments[:2]:
-        nbytes = max(nbytes, _nbytes(argument))
-    return nbytes
-
-
-def _nbytes(value: Any) -> int:
-    """The bytes of a tensor, or of all in a list."""
-    if isinstance(value, list):
-        return sum(map(_nbytes, value))
-    if isinstance(value, torch.Tensor):
-        return value.nbytes if not value.is_sparse else value._values().nbytes + value._indices().nbytes
-    return 0
 
 
 def _on_both_halves(method: str) -> Callable[..., Any]:

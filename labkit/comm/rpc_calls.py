@@ -25,6 +25,8 @@ from torch.distributed.rpc import api, internal, rref_proxy
 from labkit.comm.futures import Futures, in_place_of
 from labkit.comm.operation import Operation
 from labkit.comm.rpc_backward import RpcBackwards, tensors_in
+from labkit.comm.rpc_slow import SlowCalls
+from labkit.comm.slow import SlowLink
 from labkit.record import Recorder, clock, student_line
 from labkit.remote import sent
 from labkit.report import headline, students_traceback
@@ -68,9 +70,11 @@ class RpcCalls:
     Args:
         recorder: where to.
         futures: knows who waits for what.
+        slow: holds calls and replies back; None: nothing does.
     """
 
-    def __init__(self, recorder: Recorder, futures: Futures) -> None:
+    def __init__(self, recorder: Recorder, futures: Futures, slow: SlowLink | None = None) -> None:
+        self._slow = None if slow is None else SlowCalls(slow, futures)
         self._ring: RingWriter = recorder.ring
         self._futures = futures
         self._numbers = itertools.count(1)
@@ -127,17 +131,22 @@ class RpcCalls:
         pair, number = (_pair(call.caller, peer), call.number) if call is not None else ("", 0)
         shared = (pair, number) if call is None or call.replies else ("", 0)
         operation = Operation(self._ring, f"{thread.api} {function}", start_ns, nbytes, peer, *shared, student_line())
+        if self._slow is not None:
+            self._slow.call(operation, pair, number)
         try:
             result = invoke(*args, **kwargs)
         except BaseException:
             operation.withdrawn()
             raise
+        if self._slow is not None and not isinstance(result, PyRRef):
+            result = self._slow.until_reply(operation, result, pair, number)
         if isinstance(result, PyRRef):
             self._values[result] = pair, number
             operation.completed()  # the call is on its way; when its value is there, whoever fetches it will tell
         else:
             self._futures.tie(result, [operation])
-            self._futures.tell(result, operation.completed)
+            if self._slow is None:
+                self._futures.tell(result, operation.completed)
         return result
 
     def _serve(self, run: Callable[..., Any], call: Any) -> Any:
@@ -145,8 +154,10 @@ class RpcCalls:
         if not isinstance(call, _NumberedCall):
             return run(call)
         function = _spoken(call.func, call.args) or ""
-        name, start_ns = f"{SERVE}{function}", clock()
         pair = _pair(call.caller, api.get_worker_info().id)
+        if self._slow is not None:
+            self._slow.arrives(pair, call.number)
+        name, start_ns = f"{SERVE}{function}", clock()
         slot = self._ring.pend(name, start_ns, peer=call.caller, group=pair, match=call.number)
         result = self._called(call, function)
         end_ns = clock()
@@ -185,6 +196,8 @@ class RpcCalls:
                 f"reply {function}" if call.replies else f"value {function}", start_ns, clock(), nbytes=nbytes, peer=call.caller,
                 group=_pair(call.caller, api.get_worker_info().id), match=call.number,
             )  # fmt: skip
+            if self._slow is not None:
+                self._slow.reply(call.caller, call.number, nbytes, start_ns, travels=call.replies)
 
         if call.replies and not isinstance(result, BaseException):
             self._replies[threading.get_ident()] = result, sent
@@ -220,6 +233,8 @@ class RpcCalls:
             operation.failed()
             raise
         operation.nbytes = _nbytes(value)
+        if self._slow is not None:
+            self._slow.fetched(operation, pair, number)
         operation.wait_ends()
         return value
 

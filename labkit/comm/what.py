@@ -1,4 +1,4 @@
-"""What a rank gives to a collective, in words, as far as it must be the same on all ranks: so that a mismatch can be named."""
+"""What a rank gives to a collective: how much, and in words what must be the same on all ranks, so that a mismatch has a name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-__all__ = ["first_tensor", "tensor_in_words", "what_all_give"]
+__all__ = ["first_tensor", "most_nbytes", "nbytes_of", "tensor_in_words", "what_all_give"]
 
 # Which argument all ranks give alike in number and type. What is not here may differ from rank to rank.
 _ALIKE: Final = {
@@ -42,6 +42,23 @@ def tensor_in_words(value: Any) -> str:
     """Type and shape of a tensor, or of the first in a list: "float32 [4, 3]"."""
     tensor = first_tensor((value,))
     return "" if tensor is None else _in_words(tensor.dtype, tensor.shape, None, None)
+
+
+def most_nbytes(arguments: tuple[Any, ...]) -> int:
+    """The bytes of what goes in or of what comes out, whichever is more."""
+    nbytes = 0
+    for argument in arguments[:2]:
+        nbytes = max(nbytes, nbytes_of(argument))
+    return nbytes
+
+
+def nbytes_of(value: Any) -> int:
+    """The bytes of a tensor, or of all in a list."""
+    if isinstance(value, list):
+        return sum(map(nbytes_of, value))
+    if isinstance(value, torch.Tensor):
+        return value.nbytes if not value.is_sparse else value._values().nbytes + value._indices().nbytes
+    return 0
 
 
 def first_tensor(values: Iterable[Any]) -> torch.Tensor | None:

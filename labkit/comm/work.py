@@ -30,11 +30,12 @@ class WatchedWork(Work):
         told: whether the backend tells the operation when it completes; else `wait` does.
     """
 
-    __slots__ = ("_futures", "_operation", "_told", "_work")
+    __slots__ = ("_future", "_futures", "_operation", "_told", "_work")
 
     def __init__(self, work: Any, operation: Operation | Batch, futures: Futures, told: bool) -> None:
         super().__init__()
         self._work, self._operation, self._futures, self._told = work, operation, futures, told
+        self._future: Any = None  # over a slow link, the one that all get
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Block until it has completed; on a GPU, make the current stream wait for it."""
@@ -47,18 +48,22 @@ class WatchedWork(Work):
         except BaseException:
             operation.failed()
             raise
+        operation.hold()
         operation.wait_ends()
         return result
 
     def is_completed(self) -> bool:
         """Whether it has completed."""
         completed: bool = self._work.is_completed()
-        if completed:
+        if completed and not self._operation.held:
             self._operation.completed()
-        return completed
+            return True
+        return False
 
     def get_future(self) -> Any:
         """A future that completes with it."""
+        if self._future is not None:
+            return self._future
         future = self._work.get_future()
         operations = self._operation.operations if isinstance(self._operation, Batch) else [self._operation]
         self._futures.tie(future, operations)
@@ -67,7 +72,12 @@ class WatchedWork(Work):
             if not self._told:
                 self._futures.tell(future, operation.told)
         self._told = True
-        return future
+        booking = operations[-1].booking
+        if booking is None:
+            return future
+        self._future = booking.delayed(future, self._futures.tell)
+        self._futures.tie(self._future, operations)
+        return self._future
 
 
 class SilentWork(WatchedWork):
@@ -157,6 +167,7 @@ class WatchedMessage(WatchedWork):
             self._work.wait(timeout)
             if self._arrived is not None:
                 self._arrived(self._work, operation)
+            operation.hold()
             operation.completed()
         except BaseException as error:  # noqa: BLE001  # the student's thread raises it
             self._error = error

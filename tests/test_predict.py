@@ -1,0 +1,162 @@
+"""Closed forms against cases worked by hand, and against each other."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+import labkit as lab
+from labkit import predict
+from labkit.link import Link, rounds_and_share
+from labkit.prediction import in_words
+
+LINK = Link(gbit_per_s=0.008, latency_us=1000)  # a million bytes per second, a millisecond
+
+
+def test_the_module_is_a_public_name() -> None:
+    assert lab.predict is predict
+    assert dir(lab.predict) == sorted(predict.__all__)
+
+
+@pytest.mark.parametrize(
+    ("predicted", "ms"),
+    [
+        (predict.message(5000, LINK), 6),
+        (predict.all_reduce(8000, 4, LINK), 6 + 12),
+        (predict.all_reduce(8000, 4, LINK, algorithm="tree"), 4 + 32),
+        (predict.all_reduce(8000, 4, LINK, algorithm="halving"), 4 + 12),
+        (predict.all_gather(8000, 4, LINK), 3 + 6),
+        (predict.reduce_scatter(8000, 4, LINK), 3 + 6),
+        (predict.all_to_all(8000, 4, LINK), 3 + 6),
+        (predict.broadcast(8000, 4, LINK), 2 + 16),
+        (predict.broadcast(8000, 4, LINK, algorithm="scatter"), 5 + 12),
+        (predict.reduce(8000, 4, LINK), 2 + 16),
+        (predict.gather(8000, 4, LINK), 2 + 6),
+        (predict.scatter(8000, 4, LINK), 2 + 6),
+        (predict.barrier(5, LINK), 3),
+        (predict.rpc(5000, 1000, LINK, compute_s=0.01), 2 + 6 + 10),
+        # 10 forward, 20 backward, two buckets of 4 kB: an all-reduce of 2 + 4 ms each
+        (predict.data_parallel_step(0.01, 0.02, 8000, 2, LINK, overlap=False, optimizer_s=0.001), 10 + 20 + 2 + 8 + 1),
+        (predict.data_parallel_step(0.01, 0.02, 8000, 2, LINK, buckets=2, optimizer_s=0.001), 10 + 20 + 6 + 1),
+        # the link is the slower: the first of four buckets is there after 1 ms, then four times 2 + 2 ms
+        (predict.data_parallel_step(0.01, 0.004, 8000, 2, LINK, buckets=4), 10 + 1 + 16),
+        (predict.pipeline_step(4, 8, 0.01, 0.02), (8 + 3) * 30),
+        (predict.pipeline_step(2, 3, 0.01, 0.02, link=LINK, nbytes=4000), 2 * 30 + 2 * 5 + 2 * 30),
+        (predict.pipeline_step(2, 3, 0.001, 0.002, link=LINK, nbytes=4000), 2 * 3 + 2 * 5 + 2 * 8),
+        (predict.pipeline_step(1, 3, 0.001, 0.002, link=LINK, nbytes=4000), 3 * 3),
+        (predict.tensor_parallel_layer(2, 10, 50, 2, LINK, value_bytes=2, compute_s=0.03), 15 + 4 * (2 + 2)),
+        (predict.tensor_parallel_layer(2, 10, 50, 2, LINK, value_bytes=2, backward=False), 2 * (2 + 2)),
+    ],
+)
+def test_times_worked_by_hand(predicted: predict.Prediction, ms: float) -> None:
+    assert predicted == pytest.approx(ms / 1e3)
+    assert predicted.unit == "s"
+
+
+def test_what_one_rank_has_nobody_to_send_to() -> None:
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter"):
+        assert getattr(predict, name)(8000, 1, LINK) == 0
+
+
+def test_predictions_and_slow_links_follow_the_same_formulas() -> None:
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter"):
+        for ranks in (1, 2, 3, 8):
+            assert getattr(predict, name)(12345, ranks, LINK) == pytest.approx(LINK.seconds(name, 12345, ranks))
+
+
+@pytest.mark.parametrize("name", sorted(predict._FORMULAS))
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 16])
+def test_the_formula_shown_is_the_one_calculated(name: str, ranks: int) -> None:
+    """The LaTeX, read back as Python."""
+    import math
+    import re
+
+    python = predict._FORMULAS[name].replace(r"\lceil\log_2 p\rceil", "deep").replace(r"\frac{n}{B}", "n/B").replace(r"\,", "")
+    python = re.sub(r"\\frac\{([^}]*)\}\{p\}", r"*((\1)/p)*", python).replace(r"\left(", "*(").replace(r"\right)", ")")
+    python = python.replace("+ *", "+ ").replace("*n/B", "*(n/B)").replace(r"\alpha", "*alpha").replace("(*alpha", "(alpha")
+    python = re.sub(r"(\d)\(", r"\1*(", python).removeprefix("*")
+    values = {"p": ranks, "alpha": 3, "n": 7000, "B": 11, "deep": math.ceil(math.log2(ranks))}
+    rounds, share = rounds_and_share(name, ranks)
+    assert eval(python, values) == pytest.approx(rounds * 3 + share * 7000 / 11)
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.88)])
+def test_memory_as_in_the_paper(stage: int, gigabytes: float) -> None:
+    """Rajbhandari et al., figure 1: 7.5 billion parameters on 64 ranks."""
+    assert predict.zero_memory(7.5e9, 64, stage) / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+def test_bubbles() -> None:
+    assert predict.pipeline_bubble(4, 8) == pytest.approx(3 / 11)
+    assert predict.pipeline_bubble(4, 8, schedule="1f1b") == predict.pipeline_bubble(4, 8)
+    assert predict.pipeline_bubble(4, 8, schedule="interleaved", chunks=2) == pytest.approx(3 / 19)
+    assert predict.pipeline_bubble(1, 8) == 0
+    # Its share of the step whose length is predicted, too.
+    step = predict.pipeline_step(4, 8, 0.01, 0.02)
+    assert 1 - 8 * 0.03 / step == pytest.approx(predict.pipeline_bubble(4, 8))
+
+
+def test_overlap_never_costs_and_hides_at_most_the_backward_pass() -> None:
+    for buckets in (1, 2, 5):
+        for nbytes in (0, 4000, 80_000):
+            apart = predict.data_parallel_step(0.01, 0.02, nbytes, 4, LINK, buckets=buckets, overlap=False)
+            together = predict.data_parallel_step(0.01, 0.02, nbytes, 4, LINK, buckets=buckets)
+            assert -1e-12 <= apart - together <= 0.02 * (1 - 1 / buckets) + 1e-12
+
+
+def test_a_prediction_reads_well_and_is_a_number() -> None:
+    predicted = predict.all_reduce(4e6, ranks=4, link=Link.ethernet_1g)
+    assert repr(predicted) == str(predicted) == "48.3 ms"
+    assert f"{predicted:.4f}" == "0.0483"
+    assert type(predicted * 2) is float
+    assert repr(predict.zero_memory(7.5e9, 64, 3)) == "1.88 GB"
+    assert repr(predict.pipeline_bubble(4, 8)) == "27.3 %"
+    sent = pickle.loads(pickle.dumps(predicted))
+    assert (sent, sent.working) == (predicted, predicted.working)
+
+
+def test_the_working() -> None:
+    working = predict.all_reduce(4e6, ranks=4, link=Link.ethernet_1g).working
+    assert working == (
+        r"T &= 2(p-1)\,\alpha + \frac{2(p-1)}{p}\,\frac{n}{B} "
+        r"\\ &= 6 \cdot 50\,\text{µs} + 1.5 \cdot \frac{8 \cdot 4\,\text{MB}}{1\,\text{Gbit/s}} "
+        r"\\ &= 48.3\,\text{ms}"
+    )
+    assert working._repr_latex_() == f"$$\\begin{{aligned}}{working}\\end{{aligned}}$$"
+    assert predict.zero_memory(7.5e9, 64, 2).working.startswith(r"M &= \left(w + \frac{g}{p} + \frac{K}{p}\right)\Psi \\")
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "words"),
+    [
+        (0, "s", "0 s"), (1, "s", "1 s"), (0.99999, "s", "1.00 s"), (0.0161, "s", "16.1 ms"), (3.4e-6, "s", "3.40 µs"),
+        (2e-8, "s", "20 ns"), (999_999, "B", "1.00 MB"), (512, "B", "512 B"), (0, "B", "0 B"), (1e9, "bit/s", "1 Gbit/s"),
+        (0.5, "", "50 %"), (1 / 3, "", "33.3 %"),
+    ],
+)  # fmt: skip
+def test_words(value: float, unit: str, words: str) -> None:
+    assert in_words(value, unit) == words
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda: predict.all_reduce(1, 0, LINK), ValueError, "ranks=0: expected a whole number from 1"),
+        (lambda: predict.all_reduce(1, 2.0, LINK), TypeError, "ranks=2.0: expected a whole number"),  # type: ignore[arg-type]
+        (lambda: predict.all_reduce(-1, 2, LINK), ValueError, "nbytes=-1: expected a number from 0"),
+        (lambda: predict.all_reduce("4", 2, LINK), TypeError, "nbytes='4': expected a number"),  # type: ignore[arg-type]
+        (lambda: predict.all_reduce(1, 2, 1e9), TypeError, "expected a Link, as in lab.Link"),  # type: ignore[arg-type]
+        (lambda: predict.all_reduce(1, 2, LINK, algorithm="star"), ValueError, "expected 'ring', 'tree' or 'halving'"),
+        (lambda: predict.all_reduce(1, 6, LINK, algorithm="halving"), ValueError, "holds for powers of two"),
+        (lambda: predict.broadcast(1, 2, LINK, algorithm="ring"), ValueError, "expected 'tree' or 'scatter'"),
+        (lambda: predict.pipeline_bubble(4, 8, schedule="zb"), ValueError, "expected 'gpipe', '1f1b' or 'interleaved'"),
+        (lambda: predict.pipeline_bubble(4, 8, chunks=2), ValueError, "only schedule='interleaved'"),
+        (lambda: predict.zero_memory(1, 2, 4), ValueError, "stage=4: expected 0"),
+        (lambda: predict.data_parallel_step(-1, 1, 1, 2, LINK), ValueError, "forward_s=-1"),
+    ],
+)
+def test_what_cannot_be_meant(call: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        call()
