@@ -94,15 +94,9 @@ class Group:
     ) -> None:
         check_place()
         self._plan = Plan.of(
-            ranks,
-            runtime=runtime,
-            devices=devices,
-            devices_per_rank=devices_per_rank,
-            threads=threads,
-            timeout_s=timeout_s,
-            start=start,
-            link=link,
-        )
+            ranks, runtime=runtime, devices=devices, devices_per_rank=devices_per_rank, threads=threads, timeout_s=timeout_s,
+            start=start, link=link,
+        )  # fmt: skip
         self.names, self.runtime = self._plan.names, runtime
         self._crew: Crew | None = None
         self._fit = False  # whether the processes may serve another run
