@@ -237,9 +237,12 @@ class _Script:
 def _ring_file(path: Path) -> mmap.mmap:
     """Memory that is a file. Its place on the disk is taken at once: a full disk later would be a SIGBUS in the training."""
     with open(path, "xb+") as file:
-        if hasattr(os, "posix_fallocate"):
+        try:
             os.posix_fallocate(file.fileno(), 0, RING_BYTES)
-        else:
+        except (
+            AttributeError,
+            OSError,
+        ):  # not on this system or in this kind of folder; a full disk will be seen below
             file.write(bytes(RING_BYTES))
             file.flush()
         return mmap.mmap(file.fileno(), RING_BYTES)

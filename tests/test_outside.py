@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -37,18 +36,14 @@ def python(folder: Path, code: str, **more: str) -> subprocess.CompletedProcess[
 
 def torchrun(folder: Path, nodes: list[int], **more: str) -> list[tuple[int, str, str]]:
     """Start torchrun once per node, each with as many ranks as said; what each gave back, printed and complained of."""
-    with socket.create_server(("127.0.0.1", 0)) as held:  # an agent cannot be told to take any that is free
-        port = held.getsockname()[1]
+    # The agents meet in a file: no port that might be taken by the time they listen on it.
+    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(folder.parent / "rendezvous"), "--rdzv-conf", "store_type=file"]
     agents = []
-    for node, ranks in enumerate(nodes):
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(nodes)), "--node-rank", str(node),
-            "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
-            str(SCRIPT), str(folder),
-        ]  # fmt: skip
-        agents.append(
-            subprocess.Popen(command, env=environment(folder, **more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
+    for ranks in nodes:
+        sizes = ["--nnodes", str(len(nodes)), "--nproc-per-node", str(ranks)]
+        command = [sys.executable, "-m", "torch.distributed.run", *sizes, *meet, str(SCRIPT), str(folder)]
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        agents.append(subprocess.Popen(command, env=environment(folder, **more), **pipes))
     try:
         printed = [agent.communicate(timeout=LIMIT_S) for agent in agents]
         return [(agent.returncode, *texts) for agent, texts in zip(agents, printed, strict=True)]
@@ -181,6 +176,19 @@ def test_what_a_rank_starts_is_no_rank(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
     assert len(list(tmp_path.glob("*.ring"))) == 1
     assert sorted(named(load_trace(tmp_path))) == ["-c", "own"]
+
+
+def test_the_ranks_of_a_group_are_no_script(tmp_path: Path) -> None:
+    """Where the notebook's own process has the variable, as one has that was started from a shell with it."""
+    notebook = (
+        "import os, sys, labkit as lab\n"
+        "os.environ['LABKIT_TRACE'] = sys.argv[1]\n"
+        "for start in 'fork', 'spawn':\n"
+        "    with lab.Group(1, runtime='bare', start=start) as group: assert group.run(abs, -1).results == [1]\n"
+    )
+    ended = python(tmp_path / "traces", notebook, LABKIT_TRACE="")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert not (tmp_path / "traces").exists()
 
 
 def test_a_folder_that_cannot_be_written_does_not_end_the_script(tmp_path: Path) -> None:
