@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import numbers
+import operator
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from labkit.link import Link
 from labkit.notebook import STARTS, default_start
 from labkit.runtimes import MIB, RUNTIMES, Runtime, gpu_count
 
-__all__ = ["Plan", "check_place"]
+__all__ = ["Plan", "check_place", "chosen"]
 
 MAX_RANKS: Final = 1024
 FILES_PER_RANK: Final = 3  # that this process holds open: socket, output and process
@@ -215,3 +216,47 @@ def _check_open_files(count: int) -> None:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def chosen(names: Sequence[str], which: int | str | slice | Iterable[int | str]) -> list[int]:
+    """The numbers of the ranks that are meant, ascending.
+
+    Args:
+        names: of all ranks of the group.
+        which: a number, a name, a slice, or several numbers and names.
+
+    Raises:
+        LabError: the group has no such rank.
+        TypeError: what was given is none of these.
+    """
+    if isinstance(which, slice):
+        on = list(range(len(names))[which])
+    elif isinstance(which, Iterable) and not isinstance(which, str):
+        on = sorted({_number(names, w) for w in which})
+    else:
+        on = [_number(names, which)]
+    if not on:
+        raise LabError(f"group[{_shown(which)}] is no rank at all; this group has ranks 0 to {len(names) - 1}")
+    return on
+
+
+def _number(names: Sequence[str], which: int | str) -> int:
+    if isinstance(which, str):
+        if which in names:
+            return names.index(which)
+        raise LabError(f"no rank is called {which!r}; this group has {', '.join(map(repr, names))}")
+    try:
+        number = operator.index(which)
+    except TypeError:
+        number = None
+    if number is None or isinstance(which, bool):
+        raise TypeError(f"group[{which!r}]: expected a rank's number or name")
+    if -len(names) <= number < len(names):
+        return number % len(names)
+    raise LabError(f"no rank {number}; this group has ranks 0 to {len(names) - 1}")
+
+
+def _shown(which: Any) -> str:
+    if isinstance(which, slice):
+        return ":".join("" if part is None else str(part) for part in (which.start, which.stop, which.step)).removesuffix(":")
+    return repr(which)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import operator
 import os
 import sys
 import threading
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, Self
 
 from labkit import stacks, wire
-from labkit.arguments import Plan, check_place
+from labkit.arguments import Plan, check_place, chosen
 from labkit.blame import Call, Names
 from labkit.crew import Crew
 from labkit.errors import LabError, RankError, Stopped, edge
@@ -135,15 +134,7 @@ class Group:
         Raises:
             LabError: the group has no such rank.
         """
-        if isinstance(which, slice):
-            on = list(range(len(self))[which])
-        elif isinstance(which, Iterable) and not isinstance(which, str):
-            on = sorted({self._number(w) for w in which})
-        else:
-            on = [self._number(which)]
-        if not on:
-            raise LabError(f"group[{_shown(which)}] is no rank at all; this group has ranks 0 to {len(self) - 1}")
-        return Ranks(self, on)
+        return Ranks(self, chosen(self.names, which))
 
     @edge
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
@@ -247,21 +238,6 @@ class Group:
     def _new_picture(self) -> Picture | None:
         make = type(self).picture
         return make() if make is not None else None
-
-    def _number(self, which: int | str) -> int:
-        if isinstance(which, str):
-            if which in self.names:
-                return self.names.index(which)
-            raise LabError(f"no rank is called {which!r}; this group has {', '.join(map(repr, self.names))}")
-        try:
-            number = operator.index(which)
-        except TypeError:
-            number = None
-        if number is None or isinstance(which, bool):
-            raise TypeError(f"group[{which!r}]: expected a rank's number or name")
-        if -len(self) <= number < len(self):
-            return number % len(self)
-        raise LabError(f"no rank {number}; this group has ranks 0 to {len(self) - 1}")
 
     def _run(
         self,
@@ -410,9 +386,3 @@ def _end_unheld(crew: Crew, owner: int) -> None:
     """Nobody holds the group any more. The garbage collector runs at any moment, also while this thread starts other ranks."""
     if os.getpid() == owner:
         crew.end(wait=False)
-
-
-def _shown(which: Any) -> str:
-    if isinstance(which, slice):
-        return ":".join("" if part is None else str(part) for part in (which.start, which.stop, which.step)).removesuffix(":")
-    return repr(which)
