@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from labkit.link import Link
     from labkit.load import load_trace
     from labkit.measure import measure_link
+    from labkit.pictures.memory import memory
     from labkit.plot import breakdown, compare, scaling, timeline, traffic
     from labkit.profile import profile
     from labkit.record import record, span, steps
@@ -34,10 +35,12 @@ if TYPE_CHECKING:
     from labkit.runtimes import devices
     from labkit.schedule import schedule
     from labkit.trace import Span, Trace
+    from labkit.track import track_memory
 
 __all__ = [
     "Group", "LabError", "Link", "RankError", "Run", "Span", "Trace", "breakdown", "check", "compare", "devices", "doctor",
-    "load_trace", "measure_link", "predict", "profile", "record", "scaling", "schedule", "span", "steps", "timeline", "traffic",
+    "load_trace", "measure_link", "memory", "predict", "profile", "record", "scaling", "schedule", "span", "steps", "timeline",
+    "track_memory", "traffic",
 ]  # fmt: skip
 
 _HOMES = {
@@ -47,6 +50,7 @@ _HOMES = {
     "link": ["Link"],
     "load": ["load_trace"],
     "measure": ["measure_link"],
+    "pictures.memory": ["memory"],
     "plot": ["breakdown", "compare", "scaling", "timeline", "traffic"],
     "predict": [],  # itself
     "profile": ["profile"],
@@ -55,6 +59,7 @@ _HOMES = {
     "runtimes": ["devices"],
     "schedule": ["schedule"],
     "trace": ["Span", "Trace"],
+    "track": ["track_memory"],
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names or [module]}
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 __all__ = [
-    "CALL", "COMMUNICATION", "COMPUTE", "KINDS", "ON_CUDA", "OPEN", "RING_BYTES", "SCALAR", "SERVE", "STEP", "STEPS_IN_ALL",
-    "STREAM", "TENSORFLOW", "TIMED", "Pending", "RingReader", "RingWriter", "record_dtype",
+    "CALL", "COMMUNICATION", "COMPUTE", "KINDS", "MEMORY", "MEMORY_KINDS", "ON_CUDA", "OPEN", "RING_BYTES", "SCALAR", "SERVE",
+    "STEP", "STEPS_IN_ALL", "STREAM", "TENSORFLOW", "TIMED", "Pending", "RingReader", "RingWriter", "record_dtype",
 ]  # fmt: skip
 
 KINDS: Final = ("compute", "communication", "step", "scalar", "call")
@@ -33,6 +33,10 @@ TENSORFLOW: Final = "tensorflow"  # the group of what TensorFlow waits in: who h
 STREAM: Final = 0xFFFFFFFF  # in place of the thread that is blocked: a GPU's stream is, and the rank goes on
 TIMED: Final = 0xFFFFFFFE  # likewise: it is blocked until a time is up
 STEPS_IN_ALL: Final = "steps in all"  # the scalar by which `steps` says how long its loop will be
+MEMORY: Final = (
+    "memory: "  # how the scalars begin that `track_memory` writes, in bytes; then one of these, from what stays to what goes
+)
+MEMORY_KINDS: Final = ("parameters", "optimizer state", "gradients", "gathered parameters", "activations", "other")
 
 # A compute span fills only the head, in one pack; a communication fills the tail first. The commit number comes last in the
 # head, so that a reader in another process never takes a half-written record for a whole one.

@@ -21,7 +21,7 @@ LIMIT_LINES = 420  # "about 400"
 # Record, then plain data, then draw: who may not know whom, directly or through others.
 WRITERS = (
     "labkit.ring", "labkit.link", "labkit.ledger", "labkit.record", "labkit.comm", "labkit.wire", "labkit.start",
-    "labkit.runtimes", "labkit.rank",
+    "labkit.runtimes", "labkit.rank", "labkit.track",
 )  # fmt: skip
 DRAWING = {name for name in FILES if name.startswith(("labkit.plot", "labkit.live", "labkit.pictures"))}
 READERS = {*DRAWING} | {f"labkit.{name}" for name in ("magic", "check", "doctor", "fit", "measure", "prediction", "predict")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from labkit.ring import STEP, STEPS_IN_ALL
+from labkit.ring import MEMORY, STEP, STEPS_IN_ALL
 from labkit.trace import Trace
 
 __all__ = ["Progress"]
@@ -56,7 +56,7 @@ class Progress:
         for scalar in new.scalars:
             if scalar.name == STEPS_IN_ALL:
                 loops.setdefault(scalar.rank, []).append((scalar.time_ns, int(scalar.value)))
-            else:
+            elif not scalar.name.startswith(MEMORY):
                 self._values.setdefault(scalar.name, {})[scalar.rank] = scalar.value
         data = new.columns.data
         steps = data[data["kind"] == STEP]

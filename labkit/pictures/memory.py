@@ -1,0 +1,154 @@
+"""Memory: what filled each rank's, from moment to moment, as `track_memory` wrote it down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from labkit.errors import LabError
+from labkit.pictures.sheet import GREY, WIDTH_IN, HasTrace, pyplot, ranks_in_words, sheet, time_in_words, trace_of, unit_of
+from labkit.ring import MEMORY, MEMORY_KINDS
+from labkit.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["Usage", "memory", "usages"]
+
+# The colours of what makes them in the timeline: activations are of the forward, gradients of the backward pass.
+_COLOURS: Final = dict(zip(MEMORY_KINDS, ("#7C93C9", "#009E73", "#0072B2", "#C9D3EA", "#56B4E9", "#C6CBD3"), strict=True))
+_UNITS: Final = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+_ROOM: Final = 0.38  # above each rank's areas, for the words, in heights of the highest
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What filled one rank's memory: a value lasts until the next.
+
+    Args:
+        rank: its number.
+        time_ns: ascending, shape (points,).
+        nbytes: by kind, shape (kinds, points), in the order of `MEMORY_KINDS`.
+    """
+
+    rank: int
+    time_ns: NDArray[np.int64]
+    nbytes: NDArray[np.float64]
+
+    @property
+    def peak(self) -> int:
+        """The point with most in all."""
+        return int(self.nbytes.sum(axis=0).argmax())
+
+
+def usages(trace: Trace) -> list[Usage]:
+    """What `track_memory` wrote down, for each rank that did, in rank order."""
+    of_rank: dict[int, list[tuple[int, int, float]]] = {}
+    for scalar in trace.scalars:
+        if scalar.name.startswith(MEMORY) and (kind := scalar.name.removeprefix(MEMORY)) in MEMORY_KINDS:
+            of_rank.setdefault(scalar.rank, []).append((scalar.time_ns, MEMORY_KINDS.index(kind), scalar.value))
+    found = []
+    for rank, points in sorted(of_rank.items()):
+        times = sorted({time_ns for time_ns, _, _ in points})
+        place = {time_ns: i for i, time_ns in enumerate(times)}
+        nbytes = np.full((len(MEMORY_KINDS), len(times)), np.nan)
+        for time_ns, kind_number, value in points:
+            nbytes[kind_number, place[time_ns]] = value
+        nbytes[np.isnan(nbytes[:, 0]), 0] = 0
+        known = np.maximum.accumulate(np.where(np.isnan(nbytes), 0, np.arange(len(times))), axis=1)
+        found.append(Usage(rank, np.array(times, np.int64), np.take_along_axis(nbytes, known, axis=1)))
+    return found
+
+
+def memory(run: HasTrace | Trace, *, ax: Axes | None = None) -> Axes:
+    """Draw what filled each rank's memory over time: parameters, optimizer state, gradients, activations, stacked, and the peak.
+
+    The ranks ask for it: `with lab.track_memory(model, optimizer):` around the training loop; there it says what is counted.
+
+    Args:
+        run: a run or a trace.
+        ax: where to draw; default: a figure of its own.
+
+    Raises:
+        LabError: no rank followed its memory, or there is nothing to draw.
+        TypeError: something else than a run or a trace was given.
+    """
+    plt = pyplot()
+    trace = trace_of(run, "memory")
+    found = usages(trace)
+    if not found:
+        raise LabError(
+            "memory: no rank of this run followed its memory; "
+            "put `with lab.track_memory(model, optimizer):` around the training loop"
+        )
+    highest = max(usage.nbytes.sum(axis=0).max() for usage in found) or 1.0
+    unit, size = next((unit, size) for unit, size in _UNITS if highest >= size or size == 1)
+    time_unit, unit_ns = unit_of(trace.duration_ns)
+    top = highest / size
+    pitch = top * (1 + _ROOM)
+    with sheet():
+        if ax is None:
+            row_in = min(max(4.6 / len(found), 0.55), 1.5)
+            ax = plt.subplots(figsize=(WIDTH_IN, 1.15 + row_in * len(found)), layout="constrained")[1]
+        ticks, labels = [], []
+        stride = _stride(top, 2 if len(found) > 4 else 4)
+        for row, usage in enumerate(found):
+            base = pitch * (len(found) - 1 - row)
+            _draw(ax, usage, trace, base, size, unit_ns)
+            ax.text(
+                0.004, base + top + 0.32 * _ROOM * top, _words(usage, trace, unit, size), fontsize=8,
+                va="center", transform=ax.get_yaxis_transform(),
+            )  # fmt: skip
+            for i in range(int(top / stride + 1e-9) + 1):
+                ticks.append(base + i * stride)
+                labels.append(f"{i * stride:g}")
+                ax.axhline(ticks[-1], color=GREY if not i else "#E3E6EB", linewidth=0.8 if not i else 0.6, zorder=1)
+        ax.set(xlim=(0, trace.duration_ns / unit_ns), ylim=(0, pitch * len(found)), yticks=ticks, yticklabels=labels)
+        ax.set_xlabel(f"time since the start of the run [{time_unit}]")
+        ax.set_ylabel(f"memory of a rank [{unit}]")
+        ax.tick_params(axis="y", length=0)
+        ax.set_title(f"What fills the memory  ·  {ranks_in_words(trace)}, {time_in_words(trace.duration_ns)}")
+        _legend(ax, [kind for i, kind in enumerate(MEMORY_KINDS) if any(usage.nbytes[i].any() for usage in found)])
+    return ax
+
+
+def _draw(ax: Axes, usage: Usage, trace: Trace, base: float, size: float, unit_ns: float) -> None:
+    """The areas of one rank, with its peak."""
+    x = (usage.time_ns - trace.start_ns) / unit_ns
+    edges = base + np.vstack([np.zeros(len(x)), np.cumsum(usage.nbytes, axis=0)]) / size
+    for i, kind in enumerate(MEMORY_KINDS):
+        if usage.nbytes[i].any():
+            ax.fill_between(x, edges[i], edges[i + 1], step="post", facecolor=_COLOURS[kind], linewidth=0, zorder=2)
+    ax.plot(x, edges[-1], drawstyle="steps-post", color="#22262E", linewidth=0.7, zorder=3)
+    peak = usage.peak
+    ax.plot(x[peak], edges[-1, peak], "v", color="#D55E00", markersize=5, markeredgecolor="white", markeredgewidth=0.5, zorder=4)
+
+
+def _words(usage: Usage, trace: Trace, unit: str, size: float) -> str:
+    """A rank's peak and its split: "rank 0: peak 4.0 MiB = parameters 1.0 + gradients 1.0 + activations 2.0"."""
+    at = usage.nbytes[:, usage.peak] / size
+    parts = [f"{kind} {_digits(value)}" for kind, value in zip(MEMORY_KINDS, at, strict=True) if value > 0]
+    return f"{trace.ranks[usage.rank]}: peak {_digits(at.sum())} {unit} = {' + '.join(parts)}"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _stride(top: float, most: int) -> float:
+    """A round distance of ticks, at most so many of them up to `top`."""
+    power = 10.0 ** np.floor(np.log10(top / most))
+    return float(next(m * power for m in (1, 2, 5, 10) if m * power >= top / most))
+
+
+def _legend(ax: Axes, kinds: Sequence[str]) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Any] = [Patch(facecolor=_COLOURS[kind], label=kind) for kind in kinds]
+    handles.append(Line2D([], [], linestyle="none", marker="v", color="#D55E00", markersize=5, label="peak"))
+    ax.figure.legend(handles=handles, loc="outside lower left", ncols=len(handles))

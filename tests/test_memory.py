@@ -1,0 +1,287 @@
+"""What fills a rank's memory: counted against arithmetic by hand and torch's own tracker, and drawn."""
+
+import gc
+import itertools
+import mmap
+from types import SimpleNamespace
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn.functional import mse_loss
+
+import labkit as lab
+from labkit.pictures.memory import memory, usages
+from labkit.record import Recorder, here
+from labkit.ring import MEMORY, MEMORY_KINDS, RING_BYTES, RingReader, RingWriter
+from labkit.trace import from_records, load_trace
+from labkit.track import Tracker, track_memory
+
+from synthetic import Book, alone  # isort: skip
+
+
+@pytest.fixture
+def rank():
+    """This process as a rank; `rank.usage()` is what it wrote down, by kind: the values in order."""
+    ring = mmap.mmap(-1, RING_BYTES)
+    reader = RingReader(ring)
+    here.start(Recorder(RingWriter(ring)))
+
+    def trace():
+        records = reader.read()
+        return from_records([records], [reader.names()], ["rank 0"])
+
+    def usage():
+        curves = {}
+        for scalar in trace().scalars:
+            curves.setdefault(scalar.name.removeprefix(MEMORY), []).append(scalar.value)
+        return curves
+
+    yield SimpleNamespace(trace=trace, usage=usage, ring=here.recorder.ring)
+    here.start(None)
+
+
+BATCH, WIDTHS = 32, (64, 128, 10)
+
+
+def mlp():
+    torch.manual_seed(0)
+    first, hidden, last = WIDTHS
+    return nn.Sequential(nn.Linear(first, hidden), nn.ReLU(), nn.Linear(hidden, last))
+
+
+def count(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+def loss_of(model):
+    return mse_loss(model(torch.ones(BATCH, WIDTHS[0])), torch.zeros(BATCH, WIDTHS[-1]))
+
+
+def test_an_mlp_with_adam_by_hand(rank):
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+    with track_memory(model, optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            optimizer.step()
+    n, (first, hidden, last) = count(model), WIDTHS
+    usage = rank.usage()
+    assert set(usage["parameters"]) == {4 * n}
+    assert max(usage["gradients"]) == usage["gradients"][-1] == 4 * n
+    assert 0 in usage["gradients"]  # zero_grad lets them go
+    # Two moments, and for each of the four parameters the number of steps, in four bytes.
+    assert usage["optimizer state"][-1] == 2 * 4 * n + 4 * 4
+    # The first layer keeps the batch; ReLU and the second layer the hidden values, once; the loss what it compares.
+    assert max(usage["activations"]) == 4 * BATCH * (first + hidden + 2 * last)
+    assert usage["activations"][-1] == 0
+    assert set(usage) == {"parameters", "gradients", "optimizer state", "activations"}
+
+
+def test_it_agrees_with_torchs_own_tracker(rank):
+    kinds = {"parameters": "Parameter", "gradients": "Gradient", "optimizer state": "Optstate"}
+    theirs = {}
+    for own in (True, False):
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters())
+        tracker = track_memory(model) if own else MemTracker()
+        with tracker:
+            loss_of(model).backward()
+            optimizer.step()
+            if not own:
+                snapshot = tracker.get_tracker_snapshot()[torch.device("cpu")]
+                theirs = {kind.value: value for kind, value in snapshot.items() if kind != "Total"}
+    usage = rank.usage()
+    assert {kind: usage[kind][-1] for kind in kinds} == {kind: theirs[name] for kind, name in kinds.items()}
+
+
+def test_nothing_counts_twice(rank):
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.BatchNorm1d(16, affine=False))
+    model.append(model[0])  # a layer that is there twice
+    data = torch.ones(1000, 16)
+    with track_memory(model, model):
+        kept = model(data[8:16])
+        model(data[8:16])  # the same part of the data again; its graph is gone at once
+    usage = rank.usage()
+    assert usage["parameters"][-1] == 4 * (16 * 16 + 2 * 16) + 8  # the layer, the two buffers, and how many batches there were
+    # The part of the data that is kept, not all of it; what BatchNorm takes and gives; its mean and deviation of the batch.
+    assert usage["activations"][-1] == 4 * (8 * 16 + 2 * 8 * 16 + 2 * 16)
+    del kept
+
+
+def test_gradients_in_buckets_and_states_that_were_there(rank):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    loss_of(model).backward()
+    optimizer.step()
+    bucket = torch.zeros(count(model))
+    for p, part in zip(model.parameters(), bucket.split([p.numel() for p in model.parameters()]), strict=True):
+        p.grad = part.view_as(p)
+    with track_memory(model, optimizer):
+        pass
+    usage = rank.usage()
+    assert usage["gradients"] == usage["optimizer state"] == [4 * count(model)] * len(usage["gradients"])
+
+
+def test_other_is_what_the_allocator_holds_besides(rank):
+    """On CUDA. Here the allocator is pretended."""
+    model, held = mlp(), itertools.count(500_000, 1000)
+    with Tracker(rank.ring, [model], [], allocated=lambda: next(held), now=itertools.count(step=10**9).__next__).following():
+        loss_of(model).backward()
+    by_time = {}
+    for scalar in rank.trace().scalars:
+        by_time.setdefault(scalar.time_ns, {})[scalar.name] = scalar.value
+    first, *_ = by_time.values()
+    assert sum(first.values()) == 500_000
+    last = list(by_time.values())[-1]
+    assert sum(last.values()) == next(held) - 1000
+
+
+def test_points_are_few_but_peaks_stay(rank):
+    now = itertools.count(0, 1000).__next__  # a thousand counts take a millisecond
+    tracker = Tracker(rank.ring, [], [], now=now)
+    with tracker.following():
+        for _ in range(3):
+            for _ in range(1000):
+                tracker.count("activations", 8)
+            for _ in range(1000):
+                tracker.count("activations", -8)
+    values = rank.usage()["activations"]
+    assert values.count(8000) == 3
+    assert 20 < len(values) < 80
+
+
+def test_an_inplace_change_of_what_was_saved_is_an_error_as_ever(rank):
+    x = torch.ones(3, requires_grad=True)
+    with track_memory(nn.Linear(1, 1)):
+        y = x.exp()
+        y.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_gradients_are_what_they_are_without_it(rank):
+    def gradients():
+        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.LazyLinear(3), nn.Dropout())
+        torch.manual_seed(1)
+        model(torch.ones(2, 1, 8, 8))
+        return model
+
+    model = gradients()
+    found = []
+    for follow in (True, False):
+        torch.manual_seed(2)
+        model.zero_grad()
+        with track_memory(model) if follow else torch.enable_grad():
+            loss = model(torch.ones(2, 1, 8, 8)).square().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_afterwards_nothing_is_written_and_nothing_is_held(rank):
+    model = mlp()
+    with track_memory(model):
+        loss = loss_of(model)
+    rank.trace()
+    loss.backward()
+    del loss
+    gc.collect()
+    assert not rank.trace().scalars
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters() if p._post_accumulate_grad_hooks is not None)
+    assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in model.modules())
+
+
+def test_outside_a_group_it_does_nothing():
+    with lab.track_memory("anything"):
+        pass
+
+
+@pytest.mark.parametrize("wrong", [(), ("model",), (mlp(), "optimizer"), (torch.optim.SGD(mlp().parameters()),)])
+def test_it_asks_for_modules(rank, wrong):
+    with pytest.raises(TypeError, match=r"track_memory\(.*expected modules and optimizers, as in track_memory\(model, optim"):
+        track_memory(*wrong)
+
+
+def sharded():
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    with lab.track_memory(model, optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(8, 64)).sum().backward()
+            optimizer.step()
+
+
+def test_a_shard_is_a_part(tmp_path):
+    with lab.Group(2, devices="cpu") as group:
+        run = group.run(sharded)
+    whole = 4 * 2 * 64 * 64
+    trace = load_trace(run.trace.save(tmp_path / "trace.json"))
+    for usage in usages(trace):
+        most = dict(zip(MEMORY_KINDS, usage.nbytes.max(axis=1).tolist(), strict=True))
+        assert most["parameters"] == most["gradients"] == whole / 2
+        assert most["optimizer state"] == whole + 2 * 4
+        assert whole / 2 <= most["gathered parameters"] <= whole
+        assert most["activations"] == 4 * 2 * 8 * 64
+    assert [usage.rank for usage in usages(trace)] == [0, 1]
+
+
+# The figure
+
+
+def followed():
+    book = Book()
+    for rank in range(2):
+        book.whole(rank, "call", 0, 100)
+        book.scalar(rank, f"{MEMORY}parameters", 10, 2 << 20)
+        book.scalar(rank, f"{MEMORY}activations", 20, (3 + rank) << 20)
+        book.scalar(rank, f"{MEMORY}gradients", 30, 1 << 20)
+        book.scalar(rank, f"{MEMORY}activations", 30, 0)
+        book.scalar(rank, "loss", 30, 5)
+    return book.trace(2)
+
+
+def test_values_last_until_the_next():
+    first, second = usages(followed())
+    assert first.time_ns.tolist() == [10_000_000, 20_000_000, 30_000_000]
+    found = {kind: (row / 2**20).tolist() for kind, row in zip(MEMORY_KINDS, first.nbytes, strict=True) if row.any()}
+    assert found == {"parameters": [2, 2, 2], "gradients": [0, 0, 1], "activations": [0, 3, 0]}
+    assert (first.peak, second.peak) == (1, 1)
+
+
+def test_the_figure_says_the_peak_its_split_and_the_units():
+    ax = memory(followed())
+    assert [t.get_text() for t in ax.texts] == [
+        "rank 0: peak 5.00 MiB = parameters 2.00 + activations 3.00",
+        "rank 1: peak 6.00 MiB = parameters 2.00 + activations 4.00",
+    ]
+    assert ax.get_ylabel() == "memory of a rank [MiB]"
+    assert ax.get_xlabel() == "time since the start of the run [ms]"
+    legend = ax.figure.legends[0]
+    assert [t.get_text() for t in legend.get_texts()] == ["parameters", "gradients", "activations", "peak"]
+    heights = [np.ptp(area.get_paths()[0].vertices[:, 1]) for area in ax.collections]
+    assert heights == pytest.approx([2, 1, 3, 2, 1, 4])
+    plt.close(ax.figure)
+
+
+def test_the_figure_draws_where_it_is_told():
+    _, ax = plt.subplots()
+    assert memory(followed(), ax=ax) is ax
+    plt.close(ax.figure)
+
+
+def test_without_numbers_it_says_how_to_get_them():
+    with pytest.raises(lab.LabError, match=r"put `with lab.track_memory\(model, optimizer\):` around the training loop"):
+        memory(alone())
