@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from labkit.crew import Member
-from labkit.ring import CALL, COMMUNICATION, COMPUTE, OPEN, Pending, record_dtype
+from labkit.ring import CALL, COMMUNICATION, COMPUTE, OPEN, STEPS_IN_ALL, Pending, record_dtype
 from labkit.stuck import amount
+from labkit.thin import thin
 from labkit.trace import Trace, from_records
 
 __all__ = ["Records"]
@@ -64,9 +65,12 @@ class Records:
         self._readers = []
 
     def part(self, new: list[list[Any]]) -> Trace:
-        """A trace of some records alone, given in pieces."""
-        joined = [np.concatenate(n) if n else np.empty(0, record_dtype()) for n in new]
-        return from_records(joined, [r.names() for r in self._readers], self._members)
+        """What a picture is told of some records, given in pieces."""
+        names = [list(r.names()) for r in self._readers]
+        loops = [own.index(STEPS_IN_ALL) if STEPS_IN_ALL in own else -1 for own in names]
+        thinned = [[thin(rows, loop) for rows in n] for n, loop in zip(new, loops, strict=True)]
+        joined = [np.concatenate(n) if n else np.empty(0, record_dtype()) for n in thinned]
+        return from_records(joined, names, self._members)
 
     def communicated(self) -> bool:
         """Whether any rank has finished a communication."""

@@ -21,12 +21,12 @@ from typing import Any, Final
 
 __all__ = [
     "CALL", "COMMUNICATION", "COMPUTE", "KINDS", "MEMORY", "MEMORY_KINDS", "ON_CUDA", "OPEN", "RING_BYTES", "SCALAR", "SERVE",
-    "STEP", "STEPS_IN_ALL", "STREAM", "TENSORFLOW", "TIMED", "Pending", "RingReader", "RingWriter", "record_dtype",
+    "STEP", "STEPS_IN_ALL", "STREAM", "SUM", "TENSORFLOW", "TIMED", "Pending", "RingReader", "RingWriter", "record_dtype",
 ]  # fmt: skip
 
 KINDS: Final = ("compute", "communication", "step", "scalar", "call")
 COMPUTE, COMMUNICATION, STEP, SCALAR, CALL = range(len(KINDS))
-ON_CUDA, OPEN = 1, 2  # flags: the times were taken by the GPU; the operation had not completed when the trace was made
+ON_CUDA, OPEN, SUM = 1, 2, 4  # flags: timed by the GPU; not completed when the trace was made; stands for several (`thin`)
 FLAGS_SHIFT: Final = 16  # they share a word with the kind
 SERVE: Final = "serve "  # how the entry begins that an RPC rank makes in the table of what is pending while it computes a call
 TENSORFLOW: Final = "tensorflow"  # the group of what TensorFlow waits in: who has come to it, TensorFlow alone knows

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from labkit.chrome import write_events
 from labkit.errors import LabError
 from labkit.intervals import Intervals, difference, intersection, length, union
-from labkit.ring import CALL, COMMUNICATION, COMPUTE, KINDS, SCALAR, STEP, Pending
+from labkit.ring import CALL, COMMUNICATION, COMPUTE, KINDS, SCALAR, STEP, SUM, Pending
 from labkit.spans import COLUMNS, Columns, ProfilerEvent, Scalar, Span, under_way
 
 __all__ = ["Scalar", "Share", "Span", "Trace", "from_records"]
@@ -92,7 +92,8 @@ class Trace:
         return iter(self.columns)
 
     def __repr__(self) -> str:
-        return f"<Trace of {len(self.ranks)} ranks, {len(self)} spans, {len(self.scalars)} scalars>"
+        lost = f", {sum(self.dropped)} records lost" if any(self.dropped) else ""
+        return f"<Trace of {len(self.ranks)} ranks, {len(self)} spans, {len(self.scalars)} scalars{lost}>"
 
     @property
     def duration_ns(self) -> int:
@@ -308,6 +309,8 @@ def from_records(
             part[field] = rows[field]
         part["name"] = table[rows["name"]]
         tail = rows["kind"] == COMMUNICATION  # the other kinds leave what an older record wrote there
+        counted = (rows["flags"] & SUM) != 0
+        part["nbytes"][counted] = rows["nbytes"][counted]
         for field in ("wait_start_ns", "wait_end_ns", "nbytes", "match", "peer"):
             part[field][tail] = rows[field][tail]
         for field in ("line", "group"):

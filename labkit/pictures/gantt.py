@@ -185,7 +185,9 @@ class _Timeline:
         ax = self.ax
         ax.set(xlim=(0, self.longest_ns / self.unit_ns), ylim=(self.height, 0), yticks=ticks, yticklabels=names)
         mixed = "   (where bars are narrower than a pixel, their colours mix)" if self.mixed else ""
-        ax.set_xlabel(f"time since the start of the {'step' if self.views[0].zoomed else 'run'} [{self.unit}]{mixed}")
+        lost = sum(sum(view.whole.dropped) for view in self.views)
+        drops = f"   ({lost} records were lost: written faster than read)" if lost else ""
+        ax.set_xlabel(f"time since the start of the {'step' if self.views[0].zoomed else 'run'} [{self.unit}]{mixed}{drops}")
         ax.tick_params(axis="y", length=0)
         ax.spines["left"].set_visible(False)
         if not self.several:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from labkit.ring import MEMORY, STEP, STEPS_IN_ALL
+from labkit.ring import MEMORY, STEP, STEPS_IN_ALL, SUM
 from labkit.trace import Trace
 
 __all__ = ["Progress"]
@@ -24,13 +24,16 @@ class _Steps:
         self.loops = 0
         self.loop_length = 0  # 0: unknown
 
-    def add(self, loops: list[tuple[int, int]], steps: list[tuple[int, int]]) -> None:
-        """Take what is new: loops as (begin in ns, length), steps as (start, end) in ns."""
+    def add(self, loops: list[tuple[int, int]], steps: list[tuple[int, int]], sums: list[tuple[int, int]]) -> None:
+        """Take what is new: loops as (begin in ns, length), steps as (start, end) in ns, many at once as (start, how many)."""
         since = 0
         if loops:
             self.loops += len(loops)
             since, self.loop_length = loops[-1]
             self.in_loop = 0
+        for start, count in sums:
+            self.count += count
+            self.in_loop += count * (start >= since)
         for start, end in steps:
             if self.last and start < self.last[-1][1]:
                 continue  # the step of a loop around this one
@@ -63,7 +66,13 @@ class Progress:
         for rank, own in enumerate(self._steps):
             rows = steps[steps["rank"] == rank]
             if len(rows) or rank in loops:
-                own.add(loops.get(rank, []), list(zip(rows["start_ns"].tolist(), rows["end_ns"].tolist(), strict=True)))
+                is_sum = (rows["flags"] & SUM) != 0
+                each, sums = rows[~is_sum], rows[is_sum]
+                own.add(
+                    loops.get(rank, []),
+                    list(zip(each["start_ns"].tolist(), each["end_ns"].tolist(), strict=True)),
+                    list(zip(sums["start_ns"].tolist(), sums["nbytes"].tolist(), strict=True)),
+                )
 
     @property
     def done(self) -> int:

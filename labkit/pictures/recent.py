@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.pictures.bars import STYLES, coverage, lanes, style_of
-from labkit.ring import CALL, COMMUNICATION, COMPUTE, Pending
+from labkit.ring import CALL, COMMUNICATION, COMPUTE, SUM, Pending
 from labkit.spans import COLUMNS, Columns, under_way
 from labkit.trace import Trace
 
@@ -69,7 +69,9 @@ class Recent:
             self._fresh, self.whole_ns, self._binned_ns = rows, self._binned_ns, now_ns
         else:
             self._fresh = np.concatenate([self._fresh, rows])
-        self._rows = np.concatenate([self._rows, rows])
+        several = (rows["flags"] & SUM) != 0
+        self.forgotten_ns = max(self.forgotten_ns, int(rows["start_ns"][several].max(initial=0)))
+        self._rows = np.concatenate([self._rows, rows[~several]])
         if len(self._rows) > KEPT:
             self.forgotten_ns = max(self.forgotten_ns, int(self._rows["end_ns"][:-KEPT].max()))
             self._rows = self._rows[-KEPT:].copy()  # a view would keep the whole alive
@@ -108,7 +110,7 @@ class Recent:
         """
         if not len(rows):
             return
-        if len(rows) > EXACT:
+        if len(rows) > EXACT or (rows["flags"] & SUM).any():
             self._bin_sums(rows)
             return
         at_work = under_way(self.start_ns, now_ns, self._id, calls=self._at_work())
