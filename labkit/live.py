@@ -19,7 +19,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, TextIO
 
-from labkit.pictures.frame import Detail, Frame, Past, Row, clock_time, svg
+from labkit.pictures.curves import Curves, beneath
+from labkit.pictures.frame import Curve, Detail, Frame, Past, Row, svg
 from labkit.pictures.progress import Progress
 from labkit.pictures.recent import Recent
 from labkit.pictures.sheet import time_in_words
@@ -79,6 +80,7 @@ class Live:
         self._title, self._start_ns = title, start_ns
         self._screen = self._given or _screen_here()
         self._recent, self._progress = Recent(ranks, start_ns, called), Progress(len(ranks))
+        self._curves, self._nbytes = Curves(len(ranks), start_ns), tuple(0 for _ in ranks)
         self._next_frame_ns = start_ns
         self._detail: Detail | None = None
         self._detail_until_ns = 0
@@ -87,14 +89,16 @@ class Live:
         self._broken = False
         self._carefully(lambda: self._first_frame(ranks))
 
-    def update(self, now_ns: int, new: Trace, pending: Sequence[Sequence[Pending]]) -> None:
+    def update(self, now_ns: int, new: Trace, pending: Sequence[Sequence[Pending]], nbytes: Sequence[int] = ()) -> None:
         """Show what has happened.
 
         Args:
             now_ns: the moment.
             new: what was completed since the last update.
             pending: per rank, the operations under way.
+            nbytes: per rank, the memory that its process has for itself.
         """
+        self._nbytes = tuple(nbytes) or self._nbytes
         self._carefully(lambda: self._next_frame(now_ns, new, pending))
 
     def end(self, trace: Trace, stopped: str) -> None:
@@ -127,6 +131,7 @@ class Live:
         before = self._clock()
         self._recent.add(new, now_ns)
         self._progress.add(new)
+        self._curves.add(new.scalars, self._recent.shown_ns)
         if now_ns >= self._next_frame_ns:
             self._screen.show(self._frame(now_ns, pending))
             self._next_frame_ns = now_ns + int((self._clock() - before) / SHARE)
@@ -136,13 +141,14 @@ class Live:
         rows = []
         for rank, name in enumerate(recent.ranks):
             status, blocked = _status(pending[rank], now_ns, returned=(recent.returned_ns[rank] or 0) > self._start_ns)
-            rows.append(Row(name, status, blocked))
+            rows.append(Row(name, status, blocked, self._nbytes[rank]))
         if self._past is None or (self._past_at_ns, self._past.shown_ns) != (recent.whole_ns, recent.shown_ns):
             cells = [recent.binned(rank) for rank in range(len(rows))]
             self._past, self._past_at_ns = Past(cells, recent.shown_ns), recent.whole_ns
+        curve = next((Curve(name, self._curves.means(name)) for name in self._curves.names), None)
         return Frame(
-            self._title, elapsed_ns, self._progress.fraction, self._progress.in_words(), rows, self._past,
-            self._detail_at(now_ns, pending),
+            self._title, elapsed_ns, self._progress.fraction, self._progress.parts(), rows, self._past,
+            self._detail_at(now_ns, pending), curve,
         )  # fmt: skip
 
     def _detail_at(self, now_ns: int, pending: Sequence[Sequence[Pending]]) -> Detail | None:
@@ -214,6 +220,7 @@ class _Cell:
         from labkit.pictures.gantt import figure_of
 
         figure = figure_of(trace, title)
+        beneath(figure, trace)
         data = {"image/png": base64.b64encode(_png(figure)).decode()}
         self._display(data, {"image/png": {"width": int(figure.get_figwidth() * SHOWN_DPI)}}, update=True)
 
@@ -251,7 +258,7 @@ class _Line:
 
     def show(self, frame: Frame) -> None:
         waiting = [f"{row.name}: {row.status}" for row in frame.rows if row.blocked][:2]
-        text = "  ·  ".join(part for part in (frame.title, frame.progress or clock_time(frame.elapsed_ns), *waiting) if part)
+        text = "  ·  ".join(part for part in (frame.title, frame.in_words, *waiting) if part)
         self._stream.write(f"\r{text[: shutil.get_terminal_size().columns - 1]}\x1b[K")
         self._stream.flush()
 

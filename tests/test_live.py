@@ -3,6 +3,7 @@
 import base64
 import io
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -21,12 +22,14 @@ from labkit.live import Live
 from labkit.pictures import gantt
 from labkit.pictures import recent as recent_module
 from labkit.pictures.bars import COMPUTE_LANE, STYLES, coverage, lanes
+from labkit.pictures.curves import Curves, beneath
 from labkit.pictures.frame import svg
 from labkit.pictures.progress import Progress
 from labkit.pictures.recent import Recent
 from labkit.pictures.sheet import time_in_words
-from labkit.ring import STEPS_IN_ALL, Pending
+from labkit.ring import MEMORY, STEPS_IN_ALL, Pending
 from labkit.trace import Scalar, Span, Trace
+from labkit.usage import Usage, own_bytes
 
 from synthetic import MS, Book, alone, data_parallel, feed, many, model_parallel  # isort: skip
 
@@ -183,6 +186,118 @@ def test_text_takes_the_colours_of_the_theme():
     assert "--jp-ui-font-color1" in ET.fromstring(page).get("style")
     assert drawing(page).get("fill") == "currentColor"
     assert "black" not in page
+
+
+# Words, curve, memory
+
+
+def slots(page):
+    return {t.text.split(" ")[-1]: float(t.get("x")) for t in drawing(page).iter(f"{SVG}text") if t.get("y") == "49.0"}
+
+
+def test_words_that_grow_move_nothing():
+    pages = watched(data_parallel(steps=120), range(300, 2600, 300)).pages[1:]
+    where = [slots(page) for page in pages]
+    assert {"steps", "steps/s", "left"} < set(where[0])
+    for kind in ("steps", "steps/s", "left"):
+        assert len({found[kind] for found in where}) == 1
+
+
+def polylines(page):
+    return list(drawing(page).iter(f"{SVG}polyline"))
+
+
+def test_the_recorded_value_is_a_curve_for_each_rank_and_their_mean():
+    album = watched(data_parallel(4, 60), [5, 600, 1200])
+    assert polylines(album.pages[0]) == polylines(album.pages[1]) == []
+    page = album.pages[-1]
+    *each, mean = polylines(page)
+    assert len(each) == 4
+    assert mean.get("stroke-width") == "1.8"
+    x, y = np.array([point.split(",") for point in mean.get("points").split()], float).T
+    assert (np.diff(x) > 0).all()
+    assert y[-1] > y[0]  # it falls
+    (box,) = [r for r in drawing(page).iter(f"{SVG}rect") if r.get("y") == "22"]
+    assert float(box.get("y")) < y.min() < y.max() < float(box.get("y")) + float(box.get("height"))
+    assert "loss" in texts(page)
+    assert len(polylines(watched(data_parallel(9, 20), [300]).pages[-1])) == 1  # of many ranks the mean
+
+
+def test_what_labkit_writes_itself_is_no_curve():
+    scalars = [Scalar(0, STEPS_IN_ALL, 0, 5.0), Scalar(0, f"{MEMORY}activations", 0, 5.0)]
+    curves = Curves(1, 0)
+    curves.add(scalars, 500 * MS)
+    assert curves.names == []
+    progress = Progress(1)
+    progress.add(part(scalars=scalars, ranks=1))
+    assert progress.parts() == ("0 of 5 steps", "", "")
+
+
+def test_a_curve_takes_the_same_memory_however_much_is_recorded():
+    curves = Curves(2, 0)
+    for i in range(20):
+        curves.add([Scalar(rank, f"a{k}", i * 100 * MS, i) for rank in (0, 1) for k in range(9)], (500 << max(i // 5, 0)) * MS)
+    assert len(curves.names) == 4
+    means = curves.means("a0")
+    assert means.shape == (3, 128)
+    assert np.nanmin(means) >= 0
+    assert np.nanmax(means) == 19
+    assert (np.diff(means[-1][~np.isnan(means[-1])]) > 0).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 7.0])
+def test_a_curve_of_any_value_can_be_drawn(value):
+    scalars = [Scalar(rank, "loss", 10 * MS, value) for rank in (0, 1)]
+    album = Album()
+    live = Live(album, lambda: 0)
+    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
+    live.update(400 * MS, part(scalars=scalars), [[], []])
+    assert not live._broken
+    assert "nan" not in "".join(p.get("points") for p in polylines(album.pages[-1]))
+    assert f"loss {value:.4g}" in texts(album.pages[-1])
+
+
+def test_the_memory_of_each_rank_stands_beside_it():
+    album = Album()
+    live = Live(album, lambda: 0)
+    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
+    live.update(400 * MS, part(), [[], []], (412_000_000, 1_230_000_000))
+    live.update(600 * MS, part(), [[], []], ())  # nobody looked again
+    assert {"412 MB", "1.23 GB", "own memory"} < set(texts(album.pages[-1]))
+    assert "own memory" not in texts(album.pages[0])
+
+
+def test_looking_at_memory_costs_a_bounded_share():
+    cpu = iter(range(0, 10**12, 20 * MS))  # each look costs 20 ms
+    looks = []
+    usage = Usage([7], lambda pid: looks.append(pid) or 5, lambda: next(cpu))
+    for now_ms in range(0, 13_000, 200):
+        assert usage.look(now_ms * MS) == (5,)
+    assert looks == [7, 7, 7]  # every 6 s
+
+
+def test_a_process_that_has_ended_has_no_memory():
+    assert own_bytes(os.getpid()) > 1 << 20
+    assert own_bytes(2**22 + 1) == 0
+
+
+def test_the_finished_picture_has_the_curve_beneath():
+    trace = data_parallel(3, 5)
+    figure = gantt.figure_of(trace, "train on 3 ranks")
+    before, rows = figure.get_figheight(), figure.axes[0].get_position().height * figure.get_figheight()
+    beneath(figure, trace)
+    timeline, panel = figure.axes
+    assert timeline.get_position().height * figure.get_figheight() == pytest.approx(rows)
+    assert figure.get_figheight() > before
+    assert (panel.get_ylabel(), panel.get_xlabel()) == ("loss", "time since the start of the run [ms]")
+    *each, mean = (line.get_ydata() for line in panel.lines)
+    assert len(each) == 3
+    assert mean == pytest.approx(np.mean(each, axis=0))
+    assert mean == pytest.approx([2.3 * 0.9**i + 0.01 for i in range(5)])
+    silent = Trace(trace.columns, ranks=trace.ranks)
+    figure = gantt.figure_of(silent, "f")
+    beneath(figure, silent)
+    assert len(figure.axes) == 1
 
 
 # Long runs

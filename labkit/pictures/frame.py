@@ -16,15 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.pictures.bars import LANES, STYLES, Bars, blend, caption, coverage, ink, lanes
-from labkit.pictures.sheet import unit_of
+from labkit.pictures.curves import COLOUR, EACH_RANK
+from labkit.pictures.sheet import bytes_in_words, unit_of
 from labkit.trace import Trace
 
-__all__ = ["Detail", "Frame", "Past", "Row", "clock_time", "svg"]
+__all__ = ["Curve", "Detail", "Frame", "Past", "Row", "clock_time", "svg"]
 
 Cells = tuple[NDArray[np.float64], NDArray[np.float64]]  # what fills the bins of the two lanes: shape (styles, bins), in ns
 
 WIDTH: Final = 900.0  # of the drawing, in its own units: pixels in a notebook of usual width
-STATUS_WIDTH: Final = 150.0  # right of the rows: what a rank is waiting in
+RIGHT: Final = 215.0  # right of the rows: what a rank is waiting in, and its memory; above that, the curve
+SLOTS: Final = (0.0, 150.0, 245.0, 395.0, 505.0)  # where steps, rate, time left and values stand: numbers that grow move nothing
 CHARACTER: Final = 6.1  # mean width of a character at 11 units
 BARS_IN_ALL: Final = 1600  # more than that are drawn as cells, so that a frame stays below 100 kB
 CELLS_IN_ALL: Final = 2048
@@ -45,11 +47,26 @@ class Row:
         name: the rank's.
         status: what it is doing, in few words.
         blocked: whether it waits.
+        nbytes: memory that its process has for itself; 0 where that is not known.
     """
 
     name: str
     status: str
     blocked: bool
+    nbytes: int = 0
+
+
+@dataclass(slots=True)
+class Curve:
+    """A recorded value over the time that the strip shows.
+
+    Args:
+        name: what it is.
+        means: of its bins, per rank and at the end over all ranks, shape (ranks + 1, bins); NaN where there is nothing.
+    """
+
+    name: str
+    means: NDArray[np.float64]
 
 
 @dataclass(slots=True)
@@ -94,19 +111,26 @@ class Frame:
         title: what runs, and where.
         elapsed_ns: since the run's start.
         fraction: of the loop that is done, from 0 to 1; None where that is not known.
-        progress: steps, rate and values, in words.
+        progress: steps, rate, time left, and values, in words; "" for what is not known.
         rows: the ranks.
         past: what the strip shows.
         detail: what the rows show; None: the past as well.
+        curve: the first of the recorded values; None: there is none yet.
     """
 
     title: str
     elapsed_ns: int
     fraction: float | None
-    progress: str
+    progress: tuple[str, ...]
     rows: list[Row]
     past: Past
     detail: Detail | None
+    curve: Curve | None = None
+
+    @property
+    def in_words(self) -> str:
+        """How far it is, in one line."""
+        return "  ·  ".join(part for part in self.progress if part) or clock_time(self.elapsed_ns)
 
 
 def svg(frame: Frame, name: str) -> str:
@@ -152,7 +176,7 @@ class _Drawing:
     def __init__(self, frame: Frame, name: str) -> None:
         self.frame, self.name, self.count = frame, name, len(frame.rows)
         self.left = max(14 + CHARACTER * max(min(len(row.name), 16) for row in frame.rows), 64)
-        self.wide = WIDTH - self.left - STATUS_WIDTH
+        self.wide = WIDTH - self.left - RIGHT
         self.row_high = float(min(max(round(170 / self.count), 10), 40))
         self.strip_high = min(max(5.0 * self.count, 12), 40)
         self.top = HEAD + self.strip_high + 12
@@ -170,10 +194,16 @@ class _Drawing:
             self.pen.text(self.left - 8, middle, short, ' text-anchor="end"' + size)
             if row.status:
                 self.pen.text(
-                    self.left + self.wide + 8, middle, row.status[:26], size + (' font-weight="600"' if row.blocked else _SOFT)
+                    self.left + self.wide + 8, middle, row.status[:24], size + (' font-weight="600"' if row.blocked else _SOFT)
                 )
+            if row.nbytes:
+                self.pen.text(WIDTH - 4, middle, bytes_in_words(row.nbytes), ' text-anchor="end"' + size)
+        if any(row.nbytes for row in frame.rows):
+            self.pen.text(WIDTH - 4, self.bottom + 14, "own memory", ' text-anchor="end" font-size="9.5"' + _SOFT)
+        if frame.curve is not None:
+            self._curve(frame.curve)
         self._axis()
-        label = escape(f"{frame.title}: {frame.progress or clock_time(frame.elapsed_ns)}", quote=True)
+        label = escape(f"{frame.title}: {frame.in_words}", quote=True)
         fonts = "font-family:var(--jp-ui-font-family,system-ui,sans-serif);font-size:11px"
         return (
             # The theme's text colour in JupyterLab and in VS Code, else what the page has.
@@ -187,12 +217,39 @@ class _Drawing:
         """Title, time, progress."""
         frame, pen = self.frame, self.pen
         pen.text(0, 14, frame.title[:80], ' font-size="13" font-weight="600"')
-        pen.text(WIDTH - 4, 14, clock_time(frame.elapsed_ns), ' text-anchor="end"')
+        pen.text(self.left + self.wide, 14, clock_time(frame.elapsed_ns), ' text-anchor="end"')
         if frame.fraction is not None:
             pen.text(self.left - 8, 35, "steps", ' text-anchor="end" font-size="9.5"' + _SOFT)
             pen.box('fill="currentColor" fill-opacity=".14"', self.left, 28, self.wide, 7)
             pen.box(f'fill="{STYLES["forward"].colour}"', self.left, 28, self.wide * frame.fraction, 7)
-        pen.text(self.left, 49, frame.progress[:130])
+        for x, part in zip(SLOTS, frame.progress, strict=False):
+            pen.text(self.left + x, 49, part)
+
+    def _curve(self, curve: Curve) -> None:
+        """A small panel in the upper right corner: thin lines for the ranks, a thick one for their mean."""
+        left, top, bottom = self.left + self.wide + 48, 22.0, HEAD + self.strip_high
+        wide = WIDTH - 4 - left
+        self.pen.text(left, 14, curve.name[:22], ' font-size="10" font-weight="600"')
+        self.pen.above.append(
+            f'<rect x="{left:.1f}" y="{top:g}" width="{wide:.1f}" height="{bottom - top:g}" fill="none" '
+            'stroke="currentColor" stroke-opacity=".25"/>'
+        )
+        if np.isnan(curve.means).all():
+            return
+        low, high = float(np.nanmin(curve.means)), float(np.nanmax(curve.means))
+        middle, half = (low + high) / 2, max((high - low) / 2, abs(high) * 1e-6, 1e-12) * 1.12
+        for value, y in ((high, top + 8), (low, bottom - 1)) if high > low else ((high, (top + bottom) / 2 + 3),):
+            self.pen.text(left - 4, y, f"{value:.2g}", ' text-anchor="end" font-size="9"' + _SOFT)
+        each = (np.arange(curve.means.shape[1]) + 0.5) * wide / curve.means.shape[1] + left
+        ranks = curve.means[:-1]
+        lines = [(row, ' stroke-width=".8" stroke-opacity=".5"') for row in ranks] if 1 < len(ranks) <= EACH_RANK else []
+        for row, look in (*lines, (curve.means[-1], ' stroke-width="1.8" stroke-linecap="round"')):
+            there = ~np.isnan(row)
+            y = (top + bottom) / 2 - (row[there] - middle) / half * (bottom - top) / 2
+            points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(each[there].tolist(), y.tolist(), strict=True))
+            if points.count(" ") == 0 and points:
+                points = f"{points} {points}"  # a line of one point is a dot
+            self.pen.above.append(f'<polyline points="{points}" fill="none" stroke="{COLOUR}"{look}/>')
 
     def _strip(self) -> str:
         """The whole run in small, with the part marked that the rows show."""

@@ -99,19 +99,21 @@ class Progress:
 
     def in_words(self) -> str:
         """Step, rate, time left and the last values: "37 of 500 steps  ·  12.4 steps/s  ·  37 s left  ·  loss 0.412"."""
-        parts, slowest = [], self._slowest()
+        return "  ·  ".join(part for part in self.parts() if part)
+
+    def parts(self) -> tuple[str, ...]:
+        """The same one by one: three texts, "" for what is not known, and one for each value."""
+        steps, rate, left, slowest = "", "", "", self._slowest()
         if slowest is not None:
             length = slowest.loop_length
-            parts.append(f"{slowest.in_loop} of {length} steps" if length else f"{slowest.count} steps")
+            steps = f"{slowest.in_loop} of {length} steps" if length else f"{slowest.count} steps"
             if per_s := self._steps_per_s(slowest):
-                parts.append(f"{per_s:.3g} steps/s" if per_s < 1000 else f"{per_s:.0f} steps/s")
+                rate = f"{per_s:.3g} steps/s" if per_s < 1000 else f"{per_s:.0f} steps/s"
                 if length:
                     left = _clock_time((length - slowest.in_loop) / per_s)
-                    parts.append(f"{left} left" if slowest.loops == 1 else f"{left} left in this loop")
-        for name, by_rank in list(self._values.items())[:NAMES_SHOWN]:
-            mean = sum(by_rank.values()) / len(by_rank)
-            parts.append(f"{name[:20]} {mean:.4g}")
-        return "  ·  ".join(parts)
+                    left = f"{left} left" if slowest.loops == 1 else f"{left} left in this loop"
+        values = [f"{name[:20]} {sum(of.values()) / len(of):.4g}" for name, of in list(self._values.items())[:NAMES_SHOWN]]
+        return (steps, rate, left, *values)
 
     def _slowest(self) -> _Steps | None:
         return min((own for own in self._steps if own.count or own.loops), key=lambda own: own.count, default=None)
