@@ -68,8 +68,21 @@ def _report(parts: list[str], python_of_peers: str, *, notebooks: bool) -> list[
         ]
     if "picture" in parts:
         _say("watch beside run")
-        run_s, _, ratio = picture.measure()
-        goals.append(Goal("training with `watch`, 2 ranks", run_s * ratio, run_s, "`run`, in turns", 0.03, "slower"))
+        cost = picture.measure()
+        fast = f"the kernel's processor per second, 2 × 10⁶ spans as fast as can be ({cost.dropped:.0%} lost)"
+        goals += [
+            Goal("training with `watch`, 2 ranks", cost.run_s * cost.ratio, cost.run_s, "`run`, in turns", 0.03, "slower"),
+            Goal(
+                "the kernel's processor per second of `watch`, 2 ranks train",
+                cost.watch_share,
+                cost.run_share,
+                "`run`",
+                0.05,
+                "seconds",
+            ),
+            Goal(fast, cost.spans_share, None, "", 0.2, "seconds"),
+            Goal("a million spans drawn as a timeline", cost.draw_s, None, "", 3, "seconds"),
+        ]
     if "trouble" in parts:
         _say("errors and Stop")
         s = trouble.measure()
