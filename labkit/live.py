@@ -26,6 +26,7 @@ from labkit.pictures.recent import Recent
 from labkit.pictures.sheet import time_in_words
 from labkit.ring import Pending
 from labkit.trace import Trace
+from labkit.usage import Load
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -80,7 +81,7 @@ class Live:
         self._title, self._start_ns = title, start_ns
         self._screen = self._given or _screen_here()
         self._recent, self._progress = Recent(ranks, start_ns, called), Progress(len(ranks))
-        self._curves, self._nbytes = Curves(len(ranks), start_ns), tuple(0 for _ in ranks)
+        self._curves, self._loads = Curves(len(ranks), start_ns), tuple(Load() for _ in ranks)
         self._next_frame_ns = start_ns
         self._detail: Detail | None = None
         self._detail_until_ns = 0
@@ -89,16 +90,16 @@ class Live:
         self._broken = False
         self._carefully(lambda: self._first_frame(ranks))
 
-    def update(self, now_ns: int, new: Trace, pending: Sequence[Sequence[Pending]], nbytes: Sequence[int] = ()) -> None:
+    def update(self, now_ns: int, new: Trace, pending: Sequence[Sequence[Pending]], loads: Sequence[Load] = ()) -> None:
         """Show what has happened.
 
         Args:
             now_ns: the moment.
             new: what was completed since the last update.
             pending: per rank, the operations under way.
-            nbytes: per rank, the memory that its process has for itself.
+            loads: per rank, what it takes of the machine.
         """
-        self._nbytes = tuple(nbytes) or self._nbytes
+        self._loads = tuple(loads) or self._loads
         self._carefully(lambda: self._next_frame(now_ns, new, pending))
 
     def end(self, trace: Trace, stopped: str) -> None:
@@ -141,7 +142,7 @@ class Live:
         rows = []
         for rank, name in enumerate(recent.ranks):
             status, blocked = _status(pending[rank], now_ns, returned=(recent.returned_ns[rank] or 0) > self._start_ns)
-            rows.append(Row(name, status, blocked, self._nbytes[rank]))
+            rows.append(Row(name, status, blocked, self._loads[rank]))
         if self._past is None or (self._past_at_ns, self._past.shown_ns) != (recent.whole_ns, recent.shown_ns):
             cells = [recent.binned(rank) for rank in range(len(rows))]
             self._past, self._past_at_ns = Past(cells, recent.shown_ns), recent.whole_ns

@@ -19,7 +19,7 @@ from labkit.spans import ProfilerEvent
 from labkit.stacks import crash
 from labkit.stuck import Verdict, doing, mismatch
 from labkit.trace import Trace
-from labkit.usage import Usage
+from labkit.usage import Load, Usage, gpus_of
 from labkit.watchdog import Watchdog
 
 __all__ = ["Flight", "Picture", "Run"]
@@ -39,8 +39,8 @@ class Picture(Protocol):
     def begin(self, ranks: tuple[str, ...], title: str, start_ns: int, called: Sequence[int]) -> None:
         """The ranks start now; those with the numbers `called` call the function, the others serve."""
 
-    def update(self, now_ns: int, new: Trace, pending: Sequence[Sequence[Pending]], nbytes: Sequence[int]) -> None:
-        """`new`: what was completed since the last update; `pending`: what each rank has under way; `nbytes`: its own memory."""
+    def update(self, now_ns: int, new: Trace, pending: Sequence[Sequence[Pending]], loads: Sequence[Load]) -> None:
+        """`new`: what was completed since the last update; `pending`: what each rank has under way; `loads`: what it takes."""
 
     def end(self, trace: Trace, stopped: str) -> None:
         """The run is over; `stopped` says what ended it before its time: "stopped by an error", or "" if nothing did."""
@@ -105,7 +105,7 @@ class Flight:
         self._failures: dict[int, RankFailure] = {}
         self._dead: set[int] = set()
         self._watchdog = Watchdog(crew, self._on, self._records, self._results, self._failures)
-        self._usage = Usage([m.process.pid for m in self._members])
+        self._usage = Usage([m.process.pid for m in self._members], gpus_of(len(self._members), crew.plan.devices))
         self.notes: list[str] = []
         self.intact = True
         self._start_ns = time.perf_counter_ns()  # before a rank is told: nothing that belongs to the run happened earlier

@@ -1,18 +1,35 @@
-"""How much memory each rank's process has for itself: looked at now and then, so that looking costs next to nothing."""
+"""What each rank takes of the machine, memory and GPU: looked at now and then, so that looking costs next to nothing."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 import psutil
 
-__all__ = ["Usage", "own_bytes"]
+from labkit.gpus import Gpus
+from labkit.runtimes import gpu_count, share_of_devices
+
+__all__ = ["Load", "Usage", "gpus_of", "own_bytes"]
 
 EVERY_NS: Final = 1_000_000_000
 SHARE: Final = 1 / 300  # of one core: the system goes through all pages of a process, 3 ms for one that has loaded torch
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one rank takes.
+
+    Args:
+        nbytes: memory that its process has for itself; on GPUs, what is in use of theirs, whoever uses it; 0 where unknown.
+        busy: per cent of the time in which its GPUs compute; None without GPUs.
+    """
+
+    nbytes: int = 0
+    busy: int | None = None
 
 
 def own_bytes(pid: int) -> int:
@@ -22,26 +39,56 @@ def own_bytes(pid: int) -> int:
     return 0
 
 
-class Usage:
-    """Looks at some processes, one after the other.
+def gpus_of(ranks: int, devices: str) -> list[list[int]]:
+    """The numbers of each rank's GPUs.
 
     Args:
-        pids: of the ranks, in rank order.
-        read: gives the bytes of one.
+        ranks: how many there are.
+        devices: "auto", "cpu" or "cuda".
+    """
+    count = 0 if devices == "cpu" else gpu_count()
+    shares = [share_of_devices(rank, ranks, count) for rank in range(ranks)]
+    return [[int(name.removeprefix("cuda:")) for name in own if name != "cpu"] for own in shares]
+
+
+class Usage:
+    """Looks at some ranks, one after the other.
+
+    Args:
+        pids: their processes, in rank order.
+        devices: the numbers of each one's GPUs; default: none.
+        read: gives the memory of a process in bytes.
+        gpus: what to ask about GPUs; default: NVML.
         clock: the processor time of this thread in ns, to know what looking costs.
     """
 
     def __init__(
-        self, pids: Sequence[int], read: Callable[[int], int] = own_bytes, clock: Callable[[], int] = time.thread_time_ns
+        self,
+        pids: Sequence[int],
+        devices: Sequence[Sequence[int]] = (),
+        *,
+        read: Callable[[int], int] = own_bytes,
+        gpus: Any = None,
+        clock: Callable[[], int] = time.thread_time_ns,
     ) -> None:
-        self._pids, self._read, self._clock = tuple(pids), read, clock
+        self._pids, self._devices, self._read, self._gpus, self._clock = tuple(pids), devices, read, gpus, clock
         self._next_ns = 0
-        self._nbytes: tuple[int, ...] = ()
+        self._loads: tuple[Load, ...] = ()
+        if gpus is None and any(devices):
+            with contextlib.suppress(OSError):  # without NVML, the memory of the processes is shown
+                self._gpus = Gpus()
 
-    def look(self, now_ns: int) -> tuple[int, ...]:
-        """The bytes of each rank, as they were when it was time to look; "now" is on `time.perf_counter_ns`."""
+    def look(self, now_ns: int) -> tuple[Load, ...]:
+        """What each rank takes, as it was when it was time to look; `now_ns` is on `time.perf_counter_ns`."""
         if now_ns >= self._next_ns:
             before = self._clock()
-            self._nbytes = tuple(self._read(pid) for pid in self._pids)
+            self._loads = tuple(self._load(rank) for rank in range(len(self._pids)))
             self._next_ns = now_ns + max(EVERY_NS, int((self._clock() - before) / SHARE))
-        return self._nbytes
+        return self._loads
+
+    def _load(self, rank: int) -> Load:
+        own = self._devices[rank] if self._gpus is not None and self._devices else ()
+        seen = [found for number in own if (found := self._gpus.look(number)) is not None]
+        if not seen:
+            return Load(self._read(self._pids[rank]))
+        return Load(sum(used for _, used in seen), round(sum(busy for busy, _ in seen) / len(seen)))

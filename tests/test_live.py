@@ -18,6 +18,7 @@ from PIL import Image
 
 import labkit
 from labkit import live as live_module
+from labkit.gpus import Gpus
 from labkit.live import Live
 from labkit.pictures import gantt
 from labkit.pictures import recent as recent_module
@@ -29,7 +30,7 @@ from labkit.pictures.recent import Recent
 from labkit.pictures.sheet import time_in_words
 from labkit.ring import MEMORY, STEPS_IN_ALL, Pending
 from labkit.trace import Scalar, Span, Trace
-from labkit.usage import Usage, own_bytes
+from labkit.usage import Load, Usage, gpus_of, own_bytes
 
 from synthetic import MS, Book, alone, data_parallel, feed, many, model_parallel  # isort: skip
 
@@ -261,7 +262,7 @@ def test_the_memory_of_each_rank_stands_beside_it():
     album = Album()
     live = Live(album, lambda: 0)
     live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
-    live.update(400 * MS, part(), [[], []], (412_000_000, 1_230_000_000))
+    live.update(400 * MS, part(), [[], []], (Load(412_000_000), Load(1_230_000_000)))
     live.update(600 * MS, part(), [[], []], ())  # nobody looked again
     assert {"412 MB", "1.23 GB", "own memory"} < set(texts(album.pages[-1]))
     assert "own memory" not in texts(album.pages[0])
@@ -270,15 +271,68 @@ def test_the_memory_of_each_rank_stands_beside_it():
 def test_looking_at_memory_costs_a_bounded_share():
     cpu = iter(range(0, 10**12, 20 * MS))  # each look costs 20 ms
     looks = []
-    usage = Usage([7], lambda pid: looks.append(pid) or 5, lambda: next(cpu))
+    usage = Usage([7], read=lambda pid: looks.append(pid) or 5, clock=lambda: next(cpu))
     for now_ms in range(0, 13_000, 200):
-        assert usage.look(now_ms * MS) == (5,)
+        assert usage.look(now_ms * MS) == (Load(5),)
     assert looks == [7, 7, 7]  # every 6 s
 
 
 def test_a_process_that_has_ended_has_no_memory():
     assert own_bytes(os.getpid()) > 1 << 20
     assert own_bytes(2**22 + 1) == 0
+
+
+class Nvml:
+    """NVML as its reference describes it, pretended: this has not run on a GPU."""
+
+    def __init__(self, *uuids):
+        self.uuids = uuids
+
+    def nvmlInit_v2(self):  # noqa: N802
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index, handle):  # noqa: N802
+        if index.value >= len(self.uuids):
+            return 2
+        handle._obj.value = 100 + index.value
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid, handle):  # noqa: N802
+        handle._obj.value = 100 + self.uuids.index(uuid.decode())
+        return 0
+
+    def nvmlDeviceGetUtilizationRates(self, handle, rates):  # noqa: N802
+        rates._obj.gpu, rates._obj.memory = handle.value - 20, 3
+        return 0
+
+    def nvmlDeviceGetMemoryInfo(self, handle, memory):  # noqa: N802
+        memory._obj.total, memory._obj.free, memory._obj.used = 10**10, 0, handle.value * 10**6
+        return 0
+
+
+def test_each_ranks_gpus_are_looked_at(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    gpus = Gpus(Nvml("GPU-a", "GPU-b", "GPU-c", "GPU-d"))
+    usage = Usage([7, 8, 9], [[0, 1], [3], [4]], read=lambda pid: pid, gpus=gpus)
+    assert usage.look(0) == (Load(201_000_000, 80), Load(103_000_000, 83), Load(9))  # there is no GPU 4
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-b")
+    gpus = Gpus(Nvml("GPU-a", "GPU-b", "GPU-c", "GPU-d"))
+    assert [gpus.look(0), gpus.look(1)] == [(82, 102_000_000), (81, 101_000_000)]
+
+
+def test_which_gpus_a_rank_has(monkeypatch):
+    monkeypatch.setattr("labkit.usage.gpu_count", lambda: 4)
+    assert gpus_of(2, "auto") == [[0, 1], [2, 3]]
+    assert gpus_of(8, "cuda")[5] == [1]
+    assert gpus_of(2, "cpu") == [[], []]
+
+
+def test_gpus_stand_beside_their_ranks():
+    album = Album()
+    live = Live(album, lambda: 0)
+    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
+    live.update(400 * MS, part(), [[], []], (Load(8_000_000_000, 97), Load(1, 5)))
+    assert {"97 %", "8.00 GB", "5 %", "GPU busy, its memory"} < set(texts(album.pages[-1]))
 
 
 def test_the_finished_picture_has_the_curve_beneath():

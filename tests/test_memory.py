@@ -17,7 +17,8 @@ import labkit as lab
 from labkit.pictures.memory import memory, usages
 from labkit.record import Recorder, here
 from labkit.ring import MEMORY, MEMORY_KINDS, RING_BYTES, RingReader, RingWriter
-from labkit.trace import from_records, load_trace
+from labkit.load import load_trace
+from labkit.trace import from_records
 from labkit.track import Tracker, track_memory
 
 from synthetic import Book, alone  # isort: skip

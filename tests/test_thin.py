@@ -2,15 +2,19 @@
 
 import mmap
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
 from labkit.pictures.bars import STYLES
+from labkit.pictures.gantt import timeline
 from labkit.pictures.progress import Progress
 from labkit.pictures.recent import Recent
 from labkit.ring import RING_BYTES, STEPS_IN_ALL, SUM, RingReader, RingWriter
 from labkit.thin import MOST, thin
-from labkit.trace import from_records
+from labkit.trace import Trace, from_records
+
+from synthetic import alone  # isort: skip
 
 STEPS = 8000
 
@@ -75,6 +79,15 @@ def test_the_picture_of_the_whole_says_how_much_of_what(written):
     share = dict(zip(STYLES, compute.sum(axis=1) / trace.end_ns, strict=True))
     assert share["forward"] == pytest.approx(0.3, abs=0.03)
     assert share["backward"] == pytest.approx(0.5, abs=0.04)
+
+
+def test_lost_records_are_said():
+    trace = Trace(alone().columns, ranks=["rank 0"], dropped=[1234])
+    assert repr(trace) == f"<Trace of 1 ranks, {len(trace)} spans, 0 scalars, 1234 records lost>"
+    ax = timeline(trace)
+    assert ax.get_xlabel().endswith("[ms]   (1234 records were lost: written faster than read)")
+    plt.close(ax.figure)
+    assert "lost" not in repr(alone())
 
 
 def test_what_stands_for_many_is_not_drawn_as_one(written):

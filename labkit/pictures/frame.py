@@ -19,6 +19,7 @@ from labkit.pictures.bars import LANES, STYLES, Bars, blend, caption, coverage, 
 from labkit.pictures.curves import COLOUR, EACH_RANK
 from labkit.pictures.sheet import bytes_in_words, unit_of
 from labkit.trace import Trace
+from labkit.usage import Load
 
 __all__ = ["Curve", "Detail", "Frame", "Past", "Row", "clock_time", "svg"]
 
@@ -47,13 +48,13 @@ class Row:
         name: the rank's.
         status: what it is doing, in few words.
         blocked: whether it waits.
-        nbytes: memory that its process has for itself; 0 where that is not known.
+        load: what it takes of the machine.
     """
 
     name: str
     status: str
     blocked: bool
-    nbytes: int = 0
+    load: Load = field(default_factory=Load)
 
 
 @dataclass(slots=True)
@@ -194,12 +195,18 @@ class _Drawing:
             self.pen.text(self.left - 8, middle, short, ' text-anchor="end"' + size)
             if row.status:
                 self.pen.text(
-                    self.left + self.wide + 8, middle, row.status[:24], size + (' font-weight="600"' if row.blocked else _SOFT)
+                    self.left + self.wide + 8,
+                    middle,
+                    row.status[: 24 if row.load.busy is None else 18],
+                    size + (' font-weight="600"' if row.blocked else _SOFT),
                 )
-            if row.nbytes:
-                self.pen.text(WIDTH - 4, middle, bytes_in_words(row.nbytes), ' text-anchor="end"' + size)
-        if any(row.nbytes for row in frame.rows):
-            self.pen.text(WIDTH - 4, self.bottom + 14, "own memory", ' text-anchor="end" font-size="9.5"' + _SOFT)
+            if row.load.nbytes:
+                self.pen.text(WIDTH - 4, middle, bytes_in_words(row.load.nbytes), ' text-anchor="end"' + size)
+            if row.load.busy is not None:
+                self.pen.text(WIDTH - 58, middle, f"{row.load.busy} %", ' text-anchor="end"' + size)
+        if any(row.load.nbytes for row in frame.rows):
+            taken = "own memory" if all(row.load.busy is None for row in frame.rows) else "GPU busy, its memory"
+            self.pen.text(WIDTH - 4, self.bottom + 14, taken, ' text-anchor="end" font-size="9.5"' + _SOFT)
         if frame.curve is not None:
             self._curve(frame.curve)
         self._axis()
