@@ -14,10 +14,10 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.functional import mse_loss
 
 import labkit as lab
+from labkit.load import load_trace
 from labkit.pictures.memory import memory, usages
 from labkit.record import Recorder, here
 from labkit.ring import MEMORY, MEMORY_KINDS, RING_BYTES, RingReader, RingWriter
-from labkit.load import load_trace
 from labkit.trace import from_records
 from labkit.track import Tracker, track_memory
 
