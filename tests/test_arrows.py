@@ -42,6 +42,13 @@ def test_a_message_goes_from_the_moment_both_are_there_to_its_arrival():
     assert arrows(timeline(model_parallel(1))) == [(6.8, 0.75, 7.8, 1.75), (21.8, 1.75, 22.8, 0.75)]
 
 
+def test_a_message_sets_out_when_its_receiver_has_come():
+    book = Book()
+    book.travel(0, "send", 1, 8, peer=1, group="p2p", match=1)
+    book.travel(1, "recv", 6, 8, peer=0, group="p2p", match=1)
+    assert arrows(timeline(book.trace(2, start_ns=0))) == [(6, 0.75, 8, 1.75)]
+
+
 def test_a_call_arrives_when_it_is_served_and_its_result_when_the_call_is_over():
     found = messages(remote_calls())
     assert len(found) == 8

@@ -168,6 +168,24 @@ def test_many_operations_share_one_colour_and_many_ranks_have_a_scale():
     assert len(ax.figure.axes) == 3
 
 
+def colours(ax):
+    return {text.partition(":")[0]: handle.get_facecolor() for handle, text in zip(*ax.get_legend_handles_labels(), strict=True)}
+
+
+def test_an_operation_has_the_same_colour_in_every_figure():
+    one, two = Book(), Book()
+    for number, (name, nbytes) in enumerate(
+        {"all_gather": 3000, "gossip": 2000, "all_reduce": 1000, "all_reduce_2": 500}.items()
+    ):
+        for rank in range(2):
+            one.travel(rank, name, number, number + 1, nbytes=nbytes, group="w", match=number)
+    for rank in range(2):
+        two.travel(rank, "all_reduce", 0, 1, nbytes=10, group="w", match=1)
+    several, alone_ = colours(traffic(one.trace(2))), colours(traffic(two.trace(2)))
+    assert several["all_reduce"] == alone_["all_reduce"] != several["all_gather"]
+    assert len(set(several.values())) == 4 - 1  # gossip's size counts for nothing, since nobody knows how it travels
+
+
 def test_given_axes_are_divided():
     figure, axes = plt.subplots(2)
     assert traffic(data_parallel(), ax=axes[0]) is axes[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -21,6 +22,7 @@ __all__ = ["traffic"]
 # Warm as all communication is, and apart for colour-blind eyes as well: of Okabe and Ito's colours those that no compute has. The
 # grey is for all the operations that have no colour of their own.
 OPERATIONS: Final = ("#D55E00", "#F0E442", "#CC79A7", "#7A3E65", "#E69F00")
+OWN: Final = {"all_reduce": 0, "rpc_": 0, "reply": 1, "reduce_scatter": 2, "send": 3, "all_gather": 4}  # the same in every figure
 OTHERS: Final = "#B4BAC4"
 BINS: Final = 150
 NUMBERED: Final = 8  # ranks: beyond it the matrix has no room for numbers
@@ -75,7 +77,7 @@ def _draw_rates(ax: Axes, trace: Trace, flows: Flows) -> None:
     edges = np.linspace(trace.start_ns, trace.end_ns, BINS + 1).astype(np.int64)
     moved = over_time(flows, edges)
     labels = [f"{name}: {count} ×, {bytes_in_words(n)}" for name, count, n in _in_words(flows)]
-    colours = list(OPERATIONS[: len(labels)])
+    colours = _colours(flows.name[: len(OPERATIONS)])
     if len(labels) > len(OPERATIONS):
         few, rest = len(OPERATIONS), slice(len(OPERATIONS), None)
         moved = np.vstack([moved[:few], moved[rest].sum(axis=0)])
@@ -94,6 +96,17 @@ def _draw_rates(ax: Axes, trace: Trace, flows: Flows) -> None:
     ax.set_xlabel(f"time since the start [{time_unit}]")
     ax.set_ylabel(f"sent by all ranks [{unit}/s]")
     ax.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.23), ncols=2 if len(labels) > 1 else 1, borderaxespad=0)
+
+
+def _colours(names: Sequence[str]) -> list[str]:
+    """Of each operation: its own colour, if it has one that no operation before it has taken; else one that is left."""
+    left, found = list(range(len(OPERATIONS))), [-1] * len(names)
+    for i, name in enumerate(names):
+        own = next((number for begin, number in OWN.items() if name.startswith(begin)), -1)
+        if own in left:
+            left.remove(own)
+            found[i] = own
+    return [OPERATIONS[number if number >= 0 else left.pop(0)] for number in found]
 
 
 def _in_words(flows: Flows) -> list[tuple[str, int, float]]:

@@ -73,7 +73,7 @@ def flows_of(trace: Trace) -> Flows:
     """The flows of a trace; of a stretch of it, those of what completed in it."""
     data, names = trace.columns.data, trace.columns.names
     data_ready = trace.ready()
-    mine = np.flatnonzero((data["kind"] == COMMUNICATION) & (data["end_ns"] > trace.start_ns) & (data["end_ns"] <= trace.end_ns))
+    mine = np.flatnonzero((data["kind"] == COMMUNICATION) & (data["end_ns"] <= trace.end_ns))
     rows, ready = data[mine], data_ready[mine]
     collectives = _collectives(rows, names)
     parts = [*_messages(rows, names), *collectives]

@@ -115,7 +115,7 @@ def compare(
         names = [f"{view.label}\n{_what(view)}" for view in views]
         ax.set(xlim=(0, 1.3 * widest), ylim=(y[-1] + 0.5, -0.5), yticks=y, yticklabels=names)
         ax.set_xlabel(f"time, mean of the ranks [{unit}]")
-        ax.set_title("Where the time of each run went")
+        ax.set_title(f"Where the time of each run went  ·  against {views[0].label}")
         ax.tick_params(axis="y", length=0)
         ax.spines["left"].set_visible(False)
         _legend_of_parts(ax, [part for part, width in zip(_PARTS, parts.T, strict=True) if width.any()])

@@ -40,7 +40,6 @@ class Row:
         mine = (trace.columns.data["flags"] & ON_CUDA != 0) == (self.device == "GPU")
         kept = np.flatnonzero(mine)
         part = Trace(trace.columns.where(mine), ranks=trace.ranks, start_ns=trace.start_ns, end_ns=trace.end_ns)
-        part.labelled = trace.labelled
         own = lanes(part, self.rank)[0]
         return replace(own, span=kept[own.span]), communication[mine[communication.span]]
 
