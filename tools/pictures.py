@@ -44,7 +44,7 @@ def perceptron(layers: int = 6, width: int = WIDTH) -> nn.Sequential:
     return nn.Sequential(*[m for _ in range(layers) for m in (nn.Linear(width, width), nn.ReLU())])
 
 
-def naive(steps: int = 80) -> None:
+def naive(steps: int = 200) -> None:
     """Data parallel by hand: all gradients are averaged when the backward pass is over."""
     import torch.distributed as dist
 
@@ -62,7 +62,7 @@ def naive(steps: int = 80) -> None:
             optimizer.zero_grad()
 
 
-def overlapped(steps: int = 80) -> None:
+def overlapped(steps: int = 200) -> None:
     """The same with DistributedDataParallel, which sends gradients while the backward pass goes on."""
     from torch.nn.parallel import DistributedDataParallel
 
@@ -79,7 +79,7 @@ def overlapped(steps: int = 80) -> None:
             optimizer.zero_grad()
 
 
-def pipeline(microbatches: int = 6, steps: int = 50) -> None:
+def pipeline(microbatches: int = 6, steps: int = 100) -> None:
     """Two stages and 1F1B, as `torch.distributed.pipelining` does it, with a span for each pass of each micro-batch."""
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -115,7 +115,7 @@ class Shard(nn.Module):
             return self.layers(part)  # type: ignore[no-any-return]  # a module's call is untyped
 
 
-def master(steps: int = 40) -> None:
+def master(steps: int = 100) -> None:
     """Remote calls: the master computes the first part of a model, two workers a half of the batch each."""
     from torch.distributed import rpc
 
@@ -133,14 +133,14 @@ def draw_data_parallel() -> Axes:
     """A timeline of a few steps."""
     with lab.Group(2) as group:
         run = group.run(overlapped)
-    return lab.timeline(run, step=quickest(run.trace, 3))
+    return _with_neighbours(run.trace, quickest(run.trace, 2))
 
 
 def draw_compare() -> Axes:
     """What overlap brings."""
     with lab.Group(2) as group:
         runs = {"averaged afterwards": group.run(naive), "DistributedDataParallel": group.run(overlapped)}
-    steps = {name: quickest(run.trace, 3) for name, run in runs.items()}
+    steps = {name: quickest(run.trace) for name, run in runs.items()}
     return lab.compare({name: _stretch(run.trace, steps[name]) for name, run in runs.items()})
 
 
@@ -165,7 +165,13 @@ def draw_calls() -> Axes:
     """Remote calls on the timeline."""
     with lab.Group(["master", "worker1", "worker2"], runtime="rpc") as group:
         run = group["master"].run(master)
-    return lab.timeline(run, step=quickest(run.trace, 2))
+    return _with_neighbours(run.trace, quickest(run.trace, 2))
+
+
+def _with_neighbours(trace: lab.Trace, steps: range) -> Axes:
+    """The timeline of some steps, under a strip with ten more on both sides."""
+    around = range(max(steps[0] - 10, 0), min(steps[-1] + 11, len(trace.step_bounds())))
+    return lab.timeline(_stretch(trace, around), step=range(steps[0] - around[0], steps[-1] - around[0] + 1))
 
 
 def _stretch(trace: lab.Trace, steps: range) -> lab.Trace:
