@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from labkit.chrome import write_events
 from labkit.errors import LabError
 from labkit.intervals import Intervals, difference, intersection, length, union
-from labkit.ring import CALL, COMMUNICATION, COMPUTE, KINDS, SCALAR, STEP, SUM, Pending
+from labkit.ring import CALL, COMMUNICATION, COMPUTE, KINDS, MEMORY, SCALAR, STEP, SUM, Pending
 from labkit.spans import COLUMNS, Columns, ProfilerEvent, Scalar, Span, under_way
 
 __all__ = ["Scalar", "Share", "Span", "Trace", "from_records"]
@@ -122,10 +122,15 @@ class Trace:
         return part
 
     def between(self, start_ns: int, end_ns: int) -> Trace:
-        """The spans that touch a stretch of time, which becomes the time looked at; shares are taken inside it."""
+        """The spans that touch a stretch of time, which becomes the time looked at; shares are taken inside it.
+
+        What filled the memory when it begins belongs to it, since such a value lasts until the next.
+        """
         data = self.columns.data
         keep = (data["end_ns"] > start_ns) & (data["start_ns"] < end_ns)
-        scalars = [s for s in self.scalars if start_ns <= s.time_ns <= end_ns]
+        before = {(s.rank, s.name): s for s in self.scalars if s.time_ns < start_ns and s.name.startswith(MEMORY)}
+        scalars = [replace(s, time_ns=start_ns) for s in before.values()]
+        scalars += [s for s in self.scalars if start_ns <= s.time_ns <= end_ns]
         part = self._with(self.columns.where(keep), scalars, start_ns, end_ns)
         part.profile = tuple(e for e in self.profile if e.end_ns > start_ns and e.start_ns < end_ns)
         return part

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from labkit.ring import COMMUNICATION, COMPUTE, Pending
+from labkit.ring import COMMUNICATION, COMPUTE, MEMORY, Pending
 from labkit.spans import COLUMNS, Columns
 from labkit.trace import Scalar, Span, Trace
 
@@ -180,6 +180,41 @@ def alone(steps: int = 4) -> Trace:
         book.whole(0, "step", start, at)
     book.whole(0, "call", 0, at + 1)
     return book.trace(1)
+
+
+def sharded(ranks: int = 2, steps: int = 3) -> Trace:
+    """What fills the memory of ranks that gather each layer's parameters before they use it."""
+    book = Book()
+
+    def fill(rank: int, at: float, kind: str, mib: float) -> None:
+        book.scalar(rank, MEMORY + kind, at, mib * 2**20)
+
+    for rank in range(ranks):
+        at = 4.0 + rank
+
+        fill(rank, at, "parameters", 60)
+        for step in range(steps):
+            start = at
+            for layer in range(6):
+                fill(rank, at, "gathered parameters", 20)
+                at += 2
+                fill(rank, at, "gathered parameters", 0)
+                fill(rank, at, "activations", 12 * (layer + 1))
+                at += 0.5
+            for layer in range(6):
+                fill(rank, at, "gathered parameters", 20)
+                at += 3 + 0.3 * rank
+                fill(rank, at, "gathered parameters", 0)
+                fill(rank, at, "gradients", 10 * (layer + 1))
+                fill(rank, at, "activations", 60 - 12 * layer)
+                at += 0.5
+            book.scalar(rank, "loss", at, 2.3 * 0.8**step + 0.1 * rank)
+            fill(rank, at, "optimizer state", 120)
+            at += 3
+            fill(rank, at, "gradients", 0)
+            book.whole(rank, "step", start, at)
+        book.whole(rank, "call", 0, at)
+    return book.trace(ranks, start_ns=0)
 
 
 def many(spans: int = 1_000_000, ranks: int = 4) -> Trace:

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 
 import labkit as lab
 from labkit.load import load_trace
-from labkit.pictures.memory import memory, usages
+from labkit.pictures.memory import _thinned, memory, usages
 from labkit.record import Recorder, here
 from labkit.ring import MEMORY, MEMORY_KINDS, RING_BYTES, RingReader, RingWriter
 from labkit.trace import from_records
@@ -275,6 +275,37 @@ def test_the_figure_says_the_peak_its_split_and_the_units():
     heights = [np.ptp(area.get_paths()[0].vertices[:, 1]) for area in ax.collections]
     assert heights == pytest.approx([2, 1, 3, 2, 1, 4])
     plt.close(ax.figure)
+
+
+def test_a_step_begins_with_what_is_there():
+    book = Book()
+    book.whole(0, "step", 0, 50)
+    book.whole(0, "step", 50, 100)
+    book.scalar(0, f"{MEMORY}parameters", 10, 2 << 20)
+    book.scalar(0, f"{MEMORY}activations", 60, 1 << 20)
+    book.scalar(0, "loss", 40, 7)
+    trace = book.trace(1)
+    assert [(s.name, s.time_ns // 10**6) for s in trace.step(1).scalars] == [
+        (f"{MEMORY}parameters", 50),
+        (f"{MEMORY}activations", 60),
+    ]
+    ax = memory(trace, step=1)
+    assert ax.texts[0].get_text() == "rank 0: peak 3.00 MiB = parameters 2.00 + activations 1.00"
+    assert ax.get_xlabel() == "time since the start of the step [ms]"
+    plt.close(ax.figure)
+
+
+def test_many_points_are_drawn_by_their_extremes():
+    book = Book()
+    book.whole(0, "call", 0, 1000)
+    for i in range(40_000):
+        book.scalar(0, f"{MEMORY}activations", i / 40, (i * 7919 % 1000) * 1024)
+    (usage,) = usages(trace := book.trace(1))
+    thinned = _thinned(usage, trace)
+    assert len(thinned.time_ns) < 3100
+    assert thinned.nbytes.max() == usage.nbytes.max()
+    assert (thinned.time_ns[0], thinned.time_ns[-1]) == (usage.time_ns[0], usage.time_ns[-1])
+    assert (np.diff(thinned.time_ns) > 0).all()
 
 
 def test_the_figure_draws_where_it_is_told():

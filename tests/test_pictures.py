@@ -25,11 +25,13 @@ import matplotlib.pyplot as plt
 from PIL import Image
 
 from labkit.pictures import bars, gantt
+from labkit.pictures.curves import beneath
+from labkit.pictures.memory import memory
 from labkit.plot import breakdown, compare, scaling, timeline, traffic
 from labkit.schedule import schedule
 from labkit.trace import Span, Trace
 
-from synthetic import alone, data_parallel, gpu_and_cpu, many, model_parallel, remote_calls  # isort: skip
+from synthetic import alone, data_parallel, gpu_and_cpu, many, model_parallel, remote_calls, sharded  # isort: skip
 
 KEPT = Path(__file__).with_name("pictures")
 RENEW = bool(os.environ.get("LABKIT_RENEW_PICTURES"))
@@ -39,6 +41,12 @@ LIMIT = 0.12  # of red, green or blue of a square; text that is smoothed in anot
 
 def lasting(seconds):
     return Trace([Span(0, "forward", "compute", 0, int(seconds * 1e9))], ranks=["rank 0"])
+
+
+def with_curve(trace):
+    axes = timeline(trace)
+    beneath(axes.figure, trace)
+    return axes
 
 
 def pipelines():
@@ -56,6 +64,8 @@ FIGURES = {
     "timeline_many": lambda: timeline(many(40_000)),
     "breakdown": lambda: breakdown(data_parallel()),
     "compare": lambda: compare(naive=model_parallel(), overlapped=data_parallel(2, 2), alone=alone()),
+    "timeline_and_curve": lambda: with_curve(data_parallel(steps=30)),
+    "memory": lambda: memory(sharded()),
     "traffic_ring": lambda: traffic(data_parallel()),
     "traffic_calls": lambda: traffic(remote_calls()),
     "scaling": lambda: scaling({1: lasting(8), 2: lasting(5), 4: lasting(3)}, predicted={1: 8, 2: 4.4, 4: 2.6, 8: 1.7}),

@@ -104,6 +104,23 @@ def pipeline(microbatches: int = 6, steps: int = 100) -> None:
         dist.barrier()  # so that the steps of the ranks begin and end together
 
 
+def sharded(steps: int = 12) -> None:
+    """FSDP2: each rank keeps a half of every layer, and gathers the other one when it is needed."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, batch = perceptron(), torch.randn(4 * BATCH, WIDTH)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    with lab.track_memory(model, optimizer):
+        for _ in lab.steps(range(steps)):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+
+
 class Shard(nn.Module):
     """The part of the model that a worker has."""
 
@@ -154,6 +171,13 @@ def draw_pipeline() -> Axes:
     forward, backward = (_mean_s(measured, name) for name in ("forward", "backward"))
     ideal = lab.schedule("1f1b", stages=2, microbatches=6, forward=forward, backward=backward)
     return lab.timeline({"1F1B, ideal": ideal, "measured": measured})
+
+
+def draw_memory() -> Axes:
+    """What fills the memory of two ranks that share a model."""
+    with lab.Group(2) as group:
+        run = group.run(sharded)
+    return lab.memory(run, step=quickest(run.trace, 2))
 
 
 def draw_traffic() -> Axes:

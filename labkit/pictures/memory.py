@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.errors import LabError
-from labkit.pictures.sheet import GREY, WIDTH_IN, HasTrace, pyplot, ranks_in_words, sheet, time_in_words, trace_of, unit_of
+from labkit.pictures.gantt import view_of
+from labkit.pictures.sheet import GREY, WIDTH_IN, HasTrace, pyplot, sheet, trace_of, unit_of
 from labkit.ring import MEMORY, MEMORY_KINDS
 from labkit.trace import Trace
 
@@ -21,8 +22,9 @@ __all__ = ["Usage", "memory", "usages"]
 
 # The colours of what makes them in the timeline: activations are of the forward, gradients of the backward pass.
 _COLOURS: Final = dict(zip(MEMORY_KINDS, ("#7C93C9", "#009E73", "#0072B2", "#C9D3EA", "#56B4E9", "#C6CBD3"), strict=True))
+COLUMNS: Final = 1500  # more than the figure has pixels
 _UNITS: Final = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
-_ROOM: Final = 0.38  # above each rank's areas, for the words, in heights of the highest
+_ROOM_IN: Final = 0.26  # above each rank's areas, for the words and the mark of the peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +66,23 @@ def usages(trace: Trace) -> list[Usage]:
     return found
 
 
-def memory(run: HasTrace | Trace, *, ax: Axes | None = None) -> Axes:
+def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes | None = None) -> Axes:
     """Draw what filled each rank's memory over time: parameters, optimizer state, gradients, activations, stacked, and the peak.
 
     The ranks ask for it: `with lab.track_memory(model, optimizer):` around the training loop; there it says what is counted.
 
     Args:
         run: a run or a trace.
+        step: a step's number, a range of them, or "all" for the whole run.
         ax: where to draw; default: a figure of its own.
 
     Raises:
-        LabError: no rank followed its memory, or there is nothing to draw.
+        LabError: no rank followed its memory, there is nothing to draw, or no such step.
         TypeError: something else than a run or a trace was given.
     """
     plt = pyplot()
-    trace = trace_of(run, "memory")
+    view = view_of(trace_of(run, "memory"), step, "")
+    trace = view.shown
     found = usages(trace)
     if not found:
         raise LabError(
@@ -89,10 +93,10 @@ def memory(run: HasTrace | Trace, *, ax: Axes | None = None) -> Axes:
     unit, size = next((unit, size) for unit, size in _UNITS if highest >= size or size == 1)
     time_unit, unit_ns = unit_of(trace.duration_ns)
     top = highest / size
-    pitch = top * (1 + _ROOM)
+    row_in = min(max(4.6 / len(found), 0.66), 1.9)
+    pitch = top * row_in / (row_in - _ROOM_IN)
     with sheet():
         if ax is None:
-            row_in = min(max(4.6 / len(found), 0.55), 1.5)
             ax = plt.subplots(figsize=(WIDTH_IN, 1.15 + row_in * len(found)), layout="constrained")[1]
         ticks, labels = [], []
         stride = _stride(top, 2 if len(found) > 4 else 4)
@@ -100,7 +104,7 @@ def memory(run: HasTrace | Trace, *, ax: Axes | None = None) -> Axes:
             base = pitch * (len(found) - 1 - row)
             _draw(ax, usage, trace, base, size, unit_ns)
             ax.text(
-                0.004, base + top + 0.32 * _ROOM * top, _words(usage, trace, unit, size), fontsize=8,
+                0.004, base + top + 0.62 * (pitch - top), _words(usage, trace, unit, size), fontsize=8,
                 va="center", transform=ax.get_yaxis_transform(),
             )  # fmt: skip
             for i in range(int(top / stride + 1e-9) + 1):
@@ -108,16 +112,17 @@ def memory(run: HasTrace | Trace, *, ax: Axes | None = None) -> Axes:
                 labels.append(f"{i * stride:g}")
                 ax.axhline(ticks[-1], color=GREY if not i else "#E3E6EB", linewidth=0.8 if not i else 0.6, zorder=1)
         ax.set(xlim=(0, trace.duration_ns / unit_ns), ylim=(0, pitch * len(found)), yticks=ticks, yticklabels=labels)
-        ax.set_xlabel(f"time since the start of the run [{time_unit}]")
+        ax.set_xlabel(f"time since the start of the {'step' if view.zoomed else 'run'} [{time_unit}]")
         ax.set_ylabel(f"memory of a rank [{unit}]")
         ax.tick_params(axis="y", length=0)
-        ax.set_title(f"What fills the memory  ·  {ranks_in_words(trace)}, {time_in_words(trace.duration_ns)}")
+        ax.set_title(f"What fills the memory  ·  {view.in_words()}")
         _legend(ax, [kind for i, kind in enumerate(MEMORY_KINDS) if any(usage.nbytes[i].any() for usage in found)])
     return ax
 
 
 def _draw(ax: Axes, usage: Usage, trace: Trace, base: float, size: float, unit_ns: float) -> None:
     """The areas of one rank, with its peak."""
+    usage = _thinned(usage, trace)
     x = (usage.time_ns - trace.start_ns) / unit_ns
     edges = base + np.vstack([np.zeros(len(x)), np.cumsum(usage.nbytes, axis=0)]) / size
     for i, kind in enumerate(MEMORY_KINDS):
@@ -126,6 +131,17 @@ def _draw(ax: Axes, usage: Usage, trace: Trace, base: float, size: float, unit_n
     ax.plot(x, edges[-1], drawstyle="steps-post", color="#22262E", linewidth=0.7, zorder=3)
     peak = usage.peak
     ax.plot(x[peak], edges[-1, peak], "v", color="#D55E00", markersize=5, markeredgecolor="white", markeredgewidth=0.5, zorder=4)
+
+
+def _thinned(usage: Usage, trace: Trace) -> Usage:
+    """Of very many points, those with most and with least in each of `COLUMNS` stretches of time, the first and the last."""
+    if len(usage.time_ns) <= 4 * COLUMNS:
+        return usage
+    column = (usage.time_ns - trace.start_ns) * COLUMNS // max(trace.duration_ns, 1)
+    order = np.lexsort((usage.nbytes.sum(axis=0), column))
+    edge = np.flatnonzero(np.diff(column[order]))
+    kept = np.unique(np.concatenate([[0, len(column) - 1, usage.peak], order[edge], order[edge + 1]]))
+    return Usage(usage.rank, usage.time_ns[kept], usage.nbytes[:, kept])
 
 
 def _words(usage: Usage, trace: Trace, unit: str, size: float) -> str:
