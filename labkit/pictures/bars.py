@@ -186,7 +186,7 @@ def blend(covered: NDArray[Any], bin_ns: float) -> NDArray[np.float64]:
 
 
 def caption(trace: Trace, bar: int, bars: Bars, characters: float) -> str:
-    """The text inside a bar: what it is, with its size where there is room, of a micro-batch at least its number; else "".
+    """The text inside a bar: what it is, with its size where there is room, and of a micro-batch its number; else "".
 
     Args:
         trace: where the bars come from.
@@ -202,8 +202,8 @@ def caption(trace: Trace, bar: int, bars: Bars, characters: float) -> str:
     texts = [name]
     if row["nbytes"] and style in ("exposed", "hidden"):
         texts.insert(0, f"{name} {bytes_in_words(int(row['nbytes']))}")
-    if number := _MICRO_BATCH.match(name):
-        texts.append(number[1])
+    if number := _MICRO_BATCH.match(name):  # the colour says which way it goes
+        texts = [number[1]] if number.end() == len(name) else [name, number[1]]
     shortest = f"{name[: int(characters) - 1]}…" if characters >= 9 else ""
     return next((text for text in texts if len(text) <= characters), shortest)
 
