@@ -87,14 +87,14 @@ def notebooks() -> list[Row]:
     """Forty notebooks' processes that start a group at once."""
     seen = heavy.many_notebooks(40)
     own = sum(n.numbers == [[n.number] * 2] * 2 for n in seen)
-    pids, ports = {pid for n in seen for pid in n.pids}, {n.port for n in seen}
+    pids, places = {pid for n in seen for pid in n.pids}, {n.place for n in seen}
     slow = f"{duration(statistics.median(n.seconds for n in seen))} median, {duration(max(n.seconds for n in seen))} worst"
     return [
         Row(
             "40 notebooks' processes start a group at once",
-            f"{own} saw their own 2 ranks alone, {len(ports)} ports, {len(pids)} ranks; first result after {slow}",
+            f"{own} saw their own 2 ranks alone, {len(places)} stores, {len(pids)} ranks; first result after {slow}",
             "40, 40, 80",
-            (own, len(ports), len(pids)) == (40, 40, 80),
+            (own, len(places), len(pids)) == (40, 40, 80),
         )
     ]
 

@@ -59,6 +59,16 @@ print(json.dumps({"gpus": len(tensorflow.config.list_physical_devices("GPU"))}))
 """
 
 
+ASK_NETWORK: Final = """
+import sys
+sys.path[:] = {0!r}
+import json, os
+from labkit import private
+network = private.make(private.wanted(os.environ)).unless_asked_outside(os.environ)
+print(json.dumps({{"private": network.private, "why": network.why}}))
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What was seen of a machine.
@@ -77,6 +87,7 @@ class Facts:
         versions: version by package; None for one that is not installed.
         torch: what torch said: "cuda", "gpus", "gloo", "nccl", "rpc"; or "error".
         tensorflow: what TensorFlow said: "gpus"; or "error". Empty where it was not asked, since there is no GPU.
+        network: whether ranks talk over a network of their own: "private", "why" not; or "error".
         start: LABKIT_START; None where it is not set.
     """
 
@@ -93,6 +104,7 @@ class Facts:
     versions: dict[str, str | None]
     torch: dict[str, Any] = field(default_factory=dict)
     tensorflow: dict[str, Any] = field(default_factory=dict)
+    network: dict[str, Any] = field(default_factory=dict)
     start: str | None = None
 
 
@@ -158,6 +170,7 @@ def diagnose(facts: Facts) -> Report:
         *_shared_memory(facts),
         _gpus(facts),
         _start(facts),
+        _network(facts),
     ]
     for package, name, extra, purpose in PACKAGES:
         version = facts.versions.get(package)
@@ -251,7 +264,7 @@ def look() -> Facts:
     """See what this machine is and has."""
     gpus, gpu_search = _nvidia_gpus()
     versions = {package: _version(package) for package, *_ in PACKAGES}
-    asked = {}
+    asked = {"network": _start_asking(ASK_NETWORK.format(sys.path))}
     if versions["torch"] is not None:
         asked["torch"] = _start_asking(ASK_TORCH)
     if versions["tensorflow"] is not None and gpus:
@@ -272,6 +285,7 @@ def look() -> Facts:
         versions=versions,
         torch=answers.get("torch", {}),
         tensorflow=answers.get("tensorflow", {}),
+        network=answers["network"],
         start=os.environ.get("LABKIT_START") or None,
     )
 
@@ -284,6 +298,18 @@ def _start(facts: Facts) -> Finding:
         found = f"LABKIT_START={facts.start!r} is neither 'fork' nor 'spawn'"
         return Finding("ranks start by", found, ok=False, remedy="unset LABKIT_START")
     return Finding("ranks start by", f"{words[facts.start]}, because LABKIT_START says so")
+
+
+def _network(facts: Facts) -> Finding:
+    """Whether other users of this machine can reach the ports that torch and TensorFlow open, which authenticate nobody."""
+    what, said = "ranks talk over", facts.network
+    if "error" in said:
+        return Finding(what, said["error"].partition("LabError: ")[2] or said["error"], ok=False, remedy="unset LABKIT_NETWORK")
+    spawned = facts.start == "spawn" or (facts.start is None and not facts.system.startswith("Linux"))
+    if said["private"] and not spawned:
+        return Finding(what, "a network of their own, which no other user of this machine can reach")
+    why = "they are spawned" if spawned else said["why"]
+    return Finding(what, f"this machine's network, where other users of it can reach them ({why})")
 
 
 def _version(package: str) -> str | None:

@@ -28,12 +28,12 @@ class Notebook:
 
     Attributes:
         groups: those that are open.
-        starters: what starts ranks, by what it imports, how it starts, and whether its ranks have a network of their own.
+        starters: what starts ranks, by what it imports, how it starts, and what LABKIT_NETWORK asks for.
     """
 
     def __init__(self) -> None:
         self.groups: weakref.WeakSet[Group] = weakref.WeakSet()
-        self.starters: dict[tuple[str, str, bool], Any] = {}
+        self.starters: dict[tuple[str, str, str], Any] = {}
         self._lock = threading.Lock()
         self._of_parent: list[Any] = []
         atexit.register(self.close)
@@ -43,18 +43,16 @@ class Notebook:
         """What starts ranks of a runtime; the first call begins to import the framework, and does not wait for it.
 
         Raises:
-            LabError: the ranks were to have a network of their own, and are not forked.
+            LabError: the ranks must have a network of their own, and are not forked.
         """
         from labkit.start import ForkStarter, SpawnStarter
         from labkit.wire import shared_memory
 
         kind = RUNTIMES[runtime]
-        alone = private.wanted(os.environ)
-        if alone and start == "spawn":
-            raise LabError(
-                "LABKIT_NETWORK=private needs start='fork': ranks share the network of the server they are forked from"
-            )
-        key = (",".join(kind.preload), start, alone)
+        network = private.wanted(os.environ)
+        if network == private.PRIVATE and start == "spawn":
+            raise LabError("LABKIT_NETWORK=private needs start='fork': the server that ranks are forked from holds their network")
+        key = (",".join(kind.preload), start, network)
         with self._lock:
             starter = self.starters.get(key)
             if starter is None or not starter.alive():

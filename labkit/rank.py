@@ -18,6 +18,7 @@ from labkit import blocked, wire
 from labkit.channel import Channel, Frame
 from labkit.errors import LabError, RankFailure
 from labkit.names import name_of
+from labkit.private import Network
 from labkit.profiled import Row, TorchProfiler
 from labkit.record import Recorder, here, is_students
 from labkit.report import headline, in_students_code, is_consequence, students_traceback, warning
@@ -27,12 +28,13 @@ from labkit.runtimes import RUNTIMES, Runtime, Seat, devices, quiet_stderr
 __all__ = ["main"]
 
 
-def main(sock: socket.socket, ring: mmap.mmap) -> None:
+def main(sock: socket.socket, ring: mmap.mmap, network: Network) -> None:
     """Serve the notebook until it closes the stream or says so.
 
     Args:
         sock: the stream of frames.
         ring: where this rank records.
+        network: where it talks to the other ranks.
     """
     channel = Channel(sock)
     me = os.getpid()
@@ -41,7 +43,7 @@ def main(sock: socket.socket, ring: mmap.mmap) -> None:
     warnings.formatwarning = warning
     try:
         frame = channel.receive()
-        rank = _Rank(channel, frame.data, RingWriter(ring), -1 if frame.parcel is None else frame.parcel.fd)
+        rank = _Rank(channel, frame.data, RingWriter(ring), -1 if frame.parcel is None else frame.parcel.fd, network)
         while rank.serve(channel.receive()):
             pass
     except (EOFError, ConnectionError):
@@ -55,13 +57,13 @@ def main(sock: socket.socket, ring: mmap.mmap) -> None:
 class _Rank:
     """One rank: its place, its runtime, and its end of the channel."""
 
-    def __init__(self, channel: Channel, seat: Seat, ring: RingWriter, ledger: int) -> None:
+    def __init__(self, channel: Channel, seat: Seat, ring: RingWriter, ledger: int, network: Network) -> None:
         self._channel, self._seat, self._ring, self._ledger = channel, seat, ring, ledger
         self._name = seat.names[seat.rank]
         self._profiler = TorchProfiler()
         self._known: dict[str, Any] = {}  # what the notebook has defined here
         self._lent: wire.Parcel | None = None  # a result that the notebook is reading
-        self._runtime: Runtime = RUNTIMES[seat.runtime](seat)
+        self._runtime: Runtime = RUNTIMES[seat.runtime](seat, network)
         for variable, value in seat.environment.items():
             if value is None:
                 os.environ.pop(variable, None)

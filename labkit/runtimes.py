@@ -20,11 +20,11 @@ from typing import Any, ClassVar, Final
 from labkit import tf_mends
 from labkit.errors import LabError, missing
 from labkit.link import Link
+from labkit.private import INTERFACES, LOOPBACK_INTERFACE, Network
 
 __all__ = ["RUNTIMES", "Runtime", "Seat", "devices", "gpu_count", "quiet_stderr"]
 
 LOOPBACK: Final = "127.0.0.1"
-LOOPBACK_INTERFACE: Final = "lo0" if sys.platform == "darwin" else "lo"
 MIB: Final = 1 << 20
 
 
@@ -99,8 +99,8 @@ class Runtime:
         """
         return cls.serving_threads or int(_has_server([job for job, _ in jobs], jobs[rank][0]))
 
-    def __init__(self, seat: Seat) -> None:
-        self.seat = seat
+    def __init__(self, seat: Seat, network: Network) -> None:
+        self.seat, self.network = seat, network
 
     def offer(self) -> Any:
         """In the rank: what the other ranks must know before they set up."""
@@ -143,19 +143,24 @@ class Torch(Runtime):
         "numpy", "torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.optim", "torch.utils.data",
         "torch.distributed.optim", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.tensor.parallel",
         "torch.distributed.pipelining", "torch.distributed.rpc", "torch.distributed.autograd", "torch.distributed.device_mesh",
-        "torch.distributed._functional_collectives", "labkit.rank", "labkit.comm",
+        "torch.distributed._functional_collectives", "labkit.rank", "labkit.comm", "labkit.torch_sockets",
     )  # fmt: skip
     environment: ClassVar[dict[str, str]] = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's own pool would be forked along
     rank_bytes = 100 * MIB
 
     def offer(self) -> Any:
         """The port of a store that rank 0 already serves."""
+        self.network = self.network.unless_asked_outside(os.environ)
+        if self.network.private:
+            from labkit import torch_sockets
+
+            torch_sockets.open_in(self.network)
         if self.seat.rank != 0:
             return None
         from torch.distributed import TCPStore
 
         # The store would listen on every interface of the machine; this socket, which it takes over, does not.
-        listening = socket.create_server((LOOPBACK, 0), backlog=max(128, self.seat.size))
+        listening = self.network.call(socket.create_server, (LOOPBACK, 0), backlog=max(128, self.seat.size))
         with quiet_stderr():  # where no name server answers, a warning that 127.0.0.1 has no name
             self._store = TCPStore(
                 LOOPBACK,
@@ -199,8 +204,8 @@ class Torch(Runtime):
         self._torchrun_environment(port)
         # With these, torch's own init_method="env://" joins our store instead of opening one on the same port.
         os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
-        os.environ.setdefault("TP_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+        for variable in INTERFACES:
+            os.environ.setdefault(variable, LOOPBACK_INTERFACE)
         torch.set_num_threads(self.seat.threads)
         gpus = torch.cuda.device_count() if self.seat.devices != "cpu" else 0
         own = share_of_devices(self.seat.rank, self.seat.size, gpus)
@@ -284,7 +289,7 @@ class TensorFlow(Runtime):
 
     def offer(self) -> Any:
         """A port that this rank holds, without listening, until TensorFlow binds it as well."""
-        self._held = socket.socket()
+        self._held: socket.socket = self.network.call(socket.socket)
         self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         self._held.bind((LOOPBACK, 0))
         return self._held.getsockname()[1]
@@ -304,7 +309,7 @@ class TensorFlow(Runtime):
 
             cpu = tf.config.list_physical_devices("CPU")[0]
             gpus = tf.config.list_physical_devices("GPU")
-        tf_mends.apply()
+        tf_mends.apply(self.network)
         own, notes = self._share(gpus)
         self.resting_is_waiting = seat.size > 1 and not own  # while a GPU works, its process rests as well
         tf.config.set_visible_devices(own, "GPU")

@@ -19,6 +19,7 @@ from typing import Any, Final, NoReturn
 
 from labkit import private
 from labkit.errors import LabError
+from labkit.private import Network
 from labkit.streams import print_to
 
 __all__ = ["BATCH", "READY", "STACKS", "guard", "kill_group", "serve", "spawned"]
@@ -33,13 +34,12 @@ GUARD_LOOKS_EVERY_MS: Final = 500
 def serve(fds: list[int], preload: list[str], notebook: int) -> NoReturn:
     """The server's whole life: import, then fork ranks as told, until the notebook's process is gone."""
     try:
-        if private.wanted(os.environ):
-            private.enter()  # while there is one thread only
+        network = private.make(private.wanted(os.environ))  # while there is one thread only
     except LabError as error:
         sys.exit(str(error))  # into the log, which the notebook shows
     with _ended_with(notebook):
         _import_all(preload)
-    _Server(socket.socket(fileno=fds[0])).serve(notebook)
+    _Server(socket.socket(fileno=fds[0]), network).serve(notebook)
     os._exit(0)
 
 
@@ -71,10 +71,11 @@ class _Server:
 
     Args:
         sock: where requests come from: "fork" a number of ranks, given three descriptors each, or "end" some.
+        network: where ranks talk to one another.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+    def __init__(self, sock: socket.socket, network: Network) -> None:
+        self._sock, self._network = sock, network
         self._ranks: dict[int, int] = {}  # by pid, a descriptor that is readable once the rank has ended; -1 on an old kernel
         self._codes: dict[int, int] = {}  # exit codes of ranks that have ended and that nobody has asked about yet
         self._poll = select.poll()
@@ -121,7 +122,7 @@ class _Server:
                 pid = os.fork()
                 if pid == 0:
                     others = {*received, *self._ranks.values(), self._sock.fileno()} - {*mine, -1}
-                    _live_as_rank(mine, parent=me, unneeded=others)
+                    _live_as_rank(mine, self._network, parent=me, unneeded=others)
                 with contextlib.suppress(OSError):  # the child has done it itself
                     os.setpgid(pid, pid)
                 pids.append(pid)
@@ -166,7 +167,7 @@ def kill_group(pid: int) -> None:
 def spawned(fds: list[int], preload: list[str]) -> NoReturn:
     """The life of a spawned rank: import, then do as told."""
     _import_all(preload)
-    _live_as_rank(fds)
+    _live_as_rank(fds, Network())
 
 
 def guard(fds: list[int], notebook: int) -> NoReturn:
@@ -204,11 +205,12 @@ def _import_all(names: Sequence[str]) -> None:
     gc.freeze()  # the collector would otherwise touch, and so copy, every page that forked ranks share
 
 
-def _live_as_rank(fds: Sequence[int], parent: int | None = None, unneeded: Iterable[int] = ()) -> NoReturn:
+def _live_as_rank(fds: Sequence[int], network: Network, parent: int | None = None, unneeded: Iterable[int] = ()) -> NoReturn:
     """Turn this process into a rank, and end it when the rank's work is over.
 
     Args:
         fds: socket, output pipe and recording memory.
+        network: where it talks to the other ranks.
         parent: the server that forked it. Not so for a spawned rank: the kernel would take the end of the notebook's *thread*
             that spawned it for the death of its parent. It has a guard instead.
         unneeded: descriptors of the server that the rank closes.
@@ -235,7 +237,7 @@ def _live_as_rank(fds: Sequence[int], parent: int | None = None, unneeded: Itera
         faulthandler.register(STACKS, ring, all_threads=True)
         faulthandler.enable(ring, all_threads=False)
         os.register_at_fork(after_in_child=faulthandler.disable)  # what the rank forks is no rank
-        main(socket.socket(fileno=connection), mmap.mmap(ring, RING_BYTES))
+        main(socket.socket(fileno=connection), mmap.mmap(ring, RING_BYTES), network)
         code = 0
     except BaseException:  # noqa: BLE001  # nobody above us: say it on the rank's own output, which the notebook shows
         import traceback

@@ -17,6 +17,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Final
 
+from labkit.private import Network
+
 __all__ = ["apply"]
 
 # What starts a server of TensorFlow's, in its modules of C++ functions.
@@ -26,23 +28,30 @@ STARTS_EAGER: Final = (
 )  # fmt: skip
 LOOPBACK: Final = "lo"
 STARTS_ALONE: Final = ("TF_NewServer", "TF_ServerStart")
+DATA_SERVERS: Final = ("DispatchGrpcDataServer", "WorkerGrpcDataServer")  # classes with a method `start`
 
 
-def apply() -> None:
-    """Mend what this process's TensorFlow does; once, before anything runs."""
+def apply(network: Network) -> None:
+    """Mend what this process's TensorFlow does; once, before anything runs.
+
+    Args:
+        network: where its servers listen.
+    """
     from tensorflow.python import pywrap_tfe
     from tensorflow.python.autograph.pyct import loader
     from tensorflow.python.client import pywrap_tf_session
+    from tensorflow.python.data.experimental.service import _pywrap_server_lib
     from tensorflow.python.data.ops import multi_device_iterator_ops
 
     if hasattr(loader, "load_source"):
         _write_no_files(loader)
     if hasattr(multi_device_iterator_ops, "_create_device_dataset"):
         _end_at_once(multi_device_iterator_ops)
-    for module, names in ((pywrap_tfe, STARTS_EAGER), (pywrap_tf_session, STARTS_ALONE)):
+    of_data = [(getattr(_pywrap_server_lib, name, None), ("start",)) for name in DATA_SERVERS]
+    for owner, names in ((pywrap_tfe, STARTS_EAGER), (pywrap_tf_session, STARTS_ALONE), *of_data):
         for name in names:
-            if hasattr(module, name):
-                setattr(module, name, _then_within_this_machine(getattr(module, name)))
+            if hasattr(owner, name):
+                setattr(owner, name, _then_within_this_machine(getattr(owner, name), network))
 
 
 def _write_no_files(loader: Any) -> None:
@@ -79,13 +88,13 @@ def _end_at_once(iterators: Any) -> None:
     iterators._create_device_dataset = create_device_dataset
 
 
-def _then_within_this_machine(start: Callable[..., Any]) -> Callable[..., Any]:
+def _then_within_this_machine(start: Callable[..., Any], network: Network) -> Callable[..., Any]:
     """TensorFlow's servers listen on every interface, whatever address TF_CONFIG gives; bind them to loopback once they do."""
 
     @functools.wraps(start)
     def start_and_bind(*args: Any, **kwargs: Any) -> Any:
         try:
-            return start(*args, **kwargs)
+            return network.call(start, *args, **kwargs)
         finally:  # also where another rank did not come: the port is open by then
             _listen_within_this_machine()
 
@@ -104,7 +113,8 @@ def _listen_within_this_machine() -> None:
 
 def _bind_to_loopback(server: socket.socket) -> None:
     address, port, *_ = server.getsockname()
-    if address not in ("::", "0.0.0.0"):
+    bound = server.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(b"\0").decode()
+    if address not in ("::", "0.0.0.0") or bound == LOOPBACK:  # which only root may bind a second time
         return
     try:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, f"{LOOPBACK}\0".encode())

@@ -29,6 +29,7 @@ LAPTOP = Facts(
     visible_gpus=None,
     versions={package: "1.2" for package, *_ in doctor.PACKAGES},
     torch={"cuda": None, "gpus": 0, "gloo": True, "nccl": False, "rpc": True},
+    network={"private": True, "why": ""},
 )
 SERVER = dataclasses.replace(
     LAPTOP,
@@ -51,6 +52,7 @@ def test_a_complete_laptop() -> None:
         "  shared memory      8.0 GiB in /dev/shm",
         "  GPUs               none (no nvidia-smi, no NVIDIA driver in /proc): ranks compute on the CPU",
         "  ranks start by     fork from a server",
+        "  ranks talk over    a network of their own, which no other user of this machine can reach",
         "  torch              1.2 (CPU build)",
         "  torch.distributed  gloo, rpc",
         "  TensorFlow         1.2",
@@ -100,12 +102,24 @@ def test_remedies_name_extras_that_exist() -> None:
         ({"shared_nbytes": 2**26}, "✗ shared memory      only 64 MiB in /dev/shm"),
         ({"system": "Darwin arm64"}, "  ranks start by     spawn, spare ones kept warm"),
         ({"start": "spawn"}, "  ranks start by     spawn, spare ones kept warm, because LABKIT_START says so"),
+        (
+            {"start": "spawn"},
+            "  ranks talk over    this machine's network, where other users of it can reach them (they are spawned)",
+        ),
+        (
+            {"network": {"private": False, "why": "LABKIT_NETWORK says so"}},
+            "  ranks talk over    this machine's network, where other users of it can reach them (LABKIT_NETWORK says so)",
+        ),
+        (
+            {"network": {"error": "labkit.errors.LabError: LABKIT_NETWORK='public': expected 'private'"}},
+            "✗ ranks talk over    LABKIT_NETWORK='public': expected 'private'",
+        ),
         ({"start": "forkserver"}, "✗ ranks start by     LABKIT_START='forkserver' is neither 'fork' nor 'spawn'"),
         (
             {"torch": LAPTOP.torch | {"rpc": False}},
             "✗ torch.distributed  gloo; without rpc (lessons 07 and 08 show their code, and run it over messages)",
         ),
-        ({"torch": {"error": "ended by SIGSEGV"}}, "✗ torch           1.2, but it does not load: ended by SIGSEGV"),
+        ({"torch": {"error": "ended by SIGSEGV"}}, "✗ torch            1.2, but it does not load: ended by SIGSEGV"),
     ],
 )
 def test_a_laptop_that_differs(changes: dict[str, Any], expected: str) -> None:

@@ -148,7 +148,7 @@ def test_notebooks_that_start_at_once_see_their_own_ranks_alone(bench: Any) -> N
     pytest.importorskip("torch")
     seen = bench("heavy").many_notebooks(6)
     assert [n.numbers for n in seen] == [[[i, i]] * 2 for i in range(6)]
-    assert len({n.port for n in seen}) == 6
+    assert len({n.place for n in seen}) == 6
     assert len({pid for n in seen for pid in n.pids}) == 12
 
 

@@ -26,6 +26,7 @@ import labkit as lab
 from labkit import server
 from labkit.notebook import Notebook, default_start, notebook
 from labkit.output import Output
+from labkit.private import Network
 from labkit.ring import RING_BYTES
 from labkit.start import ForkStarter, RankProcess, SpawnStarter
 from labkit.wire import shared_memory
@@ -104,7 +105,7 @@ def test_every_rank_draws_its_own_random_numbers(start: str, monkeypatch: pytest
     with lab.Group(2, runtime="bare", start=start) as group:
         first, second = group.run(draw).results
     assert not set(first) & set(second)
-    notebook.starters.pop(("numpy.random,labkit.rank", start, False)).close()
+    notebook.starters.pop(("numpy.random,labkit.rank", start, "")).close()
 
 
 def test_a_rank_has_no_input_and_leads_its_own_process_group(ranks: lab.Group) -> None:
@@ -291,7 +292,7 @@ def test_a_system_that_starts_no_more_processes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(server, "_watch", lambda _: -1)
     near, far = socket.socketpair()
     with socket.socket() as unused:
-        own = server._Server(unused)
+        own = server._Server(unused, Network())
         monkeypatch.setattr(own, "_bury", buried.extend)
         answer = own._fork(3, [near.detach(), far.detach()])
     assert str(answer).startswith("this system does not let 3 more processes start: [Errno 11] Resource temporarily unavailable.")
