@@ -256,7 +256,9 @@ def live_as_notebook(number: int) -> None:
         results = group.run(_gathered, number).results
         seconds = time.perf_counter() - start
         numbers, pids, places = zip(*results, strict=True)
-        print(json.dumps({"number": number, "numbers": numbers, "pids": pids, "place": places[0], "seconds": seconds}), flush=True)
+        print(
+            json.dumps({"number": number, "numbers": numbers, "pids": pids, "place": places[0], "seconds": seconds}), flush=True
+        )
         sys.stdin.readline()
 
 

@@ -20,8 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 from cells import Cells, new_main
+from processes import network_of_ranks, who_listens
 
 import labkit as lab
+from labkit.private import Network
 from labkit.runtimes import Seat, TensorFlow
 
 pytestmark = [pytest.mark.tf, pytest.mark.slow]
@@ -89,18 +91,19 @@ def try_the_port() -> tuple[int, int, int]:
     """How binding the rank's own port ends before the strategy is made, and connecting to it, before and after."""
     import tensorflow as tf
 
+    network = network_of_ranks()
     config = json.loads(os.environ["TF_CONFIG"])
     host, port = config["cluster"]["worker"][config["task"]["index"]].split(":")
-    with socket.socket() as thief:
+    with network.call(socket.socket) as thief:
         try:
             thief.bind((host, int(port)))
             bound = 0
         except OSError as error:
             bound = error.errno or -1
-    with socket.socket() as client:
+    with network.call(socket.socket) as client:
         before = client.connect_ex((host, int(port)))
     tf.distribute.MultiWorkerMirroredStrategy()
-    with socket.socket() as client:
+    with network.call(socket.socket) as client:
         after = client.connect_ex((host, int(port)))
     return bound, before, after
 
@@ -123,10 +126,10 @@ def test_a_port_is_held_until_tensorflow_serves_it(two: lab.Group) -> None:
 )
 def test_each_rank_gets_the_gpus_it_asked_for_or_none(ranks: int, each: int, gpus: str, own: str) -> None:
     names = tuple(map(str, range(ranks)))
-    share, notes = TensorFlow(Seat(ranks - 1, names, "tensorflow", devices_per_rank=each))._share(gpus)
+    share, notes = TensorFlow(Seat(ranks - 1, names, "tensorflow", devices_per_rank=each), Network())._share(gpus)
     assert "".join(share) == own
     assert bool(notes) == (bool(gpus) and not own)
-    asked = TensorFlow(Seat(ranks - 1, names, "tensorflow", devices_per_rank=each, devices="cuda"))
+    asked = TensorFlow(Seat(ranks - 1, names, "tensorflow", devices_per_rank=each, devices="cuda"), Network())
     if not own:
         with pytest.raises(lab.LabError, match=f"TensorFlow sees {len(gpus)} GPU"):
             asked._share(gpus)
@@ -522,11 +525,8 @@ def test_a_rank_that_works_on_alone_is_left_in_peace(two: lab.Group, monkeypatch
 
 def end_the_server() -> None:
     """The chief kills the parameter server, and then waits for ever."""
-    import psutil
-
     address = json.loads(os.environ["TF_CONFIG"])["cluster"]["ps"][0]
-    port = int(address.split(":")[1])
-    (pid,) = {c.pid for c in psutil.net_connections("tcp") if c.laddr.port == port and c.status == psutil.CONN_LISTEN}
+    pid = network_of_ranks().call(who_listens, int(address.split(":")[1]))
     os.kill(pid, signal.SIGKILL)
     signal.pause()
 
