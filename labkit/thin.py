@@ -12,9 +12,10 @@ import numpy as np
 
 from labkit.ring import COMMUNICATION, COMPUTE, SCALAR, STEP, SUM
 
-__all__ = ["MOST", "thin"]
+__all__ = ["FEW", "MOST", "thin"]
 
 MOST: Final = 1000  # spans of one rank in one look, of which there are twenty a second; half of them stand for many
+FEW: Final = 200  # rows of any kind that are passed on as they are
 STEPS: Final = 100  # the rate is that of the last ones
 VALUES: Final = 20  # of each curve
 
@@ -27,10 +28,10 @@ def thin(rows: Any, loop_name: int) -> Any:
         loop_name: the number of the name of the scalar that begins a loop; -1 where there is none.
 
     Returns:
-        the same rows where they are few; else at most `MOST` spans, of the steps the last with up to two rows for the others
+        the same rows where they are `FEW`; else at most `MOST` spans, of the steps the last with up to two rows for the others
         (flag `SUM`, `nbytes` says how many they are), of each curve some values with the last.
     """
-    if len(rows) <= MOST:
+    if len(rows) <= FEW:
         return rows
     kind = rows["kind"]
     work, steps, values = (np.flatnonzero(np.isin(kind, which)) for which in ((COMPUTE, COMMUNICATION), STEP, SCALAR))

@@ -11,7 +11,7 @@ from labkit.pictures.gantt import timeline
 from labkit.pictures.progress import Progress
 from labkit.pictures.recent import Recent
 from labkit.ring import RING_BYTES, STEPS_IN_ALL, SUM, RingReader, RingWriter
-from labkit.thin import MOST, thin
+from labkit.thin import FEW, MOST, thin
 from labkit.trace import Trace, from_records
 
 from synthetic import alone  # isort: skip
@@ -43,8 +43,18 @@ def told(written):
 
 def test_few_records_are_left_as_they_are(written):
     rows, names, _ = written
-    some = rows[:MOST]
+    some = rows[:FEW]
     assert thin(some, names.index(STEPS_IN_ALL)) is some
+
+
+def test_spans_are_left_where_values_are_thinned(written):
+    rows, names, _ = written
+    some = rows[: 2 * MOST]
+    few = thin(some, names.index(STEPS_IN_ALL))
+    assert (few["kind"] == 0).sum() == MOST
+    assert not (few["flags"][few["kind"] == 0] & SUM).any()
+    assert (few["kind"] == 3).sum() < 25
+    assert few[few["kind"] == 3][-1] == some[some["kind"] == 3][-1]  # the last value is told
 
 
 def test_many_become_few(written):
