@@ -177,11 +177,13 @@ def test_descriptors_and_threads_stay_the_same_over_many_groups(start: str) -> N
         return 3 * sum(len(getattr(s, "_spares", [])) for s in notebook.starters.values())
 
     once()
+    gc.collect()
     descriptors, threads = once()
     descriptors -= warm()
     for _ in range(30 if start == "fork" else 5):
         now, alive = once()
-        assert (now - warm(), alive) == (descriptors, threads)
+        assert now - warm() <= descriptors  # fewer, where what an earlier test left is collected only now
+        assert alive <= threads
 
 
 def test_a_group_that_nobody_holds_any_more_ends(start: str) -> None:
