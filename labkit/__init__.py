@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from labkit import predict
     from labkit.check import check
     from labkit.doctor import doctor
+    from labkit.explore import explore
     from labkit.group import Group
     from labkit.link import Link
     from labkit.load import load_trace
@@ -39,13 +40,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Group", "LabError", "Link", "RankError", "Run", "Span", "Trace", "breakdown", "check", "compare", "devices", "doctor",
-    "load_trace", "measure_link", "memory", "predict", "profile", "record", "scaling", "schedule", "span", "steps", "timeline",
-    "track_memory", "traffic",
+    "explore", "load_trace", "measure_link", "memory", "predict", "profile", "record", "scaling", "schedule", "span", "steps",
+    "timeline", "track_memory", "traffic",
 ]  # fmt: skip
 
 _HOMES = {
     "check": ["check"],
     "doctor": ["doctor"],
+    "explore": ["explore"],
     "group": ["Group"],
     "link": ["Link"],
     "load": ["load_trace"],

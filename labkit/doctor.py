@@ -38,6 +38,7 @@ PACKAGES: Final = (
     ("jupyterlab", "JupyterLab", "course", "opening the lessons"),
     ("ipykernel", "ipykernel", "course", "running cells"),
     ("ipywidgets", "ipywidgets", "course", "interactive controls in a cell"),
+    ("anywidget", "anywidget", "course", "timelines to look into"),
     ("matplotlib", "matplotlib", "plot", "timelines and all other pictures"),
     ("scikit-learn", "scikit-learn", "course", "the handwritten digits"),
 )

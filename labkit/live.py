@@ -8,28 +8,24 @@ shows it.
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import io
 import shutil
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol, TextIO
+from typing import Any, Final, Protocol, TextIO
 
 from labkit.pictures.curves import Curves, beneath
 from labkit.pictures.frame import Curve, Detail, Frame, Past, Row, svg
+from labkit.pictures.image import as_image
 from labkit.pictures.progress import Progress
 from labkit.pictures.recent import Recent
 from labkit.pictures.sheet import time_in_words
 from labkit.ring import Pending
 from labkit.trace import Trace
 from labkit.usage import Load
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["Live"]
 
@@ -38,9 +34,6 @@ FEW_STEPS: Final = 12  # up to here the whole run is drawn; beyond it, one step
 SLOW_STEP_NS: Final = 400_000_000  # a step that takes longer is shown while it is made
 HOLD_NS: Final = 600_000_000  # how long a step stays in the picture, so that the eye can follow
 WORTH_SAYING_NS: Final = 500_000_000  # a wait that is longer is shown with its time
-SHOWN_DPI: Final = 100  # of the finished picture
-PNG_DPI: Final = 150  # of its pixels: sharp on fine screens too
-COLOURS: Final = 128  # of its palette: those of the bars and the shades of text and edges
 
 
 class Screen(Protocol):
@@ -222,8 +215,8 @@ class _Cell:
 
         figure = figure_of(trace, title)
         beneath(figure, trace)
-        data = {"image/png": base64.b64encode(_png(figure)).decode()}
-        self._display(data, {"image/png": {"width": int(figure.get_figwidth() * SHOWN_DPI)}}, update=True)
+        data, metadata = as_image(figure)
+        self._display(data, metadata, update=True)
 
     def _display(self, data: dict[str, Any], metadata: dict[str, Any] | None = None, *, update: bool = False) -> None:
         from IPython.display import display
@@ -235,17 +228,6 @@ def _import_matplotlib() -> None:
     with contextlib.suppress(ImportError):  # the last picture says what is missing
         import matplotlib.backends.backend_agg
         import matplotlib.figure  # noqa: F401
-
-
-def _png(figure: Figure) -> bytes:
-    """The figure as an image with a palette: a quarter of the size, for notebooks that hold many."""
-    from PIL import Image
-
-    full, small = io.BytesIO(), io.BytesIO()
-    figure.savefig(full, format="png", dpi=PNG_DPI)
-    with Image.open(full) as image:
-        image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
-    return small.getvalue()
 
 
 class _Line:

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from labkit.errors import missing
 
 ROOT = Path(__file__).resolve().parent.parent
-HEAVY = ("torch", "tensorflow", "keras", "matplotlib", "ipywidgets", "sklearn", "numpy", "psutil", "IPython")
+HEAVY = ("torch", "tensorflow", "keras", "matplotlib", "ipywidgets", "anywidget", "sklearn", "numpy", "psutil", "IPython")
 
 
 @pytest.fixture(scope="module")

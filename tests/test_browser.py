@@ -1,4 +1,4 @@
-"""The picture in a real JupyterLab in a headless Chromium: it moves while the ranks work, and stays when they have ended."""
+"""Pictures in a real JupyterLab and Notebook in a headless Chromium: they move while ranks work, stay, and can be explored."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import secrets
 import shutil
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import nbformat
 import pytest
+from synthetic import MS, data_parallel
 
 pytest.importorskip("playwright", reason="playwright is not installed: the extra 'test' brings it")
 from playwright.sync_api import Browser, Page, sync_playwright
@@ -32,6 +34,8 @@ LIMIT_MS = 90_000  # for a lesson's cells up to the picture, on a machine with o
 IDLE = (
     "#jp-main-statusbar >> text=/\\| Idle$/"  # the kernel, as the status bar says it; cells run before it is connected are lost
 )
+
+IDLE_NOTEBOOK = ".jp-Notebook-ExecutionIndicator[data-status=idle]"  # the same in Jupyter Notebook, which has no status bar
 
 # Collects every picture that the output of the last cell shows, from the moment it is installed.
 COLLECT = """() => {
@@ -60,34 +64,73 @@ def browser() -> Iterator[Browser]:
         chromium.close()
 
 
-@pytest.fixture
-def lab_server(tmp_path: Path) -> Iterator[str]:
-    """JupyterLab on a folder of its own; gives its address, token included. It also stops by itself when nobody uses it."""
-    settings = tmp_path / "settings" / "@jupyterlab" / "notebook-extension"
+class Server(NamedTuple):
+    """A Jupyter server; it serves JupyterLab and Jupyter Notebook."""
+
+    address: str
+    token: str
+    folder: Path
+
+    def page(self, kind: str, notebook: str) -> str:
+        """Where a notebook is open in "lab", in a workspace of its own, or in "notebook"."""
+        where = f"lab/workspaces/{Path(notebook).stem}/tree" if kind == "lab" else "notebooks"
+        return f"{self.address}/{where}/{notebook}?token={self.token}"
+
+    def write(self, name: str, cells: list[str]) -> None:
+        """Put a notebook there."""
+        kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3 (ipykernel)"}}  # else JupyterLab asks for one
+        notebook = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, cells)), metadata=kernel)
+        nbformat.write(notebook, self.folder / name)
+
+    def end_kernels(self) -> None:
+        """All of them."""
+        for kernel in json.load(self._ask("GET", "")):
+            self._ask("DELETE", f"/{kernel['id']}").close()
+
+    def _ask(self, method: str, path: str) -> Any:
+        headers = {"Authorization": f"token {self.token}"}
+        return urllib.request.urlopen(
+            urllib.request.Request(f"{self.address}/api/kernels{path}", headers=headers, method=method), timeout=60
+        )
+
+
+@pytest.fixture(scope="module")
+def jupyter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The server, on a folder of its own. It also stops by itself when nobody uses it."""
+    own, folder = tmp_path_factory.mktemp("jupyter"), tmp_path_factory.mktemp("notebooks")
+    settings = own / "settings" / "@jupyterlab" / "notebook-extension"
     settings.mkdir(parents=True)
     (settings / "tracker.jupyterlab-settings").write_text(json.dumps({"windowingMode": "none"}))  # every cell is in the page
     token = secrets.token_hex(16)
     environment = os.environ | {
-        "JUPYTER_CONFIG_DIR": str(tmp_path / "config"),
-        "JUPYTER_DATA_DIR": str(tmp_path / "data"),
-        "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime"),
-        "JUPYTERLAB_SETTINGS_DIR": str(tmp_path / "settings"),
-        "IPYTHONDIR": str(tmp_path / "ipython"),
+        "JUPYTER_CONFIG_DIR": str(own / "config"),
+        "JUPYTER_DATA_DIR": str(own / "data"),
+        "JUPYTER_RUNTIME_DIR": str(own / "runtime"),
+        "JUPYTERLAB_SETTINGS_DIR": str(own / "settings"),
+        "JUPYTERLAB_WORKSPACES_DIR": str(own / "workspaces"),
+        "IPYTHONDIR": str(own / "ipython"),
         "PYTHONPATH": str(ROOT),
     }
     arguments = [
         "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1", "--ServerApp.port=0", f"--IdentityProvider.token={token}",
-        f"--ServerApp.root_dir={tmp_path}", "--ServerApp.shutdown_no_activity_timeout=300",
+        f"--ServerApp.root_dir={folder}", "--ServerApp.shutdown_no_activity_timeout=300",
         f"--LabApp.app_settings_dir={ROOT / 'tools' / 'lab_settings'}",
     ]  # fmt: skip
-    log = tmp_path / "server.log"
+    log = own / "server.log"
     with log.open("w") as stream:
         server = subprocess.Popen([sys.executable, "-m", "jupyterlab", *arguments], env=environment, stdout=stream, stderr=stream)
     try:
-        yield _address(server, log) + f"?token={token}"
+        yield Server(_address(server, log).removesuffix("/lab"), token, folder)
     finally:
         server.terminate()
         server.wait(30)
+
+
+@pytest.fixture
+def lab_server(jupyter: Server) -> Iterator[Server]:
+    """The server for one test, whose kernels end with it."""
+    yield jupyter
+    jupyter.end_kernels()
 
 
 def _address(server: subprocess.Popen[bytes], log: Path) -> str:
@@ -111,10 +154,12 @@ def _until_watch(lesson: str) -> Any:
     return notebook
 
 
-def _open(page: Page, address: str, notebook: str) -> None:
-    page.goto(address.replace("/lab?", f"/lab/tree/{notebook}?"))
+def _open(browser: Browser, server: Server, notebook: str) -> Page:
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(server.page("lab", notebook))
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=LIMIT_MS)
     page.wait_for_selector(IDLE, timeout=LIMIT_MS)
+    return page
 
 
 def _run_all(page: Page) -> None:
@@ -122,10 +167,9 @@ def _run_all(page: Page) -> None:
     page.click('.lm-Menu-itemLabel:text-is("Run All Cells")')
 
 
-def test_picture_of_lesson_02_moves_and_stays(lab_server: str, browser: Browser, tmp_path: Path) -> None:
-    nbformat.write(_until_watch("02_data_parallel"), tmp_path / "lesson.ipynb")
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    _open(page, lab_server, "lesson.ipynb")
+def test_picture_of_lesson_02_moves_and_stays(lab_server: Server, browser: Browser) -> None:
+    nbformat.write(_until_watch("02_data_parallel"), lab_server.folder / "lesson.ipynb")
+    page = _open(browser, lab_server, "lesson.ipynb")
     page.evaluate(COLLECT)
     _run_all(page)
     page.wait_for_function("() => window.frames_seen.size >= 1", timeout=LIMIT_MS)
@@ -135,27 +179,23 @@ def test_picture_of_lesson_02_moves_and_stays(lab_server: str, browser: Browser,
     assert frames >= 3, "the picture did not change while the ranks worked"
     page.wait_for_selector(IDLE, timeout=LIMIT_MS)
     _picture(page, "after")
-    page.click('[data-command="docmanager:save"] >> visible=true')
-    page.wait_for_selector(".jp-mod-dirty", state="detached", timeout=LIMIT_MS)
+    _save(page)
     page.reload()
     page.wait_for_function(FINISHED, timeout=LIMIT_MS)
     page.close()
-    saved = nbformat.read(tmp_path / "lesson.ipynb", as_version=4).cells[-1].outputs
+    saved = nbformat.read(lab_server.folder / "lesson.ipynb", as_version=4).cells[-1].outputs
     assert ["image/png" in output.get("data", {}) for output in saved] == [True], "one image, and nothing else, is kept"
 
 
-def test_stop_button_gives_the_prompt_back(lab_server: str, browser: Browser, tmp_path: Path) -> None:
+def test_stop_button_gives_the_prompt_back(lab_server: Server, browser: Browser) -> None:
     hang = """def hang():
     print('about to hang')
     dist.get_rank() == 0 and dist.barrier()
     while dist.get_rank():
         pass"""
     cells = ["import torch.distributed as dist\nimport labkit as lab\ngroup = lab.Group(2)", hang, "group.watch(hang)"]
-    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3 (ipykernel)"}}  # else JupyterLab asks for one
-    notebook = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, cells)), metadata=kernel)
-    nbformat.write(notebook, tmp_path / "stop.ipynb")
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    _open(page, lab_server, "stop.ipynb")
+    lab_server.write("stop.ipynb", cells)
+    page = _open(browser, lab_server, "stop.ipynb")
     page.evaluate(COLLECT)
     _run_all(page)
     page.wait_for_selector("text=about to hang >> nth=1", timeout=LIMIT_MS)  # beside the word in the cell's source
@@ -169,7 +209,7 @@ def test_stop_button_gives_the_prompt_back(lab_server: str, browser: Browser, tm
     page.close()
 
 
-def test_prints_appear_while_ranks_work_and_end_as_text_in_rank_order(lab_server: str, browser: Browser, tmp_path: Path) -> None:
+def test_prints_appear_while_ranks_work_and_end_as_text_in_rank_order(lab_server: Server, browser: Browser) -> None:
     work = """def work(folder):
     rank = os.environ['RANK']
     print('rank', rank, 'began')
@@ -180,13 +220,10 @@ def test_prints_appear_while_ranks_work_and_end_as_text_in_rank_order(lab_server
     cells = [
         "import os\nimport labkit as lab\ngroup = lab.Group(2, runtime='bare')",
         work,
-        f"run = group.run(work, {str(tmp_path)!r})",
+        f"run = group.run(work, {str(lab_server.folder)!r})",
     ]
-    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3 (ipykernel)"}}
-    notebook = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, cells)), metadata=kernel)
-    nbformat.write(notebook, tmp_path / "prints.ipynb")
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    _open(page, lab_server, "prints.ipynb")
+    lab_server.write("prints.ipynb", cells)
+    page = _open(browser, lab_server, "prints.ipynb")
     _run_all(page)
     outputs = ".jp-Notebook .jp-CodeCell:last-child .jp-OutputArea-child"
     page.wait_for_selector("text=[rank 1] and waits", timeout=LIMIT_MS)
@@ -194,12 +231,156 @@ def test_prints_appear_while_ranks_work_and_end_as_text_in_rank_order(lab_server
     assert page.inner_text(outputs).splitlines() == [
         "[rank 0] rank 0 began", "[rank 0] and waits", "[rank 1] rank 1 began", "[rank 1] and waits",
     ]  # fmt: skip
-    (tmp_path / "go on").touch()
+    (lab_server.folder / "go on").touch()
     page.wait_for_selector("text=[rank 1] and waits no more", timeout=LIMIT_MS)
     page.wait_for_selector(IDLE, timeout=LIMIT_MS)
     _picture(page, "printed")
     expected = ["[rank 0] rank 0 began", "[rank 0] and waits no more", "[rank 1] rank 1 began", "[rank 1] and waits no more"]
     assert [text.splitlines() for text in page.locator(outputs).all_inner_texts()] == [expected], "the live text has given way"
+    page.close()
+
+
+# The timeline that can be explored
+
+EXPLORER = ".labkit-explorer:not(.labkit-unseen)"
+# The texts of the explorer whose contrast with what is behind them is less than WCAG 2 asks of small text.
+PALE = """() => {
+    const parse = (colour) => { const [r, g, b, a = 1] = colour.match(/[\\d.]+/g).map(Number); return [r, g, b, a]; };
+    const over = (top, below) => [0, 1, 2].map((i) => top[3] * top[i] + (1 - top[3]) * below[i]);
+    const own = (node) => parse(getComputedStyle(node).backgroundColor);
+    const behind = (node) => node ? over(own(node), behind(node.parentElement)) : [255, 255, 255];
+    const light = (rgb) => rgb.map((v) => v / 255).map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+    const texts = [...document.querySelectorAll('.labkit-explorer *')].filter(
+        (node) => node.checkVisibility() && [...node.childNodes].some((child) => child.nodeType == 3 && child.data.trim()));
+    const pale = texts.map((node) => {
+        const page = behind(node);
+        const both = [light(over(parse(getComputedStyle(node).color), page)), light(page)].sort((a, b) => b - a);
+        return [node.textContent, (both[0] + 0.05) / (both[1] + 0.05)];
+    }).filter(([, contrast]) => contrast < 4.5);
+    return { count: texts.length, pale };
+}"""
+# Whether the canvas holds bright ink between the strip and the rows, where the numbers of the steps stand.
+BRIGHT = """() => {
+    const canvas = document.querySelector('.labkit-plot canvas');
+    const { data } = canvas.getContext('2d').getImageData(0, 24 * devicePixelRatio, canvas.width, 12 * devicePixelRatio);
+    return data.some((value, i) => i % 4 == 0 && value > 200 && data[i + 3] > 200);
+}"""
+
+
+def _place(page: Page, rank: int, lane: int, at_ms: float) -> tuple[float, float]:
+    """Where a moment of a rank's lane is on the page while the whole run is shown."""
+    plot = page.locator(".labkit-plot").bounding_box()
+    first, second = (page.locator(".labkit-rank").nth(i).bounding_box() for i in (0, 1))
+    assert plot is not None
+    assert first is not None
+    assert second is not None
+    high = second["y"] - first["y"]
+    middle = first["y"] + first["height"] / 2 + rank * high
+    return plot["x"] + plot["width"] * at_ms * MS / data_parallel().duration_ns, middle + (-0.15, 0.25)[lane] * high
+
+
+def _hover(page: Page, rank: int, lane: int, at_ms: float) -> list[str]:
+    """The words beside the pointer there; while a theme is changed, something lies over the page."""
+    for _ in range(LIMIT_MS // 50):
+        x, y = _place(page, rank, lane, at_ms)
+        page.mouse.move(x - 1, y)
+        page.mouse.move(x, y)
+        if told := page.inner_text(".labkit-tip"):
+            return told.splitlines()
+        page.wait_for_timeout(50)
+    raise AssertionError("the picture says nothing")
+
+
+def _save(page: Page) -> None:
+    page.click('[data-command="docmanager:save"] >> visible=true')
+    page.wait_for_selector(".jp-mod-dirty", state="detached", timeout=LIMIT_MS)
+
+
+def test_the_timeline_is_explored(lab_server: Server, browser: Browser) -> None:
+    data_parallel().save(lab_server.folder / "run.json")
+    lab_server.write("explore.ipynb", ["import labkit as lab", "lab.explore(lab.load_trace('run.json'))"])
+    page = _open(browser, lab_server, "explore.ipynb")
+    _run_all(page)
+    page.wait_for_selector(EXPLORER, timeout=LIMIT_MS)
+
+    told = _hover(page, 1, 0, 3)
+    assert told == ["forward", "rank 1  ·  6.25 ms", "from 1.20 ms to 7.45 ms"]
+    told = _hover(page, 0, 1, 19.5)
+    assert (told[0], told[2], told[-1]) == (
+        "all_reduce  1.05 MB",
+        "exposed communication",
+        "among all 4 ranks  ·  cell 5, line 12",
+    )
+    _picture(page, "explore-light")
+    assert page.evaluate(PALE)["pale"] == []
+    assert not page.evaluate(BRIGHT)
+
+    where = page.locator(".labkit-where")
+    page.mouse.wheel(0, -300)  # not clicked into: the page would scroll
+    assert where.inner_text() == ""
+    page.mouse.click(*_place(page, 0, 1, 19.5))
+    page.mouse.wheel(0, -600)
+    page.wait_for_function("() => document.querySelector('.labkit-where').textContent.includes('of it, from')", timeout=LIMIT_MS)
+    page.keyboard.press("ArrowRight")
+    assert page.locator(".labkit-tip").is_hidden()
+    page.keyboard.press("a")  # to JupyterLab: a new cell above
+    _picture(page, "explore-zoom")
+    page.keyboard.press("Escape")
+    assert where.inner_text() == ""
+    assert page.locator(".jp-Notebook .jp-CodeCell").count() == 2, "no key reached JupyterLab"
+
+    names = page.locator(".labkit-rank")
+    names.nth(2).click()
+    assert [names.nth(i).is_visible() for i in range(4)] == [False, False, True, False]
+    _picture(page, "explore-alone")
+    names.nth(2).click()
+    assert [names.nth(i).is_visible() for i in range(4)] == [True] * 4
+
+    page.click('.lm-MenuBar-itemLabel:text-is("Settings")')
+    page.hover('.lm-Menu-itemLabel:text-is("Theme")')
+    page.click('.lm-Menu-itemLabel:text-is("JupyterLab Dark")')
+    page.wait_for_selector("body[data-jp-theme-light=false]", state="attached", timeout=LIMIT_MS)
+    page.wait_for_function(BRIGHT, timeout=LIMIT_MS)
+    assert _hover(page, 0, 1, 19.5) == told
+    _picture(page, "explore-dark")
+    contrast = page.evaluate(PALE)
+    assert contrast["pale"] == []
+    assert contrast["count"] > 20
+
+    _save(page)
+    saved = nbformat.read(lab_server.folder / "explore.ipynb", as_version=4)
+    assert [sorted(output.data) for output in saved.cells[-1].outputs] == [["image/png", "text/plain"]]
+    assert "widgets" not in saved.metadata
+    assert "all_reduce" not in (lab_server.folder / "explore.ipynb").read_text(), "no span is in the file"
+    page.close()
+
+
+def test_a_notebook_is_explored_as_long_as_its_kernel_lives(lab_server: Server, browser: Browser) -> None:
+    """In Jupyter Notebook; after a reload; and with another kernel there is the image that the file holds."""
+    pytest.importorskip("notebook", reason="Jupyter Notebook is not installed: the extra 'test' brings it")
+    data_parallel().save(lab_server.folder / "run.json")
+    lab_server.write("again.ipynb", ["import labkit as lab", "lab.explore(lab.load_trace('run.json'))"])
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(lab_server.page("notebook", "again.ipynb"))
+    page.wait_for_selector(IDLE_NOTEBOOK, timeout=LIMIT_MS)
+    _run_all(page)
+    page.wait_for_selector(EXPLORER, timeout=LIMIT_MS)
+    assert _hover(page, 1, 0, 3)[0] == "forward"
+    _picture(page, "explore-notebook")
+    page.click('[data-command="docmanager:save"] >> visible=true')
+    page.wait_for_function("() => !document.querySelector('.jp-mod-dirty')", timeout=LIMIT_MS)
+    page.reload()
+    page.wait_for_selector(EXPLORER, timeout=LIMIT_MS)
+    assert _hover(page, 1, 0, 3)[0] == "forward"
+    page.close()
+    lab_server.end_kernels()
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(lab_server.page("notebook", "again.ipynb"))
+    page.wait_for_function(FINISHED, timeout=LIMIT_MS)
+    page.wait_for_selector(IDLE_NOTEBOOK, timeout=LIMIT_MS)
+    _picture(page, "explore-without-kernel")
+    assert page.locator(".labkit-explorer").count() == 0
     page.close()
 
 

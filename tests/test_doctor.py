@@ -60,6 +60,7 @@ def test_a_complete_laptop() -> None:
         "  JupyterLab         1.2",
         "  ipykernel          1.2",
         "  ipywidgets         1.2",
+        "  anywidget          1.2",
         "  matplotlib         1.2",
         "  scikit-learn       1.2",
         "",

@@ -23,7 +23,7 @@ WRITERS = (
     "labkit.ring", "labkit.link", "labkit.ledger", "labkit.record", "labkit.comm", "labkit.wire", "labkit.start",
     "labkit.runtimes", "labkit.rank", "labkit.track",
 )  # fmt: skip
-DRAWING = {name for name in FILES if name.startswith(("labkit.plot", "labkit.live", "labkit.pictures"))}
+DRAWING = {name for name in FILES if name.startswith(("labkit.plot", "labkit.live", "labkit.explore", "labkit.pictures"))}
 READERS = {*DRAWING} | {f"labkit.{name}" for name in ("magic", "check", "doctor", "fit", "measure", "prediction", "predict")}
 LAZY = "labkit"  # the package itself names all its parts, and imports one when it is first asked for
 

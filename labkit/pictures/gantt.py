@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from labkit.errors import LabError, missing
+from labkit.intervals import Intervals
 from labkit.pictures.arrows import COLOUR, draw_messages
 from labkit.pictures.bars import LANES, STYLES, Bars, blend, caption, coverage, ink
 from labkit.pictures.rows import Row, is_pipeline, rows_of
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["figure_of", "timeline", "view_of"]
+__all__ = ["View", "bubble_in_words", "figure_of", "numbered_steps", "timeline", "view_of"]
 
 ZOOM_BEYOND: Final = 12  # steps: more of them are too narrow for their parts to be told apart at notebook width
 TEXT_PT: Final = 7.0  # inside bars
@@ -102,18 +103,18 @@ def timeline(
         return _Timeline(views, ax, plt.figure).draw()
 
 
-def figure_of(trace: Trace, title: str) -> Figure:
+def figure_of(trace: Trace, title: str, step: int | range | str | None = None) -> Figure:
     """The timeline of one trace as a figure that pyplot, and so the notebook, knows nothing of.
 
     Raises:
-        LabError: there is nothing to draw.
+        LabError: there is nothing to draw, or no such step.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise missing("matplotlib", "plot") from None
     with sheet():
-        axes = _Timeline([view_of(trace_of(trace, "timeline"), None, title)], None, Figure).draw()
+        axes = _Timeline([view_of(trace_of(trace, "timeline"), step, title)], None, Figure).draw()
     figure = axes.get_figure(root=True)
     assert figure is not None
     return figure
@@ -140,6 +141,16 @@ def view_of(trace: Trace, step: int | range | str | None, label: str) -> View:
         raise LabError(f"step={step!r}: this run has the steps 0 to {count - 1}")
     shown = trace.between(int(bounds[chosen[0], 0]), int(bounds[chosen[-1], 1]))
     return View(label, trace, shown, chosen, count)
+
+
+def numbered_steps(trace: Trace, rank: int) -> Intervals:
+    """Start and end of the steps whose numbers stand above a rank's row, shape (steps, 2), in ns: its own that all have made.
+
+    A rank may have none, as a master that only serves: then those of all together.
+    """
+    everybody = trace.step_bounds()
+    own = trace.of(rank=rank).step_bounds()
+    return own[: len(everybody)] if len(own) >= len(everybody) else everybody
 
 
 class _Timeline:
@@ -170,7 +181,7 @@ class _Timeline:
         y, ticks, names = 0.0, [], []
         for view in self.views:
             if self.several:
-                heading = f"{view.label}:  {view.in_words()}{_bubble_in_words(view.shown)}"
+                heading = f"{view.label}:  {view.in_words()}{bubble_in_words(view.shown)}"
                 self.ax.text(0, y + 0.45, heading, weight="bold", va="center", fontsize=8.5)
                 y += HEADING
             top = y
@@ -193,7 +204,7 @@ class _Timeline:
         if not self.several:
             view = self.views[0]
             title = f"{view.label}  ·  {view.steps_in_words()}" if view.label else view.in_words()
-            ax.set_title(title + _bubble_in_words(view.shown), pad=72 * (self.strip_in + 0.2) if self.strip_in else 12)
+            ax.set_title(title + bubble_in_words(view.shown), pad=72 * (self.strip_in + 0.2) if self.strip_in else 12)
         if self.strip_in:
             self._strip(self.views[0])
         self._legend()
@@ -294,11 +305,8 @@ class _Timeline:
 
         The steps of the ranks need not coincide: a label in the middle of all would hang over another step of the first rank.
         """
-        everybody = view.whole.step_bounds()
-        own = view.whole.of(rank=0).step_bounds()
-        bounds = own if len(own) >= len(everybody) else everybody  # rank 0 may have no steps, as a master that only serves
-        found = []
-        for number in view.chosen or range(min(len(everybody), 100)):
+        bounds, found = numbered_steps(view.whole, 0), []
+        for number in view.chosen or range(min(len(bounds), 100)):
             # Of a step that begins before what is shown, or ends after it, the part that is.
             start, end = (int(t) - view.shown.start_ns for t in np.clip(bounds[number], view.shown.start_ns, view.shown.end_ns))
             if (end - start) / self.unit_ns * self._px_per_unit() > 45:
@@ -356,6 +364,6 @@ class _Timeline:
         return float(self.width_px * self.unit_ns / self.longest_ns)
 
 
-def _bubble_in_words(trace: Trace) -> str:
+def bubble_in_words(trace: Trace) -> str:
     """For a title; "" of what is no pipeline."""
     return f", bubble {100 * trace.bubble:.0f} %" if is_pipeline(trace) else ""

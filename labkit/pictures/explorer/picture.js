@@ -1,0 +1,349 @@
+// The picture: what stands where on the page, and how layers are drawn. It knows what to show, not how that came about.
+
+const GUTTER = 12; // between the strip of the whole run and the rows: room for the numbers of the steps
+const NARROW_PX = 1; // a bar below this shares its pixel with others
+const MICRO_BATCH = /^(?:forward|backward) (\d+)/i; // the number stays where the name has no room; as bars.py has it
+const HINT =
+  "Point at a bar to read what it was; click keeps the words. Drag: zoom to that stretch, with Shift: move. Wheel: zoom, once you " +
+  "have clicked into the picture (or with Ctrl). Keys: ← → + −. Double-click or Esc: the whole run. A rank’s name: only that rank.";
+
+function element(tag, name, parent, text = "") {
+  const made = Object.assign(document.createElement(tag), { className: name, textContent: text });
+  parent?.append(made);
+  return made;
+}
+
+class Picture {
+  constructor(host, about) {
+    this.about = about;
+    this.everybody = about.rows.map((_, row) => row); // a rank has a row, or one for its GPU and one for its CPU
+    this.whole = { start: 0, end: about.duration };
+    this.view = { start: about.begin, end: about.end };
+    this.alone = null; // the rank that is isolated
+    this.base = this.fine = this.pointed = null; // the whole, the part in more detail, what the pointer is at
+    this.build(host);
+  }
+
+  build(host) {
+    const { about } = this;
+    const count = about.rows.length;
+    this.root = element("div", "labkit-explorer labkit-unseen", host);
+    const head = element("div", "labkit-head", this.root);
+    element("strong", "labkit-title", head, about.title);
+    this.where = element("span", "labkit-where", head);
+    const body = element("div", "labkit-body", this.root);
+    this.names = element("div", "labkit-names", body);
+    const longest = about.rows.map((row) => row.name).reduce((a, b) => (b.length > a.length ? b : a));
+    element("span", "labkit-widest", this.names, longest).ariaHidden = "true"; // gives the column its width
+    this.stripName = element("span", "labkit-strip-name", this.names, "whole run");
+    this.buttons = about.rows.map(({ name, rank }) => {
+      const button = element("button", "labkit-rank", this.names, name);
+      return Object.assign(button, { type: "button", title: `only ${about.ranks[rank]}; again: all ranks` });
+    });
+    this.plot = element("div", "labkit-plot", body);
+    this.plot.tabIndex = 0;
+    this.plot.setAttribute("role", "application");
+    const keys = "arrow keys move, plus and minus zoom, Escape shows the whole run";
+    this.plot.setAttribute("aria-label", `timeline of ${about.title}: ${keys}`);
+    // JupyterLab's own keys mean other things: "a" makes a cell. It looks for this on what has the focus.
+    for (const focused of [this.plot, ...this.buttons]) focused.dataset.lmSuppressShortcuts = "true";
+    this.canvas = element("canvas", "", this.plot);
+    this.selection = element("div", "labkit-selection", this.plot);
+    this.axis = element("div", "labkit-axis", this.plot);
+    this.unit = element("div", "labkit-unit", this.root);
+    this.legend = element("div", "labkit-legend", this.root);
+    element("div", "labkit-hint", this.root, HINT);
+    this.stripHigh = Math.min(Math.max(5 * count, 14), 40);
+    this.top = this.stripHigh + GUTTER + 4;
+    this.rowsHigh = count * Math.min(Math.max(Math.round(220 / count), 16), 56);
+    this.place();
+  }
+
+  /** The rows that are shown. */
+  get shown() {
+    return this.everybody.filter((row) => this.alone == null || this.about.rows[row].rank == this.alone);
+  }
+
+  get rowHigh() {
+    return Math.min(this.rowsHigh / this.shown.length, 130);
+  }
+
+  get width() {
+    return this.plot.clientWidth;
+  }
+
+  get nsPerPixel() {
+    return (this.view.end - this.view.start) / Math.max(this.width, 1);
+  }
+
+  /** Put the ranks' names beside their rows. */
+  place() {
+    const shown = this.shown;
+    this.buttons.forEach((button, row) => {
+      const place = shown.indexOf(row);
+      button.hidden = place < 0;
+      button.setAttribute("aria-pressed", String(this.alone != null && place >= 0));
+      button.style.top = `${this.top + (place + 0.5) * this.rowHigh}px`;
+    });
+    this.high = this.top + shown.length * this.rowHigh;
+    this.names.style.height = `${this.high}px`;
+    this.stripName.style.top = `${this.stripHigh / 2}px`;
+    this.axis.style.top = `${this.high}px`;
+    this.plot.style.height = `${this.high + 20}px`;
+  }
+
+  say(more = "") {
+    const { view, about } = this;
+    const length = view.end - view.start;
+    const part = `${timeInWords(length)} of it, from ${momentInWords(view.start, length, about.duration)}`;
+    this.where.textContent = (length < 0.999 * about.duration ? `  ·  ${part}` : "") + more;
+  }
+
+  draw() {
+    const { canvas, width, high } = this;
+    if (!this.base || !width) return;
+    const ratio = window.devicePixelRatio || 1;
+    canvas.width = Math.round(width * ratio);
+    canvas.height = Math.round(high * ratio);
+    canvas.style.width = `${width}px`;
+    canvas.style.height = `${high}px`;
+    const pen = canvas.getContext("2d");
+    pen.scale(ratio, ratio);
+    const style = getComputedStyle(this.root);
+    this.ink = style.color;
+    this.font = style.fontFamily;
+    this.paper = style.getPropertyValue("--labkit-paper");
+    this.fills = this.about.styles.map((look) => fillOf(pen, look));
+    const { whole, view, base, fine, everybody } = this;
+    this.rows(pen, base, whole, everybody, 0, this.stripHigh / everybody.length, false);
+    this.frame(pen);
+    this.mixed = false;
+    pen.save();
+    pen.beginPath();
+    pen.rect(0, this.stripHigh + 3, width, high);
+    pen.clip();
+    const x = (ns) => ((ns - view.start) / (view.end - view.start)) * width;
+    const [from, to] = fine ? [x(fine.start), x(fine.end)] : [0, 0];
+    this.clipped(pen, 0, Math.max(from, 0), () => this.rows(pen, base, view, this.shown, this.top, this.rowHigh, true));
+    this.clipped(pen, Math.max(from, 0), to, () => this.rows(pen, fine, view, this.shown, this.top, this.rowHigh, true));
+    this.clipped(pen, to, width, () => this.rows(pen, base, view, this.shown, this.top, this.rowHigh, true));
+    this.numbers(pen, fine && from <= 0 && to >= width ? fine : base, x);
+    this.outline(pen, x);
+    pen.restore();
+    this.drawAxis();
+    this.say();
+  }
+
+  clipped(pen, from, to, draw) {
+    if (to <= from || to <= 0 || from >= this.width) return;
+    pen.save();
+    pen.beginPath();
+    pen.rect(from, 0, to - from, this.high);
+    pen.clip();
+    draw();
+    pen.restore();
+  }
+
+  rows(pen, layer, view, shown, top, rowHigh, large) {
+    const scale = this.width / (view.end - view.start);
+    pen.imageSmoothingEnabled = false;
+    shown.forEach((row, place) => {
+      layer.lanes.get(row)?.forEach((lane, number) => {
+        const [above, height] = this.about.lanes[number];
+        const [y, h] = [top + (place + above) * rowHigh, height * rowHigh];
+        const mixes = layer.mixes(lane, 1 / scale);
+        if (mixes) {
+          this.mixed = true;
+          const x = (layer.start - view.start) * scale;
+          pen.drawImage(layer.image, 0, lane.mixed, layer.columns, 1, x, y, (layer.end - layer.start) * scale, h);
+        }
+        for (let i = layer.firstAfter(lane, view.start); i < lane.last && layer.edges[2 * i] < view.end; i++) {
+          const x = Math.max((layer.edges[2 * i] - view.start) * scale, -9);
+          const w = Math.min((layer.edges[2 * i + 1] - view.start) * scale, this.width + 9) - x;
+          if (mixes && w < NARROW_PX) continue;
+          const style = layer.marks[6 * i];
+          pen.fillStyle = this.fills[style];
+          pen.fillRect(x, y, Math.max(w > 4 ? w - 0.7 : w, 0.6), h);
+          if (large && w > 9 && h > 10) this.caption(pen, layer.bar(i, row), x, y, w, h);
+        }
+      });
+      if (large) this.stepLines(pen, layer.steps.get(row) ?? [], view, scale, top + place * rowHigh, rowHigh);
+    });
+  }
+
+  caption(pen, bar, x, y, w, h) {
+    const style = this.about.styles[bar.style];
+    if (!bar.name || bar.style == this.about.communication - 1) return; // the bar of no span needs no name
+    pen.font = `10px ${this.font}`;
+    const [left, right] = [Math.max(x, 0), Math.min(x + w, this.width)];
+    const room = right - left - 4;
+    const moves = bar.bytes && !style.hatch && bar.style >= this.about.communication && bar.style < this.about.communication + 2;
+    const texts = moves ? [`${bar.name} ${bytesInWords(bar.bytes)}`, bar.name] : [bar.name];
+    const number = MICRO_BATCH.exec(bar.name);
+    if (number) texts.push(number[1]);
+    let text = texts.find((t) => pen.measureText(t).width <= room);
+    if (!text && room > 48) {
+      text = bar.name;
+      while (pen.measureText(`${text}…`).width > room) text = text.slice(0, -1);
+      text += "…";
+    }
+    if (!text) return;
+    pen.textAlign = "center";
+    pen.textBaseline = "middle";
+    if (style.hatch) {
+      const wide = pen.measureText(text).width + 4;
+      pen.globalAlpha = 0.75;
+      pen.fillStyle = this.paper;
+      pen.fillRect((left + right - wide) / 2, y + h / 2 - 6, wide, 12);
+      pen.globalAlpha = 1;
+    }
+    pen.fillStyle = style.ink == "page" ? this.ink : this.about.inks[style.ink];
+    pen.fillText(text, (left + right) / 2, y + h / 2 + 0.5);
+  }
+
+  stepLines(pen, edges, view, scale, y, high) {
+    const shown = edges.filter((ns) => ns >= view.start && ns <= view.end);
+    if (shown.length > this.width / 6) return;
+    pen.fillStyle = this.ink;
+    for (const ns of shown) pen.fillRect((ns - view.start) * scale - 0.5, y + 1, 1, high - 2);
+  }
+
+  /** The number of each step above the first row's own. */
+  numbers(pen, layer, x) {
+    pen.font = `10px ${this.font}`;
+    pen.textAlign = "center";
+    pen.textBaseline = "bottom";
+    pen.fillStyle = this.ink;
+    for (let i = 0; i < layer.numbers.length; i += 3) {
+      const [number, start, end] = layer.numbers.subarray(i, i + 3);
+      const [from, to] = [Math.max(x(start), 0), Math.min(x(end), this.width)];
+      if (to - from > 45) pen.fillText(`step ${number}`, (from + to) / 2, this.top);
+    }
+  }
+
+  /** Round the strip, and round the part of it that the rows show. */
+  frame(pen) {
+    const { start, end } = this.view;
+    const x = (start / this.about.duration) * this.width;
+    const w = Math.max(((end - start) / this.about.duration) * this.width, 2);
+    pen.strokeStyle = this.ink;
+    pen.globalAlpha = 0.3;
+    pen.strokeRect(0.5, 0.5, this.width - 1, this.stripHigh);
+    pen.globalAlpha = 1;
+    pen.lineWidth = 1.5;
+    if (w < this.width - 1) pen.strokeRect(x + 0.5, 0.75, w - 1, this.stripHigh);
+  }
+
+  /** Round what is pointed at, and the other ranks' part in the same operation. */
+  outline(pen, x) {
+    if (!this.pointed?.layer) return;
+    const { layer, number, operation } = this.pointed;
+    pen.strokeStyle = this.ink;
+    this.shown.forEach((row, place) => {
+      layer.lanes.get(row)?.forEach((lane, which) => {
+        const [above, height] = this.about.lanes[which];
+        for (let i = layer.firstAfter(lane, this.view.start); i < lane.last && layer.edges[2 * i] < this.view.end; i++) {
+          if (i != number && (operation < 0 || layer.marks[6 * i + 4] != operation)) continue;
+          pen.lineWidth = i == number ? 2 : 1;
+          const [from, to] = [x(layer.edges[2 * i]), x(layer.edges[2 * i + 1])];
+          pen.strokeRect(from, this.top + (place + above) * this.rowHigh, Math.max(to - from - 0.7, 1), height * this.rowHigh);
+        }
+      });
+    });
+  }
+
+  drawAxis() {
+    const [unit, length] = unitOf(this.about.duration);
+    const [from, to] = [this.view.start / length, this.view.end / length];
+    const marks = ticks(from, to, Math.max(Math.floor(this.width / 110), 2));
+    this.axis.replaceChildren(...marks.at.map((value) => {
+      const mark = element("span", "labkit-tick", null, value.toFixed(marks.decimals));
+      mark.style.left = `${((value - from) / (to - from)) * this.width}px`;
+      return mark;
+    }));
+    const mixed = this.mixed ? "   (where bars are narrower than a pixel, their colours mix)" : "";
+    this.unit.textContent = `time since the start of the run [${unit}]${mixed}`;
+  }
+
+  /** Two lines: what the upper lane shows, and what the lower one. */
+  drawLegend() {
+    const { about } = this;
+    const high = 10;
+    const lines = [(n) => n < about.communication, (n) => n >= about.communication].map((mine) => {
+      const line = element("div", "", null);
+      for (const number of this.base.seen.filter(mine)) {
+        const entry = element("span", "labkit-entry", line);
+        const swatch = element("canvas", "", entry);
+        const ratio = window.devicePixelRatio || 1;
+        Object.assign(swatch, { width: 16 * ratio, height: high * ratio });
+        Object.assign(swatch.style, { width: "16px", height: `${high}px` });
+        const pen = swatch.getContext("2d");
+        pen.scale(ratio, ratio);
+        pen.fillStyle = fillOf(pen, about.styles[number]);
+        pen.fillRect(0, 0, 16, high);
+        entry.append(about.styles[number].legend);
+      }
+      return line;
+    });
+    this.legend.replaceChildren(...lines.filter((line) => line.childNodes.length));
+  }
+  // What is where
+
+  moment(x) {
+    return this.view.start + x * this.nsPerPixel;
+  }
+
+  /** Mark a stretch of the plot that is being chosen; none if it is empty. */
+  select(from, to) {
+    const [left, width, top, height] = [from, to - from, this.top, this.high - this.top].map((px) => `${px}px`);
+    Object.assign(this.selection.style, { display: to > from ? "block" : "none", left, width, top, height });
+  }
+
+  /** What lies at a place of the plot: a bar, a crowd of them narrower than a pixel, or nothing. */
+  at(x, y) {
+    const place = Math.floor((y - this.top) / this.rowHigh);
+    const row = this.shown[place];
+    if (row === undefined || !this.base) return null;
+    const within = (y - this.top) / this.rowHigh - place;
+    const which = this.about.lanes.findIndex(([above, height]) => within >= above && within <= above + height);
+    const ns = this.moment(x);
+    const layer = this.fine && ns >= this.fine.start && ns <= this.fine.end ? this.fine : this.base;
+    const lane = layer.lanes.get(row)?.[which];
+    if (!lane) return null;
+    const near = this.nsPerPixel / 2;
+    const first = layer.firstAfter(lane, ns - near);
+    let after = first; // the bars from `first` to here touch the pixel
+    while (after < lane.last && layer.edges[2 * after] < ns + near) after++;
+    const exact = layer.firstAfter(lane, ns);
+    const number = exact < after && layer.edges[2 * exact] <= ns ? exact : first;
+    const wide = number < after && layer.edges[2 * number + 1] - layer.edges[2 * number] >= NARROW_PX * this.nsPerPixel;
+    if (wide || (lane.complete && after - first == 1)) return layer.bar(number, row);
+    if (lane.complete) {
+      return after == first ? null : { row, count: after - first, most: layer.marks[6 * number], length: this.nsPerPixel };
+    }
+    return layer.crowd(lane, row, ns);
+  }
+}
+
+function fillOf(pen, style) {
+  const [r, g, b] = [1, 3, 5].map((i) => parseInt(style.colour.slice(i, i + 2), 16));
+  const paper = `rgba(${r}, ${g}, ${b}, ${style.alpha})`;
+  if (!style.hatch) return paper;
+  const ratio = window.devicePixelRatio || 1;
+  const size = Math.round(6 * ratio);
+  const tile = Object.assign(document.createElement("canvas"), { width: size, height: size });
+  const brush = tile.getContext("2d");
+  brush.fillStyle = paper;
+  brush.fillRect(0, 0, size, size);
+  brush.strokeStyle = style.colour;
+  brush.lineWidth = 1.1 * ratio;
+  for (const shift of [-size, 0, size]) {
+    brush.beginPath();
+    brush.moveTo(shift - size / 2, size * 1.5);
+    brush.lineTo(shift + size * 1.5, -size / 2);
+    brush.stroke();
+  }
+  const pattern = pen.createPattern(tile, "repeat");
+  pattern.setTransform(new DOMMatrix().scale(1 / ratio));
+  return pattern;
+}
