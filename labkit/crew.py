@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import os
 import selectors
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from labkit.arguments import Plan
@@ -20,7 +19,7 @@ from labkit.exits import MemoryKiller, explain_exit
 from labkit.ledger import LEDGER_BYTES
 from labkit.ring import RingReader
 from labkit.runtimes import Seat
-from labkit.start import RankProcess, Starter
+from labkit.start import RankProcess, Starter, aside
 from labkit.wire import Parcel, shared_memory
 
 __all__ = ["Crew", "Member"]
@@ -93,7 +92,7 @@ class Crew:
             LabError: the processes did not come up.
             RankError: a rank failed while it was set up.
         """
-        with _aside(self._start):
+        with aside(self._start):
             pass
         if self._start_failed is not None:
             raise self._start_failed
@@ -219,7 +218,7 @@ class Crew:
         """
         if self._over:
             return
-        done = _aside(lambda: self._end(graceful))
+        done = aside(lambda: self._end(graceful))
         if wait:
             with done:
                 pass
@@ -254,24 +253,6 @@ class Crew:
                 _, member = key.data
                 left.discard(member.rank)
                 self.forget(member)
-
-
-def _aside(deed: Callable[[], None]) -> threading.Lock:
-    """Do something on a thread of its own; the lock is free once it is done.
-
-    Not a `threading.Thread`: its `start` waits in Python code for the thread to begin, and breaks if Stop comes meanwhile.
-    """
-    done = threading.Lock()
-    done.acquire()
-
-    def do() -> None:
-        try:
-            deed()
-        finally:
-            done.release()
-
-    _thread.start_new_thread(do, ())
-    return done
 
 
 def _seat(plan: Plan, rank: int, lend: bool, environment: Mapping[str, str | None]) -> Seat:

@@ -13,6 +13,7 @@ them when the notebook's process has gone.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import fcntl
 import itertools
@@ -33,7 +34,7 @@ import psutil
 from labkit.errors import LabError
 from labkit.server import BATCH, READY, kill_group
 
-__all__ = ["ForkStarter", "RankProcess", "SpawnStarter", "Starter"]
+__all__ = ["ForkStarter", "RankProcess", "SpawnStarter", "Starter", "aside"]
 
 READY_LIMIT_S: Final = 180.0  # a first import of TensorFlow from a cold disk has been seen to take a minute
 REPLY_LIMIT_S: Final = 30.0
@@ -270,9 +271,13 @@ class SpawnStarter:
 
     def warm(self, count: int) -> None:
         """See that `count` spare ranks are importing, or have imported, what they need. Returns at once."""
-        with self._lock:
-            while len(self._spares) < count:
-                self._spares.append(self._spawn())
+
+        def spawn() -> None:
+            with self._lock, contextlib.suppress(OSError):  # if no more can be had, the next group will say so
+                while len(self._spares) < count:
+                    self._spares.append(self._spawn())
+
+        aside(spawn).acquire()  # a Stop in the middle of it would leave open what the next spare was to have
 
     def start(self, count: int) -> list[RankProcess]:
         """Hand out `count` ranks, spares first."""
@@ -326,6 +331,24 @@ class SpawnStarter:
         self._children[child.pid] = child
         self._tell_guard("+", [child.pid])
         return RankProcess(child.pid, pipes.near, pipes.output, pipes.ring, pipes.memory)
+
+
+def aside(deed: Callable[[], None]) -> threading.Lock:
+    """Do something on a thread of its own; the lock is free once it is done.
+
+    Not a `threading.Thread`: its `start` waits in Python code for the thread to begin, and breaks if Stop comes meanwhile.
+    """
+    done = threading.Lock()
+    done.acquire()
+
+    def do() -> None:
+        try:
+            deed()
+        finally:
+            done.release()
+
+    _thread.start_new_thread(do, ())
+    return done
 
 
 def _python(
