@@ -56,7 +56,7 @@ class Link:
         _check("latency_us", self.latency_us, "of at least 0, in microseconds", 1)
 
     def __str__(self) -> str:
-        figures = f"{self.gbit_per_s:g} Gbit/s, {self.latency_us:g} µs"
+        figures = f"{self.gbit_per_s:.4g} Gbit/s, {self.latency_us:.4g} µs"
         return f"{self.name} ({figures})" if self.name else figures
 
     @property
