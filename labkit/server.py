@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final, NoReturn
 
 from labkit import private
@@ -22,7 +22,7 @@ from labkit.errors import LabError
 from labkit.private import Network
 from labkit.streams import print_to
 
-__all__ = ["BATCH", "READY", "STACKS", "guard", "kill_group", "serve", "spawned"]
+__all__ = ["BATCH", "READY", "STACKS", "guard", "kill_groups", "serve", "spawned"]
 
 BATCH: Final = 64  # ranks a fork request may ask for: three descriptors each, and the kernel passes 253 at the most
 PR_SET_PDEATHSIG: Final = 1
@@ -139,8 +139,7 @@ class _Server:
 
     def _bury(self, pids: Sequence[int]) -> None:
         """End ranks, and what they have started; what has ended by itself keeps its exit code."""
-        for pid in pids:
-            kill_group(pid)
+        kill_groups(pids)
         for pid in pids:
             self._codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             fd = self._ranks.pop(pid)
@@ -157,11 +156,13 @@ def _watch(pid: int) -> int:
         return -1
 
 
-def kill_group(pid: int) -> None:
-    """End a rank and whatever it has started."""
-    for kill in (os.killpg, os.kill):  # the rank alone, where it has not made its group yet
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)
+def kill_groups(pids: Collection[int]) -> None:
+    """End ranks and whatever they have started. All are halted first, so that none sees the end of another and complains."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            for kill in (os.killpg, os.kill):  # the rank alone, where it has not made its group yet
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    kill(pid, number)
 
 
 def spawned(fds: list[int], preload: list[str]) -> NoReturn:
@@ -190,8 +191,7 @@ def guard(fds: list[int], notebook: int) -> NoReturn:
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             (ranks.add if line[:1] == b"+" else ranks.discard)(int(line[1:]))
-    for rank in ranks:
-        kill_group(rank)
+    kill_groups(ranks)
     os._exit(0)
 
 

@@ -32,7 +32,7 @@ from typing import Any, Final, Protocol
 import psutil
 
 from labkit.errors import LabError
-from labkit.server import BATCH, READY, kill_group
+from labkit.server import BATCH, READY, kill_groups
 
 __all__ = ["ForkStarter", "RankProcess", "SpawnStarter", "Starter", "aside"]
 
@@ -74,15 +74,16 @@ class RankProcess:
 
     @property
     def exiting(self) -> bool:
-        """Whether the process is at its end: its connections are closed a while before its sentinel tells, if all are busy.
+        """Whether the process is at its end, or beyond. Its connections may close a while before its sentinel tells.
 
-        Source: proc_pid_stat(5), the Linux man-pages, and PF_EXITING in Linux's include/linux/sched.h. False on other systems.
+        Source: proc_pid_stat(5), the Linux man-pages, and PF_EXITING in Linux's include/linux/sched.h. Other systems do not tell
+        before the end.
         """
         try:
             with open(f"/proc/{self.pid}/stat", "rb") as stat:
                 flags = int(stat.read().rpartition(b")")[2].split()[6])
         except OSError:
-            return False
+            return not psutil.pid_exists(self.pid)
         return bool(flags & PF_EXITING)
 
     def close(self) -> None:
@@ -293,8 +294,7 @@ class SpawnStarter:
 
     def end(self, processes: Sequence[RankProcess]) -> dict[int, int]:
         """Kill ranks and whatever they started; their exit codes by pid."""
-        for process in processes:
-            kill_group(process.pid)
+        kill_groups([p.pid for p in processes])
         codes = {p.pid: self._children.pop(p.pid).wait() for p in processes if p.pid in self._children}
         self._tell_guard("-", codes)
         return codes

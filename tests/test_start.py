@@ -538,4 +538,4 @@ def test_a_process_that_is_about_to_end_is_told_from_one_that_works() -> None:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert process.exiting, "dead, and not yet buried"
     child.wait()
-    assert not process.exiting
+    assert process.exiting
