@@ -131,10 +131,10 @@ class Records:
         texts: dict[str, int] = {}
         sides = []  # of messages, in columns: rank, chunk, row in it; group, number; what, as a number in `texts`
         for rank, chunks in enumerate(self._chunks):
-            names = self._readers[rank].names()
-            between = np.array([texts.setdefault(n, len(texts)) if n.startswith("p2p ") else -1 for n in names])
-            if not chunks or between.max() < 0:
+            names = self._names_of(rank) if chunks else []
+            if not any(n.startswith("p2p ") for n in names):
                 continue
+            between = np.array([texts.setdefault(n, len(texts)) if n.startswith("p2p ") else -1 for n in names])
             amounts = np.array([texts.setdefault(amount(n), len(texts)) for n in names])
             for number, chunk in enumerate(chunks):
                 told = (chunk["kind"] == COMMUNICATION) & (chunk["what"] != 0) & ~_failed(chunk)
@@ -153,8 +153,11 @@ class Records:
         both = left[:3, unequal[0]].tolist(), right[:3, unequal[0]].tolist()
         return [(self._members[rank], self._operation(rank, self._chunks[rank][chunk][row])) for rank, chunk, row in sorted(both)]
 
+    def _names_of(self, rank: int) -> list[str]:
+        return self._readers[rank].names() if self._readers else self._names[rank]
+
     def _operation(self, rank: int, row: Any) -> Pending:
-        names = self._readers[rank].names()
+        names = self._names_of(rank)
         texts = names[row["group"]], int(row["match"]), names[row["line"]], names[row["what"]]
         return Pending(names[row["name"]], int(row["start_ns"]), 0, int(row["nbytes"]), int(row["peer"]), *texts)
 

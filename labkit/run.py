@@ -144,11 +144,10 @@ class Flight:
             error = self._error()
             self._finish("stopped by an error")
             raise error
-        self._records.drain()
+        text = self._finish()
         unequal, hint = mismatch(self._records.unequal_messages())
         if unequal:
             self.notes.append(f"{unequal}. {hint}")
-        text = self._finish()
         return Run(self._name, tuple(self._names[i] for i in self._on), [self._results[i] for i in self._on], text, self._records)
 
     def _collect(self, picture: Picture | None, deadline_s: float | None) -> None:
