@@ -9,19 +9,23 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["describe"]
+__all__ = ["cores", "describe"]
 
 
 def describe() -> list[str]:
     """One line each: processor, memory, system, versions, load."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
     return [
-        f"{_processor()}, {cores} cores for this process, {psutil.virtual_memory().total / 2**30:.0f} GiB of memory, {_gpus()}",
+        f"{_processor()}, {cores()} cores for this process, {psutil.virtual_memory().total / 2**30:.0f} GiB of memory, {_gpus()}",
         f"{platform.system()} {platform.release()}, Python {platform.python_version()}, "
         + ", ".join(f"{name} {_version(name)}" for name in ("torch", "numpy", "ipykernel")),
         f"load before the start (1, 5, 15 min): {load}",
     ]
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _processor() -> str:

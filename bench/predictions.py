@@ -53,9 +53,10 @@ INTRODUCTION: Final = """# Predicted and measured
 
 Printed by `python bench/predictions.py`, and kept here with `--write docs/predictions.md`. Ranks of one machine over a
 `lab.Link`; what is predicted comes from `lab.predict`, from the link's two numbers and, where ranks compute, from how
-long they compute alone, measured in the same run. A time is from the moment when the last rank has begun to the moment
-when the last has ended; medians of nine. On a machine with other work, or with fewer cores than ranks, gloo's own time
-comes on top, and where it is longer than the link's it is what is measured.
+long they compute alone, measured in the same run; where they have all cores, also from how much processor time an
+all-reduce takes from them. A time is from the moment when the last rank has begun to the moment when the last has ended;
+medians of nine. On a machine with other work, or with fewer cores than ranks, gloo's own time comes on top, and where it
+is longer than the link's it is what is measured.
 """
 
 
@@ -191,6 +192,8 @@ def overlapped() -> Iterator[Row]:
 
 LAYERS: Final = 8
 WIDTH: Final = 512
+BUCKETS: Final = LAYERS // 2  # of two layers each
+BUCKET_BYTES: Final = 2 * (WIDTH * WIDTH + WIDTH) * 4
 
 
 def network() -> nn.Module:
@@ -199,8 +202,11 @@ def network() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
 
 
-def training() -> dict[str, Any]:
-    """In a rank: forward and backward alone; with DistributedDataParallel; with the same all-reduces after the backward pass."""
+def training() -> tuple[dict[str, Times], float]:
+    """In a rank: forward and backward alone; with DistributedDataParallel; with the same all-reduces after the backward pass.
+
+    And the processor time of one of these all-reduces, in seconds.
+    """
     from torch.nn.parallel import DistributedDataParallel
 
     plain, model = network(), DistributedDataParallel(network(), bucket_cap_mb=1.1)
@@ -221,7 +227,7 @@ def training() -> dict[str, Any]:
             together = torch.cat([p.grad.flatten() for p in (*a.parameters(), *b.parameters())])
             dist.all_reduce(together)
 
-    return in_turns(
+    made = in_turns(
         {
             "forward": lambda: forward(plain),
             "step": lambda: step(plain),
@@ -229,20 +235,28 @@ def training() -> dict[str, Any]:
             "one after the other": then_reduce,
         }
     )
+    bucket = torch.ones(BUCKET_BYTES // 4)
+    begin_s = time.process_time()  # of all threads, gloo's too
+    for _ in range(REPEATS):
+        dist.all_reduce(bucket)
+    return made, (time.process_time() - begin_s) / REPEATS
 
 
 def data_parallel() -> Iterator[Row]:
-    """A step of data-parallel training with and without overlap, from a rank's own compute times."""
-    nbytes = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
+    """A step of data-parallel training with and without overlap, from a rank's own compute times.
+
+    Where the ranks have all cores, gloo takes its time from their computing: LogP's overhead.
+    """
     for link in (LINK, lab.Link(gbit_per_s=4, latency_us=50)):
         with lab.Group(2, link=link, threads=1) as group:
-            run = group.run(training)
-        took = {name: seconds([r[name] for r in run.results]) for name in run.results[0]}
+            made, overhead_s = zip(*group.run(training).results, strict=True)
+        took = {name: seconds([times[name] for times in made]) for name in made[0]}
         forward_s, backward_s = took["forward"], took["step"] - took["forward"]
         for name, overlap in (("overlapped", True), ("one after the other", False)):
             predicted = lab.predict.data_parallel_step(
-                forward_s, backward_s, nbytes, 2, link, overlap=overlap, buckets=LAYERS // 2
-            )
+                forward_s, backward_s, BUCKETS * BUCKET_BYTES, 2, link, overlap=overlap, buckets=BUCKETS,
+                overhead_s=max(overhead_s) if machine.cores() <= 2 else 0.0,
+            )  # fmt: skip
             yield f"data-parallel step, {name}, 2 ranks, {link}", predicted, took[name]
 
 

@@ -22,6 +22,7 @@ __all__ = [
 
 _THAKUR: Final = "Thakur, Rabenseifner, Gropp, Optimization of collective communication operations in MPICH, 2005"
 _CHAN: Final = "Chan et al., Collective communication: theory, practice, and experience, 2007"
+_LOGP: Final = "Culler et al., LogP, 1993 (overhead)"
 _HOCKNEY: Final = "Hockney, The communication challenge for MPP, 1994"
 
 _DEEP: Final = r"\lceil\log_2 p\rceil"
@@ -167,13 +168,15 @@ def data_parallel_step(
     overlap: bool = True,
     buckets: int = 1,
     optimizer_s: float = 0.0,
+    overhead_s: float = 0.0,
 ) -> Prediction:
     """Seconds of one data-parallel training step: forward, backward, all-reduces of the gradients, optimizer.
 
     With m buckets of n/m bytes, of which each is complete after another m-th of the backward pass, and whose ring all-reduces,
-    t_a each, go one after the other, an overlapped step takes t_f + max(t_b + t_a, t_b/m + m·t_a) + t_o: the last bucket is
-    complete with the backward pass, and the link has m all-reduces to carry from the first bucket on. Without overlap it takes
-    t_f + t_b + m·t_a + t_o. Where ranks share cores, give the times as measured with all of them computing.
+    t_a each, go one after the other, an overlapped step takes t_f + max(t_b + (m−1)·o + t_a, t_b/m + m·t_a) + t_o: the last
+    bucket is complete with the backward pass, from which the all-reduces before it took o each, and the link has m of them to
+    carry from the first bucket on. Without overlap a step takes t_f + t_b + m·t_a + t_o. Where ranks share cores, give the times
+    as measured with all of them computing.
 
     Args:
         forward_s: t_f, the forward pass on a rank's part of the batch.
@@ -184,23 +187,32 @@ def data_parallel_step(
         overlap: whether all-reduces run beside the backward pass, as DistributedDataParallel's do.
         buckets: m, in how many parts the gradients are reduced.
         optimizer_s: t_o, the optimizer.
+        overhead_s: o, for how long one bucket's all-reduce keeps a processor that would compute meanwhile: 0 where another one
+            does it; where every core of a laptop has a rank, the processor time of one all-reduce.
 
     Raises:
         TypeError, ValueError: an argument that cannot be meant.
 
     Source: buckets and overlap: S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020;
-    the formula is ours, for equal buckets that are complete at equal intervals.
+    overhead: D. Culler et al., "LogP: Towards a Realistic Model of Parallel Computation", 1993; the formula is ours, for equal
+    buckets that are complete at equal intervals.
     """
     check_arguments(forward_s=forward_s, backward_s=backward_s, gradient_bytes=gradient_bytes, ranks=ranks, link=link)
-    check_arguments(buckets=buckets, optimizer_s=optimizer_s)
+    check_arguments(buckets=buckets, optimizer_s=optimizer_s, overhead_s=overhead_s)
     each = float(_collective("all_reduce", gradient_bytes / buckets, ranks, link))
     source = "Li et al., PyTorch Distributed, 2020 (overlap); equal buckets at equal intervals"
+    source += f"; {_LOGP}" if overhead_s else ""
     begin, end = rf"{_s(forward_s)} + ", rf" + {_s(optimizer_s)}"
     if overlap:
-        value = forward_s + max(backward_s + each, backward_s / buckets + buckets * each) + optimizer_s
-        formula = r"t_f + \max\left(t_b + t_a,\ \frac{t_b}{m} + m\,t_a\right) + t_o,\quad t_a = T_\text{all-reduce}(n/m)"
+        taken = (buckets - 1) * overhead_s
+        value = forward_s + max(backward_s + taken + each, backward_s / buckets + buckets * each) + optimizer_s
+        o_term = r" + (m - 1)\,o" if overhead_s else ""
+        formula = (
+            rf"t_f + \max\left(t_b{o_term} + t_a,\ \frac{{t_b}}{{m}} + m\,t_a\right) + t_o,"
+            r"\quad t_a = T_\text{all-reduce}(n/m)"
+        )
         last, link_bound = (
-            rf"{_s(backward_s)} + {_s(each)}",
+            _s(backward_s) + (rf" + {buckets - 1} \cdot {_s(overhead_s)}" if overhead_s else "") + rf" + {_s(each)}",
             rf"\frac{{{_s(backward_s)}}}{{{buckets}}} + {buckets} \cdot {_s(each)}",
         )
         inserted = rf"{begin}\max\left({last},\ {link_bound}\right){end}"
@@ -242,13 +254,21 @@ def pipeline_bubble(stages: int, micro_batches: int, *, schedule: str = "gpipe",
 
 
 def pipeline_step(
-    stages: int, micro_batches: int, forward_s: float, backward_s: float, *, link: Link | None = None, nbytes: float = 0.0
+    stages: int,
+    micro_batches: int,
+    forward_s: float,
+    backward_s: float,
+    *,
+    link: Link | None = None,
+    nbytes: float = 0.0,
+    overlap: bool = False,
 ) -> Prediction:
     """Seconds of one step of a GPipe pipeline of equal stages, all forwards before all backwards.
 
-    The forwards take p·t_f + (p−1)·t + (m−1)·max(t_f, n/B), t = α + n/B being the way from one stage to the next: the first
-    micro-batch passes all stages, and the others follow at the pace of whatever is slowest, computing or sending. The backwards
-    take likewise. Without a link that is (m + p − 1)·(t_f + t_b).
+    With t = α + n/B, the way from one stage to the next, the forwards take p·t_f + (p−1)·t + (m−1)·(t_f + t): the first
+    micro-batch passes all stages, and the others follow at the pace of a stage, which receives each and computes on it. The
+    backwards take likewise. Where a stage receives the next micro-batch while it computes on this one, the pace is that of
+    whatever is slower, max(t_f, n/B). Without a link both come to (m + p − 1)·(t_f + t_b).
 
     Args:
         stages: p, how many ranks the model is cut over.
@@ -257,6 +277,8 @@ def pipeline_step(
         backward_s: t_b, likewise.
         link: what joins the stages; None: messages take no time.
         nbytes: n, what one stage sends the next for one micro-batch; as much comes back as a gradient.
+        overlap: whether a stage has asked for its next micro-batch before it computes. torch's `ScheduleGPipe` has not: it posts
+            a receive when it comes to the micro-batch, and a message begins when both its ends have come.
 
     Raises:
         TypeError, ValueError: an argument that cannot be meant.
@@ -269,10 +291,12 @@ def pipeline_step(
         check_arguments(link=link)
         hop_s, busy_s = link.seconds("send", nbytes), nbytes / link.bytes_per_s
     between, others = stages - 1, micro_batches - 1
-    paces = [max(compute_s, busy_s if between else 0.0) for compute_s in (forward_s, backward_s)]
+    if not between:
+        hop_s = busy_s = 0.0
+    paces = [max(compute_s, busy_s) if overlap else compute_s + hop_s for compute_s in (forward_s, backward_s)]
     value = stages * (forward_s + backward_s) + 2 * between * hop_s + others * sum(paces)
-    pace = r"\max\left(t_f, \tfrac{n}{B}\right) + \max\left(t_b, \tfrac{n}{B}\right)"
-    formula = rf"p\,(t_f + t_b) + 2(p-1)\left(\alpha + \tfrac{{n}}{{B}}\right) + (m-1)\left({pace}\right)"
+    pace = r"\max\left(t_f, \tfrac{n}{B}\right) + \max\left(t_b, \tfrac{n}{B}\right)" if overlap else r"t_f + t_b + 2\,t"
+    formula = rf"p\,(t_f + t_b) + 2(p-1)\,t + (m-1)\left({pace}\right),\quad t = \alpha + \tfrac{{n}}{{B}}"
     inserted = (
         rf"{stages} \cdot \left({_s(forward_s)} + {_s(backward_s)}\right) + {2 * between} \cdot {_s(hop_s)} + "
         rf"{others} \cdot \left({_s(paces[0])} + {_s(paces[1])}\right)"

@@ -43,8 +43,14 @@ def test_the_module_is_a_public_name() -> None:
         # the link is the slower: the first of four buckets is there after 1 ms, then four times 2 + 2 ms
         (predict.data_parallel_step(0.01, 0.004, 8000, 2, LINK, buckets=4), 10 + 1 + 16),
         (predict.pipeline_step(4, 8, 0.01, 0.02), (8 + 3) * 30),
-        (predict.pipeline_step(2, 3, 0.01, 0.02, link=LINK, nbytes=4000), 2 * 30 + 2 * 5 + 2 * 30),
-        (predict.pipeline_step(2, 3, 0.001, 0.002, link=LINK, nbytes=4000), 2 * 3 + 2 * 5 + 2 * 8),
+        # an all-reduce of 2 + 4 ms takes 3 ms from the backward pass: that of the first bucket, for the last comes after it
+        (predict.data_parallel_step(0.01, 0.02, 8000, 2, LINK, buckets=2, overhead_s=0.003), 10 + 20 + 3 + 6),
+        (predict.data_parallel_step(0.01, 0.004, 8000, 2, LINK, buckets=4, overhead_s=0.0001), 10 + 1 + 16),
+        (predict.data_parallel_step(0.01, 0.02, 8000, 2, LINK, overlap=False, overhead_s=0.003), 10 + 20 + 2 + 8),
+        # three micro-batches of 4 kB over two stages: each takes 1 + 4 ms from one to the other, there and back
+        (predict.pipeline_step(2, 3, 0.01, 0.02, link=LINK, nbytes=4000), 2 * 30 + 2 * 5 + 2 * (30 + 10)),
+        (predict.pipeline_step(2, 3, 0.01, 0.02, link=LINK, nbytes=4000, overlap=True), 2 * 30 + 2 * 5 + 2 * 30),
+        (predict.pipeline_step(2, 3, 0.001, 0.002, link=LINK, nbytes=4000, overlap=True), 2 * 3 + 2 * 5 + 2 * 8),
         (predict.pipeline_step(1, 3, 0.001, 0.002, link=LINK, nbytes=4000), 3 * 3),
         (predict.tensor_parallel_layer(2, 10, 50, 2, LINK, value_bytes=2, compute_s=0.03), 15 + 4 * (2 + 2)),
         (predict.tensor_parallel_layer(2, 10, 50, 2, LINK, value_bytes=2, backward=False), 2 * (2 + 2)),
