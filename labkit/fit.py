@@ -28,7 +28,7 @@ class Fit:
     """One operation: the times measured, and the latency and bandwidth that explain them best.
 
     Args:
-        operation: as torch.distributed calls it; "send" is one way of a message there and back.
+        operation: as torch.distributed calls it; "send" is one way of a message there and back, "rpc" of a remote call.
         ranks: how many took part.
         nbytes: the sizes, as `labkit.link.rounds_and_share` counts them.
         seconds: the median time for each.
@@ -108,7 +108,7 @@ class MeasuredLink:
 
     @property
     def link(self) -> Link:
-        """Latency and bandwidth of messages between two ranks; of the first operation, where none were measured."""
+        """Latency and bandwidth of messages or calls between two ranks; of the first operation, where none were measured."""
         return self._by_name.get("send", self.fits[0]).link
 
     def plot(self, ax: Axes | None = None) -> Axes:

@@ -91,7 +91,7 @@ def rounds_and_share(operation: str, ranks: int) -> tuple[int, float]:
 
     | operation | algorithm | rounds | share | n |
     |---|---|---|---|---|
-    | send, recv | | 1 | 1 | the message |
+    | send, recv, rpc | | 1 | 1 | the message; of a remote call, one way |
     | all_reduce | ring | 2(p−1) | 2(p−1)/p | a rank's tensor |
     | all_gather, reduce_scatter | ring | p−1 | (p−1)/p | the parts of all ranks together |
     | all_to_all | pairwise exchange | p−1 | (p−1)/p | what a rank sends in all, to itself too |
@@ -110,7 +110,7 @@ def rounds_and_share(operation: str, ranks: int) -> tuple[int, float]:
     plain = operation
     for form in _FORMS:
         plain = plain.removesuffix(form)
-    if plain in ("send", "recv"):
+    if plain in ("send", "recv", "rpc"):
         return 1, 1.0
     others, deep = ranks - 1, math.ceil(math.log2(ranks))
     forms: dict[str, tuple[int, float]] = {
@@ -126,7 +126,7 @@ def rounds_and_share(operation: str, ranks: int) -> tuple[int, float]:
         "monitored_barrier": (2 if others else 0, 0.0),
     }
     if plain not in forms:
-        raise ValueError(f"{operation!r} is no operation whose cost is known; expected send, recv, {', '.join(forms)}")
+        raise ValueError(f"{operation!r} is no operation whose cost is known; expected send, recv, rpc, {', '.join(forms)}")
     return forms[plain]
 
 

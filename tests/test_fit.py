@@ -13,9 +13,11 @@ import pytest
 import labkit as lab
 from labkit.fit import Fit, MeasuredLink, fit
 from labkit.link import Link
-from labkit.measure import OPERATIONS, _median_s
+from labkit.measure import OPERATIONS as BY_RUNTIME
+from labkit.measure import _median_s
 from labkit.prediction import in_words
 
+OPERATIONS = (*BY_RUNTIME["torch"], *BY_RUNTIME["rpc"])
 SIZES = [4**i for i in range(3, 13)]
 LINK = Link(gbit_per_s=8.3, latency_us=41.7)
 
@@ -122,11 +124,24 @@ def test_real_ranks() -> None:
     assert measured.link.latency_us > 0
 
 
+def test_real_calls() -> None:
+    link = Link(gbit_per_s=0.1, latency_us=1000)
+    with lab.Group(["master", "worker"], runtime="rpc", link=link) as group:
+        measured = lab.measure_link(group, sizes=[64, 4096, 16384])
+        with pytest.raises(ValueError, match="'send' is none of rpc"):
+            lab.measure_link(group, operations=["send"])
+    (found,) = measured
+    assert (found.operation, found.ranks, found.nbytes) == ("rpc", 2, (64, 4096, 16384))
+    for n, s in zip(found.nbytes, found.seconds, strict=True):
+        assert s >= link.seconds("rpc", n) - 1e-9  # half of a call there and back
+    assert measured.link.name == "measured by rpc"
+
+
 @pytest.mark.parametrize(
     ("group", "options", "error", "says"),
     [
         (None, {}, TypeError, r"measure_link\(None\): expected a group"),
-        (1, {}, lab.LabError, "expected at least two ranks of runtime='torch'"),
+        (1, {}, lab.LabError, "expected at least two ranks of runtime='torch' or 'rpc'"),
         (2, {"operations": ["shout"]}, ValueError, "'shout' is none of send, all_reduce"),
         (2, {"sizes": [64]}, ValueError, "expected at least two sizes from 4 bytes"),
         (2, {"sizes": [1, 64]}, ValueError, "expected at least two sizes"),

@@ -75,7 +75,7 @@ def test_every_collective_that_is_watched_has_a_cost() -> None:
 
 
 def test_an_unknown_operation() -> None:
-    with pytest.raises(ValueError, match="'shout' is no operation whose cost is known; expected send, recv, all_reduce"):
+    with pytest.raises(ValueError, match="'shout' is no operation whose cost is known; expected send, recv, rpc, all_reduce"):
         SLOW.seconds("shout", 1)
 
 
