@@ -94,12 +94,12 @@ def every_collective(nbytes: int) -> dict[str, Times]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     whole = torch.ones(nbytes // 4)
     part, parts = whole[: len(whole) // ranks].clone(), [p.clone() for p in whole.chunk(ranks)]
-    others = [p.clone() for p in parts]
+    others, other = [p.clone() for p in parts], whole.clone()
     deeds: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(whole),
         "all_gather": lambda: dist.all_gather(others, part),
         "reduce_scatter": lambda: dist.reduce_scatter(part, parts),
-        "all_to_all": lambda: dist.all_to_all(others, parts),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole),
         "broadcast": lambda: dist.broadcast(whole, 0),
         "reduce": lambda: dist.reduce(whole, 0),
         "gather": lambda: dist.gather(part, others if rank == 0 else None),

@@ -166,13 +166,13 @@ def _deed(operation: str, rank: int, whole: Any, part: Any) -> Callable[[], obje
             dist.send(whole, 0)
 
     pieces = list(whole.chunk(dist.get_world_size()))
-    others = [piece.clone() for piece in pieces]
+    others, other = [piece.clone() for piece in pieces], whole.clone()
     deeds: dict[str, Callable[[], object]] = {
         "send": there_and_back,
         "all_reduce": lambda: dist.all_reduce(whole),
         "broadcast": lambda: dist.broadcast(whole, 0),
         "all_gather": lambda: dist.all_gather(others, part),
         "reduce_scatter": lambda: dist.reduce_scatter(part, pieces),
-        "all_to_all": lambda: dist.all_to_all(others, pieces),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole),  # torch 2.11: gloo exchanges no lists
     }
     return deeds[operation]

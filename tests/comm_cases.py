@@ -67,7 +67,7 @@ def pending() -> list[str]:
 
 
 def collectives(group: Any) -> list[Any]:
-    """Every collective once, on 2 ranks."""
+    """Every collective once, on 2 ranks, but for `exchange`."""
     rank = dist.get_rank(group)
     x = torch.arange(4.0) + 10 * rank
     made: list[Any] = []
@@ -101,15 +101,20 @@ def collectives(group: Any) -> list[Any]:
     keep(y)
     reduce_scatter_single(y, x, group=group)
     keep(y)
-    parts = [torch.zeros(2), torch.zeros(2)]
-    dist.all_to_all(parts, [x[:2].clone(), x[2:].clone()], group=group)
-    keep(*parts)
     y = torch.zeros(4)
     dist.all_to_all_single(y, x, group=group)
     keep(y)
     dist.barrier(group=group)
     dist.monitored_barrier(group=group)
     return made
+
+
+def exchange(group: Any) -> list[torch.Tensor]:
+    """An all-to-all of lists."""
+    x = torch.arange(4.0) + 10 * dist.get_rank(group)
+    parts = [torch.zeros(2), torch.zeros(2)]
+    dist.all_to_all(parts, [x[:2].clone(), x[2:].clone()], group=group)
+    return parts
 
 
 def objects(group: Any) -> list[Any]:

@@ -57,8 +57,8 @@ def test_collectives(pair: Group) -> None:
     run = same_as_torchs_own(pair, cases.collectives)
     expected = [
         ("all_reduce", 4), ("broadcast", 4), ("reduce", 4), ("all_gather", 8), ("all_gather_into_tensor", 8), ("gather", 8),
-        ("scatter", 8), ("reduce_scatter", 4), ("reduce_scatter_tensor", 4), ("all_to_all", 4), ("all_to_all_single", 4),
-        ("barrier", 0), ("monitored_barrier", 0),
+        ("scatter", 8), ("reduce_scatter", 4), ("reduce_scatter_tensor", 4), ("all_to_all_single", 4), ("barrier", 0),
+        ("monitored_barrier", 0),
     ]  # fmt: skip
     root, other = communications(run, 0), communications(run, 1)
     assert [(s.name, s.nbytes // FLOAT) for s in root] == expected
@@ -72,6 +72,12 @@ def test_collectives(pair: Group) -> None:
         assert all(s.peer == -1 and s.done and s.line.startswith("comm_cases.py, line") for s in spans)
         # Each was waited for at once, and is over when the wait is.
         assert all(s.start_ns <= s.wait_start_ns < s.wait_end_ns == s.end_ns for s in spans)
+
+
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="torch 2.11: gloo exchanges no lists; CI has a newer one")
+def test_lists_are_exchanged(pair: Group) -> None:
+    run = same_as_torchs_own(pair, cases.exchange)
+    assert [(s.name, s.nbytes // FLOAT) for rank in (0, 1) for s in communications(run, rank)] == [("all_to_all", 4)] * 2
 
 
 def test_a_group_is_named_with_its_ranks(pair: Group) -> None:
