@@ -6,7 +6,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 import subprocess
 import sys
 import urllib.request
@@ -21,7 +20,9 @@ from synthetic import MS, data_parallel
 pytest.importorskip("playwright", reason="playwright is not installed: the extra 'test' brings it")
 from playwright.sync_api import Browser, Page, sync_playwright
 
-CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+from tools.moving_picture import chromium
+
+CHROMIUM = chromium()
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.slow,

@@ -23,7 +23,7 @@ from labkit.pictures.frame import Frame, svg
 from labkit.pictures.gantt import figure_of
 from labkit.pictures.image import as_image
 
-__all__ = ["film"]
+__all__ = ["chromium", "film"]
 
 WIDTH, MARGIN = 900, 10  # pixels
 STAYS_MS: Final = 5000  # how long the last picture stays before all begins anew
@@ -51,6 +51,11 @@ class _Film:
         self.shown.append((time.perf_counter(), f"<img src='data:image/png;base64,{data['image/png']}' width='{WIDTH}'>"))
 
 
+def chromium() -> str | None:
+    """Where a Chromium is on this machine."""
+    return next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+
+
 def film(path: Path, group: lab.Group, function: Callable[..., Any], *args: Any) -> lab.Run:
     """Watch a run, and leave what was to be seen of it in a GIF.
 
@@ -63,8 +68,8 @@ def film(path: Path, group: lab.Group, function: Callable[..., Any], *args: Any)
     Raises:
         LabError: there is no Chromium here.
     """
-    chromium = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
-    if chromium is None:
+    browser = chromium()
+    if browser is None:
         raise lab.LabError("a film needs a Chromium to draw its frames, and there is none on this machine")
     kept, before = _Film(), lab.Group.picture
     lab.Group.picture = lambda: Live(kept)
@@ -72,7 +77,7 @@ def film(path: Path, group: lab.Group, function: Callable[..., Any], *args: Any)
         run = group.watch(function, *args)
     finally:
         lab.Group.picture = before
-    pictures = _drawn([html for _, html in kept.shown], chromium)
+    pictures = _drawn([html for _, html in kept.shown], browser)
     high = max(picture.height for picture in pictures)
     sheets = []
     for picture in pictures:
@@ -90,13 +95,13 @@ def film(path: Path, group: lab.Group, function: Callable[..., Any], *args: Any)
     return run
 
 
-def _drawn(pages: list[str], chromium: str) -> list[Image.Image]:
+def _drawn(pages: list[str], executable: str) -> list[Image.Image]:
     """What a browser makes of some HTML."""
     from playwright.sync_api import sync_playwright
 
     pictures = []
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page(viewport={"width": WIDTH + 2 * MARGIN, "height": 100})
         for content in pages:
             page.set_content(PAGE.format(margin=MARGIN, content=content))
