@@ -237,8 +237,8 @@ def test_what_labkit_writes_itself_is_no_curve():
 def test_a_curve_takes_the_same_memory_however_much_is_recorded():
     curves = Curves(2, 0)
     for i in range(20):
-        curves.add([Scalar(rank, f"a{k}", i * 100 * MS, i) for rank in (0, 1) for k in range(9)], (500 << max(i // 5, 0)) * MS)
-    assert len(curves.names) == 4
+        curves.add([Scalar(rank, f"a{k}", i * 100 * MS, i) for rank in (0, 1) for k in range(40)], (500 << max(i // 5, 0)) * MS)
+    assert len(curves.names) == 16
     means = curves.means("a0")
     assert means.shape == (3, 128)
     assert np.nanmin(means) >= 0
@@ -246,9 +246,27 @@ def test_a_curve_takes_the_same_memory_however_much_is_recorded():
     assert (np.diff(means[-1][~np.isnan(means[-1])]) > 0).all()
 
 
+def recorded(several):
+    """What two ranks recorded: a size once each, and a loss, if that has several values."""
+    losses = [Scalar(rank, "loss", (20 + 10 * i) * MS, 2.3 - i) for i in range(several) for rank in (0, 1)]
+    return [Scalar(rank, "size", 10 * MS, 1.724) for rank in (0, 1)] + losses
+
+
+@pytest.mark.parametrize(("several", "lines", "drawn"), [(0, 0, []), (1, 0, []), (3, 3, ["loss"])])
+def test_what_is_recorded_once_is_no_curve(several, lines, drawn):
+    trace = part(scalars=recorded(several))
+    album = Album()
+    live = Live(album, lambda: 0)
+    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
+    live.update(400 * MS, trace, [[], []])
+    assert len(polylines(album.pages[-1])) == lines
+    assert "size 1.724" in texts(album.pages[-1])  # the last value stands in the line above
+    assert [text for text in texts(album.pages[-1]) if text in ("size", "loss")] == drawn
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 7.0])
 def test_a_curve_of_any_value_can_be_drawn(value):
-    scalars = [Scalar(rank, "loss", 10 * MS, value) for rank in (0, 1)]
+    scalars = [Scalar(rank, "loss", ms * MS, value) for ms in (10, 20) for rank in (0, 1)]
     album = Album()
     live = Live(album, lambda: 0)
     live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
@@ -348,10 +366,25 @@ def test_the_finished_picture_has_the_curve_beneath():
     assert len(each) == 3
     assert mean == pytest.approx(np.mean(each, axis=0))
     assert mean == pytest.approx([2.3 * 0.9**i + 0.01 for i in range(5)])
-    silent = Trace(trace.columns, ranks=trace.ranks)
-    figure = gantt.figure_of(silent, "f")
-    beneath(figure, silent)
-    assert len(figure.axes) == 1
+
+
+@pytest.mark.parametrize(("several", "drawn"), [(None, []), (0, []), (1, []), (3, ["loss"])])
+def test_the_finished_picture_has_a_curve_only_of_several_values(several, drawn):
+    trace = data_parallel(2, 5)
+    trace = Trace(trace.columns, [] if several is None else recorded(several), ranks=trace.ranks)
+    figure = gantt.figure_of(trace, "f")
+    beneath(figure, trace)
+    assert [panel.get_ylabel() for panel in figure.axes[1:]] == drawn
+
+
+def test_a_rank_that_recorded_once_has_no_share_in_the_mean():
+    trace = data_parallel(2, 5)
+    scalars = [Scalar(0, "loss", i * MS, float(i)) for i in range(4)] + [Scalar(1, "loss", 0, 100.0)]
+    trace = Trace(trace.columns, scalars, ranks=trace.ranks)
+    figure = gantt.figure_of(trace, "f")
+    beneath(figure, trace)
+    (mean,) = figure.axes[1].lines
+    assert list(mean.get_ydata()) == [0, 1, 2, 3]
 
 
 # Long runs

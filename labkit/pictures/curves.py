@@ -1,4 +1,7 @@
-"""Recorded values over time, per rank and averaged: remembered while a run goes on, and drawn under its timeline."""
+"""Recorded values over time, per rank and averaged: remembered while a run goes on, and drawn under its timeline.
+
+A single value is no curve: a size, say, that a rank noted once. Where another name has several, that one is drawn.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ __all__ = ["COLOUR", "EACH_RANK", "Curves", "beneath", "recorded"]
 COLOUR: Final = "#CC79A7"  # the one of Okabe and Ito's that no bar of the timeline has
 EACH_RANK: Final = 8  # up to here the ranks are drawn one by one beside their mean
 BINS: Final = 128  # over the time shown
-CURVES: Final = 4
+CURVES: Final = 16  # names that are remembered: some of them may come once only
 POINTS: Final = 500  # of one line under a timeline
 HIGH_IN: Final = 1.15  # of the panel under a timeline, with its axis
 
@@ -67,8 +70,8 @@ class Curves:
 
     @property
     def names(self) -> list[str]:
-        """What was recorded, in the order in which it came."""
-        return list(self._sums)
+        """What a rank recorded more than once, in the order in which it came."""
+        return [name for name, (_, numbers) in self._sums.items() if (numbers.sum(axis=1) > 1).any()]
 
     def means(self, name: str) -> NDArray[np.float64]:
         """The mean of each bin per rank, and at the end over all ranks, shape (ranks + 1, bins); NaN where there is nothing.
@@ -86,22 +89,22 @@ class Curves:
 
 
 def beneath(figure: Figure, trace: Trace) -> None:
-    """Put what the ranks recorded under their timeline, over the time of the whole run; nothing if there is nothing.
+    """Put what the ranks recorded under their timeline, over the time of the whole run; nothing if there is no curve.
 
     Args:
         figure: the timeline; it becomes higher.
         trace: of the whole run.
     """
-    values = recorded(trace.scalars)
-    if not values or trace.duration_ns <= 0:
-        return
-    name = values[0].name
     unit, unit_ns = unit_of(trace.duration_ns)
-    by_rank: dict[int, list[tuple[float, float]]] = {}
-    for s in values:
-        if s.name == name:
-            by_rank.setdefault(s.rank, []).append(((s.time_ns - trace.start_ns) / unit_ns, s.value))
-    each = [_few(np.array(points)) for points in by_rank.values()]
+    by_name: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    for s in recorded(trace.scalars):
+        at = (s.time_ns - trace.start_ns) / unit_ns
+        by_name.setdefault(s.name, {}).setdefault(s.rank, []).append((at, s.value))
+    curves = {name: [points for points in ranks.values() if len(points) > 1] for name, ranks in by_name.items()}
+    name = next((name for name, lines in curves.items() if lines), None)
+    if name is None or trace.duration_ns <= 0:
+        return
+    each = [_few(np.array(points)) for points in curves[name]]
     timeline = figure.axes[0]
     width, before = figure.get_size_inches()
     height = before + HIGH_IN
