@@ -47,7 +47,12 @@ _EMPTY = (
     "__autograph_generated_file",
     *(os.path.join("tensorflow", "python", *place) for place in (("eager", "execute.py"), ("util", "traceback_utils.py"))),
 )
+_TRACED = "outer_factory.<locals>.inner_factory.<locals>.tf__"  # what AutoGraph puts before a function's name
 _LABKIT = os.path.dirname(os.path.abspath(__file__)) + os.sep  # its messages say what to do; its lines would not help
+
+
+# In AutoGraph's own list, as in "tf_data_parallel.py", line 42, in step  *, with its line of source.
+_OURS_TRACED = re.compile(rf'^ *File "{re.escape(_LABKIT)}[^"]*", line \d+, in .*  \*\n.*\n', re.MULTILINE)
 
 
 def headline(error: BaseException) -> str:
@@ -161,6 +166,7 @@ def _readable(text: str) -> str:
     for filename, name in here.files.items():
         text = text.replace(f'"{filename}"', f'"{name}"')
     text = text.replace("tensorflow.python.framework.errors_impl.", "tf.errors.")
+    text = _OURS_TRACED.sub("", text).replace(_TRACED, "")
     if "Detected at node" not in text:
         return text
     names = set(here.files.values())

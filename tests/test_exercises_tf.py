@@ -7,6 +7,8 @@ import importlib.util
 import pytest
 from answers import Answers, judge
 
+from labkit.check import check
+
 pytestmark = [pytest.mark.tf, pytest.mark.slow]
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
     pytest.skip("needs TensorFlow", allow_module_level=True)
@@ -62,6 +64,30 @@ def replica_largest(losses, global_batch):
     import tensorflow as tf
 
     return tf.reduce_max(losses)
+
+
+@wrong("replica_loss", "return one number, for the whole share of this replica")
+def replica_losses_not_added(losses, global_batch):
+    return losses / global_batch
+
+
+@wrong("replica_loss", "end the function with `return`")
+def replica_loss_kept(losses, global_batch):
+    import tensorflow as tf
+
+    tf.reduce_sum(losses) / global_batch
+
+
+@wrong("replica_loss", "begin with `import tensorflow as tf`")
+def replica_loss_of_no_module(losses, global_batch):
+    return tf.reduce_sum(losses) / global_batch  # noqa: F821  # the mistake
+
+
+@wrong("replica_loss", "TypeError: replica_loss_of_one() takes 1 positional argument but 2 were given")
+def replica_loss_of_one(losses):
+    import tensorflow as tf
+
+    return tf.reduce_sum(losses) / 64
 
 
 # global_batches
@@ -167,6 +193,21 @@ def one_step_only(strategy, examples, per_replica):
     return global_batches(strategy, examples[: per_replica * strategy.num_replicas_in_sync], per_replica)
 
 
+@wrong("global_batches", "end the function with `return`")
+def batches_kept(strategy, examples, per_replica):
+    global_batches(strategy, examples, per_replica)
+
+
+@wrong("global_batches", "begin with `import tensorflow as tf`")
+def batches_of_no_module(strategy, examples, per_replica):
+    return tf.data.Dataset.from_tensor_slices(examples)  # noqa: F821  # the mistake
+
+
+@wrong("global_batches", "a strategy distributes a tf.data.Dataset")
+def examples_distributed(strategy, examples, per_replica):
+    return strategy.experimental_distribute_dataset(examples)
+
+
 # clipped_sum
 
 
@@ -232,9 +273,48 @@ def always_scaled(gradients, limit):
     return [gradient * limit / tf.linalg.global_norm(total) for gradient in total]
 
 
+@wrong("clipped_sum", "end the function with `return`")
+def clipped_and_kept(gradients, limit):
+    clipped_sum(gradients, limit)
+
+
+@wrong("clipped_sum", "begin with `import tensorflow as tf`")
+def clipped_by_no_module(gradients, limit):
+    return tf.clip_by_global_norm(gradients, limit)[0]  # noqa: F821  # the mistake
+
+
+@wrong("clipped_sum", "the function runs in a replica already")
+def reduced_in_a_replica(gradients, limit):
+    import tensorflow as tf
+
+    strategy = tf.distribute.get_strategy()
+    return [strategy.reduce("SUM", gradient, axis=None) for gradient in gradients]
+
+
+@wrong("clipped_sum", "no all-reduce inside an `if`")
+def summed_if_needed(gradients, limit):
+    import tensorflow as tf
+
+    if tf.linalg.global_norm(gradients) > limit:
+        gradients = tf.distribute.get_replica_context().all_reduce("SUM", gradients)
+    return tf.clip_by_global_norm(gradients, limit)[0]
+
+
+@wrong("clipped_sum", "tf.clip_by_global_norm takes the list as it is")
+def clipped_as_one(gradients, limit):
+    import tensorflow as tf
+
+    return tf.clip_by_norm(tf.distribute.get_replica_context().all_reduce("SUM", gradients), limit)
+
+
 @pytest.mark.parametrize("answer", answers.parameters())
 def test_the_verdict_fits_the_answer(answer) -> None:
     judge(answer)
+
+
+def test_a_report_names_no_line_of_the_judge() -> None:
+    verdict = check("replica_loss", replica_loss_of_one)
+    assert "tf_data_parallel.py" not in str(verdict)
 
 
 def test_every_exercise_has_right_and_wrong_answers_here() -> None:

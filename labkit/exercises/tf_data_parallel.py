@@ -24,10 +24,49 @@ EXAMPLES_OF_RANKS = 24  # two ranks that shuffle differently share them by accid
 # Two gradients of two ranks. Together they are (6, 0) and (8), with norm 10; each mistake gives other numbers.
 GRADIENTS = (((3.0, 0.0), (0.0,)), ((3.0, 0.0), (8.0,)))
 LIMIT, HIGH_LIMIT = 6.0, 20.0
+NONE = "None values not supported"  # in TensorFlow's own words
+# What TensorFlow says of common mistakes, in words that need not tell a beginner where to look.
+EXPLAINED = (
+    ("name 'tf' is not defined", "the ranks know no `tf`, for this notebook imports none: begin with `import tensorflow as tf`"),
+    (NONE, "it returns nothing: end the function with `return` and what it found"),
+    ("OperatorNotAllowedInGraphError", "use tf.reduce_sum: in a graph Python cannot loop over a tensor, as its own sum does"),
+    (
+        "has no attribute '_variant_tensor'",
+        "a strategy distributes a tf.data.Dataset: make one with tf.data.Dataset.from_tensor_slices(examples), and batch it",
+    ),
+    (
+        "requires being in cross-replica context",
+        'the function runs in a replica already: there tf.distribute.get_replica_context().all_reduce("SUM", ...) adds up',
+    ),
+    (
+        "`merge_call` called while defining",
+        "no all-reduce inside an `if` that looks at a tensor: another replica might not come to it. Sum first, then decide",
+    ),
+    (
+        "Dimension 0 in both shapes must be equal",
+        "the gradients are a list of tensors of different shapes: tf.clip_by_global_norm takes the list as it is",
+    ),
+)
 
 
-def _loss_on_rank(answer: Callable[..., Any], uneven: bool) -> tuple[float, float]:
-    """The sum over replicas of what the student's function returns, and the mean over the whole batch."""
+def _explain(on: OnRanks) -> OnRanks:
+    """The same ranks, with other words for common mistakes."""
+
+    def explained(ranks: Any, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        try:
+            return on(ranks, function, *args, runtime="tensorflow", **options)
+        except RankError as error:
+            said = f"{error.failures[0].headline}\n{error.failures[0].traceback}"
+            words = next((words for theirs, words in EXPLAINED if theirs in said), None)
+            if words is None:
+                raise
+            raise AnswerError(words) from None
+
+    return explained
+
+
+def _loss_on_rank(answer: Callable[..., Any], uneven: bool) -> tuple[Any, float]:
+    """The sum over replicas of what the student's function returns, a number or a list, and the mean over the whole batch."""
     import tensorflow as tf
 
     strategy = tf.distribute.MirroredStrategy(_devices(tf, REPLICAS))
@@ -42,7 +81,7 @@ def _loss_on_rank(answer: Callable[..., Any], uneven: bool) -> tuple[float, floa
         parts = strategy.run(lambda own: tf.convert_to_tensor(answer(own, count)), args=(values,))
         return strategy.reduce("SUM", parts, axis=None)
 
-    return float(summed()), sum(sum(part) for part in losses) / count
+    return summed().numpy().tolist(), sum(sum(part) for part in losses) / count
 
 
 def _devices(tf: Any, replicas: int) -> list[str]:
@@ -53,12 +92,12 @@ def _devices(tf: Any, replicas: int) -> list[str]:
 
 def _replica_loss(answer: Any, on: OnRanks) -> str:
     for uneven in (False, True):
-        try:
-            ((got, mean),) = on(1, _loss_on_rank, answer, uneven, runtime="tensorflow", devices_per_rank=REPLICAS)
-        except RankError as error:
-            if "OperatorNotAllowedInGraphError" not in error.failures[0].headline:
-                raise
-            raise AnswerError("use tf.reduce_sum: in a graph Python cannot loop over a tensor, as its own sum does") from None
+        ((got, mean),) = _explain(on)(1, _loss_on_rank, answer, uneven, devices_per_rank=REPLICAS)
+        if isinstance(got, list):
+            raise AnswerError(
+                "it returns a loss for each example: return one number, for the whole share of this replica",
+                f"summed over {REPLICAS} replicas: {got}",
+            )
         if math.isclose(got, mean, rel_tol=1e-4):
             continue
         details = (f"summed over {REPLICAS} replicas: {got:.4g}", f"mean over the whole batch: {mean:.4g}")
@@ -91,6 +130,8 @@ Steps = list[list[list[int]]]  # per step and replica, the numbers of the exampl
 
 def _batches(answer: Callable[..., Any], strategy: Any, examples: int) -> Steps:
     data = answer(strategy, np.arange(examples, dtype=np.int64), PER_REPLICA)
+    if data is None:
+        raise ValueError(NONE)
     some = itertools.islice(data, examples + 1)  # an endless dataset gives more steps than there are examples
     return [[part.numpy().tolist() for part in strategy.experimental_local_results(batch)] for batch in some]
 
@@ -108,15 +149,16 @@ def _batches_on_ranks(answer: Callable[..., Any]) -> Steps:
 
 
 def _global_batches(answer: Any, on: OnRanks) -> str:
-    (steps,) = on(1, _batches_on_devices, answer, REPLICAS, runtime="tensorflow", devices_per_rank=REPLICAS)
+    on = _explain(on)
+    (steps,) = on(1, _batches_on_devices, answer, REPLICAS, devices_per_rank=REPLICAS)
     _judge_steps(steps)
-    (steps,) = on(1, _batches_on_devices, answer, MORE_REPLICAS, runtime="tensorflow", devices_per_rank=MORE_REPLICAS)
+    (steps,) = on(1, _batches_on_devices, answer, MORE_REPLICAS, devices_per_rank=MORE_REPLICAS)
     if [[len(part) for part in step] for step in steps] != [[PER_REPLICA] * MORE_REPLICAS]:
         raise AnswerError(
             f"right for {REPLICAS} replicas, wrong for {MORE_REPLICAS}: ask the strategy, strategy.num_replicas_in_sync",
             *_listed(steps),
         )
-    _judge_ranks(on(REPLICAS, _batches_on_ranks, answer, runtime="tensorflow"))
+    _judge_ranks(on(REPLICAS, _batches_on_ranks, answer))
     return "Every step gives every replica the batch that was asked for, and no example is read twice, also on two ranks."
 
 
@@ -203,6 +245,8 @@ def _clip_on_rank(answer: Callable[..., Any], limit: float) -> list[list[float]]
         return strategy.run(answer, args=(own, limit))
 
     clipped = tf.function(step)()
+    if clipped is None:
+        raise ValueError(NONE)
     if not isinstance(clipped, (list, tuple)) or [getattr(c, "shape", None) for c in clipped] != [g.shape for g in own]:
         return str(tf.nest.map_structure(lambda value: f"shape {tuple(np.shape(value))}", clipped))
     return [gradient.numpy().tolist() for gradient in clipped]
@@ -210,7 +254,7 @@ def _clip_on_rank(answer: Callable[..., Any], limit: float) -> list[list[float]]
 
 def _clipped_sum(answer: Any, on: OnRanks) -> str:
     for limit in (LIMIT, HIGH_LIMIT):
-        ranks = on(len(GRADIENTS), _clip_on_rank, answer, limit, runtime="tensorflow")
+        ranks = _explain(on)(len(GRADIENTS), _clip_on_rank, answer, limit)
         for rank, got in enumerate(ranks):
             if isinstance(got, str):
                 raise AnswerError(
