@@ -17,6 +17,8 @@ import nbformat
 import pytest
 from synthetic import MS, data_parallel
 
+from labkit.pictures.frame import STILL
+
 pytest.importorskip("playwright", reason="playwright is not installed: the extra 'test' brings it")
 from playwright.sync_api import Browser, Page, sync_playwright
 
@@ -32,11 +34,8 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_MS = 90_000  # for a lesson's cells up to the picture, on a machine with other things to do
 
-IDLE = (
-    "#jp-main-statusbar >> text=/\\| Idle$/"  # the kernel, as the status bar says it; cells run before it is connected are lost
-)
-
-IDLE_NOTEBOOK = ".jp-Notebook-ExecutionIndicator[data-status=idle]"  # the same in Jupyter Notebook, which has no status bar
+# The kernel, as the status bar says it, and in Jupyter Notebook, which has none; cells run before it is connected are lost.
+IDLE = {"lab": "#jp-main-statusbar >> text=/\\| Idle$/", "notebook": ".jp-Notebook-ExecutionIndicator[data-status=idle]"}
 
 # Collects every picture that the output of the last cell shows, from the moment it is installed.
 COLLECT = """() => {
@@ -155,12 +154,25 @@ def _until_watch(lesson: str) -> Any:
     return notebook
 
 
-def _open(browser: Browser, server: Server, notebook: str) -> Page:
+def _open(browser: Browser, server: Server, notebook: str, kind: str = "lab") -> Page:
     page = browser.new_page(viewport={"width": 1280, "height": 900})
-    page.goto(server.page("lab", notebook))
+    page.goto(server.page(kind, notebook))
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=LIMIT_MS)
-    page.wait_for_selector(IDLE, timeout=LIMIT_MS)
+    page.wait_for_selector(IDLE[kind], timeout=LIMIT_MS)
     return page
+
+
+def _run_cells(page: Page, *numbers: int) -> None:
+    """Run cells by their numbers. A page that has just been opened may lose keys."""
+    for number in numbers:
+        prompt = page.locator(f".jp-Notebook .jp-CodeCell:nth-child({number + 1}) .jp-InputArea-prompt")
+        before = prompt.inner_text()
+        for _ in range(LIMIT_MS // 200):
+            prompt.click()
+            page.keyboard.press("Control+Enter")
+            page.wait_for_timeout(200)
+            if prompt.inner_text() != before:
+                break
 
 
 def _run_all(page: Page) -> None:
@@ -178,7 +190,7 @@ def test_picture_of_lesson_02_moves_and_stays(lab_server: Server, browser: Brows
     page.wait_for_function(FINISHED, timeout=LIMIT_MS)
     frames = page.evaluate("() => { clearInterval(window.collector); return window.frames_seen.size; }")
     assert frames >= 3, "the picture did not change while the ranks worked"
-    page.wait_for_selector(IDLE, timeout=LIMIT_MS)
+    page.wait_for_selector(IDLE["lab"], timeout=LIMIT_MS)
     _picture(page, "after")
     _save(page)
     page.reload()
@@ -204,9 +216,61 @@ def test_stop_button_gives_the_prompt_back(lab_server: Server, browser: Browser)
     _picture(page, "hanging")
     page.click('[data-command="notebook:interrupt-kernel"] >> visible=true')
     page.wait_for_selector("text=The next run starts fresh ranks.", timeout=LIMIT_MS)
-    page.wait_for_selector(IDLE, timeout=LIMIT_MS)
+    page.wait_for_selector(IDLE["lab"], timeout=LIMIT_MS)
     _picture(page, "stopped")
     assert "rank 0 was waiting in barrier" in page.inner_text(".jp-Notebook")
+    page.close()
+
+
+@pytest.mark.parametrize("kind", ["lab", "notebook"])
+def test_a_page_that_is_loaded_anew_during_a_run_holds_nothing_that_misleads(
+    kind: str, lab_server: Server, browser: Browser
+) -> None:
+    """The front end drops the outputs of a cell that it did not run itself: what is left is a frame, and the frame says so."""
+    if kind == "notebook":
+        pytest.importorskip("notebook", reason="Jupyter Notebook is not installed: the extra 'test' brings it")
+    work = """def work(folder):
+    for step in lab.steps(range(10**6)):
+        with lab.span('forward'):
+            threading.Event().wait(0.01)
+        if os.path.exists(folder + '/over'):
+            return print('worked')"""
+    name, over = f"reload-{kind}.ipynb", lab_server.folder / kind / "over"
+    over.parent.mkdir()
+    cells = ["import os, threading\nimport labkit as lab\ngroup = lab.Group(2, runtime='bare')", work]
+    cells += [f"run = group.watch(work, {str(over.parent)!r})", "print(run.output)\nlab.explore(run)"]
+    lab_server.write(name, cells)
+    page = _open(browser, lab_server, name, kind)
+    _run_cells(page, 0, 1, 2)
+    drawing, stale = ".jp-CodeCell:nth-child(3) .jp-OutputArea-output svg", f"text={STILL[0]}"
+    page.wait_for_selector(f"{drawing} >> text=steps/s", timeout=LIMIT_MS)
+    _picture(page, f"reload-{kind}-before")
+    _save(page)
+    page.reload()
+    page.wait_for_selector(stale, timeout=LIMIT_MS)
+    _picture(page, f"reload-{kind}-during")
+
+    over.touch()
+    page.wait_for_selector(IDLE[kind], timeout=LIMIT_MS)
+    _run_cells(page, 3)
+    page.wait_for_selector("text=[rank 1] worked", timeout=LIMIT_MS)
+    page.wait_for_selector(EXPLORER, timeout=LIMIT_MS)
+    assert _hover(page, 1, 0, 0.5)[0] == "forward"
+    assert page.locator(stale).is_visible()
+    _picture(page, f"reload-{kind}-after")
+    _save(page)
+    saved = nbformat.read(lab_server.folder / name, as_version=4)
+    assert [STILL[1] in output.data["text/html"] for output in saved.cells[2].outputs] == [True]
+    assert "image/png" in saved.cells[3].outputs[-1].data
+    assert "widgets" not in saved.metadata
+
+    _run_cells(page, 2)  # again, and the page sees its end
+    page.wait_for_selector(".jp-CodeCell:nth-child(3) .jp-OutputArea-output img", timeout=LIMIT_MS)
+    assert page.locator(drawing).count() == 0
+    _save(page)
+    page.reload()
+    page.wait_for_selector(EXPLORER, timeout=LIMIT_MS)
+    assert _hover(page, 0, 0, 0.5)[0] == "forward"
     page.close()
 
 
@@ -234,7 +298,7 @@ def test_prints_appear_while_ranks_work_and_end_as_text_in_rank_order(lab_server
     ]  # fmt: skip
     (lab_server.folder / "go on").touch()
     page.wait_for_selector("text=[rank 1] and waits no more", timeout=LIMIT_MS)
-    page.wait_for_selector(IDLE, timeout=LIMIT_MS)
+    page.wait_for_selector(IDLE["lab"], timeout=LIMIT_MS)
     _picture(page, "printed")
     expected = ["[rank 0] rank 0 began", "[rank 0] and waits no more", "[rank 1] rank 1 began", "[rank 1] and waits no more"]
     assert [text.splitlines() for text in page.locator(outputs).all_inner_texts()] == [expected], "the live text has given way"
@@ -269,8 +333,13 @@ BRIGHT = """() => {
 }"""
 
 
-def _place(page: Page, rank: int, lane: int, at_ms: float) -> tuple[float, float]:
-    """Where a moment of a rank's lane is on the page while the whole run is shown."""
+def _share(at_ms: float) -> float:
+    """Where a moment of `data_parallel` lies in its whole."""
+    return at_ms * MS / data_parallel().duration_ns
+
+
+def _place(page: Page, rank: int, lane: int, share: float) -> tuple[float, float]:
+    """Where a moment of a rank's lane is on the page: as a share of what is shown."""
     plot = page.locator(".labkit-plot").bounding_box()
     first, second = (page.locator(".labkit-rank").nth(i).bounding_box() for i in (0, 1))
     assert plot is not None
@@ -278,13 +347,13 @@ def _place(page: Page, rank: int, lane: int, at_ms: float) -> tuple[float, float
     assert second is not None
     high = second["y"] - first["y"]
     middle = first["y"] + first["height"] / 2 + rank * high
-    return plot["x"] + plot["width"] * at_ms * MS / data_parallel().duration_ns, middle + (-0.15, 0.25)[lane] * high
+    return plot["x"] + plot["width"] * share, middle + (-0.15, 0.25)[lane] * high
 
 
-def _hover(page: Page, rank: int, lane: int, at_ms: float) -> list[str]:
+def _hover(page: Page, rank: int, lane: int, share: float) -> list[str]:
     """The words beside the pointer there; while a theme is changed, something lies over the page."""
     for _ in range(LIMIT_MS // 50):
-        x, y = _place(page, rank, lane, at_ms)
+        x, y = _place(page, rank, lane, share)
         page.mouse.move(x - 1, y)
         page.mouse.move(x, y)
         if told := page.inner_text(".labkit-tip"):
@@ -294,8 +363,9 @@ def _hover(page: Page, rank: int, lane: int, at_ms: float) -> list[str]:
 
 
 def _save(page: Page) -> None:
-    page.click('[data-command="docmanager:save"] >> visible=true')
-    page.wait_for_selector(".jp-mod-dirty", state="detached", timeout=LIMIT_MS)
+    is_saving = lambda response: response.request.method == "PUT" and "/api/contents/" in response.url  # noqa: E731
+    with page.expect_response(is_saving, timeout=LIMIT_MS):
+        page.click('[data-command="docmanager:save"] >> visible=true')
 
 
 def test_the_timeline_is_explored(lab_server: Server, browser: Browser) -> None:
@@ -305,9 +375,9 @@ def test_the_timeline_is_explored(lab_server: Server, browser: Browser) -> None:
     _run_all(page)
     page.wait_for_selector(EXPLORER, timeout=LIMIT_MS)
 
-    told = _hover(page, 1, 0, 3)
+    told = _hover(page, 1, 0, _share(3))
     assert told == ["forward", "rank 1  ·  6.25 ms", "from 1.20 ms to 7.45 ms"]
-    told = _hover(page, 0, 1, 19.5)
+    told = _hover(page, 0, 1, _share(19.5))
     assert (told[0], told[2], told[-1]) == (
         "all_reduce  1.05 MB",
         "exposed communication",
@@ -320,7 +390,7 @@ def test_the_timeline_is_explored(lab_server: Server, browser: Browser) -> None:
     where = page.locator(".labkit-where")
     page.mouse.wheel(0, -300)  # not clicked into: the page would scroll
     assert where.inner_text() == ""
-    page.mouse.click(*_place(page, 0, 1, 19.5))
+    page.mouse.click(*_place(page, 0, 1, _share(19.5)))
     page.mouse.wheel(0, -600)
     page.wait_for_function("() => document.querySelector('.labkit-where').textContent.includes('of it, from')", timeout=LIMIT_MS)
     page.keyboard.press("ArrowRight")
@@ -343,7 +413,7 @@ def test_the_timeline_is_explored(lab_server: Server, browser: Browser) -> None:
     page.click('.lm-Menu-itemLabel:text-is("JupyterLab Dark")')
     page.wait_for_selector("body[data-jp-theme-light=false]", state="attached", timeout=LIMIT_MS)
     page.wait_for_function(BRIGHT, timeout=LIMIT_MS)
-    assert _hover(page, 0, 1, 19.5) == told
+    assert _hover(page, 0, 1, _share(19.5)) == told
     _picture(page, "explore-dark")
     contrast = page.evaluate(PALE)
     assert contrast["pale"] == []
@@ -362,24 +432,21 @@ def test_a_notebook_is_explored_as_long_as_its_kernel_lives(lab_server: Server, 
     pytest.importorskip("notebook", reason="Jupyter Notebook is not installed: the extra 'test' brings it")
     data_parallel().save(lab_server.folder / "run.json")
     lab_server.write("again.ipynb", ["import labkit as lab", "lab.explore(lab.load_trace('run.json'))"])
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    page.goto(lab_server.page("notebook", "again.ipynb"))
-    page.wait_for_selector(IDLE_NOTEBOOK, timeout=LIMIT_MS)
+    page = _open(browser, lab_server, "again.ipynb", "notebook")
     _run_all(page)
     page.wait_for_selector(EXPLORER, timeout=LIMIT_MS)
-    assert _hover(page, 1, 0, 3)[0] == "forward"
+    assert _hover(page, 1, 0, _share(3))[0] == "forward"
     _picture(page, "explore-notebook")
-    page.click('[data-command="docmanager:save"] >> visible=true')
-    page.wait_for_function("() => !document.querySelector('.jp-mod-dirty')", timeout=LIMIT_MS)
+    _save(page)
     page.reload()
     page.wait_for_selector(EXPLORER, timeout=LIMIT_MS)
-    assert _hover(page, 1, 0, 3)[0] == "forward"
+    assert _hover(page, 1, 0, _share(3))[0] == "forward"
     page.close()
     lab_server.end_kernels()
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     page.goto(lab_server.page("notebook", "again.ipynb"))
     page.wait_for_function(FINISHED, timeout=LIMIT_MS)
-    page.wait_for_selector(IDLE_NOTEBOOK, timeout=LIMIT_MS)
+    page.wait_for_selector(IDLE["notebook"], timeout=LIMIT_MS)
     _picture(page, "explore-without-kernel")
     assert page.locator(".labkit-explorer").count() == 0
     page.close()

@@ -24,7 +24,7 @@ from labkit.pictures import gantt
 from labkit.pictures import recent as recent_module
 from labkit.pictures.bars import COMPUTE_LANE, STYLES, coverage, lanes
 from labkit.pictures.curves import Curves, beneath
-from labkit.pictures.frame import svg
+from labkit.pictures.frame import STILL, svg
 from labkit.pictures.progress import Progress
 from labkit.pictures.recent import Recent
 from labkit.pictures.sheet import time_in_words
@@ -116,6 +116,19 @@ def test_the_first_frame_is_legible_before_anything_has_happened():
     )
     assert "time since the start of the run [ms]" in texts(page)
     assert album.said == "timeline of train on 4 ranks"
+
+
+def test_a_frame_that_stays_fades_and_says_why():
+    """As SVG alone, without a script: a saved notebook shows it as well."""
+    (page,) = watched(data_parallel(), []).pages
+    shown, hidden = drawing(page).findall(f"{SVG}g")
+    assert "train on 4 ranks" in [t.text for t in shown.iter(f"{SVG}text")]
+    assert hidden.get("visibility") == "hidden"
+    assert tuple(t.text for t in hidden.iter(f"{SVG}text")) == STILL
+    changes = [shown.find(f"{SVG}animate"), hidden.find(f"{SVG}set")]
+    assert [(c.get("attributeName"), c.get("to"), c.get("begin")) for c in changes] == [
+        ("opacity", ".2", "10s"), ("visibility", "visible", "10s"),
+    ]  # fmt: skip
 
 
 def test_colours_and_lanes_are_those_of_the_timeline():

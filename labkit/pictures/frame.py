@@ -2,6 +2,9 @@
 
 It is built by hand because it must be cheap: a figure of matplotlib takes 100 ms, this about 2. Its size is bounded, its height
 is fixed from the first frame to the last, and what it does not colour itself takes the theme's colours, light or dark.
+
+A frame that no other takes the place of fades, and says so: it was saved while the ranks worked. A page that is loaded anew gets
+no further frames, since a front end drops what belongs to a cell that it did not run itself.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from labkit.pictures.sheet import bytes_in_words, unit_of
 from labkit.trace import Trace
 from labkit.usage import Load
 
-__all__ = ["Curve", "Detail", "Frame", "Past", "Row", "clock_time", "svg"]
+__all__ = ["STILL", "Curve", "Detail", "Frame", "Past", "Row", "clock_time", "svg"]
 
 Cells = tuple[NDArray[np.float64], NDArray[np.float64]]  # what fills the bins of the two lanes: shape (styles, bins), in ns
 
@@ -35,6 +38,11 @@ TEXTS_PER_LANE: Final = 12
 COARSE: Final = 15  # steps from 0 to 1 to which mixed colours are rounded, so that neighbours become one
 HEAD: Final = 58.0  # height of title, progress and words
 FOOT: Final = 66.0  # of axis and legend
+STILL_S: Final = 10  # without another frame: so long it never takes while the page gets them, however busy the machine
+STILL: Final = (
+    "This picture no longer moves: it was saved while the ranks worked.",
+    "When the run is over, lab.timeline(run) draws it, and run.output has the prints.",
+)
 _SOFT: Final = ' opacity=".65"'
 _LINE: Final = 'fill="currentColor" fill-opacity=".5"'
 _NAMES: Final = tuple(STYLES)
@@ -217,8 +225,19 @@ class _Drawing:
             '<div style="color:var(--jp-ui-font-color1,var(--vscode-editor-foreground,inherit));max-width:1000px">'
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {self.bottom + FOOT:g}" role="img" '
             f'aria-label="{label}" fill="currentColor" style="display:block;width:100%;{fonts}">'
-            f"{_hatch(self.name)}{drawn}{self.pen.drawn()}{_legend(self.name, self.left, self.bottom + 43)}</svg></div>"
+            f"{_hatch(self.name)}<g>{drawn}{self.pen.drawn()}{_legend(self.name, self.left, self.bottom + 43)}"
+            f'<animate attributeName="opacity" to=".2" begin="{STILL_S}s" dur=".5s" fill="freeze"/></g>'
+            f"{self._still()}</svg></div>"
         )
+
+    def _still(self) -> str:
+        """What a frame says once it has stood for long."""
+        pen, middle = _Pen(), (self.top + self.bottom) / 2
+        for line, text in enumerate(STILL):
+            pen.text(
+                self.left + self.wide / 2, middle + 18 * line, text, ' text-anchor="middle" font-size="13" font-weight="600"'
+            )
+        return f'<g visibility="hidden"><set attributeName="visibility" to="visible" begin="{STILL_S}s"/>{pen.drawn()}</g>'
 
     def _head(self) -> None:
         """Title, time, progress."""
