@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,8 +11,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import machine
+import sharded
 import torch
 import torch.distributed as dist
+from repeat import REPEATS, Times, in_turns, repeated, seconds
 from table import duration, table
 from torch import nn
 from torch.distributed import rpc
@@ -23,11 +24,9 @@ from labkit.prediction import in_words
 
 LINK: Final = lab.Link(gbit_per_s=1, latency_us=50)
 FAR: Final = lab.Link(gbit_per_s=1, latency_us=5000)  # where latency is what counts
-REPEATS: Final = 9
 LARGE: Final = 1_000_000  # bytes
 SMALL: Final = 4_000
-Times = list[tuple[int, int]]
-Row = tuple[str, float, float]
+Row = tuple[str, float, float]  # the case; seconds or bytes, predicted and measured
 
 
 def main() -> None:
@@ -36,14 +35,16 @@ def main() -> None:
     parser.add_argument("--write", metavar="FILE", type=Path, help="keep the table in this file as well")
     arguments = parser.parse_args()
     about = [f"- {line}" for line in [*machine.describe(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"]]
-    rows: list[Row] = []
-    for part in (collectives, messages, overlapped, data_parallel, pipeline, echo):
+    cells, ratios = [], []
+    for part in (collectives, messages, overlapped, data_parallel, pipeline, sharded.tensor_parallel, sharded.memory, echo):
         print(part.__name__, file=sys.stderr, flush=True)
-        rows += part()
-    cells = [[name, duration(predicted), duration(measured), f"{measured / predicted:.2f}"] for name, predicted, measured in rows]
-    inside = sum(0.8 <= measured / predicted <= 1.25 for _, predicted, measured in rows)
+        for name, predicted, measured in part():
+            ratios.append(measured / predicted)
+            unit = "B" if part is sharded.memory else "s"
+            cells.append([name, in_words(predicted, unit), in_words(measured, unit), f"{ratios[-1]:.2f}"])
+    inside = sum(0.8 <= ratio <= 1.25 for ratio in ratios)
     lines = [*about, "", table(["case", "predicted", "measured", "ratio"], cells), ""]
-    lines += [f"{inside} of {len(rows)} ratios lie between 0.8 and 1.25."]
+    lines += [f"{inside} of {len(ratios)} ratios lie between 0.8 and 1.25."]
     print("\n".join(lines))
     if arguments.write:
         arguments.write.write_text("\n".join([INTRODUCTION, *lines, ""]), encoding="utf-8")
@@ -56,34 +57,9 @@ Printed by `python bench/predictions.py`, and kept here with `--write docs/predi
 long they compute alone, measured in the same run; where they have all cores, also from how much processor time an
 all-reduce takes from them. A time is from the moment when the last rank has begun to the moment when the last has ended;
 medians of nine. On a machine with other work, or with fewer cores than ranks, gloo's own time comes on top, and where it
-is longer than the link's it is what is measured.
+is longer than the link's it is what is measured. Memory is what `lab.track_memory` counts of parameters, gradients and
+optimizer state.
 """
-
-
-def repeated(deed: Callable[[], object], times: int = REPEATS + 1) -> Times:
-    """In a rank: when each of some repetitions began and ended, in ns; the first, which warms up, is left out."""
-    made = []
-    for _ in range(times):
-        dist.barrier()
-        begin_ns = time.perf_counter_ns()
-        deed()
-        made.append((begin_ns, time.perf_counter_ns()))
-    return made[1:]
-
-
-def in_turns(deeds: dict[str, Callable[[], object]]) -> dict[str, Times]:
-    """In a rank: several things, repeated in turns, so that what one of them sees of the machine the others see, too."""
-    made: dict[str, Times] = {name: [] for name in deeds}
-    for _ in range(REPEATS):
-        for name, deed in deeds.items():
-            made[name] += repeated(deed, 2)
-    return made
-
-
-def seconds(of_ranks: list[Times]) -> float:
-    """The median of the repetitions, each from the last rank's begin to the last rank's end."""
-    each = zip(*of_ranks, strict=True)
-    return statistics.median(max(e for _, e in one) - max(b for b, _ in one) for one in each) / 1e9
 
 
 # ---------------------------------------------------------------------------------------------- collectives and messages

@@ -62,7 +62,7 @@ def test_the_command_explains_itself() -> None:
 def test_a_prediction_is_compared_with_the_median_from_the_last_begin_to_the_last_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
     predictions = importlib.import_module("predictions")
-    for name in ("predictions", "table", "machine"):
+    for name in ("predictions", "sharded", "repeat", "table", "machine"):
         monkeypatch.delitem(sys.modules, name)
     first, second = [(0, 90), (100, 190), (200, 990)], [(10, 60), (110, 160), (210, 260)]
     assert predictions.seconds([first, second]) == 80e-9

@@ -1,0 +1,41 @@
+"""Repetitions inside ranks, and what they came to: medians, each from the last rank's begin to the last rank's end."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Final
+
+import torch.distributed as dist
+
+__all__ = ["REPEATS", "Times", "in_turns", "repeated", "seconds"]
+
+REPEATS: Final = 9
+Times = list[tuple[int, int]]  # begin and end of each, in ns
+
+
+def repeated(deed: Callable[[], object], times: int = REPEATS + 1) -> Times:
+    """In a rank: when each of some repetitions began and ended; the first, which warms up, is left out."""
+    made = []
+    for _ in range(times):
+        dist.barrier()
+        begin_ns = time.perf_counter_ns()
+        deed()
+        made.append((begin_ns, time.perf_counter_ns()))
+    return made[1:]
+
+
+def in_turns(deeds: dict[str, Callable[[], object]]) -> dict[str, Times]:
+    """In a rank: several things, repeated in turns, so that what one of them sees of the machine the others see, too."""
+    made: dict[str, Times] = {name: [] for name in deeds}
+    for _ in range(REPEATS):
+        for name, deed in deeds.items():
+            made[name] += repeated(deed, 2)
+    return made
+
+
+def seconds(of_ranks: list[Times]) -> float:
+    """The median of the repetitions, each from the last rank's begin to the last rank's end."""
+    each = zip(*of_ranks, strict=True)
+    return statistics.median(max(e for _, e in one) - max(b for b, _ in one) for one in each) / 1e9
