@@ -564,7 +564,7 @@ def test_ranks_without_steps_do_not_hold_the_others_up():
     progress.add(part(step(0, 0, 100), ranks=3))
     assert progress.done == 1
     assert progress.fraction is None
-    assert progress.in_words() == "1 steps  ·  10 steps/s"
+    assert progress.in_words() == "1 step  ·  10 steps/s"
     assert Progress(2).in_words() == ""
     assert Progress(2).last_step() is None
 

@@ -106,7 +106,8 @@ class Progress:
         steps, rate, left, slowest = "", "", "", self._slowest()
         if slowest is not None:
             length = slowest.loop_length
-            steps = f"{slowest.in_loop} of {length} steps" if length else f"{slowest.count} steps"
+            number = length or slowest.count
+            steps = (f"{slowest.in_loop} of " if length else "") + (f"{number} steps" if number != 1 else "1 step")
             if per_s := self._steps_per_s(slowest):
                 rate = f"{per_s:.3g} steps/s" if per_s < 1000 else f"{per_s:.0f} steps/s"
                 if length:
