@@ -20,7 +20,7 @@ from labkit.errors import LabError, RankFailure
 from labkit.names import name_of
 from labkit.private import Network
 from labkit.profiled import Row, TorchProfiler
-from labkit.record import Recorder, here, is_students
+from labkit.record import Recorder, here, is_students, span
 from labkit.report import headline, in_students_code, is_consequence, students_traceback, warning
 from labkit.ring import RingWriter
 from labkit.runtimes import RUNTIMES, Runtime, Seat, devices, quiet_stderr
@@ -129,6 +129,7 @@ class _Rank:
                 wire.install_source(filename, lines)
         if files:
             is_students.cache_clear()
+        span.cache_clear()  # a span knows where its name was first used: in this run
 
     def _take(self, parcel: wire.Parcel | None) -> Any:
         """What is in a parcel; what it defines lives here now, and the notebook knows it by name."""

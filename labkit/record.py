@@ -91,7 +91,7 @@ def span(name: str, kind: str = "compute") -> Any:
         kind: "compute", or "communication" for what travels without labkit seeing it (a TensorFlow all-reduce, a file).
 
     Recording costs about two clock reads and one write to memory; outside a group nothing is recorded. On a GPU the span is timed
-    by CUDA events, because the host only enqueues the work.
+    by CUDA events, because the host only enqueues the work. The line of code is noted once a run, where it first uses the name.
 
     Raises:
         TypeError: `name` is not a string, or what stands below `@span(...)` is not a plain function.
@@ -105,7 +105,7 @@ def span(name: str, kind: str = "compute") -> Any:
     if recorder is None:
         return _Off(name, kind)
     if recorder.device_clock is not None and kind == "compute":
-        return _decorable(recorder.device_clock.span(name), name, kind)
+        return _decorable(recorder.device_clock.span(recorder.ring.placed(name, student_line())), name, kind)
     return _open_span(recorder, name, kind)
 
 
@@ -122,7 +122,7 @@ def _open_span(recorder: Recorder, name: str, kind: str) -> Any:
     if kind == "communication":
         return _decorable(_communication_pair(ring, name), name, kind)
     buffer, pack, next_record, now = ring.buffer, HEAD.pack_into, ring.next_record, clock
-    number, mask, size, base = ring.name(name), CAPACITY - 1, RECORD_BYTES, RECORDS_AT
+    number, mask, size, base = ring.name(ring.placed(name, student_line())), CAPACITY - 1, RECORD_BYTES, RECORDS_AT
     if recorder.threads:
         stack = _Stack()
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from labkit.crew import Member
-from labkit.ring import CALL, COMMUNICATION, COMPUTE, OPEN, STEPS_IN_ALL, Pending, record_dtype
+from labkit.ring import CALL, COMMUNICATION, COMPUTE, OPEN, STEPS_IN_ALL, Pending, place_and_name, record_dtype
 from labkit.stuck import amount
 from labkit.thin import thin
 from labkit.trace import Trace, from_records
@@ -110,7 +110,7 @@ class Records:
         for chunk in self._chunks[rank]:
             rows = chunk[chunk["kind"] == COMPUTE]
             if len(rows):
-                last = names[rows[-1]["name"]]
+                last = place_and_name(names[rows[-1]["name"]])[1]
         return last
 
     def done(self, rank: int, which: Collection[tuple[str, int]]) -> list[Pending]:

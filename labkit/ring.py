@@ -5,7 +5,7 @@ it likes, also while the rank is blocked in C++ and after it was killed. Layout 
 
     header (64 bytes)    bytes of the names area in use; how many operations found no pending slot; when the rank was seen alive
     pending (64 slots)   operations issued and not yet completed: what a stuck or killed rank was doing
-    names (256 KiB)      interned strings: span names, places in the code, process groups
+    names (256 KiB)      interned strings: span names, places in the code, process groups; a name may have its place beside it
     records              a ring; record i lies in slot i % capacity and is whole once its commit field reads i
 """
 
@@ -21,7 +21,8 @@ from typing import Any, Final
 
 __all__ = [
     "CALL", "COMMUNICATION", "COMPUTE", "KINDS", "MEMORY", "MEMORY_KINDS", "ON_CUDA", "OPEN", "RING_BYTES", "SCALAR", "SERVE",
-    "STEP", "STEPS_IN_ALL", "STREAM", "SUM", "TENSORFLOW", "TIMED", "Pending", "RingReader", "RingWriter", "record_dtype",
+    "STEP", "STEPS_IN_ALL", "STREAM", "SUM", "TENSORFLOW", "TIMED", "Pending", "RingReader", "RingWriter", "place_and_name",
+    "record_dtype",
 ]  # fmt: skip
 
 KINDS: Final = ("compute", "communication", "step", "scalar", "call")
@@ -62,6 +63,7 @@ UNNOTED_AT: Final = 4
 ALIVE_AT: Final = 8
 NAMES_BYTES: Final = 1 << 18
 LONGEST_NAME: Final = 1000  # bytes; what is longer is cut
+_AT: Final = "\0"  # between the place of a name and the name
 PENDING_AT: Final = HEADER_BYTES
 NAMES_AT: Final = PENDING_AT + PENDING_SLOTS * PENDING.size
 RECORDS_AT: Final = NAMES_AT + NAMES_BYTES
@@ -105,6 +107,10 @@ class RingWriter:
             struct.pack_into("<I", self.buffer, 0, self._used)
             self._ids[text] = len(self._ids)
             return self._ids[text]
+
+    def placed(self, name: str, place: str) -> str:
+        """A name with a place in the code beside it, at no cost for each record; without one, once half of the area is full."""
+        return f"{place}{_AT}{name}" if place and self._used < NAMES_BYTES // 2 else name
 
     def write(self, name: str, kind: int, start_ns: int, end_ns: int, *, flags: int = 0) -> None:
         """Keep one finished span; `flags` is 0 or `ON_CUDA`."""
@@ -337,6 +343,12 @@ class RingReader:
             middle = (low + high) // 2
             low, high = (middle, high) if self._commit_at(middle) >= middle else (low, middle)
         return low
+
+
+def place_and_name(text: str) -> tuple[str, str]:
+    """The two parts of an interned name; "" for the place of one that has none."""
+    place, _, name = text.rpartition(_AT)
+    return place, name
 
 
 def _commit_at(buffer: Any, number: int) -> int:

@@ -31,7 +31,8 @@ class Span:
         peer: the other rank of a message; -1 for a collective.
         group: the process group, or the two ends of a message; "" for what one rank does alone.
         match: the number of the operation within its group; spans of several ranks with the same group and match are one.
-        line: where the student's code issued it: "cell 5, line 12" or "train.py, line 12".
+        line: where the student's code issued it: "cell 5, line 12" or "train.py, line 12"; of a compute span, where the rank
+            first used its name in the run.
         device: "cpu", or "cuda" where the times were taken by the GPU.
         done: False for an operation that had not completed; it ends where the time looked at ends.
     """

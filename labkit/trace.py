@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from labkit.chrome import write_events
 from labkit.errors import LabError
 from labkit.intervals import Intervals, difference, intersection, length, union
-from labkit.ring import CALL, COMMUNICATION, COMPUTE, KINDS, MEMORY, SCALAR, STEP, SUM, Pending
+from labkit.ring import CALL, COMMUNICATION, COMPUTE, KINDS, MEMORY, SCALAR, STEP, SUM, Pending, place_and_name
 from labkit.spans import COLUMNS, Columns, ProfilerEvent, Scalar, Span, under_way
 
 __all__ = ["Scalar", "Share", "Span", "Trace", "from_records"]
@@ -301,7 +301,9 @@ def from_records(
 
     parts, scalars = [np.empty(0, COLUMNS)], []
     for rank, (rows, own) in enumerate(zip(records, names, strict=True)):
-        table = np.array([number(name) for name in own] or [0], np.uint32)
+        both = [place_and_name(text) for text in own] or [("", "")]
+        table = np.array([number(name) for _, name in both], np.uint32)
+        places = np.array([number(place) for place, _ in both], np.uint32)
         is_scalar = rows["kind"] == SCALAR
         curve = rows[is_scalar]
         values = curve["end_ns"].copy().view(np.float64).tolist()  # a scalar's value travels in the bits of its end
@@ -312,7 +314,7 @@ def from_records(
         part["rank"], part["peer"] = rank, -1
         for field in ("kind", "flags", "start_ns", "end_ns"):
             part[field] = rows[field]
-        part["name"] = table[rows["name"]]
+        part["name"], part["line"] = table[rows["name"]], places[rows["name"]]
         tail = rows["kind"] == COMMUNICATION  # the other kinds leave what an older record wrote there
         counted = (rows["flags"] & SUM) != 0
         part["nbytes"][counted] = rows["nbytes"][counted]

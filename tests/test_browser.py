@@ -255,7 +255,8 @@ def test_a_page_that_is_loaded_anew_during_a_run_holds_nothing_that_misleads(
     _run_cells(page, 3)
     page.wait_for_selector("text=[rank 1] worked", timeout=LIMIT_MS)
     page.wait_for_selector(EXPLORER, timeout=LIMIT_MS)
-    assert _hover(page, 1, 0, 0.5)[0] == "forward"
+    told = _hover(page, 1, 0, 0.5)
+    assert (told[0], told[-1]) == ("forward", "first used at cell 2, line 3")
     assert page.locator(stale).is_visible()
     _picture(page, f"reload-{kind}-after")
     _save(page)

@@ -345,6 +345,21 @@ def test_the_page_says_what_a_bar_was(tmp_path: Path) -> None:
 
 
 @needs_node
+def test_the_page_says_where_a_span_was_first_used(tmp_path: Path) -> None:
+    trace = Trace([Span(0, "forward", "compute", 0, 5 * MS, line="cell 2, line 3")], ranks=["rank 0"])
+    explorer = lab.explore(trace)
+    said, buffers = Windows(trace).look(0, trace.duration_ns, 900)
+    for i, buffer in enumerate(buffers):
+        (tmp_path / f"{i}").write_bytes(buffer)
+    program = f"""
+        const buffers = [...Array(8).keys()].map((i) => new Uint8Array(readFileSync(String(i))));
+        const bar = new page.Layer({json.dumps(said)}, buffers).bar(0, 0);
+        console.log(JSON.stringify(page.barInWords(bar, {json.dumps(explorer.about)})));"""
+    assert in_node(tmp_path, program)[-1] == "first used at cell 2, line 3"
+    explorer.close()
+
+
+@needs_node
 def test_the_axis_has_round_numbers(tmp_path: Path) -> None:
     axes = [[0, 67.7, 7], [17.03, 28.2, 6], [0.8199, 0.8206, 5], [0, 1, 1]]
     program = f"console.log(JSON.stringify({axes}.map((a) => page.ticks(...a))));"

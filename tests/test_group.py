@@ -169,6 +169,22 @@ def test_a_group_that_was_never_used_starts_no_rank() -> None:
     group.close()
 
 
+def test_a_span_has_the_line_where_this_run_used_its_name_first(four: lab.Group) -> None:
+    def one() -> None:
+        for _ in range(2):
+            with lab.span("forward"):
+                pass
+
+    def another() -> None:
+        with lab.span("forward"):
+            pass
+
+    for function, line, count in ((one, 2, 2), (another, 1, 1), (one, 2, 2)):
+        spans = four.run(function).trace.of(kind="compute")
+        expected = f"test_group.py, line {function.__code__.co_firstlineno + line}"
+        assert [s.line for s in spans] == [expected] * 4 * count
+
+
 def test_no_groups_inside_ranks(four: lab.Group) -> None:
     def f() -> None:
         import labkit as lab

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import labkit as lab
+from labkit.chrome import write_events
 from labkit.ring import RING_BYTES, RingReader, RingWriter
 from labkit.trace import Scalar, Span, Trace, from_records
 
@@ -412,6 +413,37 @@ def test_a_line_is_the_innermost_of_the_students(monkeypatch: pytest.MonkeyPatch
     cell = in_file("<cell>", "def inner(call, g):\n    return call(g)\n\ndef outer(call, g):\n    return inner(call, g)\n")
     assert cell["outer"](library, recording.student_line) == "cell 5, line 2"
     recording.is_students.cache_clear()
+
+
+CELL = """
+def train(span):
+    with span('forward'):
+        pass
+    with span('backward'):
+        with span('forward'):
+            pass
+    optimize = span('optimizer')(lambda: None)
+    optimize()
+    with span('all_reduce', kind='communication'):
+        pass
+"""
+
+
+def test_a_span_has_the_line_where_its_name_was_first_used(rank: Rank, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(here.files, "<cell>", "cell 5")
+    recording.is_students.cache_clear()
+    in_file("<cell>", CELL)["train"](lab.span)
+    trace = rank.trace()
+    recording.is_students.cache_clear()
+    assert [(s.name, s.line) for s in trace] == [
+        ("forward", "cell 5, line 3"),
+        ("backward", "cell 5, line 5"),
+        ("forward", "cell 5, line 3"),
+        ("optimizer", "cell 5, line 9"),  # a decorated function: where it was called
+        ("all_reduce", "cell 5, line 10"),
+    ]
+    events = write_events(trace, (), trace.ranks, trace.start_ns)
+    assert [e["args"]["line"] for e in events if e["name"] == "backward"] == ["cell 5, line 5"], "Perfetto shows it"
 
 
 def test_without_a_student_on_the_stack_there_is_no_line() -> None:

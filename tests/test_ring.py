@@ -310,6 +310,16 @@ def test_a_full_table_of_names_gives_the_empty_one(writer: RingWriter, reader: R
     assert len(reader.names()) == fitting + 2
 
 
+def test_a_name_has_its_place_beside_it_while_there_is_room_for_names(writer: RingWriter, reader: RingReader) -> None:
+    number = writer.name(writer.placed("forward", "cell 2, line 3"))
+    assert ring.place_and_name(reader.names()[number]) == ("cell 2, line 3", "forward")
+    assert ring.place_and_name("backward") == ("", "backward")
+    assert writer.placed("forward", "") == "forward"
+    for i in range(ring.NAMES_BYTES // 2 // ring.LONGEST_NAME):
+        writer.name(f"{i:0{ring.LONGEST_NAME}}")
+    assert writer.placed("forward", "cell 2, line 3") == "forward"
+
+
 def test_pending_operations_come_and_go(writer: RingWriter, reader: RingReader) -> None:
     first = writer.pend("all_reduce", 10, nbytes=400, group="world", match=3, line="cell 2, line 1", what="float32 [100]")
     second = writer.pend("recv", 5, peer=2)

@@ -54,7 +54,8 @@ export function barInWords(bar, about) {
   }
   if (bar.flags & OPEN) lines.push("had not come to its end when the run had");
   if (bar.flags & ON_CUDA) lines.push("timed by the GPU");
-  const where = [bar.partner, bar.line].filter(Boolean).join("  ·  ");
+  const line = bar.line && bar.style < about.communication ? `first used at ${bar.line}` : bar.line; // of a name, once a run
+  const where = [bar.partner, line].filter(Boolean).join("  ·  ");
   return where ? [...lines, where] : lines;
 }
 
