@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, Final
 
-from labkit.ring import SERVE
+from labkit.ring import ROOTED, SERVE
 from labkit.spans import ProfilerEvent, Scalar, Span
 
 __all__ = ["read_events", "write_events"]
@@ -59,6 +59,8 @@ def write_events(
         for i, lane in zip(own, numbers, strict=True):
             span, places[i] = spans[i], next_row[rank] + lane
             arguments = {k: v for k, default in _DEFAULTS.items() if (v := getattr(span, k)) != default}
+            if span.root >= 0:
+                arguments["root"] = ROOTED - arguments.pop("peer")  # for who reads it in a viewer
             events.append(
                 {"ph": "X", "pid": rank, "tid": places[i], "name": span.name, "cat": kind, "args": arguments}
                 | {"ts": (span.start_ns - start_ns) / 1e3, "dur": span.duration_ns / 1e3}
@@ -102,6 +104,8 @@ def read_events(events: Iterable[Event], start_ns: int) -> tuple[list[Span], lis
                 profile.append(ProfilerEvent(rank, event["args"]["track"], name, category.removeprefix(_TORCH), begin, end))
             else:
                 arguments = {k: v for k, v in event["args"].items() if k in _DEFAULTS}
+                if "root" in event["args"]:
+                    arguments["peer"] = ROOTED - event["args"]["root"]
                 spans.append(Span(rank, name, category, begin, end, **arguments))
         elif event["ph"] == "C" and event.get("cat") != _DERIVED:
             time_ns = start_ns + round(event["ts"] * 1e3)

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 __all__ = [
-    "CALL", "COMMUNICATION", "COMPUTE", "KINDS", "MEMORY", "MEMORY_KINDS", "ON_CUDA", "OPEN", "RING_BYTES", "SCALAR", "SERVE",
-    "STEP", "STEPS_IN_ALL", "STREAM", "SUM", "TENSORFLOW", "TIMED", "Pending", "RingReader", "RingWriter", "place_and_name",
+    "CALL", "COMMUNICATION", "COMPUTE", "KINDS", "MEMORY", "MEMORY_KINDS", "ON_CUDA", "OPEN", "RING_BYTES", "ROOTED", "SCALAR",
+    "SERVE", "STEP", "STEPS_IN_ALL", "STREAM", "SUM", "TENSORFLOW", "TIMED", "Pending", "RingReader", "RingWriter", "place_and_name",
     "record_dtype",
 ]  # fmt: skip
 
@@ -33,6 +33,7 @@ SERVE: Final = "serve "  # how the entry begins that an RPC rank makes in the ta
 TENSORFLOW: Final = "tensorflow"  # the group of what TensorFlow waits in: who has come to it, TensorFlow alone knows
 STREAM: Final = 0xFFFFFFFF  # in place of the thread that is blocked: a GPU's stream is, and the rank goes on
 TIMED: Final = 0xFFFFFFFE  # likewise: it is blocked until a time is up
+ROOTED: Final = -2  # in place of a peer, of a collective from or to one rank, its root: this minus that rank
 STEPS_IN_ALL: Final = "steps in all"  # the scalar by which `steps` says how long its loop will be
 MEMORY: Final = (
     "memory: "  # how the scalars begin that `track_memory` writes, in bytes; then one of these, from what stays to what goes

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.ring import CALL, COMMUNICATION, COMPUTE, KINDS, ON_CUDA, OPEN, SERVE, Pending
+from labkit.ring import CALL, COMMUNICATION, COMPUTE, KINDS, ON_CUDA, OPEN, ROOTED, SERVE, Pending
 
 __all__ = ["COLUMNS", "Columns", "ProfilerEvent", "Scalar", "Span", "under_way"]
 
@@ -28,7 +28,7 @@ class Span:
         wait_start_ns: when the rank began to be blocked until a communication completes; 0 if it never was.
         wait_end_ns: when it was no longer blocked.
         nbytes: size of the message or of the rank's tensors in a collective; 0 if unknown.
-        peer: the other rank of a message; -1 for a collective.
+        peer: the other rank of a message; -1 for a collective, and -2 - r for one from or to a single rank r, its `root`.
         group: the process group, or the two ends of a message; "" for what one rank does alone.
         match: the number of the operation within its group; spans of several ranks with the same group and match are one.
         line: where the student's code issued it: "cell 5, line 12" or "train.py, line 12"; of a compute span, where the rank
@@ -56,6 +56,11 @@ class Span:
     def duration_ns(self) -> int:
         """Length in nanoseconds."""
         return self.end_ns - self.start_ns
+
+    @property
+    def root(self) -> int:
+        """The rank that a broadcast or a scatter comes from, or that a gather or a reduce goes to; -1 for the rest."""
+        return ROOTED - self.peer if self.peer <= ROOTED else -1
 
 
 @dataclass(frozen=True, slots=True)

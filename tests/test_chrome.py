@@ -9,6 +9,8 @@ from typing import Any, Final
 
 import pytest
 
+from labkit.chrome import read_events
+from labkit.ring import ROOTED
 from labkit.spans import ProfilerEvent
 from labkit.trace import Scalar, Span, Trace
 
@@ -136,6 +138,13 @@ def test_bytes_under_way_are_a_curve() -> None:
     assert [(e["ts"], e["args"]) for e in events if e["name"] == "loss"] == [(0.005, {"value": 0.5})]
 
 
+def test_a_root_is_named() -> None:
+    spans = [Span(rank, "broadcast", "communication", 0, 5, group="world", match=1, peer=ROOTED - 1) for rank in range(3)]
+    assert [e["args"] for e in chrome(spans) if e["ph"] == "X"] == [{"group": "world", "match": 1, "root": 1}] * 3
+    trace = Trace(spans, ranks=["a", "b", "c"])
+    assert read_events(trace.to_chrome()["traceEvents"], trace.start_ns)[0] == spans
+
+
 def test_ranks_and_rows_are_sorted() -> None:
     spans = [
         message(1, "send", 0, 9, 0, "", 0),
@@ -163,7 +172,7 @@ def test_any_trace_is_well_formed(seed: int) -> None:
             rng.choice(["", "world", "p2p 0>1 tag 0", "rpc 0>2"]),
         )
         name = rng.choice(["send", "recv", "reply f", "value f", "serve f", "rpc_sync f", "to_here"])
-        more = {"peer": rng.randrange(-1, 3), "match": rng.randrange(5), "nbytes": rng.randrange(3)}
+        more = {"peer": rng.randrange(-4, 3), "match": rng.randrange(5), "nbytes": rng.randrange(3)}
         device = rng.choice(["cpu", "cuda"])
         spans.append(Span(rank, name, kind, start, start + rng.randrange(100), group=group, device=device, **more))
     events = chrome(spans)

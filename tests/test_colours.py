@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from labkit.pictures.bars import STYLES
-from labkit.pictures.carried import OPERATIONS, OTHERS
+from labkit.pictures.carried import OTHERS
+from labkit.pictures.operations import OPERATIONS
 
 EYES = {
     "full": np.eye(3),
@@ -81,5 +82,5 @@ def test_what_matters_most_is_far_apart(eye):
 
 @pytest.mark.parametrize("eye", EYES)
 def test_operations_that_travel_can_be_told_apart(eye):
-    distance, pair = closest({colour: rgb(colour) for colour in (*OPERATIONS, OTHERS)}, eye)
+    distance, pair = closest({colour: rgb(colour) for colour in (*OPERATIONS.values(), OTHERS, "#FFFFFF")}, eye)
     assert distance > 12, f"{pair}: {distance:.1f}"

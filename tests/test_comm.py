@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from labkit.group import Group
+from labkit.pictures.flows import flows_of
 from labkit.run import Run
 from labkit.spans import Span
 
 HERE = Path(__file__).resolve().parent
 FLOAT = 4  # bytes
+ROOTS = {"broadcast": 1, "gather": 0, "reduce": 0, "scatter": 0}  # in `cases.collectives`
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +71,7 @@ def test_collectives(pair: Group) -> None:
     for spans in (root, other):
         assert [s.match for s in spans] == list(range(1, len(expected) + 1))
         assert {s.group for s in spans} == {root[0].group}
-        assert all(s.peer == -1 and s.done and s.line.startswith("comm_cases.py, line") for s in spans)
+        assert all(s.root == ROOTS.get(s.name, -1) and s.done and s.line.startswith("comm_cases.py, line") for s in spans)
         # Each was waited for at once, and is over when the wait is.
         assert all(s.start_ns <= s.wait_start_ns < s.wait_end_ns == s.end_ns for s in spans)
 
@@ -142,6 +144,62 @@ def test_peers_are_global_ranks() -> None:
         assert {s.peer for s in spans} == {3 - rank}
         assert {s.group.split(" tag")[0] for s in spans} == {"p2p 1>2", "p2p 2>1"}
         assert {s.group.split(" of ")[1] for s in spans} == {"ranks 1,2"}
+
+
+def test_roots_are_global_ranks() -> None:
+    def among_all_and_some() -> None:
+        import torch.distributed as dist
+
+        me, some = dist.get_rank(), dist.new_group([1, 2, 3])
+        for root, group, size in ((2, None, 4), (3, some, 3)):
+            if me == 0 and group is some:
+                continue
+            parts = [torch.ones(10) for _ in range(size)] if me == root else None
+            dist.broadcast(torch.ones(10), root, group=group)
+            dist.scatter(torch.ones(10), parts, root, group=group)
+            dist.gather(torch.ones(10), parts, root, group=group)
+            dist.reduce(torch.ones(10), root, group=group, async_op=True).wait()
+
+    with Group(4) as four:
+        run = four.run(among_all_and_some)
+    of_all, of_some = ([(name, root) for name in ("broadcast", "scatter", "gather", "reduce")] for root in (2, 3))
+    for rank in range(4):
+        found = [(s.name, s.root) for s in communications(run, rank)]
+        assert found == of_all + (of_some if rank else [])
+    # A broadcast and a scatter from the root, a gather and a reduce to it, of 40 bytes from or to each other rank.
+    matrix = flows_of(run.trace).matrix(4)
+    assert matrix.tolist() == [[0, 0, 80, 0], [0, 0, 80, 80], [80, 80, 0, 80 + 80], [0, 80, 80 + 80, 0]]
+
+
+def test_torchs_other_form_names_the_root_too() -> None:
+    def by_method() -> None:
+        import torch.distributed as dist
+
+        world = dist.group.WORLD
+        assert world is not None
+        world.broadcast(torch.ones(10), 2).wait()
+        world.reduce(torch.ones(10), root=1).wait()
+        world.broadcast([torch.ones(10)]).wait()
+
+    with Group(3) as trio:
+        run = trio.run(by_method)
+    for rank in range(3):
+        assert [s.root for s in communications(run, rank)] == [2, 1, 0]
+
+
+def test_a_root_that_is_not_there_is_torchs_to_refuse(pair: Group) -> None:
+    def beyond() -> str:
+        import torch.distributed as dist
+
+        world = dist.group.WORLD
+        assert world is not None
+        try:
+            world.broadcast(torch.ones(1), 5).wait()
+        except Exception as error:  # noqa: BLE001  # whichever it is
+            return type(error).__name__
+        return ""
+
+    assert set(pair.run(beyond).results) <= {"ValueError", "RuntimeError"}
 
 
 def test_a_message_that_nobody_waits_for_yet_is_seen_to_arrive(pair: Group) -> None:

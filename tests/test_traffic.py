@@ -10,9 +10,13 @@ mpl.use("agg")
 
 import matplotlib.pyplot as plt
 
+from labkit.comm.process_group import COLLECTIVES
 from labkit.errors import LabError
+from labkit.pictures.carried import OTHERS
 from labkit.pictures.flows import flows_of, over_time
+from labkit.pictures.operations import OPERATIONS, colour_of
 from labkit.plot import traffic
+from labkit.ring import ROOTED
 
 from synthetic import MS, Book, alone, data_parallel, model_parallel, remote_calls  # isort: skip
 
@@ -23,12 +27,12 @@ def closed():
     plt.close("all")
 
 
-def collective(name, sizes, *, match=1, group="world", at=0.0):
+def collective(name, sizes, *, root=None):
     """One collective of 1 ms; the bytes that each rank notes down."""
     book = Book()
     for rank, nbytes in enumerate(sizes):
         if nbytes is not None:
-            book.travel(rank, name, at, at + 1, nbytes=nbytes, group=group, match=match)
+            book.travel(rank, name, 0, 1, nbytes=nbytes, group="world", match=1, peer=-1 if root is None else ROOTED - root)
     return book.trace(len(sizes))
 
 
@@ -40,8 +44,6 @@ def collective(name, sizes, *, match=1, group="world", at=0.0):
         ("all_gather", 750.0),
         ("all_gather_into_tensor", 750.0),
         ("reduce_scatter_tensor", 750.0),
-        ("broadcast", 750.0),
-        ("reduce", 750.0),
     ],
 )
 def test_a_collective_counts_as_a_ring_of_its_ranks(name, each):
@@ -60,12 +62,28 @@ def test_all_to_all_sends_a_part_to_each_other_rank():
     assert matrix.tolist() == [[0, 300, 300], [300, 0, 300], [300, 300, 0]]
 
 
-@pytest.mark.parametrize("name", ["scatter", "gather"])
-def test_the_root_of_scatter_and_gather_is_who_has_all_parts(name):
-    matrix = flows_of(collective(name, [100, 300, 100])).matrix(3)
-    want = np.zeros((3, 3))
-    want[1, [0, 2]] = 100
-    assert matrix.tolist() == (want if name == "scatter" else want.T).tolist()
+@pytest.mark.parametrize(
+    ("name", "sizes", "matrix"),
+    [
+        ("broadcast", [100, 100, 100], [[0, 0, 0], [100, 0, 100], [0, 0, 0]]),
+        ("scatter", [100, 300, 100], [[0, 0, 0], [100, 0, 100], [0, 0, 0]]),  # the root has all parts
+        ("reduce", [100, 100, 100], [[0, 100, 0], [0, 0, 0], [0, 100, 0]]),
+        ("gather", [100, 300, 100], [[0, 100, 0], [0, 0, 0], [0, 100, 0]]),
+        ("gather", [None, 200, 100], [[0, 0, 0], [0, 0, 0], [0, 100, 0]]),  # rank 0 takes no part
+    ],
+)
+def test_a_root_sends_to_each_other_rank_or_receives_from_it(name, sizes, matrix):
+    flows = flows_of(collective(name, sizes, root=1))
+    assert flows.matrix(3).tolist() == matrix
+    assert (flows.count, flows.rings, flows.roots) == ((1,), False, True)
+
+
+def test_each_collective_has_its_own_root():
+    book = Book()
+    for match, root in enumerate((0, 2, 2)):
+        for rank in range(3):
+            book.travel(rank, "broadcast", match, match + 1, nbytes=10, group="world", match=match, peer=ROOTED - root)
+    assert flows_of(book.trace(3)).matrix(3).tolist() == [[0, 10, 10], [0, 0, 0], [20, 20, 0]]
 
 
 def test_a_barrier_moves_nothing():
@@ -148,6 +166,8 @@ def test_the_figure_says_its_units_and_its_rule():
     assert "counts as a ring" in beside.get_xlabel()
     assert [t.get_text() for t in beside.texts].count("33.0") == 4
     assert "ring" not in matrix_of(traffic(model_parallel())).get_xlabel()
+    beside = matrix_of(traffic(collective("broadcast", [8, 8], root=1)))
+    assert beside.get_xlabel() == "to rank\n(a collective counts as its root's messages)"
 
 
 def test_ranks_have_their_names():
@@ -156,34 +176,60 @@ def test_ranks_have_their_names():
     assert beside.get_xlabel() == "to"
 
 
-def test_many_operations_share_one_colour_and_many_ranks_have_a_scale():
+def test_the_smallest_of_many_operations_are_one_and_many_ranks_have_a_scale():
     book = Book()
-    for number in range(8):
+    for number in range(11):
         for rank in range(12):
-            book.travel(rank, f"all_reduce_{number}", number, number + 1, nbytes=1000 * (8 - number), group="w", match=number)
+            book.travel(rank, f"all_reduce_{number}", number, number + 1, nbytes=1000 * (11 - number), group="w", match=number)
     ax = traffic(book.trace(12))
     assert legend(ax)[-1] == "3 others: 132 kB"
-    assert len(legend(ax)) == 6
+    assert len(legend(ax)) == 9
     assert not matrix_of(ax).texts
     assert len(ax.figure.axes) == 3
 
 
-def colours(ax):
-    return {text.partition(":")[0]: handle.get_facecolor() for handle, text in zip(*ax.get_legend_handles_labels(), strict=True)}
+def looks(ax):
+    """By the operations of the legend: colour and texture."""
+    handles = zip(*ax.get_legend_handles_labels(), strict=True)
+    return {text.partition(":")[0]: (handle.get_facecolor(), handle.get_hatch()) for handle, text in handles}
+
+
+def calls(names):
+    """Remote calls and the like, each smaller than the one before."""
+    book = Book()
+    for number, name in enumerate(names):
+        book.travel(0, name, number, number + 1, nbytes=1000 - number, peer=1)
+    return looks(traffic(book.trace(2)))
 
 
 def test_an_operation_has_the_same_colour_in_every_figure():
-    one, two = Book(), Book()
-    for number, (name, nbytes) in enumerate(
-        {"all_gather": 3000, "gossip": 2000, "all_reduce": 1000, "all_reduce_2": 500}.items()
-    ):
-        for rank in range(2):
-            one.travel(rank, name, number, number + 1, nbytes=nbytes, group="w", match=number)
-    for rank in range(2):
-        two.travel(rank, "all_reduce", 0, 1, nbytes=10, group="w", match=1)
-    several, alone_ = colours(traffic(one.trace(2))), colours(traffic(two.trace(2)))
-    assert several["all_reduce"] == alone_["all_reduce"] != several["all_gather"]
-    assert len(set(several.values())) == 4 - 1  # gossip's size counts for nothing, since nobody knows how it travels
+    names = ["send", "rpc_async Shard.forward", "rpc_sync fetch", "remote Shard", "reply fetch", "gossip", "all_to_all_4"]
+    together = calls(names)
+    assert together == calls(reversed(names))
+    for name in names:
+        (of_name,) = calls([name]).values()
+        assert of_name[0] == together[name][0]
+
+
+def test_the_forms_of_an_operation_have_its_colour():
+    assert colour_of("reduce_scatter_tensor_coalesced") == colour_of("reduce_scatter") != colour_of("reduce")
+    assert colour_of("all_gather_into_tensor") == colour_of("all_gather") != colour_of("gather")
+    assert colour_of("rpc_async Net.forward") == colour_of("rpc_sync f") != colour_of("reply Net.forward")
+    assert len({colour_of(name) for name in ("CollectiveReduceV2", "gossip")} | {OPERATIONS["send"], OTHERS}) == 3
+
+
+def test_operations_of_one_colour_have_textures_of_their_own():
+    found = calls(["rpc_sync b", "rpc_sync a", "rpc_async c", "send"])
+    assert len({colour for colour, _ in found.values()}) == 2
+    assert len(set(found.values())) == 4
+    assert not found["send"][1]
+
+
+def test_every_operation_of_torch_has_a_colour_that_is_known():
+    named = {*COLLECTIVES.values(), "send"} - {"barrier"}
+    assert OPERATIONS[""] not in {colour_of(name) for name in named}
+    plain = {name for name in named if not name.endswith(("_coalesced", "_tensor", "_single"))}
+    assert len({colour_of(name) for name in plain}) == len(plain)
 
 
 def test_given_axes_are_divided():

@@ -20,10 +20,10 @@ from labkit.comm.device_clock import DeviceOperation
 from labkit.comm.futures import Futures
 from labkit.comm.operation import Batch, Operation
 from labkit.comm.slow import Booking, SlowLink
-from labkit.comm.what import first_tensor, most_nbytes, nbytes_of, tensor_in_words, what_all_give
+from labkit.comm.what import first_tensor, most_nbytes, nbytes_of, root_of, tensor_in_words, what_all_give
 from labkit.comm.work import SilentWork, WatchedMessage, WatchedWork
 from labkit.record import Recorder, clock, student_line
-from labkit.ring import OPEN, TIMED
+from labkit.ring import OPEN, ROOTED, TIMED
 
 __all__ = ["watched_process_group"]
 
@@ -51,6 +51,7 @@ COLLECTIVES: Final = {
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
     "scatter": "scatter",
 }
+WITH_ROOT: Final = ("broadcast", "gather", "reduce", "scatter")
 BLOCKING: Final = frozenset(inspect.unwrap(function).__code__ for function in (c10d.send, c10d.recv))  # they wait at once
 # What changes a group is done to both halves of ours; see `_WatchedGroup`.
 SETTERS: Final = ("_register_backend", "_set_default_backend", "_set_group_desc", "_set_group_name")
@@ -135,6 +136,10 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
                 self._label = f"group {self._real.group_name}{desc}{world} of ranks {','.join(map(str, self._ranks))}"
         return self._label
 
+    def _toward(self, root: int) -> int:
+        """What stands in place of a peer in a collective with a root, which is given as a rank of this group."""
+        return ROOTED - self._ranks[root] if 0 <= root < len(self._ranks) else -1  # torch will say that there is no such rank
+
     def _issue(self, name: str, tensors: tuple[Any, ...], peer: int, group: str, match: int, what: str) -> Operation:
         """An operation issued now: timed by the GPU where NCCL moves the tensors, else by the host."""
         start_ns = clock()
@@ -158,12 +163,12 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         return operation
 
     def _carried_out(
-        self, name: str, arguments: tuple[Any, ...], match: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+        self, name: str, arguments: tuple[Any, ...], peer: int, match: int, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """An operation that its caller waits for at once: the same as `_issue` and the wait for it, in half the time."""
-        start_ns, ring, group, line = clock(), self.recorder.ring, self._label or self.label, student_line()
+        start_ns, ring, group, line = clock(), self.recorder.ring, self._label, student_line()
         nbytes, what = most_nbytes(arguments), what_all_give(name, arguments)
-        slot = ring.pend(name, start_ns, nbytes=nbytes, group=group, match=match, line=line, what=what)
+        slot = ring.pend(name, start_ns, nbytes=nbytes, peer=peer, group=group, match=match, line=line, what=what)
         booking = self._booked(name, arguments, nbytes, match, start_ns)
         try:
             work = call(self._real, *args, **kwargs)
@@ -184,8 +189,8 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         finally:
             end_ns = clock()
             ring.write_communication(
-                name, start_ns, end_ns, wait_start_ns=wait_start_ns, wait_end_ns=end_ns, nbytes=nbytes, group=group, match=match,
-                line=line, what=what, flags=flags,
+                name, start_ns, end_ns, wait_start_ns=wait_start_ns, wait_end_ns=end_ns, nbytes=nbytes, peer=peer, group=group,
+                match=match, line=line, what=what, flags=flags,
             )  # fmt: skip
             ring.unpend(slot)
         return work
@@ -326,17 +331,20 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
 def _collective(method: str, name: str) -> Callable[..., Any]:
     """The method that does what torch's does, and has it written down."""
     inherited = getattr(ProcessGroup, method)
+    with_root = name in WITH_ROOT
     into_one = name.removesuffix("_coalesced") if name.endswith("_tensor_coalesced") else ""
 
     def collective(self: _WatchedGroup, *args: Any, **kwargs: Any) -> Any:
         arguments = (*args, *kwargs.values()) if kwargs else args
         # Functional collectives know the coalesced form alone, also for one tensor.
         called = into_one if into_one and len(arguments[0]) == 1 else name
+        label = self._label or self.label  # knows the ranks, from here on
+        peer = self._toward(root_of(arguments)) if with_root else -1
         self._count = match = self._count + 1
         at_once = arguments and not getattr(arguments[-1], "asyncOp", True)  # who asks for it so waits for it at once
         if at_once and self.recorder.device_clock is None:
-            return self._carried_out(called, arguments, match, inherited, args, kwargs)
-        operation = self._issue(called, arguments, -1, self._label or self.label, match, what_all_give(called, arguments))
+            return self._carried_out(called, arguments, peer, match, inherited, args, kwargs)
+        operation = self._issue(called, arguments, peer, label, match, what_all_give(called, arguments))
         operation.booking = self._booked(called, arguments, operation.nbytes, match, operation.start_ns)
         try:
             work = inherited(self._real, *args, **kwargs)

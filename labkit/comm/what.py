@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-__all__ = ["first_tensor", "most_nbytes", "nbytes_of", "tensor_in_words", "what_all_give"]
+__all__ = ["first_tensor", "most_nbytes", "nbytes_of", "root_of", "tensor_in_words", "what_all_give"]
 
 # Which argument all ranks give alike in number and type. What is not here may differ from rank to rank.
 _ALIKE: Final = {
@@ -42,6 +42,15 @@ def tensor_in_words(value: Any) -> str:
     """Type and shape of a tensor, or of the first in a list: "float32 [4, 3]"."""
     tensor = first_tensor((value,))
     return "" if tensor is None else _in_words(tensor.dtype, tensor.shape, None, None)
+
+
+def root_of(arguments: tuple[Any, ...]) -> int:
+    """The rank within its group that a collective comes from or goes to, in whichever of torch's two forms it is called."""
+    for argument in reversed(arguments):
+        root = getattr(argument, "rootRank", argument)  # of its options, or by itself
+        if isinstance(root, int):
+            return root
+    return 0  # torch's default
 
 
 def most_nbytes(arguments: tuple[Any, ...]) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from labkit.pictures.operations import colour_of
 from labkit.pictures.sheet import WIDTH_IN, pyplot, sheet
 from labkit.prediction import in_words
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw"]
 
-MARKERS: Final = "osD^vP*X"  # one for each operation: colours alone do not tell six apart in print
+MARKERS: Final = "osD^vP*X"  # colours alone do not tell six apart in print
 
 
 def draw(fits: Sequence[Fit], ax: Axes | None = None) -> Axes:
@@ -29,14 +30,11 @@ def draw(fits: Sequence[Fit], ax: Axes | None = None) -> Axes:
         ax: where to draw; default: a figure of its own.
     """
     plt = pyplot()
-    from matplotlib.colors import to_hex
-
     with sheet():
         if ax is None:
             ax = plt.subplots(figsize=(WIDTH_IN, 4.2), layout="constrained")[1]
         for number, fit in enumerate(fits):
-            # The sheet's colours, which another one may have replaced when the figure is rendered.
-            colour, marker = to_hex(f"C{number % 7}"), MARKERS[number % len(MARKERS)]
+            colour, marker = colour_of(fit.operation), MARKERS[number % len(MARKERS)]
             sizes = np.geomspace(min(fit.nbytes), max(fit.nbytes), 100)
             ax.plot(sizes, [fit.predicted_s(n) for n in sizes.tolist()], color=colour, linewidth=1.4)
             label = f"{fit.operation}: {', '.join(fit.in_short)}, off by {fit.error:.0%}"

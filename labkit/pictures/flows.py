@@ -1,7 +1,9 @@
 """Who sent how many bytes to whom, and when: what a trace's communications come to, for `traffic` to draw.
 
 A message and a remote call say who sent and who received. A collective says neither, and the backend is free in how it moves the
-bytes; it is counted as a ring of its ranks would move them, which is what all-reduce on few ranks usually is.
+bytes. One from or to a single rank, the root, is counted as that rank's message to or from each other one: a tree moves as many
+bytes, but by ways that differ from backend to backend. The others are counted as a ring of their ranks would move them, which is
+what all-reduce on few ranks usually is.
 
 Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009; and for the other
 collectives the bus bandwidth factors in the documentation of NVIDIA's nccl-tests (doc/PERFORMANCE.md).
@@ -16,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.pictures.arrows import messages
-from labkit.ring import COMMUNICATION
+from labkit.ring import COMMUNICATION, ROOTED
 from labkit.trace import Trace
 
 __all__ = ["Flows", "flows_of", "over_time"]
@@ -26,9 +28,8 @@ _TO_NEXT: Final = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
-    "broadcast": lambda n: (n - 1) / n,  # all but the last rank pass everything on; which one is last, no record says
-    "reduce": lambda n: (n - 1) / n,
 }
+_FROM_ROOT: Final = ("broadcast", "scatter")  # the other collectives with a root bring it something
 _RECEIVED: Final = ("to_here",)  # these say what came, not what went
 _SECOND_END: Final = ("recv",)  # counted by the rank that sent it
 
@@ -46,7 +47,8 @@ class Flows:
         start_ns: from when it can travel.
         end_ns: when it has arrived.
         count: how many times each operation was made; by all ranks of a collective together is once.
-        rings: whether there are collectives among them, which are counted as rings.
+        rings: whether there are collectives among them that are counted as rings.
+        roots: whether there are some that are counted as messages from or to their root.
     """
 
     name: tuple[str, ...]
@@ -58,6 +60,7 @@ class Flows:
     end_ns: NDArray[np.int64]
     count: tuple[int, ...]
     rings: bool
+    roots: bool
 
     def matrix(self, ranks: int) -> NDArray[np.float64]:
         """Bytes from rank to rank, shape (ranks, ranks): the row sends, the column receives."""
@@ -75,8 +78,8 @@ def flows_of(trace: Trace) -> Flows:
     data_ready = trace.ready()
     mine = np.flatnonzero((data["kind"] == COMMUNICATION) & (data["end_ns"] <= trace.end_ns))
     rows, ready = data[mine], data_ready[mine]
-    collectives = _collectives(rows, names)
-    parts = [*_messages(rows, names), *collectives]
+    rings, roots = _rings(rows, names), _roots(rows, names)
+    parts = [*_messages(rows, names), *rings, *roots]
     row = np.concatenate([np.empty(0, np.int64), *(p[0] for p in parts)])
     source, destination, nbytes = (np.concatenate([np.empty(0), *(p[i] for p in parts)]) for i in (1, 2, 3))
     keep = (nbytes > 0) & (source != destination)
@@ -89,7 +92,8 @@ def flows_of(trace: Trace) -> Flows:
     start, end = _on_its_way(trace, mine, rows, ready)
     return Flows(
         tuple(names[i] for i in used[order].tolist()), place[operation], source, destination, nbytes, start[row], end[row],
-        tuple(once[i] for i in used[order].tolist()), rings=bool(collectives),
+        tuple(once[i] for i in used[order].tolist()),
+        rings=any(names[i].startswith(tuple(_TO_NEXT)) for i in used), roots=bool(roots),
     )  # fmt: skip
 
 
@@ -145,10 +149,19 @@ def _messages(rows: Any, names: list[str]) -> list[tuple[Any, ...]]:
     return [(here, np.where(came, other, rank), np.where(came, rank, other), rows["nbytes"][here].astype(np.float64))]
 
 
-def _collectives(rows: Any, names: list[str]) -> list[tuple[Any, ...]]:
-    """Of collectives, per process group: row, source, destination, bytes."""
+def _roots(rows: Any, names: list[str]) -> list[tuple[Any, ...]]:
+    """Of collectives with a root: row, source, destination, bytes. The root's own entry goes from it to itself."""
+    here = np.flatnonzero(rows["peer"] <= ROOTED)
+    leaves = np.array([name in _FROM_ROOT for name in names])[rows["name"][here]]
+    rank, root = rows["rank"][here], ROOTED - rows["peer"][here]
+    part = (here, np.where(leaves, root, rank), np.where(leaves, rank, root), rows["nbytes"][here].astype(np.float64))
+    return [part] if len(here) else []
+
+
+def _rings(rows: Any, names: list[str]) -> list[tuple[Any, ...]]:
+    """Of collectives without a root, per process group: row, source, destination, bytes."""
     parts: list[tuple[Any, ...]] = []
-    collective = np.flatnonzero((rows["peer"] < 0) & (rows["group"] != 0) & (rows["nbytes"] > 0))
+    collective = np.flatnonzero((rows["peer"] < 0) & (rows["peer"] > ROOTED) & (rows["group"] != 0) & (rows["nbytes"] > 0))
     for group in np.unique(rows["group"][collective]).tolist():
         of_group = collective[rows["group"][collective] == group]
         members = np.unique(rows["rank"][of_group])
@@ -161,23 +174,11 @@ def _collectives(rows: Any, names: list[str]) -> list[tuple[Any, ...]]:
             if name.startswith("all_to_all"):
                 for other in members.tolist():
                     parts.append((here, rank, np.full(len(here), other), nbytes / n))  # to itself as well: that does not travel
-            elif name in ("gather", "scatter"):
-                root = _root_of(rows[here])
-                there = (root, rank) if name == "scatter" else (rank, root)
-                parts.append((here, *there, nbytes))  # the root's own entry, of all parts together, goes from it to itself
             else:
                 share = next((share for begin, share in _TO_NEXT.items() if name.startswith(begin)), None)
                 if share is not None:
                     parts.append((here, rank, after[rank], nbytes * share(n)))
     return parts
-
-
-def _root_of(rows: Any) -> NDArray[np.int64]:
-    """Of each row of gathers or scatters in one group, the rank that has all parts: the one with most bytes in its operation."""
-    most: dict[int, tuple[int, int]] = {}
-    for match, nbytes, rank in zip(rows["match"].tolist(), rows["nbytes"].tolist(), rows["rank"].tolist(), strict=True):
-        most[match] = max(most.get(match, (-1, -1)), (nbytes, rank))
-    return np.array([most[match][1] for match in rows["match"].tolist()], np.int64)
 
 
 def _times(rows: Any, used: NDArray[np.int64]) -> dict[int, int]:
