@@ -17,6 +17,7 @@ from matplotlib.legend import Legend
 from labkit.errors import LabError
 from labkit.pictures.bars import COMMUNICATION_LANE, COMPUTE_LANE, STYLES, Bars, blend, caption, coverage, ink, lanes, style_of
 from labkit.plot import breakdown, compare, scaling, timeline, traffic
+from labkit.schedule import schedule
 from labkit.trace import Span, Trace
 
 from synthetic import MS, Book, alone, data_parallel, many, model_parallel  # isort: skip
@@ -366,6 +367,18 @@ def test_the_axes_given_are_used():
 
 
 # Steps
+
+
+def test_the_line_at_the_end_of_the_last_step_is_as_dark_as_the_others():
+    figure = timeline(schedule("gpipe", stages=2, microbatches=1)).figure
+    figure.canvas.draw()
+    picture = np.asarray(figure.canvas.buffer_rgba())[..., :3]
+    box = figure.axes[0].get_window_extent()
+    row = picture.shape[0] - int(box.y0 + 0.97 * box.height)  # in the first row, near its upper edge: above the bars
+    ends = [picture[row, int(x) - 3 : int(x) + 4].sum(axis=1).min() for x in (box.x0, box.x1)]
+    assert max(ends) < 300
+    clipped = {lines.get_clip_on() for lines in figure.axes[0].collections}
+    assert clipped == {True}
 
 
 def test_a_run_of_many_steps_shows_one_of_median_length_below_the_whole():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import matplotlib as mpl
 import pytest
 
@@ -58,6 +60,10 @@ def test_the_title_of_a_pipeline_tells_its_bubble():
     assert "GPipe:  2 ranks, 9.00 s, bubble 33 %" in texts(
         timeline({"GPipe": schedule("gpipe", stages=2, microbatches=2), "a": ideal})
     )
+    for kind, more in itertools.product(("gpipe", "1f1b"), ({}, {"communication": 0.25})):
+        one = schedule(kind, stages=4, microbatches=1, **more)
+        assert timeline(one).get_title(loc="left").endswith(f", bubble {100 * one.bubble:.0f} %")
+    assert "bubble" not in timeline(schedule("gpipe", stages=1, microbatches=4)).get_title(loc="left")
     for trace in (model_parallel(), data_parallel(), alone()):
         assert not is_pipeline(trace)
         assert "bubble" not in timeline(trace).get_title(loc="left")
@@ -74,6 +80,14 @@ def test_numbers_alone_make_no_pipeline():
     assert not is_pipeline(accumulating.trace(2))
     accumulating.travel(0, "send", 1, 2, peer=1)
     assert is_pipeline(accumulating.trace(2))
+
+
+def test_ranks_that_work_on_the_same_number_at_once_are_no_pipeline():
+    beside = Book()
+    for rank in range(2):
+        for i in range(2):
+            beside.compute(rank, f"forward {i}", i, i + 1)
+    assert not is_pipeline(beside.trace(2))
 
 
 def test_runs_can_be_given_by_their_titles():

@@ -74,7 +74,7 @@ def timeline(
 
     A rank of which both the GPU and the CPU have something to show has a row for each. Messages are arrows from sender to
     receiver, where they are few enough. Of a pipeline, whose ranks compute numbered micro-batches (spans such as "forward 3") and
-    send messages, the title tells the bubble: the share of all ranks' time in which they compute nothing.
+    hand them on, the title tells the bubble: the share of all ranks' time in which they compute nothing.
 
     Args:
         runs: one or more runs or traces, or runs by their titles, as in `timeline({"naive": a, "overlapped": b})`; several stand
@@ -292,12 +292,16 @@ class _Timeline:
                 )
 
     def _step_lines(self, trace: Trace, rank: int, y: float) -> None:
+        from matplotlib.transforms import Bbox, TransformedBbox
+
         edges = trace.of(rank=rank, kind="step").columns.data
         times_ns = np.unique([edges["start_ns"], edges["end_ns"]])
         # A step that touches the time looked at may begin before it or end after it, where another run's row goes on.
         at = (times_ns[(times_ns >= trace.start_ns) & (times_ns <= trace.end_ns)] - trace.start_ns) / self.unit_ns
         if 0 < len(at) < self.width_px / 6:
-            self.ax.vlines(at, y + 0.02, y + 0.98, color="#22262E", linewidth=0.9, zorder=3, label="step")
+            lines = self.ax.vlines(at, y + 0.02, y + 0.98, color="#22262E", linewidth=0.9, zorder=3, label="step")
+            # The whole width also of those at the very ends of the axis.
+            lines.set_clip_box(TransformedBbox(Bbox.from_extents(-0.002, 0, 1.002, 1), self.ax.transAxes))
             self.seen.add("step")
 
     def _step_numbers(self, view: View, y: float) -> None:

@@ -63,15 +63,25 @@ def rows_of(trace: Trace) -> list[Row]:
 
 
 def is_pipeline(trace: Trace) -> bool:
-    """Whether several ranks compute numbered micro-batches, spans such as "forward 3", and send one another messages.
+    """Whether several ranks compute numbered micro-batches, spans such as "forward 3", and hand them on to one another.
 
-    An ideal pipeline may have no communication at all. Collectives alone are gradients that are accumulated over micro-batches.
+    They send messages; or in an ideal pipeline, which may do without, no micro-batch is on two ranks at once, be it the only one.
+    Collectives alone are gradients that are accumulated over micro-batches.
     """
     data, names = trace.columns.data, trace.columns.names
     travels = data["kind"] == COMMUNICATION
-    if travels.any() and not (data["peer"][travels] >= 0).any():
+    messages = bool((data["peer"][travels] >= 0).any())
+    if travels.any() and not messages:
         return False
     rows = data[data["kind"] == COMPUTE]
-    numbers = {i: match[1] for i in np.unique(rows["name"]).tolist() if (match := _NUMBERED.match(names[i]))}
-    numbered = rows[np.isin(rows["name"], list(numbers))]
-    return len(set(numbers.values())) > 1 and len(np.unique(numbered["rank"])) > 1
+    numbers = {i: int(match[1]) for i in np.unique(rows["name"]).tolist() if (match := _NUMBERED.match(names[i]))}
+    rows = rows[np.isin(rows["name"], list(numbers))]
+    if len(np.unique(rows["rank"])) < 2:
+        return False
+    number = np.array([numbers[i] for i in rows["name"].tolist()])
+    if messages and len(np.unique(number)) > 1:
+        return True
+    order = np.lexsort((rows["end_ns"], rows["start_ns"], number))
+    rows, number = rows[order], number[order]
+    elsewhere = (number[1:] == number[:-1]) & (rows["rank"][1:] != rows["rank"][:-1])
+    return bool(elsewhere.any() and (rows["start_ns"][1:] >= rows["end_ns"][:-1])[elsewhere].all())
