@@ -50,32 +50,38 @@ def naive(steps: int = 200) -> None:
     """Data parallel by hand: all gradients are averaged when the backward pass is over."""
     import torch.distributed as dist
 
-    model, batch = perceptron(), torch.randn(BATCH, WIDTH)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in lab.steps(range(steps)):
-        with lab.span("forward"):
-            loss = model(batch).square().mean()
-        with lab.span("backward"):
-            loss.backward()
+    model = perceptron()
+
+    def average() -> None:
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
-        with lab.span("optimizer"):
-            optimizer.step()
-            optimizer.zero_grad()
+
+    train(model, steps, average)
 
 
 def overlapped(steps: int = 200) -> None:
     """The same with DistributedDataParallel, which sends gradients while the backward pass goes on."""
     from torch.nn.parallel import DistributedDataParallel
 
+    train(DistributedDataParallel(perceptron(), bucket_cap_mb=4), steps)
+
+
+def train(model: nn.Module, steps: int, average: Callable[[], None] = lambda: None) -> None:
+    """A training loop.
+
+    Args:
+        model: what learns.
+        steps: how many.
+        average: called between the backward pass and the optimizer's step.
+    """
     batch = torch.randn(BATCH, WIDTH)
-    model = DistributedDataParallel(perceptron(), bucket_cap_mb=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in lab.steps(range(steps)):
         with lab.span("forward"):
             loss = model(batch).square().mean()
         with lab.span("backward"):
             loss.backward()
+        average()
         with lab.span("optimizer"):
             optimizer.step()
             optimizer.zero_grad()
