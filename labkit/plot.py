@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["breakdown", "compare", "scaling", "timeline", "traffic"]
 
+LABEL: Final = 0.075  # the width of a text such as "100 %", as a share of the axis
 PREDICTED: Final = "#CC79A7"  # Okabe and Ito's purple, which no kind of span has
 
 
@@ -83,17 +84,24 @@ def scaling(
             look: dict[str, Any] = {"marker": "D", "markersize": 5, "markerfacecolor": "white", "linestyle": (0, (1, 1.5))}
             ax.plot(ahead, foretold, color=PREDICTED, label="predicted", **look)
         ax.plot(counts, drawn, marker="o", color=STYLES["backward"].colour, label="measured, with its efficiency")
-        for x, y, share in zip(counts, drawn, efficiency, strict=True):
-            ax.annotate(f"{100 * share:.0f} %", (x, y), (0, -14), textcoords="offset points", ha="center", fontsize=8.5)
-        if every[-1] > 8 * every[0]:
+        logarithmic = bool(every[-1] > 8 * every[0])
+        place = (np.log if logarithmic else np.asarray)(np.append(every, counts).astype(np.float64))
+        place = (place - place.min()) / np.ptp(place)
+        of_ticks, of_points = place[: len(every)], place[len(every) :]
+        for i in _apart(of_points):
+            there: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8.5}
+            ax.annotate(f"{100 * efficiency[i]:.0f} %", (counts[i], drawn[i]), (0, -14), **there)
+        if logarithmic:
             ax.set_xscale("log", base=2)
             ax.set_yscale("log", base=2)
-            ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-            ax.set_ylim(min(drawn.min(), *foretold, drawn[0]) / 1.4, top * 1.2)
+            ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}" if value < 1e5 else f"{value:.3g}")
+            low = min(drawn.min(), *foretold, drawn[0])
+            ax.set_ylim(low / max(1.4, (top / low) ** 0.12), top * max(1.2, (top / low) ** 0.05))
         else:
             ax.set_xlim(every[0] - 0.06 * np.ptp(every), every[-1] + 0.08 * np.ptp(every))
             ax.set_ylim(0, top * 1.08)
-        ax.set_xticks(every, [str(n) for n in every.tolist()])
+        named = every[_apart(of_ticks)]
+        ax.set_xticks(named, [str(n) for n in named.tolist()])
         ax.minorticks_off()
         ax.grid(axis="y")
         ax.set_xlabel("ranks")
@@ -102,6 +110,15 @@ def scaling(
         ax.set_title(f"{'Speed-up' if work is None else 'Throughput'}, {_kind(counts, done)}")
         ax.legend(loc="upper left")
     return ax
+
+
+def _apart(places: NDArray[np.float64]) -> list[int]:
+    """Which of these places on an axis get a text: the first, the last, and between them those that leave it room."""
+    kept = [0]
+    for i, place in enumerate(places[:-1].tolist()):
+        if min(place - places[kept[-1]], places[-1] - place) >= LABEL:
+            kept.append(i)
+    return [*kept, len(places) - 1]
 
 
 def _kind(counts: NDArray[np.int64], done: NDArray[np.float64]) -> str:

@@ -21,8 +21,8 @@ from typing import Any, Final
 
 __all__ = [
     "CALL", "COMMUNICATION", "COMPUTE", "KINDS", "MEMORY", "MEMORY_KINDS", "ON_CUDA", "OPEN", "RING_BYTES", "ROOTED", "SCALAR",
-    "SERVE", "STEP", "STEPS_IN_ALL", "STREAM", "SUM", "TENSORFLOW", "TIMED", "Pending", "RingReader", "RingWriter", "place_and_name",
-    "record_dtype",
+    "SERVE", "STEP", "STEPS_IN_ALL", "STREAM", "SUM", "TENSORFLOW", "TIMED", "Pending", "RingReader", "RingWriter",
+    "place_and_name", "record_dtype",
 ]  # fmt: skip
 
 KINDS: Final = ("compute", "communication", "step", "scalar", "call")

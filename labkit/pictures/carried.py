@@ -13,7 +13,7 @@ from labkit.errors import LabError
 from labkit.pictures.flows import Flows, flows_of, over_time
 from labkit.pictures.gantt import view_of
 from labkit.pictures.operations import colour_of
-from labkit.pictures.sheet import GREY, INKS, WIDTH_IN, HasTrace, bytes_in_words, pyplot, sheet, trace_of, unit_of
+from labkit.pictures.sheet import GREY, INKS, WIDTH_IN, HasTrace, bytes_in_words, pyplot, sheet, shortened, trace_of, unit_of
 from labkit.trace import Trace
 
 if TYPE_CHECKING:
@@ -35,7 +35,11 @@ SHOWN: Final = len(TEXTURES)  # operations with a look of their own; the grey is
 OTHERS: Final = "#B4BAC4"
 BINS: Final = 150
 NUMBERED: Final = 8  # ranks: beyond it the matrix has no room for numbers
-UNITS: Final = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+TITLED: Final = 2 * NUMBERED  # beyond it there is none for their names either
+CHARACTER_IN: Final = 0.07
+MATRIX_IN: Final = 2.1  # its width in a figure of its own
+LONGEST: Final = 56  # characters of an operation's name
+UNITS: Final = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 
 
 def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes | None = None) -> Axes:
@@ -66,34 +70,59 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
     trace, flows = view.shown, flows_of(view.shown)
     if not len(flows.name):
         raise LabError("traffic: nothing that labkit knows the size of travelled between ranks")
-    matrix = flows.matrix(len(trace.ranks))
+    matrix, labels = flows.matrix(len(trace.ranks)), _labels(flows)
+    ranks, rules = _short(trace.ranks), _rules(flows)
+    longest = max(len(name.removeprefix("rank ")) for name in ranks)
+    upright = len(ranks) * (longest * CHARACTER_IN + 0.06) > MATRIX_IN and longest > 2
+    # Two columns in the legend, if they leave room for what is written below the matrix.
+    columns = 2 if len(labels) > 1 and max(map(len, labels)) <= (36 if rules or upright else 56) else 1
     with sheet():
         if ax is None:
-            below = 0.75 + 0.19 * -(-min(len(flows.name), SHOWN + 1) // 2)  # the legend has two columns
+            names_in = 0.0 if len(ranks) > TITLED else longest * CHARACTER_IN if upright else 0.15
+            below = max(0.75 + 0.19 * -(-len(labels) // columns), 0.45 + names_in + 0.17 * rules.count("\n"))
             height = 0.45 + 1.9 + below
             sides = {"left": 0.075, "right": 0.96, "top": 1 - 0.45 / height, "bottom": below / height}
             ax = plt.subplots(figsize=(WIDTH_IN, height), gridspec_kw=sides)[1]
         from mpl_toolkits.axes_grid1 import make_axes_locatable  # type: ignore[import-untyped]  # part of matplotlib
 
         beside = make_axes_locatable(ax)
-        right = beside.append_axes("right", size="48%", pad=0.55 + 0.07 * max(map(len, trace.ranks)))
-        scale = beside.append_axes("right", size="2.5%", pad=0.08) if len(trace.ranks) > NUMBERED else None
-        _draw_rates(ax, trace, flows)
-        _draw_matrix(right, scale, trace.ranks, matrix, flows)
+        right = beside.append_axes("right", size="48%", pad=0.55 + CHARACTER_IN * max(map(len, ranks)))
+        scale = beside.append_axes("right", size="2.5%", pad=0.08) if len(ranks) > NUMBERED else None
+        _draw_rates(ax, trace, flows, labels)
+        ax.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.23), ncols=columns, borderaxespad=0)
+        _draw_matrix(right, scale, ranks, matrix, rules, upright)
         ax.set_title(f"What travelled  ·  {view.in_words()}, {bytes_in_words(matrix.sum())} in all")
     return ax
 
 
-def _draw_rates(ax: Axes, trace: Trace, flows: Flows) -> None:
+def _short(ranks: Sequence[str]) -> list[str]:
+    """The names of ranks, as short as they may be and still differ."""
+    tried = ([shortened(name, most) for name in ranks] for most in range(18, max(map(len, ranks))))
+    return next((names for names in tried if len(set(names)) == len(names)), list(ranks))
+
+
+def _labels(flows: Flows) -> list[str]:
+    """Of each operation that has a look of its own, and of all others together."""
+    nbytes = flows.by_operation()
+    each = zip(flows.name[:SHOWN], flows.count, nbytes.tolist(), strict=False)
+    labels = [f"{shortened(name, LONGEST)}: {count} ×, {bytes_in_words(n)}" for name, count, n in each]
+    if (more := len(flows.name) - SHOWN) > 0:
+        labels.append(f"{f'{more} others' if more > 1 else 'another one'}: {bytes_in_words(nbytes[SHOWN:].sum())}")
+    return labels
+
+
+def _rules(flows: Flows) -> str:
+    """How the collectives are counted."""
+    rules = ["as a ring of its ranks"] * flows.rings + ["as its root's messages"] * flows.roots
+    return "\n(a collective counts " + "\nor ".join(rules) + ")" if rules else ""
+
+
+def _draw_rates(ax: Axes, trace: Trace, flows: Flows, labels: list[str]) -> None:
     edges = np.linspace(trace.start_ns, trace.end_ns, BINS + 1).astype(np.int64)
     moved = over_time(flows, edges)
-    labels = [f"{name}: {count} ×, {bytes_in_words(n)}" for name, count, n in _in_words(flows)]
     looks = _looks(flows.name[:SHOWN])
-    if len(labels) > SHOWN:
-        rest = slice(SHOWN, None)
-        moved = np.vstack([moved[:SHOWN], moved[rest].sum(axis=0)])
-        others = f"{len(labels) - SHOWN} others" if len(labels) > SHOWN + 1 else "another one"
-        labels = [*labels[:SHOWN], f"{others}: {bytes_in_words(flows.by_operation()[rest].sum())}"]
+    if len(moved) > SHOWN:
+        moved = np.vstack([moved[:SHOWN], moved[SHOWN:].sum(axis=0)])
         looks.append({"facecolor": OTHERS})
     rate = moved / np.diff(edges) * 1e9
     unit, size = next((u for u in UNITS if rate.sum(axis=0).max() >= u[1]), UNITS[-1])
@@ -107,7 +136,6 @@ def _draw_rates(ax: Axes, trace: Trace, flows: Flows) -> None:
     ax.set(xlim=(0, x[-1]), ylim=(0, 1.06 * floor.max()))
     ax.set_xlabel(f"time since the start [{time_unit}]")
     ax.set_ylabel(f"sent by all ranks [{unit}/s]")
-    ax.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.23), ncols=2 if len(labels) > 1 else 1, borderaxespad=0)
 
 
 def _looks(names: Sequence[str]) -> list[dict[str, Any]]:
@@ -121,11 +149,7 @@ def _looks(names: Sequence[str]) -> list[dict[str, Any]]:
     return [found[name] for name in names]
 
 
-def _in_words(flows: Flows) -> list[tuple[str, int, float]]:
-    return list(zip(flows.name, flows.count, flows.by_operation().tolist(), strict=True))
-
-
-def _draw_matrix(ax: Axes, scale: Axes | None, ranks: tuple[str, ...], matrix: NDArray[np.float64], flows: Flows) -> None:
+def _draw_matrix(ax: Axes, scale: Axes | None, ranks: list[str], matrix: NDArray[np.float64], rules: str, upright: bool) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
     unit, size = next((u for u in UNITS if matrix.max() >= u[1]), UNITS[-1])
@@ -134,14 +158,16 @@ def _draw_matrix(ax: Axes, scale: Axes | None, ranks: tuple[str, ...], matrix: N
     shown = np.ma.masked_where(np.eye(n, dtype=bool), matrix / size)
     image = ax.imshow(shown, cmap=colours, vmin=0, vmax=matrix.max() / size, aspect="auto")
     short = [name.removeprefix("rank ") for name in ranks]
-    if n <= 2 * NUMBERED:
+    if n <= TITLED:
         ax.set_xticks(range(n), short)
         ax.set_yticks(range(n), short)
+    if n > NUMBERED:
+        ax.tick_params(labelsize=6.5)
+    if upright:
+        ax.tick_params(axis="x", labelrotation=90)
     ax.tick_params(length=0)
-    rules = ["as a ring of its ranks"] * flows.rings + ["as its root's messages"] * flows.roots
-    note = "\n(a collective counts " + "\nor ".join(rules) + ")" if rules else ""
-    ax.set_xlabel(("to rank" if short != list(ranks) else "to") + note)
-    ax.set_ylabel("from rank" if short != list(ranks) else "from")
+    ax.set_xlabel(("to rank" if short != ranks else "to") + rules)
+    ax.set_ylabel("from rank" if short != ranks else "from")
     ax.set_title(f"from rank to rank [{unit}]")
     for spine in ax.spines.values():
         spine.set(visible=True, color="#C6CBD3", linewidth=0.6)

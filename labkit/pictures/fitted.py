@@ -42,7 +42,11 @@ def draw(fits: Sequence[Fit], ax: Axes | None = None) -> Axes:
         ax.set_xscale("log")
         ax.set_yscale("log")
         times = [s for fit in fits for s in fit.seconds]
-        ax.set_ylim(10 ** math.floor(math.log10(min(times))), max(times) * 12)  # room for the legend above the points
+        # Room for the lowest points, and for the legend above the highest.
+        ax.set_ylim(10 ** math.floor(math.log10(min(times) / 1.2)), max(times) * 12)
+        measured = sorted({n for fit in fits for n in fit.nbytes})
+        if measured[-1] < 100 * measured[0]:  # there may be no power of ten among them
+            ax.set_xticks(measured)
         ax.xaxis.set_major_formatter(lambda nbytes, _: in_words(nbytes, "B"))
         ax.yaxis.set_major_formatter(lambda s, _: in_words(s, "s").replace(".00", ""))
         ax.minorticks_off()

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.pictures.arrows import messages
-from labkit.ring import COMMUNICATION, ROOTED
+from labkit.ring import COMMUNICATION, OPEN, ROOTED
 from labkit.trace import Trace
 
 __all__ = ["Flows", "flows_of", "over_time"]
@@ -76,7 +76,8 @@ def flows_of(trace: Trace) -> Flows:
     """The flows of a trace; of a stretch of it, those of what completed in it."""
     data, names = trace.columns.data, trace.columns.names
     data_ready = trace.ready()
-    mine = np.flatnonzero((data["kind"] == COMMUNICATION) & (data["end_ns"] <= trace.end_ns))
+    complete = (data["kind"] == COMMUNICATION) & (data["flags"] & OPEN == 0)
+    mine = np.flatnonzero(complete & (data["end_ns"] <= trace.end_ns))
     rows, ready = data[mine], data_ready[mine]
     rings, roots = _rings(rows, names), _roots(rows, names)
     parts = [*_messages(rows, names), *rings, *roots]

@@ -27,7 +27,8 @@ __all__ = ["View", "bubble_in_words", "figure_of", "numbered_steps", "timeline",
 ZOOM_BEYOND: Final = 12  # steps: more of them are too narrow for their parts to be told apart at notebook width
 TEXT_PT: Final = 7.0  # inside bars
 HATCH: Final = "//////"
-HEADING: Final = 0.95  # height of what stands above each of several runs, in rows
+HEADING: Final = 0.95  # height of what stands above each of several runs, in rows,
+HEADING_IN: Final = 0.3  # and in inches where rows are low: its title, and the numbers of steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,23 +168,31 @@ class _Timeline:
         self.longest_ns = max(view.shown.duration_ns for view in views)
         self.unit, self.unit_ns = unit_of(self.longest_ns)
         self.rows = sum(len(view.rows) for view in views)
-        self.height = self.rows + (HEADING * len(views) if self.several else 0)
+        self.heading = HEADING if self.several else 0.0
         self.strip_in = 0.0 if self.several or not views[0].zoomed else min(0.12 + 0.05 * self.rows, 0.5)
         self.ax = ax if ax is not None else self._axes(new_figure)
         box = self.ax.get_window_extent()
         self.width_px, self.dpi = box.width, self.ax.figure.dpi
         self.height_in = box.height / self.dpi
+        row_in = (self.height_in - HEADING_IN * len(views)) / self.rows
+        if self.several and row_in > 0.08:  # else the axes that were given are too low for both
+            self.heading = max(HEADING, HEADING_IN / row_in)
         self.polygons: dict[str, list[Any]] = {}  # per style: corners, shape (bars, 4, 2), in units of the axes
         self.seen: set[str] = set()
         self.mixed = False  # whether bars are so many that a pixel shows several
+
+    @property
+    def height(self) -> float:
+        """Of all rows and headings, in rows."""
+        return self.rows + self.heading * len(self.views)
 
     def draw(self) -> Axes:
         y, ticks, names = 0.0, [], []
         for view in self.views:
             if self.several:
                 heading = f"{view.label}:  {view.in_words()}{bubble_in_words(view.shown)}"
-                self.ax.text(0, y + 0.45, heading, weight="bold", va="center", fontsize=8.5)
-                y += HEADING
+                self.ax.text(0, y + 0.47 * self.heading, heading, weight="bold", va="center", fontsize=8.5)
+                y += self.heading
             top = y
             for row in view.rows:
                 self._row(view.shown, row, y)
@@ -213,11 +222,13 @@ class _Timeline:
     def _axes(self, new_figure: Callable[..., Figure]) -> Axes:
         """Axes whose margins are known in inches, so that bars know their width in pixels before they get a text."""
         row_in = min(max((2.4 + 0.8 * len(self.views)) / self.height, 0.16), 0.56)
+        if self.several:
+            self.heading = max(HEADING, HEADING_IN / row_in)
         left = 0.25 + 0.075 * max(len(row.name) for view in self.views for row in view.rows)
         top, bottom = 0.1 if self.several else 0.42 + (self.strip_in + 0.14 if self.strip_in else 0), 0.9
         height = top + bottom + row_in * self.height
         return new_figure(figsize=(WIDTH_IN, height)).add_axes(
-            (left / WIDTH_IN, bottom / height, 1 - (left + 0.12) / WIDTH_IN, row_in * self.height / height)
+            (left / WIDTH_IN, bottom / height, 1 - (left + 0.2) / WIDTH_IN, row_in * self.height / height)
         )
 
     def _row(self, trace: Trace, row: Row, y: float) -> None:
@@ -344,25 +355,33 @@ class _Timeline:
         from matplotlib.transforms import ScaledTranslation
 
         of_compute = ["data", "forward", "backward", "optimizer", "compute", "unlabelled"]
-        for line, styles in enumerate((of_compute, [style for style in STYLES if style not in of_compute])):
+        lines: dict[float, Legend] = {}  # by how far they lie below the axis
+        for upper, styles in ((True, of_compute), (False, [style for style in STYLES if style not in of_compute])):
             handles: list[Any] = []
             for style in styles:
                 if style in self.seen:
                     look = STYLES[style]
                     edge = {"edgecolor": look.colour, "hatch": HATCH, "linewidth": 0.0} if look.hatch else {"linewidth": 0.0}
                     handles.append(Patch(facecolor=look.rgba, label=look.legend, **edge))
-            if "step" in self.seen and not line:
+            if "step" in self.seen and upper:
                 handles.append(Line2D([], [], color="#22262E", linewidth=0.9, label="step boundary"))
-            if "message" in self.seen and line:
+            if "message" in self.seen and not upper:
                 handles.append(Line2D([], [], color=COLOUR, linewidth=0.7, marker=">", markersize=3, label="message"))
             if handles:
-                down = ScaledTranslation(0, -0.46 - 0.21 * line, self.ax.figure.dpi_scale_trans)
-                legend = Legend(
+                lines[0.46 if upper else 0.67] = Legend(
                     self.ax, handles, [handle.get_label() for handle in handles], loc="upper left", ncols=len(handles),
-                    borderaxespad=0, borderpad=0, columnspacing=1.0, handletextpad=0.5, bbox_to_anchor=(0, 0),
-                    bbox_transform=self.ax.transAxes + down,
+                    borderaxespad=0, borderpad=0, columnspacing=1.0, handletextpad=0.5,
                 )  # fmt: skip
-                self.ax.add_artist(legend).set_clip_on(False)  # else a notebook, which trims figures, cuts it off
+        figure = self.ax.get_figure(root=True)
+        assert figure is not None
+        wide_in = max((line.get_window_extent().width for line in lines.values()), default=0) / self.dpi
+        left_in = self.ax.get_window_extent().x0 / self.dpi
+        # Further to the left where they would reach beyond the figure.
+        shift_in = min(max(left_in + wide_in + 0.05 - figure.get_figwidth(), 0), max(left_in - 0.05, 0))
+        for down_in, line in lines.items():
+            place = ScaledTranslation(-shift_in, -down_in, self.ax.figure.dpi_scale_trans)
+            line.set_bbox_to_anchor((0, 0), self.ax.transAxes + place)
+            self.ax.add_artist(line).set_clip_on(False)  # else a notebook, which trims figures, cuts it off
 
     def _px_per_unit(self) -> float:
         return float(self.width_px * self.unit_ns / self.longest_ns)

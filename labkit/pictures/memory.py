@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from labkit.errors import LabError
 from labkit.pictures.gantt import view_of
-from labkit.pictures.sheet import GREY, WIDTH_IN, HasTrace, pyplot, sheet, trace_of, unit_of
+from labkit.pictures.sheet import GREY, WIDTH_IN, HasTrace, pyplot, sheet, three_digits, trace_of, unit_of
 from labkit.ring import MEMORY, MEMORY_KINDS
 from labkit.trace import Trace
 
@@ -147,12 +147,8 @@ def _thinned(usage: Usage, trace: Trace) -> Usage:
 def _words(usage: Usage, trace: Trace, unit: str, size: float) -> str:
     """A rank's peak and its split: "rank 0: peak 4.0 MiB = parameters 1.0 + gradients 1.0 + activations 2.0"."""
     at = usage.nbytes[:, usage.peak] / size
-    parts = [f"{kind} {_digits(value)}" for kind, value in zip(MEMORY_KINDS, at, strict=True) if value > 0]
-    return f"{trace.ranks[usage.rank]}: peak {_digits(at.sum())} {unit} = {' + '.join(parts)}"
-
-
-def _digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    parts = [f"{kind} {three_digits(value)}" for kind, value in zip(MEMORY_KINDS, at, strict=True) if value > 0]
+    return f"{trace.ranks[usage.rank]}: peak {three_digits(at.sum())} {unit} = {' + '.join(parts)}"
 
 
 def _stride(top: float, most: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -11,13 +12,17 @@ from numpy.typing import NDArray
 from labkit.errors import LabError
 from labkit.pictures.bars import STYLES
 from labkit.pictures.gantt import HATCH, View, view_of
-from labkit.pictures.sheet import GREY, INKS, WIDTH_IN, HasTrace, pyplot, sheet, time_in_words, trace_of, unit_of
+from labkit.pictures.sheet import GREY, INKS, WIDTH_IN, HasTrace, pyplot, sheet, shortened, time_in_words, trace_of, unit_of
 from labkit.trace import Share, Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["breakdown", "compare"]
+
+LINE: Final = 28  # characters of a run's name in one line, and in all
+LONGEST: Final = 80
+CHARACTER_IN: Final = 0.075
 
 # The parts of a bar of `breakdown`, and what fills them: styles with the top and the height of their share of the bar. What
 # overlaps shows both its colours, one above the other as in the timeline.
@@ -103,19 +108,31 @@ def compare(
     unit, unit_ns = unit_of(lengths.max())
     parts = np.array([np.mean([_percent(share) for share in view.shown.shares()], axis=0) for view in views])
     parts *= lengths[:, None] / unit_ns / 100
-    y, left, widest = np.arange(len(views), dtype=np.float64), np.zeros(len(views)), lengths.max() / unit_ns
+    y, left, longest = np.arange(len(views), dtype=np.float64), np.zeros(len(views)), lengths / unit_ns
+    names = [f"{fill(shortened(view.label, LONGEST), LINE)}\n{_what(view)}" for view in views]
+    lines, ratios = [name.split("\n") for name in names], _ratios(lengths)
     with sheet():
         if ax is None:
-            ax = plt.subplots(figsize=(WIDTH_IN, 1.2 + 0.5 * len(y)), layout="constrained")[1]
+            row_in = max(0.5, 0.1 + 0.15 * max(map(len, lines)))
+            ax = plt.subplots(figsize=(WIDTH_IN, 1.2 + row_in * len(y)), layout="constrained")[1]
+            wide_in = WIDTH_IN - 0.2 - CHARACTER_IN * max(len(line) for of_name in lines for line in of_name)
+        else:
+            wide_in = ax.get_window_extent().width / ax.figure.dpi
+        # Beyond each bar there is room for what is said of it.
+        room_in = wide_in - 0.1 - 1.15 * CHARACTER_IN * np.array([len(words) for words in ratios])
+        right = max(1.3 * longest.max(), (longest * wide_in / np.maximum(room_in, 0.2 * wide_in)).max())
         for part, width in zip(_PARTS, parts.T, strict=True):
-            _lay(ax, part, y, left, width, [f"{time:.3g}" if time >= 0.045 * widest else "" for time in width])
+            texts = [f"{time:.3g}" if time < 1000 else f"{time:.0f}" for time in width]
+            fits = [
+                wide_in * time / right > 0.05 + 0.85 * CHARACTER_IN * len(text) for time, text in zip(width, texts, strict=True)
+            ]
+            _lay(ax, part, y, left, width, [text if fit else "" for text, fit in zip(texts, fits, strict=True)])
             left += width
-        for row, words in enumerate(_ratios(lengths)):
-            ax.text(left[row] + 0.008 * widest, y[row], words, va="center", fontsize=8.5, weight="bold")
-        names = [f"{view.label}\n{_what(view)}" for view in views]
-        ax.set(xlim=(0, 1.3 * widest), ylim=(y[-1] + 0.5, -0.5), yticks=y, yticklabels=names)
+        for row, words in enumerate(ratios):
+            ax.text(left[row] + 0.006 * right, y[row], words, va="center", fontsize=8.5, weight="bold")
+        ax.set(xlim=(0, right), ylim=(y[-1] + 0.5, -0.5), yticks=y, yticklabels=names)
         ax.set_xlabel(f"time, mean of the ranks [{unit}]")
-        ax.set_title(f"Where the time of each run went  ·  against {views[0].label}")
+        ax.set_title(f"Where the time of each run went  ·  against {shortened(views[0].label, LONGEST // 2)}")
         ax.tick_params(axis="y", length=0)
         ax.spines["left"].set_visible(False)
         _legend_of_parts(ax, [part for part, width in zip(_PARTS, parts.T, strict=True) if width.any()])
@@ -127,9 +144,14 @@ def _ratios(lengths_ns: NDArray[np.float64]) -> list[str]:
     words = [time_in_words(lengths_ns[0])]
     for length_ns in lengths_ns[1:].tolist():
         faster = float(lengths_ns[0]) / length_ns
-        told = f"{faster:.2f} × as fast" if faster >= 1.005 else f"{1 / faster:.2f} × as long" if faster <= 0.995 else "as long"
+        longer = 1 / faster
+        told = f"{_times(faster)} as fast" if faster >= 1.005 else f"{_times(longer)} as long" if faster <= 0.995 else "as long"
         words.append(f"{time_in_words(length_ns)}, {told}")
     return words
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.2f} ×" if factor < 100 else f"{factor:.3g} ×"
 
 
 def _what(view: View) -> str:

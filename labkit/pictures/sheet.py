@@ -20,6 +20,8 @@ __all__ = [
     "pyplot",
     "ranks_in_words",
     "sheet",
+    "shortened",
+    "three_digits",
     "time_in_words",
     "trace_of",
     "unit_of",
@@ -90,15 +92,23 @@ def unit_of(duration_ns: float) -> tuple[str, float]:
 def time_in_words(duration_ns: float) -> str:
     """A time with three digits and its unit: "67.7 ms"."""
     unit, length_ns = unit_of(duration_ns)
-    return f"{_three_digits(duration_ns / length_ns)} {unit}"
+    return f"{three_digits(duration_ns / length_ns)} {unit}"
 
 
 def bytes_in_words(nbytes: float) -> str:
     """A size in powers of ten: "4.19 MB"."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= size:
-            return f"{_three_digits(nbytes / size)} {unit}"
+            return f"{three_digits(nbytes / size)} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def shortened(text: str, most: int) -> str:
+    """A text of at most so many characters: both ends of a longer one, since names of methods differ in their last words."""
+    if len(text) <= most:
+        return text
+    end = (most - 1) // 2
+    return f"{text[: most - 1 - end]}…{text[-end:]}"
 
 
 def ranks_in_words(trace: Trace) -> str:
@@ -106,5 +116,6 @@ def ranks_in_words(trace: Trace) -> str:
     return f"{len(trace.ranks)} ranks" if len(trace.ranks) > 1 else trace.ranks[0]
 
 
-def _three_digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+def three_digits(value: float) -> str:
+    """A number of three digits, or more where they stand before the point."""
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
