@@ -1,7 +1,8 @@
 """Trace files: spans and scalars as events of the Chrome trace format, and back without the loss of a nanosecond.
 
 Source: "Trace Event Format", the Chromium project's Catapult documentation. Its times are floating-point microseconds; counted
-from the start of the trace they hold whole nanoseconds exactly for as long as any run lasts.
+from the start of the trace they hold whole nanoseconds exactly for as long as any run lasts. Perfetto is stricter than the format
+and differs from it; what it wants was found with its own trace processor (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, Final
 
-from labkit.ring import ROOTED, SERVE
+from labkit.ring import ROOTED, SERVE, STEPS_IN_ALL
 from labkit.spans import ProfilerEvent, Scalar, Span
 
 __all__ = ["read_events", "write_events"]
@@ -19,8 +20,10 @@ __all__ = ["read_events", "write_events"]
 _EVENT: Final = ("rank", "name", "kind", "start_ns", "end_ns")  # an event has places for these; the other fields are arguments
 _DEFAULTS: Final = {f.name: f.default for f in fields(Span) if f.name not in _EVENT}
 _ROWS: Final = ("call", "step", "compute", "communication")  # from top to bottom
-_DERIVED: Final = "derived"  # the category of what follows from the rest, and is not read back
+_DERIVED: Final = ("derived", "message")  # the categories of what follows from the rest, and is not read back
 _TORCH: Final = "torch "  # how the categories of torch's profiler begin
+_TIMES: Final = ("wait_start_ns", "wait_end_ns")  # arguments that are counted like the events' own times
+_ROWS_APART: Final = 1000  # between the first row of one rank and that of the next
 
 Event = dict[str, Any]
 
@@ -35,22 +38,23 @@ def write_events(
     """The events: a process for each rank, with rows for its calls, steps, work and communication.
 
     A curve for each scalar and for the bytes under way, an arrow for each message and remote call, and what torch's profiler saw
-    in rows of its own below.
+    in rows of its own below. Values that are not finite are marks, and so is how many steps there will be.
 
     Args:
         spans: in any order.
         scalars: in any order.
         ranks: the names of the ranks.
-        start_ns: what the times are counted from.
+        start_ns: what the times are counted from; nothing may begin earlier, since Perfetto drops times below zero.
         profile: in any order.
     """
-    events = [_about("process_name", rank, 0, name=name) for rank, name in enumerate(ranks)]
-    events += [_about("process_sort_index", rank, 0, sort_index=rank) for rank in range(len(ranks))]
+    next_row = [_first_row(rank) for rank in range(len(ranks))]
+    events = [_about("process_name", rank, row, name=name) for rank, (row, name) in enumerate(zip(next_row, ranks, strict=True))]
+    events += [_about("process_sort_index", rank, row, sort_index=rank) for rank, row in enumerate(next_row)]
     spans = list(spans)
     rows: dict[tuple[int, str, str], list[int]] = {}
     for i, span in enumerate(spans):
         rows.setdefault((span.rank, span.kind, span.device), []).append(i)
-    next_row, places = [0] * len(ranks), [0] * len(spans)
+    places = [0] * len(spans)
     for rank, kind, device in sorted(rows, key=lambda row: (row[0], _ROWS.index(row[1]), row[2])):
         own = sorted(rows[rank, kind, device], key=lambda i: (spans[i].start_ns, -spans[i].end_ns))
         title = kind if device == "cpu" else f"{kind} on {device}"
@@ -61,6 +65,7 @@ def write_events(
             arguments = {k: v for k, default in _DEFAULTS.items() if (v := getattr(span, k)) != default}
             if span.root >= 0:
                 arguments["root"] = ROOTED - arguments.pop("peer")  # for who reads it in a viewer
+            arguments |= {k: arguments[k] - start_ns for k in _TIMES if k in arguments}
             events.append(
                 {"ph": "X", "pid": rank, "tid": places[i], "name": span.name, "cat": kind, "args": arguments}
                 | {"ts": (span.start_ns - start_ns) / 1e3, "dur": span.duration_ns / 1e3}
@@ -80,11 +85,13 @@ def write_events(
             )
         next_row[rank] = _name_rows(events, f"torch.profiler: {track}", rank, next_row[rank], max(numbers) + 1)
     for s in scalars:
-        # JSON has no number that is not finite; as a text it stays what it is.
-        value = s.value if s.value - s.value == 0 else str(s.value)
-        ts = (s.time_ns - start_ns) / 1e3
-        events.append({"ph": "C", "pid": s.rank, "tid": 0, "name": s.name, "ts": ts, "args": {"value": value}})
-    return events + _under_way(spans, start_ns) + _arrows(spans, places, start_ns)
+        place = {"pid": s.rank, "tid": _first_row(s.rank), "ts": (s.time_ns - start_ns) / 1e3}
+        if s.value - s.value == 0 and s.name != STEPS_IN_ALL:
+            events.append(place | {"ph": "C", "name": s.name, "args": {"value": s.value}})
+        else:  # a mark. JSON has no number that is not finite, and as a text one would hide the whole curve
+            mark = {"ph": "i", "s": "p", "name": f"{s.name} = {s.value:g}", "cat": "scalar"}
+            events.append(place | mark | {"args": {"name": s.name, "value": str(s.value)}})
+    return events + _under_way(spans, start_ns) + _arrows(spans, places, ranks, start_ns)
 
 
 def read_events(events: Iterable[Event], start_ns: int) -> tuple[list[Span], list[Scalar], list[ProfilerEvent]]:
@@ -96,6 +103,8 @@ def read_events(events: Iterable[Event], start_ns: int) -> tuple[list[Span], lis
     """
     spans, scalars, profile = [], [], []
     for event in events:
+        if event.get("cat") in _DERIVED:
+            continue
         if event["ph"] == "X":
             rank, name, category = event["pid"], event["name"], event["cat"]
             begin = start_ns + round(event["ts"] * 1e3)
@@ -106,11 +115,17 @@ def read_events(events: Iterable[Event], start_ns: int) -> tuple[list[Span], lis
                 arguments = {k: v for k, v in event["args"].items() if k in _DEFAULTS}
                 if "root" in event["args"]:
                     arguments["peer"] = ROOTED - event["args"]["root"]
+                arguments |= {k: arguments[k] + start_ns for k in _TIMES if k in arguments}
                 spans.append(Span(rank, name, category, begin, end, **arguments))
-        elif event["ph"] == "C" and event.get("cat") != _DERIVED:
-            time_ns = start_ns + round(event["ts"] * 1e3)
-            scalars.append(Scalar(event["pid"], event["name"], time_ns, float(event["args"]["value"])))
+        elif event["ph"] in ("C", "i"):
+            args, time_ns = event["args"], start_ns + round(event["ts"] * 1e3)
+            scalars.append(Scalar(event["pid"], args.get("name", event["name"]), time_ns, float(args["value"])))
     return spans, scalars, profile
+
+
+def _first_row(rank: int) -> int:
+    """The number of a rank's first row. Neither 0 nor the rank's own: with either, Perfetto makes two rows into one."""
+    return _ROWS_APART * (rank + 1)
 
 
 def _name_rows(events: list[Event], title: str, rank: int, first: int, count: int) -> int:
@@ -138,16 +153,20 @@ def _under_way(spans: Sequence[Span], start_ns: int) -> list[Event]:
         for time_ns, change in sorted(of_rank.items()):
             nbytes += change
             events.append(
-                {"ph": "C", "pid": rank, "tid": 0, "name": "bytes under way", "cat": _DERIVED}
-                | {"ts": (time_ns - start_ns) / 1e3, "args": {"bytes": nbytes}}
+                # Perfetto calls the curve by both, one after the other.
+                {"ph": "C", "pid": rank, "tid": _first_row(rank), "name": "bytes", "cat": _DERIVED[0]}
+                | {"ts": (time_ns - start_ns) / 1e3, "args": {"under way": nbytes}}
             )
     return events
 
 
-def _arrows(spans: Sequence[Span], places: Sequence[int], start_ns: int) -> list[Event]:
+def _arrows(spans: Sequence[Span], places: Sequence[int], ranks: Sequence[str], start_ns: int) -> list[Event]:
     """From each message's send to its receive; from a remote call to what serves it, and from the reply back to the call.
 
     A viewer ties the end of an arrow to the span in whose row and time it lies; so an arrow ends a nanosecond before its span.
+    Perfetto then draws it from the end of the span that began first to the begin of the other, which for a receive that was there
+    before its send is the wrong way round. So what lasts longer than one side alone has a span of its own within the other's:
+    in a receive from when the message was sent, in a send until somebody receives. The arrow is tied to that one.
     """
     events: list[Event] = []
     serving: dict[tuple[int, str, int], int] = {}  # a call is served until the moment in which its reply begins
@@ -157,15 +176,26 @@ def _arrows(spans: Sequence[Span], places: Sequence[int], start_ns: int) -> list
             serving[span.rank, span.name.removeprefix(SERVE), span.end_ns] = i
         elif span.peer >= 0 and span.group and span.kind == "communication":
             pairs[span.group, span.match].append(i)
+    arrows = 0
+
+    def add(ph: str, i: int, name: str, time_ns: int, **more: Any) -> None:
+        event = {"ph": ph, "pid": spans[i].rank, "tid": places[i], "name": name, "cat": _DERIVED[1]}
+        events.append(event | {"ts": (time_ns - start_ns) / 1e3, "args": {}} | more)
 
     def arrow(name: str, source: int, target: int, *, to_start: bool = False) -> None:
-        begin_ns, last_ns = spans[source].start_ns, max(spans[target].start_ns, spans[target].end_ns - 1)
-        end_ns = max(begin_ns, spans[target].start_ns) if to_start else last_ns
-        if begin_ns <= end_ns <= last_ns:  # else two clocks disagree, and no arrow goes back in time
-            number = len(events) // 2 + 1
-            for ph, i, time_ns in (("s", source, begin_ns), ("f", target, end_ns)):
-                event = {"ph": ph, "id": number, "pid": spans[i].rank, "tid": places[i], "name": name, "cat": "message"}
-                events.append(event | {"ts": (time_ns - start_ns) / 1e3, "args": {}} | ({"bp": "e"} if ph == "f" else {}))
+        nonlocal arrows
+        begin_ns, target_ns = spans[source].start_ns, spans[target].start_ns
+        end_ns = target_ns if to_start else max(target_ns, spans[target].end_ns - 1)
+        if begin_ns > end_ns:
+            return  # two clocks disagree, and no arrow goes back in time
+        until_ns = min(target_ns, spans[source].end_ns)
+        if target_ns < begin_ns:
+            add("X", target, f"{name} from {ranks[spans[source].rank]}", begin_ns, dur=(spans[target].end_ns - begin_ns) / 1e3)
+        elif begin_ns < until_ns:
+            add("X", source, f"{name} to {ranks[spans[target].rank]}", begin_ns, dur=(until_ns - begin_ns) / 1e3)
+        arrows += 1
+        add("s", source, name, begin_ns, id=arrows)
+        add("f", target, name, end_ns, id=arrows, bp="e")
 
     for pair in pairs.values():
         if len(pair) != 2 or spans[pair[0]].rank == spans[pair[1]].rank:

@@ -34,7 +34,7 @@ def load_trace(path: str | Path, *, run: int = -1) -> Trace:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         other = content["otherData"]
-        spans, scalars, profile = read_events(content["traceEvents"], other["start_ns"])
+        spans, scalars, profile = read_events(content["traceEvents"], other["zero_ns"])
         return Trace(
             spans, scalars, ranks=other["ranks"], start_ns=other["start_ns"], end_ns=other["end_ns"], dropped=other["dropped"],
             notes=other.get("notes", ()), profile=profile,

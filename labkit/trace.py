@@ -228,14 +228,19 @@ class Trace:
         Source: "Trace Event Format", the Chromium project's Catapult documentation.
         """
         path = Path(path)
-        path.write_text(json.dumps(self.to_chrome(), allow_nan=False, separators=(",", ":")), encoding="utf-8")
+        # Perfetto opens no file with a character that JSON would escape as two, which those outside of Unicode's first plane are.
+        text = json.dumps(self.to_chrome(), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        path.write_text(text, encoding="utf-8", errors="replace")
         return path
 
     def to_chrome(self) -> dict[str, Any]:
         """The trace as the object that `save` writes: one process per rank, with rows for its steps, work and communication."""
-        events = write_events(self, self.scalars, self.ranks, self.start_ns, self.profile)
+        # What touches the time looked at may have begun before it.
+        began = [self.start_ns, *self.columns.data["start_ns"][:1].tolist(), *(e.start_ns for e in self.profile)]
+        zero_ns = min(began + [s.time_ns for s in self.scalars[:1]])
+        events = write_events(self, self.scalars, self.ranks, zero_ns, self.profile)
         other = {"labkit": 1, "ranks": self.ranks, "start_ns": self.start_ns, "end_ns": self.end_ns, "dropped": self.dropped}
-        other["notes"] = self.notes
+        other |= {"notes": self.notes, "zero_ns": zero_ns}
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
     def _with(self, columns: Columns, scalars: Iterable[Scalar], start_ns: int, end_ns: int) -> Trace:

@@ -498,7 +498,7 @@ def test_the_file_is_what_the_viewers_expect(tmp_path: Path) -> None:
     trace = some_rich_trace(random.Random(1))
     content = json.loads(trace.save(tmp_path / "x.json").read_text(encoding="utf-8"), parse_constant=refuse)
     events = content["traceEvents"]
-    assert {e["ph"] for e in events} == {"M", "X", "C"}  # nor arrows: no message of this trace has two ends
+    assert {e["ph"] for e in events} == {"M", "X", "C", "i"}  # no arrows: no message of this trace has two ends
     for event in events:
         assert {"ph", "pid", "tid", "ts", "name", "args"} <= set(event)
         assert event["ph"] != "X" or (event["dur"] >= 0 and event["cat"])
@@ -535,14 +535,14 @@ def test_rows_stand_in_the_order_of_a_run() -> None:
     ]  # fmt: skip
     events = Trace(spans, ranks=["a"]).to_chrome()["traceEvents"]
     assert [(e["tid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"] == [
-        (0, "call"), (1, "step"), (2, "compute"), (3, "compute (2)"), (4, "communication"), (5, "communication (2)"),
-        (6, "communication on cuda"),
+        (1000, "call"), (1001, "step"), (1002, "compute"), (1003, "compute (2)"), (1004, "communication"),
+        (1005, "communication (2)"), (1006, "communication on cuda"),
     ]  # fmt: skip
 
 
 def test_spans_that_do_not_cross_share_a_row() -> None:
     spans = [compute(0, 10 * i, 10 * i + 10) for i in range(5)] + [compute(0, 11, 15), compute(0, 20, 24)]
-    assert {e["tid"] for e in Trace(spans, ranks=["a"]).to_chrome()["traceEvents"] if e["ph"] == "X"} == {0}
+    assert {e["tid"] for e in Trace(spans, ranks=["a"]).to_chrome()["traceEvents"] if e["ph"] == "X"} == {1000}
 
 
 @pytest.mark.parametrize(
