@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import html
 import inspect
+import reprlib
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator
@@ -85,6 +86,9 @@ def check(name: str, answer: Any = ...) -> Verdict:
     exercise = find(name)
     if _is_unwritten(answer):
         return _not_written(exercise)
+    if not (exercise.number or callable(answer)):
+        hint = f"given {reprlib.repr(answer)}: hand over the function itself, not what it returns"
+        return Verdict(name, False, _sentence(hint), (f'lab.check("{name}", {name})',))
     try:
         message = exercise.judge(answer, _on_ranks)
     except AnswerError as wrong:

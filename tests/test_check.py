@@ -129,6 +129,14 @@ def test_not_implemented_is_not_written_wherever_it_runs(name: str) -> None:
 # What happens when an answer fails
 
 
+@pytest.mark.parametrize("name", [e for names in labkit.exercises.LESSONS.values() for e in names if e != "waiting_share"])
+def test_a_result_instead_of_the_function_is_told_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "Group", None)
+    verdict = check(name, [0, 4, 8])
+    assert verdict.message == "Given [0, 4, 8]: hand over the function itself, not what it returns"
+    assert verdict.details == (f'lab.check("{name}", {name})',)
+
+
 def test_an_answer_that_raises_in_this_process_is_shown_with_its_line() -> None:
     def answer(costs):
         return costs[99]

@@ -48,6 +48,11 @@ def introduce_otherwise():
     return f"{dist.get_rank()}/{dist.get_world_size()}"
 
 
+@wrong("introduce", "with an f before the quotes")
+def introduce_in_four_parts():
+    return "rank", dist.get_rank(), "of", dist.get_world_size()
+
+
 @wrong("introduce", "ZeroDivisionError")
 def introduce_and_fail():
     return 1 / 0
@@ -380,6 +385,14 @@ def accumulate_and_send_never(model, batches, loss_function):
     with model.no_sync():
         for inputs, targets in batches:
             (loss_function(model(inputs), targets) / len(batches)).backward()
+
+
+@wrong("accumulate", "the batch outside no_sync() must be the last")
+def accumulate_and_send_the_first(model, batches, loss_function):
+    share = dist.get_world_size() / examples_of_all_ranks(batches)
+    for number, (inputs, targets) in enumerate(batches):
+        with model.no_sync() if number % len(batches) else contextlib.nullcontext():
+            (share * len(inputs) * loss_function(model(inputs), targets)).backward()
 
 
 @wrong("accumulate", "no parameter has a gradient afterwards")

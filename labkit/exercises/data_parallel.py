@@ -211,14 +211,21 @@ def _examples(numbers: list[int]) -> str:
 
 
 class _Counter:
-    """Counts the buckets that DDP sends."""
+    """Counts the buckets that DDP sends, and the losses that were computed after the last of them."""
 
     def __init__(self) -> None:
         self.buckets = 0
+        self.late = 0
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The student's loss function."""
+        self.late += 1
+        return nn.functional.mse_loss(outputs, targets)
 
     def hook(self, _: object, bucket: dist.GradBucket) -> Future[Tensor]:
         """DDP's communication hook: called once for each bucket when its gradients are complete."""
         self.buckets += 1
+        self.late = 0
         assert dist.group.WORLD is not None
         return allreduce_hook(dist.group.WORLD, bucket)
 
@@ -241,13 +248,13 @@ def _serial_accumulation(weights: Sequence[Sequence[float]]) -> Gradients:
     return _gradients(model)
 
 
-def _accumulate_on_rank(answer: Callable[..., object]) -> tuple[Gradients, int]:
-    """The gradients after the student's function and how many buckets went over the wire."""
+def _accumulate_on_rank(answer: Callable[..., object]) -> tuple[Gradients, int, int]:
+    """The gradients after the student's function, how many buckets went over the wire, and how many losses came after them."""
     model = DistributedDataParallel(_Experts(1))
     counter = _Counter()
     model.register_comm_hook(None, counter.hook)
-    answer(model, _micro_batches()[dist.get_rank()], nn.functional.mse_loss)
-    return _gradients(model.module), counter.buckets
+    answer(model, _micro_batches()[dist.get_rank()], counter.loss)
+    return _gradients(model.module), counter.buckets, counter.late
 
 
 def _accumulate(answer: Any, on: OnRanks) -> str:
@@ -270,7 +277,7 @@ def _accumulate(answer: Any, on: OnRanks) -> str:
             return "were weighed by the number of examples, but not divided by that of all ranks"
         return None
 
-    after, buckets = zip(*on(ranks, _accumulate_on_rank, answer), strict=True)
+    after, buckets, late = zip(*on(ranks, _accumulate_on_rank, answer), strict=True)
     if not any(after):
         raise AnswerError("no parameter has a gradient afterwards: backward() adds to .grad, and nothing may clear it at the end")
     if buckets[0] == 0 and not all(_keeps(gradients, after[0]) for gradients in after):
@@ -278,11 +285,16 @@ def _accumulate(answer: Any, on: OnRanks) -> str:
             "each rank kept its gradients to itself: no_sync() was on for every batch. The last one runs outside it, and sends "
             "the sum of all"
         )
+    right = _serial_accumulation([[size / examples for size in sizes] for sizes in SIZES])
+    if buckets[0] and late[0] and differ(after, right):
+        raise AnswerError(
+            "what comes after the backward that sends stays on its own rank: the batch outside no_sync() must be the last",
+            f"computed after it: {late[0]} of {len(SIZES[0])} losses",
+        )
     for mistake, weights in mistakes.items():
         if not differ(after, _serial_accumulation(weights)):
             each = "; ".join(f"rank {rank}: {listing(sizes)}" for rank, sizes in enumerate(SIZES))
             raise AnswerError(mistake, f"examples in the batches: {each}")
-    right = _serial_accumulation([[size / examples for size in sizes] for sizes in SIZES])
     compare(after, right, what="the gradients", explain=explain)
     if buckets[0] > 1:
         raise AnswerError(

@@ -42,12 +42,14 @@ class Exercise:
         target: what the student's function shall do, in one or two sentences.
         judge: called with the student's answer and an `OnRanks`; returns the sentence that a right answer earns, or raises
             `AnswerError`.
+        number: whether the answer is a number, not a function or a class.
     """
 
     name: str
     lesson: str
     target: str
     judge: Callable[[Any, OnRanks], str]
+    number: bool = False
 
 
 class AnswerError(Exception):

@@ -31,6 +31,8 @@ def _introduce(answer: Any, on: OnRanks) -> str:
             raise AnswerError(
                 "the number of ranks is wrong: ask for it (dist.get_world_size()); another group has another one", *details
             )
+        if not all(isinstance(g, str) for g in got):
+            raise AnswerError("not a text: write f'rank {...} of {...}', with an f before the quotes", *details)
         raise AnswerError("the text is not the one asked for", *details)
     return "Every rank knows who it is, in a group of any size."
 
@@ -121,5 +123,6 @@ EXERCISES = (
         "Four ranks meet at a barrier. Rank 0 comes after 0.3 s, the others after 0.1 s. Which share of the four ranks' time is "
         "waited?",
         _waiting_share,
+        number=True,
     ),
 )
