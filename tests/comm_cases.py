@@ -56,14 +56,15 @@ def watched_and_bare(case: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
         dist.destroy_process_group(bare)
 
 
-def _pending() -> list[Pending]:
+def operations() -> list[Pending]:
+    """This rank's operations that have not completed."""
     assert here.recorder is not None
     return RingReader(here.recorder.ring.buffer).pending()
 
 
 def pending() -> list[str]:
     """The names of this rank's operations that have not completed."""
-    return [operation.name for operation in _pending()]
+    return [operation.name for operation in operations()]
 
 
 def collectives(group: Any) -> list[Any]:
@@ -264,7 +265,7 @@ def backward_beside_a_late_rank() -> list[bool]:
 
     def look() -> None:
         until = time.monotonic() + 10
-        while not any(operation.wait_start_ns for operation in _pending()) and time.monotonic() < until:
+        while not any(operation.wait_start_ns for operation in operations()) and time.monotonic() < until:
             time.sleep(0.001)
         seen.append(time.monotonic() < until)
         store.set("rank 0 waits", "1")

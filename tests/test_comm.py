@@ -171,6 +171,26 @@ def test_roots_are_global_ranks() -> None:
     assert matrix.tolist() == [[0, 0, 80, 0], [0, 0, 80, 80], [80, 80, 0, 80 + 80], [0, 80, 80 + 80, 0]]
 
 
+def test_the_root_in_a_message_is_the_one_that_the_student_gave() -> None:
+    def in_a_part() -> list[str]:
+        import torch.distributed as dist
+
+        me, part = dist.get_rank(), dist.new_group([1, 2])
+        if me == 1:
+            work = dist.broadcast(torch.ones(3), src=2, group=part, async_op=True)
+            words = [operation.what for operation in cases.operations()]
+            dist.send(torch.ones(1), 2)
+            work.wait()
+            return words
+        if me == 2:
+            dist.recv(torch.ones(1), 1)
+            dist.broadcast(torch.ones(3), src=2, group=part)
+        return []
+
+    with Group(3) as trio:
+        assert trio.run(in_a_part).results[1] == ["float32 [3], root 2"]
+
+
 def test_torchs_other_form_names_the_root_too() -> None:
     def by_method() -> None:
         import torch.distributed as dist

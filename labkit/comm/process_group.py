@@ -136,9 +136,10 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
                 self._label = f"group {self._real.group_name}{desc}{world} of ranks {','.join(map(str, self._ranks))}"
         return self._label
 
-    def _toward(self, root: int) -> int:
-        """What stands in place of a peer in a collective with a root, which is given as a rank of this group."""
-        return ROOTED - self._ranks[root] if 0 <= root < len(self._ranks) else -1  # torch will say that there is no such rank
+    def _root(self, arguments: tuple[Any, ...]) -> int:
+        """The global rank that a collective of this group comes from or goes to."""
+        root = root_of(arguments)
+        return self._ranks[root] if 0 <= root < len(self._ranks) else -1  # torch will say that there is no such rank
 
     def _issue(self, name: str, tensors: tuple[Any, ...], peer: int, group: str, match: int, what: str) -> Operation:
         """An operation issued now: timed by the GPU where NCCL moves the tensors, else by the host."""
@@ -163,11 +164,12 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         return operation
 
     def _carried_out(
-        self, name: str, arguments: tuple[Any, ...], peer: int, match: int, call: Callable[..., Any], args: Any, kwargs: Any
+        self, name: str, arguments: tuple[Any, ...], root: int, match: int, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """An operation that its caller waits for at once: the same as `_issue` and the wait for it, in half the time."""
         start_ns, ring, group, line = clock(), self.recorder.ring, self._label, student_line()
-        nbytes, what = most_nbytes(arguments), what_all_give(name, arguments)
+        nbytes, what = most_nbytes(arguments), what_all_give(name, arguments, root)
+        peer = ROOTED - root if root >= 0 else -1
         slot = ring.pend(name, start_ns, nbytes=nbytes, peer=peer, group=group, match=match, line=line, what=what)
         booking = self._booked(name, arguments, nbytes, match, start_ns)
         try:
@@ -339,12 +341,13 @@ def _collective(method: str, name: str) -> Callable[..., Any]:
         # Functional collectives know the coalesced form alone, also for one tensor.
         called = into_one if into_one and len(arguments[0]) == 1 else name
         label = self._label or self.label  # knows the ranks, from here on
-        peer = self._toward(root_of(arguments)) if with_root else -1
+        root = self._root(arguments) if with_root else -1
         self._count = match = self._count + 1
         at_once = arguments and not getattr(arguments[-1], "asyncOp", True)  # who asks for it so waits for it at once
         if at_once and self.recorder.device_clock is None:
-            return self._carried_out(called, arguments, peer, match, inherited, args, kwargs)
-        operation = self._issue(called, arguments, peer, label, match, what_all_give(called, arguments))
+            return self._carried_out(called, arguments, root, match, inherited, args, kwargs)
+        what = what_all_give(called, arguments, root)
+        operation = self._issue(called, arguments, ROOTED - root if root >= 0 else -1, label, match, what)
         operation.booking = self._booked(called, arguments, operation.nbytes, match, operation.start_ns)
         try:
             work = inherited(self._real, *args, **kwargs)

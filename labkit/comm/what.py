@@ -26,8 +26,14 @@ _ALIKE: Final = {
 _REDUCES: Final = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
 
 
-def what_all_give(name: str, arguments: tuple[Any, ...]) -> str:
-    """For example "float32 [4, 3], product, root 1"; "" for an operation that asks for nothing of the kind."""
+def what_all_give(name: str, arguments: tuple[Any, ...], root: int = -1) -> str:
+    """For example "float32 [4, 3], product, root 1"; "" for an operation that asks for nothing of the kind.
+
+    Args:
+        name: of the operation.
+        arguments: what it is called with.
+        root: its global rank, as the student knows it; -1 where there is none.
+    """
     place = _ALIKE.get(name)
     if place is None or len(arguments) <= place:
         return ""
@@ -35,13 +41,13 @@ def what_all_give(name: str, arguments: tuple[Any, ...]) -> str:
     if tensor is None:
         return ""
     operation = getattr(getattr(options, "reduceOp", None), "op", None) if name in _REDUCES else None
-    return _in_words(tensor.dtype, tensor.shape, operation, getattr(options, "rootRank", None))
+    return _in_words(tensor.dtype, tensor.shape, operation, root)
 
 
 def tensor_in_words(value: Any) -> str:
     """Type and shape of a tensor, or of the first in a list: "float32 [4, 3]"."""
     tensor = first_tensor((value,))
-    return "" if tensor is None else _in_words(tensor.dtype, tensor.shape, None, None)
+    return "" if tensor is None else _in_words(tensor.dtype, tensor.shape, None, -1)
 
 
 def root_of(arguments: tuple[Any, ...]) -> int:
@@ -80,10 +86,10 @@ def first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _in_words(dtype: torch.dtype, shape: torch.Size, operation: Any, root: int | None) -> str:
+def _in_words(dtype: torch.dtype, shape: torch.Size, operation: Any, root: int) -> str:
     parts = [f"{str(dtype).removeprefix('torch.')} {list(shape)}"]
     if operation not in (None, c10d.ReduceOp.SUM):
         parts.append(getattr(operation, "name", str(operation)).lower())
-    if root is not None:
+    if root >= 0:
         parts.append(f"root {root}")
     return ", ".join(parts)
