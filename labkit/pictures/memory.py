@@ -24,6 +24,7 @@ __all__ = ["Usage", "memory", "usages"]
 _COLOURS: Final = dict(zip(MEMORY_KINDS, ("#7C93C9", "#009E73", "#0072B2", "#C9D3EA", "#56B4E9", "#C6CBD3"), strict=True))
 COLUMNS: Final = 1500  # more than the figure has pixels
 _UNITS: Final = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+CHARACTER_PT_IN: Final = 0.0082  # the width of a character, in inches for each point of its size
 _ROOM_IN: Final = 0.26  # above each rank's areas, for the words and the mark of the peak
 
 
@@ -97,15 +98,19 @@ def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes |
     pitch = top * row_in / (row_in - _ROOM_IN)
     with sheet():
         if ax is None:
-            ax = plt.subplots(figsize=(WIDTH_IN, 1.15 + row_in * len(found)), layout="constrained")[1]
+            ax, wide_in = plt.subplots(figsize=(WIDTH_IN, 1.15 + row_in * len(found)), layout="constrained")[1], WIDTH_IN - 0.75
+        else:
+            wide_in = ax.get_window_extent().width / ax.figure.dpi
+        peaks = [_words(usage, trace, unit, size) for usage in found]
+        small = min(8.0, wide_in / max(map(len, peaks)) / CHARACTER_PT_IN)  # so that they fit into one line
         ticks, labels = [], []
         stride = _stride(top, 2 if len(found) > 4 else 4)
         for row, usage in enumerate(found):
             base = pitch * (len(found) - 1 - row)
             _draw(ax, usage, trace, base, size, unit_ns)
             ax.text(
-                0.004, base + top + 0.62 * (pitch - top), _words(usage, trace, unit, size), fontsize=8,
-                va="center", transform=ax.get_yaxis_transform(),
+                0.004, base + top + 0.62 * (pitch - top), peaks[row], fontsize=small, va="center", in_layout=False,
+                transform=ax.get_yaxis_transform(),
             )  # fmt: skip
             for i in range(int(top / stride + 1e-9) + 1):
                 ticks.append(base + i * stride)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Final
 
@@ -58,10 +58,12 @@ def breakdown(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axe
     y = np.append(np.arange(len(trace.ranks)), len(trace.ranks) + 0.3)
     with sheet():
         if ax is None:
-            ax = plt.subplots(figsize=(WIDTH_IN, 1.2 + 0.36 * len(y)), layout="constrained")[1]
+            ax, wide_in = plt.subplots(figsize=(WIDTH_IN, 1.2 + 0.36 * len(y)), layout="constrained")[1], _wide_in(trace.ranks)
+        else:
+            wide_in = ax.get_window_extent().width / ax.figure.dpi
         left = np.zeros(len(y))
         for part, width in zip(_PARTS, parts.T, strict=True):
-            _lay(ax, part, y, left, width, [f"{percent:.0f} %" if percent >= 3.5 else "" for percent in width])
+            _lay(ax, part, y, left, width, _fitting([f"{percent:.0f} %" for percent in width], width * wide_in / 100))
             left += width
         ax.set(xlim=(0, 100), ylim=(y[-1] + 0.5, -0.5), yticks=y, yticklabels=[*trace.ranks, "all ranks"])
         ax.set_xlabel("share of the time [%]")
@@ -115,7 +117,7 @@ def compare(
         if ax is None:
             row_in = max(0.5, 0.1 + 0.15 * max(map(len, lines)))
             ax = plt.subplots(figsize=(WIDTH_IN, 1.2 + row_in * len(y)), layout="constrained")[1]
-            wide_in = WIDTH_IN - 0.2 - CHARACTER_IN * max(len(line) for of_name in lines for line in of_name)
+            wide_in = _wide_in([line for of_name in lines for line in of_name])
         else:
             wide_in = ax.get_window_extent().width / ax.figure.dpi
         # Beyond each bar there is room for what is said of it.
@@ -123,10 +125,7 @@ def compare(
         right = max(1.3 * longest.max(), (longest * wide_in / np.maximum(room_in, 0.2 * wide_in)).max())
         for part, width in zip(_PARTS, parts.T, strict=True):
             texts = [f"{time:.3g}" if time < 1000 else f"{time:.0f}" for time in width]
-            fits = [
-                wide_in * time / right > 0.05 + 0.85 * CHARACTER_IN * len(text) for time, text in zip(width, texts, strict=True)
-            ]
-            _lay(ax, part, y, left, width, [text if fit else "" for text, fit in zip(texts, fits, strict=True)])
+            _lay(ax, part, y, left, width, _fitting(texts, width * wide_in / right))
             left += width
         for row, words in enumerate(ratios):
             ax.text(left[row] + 0.006 * right, y[row], words, va="center", fontsize=8.5, weight="bold")
@@ -137,6 +136,16 @@ def compare(
         ax.spines["left"].set_visible(False)
         _legend_of_parts(ax, [part for part, width in zip(_PARTS, parts.T, strict=True) if width.any()])
     return ax
+
+
+def _wide_in(names: Sequence[str]) -> float:
+    """About how wide the axes will be in a figure of their own, beside the names of rows."""
+    return WIDTH_IN - 0.2 - CHARACTER_IN * max(map(len, names))
+
+
+def _fitting(texts: Sequence[str], room_in: NDArray[np.float64]) -> list[str]:
+    """The texts for which a part of a bar has room; "" for the others."""
+    return [text if room > 0.05 + 0.85 * CHARACTER_IN * len(text) else "" for text, room in zip(texts, room_in, strict=True)]
 
 
 def _ratios(lengths_ns: NDArray[np.float64]) -> list[str]:
