@@ -105,7 +105,9 @@ class Flight:
         self._failures: dict[int, RankFailure] = {}
         self._dead: set[int] = set()
         self._watchdog = Watchdog(crew, self._on, self._records, self._results, self._failures)
-        self._usage = Usage([m.process.pid for m in self._members], gpus_of(len(self._members), crew.plan.devices))
+        self._usage: Usage | None = None
+        if picture is not None:  # to look for GPUs takes a fifth of what a run of nothing does, and NVML's start milliseconds
+            self._usage = Usage([m.process.pid for m in self._members], gpus_of(len(self._members), crew.plan.devices))
         self.notes: list[str] = []
         self.intact = True
         self._start_ns = time.perf_counter_ns()  # before a rank is told: nothing that belongs to the run happened earlier
@@ -200,6 +202,7 @@ class Flight:
             raise self._stuck_error(verdict)
 
     def _show(self, picture: Picture, new: list[list[Any]]) -> None:
+        assert self._usage is not None
         now_ns, pending = time.perf_counter_ns(), [m.reader.pending() for m in self._members]
         picture.update(now_ns, self._records.part(new), pending, self._usage.look(now_ns))
 

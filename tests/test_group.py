@@ -289,6 +289,15 @@ def test_shares_of_gpus() -> None:
         lab.devices(0)
 
 
+def test_gpus_are_looked_for_only_where_a_picture_shows_them(four: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    monkeypatch.setattr("labkit.run.gpus_of", lambda ranks, _: looks.append(ranks) or [[]] * ranks)
+    assert four.run(rank).results == [0, 1, 2, 3]
+    assert not looks
+    assert four.watch(rank).results == [0, 1, 2, 3]
+    assert looks == [4]
+
+
 def test_scripts_for_torchrun_find_their_process_group() -> None:
     """A function that sets up torch.distributed by itself, as under torchrun, finds the ports of its own group."""
     pytest.importorskip("torch")
