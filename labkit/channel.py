@@ -54,7 +54,7 @@ class Channel:
         stream, fd, about = b"", -1, None
         if parcel is not None:
             stream, fd = parcel.data, parcel.fd
-            about = fd >= 0, parcel.spans, parcel.lender, parcel.moved, parcel.defines
+            about = fd >= 0, parcel.spans, parcel.lender, parcel.moved
         head = pickle.dumps((kind, data, about))
         start = _LENGTHS.pack(len(head), len(stream)) + head
         parts = [start, stream] if len(stream) > AT_ONCE else [start + stream]
@@ -86,8 +86,8 @@ class Channel:
             stream = self._complete(stream, stream_size)
         if about is None:
             return Frame(kind, plain)
-        with_fd, spans, lender, moved, defines = about
-        return Frame(kind, plain, Parcel(stream, spans, self._fds.pop(0) if with_fd else -1, lender, moved, defines))
+        with_fd, spans, lender, moved = about
+        return Frame(kind, plain, Parcel(stream, spans, self._fds.pop(0) if with_fd else -1, lender, moved))
 
     def close(self) -> None:
         """Close the socket, and what came with frames that nobody has taken."""

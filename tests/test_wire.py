@@ -194,6 +194,27 @@ def test_things_that_refer_to_one_another(ranks: lab.Group, cells: in_cells.Cell
     assert ranks.run(cells.f, cells.Node([cells.Node()])).results == [(True, 3, 2, True, True)] * 2
 
 
+def test_a_function_that_calls_itself_a_librarys(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        import functools, os.path, sys
+
+        @functools.wraps(os.path.join)
+        def join(*parts): return SEPARATOR.join(parts), join.__globals__ is sys.modules["__main__"].__dict__
+        SEPARATOR = "+"
+    """)
+    assert (cells.join.__module__, cells.join.__qualname__) == (os.path.join.__module__, "join")
+    assert ranks.run(cells.join, "a", "b").results == [("a+b", True)] * 2
+
+
+def test_code_into_which_a_tool_has_put_what_no_compiler_does(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        def f(): return "given"
+    """)
+    code = cells.f.__code__
+    cells.f.__code__ = code.replace(co_consts=tuple(Path("put") if c == "given" else c for c in code.co_consts))
+    assert ranks.run(cells.f).results == [Path("put")] * 2
+
+
 def test_redefinition_takes_effect_at_the_next_run(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         def helper(): return "old"
