@@ -24,7 +24,7 @@ from labkit.watchdog import Watchdog
 
 __all__ = ["Flight", "Picture", "Run"]
 
-LOOK_EVERY_S: Final = 0.05  # at rings and prints; the fastest writer takes seven times as long to fill a ring
+LOOK_EVERY_S: Final = 0.05  # at rings and prints; the fastest writer takes twice as long to fill a ring
 FULL_BYTES: Final = 1 << 15  # a rank that has printed so much since the last look may soon be blocked: look again at once
 GRACE_S: Final = 0.1  # after a failure, the others may come back by themselves before they are stopped
 CAUSE_S: Final = 0.4  # so long where it was a lost connection only: what another rank says may be the cause of that

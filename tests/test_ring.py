@@ -14,8 +14,10 @@ import pytest
 
 from labkit import ring
 from labkit.ring import COMMUNICATION, COMPUTE, ON_CUDA, RING_BYTES, SCALAR, STEP, RingReader, RingWriter
+from labkit.run import LOOK_EVERY_S
 
 CAPACITY = ring.CAPACITY
+FASTEST_SPAN_NS = 400  # what a rank takes for one, where it does nothing else
 
 
 @pytest.fixture
@@ -86,6 +88,10 @@ def test_the_ring_goes_round_without_loss(writer: RingWriter, reader: RingReader
         seen += reader.read()["start_ns"].tolist()
     assert seen == list(range(4 * part))
     assert reader.dropped == 0
+
+
+def test_a_notebook_that_comes_a_whole_look_late_loses_nothing() -> None:
+    assert 2 * LOOK_EVERY_S * 1e9 / FASTEST_SPAN_NS < CAPACITY - ring.IN_FLIGHT
 
 
 @pytest.mark.parametrize("extra", [-1, 0, 1, 1000, CAPACITY, CAPACITY + CAPACITY // 3])
