@@ -157,7 +157,7 @@ class Flight:
         hurry = False
         failed_s = 0.0  # when the first failure was told
         new: list[list[Any]] = [[] for _ in self._members]
-        while not all(self._answered(self._members[rank]) for rank in self._on):
+        while not all(self._answered(self._members[rank]) for rank in self._on) or self._end_to_come():
             now = time.monotonic()
             if failed_s and now - failed_s > self._grace_s():
                 return
@@ -187,7 +187,13 @@ class Flight:
         """How long after the first failure the run ends."""
         if any(not f.consequence for f in self._failures.values()):
             return GRACE_S
-        return DEATH_S if any(m.process.exiting for m in self._members if m.rank not in self._failures) else CAUSE_S
+        return DEATH_S if self._end_to_come() else CAUSE_S
+
+    def _end_to_come(self) -> bool:
+        """Whether all that failed lost a connection, and a process is about to end, perhaps one that only serves."""
+        if not self._failures or any(not f.consequence for f in self._failures.values()):
+            return False
+        return any(m.process.exiting for m in self._members if m.rank not in self._failures)
 
     def _look_for_stuck(self, now_ns: int) -> None:
         """End a run in which ranks can never go on; tell of one in which they wait long.
