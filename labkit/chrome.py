@@ -34,8 +34,8 @@ def write_events(
     ranks: Sequence[str],
     start_ns: int,
     profile: Iterable[ProfilerEvent] = (),
-) -> list[Event]:
-    """The events: a process for each rank, with rows for its calls, steps, work and communication.
+) -> Iterator[Event]:
+    """The events, one at a time: a process for each rank, with rows for its calls, steps, work and communication.
 
     A curve for each scalar and for the bytes under way, an arrow for each message and remote call, and what torch's profiler saw
     in rows of its own below. Values that are not finite are marks, and so is how many steps there will be.
@@ -48,8 +48,9 @@ def write_events(
         profile: in any order.
     """
     next_row = [_first_row(rank) for rank in range(len(ranks))]
-    events = [_about("process_name", rank, row, name=name) for rank, (row, name) in enumerate(zip(next_row, ranks, strict=True))]
-    events += [_about("process_sort_index", rank, row, sort_index=rank) for rank, row in enumerate(next_row)]
+    for rank, name in enumerate(ranks):
+        yield _about("process_name", rank, next_row[rank], name=name)
+        yield _about("process_sort_index", rank, next_row[rank], sort_index=rank)
     spans = list(spans)
     rows: dict[tuple[int, str, str], list[int]] = {}
     for i, span in enumerate(spans):
@@ -66,32 +67,31 @@ def write_events(
             if span.root >= 0:
                 arguments["root"] = ROOTED - arguments.pop("peer")  # for who reads it in a viewer
             arguments |= {k: arguments[k] - start_ns for k in _TIMES if k in arguments}
-            events.append(
-                {"ph": "X", "pid": rank, "tid": places[i], "name": span.name, "cat": kind, "args": arguments}
-                | {"ts": (span.start_ns - start_ns) / 1e3, "dur": span.duration_ns / 1e3}
-            )
-        next_row[rank] = _name_rows(events, title, rank, next_row[rank], max(numbers) + 1)
+            event = {"ph": "X", "pid": rank, "tid": places[i], "name": span.name, "cat": kind, "args": arguments}
+            yield event | {"ts": (span.start_ns - start_ns) / 1e3, "dur": span.duration_ns / 1e3}
+        yield from _names(title, rank, next_row[rank], max(numbers) + 1)
+        next_row[rank] += max(numbers) + 1
     tracks: dict[tuple[int, str], list[ProfilerEvent]] = {}
-    for event in profile:
-        tracks.setdefault((event.rank, event.track), []).append(event)
+    for one in profile:
+        tracks.setdefault((one.rank, one.track), []).append(one)
     for rank, track in sorted(tracks):
         seen = sorted(tracks[rank, track], key=lambda e: (e.start_ns, -e.end_ns))
         numbers = list(_lanes(seen))
-        for event, lane in zip(seen, numbers, strict=True):
-            ts, dur = (event.start_ns - start_ns) / 1e3, (event.end_ns - event.start_ns) / 1e3
-            events.append(
-                {"ph": "X", "pid": rank, "tid": next_row[rank] + lane, "name": event.name, "cat": f"{_TORCH}{event.category}"}
-                | {"args": {"track": track}, "ts": ts, "dur": dur}
-            )
-        next_row[rank] = _name_rows(events, f"torch.profiler: {track}", rank, next_row[rank], max(numbers) + 1)
+        for one, lane in zip(seen, numbers, strict=True):
+            ts, dur = (one.start_ns - start_ns) / 1e3, (one.end_ns - one.start_ns) / 1e3
+            event = {"ph": "X", "pid": rank, "tid": next_row[rank] + lane, "name": one.name, "cat": f"{_TORCH}{one.category}"}
+            yield event | {"args": {"track": track}, "ts": ts, "dur": dur}
+        yield from _names(f"torch.profiler: {track}", rank, next_row[rank], max(numbers) + 1)
+        next_row[rank] += max(numbers) + 1
     for s in scalars:
         place = {"pid": s.rank, "tid": _first_row(s.rank), "ts": (s.time_ns - start_ns) / 1e3}
         if s.value - s.value == 0 and s.name != STEPS_IN_ALL:
-            events.append(place | {"ph": "C", "name": s.name, "args": {"value": s.value}})
+            yield place | {"ph": "C", "name": s.name, "args": {"value": s.value}}
         else:  # a mark. JSON has no number that is not finite, and as a text one would hide the whole curve
             mark = {"ph": "i", "s": "p", "name": f"{s.name} = {s.value:g}", "cat": "scalar"}
-            events.append(place | mark | {"args": {"name": s.name, "value": str(s.value)}})
-    return events + _under_way(spans, start_ns) + _arrows(spans, places, ranks, start_ns)
+            yield place | mark | {"args": {"name": s.name, "value": str(s.value)}}
+    yield from _under_way(spans, start_ns)
+    yield from _arrows(spans, places, ranks, start_ns)
 
 
 def read_events(events: Iterable[Event], start_ns: int) -> tuple[list[Span], list[Scalar], list[ProfilerEvent]]:
@@ -128,36 +128,31 @@ def _first_row(rank: int) -> int:
     return _ROWS_APART * (rank + 1)
 
 
-def _name_rows(events: list[Event], title: str, rank: int, first: int, count: int) -> int:
-    """Give the rows of one title their names; where the next one begins."""
+def _names(title: str, rank: int, first: int, count: int) -> Iterator[Event]:
+    """The names of the rows of one title."""
     for row in range(first, first + count):
-        events.append(_about("thread_name", rank, row, name=title if row == first else f"{title} ({row - first + 1})"))
-        events.append(_about("thread_sort_index", rank, row, sort_index=row))
-    return first + count
+        yield _about("thread_name", rank, row, name=title if row == first else f"{title} ({row - first + 1})")
+        yield _about("thread_sort_index", rank, row, sort_index=row)
 
 
 def _about(what: str, pid: int, tid: int, **args: Any) -> Event:
     return {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": what, "args": args}
 
 
-def _under_way(spans: Sequence[Span], start_ns: int) -> list[Event]:
+def _under_way(spans: Sequence[Span], start_ns: int) -> Iterator[Event]:
     """For each rank, a curve of the bytes of the operations that it has issued and that are not complete."""
     changes: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for span in spans:
         if span.nbytes:
             changes[span.rank][span.start_ns] += span.nbytes
             changes[span.rank][span.end_ns] -= span.nbytes
-    events = []
     for rank, of_rank in sorted(changes.items()):
         nbytes = 0
         for time_ns, change in sorted(of_rank.items()):
             nbytes += change
-            events.append(
-                # Perfetto calls the curve by both, one after the other.
-                {"ph": "C", "pid": rank, "tid": _first_row(rank), "name": "bytes", "cat": _DERIVED[0]}
-                | {"ts": (time_ns - start_ns) / 1e3, "args": {"under way": nbytes}}
-            )
-    return events
+            # Perfetto calls the curve by both, the name and what the value is.
+            event = {"ph": "C", "pid": rank, "tid": _first_row(rank), "name": "bytes", "cat": _DERIVED[0]}
+            yield event | {"ts": (time_ns - start_ns) / 1e3, "args": {"under way": nbytes}}
 
 
 def _arrows(spans: Sequence[Span], places: Sequence[int], ranks: Sequence[str], start_ns: int) -> list[Event]:

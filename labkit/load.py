@@ -40,6 +40,8 @@ def load_trace(path: str | Path, *, run: int = -1) -> Trace:
             notes=other.get("notes", ()), profile=profile,
         )  # fmt: skip
     except FileNotFoundError:
-        raise LabError(f"no trace at {str(path)!r}: run.trace.save(path) writes one") from None
+        raise LabError(
+            f"no trace at {str(path)!r}: run.trace.save(path) writes a file, LABKIT_TRACE=folder torchrun ... leaves a folder"
+        ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise LabError(f"{str(path)!r} is not a trace that labkit wrote (run.trace.save(path) writes one)") from error

@@ -485,6 +485,15 @@ def test_a_saved_trace_comes_back_to_the_nanosecond(tmp_path: Path) -> None:
         assert same(load_trace(str(path)), trace), seed
 
 
+@pytest.mark.parametrize("piece", [1, 2, 7, 1000])
+def test_a_file_is_written_in_pieces(piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("labkit.trace.PIECE", piece)
+    for trace in (some_rich_trace(random.Random(3)), Trace([], ranks=[])):
+        path = trace.save(tmp_path / "x.json")
+        assert json.loads(path.read_text(encoding="utf-8")) == json.loads(json.dumps(trace.to_chrome()))
+        assert same(load_trace(path), trace)
+
+
 def test_a_value_that_is_no_number_comes_back(tmp_path: Path) -> None:
     trace = Trace([], [Scalar(0, "loss", 3, float("nan"))], ranks=["a"], start_ns=0, end_ns=9)
     (scalar,) = load_trace(trace.save(tmp_path / "x.json")).scalars
@@ -557,7 +566,9 @@ def test_a_file_of_somebody_else_is_refused(text: str, tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_is_told() -> None:
-    with pytest.raises(LabError, match=r"no trace at 'nowhere.json': run.trace.save\(path\) writes one"):
+    with pytest.raises(
+        LabError, match=r"no trace at 'nowhere.json': run.trace.save\(path\) writes a file, LABKIT_TRACE=folder torch"
+    ):
         load_trace("nowhere.json")
 
 
