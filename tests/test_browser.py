@@ -255,8 +255,10 @@ def test_a_page_that_is_loaded_anew_during_a_run_holds_nothing_that_misleads(
     _run_cells(page, 3)
     page.wait_for_selector("text=[rank 1] worked", timeout=LIMIT_MS)
     page.wait_for_selector(EXPLORER, timeout=LIMIT_MS)
-    told = _hover(page, 1, 0, 0.5)
-    assert (told[0], told[-1]) == ("forward", "first used at cell 2, line 3")
+    _hover(page, 1, 0, 0.5)  # something is told
+    # Where a span lies in a step depends on how busy the machine is; between two of them, the function itself is told.
+    told = {tuple(_tip(page, 1, 0, share / 40)) for share in range(1, 40)}
+    assert ("forward", "first used at cell 2, line 3") in {(one[0], one[-1]) for one in told if one}
     assert page.locator(stale).is_visible()
     _picture(page, f"reload-{kind}-after")
     _save(page)
@@ -349,6 +351,14 @@ def _place(page: Page, rank: int, lane: int, share: float) -> tuple[float, float
     high = second["y"] - first["y"]
     middle = first["y"] + first["height"] / 2 + rank * high
     return plot["x"] + plot["width"] * share, middle + (-0.15, 0.25)[lane] * high
+
+
+def _tip(page: Page, rank: int, lane: int, share: float) -> list[str]:
+    """The words beside the pointer there, if any."""
+    x, y = _place(page, rank, lane, share)
+    page.mouse.move(x - 1, y)
+    page.mouse.move(x, y)
+    return page.inner_text(".labkit-tip").splitlines()
 
 
 def _hover(page: Page, rank: int, lane: int, share: float) -> list[str]:
