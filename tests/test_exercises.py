@@ -498,6 +498,18 @@ def activation_bytes_of_children(model, inputs):
     return _outputs(model, inputs, lambda name, _: name in ("0", "2"), _bytes)
 
 
+@wrong("activation_bytes", "as note_shape does")
+def activation_bytes_under_the_last_name(model, inputs):
+    found, hooks = {}, []
+    for name, module in model.named_modules():
+        if _is_leaf(name, module):
+            hooks.append(module.register_forward_hook(lambda _m, _i, out: found.update({name: _bytes(out)})))  # noqa: B023 - the mistake
+    model(inputs)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
 @wrong("activation_bytes", "call its remove()")
 def activation_bytes_with_hooks_left(model, inputs):
     return _outputs(model, inputs, _is_leaf, _bytes, remove=False)

@@ -40,9 +40,24 @@ def overlapped_at_the_faster_pace(first, second, parts):
     return (first + second + (parts - 1) * min(first, second)) / parts
 
 
+@wrong("overlapped_time", "a part takes 1/parts")
+def overlapped_as_in_section_1(first, second, parts):
+    return parts * (first + second) - min(first, second)
+
+
+@wrong("overlapped_time", "the other parts come behind it")
+def overlapped_one_part(first, second, parts):
+    return (first + second) / parts
+
+
+@wrong("overlapped_time", "right for two parts")
+def overlapped_in_two_parts(first, second, parts):
+    return first + second - min(first, second) / 2
+
+
 @wrong("overlapped_time", "not the time of the last part's end")
-def overlapped_half_the_time(first, second, parts):
-    return (first + second) / 2
+def overlapped_a_third_of_the_time(first, second, parts):
+    return (first + second) / 3
 
 
 @wrong("overlapped_time", "expected a number")
@@ -65,6 +80,22 @@ def one_after_the_other(workers, images):
     return torch.cat([worker.rpc_sync().forward(half) for worker, half in zip(workers, images.chunk(2), strict=True)])
 
 
+@wrong("both_workers", "a wait() right behind rpc_async")
+def asked_and_waited_for_one_by_one(workers, images):
+    halves = zip(workers, images.chunk(2), strict=True)
+    return torch.cat([worker.rpc_async().forward(half).wait() for worker, half in halves])
+
+
+@wrong("both_workers", "an RRef is not the module")
+def references_called(workers, images):
+    return torch.cat([worker(half) for worker, half in zip(workers, images.chunk(2), strict=True)])
+
+
+@wrong("both_workers", "an RRef is not the module")
+def methods_of_references_called(workers, images):
+    return torch.cat([worker.forward(half) for worker, half in zip(workers, images.chunk(2), strict=True)])
+
+
 @wrong("both_workers", "joined in the wrong order")
 def halves_swapped(workers, images):
     return torch.cat(list(reversed(both_workers(workers, images).chunk(2))))
@@ -81,6 +112,11 @@ def futures_returned(workers, images):
     futures = [worker.rpc_async().forward(half) for worker, half in zip(workers, images.chunk(2), strict=True)]
     torch.futures.wait_all(futures)
     return futures
+
+
+@wrong("both_workers", "wait for the parts and join them")
+def futures_returned_at_once(workers, images):
+    return [worker.rpc_async().forward(half) for worker, half in zip(workers, images.chunk(2), strict=True)]
 
 
 @wrong("both_workers", "only worker1 worked")
@@ -132,10 +168,42 @@ def loss_negated(forward, optimizer, images, labels):
         optimizer.step(context_id)
 
 
-@wrong("distributed_step", "TypeError")
+@wrong("distributed_step", "optimizer has to be given it")
 def context_forgotten(forward, optimizer, images, labels):
-    F.cross_entropy(forward(images), labels)
+    F.cross_entropy(forward(images), labels).backward()
     optimizer.step()
+
+
+@wrong("distributed_step", "optimizer has to be given it")
+def context_not_handed_on(forward, optimizer, images, labels):
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [F.cross_entropy(forward(images), labels)])
+        optimizer.step()
+
+
+@wrong("distributed_step", "nothing is to be set to zero")
+def gradients_set_to_zero(forward, optimizer, images, labels):
+    optimizer.zero_grad()
+    distributed_step(forward, optimizer, images, labels)
+
+
+@wrong("distributed_step", "takes a list of losses")
+def loss_in_no_list(forward, optimizer, images, labels):
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, F.cross_entropy(forward(images), labels))
+        optimizer.step(context_id)
+
+
+@wrong("distributed_step", "optimizer.step(context) belongs inside")
+def step_behind_the_block(forward, optimizer, images, labels):
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [F.cross_entropy(forward(images), labels)])
+    optimizer.step(context_id)
+
+
+@wrong("distributed_step", "TypeError")
+def images_and_words_added(forward, optimizer, images, labels):
+    distributed_step(forward, optimizer, images + "", labels)
 
 
 @wrong("distributed_step", "called inside the context? It was not")

@@ -56,6 +56,12 @@ def _activation_bytes(answer: Any, _: OnRanks) -> str:
             *details,
         )
     lost = [name for name in expected if name not in given]
+    if list(given) == [list(expected)[-1]]:
+        raise AnswerError(
+            "every hook wrote under the last layer's name: hooks that are made in a loop share its variable, and run when the "
+            "loop is over. Make each in a function of its own, as note_shape does, or give it name=name",
+            *details,
+        )
     if lost:
         raise AnswerError(
             f"missing: {listing([repr(name) for name in lost])}. Look into containers, with named_modules()", *details
@@ -140,7 +146,7 @@ def _on_meta(answer: Any) -> None:
         found = [listing(sorted(place)) for place in places]
         raise AnswerError(
             "the parts are not on their devices: the first belongs on device0, the second on device1",
-            f"asked for cpu and meta, found {found[0]} and {found[1]}",
+            f"asked for cpu and meta (a device without memory, here in place of a second GPU), found {found[0]} and {found[1]}",
         )
     try:
         outputs = model(torch.randn(5, 6))

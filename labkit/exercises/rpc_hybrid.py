@@ -19,7 +19,7 @@ LESSON = "08_rpc_hybrid"
 
 
 def _overlapped_time(answer: Any, _: OnRanks) -> str:
-    for first, second, parts in ((10.0, 4.0, 1), (10.0, 4.0, 2), (4.0, 10.0, 2), (6.0, 6.0, 4), (16.0, 0.5, 8)):
+    for first, second, parts in ((10.0, 4.0, 2), (4.0, 10.0, 2), (6.0, 6.0, 4), (16.0, 0.5, 8), (10.0, 4.0, 1)):
         both, slower, faster = first + second, max(first, second), min(first, second)
         expected = (both + (parts - 1) * slower) / parts
         given = answer(first, second, parts)
@@ -33,6 +33,9 @@ def _overlapped_time(answer: Any, _: OnRanks) -> str:
             (slower, "the slower worker alone takes that long; it also waits for its first part, or the other works on after it"),
             (both + (parts - 1) * slower, "`first` and `second` belong to the whole batch: a part takes 1/parts of them"),
             ((both + (parts - 1) * faster) / parts, "the slower worker sets the pace, not the faster one"),
+            (parts * both - faster, "`first` and `second` belong to the whole batch: a part takes 1/parts of them"),
+            (both / parts, "that is how long one part takes through both workers; the other parts come behind it"),
+            (both - faster / 2, "that is right for two parts, and here they are another number"),
         ):
             if abs(given - time) < 1e-9:
                 raise AnswerError(hint, *details)
@@ -53,6 +56,11 @@ def _network() -> nn.Sequential:
 def _batch() -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(1)
     return torch.randn(BATCH, 4, generator=random), torch.randint(3, (BATCH,), generator=random)
+
+
+NOT_THE_MODULE = (
+    "an RRef is not the module, which lives on its worker: call a method there, as in workers[0].rpc_async().forward(half)"
+)
 
 
 class _Meeting:
@@ -96,29 +104,37 @@ def _both_on_rank(answer: Callable[..., Any]) -> Any:
     own = rpc.RRef(meeting)
     workers = [rpc.remote(name, _Half, args=(own,)) for name in NAMES[1:]]
     inputs, _ = _batch()
-    result = answer(workers, inputs)
+    try:
+        result = answer(workers, inputs)
+    except (TypeError, AttributeError) as error:
+        if "PyRRef' object" in str(error):
+            return NOT_THE_MODULE
+        raise
     if isinstance(result, (list, tuple)):
         return [type(part).__name__ for part in result], meeting.came, meeting.sizes, meeting.alone
     return result.detach() if isinstance(result, Tensor) else type(result).__name__, meeting.came, meeting.sizes, meeting.alone
 
 
 def _both_workers(answer: Any, on: OnRanks) -> str:
-    result, came, sizes, alone = on(NAMES, _both_on_rank, answer, runtime="rpc")[0]
+    seen = on(NAMES, _both_on_rank, answer, runtime="rpc")[0]
+    if isinstance(seen, str):
+        raise AnswerError(seen)
+    result, came, sizes, alone = seen
     expected = _network()(_batch()[0]).detach()
     visits = [f"{name} got {size} examples" for name, size in zip(came, sizes, strict=True)]
-    if set(came) != set(NAMES[1:]):
-        raise AnswerError(f"only {' and '.join(sorted(set(came))) or 'the master'} worked: each worker gets one half", *visits)
-    if isinstance(result, list):
+    if isinstance(result, list):  # of futures, say: nobody has waited, so who came is not known yet
         raise AnswerError(
             f"the answer is a list of {' and '.join(sorted(set(result)))}: wait for the parts and join them "
             "into one tensor with torch.cat"
         )
+    if set(came) != set(NAMES[1:]):
+        raise AnswerError(f"only {' and '.join(sorted(set(came))) or 'the master'} worked: each worker gets one half", *visits)
     if isinstance(result, str):
         raise AnswerError(f"the answer is a {result}: expected one tensor with the scores of the whole batch, in order")
     if alone:
         raise AnswerError(
-            "the second worker started only when the first had finished: rpc_sync waits. Ask both with rpc_async (or "
-            "RRef.rpc_async()), then wait for both",
+            "the second worker started only when the first had finished: rpc_sync waits, and so does a wait() right behind "
+            "rpc_async. Ask both with rpc_async, then wait for both",
             *visits,
         )
     if max(sizes) > BATCH // 2:
@@ -165,6 +181,15 @@ OUTSIDE = (
     "was `forward` called inside the context? It was not: nobody noted what was sent, so no gradient finds its way back. "
     "Forward, backward and step belong under one `with dist_autograd.context()`"
 )
+SLIPS = {  # what torch says, and what it means here
+    "missing 1 required positional argument: 'context_id'": "the gradients are in a context, so the optimizer has to be given "
+    "it: `with dist_autograd.context() as context:`, and in that block forward, dist_autograd.backward(context, [loss]) and "
+    "optimizer.step(context)",
+    "no attribute 'zero_grad'": "nothing is to be set to zero: the gradients of a step are in its context, and end with it",
+    "len() of a 0-d tensor": "dist_autograd.backward takes a list of losses: backward(context, [loss])",
+    "Could not find autograd context": "the context ends with its `with` block, and the gradients with it: "
+    "optimizer.step(context) belongs inside",
+}
 LOCAL_BACKWARD = "use dist_autograd.backward(context_id, [loss]), not loss.backward(), which cannot leave this process"
 
 
@@ -194,8 +219,10 @@ def _step_on_rank(answer: Callable[..., Any]) -> Any:
     before = [value for part in parts for value in part.rpc_sync().values()]
     try:
         answer(forward, optimizer, *_batch())
-    except RuntimeError as error:
-        if any(outside):
+    except (RuntimeError, TypeError, AttributeError) as error:
+        if slip := next((meaning for words, meaning in SLIPS.items() if words in str(error)), None):
+            return slip
+        if isinstance(error, RuntimeError) and any(outside):
             return OUTSIDE
         if "INTERNAL ASSERT" in str(error):
             return LOCAL_BACKWARD
