@@ -22,6 +22,7 @@ from labkit.ring import MEMORY, MEMORY_KINDS, RingWriter
 __all__ = ["Tracker", "track_memory"]
 
 APART_NS: Final = 200_000  # points of the curve, but for its peaks and valleys, which are all kept
+NEVER_NS: Final = 1 << 62
 
 Key = tuple[int, int, int]
 
@@ -101,6 +102,7 @@ class Tracker:
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+        self._written_ns = NEVER_NS  # what is there already is one point, however long it takes to look at it
         parameters = [p for m in self._modules for p in m.parameters()]
         handles = [
             register_optimizer_step_pre_hook(lambda *_: self._gradients(parameters)),
@@ -117,6 +119,7 @@ class Tracker:
         self._gradients(parameters)
         for optimizer in self._optimizers:
             self._state_of(optimizer)
+        self._written_ns = self._at_ns
         try:
             with torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Saved(self, tensor), _Saved.tensor):
                 yield

@@ -83,6 +83,13 @@ def test_an_mlp_with_adam_by_hand(rank):
     assert set(usage) == {"parameters", "gradients", "optimizer state", "activations"}
 
 
+def test_what_is_there_already_is_one_point_however_long_it_takes(rank):
+    model, clock = mlp(), itertools.count(0, 10**9)
+    with Tracker(rank.ring, [model], [], now=lambda: next(clock)).following():
+        loss_of(model).backward()
+    assert set(rank.usage()["parameters"]) == {4 * count(model)}
+
+
 def test_it_agrees_with_torchs_own_tracker(rank):
     kinds = {"parameters": "Parameter", "gradients": "Gradient", "optimizer state": "Optstate"}
     theirs = {}
