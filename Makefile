@@ -51,7 +51,7 @@ notebooks: setup  ## execute the notebooks again from top to bottom (ONLY="02 10
 	$(BIN)/python tools/notebooks.py $(ONLY)
 
 pictures: setup  ## draw the pictures of the readme again, from real runs (ONLY="pipeline": that one)
-	$(BIN)/python tools/pictures.py $(ONLY)
+	$(BIN)/python -m tools.pictures $(ONLY)
 
 lock: setup  ## write constraints.txt again from what .venv holds
 	@{ grep '^#' constraints.txt; $(BIN)/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/+.*//'; } > constraints.new

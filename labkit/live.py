@@ -158,7 +158,8 @@ class Live:
         begin, end = last
         grows = end - begin > SLOW_STEP_NS  # then the step under way is shown beside it
         extent_ns = _round_up((end - begin) * (2 if grows else 1), self._detail.extent_ns if self._detail else 0)
-        until = min(begin + extent_ns, now_ns)
+        # Of a quick step nothing beyond its end: what is not complete there would look like no work at all.
+        until = min(begin + extent_ns, now_ns) if grows else end
         self._detail = Detail(
             recent.trace(now_ns, pending).between(begin, until), extent_ns,
             f"time since the start of step {self._progress.done - 1}", (begin - self._start_ns, until - self._start_ns),

@@ -422,6 +422,7 @@ def test_a_run_of_many_steps_shows_a_late_step_and_where_it_lies():
     assert detail.trace.start_ns == bounds[number, 0]
     assert detail.marked[0] == bounds[number, 0] - trace.start_ns
     assert detail.extent_ns >= bounds[number, 1] - bounds[number, 0]
+    assert detail.trace.end_ns == bounds[number, 1]  # not as far as the axis: what the next step is at is not complete
     assert f"{number + 1} of 40 steps" in album.frames[2].progress
     assert f"time since the start of step {number} [ms]" in texts(album.pages[2])
 

@@ -1,7 +1,7 @@
 """Draws the pictures of the readme from real runs on this machine, into docs/pictures/.
 
-    python tools/pictures.py              all of them
-    python tools/pictures.py pipeline     that one
+    python -m tools.pictures              all of them
+    python -m tools.pictures pipeline     that one
 
 Other programs distort what is measured: each run takes many steps, and of these the quickest are drawn, but for comparisons,
 which take them all.
@@ -21,6 +21,9 @@ from PIL import Image
 from torch import nn
 
 import labkit as lab
+from labkit.data import digits
+from labkit.models import CNN
+from tools.moving_picture import film
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,6 +33,7 @@ WARM_UP = 4  # steps
 DPI = 110
 WIDTH, BATCH = 640, 128
 COLOURS = 128
+FILM = "watch.gif"  # needs a Chromium
 
 
 def quickest(trace: lab.Trace, steps: int = 1) -> range:
@@ -85,6 +89,28 @@ def train(model: nn.Module, steps: int, average: Callable[[], None] = lambda: No
         with lab.span("optimizer"):
             optimizer.step()
             optimizer.zero_grad()
+
+
+def learn(epochs: int) -> None:
+    """Data parallel on real digits, with a loss that falls."""
+    from torch.nn.functional import cross_entropy
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+    torch.manual_seed(0)
+    data = TensorDataset(*digits()[0])
+    loader = DataLoader(data, 48, sampler=DistributedSampler(data))
+    model = DistributedDataParallel(CNN(), bucket_cap_mb=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for images, labels in lab.steps([batch for _ in range(epochs) for batch in loader]):
+        with lab.span("forward"):
+            loss = cross_entropy(model(images), labels)
+        with lab.span("backward"):
+            loss.backward()
+        with lab.span("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+        lab.record(loss=loss.item())
 
 
 def pipeline(microbatches: int = 6, steps: int = 100) -> None:
@@ -200,6 +226,13 @@ def draw_calls() -> Axes:
     return _with_neighbours(run.trace, quickest(run.trace, 2))
 
 
+def film_watch() -> None:
+    """The picture that moves."""
+    with lab.Group(2, link=lab.Link.ethernet_1g) as group:
+        group.run(learn, 1)
+        film(FOLDER / FILM, group, learn, 10)
+
+
 def _with_neighbours(trace: lab.Trace, steps: range) -> Axes:
     """The timeline of some steps, under a strip with ten more on both sides."""
     around = range(max(steps[0] - 10, 0), min(steps[-1] + 11, len(trace.step_bounds())))
@@ -224,11 +257,16 @@ PICTURES: dict[str, Callable[[], Axes]] = {
 
 def main(names: list[str]) -> int:
     """Draw the pictures of these names; no names: all."""
-    if unknown := set(names) - set(PICTURES):
-        print(f"no picture {', '.join(sorted(unknown))}; there are {', '.join(PICTURES)}")
+    there = [*PICTURES, Path(FILM).stem]
+    if unknown := set(names) - set(there):
+        print(f"no picture {', '.join(sorted(unknown))}; there are {', '.join(there)}")
         return 2
     mpl.use("agg")
-    for name in names or PICTURES:
+    for name in names or there:
+        if name not in PICTURES:
+            film_watch()
+            print(f"{FILM}: {(FOLDER / FILM).stat().st_size / 1e3:.0f} kB")
+            continue
         path = FOLDER / f"{name}.png"
         figure = PICTURES[name]().get_figure(root=True)
         assert figure is not None
