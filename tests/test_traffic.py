@@ -188,6 +188,21 @@ def test_the_smallest_of_many_operations_are_one_and_many_ranks_have_a_scale():
     assert len(ax.figure.axes) == 3
 
 
+@pytest.mark.parametrize(
+    ("sizes", "shown"),
+    [
+        ([980, 11, 11, 8], ["a", "b", "c", "d"]),  # of 1,010 bytes: only the last is below a hundredth
+        ([1990, 10, 9, 8], ["a", "3 others"]),
+        ([1990, 10], ["a", "b"]),  # one name hides nothing behind another one
+    ],
+)
+def test_what_moved_next_to_nothing_is_one_of_the_others(sizes, shown):
+    book = Book()
+    for number, (name, nbytes) in enumerate(zip("abcd", sizes, strict=False)):
+        book.travel(0, name, number, number + 1, nbytes=nbytes, peer=1)
+    assert [text.partition(":")[0] for text in legend(traffic(book.trace(2)))] == shown
+
+
 def looks(ax):
     """By the operations of the legend: colour and texture."""
     handles = zip(*ax.get_legend_handles_labels(), strict=True)

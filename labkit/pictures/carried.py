@@ -31,7 +31,8 @@ TEXTURES: Final = (
     "||||",
     "++++",
 )  # of the operations of one colour, in one figure
-SHOWN: Final = len(TEXTURES)  # operations with a look of their own; the grey is for all others
+MOST: Final = len(TEXTURES)  # operations with a look of their own; the grey is for all others
+SMALL: Final = 0.01  # of all bytes: what moved less is one of the others
 OTHERS: Final = "#B4BAC4"
 BINS: Final = 150
 NUMBERED: Final = 8  # ranks: beyond it the matrix has no room for numbers
@@ -49,7 +50,8 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
     the backend does: a broadcast and a scatter as messages from their root to each other rank, a gather and a reduce as messages
     from each to the root; an all-to-all as one from each to each; the others as a ring of their ranks would move them: in an
     all-reduce of S bytes on n ranks, each sends 2·(n - 1)/n·S to the next. Bytes are those of tensors (of remote calls, of what
-    is pickled), spread evenly from the moment when all ranks had come to the end. An operation has one colour in all figures.
+    is pickled), spread evenly from the moment when all ranks had come to the end. An operation has one colour in all figures;
+    those that moved less than a hundredth of the bytes are drawn as one.
 
     Args:
         run: a run or a trace.
@@ -101,13 +103,20 @@ def _short(ranks: Sequence[str]) -> list[str]:
     return next((names for names in tried if len(set(names)) == len(names)), list(ranks))
 
 
+def _shown(flows: Flows) -> int:
+    """How many operations, those with most bytes first, have a look of their own: no single one is left over."""
+    nbytes = flows.by_operation()
+    large = max(int((nbytes >= SMALL * nbytes.sum()).sum()), 1)
+    return min(large + (len(nbytes) == large + 1), MOST)
+
+
 def _labels(flows: Flows) -> list[str]:
     """Of each operation that has a look of its own, and of all others together."""
-    nbytes = flows.by_operation()
-    each = zip(flows.name[:SHOWN], flows.count, nbytes.tolist(), strict=False)
+    nbytes, shown = flows.by_operation(), _shown(flows)
+    each = zip(flows.name[:shown], flows.count, nbytes.tolist(), strict=False)
     labels = [f"{shortened(name, LONGEST)}: {count} ×, {bytes_in_words(n)}" for name, count, n in each]
-    if (more := len(flows.name) - SHOWN) > 0:
-        labels.append(f"{f'{more} others' if more > 1 else 'another one'}: {bytes_in_words(nbytes[SHOWN:].sum())}")
+    if (more := len(flows.name) - shown) > 0:
+        labels.append(f"{f'{more} others' if more > 1 else 'another one'}: {bytes_in_words(nbytes[shown:].sum())}")
     return labels
 
 
@@ -120,9 +129,10 @@ def _rules(flows: Flows) -> str:
 def _draw_rates(ax: Axes, trace: Trace, flows: Flows, labels: list[str]) -> None:
     edges = np.linspace(trace.start_ns, trace.end_ns, BINS + 1).astype(np.int64)
     moved = over_time(flows, edges)
-    looks = _looks(flows.name[:SHOWN])
-    if len(moved) > SHOWN:
-        moved = np.vstack([moved[:SHOWN], moved[SHOWN:].sum(axis=0)])
+    shown = _shown(flows)
+    looks = _looks(flows.name[:shown])
+    if len(moved) > shown:
+        moved = np.vstack([moved[:shown], moved[shown:].sum(axis=0)])
         looks.append({"facecolor": OTHERS})
     rate = moved / np.diff(edges) * 1e9
     unit, size = next((u for u in UNITS if rate.sum(axis=0).max() >= u[1]), UNITS[-1])

@@ -22,7 +22,7 @@ OPERATIONS: Final = {
     "remote": "#D55E00",
     "reply": "#F0E442",
     "value": "#F0E442",
-    "to_here": "#F0E442",
+    "to_here": "#E69F00",  # as all_gather, which no group with remote calls has beside it as a rule
     "": "#690F2D",  # all that this table does not know
 }
 
