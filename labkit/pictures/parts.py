@@ -124,7 +124,7 @@ def compare(
         room_in = wide_in - 0.1 - 1.15 * CHARACTER_IN * np.array([len(words) for words in ratios])
         right = max(1.3 * longest.max(), (longest * wide_in / np.maximum(room_in, 0.2 * wide_in)).max())
         for part, width in zip(_PARTS, parts.T, strict=True):
-            texts = [f"{time:.3g}" if time < 1000 else f"{time:.0f}" for time in width]
+            texts = [f"{time:#.3g}".rstrip(".") if time < 1000 else f"{time:.0f}" for time in width]
             _lay(ax, part, y, left, width, _fitting(texts, width * wide_in / right))
             left += width
         for row, words in enumerate(ratios):
