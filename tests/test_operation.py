@@ -11,6 +11,7 @@ import torch
 
 from labkit.comm import operation as module
 from labkit.comm.attendant import Attendant
+from labkit.comm.backward import Backwards, in_backward
 from labkit.comm.futures import Futures
 from labkit.comm.operation import Batch, Operation
 from labkit.ring import RING_BYTES, Pending, RingReader, RingWriter
@@ -284,3 +285,28 @@ def test_an_attendant_waits_for_what_nobody_waits_for() -> None:
     while not attendant._messages.empty():
         pass
     assert not late.attended.is_set()
+
+
+def test_what_ended_with_a_backward_pass_ends_there_whoever_tells_of_it_later(rank: Rank) -> None:
+    """The engine is real. In the place of DistributedDataParallel's callback is one in which the future is completed."""
+    backwards, done, open_ = Backwards(), rank.issue(10), rank.issue(10)
+    done.future, open_.future = torch.futures.Future(), torch.futures.Future()
+
+    def waits() -> None:
+        rank.at(30, done.future.set_result, 0)
+
+    def bucket(gradient: torch.Tensor) -> None:
+        rank.now_ns = 20
+        for operation in (done, open_):
+            backwards.issued(in_backward(), operation)
+        torch.autograd.Variable._execution_engine.queue_callback(waits)
+
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(bucket)
+    x.backward()
+    rank.at(90, done.completed)  # as it is told
+    (span,) = rank.written()
+    assert times(span) == (10, 20, 30, 30)
+    assert not open_.done, "a future that is not complete is not waited for by a pass that has ended"
+    rank.at(95, open_.completed)
+    assert [times(span) for span in rank.written()] == [(10, 20, 95, 95)]

@@ -37,7 +37,7 @@ class Operation:
     """
 
     __slots__ = (
-        "_once", "_ready", "_ring", "_slot", "booking", "end_ns", "future_taken", "group", "line", "match", "name", "nbytes",
+        "_once", "_ready", "_ring", "_slot", "booking", "end_ns", "future", "group", "line", "match", "name", "nbytes",
         "peer", "start_ns", "wait_end_ns", "wait_start_ns", "waited_for", "what",
     )  # fmt: skip
 
@@ -57,7 +57,9 @@ class Operation:
         self._ring, self.name, self.start_ns, self.nbytes = ring, name, start_ns, nbytes
         self.peer, self.group, self.match, self.line, self.what = peer, group, match, line, what
         self.end_ns = self.wait_start_ns = self.wait_end_ns = 0
-        self.future_taken = False  # somebody may wait for its future where we do not see it
+        self.future: Any = (
+            None  # was asked for, so that somebody may wait for it where we do not see it; until the record is written
+        )
         self.waited_for = False  # a thread of ours is blocked in it, and writes the record when it goes on
         self.booking: Booking | None = None  # over a slow link: when it ends
         self._ready = ready
@@ -92,6 +94,12 @@ class Operation:
         if not self.wait_start_ns and not self.end_ns:
             self.wait_start_ns = now = clock()
             self._ring.waiting(self._slot, now)
+
+    def wait_has_ended_in_torch(self) -> None:
+        """The rank goes on: what it waited for in C++ has completed, even if the thread that tells us has had no core yet."""
+        future = self.future
+        if future is not None and future.done():
+            self.completed()
 
     def told(self, future: Any) -> None:
         """For a future's `add_done_callback`: it has completed now, or failed."""
@@ -157,6 +165,7 @@ class Operation:
         self._leave_slot()
 
     def _leave_slot(self) -> None:
+        self.future = None  # it holds tensors
         slot, self._slot = self._slot, -1  # from now on the slot is another's
         self._ring.unpend(slot)
 

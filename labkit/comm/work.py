@@ -68,16 +68,17 @@ class WatchedWork(Work):
         operations = self._operation.operations if isinstance(self._operation, Batch) else [self._operation]
         self._futures.tie(future, operations)
         for operation in operations:
-            operation.future_taken = True
             if not self._told:
                 self._futures.tell(future, operation.told)
         self._told = True
         booking = operations[-1].booking
-        if booking is None:
-            return future
-        self._future = booking.delayed(future, self._futures.tell)
-        self._futures.tie(self._future, operations)
-        return self._future
+        if booking is not None:
+            future = self._future = booking.delayed(future, self._futures.tell)
+            self._futures.tie(future, operations)
+        for operation in operations:
+            if not operation.done:
+                operation.future = future
+        return future
 
 
 class SilentWork(WatchedWork):
