@@ -30,7 +30,7 @@ from labkit.pictures.recent import Recent
 from labkit.pictures.sheet import time_in_words
 from labkit.ring import MEMORY, STEPS_IN_ALL, Pending
 from labkit.trace import Scalar, Span, Trace
-from labkit.usage import Load, Usage, gpus_of, own_bytes
+from labkit.usage import Load, Usage, followed, gpus_of, own_bytes
 
 from synthetic import MS, Book, alone, data_parallel, feed, many, model_parallel  # isort: skip
 
@@ -306,6 +306,33 @@ def test_looking_at_memory_costs_a_bounded_share():
     for now_ms in range(0, 13_000, 200):
         assert usage.look(now_ms * MS) == (Load(5),)
     assert looks == [7, 7, 7]  # every 6 s
+
+
+def test_the_memory_of_a_process_is_followed_from_what_it_has_for_itself(monkeypatch):
+    own, unshared = {7: 50, 8: 0}, {7: 200, 8: 0}
+    monkeypatch.setattr("labkit.usage.own_bytes", own.get)
+    monkeypatch.setattr("labkit.usage._unshared_bytes", unshared.get)
+    read = followed([7, 8])
+    own.clear()  # not asked again
+    assert (read(7), read(8)) == (50, 0)
+    unshared[7] = 230
+    assert read(7) == 80
+    unshared[7] = 0  # it has ended
+    assert read(7) == 0
+
+
+def test_a_real_process_that_takes_memory_is_seen_to_have_it():
+    code = "print('here', flush=True); input(); kept = bytearray(b'x') * (1 << 26); print('taken', flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-S", "-c", code], **pipes) as process:
+        assert process.stdout.readline() == "here\n"
+        read = followed([process.pid])
+        before = read(process.pid)
+        print(file=process.stdin, flush=True)
+        assert process.stdout.readline() == "taken\n"
+        assert read(process.pid) - before == pytest.approx(1 << 26, rel=0.1)
+        process.kill()
+    assert read(process.pid) == 0
 
 
 def test_a_process_that_has_ended_has_no_memory():
