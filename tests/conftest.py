@@ -44,6 +44,19 @@ def nothing_is_left() -> Iterator[None]:
 
 
 @pytest.fixture
+def plain() -> Iterator[None]:
+    """Figures whatever the user's own settings are, in the font that matplotlib brings along; closed afterwards."""
+    import matplotlib as mpl
+    import matplotlib.pyplot as plt
+
+    with plt.rc_context():
+        mpl.rcdefaults()
+        plt.rcParams["font.family"] = "DejaVu Sans"
+        yield
+        plt.close("all")
+
+
+@pytest.fixture
 def stop_works() -> Iterator[None]:
     """SIGINT is a KeyboardInterrupt, also where the tests were started in the background, which ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -72,14 +72,7 @@ FIGURES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def plain():
-    """Whatever the user's own settings are, and the font that matplotlib brings along."""
-    with plt.rc_context():
-        mpl.rcdefaults()
-        plt.rcParams["font.family"] = "DejaVu Sans"
-        yield
-        plt.close("all")
+pytestmark = pytest.mark.usefixtures("plain")
 
 
 def drawn(ax) -> np.ndarray:

@@ -34,13 +34,7 @@ US, HOUR = 1_000, 3_600_000_000_000  # ns
 NEAR_PX = 1.5  # by so much may the boxes of two texts overlap: around the letters they have a margin
 
 
-@pytest.fixture(autouse=True)
-def plain():
-    with plt.rc_context():
-        mpl.rcdefaults()
-        plt.rcParams["font.family"] = "DejaVu Sans"
-        yield
-        plt.close("all")
+pytestmark = pytest.mark.usefixtures("plain")
 
 
 def stretched(trace, length_ns):

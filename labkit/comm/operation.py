@@ -57,9 +57,7 @@ class Operation:
         self._ring, self.name, self.start_ns, self.nbytes = ring, name, start_ns, nbytes
         self.peer, self.group, self.match, self.line, self.what = peer, group, match, line, what
         self.end_ns = self.wait_start_ns = self.wait_end_ns = 0
-        self.future: Any = (
-            None  # was asked for, so that somebody may wait for it where we do not see it; until the record is written
-        )
+        self.future: Any = None  # until it completes, if somebody asked for it, and so may wait for it where we do not see it
         self.waited_for = False  # a thread of ours is blocked in it, and writes the record when it goes on
         self.booking: Booking | None = None  # over a slow link: when it ends
         self._ready = ready
