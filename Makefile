@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test lint format bench chaos notebooks pictures lock clean distclean
+.PHONY: help setup lab test lint format bench chaos gpu notebooks pictures lock clean distclean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /make \1|/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
@@ -46,6 +46,11 @@ bench: setup  ## print the benchmarks, each beside its floor (ARGS="--help" list
 
 chaos: setup  ## 300 random faults at random moments, and what was left (ARGS="--help" lists options)
 	$(BIN)/python bench/chaos.py $(ARGS)
+
+gpu:  ## on a machine with GPUs: tests, lessons and a benchmark on them, into docs/gpu.md; installs nothing
+	@for python in "$(PYTHON)" $(BIN)/python python3; do \
+		if [ -n "$$python" ] && command -v "$$python" >/dev/null; then exec "$$python" tools/gpu.py $(ARGS); fi; \
+	done; echo "labkit: no Python was found: make gpu PYTHON=/path/to/python3" >&2; exit 1
 
 notebooks: setup  ## execute the notebooks again from top to bottom (ONLY="02 10": these)
 	$(BIN)/python tools/notebooks.py $(ONLY)

@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -102,7 +101,7 @@ def _told(
         try:
             stop.armed = FAULTS[turn.fault].expect in ("stop", "line")
             if turn.fault == "unpicklable argument":
-                results = group.run(work, turn, folder, odd=threading.Lock()).results
+                results = group.run(work, turn, folder, odd=(number for number in ())).results
             elif turn.fault == "interrupt" and turn.number % 2:
                 much = np.ones(1 << 20)
                 while True:  # so that Stop meets arguments and results on their way

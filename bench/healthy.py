@@ -104,6 +104,54 @@ def _threads(size: int, slow: int) -> float:
     return _total(size)
 
 
+def _library_threads(size: int, slow: int) -> float:
+    """What one rank sends comes late, from a thread whose stack shows only the standard library until then."""
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
+    import torch
+    import torch.distributed as dist
+
+    me, got, other = dist.get_rank(), torch.zeros(1), (slow + 1) % size
+
+    def send() -> None:
+        dist.send(torch.ones(1), other)
+
+    for number in range(2):
+        if me == slow and number == 0:
+            loop = asyncio.new_event_loop()
+            loop.call_later(1.3, send)
+            loop.call_later(1.3, loop.stop)
+            threading.Thread(target=loop.run_forever).start()
+        elif me == slow:
+            pool = ThreadPoolExecutor(1)
+            pool.submit(time.sleep, 1.3).add_done_callback(lambda _: send())
+            pool.shutdown(wait=False)
+        if me == slow:
+            dist.recv(got, other)
+        elif me == other:
+            dist.recv(got, slow)
+            dist.send(got, slow)
+    return _total(size)
+
+
+def _time_limit(size: int, slow: int) -> float:
+    """A wait that fails by itself, as the program expects."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    pair = dist.new_group([slow, (slow + 1) % size], timeout=timedelta(seconds=1.3))
+    if dist.get_rank() == slow:
+        try:
+            dist.all_reduce(torch.ones(1), group=pair)
+        except RuntimeError:
+            return _total(size)
+        return 0.0
+    return _total(size)
+
+
 def _train(slow: int, model: Any) -> float:
     import torch
 
@@ -158,6 +206,8 @@ HEALTHY: Final[dict[str, Callable[[int, int], float]]] = {
     "messages": _messages,
     "large messages": _large,
     "threads": _threads,
+    "library threads": _library_threads,
+    "time limit": _time_limit,
     "DDP": _ddp,
     "FSDP2": _fsdp,
     "DTensor": _dtensor,

@@ -25,9 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 def train(steps):
     torch.manual_seed(0)
-    model = DistributedDataParallel(CNN())
+    device = lab.devices()[0]
+    model = DistributedDataParallel(CNN().to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    images, labels = torch.randn(64, 1, 28, 28), torch.randint(10, (64,))
+    images, labels = torch.randn(64, 1, 28, 28, device=device), torch.randint(10, (64,), device=device)
     dist.barrier()
     start = time.perf_counter()
     for _ in lab.steps(range(steps)):
@@ -105,21 +106,27 @@ class Cost:
     draw_s: float
 
 
-def measure(steps: int = 100) -> Cost:
-    """Measure in one kernel."""
+def measure(steps: int = 100, *, rounds: int = ROUNDS, spans: int = SPANS) -> Cost:
+    """Measure in one kernel.
+
+    Args:
+        steps: of the training run.
+        rounds: how many pairs of `run` and `watch` the ratio is the median of.
+        spans: how many spans each rank writes as fast as it can.
+    """
     with Kernel(sys.executable) as kernel:
         kernel.run(PREPARE.replace("STEPS", str(steps)))
         kernel.run("timed(group.run); timed(group.watch)")
         run_s: list[float] = []
         watch_s: list[float] = []
-        for number in range(ROUNDS):
+        for number in range(rounds):
             kinds = [("group.run", run_s), ("group.watch", watch_s)]
             for how, samples in kinds if number % 2 else kinds[::-1]:
                 samples.append(kernel.run("", value=f"timed({how})"))
         run_share = kernel.run("", value=f"share_of_run(train, {steps})")
         watch_share, _, _ = kernel.run("", value=f"share_of(train, {steps})")
-        spans_share, kept, dropped = kernel.run("", value=f"share_of(write, {SPANS})")
-        draw_s = kernel.run("", value=f"draw({SPANS // 2})")
+        spans_share, kept, dropped = kernel.run("", value=f"share_of(write, {spans})")
+        draw_s = kernel.run("", value=f"draw({spans // 2})")
         kernel.run("group.close()")
     ratio = statistics.median(w / r for r, w in zip(run_s, watch_s, strict=True))
     lost = dropped / max(kept + dropped, 1)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Final
 
+import collectives
 import floors
 import machine
 import picture
@@ -22,7 +23,7 @@ from table import Goal, duration, goal_rows, mib, table
 from labkit.runtimes import RUNTIMES
 
 ROOT: Final = Path(__file__).parent.parent
-PARTS: Final = ("spans", "tools", "trouble", "picture")
+PARTS: Final = ("spans", "collectives", "tools", "trouble", "picture")
 INTRODUCTION: Final = """# Benchmarks
 
 Printed by `make bench`, and kept here with `make bench ARGS="--write docs/benchmarks.md"`. Every tool works in a real
@@ -63,9 +64,13 @@ def _report(parts: list[str], python_of_peers: str, *, notebooks: bool) -> list[
         beside = ns["clock"] * 1e-9, "two clock reads"
         goals += [
             Goal("one `span`, recording", ns["recording"] * 1e-9, *beside, 5),
-            Goal("one `span`, recording, in a rank of several threads (rpc)", ns["threads"] * 1e-9, *beside, 5),
             Goal("one `span` outside a group", ns["outside"] * 1e-9, *beside, 1),
         ]
+    if "collectives" in parts:
+        _say("collectives")
+        s = collectives.measure()
+        beside = s["unrecorded"], "torch's own group, in turns"
+        goals.append(Goal("one all_reduce of a number, 2 ranks, recorded", s["recorded"], *beside, 1.5))
     if "picture" in parts:
         _say("watch beside run")
         cost = picture.measure()

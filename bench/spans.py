@@ -1,4 +1,4 @@
-"""What one `span` costs, beside two readings of the clock: inside a group, in a rank of several threads, and outside."""
+"""What one `span` costs, beside two readings of the clock: inside a group and outside."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROUNDS: Final = 15
 
 
 def measure() -> dict[str, float]:
-    """Medians in ns, of loops that alternate: "clock" (two readings), "outside", "recording", "threads"."""
+    """Medians in ns, of loops that alternate: "clock" (two readings), "outside", "recording"."""
     import labkit as lab
     from labkit.ring import RING_BYTES, RingWriter
 
@@ -42,15 +42,14 @@ def measure() -> dict[str, float]:
         loop(LOOPS)
         return (clock() - start) / LOOPS
 
-    samples: dict[str, list[float]] = {name: [] for name in ("empty", "clock", "outside", "recording", "threads")}
-    rings = {name: RingWriter(mmap.mmap(-1, RING_BYTES)) for name in ("recording", "threads")}
+    samples: dict[str, list[float]] = {name: [] for name in ("empty", "clock", "outside", "recording")}
+    recorder = recording.Recorder(RingWriter(mmap.mmap(-1, RING_BYTES)))
     for _ in range(ROUNDS):
         samples["empty"].append(per_loop(nothing))
         samples["clock"].append(per_loop(two_clocks))
         samples["outside"].append(per_loop(spans))
-        for name, ring in rings.items():
-            recording.here.start(recording.Recorder(ring, threads=name == "threads"))
-            samples[name].append(per_loop(spans))
+        recording.here.start(recorder)
+        samples["recording"].append(per_loop(spans))
         recording.here.start(None)
     empty = statistics.median(samples.pop("empty"))  # the loop itself
     return {name: statistics.median(values) - empty for name, values in samples.items()}

@@ -12,12 +12,14 @@ Importing it loads neither torch, tensorflow nor matplotlib: each name brings wh
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from labkit.errors import LabError, RankError
+from labkit.wrong_calls import WrongNameError, did_you_mean
 
 if TYPE_CHECKING:
     from labkit import predict
@@ -69,7 +71,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names o
 def __getattr__(name: str) -> Any:
     """Bring a public name when it is first used (PEP 562)."""
     if name not in _HOME_OF:
-        raise AttributeError(f"labkit has no {name!r}; it has {', '.join(__all__)}")
+        raise WrongNameError(f"labkit has no {name!r}; {did_you_mean(name, __all__)}")
     value: Any = importlib.import_module(f"labkit.{_HOME_OF[name]}")
     if _HOMES[_HOME_OF[name]]:
         value = getattr(value, name)
@@ -109,7 +111,7 @@ def _greet() -> None:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
     if shell is None:
-        if os.environ.get("LABKIT_TRACE"):
+        if os.environ.get("LABKIT_TRACE") and not _is_command():
             from labkit import outside
 
             outside.begin()
@@ -126,6 +128,12 @@ def _greet() -> None:
         from labkit.notebook import warm_up
 
         warm_up()
+
+
+def _is_command() -> bool:
+    """Whether Python imports this for `python -m labkit script.py`, which begins when it knows the script's name."""
+    given = sys.orig_argv
+    return sys.argv[:1] == ["-m"] and ("-m", "labkit") in itertools.pairwise(given)
 
 
 _greet()

@@ -7,22 +7,45 @@ import numbers
 import operator
 import os
 import re
+import reprlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from labkit.errors import LabError, missing
 from labkit.link import Link
 from labkit.notebook import STARTS, default_start
-from labkit.runtimes import MIB, RUNTIMES, Runtime, gpu_count
+from labkit.open_files import count_open_files, raise_limit
+from labkit.runtimes import RUNTIMES, Runtime, gpu_count
+from labkit.server import BATCH
+from labkit.units import in_words
+from labkit.wrong_calls import WrongNameError
 
-__all__ = ["Plan", "check_place", "chosen"]
+__all__ = ["FixedArgument", "Plan", "check_place", "chosen"]
 
 MAX_RANKS: Final = 1024
-FILES_PER_RANK: Final = 3  # that this process holds open: socket, output and process
+FILES_PER_RANK: Final = 5  # that this process holds open: socket, output, process, recording memory and its mapping
 RPC_NAME: Final = re.compile(r"[A-Za-z0-9_:-]{1,127}")  # what torch.distributed.rpc accepts
-FILES_TO_SPARE: Final = 256  # for starting a batch of ranks, the arguments of a run, and the student
+STARTING_FILES: Final = 3  # more for each rank of a batch that is being started: the other ends
+RPC_OPTIONS: Final = (16, 60.0)  # torch's own
+FILES_TO_SPARE: Final = 64  # for the arguments of a run, and the student
+
+
+class FixedArgument:
+    """What a group was made with, to be read: `group.timeout_s`. Set later it would have no effect, so that is an error."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, group: Any, owner: type | None = None) -> Any:
+        return self if group is None else getattr(group._plan, self._name)
+
+    def __set__(self, group: Any, value: Any) -> NoReturn:
+        raise WrongNameError(
+            f"group.{self._name} = {reprlib.repr(value)}: a group stays as it was made; "
+            f"lab.Group({len(group)}, {self._name}=...) makes another one"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +62,7 @@ class Plan:
         timeout_s: of a run; None waits for ever.
         start: "fork" or "spawn".
         link: that the ranks shall seem to be joined by; None: as they are.
+        rpc_options: how many threads of an RPC rank serve calls, and the seconds that a call may take.
     """
 
     names: tuple[str, ...]
@@ -50,6 +74,7 @@ class Plan:
     timeout_s: float | None
     start: str
     link: Link | None = None
+    rpc_options: tuple[int, float] = RPC_OPTIONS
 
     @property
     def kind(self) -> type[Runtime]:
@@ -68,6 +93,7 @@ class Plan:
         timeout_s: float | None,
         start: str | None,
         link: Link | None = None,
+        rpc_backend_options: Any = None,
     ) -> Plan:
         """Check the arguments of `labkit.Group`, which explains them.
 
@@ -98,6 +124,7 @@ class Plan:
             timeout_s,
             start or default_start(),
             link,
+            _rpc_options(rpc_backend_options, runtime),
         )
         _check_machine(plan)
         return plan
@@ -177,6 +204,26 @@ def _check_link(link: Any, runtime: str) -> None:
         )
 
 
+def _rpc_options(given: Any, runtime: str) -> tuple[int, float]:
+    """How many threads serve calls, and how long a call may take."""
+    if given is None:
+        return RPC_OPTIONS
+    if runtime != "rpc":
+        raise ValueError(f"rpc_backend_options is for runtime='rpc', given {runtime!r}")
+    names = ("num_worker_threads", "rpc_timeout")
+    options = dict(given) if isinstance(given, Mapping) else {n: getattr(given, n) for n in names if hasattr(given, n)}
+    if not options or options.keys() - set(names):
+        raise TypeError(
+            f"rpc_backend_options={given!r}: expected rpc.TensorPipeRpcBackendOptions(...), or a dict of {' and '.join(names)}"
+        )
+    if getattr(given, "device_maps", None) or getattr(given, "devices", None):
+        raise ValueError("rpc_backend_options: device maps differ by rank; give them to rpc.init_rpc in the function that runs")
+    _check_number("num_worker_threads", options.get("num_worker_threads"), whole=True)
+    _check_number("rpc_timeout", options.get("rpc_timeout"), whole=False)
+    threads, timeout_s = RPC_OPTIONS
+    return int(options.get("num_worker_threads", threads)), float(options.get("rpc_timeout", timeout_s))
+
+
 def _check_machine(plan: Plan) -> None:
     kind, count = plan.kind, len(plan.names)
     if kind.package and importlib.util.find_spec(kind.package) is None:
@@ -195,22 +242,26 @@ def _check_memory(count: int, rank_bytes: int) -> None:
     available, needed = psutil.virtual_memory().available, count * rank_bytes
     if needed > available:
         raise LabError(
-            f"{count} ranks need at least {needed / MIB:,.0f} MiB of memory ({rank_bytes / MIB:.0f} MiB each), and "
-            f"{available / MIB:,.0f} MiB are free. Use at most {max(1, available // rank_bytes)} ranks, or close other groups "
+            f"{count} ranks need at least {in_words(needed, 'iB')} of memory ({in_words(rank_bytes, 'iB')} each), and "
+            f"{in_words(available, 'iB')} are free. Use at most {max(1, available // rank_bytes)} ranks, or close other groups "
             f"and notebooks."
         )
 
 
 def _check_open_files(count: int) -> None:
-    import resource
+    spare = FILES_TO_SPARE + count_open_files()
 
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    needed = count * FILES_PER_RANK + FILES_TO_SPARE
-    if limit != resource.RLIM_INFINITY and needed > limit:
-        most = (limit - FILES_TO_SPARE) // FILES_PER_RANK
+    def files(ranks: int) -> int:
+        return ranks * FILES_PER_RANK + min(ranks, BATCH) * STARTING_FILES + spare
+
+    needed = files(count)
+    limit = raise_limit(needed)
+    if needed > limit:
+        most = max((n for n in range(1, count) if files(n) <= limit), default=0)
+        first = f"Use at most {most} ranks" if most else "Close some"
         raise LabError(
-            f"{count} ranks need about {needed:,} open files, and this process may have {limit:,}. Use at most {most} ranks, or "
-            f"raise the limit (ulimit -n {needed}) before JupyterLab starts."
+            f"{count} ranks need about {needed:,} open files, and this process may have {limit:,}, the system's hard limit. "
+            f"{first}, or raise it (ulimit -Hn {needed}) before JupyterLab starts."
         )
 
 

@@ -1,4 +1,4 @@
-"""Notices that a rank is blocked inside TensorFlow, whose collectives labkit does not see, and notes since when and where.
+"""Notices that a rank is blocked inside TensorFlow, whose collectives labkit does not see: in what, since when and where.
 
 A thread of the rank looks at its main thread a few times a second. Blocked means: the process hardly computes, and the main
 thread has stayed in one and the same call of TensorFlow's. A rank that sleeps, or waits for a file, is not meant.
@@ -6,22 +6,23 @@ thread has stayed in one and the same call of TensorFlow's. A rank that sleeps, 
 
 from __future__ import annotations
 
-import os
+import contextlib
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Final
 
-from labkit.record import Recorder, clock, student_line
+from labkit.record import Recorder, clock, here, student_line
 from labkit.ring import TENSORFLOW, RingWriter
+from labkit.tf_calls import call_within, describe
 
-__all__ = ["Watch", "watch_tensorflow"]
+__all__ = ["Watch", "starting_servers", "watch_tensorflow"]
 
 LOOK_EVERY_S: Final = 0.25
+DESCRIBE_EVERY_NS: Final = 2_000_000_000  # queues grow shorter
 IDLE_SHARE: Final = 0.1  # of one core: TensorFlow's own threads, which poll, take a fiftieth of this
-NAME: Final = "TensorFlow"  # what the note says the rank waits in
-_TENSORFLOW: Final = f"{os.sep}tensorflow{os.sep}"
 
 
 class Watch:
@@ -36,6 +37,8 @@ class Watch:
         self._now_ns = self._cpu_ns = 0
         self._call: FrameType | None = None  # TensorFlow's, that the main thread was in at the last look
         self._slot: int | None = None
+        self._words = ""  # what it waits in
+        self._since_ns = self._described_ns = 0
 
     def look(self, now_ns: int, cpu_ns: int, innermost: FrameType | None) -> None:
         """Take note of how things are.
@@ -46,16 +49,32 @@ class Watch:
             innermost: the frame that the main thread is in.
         """
         idle = cpu_ns - self._cpu_ns < IDLE_SHARE * (now_ns - self._now_ns)
-        call = innermost if idle and innermost is not None and _TENSORFLOW in innermost.f_code.co_filename else None
+        call = call_within(innermost) if idle else None
         blocked = call is not None and call is self._call
-        if blocked and self._slot is None:
-            self._slot = self._ring.pend(NAME, self._now_ns, group=TENSORFLOW, line=student_line(call))
-            self._ring.waiting(self._slot, self._now_ns)
-        elif not blocked and self._slot is not None:
-            self._ring.unpend(self._slot)
-            self._slot = None
+        if not blocked:
+            self._take_back()
+        elif innermost is not None:
+            if self._slot is None:
+                self._since_ns = self._now_ns
+            if self._slot is None or now_ns - self._described_ns > DESCRIBE_EVERY_NS:
+                self._described_ns = now_ns
+                self._note(innermost)
         # A frame is held only while its call may be blocked: it keeps everything alive that the call was given.
         self._call, self._now_ns, self._cpu_ns = call, now_ns, cpu_ns
+
+    def _note(self, innermost: FrameType) -> None:
+        words = describe(innermost)
+        if self._slot is not None and words == self._words:
+            return
+        self._take_back()
+        self._words = words
+        self._slot = self._ring.pend(words, self._since_ns, group=TENSORFLOW, line=student_line(innermost))
+        self._ring.waiting(self._slot, self._since_ns)
+
+    def _take_back(self) -> None:
+        if self._slot is not None:
+            self._ring.unpend(self._slot)
+            self._slot = None
 
 
 def watch_tensorflow(recorder: Recorder) -> None:
@@ -69,3 +88,19 @@ def watch_tensorflow(recorder: Recorder) -> None:
             time.sleep(LOOK_EVERY_S)
 
     threading.Thread(target=look_for_ever, name="labkit-blocked", daemon=True).start()
+
+
+@contextlib.contextmanager
+def starting_servers() -> Iterator[None]:
+    """Note that this thread is blocked until all ranks have started their servers; TensorFlow lets no other thread look then."""
+    recorder = here.recorder
+    if recorder is None:
+        yield
+        return
+    now_ns, frame = clock(), sys._getframe(2)  # beyond contextlib's
+    slot = recorder.ring.pend(describe(frame), now_ns, group=TENSORFLOW, line=student_line(frame))
+    recorder.ring.waiting(slot, now_ns)
+    try:
+        yield
+    finally:
+        recorder.ring.unpend(slot)

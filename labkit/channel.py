@@ -8,11 +8,11 @@ import socket
 import struct
 import sys
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from labkit.wire import Parcel
 
-__all__ = ["Channel", "Frame"]
+__all__ = ["Channel", "Encoded", "Frame", "encode"]
 
 
 @dataclass(slots=True)
@@ -27,6 +27,29 @@ class Frame:
 _LENGTHS: Final = struct.Struct("<IQ")  # bytes of the head, bytes of the parcel's stream
 AT_ONCE: Final = 1 << 14  # bytes that one call asks for: nearly every frame is one call to send and one to receive
 _FD_SPACE: Final = socket.CMSG_LEN(struct.calcsize("i"))
+
+
+class Encoded(NamedTuple):
+    """A frame as it is sent.
+
+    Args:
+        parts: its bytes, one after the other.
+        fd: the descriptor that goes with the first part; -1 for none.
+    """
+
+    parts: tuple[bytes, ...]
+    fd: int
+
+
+def encode(kind: str, data: Any = None, parcel: Parcel | None = None) -> Encoded:
+    """Put a frame into bytes; see `Frame` for the arguments."""
+    stream, fd, about = b"", -1, None
+    if parcel is not None:
+        stream, fd = parcel.data, parcel.fd
+        about = fd >= 0, parcel.spans, parcel.lender, parcel.moved
+    head = pickle.dumps((kind, data, about))
+    start = _LENGTHS.pack(len(head), len(stream)) + head
+    return Encoded((start, stream) if len(stream) > AT_ONCE else (start + stream,), fd)
 
 
 class Channel:
@@ -45,22 +68,30 @@ class Channel:
         """The socket's descriptor, for selectors."""
         return self._socket.fileno()
 
+    @property
+    def received(self) -> bool:
+        """Whether a frame has come with an earlier one, which a selector does not see; `receive` gives it."""
+        return len(self._rest) >= _LENGTHS.size  # all of it may not be there yet, but it is on its way
+
     def send(self, kind: str, data: Any = None, parcel: Parcel | None = None) -> None:
         """Send one frame; the parcel stays the caller's to close.
 
         Raises:
             OSError: the other side is gone.
         """
-        stream, fd, about = b"", -1, None
-        if parcel is not None:
-            stream, fd = parcel.data, parcel.fd
-            about = fd >= 0, parcel.spans, parcel.lender, parcel.moved
-        head = pickle.dumps((kind, data, about))
-        start = _LENGTHS.pack(len(head), len(stream)) + head
-        parts = [start, stream] if len(stream) > AT_ONCE else [start + stream]
-        if fd >= 0:
-            parts[0] = parts[0][socket.send_fds(self._socket, parts[:1], [fd]) :]
-        for part in parts:
+        self.send_encoded(encode(kind, data, parcel))
+
+    def send_encoded(self, frame: Encoded) -> None:
+        """Send a frame that other channels may get as well.
+
+        Raises:
+            OSError: the other side is gone.
+        """
+        first, *rest = frame.parts
+        if frame.fd >= 0:
+            first = first[socket.send_fds(self._socket, [first], [frame.fd]) :]
+        self._socket.sendall(first)
+        for part in rest:
             self._socket.sendall(part)
 
     def receive(self) -> Frame:

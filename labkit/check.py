@@ -17,9 +17,12 @@ from labkit.exercises import find
 from labkit.exercises.judging import AnswerError, Exercise
 from labkit.group import Group
 from labkit.record import is_students, label
+from labkit.time_limit import OutOfTimeError, TimeLimit
+from labkit.wrong_calls import edge
 
 __all__ = ["Verdict", "check"]
 
+SERIAL_LIMIT_S = 60.0  # for what an exercise does in this process, where TensorFlow may have to be imported from a cold disk
 LIMIT_S = 30.0  # for one run of an exercise; the slowest right answer, on TensorFlow, takes 4 s on two busy cores
 # Symbol and colour of each state: never the colour alone, and apart for colour-blind readers.
 _LOOKS = {"passed": ("✓", "#0072b2"), "wrong": ("✗", "#d55e00"), "not written yet": ("○", "#767676")}
@@ -66,6 +69,7 @@ class Verdict:
         )
 
 
+@edge
 def check(name: str, answer: Any = ...) -> Verdict:
     """Judge the answer to an exercise of the course.
 
@@ -78,19 +82,35 @@ def check(name: str, answer: Any = ...) -> Verdict:
 
     Returns:
         the verdict. It is true if the answer is right. A wrong answer is no exception: neither is one that raises, which the
-        verdict says.
+        verdict says; nor is one that never comes to its end, which is stopped.
 
     Raises:
+        TypeError: the name is no string.
         LabError: there is no exercise of that name; the message names close ones.
     """
+    if not isinstance(name, str):
+        raise TypeError(
+            f"check({reprlib.repr(name)}): expected an exercise's name first, as in lab.check('introduce', introduce)"
+        )
     exercise = find(name)
     if _is_unwritten(answer):
         return _not_written(exercise)
     if not (exercise.number or callable(answer)):
         hint = f"given {reprlib.repr(answer)}: hand over the function itself, not what it returns"
         return Verdict(name, False, _sentence(hint), (f'lab.check("{name}", {name})',))
+    limit = TimeLimit(SERIAL_LIMIT_S)
+
+    def on_ranks(*args: Any, **options: Any) -> list[Any]:
+        with limit.paused():  # runs have a limit of their own
+            return _on_ranks(*args, **options)
+
     try:
-        message = exercise.judge(answer, _on_ranks)
+        with limit:
+            message = exercise.judge(answer, on_ranks)
+    except OutOfTimeError as late:
+        limit.close()
+        hint = f"not finished after {SERIAL_LIMIT_S:.0f} s, so it was stopped: does every loop come to its end?"
+        return Verdict(name, False, _sentence(hint), tuple(_students_frames(late)))
     except AnswerError as wrong:
         return Verdict(name, False, _sentence(wrong.message), wrong.details)
     except NotImplementedError:
@@ -121,7 +141,10 @@ def _on_ranks(ranks: Any, function: Callable[..., Any], *args: Any, **options: A
             details = filter(None, (stuck.hint, *stuck.doings))
             raise AnswerError(f"the ranks can never go on: {stuck.headline}", *details) from None
         except RunTimeoutError as late:
-            hint = f"not finished after {LIMIT_S:.0f} s: do all ranks call the same operations in the same order?"
+            hint = (
+                f"not finished after {LIMIT_S:.0f} s: does every loop come to its end, and do all ranks call the same operations "
+                f"in the same order?"
+            )
             raise AnswerError(hint, *late.doings) from None
 
 
@@ -129,7 +152,7 @@ def _sentence(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _students_frames(error: Exception) -> Iterator[str]:
+def _students_frames(error: BaseException) -> Iterator[str]:
     for frame in traceback.extract_tb(error.__traceback__):
         if is_students(frame.filename):
             yield f"{label(frame.filename)}, line {frame.lineno}: {frame.line}"

@@ -21,6 +21,7 @@ from typing import Any, Final
 import psutil
 
 from labkit.errors import install_command
+from labkit.units import in_words
 
 __all__ = ["Facts", "Finding", "Report", "diagnose", "doctor", "look"]
 
@@ -196,14 +197,14 @@ def _cores(facts: Facts) -> Finding:
 
 
 def _memory(facts: Facts) -> Finding:
-    free = "the container's limit" if facts.free_nbytes is None else f"{_size(facts.free_nbytes)} of it free"
-    return Finding("memory", f"{_size(facts.memory_nbytes)}, {free}")
+    free = "the container's limit" if facts.free_nbytes is None else f"{in_words(facts.free_nbytes, 'iB')} of it free"
+    return Finding("memory", f"{in_words(facts.memory_nbytes, 'iB')}, {free}")
 
 
 def _shared_memory(facts: Facts) -> list[Finding]:
     if facts.shared_nbytes is None:
         return []
-    found = f"{_size(facts.shared_nbytes)} in /dev/shm"
+    found = f"{in_words(facts.shared_nbytes, 'iB')} in /dev/shm"
     if facts.shared_nbytes >= SHARED_MEMORY_WANTED:
         return [Finding("shared memory", found)]
     return [Finding("shared memory", f"only {found}", ok=False, remedy="start the container with  docker run --shm-size=2g")]
@@ -251,10 +252,6 @@ def _tensorflow(facts: Facts, version: str) -> Finding:
             remedy='pip install "tensorflow[and-cuda]"',
         )  # fmt: skip
     return Finding("TensorFlow", f"{version}, sees {said['gpus']} GPU{'s' * (said['gpus'] != 1)}" if said else version)
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.0f} MiB"
 
 
 def _again(package: str) -> str:

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import functools
-import os
 import textwrap
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final
 
 __all__ = [
     "LabError",
+    "MismatchError",
     "RankError",
     "RankFailure",
     "RunTimeoutError",
     "Stopped",
     "StuckError",
-    "edge",
     "install_command",
     "missing",
 ]
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _RULE = "─" * 70
 WIDTH: Final = 110  # characters that fit beside a notebook's file browser
@@ -64,7 +59,9 @@ class RankFailure:
         at_ns: when it happened, on `time.perf_counter_ns`.
         verb: how the headline follows on the name: "failed:"; "" where it is a sentence with it.
         consequence: whether it came of another rank's end.
+        own: whether a line of the student's own raised it, and no library.
         last: of a rank that died without a report, what it was doing: a sentence.
+        broken: whether the process cannot be used again although it lives: CUDA no longer works in it.
     """
 
     rank: int
@@ -75,6 +72,8 @@ class RankFailure:
     verb: str = "failed:"
     consequence: bool = False
     last: str = ""
+    own: bool = False
+    broken: bool = False
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.name, self.verb, self.headline)))
@@ -168,6 +167,18 @@ class StuckError(_EndedByGroupError):
     why = "The ranks can never go on: {}."
 
 
+class MismatchError(_EndedByGroupError):
+    """All ranks returned, but with wrong results: they came to one operation with different types, sizes or reductions.
+
+    Args:
+        headline: what the operation was on which ranks.
+        hint: what must be alike.
+        doings: a line for each rank: what it gave.
+    """
+
+    why = "The results are wrong: {}."
+
+
 class RunTimeoutError(_EndedByGroupError):
     """A run took longer than the group's `timeout_s`, and its ranks were stopped.
 
@@ -198,37 +209,3 @@ class Stopped(KeyboardInterrupt):
 
     def _render_traceback_(self) -> list[str]:
         return [f"Stopped: {self}"]
-
-
-_LABKIT = os.path.dirname(os.path.abspath(__file__)) + os.sep
-
-
-def edge(function: Callable[P, T]) -> Callable[P, T]:
-    """Where the student's code calls labkit: what labkit has to say to them leaves it without the frames that led there.
-
-    A terminal shows all frames of an error, and those inside labkit teach nothing. An error of any other kind is a defect of
-    ours, and keeps its frames.
-    """
-
-    @functools.wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return function(*args, **kwargs)
-        except (LabError, Stopped, TypeError, ValueError) as error:
-            if not isinstance(error, LabError | Stopped) and not _is_ours(error):
-                raise
-            told = error.with_traceback(None)
-        try:
-            raise told
-        finally:
-            del told  # the error holds this frame, which must not hold the error
-
-    return called
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Whether it was raised in labkit itself, by a `raise`: what a library finds wrong is not meant for the student."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    return last is not None and last.tb_frame.f_code.co_filename.startswith(_LABKIT)

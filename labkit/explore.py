@@ -8,6 +8,7 @@ from labkit.errors import missing
 from labkit.pictures.gantt import view_of
 from labkit.pictures.sheet import HasTrace, trace_of
 from labkit.trace import Trace
+from labkit.wrong_calls import edge
 
 if TYPE_CHECKING:
     from labkit.pictures.explorer import Explorer
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["explore"]
 
 
+@edge
 def explore(run: HasTrace | Trace, *, step: int | range | str | None = None) -> Explorer:
     """The timeline of a run, to look into: point at a bar to read what it was, zoom, and look at one rank alone.
 

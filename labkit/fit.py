@@ -12,7 +12,7 @@ import numpy as np
 
 from labkit.errors import LabError
 from labkit.link import Link, rounds_and_share
-from labkit.prediction import in_words
+from labkit.units import in_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

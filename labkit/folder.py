@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
+import struct
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,11 +16,32 @@ import numpy as np
 
 from labkit.clocks import Reading, on_reference
 from labkit.errors import LabError
-from labkit.ring import CALL, COMMUNICATION, COMPUTE, OPEN, RING_BYTES, SCALAR, SERVE, Pending, RingReader, record_dtype
+from labkit.notes import about_names
+from labkit.outside import DEFAULT_FOLDER, VARIABLE
+from labkit.ring import (
+    AUTOMATIC,
+    CALL,
+    COMMUNICATION,
+    COMPUTE,
+    KINDS,
+    OPEN,
+    RING_BYTES,
+    SCALAR,
+    SERVE,
+    Pending,
+    RingReader,
+    record_dtype,
+)  # fmt: skip
 from labkit.trace import Trace, from_records
 
 __all__ = ["load_folder"]
 
+# What describes a rank, by kind; its readings of other clocks come beside these.
+_DESCRIPTION: Final[dict[type, tuple[str, ...]]] = {
+    int: ("rank", "world_size", "restart", "began_unix_ns", "began_ns", "ended_ns"),
+    str: ("host", "machine", "script", "run_id", "run", "reference", "master"),
+}
+MAX_RANKS: Final = 1 << 20
 TOGETHER_NS: Final = 60_000_000_000  # ranks of one run begin so close to one another, by the machines' own ideas of the time
 LOOSE: Final = 4  # a reading of the clock that is so many times less certain than the best says nothing new
 
@@ -51,10 +74,7 @@ def load_folder(folder: Path, run: int = -1) -> Trace:
     """
     runs = _runs(_left_in(folder))
     if not runs:
-        raise LabError(
-            f"no trace in the folder {str(folder)!r}: LABKIT_TRACE={folder} torchrun ... train.py leaves one, "
-            f"where train.py has `import labkit`"
-        )
+        raise LabError(_why_empty(folder))
     try:
         chosen = runs[run]
     except IndexError:
@@ -66,16 +86,52 @@ def load_folder(folder: Path, run: int = -1) -> Trace:
     return _trace(chosen, notes)
 
 
+def _why_empty(folder: Path) -> str:
+    """What was forgotten, as far as that can be known here."""
+    nothing = f"no trace in the folder {str(folder)!r}: "
+    default = Path(DEFAULT_FOLDER)
+    if default.absolute() != folder.absolute() and _left_in(default):
+        return (
+            f"{nothing}LABKIT_TRACE was not set when the script ran, and its trace is in {DEFAULT_FOLDER!r}. "
+            f"LABKIT_TRACE={folder} before the command names the folder."
+        )
+    named = os.environ.get(VARIABLE)
+    if named and Path(named).absolute() == folder.absolute():
+        return (
+            f"{nothing}LABKIT_TRACE names it, so the script that ran did not know labkit. "
+            "Run it with `torchrun ... -m labkit script.py`, or write `import labkit` into it."
+        )
+    return (
+        f"{nothing}either LABKIT_TRACE={folder} was not set when the script ran, or the script neither has `import labkit` nor "
+        "was run with `torchrun ... -m labkit script.py`."
+    )
+
+
 def _left_in(folder: Path) -> list[_Left]:
     found = []
     for path in folder.glob("*.json"):
         try:
             about = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:  # of something else
+        except (ValueError, OSError, RecursionError):  # of something else
             continue
-        if isinstance(about, dict) and "began_unix_ns" in about and path.with_suffix(".ring").exists():
+        if _is_description(about) and path.with_suffix(".ring").exists():
             found.append(_Left(about, path.with_suffix(".ring")))
     return sorted(found, key=lambda left: left.began)
+
+
+def _is_description(about: Any) -> bool:
+    """Whether this is what `labkit.outside` writes of a rank, whole."""
+    if not isinstance(about, dict):
+        return False
+    kinds = all(type(about.get(name)) is kind for kind, names in _DESCRIPTION.items() for name in names)
+    readings = about.get("readings")
+    return (
+        kinds
+        and 0 <= about["rank"] < max(1, about["world_size"]) <= MAX_RANKS
+        and all(abs(about[name]) < 1 << 62 for name in ("began_unix_ns", "began_ns", "ended_ns"))
+        and isinstance(readings, list)
+        and all(isinstance(r, list) and len(r) == len(Reading._fields) and all(type(x) is int for x in r) for r in readings)
+    )
 
 
 def _runs(left: Iterable[_Left]) -> list[list[_Left]]:
@@ -128,6 +184,7 @@ class _Recorded:
     lost: int
     began_ns: int
     end_ns: int
+    no_room: Sequence[str]  # kinds of names
 
 
 def _trace(run: Sequence[_Left], notes: list[str]) -> Trace:
@@ -137,7 +194,7 @@ def _trace(run: Sequence[_Left], notes: list[str]) -> Trace:
     for one in run:
         try:
             found[one.rank] = recorded = _read(one)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, IndexError, OverflowError, struct.error) as error:
             notes.append(f"what rank {one.rank} left cannot be read: {error}")
             continue
         clocks.set(one, recorded)
@@ -146,17 +203,18 @@ def _trace(run: Sequence[_Left], notes: list[str]) -> Trace:
     missing = [str(rank) for rank in range(size) if rank not in {one.rank for one in run}]
     if missing:
         notes.append(f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {size} left no trace")
-    notes += clocks.notes()
+    notes += clocks.notes() + about_names(kind for r in found.values() for kind in r.no_room)
     written = [r for r in found.values() if len(r.rows)]
     start_ns = min((int(r.rows["start_ns"].min()) for r in written), default=0)
     end_ns = max((int(r.rows["end_ns"][r.rows["kind"] != SCALAR].max(initial=start_ns)) for r in written), default=start_ns)
     script = run[0].about["script"]
     for r in written:
         r.rows = np.append(r.rows, _row(r.names, CALL, script, max(start_ns, r.began_ns), min(end_ns, r.end_ns)))
-    nothing = _Recorded(np.empty(0, record_dtype()), [""], 0, 0, 0)
+    nothing = _Recorded(np.empty(0, record_dtype()), [""], 0, 0, 0, [])
     all_ranks = [found.get(rank, nothing) for rank in range(size)]
+    told = {one.rank: one.about.get("name") for one in run}  # those of RPC's workers
     return from_records(
-        [r.rows for r in all_ranks], [r.names for r in all_ranks], [f"rank {rank}" for rank in range(size)],
+        [r.rows for r in all_ranks], [r.names for r in all_ranks], [told.get(rank) or f"rank {rank}" for rank in range(size)],
         dropped=[r.lost for r in all_ranks], notes=notes,
     )  # fmt: skip
 
@@ -175,7 +233,23 @@ def _read(left: _Left) -> _Recorded:
     last = int(newer["commit"][-1]) if len(newer) else last
     end_ns = left.about["ended_ns"] or reader.alive_ns
     rows = np.concatenate([older, newer, *(_under_way(names, p, end_ns) for p in pending)])
-    return _Recorded(rows, names, last - len(older) - len(newer), left.about["began_ns"], end_ns)
+    _check(rows, len(names))
+    lost = max(0, last - len(older) - len(newer))
+    return _Recorded(rows, names, lost, left.about["began_ns"], end_ns, reader.no_room)
+
+
+def _check(rows: Any, names: int) -> None:
+    """Refuse records that nobody has written.
+
+    Raises:
+        ValueError: there are such.
+    """
+    spans = rows[rows["kind"] != SCALAR]
+    tail = rows[rows["kind"] == COMMUNICATION]
+    told = [rows["kind"] < len(KINDS), rows["name"] < names, tail["line"] < names, tail["group"] < names]
+    told += [spans["end_ns"] >= spans["start_ns"], np.abs(rows["start_ns"]) < 1 << 62]
+    if not all(right.all() for right in told):
+        raise ValueError("its records are damaged")
 
 
 def _row(names: list[str], kind: int, name: str, start_ns: int, end_ns: int) -> Any:
@@ -188,8 +262,9 @@ def _row(names: list[str], kind: int, name: str, start_ns: int, end_ns: int) -> 
 
 def _under_way(names: list[str], p: Pending, end_ns: int) -> Any:
     """What a rank that ended, or was last looked at, was in the middle of: a record that ends there."""
-    row = _row(names, COMPUTE if p.name.startswith(SERVE) else COMMUNICATION, p.name, p.start_ns, end_ns)
-    row["flags"], row["nbytes"], row["match"], row["peer"] = OPEN, p.nbytes, p.match, p.peer
+    kind, flags = (COMPUTE, OPEN | AUTOMATIC) if p.name.startswith(SERVE) else (COMMUNICATION, OPEN)
+    row = _row(names, kind, p.name, p.start_ns, end_ns)
+    row["flags"], row["nbytes"], row["match"], row["peer"] = flags, p.nbytes, p.match, p.peer
     row["line"], row["group"] = names.index(p.line), names.index(p.group)
     if p.wait_start_ns:
         row["wait_start_ns"], row["wait_end_ns"] = p.wait_start_ns, max(p.wait_start_ns, end_ns)

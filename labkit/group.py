@@ -2,55 +2,37 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import sys
 import threading
 import time
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, Self
 
 from labkit import stacks, wire
-from labkit.arguments import Plan, check_place, chosen
+from labkit.arguments import FixedArgument, Plan, check_place, chosen
 from labkit.blame import Call, Names
+from labkit.cell import parse
+from labkit.cell_names import CellNames, lost_names
 from labkit.crew import Crew
-from labkit.errors import LabError, RankError, Stopped, edge
+from labkit.definitions import Sent
+from labkit.errors import LabError, RankError, Stopped
 from labkit.link import Link
-from labkit.names import assigned, name_of, reads
+from labkit.names import assigned, mentions, name_of, reads
 from labkit.notebook import notebook
-from labkit.output import cell_label
+from labkit.output import cell_label, put
+from labkit.ranks import Ranks
 from labkit.run import Flight, Picture, Run
+from labkit.spawn import WithRank, check_spawn, hint_for_rank
 from labkit.stacks import Stacks
+from labkit.unfinished import still_unfinished
+from labkit.wrong_calls import edge
 
-__all__ = ["Group", "Ranks"]
+__all__ = ["Group"]
 
 Files = dict[str, tuple[str, list[str]]]  # a file's name for the student, and its lines where only the notebook can read it
-
-
-class Ranks:
-    """Some ranks of a group: `group[0]`, `group["master"]`, `group[1:3]`. The others keep serving while these run.
-
-    Args:
-        group: the group they belong to.
-        on: their numbers, ascending.
-    """
-
-    def __init__(self, group: Group, on: Sequence[int]) -> None:
-        self._group, self.on = group, tuple(on)
-
-    @edge
-    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
-        """Call `function(*args, **kwargs)` on these ranks; see `Group.run`."""
-        return self._group._run(function, args, kwargs, self.on, None)
-
-    @edge
-    def watch(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
-        """The same with the live picture; see `Group.watch`."""
-        return self._group._run(function, args, kwargs, self.on, self._group._new_picture())
-
-    def __repr__(self) -> str:
-        return f"<{', '.join(self._group.names[i] for i in self.on)} of {self._group!r}>"
 
 
 class Group:
@@ -59,16 +41,23 @@ class Group:
     Args:
         ranks: how many, or their names, or TensorFlow's jobs and how many tasks each has: `{"chief": 1, "worker": 2, "ps": 1}`.
         runtime: "torch" (`torch.distributed` initialised), "rpc" (`torch.distributed.rpc` initialised, by name), "tensorflow"
-            (TF_CONFIG and logical devices set; each run gets fresh processes) or "bare" (processes alone).
+            (TF_CONFIG and logical devices set; each run gets fresh processes, and `%%ranks` cells share theirs until then) or
+            "bare" (processes alone).
         devices: None takes the GPUs there are, else the CPU; "cpu"; "cuda".
         devices_per_rank: logical devices of each TensorFlow rank.
         threads: threads that each rank computes with; default: the cores divided among the ranks, at least 1.
         timeout_s: seconds after which a run is stopped; default: never.
         start: "fork" or "spawn"; default: what is safe on this system.
         link: the `labkit.Link` over which what they send shall seem to go (never faster than it goes here); torch and RPC only.
+        rpc_backend_options: torch's `TensorPipeRpcBackendOptions`, or a dict of its `num_worker_threads` and `rpc_timeout`.
 
     The processes start with the first use, stay for the next run, and are replaced when one of them fails. They end with `close`,
     at the end of a `with` block, and when this process ends, however that happens.
+
+    Attributes:
+        names: of the ranks, in rank order.
+        runtime, devices, threads, timeout_s, link: as it was made.
+        last_run: the `Run` of the last function or `%%ranks` cell that came to its end, with its results; None before that.
 
     Raises:
         TypeError, ValueError: an argument that cannot be meant.
@@ -77,6 +66,7 @@ class Group:
 
     picture: ClassVar[Callable[[], Picture] | None] = None  # set by labkit/__init__: this file knows no drawing
     profiling = False  # set by `lab.profile`
+    runtime, devices, threads, timeout_s, link = (FixedArgument() for _ in range(5))
 
     @edge
     def __init__(
@@ -90,13 +80,14 @@ class Group:
         timeout_s: float | None = None,
         start: str | None = None,
         link: Link | None = None,
+        rpc_backend_options: Any = None,
     ) -> None:
         check_place()
         self._plan = Plan.of(
             ranks, runtime=runtime, devices=devices, devices_per_rank=devices_per_rank, threads=threads, timeout_s=timeout_s,
-            start=start, link=link,
+            start=start, link=link, rpc_backend_options=rpc_backend_options,
         )  # fmt: skip
-        self.names, self.runtime = self._plan.names, runtime
+        self.names = self._plan.names
         self._crew: Crew | None = None
         self._fit = False  # whether the processes may serve another run
         self._closed = False
@@ -104,12 +95,24 @@ class Group:
         self._turn = threading.Lock()  # held for the moment in which `_holder` is looked at and taken
         self._holder: object | None = None  # the run that is under way, or `close`
         self._told: set[str] = set()
+        self._sent = Sent()
+        self.last_run: Run | None = None
         self._owner = os.getpid()
         notebook.starter(runtime, self._plan.start)  # begins to import the framework
         notebook.groups.add(self)
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def __iter__(self) -> Iterator[Ranks]:
+        """Each of the ranks alone, in rank order."""
+        return (Ranks(self, [rank]) for rank in range(len(self)))
+
+    def __contains__(self, which: object) -> bool:
+        """Whether it has a rank of this number or name, or these ranks."""
+        if isinstance(which, Ranks):
+            return which.group is self
+        return which in range(len(self)) or which in self.names
 
     def __repr__(self) -> str:
         over = f" over {self._plan.link}" if self._plan.link is not None else ""
@@ -141,8 +144,9 @@ class Group:
         """Call `function(*args, **kwargs)` on every rank and wait for all of them.
 
         The function, its arguments and everything it refers to are sent by value as they are now: redefining a cell takes effect
-        at the next run. Modules are not: a rank imports one by its name, and once. What the ranks print appears under the cell
-        while they run.
+        at the next run. Modules are not: a rank imports one by its name, and once; one that was edited since is named. Changes of
+        the notebook's working folder, `sys.path` and `os.environ` reach the ranks with the next run, but for variables such as
+        RANK, which are theirs. What the ranks print appears under the cell while they run.
 
         Returns:
             a `Run`: results, output and trace.
@@ -160,7 +164,15 @@ class Group:
         return self._run(function, args, kwargs, range(len(self)), self._new_picture())
 
     @edge
-    def run_cell(self, source: str, filename: str, label: str, on: Sequence[int] | None = None) -> Run:
+    def spawn(
+        self, function: Callable[..., Any], args: Sequence[Any] = (), nprocs: int | None = None, join: bool = True, **_: Any
+    ) -> Run:
+        """Call `function(rank, *args)` on every rank, as `torch.multiprocessing.spawn` does, whose other arguments may stay."""
+        check_spawn(function, args, nprocs, join, len(self))
+        return self._run(WithRank(function), tuple(args), {}, range(len(self)), None)
+
+    @edge
+    def run_cell(self, source: str, filename: str, label: str, on: Sequence[int] | None = None, *, watch: bool = False) -> Run:
         """Run a cell's source in the ranks' `__main__`, where its names persist; what `%%ranks` does.
 
         A name of the notebook that the cell reads travels along, if it was assigned there after it last travelled, and after the
@@ -171,34 +183,35 @@ class Group:
             filename: what tracebacks call it before the label replaces it.
             label: what the student calls it: "cell 5".
             on: numbers of the ranks; default: all.
+            watch: whether to show the live picture.
 
         Raises:
-            SyntaxError: the cell is no Python.
-            RankError, LabError, KeyboardInterrupt: as for `run`.
+            CellSyntaxError: the cell is no Python.
+            RankError, LabError, KeyboardInterrupt: as for `run`; also `LabError` for magics, and for what needs a function.
         """
-        on = on if on is not None else range(len(self))
+        on = chosen(self.names, on) if on is not None else range(len(self))
         home = sys.modules["__main__"]
-        tree = ast.parse(source, filename)
-        read = reads(tree, filename, home.__dict__)
-        written = assigned(compile(tree, filename, "exec", dont_inherit=True))
+        with warnings.catch_warnings(action="ignore"):  # of the syntax: the ranks will say it
+            tree = parse(source, filename, label)
+            read = reads(tree, filename, home.__dict__)
+            written = assigned(compile(tree, filename, "exec", dont_inherit=True))
         self._check()
-        borrowed = [self._crew.members[i].borrowed if self._crew is not None and self._fit else {} for i in on]
-        due = {n: home.__dict__[n] for n in read if any(n not in b or b[n] is not home.__dict__[n] for b in borrowed)}
-        parcel = wire.pack(Names(due), home=home, what="the notebook's names")
+        there = self._crew.members if self._crew is not None and self._fit else []
+        names = CellNames(home.__dict__, read, written, label, [there[i] for i in on] if there else [])
+        parcel = wire.pack(Names(names.due), home=home, sent=self._sent, what="the notebook's names")
         lines: Files = {filename: (label, source.splitlines(keepends=True))}
 
         def data(rank: int, files: Files) -> Any:
             assert self._crew is not None
-            known = self._crew.members[rank].borrowed
-            skip = {n for n, value in due.items() if n in known and known[n] is value}
-            known.update(due)
-            known.update({n: home.__dict__.get(n) for n in written})
-            return source, filename, skip, files | lines
+            return source, filename, names.send_to(self._crew.members[rank]), files | lines
 
         try:
-            return self._fly("cell", parcel, "the cell", on, None, data)
+            picture = self._new_picture() if watch else None
+            starts_rpc = self.runtime == "rpc" and "init_rpc" in source
+            return self._fly("cell", parcel, "the cell", on, picture, data, starts_rpc=starts_rpc)
         finally:
             parcel.close()
+            names.learn(self._crew.members if self._crew is not None else ())
 
     @edge
     def stacks(self) -> Stacks:
@@ -251,9 +264,13 @@ class Group:
             raise TypeError(f"run({function!r}): expected a function, given {type(function).__name__}. Pass f, not f().")
         self._check()
         name = name_of(function)
-        parcel = wire.pack(Call(function, args, kwargs), home=sys.modules["__main__"], what=f"{name}()")
+        parcel = wire.pack(Call(function, args, kwargs), home=sys.modules["__main__"], sent=self._sent, what=f"{name}()")
         try:
-            return self._fly("call", parcel, name, on, picture, lambda _, files: files)
+            starts_rpc = self.runtime == "rpc" and mentions("init_rpc", function, parcel.data)
+            return self._fly("call", parcel, name, on, picture, lambda _, files: files, starts_rpc=starts_rpc)
+        except RankError as error:
+            error.hint = error.hint or hint_for_rank(function, args, kwargs)
+            raise
         finally:
             parcel.close()
 
@@ -272,6 +289,8 @@ class Group:
         on: Sequence[int],
         picture: Picture | None,
         data: Callable[[int, Files], Any],
+        *,
+        starts_rpc: bool,
     ) -> Run:
         """Send, wait, and leave the group fit for the next run whatever happens."""
         me = object()
@@ -280,31 +299,38 @@ class Group:
                 raise LabError("this group is running already, in another thread; wait for it, close it, or make a second group")
             if parcel.moved:
                 self._tell("CUDA tensors in arguments reach the ranks as CPU tensors.")
-            crew = self._fit_crew(kind)
-            self._fit = False  # until this run is known to have left nothing half done
+            crew = self._fit_crew(kind, starts_rpc)
+            for note in crew.follow():
+                self._tell(note)
+            crew.used, self._fit = True, False  # not fit until this run is known to have left nothing half done
+            for note in crew.share_settings(lambda settings: wire.pack(settings, home=sys.modules["__main__"], sent=self._sent)):
+                self._tell(note)
             files = self._new_files(crew, parcel)
             if self._plan.kind.serving_threads:
                 crew.exchange("install", files, parcel, "installed")
                 files = {}
             if self.profiling:
                 crew.exchange("profile", True, None, "profiled")
+            crew.observe(begin=True)
             flight = Flight(crew, on, name, picture, show=True)
-            for rank in on:
-                try:
-                    crew.members[rank].channel.send(kind, data(rank, files), parcel)
-                except OSError:
-                    pass  # it has just ended; the flight will see that, and say why
+            crew.begin(on, kind, lambda rank: data(rank, files), parcel)
             deadline_s = None if self._plan.timeout_s is None else time.monotonic() + self._plan.timeout_s
-            crew.spent |= self._plan.kind.fresh_each_run and kind == "call"
+            crew.called |= kind == "call"
             try:
                 run = flight.wait(deadline_s)
                 run.profiled = crew.exchange("profile", False, None, "profiled") if self.profiling else []
             except LabError:
                 self._fit = flight.intact and not self.profiling
                 raise
-            self._fit = flight.intact
+            self._fit = flight.intact and not (flight.unfinished and kind == "call")
+            self.last_run = run
             for note in flight.notes:
                 self._tell(note)
+            if flight.unfinished is not None and self._fit:
+                crew.unfinished = flight.unfinished
+                self._tell(flight.unfinished.after_a_cell())
+            elif flight.unfinished is not None:
+                print(f"labkit: {flight.unfinished.after_a_run()}")
             return run
         except KeyboardInterrupt as stop:  # while the ranks started, say: the frames of that tell the student nothing
             raise (stop if isinstance(stop, Stopped) else Stopped(name, [])) from None
@@ -316,7 +342,9 @@ class Group:
             try:
                 if self._holder is me and not self._fit:
                     self._end(graceful=False)
-            finally:  # another Stop may have come while the ranks were ended
+            except KeyboardInterrupt:  # Stop, while the ranks were ended
+                raise Stopped(name, []) from None
+            finally:
                 if self._holder is me:
                     self._holder = None
             if self._closed:  # by another thread, which left this to us
@@ -329,13 +357,16 @@ class Group:
                 self._holder = who
         return self._holder is who
 
-    def _fit_crew(self, kind: str) -> Crew:
+    def _fit_crew(self, kind: str, starts_rpc: bool) -> Crew:
         """The processes, fresh ones where there are none that may serve this run."""
         crew = self._crew
-        if crew is not None and not (self._fit and not (crew.spent and kind == "call")):
+        if crew is not None and not (self._fit and crew.may_run(kind, starts_rpc)):
+            self._end(graceful=False)
+        elif crew is not None and kind == "call" and (left := still_unfinished(crew.unfinished, crew.members)) is not None:
+            print(f"labkit: {left.before_a_run()}")
             self._end(graceful=False)
         if self._crew is None:
-            crew = Crew(self._plan, notebook.starter(self.runtime, self._plan.start))
+            crew = Crew(self._plan, notebook.starter(self.runtime, self._plan.start), self._sent, starts_rpc=starts_rpc)
             self._crew = crew
             self._unheld = weakref.finalize(self, _end_unheld, crew, self._owner)
             self._unheld.atexit = False
@@ -348,8 +379,7 @@ class Group:
 
     def _new_files(self, crew: Crew, parcel: wire.Parcel) -> Files:
         """The student's files that the parcel's functions come from and that the ranks do not know yet; all must learn them."""
-        new: Files = {}
-        known = crew.members[0].known_files
+        new, known = Files(), crew.members[0].known_files
         for filename in parcel.files:
             file = cell_label(filename), wire.source_of(filename)
             if known.get(filename) != file:
@@ -365,6 +395,8 @@ class Group:
         if crew is None:
             return
         self._fit = False
+        if not self._closed and (lost := lost_names(crew.members)):
+            put(f"labkit: {lost}\n")
         try:
             crew.end(graceful=graceful)
         finally:
@@ -379,7 +411,7 @@ class Group:
         """Say something once in the life of the group."""
         if note not in self._told:
             self._told.add(note)
-            print(f"labkit: {note}")
+            put(f"labkit: {note}\n")
 
 
 def _end_unheld(crew: Crew, owner: int) -> None:

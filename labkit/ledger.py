@@ -16,6 +16,8 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
+from labkit.forked import keep_from_forks
+
 __all__ = ["LEDGER_BYTES", "Cost", "Ledger"]
 
 FREE: Final = struct.Struct("<q")  # when a direction of a link is free, ns
@@ -60,6 +62,10 @@ class Ledger:
         self._take, self._give = partial(fcntl.lockf, fd, fcntl.LOCK_EX), partial(fcntl.lockf, fd, fcntl.LOCK_UN)
         self._book = mmap.mmap(fd, LEDGER_BYTES)
         self._mine = threading.Lock()  # the lock of the file is one for all threads of a process
+
+    def keep_from_forks(self) -> None:
+        """What this process forks enters nothing. The book stays open from now on."""
+        keep_from_forks(self._book)
 
     def come(self, group: str, match: int, at_ns: int, cost: Cost) -> None:
         """A rank has issued an operation; the last one books it.

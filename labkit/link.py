@@ -11,7 +11,9 @@ import numbers
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
-__all__ = ["Link", "rounds_and_share"]
+from labkit.wrong_calls import edge
+
+__all__ = ["Link", "as_float", "rounds_and_share"]
 
 BITS: Final = 8
 # What the several forms of an operation add to its name: they move the same bytes.
@@ -69,6 +71,7 @@ class Link:
         """Latency in seconds."""
         return self.latency_us * 1e-6
 
+    @edge
     def seconds(self, operation: str, nbytes: float, ranks: int = 2) -> float:
         """How long an operation takes from the moment when all its ranks have come.
 
@@ -78,10 +81,17 @@ class Link:
             ranks: how many take part.
 
         Raises:
-            ValueError: no operation is called so.
+            TypeError, ValueError: no operation is called so, or a number that cannot be meant.
         """
+        if not isinstance(nbytes, numbers.Real) or isinstance(nbytes, bool):
+            raise TypeError(f"nbytes={nbytes!r}: expected a number from 0")
+        if not 0 <= as_float(nbytes) < math.inf:
+            raise ValueError(f"nbytes={nbytes!r}: expected a number from 0")
         rounds, share = rounds_and_share(operation, ranks)
         return rounds * self.latency_s + share * nbytes / self.bytes_per_s
+
+
+Link.__init__ = edge(Link.__init__)  # type: ignore[method-assign]  # dataclass makes it
 
 
 def rounds_and_share(operation: str, ranks: int) -> tuple[int, float]:
@@ -105,8 +115,14 @@ def rounds_and_share(operation: str, ranks: int) -> tuple[int, float]:
     barrier: D. Hensgen, R. Finkel, U. Manber, "Two algorithms for barrier synchronization", 1988.
 
     Raises:
-        ValueError: no operation is called so.
+        TypeError, ValueError: no operation is called so, or a number of ranks that cannot be meant.
     """
+    if not isinstance(operation, str):
+        raise TypeError(f"operation={operation!r}: expected the name of one, such as 'all_reduce'")
+    if not isinstance(ranks, numbers.Integral) or isinstance(ranks, bool):
+        raise TypeError(f"ranks={ranks!r}: expected a whole number from 1")
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks!r}: expected a whole number from 1")
     plain = operation
     for form in _FORMS:
         plain = plain.removesuffix(form)
@@ -130,10 +146,18 @@ def rounds_and_share(operation: str, ranks: int) -> tuple[int, float]:
     return forms[plain]
 
 
+def as_float(value: Any) -> float:
+    """A number as a float; infinite where it is a whole number that is too large for one."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
 def _check(name: str, value: Any, expected: str, positive: Any) -> None:
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"Link({name}={value!r}): expected a number {expected}")
-    if not (math.isfinite(value) and float(value) >= 0 and positive > 0):
+    if not (0 <= as_float(value) < math.inf and positive > 0):
         raise ValueError(f"Link({name}={value!r}): expected a number {expected}")
 
 

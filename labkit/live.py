@@ -22,9 +22,9 @@ from labkit.pictures.frame import Curve, Detail, Frame, Past, Row, svg
 from labkit.pictures.image import as_image
 from labkit.pictures.progress import Progress
 from labkit.pictures.recent import Recent
-from labkit.pictures.sheet import time_in_words
 from labkit.ring import Pending
 from labkit.trace import Trace
+from labkit.units import time_in_words
 from labkit.usage import Load
 
 __all__ = ["Live"]

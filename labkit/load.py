@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from labkit.chrome import read_events
 from labkit.errors import LabError
 from labkit.folder import load_folder
 from labkit.trace import Trace
+from labkit.trace_file import read_file
+from labkit.wrong_calls import edge
 
 __all__ = ["load_trace"]
 
 
+@edge
 def load_trace(path: str | Path, *, run: int = -1) -> Trace:
     """Read a trace that `Trace.save` wrote, or that a script left in the folder that LABKIT_TRACE named.
 
@@ -25,23 +26,17 @@ def load_trace(path: str | Path, *, run: int = -1) -> Trace:
     Raises:
         LabError: there is no such file, folder or run, or it is not a trace of labkit.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     if path.is_dir():
         trace = load_folder(path, run)
         for note in trace.notes:
             print(f"labkit: {note}")
         return trace
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        other = content["otherData"]
-        spans, scalars, profile = read_events(content["traceEvents"], other["zero_ns"])
-        return Trace(
-            spans, scalars, ranks=other["ranks"], start_ns=other["start_ns"], end_ns=other["end_ns"], dropped=other["dropped"],
-            notes=other.get("notes", ()), profile=profile,
-        )  # fmt: skip
+        return Trace(**read_file(path))
     except FileNotFoundError:
         raise LabError(
             f"no trace at {str(path)!r}: run.trace.save(path) writes a file, LABKIT_TRACE=folder torchrun ... leaves a folder"
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise LabError(f"{str(path)!r} is not a trace that labkit wrote (run.trace.save(path) writes one)") from error
+    except ValueError as error:
+        raise LabError(f"{str(path)!r} is not a trace that labkit wrote (run.trace.save(path) writes one): {error}") from None

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from labkit.errors import LabError, edge
+from labkit.errors import LabError
 from labkit.fit import MeasuredLink, fit
 from labkit.group import Group
+from labkit.wrong_calls import edge
 
 __all__ = ["measure_link"]
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import dis
 import functools
+import inspect
+import linecache
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["assigned", "name_of", "names_read", "reads"]
+__all__ = ["assigned", "mentions", "name_of", "names_read", "reads"]
 
 _READ = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
 _ASSIGN_GLOBAL = ("STORE_GLOBAL", "DELETE_GLOBAL")
@@ -23,6 +25,13 @@ def name_of(function: Callable[..., Any]) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__name__", type(function).__name__)
+
+
+def mentions(name: str, function: Callable[..., Any], pickled: bytes) -> bool:
+    """Whether a name stands in the file that a function comes from, or in the code that was pickled with it."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    lines = linecache.getlines(code.co_filename) if code is not None else []
+    return name.encode() in pickled or any(name in line for line in lines)
 
 
 def names_read(code: types.CodeType) -> set[str]:
@@ -58,7 +67,9 @@ def _read_before_assigned(statements: Sequence[ast.stmt], own: set[str], filenam
     found: set[str] = set()
 
     def look(node: ast.stmt | ast.expr, own: set[str]) -> types.CodeType:
-        tree = ast.Module([node if isinstance(node, ast.stmt) else ast.Expr(node)], [])
+        # In a loop of its own, because it may be a `break` or hold one.
+        statement = node if isinstance(node, ast.stmt) else ast.Expr(node)
+        tree = ast.Module([ast.While(ast.Constant(True), [statement], [])], [])
         code = compile(ast.fix_missing_locations(tree), filename, "exec", dont_inherit=True)
         found.update(names_read(code) - own)
         return code
@@ -76,6 +87,9 @@ def _read_before_assigned(statements: Sequence[ast.stmt], own: set[str], filenam
                 look(item.context_expr, own)
                 own |= _targets(item.optional_vars)
             found |= _read_before_assigned(statement.body, own, filename)
+            continue
+        elif isinstance(statement, ast.ImportFrom) and statement.module == "__future__":  # it must stand first in its file
+            own |= {alias.asname or alias.name for alias in statement.names}
             continue
         else:
             code = look(statement, own)

@@ -10,70 +10,19 @@ import os
 import re
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
-__all__ = ["Output", "cell_label", "notebook_shell"]
+from labkit.displays import Displays
+from labkit.grouped_warnings import GroupedWarnings
+from labkit.lines import Lines
 
-KEPT_LINES: Final = 1_000  # the first ones of what a rank prints in a run, and as many of the last ones
-KEPT_CHARACTERS: Final = 200_000  # of each of the two parts: a notebook is to stay a file that one can open
-LINE_CHARACTERS: Final = 10_000
+__all__ = ["Output", "cell_label", "notebook_shell", "put"]
+
 LIVE_LINES: Final = 12  # of each rank, while the run goes on
+WARNED_AFTER_S: Final = 1.0  # so long a terminal waits for other ranks to warn of the same
 LIVE_AFTER_S: Final = 0.3  # a run shorter than that shows its prints once, at the end
 LIVE_EVERY_S: Final = 0.15
-
-
-class _Lines:
-    """The lines of one rank, within bounds."""
-
-    def __init__(self) -> None:
-        self._head: list[str] = []
-        self._tail: deque[str] = deque()
-        self._room = [KEPT_CHARACTERS, KEPT_CHARACTERS]  # in head and tail
-        self._left_out = 0
-        self._open = bytearray()  # a line that has no end yet
-
-    def feed(self, data: bytes) -> list[str]:
-        """Take what the rank has printed; the lines that are complete now."""
-        *whole, rest = data.split(b"\n")
-        if whole:
-            whole[0] = bytes(self._open) + whole[0]
-            self._open.clear()
-        self._open += rest
-        # What a progress bar writes over is gone, and a line without end must not fill the memory.
-        del self._open[: self._open.rfind(b"\r", 0, -1) + 1]
-        del self._open[4 * LINE_CHARACTERS :]
-        lines = [_clean(line) for line in whole]
-        for line in lines:
-            self._add(line)
-        return lines
-
-    def finish(self) -> list[str]:
-        """Close a last line that has no end."""
-        return self.feed(b"\n") if self._open else []
-
-    def shown(self, last: int | None = None) -> list[str]:
-        """All lines kept, with a word about what was left out; or the last ones, the unfinished one included."""
-        if last is not None:
-            unfinished = [_clean(bytes(self._open))] if self._open else []
-            return [*self._head[-last:], *self._tail, *unfinished][-last:]
-        gap = [f"... {self._left_out:,} lines left out ..."] if self._left_out else []
-        return [*self._head, *gap, *self._tail]
-
-    def _add(self, line: str) -> None:
-        head = not self._tail and len(self._head) < KEPT_LINES and self._room[0] >= len(line)
-        (self._head if head else self._tail).append(line)
-        self._room[0 if head else 1] -= len(line)
-        while len(self._tail) > KEPT_LINES or self._room[1] < 0:
-            self._room[1] += len(self._tail.popleft())
-            self._left_out += 1
-
-
-def _clean(line: bytes) -> str:
-    """A line as text; of what a progress bar wrote over and over, the last state."""
-    text = line.decode("utf-8", errors="replace").rstrip("\r").rpartition("\r")[2]
-    return text if len(text) <= LINE_CHARACTERS else text[:LINE_CHARACTERS] + " ... (cut)"
 
 
 class Output:
@@ -86,9 +35,12 @@ class Output:
 
     def __init__(self, names: Sequence[str], *, show: bool = True) -> None:
         self._names = names
-        self._ranks = [_Lines() for _ in names]
+        self._ranks: dict[int, Lines] = {}  # of those that have printed: most runs print nothing, and most of those are short
         self._shell = notebook_shell() if show else None
         self._terminal = show and self._shell is None
+        self._displays, self._warnings = Displays(names), GroupedWarnings(names)
+        self._warned: list[str] = []  # the lines of those that have been printed
+        self._warned_at = 0.0  # when the first of those came that a terminal has not seen yet
         self._handle: Any = None
         self._start = self._shown_at = time.monotonic()
         self._changed = False
@@ -97,23 +49,36 @@ class Output:
     def say(self, word: str) -> None:
         """Show a word of our own beneath the prints while the run goes on; "" takes it back."""
         if word and not self._word and self._terminal:
-            sys.stderr.write(f"{word}\n")
+            put(f"{word}\n", sys.stderr)
         self._changed |= word != self._word
         self._word = word
 
     def feed(self, rank: int, data: bytes) -> None:
         """Take what a rank printed."""
+        if rank not in self._ranks:
+            self._ranks[rank] = Lines()
         lines = self._ranks[rank].feed(data)
         self._changed = True
         if self._terminal and lines:
             self._print(rank, lines)
 
+    def take(self, rank: int, kind: str, data: Any) -> None:
+        """Take what a rank shows beside text ("shown"), which appears at the end, or a warning of it ("warned")."""
+        if kind == "shown":
+            self._displays.take(rank, data)
+        else:
+            self._warned_at = self._warned_at if self._warnings else time.monotonic()
+            self._warnings.take(rank, *data)
+            self._changed = True
+
     def refresh(self) -> None:
         """Show what is new, if it is time to; call it now and then from the thread that runs the cell."""
         now = time.monotonic()
+        if self._terminal and self._warnings and now - self._warned_at > WARNED_AFTER_S:
+            self._put_warnings()
         if self._shell is None or not self._changed or now - self._start < LIVE_AFTER_S or now - self._shown_at < LIVE_EVERY_S:
             return
-        lines = [f"[{name}] {line}" for name, r in zip(self._names, self._ranks, strict=True) for line in r.shown(LIVE_LINES)]
+        lines = [*self._shown(LIVE_LINES), *self._warnings.lines()]
         text = "\n".join([*lines, self._word] if self._word else lines)
         if self._handle is None:
             from IPython.display import display
@@ -125,21 +90,46 @@ class Output:
 
     def finish(self) -> str:
         """End all lines, show the final state and return it."""
-        for rank, lines in enumerate(self._ranks):
-            rest = lines.finish()
+        for rank in sorted(self._ranks):
+            rest = self._ranks[rank].finish()
             if self._terminal and rest:
                 self._print(rank, rest)
-        text = "\n".join(f"[{name}] {line}" for name, r in zip(self._names, self._ranks, strict=True) for line in r.shown())
+        text = "\n".join(self._shown())
         if self._handle is not None:
             self._handle.update({}, raw=True)
             self._handle = None
         if self._shell is not None and text:
-            print(text)
-        return text
+            put(f"{text}\n")
+        if self._shell is not None or self._terminal:
+            self._put_warnings()
+        if self._shell is not None:
+            self._displays.finish(put)
+        return "\n".join(filter(None, (text, *self._warned)))
+
+    def _shown(self, last: int | None = None) -> list[str]:
+        """What the ranks have printed, labelled, in rank order; of each all that is kept, or the last lines."""
+        return [f"[{self._names[rank]}] {line}" for rank in sorted(self._ranks) for line in self._ranks[rank].shown(last)]
+
+    def _put_warnings(self) -> None:
+        """Print the warnings so far, on standard error, where a program's own go."""
+        if not self._warnings:
+            return
+        lines = self._warnings.lines()
+        self._warned += lines
+        self._warnings = GroupedWarnings(self._names)
+        if lines:
+            put("".join(f"{line}\n" for line in lines), sys.stderr)
 
     def _print(self, rank: int, lines: list[str]) -> None:
-        sys.stdout.write("".join(f"[{self._names[rank]}] {line}\n" for line in lines))
-        sys.stdout.flush()
+        put("".join(f"[{self._names[rank]}] {line}\n" for line in lines))
+
+
+def put(text: str, stream: TextIO | None = None) -> None:
+    """Write text to a stream, by default standard output. A program may have closed it, or have none: `Run.output` has it all."""
+    stream = stream if stream is not None else sys.stdout
+    if stream is not None and not getattr(stream, "closed", False):
+        stream.write(text)
+        stream.flush()
 
 
 def cell_label(filename: str) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib.util
 import json
 import mmap
 import os
@@ -25,19 +24,20 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from importlib.machinery import ModuleSpec
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final
 
 from labkit.clocks import SECRET_BYTES, ClockServer, Reading, ask, machine
+from labkit.forked import keep_from_forks
+from labkit.import_hook import when_imported
 from labkit.record import Recorder, clock, here
 from labkit.ring import CAPACITY, RING_BYTES, RingReader, RingWriter
 
-__all__ = ["VARIABLE", "begin"]
+__all__ = ["DEFAULT_FOLDER", "VARIABLE", "begin"]
 
 VARIABLE: Final = "LABKIT_TRACE"
+DEFAULT_FOLDER: Final = "labkit-trace"  # for `python -m labkit` without the variable
 LOOK_EVERY_S: Final = 0.1
 HURRY_S: Final = 0.01  # the same where records had to be moved: the fastest writer fills the ring in 0.1 s
 MOVE_AT: Final = CAPACITY // 8  # records: below that, the ring alone keeps them
@@ -52,7 +52,10 @@ LINGER_S: Final = 0.5  # so long a script that was very short is held for the ra
 
 
 def begin() -> None:
-    """Record this process as the rank that it is. Called by `import labkit` where `LABKIT_TRACE` names a folder."""
+    """Record this process as the rank that it is, in the folder that `LABKIT_TRACE` names.
+
+    Called by `import labkit` where there is one, and by `python -m labkit`.
+    """
     # Taken out: what this process starts is no rank, such as a worker of a DataLoader, which imports the script again.
     folder = os.environ.pop(VARIABLE)
     try:
@@ -82,14 +85,15 @@ class _Script:
             "script": os.path.basename(sys.argv[0]) or "python", "run_id": environment.get("TORCHELASTIC_RUN_ID", ""),
             "restart": int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")), "run": "", "reference": "",
             "master": f"{environment.get('MASTER_ADDR', '')}:{environment.get('MASTER_PORT', '')}",
-            "began_unix_ns": time.time_ns(), "began_ns": clock(), "ended_ns": 0, "readings": [],
+            "began_unix_ns": time.time_ns(), "began_ns": clock(), "ended_ns": 0, "readings": [], "name": "",
         }  # fmt: skip
         when = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"{when}-{re.sub(r'[^A-Za-z0-9.-]', '_', host)[:40]}-{os.getpid()}-rank{rank}"
         self._ring = _ring_file(self._path.with_name(f"{self._path.name}.ring"))
+        keep_from_forks(self._ring)
         self._write_about()
-        self._recorder = Recorder(RingWriter(self._ring), threads=True)  # nobody knows on which threads a script has its spans
+        self._recorder = Recorder(RingWriter(self._ring), rank, size)
         self._reader: RingReader | None = None
         self._moved = 0
         self._torch_is_there = self._over = False
@@ -106,7 +110,7 @@ class _Script:
         """From now on."""
         self._recorder.ring.alive(clock())
         here.start(self._recorder)
-        _when_torch_is_there(self._watch)
+        when_imported("torch", lambda _: self._watch())
         atexit.register(self._end)
         self._thread.start()
 
@@ -135,6 +139,9 @@ class _Script:
                 self._wake.wait(HURRY_S if hurry else MEET_EVERY_S if meeting else LOOK_EVERY_S)
                 self._wake.clear()
                 self._recorder.ring.alive(clock())
+                if self._recorder.name != self._about["name"]:  # it is a worker of RPC by now
+                    self._about["name"] = self._recorder.name
+                    self._write_about()
                 hurry = self._move()
                 if self._torch_is_there and time.monotonic() < until_s:
                     self._meet()
@@ -209,7 +216,7 @@ class _Script:
             if self._recorder.device_clock is not None:
                 self._recorder.device_clock.flush()
             self._meet_at_last()
-            self._about["ended_ns"] = clock()
+            self._about |= {"ended_ns": clock(), "name": self._recorder.name}
             self._write_about()
         except Exception as error:  # noqa: BLE001  # as above
             _say(_words(error))
@@ -275,44 +282,6 @@ def _own_hosts(environment: Mapping[str, str]) -> list[str]:
 
 def _is_loopback(host: str) -> bool:
     return host.startswith("127.") or host in ("::1", "localhost")
-
-
-class _Finder:
-    """Stands in `sys.meta_path` until torch has been imported, and tells when it has."""
-
-    def __init__(self, then: Callable[[], None]) -> None:
-        self._then = then
-        self._looking = False
-
-    def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> ModuleSpec | None:
-        """What Python asks for each module."""
-        if name != "torch" or self._looking:
-            return None
-        self._looking = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._looking = False
-        if spec is None or spec.loader is None:
-            return None
-        load = spec.loader.exec_module
-
-        def load_and_tell(module: ModuleType) -> None:
-            load(module)
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-                self._then()
-
-        spec.loader.exec_module = load_and_tell  # type: ignore[method-assign]  # of this one loader
-        return spec
-
-
-def _when_torch_is_there(then: Callable[[], None]) -> None:
-    """Call it once torch has been imported, at once where it has been."""
-    if "torch" in sys.modules:
-        then()
-    else:
-        sys.meta_path.insert(0, _Finder(then))
 
 
 def _words(error: BaseException) -> str:

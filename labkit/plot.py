@@ -18,6 +18,7 @@ from labkit.pictures.gantt import timeline
 from labkit.pictures.parts import breakdown, compare
 from labkit.pictures.sheet import GREY, WIDTH_IN, HasTrace, pyplot, sheet, trace_of
 from labkit.trace import Trace
+from labkit.wrong_calls import edge
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,6 +29,7 @@ LABEL: Final = 0.075  # the width of a text such as "100 %", as a share of the a
 PREDICTED: Final = "#CC79A7"  # Okabe and Ito's purple, which no kind of span has
 
 
+@edge
 def scaling(
     runs: Mapping[int, HasTrace | Trace],
     *,

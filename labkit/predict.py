@@ -14,6 +14,8 @@ from typing import Final
 
 from labkit.link import Link, rounds_and_share
 from labkit.prediction import Prediction, check_arguments, in_latex
+from labkit.schedule_names import INTERLEAVED, schedule_name
+from labkit.wrong_calls import edge
 
 __all__ = [
     "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "data_parallel_step", "gather", "message",
@@ -154,7 +156,7 @@ def rpc(request_bytes: float, reply_bytes: float, link: Link, *, compute_s: floa
     """
     check_arguments(request_bytes=request_bytes, reply_bytes=reply_bytes, link=link, compute_s=compute_s)
     value = 2 * link.latency_s + (request_bytes + reply_bytes) / link.bytes_per_s + compute_s
-    inserted = rf"2 \cdot {_alpha(link)} + {_over(request_bytes + reply_bytes, link)} + {_s(compute_s)}"
+    inserted = rf"2 \cdot {_s(link.latency_s)} + {_over(request_bytes + reply_bytes, link)} + {_s(compute_s)}"
     return Prediction(value, "s", "T", r"2\,\alpha + \frac{n_1 + n_2}{B} + t", inserted, _HOCKNEY)
 
 
@@ -232,8 +234,8 @@ def pipeline_bubble(stages: int, micro_batches: int, *, schedule: str = "gpipe",
     Args:
         stages: p, how many ranks the model is cut over.
         micro_batches: m, into how many parts the batch is cut.
-        schedule: "gpipe" or "1f1b", whose bubbles are equal (1F1B needs less memory), or "interleaved".
-        chunks: v, how many parts of the model each rank has, for "interleaved".
+        schedule: as for `lab.schedule`: "gpipe" or "1f1b", whose bubbles are equal (1F1B keeps less), or "interleaved 1f1b".
+        chunks: v, how many parts of the model each rank has, for "interleaved 1f1b".
 
     Raises:
         TypeError, ValueError: an argument that cannot be meant.
@@ -242,12 +244,11 @@ def pipeline_bubble(stages: int, micro_batches: int, *, schedule: str = "gpipe",
     Using Megatron-LM", 2021.
     """
     check_arguments(stages=stages, micro_batches=micro_batches, chunks=chunks)
-    if schedule not in ("gpipe", "1f1b", "interleaved"):
-        raise ValueError(f"schedule={schedule!r}: expected 'gpipe', '1f1b' or 'interleaved'")
-    if chunks != 1 and schedule != "interleaved":
-        raise ValueError(f"chunks={chunks} with schedule={schedule!r}: only schedule='interleaved' gives a rank several parts")
+    schedule = schedule_name(schedule, "schedule")
+    if chunks != 1 and schedule != INTERLEAVED:
+        raise ValueError(f"chunks={chunks} with schedule={schedule!r}: only schedule={INTERLEAVED!r} gives a rank several parts")
     work = chunks * micro_batches
-    formula = r"\frac{p-1}{v\,m + p - 1}" if schedule == "interleaved" else r"\frac{p-1}{m + p - 1}"
+    formula = r"\frac{p-1}{v\,m + p - 1}" if schedule == INTERLEAVED else r"\frac{p-1}{m + p - 1}"
     inserted = rf"\frac{{{stages - 1}}}{{{work} + {stages - 1}}}"
     source = "Huang et al., GPipe, 2019; Narayanan et al., Megatron-LM on GPU clusters, 2021"
     return Prediction((stages - 1) / (work + stages - 1), "", r"\text{bubble}", formula, inserted, source)
@@ -372,7 +373,7 @@ def zero_memory(
     """
     check_arguments(parameters=parameters, ranks=ranks, parameter_bytes=parameter_bytes, gradient_bytes=gradient_bytes)
     check_arguments(optimizer_bytes=optimizer_bytes)
-    if stage not in (0, 1, 2, 3):
+    if isinstance(stage, bool) or not isinstance(stage, int) or stage not in (0, 1, 2, 3):
         raise ValueError(
             f"stage={stage!r}: expected 0 (nothing is cut), 1 (optimizer state), 2 (and gradients) or 3 (and parameters)"
         )
@@ -396,12 +397,9 @@ def _collective(operation: str, nbytes: float, ranks: int, link: Link, source: s
 
 def _timed(rounds: int, share: float, nbytes: float, link: Link, formula: str, source: str) -> Prediction:
     value = rounds * link.latency_s + share * nbytes / link.bytes_per_s
-    inserted = rf"{rounds} \cdot {_alpha(link)}" + (rf" + {share:.4g} \cdot {_over(nbytes, link)}" if r"{B}" in formula else "")
+    bytes_term = rf" + {share:.4g} \cdot {_over(nbytes, link)}" if r"{B}" in formula else ""
+    inserted = rf"{rounds} \cdot {_s(link.latency_s)}{bytes_term}"
     return Prediction(value, "s", "T", formula, inserted, source)
-
-
-def _alpha(link: Link) -> str:
-    return _s(link.latency_s)
 
 
 def _over(nbytes: float, link: Link) -> str:
@@ -417,3 +415,6 @@ def _times(count: float) -> str:
         return f"{count:g}"
     power = math.floor(math.log10(count))
     return rf"{count / 10**power:g} \cdot 10^{{{power}}}"
+
+
+globals().update({name: edge(globals()[name]) for name in __all__})

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from typing import Any, Final
 
-from labkit.link import Link
+from labkit.link import Link, as_float
+from labkit.units import in_words, scaled
 
-__all__ = ["Prediction", "Working", "check_arguments", "in_latex", "in_words"]
+__all__ = ["Prediction", "Working", "check_arguments", "in_latex"]
 
 _COUNTS: Final = frozenset(
     {"ranks", "stages", "micro_batches", "chunks", "buckets", "batch", "sequence", "hidden", "value_bytes"}
 )
-_UNITS: Final = {
-    "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")),
-    "B": ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")),
-    "bit/s": ((1e12, "Tbit/s"), (1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")),
-}
+LARGEST: Final = 1e30  # bytes or seconds: more can only be a mistake, and would end as an overflow
 
 
 class Working(str):
@@ -69,15 +65,9 @@ class Prediction(float):
         return Working(f"{self.symbol} &= {self.formula}{rest}")
 
 
-def in_words(value: float, unit: str) -> str:
-    """A number with three digits and the unit that suits it: "16.1 ms", "4.00 MB", "27.3 %"."""
-    figures, shown = _scaled(value, unit)
-    return f"{figures} {shown}"
-
-
 def in_latex(value: float, unit: str) -> str:
     """The same in LaTeX."""
-    figures, shown = _scaled(value, unit)
+    figures, shown = scaled(value, unit)
     shown = shown.replace("%", r"\%").replace("µs", r"µs")
     return rf"{figures}\,\text{{{shown}}}"
 
@@ -97,21 +87,5 @@ def check_arguments(**arguments: Any) -> None:
                 raise ValueError(f"{name}={value!r}: expected a whole number from 1")
         elif not isinstance(value, numbers.Real) or isinstance(value, bool):
             raise TypeError(f"{name}={value!r}: expected a number from 0")
-        elif not (math.isfinite(value) and float(value) >= 0):
+        elif not 0 <= as_float(value) < LARGEST:
             raise ValueError(f"{name}={value!r}: expected a number from 0")
-
-
-def _scaled(value: float, unit: str) -> tuple[str, str]:
-    if not unit:
-        return _three_digits(100 * value), "%"
-    sizes = _UNITS[unit]
-    reached = [(size, shown) for size, shown in sizes if abs(value) >= 0.9995 * size]
-    size, shown = reached[0] if reached else sizes[-1] if value else (1.0, unit)
-    return _three_digits(value / size), shown
-
-
-def _three_digits(value: float) -> str:
-    size = abs(value)
-    if abs(size - round(size)) <= 1e-9 * size and size < 1e6:
-        return f"{value:.0f}"
-    return f"{value:.0f}" if size >= 99.95 else f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"

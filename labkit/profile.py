@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from labkit.errors import LabError
+from labkit.wrong_calls import edge
 
 if TYPE_CHECKING:
     from labkit.group import Group
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["profile"]
 
 
-@contextmanager
-def profile(group: Group) -> Iterator[None]:
+@edge
+def profile(group: Group) -> AbstractContextManager[None]:
     """Have torch's profiler look at each rank in the runs of this block: operators, kernels, calls of CUDA.
 
         with lab.profile(group):
@@ -29,10 +30,18 @@ def profile(group: Group) -> Iterator[None]:
         group: of the runtime "torch" or "rpc".
 
     Raises:
+        TypeError: it is no group.
         LabError: the group runs something else.
     """
+    if not hasattr(group, "profiling"):
+        raise TypeError(f"profile({group!r}): expected a group, as in `with lab.profile(group):`")
     if group.runtime not in ("torch", "rpc"):
         raise LabError(f"lab.profile looks at torch; this is a group of the runtime {group.runtime!r}")
+    return _profiling(group)
+
+
+@contextmanager
+def _profiling(group: Group) -> Iterator[None]:
     before, group.profiling = group.profiling, True
     try:
         yield

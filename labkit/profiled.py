@@ -6,11 +6,15 @@ import heapq
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 from labkit.clocks import Reading, bounds, on_reference
+from labkit.errors import LabError
 from labkit.record import clock
+from labkit.runtime_base import quiet_stderr
 
 __all__ = ["Row", "TorchProfiler", "rows"]
 
@@ -24,39 +28,102 @@ Row = tuple[str, str, str, int, int]  # track, name, category, start_ns, end_ns
 
 
 class TorchProfiler:
-    """Records what torch does in this process from `start` to `stop`."""
+    """Records what torch does in this process from `start` to `stop`.
+
+    torch has one profiler per process, and crashes where a second begins beside it. So this one pauses while the program's own
+    runs, which then stands in its rows as one event.
+    """
 
     def __init__(self) -> None:
-        self._profiler: Any = None
+        self._profiler: Any = None  # the part that is being recorded
         self._marks: list[tuple[int, int, int]] = []  # around the begin and the end of a mark
+        self._parts: list[tuple[Any, list[tuple[int, int, int]]]] = []  # those that are over, with their marks
+        self._pauses: list[Row] = []
+        self._paused_ns = 0  # since when the student's own profiler runs; 0: it does not
+        self._busy = False  # torch is called by this object
+        self._torchs_own: dict[str, Any] = {}  # functions of torch that say when a profiler begins and ends
 
     def start(self) -> None:
-        """Begin. The first time in a process this takes a second, or several where there is a GPU."""
-        import torch
-        from torch.profiler import ProfilerActivity, profile
+        """Begin. The first time in a process this takes a second, or several where there is a GPU.
 
-        self._profiler, self._marks = None, []
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-        self._profiler = profile(activities=activities, experimental_config=_all_threads())
-        self._profiler.start()
-        self._mark()
+        Raises:
+            LabError: a profiler of the student's own is still running.
+        """
+        import torch
+        from torch.autograd import profiler
+
+        if torch.autograd._profiler_enabled():
+            raise LabError(
+                "lab.profile: a torch.profiler that an earlier run started is still running here; let that run stop it"
+            )
+        self._parts, self._pauses, self._paused_ns = [], [], 0
+        self._begin()
+        begins, ends = partial(self._students, self._pause, None), partial(self._students, None, self._resume)
+        for name, watched in (("_prepare_profiler", begins), ("_enable_profiler", begins), ("_disable_profiler", ends)):
+            self._torchs_own[name] = getattr(profiler, name)
+            setattr(profiler, name, partial(watched, self._torchs_own[name]))
 
     def stop(self) -> list[Row]:
         """End, and give what was seen, in no order; [] where it was not started."""
-        if self._profiler is None:
+        if not self._torchs_own:
             return []
+        from torch.autograd import profiler
+
+        for name, function in self._torchs_own.items():
+            setattr(profiler, name, function)
+        self._torchs_own = {}
+        self._end()
+        seen = self._pauses + [row for part, marks in self._parts for row in _exported(part, marks)]
+        self._parts = []
+        return heapq.nlargest(MOST_EVENTS, seen, key=lambda row: row[4] - row[3]) if len(seen) > MOST_EVENTS else seen
+
+    def _begin(self) -> None:
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+        self._profiler, self._marks = profile(activities=activities, experimental_config=_all_threads()), []
+        self._profiler.start()
         self._mark()
-        profiler, self._profiler = self._profiler, None
-        profiler.stop()
-        fd, path = tempfile.mkstemp(suffix=".json")
-        os.close(fd)
+
+    def _end(self) -> None:
+        if self._profiler is not None:
+            self._mark()
+            self._profiler.stop()
+            self._parts.append((self._profiler, self._marks))
+            self._profiler = None
+
+    def _students(
+        self, before: Callable[[], None] | None, after: Callable[[], None] | None, torchs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """A function of torch's was called: by this object, or because a profiler of the student's begins or ends."""
+        if self._busy:
+            return torchs(*args, **kwargs)
+        self._call(before)
         try:
-            profiler.export_chrome_trace(path)
-            with open(path, encoding="utf-8", errors="replace") as file:
-                content = json.load(file)
+            return torchs(*args, **kwargs)
         finally:
-            os.unlink(path)
-        return rows(content, self._marks)
+            self._call(after)
+
+    def _call(self, action: Callable[[], None] | None) -> None:
+        if action is not None:
+            self._busy = True
+            try:
+                with quiet_stderr():  # torch says when a profiler starts and stops
+                    action()
+            finally:
+                self._busy = False
+
+    def _pause(self) -> None:
+        if not self._paused_ns:
+            self._end()
+            self._paused_ns = clock()
+
+    def _resume(self) -> None:
+        if self._paused_ns:
+            self._pauses.append(("main thread", "torch.profiler of the program's own", "labkit", self._paused_ns, clock()))
+            self._paused_ns = 0
+            self._begin()
 
     def _mark(self) -> None:
         """Let the profiler see something whose begin and end we know as well."""
@@ -67,6 +134,19 @@ class TorchProfiler:
             with record_function(MARK):
                 inside_ns = clock()
             self._marks.append((before_ns, inside_ns, clock()))
+
+
+def _exported(profiler: Any, marks: list[tuple[int, int, int]]) -> list[Row]:
+    """What a profiler has seen that was stopped."""
+    fd, path = tempfile.mkstemp(suffix=".json")
+    os.close(fd)
+    try:
+        profiler.export_chrome_trace(path)
+        with open(path, encoding="utf-8", errors="replace") as file:
+            content = json.load(file)
+    finally:
+        os.unlink(path)
+    return rows(content, marks)
 
 
 def _all_threads() -> Any:

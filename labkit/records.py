@@ -10,9 +10,11 @@ import numpy as np
 
 from labkit.crew import Member
 from labkit.ring import CALL, COMMUNICATION, COMPUTE, OPEN, STEPS_IN_ALL, Pending, place_and_name, record_dtype
-from labkit.stuck import amount
+from labkit.tf_events import COMPUTE as UNNAMED
+from labkit.tf_timeline import READING
 from labkit.thin import thin
 from labkit.trace import Trace, from_records
+from labkit.unequal import Place, first_unequal
 
 __all__ = ["Records"]
 
@@ -105,12 +107,12 @@ class Records:
         return dataclasses.replace(self._operation(rank, last), wait_start_ns=since_ns), int(last["end_ns"])
 
     def last_span(self, rank: int) -> str:
-        """The name of the span that a rank has completed last; "" if there is none."""
+        """The name of the span that a rank has completed last, of those that say what it did; "" if there is none."""
         names, last = self._readers[rank].names(), ""
         for chunk in self._chunks[rank]:
             rows = chunk[chunk["kind"] == COMPUTE]
-            if len(rows):
-                last = place_and_name(names[rows[-1]["name"]])[1]
+            shown = (place_and_name(names[row["name"]])[1] for row in rows[::-1])
+            last = next((name for name in shown if name not in (READING, UNNAMED)), last)
         return last
 
     def done(self, rank: int, which: Collection[tuple[str, int]]) -> list[Pending]:
@@ -123,35 +125,16 @@ class Records:
                 found += [self._operation(rank, row) for row in chunk[here & ~_failed(chunk)]]
         return found
 
-    def unequal_messages(self) -> list[tuple[str, Pending]]:
-        """The first message that was received as something else than was sent: both sides, each with the name of its rank.
+    def unequal(self) -> tuple[list[tuple[str, Pending]], ...]:
+        """All sides, with the names of their ranks, of the first operation to which ranks came with something different.
 
-        A backend copies bytes, and tells nobody when a message is shorter than its receive, or of another type.
+        Of the first whose result is wrong, and of the first that reduced unlike shapes; empty where there is none.
         """
-        texts: dict[str, int] = {}
-        sides = []  # of messages, in columns: rank, chunk, row in it; group, number; what, as a number in `texts`
-        for rank, chunks in enumerate(self._chunks):
-            names = self._names_of(rank) if chunks else []
-            if not any(n.startswith("p2p ") for n in names):
-                continue
-            between = np.array([texts.setdefault(n, len(texts)) if n.startswith("p2p ") else -1 for n in names])
-            amounts = np.array([texts.setdefault(amount(n), len(texts)) for n in names])
-            for number, chunk in enumerate(chunks):
-                told = (chunk["kind"] == COMMUNICATION) & (chunk["what"] != 0) & ~_failed(chunk)
-                at = np.flatnonzero(told & (between[chunk["group"]] >= 0))
-                rows = chunk[at]
-                place = np.full_like(at, rank), np.full_like(at, number), at
-                sides.append(np.stack([*place, between[rows["group"]], rows["match"].astype(at.dtype), amounts[rows["what"]]]))
-        if not sides:
-            return []
-        every = np.concatenate(sides, axis=1)
-        every = every[:, np.lexsort((every[4], every[3]))]
-        left, right = every[:, :-1], every[:, 1:]
-        unequal = np.flatnonzero((left[3:5] == right[3:5]).all(axis=0) & (left[5] != right[5]))
-        if not len(unequal):
-            return []
-        both = left[:3, unequal[0]].tolist(), right[:3, unequal[0]].tolist()
-        return [(self._members[rank], self._operation(rank, self._chunks[rank][chunk][row])) for rank, chunk, row in sorted(both)]
+        self.drain()
+        return tuple([self._side(place) for place in places] for places in first_unequal(self._chunks, self._names_of))
+
+    def _side(self, at: Place) -> tuple[str, Pending]:
+        return self._members[at.rank], self._operation(at.rank, self._chunks[at.rank][at.chunk][at.row])
 
     def _names_of(self, rank: int) -> list[str]:
         return self._readers[rank].names() if self._readers else self._names[rank]

@@ -6,21 +6,26 @@ import linecache
 import os
 import re
 import textwrap
+import time
 import traceback
 from collections.abc import Iterator
 from typing import Final
 
-from labkit.errors import LabError
+from labkit.errors import LabError, RankFailure
 from labkit.record import here, is_students, label
 from labkit.remote import remote_error
 
-__all__ = ["headline", "in_students_code", "is_consequence", "lost_connection", "students_traceback", "warning"]
+__all__ = [
+    "headline", "in_students_code", "is_consequence", "lost_connection", "raised_by_student", "students_traceback", "unreadable",
+    "warning",
+]  # fmt: skip
 
 FRAMES: Final = 12  # of a traceback; endless recursion would fill the notebook
 HEADLINE_CHARACTERS: Final = 400
 TEXT_CHARACTERS: Final = 20_000  # of a traceback with its messages: a printed tensor may stand in one
 
 _MARK = "\x00{}\x00"
+_CUT = " ... ({:,} characters left out) ... "
 _GAP = "\x00{:,} frames left out\x00"
 _GAPS = re.compile(r'File "\x00([^\x00]+)\x00", line 0, in ')
 _MARKED = re.compile(r"^(?P<margin>[ |]*).*\x00(?P<number>\d+)\x00$", re.MULTILINE)
@@ -69,6 +74,8 @@ def warning(message: Warning | str, category: type[Warning], filename: str, line
 
 def _headline(error: BaseException) -> str:
     if isinstance(error, SystemExit):
+        if _raised_in(error, "argparse"):
+            return "argparse refused the command line; a rank has an empty one. Give arguments: parse_args(['--epochs', '3'])"
         return f"the function called exit({error.code!r})" if error.code is not None else "the function called exit()"
     if isinstance(error, LabError):
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -79,19 +86,39 @@ def _headline(error: BaseException) -> str:
     lines = _readable(text).strip().splitlines()
     if isinstance(error, SyntaxError):  # file, line and a mark come first
         return lines[-1]
-    if lines[0].endswith(": in user code:"):  # AutoGraph's report of its own: frames, and then the error
-        return lines[-1].strip()
+    if lines[0].endswith(": in user code:"):  # AutoGraph's report of its own: frames, an empty line, and then the error
+        return _of_keras(_behind_frames(lines[1:]) or lines)
     if lines[0].endswith(": Graph execution error:"):  # frames, an empty line, the message, where in the graph
         return lines[0].removesuffix("Graph execution error:") + _after_frames(lines[1:])
-    if _KERAS in lines[0]:  # where Keras was, an empty line, the message, what the layer was given
-        kind, *where = lines[0].partition(_KERAS)
-        return kind + next((line for line in lines[1:] if line.strip()), "".join(where))
-    return lines[0]
+    return _of_keras(lines)
+
+
+def _raised_in(error: BaseException, module: str) -> bool:
+    """Whether a function of that module raised it."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_globals.get("__name__") == module
+
+
+def _of_keras(lines: list[str]) -> str:
+    """The headline of a message that may be Keras': where it was, an empty line, the message, what the layer was given."""
+    if _KERAS not in lines[0]:
+        return lines[0]
+    kind, *where = lines[0].partition(_KERAS)
+    message = [line for line in lines[1:] if line.strip()]
+    if len(message) > 1 and message[0].endswith("Error encountered:"):  # while it tried out the layer on symbols
+        del message[0]
+    return kind + (message[0] if message else "".join(where))
 
 
 def in_students_code(error: BaseException) -> bool:
     """Whether the student's code had a part in it."""
     return any(is_students(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def raised_by_student(error: BaseException) -> bool:
+    """Whether a line of the student's own raised it, and no library that the line called."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and is_students(frames[-1].f_code.co_filename)
 
 
 def students_traceback(error: BaseException) -> str:
@@ -127,6 +154,12 @@ def lost_connection(text: str) -> bool:
     return any(words in text for words in _LOST)
 
 
+def unreadable(error: Exception, rank: int, name: str) -> RankFailure:
+    """What became of a rank whose result came, and cannot be made anew in the notebook."""
+    text = f"{headline(error)}. Return plain data instead (numbers, arrays, tensors, state_dict())."
+    return RankFailure(rank, name, text, at_ns=time.perf_counter_ns(), verb="returned what the notebook cannot read:")
+
+
 def _parts(whole: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
     """The error, those it came from, and those it groups."""
     waiting = [whole]
@@ -140,9 +173,9 @@ def _parts(whole: traceback.TracebackException) -> Iterator[traceback.TracebackE
 
 
 def _cut_text(text: str, limit: int) -> str:
-    if len(text) <= limit:
+    if len(text) <= limit + len(_CUT):  # what says that something is left out would be as long
         return text
-    return f"{text[: limit // 2]} ... ({len(text) - limit:,} characters left out) ... {text[-limit // 2 :]}"
+    return f"{text[: limit // 2]}{_CUT.format(len(text) - limit)}{text[-limit // 2 :]}"
 
 
 def _cut(stack: traceback.StackSummary, *, whole_innermost: bool) -> traceback.StackSummary:
@@ -165,7 +198,7 @@ def _readable(text: str) -> str:
     text = _UNPRINTABLE.sub(lambda character: ascii(character.group())[1:-1], text)
     for filename, name in here.files.items():
         text = text.replace(f'"{filename}"', f'"{name}"')
-    text = text.replace("tensorflow.python.framework.errors_impl.", "tf.errors.")
+    text = text.replace("tensorflow.python.framework.errors_impl.", "tf.errors.").replace("labkit.errors.LabError", "LabError")
     text = _OURS_TRACED.sub("", text).replace(_TRACED, "")
     if "Detected at node" not in text:
         return text
@@ -181,6 +214,13 @@ def _readable(text: str) -> str:
         if not skipping:
             kept.append(line)
     return "\n".join(kept)
+
+
+def _behind_frames(lines: list[str]) -> list[str]:
+    """What stands behind a list of frames, without its indentation."""
+    last = max((i for i, line in enumerate(lines) if _FILE_LINE.match(line)), default=-1)
+    gap = next((i for i, line in enumerate(lines) if i > last and not line.strip()), len(lines))
+    return textwrap.dedent("\n".join(lines[gap:])).strip().splitlines()
 
 
 def _after_frames(lines: list[str]) -> str:

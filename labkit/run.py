@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
@@ -11,14 +12,17 @@ from labkit.channel import Frame
 from labkit.crew import Crew, Member
 from labkit.errors import LabError, RankError, RankFailure, RunTimeoutError, Stopped, StuckError
 from labkit.exits import explain_exit
+from labkit.notes import about_names
 from labkit.output import Output
 from labkit.records import Records
-from labkit.report import lost_connection
+from labkit.report import lost_connection, unreadable
 from labkit.ring import SERVE, Pending
 from labkit.spans import ProfilerEvent
 from labkit.stacks import crash
-from labkit.stuck import Verdict, doing, mismatch
+from labkit.stuck import SERVES_OTHERS, Verdict, doing, mismatch, serving_for_ever
 from labkit.trace import Trace
+from labkit.unequal import mismatch_error, mismatch_hint, shapes_note
+from labkit.unfinished import Unfinished, left_unfinished, may_go_on
 from labkit.usage import Load, Usage, gpus_of
 from labkit.watchdog import Watchdog
 
@@ -93,6 +97,7 @@ class Flight:
     Attributes:
         intact: False once the processes must not be used again.
         notes: what the student should be told of a run that succeeded.
+        unfinished: what it has left unfinished.
     """
 
     def __init__(self, crew: Crew, on: Sequence[int], name: str, picture: Picture | None, *, show: bool) -> None:
@@ -103,13 +108,18 @@ class Flight:
         self._records = Records(self._members)
         self._results: dict[int, Any] = {}
         self._failures: dict[int, RankFailure] = {}
+        self._serving: set[int] = set()  # called, and serving the others until they have returned
+        self._released = False  # whether those have been told
         self._dead: set[int] = set()
-        self._watchdog = Watchdog(crew, self._on, self._records, self._results, self._failures)
+        self._watchdog = Watchdog(crew, self._on, self._records, self._results, self._failures, self._serving)
         self._usage: Usage | None = None
         if picture is not None:  # to look for GPUs takes a fifth of what a run of nothing does, and NVML's start milliseconds
             self._usage = Usage([m.process.pid for m in self._members], gpus_of(len(self._members), crew.plan.devices))
         self.notes: list[str] = []
+        self.unfinished: Unfinished | None = None
         self.intact = True
+        # Whether any rank has communicated, and whether any has left something unfinished, by what they say as they return.
+        self._communicated, self._unfinished = False, crew.plan.kind.serving_threads > 0
         self._start_ns = time.perf_counter_ns()  # before a rank is told: nothing that belongs to the run happened earlier
 
     def wait(self, deadline_s: float | None) -> Run:
@@ -128,6 +138,8 @@ class Flight:
             if member.unshown:
                 self._output.feed(member.rank, member.unshown)
                 member.unshown = b""
+            while member.unseen:
+                self._output.take(member.rank, *member.unseen.pop(0))
         if picture is not None:
             title = f"{self._name} on {_these([self._names[i] for i in self._on])}"
             picture.begin(self._names, title, self._start_ns, self._on)
@@ -146,10 +158,18 @@ class Flight:
             error = self._error()
             self._finish("stopped by an error")
             raise error
-        text = self._finish()
-        unequal, hint = mismatch(self._records.unequal_messages())
+        self.notes += self._crew.observe(begin=False)
+        unequal, transposed = self._records.unequal() if self._communicated else ([], [])
         if unequal:
-            self.notes.append(f"{unequal}. {hint}")
+            self.intact = False
+            self._finish("stopped by an error")
+            raise mismatch_error(unequal)
+        if transposed:
+            self.notes.append(shapes_note(transposed))
+        if self._unfinished and not self._crew.plan.kind.fresh_each_run:
+            self.unfinished = left_unfinished(self._members, self._records)
+        text = self._finish()
+        self.notes += about_names(kind for m in self._members for kind in m.reader.no_room)
         return Run(self._name, tuple(self._names[i] for i in self._on), [self._results[i] for i in self._on], text, self._records)
 
     def _collect(self, picture: Picture | None, deadline_s: float | None) -> None:
@@ -220,8 +240,7 @@ class Flight:
             for key, _ in events:
                 what, member = key.data
                 if what == kind and member.rank not in self._dead:
-                    # A rank that has answered says nothing more: if there is something to read, it is the end.
-                    self._take_frame(member) if what == "frame" and not self._answered(member) else self._ended(member)
+                    self._take_frame(member) if what == "frame" else self._ended(member)
 
     def _answered(self, member: Member) -> bool:
         return member.rank in self._results or member.rank in self._failures
@@ -229,20 +248,66 @@ class Flight:
     def _take_frame(self, member: Member) -> None:
         try:
             self._answer(member, member.channel.receive())
+            while member.channel.received:
+                self._answer(member, member.channel.receive())
         except (EOFError, OSError):
             self._ended(member)
 
     def _answer(self, member: Member, frame: Frame) -> None:
+        if frame.kind == "assigned":
+            member.assigned = frame.data
+            return
+        if frame.kind in ("shown", "warned"):
+            self._output.take(member.rank, frame.kind, frame.data)
+            return
         self._read_output(member)
         if frame.kind == "raised":
             self._failures[member.rank] = frame.data
+            self.intact = self.intact and not frame.data.broken
+            return
+        if frame.kind == "serving":
+            self._serving.add(member.rank)
+            self._release_servers()
+            return
+        if frame.kind == "imported":
+            self._crew.modules |= {module.name: module for module in frame.data}
             return
         assert frame.kind == "done" and frame.parcel is not None, f"an unexpected frame {frame.kind!r}"
+        communicated, unfinished, ending = frame.data
+        self._communicated |= communicated
+        self._unfinished |= unfinished
+        if ending is not None:
+            self._crew.spent |= ending.spent
+            self.notes += ending.notes
         if frame.parcel.moved:
             self.notes.append("CUDA tensors in results come back as CPU tensors.")
-        self._results[member.rank] = wire.unpack(frame.parcel)[0]
+        try:
+            self._results[member.rank] = wire.unpack(frame.parcel, sent=self._crew.sent)
+        except EOFError:  # the rank has gone, and what it lent with it
+            raise
+        except Exception as error:  # noqa: BLE001  # what makes a result anew may raise anything
+            self._failures[member.rank] = unreadable(error, member.rank, member.name)
         if frame.parcel.lender:
             member.channel.send("read")
+        self._release_servers()
+
+    def _release_servers(self) -> None:
+        """Let the ranks go on that serve others for ever, once those have returned.
+
+        Raises:
+            StuckError: all ranks that were called serve, so that none will return.
+        """
+        if self._released or not self._serving:
+            return
+        if not all(rank in self._results or rank in self._serving for rank in self._on):
+            return
+        if not self._results:
+            names = [self._names[rank] for rank in sorted(self._serving)]
+            raise StuckError(serving_for_ever(names), SERVES_OTHERS, self._doings(time.perf_counter_ns()))
+        self._released = True
+        for rank in self._serving:
+            with contextlib.suppress(OSError):  # it has just ended, which will be seen
+                self._members[rank].channel.send("release")
 
     def _ended(self, member: Member) -> None:
         """A rank's process is no more: take its last words, if it had time for some."""
@@ -276,6 +341,8 @@ class Flight:
         rest = [m for m in self._members if m.rank not in self._failures and m.rank in self._on]
         found = {m.rank: f"{m.name} was stopped by a signal (SIGSTOP)" for m in rest if m.process.frozen}
         for m in rest:
+            if m.rank in self._serving:
+                found.setdefault(m.rank, f"{m.name} was serving the others")
             if m.rank not in found:
                 returned, pending = m.rank in self._results, m.reader.pending()
                 found[m.rank] = doing(m.name, pending, now_ns, returned=returned, names=self._names, closely=closely)
@@ -292,11 +359,10 @@ class Flight:
 
     def _error(self) -> RankError:
         now_ns = time.perf_counter_ns()
-        pending = any(m.reader.pending() for m in self._members)
         answered = all(self._answered(self._members[rank]) for rank in self._on)
         self._records.drain()
-        quiet = not pending and not self._records.communicated() and not self._crew.plan.kind.fresh_each_run
-        self.intact = self.intact and answered and quiet and not self._dead
+        safe = self.intact and answered and not self._dead
+        self.intact = safe and may_go_on(self._failures, self._members, self._records, self._crew.plan.kind)
         # What came of another rank's end is never the cause of it. A death is the cause of many a failure, and only noticed a
         # little later; but libraries that find a peer dead may give up, and abort.
         ordered = sorted(
@@ -309,7 +375,11 @@ class Flight:
         others = {f.rank: self._consequence(f) for f in ordered[1:] if f.consequence} | self._doings_by_rank(now_ns)
         operations = [(m.name, p) for m in self._members for p in (*self._records.failed(m.rank), *m.reader.pending())]
         there = {(p.group, p.match) for _, p in operations}
-        unequal, usual = mismatch([*operations, *((m.name, p) for m in self._members for p in self._records.done(m.rank, there))])
+        unequal, usual = mismatch_hint(self._records.unequal()[0])
+        if not unequal:
+            unequal, usual = mismatch(
+                [*operations, *((m.name, p) for m in self._members for p in self._records.done(m.rank, there))]
+            )
         hint = f"{unequal[0].upper()}{unequal[1:]}. {usual}" if unequal else ""
         return RankError(causes, [others[rank] for rank in sorted(others)], stopped=not self.intact, hint=hint)
 
@@ -332,7 +402,7 @@ class Flight:
         self._records.drain()
         words = doing("It", pending, now_ns, names=self._names)
         span = self._records.last_span(member.rank)
-        return f"{words}, after {span}." if span and words == "It was computing" else f"{words}."
+        return f"{words}, after {span}." if span and not any(p.wait_start_ns for p in pending) else f"{words}."
 
     def _finish(self, stopped: str = "") -> str:
         now_ns = time.perf_counter_ns()

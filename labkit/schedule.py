@@ -6,13 +6,19 @@ has arrived: a forward pass the activations of the stage before, a backward pass
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final, NamedTuple
+import numbers
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
+from labkit.prediction import check_arguments
+from labkit.schedule_names import GPIPE, INTERLEAVED, ONE_F_ONE_B, schedule_name
 from labkit.trace import Span, Trace
+from labkit.wrong_calls import edge
 
 __all__ = ["schedule"]
 
+MOST: Final = 100_000  # passes of micro-batches through stages
+LONGEST_S: Final = 1e9  # for one pass: more nanoseconds would not fit into a trace
 Times = float | Sequence[float]  # in seconds: of every stage, or one per stage
 
 
@@ -24,11 +30,12 @@ class _Work(NamedTuple):
     microbatch: int
 
 
+@edge
 def schedule(
     kind: str,
     *,
     stages: int,
-    microbatches: int,
+    micro_batches: int,
     ranks: int | None = None,
     forward: Times = 1.0,
     backward: Times = 2.0,
@@ -39,70 +46,74 @@ def schedule(
     With p equal stages on p ranks and m micro-batches, the bubble of GPipe and of 1F1B is (p - 1) / (m + p - 1); that of
     interleaved 1F1B with v stages on each of p ranks is (p - 1) / (v·m + p - 1).
 
-        lab.timeline({"ideal": lab.schedule("1f1b", stages=4, microbatches=8), "measured": run.trace.step(1)})
+        lab.timeline({"ideal": lab.schedule("1f1b", stages=4, micro_batches=8), "measured": run.trace.step(1)})
 
     Args:
         kind: "gpipe": all forward passes, then all backward passes. "1f1b": after as many forward passes as fill the pipeline,
             one backward and one forward in turn, so that fewer activations are kept. "interleaved 1f1b": the same where each rank
             has several stages that are not neighbours: of 2 ranks, the first has the stages 0 and 2, the second 1 and 3.
         stages: in all.
-        microbatches: that the batch is cut into.
+        micro_batches: that the batch is cut into.
         ranks: for "interleaved 1f1b"; it divides the stages and the micro-batches. Default: one rank per stage.
         forward: seconds that a stage takes for the forward pass of one micro-batch; one number for all, or one per stage.
         backward: the same for the backward pass, usually about twice as long.
         communication: seconds that activations or gradients travel between two ranks. Nobody computes less meanwhile.
 
     Raises:
-        ValueError: an unknown kind, or numbers that do not fit together.
+        TypeError, ValueError: an unknown kind, or numbers that cannot be meant or do not fit together.
 
     Source: Y. Huang et al., "GPipe", 2019; D. Narayanan et al., "PipeDream", 2019, for 1F1B, and "Efficient large-scale language
     model training on GPU clusters using Megatron-LM", 2021, for the interleaved one.
     """
-    if kind.lower() not in _ORDERS:
-        raise ValueError(f"schedule({kind!r}): expected {', '.join(map(repr, _ORDERS))}")
-    order = _ORDERS[kind.lower()]
+    kind = schedule_name(kind, "schedule: kind")
+    order = _ORDERS[kind]
     ranks = stages if ranks is None else ranks
-    for name, number in (("stages", stages), ("microbatches", microbatches), ("ranks", ranks)):
-        if not isinstance(number, int) or number < 1:
-            raise ValueError(f"schedule: {name}={number!r}: expected a whole number from 1")
+    check_arguments(stages=stages, micro_batches=micro_batches, ranks=ranks)
     if order is not _interleaved and ranks != stages:
         raise ValueError(
             f"schedule({kind!r}): ranks={ranks}, stages={stages}: only 'interleaved 1f1b' has several stages per rank"
         )
-    if order is _interleaved and (stages % ranks or microbatches % ranks):
-        raise ValueError(f"schedule({kind!r}): ranks={ranks} has to divide stages={stages} and microbatches={microbatches}")
+    if order is _interleaved and (stages % ranks or micro_batches % ranks):
+        raise ValueError(f"schedule({kind!r}): ranks={ranks} has to divide stages={stages} and micro_batches={micro_batches}")
+    if stages * micro_batches > MOST:
+        raise ValueError(f"schedule: {stages} stages and {micro_batches} micro-batches: expected at most {MOST:,} passes")
     times_ns = (_in_ns("backward", backward, stages), _in_ns("forward", forward, stages))
     (travel_ns,) = _in_ns("communication", communication, 1, zero=True)
-    plans = [list(order(rank, ranks, stages, microbatches)) for rank in range(ranks)]
+    plans = [list(order(rank, ranks, stages, micro_batches)) for rank in range(ranks)]
     return _Pipeline(plans, stages, times_ns, travel_ns).trace()
 
 
 def _in_ns(name: str, times: Times, stages: int, *, zero: bool = False) -> list[int]:
-    given = [times] * stages if isinstance(times, (int, float)) else list(times)
+    expected = f"schedule: {name}={times!r}: expected seconds, {'0 or more' if zero else 'more than 0'}"
+    one = isinstance(times, numbers.Real) or not isinstance(times, Iterable) or isinstance(times, str)
+    given: list[Any] = [times] * stages if one else list(times)  # type: ignore[arg-type]
     if len(given) != stages:
         raise ValueError(f"schedule: {name} has {len(given)} times for {stages} stages; expected one number, or one per stage")
-    if any(not (0 <= t < 1e9) or (t == 0 and not zero) for t in given):
-        raise ValueError(f"schedule: {name}={times!r}: expected seconds, {'0 or more' if zero else 'more than 0'}")
-    return [max(round(t * 1e9), 0 if zero else 1) for t in given]
+    for time in given:
+        if not isinstance(time, numbers.Real) or isinstance(time, bool):
+            raise TypeError(expected)
+        if not 0 <= float(time) < LONGEST_S or (time == 0 and not zero):
+            raise ValueError(expected)
+    return [max(round(float(t) * 1e9), 0 if zero else 1) for t in given]
 
 
-def _gpipe(rank: int, _ranks: int, _stages: int, microbatches: int) -> Iterator[_Work]:
+def _gpipe(rank: int, _ranks: int, _stages: int, micro_batches: int) -> Iterator[_Work]:
     for forward in (True, False):
-        for microbatch in range(microbatches):
+        for microbatch in range(micro_batches):
             yield _Work(forward, rank, microbatch)
 
 
-def _one_forward_one_backward(rank: int, ranks: int, _stages: int, microbatches: int) -> Iterator[_Work]:
-    ahead = min(ranks - rank - 1, microbatches)  # the forward passes until the first gradients can come back
+def _one_forward_one_backward(rank: int, ranks: int, _stages: int, micro_batches: int) -> Iterator[_Work]:
+    ahead = min(ranks - rank - 1, micro_batches)  # the forward passes until the first gradients can come back
     return _in_turn(
-        [_Work(True, rank, i) for i in range(microbatches)], [_Work(False, rank, i) for i in range(microbatches)], ahead
+        [_Work(True, rank, i) for i in range(micro_batches)], [_Work(False, rank, i) for i in range(micro_batches)], ahead
     )
 
 
-def _interleaved(rank: int, ranks: int, stages: int, microbatches: int) -> Iterator[_Work]:
+def _interleaved(rank: int, ranks: int, stages: int, micro_batches: int) -> Iterator[_Work]:
     """As many micro-batches as there are ranks go through a rank's first stage, then through its next; backward the other way."""
     chunks, forwards, backwards = stages // ranks, [], []
-    for first in range(0, microbatches, ranks):
+    for first in range(0, micro_batches, ranks):
         for chunk in range(chunks):
             for microbatch in range(first, first + ranks):
                 forwards.append(_Work(True, chunk * ranks + rank, microbatch))
@@ -121,9 +132,9 @@ def _in_turn(forwards: list[_Work], backwards: list[_Work], ahead: int) -> Itera
 
 
 _ORDERS: Final[dict[str, Callable[[int, int, int, int], Iterator[_Work]]]] = {
-    "gpipe": _gpipe,
-    "1f1b": _one_forward_one_backward,
-    "interleaved 1f1b": _interleaved,
+    GPIPE: _gpipe,
+    ONE_F_ONE_B: _one_forward_one_backward,
+    INTERLEAVED: _interleaved,
 }
 
 

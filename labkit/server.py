@@ -18,21 +18,28 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final, NoReturn
 
 from labkit import private
+from labkit.descendants import adopt_orphans, children, descendants, end_all, end_children, end_other_sessions
 from labkit.errors import LabError
+from labkit.forked import keep_from_forks
+from labkit.open_files import raise_limit
 from labkit.private import Network
+from labkit.stack_writer import prepare, write_when_asked
 from labkit.streams import print_to
 
-__all__ = ["BATCH", "READY", "STACKS", "guard", "kill_groups", "serve", "spawned"]
+__all__ = ["BATCH", "READY", "guard", "kill_groups", "serve", "spawned"]
 
 BATCH: Final = 64  # ranks a fork request may ask for: three descriptors each, and the kernel passes 253 at the most
 PR_SET_PDEATHSIG: Final = 1
 READY: Final = 0  # the number of the answer that nobody has asked for: everything is imported
-STACKS: Final = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # asks a rank where it is; macOS has no real-time signals
 GUARD_LOOKS_EVERY_MS: Final = 500
 
 
 def serve(fds: list[int], preload: list[str], notebook: int) -> NoReturn:
     """The server's whole life: import, then fork ranks as told, until the notebook's process is gone."""
+    raise_limit()
+    prepare()
+    adopt_orphans()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited where the notebook's process ignores it: ranks' ends would be lost
     try:
         network = private.make(private.wanted(os.environ))  # while there is one thread only
     except LabError as error:
@@ -79,6 +86,7 @@ class _Server:
         self._ranks: dict[int, int] = {}  # by pid, a descriptor that is readable once the rank has ended; -1 on an old kernel
         self._codes: dict[int, int] = {}  # exit codes of ranks that have ended and that nobody has asked about yet
         self._poll = select.poll()
+        self._helpers = children()  # that an imported library has started
 
     def serve(self, notebook: int) -> None:
         """Do as told until the notebook's process is gone; then end all ranks."""
@@ -146,6 +154,8 @@ class _Server:
             if fd >= 0:
                 self._poll.unregister(fd)
                 os.close(fd)
+        if pids:
+            end_children(self._helpers | self._ranks.keys())
 
 
 def _watch(pid: int) -> int:
@@ -167,6 +177,9 @@ def kill_groups(pids: Collection[int]) -> None:
 
 def spawned(fds: list[int], preload: list[str]) -> NoReturn:
     """The life of a spawned rank: import, then do as told."""
+    raise_limit()
+    prepare()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as in `serve`
     _import_all(preload)
     _live_as_rank(fds, Network())
 
@@ -191,7 +204,9 @@ def guard(fds: list[int], notebook: int) -> NoReturn:
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             (ranks.add if line[:1] == b"+" else ranks.discard)(int(line[1:]))
+    started = descendants(ranks)
     kill_groups(ranks)
+    end_all(started)
     os._exit(0)
 
 
@@ -203,6 +218,18 @@ def _import_all(names: Sequence[str]) -> None:
 
     gc.collect()
     gc.freeze()  # the collector would otherwise touch, and so copy, every page that forked ranks share
+
+
+def _reseed() -> None:
+    """Draw new seeds, as in a process that has just started: else every rank would draw what its server would have drawn.
+
+    `random` does it by itself after a fork. TensorFlow and CUDA seed their generators when these are first used, in the rank.
+    """
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "torch" in sys.modules:
+        # Not `torch.seed`: that queues a seed for CUDA, which is to draw one of its own.
+        sys.modules["torch"].default_generator.seed()
 
 
 def _live_as_rank(fds: Sequence[int], network: Network, parent: int | None = None, unneeded: Iterable[int] = ()) -> NoReturn:
@@ -225,19 +252,23 @@ def _live_as_rank(fds: Sequence[int], network: Network, parent: int | None = Non
                 os._exit(1)
         with contextlib.suppress(OSError):  # a session leader leads its own group already
             os.setpgid(0, 0)
+        adopt_orphans()
         connection, output, ring = fds
         print_to(output)
-        if "numpy.random" in sys.modules:
-            sys.modules["numpy.random"].seed()  # otherwise every rank draws what its server would have drawn
+        _reseed()
         from labkit.rank import main
         from labkit.ring import RING_BYTES
 
         # Also where no Python runs, because the rank is blocked in C++ or has crashed there; `labkit.stacks` reads it.
         os.lseek(ring, RING_BYTES, os.SEEK_SET)
-        faulthandler.register(STACKS, ring, all_threads=True)
+        write_when_asked(ring)
         faulthandler.enable(ring, all_threads=False)
         os.register_at_fork(after_in_child=faulthandler.disable)  # what the rank forks is no rank
-        main(socket.socket(fileno=connection), mmap.mmap(ring, RING_BYTES), network)
+        memory = mmap.mmap(ring, RING_BYTES)
+        keep_from_forks(memory)
+        main(socket.socket(fileno=connection), memory, network)
+        if parent is None:  # else the server ends what is left
+            end_other_sessions()
         code = 0
     except BaseException:  # noqa: BLE001  # nobody above us: say it on the rank's own output, which the notebook shows
         import traceback

@@ -10,7 +10,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.ring import CALL, COMMUNICATION, COMPUTE, KINDS, ON_CUDA, OPEN, ROOTED, SERVE, Pending
+from labkit.ring import (
+    AUTOMATIC,
+    CALL,
+    COMMUNICATION,
+    COMPUTE,
+    DEVICE_SHIFT,
+    KINDS,
+    MEASURED,
+    ON_CUDA,
+    OPEN,
+    ROOTED,
+    SERVE,
+    UNSIZED,
+    Pending,
+)  # fmt: skip
 
 __all__ = ["COLUMNS", "Columns", "ProfilerEvent", "Scalar", "Span", "under_way"]
 
@@ -33,8 +47,11 @@ class Span:
         match: the number of the operation within its group; spans of several ranks with the same group and match are one.
         line: where the student's code issued it: "cell 5, line 12" or "train.py, line 12"; of a compute span, where the rank
             first used its name in the run.
-        device: "cpu", or "cuda" where the times were taken by the GPU.
+        device: "cpu", or "cuda" where the times were taken by the GPU; "CPU:1" of a rank with several of TensorFlow's devices.
+        measured: True for operations as TensorFlow's profiler saw them run: nothing blocks them meanwhile.
+        sized: False for a communication that moved bytes, nobody knows how many; `nbytes` is 0.
         done: False for an operation that had not completed; it ends where the time looked at ends.
+        automatic: True for a compute span that labkit records without the program's help, such as a call that is served.
     """
 
     rank: int
@@ -51,6 +68,9 @@ class Span:
     line: str = ""
     device: str = "cpu"
     done: bool = True
+    automatic: bool = False
+    measured: bool = False
+    sized: bool = True
 
     @property
     def duration_ns(self) -> int:
@@ -95,7 +115,7 @@ class ProfilerEvent:
 
 COLUMNS = np.dtype(
     [
-        ("rank", "<i4"), ("name", "<u4"), ("kind", "u1"), ("flags", "u1"), ("start_ns", "<i8"), ("end_ns", "<i8"),
+        ("rank", "<i4"), ("name", "<u4"), ("kind", "u1"), ("flags", "<u2"), ("start_ns", "<i8"), ("end_ns", "<i8"),
         ("wait_start_ns", "<i8"), ("wait_end_ns", "<i8"), ("nbytes", "<i8"), ("peer", "<i4"), ("group", "<u4"), ("match", "<i8"),
         ("line", "<u4"),
     ]
@@ -108,14 +128,22 @@ class Columns:
     Args:
         data: an array of `COLUMNS`: the fields of `Span`, its texts as places in `names`, its kind as one in `labkit.ring.KINDS`.
         names: the texts; the first is "".
-        ready_ns: as the property, for each of `data`; given for a part of a trace, where an operation may lack some of its ranks.
+        ready_ns, around: as the properties, for each of `data`; given for a part of a trace, where an operation may lack some of
+            its ranks, and a span what lies within it.
     """
 
-    def __init__(self, data: Any, names: Sequence[str], ready_ns: NDArray[np.int64] | None = None) -> None:
+    def __init__(
+        self,
+        data: Any,
+        names: Sequence[str],
+        ready_ns: NDArray[np.int64] | None = None,
+        around: NDArray[np.bool_] | None = None,
+    ) -> None:
         order = np.argsort(data["start_ns"], kind="stable")
         self.data = data[order]
         self.names = list(names)
         self._ready_ns = None if ready_ns is None else ready_ns[order]
+        self._around = None if around is None else around[order]
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> Columns:
@@ -127,8 +155,8 @@ class Columns:
 
         rows = [
             (
-                s.rank, number(s.name), KINDS.index(s.kind), (ON_CUDA if s.device == "cuda" else 0) | (0 if s.done else OPEN),
-                s.start_ns, s.end_ns, s.wait_start_ns, s.wait_end_ns, s.nbytes, s.peer, number(s.group), s.match, number(s.line),
+                s.rank, number(s.name), KINDS.index(s.kind), _flags(s), s.start_ns, s.end_ns, s.wait_start_ns, s.wait_end_ns,
+                s.nbytes, s.peer, number(s.group), s.match, number(s.line),
             )
             for s in spans
         ]  # fmt: skip
@@ -142,16 +170,39 @@ class Columns:
         for rank, name, kind, flags, start, end, wait_start, wait_end, nbytes, peer, group, match, line in self.data.tolist():
             yield Span(
                 rank, names[name], KINDS[kind], start, end, wait_start, wait_end, nbytes, peer, names[group], match, names[line],
-                "cuda" if flags & ON_CUDA else "cpu", not flags & OPEN,
+                _device(flags), not flags & OPEN, bool(flags & AUTOMATIC), bool(flags & MEASURED), not flags & UNSIZED,
             )  # fmt: skip
 
     def where(self, keep: Any) -> Columns:
         """The spans for which `keep`, a boolean per span, is true."""
-        return Columns(self.data[keep], self.names, self.ready_ns[keep])
+        return Columns(self.data[keep], self.names, self.ready_ns[keep], self.around[keep])
 
     def name_id(self, text: str) -> int:
         """The place of a text in `names`; one that no span has, if it is not there."""
         return self.names.index(text) if text in self.names else len(self.names)
+
+    @cached_property
+    def around(self) -> NDArray[np.bool_]:
+        """For each span: whether it is a communication of the program's own around a recorded operation.
+
+        Such a span is a label. The operation counts; what the program does before and after it is no communication. It has to
+        begin inside, and lie there for the greater part: TensorFlow's profiler sees its end a little later than the program.
+        """
+        if self._around is not None:
+            return self._around
+        data, around = self.data, np.zeros(len(self.data), bool)
+        travels = data["kind"] == COMMUNICATION
+        own = np.flatnonzero(travels & (data["group"] == 0) & (data["peer"] == -1) & (data["flags"] & OPEN == 0))
+        for rank in np.unique(data["rank"][own]):
+            of_rank = own[data["rank"][own] == rank]
+            operations = data[travels & (data["rank"] == rank) & (data["group"] != 0)]
+            issued = operations["start_ns"]
+            middle = np.append((issued + operations["end_ns"]) // 2, np.iinfo(np.int64).max)
+            first = np.searchsorted(issued, data["start_ns"][of_rank])
+            beyond = np.searchsorted(issued, data["end_ns"][of_rank], side="right")
+            earliest = np.minimum.reduceat(middle, np.stack([first, beyond], axis=1).ravel())[::2]
+            around[of_rank] = (first < beyond) & (earliest <= data["end_ns"][of_rank])
+        return around
 
     @cached_property
     def ready_ns(self) -> NDArray[np.int64]:
@@ -201,7 +252,7 @@ def under_way(
     for rank, operations in enumerate(pending):
         rows += [
             (
-                rank, number(p.name), COMPUTE if p.name.startswith(SERVE) else COMMUNICATION, OPEN,
+                rank, number(p.name), *((COMPUTE, OPEN | AUTOMATIC) if p.name.startswith(SERVE) else (COMMUNICATION, OPEN)),
                 p.start_ns, max(p.start_ns, now_ns),
                 p.wait_start_ns, max(p.wait_start_ns, now_ns) if p.wait_start_ns else 0,
                 p.nbytes, p.peer, number(p.group), p.match, number(p.line),
@@ -209,6 +260,19 @@ def under_way(
             for p in operations
         ]  # fmt: skip
     return np.array(rows, COLUMNS)
+
+
+def _flags(span: Span) -> int:
+    """What `Columns` keeps of a span's device, and of how it was seen."""
+    _, _, number = span.device.partition(":")
+    device = (int(number) + 1) << DEVICE_SHIFT if number else ON_CUDA if span.device == "cuda" else 0
+    seen = (AUTOMATIC if span.automatic else 0) | (MEASURED if span.measured else 0) | (0 if span.sized else UNSIZED)
+    return device | (0 if span.done else OPEN) | seen
+
+
+def _device(flags: int) -> str:
+    number = flags >> DEVICE_SHIFT
+    return f"CPU:{number - 1}" if number else "cuda" if flags & ON_CUDA else "cpu"
 
 
 def _changes(column: Any) -> NDArray[np.bool_]:

@@ -31,8 +31,10 @@ from typing import Any, Final, Protocol
 
 import psutil
 
+from labkit.descendants import descendants, end_all
 from labkit.errors import LabError
 from labkit.server import BATCH, READY, kill_groups
+from labkit.stack_writer import held_back
 
 __all__ = ["ForkStarter", "RankProcess", "SpawnStarter", "Starter", "aside"]
 
@@ -100,6 +102,10 @@ class Starter(Protocol):
 
     environment: dict[str, str]  # the notebook's variables when it came to be, which its ranks inherit
 
+    @property
+    def importing(self) -> bool:
+        """Whether what ranks come from may still be importing what they need."""
+
     def start(self, count: int) -> list[RankProcess]:
         """Start `count` ranks that wait for their first frame."""
 
@@ -149,7 +155,7 @@ class ForkStarter:
     def __init__(
         self, preload: Sequence[str], environment: dict[str, str], ring_bytes: int, make_shared: Callable[[int], int]
     ) -> None:
-        self.environment = dict(os.environ)
+        self.environment = _environment()
         self._ring_bytes, self._make_shared = ring_bytes, make_shared
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
@@ -160,6 +166,11 @@ class ForkStarter:
             self._process = _python(
                 "serve", [far.fileno()], [list(preload), os.getpid()], self.environment | environment, self._log
             )
+
+    @property
+    def importing(self) -> bool:
+        """Whether the server has not said that it is ready."""
+        return not self._ready
 
     def start(self, count: int) -> list[RankProcess]:
         """Start `count` ranks that wait for their first frame."""
@@ -245,7 +256,7 @@ class ForkStarter:
             return answer
 
     def _death(self) -> LabError:
-        log = os.pread(self._log, 1 << 16, 0).decode(errors="replace").strip()
+        log = os.pread(self._log, 1 << 16, 0).decode(errors="replace").strip() if self._log >= 0 else ""  # else it was closed
         tail = "\n".join(log.splitlines()[-12:])
         return LabError(f"the process that starts ranks has ended{': ' + tail if tail else ''}")
 
@@ -260,7 +271,7 @@ class SpawnStarter:
     def __init__(
         self, preload: Sequence[str], environment: dict[str, str], ring_bytes: int, make_shared: Callable[[int], int]
     ) -> None:
-        self.environment = dict(os.environ)
+        self.environment = _environment()
         self._preload, self._settings = list(preload), environment
         self._ring_bytes, self._make_shared = ring_bytes, make_shared
         self._children: dict[int, subprocess.Popen[bytes]] = {}
@@ -269,6 +280,8 @@ class SpawnStarter:
         told, self._tell = os.pipe()
         self._process = _python("guard", [told], [os.getpid()], self.environment, subprocess.DEVNULL)
         os.close(told)
+
+    importing = True  # each rank does, and a spare one may have: which has is not known before it answers
 
     def warm(self, count: int) -> None:
         """See that `count` spare ranks are importing, or have imported, what they need. Returns at once."""
@@ -294,7 +307,10 @@ class SpawnStarter:
 
     def end(self, processes: Sequence[RankProcess]) -> dict[int, int]:
         """Kill ranks and whatever they started; their exit codes by pid."""
-        kill_groups([p.pid for p in processes])
+        pids = [p.pid for p in processes]
+        started = descendants(pids)
+        kill_groups(pids)
+        end_all(started)
         codes = {p.pid: self._children.pop(p.pid).wait() for p in processes if p.pid in self._children}
         self._tell_guard("-", codes)
         return codes
@@ -351,6 +367,14 @@ def aside(deed: Callable[[], None]) -> threading.Lock:
     return done
 
 
+def _environment() -> dict[str, str]:
+    """This process's, for those that ranks come from: their imports would fail where PYTHONWARNINGS makes warnings errors.
+
+    Ranks get the variable with what else they do not inherit, and the filters with the notebook's settings.
+    """
+    return {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+
+
 def _python(
     function: str, fds: Sequence[int], arguments: list[Any], environment: dict[str, str], log: int
 ) -> subprocess.Popen[bytes]:
@@ -358,12 +382,13 @@ def _python(
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; from labkit.server import {function}; {function}({list(fds)!r}, *{arguments!r})"
     )
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={name: value for name, value in environment.items() if name != "LABKIT_TRACE"},  # that is for scripts
-        pass_fds=fds,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-    )
+    with held_back():
+        return subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={name: value for name, value in environment.items() if name != "LABKIT_TRACE"},  # that is for scripts
+            pass_fds=fds,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )

@@ -8,20 +8,33 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from labkit.ring import SERVE, STREAM, TENSORFLOW, TIMED, Pending
+from labkit.calls import has_thread, serves, thread_blocked
+from labkit.meeting import DIST_BACKWARD, HINTS, NEW_GROUP, WAITS, hint_of, not_there, waits_for
+from labkit.ring import RENDEZVOUS, SERVE, STREAM, TENSORFLOW, TIMED, Pending
 
-__all__ = ["Standing", "Verdict", "amount", "circle_of_calls", "doing", "mismatch", "stuck", "waiting_for"]
+__all__ = [
+    "SERVES_OTHERS", "Standing", "Verdict", "amount", "doing", "listed", "mismatch", "missing", "operation_in_words", "place",
+    "serving_for_ever", "stuck",
+]  # fmt: skip
 
 SAME: Final = "All ranks of a group must call the same collectives, in the same order, on tensors of the same shape and type."
 ALL: Final = (
     "What one rank of a group takes part in, all must, equally often: look for a loop of another length, an early return, or a "
     "collective inside `if rank == 0`."
 )
+ALL_OF_TENSORFLOW: Final = (
+    "All ranks of a strategy must run the same steps: look for a dataset or a loop of another length, or an early return. A rank "
+    "whose server others still need calls `server.join()` at its end, not `return`."
+)
+CREATED: Final = "Every rank calls new_group, in the same order, also one that does not belong to the group."
 FITTING: Final = "A receive needs a tensor of the size and type that is sent."
+SERVES_OTHERS: Final = (
+    "`join()` of a server ends when the others have returned: call the rank that they serve, such as the chief, as well."
+)
 CALLED: Final = "`group[0].run(f)` calls f on rank 0 alone; what ranks do together needs `group.run(f)`."
 
 
@@ -38,6 +51,7 @@ class Standing:
         entered: by process group or pair of ranks, the number of the last operation that it came to.
         done: of the operations in which others are blocked, those that it has completed.
         uncounted: whether it has had more under way than it can note down, so that it may have come to anything.
+        free: whether it may act beside what it is blocked in, or after it has returned: on another thread, say.
     """
 
     name: str
@@ -48,11 +62,17 @@ class Standing:
     entered: Mapping[str, int] = field(default_factory=dict)
     done: Sequence[Pending] = ()
     uncounted: bool = False
+    free: bool = False
 
     @property
     def blocked(self) -> list[Pending]:
         """What it is blocked in until that completes, oldest first."""
         return [p for p in self.pending if p.wait_start_ns and p.thread not in (STREAM, TIMED)]
+
+    @property
+    def timed(self) -> list[Pending]:
+        """What it is blocked in until that completes or a time is up, after which it goes on in any case."""
+        return [p for p in self.pending if p.wait_start_ns and p.thread == TIMED]
 
     @property
     def queued(self) -> list[Pending]:
@@ -103,8 +123,8 @@ def doing(
         beside = f", with {pending[0].name} under way" if pending else ""
         return f"{name} was computing{beside}"
     last = blocked[-1]
-    seconds = (now_ns - last.wait_start_ns) / 1e9
-    return f"{name} was waiting in {_operation(last, names, closely=closely)}{_place(last)} for {seconds:.1f} s"
+    seconds = max(now_ns - last.wait_start_ns, 0) / 1e9  # it may have begun while the ranks were looked at
+    return f"{name} was waiting in {operation_in_words(last, names, closely=closely)}{place(last)} for {seconds:.1f} s"
 
 
 def stuck(ranks: Sequence[Standing]) -> Verdict | None:
@@ -114,57 +134,19 @@ def stuck(ranks: Sequence[Standing]) -> Verdict | None:
         ranks: in rank order, all looked at in one moment.
     """
     unequal = _unequal(ranks)
-    hopeless = {i for i, rank in enumerate(ranks) if rank.blocked}
-    while True:
-        # Whoever waits for a rank that may still come may still go on itself.
-        hopeful = {i for i in hopeless - unequal if all(_may_end(ranks, hopeless, i, op) for op in ranks[i].blocked)}
-        if not hopeful:
-            break
+    hopeless = {i for i, rank in enumerate(ranks) if (rank.blocked or rank.returned) and not (rank.free or rank.timed)}
+    while hopeful := {i for i in hopeless if (i not in unequal or not ranks[i].blocked) and _may_act(ranks, hopeless, i)}:
         hopeless -= hopeful
     # A rank whose GPU waits is not blocked, and may still do anything; but the others of that operation must not have returned.
-    hopeless |= {i for i, rank in enumerate(ranks) if any(_absent(ranks, i, op) for op in rank.queued)}
-    if not hopeless:
-        return None
-    return Verdict(tuple(sorted(hopeless)), *_why(ranks, hopeless))
+    queued = {i for i, rank in enumerate(ranks) if any(_absent(ranks, hopeless, i, op) for op in rank.queued)}
+    hopeless |= queued
+    waiting = tuple(i for i in sorted(hopeless) if i in queued or ranks[i].blocked)
+    return Verdict(waiting, *_why(ranks, waiting, hopeless)) if waiting else None
 
 
-def circle_of_calls(ranks: Sequence[Standing]) -> str:
-    """Calls of RPC ranks that wait for one another in a circle, in one sentence; "" where there is none.
-
-    The last of them is being computed, for all we know: it may come to its end, unless it waits for a lock that the first holds.
-    """
-    for start, rank in enumerate(ranks):
-        for first in rank.blocked:
-            links, at, call = [rank.name], start, first
-            passed = {start}
-            while call.group.startswith("rpc "):
-                at = call.peer
-                links.append(ranks[at].name)
-                served = next((p for p in ranks[at].pending if _serves(p, call)), None)
-                if served is None:
-                    break
-                deeper = next((p for p in ranks[at].blocked if p.thread == served.thread), None)
-                if deeper is None:
-                    if at in passed:
-                        return f"calls wait for one another in a circle: {' → '.join(links)}"
-                    break
-                passed.add(at)
-                call = deeper
-    return ""
-
-
-def waiting_for(ranks: Sequence[Standing], now_ns: int) -> str:
-    """Who has waited long, and for whom: a line for a run in which ranks still can go on; "" where nobody computes."""
-    computing = [rank.name for rank in ranks if not rank.returned and not rank.blocked]
-    waiting = [rank for rank in ranks if rank.blocked]
-    if not computing or not waiting:
-        return ""
-    operation = waiting[0].blocked[-1]
-    seconds = int((now_ns - max(rank.blocked[-1].wait_start_ns for rank in waiting)) / 5e9) * 5
-    return (
-        f"{_listed(computing)} {'computes' if len(computing) == 1 else 'compute'}; {_listed([rank.name for rank in waiting])} "
-        f"{'has' if len(waiting) == 1 else 'have'} waited in {operation.name}{_place(operation)} for more than {seconds} s"
-    )
+def serving_for_ever(names: Sequence[str]) -> str:
+    """Ranks that serve others for ever, of which none was called: a sentence."""
+    return f"{listed(names)} {'serves' if len(names) == 1 else 'serve'} others, and no other rank was called"
 
 
 def mismatch(operations: Sequence[tuple[str, Pending]]) -> tuple[str, str]:
@@ -187,11 +169,28 @@ def mismatch(operations: Sequence[tuple[str, Pending]]) -> tuple[str, str]:
     return "", ""
 
 
+def _may_act(ranks: Sequence[Standing], hopeless: set[int], me: int) -> bool:
+    """Whether a rank that is blocked, or has returned, may still do something, because one that may go on brings it about."""
+    rank = ranks[me]
+    if rank.serving and has_thread(rank) and len(hopeless) < len(ranks):
+        return True  # by a call
+    # It goes on when an operation ends that one of its threads is blocked in. And whatever else it has under way may have a
+    # callback, which does anything once that has ended.
+    return any(
+        _may_end(ranks, hopeless, me, op) for op in rank.pending if not (op.name.startswith(SERVE) or _encloses(op, rank.blocked))
+    )
+
+
+def _encloses(span: Pending, blocked: Sequence[Pending]) -> bool:
+    """Whether it is a span that the student marked as communication, and what the rank is blocked in began later, within it."""
+    return not (span.group or span.what) and any(op.start_ns > span.start_ns for op in blocked)
+
+
 def _may_end(ranks: Sequence[Standing], hopeless: set[int], me: int, operation: Pending) -> bool:
-    return all(_may_come(ranks, hopeless, which, operation) for which in _missing(ranks, me, operation))
+    return all(_may_come(ranks, hopeless, which, operation) for which in missing(ranks, me, operation))
 
 
-def _missing(ranks: Sequence[Standing], me: int, operation: Pending) -> Iterator[int]:
+def missing(ranks: Sequence[Standing], me: int, operation: Pending) -> Iterator[int]:
     """The ranks that have not come to an operation. -1: somebody, whoever it is."""
     yield from (which for which in _not_entered(ranks, me, operation) if which < 0 or not ranks[which].uncounted)
 
@@ -200,8 +199,8 @@ def _not_entered(ranks: Sequence[Standing], me: int, operation: Pending) -> Iter
     group = operation.group
     if group.startswith("rpc "):
         callee = ranks[operation.peer]
-        served = [p for p in callee.pending if _serves(p, operation)]
-        if all(_thread_blocked(callee, p) for p in served):
+        served = [p for p in callee.pending if serves(p, operation)]
+        if all(thread_blocked(callee, p) for p in served):
             yield operation.peer
     elif group.startswith("p2p "):
         peer = ranks[operation.peer]
@@ -209,9 +208,11 @@ def _not_entered(ranks: Sequence[Standing], me: int, operation: Pending) -> Iter
         takes_any = operation.name == "send" and any(p.name == "recv" and not p.group for p in peer.pending)
         if peer.entered.get(group, 0) < operation.match and not takes_any:
             yield operation.peer
+    elif group.startswith(WAITS):
+        yield from not_there(group, operation.match, [rank.entered.get(group, 0) for rank in ranks])
     elif group == TENSORFLOW:  # those that are not called may serve, as a "ps" does
-        yield from (i for i, rank in enumerate(ranks) if rank.returned and rank.called and not rank.serving)
-    elif group:
+        yield from (i for i, rank in enumerate(ranks) if rank.returned and not rank.free and rank.called and not rank.serving)
+    elif group and group != DIST_BACKWARD:
         for other in _members(group, len(ranks)):
             if other != me and ranks[other].entered.get(group, 0) < operation.match:
                 yield other
@@ -221,35 +222,20 @@ def _not_entered(ranks: Sequence[Standing], me: int, operation: Pending) -> Iter
             yield -1
 
 
-def _serves(pending: Pending, call: Pending) -> bool:
-    return pending.name.startswith(SERVE) and (pending.group, pending.match) == (call.group, call.match)
-
-
-def _absent(ranks: Sequence[Standing], me: int, operation: Pending) -> list[int]:
+def _absent(ranks: Sequence[Standing], hopeless: Collection[int], me: int, operation: Pending) -> list[int]:
     """The ranks that have not come to an operation and take part in nothing any more."""
-    return [i for i in _missing(ranks, me, operation) if i >= 0 and ranks[i].returned and not ranks[i].serving]
+    not_here = (i for i in missing(ranks, me, operation) if i in hopeless)
+    apart = operation.group.startswith(RENDEZVOUS)  # a rank that serves calls does not come to this by that
+    return [i for i in not_here if ranks[i].returned and (apart or not ranks[i].serving)]
 
 
 def _may_come(ranks: Sequence[Standing], hopeless: set[int], which: int, operation: Pending) -> bool:
     """Whether a rank may still come to an operation that it has not come to."""
     if which == -1:
         return any(_may_come(ranks, hopeless, i, operation) for i in range(len(ranks)) if operation not in ranks[i].pending)
-    rank = ranks[which]
     if operation.group.startswith("rpc "):
-        return _may_answer(rank, which in hopeless)
-    return which not in hopeless and not rank.returned
-
-
-def _may_answer(rank: Standing, hopeless: bool) -> bool:
-    """Whether an RPC rank may still answer a call: unless all its threads are blocked for ever."""
-    served = [p for p in rank.pending if p.name.startswith(SERVE)]
-    if any(not _thread_blocked(rank, p) for p in served):
-        return True
-    return not hopeless or len(served) < rank.serving
-
-
-def _thread_blocked(rank: Standing, served: Pending) -> bool:
-    return any(p.thread == served.thread for p in rank.blocked)
+        return which not in hopeless or has_thread(ranks[which])
+    return which not in hopeless
 
 
 def _members(group: str, size: int) -> Sequence[int]:
@@ -259,22 +245,22 @@ def _members(group: str, size: int) -> Sequence[int]:
 
 def _unequal(ranks: Sequence[Standing]) -> set[int]:
     """The ranks that are blocked in an operation to which others have come with something different."""
-    found = set()
+    came: dict[tuple[str, int], list[tuple[int, Pending]]] = {}
     for i, rank in enumerate(ranks):
-        for operation in rank.blocked:
-            for j, other in enumerate(ranks):
-                if i != j and any(_together(operation, p) and _differs(operation, p) for p in (*other.pending, *other.done)):
-                    found.add(i)
-    return found
-
-
-def _together(a: Pending, b: Pending) -> bool:
-    return bool(a.group) and (a.group, a.match) == (b.group, b.match) and not a.group.startswith("rpc ")
+        for operation in (*rank.pending, *rank.done):
+            if operation.group and not operation.group.startswith("rpc "):
+                came.setdefault((operation.group, operation.match), []).append((i, operation))
+    return {
+        i for i, rank in enumerate(ranks) for operation in rank.blocked
+        if any(i != j and _differs(operation, other) for j, other in came.get((operation.group, operation.match), ()))
+    }  # fmt: skip
 
 
 def _differs(a: Pending, b: Pending) -> bool:
     names_differ = a.name != b.name and not a.group.startswith("p2p ")
-    return names_differ or amount(a.what) != amount(b.what)
+    if a.name.startswith("all_to_all"):  # ranks may give different amounts; see `labkit.unequal`
+        return names_differ
+    return names_differ or (a.what != b.what and amount(a.what) != amount(b.what))
 
 
 def amount(what: str) -> str:
@@ -282,44 +268,48 @@ def amount(what: str) -> str:
     return re.sub(r"\[([\d, ]*)\]", lambda shape: str(math.prod(int(n) for n in re.findall(r"\d+", shape[1]))), what)
 
 
-def _why(ranks: Sequence[Standing], hopeless: set[int]) -> tuple[str, str, int | None]:
+def _why(ranks: Sequence[Standing], waiting: Sequence[int], hopeless: set[int]) -> tuple[str, str, int | None]:
     """The first cause, and what is usually wrong then."""
-    blocked = [(ranks[i].name, p) for i in sorted(hopeless) for p in ranks[i].blocked]
+    blocked = [(ranks[i].name, p) for i in waiting for p in ranks[i].blocked]
     unequal, hint = mismatch([*blocked, *((rank.name, p) for rank in ranks for p in (*rank.pending, *rank.done))])
     if unequal:
         return unequal, hint, None
-    for i in sorted(hopeless):
+    for i in waiting:
         for operation in (*ranks[i].blocked, *ranks[i].queued):
-            for gone in _absent(ranks, i, operation):
-                return _deserted(ranks, hopeless, gone)
-    circle = _circle(ranks, hopeless)
+            for gone in _absent(ranks, hopeless, i, operation):
+                return _deserted(ranks, waiting, gone)
+    circle = _circle(ranks, waiting)
+    apart = [(ranks[i].name, p) for i in waiting for p in ranks[i].blocked if p.group.startswith(WAITS)]
+    if apart and (not circle or all(p.group.startswith(RENDEZVOUS) for _, p in circle)):
+        hint = hint_of(apart[0][1].group, len(ranks))
+        return "; ".join(f"{name} waits in {operation_in_words(p, ())}{place(p)}" for name, p in apart), hint, None
     if not circle:
-        names = _listed([ranks[i].name for i in sorted(hopeless)])
-        verb = "waits" if len(hopeless) == 1 else "wait"
+        names = listed([ranks[i].name for i in waiting])
+        verb = "waits" if len(waiting) == 1 else "wait"
         return f"{names} {verb} for a message that nobody will send", "", None
     links = [
-        f"{ranks[i].name} waits in {_operation(operation, ())}{_place(operation)} for {ranks[which].name}"
+        f"{ranks[i].name} waits in {operation_in_words(operation, ())}{place(operation)} for {ranks[which].name}"
         for (i, operation), (which, _) in zip(circle, [*circle[1:], circle[0]], strict=True)
     ]
     return "; ".join(links), _usual([operation for _, operation in circle]), None
 
 
-def _deserted(ranks: Sequence[Standing], hopeless: set[int], gone: int) -> tuple[str, str, int]:
-    waiting = [
-        (ranks[i].name, op) for i in sorted(hopeless) for op in (*ranks[i].blocked, *ranks[i].queued)
-        if gone in _missing(ranks, i, op)
-    ]  # fmt: skip
-    operation = waiting[0][1]
-    who = f"{_listed([name for name, _ in waiting])} still {'waits' if len(waiting) == 1 else 'wait'} for it"
+def _deserted(ranks: Sequence[Standing], waiting: Sequence[int], gone: int) -> tuple[str, str, int]:
+    for_it = [
+        (ranks[i].name, op) for i in waiting for op in (*ranks[i].blocked, *ranks[i].queued) if gone in missing(ranks, i, op)
+    ]
+    operation = for_it[0][1]
+    who = f"{listed([name for name, _ in for_it])} still {'waits' if len(for_it) == 1 else 'wait'} for it"
     if not ranks[gone].called:
-        return f"was not called, and {who} in {operation.name}{_place(operation)}", CALLED, gone
-    return f"returned while {who} in {operation.name}{_place(operation)}", ALL, gone
+        return f"was not called, and {who} in {operation.name}{place(operation)}", CALLED, gone
+    usual = ALL_OF_TENSORFLOW if operation.group == TENSORFLOW else CREATED if operation.group.startswith(NEW_GROUP) else ALL
+    return f"returned while {who} in {operation.name}{place(operation)}", usual, gone
 
 
-def _circle(ranks: Sequence[Standing], hopeless: set[int]) -> list[tuple[int, Pending]]:
+def _circle(ranks: Sequence[Standing], waiting: Sequence[int]) -> list[tuple[int, Pending]]:
     """The smallest circle of ranks each of which waits for the next, with what it waits in."""
     waits: dict[int, dict[int, Pending]] = {
-        i: {q: op for op in ranks[i].blocked for q in _missing(ranks, i, op) if q in hopeless} for i in sorted(hopeless)
+        i: {q: op for op in ranks[i].blocked for q in missing(ranks, i, op) if q in waiting} for i in waiting
     }
     circle = min(filter(None, (_way_back(i, waits) for i in waits)), key=len, default=[])
     return [(i, waits[i][q]) for i, q in zip(circle, [*circle[1:], *circle[:1]], strict=True)]
@@ -340,6 +330,10 @@ def _way_back(start: int, waits: Mapping[int, Mapping[int, Pending]]) -> list[in
 
 def _usual(operations: Sequence[Pending]) -> str:
     kinds = {p.name.split()[0] for p in operations}
+    if any(p.group.startswith(NEW_GROUP) for p in operations):
+        return CREATED
+    if any(p.group.startswith(RENDEZVOUS) and p.name != "rpc.shutdown" for p in operations):
+        return HINTS[RENDEZVOUS]
     if kinds == {"send"}:
         return "A send ends only when the other side receives: one of them must receive first, or use isend."
     if kinds == {"recv"}:
@@ -354,7 +348,7 @@ def _usual(operations: Sequence[Pending]) -> str:
 def _contrast(first: str, mine: Pending, other: str, theirs: Pending) -> str:
     group = "" if mine.group == "world" else f" of {mine.group}"
     return (
-        f"collective number {mine.match}{group} is {_given(mine)}{_place(mine)} on {first}, and {_given(theirs)}{_place(theirs)} "
+        f"collective number {mine.match}{group} is {_given(mine)}{place(mine)} on {first}, and {_given(theirs)}{place(theirs)} "
         f"on {other}"
     )
 
@@ -362,27 +356,30 @@ def _contrast(first: str, mine: Pending, other: str, theirs: Pending) -> str:
 def _misfit(sender: tuple[str, Pending], receiver: tuple[str, Pending]) -> str:
     """Of a message."""
     (source, sent), (destination, received) = sender, receiver
-    return f"{source} sends {sent.what}{_place(sent)}, and {destination} receives it as {received.what}{_place(received)}"
+    return f"{source} sends {sent.what}{place(sent)}, and {destination} receives it as {received.what}{place(received)}"
 
 
 def _given(operation: Pending) -> str:
     return f"{operation.name} of {operation.what}" if operation.what else operation.name
 
 
-def _operation(operation: Pending, names: Sequence[str], *, closely: bool = False) -> str:
-    details = []
-    if closely and operation.match:
+def operation_in_words(operation: Pending, names: Sequence[str], *, closely: bool = False) -> str:
+    """Its name, what it waits for and with whom, as far as `names` are given; closely: its number and what it was given, too."""
+    details = [waits_for(operation.group)] if operation.name != "rpc.shutdown" else []
+    if closely and operation.match and not operation.group.startswith(WAITS):
         details.append(f"number {operation.match}")
     if closely and operation.what:
         details.append(f"of {operation.what}")
     if 0 <= operation.peer < len(names):
         details.append(f"with {names[operation.peer]}")
-    return " ".join([operation.name, *details])
+    return " ".join(filter(None, [operation.name, *details]))
 
 
-def _place(operation: Pending) -> str:
+def place(operation: Pending) -> str:
+    """The student's line that an operation was issued on, to stand behind its name."""
     return f" ({operation.line})" if operation.line else ""
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """At least one name, the last with an "and"."""
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

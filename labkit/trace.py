@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import numbers
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -16,8 +17,24 @@ from numpy.typing import NDArray
 from labkit.chrome import write_events
 from labkit.errors import LabError
 from labkit.intervals import Intervals, difference, intersection, length, union
-from labkit.ring import CALL, COMMUNICATION, COMPUTE, KINDS, MEMORY, SCALAR, STEP, SUM, Pending, place_and_name
+from labkit.ring import (
+    AUTOMATIC,
+    CALL,
+    COMMUNICATION,
+    COMPUTE,
+    KINDS,
+    MEASURED,
+    MEMORY,
+    SCALAR,
+    STEP,
+    SUM,
+    UNSHOWN,
+    Pending,
+    place_and_name,
+)  # fmt: skip
 from labkit.spans import COLUMNS, Columns, ProfilerEvent, Scalar, Span, under_way
+from labkit.trace_file import writing
+from labkit.wrong_calls import edge
 
 __all__ = ["Scalar", "Share", "Span", "Trace", "from_records"]
 
@@ -60,6 +77,7 @@ class Trace:
         profile: what torch's profiler saw, in any order; `save` writes it below each rank's own rows.
     """
 
+    @edge
     def __init__(
         self,
         spans: Iterable[Span] | Columns = (),
@@ -108,22 +126,27 @@ class Trace:
         """All spans, by start."""
         return tuple(self)
 
+    @edge
     def of(self, *, rank: int | None = None, kind: str | None = None, name: str | None = None) -> Trace:
         """The same trace with only the spans (and scalars) of one rank, kind or name; the time looked at stays."""
         data, keep = self.columns.data, np.ones(len(self), bool)
         if rank is not None:
+            self._check_rank(rank, "of")
             keep &= data["rank"] == rank
         if kind is not None:
             if kind not in KINDS:
                 raise ValueError(f"kind={kind!r}: expected one of {', '.join(KINDS)}")
             keep &= data["kind"] == KINDS.index(kind)
         if name is not None:
+            if not isinstance(name, str):
+                raise TypeError(f"of(name={name!r}): expected the name of spans, as in trace.of(name='forward')")
             keep &= data["name"] == self.columns.name_id(name)
         scalars = [s for s in self.scalars if rank in (None, s.rank) and name in (None, s.name) and kind in (None, "scalar")]
         part = self._with(self.columns.where(keep), scalars, self.start_ns, self.end_ns)
         part.profile = tuple(e for e in self.profile if rank in (None, e.rank) and name in (None, e.name) and kind is None)
         return part
 
+    @edge
     def between(self, start_ns: int, end_ns: int) -> Trace:
         """The spans that touch a stretch of time, which becomes the time looked at; shares are taken inside it.
 
@@ -138,11 +161,14 @@ class Trace:
         part.profile = tuple(e for e in self.profile if e.end_ns > start_ns and e.start_ns < end_ns)
         return part
 
+    @edge
     def step(self, number: int) -> Trace:
         """One step of `steps`, from the first rank's begin to the last rank's end; negative numbers count from the last one."""
+        if not isinstance(number, numbers.Integral) or isinstance(number, bool):
+            raise TypeError(f"step({number!r}): expected a step's number, such as step(0), or step(-1) for the last one")
         bounds = self.step_bounds()
         try:
-            start, end = bounds[number]
+            start, end = bounds[int(number)]
         except IndexError:
             hint = "" if len(bounds) else "; they are marked by `for batch in lab.steps(batches):`"
             raise LabError(f"step {number}: all ranks of this trace have gone through {len(bounds)} steps{hint}") from None
@@ -172,9 +198,10 @@ class Trace:
     def shares(self) -> tuple[Share, ...]:
         """How each rank spent the time of the trace, in rank order.
 
-        Compute is the time inside compute spans (where a rank recorded none: inside the function) minus the time it was blocked
-        in a communication. Communication runs from the moment all its ranks have come until it completes, so that waiting for a
-        slow peer counts as idle, not as communication.
+        Compute is the time inside compute spans (where the program of a rank has none: inside the function, and in calls that it
+        serves) minus the time it was blocked in a communication. Communication runs from the moment all its ranks have come until
+        it completes, so that waiting for a slow peer counts as idle, not as communication. A communication span that the program
+        puts around recorded operations is their label: the operations count, and it does not.
         """
         return tuple(self._share(rank) for rank in range(len(self.ranks)))
 
@@ -188,11 +215,13 @@ class Trace:
             raise LabError("the bubble of a trace of no length")
         return 1 - sum(share.compute_ns for share in self.shares()) / (self.duration_ns * len(self.ranks))
 
+    @edge
     def activity(self, rank: int) -> dict[str, Intervals]:
         """The intervals of one rank, clipped to the time looked at: "compute", "communication", "waiting", each (n, 2) in ns."""
+        self._check_rank(rank, "activity")
         window = np.array([[self.start_ns, self.end_ns]], np.int64)
         computing = self._computing(rank)
-        of_rank = self._is(rank, COMMUNICATION)
+        of_rank = self._is(rank, COMMUNICATION) & ~self.columns.around
         rows, ready = self.columns.data[of_rank], self.columns.ready_ns[of_rank]
         blocked = self.blocked(rank)
         compute = difference(union(computing["start_ns"], computing["end_ns"]), blocked)
@@ -201,16 +230,22 @@ class Trace:
         parts = {"compute": compute, "communication": transfer, "waiting": waiting}
         return {name: intersection(part, window) for name, part in parts.items()}
 
+    @edge
     def blocked(self, rank: int) -> Intervals:
         """When a rank could do nothing but wait for a communication, shape (n, 2) in ns.
 
         An RPC rank has several threads, and while one is blocked, another may compute. A blocked thread begins nothing: a span
-        that begins while an operation blocks the rank is of another thread, and computes but for what blocks it later.
+        that begins while an operation blocks the rank is of another thread, and computes but for what blocks it later. Operations
+        that TensorFlow's profiler measured compute in any case.
         """
-        rows = self._rows(rank, COMMUNICATION)
+        self._check_rank(rank, "blocked")
+        rows = self.columns.data[self._is(rank, COMMUNICATION) & ~self.columns.around]
         rows = rows[np.argsort(rows["wait_start_ns"], kind="stable")]
         since, until = rows["wait_start_ns"], rows["wait_end_ns"]
         waits, spans = union(since, until), self._computing(rank)
+        measured = (spans["flags"] & MEASURED) != 0
+        waits = difference(waits, union(spans["start_ns"][measured], spans["end_ns"][measured]))
+        spans = spans[~measured]
         if not len(waits) or not len(spans):
             return waits
         before = np.searchsorted(since, spans["start_ns"]) - 1  # the last operation that blocked earlier than the span began
@@ -225,16 +260,23 @@ class Trace:
         """For each span, in order: when the last of the ranks taking part had come (its own start, if it was the last)."""
         return self.columns.ready_ns
 
+    @edge
     def save(self, path: str | Path) -> Path:
         """Write the Chrome trace format, which https://ui.perfetto.dev and chrome://tracing open and `load_trace` reads.
 
+        Args:
+            path: of the file; "~" is the home folder, and a name that ends in ".gz" makes it a compressed one.
+
+        Raises:
+            LabError: it cannot be written.
+
         Source: "Trace Event Format", the Chromium project's Catapult documentation.
         """
-        path = Path(path)
+        path = Path(path).expanduser()
         events, about = self._chrome()
         # Perfetto opens no file with a character that JSON would escape as two, which those outside of Unicode's first plane are.
         text = partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        with path.open("w", encoding="utf-8", errors="replace") as file:
+        with writing(path) as file:
             file.write('{"traceEvents":[')
             before = ""
             while piece := list(islice(events, PIECE)):
@@ -265,9 +307,17 @@ class Trace:
 
     @cached_property
     def labelled(self) -> frozenset[int]:
-        """The ranks that recorded compute spans: for the others, compute is what is inside the function."""
+        """The ranks whose program recorded compute spans: for the others, compute is what is inside the function as well."""
         data = self.columns.data
-        return frozenset(np.flatnonzero(np.bincount(data["rank"][data["kind"] == COMPUTE])).tolist())
+        own = (data["kind"] == COMPUTE) & (data["flags"] & AUTOMATIC == 0)
+        return frozenset(np.flatnonzero(np.bincount(data["rank"][own])).tolist())
+
+    def _check_rank(self, rank: Any, method: str) -> None:
+        last = len(self.ranks) - 1
+        if not isinstance(rank, numbers.Integral) or isinstance(rank, bool):
+            raise TypeError(f"{method}(rank={rank!r}): expected the number of a rank, 0 to {last}")
+        if not 0 <= int(rank) <= last:
+            raise ValueError(f"{method}(rank={rank}): this trace has ranks 0 to {last}")
 
     def _is(self, rank: int, kind: int) -> NDArray[np.bool_]:
         data = self.columns.data
@@ -275,8 +325,9 @@ class Trace:
         return chosen
 
     def _computing(self, rank: int) -> Any:
-        """The spans inside which a rank computes: those that it recorded, else its whole calls."""
-        return self._rows(rank, COMPUTE if rank in self.labelled else CALL)
+        """The spans inside which a rank computes: its program's and labkit's; where its program has none, its whole calls too."""
+        computes = self._is(rank, COMPUTE)
+        return self.columns.data[computes if rank in self.labelled else computes | self._is(rank, CALL)]
 
     def _rows(self, rank: int, kind: int) -> Any:
         return self.columns.data[self._is(rank, kind)]
@@ -329,7 +380,7 @@ def from_records(
         values = curve["end_ns"].copy().view(np.float64).tolist()  # a scalar's value travels in the bits of its end
         for name, time_ns, value in zip(curve["name"].tolist(), curve["start_ns"].tolist(), values, strict=True):
             scalars.append(Scalar(rank, own[name], time_ns, value))
-        rows = rows[~is_scalar]
+        rows = rows[~is_scalar & (rows["flags"] & UNSHOWN == 0)]
         part = np.zeros(len(rows), COLUMNS)
         part["rank"], part["peer"] = rank, -1
         for field in ("kind", "flags", "start_ns", "end_ns"):

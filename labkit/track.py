@@ -1,19 +1,20 @@
 """`track_memory`: what of a rank's memory is parameters, gradients, optimizer state and activations, from moment to moment.
 
 It listens where torch says something anyway: what autograd saves for the backward pass, gradients that were accumulated, steps of
-an optimizer. No operator runs differently. A mode that looks at every operator, such as torch's MemTracker, sees temporaries as
-well, and makes a step up to four times as long.
+an optimizer, storages that Python code resizes, as FSDP2 does. No operator runs differently. A mode that looks at every operator,
+such as torch's MemTracker, sees temporaries as well, and makes a step up to four times as long.
 """
 
 from __future__ import annotations
 
 import contextlib
 import reprlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Final
 
 from labkit.record import clock, here
@@ -33,11 +34,12 @@ def track_memory(*objects: Any) -> AbstractContextManager[None]:
     `labkit.memory(run)` draws it. Each kind counts what it keeps alive, in bytes of this rank:
 
     - parameters: those of the modules, with their buffers; of sharded ones (FSDP2, DTensor) this rank's part
-    - gathered parameters: what FSDP2 has put together for a layer under way
-    - gradients: `.grad` of the parameters
+    - gathered parameters: what FSDP2 has put together for a layer under way, until it frees it
+    - gradients: `.grad` of the parameters; of sharded ones this rank's part
     - optimizer state: of every optimizer that makes a step
     - activations: what autograd saves for the backward pass, the batch included
-    - other: on CUDA only, what the allocator holds for tensors besides; on the CPU, temporaries are not seen
+    - other: on CUDA only, what the allocator holds for tensors besides; on the CPU, temporaries are not seen, such as the whole
+      gradients of a sharded layer until they are reduced
 
     Each stretch of memory counts once, in the first kind that it belongs to. Buckets of DistributedDataParallel are made in C++
     and are not seen, unless gradients are views of them (`gradient_as_bucket_view=True`).
@@ -66,6 +68,15 @@ def track_memory(*objects: Any) -> AbstractContextManager[None]:
     return Tracker(recorder.ring, modules, optimizers, allocated).following()
 
 
+@dataclass(slots=True)
+class _Storage:
+    """A stretch of memory of one kind: what was last counted of it, and how its end is noticed."""
+
+    kind: str
+    nbytes: int
+    end: weakref.ref[Any]
+
+
 class Tracker:
     """Follows some modules.
 
@@ -91,8 +102,7 @@ class Tracker:
         self._written: dict[str, int] = {}
         self._written_ns = self._at_ns = now()
         self._rising = True
-        self._owned: dict[int, Any] = {}  # storages of a kind of their own, so that no activation counts them again
-        self._gathered: dict[int, Any] = {}
+        self._storages: dict[int, _Storage] = {}  # those of a kind of their own, so that no activation counts them again
         self._saved: dict[Key, int] = {}  # how many nodes of the graph hold each
         self._states: dict[int, int] = {}  # by optimizer: how many parameters had a state when it was last looked at
 
@@ -113,20 +123,23 @@ class Tracker:
         for p in parameters:
             if p.requires_grad:
                 handles.append(p.register_post_accumulate_grad_hook(lambda p: self._gradients((p,))))
-        for layer in (layer for m in self._modules for layer in m.modules() if layer._parameters):
-            handles.append(layer.register_forward_pre_hook(lambda layer, _: self._gather(layer)))
-            handles.append(layer.register_forward_hook(lambda *_: self.look_at_gathered()))
+        for layer, within in _gathering(self._modules):
+            # The first hook runs when the layer's parameters are there, the second when FSDP2 has freed them, or kept a part.
+            handles.append(layer.register_forward_pre_hook(lambda _, __, within=within: self._gathered(within)))
+            handles.append(layer.register_forward_hook(lambda *_, within=within: self._gathered(within)))
         self._gradients(parameters)
         for optimizer in self._optimizers:
             self._state_of(optimizer)
         self._written_ns = self._at_ns
         try:
-            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Saved(self, tensor), _Saved.tensor):
+            saving = torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Saved(self, tensor), _Saved.tensor)
+            with _resizing_told(self._resized), saving:
                 yield
         finally:
             for handle in handles:
                 handle.remove()
             with self._lock:
+                self._write()  # what changed last, when it did
                 self._at_ns = self._now()
                 self._write(last=True)
                 self._ring = None  # type: ignore[assignment]  # what dies later is not followed any more
@@ -148,7 +161,7 @@ class Tracker:
     def save(self, tensor: Any) -> Key | None:
         """A node of the graph keeps a tensor: the key by which it is let go, None where that counts as something else."""
         storage = tensor.untyped_storage()
-        if storage._cdata in self._owned or storage._cdata in self._gathered:
+        if storage._cdata in self._storages:
             return None
         nbytes = min(tensor.numel() * tensor.element_size(), storage.nbytes())
         key = storage._cdata, tensor.storage_offset(), nbytes
@@ -169,18 +182,25 @@ class Tracker:
     def _own(self, kind: str, tensor: Any) -> None:
         """Count a tensor's storage as one kind, until it dies."""
         storage = _local(tensor).untyped_storage()
-        key, nbytes = storage._cdata, storage.nbytes()
+        key = storage._cdata
         with self._lock:
-            if key in self._owned or not nbytes:
+            if key in self._storages:
                 return
 
             def died(_: object) -> None:
                 with self._lock:
-                    del self._owned[key]
-                    self.count(kind, -nbytes)
+                    self.count(kind, -self._storages.pop(key).nbytes)
 
-            self._owned[key] = weakref.ref(storage, died)
-            self.count(kind, nbytes)
+            self._storages[key] = _Storage(kind, storage.nbytes(), weakref.ref(storage, died))
+            self.count(kind, storage.nbytes())
+
+    def _resized(self, storage: Any) -> None:
+        """A storage has become larger or smaller: FSDP2 empties those of gathered parameters, and fills them again."""
+        with self._lock:
+            known = self._storages.get(storage._cdata)
+            if known is not None:
+                before, known.nbytes = known.nbytes, storage.nbytes()
+                self.count(known.kind, known.nbytes - before)
 
     def _gradients(self, parameters: Any) -> None:
         for p in parameters:
@@ -196,25 +216,12 @@ class Tracker:
                     if hasattr(value, "untyped_storage"):
                         self._own("optimizer state", value)
 
-    def _gather(self, layer: Any) -> None:
-        """A layer is about to compute: parameters that were not there before were gathered for it."""
-        for parameter in layer._parameters.values():
-            if parameter is not None:
-                storage = _local(parameter).untyped_storage()
-                if storage._cdata not in self._owned:
-                    self._gathered[storage._cdata] = weakref.ref(storage, partial(self._forget, storage._cdata))
-        self.look_at_gathered()
-
-    def _forget(self, key: int, _: object) -> None:
-        self._gathered.pop(key, None)
-
-    def look_at_gathered(self) -> None:
-        """FSDP2 empties storages and fills them again, and tells nobody."""
-        if self._gathered:
-            with self._lock:
-                alive = (reference() for reference in list(self._gathered.values()))
-                nbytes = sum(storage.nbytes() for storage in alive if storage is not None)
-                self.count("gathered parameters", nbytes - self._bytes["gathered parameters"])
+    def _gathered(self, layers: list[Any]) -> None:
+        """Parameters that were not there before were gathered for these layers."""
+        for layer in layers:
+            for parameter in layer._parameters.values():
+                if parameter is not None:
+                    self._own("gathered parameters", parameter)
 
     def _write(self, *, last: bool = False) -> None:
         """Write down what has changed, as it was when it last did; the `last` time, every kind that there was."""
@@ -248,7 +255,6 @@ class _Saved:
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"a tensor of shape {list(self._held.shape)} is at version {self._held._version}, saved was {self._version}"
             )
-        self._tracker.look_at_gathered()
         return self._held
 
     def __del__(self) -> None:
@@ -260,3 +266,39 @@ class _Saved:
 def _local(tensor: Any) -> Any:
     """This rank's part of a tensor."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def _gathering(modules: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
+    """The layers at whose begin parameters may be gathered, each with the layers within it whose parameters those may be.
+
+    FSDP2 gathers for all layers of a module that it was given at once, but for those within that it was given as well.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    given = getattr(fsdp, "FSDPModule", ())  # without FSDP2, of no class
+    for layer in dict.fromkeys(layer for module in modules for layer in module.modules()):
+        if isinstance(layer, given):
+            within = list(layer.modules())
+            elsewhere = {id(inner) for other in within[1:] if isinstance(other, given) for inner in other.modules()}
+            yield layer, [inner for inner in within if inner._parameters and id(inner) not in elsewhere]
+        elif layer._parameters:
+            yield layer, [layer]
+
+
+@contextlib.contextmanager
+def _resizing_told(tell: Callable[[Any], None]) -> Iterator[None]:
+    """Inside this context, `tell` is called with each storage that Python code has resized."""
+    from torch import UntypedStorage
+
+    resize = UntypedStorage.resize_
+
+    def resize_and_tell(storage: Any, nbytes: Any) -> Any:
+        resized = resize(storage, nbytes)
+        tell(storage)
+        return resized
+
+    UntypedStorage.resize_ = resize_and_tell  # type: ignore[assignment,method-assign]  # its argument has another name
+    try:
+        yield
+    finally:
+        if UntypedStorage.resize_ is resize_and_tell:  # else another context has begun inside this one and not ended
+            UntypedStorage.resize_ = resize  # type: ignore[method-assign]

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+import dataclasses
+import time
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 import psutil
 
+from labkit.calls import circle_of_calls, served_by
 from labkit.crew import Crew, Member
+from labkit.notices import waiting_notice
 from labkit.records import Records
-from labkit.ring import Pending
-from labkit.stacks import ask, helpers
-from labkit.stuck import Standing, Verdict, circle_of_calls, stuck, waiting_for
+from labkit.ring import TENSORFLOW, Pending
+from labkit.stacks import ask
+from labkit.stuck import Standing, Verdict, stuck
+from labkit.threads import Active, Look, active, children_of, look
 
 __all__ = ["Watchdog"]
 
@@ -21,6 +26,28 @@ CIRCLE_NS: Final = 1_500_000_000  # calls that wait so long for one another, whi
 RESTING_SHARE: Final = 0.05  # of one core, all ranks together
 LOOK_FOR_FROZEN_EVERY_NS: Final = 500_000_000
 SLOW_NS: Final = 10_000_000_000  # a wait for a rank that computes is told after that
+LONGEST_PAUSE_NS: Final = 5_000_000_000  # between two looks at the threads of ranks that seem to hang, while one may still act
+PLACES_FOR_NS: Final = 5_000_000_000  # so long it is told where a rank was when it was looked at
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Suspicion:
+    """Ranks that seemed to hang when their threads were looked at.
+
+    Args:
+        under_way: the rank, name and start of every operation that was pending then.
+        looks: by rank, what its threads were in.
+        acting: what of a rank might still act.
+        seemed_certain: whether ranks hang for ever if nothing moves from then on.
+        pause_ns, next_ns: how long until the next look, and when that is.
+    """
+
+    under_way: tuple[tuple[int, str, int], ...]
+    looks: Mapping[int, Look]
+    acting: Mapping[int, Active]
+    seemed_certain: bool
+    pause_ns: int
+    next_ns: int
 
 
 class Watchdog:
@@ -31,17 +58,26 @@ class Watchdog:
         on: the numbers of the ranks that call the function.
         records: what the ranks write down.
         results, failures: by the number of a rank, how it has answered so far; they grow while the run is under way.
+        serving: the numbers of ranks that were called and only serve others now.
 
     Attributes:
         notice: what the student should know at this moment: a line, or "".
     """
 
     def __init__(
-        self, crew: Crew, on: Sequence[int], records: Records, results: Collection[int], failures: Collection[int]
+        self,
+        crew: Crew,
+        on: Sequence[int],
+        records: Records,
+        results: Collection[int],
+        failures: Collection[int],
+        serving: Collection[int] = (),
     ) -> None:
         self._members, self._plan, self._on = crew.members, crew.plan, on
-        self._records, self._results, self._failures = records, results, failures
-        self._suspicion: tuple[tuple[tuple[str, int], ...], int] | None = None  # what ranks seem to hang in, and since when
+        self._records, self._results, self._failures, self._serving = records, results, failures, serving
+        self._suspicion: _Suspicion | None = None
+        self._places: dict[int, Look] = {}  # where the threads of ranks are that have not come
+        self._places_until_ns = 0
         self._computed = 0, 0.0, False  # when the ranks' processor time was looked at last, what it was, whether they rested
         self._frozen: list[Member] = []
         self._frozen_look_ns = 0
@@ -68,35 +104,67 @@ class Watchdog:
             return None
         blocked_in = {(p.group, p.match) for of_rank in pending for p in of_rank if p.wait_start_ns and p.match}
         standings = [self._standing(m, p, blocked_in) for m, p in zip(self._members, pending, strict=True)]
-        verdict = stuck(standings)
-        if verdict is None:
+        seeming = stuck(standings)
+        hanging = [p for i in seeming.ranks for p in (*standings[i].blocked, *standings[i].queued)] if seeming is not None else []
+        verdict = None
+        if seeming is None:
             self._suspicion = None
-            circle = circle_of_calls(standings) if waited_ns > CIRCLE_NS else ""
-            if circle and self._rests(now_ns):
-                self.notice = f"{circle}, and nobody computes: does one of them hold a lock? Stop ends the run."
-            elif waited_ns > SLOW_NS:
-                self.notice = waiting_for(standings, now_ns)
+        elif all(now_ns - p.wait_start_ns >= kind.certain_after_s * 1e9 for p in hanging):
+            verdict = self._confirmed(standings, now_ns)
+        if verdict is None:
+            self.notice = self._word(standings, waited_ns, now_ns)
+        return verdict
+
+    def _confirmed(self, standings: Sequence[Standing], now_ns: int) -> Verdict | None:
+        """The verdict on ranks that seem to hang, once it is certain: none of their threads can act, and nothing has moved."""
+        under_way = tuple((i, p.name, p.start_ns) for i, rank in enumerate(standings) for p in rank.pending)
+        before = self._suspicion
+        if before is not None and now_ns < before.next_ns:
             return None
-        hanging = [p for rank in verdict.ranks for p in (*standings[rank].blocked, *standings[rank].queued)]
-        if any(now_ns - p.wait_start_ns < kind.certain_after_s * 1e9 for p in hanging):
-            return None
-        evidence = tuple((p.name, p.start_ns) for p in hanging)
-        if self._suspicion is None or self._suspicion[0] != evidence:
-            self._suspicion = evidence, now_ns
-        elif now_ns - self._suspicion[1] > CONFIRM_NS:
-            if self._other_threads():
-                self._suspicion = None  # look again later
-            else:
-                return verdict
+        if before is not None and before.under_way != under_way:
+            before = None
+        looks = self._looks_at_threads(range(len(self._members)), with_children=True)
+        earlier = {} if before is None else before.looks
+        found = {i: self._active(i, standings[i], now, earlier.get(i)) for i, now in looks.items()}
+        acting = {i: active for i, active in found.items() if active is not None}
+        verdict = stuck([dataclasses.replace(rank, free=i in acting) for i, rank in enumerate(standings)])
+        if verdict is not None and before is not None and before.seemed_certain:
+            return verdict  # no thread could act, neither then nor now, and none has moved: so there was none that could
+        pause_ns = CONFIRM_NS if verdict is not None or before is None else min(2 * before.pause_ns, LONGEST_PAUSE_NS)
+        end_ns = time.perf_counter_ns()
+        self._suspicion = _Suspicion(under_way, looks, acting, verdict is not None, pause_ns, end_ns + pause_ns)
         return None
 
-    def _other_threads(self) -> bool:
-        """Whether a rank may still do something while its main thread is blocked, or after it has returned: on a thread.
+    def _active(self, rank: int, standing: Standing, now: Look, before: Look | None) -> Active | None:
+        """What of a rank may still act beside what it is blocked in."""
+        # TensorFlow's waits are noted by a thread that looks at the main one; a server's main thread is one of those that serve.
+        unknown = rank in self._serving or any(p.group == TENSORFLOW for p in standing.blocked)
+        blocked = None if unknown else {p.thread for p in standing.blocked}
+        return active(now, before, blocked=blocked, idle_main=standing.returned and not unknown)
 
-        Not asked of RPC ranks, whose threads serve calls and are counted.
-        """
-        living = [m.process for m in self._members if m.rank not in self._failures]
-        return not self._plan.kind.serving_threads and any(not raw or helpers(raw) for raw in ask(living))
+    def _looks_at_threads(self, ranks: Collection[int], *, with_children: bool) -> dict[int, Look]:
+        """What the threads of some ranks are in, as far as these live."""
+        living = [self._members[i] for i in ranks if i not in self._failures]
+        processes = [m.process for m in living]
+        children = children_of([p.pid for p in processes]) if with_children else {}
+        stacks = ask(processes)
+        return {m.rank: look(raw, m.process.pid, children.get(m.process.pid, ())) for m, raw in zip(living, stacks, strict=True)}
+
+    def _word(self, standings: Sequence[Standing], waited_ns: int, now_ns: int) -> str:
+        """What to say while nothing is certain: who waits, and for whom."""
+        circle = circle_of_calls(standings) if waited_ns > CIRCLE_NS else ""
+        if circle and self._rests(now_ns):
+            return f"{circle}, and nobody computes: does one of them hold a lock? Stop ends the run."
+        if waited_ns <= SLOW_NS:
+            return ""
+        acting = self._suspicion.acting if self._suspicion is not None else {}
+        elsewhere = {i for i, rank in enumerate(standings) if not rank.blocked and not rank.timed and not rank.returned}
+        calls = (served_by(standings, p) for rank in standings for p in (*rank.blocked, *rank.timed))
+        elsewhere |= {served[0] for served in calls if served is not None}
+        if elsewhere and (elsewhere - self._places.keys() or now_ns > self._places_until_ns):
+            self._places = self._looks_at_threads(elsewhere, with_children=False)
+            self._places_until_ns = time.perf_counter_ns() + PLACES_FOR_NS
+        return waiting_notice(standings, self._places, acting, now_ns)
 
     def _somebody_is_frozen(self, now_ns: int) -> bool:
         """Whether a signal has stopped a rank's process, so that all that wait for it hang until another one lets it go on."""
@@ -132,10 +200,11 @@ class Watchdog:
         for p in pending:
             entered[p.group] = max(entered.get(p.group, 0), p.match)
         called = member.rank in self._on
-        serving = self._plan.kind.serves(self._plan.jobs, member.rank)
+        serves = member.rank in self._serving
+        serving = member.reader.serving or self._plan.kind.serves(self._plan.jobs, member.rank) or int(serves)
         return Standing(
-            member.name, pending, called=called, returned=not called or member.rank in self._results, serving=serving,
-            entered=entered, done=self._records.done(member.rank, blocked_in),
+            member.name, pending, called=called, returned=not called or serves or member.rank in self._results,
+            serving=serving, entered=entered, done=self._records.done(member.rank, blocked_in),
             uncounted=member.reader.unnoted > self._unnoted[member.rank],
         )  # fmt: skip
 

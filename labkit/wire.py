@@ -18,21 +18,25 @@ import pickle
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import cloudpickle
 
+from labkit.array_views import SharedArrays
 from labkit.blame import Call, blame
 from labkit.borrow import ALIGN, address_of, read
+from labkit.definitions import Received, Sent
 from labkit.errors import LabError
+from labkit.rank_builtins import reduce_ipython
+from labkit.rank_objects import RankOnlyTypes
+from labkit.sync_objects import reduce_sync_object
 
 __all__ = ["Parcel", "install_source", "pack", "shared_memory", "source_of", "unpack"]
 
 OUT_OF_BAND_BYTES: Final = 1 << 16  # smaller arrays are cheaper inside the message than in a segment of their own
-NOTHING: Final[Mapping[str, Any]] = types.MappingProxyType({})
-_NONE: Final = pickle.dumps((None, {}))
+_PLAIN: Final = frozenset({type(None), bool, int, float, str})  # what most functions return, and nothing has to be looked at
 _Cached: Final = type(functools.lru_cache(len))
 
 
@@ -69,7 +73,8 @@ def pack(
     value: Any,
     *,
     home: types.ModuleType | None = None,
-    known: Mapping[str, Any] = NOTHING,
+    sent: Sent | None = None,
+    received: Received | None = None,
     what: str = "the value",
     lend: bool = False,
 ) -> Parcel:
@@ -79,15 +84,16 @@ def pack(
         value: what to send. Buffers of numpy arrays and CPU tensors are copied once.
         home: the module whose functions and classes shall live in the receiver's `__main__`; None sends them as strangers,
             which is right for results: they must not overwrite what the notebook defines.
-        known: functions and classes that the receiver has in its `__main__`, by name; these travel as their names alone.
+        sent: in the notebook, where the functions and classes that travel get their numbers.
+        received: in a rank, what it has of the notebook's functions and classes; in a result these travel as their numbers alone.
         what: how an error names the value.
         lend: whether the receiver may read this process's memory; it is then the receiver who copies.
 
     Raises:
         LabError: something in it cannot be pickled; the message names it.
     """
-    if value is None:  # most functions return that, and a no-op spends a twentieth of its time here
-        return Parcel(_NONE)
+    if type(value) in _PLAIN:  # a pickler of our own would take a tenth of what a run of nothing does
+        return Parcel(pickle.dumps((value, {}, {})))
     buffers: list[pickle.PickleBuffer] = []
 
     def keep_out_of_band(buffer: pickle.PickleBuffer) -> bool:
@@ -99,18 +105,23 @@ def pack(
             buffers.append(buffer)
         return not large
 
-    stream = io.BytesIO()
-    pickler = _Pickler(stream, home, known, keep_out_of_band)
+    blocks: dict[int, tuple[Any, Any]] = {}
     try:
-        pickler.dump((tuple(value) if isinstance(value, Call) else value, pickler.defined))
+        while True:
+            buffers.clear()
+            stream = io.BytesIO()
+            pickler = _Pickler(stream, home, sent, received, keep_out_of_band, blocks)
+            pickler.dump((tuple(value) if isinstance(value, Call) else value, pickler.defined, pickler.numbered))
+            if blocks or not (blocks := pickler.arrays.found()):
+                break
     except LabError:
         raise
     except Exception as error:  # noqa: BLE001  # an object's own __reduce__ may raise anything
 
         def attempt(part: Any) -> None:
-            _Pickler(io.BytesIO(), home, known, lambda _: None).dump(part)
+            _Pickler(io.BytesIO(), home, None, received, lambda _: None).dump(part)
 
-        raise LabError(blame(value, what, error, attempt)) from None
+        raise LabError(blame(value, what, error, attempt, result=received is not None)) from None
     parcel = Parcel(stream.getvalue(), moved=pickler.moved, files=pickler.files)
     views = [b.raw() for b in buffers]
     if views and lend:
@@ -125,27 +136,39 @@ def pack(
     return parcel
 
 
-def unpack(parcel: Parcel) -> tuple[Any, dict[str, Any]]:
-    """The object again, and the definitions that came with it, which now live in `__main__`.
+def unpack(parcel: Parcel, *, sent: Sent | None = None, received: Received | None = None) -> Any:
+    """The object again. The definitions that came with it now live in `__main__`.
 
     Its arrays lie in memory of their own, or in the shared segment, mapped privately: writing to them is seen by nobody else.
 
+    Args:
+        parcel: what `pack` made.
+        sent: in the notebook, what the functions and classes in a result are found by.
+        received: in a rank, what learns the functions and classes that have come.
+
     Raises:
-        OSError: the lender is gone.
+        EOFError: the lender is gone.
     """
     buffers: list[memoryview] = []
     if parcel.lender:
-        buffers = read(parcel.lender, parcel.spans)
+        try:
+            buffers = read(parcel.lender, parcel.spans)
+        except OSError as error:
+            raise EOFError(str(error)) from None
     elif parcel.fd >= 0:
         size = max(offset + count for offset, count in parcel.spans)
         view = memoryview(mmap.mmap(parcel.fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
         buffers = [view[offset : offset + count] for offset, count in parcel.spans]
         parcel.close()
-    unpickler = pickle.Unpickler(io.BytesIO(parcel.data), buffers=buffers)
-    definitions: dict[str, Any]
-    value, definitions = unpickler.load()
-    sys.modules["__main__"].__dict__.update(definitions)
-    return value, definitions
+    if sent is not None and _REFERENCE in parcel.data:
+        value, defined, numbered = _Unpickler(parcel.data, buffers, sent).load()
+    else:
+        value, defined, numbered = pickle.loads(parcel.data, buffers=buffers)
+    if defined:
+        sys.modules["__main__"].__dict__.update(defined)
+    if received is not None:
+        received.learn(numbered)
+    return value
 
 
 def shared_memory(size: int) -> int:
@@ -185,16 +208,43 @@ def _at_home(code: bytes | types.CodeType, cells: tuple[types.CellType, ...] | N
     return types.FunctionType(code, sys.modules["__main__"].__dict__, None, None, cells)
 
 
-def _defined_in_main(name: str) -> Any:
-    try:
-        return sys.modules["__main__"].__dict__[name]
-    except KeyError:
-        raise LabError(f"{name}, which the ranks know, is no longer defined here; run the cell that defines it again") from None
+def _sent_definition(number: int, name: str) -> Any:
+    """A function or class of the notebook, which has sent it; `_Unpickler` puts the one who knows in the place of this."""
+    raise LabError(f"{name} (number {number}) is the notebook's, and can only be read there")
+
+
+_REFERENCE: Final = _sent_definition.__name__.encode()  # stands in every stream that refers to one
+
+
+class _Unpickler(pickle.Unpickler):
+    """pickle's own, for a process that has sent definitions.
+
+    Args:
+        data: the stream.
+        buffers: its large buffers.
+        sent: what this process has sent.
+    """
+
+    def __init__(self, data: bytes, buffers: Sequence[memoryview], sent: Sent) -> None:
+        super().__init__(io.BytesIO(data), buffers=buffers)
+        self._sent = sent
+
+    def find_class(self, module: str, name: str) -> Any:
+        """pickle's hook: what a name stands for."""
+        if name == _sent_definition.__name__ and module == __name__:
+            return self._sent.named
+        return super().find_class(module, name)
 
 
 def _is_importable(obj: Any) -> bool:
     module = sys.modules.get(obj.__module__)
     return module is not None and module.__dict__.get(obj.__qualname__) is obj
+
+
+def _with_slots(kind: type, parts: Any) -> Any:
+    """How cloudpickle takes a class apart, with the slots that it forgets: its instances would have a dictionary instead."""
+    make, (meta, name, bases, members, *rest), *state = parts
+    return make, (meta, name, bases, {**members, "__slots__": vars(kind)["__slots__"]}, *rest), *state
 
 
 def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
@@ -206,26 +256,48 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
 
     Attributes:
         defined: the functions and classes of `home` that were sent, by name, for the receiver's `__main__`.
+        numbered: all functions and classes that were sent by value, by the number that they have.
         files: where the student's functions come from.
         moved: whether tensors were copied from a GPU.
+        arrays: the numpy arrays that were met.
     """
 
     def __init__(
-        self, stream: io.BytesIO, home: types.ModuleType | None, known: Mapping[str, Any], buffer_callback: Callable[[Any], Any]
+        self,
+        stream: io.BytesIO,
+        home: types.ModuleType | None,
+        sent: Sent | None,
+        received: Received | None,
+        buffer_callback: Callable[[Any], Any],
+        blocks: dict[int, tuple[Any, Any]] | None = None,
     ) -> None:
         super().__init__(stream, protocol=5, buffer_callback=buffer_callback)
-        self._home, self._known = home, known
+        self._home, self._sent, self._received = home, sent, received
+        self._rank_only: RankOnlyTypes | None = None
         self._alive: list[Any] = []  # the memo goes by identity: what it saw must not be freed and its address used again
         self._torch = sys.modules.get("torch")
         self._by_value = cloudpickle.list_registry_pickle_by_value()  # modules of which somebody has asked that
         self.defined: dict[str, Any] = {}
+        self.numbered: dict[int, Any] = {}
         self.files: set[str] = set()
         self.moved = False
+        self.arrays = SharedArrays(blocks)
 
     def reducer_override(self, obj: Any) -> Any:
         """pickle's hook: how to take `obj` apart, or NotImplemented for the usual way."""
         if isinstance(obj, (types.FunctionType, type, _Cached)):
             return self._definition(obj)
+        if self._received is not None:
+            if self._rank_only is None:
+                self._rank_only = RankOnlyTypes()
+            self._rank_only.refuse(obj)
+        if (shared := self.arrays.reduce(obj)) is not None:
+            return shared
+        if (fresh := reduce_sync_object(obj)) is not None:
+            self._alive.append(fresh)
+            return fresh
+        if (stand_in := reduce_ipython(obj)) is not None:
+            return stand_in
         if isinstance(obj, types.CodeType) and isinstance(data := _marshalled(obj), bytes):
             return marshal.loads, (data,)
         if self._torch is not None and isinstance(obj, self._torch.UntypedStorage):
@@ -242,8 +314,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
         if not self._by_value and obj.__module__ != "__main__" and _is_importable(obj):
             return self._library(obj)
         name = getattr(obj, "__name__", "")
-        if name and self._known.get(name) is obj:
-            return _defined_in_main, (name,)
+        if self._received is not None and (number := self._received.number_of(obj)) is not None:
+            return _sent_definition, (number, name)
+        if self._sent is not None and not getattr(obj, "__closure__", None):  # a closure may come back with another state
+            self.numbered[self._sent.number_of(obj)] = obj
         if self._home is not None and obj.__module__ == self._home.__name__:
             if self._home.__dict__.get(name) is obj:
                 self.defined[name] = obj
@@ -252,6 +326,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
         if isinstance(obj, _Cached) and obj.__module__ == "__main__":  # cloudpickle would send its name alone
             return _cached, (obj.__wrapped__, obj.cache_parameters())
         parts = super().reducer_override(obj)
+        if isinstance(obj, type) and vars(obj).get("__slots__") and parts is not NotImplemented:
+            return _with_slots(obj, parts)
         at_home = isinstance(obj, types.FunctionType) and self._home is not None and obj.__globals__ is self._home.__dict__
         if at_home and parts is not NotImplemented:
             _, (code, *_, cells), state, *_, set_state = parts

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
+from torch.distributed.nn.api.remote_module import RemoteModule
 
 from labkit.record import here
 from labkit.ring import RingReader
@@ -139,3 +140,88 @@ def train_alone(steps: int) -> list[torch.Tensor]:
         shard(x).square().mean().backward()
         optimizer.step()
     return [p.detach() for p in shard.parameters()]
+
+
+def both_ways() -> None:
+    """A pass through two shards of the worker and back: what the second one gets is the output of the first."""
+    shards = [rpc.remote(WORKER, Shard) for _ in range(2)]
+    with dist_autograd.context() as context:
+        x = torch.ones(4, 8)
+        for shard in shards:
+            x = shard.rpc_sync().forward(x)
+        dist_autograd.backward(context, [x.sum()])
+
+
+class Fetching(nn.Linear):
+    """A shard that is given a reference to its input, as those of the pipeline tutorial are."""
+
+    def forward(self, x: Any) -> torch.Tensor:
+        """Fetch it, and compute."""
+        return super().forward(x.to_here())
+
+
+def pass_references_on() -> None:
+    """A pass through two shards on two workers: what the second one computes from, it fetches from the first."""
+    first, second = rpc.remote("one", Fetching, args=(8, 16)), rpc.remote("two", Fetching, args=(16, 2))
+    with dist_autograd.context() as context:
+        y = first.remote().forward(rpc.RRef(torch.ones(4, 8)))
+        dist_autograd.backward(context, [second.rpc_sync().forward(y).sum()])
+
+
+class Embedding(nn.Embedding):
+    """A table of words."""
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        """Their vectors."""
+        return super().forward(words)
+
+
+class Decoder(nn.Linear):
+    """Scores of words."""
+
+    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Of each vector."""
+        return super().forward(vectors)
+
+
+def _call_method(method: Any, rref: Any, *args: Any) -> Any:
+    """The helper of many tutorials."""
+    held = rref.local_value()
+    return getattr(held, method)(*args) if isinstance(method, str) else method(held, *args)
+
+
+def scaled(rref: Any, kind: str) -> str:
+    """A function of a reference and a word that is no method's name."""
+    return f"{type(rref.local_value()).__name__} {kind}"
+
+
+def made(rref: Any, kind: type) -> str:
+    """A function of a reference and a class."""
+    return f"{type(rref.local_value()).__name__} {kind.__name__}"
+
+
+def call_helpers_that_call_no_method() -> list[Any]:
+    """Functions that are given a reference and something else; and a module that torch stands for."""
+    decoder = rpc.remote(WORKER, Decoder, args=(4, 10))
+    module = RemoteModule(WORKER, Decoder, args=(4, 10))
+    return [
+        rpc.rpc_sync(WORKER, scaled, args=(decoder, "adam")), rpc.rpc_sync(WORKER, made, args=(decoder, torch.optim.SGD)),
+        module.forward(torch.ones(2, 4)).shape,
+    ]  # fmt: skip
+
+
+def through_a_helper(how: str) -> None:
+    """Call methods of two modules on the worker through one helper."""
+    table, decoder = rpc.remote(WORKER, Embedding, args=(10, 4)), rpc.remote(WORKER, Decoder, args=(4, 10))
+    x = torch.tensor([1, 2])
+    for rref, method in ((table, Embedding.forward), (decoder, Decoder.forward)):
+        given = method if how == "by the method" else "forward"
+        x = rpc.rpc_sync(WORKER, _call_method, args=(given, rref, x)).detach()
+
+
+def call_each_other() -> None:
+    """Each rank calls the other, and has no span."""
+    name = rpc.get_worker_info().name
+    rpc.rpc_sync("master" if name == WORKER else WORKER, add, args=(torch.ones(10), 1.0))
+    for _ in range(100):
+        torch.ones(100, 100) @ torch.ones(100, 100)

@@ -1,4 +1,4 @@
-"""After every test: no process, no listening port and no shared memory of ours is left.
+"""After every test: no process, no listening port and no shared memory of ours is left, and this process is as it was.
 
 Two things may stay, kept on purpose for the next group: the server that forks ranks, and spare spawned ranks.
 A group that a wider fixture opened before the test may keep its ranks.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator
@@ -16,12 +17,15 @@ from typing import Any
 
 import psutil
 import pytest
+from cells import Cells, new_main
 from processes import left_after
 
 SESSION = "LABKIT_TEST_SESSION"  # inherited by every process that a test starts, also by one that has lost its parent
 os.environ[SESSION] = str(os.getpid())
 
-SETTLE_LIMIT_S = 5.0  # for processes that were told to end
+SETTLE_LIMIT_S = 30.0  # for processes that were told to end
+
+VARIABLES = ("PATH", "HOME", "PYTHONPATH", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG")
 
 foreign: set[int] = set()  # processes looked at and found to be none of ours: reading 200 environments at every test takes 40 ms
 
@@ -30,6 +34,7 @@ foreign: set[int] = set()  # processes looked at and found to be none of ours: r
 def nothing_is_left() -> Iterator[None]:
     """Compare what exists after the test with what existed before it."""
     groups, processes, ports, memory = set(_groups()), _processes(), _listening(), _shared_memory()
+    state = _state()
     yield
 
     def left() -> list[psutil.Process]:
@@ -41,6 +46,38 @@ def nothing_is_left() -> Iterator[None]:
     assert not [_describe(p) for p in left_after(SETTLE_LIMIT_S, [p.pid for p in left()])], "the test left processes"
     assert not _listening() - ports, "the test left listening ports"
     assert not _shared_memory() - memory, "the test left shared memory"
+    assert _state() == state, "the test left this process changed, for all tests after it"
+
+
+@pytest.fixture(autouse=True)
+def pytests_own_settings_stay_here(
+    nothing_is_left: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its filter that makes warnings errors, and its logging handlers, are no student's; tests/test_settings.py has its own."""
+    if "labkit.settings" in sys.modules and "notebooks_settings" not in request.fixturenames:
+        monkeypatch.setattr("labkit.settings.NotebookSettings.news", lambda _: None)
+
+
+@pytest.fixture(autouse=True)
+def a_slow_start_is_no_news(nothing_is_left: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine any test may be the one that waits for a framework to be imported, and hear of it."""
+    monkeypatch.setattr("labkit.crew.SLOW_START_S", 180.0)
+
+
+@pytest.fixture
+def cells(monkeypatch: pytest.MonkeyPatch) -> Cells:
+    """A notebook's namespace: what its cells define travels as a notebook's does."""
+    return Cells(new_main(monkeypatch))
+
+
+@pytest.fixture(scope="module", params=["fork", "spawn"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Two ranks without a framework, started both ways, that have run once."""
+    import labkit as lab
+
+    with lab.Group(2, runtime="bare", start=request.param, timeout_s=60) as group:
+        group.run(int)
+        yield group
 
 
 @pytest.fixture
@@ -98,6 +135,13 @@ def _describe(process: psutil.Process) -> str:
 
 def _listening() -> set[int]:
     return {c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+
+
+def _state() -> dict[str, Any]:
+    """What the tests to come take for granted of this process."""
+    hard_limits = {name: resource.getrlimit(getattr(resource, name))[1] for name in dir(resource) if name.startswith("RLIMIT_")}
+    variables = {name: value for name, value in os.environ.items() if name in VARIABLES or name.startswith("LABKIT_")}
+    return {"folder": os.getcwd(), **hard_limits, "SIGCHLD": signal.getsignal(signal.SIGCHLD), **variables}
 
 
 def _shared_memory() -> set[str]:

@@ -69,7 +69,7 @@ def test_collectives_and_calls_of_which_one_end_is_unknown_have_no_arrows():
 
 
 def test_only_messages_of_the_stretch_shown_are_drawn():
-    trace = schedule("1f1b", stages=2, microbatches=4, communication=0.5)
+    trace = schedule("1f1b", stages=2, micro_batches=4, communication=0.5)
     assert 0 < len(messages(trace.between(0, trace.end_ns // 2))) < len(messages(trace))
 
 
@@ -79,13 +79,13 @@ def test_a_message_that_never_arrived_has_no_arrow():
 
 
 def test_arrows_that_could_not_be_told_apart_are_left_out():
-    few, many = (schedule("gpipe", stages=2, microbatches=m, communication=0.5) for m in (8, 60))
+    few, many = (schedule("gpipe", stages=2, micro_batches=m, communication=0.5) for m in (8, 60))
     assert len(arrows(timeline(few))) == 16
     assert arrows(timeline(many)) == []
 
 
 def test_no_arrows_where_rows_are_too_low():
-    assert arrows(timeline(schedule("gpipe", stages=24, microbatches=2, communication=0.5))) == []
+    assert arrows(timeline(schedule("gpipe", stages=24, micro_batches=2, communication=0.5))) == []
 
 
 def test_the_legend_explains_arrows_only_where_there_are_any():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -57,7 +58,7 @@ def test_the_same_call_at_two_looks_is_blocked_since_the_first() -> None:
     rank, call = Rank(), call_of(EXECUTE)
     assert rank.look(call) == []
     (pending,) = rank.look(call)
-    assert (pending.name, pending.wait_start_ns) == ("TensorFlow", 1500 * MS)
+    assert (pending.name, pending.wait_start_ns) == ("TensorFlow's call", 1500 * MS)
     assert rank.look(call) == [pending], "noted once, however long it lasts"
 
 
@@ -89,3 +90,13 @@ def test_the_line_is_the_students() -> None:
 def test_a_rank_that_is_gone_from_the_stack_is_not_blocked() -> None:
     rank = Rank()
     assert [rank.look(None) for _ in range(3)] == [[]] * 3
+
+
+def test_a_lock_of_pythons_within_tensorflow_is_tensorflows() -> None:
+    rank = Rank()
+    looks: list[list[Pending]] = []
+    space: dict[str, Any] = {"sys": sys, "look": lambda frame: looks.extend([rank.look(frame), rank.look(frame)])}
+    exec(compile("def wait():\n    look(sys._getframe())", threading.__file__, "exec"), space)
+    exec(compile("def join():\n    wait()", EXECUTE, "exec"), space)
+    space["join"]()
+    assert [[pending.name for pending in looked] for looked in looks] == [[], ["TensorFlow's join"]]

@@ -134,7 +134,7 @@ def jupyter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield Server(_address(server, log).removesuffix("/lab"), token, folder)
     finally:
         server.terminate()
-        server.wait(30)
+        server.wait(100)
 
 
 @pytest.fixture
@@ -244,7 +244,7 @@ def test_a_page_that_is_loaded_anew_during_a_run_holds_nothing_that_misleads(
     work = """def work(folder):
     for step in lab.steps(range(10**6)):
         with lab.span('forward'):
-            threading.Event().wait(0.01)
+            threading.Event().wait(0.25)  # so long that its bar is wide, however long the run lasts
         if os.path.exists(folder + '/over'):
             return print('worked')"""
     name, over = f"reload-{kind}.ipynb", lab_server.folder / kind / "over"
@@ -268,9 +268,7 @@ def test_a_page_that_is_loaded_anew_during_a_run_holds_nothing_that_misleads(
     page.wait_for_selector("text=[rank 1] worked", timeout=LIMIT_MS)
     page.wait_for_selector(EXPLORER, timeout=LIMIT_MS)
     _hover(page, 1, 0, 0.5)  # something is told
-    # Where a span lies in a step depends on how busy the machine is; between two of them, the function itself is told.
-    told = {tuple(_tip(page, 1, 0, share / 40)) for share in range(1, 40)}
-    assert ("forward", "first used at cell 2, line 3") in {(one[0], one[-1]) for one in told if one}
+    assert ("forward", "first used at cell 2, line 3") in _all_tips(page, 1)
     assert page.locator(stale).is_visible()
     _picture(page, f"reload-{kind}-after")
     _save(page)
@@ -285,7 +283,8 @@ def test_a_page_that_is_loaded_anew_during_a_run_holds_nothing_that_misleads(
     _save(page)
     page.reload()
     page.wait_for_selector(EXPLORER, timeout=LIMIT_MS)
-    assert _hover(page, 0, 0, 0.5)[0] == "forward"
+    _hover(page, 0, 0, 0.5)
+    assert "forward" in {first for first, _ in _all_tips(page, 0)}
     page.close()
 
 
@@ -371,6 +370,12 @@ def _tip(page: Page, rank: int, lane: int, share: float) -> list[str]:
     page.mouse.move(x - 1, y)
     page.mouse.move(x, y)
     return page.inner_text(".labkit-tip").splitlines()
+
+
+def _all_tips(page: Page, rank: int) -> set[tuple[str, str]]:
+    """First and last line of the words along a rank's row: where a span lies depends on how busy the machine is."""
+    told = [_tip(page, rank, 0, share / 40) for share in range(1, 40)]
+    return {(one[0], one[-1]) for one in told if one}
 
 
 def _hover(page: Page, rank: int, lane: int, share: float) -> list[str]:

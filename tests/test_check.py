@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ import labkit.exercises
 from labkit import LabError
 from labkit.check import Verdict, _is_unwritten, check
 from labkit.exercises.judging import AnswerError, compare, factor, listing
+from labkit.time_limit import OutOfTimeError, TimeLimit
 
 MODULE = sys.modules[check.__module__]  # `labkit.check` is the function: the public name wins over the file's
 NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
@@ -180,7 +184,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 def test_ranks_that_wait_for_one_another_are_told_apart() -> None:
     def answer(model):
-        dist.recv(torch.ones(1), 1 - dist.get_rank())
+        dist.recv(torch.ones(1), (dist.get_rank() + 1) % dist.get_world_size())
 
     verdict = check("average_gradients", answer)
     assert verdict.message.startswith("The ranks can never go on: rank 0 waits in recv (test_check.py, line")
@@ -196,8 +200,72 @@ def test_ranks_that_never_come_to_an_end_are_stopped_and_asked_about(monkeypatch
         dist.barrier()
 
     verdict = check("average_gradients", answer)
-    assert verdict.message == "Not finished after 1 s: do all ranks call the same operations in the same order?"
+    assert verdict.message == (
+        "Not finished after 1 s: does every loop come to its end, and do all ranks call the same operations in the same order?"
+    )
     assert any("barrier" in line for line in verdict.details)
+
+
+def for_ever(*_, **__):
+    while True:
+        pass
+
+
+def asleep(*_, **__):
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize("answer", [for_ever, asleep])
+@pytest.mark.parametrize("name", ["activation_bytes", "best_cut", "draw_indices"])
+def test_an_endless_loop_in_this_process_is_stopped_too(name: str, answer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "SERIAL_LIMIT_S", 0.2)
+    verdict = check(name, answer)
+    assert not verdict
+    assert verdict.message == "Not finished after 0 s, so it was stopped: does every loop come to its end?"
+    assert any("test_check.py, line" in line for line in verdict.details)
+
+
+def test_the_limit_holds_outside_the_main_thread_and_leaves_nothing_behind() -> None:
+    before = signal.getsignal(signal.SIGALRM)
+
+    def limited() -> bool:
+        try:
+            with TimeLimit(0.2):
+                for_ever()
+        except OutOfTimeError:
+            return True
+        return False
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(limited).result(60)
+    assert limited()
+    with TimeLimit(60):
+        pass
+    assert signal.getsignal(signal.SIGALRM) == before
+    assert not [t for t in threading.enumerate() if getattr(t, "_target", None) == TimeLimit._look]
+
+
+def test_what_has_a_limit_of_its_own_does_not_count() -> None:
+    with TimeLimit(60) as limit:
+        deadline_s = limit._deadline_s
+        with limit.paused():
+            threading.Event().wait(0.1)
+        assert limit._deadline_s - deadline_s >= 0.1
+
+
+def test_code_that_catches_everything_is_told_again() -> None:
+    told = []
+
+    def stubborn() -> None:
+        while len(told) < 2:
+            try:
+                for_ever()
+            except BaseException as error:  # noqa: BLE001  # that is the point
+                told.append(type(error))
+
+    with TimeLimit(0.1):
+        stubborn()
+    assert told == [OutOfTimeError] * 2
 
 
 def test_an_unknown_exercise_names_close_ones() -> None:

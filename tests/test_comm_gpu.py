@@ -139,6 +139,9 @@ class Coalescing:
         class Backend:
             supports_coalescing = True
 
+            def name(self) -> str:
+                return "nccl"
+
         return Backend()
 
     def _start_coalescing(self, _: torch.device) -> None:

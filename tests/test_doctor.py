@@ -48,8 +48,8 @@ def test_a_complete_laptop() -> None:
     assert lines(LAPTOP) == [
         "  Python             3.11.7 (CPython) on Linux x86_64",
         "  cores              8",
-        "  memory             16.0 GiB, 9.0 GiB of it free",
-        "  shared memory      8.0 GiB in /dev/shm",
+        "  memory             16 GiB, 9 GiB of it free",
+        "  shared memory      8 GiB in /dev/shm",
         "  GPUs               none (no nvidia-smi, no NVIDIA driver in /proc): ranks compute on the CPU",
         "  ranks start by     fork from a server",
         "  ranks talk over    a network of their own, which no other user of this machine can reach",
@@ -99,7 +99,7 @@ def test_remedies_name_extras_that_exist() -> None:
     ("changes", "expected"),
     [
         ({"usable_cores": 1.5}, "  cores              8, of which this process may use 1.5"),
-        ({"free_nbytes": None}, "  memory             16.0 GiB, the container's limit"),
+        ({"free_nbytes": None}, "  memory             16 GiB, the container's limit"),
         ({"shared_nbytes": 2**26}, "✗ shared memory      only 64 MiB in /dev/shm"),
         ({"system": "Darwin arm64"}, "  ranks start by     spawn, spare ones kept warm"),
         ({"start": "spawn"}, "  ranks start by     spawn, spare ones kept warm, because LABKIT_START says so"),

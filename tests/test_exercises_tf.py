@@ -52,6 +52,13 @@ def replica_sum_of_python(losses, global_batch):
     return sum(losses) / global_batch
 
 
+@wrong("replica_loss", "it has no gradient: numpy")
+def replica_sum_of_numpy(losses, global_batch):
+    import numpy as np
+
+    return np.sum(losses) / global_batch
+
+
 @wrong("replica_loss", "divided by 64, and the global batch is 4 here: divide by the argument global_batch")
 def replica_loss_of_the_notebook(losses, global_batch):
     import tensorflow as tf

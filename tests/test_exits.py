@@ -100,7 +100,7 @@ def limited(limit_bytes: int) -> Iterator[Path]:
             (group / swap).write_text(str(limit_bytes if parent is one else 0))  # version 1 counts both together
         yield group
     finally:
-        assert not left_after(10, map(int, (group / "cgroup.procs").read_text().split()))
+        assert not left_after(30, map(int, (group / "cgroup.procs").read_text().split()))
         for _ in range(100):
             with contextlib.suppress(OSError):  # busy, until the last of them is buried
                 group.rmdir()

@@ -16,9 +16,9 @@ from synthetic import MS, Book, data_parallel, many, master_and_workers
 import labkit as lab
 from labkit.errors import LabError
 from labkit.pictures.bars import STYLES, blend, coverage, lanes
-from labkit.pictures.sheet import bytes_in_words, time_in_words
 from labkit.pictures.window import EXACT, Windows
 from labkit.trace import Span, Trace
+from labkit.units import bytes_in_words, time_in_words
 
 pytest.importorskip("anywidget", reason="anywidget is not installed: the extra 'course' brings it")
 

@@ -53,11 +53,6 @@ def gloo(start: str) -> Iterator[lab.Group]:
         yield group
 
 
-@pytest.fixture
-def cells(monkeypatch: pytest.MonkeyPatch) -> in_cells.Cells:
-    return in_cells.Cells(in_cells.new_main(monkeypatch))
-
-
 def failure(group: Any, function: Callable[..., Any], *args: Any) -> lab.RankError:
     with pytest.raises(lab.RankError) as caught:
         group.run(function, *args)
@@ -159,13 +154,29 @@ def test_one_rank_raises_while_the_others_wait_for_it(gloo: lab.Group, cells: in
     assert error.report().splitlines()[-2] == STOPPED
 
 
-def test_after_a_finished_collective_the_ranks_are_not_kept(gloo: lab.Group, cells: in_cells.Cells) -> None:
-    """All came back, but who has talked may have left something half done with the others."""
+def test_after_a_finished_collective_a_mistake_of_all_ranks_costs_no_ranks(gloo: lab.Group, cells: in_cells.Cells) -> None:
+    """All came back, and nothing is under way between them."""
     cells("""
         import torch
         import torch.distributed as dist
         def f():
             dist.all_reduce(torch.ones(1))
+            raise ValueError("after it")
+    """)
+    before = pids(gloo)
+    error = failure(gloo, cells.f)
+    assert error.report().splitlines()[-2] == KEPT
+    assert pids(gloo) == before
+
+
+def test_after_a_message_that_nobody_received_the_ranks_are_not_kept(gloo: lab.Group, cells: in_cells.Cells) -> None:
+    """All came back, but the next run would receive what this one has sent."""
+    cells("""
+        import torch
+        import torch.distributed as dist
+        def f():
+            if dist.get_rank() == 0:
+                dist.isend(torch.ones(1), 1)
             raise ValueError("after it")
     """)
     before = pids(gloo)
@@ -318,14 +329,16 @@ def test_exit_codes_in_words() -> None:
         ("raise Needs(1, 2)", "Needs: 1 and 2"),
         ("raise Silent", "Silent: <exception str() failed>"),
         ("raise MemoryError", "MemoryError"),
-        ("input()", "EOFError: EOF when reading a line"),
+        (
+            "input()",
+            "LabError: input(''): a rank has no keyboard. Ask in the notebook, and pass the answer: group.run(f, answer)",
+        ),
         ("raise ConnectionResetError(104, 'by the student')", "ConnectionResetError: [Errno 104] by the student"),
         ("raise BaseException('base')", "BaseException: base"),
         ("eval('1 +')", "SyntaxError: invalid syntax"),
         ("return f()", "RecursionError: maximum recursion depth exceeded"),
         ("raise ValueError('one\\ntwo')", "ValueError: one"),
         ("assert False, 'said'", "AssertionError: said"),
-        ("exit()", "the function called exit()"),  # the last one: it closes the standard input as well
     ],
 )
 def test_exceptions(ranks: lab.Group, cells: in_cells.Cells, body: str, headline: str) -> None:

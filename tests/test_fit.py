@@ -15,7 +15,7 @@ from labkit.fit import Fit, MeasuredLink, fit
 from labkit.link import Link
 from labkit.measure import OPERATIONS as BY_RUNTIME
 from labkit.measure import _median_s
-from labkit.prediction import in_words
+from labkit.units import in_words
 
 OPERATIONS = (*BY_RUNTIME["torch"], *BY_RUNTIME["rpc"])
 SIZES = [4**i for i in range(3, 13)]

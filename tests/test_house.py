@@ -75,8 +75,12 @@ def test_errors_know_nothing() -> None:
     assert GRAPH["labkit.errors"] == set()
 
 
-def test_the_doctor_knows_only_errors() -> None:
-    assert GRAPH["labkit.doctor"] == {"labkit.errors"}
+def test_units_know_nothing() -> None:
+    assert GRAPH["labkit.units"] == set()
+
+
+def test_the_doctor_knows_only_errors_and_units() -> None:
+    assert GRAPH["labkit.doctor"] == {"labkit.errors", "labkit.units"}
 
 
 @pytest.mark.parametrize("module", FILES)

@@ -23,7 +23,7 @@ from nbclient import NotebookClient  # noqa: E402
 START = ("fork", "spawn")
 ROOT = Path(__file__).resolve().parent.parent
 ANSWER_LIMIT_S = 100.0
-GONE_LIMIT_S = 5.0  # the promise is 2 s; a busy machine may take longer to look
+GONE_LIMIT_S = 30.0  # the promise is 2 s; a busy machine may take longer to look
 
 
 class Cell:
@@ -153,7 +153,17 @@ def test_cells_prints_errors_and_ranks_magic(kernel: Kernel) -> None:
     assert 'File "cell 6", line 2, in <module>' in cell.error[2], cell.error[2]
     cell = kernel("%%ranks group\nif")
     assert cell.error is not None
-    assert cell.error[0] == "SyntaxError"
+    assert cell.error == (
+        "CellSyntaxError",
+        cell.error[1],
+        '  File "cell 7", line 1\n    if\n      ^\nSyntaxError: invalid syntax',
+    )
+    cell = kernel("%%ranks group --run kept  # a comment\nfor i in range(3): break\ni")
+    assert (cell.stdout, cell.error) == ("[rank 0] 0\n[rank 1] 0\n", None)
+    assert kernel("kept is group.last_run").result == "True"
+    cell = kernel("%%ranks group\n%time f()")
+    assert cell.error is not None
+    assert cell.error[2].count("\n") == 0, "one line, and no frames"
     assert kernel("group.run(int).results").result == "[0, 0]"
 
 

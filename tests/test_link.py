@@ -82,6 +82,25 @@ def test_an_unknown_operation() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
+        (("send", -1), ValueError, "nbytes=-1: expected a number from 0"),
+        (("send", float("nan")), ValueError, "nbytes=nan: expected a number from 0"),
+        (("send", float("inf")), ValueError, "nbytes=inf: expected a number from 0"),
+        (("send", "4 MB"), TypeError, "nbytes='4 MB': expected a number from 0"),
+        (("send", True), TypeError, "nbytes=True"),
+        (("all_reduce", 1, 0), ValueError, "ranks=0: expected a whole number from 1"),
+        (("send", 1, -2), ValueError, "ranks=-2: expected a whole number from 1"),
+        (("all_reduce", 1, 2.5), TypeError, r"ranks=2\.5: expected a whole number from 1"),
+        ((None, 1), TypeError, "operation=None: expected the name of one, such as 'all_reduce'"),
+    ],
+)
+def test_a_cost_that_cannot_be_asked_for(arguments: tuple[Any, ...], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        SLOW.seconds(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
         (
             {"gbit_per_s": 0, "latency_us": 1},
             ValueError,

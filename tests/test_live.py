@@ -27,9 +27,9 @@ from labkit.pictures.curves import Curves, beneath
 from labkit.pictures.frame import STILL, svg
 from labkit.pictures.progress import Progress
 from labkit.pictures.recent import Recent
-from labkit.pictures.sheet import time_in_words
 from labkit.ring import MEMORY, STEPS_IN_ALL, Pending
 from labkit.trace import Scalar, Span, Trace
+from labkit.units import time_in_words
 from labkit.usage import Load, Usage, followed, gpus_of, own_bytes
 
 from synthetic import MS, Book, alone, data_parallel, feed, many, model_parallel  # isort: skip

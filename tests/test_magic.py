@@ -10,11 +10,14 @@ import textwrap
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import cells as in_cells
 import pytest
 
 import labkit as lab
+from labkit.cell import CellSyntaxError
+from labkit.magic import USAGE
 from labkit.magic import ranks as magic
 from labkit.names import assigned, name_of, names_read, reads
 
@@ -44,6 +47,8 @@ class Shell:
 def cells(monkeypatch: pytest.MonkeyPatch, group: lab.Group) -> in_cells.Cells:
     main = in_cells.new_main(monkeypatch)
     main.__dict__["group"] = group
+    for member in group._crew.members if group._crew is not None else ():
+        member.made.clear()  # nobody misses it
     group._fit = False  # fresh ranks: what an earlier test has defined there is gone
     return in_cells.Cells(main)
 
@@ -56,7 +61,9 @@ def shell(cells: in_cells.Cells) -> Shell:
 @pytest.fixture
 def shown(capsys: pytest.CaptureFixture[str]) -> Callable[[], list[str]]:
     """A terminal shows the lines of ranks as they come; here in rank order."""
-    return lambda: sorted(capsys.readouterr().out.splitlines(), key=lambda line: line[: line.index("]")])
+    return lambda: sorted(
+        (line for line in capsys.readouterr().out.splitlines() if line[0] == "["), key=lambda line: line[: line.index("]")]
+    )
 
 
 # Names
@@ -137,7 +144,7 @@ def test_a_run_sees_what_a_cell_has_defined(shell: Shell, cells: in_cells.Cells)
 
 def test_only_what_a_cell_reads_travels(shell: Shell, cells: in_cells.Cells, shown: Callable[[], list[str]]) -> None:
     """`group` is the notebook's group, and a common name for a process group as well."""
-    cells("import threading\nlock = threading.Lock()\nbig = lock")
+    cells("import sys\nlock = sys._getframe()\nbig = lock")
     shell("group --on a", """
         class Net:
             big = 1
@@ -150,8 +157,8 @@ def test_only_what_a_cell_reads_travels(shell: Shell, cells: in_cells.Cells, sho
 
 
 def test_an_object_that_cannot_travel_is_named(shell: Shell, cells: in_cells.Cells) -> None:
-    cells("import threading\nlock = {'inside': threading.Lock()}")
-    with pytest.raises(lab.LabError, match=r"^the notebook's 'lock'\['inside'\] cannot be sent: lock objects cannot be pickled"):
+    cells("import sys\nlock = {'inside': sys._getframe()}")
+    with pytest.raises(lab.LabError, match=r"^the notebook's 'lock'\['inside'\] cannot be sent: frame objects cannot be pickled"):
         shell("group", "lock")
     with pytest.raises(lab.LabError, match="a group lives in the notebook and cannot be sent to a rank"):
         shell("group", "group")
@@ -187,7 +194,209 @@ def test_after_an_error_that_stopped_nobody_names_persist(shell: Shell, shown: C
     assert shown() == ["[a] 2", "[b] 2", "[c] 2"]
 
 
+# Loops, and whatever else students write in a cell
+
+
+LOOPS = """
+    done = []
+    for i in range(9):
+        if i == 1: continue
+        try:
+            if i == 3: break
+        finally:
+            done.append(i)
+    while True:
+        with open("/dev/null"):
+            break
+    match i:
+        case 3:
+            for j in range(2):
+                break
+        case _: pass
+    done, j
+"""
+
+
+@pytest.mark.parametrize("runtime", ["bare", "torch", "rpc", pytest.param("tensorflow", marks=pytest.mark.tf)])
+def test_break_and_continue_in_every_runtime(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if runtime != "bare":
+        pytest.importorskip("tensorflow" if runtime == "tensorflow" else "torch")
+    in_cells.new_main(monkeypatch)
+    with lab.Group(["a", "b"] if runtime != "tensorflow" else 1, runtime=runtime) as group:
+        run = group.run_cell(textwrap.dedent(LOOPS), "<cell 1 on the ranks>", "cell 1")
+        assert run.output.splitlines() == [f"[{name}] ([0, 2, 3], 0)" for name in group.names]
+
+
+def test_definitions_of_every_kind_persist(shell: Shell, cells: in_cells.Cells, shown: Callable[[], list[str]]) -> None:
+    cells("N = 3\nfactors = [1, 2]\npi = 'of the notebook'")
+    shell("group --on a", """
+        from __future__ import annotations
+        import contextlib, dataclasses, functools
+        from math import *
+        total: int = 0
+        def counted(function):
+            @functools.wraps(function)
+            def call(*args):
+                global total
+                total += 1
+                return function(*args)
+            return call
+        @counted
+        @functools.lru_cache
+        def tripled(x): return N * x
+        class Base:
+            size = N
+            def all(self): return [[tripled(a * b) for a in factors] for b in range(self.size)]
+        class Derived(Base):
+            def all(self): return super().all()[1:]
+        @dataclasses.dataclass
+        class Point:
+            x: Undefined
+            y: list[int] = dataclasses.field(default_factory=list)
+        @contextlib.contextmanager
+        def doubled(): yield 2 * N
+    """)  # fmt: skip
+    shell("group --on a", """
+        with doubled() as six: pass
+        def later(x: AlsoUndefined): return x  # the import from __future__ holds on
+        Derived().all(), Point(1).y, six, total, floor(2.5), later(1), (lambda n: [tripled(n) for _ in factors])(1)
+    """)  # fmt: skip
+    assert shown() == ["[a] ([[3, 6], [6, 12]], [], 6, 6, 2, 1, [3, 3])"]
+    shell("group --on a", "round(pi, 2), total")
+    assert shown() == ["[a] (3.14, 8)"], "what a star import, or a function, assigns is assigned on the ranks"
+
+
+def test_a_semicolon_shows_nothing(shell: Shell, shown: Callable[[], list[str]]) -> None:
+    shell("group --on a", "x = 1; x")
+    assert shown() == ["[a] 1"]
+    for source in ("x;", "x ;  # a comment", "'é'; x;", "(x,\n1);"):
+        shell("group --on a", source)
+        assert shown() == [], source
+    shell("group --on a", "'é'  # a comment;")
+    assert shown() == ["[a] 'é'"]
+
+
+# The line: a comment, the picture, the run
+
+
+def test_a_comment_stands_in_the_line(shell: Shell, shown: Callable[[], list[str]]) -> None:
+    shell("group --on a # on the first", "'here'")
+    assert shown() == ["[a] 'here'"]
+
+
+def test_some_ranks_may_stand_for_a_group(shell: Shell, cells: in_cells.Cells, shown: Callable[[], list[str]]) -> None:
+    cells("some = group[1:]")
+    shell("some", "'here'")
+    assert shown() == ["[b] 'here'", "[c] 'here'"]
+
+
+def test_a_cell_leaves_its_run(shell: Shell, cells: in_cells.Cells) -> None:
+    shell("group --run mine", "import labkit as lab\nwith lab.span('forward'): print('said')")
+    assert cells.mine is cells.group.last_run
+    assert cells.mine.output == "[a] said\n[b] said\n[c] said"
+    assert [[s.name for s in cells.mine.trace if s.rank == rank] for rank in range(3)] == [["cell", "forward"]] * 3
+    with pytest.raises(lab.RankError):
+        shell("group --run other", "1 / 0")
+    assert "other" not in cells._main.__dict__
+    assert cells.mine is cells.group.last_run, "a cell that failed has no run"
+    assert cells.group.run(int) is cells.group.last_run
+
+
+def test_a_cell_is_watched(shell: Shell, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+
+    class Picture:
+        interval_s = 100.0
+
+        def begin(self, ranks: tuple[str, ...], title: str, *_: Any) -> None:
+            told.append((ranks, title))
+
+        def update(self, *_: Any) -> None: ...
+
+        def end(self, trace: lab.Trace, stopped: str) -> None:
+            told.append((sorted({s.name for s in trace}), stopped))
+
+    monkeypatch.setattr(lab.Group, "picture", Picture)
+    shell("group", "import labkit as lab\nwith lab.span('forward'): pass")
+    assert told == []
+    shell("group --watch --on 0,2 --run mine", "with lab.span('forward'): pass")
+    assert told == [(("a", "b", "c"), "the cell on 2 ranks"), (["cell", "forward"], "")]
+    assert cells.mine.ranks == ("a", "c")
+
+
 # Mistakes
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "about"),
+    [
+        ("x = 1\n%time f()", 2, "To time ranks"),
+        ("%%time\nx = 1", 1, "To time ranks"),
+        ("took = %timeit -o f()", 1, "To time ranks"),
+        ("for i in range(3):\n    !ls", 2, "subprocess.run"),
+        ("files = !ls *.py", 1, "subprocess.run"),
+        ("%pip install einops", 1, "subprocess.run"),
+        ("%matplotlib inline\nimport os", 1, "figures of ranks are shown"),
+        ("%load_ext autoreload", 1, "cell of its own"),
+        ("print?", 1, "help"),
+        ("x = 1\nreturn x", 2, "group.run"),
+        ("for i in range(3):\n    await f(i)", 2, "asyncio.run"),
+        ("async with f() as x: pass", 1, "asyncio.run"),
+        ("yield 1", 1, "into a function"),
+    ],
+)
+def test_what_ranks_cannot_run_is_refused_in_one_line(shell: Shell, source: str, line: int, about: str) -> None:
+    with pytest.raises(lab.LabError) as caught:
+        shell("group", source)
+    assert type(caught.value) is lab.LabError
+    assert str(caught.value).startswith(f"cell 1, line {line}: ")
+    assert about in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "source", ["x = 5\ny = 5 \\\n% x", "def f():\n    return 1", "async def f():\n    await f()", "'''\n!ls\n%time\n'''"]
+)
+def test_what_only_looks_like_it_runs(shell: Shell, source: str) -> None:
+    shell("group", source)
+
+
+def test_a_syntax_error_is_shown_with_its_line_alone(shell: Shell) -> None:
+    with pytest.raises(CellSyntaxError) as caught:
+        shell("group", "x = 1\nif x:\n    print(1 +)")
+    assert caught.value._render_traceback_() == [
+        '  File "cell 1", line 3', "    print(1 +)", "             ^", "SyntaxError: invalid syntax",
+    ]  # fmt: skip
+    with pytest.raises(CellSyntaxError, match="'break' outside loop"):
+        shell("group", "break")
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("input('name?')", "input('name?'): a rank has no keyboard"),
+        ("breakpoint()", "breakpoint(): a rank has no keyboard"),
+        ("__import__('pdb').set_trace(); x = 1", "pdb: a rank has no keyboard"),
+    ],
+)
+def test_who_asks_a_rank_is_told(shell: Shell, cells: in_cells.Cells, call: str, said: str) -> None:
+    cells(f"def f():\n    {call}\n    return 1")
+    for ask in (lambda: shell("group", call), lambda: cells.group.run(cells.f)):
+        with pytest.raises(lab.RankError) as caught:
+            ask()
+        assert caught.value.failures[0].headline.startswith(f"LabError: {said}")
+        assert "labkit" not in caught.value.report()
+
+
+def test_breakpoints_can_be_switched_off(cells: in_cells.Cells) -> None:
+    cells("""
+        import os
+        def f():
+            os.environ["PYTHONBREAKPOINT"] = "0"
+            breakpoint()
+            del os.environ["PYTHONBREAKPOINT"]
+    """)
+    assert cells.group.run(cells.f).results == [None] * 3
 
 
 def test_an_error_shows_the_cells_line(shell: Shell, cells: in_cells.Cells) -> None:
@@ -209,24 +418,27 @@ def test_an_error_shows_the_cells_line(shell: Shell, cells: in_cells.Cells) -> N
 
 
 def test_what_is_no_python_reaches_no_rank(shell: Shell, cells: in_cells.Cells) -> None:
-    with pytest.raises(SyntaxError) as caught:
+    with pytest.raises(CellSyntaxError) as caught:
         shell("group", "x = 1\nif x\n")
-    assert (caught.value.filename, caught.value.lineno) == ("<cell 1 on the ranks>", 2)
+    assert (caught.value.label, caught.value.lineno) == ("cell 1", 2)
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("", "%%ranks: the following arguments are required: group. Write: %%ranks group   or   %%ranks group --on 0,2"),
+        ("", f"%%ranks: the following arguments are required: group. {USAGE}"),
         ("nothing", "%%ranks nothing: 'nothing' is not defined; make a group first: nothing = lab.Group(2)"),
         ("number", "%%ranks number: 'number' is of type int; make a group first: number = lab.Group(2)"),
-        ("group 1", "%%ranks: unrecognized arguments: 1. Write: %%ranks group   or   %%ranks group --on 0,2"),
-        ("group --all", "%%ranks: unrecognized arguments: --all. Write: %%ranks group   or   %%ranks group --on 0,2"),
-        ("group --on", "%%ranks: argument --on: expected one argument. Write: %%ranks group   or   %%ranks group --on 0,2"),
+        ("group[0]", "%%ranks group[0]: expected a name; some of a group's ranks are given as %%ranks group --on 0,1"),
+        ("group 1", f"%%ranks: unrecognized arguments: 1. {USAGE}"),
+        ("group --all", f"%%ranks: unrecognized arguments: --all. {USAGE}"),
+        ("group --on", f"%%ranks: argument --on: expected one argument. {USAGE}"),
         ("group --on 7", "no rank 7; this group has ranks 0 to 2"),
         ("group --on 0,x", "no rank is called 'x'; this group has 'a', 'b', 'c'"),
+        ("group --run 1x", f"%%ranks: argument --run: '1x' is no name for a variable. {USAGE}"),
+        ("group --run if", f"%%ranks: argument --run: 'if' is no name for a variable. {USAGE}"),
         ("group --on ''", "no rank is called ''; this group has 'a', 'b', 'c'"),
-        ("group --on 'a", "%%ranks: No closing quotation. Write: %%ranks group   or   %%ranks group --on 0,2"),
+        ("group --on 'a", f"%%ranks: No closing quotation. {USAGE}"),
     ],
 )
 def test_a_line_that_cannot_be_meant(shell: Shell, cells: in_cells.Cells, line: str, words: str) -> None:
@@ -291,6 +503,10 @@ get_ipython().run_line_magic("ranks", "group")
         ("(x := 1)", set(), {"x"}),
         ("del x", set(), {"x"}),
         ("x: int = 1\nx", set(), {"x"}),
+        ("for x in y:\n if z: break\n else: continue", {"y", "z"}, {"x"}),
+        ("while True:\n try:\n  with v: break\n finally: pass", {"v"}, set()),
+        ("from __future__ import annotations\nx: y = z", {"y", "z"}, {"annotations", "x"}),
+        ("from e import *\nx", {"x"}, set()),
         ("x, (y, *z) = v\nx, y, z", {"v"}, {"x", "y", "z"}),
         ("@d\ndef f(): ...", {"d"}, {"f"}),
         ("f'{x}'", {"x"}, set()),

@@ -216,34 +216,87 @@ def test_it_asks_for_modules(rank, wrong):
         track_memory(*wrong)
 
 
-def sharded():
+LAYERS, WIDTH, ROWS = 4, 64, 8
+WHOLE = 4 * LAYERS * WIDTH * WIDTH  # bytes of all parameters
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    with lab.Group(2, devices="cpu") as group:
+        yield group
+
+
+def sharded(one_group, reshard, make_optimizer, steps=2):
+    """Some steps of a model whose layers FSDP2 gathers all at once, or each by itself."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    optimizer = torch.optim.Adam(model.parameters())
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    for layer in () if one_group else model:
+        fully_shard(layer, reshard_after_forward=reshard)
+    fully_shard(model, reshard_after_forward=reshard)
+    optimizer = make_optimizer(model.parameters())
     with lab.track_memory(model, optimizer):
-        for _ in range(2):
+        for _ in range(steps):
             optimizer.zero_grad()
-            model(torch.ones(8, 64)).sum().backward()
+            loss = model(torch.ones(ROWS, WIDTH)).sum()
+            lab.record(forward_is_over=1)
+            loss.backward()
+            lab.record(backward_is_over=1)
             optimizer.step()
 
 
-def test_a_shard_is_a_part(tmp_path):
-    with lab.Group(2, devices="cpu") as group:
-        run = group.run(sharded)
-    whole = 4 * 2 * 64 * 64
+def at(run, name):
+    """What filled rank 0 by kind when something was recorded the last time."""
+    usage = usages(run.trace)[0]
+    moment = [s.time_ns for s in run.trace.scalars if s.name == name and s.rank == 0][-1]
+    values = usage.nbytes[:, np.searchsorted(usage.time_ns, moment) - 1].tolist()
+    return {kind: value for kind, value in zip(MEMORY_KINDS, values, strict=True) if value}
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
+@pytest.mark.parametrize("one_group", [True, False], ids=["one group", "a group per layer"])
+def test_gathered_parameters_are_gone_when_fsdp_frees_them(two_ranks, one_group, reshard, make_optimizer, tmp_path):
+    run = two_ranks.run(sharded, one_group, reshard, make_optimizer)
+    # Two moments, and for each parameter the number of steps, in four bytes.
+    state = {"optimizer state": WHOLE + 4 * LAYERS} if make_optimizer is torch.optim.AdamW else {}
+    stays = {"parameters": WHOLE / 2} | state
+    activations = {"activations": 4 * LAYERS * ROWS * WIDTH}
+    kept = {} if reshard else {"gathered parameters": WHOLE}
+    assert at(run, "forward_is_over") == stays | kept | activations
+    assert at(run, "backward_is_over") == stays | {"gradients": WHOLE / 2}
     trace = load_trace(run.trace.save(tmp_path / "trace.json"))
-    for usage in usages(trace):
-        most = dict(zip(MEMORY_KINDS, usage.nbytes.max(axis=1).tolist(), strict=True))
-        assert most["parameters"] == most["gradients"] == whole / 2
-        assert most["optimizer state"] == whole + 2 * 4
-        assert whole / 2 <= most["gathered parameters"] <= whole
-        assert most["activations"] == 4 * 2 * 8 * 64
     assert [usage.rank for usage in usages(trace)] == [0, 1]
+    for usage in usages(trace):
+        gathered = usage.nbytes[MEMORY_KINDS.index("gathered parameters")]
+        assert gathered.max() == (WHOLE if one_group or not reshard else WHOLE / LAYERS)
+        assert gathered[-1] == 0
+
+
+def test_the_peak_of_a_first_step_with_adamw_is_at_the_optimizer(two_ranks):
+    usage = usages(two_ranks.run(sharded, True, True, torch.optim.AdamW, steps=1).trace)[0]
+    peak = dict(zip(MEMORY_KINDS, usage.nbytes[:, usage.peak].tolist(), strict=True))
+    expected = {"parameters": WHOLE / 2, "gradients": WHOLE / 2, "optimizer state": WHOLE + 4 * LAYERS}
+    assert {kind: value for kind, value in peak.items() if value} == expected
+
+
+def test_what_fsdp_keeps_of_gathered_parameters_counts_until_the_backward_pass():
+    with lab.Group(4, devices="cpu") as group:
+        run = group.run(sharded, True, 2, torch.optim.SGD)
+    activations = 4 * LAYERS * ROWS * WIDTH
+    assert at(run, "forward_is_over") == {"parameters": WHOLE / 4, "gathered parameters": WHOLE / 2, "activations": activations}
+    assert at(run, "backward_is_over") == {"parameters": WHOLE / 4, "gradients": WHOLE / 4}
+
+
+def test_what_changes_last_is_dated_when_it_does(rank):
+    now = SimpleNamespace(ns=0)
+    tracker = Tracker(rank.ring, [], [], now=lambda: now.ns)
+    with tracker.following():
+        now.ns = 10
+        tracker.count("activations", 8)
+        now.ns = 1000
+    assert [(s.time_ns, s.value) for s in rank.trace().scalars] == [(10, 8), (1000, 8)]
 
 
 # The figure

@@ -240,7 +240,7 @@ def test_waiting_for_what_was_made_of_a_future(rank: Rank, made: str) -> None:
         future.set_result(5)
 
     # Where nothing begins, this wait in C++ would have no end.
-    rescue = threading.Timer(5.0, lambda: future.done() or future.set_result(5))
+    rescue = threading.Timer(60.0, lambda: future.done() or future.set_result(5))
     rescue.start()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Operation, "wait_begins", begin)
@@ -265,7 +265,7 @@ def test_an_attendant_waits_for_what_nobody_waits_for() -> None:
 
         def attend(self) -> None:
             self.attended.set()
-            assert self.gave_up.wait(10)
+            assert self.gave_up.wait(60)
 
         def give_up(self) -> None:
             self.gave_up.set()
@@ -275,8 +275,8 @@ def test_an_attendant_waits_for_what_nobody_waits_for() -> None:
     assert messages[1].claim()  # the student has begun to wait for this one
     for message in messages:
         attendant.watch(message)
-    assert messages[0].attended.wait(10)
-    assert messages[2].attended.wait(10)  # although the first is still under way
+    assert messages[0].attended.wait(60)
+    assert messages[2].attended.wait(60)  # although the first is still under way
     attendant._let_go()  # as at the end of the process
     assert messages[0].gave_up.is_set()
     assert not messages[1].attended.is_set()

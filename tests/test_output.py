@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import subprocess
 import sys
@@ -16,16 +17,13 @@ import pytest
 
 import labkit as lab
 from labkit import output
-from labkit.output import KEPT_CHARACTERS, KEPT_LINES, LINE_CHARACTERS, LIVE_AFTER_S, LIVE_EVERY_S, LIVE_LINES, Output
+from labkit.lines import HELD_LINES, KEPT_CHARACTERS, KEPT_LINES, LINE_CHARACTERS
+from labkit.output import LIVE_AFTER_S, LIVE_EVERY_S, LIVE_LINES, Output
+from labkit.runtimes import quiet_stderr
 
 START = ("fork", "spawn")
-
-
-@pytest.fixture(scope="module", params=START)
-def ranks(request: pytest.FixtureRequest) -> Iterator[lab.Group]:
-    with lab.Group(2, runtime="bare", start=request.param, timeout_s=60) as group:
-        group.run(int)
-        yield group
+# What three bars of tqdm with `position=` 0, 1 and 2 write when each of them is drawn.
+TQDM = b"\r%b\n\r%b\x1b[A\n\n\r%b\x1b[A\x1b[A"
 
 
 def finished(*pieces: bytes) -> str:
@@ -57,16 +55,31 @@ def finished(*pieces: bytes) -> str:
         (["grün → 1 µs".encode()[:3], "grün → 1 µs".encode()[3:]], "grün → 1 µs"),
         ([b"not utf-8: \xff\xfe!\n"], "not utf-8: \ufffd\ufffd!"),
         ([b"nul \0 and bell \7\n"], "nul \0 and bell \7"),
+        ([b"10%\b\b\b20%\b\b\b100%\n"], "100%"),
+        ([b"\x1b[1mbold\x1b[0m \x1b[Kand \x1b[?25lhidden\n"], "\x1b[1mbold\x1b[0m and hidden"),
+        ([b"a\nb\nc\x1b[2A\rA\nB"], "A\nB\nc"),
+        ([b"a\x1b[5A\rb\n"], "b"),
+        ([b"a\nb\n\x1b[2J", b"c\n"], "c"),
+        (
+            [b"before\n", TQDM % (b"0%", b"0%", b"0%"), TQDM % (b"9%", b"50%", b"7%"), b"\n\n\nafter\n"],
+            "before\n9%\n50%\n7%\nafter",
+        ),
     ],
 )
 def test_lines(pieces: list[bytes], text: str) -> None:
     assert finished(*pieces) == text
 
 
-def test_the_unit_of_arrival_makes_no_difference() -> None:
-    data = "eins\nzwei\r\ndrei: 10%\r20%\rµ\n\nohne Ende".encode()
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ("eins\nzwei\r\ndrei: 10%\r20%\rµ\n\nohne Ende".encode(), "eins\nzwei\nµ\n\nohne Ende"),
+        (b"x\n" + TQDM % (b"0%", b"0%", b"0%") + TQDM % (b"9%", b"50%", b"7%"), "x\n9%\n50%\n7%"),
+    ],
+)
+def test_the_unit_of_arrival_makes_no_difference(data: bytes, text: str) -> None:
     whole = finished(data)
-    assert whole == "eins\nzwei\nµ\n\nohne Ende"
+    assert whole == text
     for cut in range(len(data)):
         assert finished(data[:cut], data[cut:]) == whole
     assert finished(*(bytes([byte]) for byte in data)) == whole
@@ -117,6 +130,63 @@ def test_in_a_terminal_lines_appear_when_they_are_whole(capsys: pytest.CaptureFi
     assert capsys.readouterr().out == ""
     prints.finish()
     assert capsys.readouterr().out == "[a] no end\n"
+
+
+def test_bars_that_move_are_printed_once_in_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    prints = Output(["a"])
+    for i in range(100):
+        prints.feed(0, TQDM % (b"%d%%" % i, b"%d%%" % i, b"%d%%" % i))
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) <= 2, "what came before the cursor moved for the first time"
+    prints.feed(0, b"\n\n\n" + b"".join(b"%d\n" % i for i in range(2 * HELD_LINES)))
+    prints.finish()
+    assert capsys.readouterr().out.splitlines() == ["[a] 99%"] * 3 + [f"[a] {i}" for i in range(2 * HELD_LINES)]
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_program_without_standard_output_has_its_runs(closed: bool, ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    stream.close()
+    monkeypatch.setattr(sys, "stdout", stream if closed else None)
+    monkeypatch.setattr(sys, "stderr", stream if closed else None)
+    ranks._tell("something")
+    assert ranks.run(lambda: print("said", end="")).output == "[rank 0] said\n[rank 1] said"
+
+
+def test_a_stream_that_a_run_has_closed_is_there_again_in_the_next(ranks: lab.Group) -> None:
+    def f() -> None:
+        sys.stdout.close()
+        sys.stderr.close()
+
+    for _ in range(2):
+        assert ranks.run(f).results == [None, None]
+        assert ranks.run(lambda: print("said")).output == "[rank 0] said\n[rank 1] said"
+        assert ranks.run(lambda: print("said", file=sys.stderr)).output == "[rank 0] said\n[rank 1] said"
+
+
+def test_a_rank_without_standard_output_answers(ranks: lab.Group) -> None:
+    def f(closed: bool) -> None:
+        import __main__
+
+        __main__.streams = sys.stdout, sys.stderr  # type: ignore[attr-defined]
+        stream = io.StringIO()
+        stream.close()
+        sys.stdout = sys.stderr = stream if closed else None  # type: ignore[assignment]
+        with quiet_stderr():
+            os.write(2, b"nobody reads this")
+
+    def back() -> None:
+        import __main__
+
+        sys.stdout, sys.stderr = __main__.streams
+        print("back")
+
+    for closed in (True, False):
+        try:
+            assert ranks.run(f, closed).results == [None, None]
+            assert ranks.run(int).results == [0, 0]
+        finally:
+            assert ranks.run(back).output == "[rank 0] back\n[rank 1] back"
 
 
 class Notebook:
@@ -282,7 +352,7 @@ def test_a_rank_that_prints_and_never_stops_is_stopped(start_group: lab.Group) -
 @pytest.fixture
 def start_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[lab.Group]:
     monkeypatch.setattr(Output, "_print", lambda *_: None)
-    with lab.Group(2, runtime="bare", timeout_s=0.5) as group:
+    with lab.Group(2, runtime="bare", timeout_s=2) as group:
         yield group
 
 

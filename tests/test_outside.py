@@ -280,8 +280,25 @@ def test_machines_whose_clocks_were_not_compared_follow_their_own_time(script: C
 def test_a_folder_without_a_trace_is_told(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text(json.dumps({"mine": 1}))
     (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(LabError, match=r"no trace in the folder .*: LABKIT_TRACE=.* torchrun ... train.py leaves one"):
+    forgotten = r"either LABKIT_TRACE=.* was not set .*, or the script neither has `import labkit` nor was run with .* -m labkit"
+    with pytest.raises(LabError, match=rf"no trace in the folder .*: {forgotten}"):
         load_trace(tmp_path)
+
+
+def test_an_empty_folder_says_what_was_forgotten(
+    script: Callable[..., _Script], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "traces").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LABKIT_TRACE", "traces")
+    with pytest.raises(LabError, match="LABKIT_TRACE names it, so the script that ran did not know labkit"):
+        load_trace("traces")
+    script()
+    for left in tmp_path.glob("*-rank0.*"):
+        (tmp_path / "labkit-trace").mkdir(exist_ok=True)
+        left.rename(tmp_path / "labkit-trace" / left.name)
+    with pytest.raises(LabError, match="LABKIT_TRACE was not set when the script ran, and its trace is in 'labkit-trace'"):
+        load_trace("traces")
 
 
 def test_what_cannot_be_read_is_told(script: Callable[..., _Script], tmp_path: Path) -> None:
@@ -295,3 +312,37 @@ def test_what_cannot_be_read_is_told(script: Callable[..., _Script], tmp_path: P
     trace = load_trace(tmp_path)
     assert any(note.startswith("what rank 1 left cannot be read: ") for note in trace.notes)
     assert len(trace.of(rank=0, name="span")) == 1
+
+
+WORKER = """
+import sys
+import labkit
+from torch.distributed import rpc
+rank = int(__import__("os").environ["RANK"])
+options = rpc.TensorPipeRpcBackendOptions(init_method="file://" + sys.argv[2])
+rpc.init_rpc(("trainer", "server")[rank], rank=rank, world_size=2, rpc_backend_options=options)
+if rank == 0:
+    rpc.rpc_sync("server", len, args=([1, 2],))
+rpc.shutdown()
+"""
+
+
+def test_workers_of_rpc_have_their_names(tmp_path: Path) -> None:
+    folder = tmp_path / "traces"
+    command = [sys.executable, "-c", WORKER, str(folder), str(tmp_path / "store")]
+    ranks = [
+        subprocess.Popen(
+            command, env=environment(folder, RANK=str(rank), WORLD_SIZE="2", TP_SOCKET_IFNAME="lo"), stderr=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    try:
+        complained = [rank.communicate(timeout=LIMIT_S)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert [rank.returncode for rank in ranks] == [0, 0], complained
+    trace = load_trace(folder)
+    assert trace.ranks == ("trainer", "server")
+    assert [(s.rank, s.name) for s in trace.of(kind="communication")] == [(0, "rpc_sync len"), (1, "reply len")]

@@ -50,7 +50,7 @@ def with_curve(trace):
 
 
 def pipelines():
-    ideal = {"stages": 4, "microbatches": 6}
+    ideal = {"stages": 4, "micro_batches": 6}
     return {"GPipe": schedule("gpipe", **ideal), "1F1B": schedule("1f1b", **ideal, communication=0.3)}
 
 

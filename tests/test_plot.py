@@ -106,9 +106,9 @@ def test_of_spans_that_overlap_without_nesting_the_one_that_ends_first_shows():
 
 def test_a_call_that_waits_for_its_turn_does_not_hide_the_one_that_is_computed():
     b = book()
-    b.compute(0, "serve forward", 0, 14)
+    b.compute(0, "serve step", 0, 14)
     b.compute(0, "forward", 1, 13)
-    b.compute(0, "serve forward", 5, 19)  # on another thread, which waits for the lock
+    b.compute(0, "serve step", 5, 19)  # on another thread, which waits for the lock
     b.compute(0, "forward", 15, 18)
     ax = timeline(b.done())
     assert spans_of(ax, "forward") == [(1, 13), (15, 18)]
@@ -281,6 +281,8 @@ def test_only_waiting_is_hatched():
         ("forward 3", "forward"),
         ("Backward_stage1", "backward"),
         ("optimizer.step", "optimizer"),
+        ("serve Decoder.forward", "forward"),
+        ("serve optimizer.step", "compute"),
         ("dataset", "compute"),
         ("", "compute"),
         ("μ", "compute"),
@@ -370,7 +372,7 @@ def test_the_axes_given_are_used():
 
 
 def test_the_line_at_the_end_of_the_last_step_is_as_dark_as_the_others():
-    figure = timeline(schedule("gpipe", stages=2, microbatches=1)).figure
+    figure = timeline(schedule("gpipe", stages=2, micro_batches=1)).figure
     figure.canvas.draw()
     picture = np.asarray(figure.canvas.buffer_rgba())[..., :3]
     box = figure.axes[0].get_window_extent()

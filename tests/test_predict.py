@@ -10,7 +10,8 @@ import pytest
 import labkit as lab
 from labkit import predict
 from labkit.link import Link, rounds_and_share
-from labkit.prediction import in_words
+from labkit.schedule import schedule
+from labkit.units import in_words
 
 LINK = Link(gbit_per_s=0.008, latency_us=1000)  # a million bytes per second, a millisecond
 
@@ -97,7 +98,7 @@ def test_memory_as_in_the_paper(stage: int, gigabytes: float) -> None:
 def test_bubbles() -> None:
     assert predict.pipeline_bubble(4, 8) == pytest.approx(3 / 11)
     assert predict.pipeline_bubble(4, 8, schedule="1f1b") == predict.pipeline_bubble(4, 8)
-    assert predict.pipeline_bubble(4, 8, schedule="interleaved", chunks=2) == pytest.approx(3 / 19)
+    assert predict.pipeline_bubble(4, 8, schedule="interleaved 1f1b", chunks=2) == pytest.approx(3 / 19)
     assert predict.pipeline_bubble(1, 8) == 0
     # Its share of the step whose length is predicted, too.
     step = predict.pipeline_step(4, 8, 0.01, 0.02)
@@ -157,8 +158,8 @@ def test_words(value: float, unit: str, words: str) -> None:
         (lambda: predict.all_reduce(1, 2, LINK, algorithm="star"), ValueError, "expected 'ring', 'tree' or 'halving'"),
         (lambda: predict.all_reduce(1, 6, LINK, algorithm="halving"), ValueError, "holds for powers of two"),
         (lambda: predict.broadcast(1, 2, LINK, algorithm="ring"), ValueError, "expected 'tree' or 'scatter'"),
-        (lambda: predict.pipeline_bubble(4, 8, schedule="zb"), ValueError, "expected 'gpipe', '1f1b' or 'interleaved'"),
-        (lambda: predict.pipeline_bubble(4, 8, chunks=2), ValueError, "only schedule='interleaved'"),
+        (lambda: predict.pipeline_bubble(4, 8, schedule="zb"), ValueError, "expected 'gpipe', '1f1b' or 'interleaved 1f1b'"),
+        (lambda: predict.pipeline_bubble(4, 8, chunks=2), ValueError, "only schedule='interleaved 1f1b'"),
         (lambda: predict.zero_memory(1, 2, 4), ValueError, "stage=4: expected 0"),
         (lambda: predict.data_parallel_step(-1, 1, 1, 2, LINK), ValueError, "forward_s=-1"),
     ],
@@ -166,3 +167,56 @@ def test_words(value: float, unit: str, words: str) -> None:
 def test_what_cannot_be_meant(call: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         call()
+
+
+NUMBERS = {
+    predict.message: (1e6, LINK),
+    predict.all_reduce: (1e6, 4, LINK),
+    predict.all_gather: (1e6, 4, LINK),
+    predict.reduce_scatter: (1e6, 4, LINK),
+    predict.all_to_all: (1e6, 4, LINK),
+    predict.broadcast: (1e6, 4, LINK),
+    predict.reduce: (1e6, 4, LINK),
+    predict.gather: (1e6, 4, LINK),
+    predict.scatter: (1e6, 4, LINK),
+    predict.barrier: (4, LINK),
+    predict.rpc: (1e6, 1e6, LINK),
+    predict.data_parallel_step: (0.1, 0.2, 1e6, 4, LINK),
+    predict.pipeline_bubble: (4, 8),
+    predict.pipeline_step: (4, 8, 0.1, 0.2),
+    predict.tensor_parallel_layer: (1, 128, 64, 4, LINK),
+    predict.zero_memory: (1e6, 4, 2),
+}
+
+
+@pytest.mark.parametrize("function", NUMBERS, ids=lambda f: f.__name__)
+def test_no_number_that_cannot_be_meant_is_accepted_anywhere(function: Any) -> None:
+    """Each argument in turn: negative, not a number, infinite, no rank at all, of another kind."""
+    good = NUMBERS[function]
+    assert {f.__name__ for f in NUMBERS} == set(predict.__all__)
+    function(*good)
+    for place, value in enumerate(good):
+        wrong: list[Any] = [-1, float("nan"), float("inf"), None, "4", True, [1]]
+        if isinstance(value, int):
+            wrong += [1.5] if (function, place) == (predict.zero_memory, 2) else [0, 1.5]
+        for bad in wrong:
+            with pytest.raises((TypeError, ValueError), match="expected"):
+                function(*good[:place], bad, *good[place + 1 :])
+
+
+SPELLINGS = ("interleaved 1f1b", "Interleaved 1F1B", "interleaved_1f1b", "interleaved", "ScheduleInterleaved1F1B")
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_a_schedule_is_called_the_same_everywhere(name: str) -> None:
+    drawn = schedule(name, stages=8, ranks=4, micro_batches=8)
+    assert drawn.bubble == pytest.approx(predict.pipeline_bubble(4, 8, schedule=name, chunks=2))
+
+
+@pytest.mark.parametrize(("name", "error"), [("zigzag", ValueError), ("", ValueError), (None, TypeError), (1, TypeError)])
+def test_a_name_that_no_schedule_has_is_refused_alike(name: Any, error: type[Exception]) -> None:
+    expected = "expected 'gpipe', '1f1b' or 'interleaved 1f1b'"
+    with pytest.raises(error, match=expected):
+        schedule(name, stages=4, micro_batches=8)
+    with pytest.raises(error, match=expected):
+        predict.pipeline_bubble(4, 8, schedule=name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +83,52 @@ def test_a_run_that_fails_is_no_obstacle(pair: Group) -> None:
             pair.run(fail)
         assert pair.run(one_seventh).results == [1 / 7] * 2
     assert not {*before} & {*pair.run(os.getpid).results}, "ranks in which a profiler was left running serve no more"
+
+
+def with_its_own_profiler(in_a_thread: bool) -> list[str]:
+    """Multiplies before, inside and after a profiler of its own, which sees one of the three."""
+    import torch
+
+    values, seen = torch.ones(100, 100), []
+
+    def profiled() -> None:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as own:
+            torch.mm(values, values)
+        seen.extend(event.key for event in own.key_averages())
+
+    torch.mm(values, values)
+    if in_a_thread:
+        thread = threading.Thread(target=profiled)
+        thread.start()
+        thread.join()
+    else:
+        profiled()
+    torch.mm(values, values)
+    return [name for name in seen if name == "aten::mm"]
+
+
+@pytest.mark.parametrize("in_a_thread", [False, True], ids=["main thread", "another thread"])
+def test_a_profiler_of_the_programs_own_pauses_ours(pair: Group, in_a_thread: bool) -> None:
+    with profile(pair):
+        run = pair.run(with_its_own_profiler, in_a_thread)
+    assert run.results == [["aten::mm"]] * 2
+    for rank in range(2):
+        before, after = named(run.trace.profile, rank, "aten::mm")
+        (own,) = (e for e in run.trace.profile if e.rank == rank and e.category == "labkit")
+        assert before.end_ns <= own.start_ns + NEAR_NS
+        assert own.end_ns <= after.start_ns + NEAR_NS
+
+
+def never_stopped() -> None:
+    import torch
+
+    torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]).start()
+
+
+def test_a_profiler_that_nobody_stopped_is_an_error_and_no_crash(pair: Group) -> None:
+    pair.run(never_stopped)
+    with profile(pair), pytest.raises(RankError, match=r"a torch\.profiler that an earlier run started is still running"):
+        pair.run(one_seventh)
 
 
 def test_only_torch_has_a_profiler() -> None:

@@ -1,5 +1,6 @@
 """What a rank writes down: spans, steps and scalars, with a clock that the test moves; and nothing outside a group."""
 
+import bisect
 import copy
 import importlib
 import inspect
@@ -9,6 +10,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,10 +44,10 @@ class Clock:
 class Rank:
     """This process as a rank, and what it has written."""
 
-    def __init__(self, threads: bool) -> None:
+    def __init__(self) -> None:
         memory = mmap.mmap(-1, RING_BYTES)
         self.reader = RingReader(memory)
-        here.start(recording.Recorder(RingWriter(memory), threads=threads))
+        here.start(recording.Recorder(RingWriter(memory)))
 
     def trace(self) -> Trace:
         records = self.reader.read()
@@ -63,9 +65,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-@pytest.fixture(params=[False, True], ids=["one thread", "threads"])
-def rank(request: pytest.FixtureRequest, clock: Clock) -> Iterator[Rank]:
-    yield Rank(threads=request.param)
+@pytest.fixture
+def rank(clock: Clock) -> Iterator[Rank]:
+    yield Rank()
     here.start(None)
 
 
@@ -169,7 +171,7 @@ def test_a_function_decorated_in_the_notebook_is_timed_in_a_rank(clock: Clock) -
         return 1
 
     sent = cloudpickle.dumps(forward)
-    rank = Rank(threads=False)
+    rank = Rank()
     try:
         assert forward() == 1
         assert cloudpickle.loads(sent)() == 1
@@ -182,7 +184,7 @@ def test_a_function_decorated_in_the_notebook_is_timed_in_a_rank(clock: Clock) -
 @pytest.mark.parametrize("carry", [copy.deepcopy, lambda span: pickle.loads(pickle.dumps(span))], ids=["copied", "pickled"])
 def test_a_span_kept_in_a_variable_records_where_it_arrives(carry: Callable[[Any], Any], clock: Clock) -> None:
     outside = lab.span("forward")
-    rank = Rank(threads=False)
+    rank = Rank()
     try:
         arrived = carry(outside)
         with arrived, carry(arrived):
@@ -196,18 +198,18 @@ def test_a_span_kept_in_a_variable_records_where_it_arrives(carry: Callable[[Any
 
 
 def test_threads_use_the_same_name_at_the_same_time(clock: Clock) -> None:
-    rank = Rank(threads=True)
+    rank = Rank()
     entered, may_leave = threading.Event(), threading.Event()
 
     def slow() -> None:
         with lab.span("serve"):
             entered.set()
-            assert may_leave.wait(30)
+            assert may_leave.wait(60)
 
     try:
         worker = threading.Thread(target=slow)
         worker.start()
-        assert entered.wait(30)
+        assert entered.wait(60)
         clock.sleep(100)
         with lab.span("serve"):  # begins second and ends last, so that the two do not nest
             clock.sleep(10)
@@ -217,6 +219,80 @@ def test_threads_use_the_same_name_at_the_same_time(clock: Clock) -> None:
     finally:
         may_leave.set()
         here.start(None)
+
+
+def test_threads_that_take_turns_at_any_moment_record_their_own_times() -> None:
+    rank = Rank()
+    seen: list[tuple[int, int, int, int]] = []  # of each span: before and after its begin, before and after its end
+
+    def work() -> None:
+        now = time.perf_counter_ns
+        for number in range(300):
+            outer = now()
+            with lab.span("shared"):
+                begun = now()
+                if number % 3 == 0:  # inside one of its own name
+                    before = now()
+                    with lab.span("shared"):
+                        between = now(), now()
+                    seen.append((before, *between, now()))
+                end = now()
+            seen.append((outer, begun, end, now()))
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval_s)
+        here.start(None)
+    recorded = sorted((start_ns, end_ns) for _, start_ns, end_ns in rank.spans())
+    assert len(recorded) == len(seen) == 1600
+    for before, begun, end, after in seen:
+        here_begun = recorded[bisect.bisect_left(recorded, (before, 0)) : bisect.bisect_right(recorded, (begun, after))]
+        assert any(end <= end_ns <= after for _, end_ns in here_begun), "a span has another thread's times"
+
+
+@pytest.mark.parametrize("kind", ["compute", "communication"])
+def test_a_span_ended_twice_costs_no_other_record(rank: Rank, clock: Clock, kind: str) -> None:
+    misused = lab.span("forward", kind)
+    misused.__enter__()
+    misused.__exit__(None, None, None)
+    with pytest.warns(RuntimeWarning, match=r"span\('forward'\) was ended by a thread in which it was not open"):
+        misused.__exit__(None, None, None)
+    with lab.span("backward", kind):
+        clock.sleep(10)
+    assert rank.spans(kind) == [("forward", 1001, 1002), ("backward", 1004, 1015)]
+
+
+def test_a_span_ended_by_another_thread_is_none_of_that_threads(rank: Rank, clock: Clock) -> None:
+    begun_here = lab.span("forward")
+    begun_here.__enter__()
+
+    def end_it() -> None:
+        with lab.span("forward"):
+            clock.sleep(10)
+        with pytest.warns(RuntimeWarning, match="was ended by a thread in which it was not open"):
+            begun_here.__exit__(None, None, None)
+
+    worker = threading.Thread(target=end_it)
+    worker.start()
+    worker.join()
+    begun_here.__exit__(None, None, None)
+    assert rank.spans() == [("forward", 1002, 1013), ("forward", 1001, 1015)]
+
+
+def test_spans_ended_in_another_order_keep_their_own_times(rank: Rank) -> None:
+    first, second = lab.span("first"), lab.span("second")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert rank.spans() == [("first", 1001, 1003), ("second", 1002, 1004)]
 
 
 def test_bad_names_and_kinds_are_refused(rank: Rank) -> None:

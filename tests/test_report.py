@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
 from labkit.record import here, is_students
@@ -13,6 +15,26 @@ AUTOGRAPH = """in user code:
         x = x @ y
 
     ValueError: Dimensions must be equal"""
+
+TRACED_KERAS = """in user code:
+
+    File "/kernel/123.py", line 6, in f  *
+        return model(x)
+    File "/lib/site-packages/keras/src/utils/traceback_utils.py", line 122, in error_handler  **
+        raise e.with_traceback(filtered_tb) from None
+
+    ValueError: Exception encountered when calling Sequential.call().
+    {}
+    Input 0 of layer 'dense' is incompatible with the layer
+
+    Arguments received by Sequential.call():
+      • inputs=tf.Tensor(shape=(4, 5, 5), dtype=float32)
+      • kwargs=<class 'inspect._empty'>
+"""
+
+TRIED_OUT = """
+    Could not automatically infer the output shape of 'my'. Error encountered:
+"""
 
 IN_THE_GRAPH = """Graph execution error:
 
@@ -50,11 +72,22 @@ def _cell_7(monkeypatch: pytest.MonkeyPatch) -> None:
         (ValueError(AUTOGRAPH), "ValueError: Dimensions must be equal"),
         (ValueError(IN_THE_GRAPH), "ValueError: Matrix size-incompatible: In[0]: [2,3], In[1]: [2,3]"),
         (ValueError(KERAS), "ValueError: Invalid input shape. Expected shape (None, 1000)"),
+        (ValueError(TRACED_KERAS.format("")), "ValueError: Input 0 of layer 'dense' is incompatible with the layer"),
+        (ValueError(TRACED_KERAS.format(TRIED_OUT)), "ValueError: Input 0 of layer 'dense' is incompatible with the layer"),
         (ValueError("Exception encountered when calling nothing"), "ValueError: Exception encountered when calling nothing"),
     ],
 )
 def test_the_headline_says_what_it_was(error: BaseException, expected: str) -> None:
     assert headline(error) == expected
+
+
+def test_a_command_line_that_argparse_refuses_is_told_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser(prog="")
+    parser.add_argument("epochs", type=int)
+    with pytest.raises(SystemExit) as refused:
+        parser.parse_args([])
+    assert "parse_args(['--epochs', '3'])" in headline(refused.value)
+    assert "epochs" in capsys.readouterr().err
 
 
 def raised(message: str, filename: str = "/kernel/123.py") -> BaseException:

@@ -140,7 +140,7 @@ def test_a_record_in_flight_holds_up_the_later_ones_and_is_not_lost(
     writer: RingWriter, reader: RingReader, memory: mmap.mmap
 ) -> None:
     write(writer, 1)
-    number = writer.next_record()  # another thread takes its number here, and has to wait for the interpreter
+    number, _ = writer.next_slot()  # another thread takes its number here, and has to wait for the interpreter
     write(writer, 6, start=2)
     assert reader.read()["start_ns"].tolist() == [0]
     assert len(reader.read()) == 0
@@ -178,7 +178,7 @@ def test_a_record_that_is_finished_just_after_it_was_copied_is_read_the_next_tim
     writer: RingWriter, reader: RingReader, memory: mmap.mmap
 ) -> None:
     write(writer, 2)
-    number = writer.next_record()
+    number, _ = writer.next_slot()
     write(writer, 6, start=3)
     at = ring.RECORDS_AT + number * ring.RECORD_BYTES
     words = reader._words
@@ -305,15 +305,23 @@ def test_a_name_that_no_encoding_knows_is_kept_legible(writer: RingWriter, reade
     assert reader.names()[number] == "loss ?"
 
 
-def test_a_full_table_of_names_gives_the_empty_one(writer: RingWriter, reader: RingReader) -> None:
+def fill(writer: RingWriter, limit: int) -> None:
+    """Use up names until so many bytes are taken."""
+    number = 0
+    while writer._used < limit:
+        writer.name(f"{number:0{ring.LONGEST_NAME}}")
+        number += 1
+
+
+def test_a_full_table_of_names_gives_the_empty_one_and_says_so(writer: RingWriter, reader: RingReader) -> None:
     fitting = (ring.NAMES_BYTES - 2) // (ring.LONGEST_NAME + 2)
-    numbers = [writer.name(f"{i:0{ring.LONGEST_NAME}}") for i in range(fitting + 3)]
-    assert numbers == [*range(1, fitting + 1), 0, 0, 0]
+    numbers = [writer.name(f"{i:0{ring.LONGEST_NAME}}") for i in range(fitting)]
+    assert numbers == [*range(1, fitting + 1)]
+    assert reader.no_room == []
+    assert writer.name("x" * ring.LONGEST_NAME) == 0
+    assert reader.no_room == ["groups"]
     assert writer.name(f"{0:0{ring.LONGEST_NAME}}") == 1, "those that are in it keep their numbers"
-    writer.write("one more " * 200, COMPUTE, 1, 2)
-    writer.write_scalar("x", 1, 0.5)  # short ones still find room
-    assert [reader.names()[row["name"]] for row in reader.read()] == ["", "x"]
-    assert len(reader.names()) == fitting + 2
+    assert len(reader.names()) == fitting + 1
 
 
 def test_a_name_has_its_place_beside_it_while_there_is_room_for_names(writer: RingWriter, reader: RingReader) -> None:
@@ -321,9 +329,34 @@ def test_a_name_has_its_place_beside_it_while_there_is_room_for_names(writer: Ri
     assert ring.place_and_name(reader.names()[number]) == ("cell 2, line 3", "forward")
     assert ring.place_and_name("backward") == ("", "backward")
     assert writer.placed("forward", "") == "forward"
-    for i in range(ring.NAMES_BYTES // 2 // ring.LONGEST_NAME):
-        writer.name(f"{i:0{ring.LONGEST_NAME}}")
+    fill(writer, ring.PLACED_LIMIT)
     assert writer.placed("forward", "cell 2, line 3") == "forward"
+
+
+def test_however_many_names_spans_and_curves_have_operations_keep_theirs(writer: RingWriter, reader: RingReader) -> None:
+    """Else nobody would see any more who waits for whom."""
+    for i in range(100_000):
+        writer.write(writer.placed(f"forward {i}", "cell 2, line 3"), COMPUTE, 1, 2)
+    assert reader.no_room == ["spans"]
+    for i in range(100_000):
+        writer.write_scalar(f"loss {i}", 1, 0.5)
+    assert reader.no_room == ["spans", "values"]
+    reader.read()
+    writer.write(writer.placed("one more", "cell 2, line 3"), COMPUTE, 1, 2)
+    writer.write(writer.placed("forward 20000", ""), COMPUTE, 1, 2)
+    writer.write_scalar("one more", 1, 0.5)
+    writer.write_communication("all_reduce", 1, 2, group="world", line="cell 9, line 1", what="float32 [4]")
+    rows, names = reader.read(), reader.names()
+    assert [names[row["name"]] for row in rows] == [ring.OTHER_SPANS, "forward 20000", ring.OTHER_SCALARS, "all_reduce"]
+    assert [names[rows[-1][field]] for field in ("group", "line", "what")] == ["world", "cell 9, line 1", "float32 [4]"]
+
+
+def test_however_many_shapes_there_are_groups_keep_their_names(writer: RingWriter, reader: RingReader) -> None:
+    fill(writer, ring.WHAT_LIMIT)
+    slot = writer.pend("send", 1, group="p2p 0>1 tag 7", what="float32 [4]")
+    assert [(p.group, p.what) for p in reader.pending()] == [("p2p 0>1 tag 7", "")]
+    writer.unpend(slot)
+    assert reader.no_room == ["sizes"]
 
 
 def test_pending_operations_come_and_go(writer: RingWriter, reader: RingReader) -> None:

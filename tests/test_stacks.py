@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
+import sys
+import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import cells as in_cells
 import pytest
 
 import labkit as lab
+from labkit import stack_writer
+from labkit.crew import Crew
+from labkit.notebook import notebook
 from labkit.output import Output
 from labkit.ring import Pending
-from labkit.stacks import readable
+from labkit.stack_writer import ASK, INTERRUPT, _serve
+from labkit.stacks import ask, readable
 
 RAW = """Thread 0x00007f2b4c9fd700 (most recent call first):
   File "{threading}", line 327 in wait
@@ -34,17 +42,6 @@ PLACES = {
     "labkit": lab.__file__,
     "threading": threading.__file__,
 }
-
-
-@pytest.fixture(scope="module", params=["fork", "spawn"])
-def ranks(request: pytest.FixtureRequest) -> Iterator[lab.Group]:
-    with lab.Group(2, runtime="bare", start=request.param, timeout_s=60) as group:
-        yield group
-
-
-@pytest.fixture
-def cells(monkeypatch: pytest.MonkeyPatch) -> in_cells.Cells:
-    return in_cells.Cells(in_cells.new_main(monkeypatch))
 
 
 def test_a_stack_is_cut_to_the_students_frames_and_what_they_called() -> None:
@@ -139,6 +136,85 @@ def test_ranks_that_are_blocked_say_where(
     assert repr(look.stacks).startswith("rank 0 is here:")
 
 
+def test_to_look_at_threads_that_run_python_does_not_hurt_them(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    """Their frames come and go while they are read: a look without the interpreter's lock ended the rank by SIGSEGV."""
+    cells("""
+        import os, threading
+        def deep(n):
+            return deep(n - 1) + len([eval("x + 1") for x in range(2)]) if n else 1
+        def work(go):
+            while os.path.exists(go):
+                exec("def g(n): return g(n - 1) if n else 0\\ng(20)", {})
+                deep(200)
+        def busy(go):
+            threads = [threading.Thread(target=work, args=(go,)) for _ in range(4)]
+            for thread in threads: thread.start()
+            for thread in threads: thread.join()
+            return "whole"
+    """)
+    with tempfile.NamedTemporaryFile() as go, ThreadPoolExecutor(1) as pool:
+        pool.submit(ranks.run, int).result()
+        run = pool.submit(ranks.run, cells.busy, go.name)
+        for _ in range(25):
+            ranks.stacks()
+        go.close()
+        assert run.result().results == ["whole", "whole"]
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_to_look_at_ranks_that_are_starting_does_not_end_them(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signals that ask them would end a process that does not expect them yet."""
+    monkeypatch.setattr("labkit.stacks.LIMIT_S", 0.1)
+    set_up, looks = Crew._set_up, []
+
+    def look_first(crew: Crew, plan: Any) -> None:
+        looks.append(group.stacks())
+        set_up(crew, plan)
+
+    monkeypatch.setattr(Crew, "_set_up", look_first)
+    with lab.Group(2, runtime="bare", start=start, timeout_s=60) as group:
+        assert group.run(os.getpid).ranks == ("rank 0", "rank 1")
+    assert [list(look) for look in looks] == [["rank 0", "rank 1"]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
+def test_ranks_are_forked_from_a_process_that_passes_over_what_asks_them() -> None:
+    """They begin as it is: a signal may come before they have done anything."""
+    server = notebook.starter("bare", "fork")
+    with lab.Group(1, runtime="bare", start="fork") as group:
+        group.run(int)
+        for number in (ASK, INTERRUPT):
+            assert number is not None
+            os.kill(server._process.pid, number)
+        with lab.Group(1, runtime="bare", start="fork") as another:
+            assert another.run(int).results == [0]
+        assert server.alive()
+
+
+@pytest.mark.skipif(ASK is None, reason="without real-time signals no thread is asked")
+def test_one_answer_for_all_that_asked_while_a_rank_held_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, more, answers = iter([None]), [None, object(), object()], []
+    monkeypatch.setattr(signal, "sigwait", lambda _: next(asked))
+    monkeypatch.setattr(signal, "sigtimedwait", lambda *_: more.pop())
+    monkeypatch.setattr(faulthandler, "dump_traceback", lambda memory, **_: answers.append((memory, len(more))))
+    with pytest.raises(StopIteration):
+        _serve(1, 7)
+    assert answers == [(7, 0)]
+
+
+@pytest.mark.skipif(ASK is None, reason="without real-time signals no thread is asked")
+def test_ranks_that_get_no_core_are_waited_for(ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of labkit's writes what they are in. To interrupt one that runs Python instead might crash it."""
+    monkeypatch.setattr("labkit.stacks.LIMIT_S", 0.0)
+    monkeypatch.setattr("labkit.stacks.EACH_S", 0.0)
+    monkeypatch.setattr("labkit.stacks.STARVED_S", 60.0)
+    ranks.run(int)
+    assert ranks._crew is not None
+    for raw in ask(member.process for member in ranks._crew.members):
+        _, _, writer = raw.partition("Current thread")
+        assert stack_writer.__file__ in writer.partition("\n\n")[0]
+
+
 def test_between_two_runs_ranks_are_idle(ranks: lab.Group) -> None:
     ranks.run(int)
     assert dict(ranks.stacks()) == dict.fromkeys(["rank 0", "rank 1"], "is idle: no function of yours is running")
@@ -181,3 +257,10 @@ def test_in_a_collective(monkeypatch: pytest.MonkeyPatch, cells: in_cells.Cells)
             group.watch(cells.f)
     assert "dist.all_reduce(torch.ones(1))" in look.stacks["rank 0"]
     assert "while True: pass" in look.stacks["rank 1"]
+
+
+def test_many_ranks_answer_side_by_side() -> None:
+    """Each is given 20 ms after its last line; one after the other, the last ones had no time left."""
+    with lab.Group(64, runtime="bare", timeout_s=120) as group:
+        group.run(int)
+        assert set(group.stacks().values()) == {"is idle: no function of yours is running"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import json
 import os
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,18 +26,21 @@ from processes import left_after
 
 import labkit as lab
 from labkit import server
+from labkit.arguments import FILES_PER_RANK, STARTING_FILES
+from labkit.descendants import _await_end
 from labkit.notebook import Notebook, default_start, notebook
+from labkit.open_files import count_open_files, raise_limit
 from labkit.output import Output
 from labkit.private import Network
 from labkit.ring import RING_BYTES
-from labkit.start import ForkStarter, RankProcess, SpawnStarter
+from labkit.start import ForkStarter, RankProcess, SpawnStarter, _Pipes
 from labkit.wire import shared_memory
 
 pytestmark = pytest.mark.usefixtures("stop_works")
 
 START = ("fork", "spawn")
 ROOT = Path(__file__).resolve().parent.parent
-GONE_LIMIT_S = 5.0  # the promise is 2 s; a busy machine may take longer to look
+GONE_LIMIT_S = 30.0  # the promise is 2 s; a busy machine may take longer to look
 
 
 @pytest.fixture(scope="module", params=START)
@@ -108,12 +113,39 @@ def test_every_rank_draws_its_own_random_numbers(start: str, monkeypatch: pytest
     notebook.starters.pop(("numpy.random,labkit.rank", start, "")).close()
 
 
+def test_a_slow_start_says_once_what_it_waits_for(start: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An import that goes on until the word has come."""
+    go_on = tmp_path / "go on"
+    source = f"""
+        import os, time
+        until = time.monotonic() + 60
+        while not os.path.exists({str(go_on)!r}) and time.monotonic() < until:
+            time.sleep(0.01)
+    """
+    (tmp_path / "a_framework.py").write_text(textwrap.dedent(source))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("labkit.runtimes.Runtime.preload", ("a_framework", "labkit.rank"))
+    monkeypatch.setattr("labkit.runtimes.Runtime.package", "a_framework")
+    monkeypatch.setattr("labkit.crew.SLOW_START_S", 0.1)
+    said: list[str] = []
+
+    def put(text: str) -> None:
+        said.append(text)
+        go_on.touch()
+
+    monkeypatch.setattr("labkit.crew.put", put)
+    with lab.Group(2, runtime="bare", start=start) as group:
+        assert group.run(os.getpid).results
+        assert len(said) == 1
+        assert "importing a_framework" in said[0]
+        group.run(os.getpid)
+        assert len(said) == 1
+    notebook.starters.pop(("a_framework,labkit.rank", start, "")).close()
+
+
 def test_a_rank_has_no_input_and_leads_its_own_process_group(ranks: lab.Group) -> None:
     def look() -> tuple[bool, str, str, list[str]]:
-        try:
-            answer = input()
-        except EOFError:
-            answer = "end of file"
+        answer = sys.stdin.readline() or "end of file"
         return os.getpgid(0) == os.getpid(), answer, os.getcwd(), sys.argv
 
     assert ranks.run(look).results == [(True, "end of file", os.getcwd(), [""])] * 2
@@ -224,6 +256,123 @@ def test_what_the_students_code_has_started_ends_with_its_rank(start: str) -> No
         assert len(pids) == len({*pids}) == 2
         assert all(psutil.pid_exists(pid) for pid in pids)
     assert not left_after(GONE_LIMIT_S, pids)
+
+
+DAEMON = """
+import os, time
+if os.fork(): os._exit(0)
+os.setsid()
+if os.fork(): os._exit(0)
+print(os.getpid(), flush=True)
+os.close(1)
+time.sleep(600)
+"""
+
+
+def start_daemons() -> list[int]:
+    """One that has forked twice, one in a session of its own, and one below that."""
+    forked = subprocess.run([sys.executable, "-c", DAEMON], stdout=subprocess.PIPE, text=True, check=True).stdout
+    below = subprocess.Popen(["sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert below.stdout is not None
+    return [int(forked), below.pid, int(below.stdout.readline())]
+
+
+def test_daemons_of_a_rank_end_with_the_group(start: str) -> None:
+    with lab.Group(2, runtime="bare", start=start) as group:
+        pids = [
+            pid
+            for found in group.run(
+                start_daemons,
+            ).results
+            for pid in found
+        ]
+        assert len(set(pids)) == 6
+        assert all(psutil.pid_exists(pid) for pid in pids)
+    assert not left_after(GONE_LIMIT_S, pids)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_CHILD_SUBREAPER")
+def test_daemons_of_a_rank_that_was_killed_end_too() -> None:
+    def f() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with lab.Group(2, runtime="bare", start="fork") as group:
+        pids = group[0].run(start_daemons).results[0]
+        with pytest.raises(lab.RankError):
+            group[0].run(f)
+        assert not left_after(GONE_LIMIT_S, pids)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+def test_processes_end_where_descriptors_have_high_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has started a thousand ranks."""
+    high = 1100
+    if raise_limit(high + 100) <= high:
+        pytest.skip("this process may not have so many open files")
+    pidfd_open = os.pidfd_open
+
+    def open_high(pid: int) -> int:
+        fd = pidfd_open(pid)
+        try:
+            return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, high)
+        finally:
+            os.close(fd)
+
+    monkeypatch.setattr(os, "pidfd_open", open_high)
+    child = subprocess.Popen(["sleep", "600"])
+    child.kill()
+    _await_end(child.pid, time.monotonic() + 60)
+    child.wait()
+
+
+def test_as_many_files_are_open_as_are_counted_before_a_start(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fewer, a process whose limit is low could not start the ranks that it was allowed."""
+    count, own = 16, 6  # and those of the group itself
+    with lab.Group(1, runtime="bare", start=start) as warm:
+        warm.run(int)
+    opened = []
+    pipes = _Pipes.__init__
+
+    def look(self: _Pipes, *arguments: Any) -> None:
+        pipes(self, *arguments)
+        opened.append(count_open_files())
+
+    monkeypatch.setattr(_Pipes, "__init__", look)
+    before = count_open_files()
+    with lab.Group(count, runtime="bare", start=start) as group:
+        group.run(int)
+        opened.append(count_open_files())
+    assert max(opened) - before <= count * (FILES_PER_RANK + STARTING_FILES) + own
+    assert count * (FILES_PER_RANK - 1) < opened[-1] - before <= count * FILES_PER_RANK + own
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_a_low_limit_of_open_files(hard: bool) -> None:
+    """It is raised where the system lets us: in ranks, and in the notebook as far as the ranks that are asked for need it."""
+    script = f"""
+        import resource
+        import labkit as lab
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256 if {hard} else 4096))
+        def limit(): return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        with lab.Group(2, runtime="bare") as group:
+            print(group.run(limit).results, limit())
+        try:
+            with lab.Group(64, runtime="bare") as group:
+                print(len(group.run(int).results), limit() > 256)
+        except lab.LabError as error:
+            print(error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=100, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    if hard:
+        assert first == "[256, 256] 256"
+        assert "the system's hard limit. Use at most" in second
+    else:
+        assert first == "[4096, 4096] 256"
+        assert second == "64 True"
 
 
 # Deaths

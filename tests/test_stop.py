@@ -34,6 +34,7 @@ import labkit as lab
 from labkit import wire
 from labkit.channel import Channel
 from labkit.crew import Crew
+from labkit.errors import Stopped
 from labkit.live import Live
 from labkit.output import Output
 from labkit.run import Flight
@@ -45,7 +46,7 @@ pytestmark = [
 
 START = ("fork", "spawn")
 RUNTIMES = ("bare", "torch", "rpc", "tensorflow")
-GONE_LIMIT_S = 5.0
+GONE_LIMIT_S = 30.0
 # How many of the moments of a run a test tries. All of them, some 1,300, take minutes: LABKIT_STOP_MOMENTS=10000 tries those.
 MOMENTS = int(os.environ.get("LABKIT_STOP_MOMENTS", "20"))
 
@@ -212,6 +213,20 @@ def test_stop_at_a_known_moment_with_large_arguments_and_results(moment: str, gr
     gc.collect()
     assert not segments(), "the arguments' shared memory"
     works_again(group, [], moment)
+
+
+def fail() -> None:
+    os._exit(3)
+
+
+def test_stop_while_the_ranks_of_a_failed_run_are_ended_has_no_frames_of_labkit(group: lab.Group) -> None:
+    before = of_group(group)
+    with pytest.MonkeyPatch.context() as patch:
+        stop_in(patch, Crew, "end", after=True, nth=1)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            group.run(fail)
+    assert isinstance(caught.value, Stopped)
+    works_again(group, before, "while ended")
 
 
 def segments() -> list[str]:

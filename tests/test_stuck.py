@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from labkit.calls import circle_of_calls
 from labkit.ring import SERVE, STREAM, TENSORFLOW, TIMED, Pending
-from labkit.stuck import Standing, circle_of_calls, doing, mismatch, stuck, waiting_for
+from labkit.stuck import Standing, doing, mismatch, stuck
 
 S = 1_000_000_000
 THREADS = 4  # that serve calls in an RPC rank
@@ -39,10 +41,7 @@ def standing(*pending: Pending, came: dict[str, int] | None = None, **rest: Any)
 
 
 def verdict(*ranks: Standing) -> Any:
-    named = [
-        Standing(f"rank {i}", r.pending, r.called, r.returned, r.serving, r.entered, r.done, r.uncounted)
-        for i, r in enumerate(ranks)
-    ]
+    named = [replace(rank, name=f"rank {i}") for i, rank in enumerate(ranks)]
     return stuck(named)
 
 
@@ -197,6 +196,13 @@ def test_of_a_communication_that_the_student_marked_nothing_is_known() -> None:
     assert verdict(standing(op("recv", 0, group="")), RETURNED) is None
 
 
+def test_a_span_around_what_a_rank_is_blocked_in_brings_nothing_about() -> None:
+    span = op("all_reduce", 0, group="")
+    blocked = replace(op("TensorFlow's step", 0, group=TENSORFLOW), start_ns=2)
+    assert verdict(standing(span, blocked), RETURNED).culprit == 1
+    assert verdict(standing(replace(span, start_ns=3), blocked), RETURNED) is None, "on another thread, it may end"
+
+
 def test_messages_of_different_sizes() -> None:
     found = verdict(standing(message("send", 0, 1, what="float32 [5]")), standing(message("recv", 0, 1, what="float32 [9]")))
     assert found.ranks == (0, 1)
@@ -210,6 +216,54 @@ def test_the_rest_goes_on_computing() -> None:
 
 def test_who_waits_with_a_time_limit_goes_on_by_itself() -> None:
     assert verdict(standing(op("all_reduce", thread=TIMED)), RETURNED) is None
+
+
+def test_a_rank_with_a_time_limit_on_one_thread_may_act_whatever_the_others_wait_in() -> None:
+    waits = standing(message("recv", 1, 0, thread=5), op("all_reduce", thread=TIMED))
+    assert verdict(waits, standing(message("recv", 0, 1))) is None
+
+
+# Ranks that may act beside what they are blocked in.
+
+
+def test_another_thread_of_a_rank_may_send_what_all_wait_for() -> None:
+    assert verdict(standing(message("recv", 1, 0)), standing(message("recv", 0, 1), free=True)) is None
+    assert verdict(standing(message("recv", 1, 0)), standing(returned=True, free=True)) is None
+    assert verdict(standing(message("recv", 1, 0)), standing(called=False, returned=True, free=True)) is None
+
+
+def test_a_thread_of_one_rank_does_not_help_those_that_wait_for_others() -> None:
+    found = verdict(standing(message("recv", 1, 0)), standing(message("recv", 0, 1)), standing(op("all_reduce"), free=True))
+    assert found.ranks == (0, 1)
+
+
+def test_an_operation_under_way_may_have_a_callback() -> None:
+    """Two face each other; but what one of them has begun with a third, which computes, may end, and then it may send."""
+    begun, third = op("all_reduce", group="group 2 of ranks 0,2", since=0), standing()
+    one, other = standing(message("recv", 1, 0), begun), standing(message("recv", 0, 1))
+    assert verdict(one, other, third) is None
+    assert verdict(one, other, RETURNED).ranks == (0, 1), "it will never end"
+    came = standing(came={"group 2 of ranks 0,2": 1}, returned=True)
+    assert verdict(one, other, came) is None, "it is about to end"
+
+
+def test_an_operation_that_a_rank_has_left_under_way_may_have_a_callback_too() -> None:
+    left = standing(op("all_reduce", group="group 2 of ranks 1,2", since=0), returned=True)
+    assert verdict(standing(message("recv", 1, 0)), left, COMPUTES) is None
+    assert verdict(standing(message("recv", 1, 0)), left, RETURNED).culprit == 1
+
+
+def test_one_thread_of_a_rank_goes_on_while_another_hangs() -> None:
+    both = standing(message("recv", 1, 0, thread=1), message("recv", 2, 0, thread=2))
+    assert verdict(both, standing(message("recv", 0, 1)), COMPUTES) is None
+
+
+def test_many_ranks_with_much_under_way() -> None:
+    """64 ranks, the most that is noted of each: looked at twenty times a second."""
+    under_way = [op("all_reduce", n, since=0, what="float32 [4]") for n in range(1, 60)]
+    found = verdict(*(standing(*under_way, op("barrier", 60)) for _ in range(63)), RETURNED)
+    assert found.ranks == tuple(range(63))
+    assert found.culprit == 63
 
 
 # On GPUs a rank only enqueues what waits.
@@ -251,6 +305,34 @@ def test_a_call_that_is_computed_ends() -> None:
         verdict(standing(call(0, 1, thread=1)), standing(serve(0, 1, thread=7), called=False, returned=True, serving=THREADS))
         is None
     )
+
+
+def test_who_computes_may_call_a_function_that_sends() -> None:
+    served = standing(called=False, returned=True, serving=THREADS)
+    waits = standing(message("recv", 1, 0), serving=THREADS)
+    assert verdict(waits, served, standing(serving=THREADS)) is None
+    assert verdict(waits, served, served).ranks == (0,)
+
+
+def test_a_distributed_backward_pass_is_computed_where_nobody_sees_it() -> None:
+    shut = op("rpc.shutdown", group="rendezvous at rpc.shutdown of 2 ranks")
+    backward = op("dist_autograd.backward", 5, group="dist_autograd.backward")
+    serving = standing(shut, serving=THREADS)
+    assert verdict(standing(backward, serving=THREADS), serving) is None
+    assert verdict(standing(shut), replace(RETURNED, name="")) is not None, "a shutdown to which one never comes"
+
+
+def test_a_rendezvous_of_more_ranks_than_there_are_says_how_many() -> None:
+    group = "rendezvous at localhost:29500 of {} ranks"
+    both = [standing(op("init_process_group", group=group.format(4))) for _ in range(2)]
+    assert "4 ranks, and this group has 2" in verdict(*both).hint
+
+
+def test_a_rank_that_comes_under_anothers_number_is_told_so() -> None:
+    comes = standing(op("init_process_group", group="rendezvous at localhost:29500 of 2 ranks"))
+    found = verdict(standing(op("all_gather")), comes)
+    assert found.ranks == (0, 1)
+    assert "each must come with a rank of its own" in found.hint
 
 
 def test_a_call_that_has_not_arrived_yet_will() -> None:
@@ -334,20 +416,15 @@ def test_doing() -> None:
     )
 
 
+def test_no_wait_is_shorter_than_nothing() -> None:
+    assert doing("rank 0", [op("all_reduce", since=5 * S)], 4 * S).endswith(" for 0.0 s")
+
+
 def test_doing_closely() -> None:
     waits = op("all_reduce", 3, since=3 * S, what="float32 [4]")
     assert doing("rank 0", [waits], 5 * S, closely=True) == (
         "rank 0 was waiting in all_reduce number 3 of float32 [4] (cell 5, line 3) for 2.0 s"
     )
-
-
-def test_who_is_waited_for() -> None:
-    waits = standing(op("all_reduce", since=1 * S))
-    ranks = [Standing("rank 0", waits.pending), Standing("rank 1"), Standing("rank 2", waits.pending)]
-    assert waiting_for(ranks, 23 * S) == (
-        "rank 1 computes; rank 0 and rank 2 have waited in all_reduce (cell 5, line 1) for more than 20 s"
-    )
-    assert waiting_for(ranks[:1], 23 * S) == ""
 
 
 def test_a_server_of_tensorflow_is_not_called_and_serves() -> None:

@@ -41,29 +41,29 @@ def texts(ax):
 
 
 def test_a_micro_batch_has_its_number():
-    trace = schedule("gpipe", stages=2, microbatches=12)
+    trace = schedule("gpipe", stages=2, micro_batches=12)
     compute, _ = lanes(trace, 0)
     assert [caption(trace, 10, compute, n) for n in (1, 2, 9, 10)] == ["", "10", "10", "10"]
     assert [t for t in texts(timeline(trace)) if t.isdigit()] == [str(i) for i in range(12)] * 4
 
 
 def test_the_number_is_that_of_the_micro_batch_not_of_the_stage():
-    trace = schedule("interleaved 1f1b", stages=4, ranks=2, microbatches=2)
+    trace = schedule("interleaved 1f1b", stages=4, ranks=2, micro_batches=2)
     compute, _ = lanes(trace, 1)
     assert caption(trace, 0, compute, 4) == "0"
     assert caption(trace, 0, compute, 40) == "forward 0 of stage 1"
 
 
 def test_the_title_of_a_pipeline_tells_its_bubble():
-    ideal = schedule("1f1b", stages=4, microbatches=8)
+    ideal = schedule("1f1b", stages=4, micro_batches=8)
     assert timeline(ideal).get_title(loc="left") == "4 ranks, 33.0 s, bubble 27 %"
     assert "GPipe:  2 ranks, 9.00 s, bubble 33 %" in texts(
-        timeline({"GPipe": schedule("gpipe", stages=2, microbatches=2), "a": ideal})
+        timeline({"GPipe": schedule("gpipe", stages=2, micro_batches=2), "a": ideal})
     )
     for kind, more in itertools.product(("gpipe", "1f1b"), ({}, {"communication": 0.25})):
-        one = schedule(kind, stages=4, microbatches=1, **more)
+        one = schedule(kind, stages=4, micro_batches=1, **more)
         assert timeline(one).get_title(loc="left").endswith(f", bubble {100 * one.bubble:.0f} %")
-    assert "bubble" not in timeline(schedule("gpipe", stages=1, microbatches=4)).get_title(loc="left")
+    assert "bubble" not in timeline(schedule("gpipe", stages=1, micro_batches=4)).get_title(loc="left")
     for trace in (model_parallel(), data_parallel(), alone()):
         assert not is_pipeline(trace)
         assert "bubble" not in timeline(trace).get_title(loc="left")

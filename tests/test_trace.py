@@ -127,6 +127,40 @@ def test_while_one_thread_of_a_rank_is_blocked_another_computes() -> None:
     assert trace.shares()[0].compute_ns == 40
 
 
+def around_an_operation() -> list[Span]:
+    """Rank 0 prepares, waits for rank 1, and sends; around all of it is a span of the program's own."""
+    return [
+        Span(0, "step", "compute", 0, 100),
+        Span(0, "exchange", "communication", 10, 90, 10, 90),
+        Span(0, "prepare", "compute", 10, 40),
+        Span(0, "all_reduce", "communication", 40, 80, 40, 80, nbytes=8, group="g", match=1),
+        Span(1, "step", "compute", 0, 100),
+        Span(1, "all_reduce", "communication", 60, 80, 60, 80, nbytes=8, group="g", match=1),
+    ]
+
+
+def test_of_a_span_around_a_recorded_operation_the_operation_counts() -> None:
+    labelled = around_an_operation()
+    alone = [span for span in labelled if span.name != "exchange"]
+    trace = Trace(labelled, ranks=["rank 0", "rank 1"])
+    assert trace.shares() == Trace(alone, ranks=["rank 0", "rank 1"]).shares()
+    share = trace.shares()[0]
+    assert (share.compute_ns, share.exposed_ns, share.overlap_ns, share.waiting_ns) == (60, 20, 0, 20)
+    assert [s.name for s in trace.of(name="exchange")] == ["exchange"]  # it stays in the trace
+
+
+def test_a_span_around_an_operation_is_no_communication_where_a_part_of_the_trace_lacks_the_operation() -> None:
+    trace = Trace(around_an_operation(), ranks=["rank 0", "rank 1"])
+    assert trace.between(10, 40).shares()[0].communication_ns == 0
+    assert trace.between(80, 90).shares()[0].communication_ns == 0
+
+
+def test_a_communication_of_the_programs_own_that_holds_no_operation_counts() -> None:
+    spans = [Span(0, "upload", "communication", 0, 30, 0, 30), Span(0, "send", "communication", 40, 50, group="g", match=1)]
+    (share,) = Trace(spans, ranks=["rank 0"]).shares()
+    assert share.communication_ns == 40
+
+
 def test_a_rank_without_compute_spans_computes_inside_its_function() -> None:
     spans = [
         Span(0, "train", "call", 10, 90),
@@ -179,13 +213,21 @@ def some_trace(rng: random.Random) -> Trace:
     return Trace(spans, ranks=["a", "b", "c"], start_ns=rng.randrange(10), end_ns=rng.randrange(45, 64))
 
 
+def is_label(trace: Trace, own: Span) -> bool:
+    """Whether the program has put a span around a recorded operation."""
+    if own.group or not own.done:
+        return False
+    recorded = [s for s in trace if s.rank == own.rank and s.kind == "communication" and s.group]
+    return any(own.start_ns <= s.start_ns <= own.end_ns and (s.start_ns + s.end_ns) // 2 <= own.end_ns for s in recorded)
+
+
 def recount(trace: Trace, rank: int) -> Share:
     """The definition, in words of one nanosecond."""
     compute_, communication, blocked = (np.zeros(80, bool) for _ in range(3))
     kind = "compute" if any(s.kind == "compute" and s.rank == rank for s in trace) else "call"
     waits = []
     for span, ready_ns in zip(trace, trace.ready().tolist(), strict=True):
-        if span.rank == rank and span.kind == "communication":
+        if span.rank == rank and span.kind == "communication" and not is_label(trace, span):
             communication[ready_ns : span.end_ns] = True
             blocked[span.wait_start_ns : span.wait_end_ns] = True
             waits.append((span.wait_start_ns, span.wait_end_ns))

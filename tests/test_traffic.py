@@ -51,6 +51,39 @@ def test_a_collective_counts_as_a_ring_of_its_ranks(name, each):
     assert matrix.tolist() == [[0, each, 0, 0], [0, 0, each, 0], [0, 0, 0, each], [each, 0, 0, 0]]
 
 
+def partly_of_unknown_size():
+    """A gradient of 1000 bytes is reduced, a loss of unknown size too, and a tensor of unknown size is sent."""
+    book = Book()
+    for rank in (0, 1):
+        book.travel(rank, "all_reduce", 0, 1, nbytes=1000, group="world", match=1)
+        book.travel(rank, "all_reduce", 1, 2, sized=False, group="world", match=2)
+    book.travel(0, "send", 2, 3, sized=False, group="messages", match=1, peer=1)
+    book.travel(1, "recv", 2, 3, sized=False, group="messages", match=1, peer=0)
+    return book.trace(2)
+
+
+def test_what_has_an_unknown_size_is_named():
+    flows = flows_of(partly_of_unknown_size())
+    assert flows.matrix(2).sum() == 2000
+    assert flows.unsized == (("all_reduce", 1), ("send", 1))
+    assert flows_of(collective("barrier", [0, 0])).unsized == ()
+
+
+def test_the_figure_says_what_is_missing_from_its_bytes():
+    ax = traffic(partly_of_unknown_size())
+    assert "at least 2.00 kB" in ax.get_title(loc="left")
+    entries = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert entries[-1] == "not counted, as of unknown size: 1 × all_reduce, 1 × send"
+    assert "at least" not in traffic(collective("all_reduce", [1000] * 2)).get_title(loc="left")
+
+
+def test_where_all_sizes_are_unknown_the_error_names_the_operations():
+    book = Book()
+    book.travel(0, "send", 2, 3, sized=False, group="messages", match=1, peer=1)
+    with pytest.raises(LabError, match="1 × send"):
+        traffic(book.trace(2))
+
+
 def test_the_ring_is_that_of_the_group():
     matrix = flows_of(collective("all_reduce", [None, 1000, None, 1000])).matrix(4)
     assert matrix[1, 3] == matrix[3, 1] == 1000

@@ -21,11 +21,12 @@ from labkit.errors import LabError
 from labkit.fit import MeasuredLink, fit
 from labkit.link import Link
 from labkit.pictures.memory import memory
-from labkit.pictures.sheet import shortened, time_in_words
+from labkit.pictures.sheet import shortened
 from labkit.plot import breakdown, compare, scaling, timeline, traffic
 from labkit.ring import MEMORY, MEMORY_KINDS
 from labkit.schedule import schedule
 from labkit.trace import Span, Trace
+from labkit.units import time_in_words
 
 from synthetic import MS, Book, alone, data_parallel, gpu_and_cpu, model_parallel, remote_calls, sharded  # isort: skip
 
@@ -113,7 +114,7 @@ RUNS = {
     "calls_of_1_hour": lambda: stretched(remote_calls(), HOUR),
     "long_names": lambda: renamed(remote_calls(), LONG, 60),
     "stopped": stopped,
-    "one_micro_batch": lambda: schedule("gpipe", stages=4, microbatches=1, communication=0.3),
+    "one_micro_batch": lambda: schedule("gpipe", stages=4, micro_batches=1, communication=0.3),
 }
 NOTHING_TRAVELS = ("one_rank", "without_communication", "stopped")
 FIGURES = {

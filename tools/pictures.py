@@ -113,7 +113,7 @@ def learn(epochs: int) -> None:
         lab.record(loss=loss.item())
 
 
-def pipeline(microbatches: int = 6, steps: int = 100) -> None:
+def pipeline(micro_batches: int = 6, steps: int = 100) -> None:
     """Two stages and 1F1B, as `torch.distributed.pipelining` does it, with a span for each pass of each micro-batch."""
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -128,9 +128,9 @@ def pipeline(microbatches: int = 6, steps: int = 100) -> None:
                 return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     rank = dist.get_rank()
-    batch = torch.randn(BATCH * microbatches, WIDTH)
+    batch = torch.randn(BATCH * micro_batches, WIDTH)
     stage = Stage(perceptron(layers=3), rank, 2, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, microbatches, loss_fn=lambda out, _: out.square().mean())
+    schedule = Schedule1F1B(stage, micro_batches, loss_fn=lambda out, _: out.square().mean())
     for _ in lab.steps(range(steps)):
         schedule.step(batch) if rank == 0 else schedule.step(target=batch)
         dist.barrier()  # so that the steps of the ranks begin and end together
@@ -201,7 +201,7 @@ def draw_pipeline() -> Axes:
         trace = group.run(pipeline).trace
     measured = _stretch(trace, quickest(trace))
     forward, backward = (_mean_s(measured, name) for name in ("forward", "backward"))
-    ideal = lab.schedule("1f1b", stages=2, microbatches=6, forward=forward, backward=backward)
+    ideal = lab.schedule("1f1b", stages=2, micro_batches=6, forward=forward, backward=backward)
     return lab.timeline({"1F1B, ideal": ideal, "measured": measured})
 
 

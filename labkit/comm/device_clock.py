@@ -15,8 +15,8 @@ from typing import Any, Final, Protocol
 import torch
 
 from labkit.comm.operation import Operation
-from labkit.record import clock
-from labkit.ring import COMPUTE, ON_CUDA, STREAM, RingWriter
+from labkit.record import SpanStack, clock, not_begun
+from labkit.ring import COMPUTE, ON_CUDA, STREAM, RingWriter, place_and_name
 
 __all__ = ["CudaEvents", "DeviceClock", "DeviceOperation", "Event", "Events", "Mark"]
 
@@ -123,7 +123,7 @@ class DeviceClock:
         self._ring = ring
         self._events: Events = events if events is not None else CudaEvents()
         self._anchors: dict[int, tuple[Event, int]] = {}
-        self._spans: deque[tuple[str, Mark, Mark]] = deque()
+        self._spans: deque[tuple[str, int, Mark, Mark]] = deque()
         self._operations: deque[DeviceOperation] = deque()
         self._settling = threading.Lock()
 
@@ -141,17 +141,20 @@ class DeviceClock:
         anchor = self._anchor(device)
         return Mark(self._events.aside(device, wait), anchor)
 
-    def span(self, name: str) -> tuple[Callable[[], None], Callable[..., None]]:
-        """What to call at the begin and at the end of a span."""
-        begun = threading.local()  # per thread, since theirs do not nest
+    def span(self, name: str, flags: int = 0) -> tuple[Callable[[], None], Callable[..., None]]:
+        """What to call at the begin and at the end of a span; `flags` is 0 or `AUTOMATIC`."""
+        stack = SpanStack()
 
         def enter() -> None:
-            if not hasattr(begun, "marks"):
-                begun.marks = []
-            begun.marks.append(self.mark())
+            stack.push(self.mark())
 
         def leave(*_: object) -> None:
-            self._spans.append((name, begun.marks.pop(), self.mark()))
+            try:
+                start = stack.pop()
+            except IndexError:
+                not_begun(place_and_name(name)[1])
+                return
+            self._spans.append((name, flags | ON_CUDA, start, self.mark()))
             self.settle()
 
         return enter, leave
@@ -168,11 +171,11 @@ class DeviceClock:
         try:
             spans = self._spans
             while spans:
-                name, start, end = spans[0]
+                name, flags, start, end = spans[0]
                 end_ns, start_ns = end.time_ns(), start.time_ns()
                 if end_ns is None or start_ns is None:
                     break  # those behind it come later still
-                self._ring.write(name, COMPUTE, start_ns, end_ns, flags=ON_CUDA)
+                self._ring.write(name, COMPUTE, start_ns, end_ns, flags=flags)
                 spans.popleft()
             for _ in range(len(self._operations)):  # these may overtake each other
                 operation = self._operations.popleft()
@@ -181,16 +184,20 @@ class DeviceClock:
         finally:
             self._settling.release()
 
-    def flush(self) -> None:
+    def flush(self) -> float:
         """Wait until the GPU has done what spans and operations are open for, and write them down.
 
         A little while at most where operations are under way: the ranks that they need may never come.
+
+        Returns:
+            how many seconds are left for whatever else the GPU still has to do.
         """
         until = time.monotonic() + (STUCK_LIMIT_S if self._operations else FLUSH_LIMIT_S)
         self.settle()
         while (self._spans or self._operations) and time.monotonic() < until:
             time.sleep(0.0005)
             self.settle()
+        return max(0.0, until - time.monotonic())
 
     def _anchor(self, device: int) -> tuple[Event, int]:
         """An event and the host's time that belong together, not older than a second."""

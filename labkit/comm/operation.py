@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from labkit.record import clock
-from labkit.ring import ON_CUDA, OPEN, RingWriter
+from labkit.ring import ON_CUDA, OPEN, TIMED, RingWriter
 
 if TYPE_CHECKING:
     from labkit.comm.slow import Booking
@@ -38,7 +38,7 @@ class Operation:
 
     __slots__ = (
         "_once", "_ready", "_ring", "_slot", "booking", "end_ns", "future", "group", "line", "match", "name", "nbytes",
-        "peer", "start_ns", "wait_end_ns", "wait_start_ns", "waited_for", "what",
+        "peer", "start_ns", "timed", "wait_end_ns", "wait_start_ns", "waited_for", "what",
     )  # fmt: skip
 
     def __init__(
@@ -60,6 +60,7 @@ class Operation:
         self.future: Any = None  # until it completes, if somebody asked for it, and so may wait for it where we do not see it
         self.waited_for = False  # a thread of ours is blocked in it, and writes the record when it goes on
         self.booking: Booking | None = None  # over a slow link: when it ends
+        self.timed = False  # who waits for it goes on after a time that the program has set
         self._ready = ready
         self._once = _thread.allocate_lock()
         self._slot = ring.pend(name, start_ns, nbytes=nbytes, peer=peer, group=group, match=match, line=line, what=what)
@@ -79,7 +80,7 @@ class Operation:
         if not self.wait_start_ns and not self.end_ns:
             self.wait_start_ns = now = clock()
             self.waited_for = True
-            self._ring.waiting(self._slot, now, thread)
+            self._ring.waiting(self._slot, now, thread or TIMED * self.timed)
 
     def wait_ends(self) -> None:
         """This thread goes on, because it has completed."""
@@ -91,7 +92,7 @@ class Operation:
         """The rank is now blocked in C++ until it completes, as at the end of DistributedDataParallel's backward pass."""
         if not self.wait_start_ns and not self.end_ns:
             self.wait_start_ns = now = clock()
-            self._ring.waiting(self._slot, now)
+            self._ring.waiting(self._slot, now, TIMED * self.timed)
 
     def wait_has_ended_in_torch(self) -> None:
         """The rank goes on: what it waited for in C++ has completed, even if the thread that tells us has had no core yet."""

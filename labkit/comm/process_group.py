@@ -16,8 +16,11 @@ from torch._C._distributed_c10d import ProcessGroup
 
 from labkit.comm.attendant import Attendant
 from labkit.comm.backward import Backwards, in_backward
+from labkit.comm.collectives import COLLECTIVES, WITH_ROOT
 from labkit.comm.device_clock import DeviceOperation
 from labkit.comm.futures import Futures
+from labkit.comm.limits import backends_limit, ends_by_itself
+from labkit.comm.members import Numbering, numbers_of
 from labkit.comm.operation import Batch, Operation
 from labkit.comm.slow import Booking, SlowLink
 from labkit.comm.what import first_tensor, most_nbytes, nbytes_of, root_of, tensor_in_words, what_all_give
@@ -27,31 +30,6 @@ from labkit.ring import OPEN, ROOTED, TIMED
 
 __all__ = ["watched_process_group"]
 
-# A method of torch's process group, and what the student calls it. Some have two names: that of torch 2.11, and that since 2.13.
-COLLECTIVES: Final = {
-    "allgather": "all_gather",
-    "allgather_coalesced": "all_gather_coalesced",
-    "_allgather_base": "all_gather_into_tensor",
-    "all_gather_single": "all_gather_into_tensor",
-    "allgather_into_tensor_coalesced": "all_gather_into_tensor_coalesced",
-    "all_gather_single_coalesced": "all_gather_into_tensor_coalesced",
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce_coalesced",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all_single",
-    "all_to_all_single": "all_to_all_single",
-    "barrier": "barrier",
-    "broadcast": "broadcast",
-    "gather": "gather",
-    "reduce": "reduce",
-    "reduce_scatter": "reduce_scatter",
-    "_reduce_scatter_base": "reduce_scatter_tensor",
-    "reduce_scatter_single": "reduce_scatter_tensor",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-    "scatter": "scatter",
-}
-WITH_ROOT: Final = ("broadcast", "gather", "reduce", "scatter")
 BLOCKING: Final = frozenset(inspect.unwrap(function).__code__ for function in (c10d.send, c10d.recv))  # they wait at once
 # What changes a group is done to both halves of ours; see `_WatchedGroup`.
 SETTERS: Final = ("_register_backend", "_set_default_backend", "_set_group_desc", "_set_group_name")
@@ -77,21 +55,22 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
     attendant: ClassVar[Attendant]
     backwards: ClassVar[Backwards]
     slow: ClassVar[SlowLink | None] = None
-    worlds: ClassVar[int] = 0  # that were initialised; all ranks do that together, so they agree on it
+    numbering: ClassVar[Numbering]
 
     def __init__(self, store: Any, rank: int, size: int, *, real: Any = None) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the constructor that Python classes inherit is not in the stub
-        if c10d.GroupMember.WORLD is None:  # this will be it
-            type(self).worlds += 1
-        self._world = type(self).worlds
+        self._members = self.numbering.join(store, rank, size)
         self._real: Any = real if real is not None else ProcessGroup(store, rank, size)
         self._label = ""
         self._ranks: list[int] = []
+        self.numbers: list[int] = []  # of a part that torch does not keep a list of: its ranks in the default group
         self._count = 0  # of collectives
         self._pairs: dict[tuple[str, int, int], tuple[int, str, Iterator[int]]] = {}  # of ranks between which messages go
         self._together: list[tuple[Operation, object]] | None = None  # the batch that is being put together
         self._silent: set[str] = set()  # operations whose completion the backend does not tell
         self._on_gpu: bool | None = None
+        self._timed: bool | None = None
+        self._timed_messages: bool | None = None
 
     @classmethod
     def around(cls, real: Any) -> _WatchedGroup:
@@ -109,7 +88,11 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
     def split_group(self, *args: Any, **kwargs: Any) -> Any:
         """Part of the ranks as a group of their own."""
         child = self._real.split_group(*args, **kwargs)
-        return child if child is None else self.around(child)
+        if child is None:
+            return None
+        part, mine = self.around(child), numbers_of(self)
+        part.numbers = [mine[rank] for rank in sorted(args[0] if args else kwargs["ranks"])]
+        return part
 
     def merge_remote_group(self, *args: Any, **kwargs: Any) -> Any:
         """The ranks of several groups as one."""
@@ -124,16 +107,34 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         return self._on_gpu
 
     @property
+    def timed(self) -> bool:
+        """Whether who waits for an operation of this group goes on after a time that the program has set."""
+        if self._timed is None:
+            self._timed = self._has_limit()
+        return self._timed
+
+    @property
+    def timed_messages(self) -> bool:
+        """The same of messages: gloo gives each the limit that the group was made with, whatever has been set since."""
+        if self._timed_messages is None:
+            self._timed_messages = self._has_limit()
+        return self._timed_messages
+
+    def _has_limit(self) -> bool:
+        limits = [backends_limit(self._real._get_backend(device)) for device in self._real._device_types]
+        return any(ends_by_itself(limit) for limit in limits)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """What carries out the operations on a kind of device; whoever asks for it may give it another time limit."""
+        assert self.timed_messages is not None  # it is looked up before another limit is set
+        self._timed = None
+        return self._real._get_backend(device)
+
+    @property
     def label(self) -> str:
         """The group's name, the same on all its ranks, with what tells them apart."""
         if not self._label:
-            self._ranks = list(c10d._world.pg_group_ranks.get(self) or range(self.size()))
-            if self is c10d.GroupMember.WORLD:
-                self._label = "world" if self._world == 1 else f"world {self._world}"
-            else:
-                desc = "" if self._real.group_desc == "undefined" else f" {self._real.group_desc}"
-                world = "" if self._world == 1 else f" of world {self._world}"
-                self._label = f"group {self._real.group_name}{desc}{world} of ranks {','.join(map(str, self._ranks))}"
+            self._label, self._ranks = self._members.of(self)
         return self._label
 
     def _root(self, arguments: tuple[Any, ...]) -> int:
@@ -159,6 +160,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         else:
             ready = device_clock.mark(on_gpu.device.index)
             operation = Operation(ring, name, start_ns, nbytes, peer, group, match, line, ready, what)
+        operation.timed = self.timed
         if number != -1:
             self.backwards.issued(number, operation)
         return operation
@@ -181,7 +183,8 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
             self._count -= 1
             raise
         wait_start_ns, flags = clock(), OPEN
-        ring.waiting(slot, wait_start_ns)
+        timed = self.timed or (name == "barrier" and ends_by_itself(arguments[-1].timeout))
+        ring.waiting(slot, wait_start_ns, TIMED if timed else 0)
         try:
             if work is not None:
                 work.wait()
@@ -236,12 +239,15 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
 
     def _message(self, method: str, tensors: list[Any], peer: int, tag: int, *who: int) -> Any:
         name, group, match = method, "", 0
-        if peer >= 0:
+        if method != "recv_anysource":
+            if not 0 <= peer < self.size():  # with gloo, it would wait for ever
+                raise ValueError(f"{method} with rank {peer}: this group has the ranks 0 to {self.size() - 1}")
             peer, group, numbers = self._pairs.get((method, peer, tag)) or self._pair(method, peer, tag)
             match = next(numbers)
         else:
             name = "recv"
         operation = self._issue(name, (tensors,), peer, group, match, tensor_in_words(tensors))
+        operation.timed = self.timed_messages
         if group:
             self._book_message(operation)
         try:
@@ -297,7 +303,8 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         self._count += 1
         operation = self._issue("monitored_barrier", (), -1, self.label, self._count, "")
         operation.booking = self._booked("monitored_barrier", (), 0, self._count, operation.start_ns)
-        operation.wait_begins(TIMED)
+        limit = args[0] if args else kwargs.get("timeout")
+        operation.wait_begins(TIMED if ends_by_itself(limit) else 0)
         try:
             self._real.monitored_barrier(*args, **kwargs)
         except BaseException:
@@ -360,11 +367,13 @@ def _collective(method: str, name: str) -> Callable[..., Any]:
     return collective
 
 
-def watched_process_group(recorder: Recorder, futures: Futures, slow: SlowLink | None) -> type[ProcessGroup]:
+def watched_process_group(
+    recorder: Recorder, futures: Futures, numbering: Numbering, slow: SlowLink | None
+) -> type[ProcessGroup]:
     """The class of process groups that write down in `recorder` what goes through them, as slowly as over that link if any."""
     members = {
         "recorder": recorder, "futures": futures, "attendant": Attendant(), "backwards": Backwards(),
-        "slow": slow, "__module__": ProcessGroup.__module__,
+        "numbering": numbering, "slow": slow, "__module__": ProcessGroup.__module__,
     }  # fmt: skip
     return _Kind(ProcessGroup.__name__, (_WatchedGroup,), members)
 

@@ -6,18 +6,18 @@ torch runs it in C++ on every rank, out of Python's sight, but calls the hooks o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final
+from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed import autograd as dist_autograd
 
 from labkit.comm.operation import Operation
+from labkit.meeting import DIST_BACKWARD
 from labkit.record import clock, student_line
-from labkit.ring import COMPUTE, RingWriter
+from labkit.ring import AUTOMATIC, COMPUTE, RingWriter
 
 __all__ = ["RpcBackwards", "tensors_in"]
-
-NAME: Final = "dist_autograd.backward"
 
 
 class RpcBackwards:
@@ -35,7 +35,7 @@ class RpcBackwards:
     ) -> None:
         """The student's call: here until this rank's own part is computed, waiting from then on."""
         start_ns = clock()
-        operation = Operation(self._ring, NAME, start_ns, group=NAME, match=context_id, line=student_line())
+        operation = Operation(self._ring, DIST_BACKWARD, start_ns, group=DIST_BACKWARD, match=context_id, line=student_line())
 
         def own_part_ends() -> None:
             operation.start_ns = clock()
@@ -51,11 +51,15 @@ class RpcBackwards:
         finally:
             if hook is not None:
                 hook.remove()
-            self._ring.write(NAME, COMPUTE, start_ns, operation.wait_start_ns or clock())
+            self._ring.write(DIST_BACKWARD, COMPUTE, start_ns, operation.wait_start_ns or clock(), flags=AUTOMATIC)
         operation.wait_ends()
 
-    def served(self, function: str, arguments: Any, result: Any) -> None:
-        """A function was called from another rank: the backward pass may come back to it."""
+    def served(self, function: str, caller: int, arguments: Any, result: Any, *, replies: bool) -> None:
+        """A function was called from another rank: the backward pass may come back to it.
+
+        Gradients are as large as what they are of: those of the arguments go to the caller, those of the result come from it. A
+        result that stays here is fetched by whoever holds the reference, and its gradients come from there: see `fetched`.
+        """
         ends = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
         if not ends:
             return
@@ -63,24 +67,48 @@ class RpcBackwards:
             context_id = dist_autograd._current_context()._context_id()
         except RuntimeError:
             return  # not called within a context: nobody can go back through it
-        part = _Part(self._ring, f"backward of {function}", context_id)
+        nbytes = tuple(sum(t.nbytes for t in tensors_in(value) if t.grad_fn is not None) for value in (result, arguments))
+        part = _Part(self._ring, f"backward of {function}", context_id, caller, (nbytes[0] if replies else 0, nbytes[1]))
         for end in ends:
             end.register_prehook(part.begins)
         for tensor in tensors_in(arguments):
             if tensor.grad_fn is not None:
                 tensor.register_hook(part.sends_back)
 
+    def fetched(self, value: Any, owner: int) -> None:
+        """A value was fetched by its reference: the gradients of its tensors go back to the rank that owns it."""
+        ends: dict[Any, int] = {}
+        for tensor in tensors_in(value):
+            if tensor.grad_fn is not None:
+                ends[tensor.grad_fn] = ends.get(tensor.grad_fn, 0) + tensor.nbytes
+        for end, nbytes in ends.items():
+            end.register_prehook(partial(self._sends_back, nbytes, owner))
+
+    def _sends_back(self, nbytes: int, owner: int, _: object) -> None:
+        now = clock()
+        self._ring.write_communication("gradients", now, now, nbytes=nbytes, peer=owner)
+
 
 class _Part:
-    """One rank's part of a backward pass: from the gradient that arrives to the one that leaves, or to the end of the pass."""
+    """One rank's part of a backward pass: from the gradient that arrives to the one that leaves, or to the end of the pass.
 
-    def __init__(self, ring: RingWriter, name: str, context_id: int) -> None:
-        self._ring, self._name, self._context_id = ring, name, context_id
+    Args:
+        ring: where to.
+        name: of its span.
+        context_id: of the pass.
+        caller: the rank that gradients come from and go to.
+        nbytes: how many come from there, and how many go.
+    """
+
+    def __init__(self, ring: RingWriter, name: str, context_id: int, caller: int, nbytes: tuple[int, ...]) -> None:
+        self._ring, self._name, self._context_id, self._caller, self._nbytes = ring, name, context_id, caller, nbytes
         self._start_ns = self._sent_ns = 0
 
     def begins(self, _: object) -> None:
         if not self._start_ns:
-            self._start_ns = clock()
+            self._start_ns = now = clock()
+            if self._nbytes[0]:
+                self._ring.write_communication("received gradients", now, now, nbytes=self._nbytes[0], peer=self._caller)
             _at_end_of_pass(self._ends)
 
     def sends_back(self, _: object) -> None:
@@ -89,8 +117,10 @@ class _Part:
     def _ends(self) -> None:
         start_ns, end_ns = self._start_ns, self._sent_ns or clock()
         self._start_ns = self._sent_ns = 0  # there may be another pass through the same graph
-        self._ring.write(self._name, COMPUTE, start_ns, end_ns)
-        self._ring.write_communication("gradients", end_ns, end_ns, group=NAME, match=self._context_id)
+        self._ring.write(self._name, COMPUTE, start_ns, end_ns, flags=AUTOMATIC)
+        self._ring.write_communication(
+            "gradients", end_ns, end_ns, nbytes=self._nbytes[1], peer=self._caller, group=DIST_BACKWARD, match=self._context_id
+        )
 
 
 def _at_end_of_pass(callback: Callable[[], None]) -> None:

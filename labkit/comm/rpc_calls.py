@@ -20,29 +20,24 @@ from weakref import WeakKeyDictionary
 import torch
 from torch._C._distributed_rpc import PyRRef
 from torch.distributed import autograd as dist_autograd
-from torch.distributed.rpc import api, internal, rref_proxy
+from torch.distributed import rpc
+from torch.distributed.rpc import api, internal
+from torch.distributed.rpc.constants import DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT
 
 from labkit.comm.futures import Futures, in_place_of
+from labkit.comm.limits import ends_by_itself
 from labkit.comm.operation import Operation
 from labkit.comm.rpc_backward import RpcBackwards, tensors_in
+from labkit.comm.rpc_names import last_name, spoken
+from labkit.comm.rpc_optimizer import step_in_python
 from labkit.comm.rpc_slow import SlowCalls
 from labkit.comm.slow import SlowLink
 from labkit.record import Recorder, clock, student_line
 from labkit.remote import sent
 from labkit.report import headline, students_traceback
-from labkit.ring import COMPUTE, SERVE, RingWriter
+from labkit.ring import AUTOMATIC, COMPUTE, SERVE
 
 __all__ = ["RpcCalls"]
-
-# What torch calls for the student's sake, in the student's words. What else it calls keeps its own workers in step, unseen.
-IN_WORDS: Final = {
-    "_rref_typeof_on_owner": "type of an RRef",
-    "_new_local_optimizer": "new optimizer",
-    "_new_script_local_optimizer": "new optimizer",
-    "_local_optimizer_step": "optimizer step",
-    "_script_local_optimizer_step": "optimizer step",
-}
-METHOD_CALLS: Final = (rref_proxy._local_invoke, rref_proxy._local_invoke_async_execution)  # of (rref, name of the method, ...)
 
 
 class _NumberedCall(NamedTuple):
@@ -62,6 +57,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.api = "remote"  # the student's function, while torch prepares a call of it
         self.call: tuple[_NumberedCall, int] | None = None  # the one that torch pickles, and since when
+        self.timed = False  # whether it fails after a time that the program has set
 
 
 class RpcCalls:
@@ -75,7 +71,7 @@ class RpcCalls:
 
     def __init__(self, recorder: Recorder, futures: Futures, slow: SlowLink | None = None) -> None:
         self._slow = None if slow is None else SlowCalls(slow, futures)
-        self._ring: RingWriter = recorder.ring
+        self._recorder, self._ring = recorder, recorder.ring
         self._futures = futures
         self._numbers = itertools.count(1)
         self._backwards = RpcBackwards(recorder.ring)
@@ -99,19 +95,27 @@ class RpcCalls:
         pickler._py_rref_receiver = staticmethod(receiver)  # type: ignore[method-assign]
         PyRRef.to_here = in_place_of(PyRRef.to_here, self._to_here)  # type: ignore[method-assign]
         dist_autograd.backward = in_place_of(dist_autograd.backward, self._backwards.started)
+        step_in_python()
+        rpc._init_rpc_backend = in_place_of(rpc._init_rpc_backend, self._named)
+
+    def _named(self, init: Callable[..., Any], backend: Any, store: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        self._recorder.name = name
+        return init(backend, store, name, *args, **kwargs)
 
     def _calling(self, invoke: Callable[..., Any], to: Any, func: Any, mode: Any, *args: Any, **kwargs: Any) -> Any:
         thread = self._thread
-        before, thread.api = thread.api, f"rpc_{mode.value}"
+        before = thread.api, thread.timed
+        limit_s = args[2] if len(args) > 2 else kwargs.get("rpc_timeout", UNSET_RPC_TIMEOUT)
+        thread.api, thread.timed = f"rpc_{mode.value}", _ends_by_itself(limit_s)
         try:
             return invoke(to, func, mode, *args, **kwargs)
         finally:
-            thread.api = before
+            thread.api, thread.timed = before
 
     def _pickling(self, udf: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
         """The call as it will be pickled."""
         thread = self._thread
-        if _spoken(func, args) is None:
+        if spoken(func, args) is None:
             return udf(func, args, kwargs)
         caller = api.get_worker_info().id
         call = _NumberedCall(func, args, kwargs, caller, next(self._numbers), replies=thread.api != "remote")
@@ -124,13 +128,14 @@ class RpcCalls:
         (call, start_ns), thread.call = thread.call or (None, clock()), None
         to, nbytes, function = look_at(*args, **kwargs)
         if call is not None:
-            function = _spoken(call.func, call.args) or ""
+            function = spoken(call.func, call.args) or ""
         elif not function:
             return invoke(*args, **kwargs)  # torch's own business
         peer = to.id if hasattr(to, "id") else api.get_worker_info(to).id
         pair, number = (_pair(call.caller, peer), call.number) if call is not None else ("", 0)
         shared = (pair, number) if call is None or call.replies else ("", 0)
         operation = Operation(self._ring, f"{thread.api} {function}", start_ns, nbytes, peer, *shared, student_line())
+        operation.timed = thread.timed
         if self._slow is not None:
             self._slow.call(operation, pair, number)
         try:
@@ -153,7 +158,7 @@ class RpcCalls:
         """The callee runs the function."""
         if not isinstance(call, _NumberedCall):
             return run(call)
-        function = _spoken(call.func, call.args) or ""
+        function = spoken(call.func, call.args) or ""
         pair = _pair(call.caller, api.get_worker_info().id)
         if self._slow is not None:
             self._slow.arrives(pair, call.number)
@@ -161,9 +166,9 @@ class RpcCalls:
         slot = self._ring.pend(name, start_ns, peer=call.caller, group=pair, match=call.number)
         result = self._called(call, function)
         end_ns = clock()
-        self._ring.write(name, COMPUTE, start_ns, end_ns)
+        self._ring.write(name, COMPUTE, start_ns, end_ns, flags=AUTOMATIC)
         self._ring.unpend(slot)
-        self._backwards.served(function, call.args, result)
+        self._backwards.served(function, call.caller, call.args, result, replies=call.replies)
         if isinstance(result, torch._C.Future):  # of a function under `async_execution`: torch sends what is in it, later
             result.add_done_callback(lambda future: self._replying(call, function, _value(future), clock()))
         else:
@@ -226,6 +231,7 @@ class RpcCalls:
             return to_here(rref, *args, **kwargs)
         pair, number = self._values.get(rref, ("", 0))
         operation = Operation(self._ring, "to_here", clock(), 0, rref.owner().id, pair, number, student_line())
+        operation.timed = _ends_by_itself(args[0] if args else kwargs.get("timeout", UNSET_RPC_TIMEOUT))
         operation.wait_begins()
         try:
             value = to_here(rref, *args, **kwargs)
@@ -233,20 +239,19 @@ class RpcCalls:
             operation.failed()
             raise
         operation.nbytes = _nbytes(value)
+        self._backwards.fetched(value, rref.owner().id)
         if self._slow is not None:
             self._slow.fetched(operation, pair, number)
         operation.wait_ends()
         return value
 
 
-def _spoken(func: Any, args: Any) -> str | None:
-    """What the student calls a function that is called; None for those by which torch keeps its workers in step."""
-    if func in METHOD_CALLS:
-        return str(args[1])
-    name = str(getattr(func, "__qualname__", type(func).__name__)).rpartition("<locals>.")[2]
-    if name in IN_WORDS:
-        return IN_WORDS[name]
-    return None if getattr(func, "__module__", "").startswith("torch.distributed.rpc") else name
+def _ends_by_itself(limit_s: float) -> bool:
+    """Whether a call fails after a time that the program has set; torch's own minute is not meant."""
+    if limit_s == UNSET_RPC_TIMEOUT:
+        limit_s = rpc.get_rpc_timeout()
+        return limit_s != DEFAULT_RPC_TIMEOUT_SEC and ends_by_itself(limit_s)
+    return ends_by_itself(limit_s)
 
 
 def _value(future: Any) -> Any:
@@ -267,17 +272,12 @@ def _nbytes(value: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors_in(value))
 
 
-def _last(qualified: str) -> str:
-    name = qualified.rpartition("::")[2].rpartition(".")[2]
-    return IN_WORDS.get(name, name)
-
-
 # How torch hands a call to C++: what that call's destination, bytes and function are (none for Python functions: known already).
 _INVOKERS: Final[dict[str, Callable[..., tuple[Any, int, str]]]] = {
     "_invoke_rpc_python_udf": lambda to, pickled, tensors, *_: (to, len(pickled) + _nbytes(tensors), ""),
     "_invoke_remote_python_udf": lambda to, pickled, tensors, *_: (to, len(pickled) + _nbytes(tensors), ""),
-    "_invoke_rpc_builtin": lambda to, name, _, *args, **kwargs: (to, _nbytes([args, kwargs]), _last(name)),
-    "_invoke_remote_builtin": lambda to, name, _, *args, **kwargs: (to, _nbytes([args, kwargs]), _last(name)),
-    "_invoke_rpc_torchscript": lambda to, name, args, kwargs, *_: (to, _nbytes([args, kwargs]), _last(name)),
-    "_invoke_remote_torchscript": lambda to, name, _, __, *args, **kwargs: (to, _nbytes([args, kwargs]), _last(name)),
+    "_invoke_rpc_builtin": lambda to, name, _, *args, **kwargs: (to, _nbytes([args, kwargs]), last_name(name)),
+    "_invoke_remote_builtin": lambda to, name, _, *args, **kwargs: (to, _nbytes([args, kwargs]), last_name(name)),
+    "_invoke_rpc_torchscript": lambda to, name, args, kwargs, *_: (to, _nbytes([args, kwargs]), last_name(name)),
+    "_invoke_remote_torchscript": lambda to, name, _, __, *args, **kwargs: (to, _nbytes([args, kwargs]), last_name(name)),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -14,16 +14,23 @@ __all__ = ["first_tensor", "most_nbytes", "nbytes_of", "root_of", "tensor_in_wor
 # Which argument all ranks give alike in number and type. What is not here may differ from rank to rank.
 _ALIKE: Final = {
     "all_reduce": 0,
+    "all_reduce_coalesced": 0,
     "broadcast": 0,
     "reduce": 0,
     "all_gather": 1,
+    "all_gather_coalesced": 1,
     "all_gather_into_tensor": 1,
+    "all_gather_into_tensor_coalesced": 1,
     "gather": 1,
     "reduce_scatter": 0,
     "reduce_scatter_tensor": 0,
+    "reduce_scatter_tensor_coalesced": 0,
     "scatter": 0,
 }
-_REDUCES: Final = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
+_PARTS: Final = {"all_gather": 0, "reduce_scatter": 1}  # lists, one for each tensor, of what each rank gives or gets
+_REDUCES: Final = frozenset(
+    ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced")
+)
 
 
 def what_all_give(name: str, arguments: tuple[Any, ...], root: int = -1) -> str:
@@ -36,12 +43,50 @@ def what_all_give(name: str, arguments: tuple[Any, ...], root: int = -1) -> str:
     """
     place = _ALIKE.get(name)
     if place is None or len(arguments) <= place:
-        return ""
-    options, tensor = arguments[-1], first_tensor((arguments[place],))
+        return _between_pairs(name, arguments) if name.startswith("all_to_all") else ""
+    options, given = arguments[-1], arguments[place]
+    tensor = first_tensor((given,))
     if tensor is None:
         return ""
     operation = getattr(getattr(options, "reduceOp", None), "op", None) if name in _REDUCES else None
-    return _in_words(tensor.dtype, tensor.shape, operation, root)
+    if name in _PARTS and (parts := arguments[_PARTS[name]]) and _uneven(parts[0]):
+        return _in_words(tensor.dtype, tuple(t.numel() for t in parts[0]), operation, root, "parts of ")
+    words = _in_words(tensor.dtype, tensor.shape, operation, root)
+    if isinstance(given, list) and len(given) > 1:
+        words = " and ".join([words, *(_in_words(t.dtype, t.shape, None, -1) for t in given[1:])])
+    return words
+
+
+def _uneven(parts: Any) -> bool:
+    """Whether a list has tensors of different sizes."""
+    return isinstance(parts, list) and len({t.numel() for t in parts if isinstance(t, torch.Tensor)}) > 1
+
+
+def _between_pairs(name: str, arguments: tuple[Any, ...]) -> str:
+    """What a rank sends to each of the others in an all-to-all, and gets from each: "float32 2,6 sent, 4,4 received" elements."""
+    if len(arguments) < 2:
+        return ""
+    output, given = arguments[:2]
+    tensor = first_tensor((given,))
+    if tensor is None:
+        return ""
+    if name == "all_to_all":
+        sizes = [t.numel() for t in given], [t.numel() for t in output]
+    else:
+        of_output, of_input = arguments[2:4] if len(arguments) > 3 else ([], [])
+        if not of_output and not of_input:
+            return _in_words(tensor.dtype, tensor.shape, None, -1)
+        sizes = _elements(given, of_input, len(of_output)), _elements(output, of_output, len(of_input))
+    sent, received = (",".join(map(str, numbers)) for numbers in sizes)
+    return f"{str(tensor.dtype).removeprefix('torch.')} {sent} sent, {received} received"
+
+
+def _elements(tensor: torch.Tensor, splits: Sequence[int], count: int) -> list[int]:
+    """How many elements each part of a tensor has, cut along its first dimension; without sizes, into equal ones."""
+    if not splits:
+        return [tensor.numel() // count] * count
+    in_a_row = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
+    return [rows * in_a_row for rows in splits]
 
 
 def tensor_in_words(value: Any) -> str:
@@ -86,8 +131,9 @@ def first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _in_words(dtype: torch.dtype, shape: torch.Size, operation: Any, root: int) -> str:
-    parts = [f"{str(dtype).removeprefix('torch.')} {list(shape)}"]
+def _in_words(dtype: torch.dtype, shape: Sequence[int], operation: Any, root: int, before: str = "") -> str:
+    sizes = f"{before}{', '.join(map(str, shape))}" if before else str(list(shape))
+    parts = [f"{str(dtype).removeprefix('torch.')} {sizes}"]
     if operation not in (None, c10d.ReduceOp.SUM):
         parts.append(getattr(operation, "name", str(operation)).lower())
     if root >= 0:

@@ -11,6 +11,7 @@ from typing import Any, Final
 from torch._C._distributed_c10d import Work
 
 from labkit.comm.futures import Futures
+from labkit.comm.limits import ends_by_itself
 from labkit.comm.operation import Batch, Operation
 from labkit.ring import TIMED
 
@@ -42,7 +43,7 @@ class WatchedWork(Work):
         operation = self._operation
         if operation.done:
             return self._work.wait(timeout)  # type: ignore[no-any-return]
-        operation.wait_begins(TIMED if timeout else 0)
+        operation.wait_begins(TIMED if ends_by_itself(timeout) else 0)
         try:
             result: bool = self._work.wait(timeout)
         except BaseException:
@@ -87,7 +88,11 @@ class SilentWork(WatchedWork):
     __slots__ = ()
 
     def __del__(self) -> None:
-        if not self._operation.done:
+        if self._operation.done:
+            return
+        if self._work.is_completed():
+            self._operation.completed()  # at some time before
+        else:
             self._operation.failed()  # nobody will ever know
 
 
@@ -135,7 +140,7 @@ class WatchedMessage(WatchedWork):
         """Block until it has completed."""
         operation = self._operation
         if not operation.done:
-            operation.wait_begins(TIMED if timeout else 0)
+            operation.wait_begins(TIMED if ends_by_itself(timeout) else 0)
             if self.claim():
                 self._finish(timeout)
             elif self._under_way.acquire(timeout=timeout.total_seconds() or -1):

@@ -65,8 +65,8 @@ def _explain(on: OnRanks) -> OnRanks:
     return explained
 
 
-def _loss_on_rank(answer: Callable[..., Any], uneven: bool) -> tuple[Any, float]:
-    """The sum over replicas of what the student's function returns, a number or a list, and the mean over the whole batch."""
+def _loss_on_rank(answer: Callable[..., Any], uneven: bool) -> tuple[Any, float, bool]:
+    """What the student's function returns, summed over replicas; the mean over the whole batch; whether it has a gradient."""
     import tensorflow as tf
 
     strategy = tf.distribute.MirroredStrategy(_devices(tf, REPLICAS))
@@ -76,12 +76,20 @@ def _loss_on_rank(answer: Callable[..., Any], uneven: bool) -> tuple[Any, float]
         lambda context: tf.constant(losses[context.replica_id_in_sync_group])
     )
 
+    differentiable = []
+
+    def on_replica(own: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(own)
+            part = tf.convert_to_tensor(answer(own, count))
+        differentiable.append(tape.gradient(part, own) is not None)
+        return part
+
     @tf.function  # type: ignore[untyped-decorator]  # TensorFlow ships no types
     def summed() -> Any:
-        parts = strategy.run(lambda own: tf.convert_to_tensor(answer(own, count)), args=(values,))
-        return strategy.reduce("SUM", parts, axis=None)
+        return strategy.reduce("SUM", strategy.run(on_replica, args=(values,)), axis=None)
 
-    return summed().numpy().tolist(), sum(sum(part) for part in losses) / count
+    return summed().numpy().tolist(), sum(sum(part) for part in losses) / count, all(differentiable)
 
 
 def _devices(tf: Any, replicas: int) -> list[str]:
@@ -92,11 +100,16 @@ def _devices(tf: Any, replicas: int) -> list[str]:
 
 def _replica_loss(answer: Any, on: OnRanks) -> str:
     for uneven in (False, True):
-        ((got, mean),) = _explain(on)(1, _loss_on_rank, answer, uneven, devices_per_rank=REPLICAS)
+        ((got, mean, differentiable),) = _explain(on)(1, _loss_on_rank, answer, uneven, devices_per_rank=REPLICAS)
         if isinstance(got, list):
             raise AnswerError(
                 "it returns a loss for each example: return one number, for the whole share of this replica",
                 f"summed over {REPLICAS} replicas: {got}",
+            )
+        if not differentiable:
+            raise AnswerError(
+                "it has no gradient: numpy, or a value that is read out of a tensor, leaves the graph. Compute with TensorFlow's "
+                "functions, such as tf.reduce_sum"
             )
         if math.isclose(got, mean, rel_tol=1e-4):
             continue

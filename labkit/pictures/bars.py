@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.intervals import Intervals, difference, union
-from labkit.pictures.sheet import bytes_in_words
-from labkit.ring import CALL, COMMUNICATION, COMPUTE
+from labkit.ring import CALL, COMMUNICATION, COMPUTE, SERVE
 from labkit.trace import Trace
+from labkit.units import bytes_in_words
 
 __all__ = [
     "COMMUNICATION_LANE", "COMPUTE_LANE", "LANES", "STYLES", "Bars", "Style", "blend", "caption", "coverage", "ink", "lanes",
@@ -104,7 +104,12 @@ class Bars:
 
 @functools.lru_cache(maxsize=4096)
 def style_of(name: str) -> str:
-    """The style of a compute span: by the first word of its name, so that "forward 3" and "forward_stage1" are forward."""
+    """The style of a compute span: by the first word of its name, so that "forward 3" and "forward_stage1" are forward.
+
+    Of a call that is served, by that of the function or method: "serve Decoder.forward" is forward.
+    """
+    if name.startswith(SERVE):
+        name = name.removeprefix(SERVE).partition(" ")[0].rpartition(".")[2]
     word = re.match(r"[a-z]+", name.lower())
     return word[0] if word and word[0] in ("data", "forward", "backward", "optimizer") else "compute"
 
@@ -118,7 +123,7 @@ def lanes(trace: Trace, rank: int) -> tuple[Bars, Bars]:
 
     named = np.flatnonzero(mine & (kind == COMPUTE))
     calls = np.flatnonzero(mine & (kind == CALL))
-    travelling = np.flatnonzero(mine & (kind == COMMUNICATION))
+    travelling = np.flatnonzero(mine & (kind == COMMUNICATION) & ~columns.around)
     rows = data[travelling]
     ready = trace.ready()[travelling]
     blocked = trace.blocked(rank)
@@ -131,7 +136,7 @@ def lanes(trace: Trace, rank: int) -> tuple[Bars, Bars]:
     labelled.style[:] = by_name[data["name"][labelled.span]]
     rest.style[:] = _NUMBER["unlabelled"]
 
-    computing = labelled if rank in trace.labelled else rest
+    computing = labelled if rank in trace.labelled else _merge(labelled, rest)
     busy = union(computing.start_ns, computing.end_ns)
     each = np.arange(len(rows))
     moving = _flatten(ready, rows["end_ns"], each)

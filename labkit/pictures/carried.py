@@ -13,8 +13,10 @@ from labkit.errors import LabError
 from labkit.pictures.flows import Flows, flows_of, over_time
 from labkit.pictures.gantt import view_of
 from labkit.pictures.operations import colour_of
-from labkit.pictures.sheet import GREY, INKS, WIDTH_IN, HasTrace, bytes_in_words, pyplot, sheet, shortened, trace_of, unit_of
+from labkit.pictures.sheet import GREY, INKS, WIDTH_IN, HasTrace, pyplot, sheet, shortened, trace_of
 from labkit.trace import Trace
+from labkit.units import bytes_in_words, unit_of, unit_of_bytes
+from labkit.wrong_calls import edge
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,9 +42,9 @@ TITLED: Final = 2 * NUMBERED  # beyond it there is none for their names either
 CHARACTER_IN: Final = 0.07
 MATRIX_IN: Final = 2.1  # its width in a figure of its own
 LONGEST: Final = 56  # characters of an operation's name
-UNITS: Final = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 
 
+@edge
 def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes | None = None) -> Axes:
     """Draw what travelled: on the left the bytes per second by operation over time, on the right the bytes from rank to rank.
 
@@ -51,7 +53,7 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
     from each to the root; an all-to-all as one from each to each; the others as a ring of their ranks would move them: in an
     all-reduce of S bytes on n ranks, each sends 2·(n - 1)/n·S to the next. Bytes are those of tensors (of remote calls, of what
     is pickled), spread evenly from the moment when all ranks had come to the end. An operation has one colour in all figures;
-    those that moved less than a hundredth of the bytes are drawn as one.
+    those that moved less than a hundredth of the bytes are drawn as one. Operations whose size is not known are named below.
 
     Args:
         run: a run or a trace.
@@ -70,18 +72,21 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
     plt = pyplot()
     view = view_of(trace_of(run, "traffic"), step, "")
     trace, flows = view.shown, flows_of(view.shown)
+    if not len(flows.name) and flows.unsized:
+        raise LabError(f"traffic: nobody knows the size of what travelled between ranks ({_unsized(flows)})")
     if not len(flows.name):
         raise LabError("traffic: nothing that labkit knows the size of travelled between ranks")
     matrix, labels = flows.matrix(len(trace.ranks)), _labels(flows)
+    entries = [*labels, *([f"not counted, as of unknown size: {_unsized(flows)}"] if flows.unsized else [])]
     ranks, rules = _short(trace.ranks), _rules(flows)
     longest = max(len(name.removeprefix("rank ")) for name in ranks)
     upright = len(ranks) * (longest * CHARACTER_IN + 0.06) > MATRIX_IN and longest > 2
     # Two columns in the legend, if they leave room for what is written below the matrix.
-    columns = 2 if len(labels) > 1 and max(map(len, labels)) <= (36 if rules or upright else 56) else 1
+    columns = 2 if len(entries) > 1 and max(map(len, entries)) <= (36 if rules or upright else 56) else 1
     with sheet():
         if ax is None:
             names_in = 0.0 if len(ranks) > TITLED else longest * CHARACTER_IN if upright else 0.15
-            below = max(0.75 + 0.19 * -(-len(labels) // columns), 0.45 + names_in + 0.17 * rules.count("\n"))
+            below = max(0.75 + 0.19 * -(-len(entries) // columns), 0.45 + names_in + 0.17 * rules.count("\n"))
             height = 0.45 + 1.9 + below
             sides = {"left": 0.075, "right": 0.96, "top": 1 - 0.45 / height, "bottom": below / height}
             ax = plt.subplots(figsize=(WIDTH_IN, height), gridspec_kw=sides)[1]
@@ -91,9 +96,12 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
         right = beside.append_axes("right", size="48%", pad=0.55 + CHARACTER_IN * max(map(len, ranks)))
         scale = beside.append_axes("right", size="2.5%", pad=0.08) if len(ranks) > NUMBERED else None
         _draw_rates(ax, trace, flows, labels)
+        if flows.unsized:
+            ax.plot([], [], linestyle="none", label=entries[-1])
         ax.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.23), ncols=columns, borderaxespad=0)
         _draw_matrix(right, scale, ranks, matrix, rules, upright)
-        ax.set_title(f"What travelled  ·  {view.in_words()}, {bytes_in_words(matrix.sum())} in all")
+        least = "at least " if flows.unsized else ""
+        ax.set_title(f"What travelled  ·  {view.in_words()}, {least}{bytes_in_words(matrix.sum())} in all")
     return ax
 
 
@@ -120,6 +128,10 @@ def _labels(flows: Flows) -> list[str]:
     return labels
 
 
+def _unsized(flows: Flows) -> str:
+    return ", ".join(f"{count} × {shortened(name, LONGEST)}" for name, count in flows.unsized)
+
+
 def _rules(flows: Flows) -> str:
     """How the collectives are counted."""
     rules = ["as a ring of its ranks"] * flows.rings + ["as its root's messages"] * flows.roots
@@ -135,7 +147,7 @@ def _draw_rates(ax: Axes, trace: Trace, flows: Flows, labels: list[str]) -> None
         moved = np.vstack([moved[:shown], moved[shown:].sum(axis=0)])
         looks.append({"facecolor": OTHERS})
     rate = moved / np.diff(edges) * 1e9
-    unit, size = next((u for u in UNITS if rate.sum(axis=0).max() >= u[1]), UNITS[-1])
+    unit, size = unit_of_bytes(rate.sum(axis=0).max())
     time_unit, unit_ns = unit_of(trace.duration_ns)
     x = (edges - trace.start_ns) / unit_ns
     floor = np.zeros(BINS)
@@ -162,7 +174,7 @@ def _looks(names: Sequence[str]) -> list[dict[str, Any]]:
 def _draw_matrix(ax: Axes, scale: Axes | None, ranks: list[str], matrix: NDArray[np.float64], rules: str, upright: bool) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
-    unit, size = next((u for u in UNITS if matrix.max() >= u[1]), UNITS[-1])
+    unit, size = unit_of_bytes(matrix.max())
     colours: Any = LinearSegmentedColormap.from_list("sent", ["#FFFFFF", "#F3B58A", "#D55E00"])
     n = len(ranks)
     shown = np.ma.masked_where(np.eye(n, dtype=bool), matrix / size)
@@ -187,11 +199,14 @@ def _draw_matrix(ax: Axes, scale: Axes | None, ranks: list[str], matrix: NDArray
     for (row, column), nbytes in np.ndenumerate(matrix):
         if row != column:
             ax.text(
-                column, row, _number(nbytes / size), ha="center", va="center", fontsize=8.5 if n <= 4 else 7,
+                column, row, _cell(nbytes, size), ha="center", va="center", fontsize=8.5 if n <= 4 else 7,
                 color=INKS["dark"] if nbytes else GREY,
             )  # fmt: skip
 
 
-def _number(value: float) -> str:
-    """Three digits at most."""
+def _cell(nbytes: float, size: float) -> str:
+    """Three digits at most, in units of `size` bytes; what is less than a tenth of it has a unit of its own."""
+    value = nbytes / size
+    if 0 < value < 0.0995:
+        return bytes_in_words(nbytes)
     return "0" if not value else f"{value:.0f}" if value >= 99.5 else f"{value:.1f}" if value >= 9.95 else f"{value:.2g}"

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.pictures.sheet import GREY, sheet, unit_of
+from labkit.pictures.sheet import GREY, sheet
 from labkit.ring import MEMORY, STEPS_IN_ALL
 from labkit.trace import Scalar, Trace
+from labkit.units import unit_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,7 +10,7 @@ import numpy as np
 
 from labkit.pictures.operations import colour_of
 from labkit.pictures.sheet import WIDTH_IN, pyplot, sheet
-from labkit.prediction import in_words
+from labkit.units import in_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.pictures.arrows import messages
-from labkit.ring import COMMUNICATION, OPEN, ROOTED
+from labkit.ring import COMMUNICATION, OPEN, ROOTED, UNSIZED
 from labkit.trace import Trace
 
 __all__ = ["Flows", "flows_of", "over_time"]
@@ -30,7 +30,7 @@ _TO_NEXT: Final = {
     "reduce_scatter": lambda n: (n - 1) / n,
 }
 _FROM_ROOT: Final = ("broadcast", "scatter")  # the other collectives with a root bring it something
-_RECEIVED: Final = ("to_here",)  # these say what came, not what went
+_RECEIVED: Final = ("to_here", "received")  # these say what came, not what went
 _SECOND_END: Final = ("recv",)  # counted by the rank that sent it
 
 
@@ -49,6 +49,7 @@ class Flows:
         count: how many times each operation was made; by all ranks of a collective together is once.
         rings: whether there are collectives among them that are counted as rings.
         roots: whether there are some that are counted as messages from or to their root.
+        unsized: operations that are in none of these, because nobody knows their bytes, and how many times each was made.
     """
 
     name: tuple[str, ...]
@@ -61,6 +62,7 @@ class Flows:
     count: tuple[int, ...]
     rings: bool
     roots: bool
+    unsized: tuple[tuple[str, int], ...] = ()
 
     def matrix(self, ranks: int) -> NDArray[np.float64]:
         """Bytes from rank to rank, shape (ranks, ranks): the row sends, the column receives."""
@@ -94,7 +96,7 @@ def flows_of(trace: Trace) -> Flows:
     return Flows(
         tuple(names[i] for i in used[order].tolist()), place[operation], source, destination, nbytes, start[row], end[row],
         tuple(once[i] for i in used[order].tolist()),
-        rings=any(names[i].startswith(tuple(_TO_NEXT)) for i in used), roots=bool(roots),
+        rings=any(names[i].startswith(tuple(_TO_NEXT)) for i in used), roots=bool(roots), unsized=_unsized(rows, names),
     )  # fmt: skip
 
 
@@ -180,6 +182,12 @@ def _rings(rows: Any, names: list[str]) -> list[tuple[Any, ...]]:
                 if share is not None:
                     parts.append((here, rank, after[rank], nbytes * share(n)))
     return parts
+
+
+def _unsized(rows: Any, names: list[str]) -> tuple[tuple[str, int], ...]:
+    second = np.array([name.startswith(_SECOND_END) for name in names])[rows["name"]]
+    times = _times(rows, np.flatnonzero((rows["flags"] & UNSIZED != 0) & ~second & (rows["peer"] != rows["rank"])))
+    return tuple(sorted((names[number], count) for number, count in times.items()))
 
 
 def _times(rows: Any, used: NDArray[np.int64]) -> dict[int, int]:

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from labkit.pictures.bars import LANES, STYLES, Bars, blend, caption, coverage, ink, lanes
 from labkit.pictures.curves import COLOUR, EACH_RANK
-from labkit.pictures.sheet import bytes_in_words, unit_of
 from labkit.trace import Trace
+from labkit.units import bytes_in_words, unit_of
 from labkit.usage import Load
 
 __all__ = ["STILL", "Curve", "Detail", "Frame", "Past", "Row", "clock_time", "svg"]

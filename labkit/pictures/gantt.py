@@ -13,8 +13,10 @@ from labkit.intervals import Intervals
 from labkit.pictures.arrows import COLOUR, draw_messages
 from labkit.pictures.bars import LANES, STYLES, Bars, blend, caption, coverage, ink
 from labkit.pictures.rows import Row, is_pipeline, rows_of
-from labkit.pictures.sheet import GREY, INKS, WIDTH_IN, HasTrace, pyplot, ranks_in_words, sheet, time_in_words, trace_of, unit_of
+from labkit.pictures.sheet import GREY, INKS, WIDTH_IN, HasTrace, pyplot, ranks_in_words, sheet, trace_of
 from labkit.trace import Trace
+from labkit.units import time_in_words, unit_of
+from labkit.wrong_calls import edge
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,6 +67,7 @@ class View:
         return f"{some} ({length}) of the steps 0 to {self.steps - 1}"
 
 
+@edge
 def timeline(
     *runs: HasTrace | Trace | Mapping[str, HasTrace | Trace],
     step: int | range | str | None = None,

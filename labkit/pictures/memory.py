@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 
 from labkit.errors import LabError
 from labkit.pictures.gantt import view_of
-from labkit.pictures.sheet import GREY, WIDTH_IN, HasTrace, pyplot, sheet, three_digits, trace_of, unit_of
+from labkit.pictures.sheet import GREY, WIDTH_IN, HasTrace, pyplot, sheet, trace_of
 from labkit.ring import MEMORY, MEMORY_KINDS
 from labkit.trace import Trace
+from labkit.units import in_words, three_digits, unit_of, unit_of_bytes
+from labkit.wrong_calls import edge
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +25,6 @@ __all__ = ["Usage", "memory", "usages"]
 # The colours of what makes them in the timeline: activations are of the forward, gradients of the backward pass.
 _COLOURS: Final = dict(zip(MEMORY_KINDS, ("#7C93C9", "#009E73", "#0072B2", "#C9D3EA", "#56B4E9", "#C6CBD3"), strict=True))
 COLUMNS: Final = 1500  # more than the figure has pixels
-_UNITS: Final = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 CHARACTER_PT_IN: Final = 0.0082  # the width of a character, in inches for each point of its size
 _ROOM_IN: Final = 0.26  # above each rank's areas, for the words and the mark of the peak
 
@@ -67,6 +68,7 @@ def usages(trace: Trace) -> list[Usage]:
     return found
 
 
+@edge
 def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes | None = None) -> Axes:
     """Draw what filled each rank's memory over time: parameters, optimizer state, gradients, activations, stacked, and the peak.
 
@@ -91,7 +93,7 @@ def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes |
             "put `with lab.track_memory(model, optimizer):` around the training loop"
         )
     highest = max(usage.nbytes.sum(axis=0).max() for usage in found) or 1.0
-    unit, size = next((unit, size) for unit, size in _UNITS if highest >= size or size == 1)
+    unit, size = unit_of_bytes(highest, "iB")
     time_unit, unit_ns = unit_of(trace.duration_ns)
     top = highest / size
     row_in = min(max(4.6 / len(found), 0.66), 1.9)
@@ -152,8 +154,13 @@ def _thinned(usage: Usage, trace: Trace) -> Usage:
 def _words(usage: Usage, trace: Trace, unit: str, size: float) -> str:
     """A rank's peak and its split: "rank 0: peak 4.0 MiB = parameters 1.0 + gradients 1.0 + activations 2.0"."""
     at = usage.nbytes[:, usage.peak] / size
-    parts = [f"{kind} {three_digits(value)}" for kind, value in zip(MEMORY_KINDS, at, strict=True) if value > 0]
+    parts = [f"{kind} {_part(value, size)}" for kind, value in zip(MEMORY_KINDS, at, strict=True) if value > 0]
     return f"{trace.ranks[usage.rank]}: peak {three_digits(at.sum())} {unit} = {' + '.join(parts)}"
+
+
+def _part(value: float, size: float) -> str:
+    """A part of a peak, in units of `size` bytes; what is next to nothing of it has a unit of its own."""
+    return three_digits(value) if value >= 0.00995 else in_words(value * size, "iB")
 
 
 def _stride(top: float, most: int) -> float:

@@ -22,6 +22,8 @@ OPERATIONS: Final = {
     "remote": "#D55E00",
     "reply": "#F0E442",
     "value": "#F0E442",
+    "gradients": "#CC79A7",
+    "received": "#CC79A7",  # gradients of a distributed backward pass
     "to_here": "#E69F00",  # as all_gather, which no group with remote calls has beside it as a rule
     "": "#690F2D",  # all that this table does not know
 }

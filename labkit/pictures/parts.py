@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from labkit.errors import LabError
 from labkit.pictures.bars import STYLES
 from labkit.pictures.gantt import HATCH, View, view_of
-from labkit.pictures.sheet import GREY, INKS, WIDTH_IN, HasTrace, pyplot, sheet, shortened, time_in_words, trace_of, unit_of
+from labkit.pictures.sheet import GREY, INKS, WIDTH_IN, HasTrace, pyplot, sheet, shortened, trace_of
 from labkit.trace import Share, Trace
+from labkit.units import time_in_words, unit_of
+from labkit.wrong_calls import edge
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,6 +37,7 @@ _PARTS: Final = {
 }
 
 
+@edge
 def breakdown(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes | None = None) -> Axes:
     """Draw where the time went, per rank and in all; the parts of each bar add up to 100 %.
 
@@ -74,6 +77,7 @@ def breakdown(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axe
     return ax
 
 
+@edge
 def compare(
     runs: Mapping[str, HasTrace | Trace] | None = None,
     /,

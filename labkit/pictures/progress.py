@@ -7,6 +7,7 @@ from typing import Final
 
 from labkit.ring import MEMORY, STEP, STEPS_IN_ALL, SUM
 from labkit.trace import Trace
+from labkit.units import in_words
 
 __all__ = ["Progress"]
 
@@ -109,7 +110,7 @@ class Progress:
             number = length or slowest.count
             steps = (f"{slowest.in_loop} of " if length else "") + (f"{number} steps" if number != 1 else "1 step")
             if per_s := self._steps_per_s(slowest):
-                rate = f"{per_s:.3g} steps/s" if per_s < 1000 else f"{per_s:.0f} steps/s"
+                rate = _rate(per_s)
                 if length:
                     left = _clock_time((length - slowest.in_loop) / per_s)
                     left = f"{left} left" if slowest.loops == 1 else f"{left} left in this loop"
@@ -125,6 +126,12 @@ class Progress:
             return None
         took_ns = own.last[-1][1] - own.last[0][0]
         return len(own.last) * 1e9 / took_ns if took_ns > 0 else None
+
+
+def _rate(per_s: float) -> str:
+    if per_s < 0.1:
+        return f"{in_words(1 / per_s, 's')} per step"
+    return f"{per_s:.3g} steps/s" if per_s < 1000 else f"{per_s:.0f} steps/s"
 
 
 def _clock_time(seconds: float) -> str:

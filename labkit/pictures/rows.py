@@ -1,4 +1,4 @@
-"""The rows of a timeline: one per rank, or two where a rank's GPU and its CPU both have something to show."""
+"""The rows of a timeline: one per rank, or several where a rank's GPU and CPU, or several devices, have something to show."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from labkit.pictures.bars import Bars, lanes
-from labkit.ring import COMMUNICATION, COMPUTE, ON_CUDA
+from labkit.ring import COMMUNICATION, COMPUTE, DEVICE_SHIFT, ON_CUDA
 from labkit.trace import Trace
 
 __all__ = ["Row", "is_pipeline", "rows_of"]
@@ -25,14 +25,22 @@ class Row:
         name: the rank's, with its device where it has two rows.
         rank: its number.
         device: "GPU" or "CPU" where the rank has two rows, else "".
+        number: where it has a row for each of TensorFlow's devices, which of them: 1 is "CPU:0", 0 what is of none; else -1.
     """
 
     name: str
     rank: int
     device: str = ""
+    number: int = -1
 
     def lanes(self, trace: Trace) -> tuple[Bars, Bars]:
         """The bars of its two lanes, compute and communication; their spans are rows of the trace's columns."""
+        if self.number >= 0:
+            data = trace.columns.data
+            kept = np.flatnonzero((data["rank"] == self.rank) & (data["flags"] >> DEVICE_SHIFT == self.number))
+            part = Trace(trace.columns.where(kept), ranks=trace.ranks, start_ns=trace.start_ns, end_ns=trace.end_ns)
+            compute, communication = lanes(part, self.rank)
+            return replace(compute, span=kept[compute.span]), replace(communication, span=kept[communication.span])
         compute, communication = lanes(trace, self.rank)
         if not self.device:
             return compute, communication
@@ -54,8 +62,13 @@ def rows_of(trace: Trace) -> list[Row]:
     told = (data["kind"] == COMPUTE) | (data["kind"] == COMMUNICATION)
     on_cuda = data["flags"] & ON_CUDA != 0
     both = {int(rank) for rank in np.intersect1d(data["rank"][told & on_cuda], data["rank"][told & ~on_cuda])}
+    numbers = data["flags"] >> DEVICE_SHIFT
     for rank, name in enumerate(trace.ranks):
-        if rank in both:
+        devices = np.unique(numbers[told & (data["rank"] == rank) & (numbers > 0)]).tolist()
+        if len(devices) > 1:
+            found.append(Row(name, rank, number=0))
+            found += [Row(f"CPU:{number - 1}", rank, number=number) for number in devices]
+        elif rank in both:
             found += [Row(f"{name} GPU", rank, "GPU"), Row("CPU", rank, "CPU")]
         else:
             found.append(Row(name, rank))

@@ -1,7 +1,8 @@
-"""What all figures share: the style sheet, what they accept, and how they say times and sizes."""
+"""What all figures share: the style sheet, and what they accept."""
 
 from __future__ import annotations
 
+import reprlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -16,15 +17,11 @@ __all__ = [
     "INKS",
     "WIDTH_IN",
     "HasTrace",
-    "bytes_in_words",
     "pyplot",
     "ranks_in_words",
     "sheet",
     "shortened",
-    "three_digits",
-    "time_in_words",
     "trace_of",
-    "unit_of",
 ]
 
 WIDTH_IN: Final = 9.0  # of a notebook's cell
@@ -73,34 +70,18 @@ def trace_of(run: HasTrace | Trace, figure: str) -> Trace:
     """
     trace = run if isinstance(run, Trace) else getattr(run, "trace", None)
     if not isinstance(trace, Trace):
-        raise TypeError(f"{figure}({run!r}): expected a run, as group.run and group.watch return it, or a trace")
+        if isinstance(run, list | tuple):
+            hint = f"; several are given one by one, {figure}(a, b)" if figure == "timeline" else "; give one"
+        else:
+            hint = "; group.last_run is a group's last one" if hasattr(run, "last_run") else ""
+        raise TypeError(
+            f"{figure}({reprlib.repr(run)}): expected a run, as group.run and group.watch return it, or a trace{hint}"
+        )
     if not len(trace) or trace.duration_ns <= 0:
         raise LabError(
             f"{figure}: there is nothing to draw, since the ranks wrote nothing down (run.trace holds {len(trace)} spans)"
         )
     return trace
-
-
-def unit_of(duration_ns: float) -> tuple[str, float]:
-    """The unit in which a time reads well, and its length in ns."""
-    for unit, length_ns in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
-        if duration_ns >= 1.5 * length_ns:
-            return unit, length_ns
-    return "ns", 1.0
-
-
-def time_in_words(duration_ns: float) -> str:
-    """A time with three digits and its unit: "67.7 ms"."""
-    unit, length_ns = unit_of(duration_ns)
-    return f"{three_digits(duration_ns / length_ns)} {unit}"
-
-
-def bytes_in_words(nbytes: float) -> str:
-    """A size in powers of ten: "4.19 MB"."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{three_digits(nbytes / size)} {unit}"
-    return f"{nbytes:.0f} B"
 
 
 def shortened(text: str, most: int) -> str:
@@ -114,8 +95,3 @@ def shortened(text: str, most: int) -> str:
 def ranks_in_words(trace: Trace) -> str:
     """How many ranks: "4 ranks", or the name of the only one."""
     return f"{len(trace.ranks)} ranks" if len(trace.ranks) > 1 else trace.ranks[0]
-
-
-def three_digits(value: float) -> str:
-    """A number of three digits, or more where they stand before the point."""
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

@@ -1,0 +1,96 @@
+"""`python -m labkit script.py` and `torchrun -m labkit script.py`: run a script that does not know labkit, and record it.
+
+What the script's ranks do lands in the folder that LABKIT_TRACE names, or in `labkit-trace`; `labkit.load_trace` reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import types
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from labkit import outside
+
+USAGE: Final = """usage: python -m labkit [-m] SCRIPT [argument ...]
+       torchrun [option ...] -m labkit [-m] SCRIPT [argument ...]
+
+Runs SCRIPT (a file, or with -m a module) as Python would, and records what its ranks do: LABKIT_TRACE=folder says
+where; default: ./labkit-trace. In a notebook, labkit.load_trace(folder) draws it."""
+
+
+def main(arguments: list[str]) -> None:
+    """Run what the command line names, as `__main__`.
+
+    Args:
+        arguments: what stands behind `python -m labkit`.
+    """
+    as_module = arguments[:1] == ["-m"]
+    script, *rest = arguments[as_module:] or [""]
+    if not script or script in ("-h", "--help"):
+        print(USAGE, file=sys.stdout if script else sys.stderr)
+        sys.exit(0 if script else 2)
+    _check(script, as_module)
+    sys.argv[:] = [script, *rest]
+    if not os.environ.get(outside.VARIABLE):
+        os.environ[outside.VARIABLE] = outside.DEFAULT_FOLDER
+        if os.environ.get("RANK", "0") == "0":
+            print(
+                f"labkit: {outside.VARIABLE} names no folder, so the trace lands in {outside.DEFAULT_FOLDER!r} "
+                f"(labkit.load_trace({outside.DEFAULT_FOLDER!r}) reads it)",
+                file=sys.stderr,
+            )
+    outside.begin()
+    sys.excepthook = _without_labkit(sys.excepthook)
+    if as_module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        _run_file(script)
+
+
+def _check(script: str, as_module: bool) -> None:
+    if as_module:
+        try:
+            there = find_spec(script) is not None
+        except ImportError:
+            there = False
+    else:
+        there = os.path.isfile(script)
+    if not there:
+        _refuse(f"there is no {'module' if as_module else 'file'} {script!r}")
+
+
+def _refuse(why: str) -> NoReturn:
+    print(f"python -m labkit: {why}\n{USAGE}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _run_file(script: str) -> None:
+    """As `python script.py` does: in a `__main__` without a spec, which processes that it spawns find by its file."""
+    path = Path(script).absolute()
+    sys.path[0] = str(path.resolve().parent)
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__file__=str(path), __builtins__=__builtins__)
+    sys.modules["__main__"] = module
+    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), module.__dict__)
+
+
+def _without_labkit(hook: Any) -> Any:
+    """The same hook for errors that nobody catches; their tracebacks begin with the script."""
+
+    def shown(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        ours = (__file__, runpy.__file__, "<frozen runpy>")
+        first = trace
+        while first is not None and first.tb_frame.f_code.co_filename in ours:
+            first = first.tb_next
+        hook(kind, error.with_traceback(first or trace), first or trace)
+
+    return shown
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,50 @@
+"""`dist.ProcessGroupGloo` made by the program's own code, over a store: what goes through it is written down as well."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Final
+
+import torch
+from torch._C._distributed_c10d import ProcessGroup
+
+__all__ = ["watched_gloo"]
+
+MESSAGES: Final = ("send", "recv", "recv_anysource", "monitored_barrier")
+
+
+def watched_gloo(group_class: Any, methods: tuple[str, ...]) -> Any:
+    """torch's class of that name, whose collectives and messages go through a process group of our own.
+
+    torch itself calls the backend of a group in C++, past this class. A group that torch makes by this name keeps the workers of
+    RPC in step, which is its own business.
+
+    Args:
+        group_class: of process groups whose operations are written down.
+        methods: the names of the collectives.
+    """
+    gloo: Any = torch.distributed.ProcessGroupGloo
+
+    class Watched(gloo):  # type: ignore[misc]  # a class of C++
+        def __init__(self, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> None:
+            super().__init__(store, rank, size, *args, **kwargs)
+            self._watched = None
+            if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+                return
+            real = ProcessGroup(store, rank, size)
+            real._set_default_backend(ProcessGroup.BackendType.GLOO)
+            real._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self)
+            self._watched = group_class(store, rank, size, real=real)
+
+    for method in (*methods, *MESSAGES):
+        if hasattr(gloo, method) and hasattr(ProcessGroup, method):
+            setattr(Watched, method, _through_group(method, getattr(gloo, method)))
+    Watched.__name__, Watched.__qualname__, Watched.__module__ = gloo.__name__, gloo.__qualname__, gloo.__module__
+    return Watched
+
+
+def _through_group(method: str, torchs: Any) -> Any:
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return torchs(self, *args, **kwargs) if self._watched is None else getattr(self._watched, method)(*args, **kwargs)
+
+    return called

@@ -1,0 +1,71 @@
+"""The process group that a rank was given: set aside while the program is without it, and brought back as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Final
+
+import torch.distributed.distributed_c10d as c10d
+
+__all__ = ["DefaultGroup"]
+
+# What torch knows of all groups, by group or name. `destroy_process_group` empties these.
+TABLES: Final = (
+    "pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state",
+)  # fmt: skip
+
+
+class DefaultGroup:
+    """torch's default group as it is now, which is the one that labkit has made."""
+
+    def __init__(self) -> None:
+        self.group: Any = c10d.GroupMember.WORLD
+        self._tables: dict[str, dict[Any, Any]] | None = None  # while it is set aside
+        self._groups = 0  # that have been made so far; torch numbers them
+        self._timeout: timedelta | None = None  # that the program has set
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it is torch's default group."""
+        return self._tables is None
+
+    @property
+    def moves_by_nccl(self) -> bool:
+        """Whether each rank has a GPU of its own, and NCCL moves what is on it."""
+        return any(self.group._get_backend(device).name() == "nccl" for device in self.group._device_types)
+
+    def set_aside(self, destroy: Callable[[Any], None]) -> None:
+        """torch has no default group from now on, and none of the groups that the program has made of it.
+
+        Args:
+            destroy: torch's own `destroy_process_group`.
+        """
+        world = c10d._world
+        for group in [group for group in world.pg_map if group is not self.group]:
+            destroy(group)
+        self._tables = {name: dict(getattr(world, name)) for name in TABLES}
+        self._groups = world.group_count
+        for name in TABLES:
+            getattr(world, name).clear()
+        world.group_count = 0
+        c10d._unregister_process_group(self.group.group_name)
+        c10d._update_default_pg(None)
+
+    def bring_back(self) -> None:
+        """It is torch's default group again."""
+        assert self._tables is not None
+        world = c10d._world
+        for name, table in self._tables.items():
+            getattr(world, name).update(table)
+        world.group_count = self._groups
+        c10d._register_process_group(self.group.group_name, self.group)
+        c10d._update_default_pg(self.group)
+        self._tables = None
+
+    def set_timeout(self, timeout: timedelta | None) -> None:
+        """How long its operations may take; None: as ever."""
+        if timeout != self._timeout:
+            standard = c10d._get_default_timeout(c10d.Backend("nccl" if self.moves_by_nccl else "gloo"))
+            c10d._set_pg_timeout(timeout or standard, self.group)
+            self._timeout = timeout

@@ -1,0 +1,53 @@
+"""The creation of a sub-group waits for all its members: it is noted as pending meanwhile, with the creations before it.
+
+torch numbers the groups of each process. A rank that has made one more than the others, perhaps in an earlier run, waits with the
+next one for members that wait under another number. So a creation says which one it is, and where the one before was.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed.distributed_c10d as c10d
+
+from labkit.comm.futures import in_place_of
+from labkit.comm.limits import ends_by_itself
+from labkit.comm.operation import Operation
+from labkit.meeting import NEW_GROUP
+from labkit.record import Recorder, clock, student_line
+from labkit.ring import TIMED, UNSHOWN
+
+__all__ = ["watch_creation"]
+
+
+def watch_creation(recorder: Recorder) -> None:
+    """From now on note when this rank waits for the members of a new group."""
+    before: list[str] = []  # the lines that made a group
+    helper = c10d._new_process_group_helper
+    torchs = getattr(helper, "__labkit_original__", helper)
+    place = inspect.unwrap(torchs).__code__.co_varnames.index("global_ranks_in_group")
+
+    def create(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        ranks = args[place] if len(args) > place else kwargs["global_ranks_in_group"]
+        # The world is what `init_process_group` waits for. Where the program has made one, its ranks may be other processes.
+        known = bool(ranks) and (c10d.get_rank(), c10d.get_world_size()) == (recorder.rank, recorder.size)
+        if not known:
+            return original(*args, **kwargs)
+        given = inspect.signature(torchs).bind(*args, **kwargs).arguments  # not above: it takes a thirtieth of a rank's start
+        line = student_line()
+        order = f"its group number {len(before) + 1}" + (f", after that of {before[-1]}" if before else "")
+        before.append(line)
+        group = f"{NEW_GROUP}{given['group_name']} of ranks {','.join(map(str, ranks))}"
+        operation = Operation(recorder.ring, "new_group", clock(), group=group, match=1, line=f"{line}; {order}")
+        operation.wait_begins(TIMED if ends_by_itself(given.get("timeout")) else 0)
+        try:
+            created = original(*args, **kwargs)
+            # A member may be through, and return, while another still waits for a third: what it has come to is kept.
+            recorder.ring.write_communication("new_group", operation.start_ns, clock(), group=group, match=1, flags=UNSHOWN)
+        finally:
+            operation.withdrawn()  # what it took is the program's own time, as is all else that prepares communication
+        return created
+
+    c10d._new_process_group_helper = in_place_of(helper, create)

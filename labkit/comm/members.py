@@ -1,0 +1,132 @@
+"""Which processes the ranks of a process group are, also where the program numbers them itself.
+
+torch numbers the ranks of a group from 0. In the group that labkit makes they are the processes' own numbers, and so they are in
+the groups that `new_group` makes of it. A program may make another default group, of some processes, or a group by hand over a
+store: there each process leaves its number in the group's store, and looks for the others' when the group is first used.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch.distributed.distributed_c10d as c10d
+
+__all__ = ["Members", "Numbering", "numbers_of"]
+
+KEY: Final = "labkit: process of rank {}"
+
+
+class Numbering:
+    """The processes of a run and the groups that this one joins.
+
+    Args:
+        process: this process's number.
+        size: how many there are.
+        given: whether the first default group is made for the program, whose ranks have the processes' numbers.
+    """
+
+    def __init__(self, process: int, size: int, *, given: bool) -> None:
+        self.process, self.size = process, size
+        self._given = given
+        self._worlds = 0
+        self._world: Members = Given(self, 1)
+        self.made_by_hand: Counter[tuple[int, ...]] = Counter()
+
+    def join(self, store: Any, rank: int, size: int) -> Members:
+        """A group is made: to be called from where torch's `ProcessGroup` is."""
+        if c10d.GroupMember.WORLD is None:  # this will be it
+            self._worlds += 1
+            given, self._given = self._given, False
+            if given:
+                self.size = size
+            else:
+                self._world = Exchanged(self, self._worlds, store, rank, size)
+        elif store is not None and sys._getframe(2).f_globals is not vars(c10d):
+            return ByHand(self, self._worlds, store, rank, size)
+        return self._world
+
+
+def numbers_of(group: Any) -> list[int]:
+    """A group's ranks as the default group numbers them."""
+    return list(c10d._world.pg_group_ranks.get(group) or group.numbers or range(group.size()))
+
+
+class Members:
+    """The processes of a default group, and of the groups that torch makes of it.
+
+    Args:
+        numbering: of the processes.
+        world: the number of the default group.
+    """
+
+    def __init__(self, numbering: Numbering, world: int) -> None:
+        self._numbering, self._world = numbering, world
+
+    def processes(self) -> Sequence[int]:
+        """Of each rank, its process."""
+        raise NotImplementedError
+
+    def of(self, group: Any) -> tuple[str, list[int]]:
+        """A group's name, the same in all its processes, with what tells them apart; and of each of its ranks the process."""
+        processes = self.processes()  # which may tell the number of the default group
+        ranks = [processes[number] for number in numbers_of(group)]
+        some = "" if ranks == list(range(self._numbering.size)) else f" of ranks {_listed(ranks)}"
+        if group is c10d.GroupMember.WORLD:
+            return ("world" if self._world == 1 else f"world {self._world}") + some, ranks
+        # torch describes a part by the address at which this process keeps the whole: that differs from rank to rank.
+        desc = group.group_desc.partition(":split:")[0]
+        desc = "" if desc == "undefined" else f" {desc}"
+        world = "" if self._world == 1 else f" of world {self._world}"
+        return f"group {group.group_name}{desc}{world} of ranks {_listed(ranks)}", ranks
+
+
+class Given(Members):
+    """Those of the default group that is made for the program."""
+
+    def processes(self) -> Sequence[int]:
+        """Of each rank, its process."""
+        return range(self._numbering.size)
+
+
+class Exchanged(Members):
+    """Those of a group that the program makes over a store.
+
+    Args:
+        numbering, world: as for `Members`.
+        store: the group's.
+        rank, size: of this process in the group.
+    """
+
+    def __init__(self, numbering: Numbering, world: int, store: Any, rank: int, size: int) -> None:
+        super().__init__(numbering, world)
+        self._store, self._size = store, size
+        self._processes: list[int] = []
+        store.set(KEY.format(rank), f"{numbering.process} {world}")
+
+    def processes(self) -> Sequence[int]:
+        """Of each rank, its process. All are in the group when it is first used."""
+        if not self._processes:
+            get = getattr(type(self._store).get, "__labkit_original__", type(self._store).get)  # the program does not wait here
+            told = [get(self._store, KEY.format(rank)).decode().split() for rank in range(self._size)]
+            self._processes = [int(process) for process, _ in told]
+            self._world = max(int(world) for _, world in told)  # they may have been in differently many before
+            self._store = None
+        return self._processes
+
+
+class ByHand(Exchanged):
+    """Those of a group that is none of torch's."""
+
+    def of(self, _group: Any) -> tuple[str, list[int]]:
+        """As for all."""
+        ranks = list(self.processes())
+        made = self._numbering.made_by_hand
+        made[tuple(ranks)] += 1
+        return f"group {made[tuple(ranks)]} made by hand of ranks {_listed(ranks)}", ranks
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ",".join(map(str, ranks))

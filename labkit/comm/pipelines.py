@@ -1,0 +1,86 @@
+"""Pipelines of `torch.distributed.pipelining`: each pass of a micro-batch through a stage becomes a span by itself.
+
+All schedules, GPipe, 1F1B, interleaved and zero-bubble ones, compute through three methods of the stage. They are wrapped when
+torch's module of stages is imported; a rank that uses no pipeline pays nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Final
+
+from labkit.comm.futures import in_place_of
+from labkit.import_hook import when_imported
+from labkit.record import Recorder, clock, student_line
+from labkit.ring import AUTOMATIC, COMPUTE
+
+__all__ = ["Pipelines"]
+
+STAGES: Final = "torch.distributed.pipelining.stage"
+
+
+class Pipelines:
+    """Writes down the passes of micro-batches: "forward 3", where a rank has several stages "forward 3 of stage 1".
+
+    Zero-bubble schedules cut a backward pass in two: "backward 3, inputs" and, when nothing is waited for, "backward 3, weights".
+
+    Args:
+        recorder: where to.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._names: dict[tuple[Any, ...], str] = {}
+
+    def install(self) -> None:
+        """See the stages, those that are imported later too."""
+        when_imported(STAGES, self._wrap)
+
+    def _wrap(self, module: ModuleType) -> None:
+        stage = getattr(module, "_PipelineStageBase", None)
+        for method, ours in (
+            ("forward_one_chunk", self._forward),
+            ("backward_one_chunk", self._backward),
+            ("backward_weight_one_chunk", self._weights),
+        ):
+            if hasattr(stage, method):
+                setattr(stage, method, in_place_of(getattr(stage, method), ours))
+
+    def _forward(self, torchs: Callable[..., Any], stage: Any, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        return self._recorded("forward", "", torchs, stage, fwd_chunk_id, *args, **kwargs)
+
+    def _backward(self, torchs: Callable[..., Any], stage: Any, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        if not stage.has_backward:
+            return torchs(stage, bwd_chunk_id, *args, **kwargs)
+        full = args[1] if len(args) > 1 else kwargs.get("full_backward", True)
+        return self._recorded("backward", "" if full else ", inputs", torchs, stage, bwd_chunk_id, *args, **kwargs)
+
+    def _weights(self, torchs: Callable[..., Any], stage: Any, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        if not stage.has_backward:
+            return torchs(stage, bwd_chunk_id, *args, **kwargs)
+        return self._recorded("backward", ", weights", torchs, stage, bwd_chunk_id, *args, **kwargs)
+
+    def _recorded(
+        self, way: str, part: str, torchs: Callable[..., Any], stage: Any, number: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        name = self._names.get((way, part, number, stage.stage_index, stage.num_stages)) or self._name(way, part, number, stage)
+        device_clock = self._recorder.device_clock
+        if device_clock is not None:
+            enter, leave = device_clock.span(name, AUTOMATIC)
+            enter()
+            try:
+                return torchs(stage, number, *args, **kwargs)
+            finally:
+                leave()
+        start_ns = clock()
+        try:
+            return torchs(stage, number, *args, **kwargs)
+        finally:
+            self._recorder.ring.write(name, COMPUTE, start_ns, clock(), flags=AUTOMATIC)
+
+    def _name(self, way: str, part: str, number: int, stage: Any) -> str:
+        of_stage = f" of stage {stage.stage_index}" if stage.num_stages > stage.group_size else ""
+        name = self._recorder.ring.placed(f"{way} {number}{of_stage}{part}", student_line())
+        self._names[way, part, number, stage.stage_index, stage.num_stages] = name
+        return name

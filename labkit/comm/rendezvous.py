@@ -1,0 +1,183 @@
+"""Where the processes of a program meet before they communicate: in their group's own store, whatever address the program names.
+
+torch lets a program name an address (`tcp://localhost:29500`, or MASTER_ADDR and MASTER_PORT), where its rank 0 serves a store.
+In a rank of a group all addresses of this machine are names in the store that the group has already. No port is opened, so none
+can be taken; and each rendezvous has keys of its own, so a second one under the same address never reads what the first left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import json
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final, NamedTuple
+from urllib.parse import parse_qsl, urlsplit
+
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from labkit.comm.operation import Operation
+from labkit.record import Recorder, clock, student_line
+from labkit.ring import RENDEZVOUS, TIMED
+
+__all__ = ["Address", "Rendezvous"]
+
+SCHEMES: Final = ("tcp", "env")  # those of torch's that name an address
+_WAIT: Final = dist.Store.wait  # torch's own: this wait is part of the call that is under way
+LOCAL: Final = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "")  # the last two: tutorials that leave it open
+
+
+class Address(NamedTuple):
+    """What a program says of a rendezvous; -1 for what it leaves open."""
+
+    scheme: str
+    where: str  # as the program would write it: "localhost:29500"
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, url: str, rank: int = -1, size: int = -1) -> Address:
+        """What an init_method and the arguments beside it say together, and the environment where that counts.
+
+        Args:
+            url: "env://", "tcp://localhost:29500?rank=0&world_size=4", "file:///shared/file".
+            rank: what was given beside it; -1 for nothing.
+            size: likewise.
+        """
+        parts = urlsplit(url)
+        query = dict(parse_qsl(parts.query))
+        from_env = os.environ if parts.scheme == "env" else {}
+        rank = rank if rank >= 0 else int(query.get("rank") or from_env.get("RANK") or -1)
+        size = size if size >= 0 else int(query.get("world_size") or from_env.get("WORLD_SIZE") or -1)
+        where = parts.netloc or parts.path
+        if parts.scheme == "env":
+            where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+        return cls(parts.scheme, where, rank, size)
+
+
+class Rendezvous:
+    """Has this rank's rendezvous take place in its group's store, and writes down how long it waits there.
+
+    Args:
+        recorder: this rank's.
+        rank: its number in the group.
+        connect: makes a new connection to the group's store.
+    """
+
+    def __init__(self, recorder: Recorder, rank: int, connect: Callable[[], Any] | None = None) -> None:
+        self._ring, self._rank, self._connect = recorder.ring, rank, connect
+        self._operation: Operation | None = None  # the call of torch's that is under way
+        self._timed = False  # whether it ends by itself, when a time is up
+        self._visits: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
+
+    def install(self) -> None:
+        """From now on."""
+        handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers  # a function has that name, too
+        for scheme in SCHEMES:
+            handlers[scheme] = partial(self._handler, handlers[scheme])
+
+    @property
+    def under_way(self) -> bool:
+        """Whether this rank is in such a call."""
+        return self._operation is not None
+
+    @contextlib.contextmanager
+    def waiting(self, name: str, where: str, size: int, timed: bool = False) -> Iterator[None]:
+        """This rank is in a call that returns when `size` processes are in it.
+
+        Args:
+            name: of the call: "init_process_group".
+            where: the address at which they meet.
+            size: how many.
+            timed: whether the call fails by itself after a time that the program has set.
+        """
+        before = self._operation, self._timed
+        group = _group(where, size)
+        self._timed = timed
+        self._operation = self._blocked(name, clock(), group, next(self._visits[group]))
+        try:
+            yield
+        except BaseException:
+            self._operation.failed()
+            raise
+        else:
+            self._operation.wait_ends()
+        finally:
+            self._operation, self._timed = before
+
+    def meet(self, where: str, size: int, value: Any, timeout: timedelta = default_pg_timeout) -> tuple[Any, list[Any]]:
+        """Wait until `size` processes have come; for the call that is under way, if there is one.
+
+        Args:
+            where: the address.
+            size: how many come.
+            value: what the others shall know of this one: plain data.
+            timeout: for all to come.
+
+        Returns:
+            a store of their own, and what each has told, in the order in which they came.
+
+        Raises:
+            DistStoreError: the time is up.
+        """
+        assert self._connect is not None, "a rank without a store of its group has torch meet where the program says"
+        if self._operation is None:
+            with self.waiting("rendezvous", where, size):
+                return self.meet(where, size, value, timeout)
+        store, group = self._connect(), _group(where, size)
+        generation, place = divmod(store.add(f"{group}/came", 1) - 1, size)
+        under_way = self._operation
+        self._operation = self._blocked(under_way.name, under_way.start_ns, group, generation + 1)
+        under_way.withdrawn()
+        store.set(f"{group}/{generation}/{place}", json.dumps(value))
+        keys = [f"{group}/{generation}/{i}" for i in range(size)]
+        try:
+            _WAIT(store, keys, timeout)
+        except dist.DistStoreError:
+            came = sum(store.check([key]) for key in keys)
+            seconds = timeout.total_seconds()
+            raise dist.DistStoreError(
+                f"Timed out after {seconds:g} seconds waiting for clients. {came}/{size} clients joined."
+            ) from None
+        return dist.PrefixStore(f"{group}/{generation}", store), [json.loads(store.get(key)) for key in keys]
+
+    def _blocked(self, name: str, start_ns: int, group: str, match: int) -> Operation:
+        operation = Operation(self._ring, name, start_ns, group=group, match=match, line=student_line())
+        operation.wait_begins(TIMED if self._timed else 0)
+        return operation
+
+    def _handler(self, torchs: Callable[..., Any], url: str, timeout: timedelta = default_pg_timeout, **kwargs: Any) -> Any:
+        """In place of one of torch's: a generator of the store, the rank and the world size."""
+        asked = Address.of(url)
+        if asked.rank < 0 or asked.size < 1 or not _is_here(asked.where):
+            yield from torchs(url, timeout=timeout, **kwargs)  # which says what is missing, or goes to another machine
+            return
+        store, _ = self.meet(asked.where, asked.size, [asked.rank, self._rank], timeout)
+        yield store, asked.rank, asked.size
+        raise RuntimeError(f"Unable to perform re-rendezvous using {asked.scheme}:// method")  # as torch says
+
+
+def _group(where: str, size: int) -> str:
+    """What all who meet call it."""
+    return f"{RENDEZVOUS}{where} of {size} ranks"
+
+
+def _is_here(where: str) -> bool:
+    """Whether an address is one of this machine's."""
+    host = where.rpartition(":")[0].strip("[]")
+    if host in LOCAL:
+        return True
+    try:
+        family, kind, _, _, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,197 @@
+"""`init_rpc` and `shutdown` in a rank: what a program calls to start and end RPC does no harm there.
+
+A rank of an RPC group is initialised before its function runs. All ranks that call `init_rpc` meet there, as they do in torch. If
+the names, the numbers and the options are those of the group, there is nothing to do; else RPC starts anew as the program wants
+it. `shutdown` is torch's own, and waits for all: the next run gets fresh ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import torch.distributed.autograd as dist_autograd
+from torch.distributed import rpc
+
+from labkit.comm.futures import in_place_of
+from labkit.comm.rendezvous import Address, Rendezvous
+from labkit.errors import LabError
+from labkit.record import Recorder
+from labkit.streams import quiet_stderr
+
+__all__ = ["TRANSPORTS", "RpcLaunch", "RpcOptions"]
+
+# TensorPipe's first choice on one machine, shared memory, has a thread in each rank that asks and asks: also in an idle rank it
+# takes a whole core.
+TRANSPORTS: Final = ["uv"]
+NOTHING_TO_DO: Final = "init_rpc had nothing to do: the ranks of this group are initialised already, under these names."
+
+
+class RpcOptions(NamedTuple):
+    """What a program can choose of TensorPipe; the defaults are torch's."""
+
+    num_worker_threads: int = 16
+    rpc_timeout: float = 60.0
+
+    @classmethod
+    def of(cls, given: Any) -> RpcOptions:
+        """Those of torch's `TensorPipeRpcBackendOptions`."""
+        return cls(given.num_worker_threads, given.rpc_timeout)
+
+    def for_torch(self, init_method: str, device_maps: Any = None, devices: Any = None) -> Any:
+        """What torch wants to be given."""
+        return rpc.TensorPipeRpcBackendOptions(
+            num_worker_threads=self.num_worker_threads, rpc_timeout=self.rpc_timeout, init_method=init_method,
+            device_maps=device_maps, devices=devices, _transports=TRANSPORTS,
+        )  # fmt: skip
+
+
+class RpcLaunch:
+    """What this rank's program does with RPC.
+
+    Args:
+        recorder: this rank's.
+        rank, size: its number, and how many the group has.
+        rendezvous: where it meets the others.
+        tell: says something to the student, once in the life of the group.
+        watch: has calls written down from now on; called before RPC starts for the first time.
+        given: the name and the options with which the group has initialised RPC; None where it has not.
+        unused: whether no call has been made since.
+
+    Attributes:
+        spent: whether RPC is no more as it was when this process began. torch cannot make it so again: what holds remote
+            references stays with the first of all.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        rank: int,
+        size: int,
+        rendezvous: Rendezvous,
+        tell: Callable[[str], None],
+        watch: Callable[[], None],
+        given: tuple[str, RpcOptions] | None = None,
+        unused: bool = False,
+    ) -> None:
+        self._ring, self._rank, self._size = recorder.ring, rank, size
+        self._rendezvous, self._tell, self._watch, self._given = rendezvous, tell, watch, given
+        self._initialised = False  # by this run's program, and not shut down since
+        self._watched = given is not None
+        self._all_called = True
+        self._shutdown: Callable[..., None] = rpc.shutdown
+        self._autograd = None if given is None else rank
+        self._unused = self._anew = unused
+        self.spent = False
+
+    def install(self) -> None:
+        """From now on."""
+        rpc.init_rpc = in_place_of(rpc.init_rpc, self._init)
+        rpc.shutdown = rpc.api.shutdown = in_place_of(rpc.shutdown, self._shut_down)
+        dist_autograd._init = in_place_of(dist_autograd._init, self._init_autograd)
+
+    def begin_run(self, *, keep: bool, all_called: bool) -> None:
+        """A function or a cell is about to run.
+
+        Args:
+            keep: what the program before has initialised, as from one cell to the next.
+            all_called: whether all ranks of the group run it.
+        """
+        self._all_called = all_called
+        self._initialised = False
+        self._anew, self._unused = self._unused, False
+        if self._given is None and not keep and rpc.api._is_current_rpc_agent_set():
+            self._shutdown(graceful=False)  # the program has left it standing
+
+    def _init(self, init: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """In place of torch's."""
+        try:
+            given = inspect.signature(init).bind(*args, **kwargs).arguments
+        except TypeError:
+            init(*args, **kwargs)  # which says what is wrong
+            return
+        if self._initialised:
+            init(*args, **kwargs)  # twice: torch says so
+            return
+        options = given.get("rpc_backend_options")
+        address = Address.of(
+            getattr(options, "init_method", "env://"), int(given.get("rank", -1)), int(given.get("world_size") or -1)
+        )
+        with self._rendezvous.waiting("init_rpc", address.where, address.size):
+            if rpc.api._is_current_rpc_agent_set():
+                if self._nothing_to_do(given["name"], options, address):
+                    self._initialised = True
+                    self._tell(NOTHING_TO_DO)
+                    return
+                self._make_way(given["name"], address)
+            self._start(init, given, options)
+
+    def _nothing_to_do(self, name: str, options: Any, asked: Address) -> bool:
+        """Whether what is set up is what the program wants, on all ranks that come here."""
+        if self._given is None:
+            return False
+        own_name, own_options = self._given
+        wanted = own_options if options is None else RpcOptions.of(options)
+        mapped = bool(getattr(options, "device_maps", None) or getattr(options, "devices", None))
+        same = (name, wanted, asked.rank, asked.size, mapped) == (own_name, own_options, self._rank, self._size, False)
+        same = same and not self.spent
+        if same and not self._all_called:
+            return True
+        _, others = self._rendezvous.meet(f"{asked.where} for RPC", asked.size, same)
+        return all(others)
+
+    def _make_way(self, name: str, asked: Address) -> None:
+        """End RPC as the group has started it, so that the program can start it."""
+        if not self._anew:
+            raise LabError(
+                f"init_rpc({name!r}, rank={asked.rank}, world_size={asked.size}) is not what this group has initialised, and its "
+                "ranks have used RPC. Call it in a function of group.run, which gets fresh ranks for it."
+            )
+        # As torch's `shutdown` does, but for what cannot be undone in a process: torch's context of remote references takes the
+        # agent that is there when it is first asked for, and keeps it for ever. No call has been made, so nobody has asked.
+        with quiet_stderr():
+            rpc.api._get_current_rpc_agent().shutdown()
+            rpc.api._cleanup_python_rpc_handler()
+            rpc.api._reset_current_rpc_agent()
+
+    def _start(self, init: Callable[..., None], given: dict[str, Any], options: Any) -> None:
+        """Have torch start RPC as the program wants it, and see the calls."""
+        if not self._watched:
+            self._watch()
+            self._watched = True
+        wanted = RpcOptions() if options is None else RpcOptions.of(options)
+        if options is None or isinstance(options, rpc.TensorPipeRpcBackendOptions):
+            given["rpc_backend_options"] = wanted.for_torch(
+                getattr(options, "init_method", "env://"),
+                getattr(options, "device_maps", None),
+                getattr(options, "devices", None) or None,
+            )
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # of torch's, about a constructor that it calls
+            init(**given)
+        self._ring.serving(wanted.num_worker_threads)
+        self._initialised = self.spent = True
+
+    def _shut_down(self, shutdown: Callable[..., None], graceful: bool = True, *args: Any, **kwargs: Any) -> None:
+        """In place of torch's."""
+        if not rpc.api._is_current_rpc_agent_set():
+            shutdown(graceful, *args, **kwargs)  # which says so
+            return
+        self._initialised, self.spent = False, True
+        if graceful:
+            timed = bool(args or kwargs.get("timeout"))
+            with self._rendezvous.waiting("rpc.shutdown", "rpc.shutdown", len(rpc.api._ALL_WORKER_NAMES), timed):
+                shutdown(graceful, *args, **kwargs)
+        else:
+            shutdown(graceful, *args, **kwargs)
+        self._ring.serving(0)
+
+    def _init_autograd(self, init: Callable[[int], None], worker: int) -> None:
+        """In place of torch's, which cannot change the number by which this process makes names for contexts and messages.
+
+        Any number will do that no other process has, and the first that this process was given is such a one.
+        """
+        if self._autograd is None:
+            self._autograd = worker
+        init(self._autograd)

@@ -1,0 +1,79 @@
+"""A wait for a key of a store, or for the store's server, is waiting: torch waits for it in C++, where nobody would see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Final
+
+from torch._C import _distributed_c10d as c10d
+from torch.distributed.constants import default_pg_timeout
+
+from labkit.comm.futures import in_place_of
+from labkit.comm.limits import ends_by_itself
+from labkit.comm.rendezvous import Rendezvous
+from labkit.record import Recorder, clock, student_line
+from labkit.ring import RENDEZVOUS, STORE, TIMED
+
+__all__ = ["Stores"]
+
+SHORTEST_NS: Final = 1_000_000  # a wait that is written down
+STANDARD: Final = (timedelta(seconds=300), default_pg_timeout)  # of a store, and of a process group
+
+
+class Stores:
+    """Writes down how long this rank's program waits for stores.
+
+    Args:
+        recorder: this rank's.
+        rendezvous: knows whether a call is under way that opens one by itself.
+        own_port: of the group's store, to which labkit connects at any time; -1 where it has none.
+    """
+
+    def __init__(self, recorder: Recorder, rendezvous: Rendezvous, own_port: int = -1) -> None:
+        self._ring, self._rendezvous, self._own_port = recorder.ring, rendezvous, own_port
+
+    def install(self) -> None:
+        """From now on."""
+        store = c10d.Store
+        store.get = in_place_of(store.get, self._get)  # type: ignore[method-assign]
+        store.wait = in_place_of(store.wait, self._wait)  # type: ignore[method-assign]
+        c10d.TCPStore.__init__ = in_place_of(c10d.TCPStore.__init__, self._open)  # type: ignore[method-assign]
+
+    def _get(self, get: Callable[..., Any], store: Any, key: str) -> Any:
+        if store.check([key]):
+            return get(store, key)
+        return self._waited("store.get", f"{STORE}{key}", _sets_time(store), lambda: get(store, key))
+
+    def _wait(self, wait: Callable[..., Any], store: Any, keys: list[str], *timeout: timedelta, **named: timedelta) -> Any:
+        if store.check(keys):
+            return None
+        timed = bool(timeout or named) or _sets_time(store)
+        return self._waited("store.wait", f"{STORE}{', '.join(keys)}", timed, lambda: wait(store, keys, *timeout, **named))
+
+    def _open(self, init: Callable[..., None], store: Any, *args: Any, **kwargs: Any) -> None:
+        given = dict(zip(("host_name", "port", "world_size", "is_master", "timeout"), args, strict=False)) | kwargs
+        if self._rendezvous.under_way or given.get("port") in (None, self._own_port):
+            init(store, *args, **kwargs)
+            return
+        group = f"{RENDEZVOUS}{given.get('host_name')}:{given['port']} of {given.get('world_size') or 2} ranks"
+        self._waited("TCPStore", group, ends_by_itself(given.get("timeout")), lambda: init(store, *args, **kwargs), 1)
+
+    def _waited(self, name: str, group: str, timed: bool, call: Callable[[], Any], match: int = 0) -> Any:
+        line, start_ns = student_line(), clock()
+        slot = self._ring.pend(name, start_ns, group=group, match=match, line=line)
+        self._ring.waiting(slot, start_ns, TIMED if timed else 0)
+        try:
+            return call()
+        finally:
+            self._ring.unpend(slot)
+            end_ns = clock()
+            if end_ns - start_ns > SHORTEST_NS:
+                self._ring.write_communication(
+                    name, start_ns, end_ns, wait_start_ns=start_ns, wait_end_ns=end_ns, group=group, match=match, line=line
+                )
+
+
+def _sets_time(store: Any) -> bool:
+    """Whether the program has said how long this store's waits may last: then it expects them to end by themselves."""
+    return store.timeout not in STANDARD

@@ -1,0 +1,63 @@
+"""The warnings of all ranks in one run: each is shown once, with the ranks that said it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final
+
+__all__ = ["GroupedWarnings"]
+
+MOST_NAMES: Final = 4  # in a label, where ranks have names of their own
+
+
+class GroupedWarnings:
+    """Collects what ranks warn of.
+
+    Args:
+        names: of the ranks, in rank order.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._said: dict[str, dict[int, int]] = {}  # by text, how often each rank said it
+        self._order: dict[tuple[int, str], int] = {}  # in which each rank said them: they arrive in any
+
+    def __bool__(self) -> bool:
+        return bool(self._said)
+
+    def take(self, rank: int, text: str, count: int) -> None:
+        """A rank has raised a warning so many times."""
+        ranks = self._said.setdefault(text, {})
+        ranks[rank] = ranks.get(rank, 0) + count
+        self._order.setdefault((rank, text), len(self._order))
+
+    def lines(self) -> list[str]:
+        """All of them, labelled, those of the lowest ranks first."""
+        said = sorted(self._said.items(), key=lambda item: (min(item[1]), self._order[min(item[1]), item[0]]))
+        return [line for text, ranks in said for line in self._labelled(text, ranks)]
+
+    def _labelled(self, text: str, ranks: dict[int, int]) -> list[str]:
+        first, *more = text.rstrip("\n").split("\n")
+        often = max(ranks.values())
+        if often > 1:
+            first += f" ({'up to ' * (min(ranks.values()) < often)}{often:,} times)"
+        label = self._label(sorted(ranks))
+        return [f"[{label}] {line}" for line in (first, *more)]
+
+    def _label(self, ranks: list[int]) -> str:
+        names = [self._names[rank] for rank in ranks]
+        if len(ranks) == 1:
+            return names[0]
+        if names == [f"rank {rank}" for rank in ranks]:
+            return f"ranks {_numbers(ranks)}"
+        if len(names) == len(self._names) > MOST_NAMES:
+            return f"all {len(names)} ranks"
+        return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
+
+
+def _numbers(ranks: list[int]) -> str:
+    """Numbers in ascending order, as "0-3, 5"."""
+    starts = [ranks[0], *(b for a, b in pairwise(ranks) if b != a + 1)]
+    ends = [*(a for a, b in pairwise(ranks) if b != a + 1), ranks[-1]]
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

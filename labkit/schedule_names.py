@@ -1,0 +1,41 @@
+"""The names of pipeline schedules: one spelling of each, and the others that are understood."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+__all__ = ["GPIPE", "INTERLEAVED", "ONE_F_ONE_B", "schedule_name"]
+
+GPIPE: Final = "gpipe"
+ONE_F_ONE_B: Final = "1f1b"
+INTERLEAVED: Final = "interleaved 1f1b"
+_NAMES: Final = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
+_ALSO: Final = {  # without blanks and the like, in small letters
+    "gpipe": GPIPE,
+    "schedulegpipe": GPIPE,  # torch.distributed.pipelining's
+    "1f1b": ONE_F_ONE_B,
+    "schedule1f1b": ONE_F_ONE_B,
+    "interleaved": INTERLEAVED,
+    "interleaved1f1b": INTERLEAVED,
+    "scheduleinterleaved1f1b": INTERLEAVED,
+}
+
+
+def schedule_name(given: Any, where: str) -> str:
+    """The one spelling of a schedule's name: `GPIPE`, `ONE_F_ONE_B` or `INTERLEAVED`.
+
+    Args:
+        given: "1F1B", "interleaved_1f1b", torch's "ScheduleGPipe", ...
+        where: what it was given to, for the error.
+
+    Raises:
+        TypeError: it is no text.
+        ValueError: no schedule is called so.
+    """
+    expected = ", ".join(map(repr, _NAMES[:-1])) + f" or {_NAMES[-1]!r}"
+    if not isinstance(given, str):
+        raise TypeError(f"{where}={given!r}: expected {expected}")
+    name = _ALSO.get("".join(character for character in given.lower() if character.isalnum()))
+    if name is None:
+        raise ValueError(f"{where}={given!r}: expected {expected}")
+    return name

@@ -1,0 +1,100 @@
+"""Files that Keras writes under MultiWorkerMirroredStrategy: all workers may write the same one.
+
+Keras 3.15.1 opens the path that the program gives on every worker, so that `ModelCheckpoint` and `BackupAndRestore` fail with
+BlockingIOError or FileExistsError, or leave a file that two have written. Keras 2 took care of that. Here each worker writes a
+file of its own beside it, which then takes the place of the other: all hold the same model, so that the last one may win. The
+mends may go with the first Keras that takes care again; they change nothing for workers that are given paths of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+from typing import Any, Final
+
+__all__ = ["apply"]
+
+WRITES: Final = ("save", "save_weights")  # methods of keras.Model
+BEGIN, SAVE, END = "_load_model", "_save_model", "on_train_end"  # of BackupAndRestore
+
+
+def apply() -> bool:
+    """Mend what this process's Keras does; False where its code is not as known here."""
+    import keras
+
+    backup = keras.callbacks.BackupAndRestore
+    known = [(keras.Model, name) for name in WRITES] + [(backup, name) for name in (BEGIN, SAVE, END)]
+    if not all(hasattr(owner, name) for owner, name in known):
+        return False
+    for name in WRITES:
+        setattr(keras.Model, name, _written_whole(getattr(keras.Model, name)))
+    _share_backups(backup)
+    return True
+
+
+def _task(model: Any) -> int | None:
+    """The number of this worker; None if it does not train with others."""
+    import tensorflow as tf
+
+    strategy = getattr(model, "distribute_strategy", None)
+    if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and strategy.extended._in_multi_worker_mode():
+        return int(strategy.cluster_resolver.task_id)
+    return None
+
+
+def _written_whole(write: Any) -> Any:
+    @functools.wraps(write)
+    def write_whole(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        path = os.fspath(filepath) if isinstance(filepath, (str, os.PathLike)) else ""
+        task = None if args or kwargs.keys() - {"overwrite"} or "://" in path else _task(self)
+        folder, name = os.path.split(path)
+        if not name or task is None or not kwargs.get("overwrite", True) or os.path.isdir(path):
+            return write(self, filepath, *args, **kwargs)
+        own = os.path.join(folder, f".worker{task}-{name}")
+        try:
+            write(self, own, overwrite=True)
+            os.replace(own, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(own)
+        return None
+
+    return write_whole
+
+
+def _share_backups(callback: Any) -> None:
+    """All workers write and read one backup, and remove it; the first to come to the end is a moment ahead of the others."""
+    begin, save, end = (getattr(callback, name) for name in (BEGIN, SAVE, END))
+    over: set[str] = set()  # backups of trainings that have ended here: another worker may not have removed its own yet
+
+    @functools.wraps(begin)
+    def load_model(self: Any) -> None:
+        if os.path.abspath(self.backup_dir) not in over:
+            begin(self)
+
+    @functools.wraps(save)
+    def save_model(self: Any) -> None:
+        if _task(self.model) is None:
+            save(self)
+            return
+        over.discard(os.path.abspath(self.backup_dir))
+        os.makedirs(self.backup_dir, exist_ok=True)
+        try:
+            save(self)
+        except FileNotFoundError:  # another worker has come to the end of the training, and has removed it
+            if os.path.exists(self.backup_dir):
+                raise
+
+    @functools.wraps(end)
+    def on_train_end(self: Any, logs: Any = None) -> None:
+        if _task(self.model) is None:
+            end(self, logs)
+        elif self.delete_checkpoint:
+            over.add(os.path.abspath(self.backup_dir))
+            shutil.rmtree(self.backup_dir, ignore_errors=True)
+
+    setattr(callback, BEGIN, load_model)
+    setattr(callback, SAVE, save_model)
+    setattr(callback, END, on_train_end)

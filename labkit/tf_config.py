@@ -1,0 +1,83 @@
+"""A program that sets or removes TF_CONFIG itself, as tutorials do: what its rank can no longer do is said at once."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+__all__ = ["apply", "mistake"]
+
+LOCAL: Final = "_initialize_local"  # of CollectiveAllReduceExtended: how the strategy begins without a cluster
+STARTS: Final = ("TFE_EnableCollectiveOps", "TFE_ContextSetServerDefWithTimeoutAndRetries", "TFE_ContextSetServerDef")
+
+
+def apply(jobs: Sequence[tuple[str, int]], rank: int) -> None:
+    """Have this process warn; once, before anything runs.
+
+    Args:
+        jobs: TensorFlow's job and task number of each rank, in rank order.
+        rank: this one.
+    """
+    from tensorflow.python import pywrap_tfe
+    from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
+
+    if len(jobs) > 1 and hasattr(CollectiveAllReduceExtended, LOCAL):
+        setattr(CollectiveAllReduceExtended, LOCAL, _saying_that_it_is_alone(getattr(CollectiveAllReduceExtended, LOCAL), rank))
+    for name in STARTS:
+        if hasattr(pywrap_tfe, name):
+            setattr(pywrap_tfe, name, _checked(getattr(pywrap_tfe, name), jobs, rank))
+
+
+def mistake(job: str, task: int, tasks: int, jobs: Sequence[tuple[str, int]], rank: int) -> str:
+    """What is wrong with a rank's place in a cluster; "" if it can be right.
+
+    Args:
+        job: as what the program starts this rank,
+        task: and the number of its task.
+        tasks: how many tasks of that job its cluster has.
+        jobs: as in `apply`.
+        rank: likewise.
+    """
+    own_job, own_task = jobs[rank]
+    same_job = sum(name == job for name, _ in jobs)
+    if (job, task) != (own_job, own_task) and (job, task) in jobs:
+        return (
+            f"TF_CONFIG makes this rank {job} {task}, but it is {own_job} {own_task}, and another rank is {job} {task}: "
+            "they would wait for each other for ever. Take the task from the TF_CONFIG that labkit has set."
+        )
+    if job == own_job and tasks > same_job:
+        return (
+            f"TF_CONFIG names {tasks} tasks of the job {job!r}, and this group has {same_job}: unless the program starts the "
+            "others itself, they are waited for for ever. labkit has set a TF_CONFIG that fits the group."
+        )
+    return ""
+
+
+def _checked(start: Callable[..., Any], jobs: Sequence[tuple[str, int]], rank: int) -> Callable[..., Any]:
+    from tensorflow.core.protobuf import tensorflow_server_pb2
+
+    @functools.wraps(start)
+    def check_and_start(*args: Any, **kwargs: Any) -> Any:
+        definition = next((arg for arg in args if isinstance(arg, bytes)), b"")
+        server = tensorflow_server_pb2.ServerDef.FromString(definition)
+        tasks = next((len(job.tasks) for job in server.cluster.job if job.name == server.job_name), 0)
+        if problem := mistake(server.job_name, server.task_index, tasks, jobs, rank):
+            warnings.warn(problem, stacklevel=2)
+        return start(*args, **kwargs)
+
+    return check_and_start
+
+
+def _saying_that_it_is_alone(begin: Callable[..., Any], rank: int) -> Callable[..., Any]:
+    @functools.wraps(begin)
+    def say_and_begin(*args: Any, **kwargs: Any) -> Any:
+        warnings.warn(
+            f"MultiWorkerMirroredStrategy finds no cluster in TF_CONFIG, so that rank {rank} trains alone. labkit sets "
+            "TF_CONFIG in each rank: leave out the line that removes or empties it.",
+            stacklevel=2,
+        )
+        return begin(*args, **kwargs)
+
+    return say_and_begin

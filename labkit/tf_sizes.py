@@ -1,0 +1,144 @@
+"""How large what TensorFlow communicates is: its profiler does not say, so that the sizes come from the graphs' shapes."""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+__all__ = ["Sizes"]
+
+# Of Python's functions for collectives, by how they begin.
+MAKES: Final = "collective_"
+LOWERED: Final = "_func_"  # how DTensor calls the functions that it makes
+LARGEST_INPUT: Final = ("CollectiveReduceScatter", "CollectiveAllToAll", "CollectiveBcastSend")  # of others, the output counts
+
+
+class Sizes:
+    """Keeps the graphs of tf.functions that are built from now on, and the sizes of collectives outside of them."""
+
+    def __init__(self) -> None:
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._eager: dict[int, int] = {}  # by instance key
+        self._known: dict[str, int] = {}
+        self._looked_at = 0
+        self._in_library: dict[str, set[int]] = {}  # of functions that TensorFlow has made itself
+        self._read: set[str] = set()  # their names
+
+    def watch(self) -> None:
+        """From now on, in this process."""
+        from tensorflow.python.eager import context
+        from tensorflow.python.framework.func_graph import FuncGraph
+        from tensorflow.python.ops import gen_collective_ops
+
+        begin, graphs = FuncGraph.__init__, self._graphs
+
+        @functools.wraps(begin)
+        def begin_and_keep(graph: Any, *args: Any, **kwargs: Any) -> None:
+            begin(graph, *args, **kwargs)
+            graphs.add(graph)
+
+        FuncGraph.__init__ = begin_and_keep
+        remove = context.Context.remove_function
+
+        @functools.wraps(remove)
+        def read_and_remove(library: Any, name: Any) -> Any:
+            self._look_into_library()
+            return remove(library, name)
+
+        context.Context.remove_function = read_and_remove
+        for name in dir(gen_collective_ops):
+            made = getattr(gen_collective_ops, name)
+            if name.startswith(MAKES) and not name.endswith("_eager_fallback") and callable(made):
+                setattr(gen_collective_ops, name, self._noting(made))
+
+    def nbytes(self, name: str, instance: int, eager: bool) -> int:
+        """The size of a collective or of a tensor that is sent; 0 if unknown.
+
+        Args:
+            name: of the operation, in its graph.
+            instance: its instance key; -1 for what is sent.
+            eager: whether it ran outside a tf.function.
+        """
+        if eager:
+            return self._eager.get(instance, 0)
+        if len(self._graphs) != self._looked_at:
+            self._known.clear()
+            self._looked_at = len(self._graphs)
+        if name not in self._known:
+            self._known[name] = self._look_up(name)
+        # Outside of a tf.function, the broadcast of a variable's first value runs in an executor as well; its key is its own.
+        return self._known[name] or self._eager.get(instance, 0)
+
+    def forget(self) -> None:
+        """What was communicated so far has been asked for."""
+        self._eager.clear()
+
+    def _noting(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, which notes the size of what it reduces where that happens at once."""
+        import tensorflow as tf
+
+        @functools.wraps(make)
+        def make_and_note(*args: Any, **kwargs: Any) -> Any:
+            made = make(*args, **kwargs)
+            key = kwargs.get("instance_key", args[3] if len(args) > 3 else None)
+            if tf.executing_eagerly() and isinstance(made, tf.Tensor) and key is not None:
+                self._eager[int(key)] = _bytes_of(made.shape, made.dtype)
+            return made
+
+        return make_and_note
+
+    def _look_up(self, name: str) -> int:
+        """What all graphs that have an operation of that name say."""
+        parts = name.split("/")
+        names = ["/".join(parts[i:]) for i in range(len(parts)) if all("PartitionedCall" in part for part in parts[:i])]
+        for one in reversed(names):
+            found = {size for graph in list(self._graphs) if (size := _in_graph(graph, one))}
+            if found:
+                return found.pop() if len(found) == 1 else 0
+        self._look_into_library()
+        found = set().union(*(self._in_library.get(one, ()) for one in names))
+        return found.pop() if len(found) == 1 else 0
+
+    def _look_into_library(self) -> None:
+        """Functions that TensorFlow has made itself, as DTensor does, have no graph in Python, but shapes."""
+        from tensorflow.python.eager import context
+
+        library = context.context()
+        for name in library.list_function_names():
+            if name.startswith(LOWERED) and name not in self._read:
+                self._read.add(name)
+                for operation, size in _in_function(library.get_function_def(name)).items():
+                    self._in_library.setdefault(operation, set()).add(size)
+
+
+def _in_graph(graph: Any, name: str) -> int:
+    try:
+        operation = graph.get_operation_by_name(name)
+    except (KeyError, ValueError):
+        return 0
+    tensors = operation.inputs if operation.type.startswith(LARGEST_INPUT) else operation.outputs
+    return max((_bytes_of(t.shape, t.dtype) for t in tensors), default=0)
+
+
+def _in_function(function: Any) -> dict[str, int]:
+    """The sizes of what a function's collectives give, by their names."""
+    from tensorflow.python.framework import dtypes
+
+    found = {}
+    for node in function.node_def:
+        shapes = list(node.attr["_output_shapes"].list.shape) if "_output_shapes" in node.attr else []
+        if node.op.startswith("Collective") and len(shapes) and not shapes[0].unknown_rank:
+            sides = [side.size for side in shapes[0].dim]
+            if min(sides, default=0) >= 0:
+                found[node.name] = math.prod(sides) * dtypes.as_dtype(node.attr["T"].type).size
+    return found
+
+
+def _bytes_of(shape: Any, dtype: Any) -> int:
+    """0 where a dimension is not known before the function runs, or elements have no fixed size."""
+    if shape.rank is None or None in shape.as_list() or dtype.name in ("resource", "variant", "string"):
+        return 0
+    return int(math.prod(shape.as_list())) * int(dtype.size)

@@ -1,0 +1,227 @@
+"""Groups on real GPUs: NCCL where each rank has one, gloo where they share one, and the same numbers as on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from gpu_device import DEVICES, GPUS, REHEARSAL, gpu, needs_cuda, needs_two_gpus
+
+import labkit as lab
+
+pytestmark = gpu
+
+SHARED = max(GPUS, 1) + 1  # ranks: one more than there are GPUs
+KIND = "cpu" if REHEARSAL else "cuda"
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[lab.Group]:
+    with lab.Group(1, devices=DEVICES) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[lab.Group]:
+    with lab.Group(SHARED, devices=DEVICES) as group:
+        yield group
+
+
+def where() -> tuple[str, str, int]:
+    import torch.distributed as dist
+
+    return dist.get_backend(), lab.devices()[0].type, torch.cuda.current_device() if torch.cuda.is_available() else -1
+
+
+def collectives() -> dict[str, list[float]]:
+    """Each collective once, on this rank's device."""
+    import torch.distributed as dist
+
+    rank, size, device = dist.get_rank(), dist.get_world_size(), lab.devices()[0]
+    mine = torch.full((4,), float(rank + 1), device=device)
+    found = {}
+    x = mine.clone()
+    dist.all_reduce(x)
+    found["all_reduce"] = x.tolist()
+    x = mine.clone()
+    dist.broadcast(x, 0)
+    found["broadcast"] = x.tolist()
+    parts = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(parts, mine)
+    found["all_gather"] = torch.stack(parts)[:, 0].tolist()
+    whole = torch.empty(4 * size, device=device)
+    dist.all_gather_into_tensor(whole, mine)
+    found["all_gather_into_tensor"] = whole[::4].tolist()
+    part = torch.empty(4, device=device)
+    dist.reduce_scatter_tensor(part, whole.clone())
+    found["reduce_scatter_tensor"] = part.tolist()
+    dist.barrier()
+    return found
+
+
+def check_collectives(run: lab.Run, size: int) -> None:
+    total = float(sum(range(1, size + 1)))
+    for rank, found in enumerate(run.results):
+        assert found["all_reduce"] == [total] * 4
+        assert found["broadcast"] == [1.0] * 4
+        assert found["all_gather"] == found["all_gather_into_tensor"] == [float(r + 1) for r in range(size)]
+        assert found["reduce_scatter_tensor"] == [float(rank + 1) * size] * 4
+        spans = {s.name: s for s in run.trace.of(rank=rank, kind="communication")}
+        assert {*found, "barrier"} <= set(spans)
+        assert spans["all_reduce"].nbytes == spans["broadcast"].nbytes == 16
+        assert all(s.done and s.start_ns <= s.end_ns for s in spans.values())
+
+
+@needs_cuda
+def test_one_rank_with_a_gpu_of_its_own_uses_nccl(alone: lab.Group) -> None:
+    (found,) = alone.run(where).results
+    assert "nccl" in found[0]
+    assert found[1:] == ("cuda", 0)
+    run = alone.run(collectives)
+    check_collectives(run, 1)
+    assert {s.device for s in run.trace.of(kind="communication") if s.name != "barrier"} == {"cuda"}
+
+
+@needs_two_gpus
+def test_each_rank_has_a_gpu_and_nccl_moves_the_tensors() -> None:
+    with lab.Group(GPUS) as group:
+        found = group.run(where).results
+        assert all("nccl" in backend for backend, _, _ in found)
+        assert [number for _, _, number in found] == list(range(GPUS))
+        run = group.run(collectives)
+        check_collectives(run, GPUS)
+        assert {s.device for s in run.trace.of(kind="communication") if s.name != "barrier"} == {"cuda"}
+        assert group.run(ping_pong).results[0] == [2.0, 2.0]
+
+
+def ping_pong() -> list[float]:
+    import torch.distributed as dist
+
+    x = torch.ones(2, device=lab.devices()[0])
+    if dist.get_rank() == 0:
+        dist.send(x + 1, 1)
+        dist.recv(x, 1)
+    elif dist.get_rank() == 1:
+        dist.recv(x, 0)
+        dist.send(x, 0)
+    return x.tolist()
+
+
+def test_ranks_that_share_a_gpu_use_gloo_and_say_so_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with lab.Group(SHARED, devices=DEVICES) as group:
+        found = group.run(where).results
+        group.run(where)
+    assert {(backend, kind) for backend, kind, _ in found} == {("gloo", KIND)}
+    if not REHEARSAL:
+        assert capsys.readouterr().out.count(f"{SHARED} ranks share {GPUS} GPU") == 1
+
+
+def test_collectives_of_ranks_that_share_a_gpu(shared: lab.Group) -> None:
+    check_collectives(shared.run(collectives), SHARED)
+
+
+def test_messages_between_ranks_that_share_a_gpu(shared: lab.Group) -> None:
+    run = shared.run(ping_pong)
+    assert run.results[0] == run.results[1] == [2.0, 2.0]
+    assert [(s.name, s.nbytes) for s in run.trace.of(rank=0, kind="communication")] == [("send", 8), ("recv", 8)]
+
+
+def model_and_data() -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4)).double()
+    return model, torch.randn(8 * 3 * 5, 16, dtype=torch.float64), torch.randint(4, (8 * 3 * 5,))
+
+
+def trained(wrapped: bool, steps: int = 5) -> list[float]:
+    """The parameters after some steps, each on an equal part of the same batches."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    rank, size, device = dist.get_rank(), dist.get_world_size(), lab.devices()[0]
+    model, inputs, labels = model_and_data()
+    model = model.to(device)
+    trained_model = DistributedDataParallel(model) if wrapped else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in zip(inputs.chunk(steps), labels.chunk(steps), strict=True):
+        share = slice(rank * len(x) // size, (rank + 1) * len(x) // size)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(trained_model(x[share].to(device)), y[share].to(device))
+        loss.backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def test_ddp_on_gpus_equals_one_process(alone: lab.Group) -> None:
+    (expected,) = alone.run(trained, wrapped=False).results
+    with lab.Group(2, devices=DEVICES) as pair:  # NCCL where there are two GPUs, else gloo
+        run = pair.run(trained, wrapped=True)
+    for found in run.results:
+        assert found == pytest.approx(expected, rel=0, abs=1e-12)
+    assert sum(s.name == "all_reduce" for s in run.trace.of(rank=0, kind="communication")) == 5
+
+
+def sharded() -> list[float]:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    device = lab.devices()[0]
+    model, inputs, labels = model_and_data()
+    model = model.to(device)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for x, y in zip(inputs.chunk(5), labels.chunk(5), strict=True):
+        share = slice(rank * len(x) // size, (rank + 1) * len(x) // size)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x[share].to(device)), y[share].to(device)).backward()
+        optimizer.step()
+    parts = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
+    return torch.cat([p.detach().flatten() for p in parts]).tolist()
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=() if REHEARSAL else needs_two_gpus), 1])
+def test_fsdp2_on_gpus_equals_one_process(alone: lab.Group, ranks: int) -> None:
+    (expected,) = alone.run(trained, wrapped=False).results
+    with lab.Group(ranks, devices=DEVICES) as group:
+        for found in group.run(sharded).results:
+            assert found == pytest.approx(expected, rel=0, abs=1e-12)
+
+
+def on_the_owners_device(x: Any) -> Any:
+    """A callee moves what it gets to its own GPU, and sends back a tensor of the CPU: RPC carries nothing else."""
+    return (x.to(lab.devices()[0]) * 2).cpu()
+
+
+def asked() -> list[float]:
+    from torch.distributed import rpc
+
+    return list(rpc.rpc_sync("worker", on_the_owners_device, args=(torch.ones(3),)).tolist())
+
+
+def test_rpc_with_callees_on_gpus() -> None:
+    with lab.Group(["master", "worker"], runtime="rpc", devices=DEVICES) as group:
+        run = group["master"].run(asked)
+    assert run.results == [[2.0] * 3]
+
+
+@needs_cuda
+def test_tensors_of_a_gpu_come_back_as_tensors_of_the_cpu(alone: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    def make(x: Any) -> Any:
+        return x.to(lab.devices()[0]) + 1
+
+    (found,) = alone.run(make, torch.ones(2)).results
+    assert found.device.type == "cpu"
+    assert found.tolist() == [2.0, 2.0]
+    assert "CUDA tensors in results come back as CPU tensors" in capsys.readouterr().out
+
+
+@needs_cuda
+def test_the_process_that_forks_ranks_never_touched_cuda(shared: lab.Group) -> None:
+    """Had it only asked how many GPUs there are, CUDA would refuse to start in what it forks."""
+
+    def poisoned() -> bool:
+        return bool(torch.cuda._is_in_bad_fork())
+
+    assert shared.run(poisoned).results == [False] * SHARED

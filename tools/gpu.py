@@ -1,0 +1,143 @@
+"""`make gpu`: everything that needs a GPU, in one command and in under eight minutes, and a page that says what came of it.
+
+    python tools/gpu.py                 tests marked `gpu`, the torch lessons, a short benchmark; writes docs/gpu.md
+    python tools/gpu.py --rehearse      the same on the CPU, as far as that goes, into build/gpu
+
+It uses whatever torch (2.11 or newer) the machine has, installs nothing and needs no network. In under a minute it says what is
+missing. A stage that lacks a package, fails or takes too long does not keep the others from running; the page says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools import gpu_machine, gpu_report
+from tools.gpu_machine import ROOT, Machine
+
+BUILD: Final = ROOT / "build" / "gpu"
+LIMIT_S: Final = 480.0  # for everything
+LIMITS_S: Final = {"benchmark": 90.0, "tests": 210.0, "lessons": 170.0}  # in the order in which the stages run
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a stage went.
+
+    Attributes:
+        stage: its name.
+        state: "ran", "failed" (it ran to its end, and something in it failed), "timed out", or "not run".
+        seconds: how long it took.
+        missing: the packages that kept it from running.
+    """
+
+    stage: str
+    state: str
+    seconds: float = 0.0
+    missing: tuple[str, ...] = ()
+
+
+def main() -> int:
+    """Run all stages and write the page; 0 where everything that could run passed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rehearse", action="store_true", help="run on the CPU what a CPU can run")
+    parser.add_argument("--stages", nargs="+", choices=[*LIMITS_S], default=[*LIMITS_S], help="only these")
+    parser.add_argument("--out", type=Path, help="copy the page and an archive of all figures and logs into this folder too")
+    arguments = parser.parse_args()
+    started = time.monotonic()
+    if arguments.rehearse:
+        machine: Machine | None = gpu_machine.this_one()
+    else:
+        machine, reasons = gpu_machine.find(os.environ.get("PYTHON", ""))
+        for reason in reasons:
+            print(f"  {reason}")
+    if machine is None:
+        print("labkit: nothing on this machine can run on an NVIDIA GPU. What was found stands above. For torch with CUDA,")
+        print("https://pytorch.org/get-started/locally/ shows the command; PYTHON=/path/to/python make gpu names another Python.")
+        return 1
+    print(f"{gpu_report.about(machine)}\n", flush=True)
+    shutil.rmtree(BUILD, ignore_errors=True)
+    BUILD.mkdir(parents=True)
+    outcomes = []
+    for stage in LIMITS_S:
+        if stage in arguments.stages:
+            left_s = LIMIT_S - (time.monotonic() - started)
+            outcomes.append(run_stage(stage, machine, rehearsal=arguments.rehearse, left_s=left_s))
+    results = {stage: _read(BUILD / f"{stage}.json") for stage in LIMITS_S}
+    page = BUILD / "gpu.md" if arguments.rehearse else ROOT / "docs" / "gpu.md"
+    gpu_report.write(page, machine, [vars(o) for o in outcomes], results, BUILD, rehearsal=arguments.rehearse)
+    print(f"\n{page.relative_to(ROOT)} says what ran; figures, lessons and logs are in {BUILD.relative_to(ROOT)}/")
+    if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        shutil.copy(page, arguments.out)
+        shutil.make_archive(str(arguments.out / "gpu"), "gztar", BUILD)
+    return 0 if all(o.state == "ran" for o in outcomes) else 1
+
+
+def run_stage(stage: str, machine: Machine, *, rehearsal: bool, left_s: float) -> Outcome:
+    """Run one stage in a process group of its own, with its output in a log; end it when its time is over."""
+    missing = machine.lacks(stage)
+    if missing:
+        print(f"{stage}: not run, {machine.python} lacks {', '.join(missing)}: pip install {' '.join(missing)}")
+        return Outcome(stage, "not run", missing=tuple(missing))
+    limit_s = min(LIMITS_S[stage], left_s)
+    print(f"{stage} ...", end=" ", flush=True)
+    started = time.monotonic()
+    with (BUILD / f"{stage}.log").open("w") as log:
+        process = subprocess.Popen(
+            [machine.python, *_command(stage)],
+            cwd=ROOT,
+            env=gpu_machine.environment(rehearsal=rehearsal),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            state = "ran" if process.wait(max(limit_s, 1.0)) == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            state = "timed out"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # groups of ranks end by themselves when their notebook is gone
+            process.wait()
+    seconds = time.monotonic() - started
+    print(f"{state} after {seconds:.0f} s (build/gpu/{stage}.log)", flush=True)
+    return Outcome(stage, state, seconds)
+
+
+def _command(stage: str) -> list[str]:
+    if stage == "tests":
+        paths = [path for path in sorted((ROOT / "tests").glob("test_gpu_*.py")) if "pytestmark = gpu" in path.read_text("utf-8")]
+        files = [str(path.relative_to(ROOT)) for path in paths]
+        # The project's own options are for nbval, which need not be here.
+        return ["-m", "pytest", "-o", "addopts=", "-m", "gpu", "-ra", "-q", f"--junitxml={BUILD / 'tests.xml'}", *files]
+    if stage == "lessons":
+        return ["-m", "tools.gpu_lessons", str(BUILD)]
+    return ["bench/on_gpu.py", str(BUILD)]
+
+
+def _read(path: Path) -> Any:
+    """What a stage left; None where it left nothing."""
+    if path.name == "tests.json":
+        return gpu_report.read_junit(BUILD / "tests.xml")
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
