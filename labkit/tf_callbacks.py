@@ -18,6 +18,7 @@ __all__ = ["apply"]
 
 WRITES: Final = ("save", "save_weights")  # methods of keras.Model
 BEGIN, SAVE, END = "_load_model", "_save_model", "on_train_end"  # of BackupAndRestore
+SAVE_ATTEMPTS: Final = 10  # each other worker removes the folder once in a training
 
 
 def apply() -> bool:
@@ -80,12 +81,17 @@ def _share_backups(callback: Any) -> None:
             save(self)
             return
         over.discard(os.path.abspath(self.backup_dir))
-        os.makedirs(self.backup_dir, exist_ok=True)
-        try:
-            save(self)
-        except FileNotFoundError:  # another worker has come to the end of the training, and has removed it
-            if os.path.exists(self.backup_dir):
-                raise
+        for attempt in range(1, SAVE_ATTEMPTS + 1):
+            os.makedirs(self.backup_dir, exist_ok=True)
+            try:
+                save(self)
+            except (FileNotFoundError, FileExistsError):
+                # Another worker has come to the end of the training and is removing the folder, file by file.
+                # What is saved again here goes when this worker comes to its end.
+                if attempt == SAVE_ATTEMPTS:
+                    raise
+            else:
+                return
 
     @functools.wraps(end)
     def on_train_end(self: Any, logs: Any = None) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import labkit as lab
+from labkit import tf_callbacks
 from labkit.records import Records
 from labkit.report import HEADLINE_CHARACTERS, headline
 from labkit.ring import record_dtype
@@ -181,6 +182,43 @@ def test_a_second_fit_begins_anew(two: lab.Group, tmp_path: Path) -> None:
     runs = two.run(fit, str(tmp_path), twice=True).results
     assert [begun for begun, _ in runs] == [[*range(EPOCHS), *range(EPOCHS)]] * 2
     assert files(tmp_path) == MODELS
+
+
+class Backup:
+    """What is mended of BackupAndRestore; another worker removes a file of the folder during the first `disturbed` saves."""
+
+    delete_checkpoint = True
+    model = None
+
+    def __init__(self, folder: Path, disturbed: int) -> None:
+        self.backup_dir = str(folder)
+        self.disturbed = disturbed
+
+    def _load_model(self) -> None: ...
+
+    def on_train_end(self, logs: Any = None) -> None: ...
+
+    def _save_model(self) -> None:
+        written = Path(self.backup_dir) / "written"
+        written.touch()
+        if self.disturbed:
+            self.disturbed -= 1
+            written.unlink()
+        written.rename(written.with_name("weights"))
+
+
+def test_a_backup_is_saved_again_where_another_worker_was_removing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mended(Backup): ...
+
+    monkeypatch.setattr(tf_callbacks, "_task", lambda _: 0)
+    tf_callbacks._share_backups(Mended)
+    disturbed = Mended(tmp_path / "backup", disturbed=2)
+    disturbed._save_model()
+    assert files(tmp_path / "backup") == ["weights"]
+    disturbed.on_train_end()
+    assert files(tmp_path) == []
+    with pytest.raises(FileNotFoundError):  # not for ever
+        Mended(tmp_path / "other", disturbed=1000)._save_model()
 
 
 # What is said of a worker that is gone
