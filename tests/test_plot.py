@@ -500,7 +500,7 @@ def test_breakdown_of_a_hand_worked_case():
     parts = parts_of(ax)
     assert parts["compute"] == pytest.approx([45, 55, 50])
     assert parts["exposed communication"] == pytest.approx([15, 15, 15])
-    assert parts["waiting for another rank"] == pytest.approx([10, 0, 5])
+    assert parts["waiting"] == pytest.approx([10, 0, 5])
     assert [t.get_text() for t in ax.get_yticklabels()] == ["rank 0", "rank 1", "all ranks"]
     assert {"45 %", "55 %", "50 %", "10 %", "30 %"} <= {t.get_text() for t in ax.texts}
     assert ax.get_xlabel() == "share of the time [%]"

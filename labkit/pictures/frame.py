@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from labkit.pictures.bars import LANES, STYLES, Bars, blend, caption, coverage, ink, lanes
 from labkit.pictures.curves import COLOUR, EACH_RANK
+from labkit.pictures.waits import ALONE
+from labkit.pictures.widths import status_in, wide
 from labkit.trace import Trace
 from labkit.units import bytes_in_words, unit_of
 from labkit.usage import Load
@@ -43,6 +45,7 @@ STILL: Final = (
     "This picture no longer moves: it was saved while the ranks worked.",
     "When the run is over, lab.timeline(run) draws it, and run.output has the prints.",
 )
+GAP: Final = 8.0  # at least, between a rank's status and what it takes of the machine
 _SOFT: Final = ' opacity=".65"'
 _LINE: Final = 'fill="currentColor" fill-opacity=".5"'
 _NAMES: Final = tuple(STYLES)
@@ -201,17 +204,10 @@ class _Drawing:
             short = row.name if len(row.name) <= 16 else f"{row.name[:15]}…"
             size = f' font-size="{min(11.0, self.row_high):g}"'
             self.pen.text(self.left - 8, middle, short, ' text-anchor="end"' + size)
-            if row.status:
-                self.pen.text(
-                    self.left + self.wide + 8,
-                    middle,
-                    row.status[: 24 if row.load.busy is None else 18],
-                    size + (' font-weight="600"' if row.blocked else _SOFT),
-                )
-            if row.load.nbytes:
-                self.pen.text(WIDTH - 4, middle, bytes_in_words(row.load.nbytes), ' text-anchor="end"' + size)
-            if row.load.busy is not None:
-                self.pen.text(WIDTH - 58, middle, f"{row.load.busy} %", ' text-anchor="end"' + size)
+            figures = self._load(row, middle, size)
+            at = self.left + self.wide + 8
+            text = status_in((WIDTH - figures - at - GAP) / min(11.0, self.row_high), row.status)
+            self.pen.text(at, middle, text, size + (' font-weight="600"' if row.blocked else _SOFT))
         if any(row.load.nbytes for row in frame.rows):
             taken = "own memory" if all(row.load.busy is None for row in frame.rows) else "GPU busy, its memory"
             self.pen.text(WIDTH - 4, self.bottom + 14, taken, ' text-anchor="end" font-size="9.5"' + _SOFT)
@@ -225,10 +221,23 @@ class _Drawing:
             '<div style="color:var(--jp-ui-font-color1,var(--vscode-editor-foreground,inherit));max-width:1000px">'
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {self.bottom + FOOT:g}" role="img" '
             f'aria-label="{label}" fill="currentColor" style="display:block;width:100%;{fonts}">'
-            f"{_hatch(self.name)}<g>{drawn}{self.pen.drawn()}{_legend(self.name, self.left, self.bottom + 43)}"
+            f"{_hatch(self.name)}<g>{drawn}{self.pen.drawn()}"
+            f"{_legend(self.name, self.left, self.bottom + 43, alone=self.count == 1)}"
             f'<animate attributeName="opacity" to=".2" begin="{STILL_S}s" dur=".5s" fill="freeze"/></g>'
             f"{self._still()}</svg></div>"
         )
+
+    def _load(self, row: Row, y: float, size: str) -> float:
+        """What the rank takes of the machine, at the right margin; how far to the left of it that reaches."""
+        reaches, font = 4.0, min(11.0, self.row_high)
+        if row.load.nbytes:
+            text = bytes_in_words(row.load.nbytes)
+            self.pen.text(WIDTH - 4, y, text, ' text-anchor="end"' + size)
+            reaches += wide(text) * font
+        if row.load.busy is not None:
+            self.pen.text(WIDTH - 58, y, f"{row.load.busy} %", ' text-anchor="end"' + size)
+            reaches = 58 + wide(f"{row.load.busy} %") * font
+        return reaches
 
     def _still(self) -> str:
         """What a frame says once it has stood for long."""
@@ -390,15 +399,16 @@ def _hatch(name: str) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _legend(name: str, left: float, y: float) -> str:
-    """Two lines: what the upper lane shows, and what the lower one."""
+def _legend(name: str, left: float, y: float, *, alone: bool) -> str:
+    """Two lines: what the upper lane shows, and what the lower one. A single rank waits for no other."""
     pen, x = _Pen(), left
     for style, look in STYLES.items():
         if style == "exposed":
             x, y = left, y + 16
         pen.box(_fill(name, style), x, y - 7.5, 14, 9)
-        pen.text(x + 18, y, look.legend, ' font-size="10"')
-        x += 34 + 5.5 * len(look.legend)
+        words = ALONE if alone and style == "waiting" else look.legend
+        pen.text(x + 18, y, words, ' font-size="10"')
+        x += 34 + 5.5 * len(words)
     return pen.drawn()
 
 

@@ -14,6 +14,7 @@ from labkit.pictures.arrows import COLOUR, draw_messages
 from labkit.pictures.bars import LANES, STYLES, Bars, blend, caption, coverage, ink
 from labkit.pictures.rows import Row, is_pipeline, rows_of
 from labkit.pictures.sheet import GREY, INKS, WIDTH_IN, HasTrace, pyplot, ranks_in_words, sheet, trace_of
+from labkit.pictures.waits import legend_of, waiting_in_words
 from labkit.trace import Trace
 from labkit.units import time_in_words, unit_of
 from labkit.wrong_calls import edge
@@ -357,6 +358,7 @@ class _Timeline:
         from matplotlib.patches import Patch
         from matplotlib.transforms import ScaledTranslation
 
+        waiting = waiting_in_words(view.whole for view in self.views)
         of_compute = ["data", "forward", "backward", "optimizer", "compute", "unlabelled"]
         lines: dict[float, Legend] = {}  # by how far they lie below the axis
         for upper, styles in ((True, of_compute), (False, [style for style in STYLES if style not in of_compute])):
@@ -365,7 +367,7 @@ class _Timeline:
                 if style in self.seen:
                     look = STYLES[style]
                     edge = {"edgecolor": look.colour, "hatch": HATCH, "linewidth": 0.0} if look.hatch else {"linewidth": 0.0}
-                    handles.append(Patch(facecolor=look.rgba, label=look.legend, **edge))
+                    handles.append(Patch(facecolor=look.rgba, label=legend_of(style, waiting), **edge))
             if "step" in self.seen and upper:
                 handles.append(Line2D([], [], color="#22262E", linewidth=0.9, label="step boundary"))
             if "message" in self.seen and not upper:

@@ -13,6 +13,7 @@ from labkit.errors import LabError
 from labkit.pictures.bars import STYLES
 from labkit.pictures.gantt import HATCH, View, view_of
 from labkit.pictures.sheet import GREY, INKS, WIDTH_IN, HasTrace, pyplot, sheet, shortened, trace_of
+from labkit.pictures.waits import waiting_in_words
 from labkit.trace import Share, Trace
 from labkit.units import time_in_words, unit_of
 from labkit.wrong_calls import edge
@@ -26,13 +27,14 @@ LINE: Final = 28  # characters of a run's name in one line, and in all
 LONGEST: Final = 80
 CHARACTER_IN: Final = 0.075
 
+WAITING: Final = "waiting"
 # The parts of a bar of `breakdown`, and what fills them: styles with the top and the height of their share of the bar. What
 # overlaps shows both its colours, one above the other as in the timeline.
 _PARTS: Final = {
     "compute": [("compute", 0.0, 1.0)],
     "compute that hides communication": [("compute", 0.0, 0.6), ("hidden", 0.6, 0.4)],
     "exposed communication": [("exposed", 0.0, 1.0)],
-    "waiting for another rank": [("waiting", 0.0, 1.0)],
+    WAITING: [("waiting", 0.0, 1.0)],
     "idle": [],
 }
 
@@ -42,7 +44,7 @@ def breakdown(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axe
     """Draw where the time went, per rank and in all; the parts of each bar add up to 100 %.
 
     Compute, with the part of it that hides communication; exposed communication, which nothing hides; waiting for another rank to
-    come; and idle, the rest. `Trace.shares` says how they are told apart.
+    come, or another device of the same rank; and idle, the rest. `Trace.shares` says how they are told apart.
 
     Args:
         run: a run or a trace.
@@ -73,7 +75,7 @@ def breakdown(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axe
         ax.set_title(f"Where the time went  ·  {view.in_words()}")
         ax.tick_params(axis="y", length=0)
         ax.spines["left"].set_visible(False)
-        _legend_of_parts(ax, [part for part, width in zip(_PARTS, parts.T, strict=True) if width.any()])
+        _legend_of_parts(ax, [part for part, width in zip(_PARTS, parts.T, strict=True) if width.any()], [view])
     return ax
 
 
@@ -138,7 +140,7 @@ def compare(
         ax.set_title(f"Where the time of each run went  ·  against {shortened(views[0].label, LONGEST // 2)}")
         ax.tick_params(axis="y", length=0)
         ax.spines["left"].set_visible(False)
-        _legend_of_parts(ax, [part for part, width in zip(_PARTS, parts.T, strict=True) if width.any()])
+        _legend_of_parts(ax, [part for part, width in zip(_PARTS, parts.T, strict=True) if width.any()], views)
     return ax
 
 
@@ -196,7 +198,7 @@ def _lay(
         )
     ax.barh(y, width, tall, left, facecolor="none", edgecolor="#C6CBD3" if part == "idle" else "white", linewidth=0.6)
     for row in (i for i, text in enumerate(texts) if text):
-        paper = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.8} if part.startswith("waiting") else None
+        paper = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.8} if part == WAITING else None
         ax.text(
             left[row] + width[row] / 2, y[row], texts[row], ha="center", va="center", fontsize=8, bbox=paper,
             color=GREY if part == "idle" else INKS["dark"],
@@ -209,14 +211,16 @@ def _look(style: str) -> dict[str, Any]:
     return {"facecolor": look.rgba, "linewidth": 0} | hatch
 
 
-def _legend_of_parts(ax: Axes, parts: list[str]) -> None:
+def _legend_of_parts(ax: Axes, parts: list[str], views: Sequence[View]) -> None:
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
+    waiting = waiting_in_words(view.whole for view in views)
     handles: list[Any] = []
     for part in parts:
         patches = [Patch(**_look(style)) for style, _, _ in _PARTS[part]] or [Patch(facecolor="none", edgecolor="#C6CBD3")]
         handles.append(tuple(patches))
+    names = [waiting if part == WAITING else part for part in parts]
     ax.figure.legend(
-        handles, parts, loc="outside lower left", ncols=len(parts), handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}
+        handles, names, loc="outside lower left", ncols=len(parts), handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}
     )

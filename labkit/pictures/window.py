@@ -16,6 +16,7 @@ from labkit.pictures.bars import LANES, STYLES, Bars, blend, coverage, ink
 from labkit.pictures.gantt import View, bubble_in_words, numbered_steps
 from labkit.pictures.rows import rows_of
 from labkit.pictures.sheet import INKS
+from labkit.pictures.waits import legend_of, waiting_in_words
 from labkit.ring import COMMUNICATION, ON_CUDA, OPEN, STEP
 from labkit.trace import Trace
 
@@ -34,6 +35,7 @@ def about(view: View, image_end: str) -> dict[str, Any]:
         image_end: the end of that picture's data, by which it is found in the page.
     """
     whole = view.whole
+    waiting = waiting_in_words([whole])
     return {
         "title": View("", whole, whole, range(0), view.steps).in_words() + bubble_in_words(whole),
         "ranks": list(whole.ranks),
@@ -43,7 +45,7 @@ def about(view: View, image_end: str) -> dict[str, Any]:
         "end": view.shown.end_ns - whole.start_ns,
         "lanes": LANES,
         "styles": [
-            {"colour": s.colour, "alpha": s.alpha, "hatch": s.hatch, "legend": s.legend, "ink": ink(name)}
+            {"colour": s.colour, "alpha": s.alpha, "hatch": s.hatch, "legend": legend_of(name, waiting), "ink": ink(name)}
             for name, s in STYLES.items()
         ],
         "inks": INKS,
