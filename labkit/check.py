@@ -23,7 +23,7 @@ from labkit.wrong_calls import edge
 __all__ = ["Verdict", "check"]
 
 SERIAL_LIMIT_S = 60.0  # for what an exercise does in this process, where TensorFlow may have to be imported from a cold disk
-LIMIT_S = 30.0  # for one run of an exercise; the slowest right answer, on TensorFlow, takes 4 s on two busy cores
+LIMIT_S = 60.0  # for one run of an exercise; the slowest right answer, on TensorFlow, takes 4 s on two busy cores
 # Symbol and colour of each state: never the colour alone, and apart for colour-blind readers.
 _LOOKS = {"passed": ("✓", "#0072b2"), "wrong": ("✗", "#d55e00"), "not written yet": ("○", "#767676")}
 

@@ -23,7 +23,7 @@ from labkit.stuck import SERVES_OTHERS, Verdict, doing, mismatch, serving_for_ev
 from labkit.trace import Trace
 from labkit.unequal import mismatch_error, mismatch_hint, shapes_note
 from labkit.unfinished import Unfinished, left_unfinished, may_go_on
-from labkit.usage import Load, Usage, gpus_of
+from labkit.usage import Cores, Load, Usage, gpus_of
 from labkit.watchdog import Watchdog
 
 __all__ = ["Flight", "Picture", "Run"]
@@ -174,12 +174,13 @@ class Flight:
 
     def _collect(self, picture: Picture | None, deadline_s: float | None) -> None:
         looked = pictured = time.monotonic()
-        hurry = False
-        failed_s = 0.0  # when the first failure was told
+        hurry, failed_s = False, 0.0  # when the first failure was told
+        cores = Cores([])
         new: list[list[Any]] = [[] for _ in self._members]
         while not all(self._answered(self._members[rank]) for rank in self._on) or self._end_to_come():
             now = time.monotonic()
-            if failed_s and now - failed_s > self._grace_s():
+            late = (m.process for m in self._members if m.rank in self._on and not self._answered(m))
+            if failed_s and now - failed_s > self._grace_s() and not cores.lacked(late, GRACE_S / 2):
                 return
             if deadline_s is not None and now > deadline_s:
                 doings = self._doings(time.perf_counter_ns(), closely=True)
@@ -201,7 +202,7 @@ class Flight:
             self._output.refresh()
             self._take(0 if hurry else GRACE_S / 10 if failed_s else LOOK_EVERY_S)
             if self._failures and not failed_s:
-                failed_s = time.monotonic()
+                failed_s, cores = time.monotonic(), Cores([m.process for m in self._members])
 
     def _grace_s(self) -> float:
         """How long after the first failure the run ends."""

@@ -39,8 +39,9 @@ from labkit.stack_writer import held_back
 __all__ = ["ForkStarter", "RankProcess", "SpawnStarter", "Starter", "aside"]
 
 READY_LIMIT_S: Final = 180.0  # a first import of TensorFlow from a cold disk has been seen to take a minute
-REPLY_LIMIT_S: Final = 30.0
+REPLY_LIMIT_S: Final = 60.0
 PF_EXITING: Final = 0x4
+CLOCK_TICKS: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # in a second
 
 
 class RankProcess:
@@ -81,12 +82,26 @@ class RankProcess:
         Source: proc_pid_stat(5), the Linux man-pages, and PF_EXITING in Linux's include/linux/sched.h. Other systems do not tell
         before the end.
         """
+        stat = self._stat()
+        return bool(int(stat[6]) & PF_EXITING) if stat else not psutil.pid_exists(self.pid)
+
+    @property
+    def wants_core(self) -> bool:
+        """Whether its main thread runs, or would with a core or the disk at hand. False where the system does not tell."""
+        return self._stat()[:1] in ([b"R"], [b"D"])
+
+    @property
+    def cpu_s(self) -> float:
+        """How long it has had a core, all threads together; in steps of 10 ms, and 0 where the system does not tell."""
+        return sum(map(int, self._stat()[11:13])) / CLOCK_TICKS
+
+    def _stat(self) -> list[bytes]:
+        """Its fields of proc_pid_stat(5), the third first; [] where there are none."""
         try:
             with open(f"/proc/{self.pid}/stat", "rb") as stat:
-                flags = int(stat.read().rpartition(b")")[2].split()[6])
+                return stat.read().rpartition(b")")[2].split()
         except OSError:
-            return not psutil.pid_exists(self.pid)
-        return bool(flags & PF_EXITING)
+            return []
 
     def close(self) -> None:
         """Let go of what belongs to the rank on this side; the process must have ended, or ends by this."""

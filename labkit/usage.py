@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,11 +12,13 @@ import psutil
 
 from labkit.gpus import Gpus
 from labkit.runtimes import gpu_count, share_of_devices
+from labkit.start import RankProcess
 
-__all__ = ["Load", "Usage", "followed", "gpus_of", "own_bytes"]
+__all__ = ["Cores", "Load", "Usage", "followed", "gpus_of", "own_bytes"]
 
 EVERY_NS: Final = 1_000_000_000
 SHARE: Final = 1 / 300  # of one core
+STARVED_S: Final = 3.0  # so long a process that lacks a core is waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,24 @@ def gpus_of(ranks: int, devices: str) -> list[list[int]]:
     count = 0 if devices == "cpu" else gpu_count()
     shares = [share_of_devices(rank, ranks, count) for rank in range(ranks)]
     return [[int(name.removeprefix("cuda:")) for name in own if name != "cpu"] for own in shares]
+
+
+class Cores:
+    """Which of some processes have lacked a core from now on.
+
+    Args:
+        processes: all that will be asked about.
+    """
+
+    def __init__(self, processes: Sequence[RankProcess]) -> None:
+        self._used_s = {p.pid: p.cpu_s for p in processes}
+        self._until_s = time.monotonic() + STARVED_S
+
+    def lacked(self, processes: Iterable[RankProcess], enough_s: float) -> bool:
+        """Whether one of them needs a core at this moment and has had less than `enough_s` of one. Never, after a while."""
+        if time.monotonic() > self._until_s:
+            return False
+        return any(p.wants_core and p.cpu_s - self._used_s[p.pid] < enough_s for p in processes)
 
 
 class Usage:

@@ -264,7 +264,7 @@ def backward_beside_a_late_rank() -> list[bool]:
     seen: list[bool] = []
 
     def look() -> None:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 150
         while not any(operation.wait_start_ns for operation in operations()) and time.monotonic() < until:
             time.sleep(0.001)
         seen.append(time.monotonic() < until)

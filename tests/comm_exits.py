@@ -65,7 +65,7 @@ WAYS: list[Callable[[int], object]] = [
 
 def join(way: Callable[[int], object], rank: int, store: Path) -> object:
     """What a rank does until it ends; what it leaves is what this returns."""
-    faulthandler.dump_traceback_later(30, exit=True)
+    faulthandler.dump_traceback_later(150, exit=True)
     torch.set_num_threads(1)
     recorder = Recorder(RingWriter(mmap.mmap(-1, RING_BYTES)))
     here.start(recorder)

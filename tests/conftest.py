@@ -6,12 +6,14 @@ A group that a wider fixture opened before the test may keep its ranks.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from processes import left_after
 SESSION = "LABKIT_TEST_SESSION"  # inherited by every process that a test starts, also by one that has lost its parent
 os.environ[SESSION] = str(os.getpid())
 
-SETTLE_LIMIT_S = 30.0  # for processes that were told to end
+SETTLE_LIMIT_S = 60.0  # for processes that were told to end
 
 VARIABLES = ("PATH", "HOME", "PYTHONPATH", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG")
 
@@ -43,9 +45,9 @@ def nothing_is_left() -> Iterator[None]:
 
     if left() or _listening() - ports or _shared_memory() - memory:
         gc.collect()  # an object in a cycle may hold on to it; not after each test, because with torch loaded it takes 0.15 s
-    assert not [_describe(p) for p in left_after(SETTLE_LIMIT_S, [p.pid for p in left()])], "the test left processes"
-    assert not _listening() - ports, "the test left listening ports"
-    assert not _shared_memory() - memory, "the test left shared memory"
+    assert not [_describe(p) for p in _at_last(lambda: left_after(1, [p.pid for p in left()]))], "the test left processes"
+    assert not _at_last(lambda: _listening() - ports), "the test left listening ports"
+    assert not _at_last(lambda: _shared_memory() - memory), "the test left shared memory"
     assert _state() == state, "the test left this process changed, for all tests after it"
 
 
@@ -75,7 +77,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Two ranks without a framework, started both ways, that have run once."""
     import labkit as lab
 
-    with lab.Group(2, runtime="bare", start=request.param, timeout_s=60) as group:
+    with lab.Group(2, runtime="bare", start=request.param, timeout_s=200) as group:
         group.run(int)
         yield group
 
@@ -99,6 +101,14 @@ def stop_works() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+def _at_last(look: Callable[[], Collection[Any]]) -> Collection[Any]:
+    """What there still is when threads and processes that were told to end have had time to."""
+    until = time.monotonic() + SETTLE_LIMIT_S
+    while (found := look()) and time.monotonic() < until:
+        time.sleep(0.01)
+    return found
 
 
 def _processes() -> set[psutil.Process]:
@@ -165,7 +175,8 @@ def _groups() -> list[Any]:
 
 
 def _ranks(groups: set[Any]) -> set[psutil.Process]:
-    return _existing([member.process.pid for group in groups if group._crew is not None for member in group._crew.members])
+    crews = [group._crew for group in groups]  # read once: another thread may be closing the group
+    return _existing([member.process.pid for crew in crews if crew is not None for member in crew.members])
 
 
 def _cached() -> set[psutil.Process]:
@@ -177,4 +188,8 @@ def _cached() -> set[psutil.Process]:
 
 
 def _existing(pids: list[int]) -> set[psutil.Process]:
-    return {psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)}
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.add(psutil.Process(pid))
+    return found

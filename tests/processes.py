@@ -38,7 +38,11 @@ def left_after(limit_s: float, pids: Iterable[int]) -> list[psutil.Process]:
                 poll.unregister(fd)
                 os.close(fd)
                 del running[fd]
-        return [psutil.Process(pid) for pid in running.values() if psutil.pid_exists(pid)]
+        left = []
+        for pid in running.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.append(psutil.Process(pid))
+        return left
     finally:
         for fd in running:
             os.close(fd)

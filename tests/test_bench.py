@@ -54,7 +54,7 @@ def test_a_table_is_markdown(bench_table: Any) -> None:
 
 def test_the_command_explains_itself() -> None:
     shown = subprocess.run(
-        [sys.executable, str(BENCH / "run.py"), "--help"], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, str(BENCH / "run.py"), "--help"], capture_output=True, text=True, timeout=200, check=True
     )
     assert "--write FILE" in shown.stdout
 

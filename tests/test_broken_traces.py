@@ -242,7 +242,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("left") / "traces"
     script = "import labkit as lab\nwith lab.span('mine'): lab.record(loss=1.0)"
     environment = {**os.environ, "LABKIT_TRACE": str(found)}
-    subprocess.run([sys.executable, "-c", script], env=environment, timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", script], env=environment, timeout=200, check=True)
     return found
 
 

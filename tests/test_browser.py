@@ -34,7 +34,9 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT_MS = 90_000  # for a lesson's cells up to the picture, on a machine with other things to do
+LIMIT_MS = 150_000  # for a lesson's cells up to the picture, on a machine with other things to do
+
+KEYS_EVERY = 25  # looks, of 0.2 s: keys that a busy page has not answered yet are not lost, and would run the cell twice
 
 # The kernel, as the status bar says it, and in Jupyter Notebook, which has none; cells run before it is connected are lost.
 IDLE = {"lab": "#jp-main-statusbar >> text=/\\| Idle$/", "notebook": ".jp-Notebook-ExecutionIndicator[data-status=idle]"}
@@ -101,7 +103,7 @@ class Server(NamedTuple):
     def _ask(self, method: str, path: str) -> Any:
         headers = {"Authorization": f"token {self.token}"}
         return urllib.request.urlopen(
-            urllib.request.Request(f"{self.address}/api/kernels{path}", headers=headers, method=method), timeout=60
+            urllib.request.Request(f"{self.address}/api/kernels{path}", headers=headers, method=method), timeout=200
         )
 
 
@@ -167,6 +169,7 @@ def _until_watch(lesson: str) -> Any:
 
 def _open(browser: Browser, server: Server, notebook: str, kind: str = "lab") -> Page:
     page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.set_default_timeout(LIMIT_MS)
     page.goto(server.page(kind, notebook))
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=LIMIT_MS)
     server.until_connected(page)  # Jupyter Notebook says "idle" before
@@ -179,9 +182,10 @@ def _run_cells(page: Page, *numbers: int) -> None:
     for number in numbers:
         prompt = page.locator(f".jp-Notebook .jp-CodeCell:nth-child({number + 1}) .jp-InputArea-prompt")
         before = prompt.inner_text()
-        for _ in range(LIMIT_MS // 200):
-            prompt.click()
-            page.keyboard.press("Control+Enter")
+        for look in range(LIMIT_MS // 200):
+            if look % KEYS_EVERY == 0:
+                prompt.click()
+                page.keyboard.press("Control+Enter")
             page.wait_for_timeout(200)
             if prompt.inner_text() != before:
                 break
@@ -195,14 +199,18 @@ def _run_all(page: Page) -> None:
 def test_picture_of_lesson_02_moves_and_stays(lab_server: Server, browser: Browser) -> None:
     nbformat.write(_until_watch("02_data_parallel"), lab_server.folder / "lesson.ipynb")
     page = _open(browser, lab_server, "lesson.ipynb")
-    page.evaluate(COLLECT)
-    _run_all(page)
-    page.wait_for_function("() => window.frames_seen.size >= 1", timeout=LIMIT_MS)
-    _picture(page, "while")
-    page.wait_for_function(FINISHED, timeout=LIMIT_MS)
-    frames = page.evaluate("() => { clearInterval(window.collector); return window.frames_seen.size; }")
+    frames = 0
+    for _ in range(4):  # a page that gets no core shows a few of the frames only
+        page.evaluate(COLLECT)
+        _run_all(page)
+        page.wait_for_function("() => window.frames_seen.size >= 1", timeout=LIMIT_MS)
+        _picture(page, "while")
+        page.wait_for_function(FINISHED, timeout=LIMIT_MS)
+        frames = page.evaluate("() => { clearInterval(window.collector); return window.frames_seen.size; }")
+        page.wait_for_selector(IDLE["lab"], timeout=LIMIT_MS)
+        if frames >= 3:
+            break
     assert frames >= 3, "the picture did not change while the ranks worked"
-    page.wait_for_selector(IDLE["lab"], timeout=LIMIT_MS)
     _picture(page, "after")
     _save(page)
     page.reload()
@@ -223,8 +231,9 @@ def test_stop_button_gives_the_prompt_back(lab_server: Server, browser: Browser)
     page = _open(browser, lab_server, "stop.ipynb")
     page.evaluate(COLLECT)
     _run_all(page)
-    page.wait_for_selector("text=about to hang >> nth=1", timeout=LIMIT_MS)  # beside the word in the cell's source
-    page.wait_for_function("() => window.frames_seen.size >= 2", timeout=LIMIT_MS)
+    page.wait_for_selector("text=[rank 0] about to hang", timeout=LIMIT_MS)
+    page.evaluate("() => window.frames_seen.clear()")  # by the third picture from now on, it waits
+    page.wait_for_function("() => window.frames_seen.size >= 3", timeout=LIMIT_MS)
     _picture(page, "hanging")
     page.click('[data-command="notebook:interrupt-kernel"] >> visible=true')
     page.wait_for_selector("text=The next run starts fresh ranks.", timeout=LIMIT_MS)
@@ -305,13 +314,15 @@ def test_prints_appear_while_ranks_work_and_end_as_text_in_rank_order(lab_server
     page = _open(browser, lab_server, "prints.ipynb")
     _run_all(page)
     outputs = ".jp-Notebook .jp-CodeCell:last-child .jp-OutputArea-child"
-    page.wait_for_selector("text=[rank 1] and waits", timeout=LIMIT_MS)
+    for rank in (0, 1):
+        page.wait_for_selector(f"text=[rank {rank}] and waits", timeout=LIMIT_MS)
     _picture(page, "printing")
     assert page.inner_text(outputs).splitlines() == [
         "[rank 0] rank 0 began", "[rank 0] and waits", "[rank 1] rank 1 began", "[rank 1] and waits",
     ]  # fmt: skip
     (lab_server.folder / "go on").touch()
-    page.wait_for_selector("text=[rank 1] and waits no more", timeout=LIMIT_MS)
+    for rank in (0, 1):
+        page.wait_for_selector(f"text=[rank {rank}] and waits no more", timeout=LIMIT_MS)
     page.wait_for_selector(IDLE["lab"], timeout=LIMIT_MS)
     _picture(page, "printed")
     expected = ["[rank 0] rank 0 began", "[rank 0] and waits no more", "[rank 1] rank 1 began", "[rank 1] and waits no more"]
@@ -378,16 +389,15 @@ def _all_tips(page: Page, rank: int) -> set[tuple[str, str]]:
     return {(one[0], one[-1]) for one in told if one}
 
 
-def _hover(page: Page, rank: int, lane: int, share: float) -> list[str]:
-    """The words beside the pointer there; while a theme is changed, something lies over the page."""
+def _hover(page: Page, rank: int, lane: int, share: float, first: str = "") -> list[str]:
+    """The words beside the pointer there, once they begin with `first`: a page may still be laid out, or change its theme."""
+    told: list[str] = []
     for _ in range(LIMIT_MS // 50):
-        x, y = _place(page, rank, lane, share)
-        page.mouse.move(x - 1, y)
-        page.mouse.move(x, y)
-        if told := page.inner_text(".labkit-tip"):
-            return told.splitlines()
+        told = _tip(page, rank, lane, share)
+        if told and told[0].startswith(first):
+            return told
         page.wait_for_timeout(50)
-    raise AssertionError("the picture says nothing")
+    raise AssertionError(f"the picture says {told}")
 
 
 def _save(page: Page) -> None:
@@ -403,9 +413,9 @@ def test_the_timeline_is_explored(lab_server: Server, browser: Browser) -> None:
     _run_all(page)
     page.wait_for_selector(EXPLORER, timeout=LIMIT_MS)
 
-    told = _hover(page, 1, 0, _share(3))
+    told = _hover(page, 1, 0, _share(3), "forward")
     assert told == ["forward", "rank 1  ·  6.25 ms", "from 1.20 ms to 7.45 ms"]
-    told = _hover(page, 0, 1, _share(19.5))
+    told = _hover(page, 0, 1, _share(19.5), "all_reduce")
     assert (told[0], told[2], told[-1]) == (
         "all_reduce  1.05 MB",
         "exposed communication",
@@ -441,7 +451,7 @@ def test_the_timeline_is_explored(lab_server: Server, browser: Browser) -> None:
     page.click('.lm-Menu-itemLabel:text-is("JupyterLab Dark")')
     page.wait_for_selector("body[data-jp-theme-light=false]", state="attached", timeout=LIMIT_MS)
     page.wait_for_function(BRIGHT, timeout=LIMIT_MS)
-    assert _hover(page, 0, 1, _share(19.5)) == told
+    assert _hover(page, 0, 1, _share(19.5), "all_reduce") == told
     _picture(page, "explore-dark")
     contrast = page.evaluate(PALE)
     assert contrast["pale"] == []
@@ -463,12 +473,12 @@ def test_a_notebook_is_explored_as_long_as_its_kernel_lives(lab_server: Server, 
     page = _open(browser, lab_server, "again.ipynb", "notebook")
     _run_cells(page, 0, 1)
     page.wait_for_selector(EXPLORER, timeout=LIMIT_MS)
-    assert _hover(page, 1, 0, _share(3))[0] == "forward"
+    assert _hover(page, 1, 0, _share(3), "forward")[0] == "forward"
     _picture(page, "explore-notebook")
     _save(page)
     page.reload()
     page.wait_for_selector(EXPLORER, timeout=LIMIT_MS)
-    assert _hover(page, 1, 0, _share(3))[0] == "forward"
+    assert _hover(page, 1, 0, _share(3), "forward")[0] == "forward"
     page.close()
     lab_server.end_kernels()
     page = browser.new_page(viewport={"width": 1280, "height": 900})

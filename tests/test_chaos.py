@@ -15,7 +15,7 @@ import pytest
 
 BENCH = Path(__file__).parent.parent / "bench"
 PARTS = ("chaos", "judge", "leftovers", "faults", "healthy", "machine", "table")
-LIMIT_S = 140
+LIMIT_S = 250
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from time_limits import LIMITS_S, some_limit_does
 from torch import nn
 
 import labkit.exercises
@@ -192,18 +193,21 @@ def test_ranks_that_wait_for_one_another_are_told_apart() -> None:
 
 
 def test_ranks_that_never_come_to_an_end_are_stopped_and_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MODULE, "LIMIT_S", 1.0)
-
     def answer(model):
         while dist.get_rank() == 0:
             pass
         dist.barrier()
 
-    verdict = check("average_gradients", answer)
-    assert verdict.message == (
-        "Not finished after 1 s: does every loop come to its end, and do all ranks call the same operations in the same order?"
-    )
-    assert any("barrier" in line for line in verdict.details)
+    def names_the_barrier(limit_s: float) -> bool:
+        monkeypatch.setattr(MODULE, "LIMIT_S", limit_s)
+        verdict = check("average_gradients", answer)
+        assert verdict.message == (
+            f"Not finished after {limit_s:.0f} s: does every loop come to its end, and do all ranks call the same operations in "
+            "the same order?"
+        )
+        return any("barrier" in line for line in verdict.details)
+
+    assert some_limit_does(names_the_barrier)
 
 
 def for_ever(*_, **__):
@@ -218,11 +222,14 @@ def asleep(*_, **__):
 @pytest.mark.parametrize("answer", [for_ever, asleep])
 @pytest.mark.parametrize("name", ["activation_bytes", "best_cut", "draw_indices"])
 def test_an_endless_loop_in_this_process_is_stopped_too(name: str, answer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MODULE, "SERIAL_LIMIT_S", 0.2)
-    verdict = check(name, answer)
-    assert not verdict
-    assert verdict.message == "Not finished after 0 s, so it was stopped: does every loop come to its end?"
-    assert any("test_check.py, line" in line for line in verdict.details)
+    def names_the_line(limit_s: float) -> bool:
+        monkeypatch.setattr(MODULE, "SERIAL_LIMIT_S", limit_s)
+        verdict = check(name, answer)
+        assert not verdict
+        assert verdict.message == f"Not finished after {limit_s:.0f} s, so it was stopped: does every loop come to its end?"
+        return any("test_check.py, line" in line for line in verdict.details)
+
+    assert some_limit_does(names_the_line, (0.2, *LIMITS_S))
 
 
 def test_the_limit_holds_outside_the_main_thread_and_leaves_nothing_behind() -> None:

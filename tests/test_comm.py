@@ -457,7 +457,7 @@ def test_a_wait_with_a_limit(pair: Group, attended: bool) -> None:
 def test_the_end_of_a_process(tmp_path: Path) -> None:
     """However a rank leaves its operations, its process ends as it would without us."""
     program = [sys.executable, str(HERE / "comm_exits.py"), str(tmp_path)]
-    answer = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    answer = subprocess.run(program, capture_output=True, text=True, timeout=200, check=False)
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.splitlines() == [
         "received never: 0 0",

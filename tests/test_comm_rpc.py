@@ -265,7 +265,7 @@ if rank == 0:
     store = tmp_path / "store"
     answer = subprocess.run(
         [sys.executable, "-c", program, str(store)],
-        capture_output=True, text=True, timeout=60, check=False, env=environment, cwd=HERE.parent,
+        capture_output=True, text=True, timeout=200, check=False, env=environment, cwd=HERE.parent,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stderr
     caller, callee = (json.loads(Path(f"{store}.{rank}").read_text()) for rank in (0, 1))

@@ -13,7 +13,7 @@ import pytest
 from labkit.load import load_trace
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT_S = 120
+LIMIT_S = 200
 
 SHOWS = """
 import json, sys

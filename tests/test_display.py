@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import time
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import cells as in_cells
@@ -55,7 +57,7 @@ def cells(monkeypatch: pytest.MonkeyPatch, page: Page) -> Iterator[in_cells.Cell
             def _repr_html_(self): return f"<b>{self.text}</b>"
             def __repr__(self): return f"Rich({self.text!r})"
     """)
-    with lab.Group(["a", "b"], runtime="bare", timeout_s=60) as group:
+    with lab.Group(["a", "b"], runtime="bare", timeout_s=200) as group:
         cells._main.__dict__["group"] = group
         yield cells
 
@@ -92,15 +94,22 @@ def test_also_what_a_rank_showed_that_died_or_waits_for_ever(cells: in_cells.Cel
         assert page.shown[:2] == ["[a]", {"text/plain": "Rich('x')", "text/html": "<b>x</b>"}]
 
 
-def test_what_a_thread_shows_between_two_runs_stands_in_the_next(cells: in_cells.Cells, page: Page) -> None:
-    run_cell(cells, """
-import threading
-go = threading.Event()
-thread = threading.Thread(target=lambda: (go.wait(), display(Rich("late"))))
+def test_what_a_thread_shows_between_two_runs_stands_in_the_next(cells: in_cells.Cells, page: Page, tmp_path: Path) -> None:
+    go, shown = tmp_path / "go", tmp_path / "shown"
+    run_cell(cells, f"""
+import pathlib, threading, time
+def show_late():
+    while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.001)
+    display(Rich("late"))
+    pathlib.Path({str(shown)!r}).touch()
+thread = threading.Thread(target=show_late)
 thread.start()
-def let_go(): go.set()
 """, [0])  # fmt: skip
-    run_cell(cells, "threading.Timer(0.05, let_go).start()", [0])
+    assert page.shown == []
+    go.touch()
+    until = time.monotonic() + 60
+    while not shown.exists() and time.monotonic() < until:
+        time.sleep(0.001)
     assert page.shown == []
     run_cell(cells, "thread.join()", [0])
     assert page.shown == ["[a]", {"text/plain": "Rich('late')", "text/html": "<b>late</b>"}]

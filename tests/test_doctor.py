@@ -154,7 +154,7 @@ report = doctor()
 loaded = {"torch", "tensorflow", "keras", "matplotlib", "ipywidgets", "IPython", "numpy"} & set(sys.modules)
 print(report, "loaded:", sorted(loaded))
 """
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=200)
     assert answer.stdout.endswith("loaded: []\n")
     assert answer.stdout.startswith(f"  Python             {sys.version.split()[0]} ")
 

@@ -72,7 +72,7 @@ def test_ipython_shows_it_without_the_frames_of_labkit(tmp_path: Path) -> None:
     shell = subprocess.run(
         [sys.executable, "-m", "IPython", "--no-banner", "--colors=NoColor", "-c", code],
         env=os.environ | {"IPYTHONDIR": str(tmp_path)},
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert shell.stdout.splitlines() == [
         "RankError: " + "─" * 70,

@@ -19,7 +19,7 @@ from labkit.report import headline, is_consequence, students_traceback
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[lab.Group]:
-    with lab.Group(2, runtime="bare", timeout_s=60) as group:
+    with lab.Group(2, runtime="bare", timeout_s=200) as group:
         yield group
 
 

@@ -298,7 +298,9 @@ def in_node(folder: Path, program: str) -> Any:
     imports = "import * as page from './page.mjs';\nimport { readFileSync } from 'node:fs';\n"
     (folder / "test.mjs").write_text(imports + program, encoding="utf-8")
     assert NODE is not None
-    answer = subprocess.run([NODE, str(folder / "test.mjs")], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    answer = subprocess.run(
+        [NODE, str(folder / "test.mjs")], cwd=folder, capture_output=True, text=True, timeout=200, check=False
+    )
     assert answer.returncode == 0, answer.stderr
     return json.loads(answer.stdout)
 

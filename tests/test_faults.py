@@ -10,7 +10,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import cells as in_cells
@@ -25,7 +28,8 @@ from labkit.exits import explain_exit
 from labkit.output import Output
 from labkit.report import HEADLINE_CHARACTERS, TEXT_CHARACTERS
 from labkit.ring import Pending
-from labkit.run import Flight
+from labkit.run import GRACE_S, Flight
+from labkit.start import RankProcess
 
 pytestmark = pytest.mark.usefixtures("stop_works")
 
@@ -42,14 +46,14 @@ def start(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def ranks(start: str) -> Iterator[lab.Group]:
-    with lab.Group(3, runtime="bare", start=start, timeout_s=60) as group:
+    with lab.Group(3, runtime="bare", start=start, timeout_s=200) as group:
         yield group
 
 
 @pytest.fixture(scope="module")
 def gloo(start: str) -> Iterator[lab.Group]:
     pytest.importorskip("torch")
-    with lab.Group(3, start=start, timeout_s=100) as group:
+    with lab.Group(3, start=start, timeout_s=200) as group:
         yield group
 
 
@@ -133,6 +137,56 @@ def test_one_rank_raises_and_the_others_are_stopped(ranks: lab.Group, cells: in_
     assert error.others == ["rank 0 was computing", "rank 1 was computing"]
     assert error.report().splitlines()[-2] == STOPPED
     assert not set(pids(ranks)) & set(before)
+
+
+def test_a_rank_that_has_had_no_core_since_another_failed_is_waited_for(
+    ranks: lab.Group, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rank 1 is taken for one that only lacks a core; it returns long after the time that the others have."""
+    cells("""
+        import os
+        def f(path):
+            if os.environ["RANK"] == "0":
+                raise ValueError("the one")
+            while os.environ["RANK"] == "1" and not os.path.exists(path):
+                pass
+    """)
+    go_on, failed = tmp_path / "go on", []
+
+    def wants_core(process: RankProcess) -> bool:
+        failed.append(time.monotonic())
+        if failed[-1] - failed[0] > 3 * GRACE_S:
+            go_on.touch()
+        return True
+
+    monkeypatch.setattr(RankProcess, "wants_core", property(wants_core))
+    monkeypatch.setattr(RankProcess, "cpu_s", 0.0)
+    monkeypatch.setattr("labkit.usage.STARVED_S", 60.0)
+    assert failure(ranks, cells.f, str(go_on)).others == ["rank 1 had returned", "rank 2 had returned"]
+
+
+def test_what_a_process_has_had_of_a_core_and_whether_it_wants_one(ranks: lab.Group) -> None:
+    ranks.run(int)
+    assert ranks._crew is not None
+    process = ranks._crew.members[0].process
+
+    def spin() -> None:
+        until = time.process_time() + 0.2
+        while time.process_time() < until:
+            pass
+
+    before, seen = process.cpu_s, []
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(ranks[0].run, spin)
+        while not run.done():
+            seen.append(process.wants_core)
+        run.result()
+    assert process.cpu_s - before >= 0.15
+    assert any(seen)
+    until = time.monotonic() + 60
+    while process.wants_core and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not process.wants_core, "it waits for its next run"
 
 
 def test_one_rank_raises_while_the_others_wait_for_it(gloo: lab.Group, cells: in_cells.Cells) -> None:
@@ -287,10 +341,10 @@ def test_a_rank_that_dies_between_two_runs(ranks: lab.Group) -> None:
 def test_a_rank_of_an_rpc_group_that_dies_between_two_runs() -> None:
     """The functions are sent to all ranks before one is called: that must not fail in words of sockets."""
     pytest.importorskip("torch")
-    with lab.Group(["master", "worker"], runtime="rpc", timeout_s=60) as group:
+    with lab.Group(["master", "worker"], runtime="rpc", timeout_s=200) as group:
         (pid,) = group["worker"].run(os.getpid).results
         os.kill(pid, signal.SIGKILL)
-        assert not left_after(30, [pid])
+        assert not left_after(60, [pid])
         with pytest.raises(lab.RankError) as caught:
             group.run(os.getpid)
         assert [(f.name, f.headline.partition(" (")[0]) for f in caught.value.failures] == [("worker", "killed by SIGKILL")]

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[lab.Group]:
-    with lab.Group(2, timeout_s=120) as group:
+    with lab.Group(2, timeout_s=200) as group:
         yield group
 
 
@@ -190,7 +190,7 @@ def test_many_names_of_spans_do_not_blind_a_group(capsys: pytest.CaptureFixture[
         else:
             dist.barrier()
 
-    with lab.Group(2, timeout_s=60) as group:
+    with lab.Group(2, timeout_s=200) as group:
         run = group.run(train)
         group.run(train)
         assert capsys.readouterr().out.count("span('forward'), not span(f'forward {i}')") == 1, "it is said once"

@@ -95,7 +95,7 @@ def test_a_file_says_its_idea_first_and_is_short(module: str) -> None:
 def test_no_committed_file_names_somebodys_machine() -> None:
     """A path of the machine that a notebook ran on stands easily in a traceback or in the name of a file."""
     machine = re.compile(rf"{re.escape(str(ROOT))}\b|/(home|Users|root)/(?!ada/)\w+")  # ada is an example in the tests
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
     found = []
     for name in filter(None, listed.stdout.split("\0")):
         try:

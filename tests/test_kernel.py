@@ -22,8 +22,8 @@ from nbclient import NotebookClient  # noqa: E402
 
 START = ("fork", "spawn")
 ROOT = Path(__file__).resolve().parent.parent
-ANSWER_LIMIT_S = 100.0
-GONE_LIMIT_S = 30.0  # the promise is 2 s; a busy machine may take longer to look
+ANSWER_LIMIT_S = 200.0
+GONE_LIMIT_S = 60.0  # the promise is 2 s; a busy machine may take longer to look
 
 
 class Cell:
@@ -364,7 +364,7 @@ def test_nbval_reads_the_same_twice(executed: Path) -> None:
         answer = subprocess.run(
             command,
             cwd=executed.parent, env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True, text=True, timeout=140, check=False,
+            capture_output=True, text=True, timeout=250, check=False,
         )  # fmt: skip
         assert answer.returncode == 0, answer.stdout
         assert f"{len(CELLS)} passed" in answer.stdout

@@ -777,12 +777,12 @@ def test_a_saved_notebook_holds_one_image_and_nbval_agrees(tmp_path):
     path = [str(Path(labkit.__file__).parent.parent), str(Path(synthetic.__file__).parent)]
     file = tmp_path / "live.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(NOTEBOOK_CELL.format(path=path))]), file)
-    subprocess.run([sys.executable, "-c", EXECUTE, file.name], check=True, cwd=tmp_path, timeout=100)
+    subprocess.run([sys.executable, "-c", EXECUTE, file.name], check=True, cwd=tmp_path, timeout=200)
     (output,) = nbformat.read(file, 4).cells[0].outputs
     assert set(output.data) == {"image/png", "text/plain"}
     assert output.data["text/plain"] == "timeline of train on 4 ranks"
     options = ["--nbval", "--nbval-current-env", "-q", "-p", "no:cacheprovider", file.name]
     found = subprocess.run(
-        [sys.executable, "-m", "pytest", *options], check=False, cwd=tmp_path, capture_output=True, text=True, timeout=100
+        [sys.executable, "-m", "pytest", *options], check=False, cwd=tmp_path, capture_output=True, text=True, timeout=200
     )
     assert found.returncode == 0, found.stdout

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module", params=START)
 def group(request: pytest.FixtureRequest) -> Iterator[lab.Group]:
-    with lab.Group(["a", "b", "c"], runtime="bare", start=request.param, timeout_s=60) as group:
+    with lab.Group(["a", "b", "c"], runtime="bare", start=request.param, timeout_s=200) as group:
         yield group
 
 
@@ -467,7 +467,7 @@ get_ipython().run_line_magic("ranks", "group")
     answer = subprocess.run(
         [sys.executable, "-m", "IPython", "--no-banner", "--colors=NoColor", "-c", code],
         env=os.environ | {"IPYTHONDIR": str(tmp_path), "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=100, check=False,
+        capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert sorted(answer.stdout.splitlines()[:2]) == ["[rank 0] 42", "[rank 1] 42"]
     assert "Line magic function `%ranks` not found (But cell magic `%%ranks` exists" in answer.stdout + answer.stderr

@@ -13,7 +13,7 @@ import labkit.models
 
 
 def python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

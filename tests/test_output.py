@@ -9,11 +9,11 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from time_limits import some_limit_does
 
 import labkit as lab
 from labkit import output
@@ -339,21 +339,20 @@ def test_100_000_lines_of_each_rank(ranks: lab.Group, capsys: pytest.CaptureFixt
     assert shown.count("\n") == 200_000, "a terminal shows all of them"
 
 
-def test_a_rank_that_prints_and_never_stops_is_stopped(start_group: lab.Group) -> None:
+def test_a_rank_that_prints_and_never_stops_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Output, "_print", lambda *_: None)
+
     def f() -> None:
         while True:
             print("on and on")
 
-    with pytest.raises(lab.LabError, match="f took longer than the group's timeout_s"):
-        start_group.run(f)
-    assert start_group.run(int).results == [0, 0]
+    def goes_on(limit_s: float) -> bool:
+        with lab.Group(2, runtime="bare", timeout_s=limit_s) as group:
+            with pytest.raises(lab.LabError, match="f took longer than the group's timeout_s"):
+                group.run(f)
+            return group.run(int).results == [0, 0]
 
-
-@pytest.fixture
-def start_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[lab.Group]:
-    monkeypatch.setattr(Output, "_print", lambda *_: None)
-    with lab.Group(2, runtime="bare", timeout_s=2) as group:
-        yield group
+    assert some_limit_does(goes_on)
 
 
 def test_what_is_printed_between_two_runs_stands_in_the_next(ranks: lab.Group) -> None:

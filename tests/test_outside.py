@@ -20,7 +20,7 @@ from labkit.trace import Trace
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE / "torchrun_script.py"
-LIMIT_S = 120
+LIMIT_S = 200
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:

@@ -26,7 +26,7 @@ from labkit.tf_servers import duplicate
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 ROOT = Path(__file__).resolve().parent.parent
-GONE_LIMIT_S = 30.0  # the promise is 2 s; a busy machine may take longer to look
+GONE_LIMIT_S = 60.0  # the promise is 2 s; a busy machine may take longer to look
 NOBODY = 65534
 
 needs_tensorflow = pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="needs TensorFlow")
@@ -112,7 +112,7 @@ def test_nothing_listens_outside_this_machine(runtime: str, start: str) -> None:
             dist.barrier(dist.new_group())  # which opens a port of its own
         return heard_outside()
 
-    with lab.Group(2, runtime=runtime, start=start, timeout_s=100) as group:
+    with lab.Group(2, runtime=runtime, start=start, timeout_s=200) as group:
         assert group.run(look).results == [[], []]
 
 
@@ -130,7 +130,7 @@ def test_what_listens_outside_is_recognised() -> None:
 def why_not() -> str:
     """Why this system lets us make no network; "" if it does."""
     command = [sys.executable, "-c", "from labkit import private; private.make(private.PRIVATE)"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     return "" if ran.returncode == 0 else ran.stderr.splitlines()[-1]
 
 
@@ -162,7 +162,7 @@ def test_nobody_reaches_torchs_ports_and_the_students_code_reaches_the_machine(s
         assert own.get("key") == b"value"
         return float(one), listening(), fetch(service)
 
-    with lab.Group(2, timeout_s=100) as group:
+    with lab.Group(2, timeout_s=200) as group:
         for rank, (total, opened, said) in enumerate(group.run(use).results):
             assert (total, said) == (4.0, b"hello")
             assert_out_of_reach(opened, 4 - rank)  # of two gloo groups, the store of one's own, and rank 0's for all
@@ -178,7 +178,7 @@ def test_nobody_reaches_rpcs_ports_and_served_functions_reach_the_machine(servic
         other = 1 - rpc.get_worker_info().id
         return listening(), rpc.rpc_sync(f"worker{other}", fetch, args=(service,))
 
-    with lab.Group(["worker0", "worker1"], runtime="rpc", timeout_s=100) as group:
+    with lab.Group(["worker0", "worker1"], runtime="rpc", timeout_s=200) as group:
         for opened, said in group.run(use).results:
             assert said == b"hello"
             assert_out_of_reach(opened, 1)
@@ -202,7 +202,7 @@ def test_tensorflows_workers_listen_on_loopback_alone(service: tuple[str, int]) 
         del worker
         return result
 
-    with lab.Group(2, runtime="tensorflow", timeout_s=100) as group:
+    with lab.Group(2, runtime="tensorflow", timeout_s=200) as group:
         for opened, outside, values, said in group.run(use).results:
             assert (outside, values, said) == ([], [2, 0, 1, 2], b"hello")
             assert {one.device for one in opened} == {b"lo"}
@@ -221,7 +221,7 @@ def test_tensorflows_servers_and_their_chief_listen_on_loopback_alone() -> None:
             tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
         return listening(), heard_outside()
 
-    with lab.Group({"chief": 1, "worker": 1, "ps": 1}, runtime="tensorflow", timeout_s=100) as group:
+    with lab.Group({"chief": 1, "worker": 1, "ps": 1}, runtime="tensorflow", timeout_s=200) as group:
         for opened, outside in [*group["worker", "ps"].run(look, False).results, *group["chief"].run(look, True).results]:
             assert ([one.device for one in opened], outside) == ([b"lo"], [])
             if not why_not():
@@ -236,7 +236,7 @@ def python(source: str, *arguments: str, command: str = sys.executable, **option
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
-        [command, "-c", source, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False,
+        [command, "-c", source, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False,
         **options,
     )  # fmt: skip
 
@@ -283,7 +283,7 @@ def opened():
     return os.readlink("/proc/thread-self/ns/net")
 
 if sys.argv[1:]:
-    with lab.Group(2, timeout_s=100) as group:
+    with lab.Group(2, timeout_s=200) as group:
         print(set(group.run(opened).results) == {os.readlink("/proc/self/ns/net")})
 print(private.make(private.WHERE_ALLOWED).why)
 try:
@@ -357,7 +357,7 @@ def use(folder):
     can = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("CapEff"))
     return float(one), listening(), os.getuid(), can, wrote
 
-group = lab.Group(2, timeout_s=100)
+group = lab.Group(2, timeout_s=200)
 with tempfile.TemporaryDirectory() as folder:
     results = group.run(use, folder).results
 large = group.run(lambda: np.ones(1 << 21)).results

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[lab.Group]:
-    with lab.Group(2, timeout_s=60) as group:
+    with lab.Group(2, timeout_s=200) as group:
         yield group
 
 
@@ -77,7 +77,7 @@ def test_references_and_futures_of_rpc(cells: in_cells.Cells) -> None:
         def reference(): return rpc.RRef(1)
         def asked(): return rpc.rpc_async(rpc.get_worker_info().name, int)
     """)
-    with lab.Group(1, runtime="rpc", timeout_s=60) as group:
+    with lab.Group(1, runtime="rpc", timeout_s=200) as group:
         with pytest.raises(lab.RankError, match=r"this RRef exists in its rank alone. Return its value: rref.to_here\(\)"):
             group.run(cells.reference)
         with pytest.raises(lab.RankError, match=r"this Future exists in its rank alone. Return its value: future.wait\(\)"):

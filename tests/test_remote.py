@@ -78,7 +78,7 @@ def test_frames_that_torch_lists_itself_are_left_out() -> None:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[lab.Group]:
     pytest.importorskip("torch")
-    with lab.Group(["master", "shard1", "shard2"], runtime="rpc", timeout_s=100) as group:
+    with lab.Group(["master", "shard1", "shard2"], runtime="rpc", timeout_s=200) as group:
         yield group
 
 

@@ -63,7 +63,7 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> Iterator[in_cells.Cells]:
             if os.environ["RANK"] == "1":
                 warnings.warn("old", DeprecationWarning)
     """)
-    with lab.Group(2, runtime="bare", timeout_s=60) as group:
+    with lab.Group(2, runtime="bare", timeout_s=200) as group:
         cells._main.__dict__["group"] = group
         yield cells
 
@@ -295,7 +295,7 @@ def test_warnings_as_errors_from_the_beginning() -> None:
         answer = subprocess.run(
             [sys.executable, "-c", program.format(runtime)],
             env=os.environ | {"PYTHONWARNINGS": "error", "PYTHONPATH": str(ROOT)},
-            capture_output=True, text=True, timeout=100, check=False,
+            capture_output=True, text=True, timeout=200, check=False,
         )  # fmt: skip
         assert (answer.stdout.splitlines(), answer.stderr) == (["['error', 'error']", "UserWarning: careful"], "")
 
@@ -317,7 +317,7 @@ def test_a_notebook_that_ignores_its_childrens_ends() -> None:
     answer = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=100, check=False,
+        capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert answer.stderr == ""
     lines = answer.stdout.splitlines()

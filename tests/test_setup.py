@@ -36,7 +36,7 @@ def outside_make() -> dict[str, str]:
 
 def make(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["make", *arguments], check=False, cwd=folder, env=outside_make(), capture_output=True, text=True, timeout=60
+        ["make", *arguments], check=False, cwd=folder, env=outside_make(), capture_output=True, text=True, timeout=200
     )
 
 
@@ -111,7 +111,7 @@ def find_python(folder: Path, versions: dict[str, str], **environment: str) -> s
         fake_python(folder / name, version)
     command = [shutil.which("sh") or "sh", str(ROOT / "tools" / "find-python")]
     return subprocess.run(
-        command, check=False, env={"PATH": str(folder)} | environment, capture_output=True, text=True, timeout=100
+        command, check=False, env={"PATH": str(folder)} | environment, capture_output=True, text=True, timeout=200
     )
 
 
@@ -242,4 +242,4 @@ def test_ci_runs_make_test() -> None:
     script = ROOT / ".ci" / "run"
     assert script.read_text().splitlines()[-1] == "exec make test"
     if shutil.which("bash"):
-        subprocess.run(["bash", "-n", str(script)], check=True, timeout=100)
+        subprocess.run(["bash", "-n", str(script)], check=True, timeout=200)

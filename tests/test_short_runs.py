@@ -23,7 +23,7 @@ Frames = list[tuple[str, Encoded]]
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[lab.Group]:
-    with lab.Group(3, runtime="bare", timeout_s=60) as group:
+    with lab.Group(3, runtime="bare", timeout_s=200) as group:
         group.run(int)
         yield group
 

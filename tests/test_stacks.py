@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -57,10 +58,19 @@ def test_a_rank_that_does_nothing_is_idle() -> None:
     assert readable(RAW.format(**PLACES | {"mine": PLACES["labkit"]}), 1) == "is idle: no function of yours is running"
 
 
-class UntilPrinted:
-    """Looks at a group as soon as all its ranks have printed something."""
+def stacks_with(group: lab.Group, *lines: str) -> Any:
+    """What the ranks are in, looked at until each is on its line of these: it may have no core for a while."""
+    until = time.monotonic() + 60
+    while True:
+        stacks = group.stacks()
+        if all(line in text for line, text in zip(lines, stacks.values(), strict=True)) or time.monotonic() > until:
+            return stacks
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, group: lab.Group) -> None:
+
+class UntilPrinted:
+    """Looks at a group as soon as all its ranks have printed something, until they are on a line."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, group: lab.Group, line: str) -> None:
         self.stacks: Any = None
         seen: set[int] = set()
         feed = Output.feed
@@ -70,19 +80,23 @@ class UntilPrinted:
             seen.add(rank)
             if len(seen) == len(group):
                 monkeypatch.setattr(Output, "feed", feed)
-                self.stacks = group.stacks()
+                self.stacks = stacks_with(group, *[line] * len(group))
                 signal.raise_signal(signal.SIGINT)
 
         monkeypatch.setattr(Output, "feed", feed_and_look)
 
 
 class UntilBlocked:
-    """A picture that looks at a group as soon as a rank waits for a communication; from another thread, as a student would."""
+    """A picture that looks at a group as soon as a rank waits for a communication; from another thread, as a student would.
+
+    Args:
+        lines: on which the ranks will be.
+    """
 
     interval_s = 0.01
 
-    def __init__(self, group: lab.Group) -> None:
-        self._group = group
+    def __init__(self, group: lab.Group, *lines: str) -> None:
+        self._group, self._lines = group, lines
         self.stacks: Any = None
 
     def begin(self, *_: Any) -> None:
@@ -96,7 +110,7 @@ class UntilBlocked:
             signal.raise_signal(signal.SIGINT)
 
     def _look(self) -> None:
-        self.stacks = self._group.stacks()
+        self.stacks = stacks_with(self._group, *self._lines)
 
     def end(self, *_: Any) -> None:
         """Nothing."""
@@ -122,7 +136,7 @@ def test_ranks_that_are_blocked_say_where(
         def outer():
             inner()
     """)
-    look = UntilPrinted(monkeypatch, ranks)
+    look = UntilPrinted(monkeypatch, ranks, WHERE[where])
     with pytest.raises(KeyboardInterrupt):
         ranks.run(cells.outer)
     assert list(look.stacks) == ["rank 0", "rank 1"]
@@ -172,7 +186,7 @@ def test_to_look_at_ranks_that_are_starting_does_not_end_them(start: str, monkey
         set_up(crew, plan)
 
     monkeypatch.setattr(Crew, "_set_up", look_first)
-    with lab.Group(2, runtime="bare", start=start, timeout_s=60) as group:
+    with lab.Group(2, runtime="bare", start=start, timeout_s=200) as group:
         assert group.run(os.getpid).ranks == ("rank 0", "rank 1")
     assert [list(look) for look in looks] == [["rank 0", "rank 1"]]
 
@@ -250,8 +264,8 @@ def test_in_a_collective(monkeypatch: pytest.MonkeyPatch, cells: in_cells.Cells)
                 while True: pass
             dist.all_reduce(torch.ones(1))
     """)
-    with lab.Group(2, timeout_s=60) as group:
-        look = UntilBlocked(group)
+    with lab.Group(2, timeout_s=200) as group:
+        look = UntilBlocked(group, "dist.all_reduce(torch.ones(1))", "while True: pass")
         monkeypatch.setattr(lab.Group, "picture", lambda: look)
         with pytest.raises(KeyboardInterrupt):
             group.watch(cells.f)
@@ -259,8 +273,9 @@ def test_in_a_collective(monkeypatch: pytest.MonkeyPatch, cells: in_cells.Cells)
     assert "while True: pass" in look.stacks["rank 1"]
 
 
-def test_many_ranks_answer_side_by_side() -> None:
+def test_many_ranks_answer_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is given 20 ms after its last line; one after the other, the last ones had no time left."""
-    with lab.Group(64, runtime="bare", timeout_s=120) as group:
+    monkeypatch.setattr("labkit.stacks.STARVED_S", 60.0)
+    with lab.Group(64, runtime="bare", timeout_s=200) as group:
         group.run(int)
         assert set(group.stacks().values()) == {"is idle: no function of yours is running"}

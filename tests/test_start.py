@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("stop_works")
 
 START = ("fork", "spawn")
 ROOT = Path(__file__).resolve().parent.parent
-GONE_LIMIT_S = 30.0  # the promise is 2 s; a busy machine may take longer to look
+GONE_LIMIT_S = 60.0  # the promise is 2 s; a busy machine may take longer to look
 
 
 @pytest.fixture(scope="module", params=START)
@@ -50,7 +50,7 @@ def start(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def ranks(start: str) -> Iterator[lab.Group]:
-    with lab.Group(2, runtime="bare", start=start, timeout_s=60) as group:
+    with lab.Group(2, runtime="bare", start=start, timeout_s=200) as group:
         yield group
 
 
@@ -118,7 +118,7 @@ def test_a_slow_start_says_once_what_it_waits_for(start: str, monkeypatch: pytes
     go_on = tmp_path / "go on"
     source = f"""
         import os, time
-        until = time.monotonic() + 60
+        until = time.monotonic() + 150
         while not os.path.exists({str(go_on)!r}) and time.monotonic() < until:
             time.sleep(0.01)
     """
@@ -363,7 +363,7 @@ def test_a_low_limit_of_open_files(hard: bool) -> None:
             print(error)
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=100, check=False, cwd=ROOT
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=200, check=False, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
@@ -388,7 +388,7 @@ def test_when_the_server_dies_the_run_says_so_and_the_next_one_works() -> None:
         os.kill(server_pid, signal.SIGKILL)
         threading.Event().wait()
 
-    with lab.Group(2, runtime="bare", start="fork", timeout_s=60) as group:
+    with lab.Group(2, runtime="bare", start="fork", timeout_s=200) as group:
         children = group.run(f).results
         pids = group.run(os.getpid).results
         server_pid = notebook.starter("bare", "fork")._process.pid
@@ -613,7 +613,7 @@ def test_stop_while_the_server_still_imports(tmp_path: Path, monkeypatch: pytest
         os.kill(os.getpid(), signal.SIGINT)
         return receive(starter, number, limit_s)
 
-    with lab.Group(2, runtime="bare", start="fork", timeout_s=60) as group:
+    with lab.Group(2, runtime="bare", start="fork", timeout_s=200) as group:
         starter = notebook.starter("bare", "fork")
         monkeypatch.setattr(ForkStarter, "_receive", stopped)
         with pytest.raises(KeyboardInterrupt, match="int was stopped"):
@@ -630,7 +630,7 @@ def test_stop_and_stop_again_while_ranks_end(start: str, monkeypatch: pytest.Mon
     end = starter.end
     main = threading.main_thread().ident
     assert main is not None
-    with lab.Group(2, runtime="bare", start=start, timeout_s=60) as group:
+    with lab.Group(2, runtime="bare", start=start, timeout_s=200) as group:
         pids = group.run(os.getpid).results
         stops: list[int] = []
 

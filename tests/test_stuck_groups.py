@@ -14,17 +14,19 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
+from time_limits import some_limit_does  # noqa: E402
 
 import labkit as lab  # noqa: E402
 from labkit.errors import MismatchError, StuckError  # noqa: E402
 from labkit.output import Output  # noqa: E402
+from labkit.runtimes import RUNTIMES  # noqa: E402
 from labkit.stuck import FITTING  # noqa: E402
 from labkit.watchdog import Watchdog  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[lab.Group]:
-    with lab.Group(3, timeout_s=60) as group:
+    with lab.Group(3, timeout_s=200) as group:
         yield group
 
 
@@ -136,12 +138,20 @@ def test_ranks_that_wait_for_one_another(three: lab.Group, function: Callable[[]
 
 
 @pytest.mark.parametrize("function", DESERTED, ids=lambda f: f.__name__)
-def test_ranks_that_wait_for_one_that_returned(three: lab.Group, function: Callable[[], None]) -> None:
+def test_ranks_that_wait_for_one_that_returned(
+    three: lab.Group, function: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     culprit, words = DESERTED[function]
-    with pytest.raises(lab.RankError) as caught:
-        three.run(function)
-    assert caught.value.rank == culprit
-    assert f"rank {culprit} returned while {words}" in caught.value.report()
+
+    def all_have_come(certain_after_s: float) -> bool:
+        """Else one of them alone is told to wait."""
+        monkeypatch.setattr(RUNTIMES["torch"], "certain_after_s", certain_after_s)
+        with pytest.raises(lab.RankError) as caught:
+            three.run(function)
+        assert caught.value.rank == culprit
+        return f"rank {culprit} returned while {words}" in caught.value.report()
+
+    assert some_limit_does(all_have_come, (0.5, 5.0, 30.0))
     assert three.run(total).results == [3.0] * 3
 
 
@@ -211,7 +221,7 @@ def call_back(name: str, depth: int) -> int:
 
 
 def test_calls_that_wait_for_one_another_for_want_of_threads() -> None:
-    with lab.Group(["a", "b"], runtime="rpc", timeout_s=60) as group:
+    with lab.Group(["a", "b"], runtime="rpc", timeout_s=200) as group:
         assert group["a"].run(call_back, "a", 8).results == [8]
         with pytest.raises(StuckError) as caught:
             group["a"].run(call_back, "a", 200)
@@ -246,7 +256,7 @@ def test_calls_in_a_circle_around_a_lock_are_told(monkeypatch: pytest.MonkeyPatc
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(Output, "say", say_and_stop)
-    with lab.Group(["a", "b"], runtime="rpc", timeout_s=60) as group:
+    with lab.Group(["a", "b"], runtime="rpc", timeout_s=200) as group:
         assert group["a"].run(call_locked, "a", 1).results == [0]
         with pytest.raises(KeyboardInterrupt):
             group["a"].run(call_locked, "a", 3)
@@ -311,7 +321,7 @@ def a_world_of_its_own() -> float:
 
 
 def test_a_world_that_is_initialised_again_counts_anew() -> None:
-    with lab.Group(3, timeout_s=60) as group:
+    with lab.Group(3, timeout_s=200) as group:
         assert group.run(a_world_of_its_own).results == [1.0] * 3
 
 

@@ -37,13 +37,13 @@ STEPS = 5
 
 @pytest.fixture(scope="module")
 def one() -> Iterator[lab.Group]:
-    with lab.Group(1, runtime="tensorflow", devices_per_rank=2, timeout_s=60) as group:
+    with lab.Group(1, runtime="tensorflow", devices_per_rank=2, timeout_s=200) as group:
         yield group
 
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[lab.Group]:
-    with lab.Group(2, runtime="tensorflow", timeout_s=60) as group:
+    with lab.Group(2, runtime="tensorflow", timeout_s=200) as group:
         yield group
 
 
@@ -239,7 +239,7 @@ def test_keras_fit_on_two_replicas_equals_one_device(one: lab.Group) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_workers_equal_one_device(ranks: int, serial: list[Any]) -> None:
-    with lab.Group(ranks, runtime="tensorflow", timeout_s=60) as group:
+    with lab.Group(ranks, runtime="tensorflow", timeout_s=200) as group:
         run = group.run(train, "workers")
     assert [difference(weights, serial) < 1e-13 for weights in run.results] == [True] * ranks
     assert run.output == ""
@@ -296,7 +296,7 @@ def test_nothing_but_the_students_prints_is_heard_and_the_notebook_imports_no_te
     )
     command = [sys.executable, str(program)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert (done.stdout, done.stderr) == ("[rank 0] 2 devices\n[]\n", "")
 
 
@@ -436,7 +436,7 @@ def count_on_the_server(steps: int) -> tuple[float, str]:
 
 
 def test_workers_and_servers_serve_the_chief() -> None:
-    with lab.Group({"chief": 1, "worker": 2, "ps": 1}, runtime="tensorflow", timeout_s=60) as group:
+    with lab.Group({"chief": 1, "worker": 2, "ps": 1}, runtime="tensorflow", timeout_s=200) as group:
         assert group.names == ("chief", "worker0", "worker1", "ps")
         for steps in (6, 9):
             (counted,) = group["chief"].run(count_on_the_server, steps).results
@@ -533,7 +533,7 @@ def end_the_server() -> None:
 
 
 def test_a_server_that_dies_is_named_while_the_chief_waits() -> None:
-    with lab.Group({"chief": 1, "worker": 1, "ps": 1}, runtime="tensorflow", timeout_s=60) as group:
+    with lab.Group({"chief": 1, "worker": 1, "ps": 1}, runtime="tensorflow", timeout_s=200) as group:
         with pytest.raises(lab.RankError) as caught:
             group["chief"].run(end_the_server)
         assert caught.value.failures[0].name == "ps"

@@ -12,7 +12,7 @@ import pytest
 pexpect = pytest.importorskip("pexpect", reason="pexpect is not installed: IPython brings it")
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT_S = 100
+LIMIT_S = 200
 SHELLS = {
     "python": (["-q", "-i"], r">>> "),
     "IPython": (["-m", "IPython", "--simple-prompt", "--no-banner", "--colors=NoColor"], r"In \[\d+\]: "),

@@ -18,7 +18,7 @@ if importlib.util.find_spec("tensorflow") is None:
 def one() -> Iterator[lab.Group]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LABKIT_TENSORFLOW_TIMELINE", "0")  # the functions have sessions of their own
-        with lab.Group(1, runtime="tensorflow", timeout_s=60) as group:
+        with lab.Group(1, runtime="tensorflow", timeout_s=200) as group:
             yield group
 
 

@@ -24,7 +24,7 @@ def coordinate_on_all_ranks() -> float:
 
 
 def test_a_worker_or_server_that_makes_the_chiefs_strategy_is_told() -> None:
-    with lab.Group({"chief": 1, "worker": 1, "ps": 1}, runtime="tensorflow", timeout_s=60) as group:
+    with lab.Group({"chief": 1, "worker": 1, "ps": 1}, runtime="tensorflow", timeout_s=200) as group:
         with pytest.raises(lab.RankError, match="belongs to the chief") as failed:
             group.run(coordinate_on_all_ranks)
         assert failed.value.rank in (1, 2)

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.tf, pytest.mark.slow]
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
     pytest.skip("needs TensorFlow", allow_module_level=True)
 
-TIMEOUT_S = 90
+TIMEOUT_S = 200
 BATCH, STEPS, EPOCHS = 8, 2, 2
 
 

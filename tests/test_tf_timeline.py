@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from time_limits import some_limit_does
 
 import labkit as lab
 from labkit.pictures.flows import flows_of
@@ -31,13 +32,13 @@ GRADIENT_BYTES = 4 * (IN * OUT + OUT)
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[lab.Group]:
-    with lab.Group(2, runtime="tensorflow", timeout_s=60) as group:
+    with lab.Group(2, runtime="tensorflow", timeout_s=200) as group:
         yield group
 
 
 @pytest.fixture(scope="module")
 def one() -> Iterator[lab.Group]:
-    with lab.Group(1, runtime="tensorflow", devices_per_rank=2, timeout_s=60) as group:
+    with lab.Group(1, runtime="tensorflow", devices_per_rank=2, timeout_s=200) as group:
         yield group
 
 
@@ -133,7 +134,7 @@ def test_parts_of_the_time_add_up(trained: Trace) -> None:
         assert share.waiting_ns <= share.idle_ns
 
 
-def wait_for_rank_1() -> None:
+def wait_for_rank_1(late_s: float) -> None:
     import os
     import time
 
@@ -148,21 +149,24 @@ def wait_for_rank_1() -> None:
     meet()
     with lab.span("step"):
         if os.environ["RANK"] == "1":
-            time.sleep(1)  # far longer than a busy machine keeps rank 0 from its collective
+            time.sleep(late_s)
         meet()
 
 
 def test_own_span_around_a_collective_holds_no_waiting(two: lab.Group) -> None:
-    trace = two.run(wait_for_rank_1).trace
-    waited = reductions(trace, 0)[-1]
-    step = next(s for s in trace if s.rank == 0 and s.name == "step")
-    assert waited.duration_ns > 250_000_000
-    assert waited.nbytes == 4000
-    within = trace.between(step.start_ns, step.end_ns)
-    share = within.shares()[0]
-    assert share.waiting_ns > 0.5 * share.window_ns
-    assert share.compute_ns + share.exposed_ns + share.idle_ns == share.window_ns
-    assert within.shares()[1].waiting_ns < 0.5 * share.window_ns
+    def waits(late_s: float) -> bool:
+        """So late that what keeps rank 0 from its collective on a busy machine is little beside it."""
+        trace = two.run(wait_for_rank_1, late_s).trace
+        waited = reductions(trace, 0)[-1]
+        step = next(s for s in trace if s.rank == 0 and s.name == "step")
+        assert waited.nbytes == 4000
+        within = trace.between(step.start_ns, step.end_ns)
+        share, of_the_late = within.shares()
+        assert share.compute_ns + share.exposed_ns + share.idle_ns == share.window_ns
+        half_ns = 0.5 * share.window_ns
+        return waited.duration_ns > 0.25e9 * late_s and share.waiting_ns > half_ns > of_the_late.waiting_ns
+
+    assert some_limit_does(waits, (1.0, 10.0, 30.0))
 
 
 # Devices of one process
@@ -286,7 +290,7 @@ def coordinate() -> float:
 
 
 def test_a_parameter_servers_workers_show_what_they_do_for_the_chief() -> None:
-    with lab.Group({"chief": 1, "worker": 1, "ps": 1}, runtime="tensorflow", timeout_s=60) as group:
+    with lab.Group({"chief": 1, "worker": 1, "ps": 1}, runtime="tensorflow", timeout_s=200) as group:
         trace = group["chief"].run(coordinate).trace
     of_worker, of_server = ([s for s in trace if s.rank == rank] for rank in (1, 2))
     assert {"forward", "backward"} <= {s.name for s in of_worker if s.measured}
@@ -316,7 +320,7 @@ def rest_as_a_server_does() -> tuple[bool, bool]:
     timeline = tf_timeline.Timeline(here.recorder, Place(0, {}, 1, serves=True))
     timeline.install()
     timeline.begin()
-    first, end_s = timeline._session, time.monotonic() + 20
+    first, end_s = timeline._session, time.monotonic() + 100
     while timeline._session is first and time.monotonic() < end_s:
         threading.Event().wait(0.02)
     with timeline._lock:
@@ -327,7 +331,7 @@ def rest_as_a_server_does() -> tuple[bool, bool]:
 
 def test_the_session_of_a_rank_that_serves_is_read_while_its_main_thread_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LABKIT_TENSORFLOW_TIMELINE", "0")
-    with lab.Group(1, runtime="tensorflow", timeout_s=60) as group:
+    with lab.Group(1, runtime="tensorflow", timeout_s=200) as group:
         assert group.run(rest_as_a_server_does).results == [(True, True)]
 
 
@@ -383,7 +387,7 @@ def test_the_students_own_profiler_works_and_is_told_of(
 
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LABKIT_TENSORFLOW_TIMELINE", "0")
-    with lab.Group(1, runtime="tensorflow", timeout_s=60) as group:
+    with lab.Group(1, runtime="tensorflow", timeout_s=200) as group:
         trace = group.run(attend, 2).trace
     assert not any(s.measured for s in trace)
 

@@ -153,7 +153,7 @@ LIMITED: dict[str, Callable[[], None]] = {
 
 @pytest.fixture
 def rank() -> Iterator[lab.Group]:
-    with lab.Group(1, runtime="bare", timeout_s=60) as group:
+    with lab.Group(1, runtime="bare", timeout_s=200) as group:
         yield group
 
 
@@ -165,7 +165,7 @@ def seen(group: lab.Group) -> Look:
 
 def settled(group: lab.Group) -> str:
     """What of the only rank may act, once its threads have come to where they wait."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 150
     while (found := kind(seen(group), seen(group), idle=True)) and time.monotonic() < until:
         pass
     return found

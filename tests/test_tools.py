@@ -190,7 +190,7 @@ def server(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def fetch(address: str) -> str:
     """What a server answers; it is given 30 s to begin to listen."""
-    until = time.monotonic() + 100
+    until = time.monotonic() + 150
     while True:
         try:
             with urllib.request.urlopen(address, timeout=30) as answer:

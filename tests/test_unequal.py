@@ -18,13 +18,13 @@ from torch import nn  # noqa: E402
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[lab.Group]:
-    with lab.Group(2, timeout_s=120) as group:
+    with lab.Group(2, timeout_s=200) as group:
         yield group
 
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[lab.Group]:
-    with lab.Group(4, timeout_s=120) as group:
+    with lab.Group(4, timeout_s=200) as group:
         yield group
 
 

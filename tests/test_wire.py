@@ -32,7 +32,7 @@ START = ("fork", "spawn")
 def ranks(request: pytest.FixtureRequest) -> Iterator[lab.Group]:
     """Two ranks without a framework, started both ways, and where the system lets nobody read another's memory."""
     start = request.param if request.param in START else "fork"
-    with lab.Group(2, runtime="bare", start=start, timeout_s=60) as group:
+    with lab.Group(2, runtime="bare", start=start, timeout_s=200) as group:
         with pytest.MonkeyPatch.context() as patch:
             if request.param not in START:
                 patch.setattr("labkit.crew.may_read", lambda _: False)
@@ -404,7 +404,7 @@ def test_a_rank_that_dies_before_its_result_is_read(cells: in_cells.Cells, monke
         return unpack(parcel, **options)
 
     monkeypatch.setattr(wire, "unpack", killed_first)
-    with lab.Group(2, runtime="bare", timeout_s=60) as group:
+    with lab.Group(2, runtime="bare", timeout_s=200) as group:
         with pytest.raises(lab.RankError, match="killed by SIGKILL"):
             group.run(cells.f)
         monkeypatch.setattr(wire, "unpack", unpack)
@@ -503,7 +503,7 @@ def test_tied_weights_stay_tied_and_a_network_is_the_notebooks_own(two_with_torc
 @pytest.fixture(scope="module", params=START)
 def two_with_torch(request: pytest.FixtureRequest) -> Iterator[lab.Group]:
     pytest.importorskip("torch")
-    with lab.Group(2, start=request.param, timeout_s=60) as group:
+    with lab.Group(2, start=request.param, timeout_s=200) as group:
         yield group
 
 
