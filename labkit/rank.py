@@ -26,7 +26,7 @@ from labkit.process_state import Changes
 from labkit.profiled import Row, TorchProfiler
 from labkit.rank_display import RankDisplay
 from labkit.rank_warnings import RankWarnings
-from labkit.record import Recorder, here, is_students, span
+from labkit.record import Recorder, here, is_students
 from labkit.report import headline, in_students_code, is_consequence, raised_by_student, students_traceback
 from labkit.ring import RingWriter
 from labkit.runtime_base import Released
@@ -170,7 +170,7 @@ class _Rank:
                 wire.install_source(filename, lines)
         if files:
             is_students.cache_clear()
-        span.cache_clear()  # a span knows where its name was first used: in this run
+        here.forget_spans()  # a span knows where its name was first used: in this run
 
     def _take(self, parcel: wire.Parcel | None) -> Any:
         """What is in a parcel; what it defines lives here now."""

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, Final, NamedTuple
 
 from labkit.import_hook import when_imported
+from labkit.report import students_traceback
 
 __all__ = ["Displayed", "RankDisplay"]
 
@@ -133,7 +134,7 @@ class RankDisplay:
         if self._rich and _is_rich(value):
             self.display(value)
         elif value is not None:
-            print(repr(value))
+            print(_text(value))
 
     def figures(self) -> None:
         """Show the figures that pyplot holds open, and close them."""
@@ -212,27 +213,47 @@ def _bundle(thing: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
     metadata: dict[str, Any] = {}
     if _is_figure(thing):
         stream = io.BytesIO()
-        thing.savefig(stream, format="png", bbox_inches="tight", dpi="figure")
-        data["image/png"] = stream.getvalue()
-    elif hasattr(type(thing), "_ipython_display_"):
-        thing._ipython_display_()
+        _, drawn = _attempt(thing.savefig, stream, format="png", bbox_inches="tight", dpi="figure")
+        if drawn:
+            data["image/png"] = stream.getvalue()
+    elif hasattr(type(thing), "_ipython_display_") and _attempt(thing._ipython_display_)[1]:
         return None
     elif not isinstance(thing, type):
         for name, kind in METHODS.items():
             _add(data, metadata, kind, getattr(type(thing), name, None), thing)
-        made = getattr(type(thing), "_repr_mimebundle_", lambda *_, **__: None)(thing, include=None, exclude=None)
+        bundle = getattr(type(thing), "_repr_mimebundle_", None)
+        made, _ = _attempt(bundle, thing, include=None, exclude=None) if bundle else (None, False)
         made, how = made if isinstance(made, tuple) else (made, {})
         data |= made or {}
         metadata |= how or {}
-    return {"text/plain": repr(thing)} | data, metadata
+    return {"text/plain": _text(thing)} | data, metadata
 
 
 def _add(data: dict[str, Any], metadata: dict[str, Any], kind: str, method: Any, thing: Any) -> None:
-    made = method(thing) if callable(method) else None
+    made, _ = _attempt(method, thing) if callable(method) else (None, False)
     if isinstance(made, tuple):
         made, metadata[kind] = made
     if made is not None:
         data[kind] = made
+
+
+def _text(thing: Any) -> str:
+    text, made = _attempt(repr, thing)
+    return text if made else object.__repr__(thing)
+
+
+def _attempt(method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, bool]:
+    """What a method of the student's object returns, and whether it worked.
+
+    As in IPython, an object that cannot be shown ends nothing: the traceback is printed, and a simpler form is shown instead.
+    """
+    try:
+        return method(*args, **kwargs), True
+    except NotImplementedError:  # there is no such form of it, after all
+        return None, False
+    except Exception as error:  # noqa: BLE001  # it is the student's code
+        sys.stderr.write(students_traceback(error))
+        return None, False
 
 
 def _plain(kind: str, value: Any) -> Any:

@@ -55,14 +55,22 @@ class _Here:
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
         self.files: dict[str, str] = {}  # the student's cells and files as the notebook names them: "cell 5", "train.py"
+        self.spans: dict[str, Any] = {}  # by name, those that `span` has made
+        self.communication_spans: dict[str, Any] = {}
 
     def start(self, recorder: Recorder | None) -> None:
         """From now on write to `recorder` (None: nowhere)."""
         self.recorder = recorder
-        span.cache_clear()  # an open and an unused span are made of different stuff
+        self.forget_spans()  # one that records and one that does not are different objects
+
+    def forget_spans(self) -> None:
+        """Make all spans anew when they are used next."""
+        self.spans.clear()
+        self.communication_spans.clear()
 
 
 here = _Here()
+MOST_SPANS = 4096  # of one kind that are kept
 if hasattr(os, "register_at_fork"):
     # A process that a rank forks, such as a DataLoader's worker, has the same ring and its own record counter: it would write
     # over what the rank writes.
@@ -86,7 +94,6 @@ class _Off:
         return span, (self.name, self.kind)  # made in the notebook, it is a recorded one in a rank
 
 
-@functools.lru_cache(maxsize=4096)
 def span(name: str, kind: str = "compute") -> Any:
     """Time a stretch of code under a name: `with span("forward"): ...`, or `@span("forward")` above a function.
 
@@ -103,10 +110,26 @@ def span(name: str, kind: str = "compute") -> Any:
         TypeError: `name` is not a string, or what stands below `@span(...)` is not a plain function.
         ValueError: `kind` is neither "compute" nor "communication".
     """
+    try:  # faster than `functools.lru_cache`, which moreover answers "unhashable type" to a list
+        if kind == "compute":
+            return here.spans[name]
+    except (KeyError, TypeError):
+        pass
     if not isinstance(name, str):
         raise WrongTypeError(f"span({reprlib.repr(name)}): expected a name, as in span('forward')")
     if kind not in KINDS[:2]:
         raise WrongValueError(f"span({name!r}, kind={kind!r}): expected 'compute' or 'communication'")
+    kept = here.spans if kind == "compute" else here.communication_spans
+    if (made := kept.get(name)) is None:
+        made = _new_span(name, kind)
+        if len(kept) >= MOST_SPANS:
+            kept.clear()
+        kept[name] = made
+    return made
+
+
+def _new_span(name: str, kind: str) -> Any:
+    """A span as this process uses it now."""
     recorder = here.recorder
     if recorder is None:
         return _Off(name, kind)
@@ -223,6 +246,7 @@ def _decorated(function: F, name: str, kind: str) -> F:
             f"@span({name!r}) above {function.__name__!r}, which yields or awaits, would time only its creation: "
             f"put `with span({name!r}):` around the work inside it"
         )
+    here.spans.pop(name, None)  # made anew at the first call, the span has the line of that call
 
     @functools.wraps(function)
     def timed(*args: Any, **kwargs: Any) -> Any:

@@ -214,6 +214,34 @@ def test_outside_a_notebook_the_text_is_printed(monkeypatch: pytest.MonkeyPatch,
     assert capsys.readouterr().out.splitlines() == [f"[rank 0] {line}" for line in lines]
 
 
+def test_what_cannot_be_shown_says_why_and_ends_nothing(cells: in_cells.Cells, page: Page) -> None:
+    """As in IPython: the traceback is printed, and the object is shown as what it also is."""
+    cells("""
+        class Broken:
+            def _repr_html_(self): raise ValueError("no table today")
+            def _repr_latex_(self): raise NotImplementedError
+            def __repr__(self): return "Broken()"
+        class Unspeakable:
+            def __repr__(self): raise KeyError("no words")
+        def f():
+            display(Broken())
+            print("went on")
+            return "result"
+    """)
+    assert cells.group[0].run(cells.f).results == ["result"]
+    assert page.shown[-2:] == ["[a] Broken()", "[a] went on"]
+    told = "\n".join(map(str, page.shown))
+    assert "ValueError: no table today" in told
+    assert "_repr_html_" in told
+    assert "NotImplementedError" not in told
+    assert "rank_display" not in told
+
+    for source, shown in (("Broken()", "[a] Broken()"), ("Unspeakable()", "[a] <__main__.Unspeakable object at 0x")):
+        page.shown.clear()
+        run_cell(cells, source, on=[0])
+        assert page.shown[-1].startswith(shown)
+
+
 # Without processes
 
 

@@ -7,6 +7,7 @@ import inspect
 import mmap
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -298,10 +299,27 @@ def test_spans_ended_in_another_order_keep_their_own_times(rank: Rank) -> None:
 def test_bad_names_and_kinds_are_refused(rank: Rank) -> None:
     with pytest.raises(TypeError, match=r"span\(3\): expected a name, as in span\('forward'\)"):
         lab.span(3)  # type: ignore[arg-type]
+    for name in ([1], {"forward": 1}, b"x", None):
+        with pytest.raises(TypeError, match=rf"span\({re.escape(repr(name))}\): expected a name"):
+            lab.span(name)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"span\('x', kind=\['compute'\]\): expected 'compute' or 'communication'"):
+        lab.span("x", kind=["compute"])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"span\('x', kind='comm'\): expected 'compute' or 'communication'"):
         lab.span("x", kind="comm")
     with pytest.raises(ValueError, match="expected 'compute' or 'communication'"):
         lab.span("x", "step")
+
+
+def test_spans_are_made_once_and_not_without_end(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lab.span("forward") is lab.span("forward", kind="compute")
+    assert lab.span("forward", "communication") is lab.span("forward", "communication")
+    assert lab.span("forward", "communication") is not lab.span("forward")
+    monkeypatch.setattr(recording, "MOST_SPANS", 10)
+    for number in range(1000):
+        lab.span(f"forward {number}")
+        lab.span(f"forward {number}", "communication")
+    assert len(here.spans) <= 10
+    assert len(here.communication_spans) <= 10
 
 
 def test_a_forgotten_name_is_told(rank: Rank) -> None:

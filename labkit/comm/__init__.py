@@ -24,7 +24,7 @@ from labkit.comm.process_group import watched_process_group
 from labkit.comm.slow import SlowLink, wake_in_time
 from labkit.ledger import Ledger
 from labkit.link import Link
-from labkit.record import Recorder, span
+from labkit.record import Recorder, here
 
 __all__ = ["slow_link", "watch_device", "watch_rpc", "watch_script", "watch_torch"]
 
@@ -122,4 +122,4 @@ def watch_device(recorder: Recorder, device: torch.device) -> None:
     """
     if device.type == "cuda":
         recorder.device_clock = DeviceClock(recorder.ring)
-        span.cache_clear()  # spans made until now are timed by the host
+        here.forget_spans()  # spans made until now are timed by the host
