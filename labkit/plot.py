@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["breakdown", "compare", "scaling", "timeline", "traffic"]
 
 LABEL: Final = 0.075  # the width of a text such as "100 %", as a share of the axis
+PALE: Final = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.5}  # behind a text that a line may cross
 PREDICTED: Final = "#CC79A7"  # Okabe and Ito's purple, which no kind of span has
 
 
@@ -91,7 +92,7 @@ def scaling(
         place = (place - place.min()) / np.ptp(place)
         of_ticks, of_points = place[: len(every)], place[len(every) :]
         for i in _apart(of_points):
-            there: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8.5}
+            there: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8.5, "bbox": PALE}
             ax.annotate(f"{100 * efficiency[i]:.0f} %", (counts[i], drawn[i]), (0, -14), **there)
         if logarithmic:
             ax.set_xscale("log", base=2)
@@ -110,7 +111,7 @@ def scaling(
         base = "1 rank" if counts[0] == 1 else f"{counts[0]} ranks"
         ax.set_ylabel(f"speed-up over {base}" if work is None else f"throughput [{unit}/s]")
         ax.set_title(f"{'Speed-up' if work is None else 'Throughput'}, {_kind(counts, done)}")
-        ax.legend(loc="upper left")
+        ax.legend(loc="best")  # the upper left corner, where the ideal leaves it free, but for runs that are better than that
     return ax
 
 

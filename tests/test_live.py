@@ -401,11 +401,26 @@ def test_the_finished_picture_has_the_curve_beneath():
     timeline, panel = figure.axes
     assert timeline.get_position().height * figure.get_figheight() == pytest.approx(rows)
     assert figure.get_figheight() > before
-    assert (panel.get_ylabel(), panel.get_xlabel()) == ("loss", "time since the start of the run [ms]")
+    assert (panel.get_title("left"), panel.get_xlabel()) == ("loss", "time since the start of the run [ms]")
     *each, mean = (line.get_ydata() for line in panel.lines)
     assert len(each) == 3
     assert mean == pytest.approx(np.mean(each, axis=0))
     assert mean == pytest.approx([2.3 * 0.9**i + 0.01 for i in range(5)])
+
+
+@pytest.mark.parametrize(("of", "title"), [(1, ""), (1e-2, ""), (1e-3, "  [10⁻³]"), (2e9, "  [10⁹]"), (0, "")])
+def test_the_name_and_the_numbers_of_the_curve_are_inside_the_picture(of, title):
+    name = "cross entropy of the validation set, mean of all batches"
+    scalars = [Scalar(0, name, i * MS, of * (1.3251 + 0.0001 * i)) for i in range(5)]
+    trace = data_parallel(2, 5)
+    trace = Trace(trace.columns, scalars, ranks=("0", "1"))  # short names leave little room at the left
+    figure = gantt.figure_of(trace, "f")
+    beneath(figure, trace)
+    panel = figure.axes[1]
+    figure.canvas.draw()
+    assert panel.get_title("left") == name + title
+    assert panel.get_tightbbox().x0 >= 0
+    assert panel.get_tightbbox().x1 <= figure.bbox.width
 
 
 @pytest.mark.parametrize(("several", "drawn"), [(None, []), (0, []), (1, []), (3, ["loss"])])
@@ -414,7 +429,7 @@ def test_the_finished_picture_has_a_curve_only_of_several_values(several, drawn)
     trace = Trace(trace.columns, [] if several is None else recorded(several), ranks=trace.ranks)
     figure = gantt.figure_of(trace, "f")
     beneath(figure, trace)
-    assert [panel.get_ylabel() for panel in figure.axes[1:]] == drawn
+    assert [panel.get_title("left") for panel in figure.axes[1:]] == drawn
 
 
 def test_a_rank_that_recorded_once_has_no_share_in_the_mean():

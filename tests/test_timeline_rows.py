@@ -90,6 +90,31 @@ def test_ranks_that_work_on_the_same_number_at_once_are_no_pipeline():
     assert not is_pipeline(beside.trace(2))
 
 
+def test_numbers_in_a_run_without_messages_make_no_pipeline():
+    """Two ranks of which one began when the other was done, as when there is nothing to do for long."""
+    apart = Book()
+    for rank in range(2):
+        for i in range(2):
+            apart.compute(rank, f"forward {i}", 2 * rank + i, 2 * rank + i + 1)
+        apart.whole(rank, "call", 2 * rank, 2 * rank + 2)
+    assert not is_pipeline(apart.trace(2))
+
+
+def test_a_number_within_a_name_is_no_micro_batch():
+    for names, found in (
+        (("backward of NetShard1.forward", "backward of NetShard2.forward"), False),
+        (("forward of conv1d", "forward of conv2d"), False),
+        (("forward_0", "forward_1"), True),
+        (("forward of micro-batch 0", "forward of micro-batch 1"), True),
+        (("Forward0", "backward1"), True),
+    ):
+        book = Book()
+        for rank, name in enumerate(names):
+            book.compute(rank, name, rank, rank + 1)
+        book.travel(0, "send", 1, 2, peer=1)
+        assert is_pipeline(book.trace(2)) == found
+
+
 def test_runs_can_be_given_by_their_titles():
     ax = timeline({"one process": alone(), "two stages": model_parallel()})
     headings = [t.get_text() for t in ax.texts if t.get_weight() == "bold"]

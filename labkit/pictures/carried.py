@@ -124,7 +124,7 @@ def _labels(flows: Flows) -> list[str]:
     each = zip(flows.name[:shown], flows.count, nbytes.tolist(), strict=False)
     labels = [f"{shortened(name, LONGEST)}: {count} ×, {bytes_in_words(n)}" for name, count, n in each]
     if (more := len(flows.name) - shown) > 0:
-        labels.append(f"{f'{more} others' if more > 1 else 'another one'}: {bytes_in_words(nbytes[shown:].sum())}")
+        labels.append(f"{f'{more} others' if more > 1 else '1 other'}: {bytes_in_words(nbytes[shown:].sum())}")
     return labels
 
 
@@ -205,8 +205,8 @@ def _draw_matrix(ax: Axes, scale: Axes | None, ranks: list[str], matrix: NDArray
 
 
 def _cell(nbytes: float, size: float) -> str:
-    """Three digits at most, in units of `size` bytes; what is less than a tenth of it has a unit of its own."""
+    """Two digits after the point at most, in units of `size` bytes; what is less than a tenth of it has a unit of its own."""
     value = nbytes / size
     if 0 < value < 0.0995:
         return bytes_in_words(nbytes)
-    return "0" if not value else f"{value:.0f}" if value >= 99.5 else f"{value:.1f}" if value >= 9.95 else f"{value:.2g}"
+    return f"{value:.0f}" if not value or value >= 99.5 or size == 1 else f"{value:.1f}" if value >= 0.995 else f"{value:.2g}"

@@ -5,18 +5,20 @@ A single value is no curve: a size, say, that a rank noted once. Where another n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.pictures.sheet import GREY, sheet
+from labkit.pictures.sheet import GREY, sheet, shortened
 from labkit.ring import MEMORY, STEPS_IN_ALL
 from labkit.trace import Scalar, Trace
 from labkit.units import unit_of
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["COLOUR", "EACH_RANK", "Curves", "beneath", "recorded"]
@@ -26,6 +28,8 @@ EACH_RANK: Final = 8  # up to here the ranks are drawn one by one beside their m
 BINS: Final = 128  # over the time shown
 CURVES: Final = 16  # names that are remembered: some of them may come once only
 POINTS: Final = 500  # of one line under a timeline
+NAME: Final = 80  # characters of a curve's name
+SUPERSCRIPTS: Final = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 HIGH_IN: Final = 1.15  # of the panel under a timeline, with its axis
 
 
@@ -122,12 +126,29 @@ def beneath(figure: Figure, trace: Trace) -> None:
         mean = np.mean([points[:count] for points in each], axis=0)  # of the ranks' first values, of their second ones, …
         panel.plot(*mean.T, color=COLOUR, linewidth=1.6, marker="o" if count < 20 else "", markersize=3)
         panel.set(xlim=(0, trace.duration_ns / unit_ns), xlabel=f"time since the start of the run [{unit}]")
-        panel.set_ylabel(name[:14])
+        # Above, where it is seen whole: beside the numbers there may be no room for it.
+        panel.set_title(shortened(name, NAME) + _scaled(panel), fontsize=8.5, pad=2)
         panel.locator_params(axis="y", nbins=3)
         panel.grid(axis="y")
         if len(each) > 1:
             thin = "thin: each rank;  " if len(each) <= EACH_RANK else ""
             panel.set_title(f"{thin}thick: mean of the {len(each)} ranks", loc="right", fontsize=7.5, color=GREY, pad=2)
+        around = panel.get_tightbbox()
+        assert around is not None
+        beyond = 2 - around.x0
+        if beyond > 0:  # long numbers beside short names of ranks
+            inside, moved = panel.get_position(), beyond / figure.bbox.width
+            panel.set_position((inside.x0 + moved, inside.y0, inside.width - moved, inside.height))
+
+
+def _scaled(panel: Axes) -> str:
+    """Label an axis of long numbers in units of a power of ten, and return what then stands beside the curve's name."""
+    largest = max(map(abs, panel.get_ylim()))
+    power = math.floor(math.log10(largest)) if largest else 0
+    if -3 < power < 5:
+        return ""
+    panel.yaxis.set_major_formatter(lambda value, _: f"{value / 10.0**power:.4g}")
+    return f"  [10{str(power).translate(SUPERSCRIPTS)}]"
 
 
 def _few(points: NDArray[np.float64]) -> NDArray[np.float64]:

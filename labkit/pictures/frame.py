@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from labkit.pictures.bars import LANES, STYLES, Bars, blend, caption, coverage, ink, lanes
 from labkit.pictures.curves import COLOUR, EACH_RANK
+from labkit.pictures.sheet import shortened
 from labkit.pictures.waits import ALONE
 from labkit.pictures.widths import status_in, wide
 from labkit.trace import Trace
@@ -47,6 +48,7 @@ STILL: Final = (
 )
 GAP: Final = 8.0  # at least, between a rank's status and what it takes of the machine
 _SOFT: Final = ' opacity=".65"'
+_HALO: Final = ' paint-order="stroke" stroke-width="3" stroke="var(--jp-layout-color0,var(--vscode-editor-background,white))"'
 _LINE: Final = 'fill="currentColor" fill-opacity=".5"'
 _NAMES: Final = tuple(STYLES)
 
@@ -201,12 +203,10 @@ class _Drawing:
         drawn = self._strip() + self._rows()
         for number, row in enumerate(frame.rows):
             middle = self.top + (number + 0.5) * self.row_high + 4
-            short = row.name if len(row.name) <= 16 else f"{row.name[:15]}…"
             size = f' font-size="{min(11.0, self.row_high):g}"'
-            self.pen.text(self.left - 8, middle, short, ' text-anchor="end"' + size)
-            figures = self._load(row, middle, size)
+            self.pen.text(self.left - 8, middle, shortened(row.name, 16), ' text-anchor="end"' + size)
             at = self.left + self.wide + 8
-            text = status_in((WIDTH - figures - at - GAP) / min(11.0, self.row_high), row.status)
+            text = status_in((WIDTH - self._load(row, middle, size) - at - GAP) / min(11.0, self.row_high), row.status)
             self.pen.text(at, middle, text, size + (' font-weight="600"' if row.blocked else _SOFT))
         if any(row.load.nbytes for row in frame.rows):
             taken = "own memory" if all(row.load.busy is None for row in frame.rows) else "GPU busy, its memory"
@@ -243,15 +243,14 @@ class _Drawing:
         """What a frame says once it has stood for long."""
         pen, middle = _Pen(), (self.top + self.bottom) / 2
         for line, text in enumerate(STILL):
-            pen.text(
-                self.left + self.wide / 2, middle + 18 * line, text, ' text-anchor="middle" font-size="13" font-weight="600"'
-            )
+            at = middle + 18 * line
+            pen.text(self.left + self.wide / 2, at, text, ' text-anchor="middle" font-size="13" font-weight="600"')
         return f'<g visibility="hidden"><set attributeName="visibility" to="visible" begin="{STILL_S}s"/>{pen.drawn()}</g>'
 
     def _head(self) -> None:
         """Title, time, progress."""
         frame, pen = self.frame, self.pen
-        pen.text(0, 14, frame.title[:80], ' font-size="13" font-weight="600"')
+        pen.text(0, 14, shortened(frame.title, 80), ' font-size="13" font-weight="600"')
         pen.text(self.left + self.wide, 14, clock_time(frame.elapsed_ns), ' text-anchor="end"')
         if frame.fraction is not None:
             pen.text(self.left - 8, 35, "steps", ' text-anchor="end" font-size="9.5"' + _SOFT)
@@ -264,7 +263,7 @@ class _Drawing:
         """A small panel in the upper right corner: thin lines for the ranks, a thick one for their mean."""
         left, top, bottom = self.left + self.wide + 48, 22.0, HEAD + self.strip_high
         wide = WIDTH - 4 - left
-        self.pen.text(left, 14, curve.name[:22], ' font-size="10" font-weight="600"')
+        self.pen.text(left, 14, shortened(curve.name, 22), ' font-size="10" font-weight="600"')
         self.pen.above.append(
             f'<rect x="{left:.1f}" y="{top:g}" width="{wide:.1f}" height="{bottom - top:g}" fill="none" '
             'stroke="currentColor" stroke-opacity=".25"/>'
@@ -362,7 +361,8 @@ class _Drawing:
             text = caption(trace, i, bars, (width[i] - 5) / 5.6) if width[i] > 12 else ""
             if text:
                 colour = {"light": "white", "dark": "#16191F", "page": "currentColor"}[ink(_NAMES[bars.style[i]])]
-                pen.text(x[i] + width[i] / 2, y, text, f' text-anchor="middle" font-size="10" fill="{colour}"')
+                halo = _HALO if STYLES[_NAMES[bars.style[i]]].hatch else ""  # else the stripes strike the text through
+                pen.text(x[i] + width[i] / 2, y, text, f' text-anchor="middle" font-size="10" fill="{colour}"{halo}')
 
     def _axis(self) -> None:
         detail, pen, y = self.frame.detail, self.pen, self.bottom

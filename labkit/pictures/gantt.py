@@ -348,7 +348,7 @@ class _Timeline:
         for spine in strip.spines.values():
             spine.set(visible=True, color="#C6CBD3", linewidth=0.6)
         left, right = ((t - trace.start_ns) / trace.duration_ns for t in (view.shown.start_ns, view.shown.end_ns))
-        strip.axvspan(left, right, facecolor="none", edgecolor="black", linewidth=1.2, zorder=5)
+        strip.axvspan(left, right, facecolor="none", edgecolor="black", linewidth=1.2, zorder=5, clip_on=False)
         strip.set_ylabel("whole run", rotation=0, ha="right", va="center", fontsize=TEXT_PT + 0.5, color=GREY)
 
     def _legend(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
+from labkit.pictures.sheet import shortened
 from labkit.ring import MEMORY, STEP, STEPS_IN_ALL, SUM
 from labkit.trace import Trace
 from labkit.units import in_words
@@ -114,7 +115,9 @@ class Progress:
                 if length:
                     left = _clock_time((length - slowest.in_loop) / per_s)
                     left = f"{left} left" if slowest.loops == 1 else f"{left} left in this loop"
-        values = [f"{name[:20]} {sum(of.values()) / len(of):.4g}" for name, of in list(self._values.items())[:NAMES_SHOWN]]
+        values = [
+            f"{shortened(name, 20)} {sum(of.values()) / len(of):.4g}" for name, of in list(self._values.items())[:NAMES_SHOWN]
+        ]
         return (steps, rate, left, *values)
 
     def _slowest(self) -> _Steps | None:

@@ -9,12 +9,12 @@ from typing import Final
 import numpy as np
 
 from labkit.pictures.bars import Bars, lanes
-from labkit.ring import COMMUNICATION, COMPUTE, DEVICE_SHIFT, ON_CUDA
+from labkit.ring import CALL, COMMUNICATION, COMPUTE, DEVICE_SHIFT, ON_CUDA
 from labkit.trace import Trace
 
 __all__ = ["Row", "is_pipeline", "rows_of"]
 
-_NUMBERED: Final = re.compile(r"(?i)(?:forward|backward)\D*(\d+)")
+_NUMBERED: Final = re.compile(r"(?i)(?:forward|backward)(?:\D*[\W_])?(\d+)")  # not "backward of NetShard2.forward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def is_pipeline(trace: Trace) -> bool:
     data, names = trace.columns.data, trace.columns.names
     travels = data["kind"] == COMMUNICATION
     messages = bool((data["peer"][travels] >= 0).any())
-    if travels.any() and not messages:
+    if not messages and (travels.any() or (data["kind"] == CALL).any()):  # of an ideal pipeline nothing called a function
         return False
     rows = data[data["kind"] == COMPUTE]
     numbers = {i: int(match[1]) for i in np.unique(rows["name"]).tolist() if (match := _NUMBERED.match(names[i]))}

@@ -17,7 +17,7 @@ def wide(text: str) -> float:
 
 
 def status_in(room: float, status: str) -> str:
-    """A rank's status in so much room, in units of its font's size: what is cut is the operation's name, not how long it lasts."""
+    """A rank's status in so much room, in units of its font's size: the operation's name is cut, not how long it lasts."""
     name, dots, since = status.rpartition("…")
     if not dots:
         name, since = since, ""
