@@ -222,10 +222,10 @@ def test_stop_while_ranks_hang_in_a_collective(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     kernel = Kernel(tmp_path)
     try:
-        kernel("import labkit as lab\nimport torch, torch.distributed as dist\ngroup = lab.Group(2)")
+        kernel("import threading, time\nimport labkit as lab\nimport torch, torch.distributed as dist\ngroup = lab.Group(2)")
         kernel("""
             def f():
-                print("hanging")
+                threading.Thread(target=time.sleep, args=(600,), daemon=True).start()  # it may act: nothing is told to be stuck
                 if dist.get_rank() == 0:
                     dist.all_reduce(torch.ones(1))
                 else:
@@ -234,8 +234,18 @@ def test_stop_while_ranks_hang_in_a_collective(tmp_path: Path) -> None:
                 one = torch.ones(1)
                 dist.all_reduce(one)
                 return one.item()
+            def waits(member):
+                return any(operation.wait_start_ns for operation in member.reader.pending())
+            def look():
+                while not (group._crew and len(group._crew.members) == 2 and all(map(waits, group._crew.members))):
+                    time.sleep(0.01)
+                print("both wait", flush=True)
         """)
-        cell = kernel("group.run(f)", when=waiting, then=kernel.manager.interrupt_kernel)
+        cell = kernel(
+            "threading.Thread(target=look).start()\ngroup.run(f)",
+            when=lambda cell: "both wait" in cell.stdout,
+            then=kernel.manager.interrupt_kernel,
+        )
         assert cell.error is not None
         lines = cell.error[2].splitlines()
         assert lines[1].startswith("    rank 0 was waiting in all_reduce (cell 2, line 4) for ")

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -652,7 +653,12 @@ def test_no_descriptor_is_left_over_by_runs(ranks: lab.Group, cells: in_cells.Ce
 
     once()
     expected = once()
-    assert {once() for _ in range(100)} == {expected}
+    for _ in range(100):
+        once()
+    until = time.monotonic() + 60
+    while ((now := np.array(once())) > expected).any() and time.monotonic() < until:
+        pass  # a thread of another test may be about to end
+    assert (now <= expected).all()  # fewer, where what an earlier test left is collected only now
 
 
 def test_memory_of_results_is_given_back() -> None:
@@ -661,6 +667,7 @@ def test_memory_of_results_is_given_back() -> None:
     def segments() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:labkit")
 
+    gc.collect()  # what earlier tests have left
     before = segments()
     held = travel([np.ones(LARGE)] * 2)
     assert segments() == before + 1
@@ -685,6 +692,7 @@ def test_descriptors_come_with_their_own_frames() -> None:
         assert frame.parcel is not None
         assert wire.unpack(frame.parcel)[0] == i
     parcel = wire.pack(np.ones(LARGE))
+    gc.collect()  # what earlier tests have left
     before = len(os.listdir("/proc/self/fd"))
     near.send("small", None, None)
     near.send("large", None, parcel)
@@ -747,6 +755,7 @@ def test_stop_while_a_segment_is_filled_leaves_no_file_open(monkeypatch: pytest.
     def stop(*_: Any) -> int:
         raise KeyboardInterrupt
 
+    gc.collect()  # what earlier tests have left
     before = set(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else pytest.skip("needs /proc")
     monkeypatch.setattr(os, "pwrite", stop)
     with pytest.raises(KeyboardInterrupt):
