@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from labkit.ring import SERVE, Pending
+from labkit.ring import PROMISE, SERVE, UNSEEN_PROMISE, Pending
 
 if TYPE_CHECKING:
     from labkit.stuck import Standing
 
-__all__ = ["circle_of_calls", "has_thread", "served_by", "serves", "thread_blocked"]
+__all__ = ["circle_of_calls", "has_thread", "promised", "served_by", "serves", "thread_blocked"]
 
 
 def circle_of_calls(ranks: Sequence[Standing]) -> str:
@@ -50,6 +50,14 @@ def served_by(ranks: Sequence[Standing], call: Pending) -> tuple[int, Pending] |
 def serves(pending: Pending, call: Pending) -> bool:
     """Whether this is what a rank has noted down while it computes that call."""
     return pending.name.startswith(SERVE) and (pending.group, pending.match) == (call.group, call.match)
+
+
+def promised(ranks: Sequence[Standing], call: Pending) -> Pending | None:
+    """The callee's note of a future, not completed yet, that a called function has returned under `async_execution`."""
+    if not call.group.startswith("rpc "):
+        return None
+    futures = (p for p in ranks[call.peer].pending if p.name.startswith((PROMISE, UNSEEN_PROMISE)))
+    return next((p for p in futures if (p.group, p.match) == (call.group, call.match)), None)
 
 
 def has_thread(rank: Standing) -> bool:

@@ -19,19 +19,16 @@ from labkit.errors import LabError
 from labkit.notes import about_names
 from labkit.outside import DEFAULT_FOLDER, VARIABLE
 from labkit.ring import (
-    AUTOMATIC,
     CALL,
     COMMUNICATION,
-    COMPUTE,
     KINDS,
-    OPEN,
     RING_BYTES,
     SCALAR,
-    SERVE,
     Pending,
     RingReader,
     record_dtype,
 )  # fmt: skip
+from labkit.spans import shown
 from labkit.trace import Trace, from_records
 
 __all__ = ["load_folder"]
@@ -232,7 +229,7 @@ def _read(left: _Left) -> _Recorded:
     pending, names = reader.pending(), list(reader.names())
     last = int(newer["commit"][-1]) if len(newer) else last
     end_ns = left.about["ended_ns"] or reader.alive_ns
-    rows = np.concatenate([older, newer, *(_under_way(names, p, end_ns) for p in pending)])
+    rows = np.concatenate([older, newer, *(_under_way(names, *one, end_ns) for one in shown(pending))])
     _check(rows, len(names))
     lost = max(0, last - len(older) - len(newer))
     return _Recorded(rows, names, lost, left.about["began_ns"], end_ns, reader.no_room)
@@ -260,9 +257,8 @@ def _row(names: list[str], kind: int, name: str, start_ns: int, end_ns: int) -> 
     return row
 
 
-def _under_way(names: list[str], p: Pending, end_ns: int) -> Any:
+def _under_way(names: list[str], p: Pending, kind: int, flags: int, end_ns: int) -> Any:
     """What a rank that ended, or was last looked at, was in the middle of: a record that ends there."""
-    kind, flags = (COMPUTE, OPEN | AUTOMATIC) if p.name.startswith(SERVE) else (COMMUNICATION, OPEN)
     row = _row(names, kind, p.name, p.start_ns, end_ns)
     row["flags"], row["nbytes"], row["match"], row["peer"] = flags, p.nbytes, p.match, p.peer
     row["line"], row["group"] = names.index(p.line), names.index(p.group)

@@ -6,7 +6,7 @@ import linecache
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from labkit.calls import served_by
+from labkit.calls import promised, served_by
 from labkit.output import cell_label
 from labkit.ring import Pending
 from labkit.stacks import Frame
@@ -42,12 +42,16 @@ def waiting_notice(ranks: Sequence[Standing], looks: Mapping[int, Look], acting:
     if not longest_first:
         return ""
     parts = [_waiters(ranks, who, now_ns) for who in longest_first[:MOST_WAITS]]
-    absent = sorted({i for who in longest_first for rank, p in who for i in missing(ranks, rank, p) if i >= 0})
+    calls = [p for who in longest_first for _, p in who]
+    futures = [p for p in calls if promised(ranks, p)]
+    awaited = [(rank, p) for who in longest_first for rank, p in who if p not in futures]
+    absent = sorted({i for rank, p in awaited for i in missing(ranks, rank, p) if i >= 0})
     not_waiting = [i for i in absent if not ranks[i].blocked and not ranks[i].timed]
     if not not_waiting:  # as with TensorFlow, which does not tell
         not_waiting = [i for i, rank in enumerate(ranks) if not rank.blocked and not rank.timed and not rank.returned]
     parts += _elsewhere(ranks, not_waiting, looks, acting)
-    parts += _serving(ranks, [p for who in longest_first for _, p in who], looks)
+    parts += _serving(ranks, calls, looks)
+    parts += _promised(ranks, futures)
     waiting = [i for who in longest_first for i, _ in who if i in acting]
     parts += [f"{ranks[i].name} {_may_act(acting[i])}" for i in waiting[:MOST_WAITS]]
     return "; ".join(parts)
@@ -93,6 +97,12 @@ def _serving(ranks: Sequence[Standing], calls: Sequence[Pending], looks: Mapping
         if frame is not None:
             parts.append(f"{ranks[callee].name} serves it at {_at(frame)}")
     return list(dict.fromkeys(parts))[:MOST_WAITS]
+
+
+def _promised(ranks: Sequence[Standing], calls: Sequence[Pending]) -> list[str]:
+    """Whose functions have returned, but not what the callers wait for."""
+    where = dict.fromkeys((ranks[p.peer].name, p.name.partition(" ")[2]) for p in calls)
+    return [f"on {callee} {function} has returned a future that is not completed" for callee, function in where][:MOST_WAITS]
 
 
 def _may_act(active: Active) -> str:

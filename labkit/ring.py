@@ -24,15 +24,19 @@ from labkit.pending import Pending
 
 __all__ = [
     "AUTOMATIC", "CALL", "COMMUNICATION", "COMPUTE", "DEVICE_SHIFT", "KINDS", "MEASURED", "MEMORY", "MEMORY_KINDS", "ON_CUDA",
-    "OPEN", "RENDEZVOUS", "RING_BYTES", "ROOTED", "SCALAR", "SERVE", "STEP", "STEPS_IN_ALL", "STORE", "STREAM", "SUM",
-    "TENSORFLOW", "TIMED", "UNSHOWN", "Pending", "RingReader", "RingWriter", "place_and_name", "record_dtype",
+    "OPEN", "PROMISE", "RENDEZVOUS", "RING_BYTES", "ROOTED", "SCALAR", "SERVE", "SERVED", "STEP", "STEPS_IN_ALL", "STORE",
+    "STREAM", "SUM", "TENSORFLOW", "TIMED", "UNSEEN_PROMISE", "UNSHOWN", "Pending", "RingReader", "RingWriter", "place_and_name",
+    "record_dtype",
 ]  # fmt: skip
 
 KINDS: Final = ("compute", "communication", "step", "scalar", "call")
 COMPUTE, COMMUNICATION, STEP, SCALAR, CALL = range(len(KINDS))
-# Flags: timed by the GPU; not completed; stands for several; not of a `span`; nothing blocks it; not in a trace; size unknown.
-ON_CUDA, OPEN, SUM, AUTOMATIC, MEASURED, UNSHOWN, UNSIZED, DEVICE_SHIFT, FLAGS_SHIFT = 1, 2, 4, 8, 16, 32, 64, 8, 16
+# Flags: timed by the GPU; not completed; stands for several; not of a `span`; nothing blocks it; not in a trace; size unknown; on
+# a thread that does what another rank has called.
+ON_CUDA, OPEN, SUM, AUTOMATIC, MEASURED, UNSHOWN, UNSIZED, SERVED, DEVICE_SHIFT, FLAGS_SHIFT = 1, 2, 4, 8, 16, 32, 64, 128, 8, 16
 SERVE: Final = "serve "  # how the entry begins that an RPC rank makes in the table of what is pending while it computes a call
+PROMISE: Final = "future of "  # and the next one, where the call has returned a future that is not completed (`async_execution`)
+UNSEEN_PROMISE: Final = "unseen future of "  # likewise, where C++ may complete it, as that of `torch.jit.fork`
 RENDEZVOUS: Final = "rendezvous at "  # how the groups begin of calls that wait until so many ranks are in them
 STORE: Final = "store key "  # and of waits for a key that somebody sets
 TENSORFLOW: Final = "tensorflow"  # the group of what TensorFlow waits in: who has come to it, TensorFlow alone knows
@@ -101,6 +105,7 @@ class RingWriter:
         self._free = deque(reversed(range(PENDING_SLOTS)))  # the same few slots again and again: untouched memory costs nothing
         self._unnoted = self._no_room = 0
         self.communications = self.failures = 0  # that were written; how many of them had failed
+        self.serving_threads: set[int] = set()  # those that are in a call of another rank now
         self.name("")
 
     def name(self, text: str) -> int:

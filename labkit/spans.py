@@ -20,13 +20,16 @@ from labkit.ring import (
     MEASURED,
     ON_CUDA,
     OPEN,
+    PROMISE,
     ROOTED,
     SERVE,
+    SERVED,
+    UNSEEN_PROMISE,
     UNSIZED,
     Pending,
 )  # fmt: skip
 
-__all__ = ["COLUMNS", "Columns", "ProfilerEvent", "Scalar", "Span", "under_way"]
+__all__ = ["COLUMNS", "Columns", "ProfilerEvent", "Scalar", "Span", "shown", "under_way"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class Span:
         sized: False for a communication that moved bytes, nobody knows how many; `nbytes` is 0.
         done: False for an operation that had not completed; it ends where the time looked at ends.
         automatic: True for a compute span that labkit records without the program's help, such as a call that is served.
+        served: True where a thread of the rank that does what another rank has called computed, or was blocked.
     """
 
     rank: int
@@ -71,6 +75,7 @@ class Span:
     automatic: bool = False
     measured: bool = False
     sized: bool = True
+    served: bool = False
 
     @property
     def duration_ns(self) -> int:
@@ -171,6 +176,7 @@ class Columns:
             yield Span(
                 rank, names[name], KINDS[kind], start, end, wait_start, wait_end, nbytes, peer, names[group], match, names[line],
                 _device(flags), not flags & OPEN, bool(flags & AUTOMATIC), bool(flags & MEASURED), not flags & UNSIZED,
+                bool(flags & SERVED),
             )  # fmt: skip
 
     def where(self, keep: Any) -> Columns:
@@ -252,14 +258,25 @@ def under_way(
     for rank, operations in enumerate(pending):
         rows += [
             (
-                rank, number(p.name), *((COMPUTE, OPEN | AUTOMATIC) if p.name.startswith(SERVE) else (COMMUNICATION, OPEN)),
-                p.start_ns, max(p.start_ns, now_ns),
+                rank, number(p.name), kind, flags, p.start_ns, max(p.start_ns, now_ns),
                 p.wait_start_ns, max(p.wait_start_ns, now_ns) if p.wait_start_ns else 0,
                 p.nbytes, p.peer, number(p.group), p.match, number(p.line),
             )
-            for p in operations
+            for p, kind, flags in shown(operations)
         ]  # fmt: skip
     return np.array(rows, COLUMNS)
+
+
+def shown(operations: Sequence[Pending]) -> Iterator[tuple[Pending, int, int]]:
+    """What of a rank's operations under way is drawn, each with its kind and its flags."""
+    threads = {p.thread for p in operations if p.name.startswith(SERVE)}
+    for p in operations:
+        if p.name.startswith(SERVE):
+            yield p, COMPUTE, OPEN | AUTOMATIC | SERVED
+        elif not p.name.startswith(
+            (PROMISE, UNSEEN_PROMISE)
+        ):  # which takes nobody's time: who waits for it has an operation of its own
+            yield p, COMMUNICATION, OPEN | (SERVED if p.wait_start_ns and p.thread in threads else 0)
 
 
 def _flags(span: Span) -> int:
@@ -267,7 +284,7 @@ def _flags(span: Span) -> int:
     _, _, number = span.device.partition(":")
     device = (int(number) + 1) << DEVICE_SHIFT if number else ON_CUDA if span.device == "cuda" else 0
     seen = (AUTOMATIC if span.automatic else 0) | (MEASURED if span.measured else 0) | (0 if span.sized else UNSIZED)
-    return device | (0 if span.done else OPEN) | seen
+    return device | (0 if span.done else OPEN) | (SERVED if span.served else 0) | seen
 
 
 def _device(flags: int) -> str:

@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from labkit.calls import has_thread, serves, thread_blocked
+from labkit.calls import has_thread, promised, serves, thread_blocked
 from labkit.meeting import DIST_BACKWARD, HINTS, NEW_GROUP, WAITS, hint_of, not_there, waits_for
-from labkit.ring import RENDEZVOUS, SERVE, STREAM, TENSORFLOW, TIMED, Pending
+from labkit.ring import PROMISE, RENDEZVOUS, SERVE, STREAM, TENSORFLOW, TIMED, UNSEEN_PROMISE, Pending
 
 __all__ = [
     "SERVES_OTHERS", "Standing", "Verdict", "amount", "doing", "listed", "mismatch", "missing", "operation_in_words", "place",
@@ -34,6 +34,10 @@ CREATED: Final = "Every rank calls new_group, in the same order, also one that d
 FITTING: Final = "A receive needs a tensor of the size and type that is sent."
 SERVES_OTHERS: Final = (
     "`join()` of a server ends when the others have returned: call the rank that they serve, such as the chief, as well."
+)
+PROMISED: Final = (
+    "Somebody must call `set_result` on a future that a function under `rpc.functions.async_execution` returns: look for a count "
+    "of calls that is never reached, or an early return before it."
 )
 CALLED: Final = "`group[0].run(f)` calls f on rank 0 alone; what ranks do together needs `group.run(f)`."
 
@@ -177,7 +181,9 @@ def _may_act(ranks: Sequence[Standing], hopeless: set[int], me: int) -> bool:
     # It goes on when an operation ends that one of its threads is blocked in. And whatever else it has under way may have a
     # callback, which does anything once that has ended.
     return any(
-        _may_end(ranks, hopeless, me, op) for op in rank.pending if not (op.name.startswith(SERVE) or _encloses(op, rank.blocked))
+        _may_end(ranks, hopeless, me, op)
+        for op in rank.pending
+        if not (op.name.startswith((SERVE, PROMISE, UNSEEN_PROMISE)) or _encloses(op, rank.blocked))
     )
 
 
@@ -234,7 +240,9 @@ def _may_come(ranks: Sequence[Standing], hopeless: set[int], which: int, operati
     if which == -1:
         return any(_may_come(ranks, hopeless, i, operation) for i in range(len(ranks)) if operation not in ranks[i].pending)
     if operation.group.startswith("rpc "):
-        return which not in hopeless or has_thread(ranks[which])
+        future = promised(ranks, operation)
+        may_be_answered = has_thread(ranks[which]) if future is None else future.name.startswith(UNSEEN_PROMISE)
+        return which not in hopeless or may_be_answered
     return which not in hopeless
 
 
@@ -278,6 +286,9 @@ def _why(ranks: Sequence[Standing], waiting: Sequence[int], hopeless: set[int]) 
         for operation in (*ranks[i].blocked, *ranks[i].queued):
             for gone in _absent(ranks, hopeless, i, operation):
                 return _deserted(ranks, waiting, gone)
+    in_vain = [(ranks[i].name, p) for i in waiting for p in ranks[i].blocked if promised(ranks, p)]
+    if in_vain:
+        return _unkept(ranks, in_vain), PROMISED, None
     circle = _circle(ranks, waiting)
     apart = [(ranks[i].name, p) for i in waiting for p in ranks[i].blocked if p.group.startswith(WAITS)]
     if apart and (not circle or all(p.group.startswith(RENDEZVOUS) for _, p in circle)):
@@ -304,6 +315,16 @@ def _deserted(ranks: Sequence[Standing], waiting: Sequence[int], gone: int) -> t
         return f"was not called, and {who} in {operation.name}{place(operation)}", CALLED, gone
     usual = ALL_OF_TENSORFLOW if operation.group == TENSORFLOW else CREATED if operation.group.startswith(NEW_GROUP) else ALL
     return f"returned while {who} in {operation.name}{place(operation)}", usual, gone
+
+
+def _unkept(ranks: Sequence[Standing], waiting: Sequence[tuple[str, Pending]]) -> str:
+    """Of calls that have returned futures which nobody will complete: the first, and who waits for it."""
+    first = waiting[0][1]
+    alike = [name for name, p in waiting if (p.name, p.peer, p.line) == (first.name, first.peer, first.line)]
+    return (
+        f"{listed(list(dict.fromkeys(alike)))} {'waits' if len(alike) == 1 else 'wait'} in {first.name}{place(first)}: on "
+        f"{ranks[first.peer].name} it has returned a future that nobody will complete"
+    )
 
 
 def _circle(ranks: Sequence[Standing], waiting: Sequence[int]) -> list[tuple[int, Pending]]:

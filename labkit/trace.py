@@ -23,7 +23,6 @@ from labkit.ring import (
     COMMUNICATION,
     COMPUTE,
     KINDS,
-    MEASURED,
     MEMORY,
     SCALAR,
     STEP,
@@ -34,6 +33,7 @@ from labkit.ring import (
 )  # fmt: skip
 from labkit.spans import COLUMNS, Columns, ProfilerEvent, Scalar, Span, under_way
 from labkit.trace_file import writing
+from labkit.waiting import blocked
 from labkit.wrong_calls import edge
 
 __all__ = ["Scalar", "Share", "Span", "Trace", "from_records"]
@@ -232,29 +232,9 @@ class Trace:
 
     @edge
     def blocked(self, rank: int) -> Intervals:
-        """When a rank could do nothing but wait for a communication, shape (n, 2) in ns.
-
-        An RPC rank has several threads, and while one is blocked, another may compute. A blocked thread begins nothing: a span
-        that begins while an operation blocks the rank is of another thread, and computes but for what blocks it later. Operations
-        that TensorFlow's profiler measured compute in any case.
-        """
+        """When a rank could do nothing but wait for a communication, shape (n, 2) in ns; see `labkit.waiting`."""
         self._check_rank(rank, "blocked")
-        rows = self.columns.data[self._is(rank, COMMUNICATION) & ~self.columns.around]
-        rows = rows[np.argsort(rows["wait_start_ns"], kind="stable")]
-        since, until = rows["wait_start_ns"], rows["wait_end_ns"]
-        waits, spans = union(since, until), self._computing(rank)
-        measured = (spans["flags"] & MEASURED) != 0
-        waits = difference(waits, union(spans["start_ns"][measured], spans["end_ns"][measured]))
-        spans = spans[~measured]
-        if not len(waits) or not len(spans):
-            return waits
-        before = np.searchsorted(since, spans["start_ns"]) - 1  # the last operation that blocked earlier than the span began
-        beside = spans[(before >= 0) & (np.maximum.accumulate(until)[before] > spans["start_ns"])]
-        computing = [np.empty((0, 2), np.int64)]
-        for start, end in zip(beside["start_ns"].tolist(), beside["end_ns"].tolist(), strict=True):
-            later = slice(*np.searchsorted(since, (start, end)))
-            computing.append(difference(np.array([[start, end]]), union(since[later], until[later])))
-        return difference(waits, union(*np.concatenate(computing).T))
+        return blocked(self.columns.data[self._is(rank, COMMUNICATION) & ~self.columns.around], self._computing(rank))
 
     def ready(self) -> NDArray[np.int64]:
         """For each span, in order: when the last of the ranks taking part had come (its own start, if it was the last)."""

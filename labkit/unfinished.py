@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from labkit.crew import Member
 from labkit.errors import RankFailure
 from labkit.records import Records
-from labkit.ring import SERVE, STORE, STREAM, TENSORFLOW, TIMED, Pending
+from labkit.ring import PROMISE, SERVE, STORE, STREAM, TENSORFLOW, TIMED, UNSEEN_PROMISE, Pending
 from labkit.runtime_base import Runtime
 from labkit.stuck import Standing, listed, missing, place
 
@@ -133,8 +133,8 @@ def _with(entered: Mapping[str, int], pending: Sequence[Pending]) -> Mapping[str
 
 
 def _matters(operation: Pending) -> bool:
-    """Whether the next run may meet it: not what a rank serves, a wait for a key, or a span that is called communication."""
-    if operation.name.startswith(SERVE) or operation.group.startswith((TENSORFLOW, STORE)):
+    """Whether the next run may meet it: not what a rank does for others, a wait for a key, or a span called communication."""
+    if operation.name.startswith((SERVE, PROMISE, UNSEEN_PROMISE)) or operation.group.startswith((TENSORFLOW, STORE)):
         return False
     return bool(operation.group) or operation.name == "recv" or _is_call(operation)
 

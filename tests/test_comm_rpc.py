@@ -14,6 +14,7 @@ import comm_rpc_cases as cases
 import pytest
 import torch
 
+from labkit.comm.futures import Futures
 from labkit.group import Group
 from labkit.pictures.bars import style_of
 from labkit.pictures.flows import flows_of
@@ -271,3 +272,18 @@ if rank == 0:
     caller, callee = (json.loads(Path(f"{store}.{rank}").read_text()) for rank in (0, 1))
     assert caller == [[2], ["rpc_sync len"]]
     assert callee == [[], ["serve len", "reply len"]]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.fork. is deprecated:DeprecationWarning")
+def test_which_futures_only_python_completes() -> None:
+    futures = Futures()
+    assert futures.known(torch.futures.Future())
+    assert not futures.known(torch.jit.fork(lambda: 1)), "C++ computes it"
+
+
+def test_who_waits_for_a_call_is_known() -> None:
+    with Group(["master", cases.WORKER, "other"], runtime="rpc") as three:
+        run = three["master"].run(cases.passed_on, "other")
+    blocked = [s for rank in range(3) for s in spans(run, rank) if s.wait_start_ns]
+    assert {(s.rank, s.name): s.served for s in blocked} == {(0, "rpc_sync fetch"): False, (2, "to_here"): True}
+    assert all(s.served for rank in range(3) for s in spans(run, rank, "compute"))

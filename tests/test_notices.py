@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from labkit.notices import waiting_notice
-from labkit.ring import TENSORFLOW, TIMED, Pending
+from labkit.ring import PROMISE, TENSORFLOW, TIMED, Pending
 from labkit.stacks import Frame
 from labkit.stuck import Standing
 from labkit.threads import Active, Look, Thread
@@ -53,6 +53,14 @@ def test_a_short_wait_is_not_told_beside_a_long_one() -> None:
     call = op("rpc_sync reward", group="rpc 1", since=23 * S, peer=0, thread=7)
     said = "rank 1 has waited in rpc.shutdown (cell 5, line 1) for more than 20 s"
     assert notice(rank(0, op("rpc_async episode", group="rpc 0", since=22 * S, peer=1)), rank(1, shutdown, call)) == said
+
+
+def test_a_call_that_has_returned_a_future() -> None:
+    call, promise = op("rpc_sync PS.add", group="rpc 0>1", peer=1), op(f"{PROMISE}PS.add", group="rpc 0>1", since=0, peer=0)
+    assert notice(rank(0, call), rank(1, promise, returned=True, serving=4), rank(2)) == (
+        "rank 0 has waited in rpc_sync PS.add with rank 1 (cell 5, line 1) for more than 20 s; rank 2 is computing; on rank 1 "
+        "PS.add has returned a future that is not completed"
+    )
 
 
 def test_where_that_one_is(source: str) -> None:

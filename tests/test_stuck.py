@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from labkit.calls import circle_of_calls
-from labkit.ring import SERVE, STREAM, TENSORFLOW, TIMED, Pending
+from labkit.ring import PROMISE, SERVE, STREAM, TENSORFLOW, TIMED, UNSEEN_PROMISE, Pending
 from labkit.stuck import Standing, doing, mismatch, stuck
 
 S = 1_000_000_000
@@ -31,6 +31,10 @@ def call(caller: int, callee: int, match: int = 1, thread: int = 0) -> Pending:
 
 def serve(caller: int, callee: int, match: int = 1, thread: int = 0) -> Pending:
     return op(f"{SERVE}f", match, group=f"rpc {caller}>{callee}", peer=caller, since=0, thread=thread)
+
+
+def future(caller: int, callee: int, match: int = 1, kind: str = PROMISE) -> Pending:
+    return op(f"{kind}f", match, group=f"rpc {caller}>{callee}", peer=caller, since=0)
 
 
 def standing(*pending: Pending, came: dict[str, int] | None = None, **rest: Any) -> Standing:
@@ -352,6 +356,38 @@ def test_calls_that_wait_for_one_another_until_no_thread_is_left() -> None:
     assert found is not None
     assert found.ranks == (0, 1)
     assert "Calls wait for one another" in found.hint
+
+
+def test_a_future_that_a_call_has_returned_and_nobody_completes() -> None:
+    owner = standing(future(0, 2), future(1, 2), returned=True, serving=THREADS)
+    found = verdict(standing(call(0, 2), serving=THREADS), standing(call(1, 2), serving=THREADS), owner)
+    assert found is not None
+    assert found.ranks == (0, 1)
+    assert found.headline == (
+        "rank 0 and rank 1 wait in rpc_sync f (cell 5, line 1): on rank 2 it has returned a future that nobody will complete"
+    )
+    assert "set_result" in found.hint
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        (standing(future(0, 1), returned=True, serving=THREADS), COMPUTES),  # which may make the call that is missing
+        (standing(future(0, 1), returned=True, serving=THREADS, free=True), RETURNED),  # by another thread
+        (standing(future(0, 1, kind=UNSEEN_PROMISE), returned=True, serving=THREADS), RETURNED),  # by C++
+        # When its own call has come back, by a callback.
+        (standing(future(0, 1), call(1, 2), returned=True, serving=THREADS), standing(serve(1, 2, thread=7), serving=THREADS)),
+    ],
+)  # fmt: skip
+def test_a_future_that_somebody_may_complete(others: tuple[Standing, Standing]) -> None:
+    assert verdict(standing(call(0, 1), serving=THREADS), *others) is None
+
+
+def test_a_future_that_depends_on_one_that_nobody_completes() -> None:
+    first = standing(future(0, 1), replace(call(1, 2), wait_start_ns=0), returned=True, serving=THREADS)
+    found = verdict(standing(call(0, 1), serving=THREADS), first, standing(future(1, 2), returned=True, serving=THREADS))
+    assert found is not None
+    assert found.ranks == (0,)
 
 
 def test_the_smallest_circle_is_told() -> None:

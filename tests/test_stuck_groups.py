@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from time_limits import some_limit_does  # noqa: E402
+from torch.distributed import rpc  # noqa: E402
 
 import labkit as lab  # noqa: E402
 from labkit.errors import MismatchError, StuckError  # noqa: E402
@@ -227,6 +228,38 @@ def test_calls_that_wait_for_one_another_for_want_of_threads() -> None:
             group["a"].run(call_back, "a", 200)
         assert "a waits in rpc_sync call_back" in caught.value.headline
         assert group["a"].run(call_back, "a", 2).results == [2]
+
+
+CAME: list[Any] = []  # of the server: a future for each trainer that has come
+
+
+@rpc.functions.async_execution
+def add() -> Any:
+    """Answers when two trainers have come, as a parameter server that updates by batches does."""
+    CAME.append(torch.futures.Future())
+    answer = CAME[-1].then(lambda future: future.wait() + 1)
+    if len(CAME) == 2:
+        for future in CAME:
+            future.set_result(1)
+        CAME.clear()
+    return answer
+
+
+def train(**times: int) -> int:
+    mine = times.get(rpc.get_worker_info().name, 0)
+    return sum(rpc.rpc_sync("server", add) for _ in range(mine))
+
+
+def test_a_future_that_nobody_completes() -> None:
+    with lab.Group(["a", "b", "server"], runtime="rpc", timeout_s=60) as group:
+        assert group.run(train, a=3, b=3).results == [6, 6, 0]
+        with pytest.raises(StuckError) as caught:
+            group.run(train, a=3, b=2)
+        place = f"test_stuck_groups.py, line {train.__code__.co_firstlineno + 2}"
+        assert caught.value.headline == (
+            f"a waits in rpc_sync add ({place}): on server it has returned a future that nobody will complete"
+        )
+        assert group.run(train, a=1, b=1).results == [2, 2, 0]
 
 
 LOCK = threading.Lock()

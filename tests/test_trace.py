@@ -23,8 +23,8 @@ TWO = ("rank 0", "rank 1")
 SEEDS = range(40)
 
 
-def compute(rank: int, start: int, end: int, name: str = "forward") -> Span:
-    return Span(rank, name, "compute", start, end)
+def compute(rank: int, start: int, end: int, name: str = "forward", **more: Any) -> Span:
+    return Span(rank, name, "compute", start, end, **more)
 
 
 def travel(
@@ -125,6 +125,25 @@ def test_while_one_thread_of_a_rank_is_blocked_another_computes() -> None:
     trace = Trace(spans, ranks=["worker"])
     assert trace.blocked(0).tolist() == [[0, 20], [50, 60]]
     assert trace.shares()[0].compute_ns == 40
+
+
+def test_what_the_function_waits_for_does_not_block_a_call_that_is_served() -> None:
+    """It was called before its function came to wait: in `rpc.shutdown`, say, until 100. It fetches something itself, 60-70."""
+    spans = [
+        Span(0, "run", "call", 0, 100), compute(0, 10, 90, automatic=True, served=True), travel(0, 20, 100, wait=(20, 100)),
+        travel(0, 60, 70, wait=(60, 70), served=True),
+    ]  # fmt: skip
+    assert Trace(spans, ranks=["worker"]).blocked(0).tolist() == [[60, 70], [90, 100]]
+
+
+def test_what_a_served_call_waits_for_does_not_block_the_function() -> None:
+    spans = [
+        Span(0, "run", "call", 0, 100), travel(0, 5, 10, wait=(5, 10)), travel(0, 60, 100, wait=(60, 100)),
+        compute(0, 20, 90, automatic=True, served=True), travel(0, 30, 80, wait=(30, 80), served=True),
+    ]  # fmt: skip
+    trace = Trace(spans, ranks=["worker"])
+    assert trace.blocked(0).tolist() == [[5, 10], [60, 80], [90, 100]]
+    assert trace.shares()[0].compute_ns == 65
 
 
 def around_an_operation() -> list[Span]:

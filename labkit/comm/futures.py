@@ -22,10 +22,11 @@ EXIT_LIMIT_S: Final = 0.5  # for the backends' threads to come to the end of our
 class _Ties:
     """What completes a future, and whether a thread is waiting for it now."""
 
-    __slots__ = ("operations", "waiters")
+    __slots__ = ("known", "operations", "waiters")
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
+        self.known: bool | None = None  # see `Futures.known`; None: where there are operations
         self.waiters = 0
 
 
@@ -68,6 +69,13 @@ class Futures:
             if ties.waiters:  # a thread waits for what it learns of only now
                 operation.wait_begins()
 
+    def known(self, future: Any) -> bool:
+        """Whether only Python, or operations that are written down, can complete a future: not what C++ computes by itself."""
+        ties = self._ties.get(future)
+        if ties is None or isinstance(future, torch.futures.Future):
+            return isinstance(future, torch.futures.Future)
+        return bool(ties.operations) if ties.known is None else ties.known
+
     def _wait(self, wait: Callable[..., Any], future: Any) -> Any:
         if future.done():
             return wait(future)
@@ -89,17 +97,24 @@ class Futures:
     def _then(self, then: Callable[..., Any], future: Any, callback: Any) -> Any:
         ties = self._ties.get(future)
         if ties is None or not ties.operations:
-            return then(future, callback)
+            return self._made_of([future], then(future, callback))
         for cell in getattr(callback, "__closure__", None) or ():
             # A callback that holds another future completes it: so `RRef.rpc_async` hands on the result of its second call.
             if cell != CellType() and isinstance(cell.cell_contents, torch._C.Future):
                 self.tie(cell.cell_contents, ties.operations)
-        child = then(future, callback)
+        child = self._made_of([future], then(future, callback))
         self.tie(child, ties.operations)
         return child
 
+    def _made_of(self, parts: Iterable[Any], future: Any) -> Any:
+        """A future that completes when others have."""
+        ties = self._ties[future] = _Ties()
+        ties.known = all(self.known(part) for part in parts)
+        return future
+
     def _collect_all(self, collect: Callable[..., Any], futures: Any) -> Any:
-        future = collect(futures)
+        futures = list(futures)
+        future = self._made_of(futures, collect(futures))
         for part in futures:
             ties = self._ties.get(part)
             if ties is not None:

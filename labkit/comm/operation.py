@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from labkit.record import clock
-from labkit.ring import ON_CUDA, OPEN, TIMED, RingWriter
+from labkit.ring import ON_CUDA, OPEN, SERVED, TIMED, RingWriter
 
 if TYPE_CHECKING:
     from labkit.comm.slow import Booking
@@ -37,7 +37,7 @@ class Operation:
     """
 
     __slots__ = (
-        "_once", "_ready", "_ring", "_slot", "booking", "end_ns", "future", "group", "line", "match", "name", "nbytes",
+        "_once", "_ready", "_ring", "_served", "_slot", "booking", "end_ns", "future", "group", "line", "match", "name", "nbytes",
         "peer", "start_ns", "timed", "wait_end_ns", "wait_start_ns", "waited_for", "what",
     )  # fmt: skip
 
@@ -62,6 +62,7 @@ class Operation:
         self.booking: Booking | None = None  # over a slow link: when it ends
         self.timed = False  # who waits for it goes on after a time that the program has set
         self._ready = ready
+        self._served = False  # it is waited for on a thread that does what another rank has called
         self._once = _thread.allocate_lock()
         self._slot = ring.pend(name, start_ns, nbytes=nbytes, peer=peer, group=group, match=match, line=line, what=what)
 
@@ -80,6 +81,7 @@ class Operation:
         if not self.wait_start_ns and not self.end_ns:
             self.wait_start_ns = now = clock()
             self.waited_for = True
+            self._served = _thread.get_ident() in self._ring.serving_threads
             self._ring.waiting(self._slot, now, thread or TIMED * self.timed)
 
     def wait_ends(self) -> None:
@@ -92,6 +94,7 @@ class Operation:
         """The rank is now blocked in C++ until it completes, as at the end of DistributedDataParallel's backward pass."""
         if not self.wait_start_ns and not self.end_ns:
             self.wait_start_ns = now = clock()
+            self._served = _thread.get_ident() in self._ring.serving_threads
             self._ring.waiting(self._slot, now, TIMED * self.timed)
 
     def wait_has_ended_in_torch(self) -> None:
@@ -157,6 +160,8 @@ class Operation:
             wait_start_ns = max(wait_start_ns, ready_ns) if wait_start_ns else 0
         if wait_end_ns <= wait_start_ns:  # it had completed when somebody began to wait for it
             wait_start_ns = wait_end_ns = 0
+        if self._served:
+            flags |= SERVED
         self._ring.write_communication(
             self.name, start_ns, end_ns, wait_start_ns=wait_start_ns, wait_end_ns=wait_end_ns, nbytes=self.nbytes,
             peer=self.peer, group=self.group, match=self.match, line=self.line, what=self.what, flags=flags,

@@ -35,7 +35,7 @@ from labkit.comm.slow import SlowLink
 from labkit.record import Recorder, clock, student_line
 from labkit.remote import sent
 from labkit.report import headline, students_traceback
-from labkit.ring import AUTOMATIC, COMPUTE, SERVE
+from labkit.ring import AUTOMATIC, COMPUTE, PROMISE, SERVE, SERVED, UNSEEN_PROMISE
 
 __all__ = ["RpcCalls"]
 
@@ -164,16 +164,30 @@ class RpcCalls:
             self._slow.arrives(pair, call.number)
         name, start_ns = f"{SERVE}{function}", clock()
         slot = self._ring.pend(name, start_ns, peer=call.caller, group=pair, match=call.number)
-        result = self._called(call, function)
+        thread = threading.get_ident()
+        self._ring.serving_threads.add(thread)
+        try:
+            result = self._called(call, function)
+        finally:
+            self._ring.serving_threads.discard(thread)
         end_ns = clock()
-        self._ring.write(name, COMPUTE, start_ns, end_ns, flags=AUTOMATIC)
+        self._ring.write(name, COMPUTE, start_ns, end_ns, flags=AUTOMATIC | SERVED)
+        if isinstance(result, torch._C.Future):  # of a function under `async_execution`: torch sends what is in it, later
+            kind = PROMISE if self._futures.known(result) else UNSEEN_PROMISE
+            promise = self._ring.pend(f"{kind}{function}", end_ns, peer=call.caller, group=pair, match=call.number)
+            self._ring.unpend(slot)  # not before: a moment between the two would look as if the call had not come yet
+            self._backwards.served(function, call.caller, call.args, result, replies=call.replies)
+            result.add_done_callback(lambda future: self._kept(promise, call, function, _value(future)))
+            return result
         self._ring.unpend(slot)
         self._backwards.served(function, call.caller, call.args, result, replies=call.replies)
-        if isinstance(result, torch._C.Future):  # of a function under `async_execution`: torch sends what is in it, later
-            result.add_done_callback(lambda future: self._replying(call, function, _value(future), clock()))
-        else:
-            self._replying(call, function, result, end_ns)
+        self._replying(call, function, result, end_ns)
         return result
+
+    def _kept(self, promise: int, call: _NumberedCall, function: str, result: Any) -> None:
+        """The future that a function had returned has completed."""
+        self._ring.unpend(promise)
+        self._replying(call, function, result, clock())
 
     def _called(self, call: _NumberedCall, function: str) -> Any:
         """What torch's own `_run_function` does, but for its words: an error is told in full to the caller, who shows it."""

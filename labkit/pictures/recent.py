@@ -162,7 +162,7 @@ class Recent:
         return number
 
 
-_LATER: Final = 128  # a flag of no meaning elsewhere
+_LATER: Final = 1 << 15  # a flag of no meaning elsewhere
 _TRAVELS: Final = np.array([style in ("exposed", "hidden", "waiting", "issued") for style in STYLES])
 # A rank is in one of these at a time; the others go on beside them.
 _EXCLUSIVE: Final = np.array([style not in ("hidden", "issued", "unlabelled") for style in STYLES])
