@@ -24,6 +24,8 @@ from processes import left_after
 
 SESSION = "LABKIT_TEST_SESSION"  # inherited by every process that a test starts, also by one that has lost its parent
 os.environ[SESSION] = str(os.getpid())
+# On a busy machine any test, program or notebook may be the one that waits for a framework to be imported, and hear of it.
+os.environ["LABKIT_SLOW_START_S"] = "180"
 
 SETTLE_LIMIT_S = 60.0  # for processes that were told to end
 
@@ -58,12 +60,6 @@ def pytests_own_settings_stay_here(
     """Its filter that makes warnings errors, and its logging handlers, are no student's; tests/test_settings.py has its own."""
     if "labkit.settings" in sys.modules and "notebooks_settings" not in request.fixturenames:
         monkeypatch.setattr("labkit.settings.NotebookSettings.news", lambda _: None)
-
-
-@pytest.fixture(autouse=True)
-def a_slow_start_is_no_news(nothing_is_left: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine any test may be the one that waits for a framework to be imported, and hear of it."""
-    monkeypatch.setattr("labkit.crew.SLOW_START_S", 180.0)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from torch.distributed import rpc  # noqa: E402
 
 import labkit as lab  # noqa: E402
 from labkit.errors import RankError, StuckError  # noqa: E402
+from labkit.runtimes import RUNTIMES  # noqa: E402
 
 NOTHING_TO_DO = "init_process_group had nothing to do"
 
@@ -444,8 +445,19 @@ def test_a_bare_group_is_recorded_like_any_other() -> None:
             run = bare.run(calls_in_a_bare_rank)
             assert run.results == [1, 2, 3]
         assert {"init_rpc", "rpc_sync add", "rpc.shutdown"} <= set(names(run))
-        with pytest.raises(RankError, match="returned while rank 1 and rank 2 still wait for it in barrier"):
-            bare.run(leaves_one_behind)
+
+
+def test_a_bare_group_that_one_rank_leaves_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with lab.Group(3, runtime="bare", timeout_s=200) as bare:
+
+        def all_wait(certain_after_s: float) -> bool:
+            """Else one of them alone is told to."""
+            monkeypatch.setattr(RUNTIMES["bare"], "certain_after_s", certain_after_s)
+            with pytest.raises(RankError, match=r"returned while rank .* still waits? for it in barrier") as caught:
+                bare.run(leaves_one_behind)
+            return "rank 1 and rank 2 still wait for it" in caught.value.report()
+
+        assert some_limit_does(all_wait, (0.5, 5.0, 30.0))
 
 
 def test_a_bare_group_does_not_import_torch(monkeypatch: pytest.MonkeyPatch) -> None:

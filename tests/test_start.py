@@ -113,6 +113,16 @@ def test_every_rank_draws_its_own_random_numbers(start: str, monkeypatch: pytest
     notebook.starters.pop(("numpy.random,labkit.rank", start, "")).close()
 
 
+def test_a_slow_start_is_no_news_in_the_programs_of_the_tests() -> None:
+    """Their output is compared, as that of lessons is; nothing was slow where it takes less than any limit of theirs."""
+    code = "from labkit.crew import SLOW_START_S; print(SLOW_START_S)"
+    for more, expected in (({}, "180.0\n"), ({"LABKIT_SLOW_START_S": "20"}, "20.0\n")):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | more, cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        assert done.stdout == expected
+
+
 def test_a_slow_start_says_once_what_it_waits_for(start: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An import that goes on until the word has come."""
     go_on = tmp_path / "go on"
