@@ -101,6 +101,26 @@ def step(rank, start_ms, end_ms):
 # Frames
 
 
+def test_text_on_stripes_stands_on_the_page_s_own_colour():
+    book = Book()
+    book.compute(0, "forward", 0, 200)
+    book.travel(0, "recv", 200, 400, wait=(200, 400), peer=1, group="1→0", match=1)
+    book.travel(1, "send", 390, 400, wait=(390, 400), peer=0, group="1→0", match=1)
+    page = watched(book.trace(2), [410]).pages[-1]
+    halos = {t.text: "stroke" in (t.get("paint-order") or "") for t in drawing(page).iter(f"{SVG}text")}
+    assert halos["recv"]
+    assert not halos["forward"]
+
+
+def test_what_is_shortened_says_so():
+    album = Album()
+    live = Live(album, lambda: 0)
+    name = "accuracy_of_the_validation_set"
+    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
+    live.update(400 * MS, part(scalars=[Scalar(0, name, i * MS, 0.5) for i in range(1, 4)]), [[], []])
+    assert {t for t in texts(album.pages[-1]) if t.startswith("acc")} == {"accuracy_o…ation_set 0.5", "accuracy_of…dation_set"}
+
+
 def test_every_frame_is_well_formed_and_as_high_as_the_first():
     trace = data_parallel(steps=60)
     album = watched(trace, range(50, 1500, 50))

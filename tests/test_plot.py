@@ -551,6 +551,15 @@ def test_strong_scaling_compares_times():
     assert "the same work (strong scaling)" in ax.get_title(loc="left")
 
 
+def test_the_legend_of_scaling_covers_no_point():
+    """Also where runs are far quicker than in proportion to their ranks, and stand where the legend usually does."""
+    ax = scaling({1: lasting(8), 2: lasting(1), 4: lasting(1), 8: lasting(1)}, predicted={1: 8, 2: 0.9, 8: 0.9})
+    ax.figure.canvas.draw()
+    legend = ax.get_legend().get_window_extent()
+    for points in lines_of(ax).values():
+        assert not any(legend.contains(x, y) for x, y in ax.transData.transform(points))
+
+
 def test_weak_scaling_counts_the_work_of_all_ranks():
     ax = scaling({1: lasting(5), 2: lasting(6.25)}, weak=True)
     assert lines_of(ax)["measured"][:, 1].tolist() == pytest.approx([1, 1.6])

@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 
 from labkit.comm.process_group import COLLECTIVES
 from labkit.errors import LabError
-from labkit.pictures.carried import OTHERS
+from labkit.pictures.carried import OTHERS, _cell
 from labkit.pictures.flows import flows_of, over_time
 from labkit.pictures.operations import OPERATIONS, colour_of
 from labkit.plot import traffic
@@ -201,6 +201,15 @@ def test_the_figure_says_its_units_and_its_rule():
     assert "ring" not in matrix_of(traffic(model_parallel())).get_xlabel()
     beside = matrix_of(traffic(collective("broadcast", [8, 8], root=1)))
     assert beside.get_xlabel() == "to rank\n(a collective counts as its root's messages)"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "told"),
+    [(5_000_000, "5.0"), (4_400_000, "4.4"), (16_040_000, "16.0"), (144_000_000, "144"), (120_000, "0.12"), (12_000, "12.0 kB")],
+)
+def test_numbers_of_one_unit_have_the_same_digits(nbytes, told):
+    assert _cell(nbytes, 1e6) == told
+    assert _cell(8, 1) == "8"
 
 
 def test_ranks_have_their_names():
