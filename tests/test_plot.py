@@ -551,6 +551,14 @@ def test_strong_scaling_compares_times():
     assert "the same work (strong scaling)" in ax.get_title(loc="left")
 
 
+def test_wide_characters_take_the_room_of_two():
+    book = Book()
+    book.compute(0, "前向传播第一层", 0, 1)
+    trace = book.trace(1)
+    compute = lanes(trace, 0)[0]
+    assert [caption(trace, 0, compute, n) for n in (8, 9, 13, 14)] == ["", "前向传播…", "前向传播第一…", "前向传播第一层"]
+
+
 def test_the_legend_of_scaling_covers_no_point():
     """Also where runs are far quicker than in proportion to their ranks, and stand where the legend usually does."""
     ax = scaling({1: lasting(8), 2: lasting(1), 4: lasting(1), 8: lasting(1)}, predicted={1: 8, 2: 0.9, 8: 0.9})

@@ -12,6 +12,7 @@ import heapq
 import re
 from dataclasses import dataclass, replace
 from typing import Any, Final
+from unicodedata import east_asian_width
 
 import numpy as np
 from numpy.typing import NDArray
@@ -209,8 +210,17 @@ def caption(trace: Trace, bar: int, bars: Bars, characters: float) -> str:
         texts.insert(0, f"{name} {bytes_in_words(int(row['nbytes']))}")
     if number := _MICRO_BATCH.match(name):  # the colour says which way it goes
         texts = [number[1]] if number.end() == len(name) else [name, number[1]]
-    shortest = f"{name[: int(characters) - 1]}…" if characters >= 9 else ""
-    return next((text for text in texts if len(text) <= characters), shortest)
+    shortest, kept = "", len(name)
+    if characters >= 9:
+        while kept and _columns(name[:kept]) > characters - 1:
+            kept -= 1
+        shortest = f"{name[:kept]}…"
+    return next((text for text in texts if _columns(text) <= characters), shortest)
+
+
+def _columns(text: str) -> int:
+    """How wide a text is, in characters of usual width: those of East Asia and emoji take two."""
+    return len(text) + sum(east_asian_width(c) in "FW" for c in text)
 
 
 def ink(style: str) -> str:
