@@ -112,6 +112,23 @@ def test_text_on_stripes_stands_on_the_page_s_own_colour():
     assert not halos["forward"]
 
 
+@pytest.mark.parametrize(
+    ("first", "last", "told"),
+    [
+        (2.3, 0.4, {"2.3", "0.4"}),
+        (0.00133, 0.00127, {"0.00133", "0.00127"}),
+        (5, 5, {"5"}),
+        (0.69314, 0.69312, {"0.69314", "0.69312"}),
+    ],
+)
+def test_the_ends_of_the_curve_are_told_apart(first, last, told):
+    album = Album()
+    live = Live(album, lambda: 0)
+    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
+    live.update(400 * MS, part(scalars=[Scalar(0, "loss", 1 * MS, first), Scalar(0, "loss", 300 * MS, last)]), [[], []])
+    assert told <= set(texts(album.pages[-1]))
+
+
 def test_what_is_shortened_says_so():
     album = Album()
     live = Live(album, lambda: 0)

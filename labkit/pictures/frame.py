@@ -241,10 +241,9 @@ class _Drawing:
 
     def _still(self) -> str:
         """What a frame says once it has stood for long."""
-        pen, middle = _Pen(), (self.top + self.bottom) / 2
+        pen, x, y = _Pen(), self.left + self.wide / 2, (self.top + self.bottom) / 2
         for line, text in enumerate(STILL):
-            at = middle + 18 * line
-            pen.text(self.left + self.wide / 2, at, text, ' text-anchor="middle" font-size="13" font-weight="600"')
+            pen.text(x, y + 18 * line, text, ' text-anchor="middle" font-size="13" font-weight="600"')
         return f'<g visibility="hidden"><set attributeName="visibility" to="visible" begin="{STILL_S}s"/>{pen.drawn()}</g>'
 
     def _head(self) -> None:
@@ -271,9 +270,10 @@ class _Drawing:
         if np.isnan(curve.means).all():
             return
         low, high = float(np.nanmin(curve.means)), float(np.nanmax(curve.means))
+        digits = next((n for n in range(2, 6) if f"{low:.{n}g}" != f"{high:.{n}g}"), 2)  # that tell both ends apart
         middle, half = (low + high) / 2, max((high - low) / 2, abs(high) * 1e-6, 1e-12) * 1.12
         for value, y in ((high, top + 8), (low, bottom - 1)) if high > low else ((high, (top + bottom) / 2 + 3),):
-            self.pen.text(left - 4, y, f"{value:.2g}", ' text-anchor="end" font-size="9"' + _SOFT)
+            self.pen.text(left - 4, y, f"{value:.{digits}g}", ' text-anchor="end" font-size="9"' + _SOFT)
         each = (np.arange(curve.means.shape[1]) + 0.5) * wide / curve.means.shape[1] + left
         ranks = curve.means[:-1]
         lines = [(row, ' stroke-width=".8" stroke-opacity=".5"') for row in ranks] if 1 < len(ranks) <= EACH_RANK else []
