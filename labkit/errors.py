@@ -154,6 +154,9 @@ class _EndedByGroupError(LabError):
         end = "All ranks were stopped; the next run starts fresh ones."
         return "\n" + "\n".join([_RULE, *why, "", *doings, "", end, _RULE])
 
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {str(self).lstrip()}"]  # the rule beside the name, as in a `RankError`
+
 
 class StuckError(_EndedByGroupError):
     """Ranks that can never go on were stopped.
