@@ -114,7 +114,7 @@ def test_every_rank_draws_its_own_random_numbers(start: str, monkeypatch: pytest
 
 
 def test_a_slow_start_is_no_news_in_the_programs_of_the_tests() -> None:
-    """Their output is compared, as that of lessons is; nothing was slow where it takes less than any limit of theirs."""
+    """Their output is compared, as that of lessons is."""
     code = "from labkit.crew import SLOW_START_S; print(SLOW_START_S)"
     for more, expected in (({}, "180.0\n"), ({"LABKIT_SLOW_START_S": "20"}, "20.0\n")):
         done = subprocess.run(
