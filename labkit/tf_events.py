@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 from labkit.ring import ROOTED
@@ -96,7 +96,7 @@ def spans_of(
         place: whose.
         names: of the student's spans in tf.functions, by their numbers.
         nbytes: given the name of a collective or of what is sent, its instance key or -1, and whether it ran outside a
-            tf.function, how large it is; 0 if unknown.
+            tf.function, how large it is; 0 if unknown, -1 where no tensor travels.
         times: how many times a device has run a collective of a group and instance key in earlier sessions; counted on.
     """
     reader = _Reader(place, names, nbytes, Counter() if times is None else times)
@@ -115,6 +115,7 @@ class _Reader:
         self._executes: dict[int, int] = {}  # from the context of a collective's algorithm to that of its kernel
         self._ends: dict[int, int] = {}
         self._algorithms: list[Event] = []
+        self._members: dict[int, int] = {}  # by a group's key, how many devices belong to it
         self._main: list[Span] = []
         self._eager: list[tuple[int, int, int]] = []
 
@@ -151,6 +152,8 @@ class _Reader:
             else:
                 self._runs[stats["_p"]] = stats["_p"]
                 self._issued[stats["_p"]] = _Issued(stats["name"], event.start_ns, eager=True)
+        elif name == "CollectiveExecutor::CompleteParams":
+            self._members[int(stats["group_key"])] = int(stats["group_size"])
         elif name == "BaseCollectiveExecutor::ExecuteAsync":
             kernels = [e.stats["_c"] for e in within if e.name in _CARRIED_OUT and "_c" in e.stats]
             if kernels and "_p" in stats:
@@ -297,14 +300,17 @@ class _Reader:
             peer = ROOTED - BROADCAST_ROOT if COLLECTIVES[kind] == "broadcast" else -1
             end_ns = max(event.end_ns, self._ends.get(context, 0), self._ends.get(kernel, 0))
             start_ns = min(issued.start_ns, event.start_ns)
-            size = self._nbytes(name, instance, issued.eager)
+            size = max(self._nbytes(name, instance, issued.eager), 0)
             found.append(
                 Span(
                     self._place.rank, COLLECTIVES[kind], "communication", start_ns, end_ns, start_ns, end_ns, nbytes=size,
                     peer=peer, group=f"TensorFlow group {group}", match=match, device=self._device(device),
+                    sized=size > 0,
                 )
             )  # fmt: skip
-        return found
+        # A group all of whose members are this rank's devices is its own: another rank may have one of the same key.
+        own = {f"TensorFlow group {key[0]}" for key, devices in taken.items() if len(devices) == self._members.get(key[0])}
+        return [replace(span, group=f"{span.group} of rank {span.rank}") if span.group in own else span for span in found]
 
     def _eager_spans(self) -> list[Span]:
         """Operations outside of a tf.function, those that follow one another as one."""

@@ -18,7 +18,7 @@ from labkit.tf_session import Event
 __all__ = ["COPIED", "MESSAGES", "copy_of", "ends_of", "messages_of", "within_the_rank"]
 
 MESSAGES: Final = "TensorFlow messages"  # the group of sends and receives between ranks
-COPIES: Final = "TensorFlow copies"  # and between the devices of a rank
+COPIES: Final = "TensorFlow copies"  # and between the devices of a rank, with its number
 COPIED: Final = "_Send input "  # how the event of a copy outside of a tf.function begins
 DEVICE: Final = re.compile(r"/job:(\w+)/replica:\d+/task:(\d+)/device:\w+:(\d+)")
 NUMBERED: Final = re.compile(r"(.*)/_(\d+)$")
@@ -56,19 +56,20 @@ def messages_of(
             source, target = ends_of(event)
             if source is None or target is None or source == target:
                 continue
-            peer = ranks.get(target[:2], rank)
+            peer, size = ranks.get(target[:2], rank), nbytes(tensor, -1, False)
             found.append(
                 Span(
-                    rank, "send", "communication", event.start_ns, event.end_ns, nbytes=nbytes(tensor, -1, False), peer=peer,
-                    group=MESSAGES if peer != rank else COPIES, match=_match(step, tensor, number), device=device,
+                    rank, "send", "communication", event.start_ns, event.end_ns, nbytes=max(size, 0), peer=peer,
+                    group=MESSAGES if peer != rank else _copies(rank), match=_match(step, tensor, number), device=device,
+                    sized=bool(size),
                 )
             )  # fmt: skip
         elif kind == "_Recv" and event.stats.get("_p") in ends:
-            end_ns = ends[event.stats["_p"]]
+            end_ns, size = ends[event.stats["_p"]], nbytes(tensor, -1, False)
             found.append(
                 Span(
-                    rank, "recv", "communication", event.start_ns, end_ns, event.start_ns, end_ns,
-                    nbytes=nbytes(tensor, -1, False), group=MESSAGES, match=_match(step, tensor, number - 1), device=device,
+                    rank, "recv", "communication", event.start_ns, end_ns, event.start_ns, end_ns, nbytes=max(size, 0),
+                    group=MESSAGES, match=_match(step, tensor, number - 1), device=device, sized=bool(size),
                 )
             )  # fmt: skip
     return found
@@ -77,8 +78,8 @@ def messages_of(
 def within_the_rank(messages: Iterable[Span]) -> list[Span]:
     """All of a rank's messages; those that it has received from itself know it now."""
     messages = list(messages)
-    own = {s.match for s in messages if s.name == "send" and s.group == COPIES}
-    return [replace(s, group=COPIES, peer=s.rank) if s.name == "recv" and s.match in own else s for s in messages]
+    own = {s.match for s in messages if s.name == "send" and s.peer == s.rank}
+    return [replace(s, group=_copies(s.rank), peer=s.rank) if s.name == "recv" and s.match in own else s for s in messages]
 
 
 def copy_of(event: Event, rank: int, name: Callable[[int], str]) -> list[Span]:
@@ -92,7 +93,11 @@ def copy_of(event: Event, rank: int, name: Callable[[int], str]) -> list[Span]:
     devices = [int(m[3]) for m in DEVICE.finditer(event.name)]
     if len(devices) != 2 or devices[0] == devices[1]:
         return []
-    return [Span(rank, "copy", "communication", event.start_ns, event.end_ns, peer=rank, device=name(devices[0]))]
+    return [Span(rank, "copy", "communication", event.start_ns, event.end_ns, peer=rank, device=name(devices[0]), sized=False)]
+
+
+def _copies(rank: int) -> str:
+    return f"{COPIES} of rank {rank}"
 
 
 def _tensor(name: str) -> tuple[str, int]:

@@ -8,7 +8,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
-__all__ = ["Sizes"]
+__all__ = ["NOTHING", "Sizes"]
+
+NOTHING: Final = -1  # the size where no tensor travels, but word that an operation is over
 
 # Of Python's functions for collectives, by how they begin.
 MAKES: Final = "collective_"
@@ -55,7 +57,7 @@ class Sizes:
                 setattr(gen_collective_ops, name, self._noting(made))
 
     def nbytes(self, name: str, instance: int, eager: bool) -> int:
-        """The size of a collective or of a tensor that is sent; 0 if unknown.
+        """The size of a collective or of a tensor that is sent; 0 if unknown, `NOTHING` where no tensor is.
 
         Args:
             name: of the operation, in its graph.
@@ -119,6 +121,8 @@ def _in_graph(graph: Any, name: str) -> int:
         operation = graph.get_operation_by_name(name)
     except (KeyError, ValueError):
         return 0
+    if not operation.outputs:
+        return NOTHING
     tensors = operation.inputs if operation.type.startswith(LARGEST_INPUT) else operation.outputs
     return max((_bytes_of(t.shape, t.dtype) for t in tensors), default=0)
 

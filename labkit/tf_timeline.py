@@ -193,7 +193,7 @@ class Timeline:
                 ring.write_communication(
                     span.name, span.start_ns, span.end_ns, wait_start_ns=span.wait_start_ns, wait_end_ns=span.wait_end_ns,
                     nbytes=span.nbytes, peer=span.peer, group=span.group, match=span.match,
-                    flags=flags | (0 if span.nbytes else UNSIZED),
+                    flags=flags | (0 if span.sized else UNSIZED),
                 )  # fmt: skip
 
 

@@ -169,7 +169,7 @@ def test_roots_are_global_ranks() -> None:
         found = [(s.name, s.root) for s in communications(run, rank)]
         assert found == of_all + (of_some if rank else [])
     # A broadcast and a scatter from the root, a gather and a reduce to it, of 40 bytes from or to each other rank.
-    matrix = flows_of(run.trace).matrix(4)
+    matrix = flows_of(run.trace).matrix()
     assert matrix.tolist() == [[0, 0, 80, 0], [0, 0, 80, 80], [80, 80, 0, 80 + 80], [0, 80, 80 + 80, 0]]
 
 

@@ -188,7 +188,7 @@ def test_gradients_are_as_large_as_what_they_are_of(group: Group) -> None:
     assert received == [4 * rows * features] * 2
     assert sent == [4 * rows * features, 0], "the second shard's input is the first one's output; the first one's needs none"
     flows = flows_of(run.trace)
-    moved = dict(zip(flows.name, flows.matrix(2).tolist(), strict=False))
+    moved = dict(zip(flows.name, flows.matrix().tolist(), strict=False))
     assert {"received gradients", "gradients"} <= set(flows.name)
     assert moved
 

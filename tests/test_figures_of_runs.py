@@ -51,7 +51,7 @@ def test_messages_between_two_ranks():
     assert sorted((m.source, m.destination) for m in found) == [(0, 1)] * 2 + [(1, 0)] * 2
     assert all(m.sent_ns < m.arrived_ns for m in found)
     # 2 · (n - 1)/n of the all-reduce's 4000 bytes, from each to the other
-    assert flows_of(run.trace).matrix(2).tolist() == [[0, 2 * 4000 + 4000], [2 * 1000 + 4000, 0]]
+    assert flows_of(run.trace).matrix().tolist() == [[0, 2 * 4000 + 4000], [2 * 1000 + 4000, 0]]
     assert [p for p in timeline(run).patches if p.get_label() == "message"]
     assert "12.0" in {t.get_text() for t in traffic(run).figure.axes[1].texts}
 
@@ -65,6 +65,6 @@ def test_remote_calls():
         (1, 0, False),
         (1, 0, False),
     ]
-    matrix = flows_of(run.trace).matrix(2)
+    matrix = flows_of(run.trace).matrix()
     assert 8000 < matrix[0, 1] < 16_000  # the tensor twice, and what else is pickled
     assert 8000 < matrix[1, 0] < 12_000

@@ -178,6 +178,10 @@ def test_replicas_have_a_row_each(one: lab.Group) -> None:
     assert Counter(s.device for s in of_gradients) == {"CPU:0": STEPS, "CPU:1": STEPS}
     assert Counter(Counter(s.match for s in of_gradients).values()) == {2: STEPS}
     assert {s.device for s in trace if s.name == "backward"} == {"CPU:0", "CPU:1"}
+    flows = flows_of(trace)
+    assert flows.ends == ("CPU:0", "CPU:1")
+    reduced = flows.by_operation()[flows.name.index("all_reduce")]
+    assert reduced == STEPS * 2 * GRADIENT_BYTES  # on a ring of two, each sends all of it once
     rows = rows_of(trace)
     assert [row.name for row in rows] == ["rank 0", "CPU:0", "CPU:1"]
     names = trace.columns.names
@@ -185,6 +189,40 @@ def test_replicas_have_a_row_each(one: lab.Group) -> None:
         compute, communication = row.lanes(trace)
         assert "all_reduce" in {names[i] for i in trace.columns.data["name"][communication.span]}
         assert "backward" in {names[i] for i in trace.columns.data["name"][compute.span]}
+
+
+def reduce_one_gradient(steps: int) -> None:
+    import tensorflow as tf
+
+    strategy = tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"])
+    with strategy.scope():
+        weight = tf.Variable(tf.ones((300, 200)))
+
+    def step() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((tf.ones((64, 300)) @ weight) ** 2)
+        gradient = tf.distribute.get_replica_context().all_reduce("SUM", tape.gradient(loss, weight))
+        weight.assign_sub(0.001 * gradient)
+        return loss
+
+    one_step = tf.function(lambda: strategy.reduce("SUM", strategy.run(step), axis=None))
+    for _ in range(steps):
+        one_step()
+
+
+def test_devices_that_tell_of_an_end_send_no_bytes(one: lab.Group) -> None:
+    """A replica tells that it has assigned: no tensor travels, and none is of unknown size."""
+    trace = one.run(reduce_one_gradient, STEPS).trace
+    assert {s.nbytes for s in trace if s.name == "send" and s.sized} == {0, 4}  # and each loss
+
+
+def test_ranks_that_reduce_on_their_own_devices_do_not_wait_for_each_other() -> None:
+    with lab.Group(2, runtime="tensorflow", devices_per_rank=2, timeout_s=60) as group:
+        trace = group.run(train, "MirroredStrategy", STEPS).trace
+    groups = [{s.group for s in reductions(trace, rank)} for rank in (0, 1)]
+    assert all(len(of_rank) == 1 for of_rank in groups)
+    assert groups[0].isdisjoint(groups[1])
+    assert flows_of(trace).between_ranks() == 0
 
 
 def multiply_on_a_mesh(steps: int, scale: int = 1) -> None:
@@ -242,8 +280,10 @@ def test_copies_between_devices_of_a_rank_are_there_with_their_bytes(one: lab.Gr
     assert Counter((s.name, s.device, s.peer) for s in activations) == {("send", "CPU:0", 0): STEPS, ("recv", "CPU:1", 0): STEPS}
     assert Counter(Counter(s.match for s in activations).values()) == {2: STEPS}
     assert "CPU:0" in {s.device for s in run.trace if s.name == "copy"}
-    assert not len(flows_of(run.trace).nbytes)  # nothing travelled between ranks
-    assert flows_of(run.trace).unsized == ()
+    flows = flows_of(run.trace)
+    assert flows.ends == ("CPU:0", "CPU:1")
+    assert flows.matrix()[0, 1] == STEPS * 4 * 3 * 7
+    assert flows.between_ranks() == 0
     (share,) = run.trace.shares()
     assert share.compute_ns + share.exposed_ns + share.idle_ns == share.window_ns
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import matplotlib as mpl
 import numpy as np
 import pytest
@@ -47,7 +49,7 @@ def collective(name, sizes, *, root=None):
     ],
 )
 def test_a_collective_counts_as_a_ring_of_its_ranks(name, each):
-    matrix = flows_of(collective(name, [1000] * 4)).matrix(4)
+    matrix = flows_of(collective(name, [1000] * 4)).matrix()
     assert matrix.tolist() == [[0, each, 0, 0], [0, 0, each, 0], [0, 0, 0, each], [each, 0, 0, 0]]
 
 
@@ -64,7 +66,7 @@ def partly_of_unknown_size():
 
 def test_what_has_an_unknown_size_is_named():
     flows = flows_of(partly_of_unknown_size())
-    assert flows.matrix(2).sum() == 2000
+    assert flows.matrix().sum() == 2000
     assert flows.unsized == (("all_reduce", 1), ("send", 1))
     assert flows_of(collective("barrier", [0, 0])).unsized == ()
 
@@ -85,13 +87,13 @@ def test_where_all_sizes_are_unknown_the_error_names_the_operations():
 
 
 def test_the_ring_is_that_of_the_group():
-    matrix = flows_of(collective("all_reduce", [None, 1000, None, 1000])).matrix(4)
+    matrix = flows_of(collective("all_reduce", [None, 1000, None, 1000])).matrix()
     assert matrix[1, 3] == matrix[3, 1] == 1000
     assert matrix.sum() == 2000
 
 
 def test_all_to_all_sends_a_part_to_each_other_rank():
-    matrix = flows_of(collective("all_to_all_single", [900] * 3)).matrix(3)
+    matrix = flows_of(collective("all_to_all_single", [900] * 3)).matrix()
     assert matrix.tolist() == [[0, 300, 300], [300, 0, 300], [300, 300, 0]]
 
 
@@ -107,7 +109,7 @@ def test_all_to_all_sends_a_part_to_each_other_rank():
 )
 def test_a_root_sends_to_each_other_rank_or_receives_from_it(name, sizes, matrix):
     flows = flows_of(collective(name, sizes, root=1))
-    assert flows.matrix(3).tolist() == matrix
+    assert flows.matrix().tolist() == matrix
     assert (flows.count, flows.rings, flows.roots) == ((1,), False, True)
 
 
@@ -116,7 +118,7 @@ def test_each_collective_has_its_own_root():
     for match, root in enumerate((0, 2, 2)):
         for rank in range(3):
             book.travel(rank, "broadcast", match, match + 1, nbytes=10, group="world", match=match, peer=ROOTED - root)
-    assert flows_of(book.trace(3)).matrix(3).tolist() == [[0, 10, 10], [0, 0, 0], [20, 20, 0]]
+    assert flows_of(book.trace(3)).matrix().tolist() == [[0, 10, 10], [0, 0, 0], [20, 20, 0]]
 
 
 def test_a_barrier_moves_nothing():
@@ -125,13 +127,13 @@ def test_a_barrier_moves_nothing():
 
 def test_a_message_is_counted_once():
     flows = flows_of(model_parallel(2))
-    assert flows.matrix(2).tolist() == [[0, 2 << 20], [2 << 20, 0]]
+    assert flows.matrix().tolist() == [[0, 2 << 20], [2 << 20, 0]]
     assert (flows.name, flows.count, flows.rings) == (("send",), (4,), False)
 
 
 def test_calls_and_replies_go_both_ways_and_arguments_travel_before_they_are_served():
     flows = flows_of(remote_calls())
-    assert flows.matrix(3).tolist() == [[0, 400_000, 400_000], [80_000, 0, 0], [80_000, 0, 0]]
+    assert flows.matrix().tolist() == [[0, 400_000, 400_000], [80_000, 0, 0], [80_000, 0, 0]]
     assert flows.name == ("rpc_async shard", "reply shard")
     calls = flows.operation == 0
     assert ((flows.end_ns - flows.start_ns)[calls] / MS).tolist() == pytest.approx([0.7] * 4, abs=1e-5)
@@ -140,7 +142,7 @@ def test_calls_and_replies_go_both_ways_and_arguments_travel_before_they_are_ser
 def test_what_is_fetched_comes_from_its_owner():
     book = Book()
     book.travel(1, "to_here", 0, 1, nbytes=70, peer=2)
-    assert flows_of(book.trace(3)).matrix(3)[2, 1] == 70
+    assert flows_of(book.trace(3)).matrix()[2, 1] == 70
 
 
 def test_operations_are_counted_once_for_all_their_ranks():
@@ -151,8 +153,8 @@ def test_operations_are_counted_once_for_all_their_ranks():
 
 def test_a_stretch_has_what_completed_in_it():
     trace = data_parallel(4, 3)
-    parts = [flows_of(trace.step(i)).matrix(4).sum() for i in range(3)]
-    assert sum(parts) == pytest.approx(flows_of(trace).matrix(4).sum())
+    parts = [flows_of(trace.step(i)).matrix().sum() for i in range(3)]
+    assert sum(parts) == pytest.approx(flows_of(trace).matrix().sum())
 
 
 def test_bytes_are_spread_over_the_time_they_travel():
@@ -305,3 +307,68 @@ def test_one_step():
 def test_where_nothing_travelled_it_says_so():
     with pytest.raises(LabError, match="nothing that labkit knows the size of travelled between ranks"):
         traffic(alone())
+
+
+# Devices of ranks
+
+
+def reduced_by_devices(ranks: int, *, across: bool) -> Book:
+    """Each rank has two of TensorFlow's devices; they reduce 1000 bytes among themselves, or those of all ranks together."""
+    book = Book()
+    for rank in range(ranks):
+        for device in ("CPU:0", "CPU:1"):
+            group = "all" if across else f"of rank {rank}"
+            book.travel(rank, "all_reduce", 0, 1, nbytes=1000, group=group, match=1, device=device)
+    return book
+
+
+def test_devices_of_one_rank_send_to_one_another():
+    flows = flows_of(reduced_by_devices(1, across=False).trace(1))
+    assert flows.ends == ("CPU:0", "CPU:1")
+    assert flows.matrix().tolist() == [[0, 1000], [1000, 0]]
+    assert flows.between_ranks() == 0
+
+
+def test_devices_of_several_ranks_are_one_ring():
+    flows = flows_of(reduced_by_devices(2, across=True).trace(2))
+    assert flows.ends == ("rank 0 CPU:0", "rank 0 CPU:1", "rank 1 CPU:0", "rank 1 CPU:1")
+    assert flows.matrix().tolist() == [[0, 1500, 0, 0], [0, 0, 1500, 0], [0, 0, 0, 1500], [1500, 0, 0, 0]]
+    assert flows.between_ranks() == 3000
+    apart = flows_of(reduced_by_devices(2, across=False).trace(2))
+    assert apart.matrix().tolist() == [[0, 1000, 0, 0], [1000, 0, 0, 0], [0, 0, 0, 1000], [0, 0, 1000, 0]]
+    assert apart.between_ranks() == 0
+
+
+def test_messages_go_from_device_to_device():
+    book = Book()
+    shared = {"nbytes": 70, "group": "copies", "match": 1}  # one tensor is sent to two devices under one number
+    for device in (2, 1):
+        book.travel(0, "send", 0, 1, peer=0, device="CPU:0", **shared)
+        book.travel(0, "recv", 0, 1, peer=0, device=f"CPU:{device}", **shared)
+    book.travel(1, "send", 0, 1, nbytes=5, peer=0, group="messages", match=1)
+    book.travel(0, "recv", 0, 1, nbytes=5, group="messages", match=1, device="CPU:2")
+    book.travel(1, "send", 0, 1, nbytes=3, peer=0, group="messages", match=2)  # which device received it, nobody noted
+    flows = flows_of(book.trace(2))
+    assert flows.ends == ("rank 0", "rank 0 CPU:0", "rank 0 CPU:1", "rank 0 CPU:2", "rank 1")
+    found = {(flows.ends[a], flows.ends[b]): n for (a, b), n in np.ndenumerate(flows.matrix()) if n}
+    own, other = "rank 0 CPU:", "rank 1"
+    assert found == {(f"{own}0", f"{own}1"): 70, (f"{own}0", f"{own}2"): 70, (other, f"{own}2"): 5, (other, "rank 0"): 3}
+
+
+def test_a_broadcast_comes_from_the_roots_first_device():
+    book = Book()
+    for rank, device in itertools.product((0, 1), ("CPU:0", "CPU:1")):
+        book.travel(rank, "broadcast", 0, 1, nbytes=10, group="all", match=1, peer=ROOTED, device=device)
+    assert flows_of(book.trace(2)).matrix().tolist() == [[0, 10, 10, 10], [0] * 4, [0] * 4, [0] * 4]
+
+
+def test_the_figure_of_devices_speaks_of_devices():
+    ax = traffic(reduced_by_devices(1, across=False).trace(1))
+    beside = matrix_of(ax)
+    assert beside.get_title(loc="left") == "from device to device [kB]"
+    assert beside.get_xlabel() == "to device\n(a collective counts as a ring of its devices)"
+    assert beside.get_ylabel() == "from device"
+    assert ax.get_ylabel() == "sent by all devices [MB/s]"
+    assert ax.get_title(loc="left").endswith("2.00 kB in all")
+    several = traffic(reduced_by_devices(2, across=True).trace(2))
+    assert several.get_title(loc="left").endswith("6.00 kB in all, 3.00 kB between ranks")

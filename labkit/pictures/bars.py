@@ -23,8 +23,8 @@ from labkit.trace import Trace
 from labkit.units import bytes_in_words
 
 __all__ = [
-    "COMMUNICATION_LANE", "COMPUTE_LANE", "LANES", "STYLES", "Bars", "Style", "blend", "caption", "coverage", "ink", "lanes",
-    "style_of",
+    "COMMUNICATION_LANE", "COMPUTE_LANE", "HAIRLINE_PX", "IMPORTANCE", "LANES", "STYLES", "Bars", "Style", "blend", "caption",
+    "coverage", "crowded", "hairlines", "ink", "lanes", "style_of",
 ]  # fmt: skip
 
 
@@ -68,6 +68,12 @@ STYLES: Final[dict[str, Style]] = {
 }
 _MICRO_BATCH: Final = re.compile(r"(?i)(?:forward|backward) (\d+)")  # "forward 3 of stage 1"
 _NUMBER: Final = {name: i for i, name in enumerate(STYLES)}
+IMPORTANCE: Final = {"unlabelled": 0, "issued": 1, "waiting": 2}  # 3 for the others: a hairline covers what is less important
+_HAPPENS: Final = np.array([IMPORTANCE.get(name, 3) == 3 for name in STYLES])
+HAIRLINE_PX: Final = 0.7  # a bar is drawn at least so wide, where there is room
+CLOSE_PX: Final = 2.0  # narrower bars that lie no further apart
+CROWD: Final = 8  # and are at least so many would look like one wide bar: their colours mix
+SEEN: Final = 0.25  # and where bars share a pixel, what happens in it is at least so opaque
 
 # Top and height of the lanes, as shares of the row, measured from its top. Tenths, so that coarse pixels hit them.
 COMPUTE_LANE: Final = (0.1, 0.5)
@@ -174,8 +180,45 @@ def coverage(bars: Bars, edges: NDArray[np.int64]) -> NDArray[np.int64]:
     return covered
 
 
+def hairlines(bars: Bars, px_per_ns: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Where each bar is drawn, from and to, in ns: as it lies, or as a hairline where nothing as important is beside it.
+
+    A bar of a tenth of a pixel would be a tenth as strong, which nobody sees: two milliseconds in a run of seconds. It grows into
+    what is empty or less important, half of the way to the next bar at most; the time that it took is not looked up here.
+    """
+    left, right = bars.start_ns.astype(np.float64), bars.end_ns.astype(np.float64)
+    importance = np.array([IMPORTANCE.get(name, 3) for name in STYLES])[bars.style]
+    for level in (3, 2, 1):
+        at = np.flatnonzero(importance >= level)
+        start, end = left[at], right[at]
+        before = np.append(-np.inf, end[:-1])
+        after = np.append(start[1:], np.inf)
+        lacks = np.maximum(HAIRLINE_PX / px_per_ns - (end - start), 0) * (importance[at] == level)
+        left[at] = start - np.minimum(lacks / 2, np.maximum(start - before, 0) / 2)
+        right[at] = end + np.minimum(lacks / 2, np.maximum(after - end, 0) / 2)
+    return left, right
+
+
+def crowded(bars: Bars, px_per_ns: float) -> NDArray[np.bool_]:
+    """Which bars are so narrow, so many and so close together that hairlines would make them a wide bar."""
+    narrow = (bars.end_ns - bars.start_ns) * px_per_ns < HAIRLINE_PX
+    found = np.zeros(len(bars), bool)
+    at = np.flatnonzero(narrow & (bars.style != _NUMBER["unlabelled"]))
+    if len(at) < CROWD:
+        return found
+    start, end = bars.start_ns[at], bars.end_ns[at]
+    crowd = np.cumsum(np.append(True, (start[1:] - end[:-1]) * px_per_ns > CLOSE_PX)) - 1
+    first = np.flatnonzero(np.diff(crowd, prepend=-1))
+    for begin, after in zip(first.tolist(), [*first[1:].tolist(), len(at)], strict=True):
+        if after - begin >= CROWD:
+            found[at[begin] : at[after - 1] + 1] = True
+    return found & narrow
+
+
 def blend(covered: NDArray[Any], bin_ns: float) -> NDArray[np.float64]:
     """The colour of each bin as the eye would see it from afar: its styles mixed, the uncovered part transparent.
+
+    What happens for a small part of a bin only is made as strong as it takes to be seen.
 
     Args:
         covered: shape (styles, bins), in ns, as `coverage` gives it.
@@ -186,6 +229,8 @@ def blend(covered: NDArray[Any], bin_ns: float) -> NDArray[np.float64]:
     """
     colours = np.array([style.rgba for style in STYLES.values()])
     weights = covered.T * (colours[:, 3] / bin_ns)
+    happens = weights[:, _HAPPENS].sum(axis=1)
+    weights[:, _HAPPENS] *= np.where((happens > 0) & (happens < SEEN), SEEN / np.maximum(happens, 1e-12), 1)[:, None]
     opacity = weights.sum(axis=1)
     mixed = weights @ colours[:, :3] / np.maximum(opacity, 1e-12)[:, None]
     return np.column_stack([mixed, np.minimum(opacity, 1)])

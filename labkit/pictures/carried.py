@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from labkit.errors import LabError
 from labkit.pictures.flows import Flows, flows_of, over_time
@@ -51,9 +50,10 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
     A message or a remote call goes from the one who sends to the one who receives. A collective is counted in one way, whatever
     the backend does: a broadcast and a scatter as messages from their root to each other rank, a gather and a reduce as messages
     from each to the root; an all-to-all as one from each to each; the others as a ring of their ranks would move them: in an
-    all-reduce of S bytes on n ranks, each sends 2·(n - 1)/n·S to the next. Bytes are those of tensors (of remote calls, of what
-    is pickled), spread evenly from the moment when all ranks had come to the end. An operation has one colour in all figures;
-    those that moved less than a hundredth of the bytes are drawn as one. Operations whose size is not known are named below.
+    all-reduce of S bytes on n ranks, each sends 2·(n - 1)/n·S to the next. Of a rank with several of TensorFlow's devices, each
+    device sends and receives as a rank does. Bytes are those of tensors (of remote calls, of what is pickled), spread evenly from
+    the moment when all ranks had come to the end. An operation has one colour in all figures; those that moved less than a
+    hundredth of the bytes are drawn as one. Operations whose size is not known are named below.
 
     Args:
         run: a run or a trace.
@@ -64,7 +64,7 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
         the left Axes; the matrix is the next one of its figure.
 
     Raises:
-        LabError: there is nothing to draw, no such step, or nothing travelled between ranks.
+        LabError: there is nothing to draw, no such step, or nothing travelled between ranks or devices.
         TypeError: something else than a run or a trace was given.
 
     Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
@@ -73,12 +73,12 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
     view = view_of(trace_of(run, "traffic"), step, "")
     trace, flows = view.shown, flows_of(view.shown)
     if not len(flows.name) and flows.unsized:
-        raise LabError(f"traffic: nobody knows the size of what travelled between ranks ({_unsized(flows)})")
+        raise LabError(f"traffic: nobody knows the size of what travelled ({_unsized(flows)})")
     if not len(flows.name):
         raise LabError("traffic: nothing that labkit knows the size of travelled between ranks")
-    matrix, labels = flows.matrix(len(trace.ranks)), _labels(flows)
+    matrix, labels = flows.matrix(), _labels(flows)
     entries = [*labels, *([f"not counted, as of unknown size: {_unsized(flows)}"] if flows.unsized else [])]
-    ranks, rules = _short(trace.ranks), _rules(flows)
+    ranks, rules = _short(flows.ends), _rules(flows)
     longest = max(len(name.removeprefix("rank ")) for name in ranks)
     upright = len(ranks) * (longest * CHARACTER_IN + 0.06) > MATRIX_IN and longest > 2
     # Two columns in the legend, if they leave room for what is written below the matrix.
@@ -99,9 +99,10 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
         if flows.unsized:
             ax.plot([], [], linestyle="none", label=entries[-1])
         ax.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.23), ncols=columns, borderaxespad=0)
-        _draw_matrix(right, scale, ranks, matrix, rules, upright)
+        _draw_matrix(right, scale, flows, ranks, rules, upright)
         least = "at least " if flows.unsized else ""
-        ax.set_title(f"What travelled  ·  {view.in_words()}, {least}{bytes_in_words(matrix.sum())} in all")
+        some = f", {bytes_in_words(flows.between_ranks())} between ranks" if flows.devices and len(trace.ranks) > 1 else ""
+        ax.set_title(f"What travelled  ·  {view.in_words()}, {least}{bytes_in_words(matrix.sum())} in all{some}")
     return ax
 
 
@@ -132,9 +133,14 @@ def _unsized(flows: Flows) -> str:
     return ", ".join(f"{count} × {shortened(name, LONGEST)}" for name, count in flows.unsized)
 
 
+def _ends(flows: Flows) -> str:
+    """What sends and receives, in one word."""
+    return "device" if flows.devices else "rank"
+
+
 def _rules(flows: Flows) -> str:
     """How the collectives are counted."""
-    rules = ["as a ring of its ranks"] * flows.rings + ["as its root's messages"] * flows.roots
+    rules = [f"as a ring of its {_ends(flows)}s"] * flows.rings + ["as its root's messages"] * flows.roots
     return "\n(a collective counts " + "\nor ".join(rules) + ")" if rules else ""
 
 
@@ -157,7 +163,7 @@ def _draw_rates(ax: Axes, trace: Trace, flows: Flows, labels: list[str]) -> None
     ax.stairs(floor, x, color=GREY, linewidth=0.5)
     ax.set(xlim=(0, x[-1]), ylim=(0, 1.06 * floor.max()))
     ax.set_xlabel(f"time since the start [{time_unit}]")
-    ax.set_ylabel(f"sent by all ranks [{unit}/s]")
+    ax.set_ylabel(f"sent by all {_ends(flows)}s [{unit}/s]")
 
 
 def _looks(names: Sequence[str]) -> list[dict[str, Any]]:
@@ -171,9 +177,10 @@ def _looks(names: Sequence[str]) -> list[dict[str, Any]]:
     return [found[name] for name in names]
 
 
-def _draw_matrix(ax: Axes, scale: Axes | None, ranks: list[str], matrix: NDArray[np.float64], rules: str, upright: bool) -> None:
+def _draw_matrix(ax: Axes, scale: Axes | None, flows: Flows, ranks: list[str], rules: str, upright: bool) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
+    matrix, what = flows.matrix(), _ends(flows)
     unit, size = unit_of_bytes(matrix.max())
     colours: Any = LinearSegmentedColormap.from_list("sent", ["#FFFFFF", "#F3B58A", "#D55E00"])
     n = len(ranks)
@@ -188,9 +195,10 @@ def _draw_matrix(ax: Axes, scale: Axes | None, ranks: list[str], matrix: NDArray
     if upright:
         ax.tick_params(axis="x", labelrotation=90)
     ax.tick_params(length=0)
-    ax.set_xlabel(("to rank" if short != ranks else "to") + rules)
-    ax.set_ylabel("from rank" if short != ranks else "from")
-    ax.set_title(f"from rank to rank [{unit}]")
+    numbered = short != ranks or flows.devices
+    ax.set_xlabel((f"to {what}" if numbered else "to") + rules)
+    ax.set_ylabel(f"from {what}" if numbered else "from")
+    ax.set_title(f"from {what} to {what} [{unit}]")
     for spine in ax.spines.values():
         spine.set(visible=True, color="#C6CBD3", linewidth=0.6)
     if scale is not None:

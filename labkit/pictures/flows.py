@@ -11,6 +11,7 @@ collectives the bus bandwidth factors in the documentation of NVIDIA's nccl-test
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.pictures.arrows import messages
+from labkit.pictures.ends import Ends, ends_of
 from labkit.ring import COMMUNICATION, OPEN, ROOTED, UNSIZED
 from labkit.trace import Trace
 
@@ -36,13 +38,15 @@ _SECOND_END: Final = ("recv",)  # counted by the rank that sent it
 
 @dataclass(frozen=True, slots=True)
 class Flows:
-    """Bytes on their way, an entry for each rank that sends in an operation and each that it sends to.
+    """Bytes on their way, an entry for each end that sends in an operation and each that it sends to.
+
+    An end is a rank; of a rank with several of TensorFlow's devices, one of them.
 
     Args:
         name: the operations, most bytes first.
         operation: of each entry, its place in `name`.
-        source: the rank that sends.
-        destination: the rank that receives.
+        source: the end that sends, as its place in `ends`.
+        destination: the end that receives.
         nbytes: how much; a collective's share need not be whole.
         start_ns: from when it can travel.
         end_ns: when it has arrived.
@@ -50,6 +54,9 @@ class Flows:
         rings: whether there are collectives among them that are counted as rings.
         roots: whether there are some that are counted as messages from or to their root.
         unsized: operations that are in none of these, because nobody knows their bytes, and how many times each was made.
+        ends: the names of the ends.
+        rank: the number of each end's rank.
+        devices: whether there are devices among them.
     """
 
     name: tuple[str, ...]
@@ -62,12 +69,19 @@ class Flows:
     count: tuple[int, ...]
     rings: bool
     roots: bool
-    unsized: tuple[tuple[str, int], ...] = ()
+    unsized: tuple[tuple[str, int], ...]
+    ends: tuple[str, ...]
+    rank: NDArray[np.int64]
+    devices: bool
 
-    def matrix(self, ranks: int) -> NDArray[np.float64]:
-        """Bytes from rank to rank, shape (ranks, ranks): the row sends, the column receives."""
-        sums = np.bincount(self.source * ranks + self.destination, self.nbytes, ranks * ranks).astype(np.float64)
-        return sums.reshape(ranks, ranks)
+    def matrix(self) -> NDArray[np.float64]:
+        """Bytes from end to end, shape (ends, ends): the row sends, the column receives."""
+        count = len(self.ends)
+        return np.bincount(self.source * count + self.destination, self.nbytes, count**2).astype(np.float64).reshape(count, count)
+
+    def between_ranks(self) -> float:
+        """Bytes that went from one rank to another, and not to a device of the same."""
+        return float(self.nbytes[self.rank[self.source] != self.rank[self.destination]].sum())
 
     def by_operation(self) -> NDArray[np.float64]:
         """Bytes of each operation, shape (names,)."""
@@ -76,17 +90,19 @@ class Flows:
 
 def flows_of(trace: Trace) -> Flows:
     """The flows of a trace; of a stretch of it, those of what completed in it."""
-    data, names = trace.columns.data, trace.columns.names
+    data, names, ends = trace.columns.data, trace.columns.names, ends_of(trace)
     data_ready = trace.ready()
     complete = (data["kind"] == COMMUNICATION) & (data["flags"] & OPEN == 0)
     mine = np.flatnonzero(complete & (data["end_ns"] <= trace.end_ns))
     rows, ready = data[mine], data_ready[mine]
-    rings, roots = _rings(rows, names), _roots(rows, names)
-    parts = [*_messages(rows, names), *rings, *roots]
+    rings, roots = _rings(rows, names, ends), _roots(rows, names, ends)
+    parts = [*_messages(rows, names, ends), *rings, *roots]
     row = np.concatenate([np.empty(0, np.int64), *(p[0] for p in parts)])
     source, destination, nbytes = (np.concatenate([np.empty(0), *(p[i] for p in parts)]) for i in (1, 2, 3))
     keep = (nbytes > 0) & (source != destination)
     row, source, destination, nbytes = row[keep], source[keep].astype(np.int64), destination[keep].astype(np.int64), nbytes[keep]
+    shown = ends.matter(np.concatenate([source, destination]))
+    source, destination = (np.cumsum(shown) - 1)[source], (np.cumsum(shown) - 1)[destination]
     used, operation = np.unique(rows["name"][row], return_inverse=True)
     order = np.argsort(-np.bincount(operation, nbytes, len(used)), kind="stable")
     place = np.empty(len(used), np.int64)
@@ -97,6 +113,7 @@ def flows_of(trace: Trace) -> Flows:
         tuple(names[i] for i in used[order].tolist()), place[operation], source, destination, nbytes, start[row], end[row],
         tuple(once[i] for i in used[order].tolist()),
         rings=any(names[i].startswith(tuple(_TO_NEXT)) for i in used), roots=bool(roots), unsized=_unsized(rows, names),
+        ends=tuple(itertools.compress(ends.names, shown)), rank=ends.rank[shown], devices=ends.devices,
     )  # fmt: skip
 
 
@@ -140,53 +157,53 @@ def _on_its_way(trace: Trace, mine: NDArray[np.int64], rows: Any, ready: NDArray
     return start, end
 
 
-def _messages(rows: Any, names: list[str]) -> list[tuple[Any, ...]]:
+def _messages(rows: Any, names: list[str], ends: Ends) -> list[tuple[Any, ...]]:
     """Of messages and remote calls: row, source, destination, bytes."""
     peer = rows["peer"] >= 0
     first = np.array([name.partition(" ")[0] for name in names])
     received = np.isin(first, _RECEIVED)[rows["name"]]
     second = np.array([name.startswith(_SECOND_END) for name in names])[rows["name"]]
     here = np.flatnonzero(peer & ~second)
-    rank, other = rows["rank"][here], rows["peer"][here]
+    mine, other = ends.of(rows[here]), ends.opposite(rows[here], rows[second])
     came = received[here]
-    return [(here, np.where(came, other, rank), np.where(came, rank, other), rows["nbytes"][here].astype(np.float64))]
+    return [(here, np.where(came, other, mine), np.where(came, mine, other), rows["nbytes"][here].astype(np.float64))]
 
 
-def _roots(rows: Any, names: list[str]) -> list[tuple[Any, ...]]:
+def _roots(rows: Any, names: list[str], ends: Ends) -> list[tuple[Any, ...]]:
     """Of collectives with a root: row, source, destination, bytes. The root's own entry goes from it to itself."""
     here = np.flatnonzero(rows["peer"] <= ROOTED)
     leaves = np.array([name in _FROM_ROOT for name in names])[rows["name"][here]]
-    rank, root = rows["rank"][here], ROOTED - rows["peer"][here]
-    part = (here, np.where(leaves, root, rank), np.where(leaves, rank, root), rows["nbytes"][here].astype(np.float64))
+    mine, root = ends.of(rows[here]), ends.root(ROOTED - rows["peer"][here])
+    part = (here, np.where(leaves, root, mine), np.where(leaves, mine, root), rows["nbytes"][here].astype(np.float64))
     return [part] if len(here) else []
 
 
-def _rings(rows: Any, names: list[str]) -> list[tuple[Any, ...]]:
+def _rings(rows: Any, names: list[str], ends: Ends) -> list[tuple[Any, ...]]:
     """Of collectives without a root, per process group: row, source, destination, bytes."""
     parts: list[tuple[Any, ...]] = []
     collective = np.flatnonzero((rows["peer"] < 0) & (rows["peer"] > ROOTED) & (rows["group"] != 0) & (rows["nbytes"] > 0))
     for group in np.unique(rows["group"][collective]).tolist():
         of_group = collective[rows["group"][collective] == group]
-        members = np.unique(rows["rank"][of_group])
+        members = np.unique(ends.of(rows[of_group]))
         n = len(members)
         after = np.zeros(int(members[-1]) + 1, np.int64)
         after[members] = np.roll(members, -1)
         for number in np.unique(rows["name"][of_group]).tolist():
             here = of_group[rows["name"][of_group] == number]
-            rank, nbytes, name = rows["rank"][here], rows["nbytes"][here].astype(np.float64), names[number]
+            mine, nbytes, name = ends.of(rows[here]), rows["nbytes"][here].astype(np.float64), names[number]
             if name.startswith("all_to_all"):
                 for other in members.tolist():
-                    parts.append((here, rank, np.full(len(here), other), nbytes / n))  # to itself as well: that does not travel
+                    parts.append((here, mine, np.full(len(here), other), nbytes / n))  # to itself as well: that does not travel
             else:
                 share = next((share for begin, share in _TO_NEXT.items() if name.startswith(begin)), None)
                 if share is not None:
-                    parts.append((here, rank, after[rank], nbytes * share(n)))
+                    parts.append((here, mine, after[mine], nbytes * share(n)))
     return parts
 
 
 def _unsized(rows: Any, names: list[str]) -> tuple[tuple[str, int], ...]:
     second = np.array([name.startswith(_SECOND_END) for name in names])[rows["name"]]
-    times = _times(rows, np.flatnonzero((rows["flags"] & UNSIZED != 0) & ~second & (rows["peer"] != rows["rank"])))
+    times = _times(rows, np.flatnonzero((rows["flags"] & UNSIZED != 0) & ~second))
     return tuple(sorted((names[number], count) for number, count in times.items()))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from labkit.errors import LabError, missing
 from labkit.intervals import Intervals
 from labkit.pictures.arrows import COLOUR, draw_messages
-from labkit.pictures.bars import LANES, STYLES, Bars, blend, caption, coverage, ink
+from labkit.pictures.bars import IMPORTANCE, LANES, STYLES, Bars, blend, caption, coverage, crowded, hairlines, ink
 from labkit.pictures.rows import Row, is_pipeline, rows_of
 from labkit.pictures.sheet import GREY, INKS, WIDTH_IN, HasTrace, pyplot, ranks_in_words, sheet, trace_of
 from labkit.pictures.waits import legend_of, waiting_in_words
@@ -77,9 +77,10 @@ def timeline(
 ) -> Axes:
     """Draw what every rank did when: a row per rank, compute above and communication beneath it, so that overlap is visible.
 
-    A rank of which both the GPU and the CPU have something to show has a row for each. Messages are arrows from sender to
-    receiver, where they are few enough. Of a pipeline, whose ranks compute numbered micro-batches (spans such as "forward 3") and
-    hand them on, the title tells the bubble: the share of all ranks' time in which they compute nothing.
+    What is narrower than a pixel is drawn as a hairline where nothing more important is. A rank of which both the GPU and the CPU
+    have something to show has a row for each; one with several of TensorFlow's devices has a row for each of them too. Messages
+    are arrows from sender to receiver, where they are few enough. Of a pipeline, whose ranks compute numbered micro-batches (as
+    in "forward 3") and hand them on, the title tells the bubble: the share of all ranks' time in which they compute nothing.
 
     Args:
         runs: one or more runs or traces, or runs by their titles, as in `timeline({"naive": a, "overlapped": b})`; several stand
@@ -241,8 +242,12 @@ class _Timeline:
             if len(bars) > 1.5 * self.width_px:
                 self._image(bars, trace, y + top, height)
                 continue
-            left = (bars.start_ns - trace.start_ns) / self.unit_ns
-            right = (bars.end_ns - trace.start_ns) / self.unit_ns
+            crowd = crowded(bars, self._px_per_unit() / self.unit_ns)
+            if crowd.any():
+                self._image(bars[crowd], trace, y + top, height)
+                bars = bars[~crowd]
+            drawn = hairlines(bars, self._px_per_unit() / self.unit_ns)
+            left, right = ((times_ns - trace.start_ns) / self.unit_ns for times_ns in drawn)
             for number, style in enumerate(STYLES):
                 of_style = bars.style == number
                 if of_style.any():
@@ -268,7 +273,7 @@ class _Timeline:
             look, corners = STYLES[style], np.concatenate(parts)
             wide = (corners[:, 1, 0] - corners[:, 0, 0]) * self._px_per_unit() > 5
             bars = PolyCollection(
-                list(corners), facecolors=[look.rgba], label=style, zorder=2, antialiased=True,
+                list(corners), facecolors=[look.rgba], label=style, zorder=2 + IMPORTANCE.get(style, 3) / 100, antialiased=True,
                 edgecolors=look.colour if look.hatch else "white", hatch=HATCH if look.hatch else None,
                 linewidths=0 if look.hatch else np.where(wide, 0.5, 0.0),
             )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 
 from labkit.pictures.bars import Bars, lanes
+from labkit.pictures.ends import devices_of
 from labkit.ring import CALL, COMMUNICATION, COMPUTE, DEVICE_SHIFT, ON_CUDA
 from labkit.trace import Trace
 
@@ -62,10 +63,8 @@ def rows_of(trace: Trace) -> list[Row]:
     told = (data["kind"] == COMPUTE) | (data["kind"] == COMMUNICATION)
     on_cuda = data["flags"] & ON_CUDA != 0
     both = {int(rank) for rank in np.intersect1d(data["rank"][told & on_cuda], data["rank"][told & ~on_cuda])}
-    numbers = data["flags"] >> DEVICE_SHIFT
     for rank, name in enumerate(trace.ranks):
-        devices = np.unique(numbers[told & (data["rank"] == rank) & (numbers > 0)]).tolist()
-        if len(devices) > 1:
+        if devices := devices_of(trace, rank):
             found.append(Row(name, rank, number=0))
             found += [Row(f"CPU:{number - 1}", rank, number=number) for number in devices]
         elif rank in both:
