@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed import rpc
 
 import labkit as lab
-from labkit.units import in_words
+from labkit.errors.units import in_words
 
 LINK: Final = lab.Link(gbit_per_s=1, latency_us=50)
 FAR: Final = lab.Link(gbit_per_s=1, latency_us=5000)  # where latency is what counts

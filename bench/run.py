@@ -20,7 +20,7 @@ import trouble
 from contenders import FLOOR, LABKIT, TASKS, TOOLS, Results, measure
 from table import Goal, duration, goal_rows, mib, table
 
-from labkit.runtimes import RUNTIMES
+from labkit.worker.runtimes.registry import RUNTIMES
 
 ROOT: Final = Path(__file__).parent.parent
 PARTS: Final = ("spans", "collectives", "tools", "trouble", "picture")

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 import labkit as lab
-from labkit.pictures.memory import usages
-from labkit.ring import MEMORY_KINDS
+from labkit.plots.memory import usages
+from labkit.recording.ring_buffer import MEMORY_KINDS
 
 __all__ = ["memory", "tensor_parallel"]
 

@@ -12,33 +12,30 @@ Importing it loads neither torch, tensorflow nor matplotlib: each name brings wh
 from __future__ import annotations
 
 import importlib
-import itertools
-import os
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from labkit.errors import LabError, RankError
-from labkit.wrong_calls import WrongNameError, did_you_mean
+from labkit.errors.exceptions import LabError, RankError
+from labkit.errors.wrong_calls import WrongNameError, did_you_mean
+from labkit.notebook.startup import begin
 
 if TYPE_CHECKING:
-    from labkit import predict
-    from labkit.check import check
-    from labkit.doctor import doctor
-    from labkit.explore import explore
-    from labkit.group import Group
-    from labkit.link import Link
-    from labkit.load import load_trace
-    from labkit.measure import measure_link
-    from labkit.pictures.memory import memory
-    from labkit.plot import breakdown, compare, scaling, timeline, traffic
-    from labkit.profile import profile
-    from labkit.record import record, span, steps
-    from labkit.run import Run
-    from labkit.runtimes import devices
-    from labkit.schedule import schedule
-    from labkit.trace import Span, Trace
-    from labkit.track import track_memory
+    from labkit.costs import formulas as predict
+    from labkit.costs.link import Link
+    from labkit.exercises.check import check
+    from labkit.group.profile import profile
+    from labkit.group.run import Run
+    from labkit.notebook.doctor import doctor
+    from labkit.notebook.group import Group
+    from labkit.notebook.measure_link import measure_link
+    from labkit.plots.explore import explore
+    from labkit.plots.figures import breakdown, compare, scaling, timeline, traffic
+    from labkit.plots.memory import memory
+    from labkit.recording.memory_tracker import track_memory
+    from labkit.recording.record import record, span, steps
+    from labkit.tracing.ideal_pipeline import schedule
+    from labkit.tracing.load import load_trace
+    from labkit.tracing.trace import Span, Trace
+    from labkit.worker.runtimes.registry import devices
 
 __all__ = [
     "Group", "LabError", "Link", "RankError", "Run", "Span", "Trace", "breakdown", "check", "compare", "devices", "doctor",
@@ -47,25 +44,25 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "check": ["check"],
-    "doctor": ["doctor"],
-    "explore": ["explore"],
-    "group": ["Group"],
-    "link": ["Link"],
-    "load": ["load_trace"],
-    "measure": ["measure_link"],
-    "pictures.memory": ["memory"],
-    "plot": ["breakdown", "compare", "scaling", "timeline", "traffic"],
-    "predict": [],  # itself
-    "profile": ["profile"],
-    "record": ["record", "span", "steps"],
-    "run": ["Run"],
-    "runtimes": ["devices"],
-    "schedule": ["schedule"],
-    "trace": ["Span", "Trace"],
-    "track": ["track_memory"],
+    "costs.formulas": ["predict"],  # the module itself
+    "costs.link": ["Link"],
+    "exercises.check": ["check"],
+    "group.profile": ["profile"],
+    "group.run": ["Run"],
+    "notebook.doctor": ["doctor"],
+    "notebook.group": ["Group"],
+    "notebook.measure_link": ["measure_link"],
+    "plots.explore": ["explore"],
+    "plots.figures": ["breakdown", "compare", "scaling", "timeline", "traffic"],
+    "plots.memory": ["memory"],
+    "recording.memory_tracker": ["track_memory"],
+    "recording.record": ["record", "span", "steps"],
+    "tracing.ideal_pipeline": ["schedule"],
+    "tracing.load": ["load_trace"],
+    "tracing.trace": ["Span", "Trace"],
+    "worker.runtimes.registry": ["devices"],
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names or [module]}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
@@ -73,10 +70,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise WrongNameError(f"labkit has no {name!r}; {did_you_mean(name, __all__)}")
     value: Any = importlib.import_module(f"labkit.{_HOME_OF[name]}")
-    if _HOMES[_HOME_OF[name]]:
+    if name != "predict":
         value = getattr(value, name)
-    if name == "Group":
-        value.picture = _picture
     globals()[name] = value
     return value
 
@@ -85,55 +80,4 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-class _Package(ModuleType):
-    """A package whose public names win over its files: `record` is both, and importing the file would hide the name."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, ModuleType) and _HOMES.get(_HOME_OF.get(name, "")):
-            value = getattr(value, name)
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
-
-
-def _picture() -> Any:
-    from labkit.live import Live
-
-    return Live()
-
-
-def _greet() -> None:
-    """In a notebook's kernel: make `%%ranks` known, and begin to import torch in the background, which takes a second.
-
-    In a script that is to be recorded: begin to.
-    """
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
-    if shell is None:
-        if os.environ.get("LABKIT_TRACE") and not _is_command():
-            from labkit import outside
-
-            outside.begin()
-        return
-
-    def ranks(line: str, cell: str) -> None:
-        from labkit import magic
-
-        __getattr__("Group")
-        magic.ranks(line, cell, shell)
-
-    shell.register_magic_function(ranks, "cell", "ranks")
-    if hasattr(shell, "kernel"):
-        from labkit.notebook import warm_up
-
-        warm_up()
-
-
-def _is_command() -> bool:
-    """Whether Python imports this for `python -m labkit script.py`, which begins when it knows the script's name."""
-    given = sys.orig_argv
-    return sys.argv[:1] == ["-m"] and ("-m", "labkit") in itertools.pairwise(given)
-
-
-_greet()
+begin()

@@ -13,7 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from labkit import outside
+from labkit.recording.script_folder import DEFAULT_FOLDER, VARIABLE
+from labkit.worker import script_recorder
 
 USAGE: Final = """usage: python -m labkit [-m] SCRIPT [argument ...]
        torchrun [option ...] -m labkit [-m] SCRIPT [argument ...]
@@ -35,15 +36,15 @@ def main(arguments: list[str]) -> None:
         sys.exit(0 if script else 2)
     _check(script, as_module)
     sys.argv[:] = [script, *rest]
-    if not os.environ.get(outside.VARIABLE):
-        os.environ[outside.VARIABLE] = outside.DEFAULT_FOLDER
+    if not os.environ.get(VARIABLE):
+        os.environ[VARIABLE] = DEFAULT_FOLDER
         if os.environ.get("RANK", "0") == "0":
             print(
-                f"labkit: {outside.VARIABLE} names no folder, so the trace lands in {outside.DEFAULT_FOLDER!r} "
-                f"(labkit.load_trace({outside.DEFAULT_FOLDER!r}) reads it)",
+                f"labkit: {VARIABLE} names no folder, so the trace lands in {DEFAULT_FOLDER!r} "
+                f"(labkit.load_trace({DEFAULT_FOLDER!r}) reads it)",
                 file=sys.stderr,
             )
-    outside.begin()
+    script_recorder.begin()
     sys.excepthook = _without_labkit(sys.excepthook)
     if as_module:
         sys.path[0] = os.getcwd()

@@ -57,9 +57,9 @@ def nothing_is_left() -> Iterator[None]:
 def pytests_own_settings_stay_here(
     nothing_is_left: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its filter that makes warnings errors, and its logging handlers, are no student's; tests/test_settings.py has its own."""
-    if "labkit.settings" in sys.modules and "notebooks_settings" not in request.fixturenames:
-        monkeypatch.setattr("labkit.settings.NotebookSettings.news", lambda _: None)
+    """Its filter that makes warnings errors, and its logging handlers, are no student's: those have a test file of their own."""
+    if "labkit.worker.notebook_settings" in sys.modules and "notebooks_settings" not in request.fixturenames:
+        monkeypatch.setattr("labkit.worker.notebook_settings.NotebookSettings.news", lambda _: None)
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def _shared_memory() -> set[str]:
 
 def _notebook() -> Any:
     """What labkit holds for this process; None where no test has imported it."""
-    module = sys.modules.get("labkit.notebook")
+    module = sys.modules.get("labkit.group.registry")
     return None if module is None else module.notebook
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from labkit.errors import missing
+from labkit.errors.exceptions import missing
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "tensorflow", "keras", "matplotlib", "ipywidgets", "anywidget", "sklearn", "numpy", "psutil", "IPython")
@@ -114,6 +114,8 @@ def test_the_sentence() -> None:
 
 
 def test_public_names_win_over_the_files_of_the_same_name() -> None:
-    program = "import labkit, labkit.record, labkit.doctor; print(callable(labkit.record), callable(labkit.doctor))"
+    program = (
+        "import labkit, labkit.recording.record, labkit.notebook.doctor; print(callable(labkit.record), callable(labkit.doctor))"
+    )
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=True)
     assert answer.stdout == "True True\n"

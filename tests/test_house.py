@@ -18,26 +18,18 @@ FILES = {
 }
 LIMIT_LINES = 420  # "about 400"
 
-# Record, then plain data, then draw: who may not know whom, directly or through others.
-WRITERS = (
-    "labkit.ring", "labkit.link", "labkit.ledger", "labkit.record", "labkit.comm", "labkit.wire", "labkit.start",
-    "labkit.runtimes", "labkit.rank", "labkit.track",
+# Each may import those before it, and no other.
+LAYERS = (
+    "errors", "recording", "costs", "tracing", "ipc", "comm", "worker", "plots", "group", "notebook", "exercises",
 )  # fmt: skip
-DRAWING = {name for name in FILES if name.startswith(("labkit.plot", "labkit.live", "labkit.explore", "labkit.pictures"))}
-READERS = {*DRAWING} | {f"labkit.{name}" for name in ("magic", "check", "doctor", "fit", "measure", "prediction", "predict")}
+BESIDE = {"__init__", "__main__", "data", "models", "py.typed"}  # what students import by name
 LAZY = "labkit"  # the package itself names all its parts, and imports one when it is first asked for
 
 
 def imports(module: str) -> set[str]:
-    """The files of labkit that a file imports, also inside its functions; not those it only takes types from."""
-    path = FILES[module]
-    tree = ast.parse(path.read_text())
-    only_types = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
-    skipped = {id(inner) for block in only_types for inner in ast.walk(block)}
+    """The files of labkit that a file imports, also inside its functions and for types alone."""
     found = set()
-    for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
@@ -48,39 +40,29 @@ def imports(module: str) -> set[str]:
 GRAPH = {module: imports(module) for module in FILES if module != LAZY}
 
 
-def reachable(module: str) -> set[str]:
-    seen: set[str] = set()
-    waiting = [module]
-    while waiting:
-        new = GRAPH[waiting.pop()] - seen
-        seen |= new
-        waiting += new
-    return seen
+def layer(module: str) -> int:
+    room = module.split(".")[1]
+    return LAYERS.index(room) if room in LAYERS else len(LAYERS)
+
+
+def test_the_package_has_these_rooms_and_no_others() -> None:
+    found = {path.name.removesuffix(".py") for path in (ROOT / "labkit").iterdir() if path.name != "__pycache__"}
+    assert found == {*LAYERS} | BESIDE
 
 
 def test_no_circles() -> None:
     graphlib.TopologicalSorter(GRAPH).prepare()  # raises CycleError, which names the circle
 
 
-@pytest.mark.parametrize("writer", [w for w in WRITERS if w in FILES])
-def test_a_writer_knows_no_reader(writer: str) -> None:
-    assert reachable(writer) & (READERS | {"labkit.group"}) == set()
+def test_imports_run_one_way() -> None:
+    upward = [f"{module} imports {used}" for module in GRAPH for used in GRAPH[module] if layer(used) > layer(module)]
+    assert upward == []
 
 
 def test_a_group_knows_no_drawing() -> None:
-    assert reachable("labkit.group") & (DRAWING | {"labkit.magic"}) == set()
-
-
-def test_errors_know_nothing() -> None:
-    assert GRAPH["labkit.errors"] == set()
-
-
-def test_units_know_nothing() -> None:
-    assert GRAPH["labkit.units"] == set()
-
-
-def test_the_doctor_knows_only_errors_and_units() -> None:
-    assert GRAPH["labkit.doctor"] == {"labkit.errors", "labkit.units"}
+    assert [
+        m for m, used in GRAPH.items() if m.startswith("labkit.group") and any(u.startswith("labkit.plots") for u in used)
+    ] == []
 
 
 @pytest.mark.parametrize("module", FILES)

@@ -120,7 +120,9 @@ def run_stage(stage: str, machine: Machine, *, rehearsal: bool, left_s: float) -
 
 def _command(stage: str) -> list[str]:
     if stage == "tests":
-        paths = [path for path in sorted((ROOT / "tests").glob("test_gpu_*.py")) if "pytestmark = gpu" in path.read_text("utf-8")]
+        paths = [
+            path for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")) if "pytestmark = gpu" in path.read_text("utf-8")
+        ]
         files = [str(path.relative_to(ROOT)) for path in paths]
         # The project's own options are for nbval, which need not be here.
         return ["-m", "pytest", "-o", "addopts=", "-m", "gpu", "-ra", "-q", f"--junitxml={BUILD / 'tests.xml'}", *files]

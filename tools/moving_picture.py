@@ -17,11 +17,11 @@ from typing import Any, Final
 from PIL import Image
 
 import labkit as lab
-from labkit.live import Live
-from labkit.pictures.curves import beneath
-from labkit.pictures.frame import Frame, svg
-from labkit.pictures.gantt import figure_of
-from labkit.pictures.image import as_image
+from labkit.plots.image import as_image
+from labkit.plots.live.curves import beneath
+from labkit.plots.live.frame import Frame, svg
+from labkit.plots.live.view import Live
+from labkit.plots.timeline import figure_of
 
 __all__ = ["chromium", "film"]
 
@@ -33,7 +33,7 @@ PAGE: Final = "<body style='margin:{margin}px;background:white;font-family:DejaV
 
 
 class _Film:
-    """A `labkit.live.Screen` that keeps what it is shown."""
+    """A `labkit.plots.live.view.Screen` that keeps what it is shown."""
 
     def __init__(self) -> None:
         self.shown: list[tuple[float, str]] = []  # when, and as HTML

@@ -13,18 +13,18 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import rpc
 
-from labkit.comm.by_hand import watched_gloo
 from labkit.comm.collectives import COLLECTIVES
-from labkit.comm.device_clock import DeviceClock
+from labkit.comm.cuda_timing import DeviceClock
+from labkit.comm.emulated_link import SlowLink, wake_in_time
 from labkit.comm.futures import Futures
 from labkit.comm.group_creation import watch_creation
 from labkit.comm.members import Numbering
+from labkit.comm.own_process_groups import watched_gloo
 from labkit.comm.pipelines import Pipelines
 from labkit.comm.process_group import watched_process_group
-from labkit.comm.slow import SlowLink, wake_in_time
-from labkit.ledger import Ledger
-from labkit.link import Link
-from labkit.record import Recorder, here
+from labkit.costs.link import Link
+from labkit.costs.shared_link import Ledger
+from labkit.recording.record import Recorder, here
 
 __all__ = ["slow_link", "watch_device", "watch_rpc", "watch_script", "watch_torch"]
 
@@ -35,7 +35,7 @@ def slow_link(link: Link, rank: int, fd: int) -> SlowLink:
     Args:
         link: the link.
         rank: this rank's number.
-        fd: the memory of the group's ledger, `labkit.ledger.LEDGER_BYTES` long, which all its ranks share; kept.
+        fd: the memory of the group's ledger, `costs.shared_link.LEDGER_BYTES` long, which all its ranks share; kept.
     """
     wake_in_time()
     ledger = Ledger(fd)

@@ -13,11 +13,11 @@ from typing import Any
 import torch.distributed.distributed_c10d as c10d
 
 from labkit.comm.futures import in_place_of
-from labkit.comm.limits import ends_by_itself
 from labkit.comm.operation import Operation
-from labkit.meeting import NEW_GROUP
-from labkit.record import Recorder, clock, student_line
-from labkit.ring import TIMED, UNSHOWN
+from labkit.comm.time_limits import ends_by_itself
+from labkit.recording.record import Recorder, clock, student_line
+from labkit.recording.rendezvous_state import NEW_GROUP
+from labkit.recording.ring_buffer import TIMED, UNSHOWN
 
 __all__ = ["watch_creation"]
 

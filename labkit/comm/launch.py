@@ -10,7 +10,7 @@ from torch.distributed import rpc
 from labkit.comm.process_group_launch import ProcessGroupLaunch
 from labkit.comm.rendezvous import Rendezvous
 from labkit.comm.stores import Stores
-from labkit.record import Recorder
+from labkit.recording.record import Recorder
 
 __all__ = ["Launch"]
 
@@ -54,7 +54,7 @@ class Launch:
             self._rpc.install()
 
     def begin_run(self, *, keep: bool, all_called: bool) -> None:
-        """A function or a cell is about to run; see `labkit.runtime_base.Runtime.begin_run`."""
+        """A function or a cell is about to run; see `worker.runtimes.base.Runtime.begin_run`."""
         self._process_group.begin_run(keep=keep)
         if self._rpc is not None:
             self._rpc.begin_run(keep=keep, all_called=all_called)

@@ -6,11 +6,11 @@ import _thread
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from labkit.record import clock
-from labkit.ring import ON_CUDA, OPEN, SERVED, TIMED, RingWriter
+from labkit.recording.record import clock
+from labkit.recording.ring_buffer import ON_CUDA, OPEN, SERVED, TIMED, RingWriter
 
 if TYPE_CHECKING:
-    from labkit.comm.slow import Booking
+    from labkit.comm.emulated_link import Booking
 
 __all__ = ["Batch", "Operation", "Ready"]
 
@@ -32,7 +32,7 @@ class Operation:
         ring: where it is written down.
         name: as the student knows it: "all_reduce".
         start_ns: when it was issued.
-        nbytes, peer, group, match, line, what: as in `labkit.spans.Span`.
+        nbytes, peer, group, match, line, what: as in `recording.events.Span`.
         ready: where what is sent comes from a GPU: the rank neither communicates nor waits before that has computed it.
     """
 
@@ -75,8 +75,8 @@ class Operation:
         """This thread is now blocked until it completes. Nothing changes where it has, or another thread waits already.
 
         Args:
-            thread: `labkit.ring.STREAM` where it is not this thread that is blocked, but a stream of its GPU; `TIMED` where it
-                goes on at some time in any case.
+            thread: `recording.ring_buffer.STREAM` where it is not this thread that is blocked, but a stream of its GPU;
+                `TIMED` where it goes on at some time in any case.
         """
         if not self.wait_start_ns and not self.end_ns:
             self.wait_start_ns = now = clock()

@@ -11,9 +11,9 @@ from types import ModuleType
 from typing import Any, Final
 
 from labkit.comm.futures import in_place_of
-from labkit.import_hook import when_imported
-from labkit.record import Recorder, clock, student_line
-from labkit.ring import AUTOMATIC, COMPUTE
+from labkit.recording.import_hook import when_imported
+from labkit.recording.record import Recorder, clock, student_line
+from labkit.recording.ring_buffer import AUTOMATIC, COMPUTE
 
 __all__ = ["Pipelines"]
 

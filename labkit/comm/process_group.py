@@ -14,19 +14,19 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import ProcessGroup
 
-from labkit.comm.attendant import Attendant
 from labkit.comm.backward import Backwards, in_backward
 from labkit.comm.collectives import COLLECTIVES, WITH_ROOT
-from labkit.comm.device_clock import DeviceOperation
+from labkit.comm.completion import Attendant
+from labkit.comm.cuda_timing import DeviceOperation
+from labkit.comm.descriptions import first_tensor, most_nbytes, nbytes_of, root_of, tensor_in_words, what_all_give
+from labkit.comm.emulated_link import Booking, SlowLink
 from labkit.comm.futures import Futures
-from labkit.comm.limits import backends_limit, ends_by_itself
 from labkit.comm.members import Numbering, numbers_of
 from labkit.comm.operation import Batch, Operation
-from labkit.comm.slow import Booking, SlowLink
-from labkit.comm.what import first_tensor, most_nbytes, nbytes_of, root_of, tensor_in_words, what_all_give
+from labkit.comm.time_limits import backends_limit, ends_by_itself
 from labkit.comm.work import SilentWork, WatchedMessage, WatchedWork
-from labkit.record import Recorder, clock, student_line
-from labkit.ring import OPEN, ROOTED, TIMED
+from labkit.recording.record import Recorder, clock, student_line
+from labkit.recording.ring_buffer import OPEN, ROOTED, TIMED
 
 __all__ = ["watched_process_group"]
 

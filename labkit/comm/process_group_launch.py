@@ -18,8 +18,8 @@ import torch.distributed.distributed_c10d as c10d
 
 from labkit.comm.default_group import DefaultGroup
 from labkit.comm.futures import in_place_of
-from labkit.comm.limits import ends_by_itself
 from labkit.comm.rendezvous import Address, Rendezvous
+from labkit.comm.time_limits import ends_by_itself
 
 __all__ = ["ProcessGroupLaunch"]
 

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from labkit.comm.operation import Operation
-from labkit.record import Recorder, clock, student_line
-from labkit.ring import RENDEZVOUS, TIMED
+from labkit.recording.record import Recorder, clock, student_line
+from labkit.recording.ring_buffer import RENDEZVOUS, TIMED
 
 __all__ = ["Address", "Rendezvous"]
 

@@ -24,18 +24,18 @@ from torch.distributed import rpc
 from torch.distributed.rpc import api, internal
 from torch.distributed.rpc.constants import DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT
 
+from labkit.comm.emulated_link import SlowLink
+from labkit.comm.emulated_rpc import SlowCalls
 from labkit.comm.futures import Futures, in_place_of
-from labkit.comm.limits import ends_by_itself
 from labkit.comm.operation import Operation
 from labkit.comm.rpc_backward import RpcBackwards, tensors_in
 from labkit.comm.rpc_names import last_name, spoken
 from labkit.comm.rpc_optimizer import step_in_python
-from labkit.comm.rpc_slow import SlowCalls
-from labkit.comm.slow import SlowLink
-from labkit.record import Recorder, clock, student_line
-from labkit.remote import sent
-from labkit.report import headline, students_traceback
-from labkit.ring import AUTOMATIC, COMPUTE, PROMISE, SERVE, SERVED, UNSEEN_PROMISE
+from labkit.comm.time_limits import ends_by_itself
+from labkit.ipc.rpc_errors import sent
+from labkit.ipc.tracebacks import headline, students_traceback
+from labkit.recording.record import Recorder, clock, student_line
+from labkit.recording.ring_buffer import AUTOMATIC, COMPUTE, PROMISE, SERVE, SERVED, UNSEEN_PROMISE
 
 __all__ = ["RpcCalls"]
 

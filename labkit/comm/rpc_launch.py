@@ -17,9 +17,9 @@ from torch.distributed import rpc
 
 from labkit.comm.futures import in_place_of
 from labkit.comm.rendezvous import Address, Rendezvous
-from labkit.errors import LabError
-from labkit.record import Recorder
-from labkit.streams import quiet_stderr
+from labkit.errors.exceptions import LabError
+from labkit.ipc.stdio import quiet_stderr
+from labkit.recording.record import Recorder
 
 __all__ = ["TRANSPORTS", "RpcLaunch", "RpcOptions"]
 

@@ -10,10 +10,10 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.constants import default_pg_timeout
 
 from labkit.comm.futures import in_place_of
-from labkit.comm.limits import ends_by_itself
 from labkit.comm.rendezvous import Rendezvous
-from labkit.record import Recorder, clock, student_line
-from labkit.ring import RENDEZVOUS, STORE, TIMED
+from labkit.comm.time_limits import ends_by_itself
+from labkit.recording.record import Recorder, clock, student_line
+from labkit.recording.ring_buffer import RENDEZVOUS, STORE, TIMED
 
 __all__ = ["Stores"]
 

@@ -11,9 +11,9 @@ from typing import Any, Final
 from torch._C._distributed_c10d import Work
 
 from labkit.comm.futures import Futures
-from labkit.comm.limits import ends_by_itself
 from labkit.comm.operation import Batch, Operation
-from labkit.ring import TIMED
+from labkit.comm.time_limits import ends_by_itself
+from labkit.recording.ring_buffer import TIMED
 
 __all__ = ["SilentWork", "WatchedMessage", "WatchedWork"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 
-from labkit.errors import LabError
+from labkit.errors.exceptions import LabError
 from labkit.exercises.judging import Exercise
 
 __all__ = ["LESSONS", "find"]

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.errors import RankError
+from labkit.errors.exceptions import RankError
 from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, differ, listing, plural, takes_number_for_list
 
 __all__ = ["EXERCISES"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from labkit.errors import RankError
+from labkit.errors.exceptions import RankError
 from labkit.exercises.judging import AnswerError, Exercise, OnRanks, call, listing, plural, takes_number_for_list
 
 __all__ = ["EXERCISES"]

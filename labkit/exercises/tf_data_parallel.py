@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.errors import RankError
+from labkit.errors.exceptions import RankError
 from labkit.exercises.judging import AnswerError, Exercise, OnRanks
 
 __all__ = ["EXERCISES"]

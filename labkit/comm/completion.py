@@ -1,0 +1,90 @@
+"""Notices when messages complete that the rank does not wait for yet.
+
+gloo tells the completion of a send or a receive only to the thread that waits for it, and to one only. A message that nobody
+waits for after a moment is therefore waited for here, on a thread of its own; the student's `wait` then waits for that thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import time
+from typing import Final, Protocol
+
+from labkit.recording.record import clock
+
+__all__ = ["Attendant", "Attended"]
+
+# A student who waits at once, as `send` and `recv` do, pays nothing; completions are seen up to this much late.
+GRACE_NS: Final = 500_000
+EXIT_LIMIT_S: Final = 0.5  # for threads to see that their messages have failed
+
+
+class Attended(Protocol):
+    """A message, as far as its attendant knows it."""
+
+    @property
+    def start_ns(self) -> int:
+        """When it was issued."""
+
+    def claim(self) -> bool:
+        """Whether the caller is the one to wait for it: True for the first who asks."""
+
+    def attend(self) -> None:
+        """Block until it is complete or has failed, and keep which."""
+
+    def give_up(self) -> None:
+        """Make it fail."""
+
+
+class Attendant:
+    """Threads that wait for messages: as many as there are messages under way that nobody else waits for."""
+
+    def __init__(self) -> None:
+        self._messages: queue.SimpleQueue[Attended] = queue.SimpleQueue()
+        self._attended: set[Attended] = set()  # each holds a thread
+        self._free = 0  # threads that are not blocked in a message
+        self._closed = False
+        self._lock = threading.Lock()
+        atexit.register(self._let_go)
+
+    def watch(self, message: Attended) -> None:
+        """See to it that somebody waits for the message."""
+        self._messages.put(message)
+        if not self._free:
+            self._more()
+
+    def _more(self) -> None:
+        with self._lock:
+            if not self._free:
+                self._free += 1
+                threading.Thread(target=self._serve, name="labkit-messages", daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            message = self._messages.get()
+            early_ns = message.start_ns + GRACE_NS - clock()
+            if early_ns > 0:
+                time.sleep(early_ns / 1e9)
+            if not self._closed and message.claim():
+                with self._lock:
+                    self._free -= 1
+                    self._attended.add(message)
+                self._more()  # for the messages behind this one, which may complete before it
+                message.attend()
+                with self._lock:
+                    self._attended.discard(message)
+                    self._free += 1
+            del message  # and with it the tensors
+
+    def _let_go(self) -> None:
+        """A thread that comes back from C++ while the interpreter ends aborts the process. Let all come back before."""
+        self._closed = True
+        with self._lock:
+            messages = list(self._attended)
+        for message in messages:
+            message.give_up()
+        until = time.monotonic() + EXIT_LIMIT_S
+        while self._attended and time.monotonic() < until:
+            time.sleep(0.001)

@@ -1,0 +1,297 @@
+"""When a GPU did what it was asked to, on the clock that all ranks share, without making it or the student's code wait.
+
+The host only enqueues work, so its clock around a call says nothing. An event enqueued before and after does; it is looked at
+later, when it has come to pass, and translated by a pair of one event and one reading of the host's clock that belong together.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import torch
+
+from labkit.comm.operation import Operation
+from labkit.recording.record import SpanStack, clock, not_begun
+from labkit.recording.ring_buffer import COMPUTE, ON_CUDA, STREAM, RingWriter, place_and_name
+
+__all__ = ["CudaEvents", "DeviceClock", "DeviceOperation", "Event", "Events", "Mark"]
+
+ANCHOR_LIFE_NS: Final = 1_000_000_000  # crystals drift by some 10 ppm: within a second, about as much as an anchor is uncertain
+ANCHOR_TRIES: Final = 5  # the quickest of these is the truest
+ANCHOR_LIMIT_NS: Final = 1_000_000  # for one try; where other work holds the event up, the old anchor is the better one
+FLUSH_LIMIT_S: Final = 10.0  # for what the student's function enqueued before it returned
+STUCK_LIMIT_S: Final = 0.1  # the same where it may be waiting for a rank that never comes
+
+
+class Event(Protocol):
+    """What a `torch.cuda.Event` does here."""
+
+    def query(self) -> bool:
+        """Whether the GPU has come to it."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from it to a later one of the same device."""
+
+    def synchronize(self) -> None:
+        """Block the host until the GPU has come to it."""
+
+
+class Events(Protocol):
+    """Where events come from: `CudaEvents`, or a test."""
+
+    def awake(self) -> bool:
+        """Whether there are events to be had: CUDA is initialised, and is not recording a graph."""
+
+    def device(self) -> int:
+        """The device that work goes to where none is named."""
+
+    def here(self, device: int) -> Event:
+        """An event behind all that was enqueued on the device's current stream."""
+
+    def aside(self, device: int, wait: Callable[[], object] | None = None) -> Event:
+        """An event on a stream of our own, behind what `wait`, called with that stream current, makes it wait for."""
+
+
+class CudaEvents:
+    """Events of `torch.cuda`."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, torch.cuda.Stream] = {}
+
+    def awake(self) -> bool:
+        """Whether CUDA is initialised and not recording a graph: then it would record our events too."""
+        return torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
+
+    def device(self) -> int:
+        """The current device."""
+        return torch.cuda.current_device()
+
+    def here(self, device: int) -> Event:
+        """An event behind all that was enqueued on the device's current stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def aside(self, device: int, wait: Callable[[], object] | None = None) -> Event:
+        """An event on a stream that nobody else uses, behind what `wait` makes it wait for."""
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)
+        event = torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(stream):
+            if wait is not None:
+                wait()
+            event.record(stream)
+        return event
+
+
+class Mark:
+    """A moment in the GPU's work."""
+
+    __slots__ = ("_anchor", "_event", "_ns")
+
+    def __init__(self, event: Event | None, anchor: tuple[Event, int] | None, ns: int | None = None) -> None:
+        self._event, self._anchor, self._ns = event, anchor, ns
+
+    def time_ns(self) -> int | None:
+        """When it was, on `time.perf_counter_ns`; None while it has not come."""
+        if self._ns is None:
+            assert self._event is not None and self._anchor is not None
+            if not self._event.query():
+                return None
+            event, at_ns = self._anchor
+            self._ns = at_ns + round(event.elapsed_time(self._event) * 1e6)
+            self._event = self._anchor = None
+        return self._ns
+
+
+class DeviceClock:
+    """Times spans and operations by what the GPU does.
+
+    `recording.record.span` asks for `span`; the rank calls `flush` when the student's function has returned.
+
+    Args:
+        ring: where to write them.
+        events: where the events come from.
+    """
+
+    def __init__(self, ring: RingWriter, events: Events | None = None) -> None:
+        self._ring = ring
+        self._events: Events = events if events is not None else CudaEvents()
+        self._anchors: dict[int, tuple[Event, int]] = {}
+        self._spans: deque[tuple[str, int, Mark, Mark]] = deque()
+        self._operations: deque[DeviceOperation] = deque()
+        self._settling = threading.Lock()
+
+    def mark(self, device: int | None = None) -> Mark:
+        """The moment when the GPU will have done all that it was asked to until now; this moment, where CUDA sleeps."""
+        events = self._events
+        if not events.awake():
+            return Mark(None, None, clock())
+        device = events.device() if device is None else device
+        anchor = self._anchor(device)
+        return Mark(events.here(device), anchor)
+
+    def mark_after(self, device: int, wait: Callable[[], object]) -> Mark:
+        """The moment when that will have come which `wait` makes the current stream wait for."""
+        anchor = self._anchor(device)
+        return Mark(self._events.aside(device, wait), anchor)
+
+    def span(self, name: str, flags: int = 0) -> tuple[Callable[[], None], Callable[..., None]]:
+        """What to call at the begin and at the end of a span; `flags` is 0 or `AUTOMATIC`."""
+        stack = SpanStack()
+
+        def enter() -> None:
+            stack.push(self.mark())
+
+        def leave(*_: object) -> None:
+            try:
+                start = stack.pop()
+            except IndexError:
+                not_begun(place_and_name(name)[1])
+                return
+            self._spans.append((name, flags | ON_CUDA, start, self.mark()))
+            self.settle()
+
+        return enter, leave
+
+    def follow(self, operation: DeviceOperation) -> None:
+        """Write that operation down when the GPU has done it."""
+        self._operations.append(operation)
+        self.settle()
+
+    def settle(self) -> None:
+        """Write down what the GPU has done by now. Never waits."""
+        if not self._settling.acquire(blocking=False):
+            return  # another thread is at it
+        try:
+            spans = self._spans
+            while spans:
+                name, flags, start, end = spans[0]
+                end_ns, start_ns = end.time_ns(), start.time_ns()
+                if end_ns is None or start_ns is None:
+                    break  # those behind it come later still
+                self._ring.write(name, COMPUTE, start_ns, end_ns, flags=flags)
+                spans.popleft()
+            for _ in range(len(self._operations)):  # these may overtake each other
+                operation = self._operations.popleft()
+                if not operation.settled():
+                    self._operations.append(operation)
+        finally:
+            self._settling.release()
+
+    def flush(self) -> float:
+        """Wait until the GPU has done what spans and operations are open for, and write them down.
+
+        A little while at most where operations are under way: the ranks that they need may never come.
+
+        Returns:
+            how many seconds are left for whatever else the GPU still has to do.
+        """
+        until = time.monotonic() + (STUCK_LIMIT_S if self._operations else FLUSH_LIMIT_S)
+        self.settle()
+        while (self._spans or self._operations) and time.monotonic() < until:
+            time.sleep(0.0005)
+            self.settle()
+        return max(0.0, until - time.monotonic())
+
+    def _anchor(self, device: int) -> tuple[Event, int]:
+        """An event and the host's time that belong together, not older than a second."""
+        old = self._anchors.get(device)
+        if old is not None and clock() - old[1] < ANCHOR_LIFE_NS:
+            return old
+        quickest, best = ANCHOR_LIMIT_NS, old
+        for _ in range(ANCHOR_TRIES):
+            asked_ns = clock()
+            event = self._events.aside(device)
+            while not event.query() and clock() - asked_ns < ANCHOR_LIMIT_NS:
+                pass
+            took_ns = clock() - asked_ns
+            if took_ns < quickest:
+                quickest, best = took_ns, (event, asked_ns + took_ns)
+        if best is None:
+            event = self._events.aside(device)
+            event.synchronize()
+            best = event, clock()
+        self._anchors[device] = best
+        return best
+
+
+class DeviceOperation(Operation):
+    """A communication between GPUs: the host only enqueues it, and the wait for it too.
+
+    Args:
+        device_clock: tells when.
+        device: the GPU's number.
+        ring, name, details: as for `Operation`.
+    """
+
+    __slots__ = ("_clock", "_device", "_end", "_kept", "_start", "_wait_end", "_wait_start")
+
+    def __init__(self, device_clock: DeviceClock, device: int, ring: RingWriter, name: str, *details: Any) -> None:
+        super().__init__(ring, name, *details)
+        self._clock, self._device = device_clock, device
+        self._start = device_clock.mark(device)
+        self._end: Mark | None = None
+        self._wait_start: Mark | None = None
+        self._wait_end: Mark | None = None
+        self._kept: object = None
+
+    def launched(self, wait: Callable[[], object] | None, kept: object) -> None:
+        """It is enqueued.
+
+        Args:
+            wait: makes the current stream wait for it; None where the student's stream does so already.
+            kept: its tensors. Our own wait for it makes torch let go of them, maybe before the student's stream has waited.
+        """
+        if wait is None:
+            self._end = self._wait_end = self._clock.mark(self._device)
+            self._wait_start = self._start
+        else:
+            self._end, self._kept = self._clock.mark_after(self._device, wait), kept
+        self._clock.follow(self)
+
+    def wait_begins(self, _thread: int = STREAM) -> None:
+        """The student's stream waits from here."""
+        if self._wait_start is None:
+            self._wait_start = self._clock.mark(self._device)
+            super().wait_begins(STREAM)
+
+    def wait_ends(self) -> None:
+        """The student's stream goes on from here."""
+        self._wait_end = self._clock.mark(self._device)
+        self._kept = None
+        self._clock.settle()
+
+    def wait_begins_in_torch(self) -> None:
+        """The student's stream waits from here until the operation is done."""
+        if self._wait_start is None:
+            self._wait_start = self._clock.mark(self._device)
+            self._wait_end = self._end
+
+    def completed(self, _: object = None) -> None:
+        """The host does not know."""
+
+    def told(self, _: Any) -> None:
+        """The host does not know."""
+
+    def settled(self) -> bool:
+        """Whether the GPU is done with it; if so, it has been written down."""
+        end_ns = self._end.time_ns() if self._end is not None else None
+        start_ns = self._start.time_ns()
+        if end_ns is None or start_ns is None:
+            return self.done  # it failed
+        if self._wait_start is not None:
+            wait_start_ns = self._wait_start.time_ns()
+            wait_end_ns = self._wait_end.time_ns() if self._wait_end is not None else None
+            if wait_start_ns is None or wait_end_ns is None:
+                return False
+            self.wait_start_ns, self.wait_end_ns = wait_start_ns, wait_end_ns
+        self.start_ns, self.end_ns = start_ns, max(start_ns, end_ns)
+        self._kept = None
+        self._write(ON_CUDA)
+        return True

@@ -1,0 +1,86 @@
+"""Remote procedure calls over a slow link: the callee begins when the call has come, the caller goes on when the reply has.
+
+A call, a reply and what an RRef brings are messages. Of a function of torch's own, which C++ runs, the caller's end
+alone is held back; what else torch sends out of Python's sight, the gradients of a distributed backward pass say, not at all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from labkit.comm.emulated_link import SlowLink, hold_until, pass_on
+from labkit.comm.futures import Futures
+from labkit.comm.operation import Operation
+
+__all__ = ["SlowCalls"]
+
+
+class SlowCalls:
+    """Holds this rank's calls back, and those that it serves.
+
+    Args:
+        slow: the rank's link.
+        futures: tells when calls have completed.
+    """
+
+    def __init__(self, slow: SlowLink, futures: Futures) -> None:
+        self._slow, self._futures = slow, futures
+        self._fetched = itertools.count(1)
+
+    def call(self, operation: Operation, pair: str, number: int) -> None:
+        """A call is sent, `operation.nbytes` long; `pair` is "" for a function of torch's own, which C++ runs."""
+        if pair:
+            self._send(self._slow.rank, operation.peer, operation.nbytes, f"call {pair}", number, operation.start_ns)
+
+    def arrives(self, pair: str, number: int) -> None:
+        """On the callee: sleep until a call that is here has come over the link, too."""
+        hold_until(self._slow.ledger.due_ns(f"call {pair}", number))
+
+    def reply(self, caller: int, number: int, nbytes: int, at_ns: int, *, travels: bool) -> None:
+        """On the callee: a result is there, and is sent back unless it stays as the value of an RRef."""
+        pair = f"rpc {caller}>{self._slow.rank}"
+        if travels:
+            self._send(self._slow.rank, caller, nbytes, f"reply {pair}", number, at_ns)
+        else:
+            self._slow.ledger.come(f"value {pair}", number, at_ns, self._slow.nothing)
+
+    def until_reply(self, operation: Operation, result: Any, pair: str, number: int) -> Any:
+        """On the caller: a future that completes when the reply to a call has come over the link.
+
+        How long C++ computed a function of its own is not known, nor when it replied: there and back are one after the other.
+        """
+        held: Any = torch.futures.Future()
+
+        def came(done: Any) -> None:
+            due_ns = self._slow.ledger.due_ns(f"reply {pair}", number) if pair else self._there_and_back_ns(operation, done)
+            self._slow.at(due_ns, lambda: complete(done))
+
+        def complete(done: Any) -> None:
+            operation.completed()
+            pass_on(done, held)
+
+        self._futures.tell(result, came)
+        return held
+
+    def fetched(self, operation: Operation, pair: str, number: int) -> None:
+        """On the caller of `to_here`: sleep until the value, which is here, has come over the link, too."""
+        asked_ns = operation.start_ns + round(self._slow.link.latency_s * 1e9)
+        there_ns = self._slow.ledger.due_ns(f"value {pair}", number) if pair else 0
+        group, number, start_ns = f"fetched by {self._slow.rank}", next(self._fetched), max(asked_ns, there_ns)
+        self._send(operation.peer, self._slow.rank, operation.nbytes, group, number, start_ns)
+        hold_until(self._slow.ledger.due_ns(group, number))
+
+    def _there_and_back_ns(self, operation: Operation, done: Any) -> int:
+        try:
+            value = done.value()
+        except Exception:  # noqa: BLE001  # it is shown to whoever waits
+            value = None
+        nbytes = value.nbytes if isinstance(value, torch.Tensor) else 0
+        link = self._slow.link
+        return operation.start_ns + round((link.seconds("send", operation.nbytes) + link.seconds("send", nbytes)) * 1e9)
+
+    def _send(self, source: int, destination: int, nbytes: int, group: str, number: int, at_ns: int) -> None:
+        self._slow.message(source, destination, nbytes, group, number, at_ns, ends=1)

@@ -1,0 +1,420 @@
+"""`lab.predict`: what communication, a step, a bubble or memory should come to, in closed form, with its working.
+
+    lab.predict.all_reduce(4e6, ranks=4, link=lab.Link.ethernet_1g)            # 48.3 ms
+    lab.predict.all_reduce(4e6, ranks=4, link=lab.Link.ethernet_1g).working    # how that comes about, set in LaTeX
+
+Every prediction is a number in seconds, bytes, or a share of one. α is a link's latency, B its bandwidth, p the number of ranks,
+n a size in bytes. What runs over a `labkit.Link` in a group follows the same formulas (`costs.link.rounds_and_share`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from labkit.costs.link import Link, rounds_and_share
+from labkit.costs.prediction import Prediction, check_arguments, in_latex
+from labkit.costs.schedule_names import INTERLEAVED, schedule_name
+from labkit.errors.wrong_calls import edge
+
+__all__ = [
+    "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "data_parallel_step", "gather", "message",
+    "pipeline_bubble", "pipeline_step", "reduce", "reduce_scatter", "rpc", "scatter", "tensor_parallel_layer", "zero_memory",
+]  # fmt: skip
+
+_THAKUR: Final = "Thakur, Rabenseifner, Gropp, Optimization of collective communication operations in MPICH, 2005"
+_CHAN: Final = "Chan et al., Collective communication: theory, practice, and experience, 2007"
+_LOGP: Final = "Culler et al., LogP, 1993 (overhead)"
+_HOCKNEY: Final = "Hockney, The communication challenge for MPP, 1994"
+
+_DEEP: Final = r"\lceil\log_2 p\rceil"
+_FORMULAS: Final = {  # as in `costs.link.rounds_and_share`
+    "send": r"\alpha + \frac{n}{B}",
+    "all_reduce": r"2(p-1)\,\alpha + \frac{2(p-1)}{p}\,\frac{n}{B}",
+    "all_gather": r"(p-1)\,\alpha + \frac{p-1}{p}\,\frac{n}{B}",
+    "reduce_scatter": r"(p-1)\,\alpha + \frac{p-1}{p}\,\frac{n}{B}",
+    "all_to_all": r"(p-1)\,\alpha + \frac{p-1}{p}\,\frac{n}{B}",
+    "broadcast": rf"{_DEEP}\left(\alpha + \frac{{n}}{{B}}\right)",
+    "reduce": rf"{_DEEP}\left(\alpha + \frac{{n}}{{B}}\right)",
+    "gather": rf"{_DEEP}\,\alpha + \frac{{p-1}}{{p}}\,\frac{{n}}{{B}}",
+    "scatter": rf"{_DEEP}\,\alpha + \frac{{p-1}}{{p}}\,\frac{{n}}{{B}}",
+    "barrier": rf"{_DEEP}\,\alpha",
+}
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
+def message(nbytes: float, link: Link) -> Prediction:
+    """Seconds from the moment when sender and receiver have come until a message of `nbytes` bytes has: α + n/B.
+
+    Source: R. W. Hockney, "The communication challenge for MPP", 1994.
+    """
+    return _collective("send", nbytes, 2, link, _HOCKNEY)
+
+
+def all_reduce(nbytes: float, ranks: int, link: Link, *, algorithm: str = "ring") -> Prediction:
+    """Seconds of an all-reduce of a tensor of `nbytes` bytes.
+
+    Args:
+        nbytes: size of the tensor that every rank gives.
+        ranks: p, how many ranks.
+        link: what joins them.
+        algorithm: "ring": 2(p−1)·α + 2(p−1)/p·n/B, best for large tensors, and what a group's link uses; "tree": a reduce and a
+            broadcast, 2⌈log₂ p⌉·(α + n/B), good for small ones; "halving": Rabenseifner's, 2⌈log₂ p⌉·α + 2(p−1)/p·n/B, for p a
+            power of two.
+
+    Raises:
+        TypeError, ValueError: an argument that cannot be meant.
+
+    Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH", 2005.
+    """
+    if algorithm == "ring":
+        return _collective("all_reduce", nbytes, ranks, link)
+    check_arguments(nbytes=nbytes, ranks=ranks, link=link)
+    deep, around = math.ceil(math.log2(ranks)), 2 * (ranks - 1) / ranks
+    if algorithm == "tree":
+        return _timed(2 * deep, 2 * deep, nbytes, link, rf"2{_DEEP}\left(\alpha + \frac{{n}}{{B}}\right)", _CHAN)
+    if algorithm == "halving":
+        if ranks & (ranks - 1):
+            raise ValueError(f"algorithm='halving' with ranks={ranks}: this form holds for powers of two (2, 4, 8, ...)")
+        return _timed(2 * deep, around, nbytes, link, rf"2{_DEEP}\,\alpha + \frac{{2(p-1)}}{{p}}\,\frac{{n}}{{B}}", _THAKUR)
+    raise ValueError(f"algorithm={algorithm!r}: expected 'ring', 'tree' or 'halving'")
+
+
+def all_gather(nbytes: float, ranks: int, link: Link) -> Prediction:
+    """Seconds until all ranks have the parts of all, by a ring: (p−1)·α + (p−1)/p·n/B, n the bytes of all parts together."""
+    return _collective("all_gather", nbytes, ranks, link)
+
+
+def reduce_scatter(nbytes: float, ranks: int, link: Link) -> Prediction:
+    """Seconds until each rank has its part of the sum, by a ring: (p−1)·α + (p−1)/p·n/B, n the bytes of what each rank gives."""
+    return _collective("reduce_scatter", nbytes, ranks, link)
+
+
+def all_to_all(nbytes: float, ranks: int, link: Link) -> Prediction:
+    """Seconds of a pairwise exchange: (p−1)·α + (p−1)/p·n/B, n the bytes that each rank has for all, itself included."""
+    return _collective("all_to_all", nbytes, ranks, link)
+
+
+def broadcast(nbytes: float, ranks: int, link: Link, *, algorithm: str = "tree") -> Prediction:
+    """Seconds until all ranks have the `nbytes` bytes of one.
+
+    Args:
+        nbytes: size of the tensor.
+        ranks: p, how many ranks, the root included.
+        link: what joins them.
+        algorithm: "tree": binomial, ⌈log₂ p⌉·(α + n/B), which a group's link uses; "scatter": parts to all, then an all-gather,
+            (⌈log₂ p⌉ + p − 1)·α + 2(p−1)/p·n/B, better for large tensors.
+
+    Raises:
+        TypeError, ValueError: an argument that cannot be meant.
+
+    Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH", 2005.
+    """
+    if algorithm == "tree":
+        return _collective("broadcast", nbytes, ranks, link)
+    if algorithm != "scatter":
+        raise ValueError(f"algorithm={algorithm!r}: expected 'tree' or 'scatter'")
+    check_arguments(nbytes=nbytes, ranks=ranks, link=link)
+    rounds, share = math.ceil(math.log2(ranks)) + ranks - 1, 2 * (ranks - 1) / ranks
+    return _timed(rounds, share, nbytes, link, rf"({_DEEP} + p - 1)\,\alpha + \frac{{2(p-1)}}{{p}}\,\frac{{n}}{{B}}", _THAKUR)
+
+
+def reduce(nbytes: float, ranks: int, link: Link) -> Prediction:
+    """Seconds until one rank has the sum of the tensors, of `nbytes` each, by a binomial tree: ⌈log₂ p⌉·(α + n/B)."""
+    return _collective("reduce", nbytes, ranks, link)
+
+
+def gather(nbytes: float, ranks: int, link: Link) -> Prediction:
+    """Seconds until one rank has the parts of all, by a binomial tree: ⌈log₂ p⌉·α + (p−1)/p·n/B, n their bytes together."""
+    return _collective("gather", nbytes, ranks, link, _CHAN)
+
+
+def scatter(nbytes: float, ranks: int, link: Link) -> Prediction:
+    """Seconds until each rank has its part of what one had, by a binomial tree: ⌈log₂ p⌉·α + (p−1)/p·n/B, n all parts' bytes."""
+    return _collective("scatter", nbytes, ranks, link, _CHAN)
+
+
+def barrier(ranks: int, link: Link) -> Prediction:
+    """Seconds until every rank knows that all have come, by dissemination: ⌈log₂ p⌉·α.
+
+    Source: D. Hensgen, R. Finkel, U. Manber, "Two algorithms for barrier synchronization", 1988.
+    """
+    return _collective("barrier", 0, ranks, link, "Hensgen, Finkel, Manber, Two algorithms for barrier synchronization, 1988")
+
+
+def rpc(request_bytes: float, reply_bytes: float, link: Link, *, compute_s: float = 0.0) -> Prediction:
+    """Seconds of a remote call, there and back: 2α + (n₁ + n₂)/B + t.
+
+    Args:
+        request_bytes: n₁, the arguments.
+        reply_bytes: n₂, the result.
+        link: what joins the two.
+        compute_s: t, how long the callee computes.
+    """
+    check_arguments(request_bytes=request_bytes, reply_bytes=reply_bytes, link=link, compute_s=compute_s)
+    value = 2 * link.latency_s + (request_bytes + reply_bytes) / link.bytes_per_s + compute_s
+    inserted = rf"2 \cdot {_s(link.latency_s)} + {_over(request_bytes + reply_bytes, link)} + {_s(compute_s)}"
+    return Prediction(value, "s", "T", r"2\,\alpha + \frac{n_1 + n_2}{B} + t", inserted, _HOCKNEY)
+
+
+def data_parallel_step(
+    forward_s: float,
+    backward_s: float,
+    gradient_bytes: float,
+    ranks: int,
+    link: Link,
+    *,
+    overlap: bool = True,
+    buckets: int = 1,
+    optimizer_s: float = 0.0,
+    overhead_s: float = 0.0,
+) -> Prediction:
+    """Seconds of one data-parallel training step: forward, backward, all-reduces of the gradients, optimizer.
+
+    With m buckets of n/m bytes, of which each is complete after another m-th of the backward pass, and whose ring all-reduces,
+    t_a each, go one after the other, an overlapped step takes t_f + max(t_b + (m−1)·o + t_a, t_b/m + m·t_a) + t_o: the last
+    bucket is complete with the backward pass, from which the all-reduces before it took o each, and the link has m of them to
+    carry from the first bucket on. Without overlap a step takes t_f + t_b + m·t_a + t_o. Where ranks share cores, give the times
+    as measured with all of them computing.
+
+    Args:
+        forward_s: t_f, the forward pass on a rank's part of the batch.
+        backward_s: t_b, the backward pass alone.
+        gradient_bytes: n, of all gradients.
+        ranks: p, how many ranks.
+        link: what joins them.
+        overlap: whether all-reduces run beside the backward pass, as DistributedDataParallel's do.
+        buckets: m, in how many parts the gradients are reduced.
+        optimizer_s: t_o, the optimizer.
+        overhead_s: o, for how long one bucket's all-reduce keeps a processor that would compute meanwhile: 0 where another one
+            does it; where every core of a laptop has a rank, the processor time of one all-reduce.
+
+    Raises:
+        TypeError, ValueError: an argument that cannot be meant.
+
+    Source: buckets and overlap: S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020;
+    overhead: D. Culler et al., "LogP: Towards a Realistic Model of Parallel Computation", 1993; the formula is ours, for equal
+    buckets that are complete at equal intervals.
+    """
+    check_arguments(forward_s=forward_s, backward_s=backward_s, gradient_bytes=gradient_bytes, ranks=ranks, link=link)
+    check_arguments(buckets=buckets, optimizer_s=optimizer_s, overhead_s=overhead_s)
+    each = float(_collective("all_reduce", gradient_bytes / buckets, ranks, link))
+    source = "Li et al., PyTorch Distributed, 2020 (overlap); equal buckets at equal intervals"
+    source += f"; {_LOGP}" if overhead_s else ""
+    begin, end = rf"{_s(forward_s)} + ", rf" + {_s(optimizer_s)}"
+    if overlap:
+        taken = (buckets - 1) * overhead_s
+        value = forward_s + max(backward_s + taken + each, backward_s / buckets + buckets * each) + optimizer_s
+        o_term = r" + (m - 1)\,o" if overhead_s else ""
+        formula = (
+            rf"t_f + \max\left(t_b{o_term} + t_a,\ \frac{{t_b}}{{m}} + m\,t_a\right) + t_o,"
+            r"\quad t_a = T_\text{all-reduce}(n/m)"
+        )
+        last, link_bound = (
+            _s(backward_s) + (rf" + {buckets - 1} \cdot {_s(overhead_s)}" if overhead_s else "") + rf" + {_s(each)}",
+            rf"\frac{{{_s(backward_s)}}}{{{buckets}}} + {buckets} \cdot {_s(each)}",
+        )
+        inserted = rf"{begin}\max\left({last},\ {link_bound}\right){end}"
+    else:
+        value = forward_s + backward_s + buckets * each + optimizer_s
+        formula = r"t_f + t_b + m\,t_a + t_o,\quad t_a = T_\text{all-reduce}(n/m)"
+        inserted = rf"{begin}{_s(backward_s)} + {buckets} \cdot {_s(each)}{end}"
+    return Prediction(value, "s", "T", formula, inserted, source)
+
+
+def pipeline_bubble(stages: int, micro_batches: int, *, schedule: str = "gpipe", chunks: int = 1) -> Prediction:
+    """The share of a pipelined step during which a stage has nothing to do: (p−1)/(v·m + p − 1).
+
+    Narayanan et al. give the bubble in proportion to the ideal time, (p−1)/(v·m); this is its share of the whole step. Stages are
+    taken to be equally long, and messages to take no time.
+
+    Args:
+        stages: p, how many ranks the model is cut over.
+        micro_batches: m, into how many parts the batch is cut.
+        schedule: as for `lab.schedule`: "gpipe" or "1f1b", whose bubbles are equal (1F1B keeps less), or "interleaved 1f1b".
+        chunks: v, how many parts of the model each rank has, for "interleaved 1f1b".
+
+    Raises:
+        TypeError, ValueError: an argument that cannot be meant.
+
+    Source: Y. Huang et al., "GPipe", 2019; D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
+    Using Megatron-LM", 2021.
+    """
+    check_arguments(stages=stages, micro_batches=micro_batches, chunks=chunks)
+    schedule = schedule_name(schedule, "schedule")
+    if chunks != 1 and schedule != INTERLEAVED:
+        raise ValueError(f"chunks={chunks} with schedule={schedule!r}: only schedule={INTERLEAVED!r} gives a rank several parts")
+    work = chunks * micro_batches
+    formula = r"\frac{p-1}{v\,m + p - 1}" if schedule == INTERLEAVED else r"\frac{p-1}{m + p - 1}"
+    inserted = rf"\frac{{{stages - 1}}}{{{work} + {stages - 1}}}"
+    source = "Huang et al., GPipe, 2019; Narayanan et al., Megatron-LM on GPU clusters, 2021"
+    return Prediction((stages - 1) / (work + stages - 1), "", r"\text{bubble}", formula, inserted, source)
+
+
+def pipeline_step(
+    stages: int,
+    micro_batches: int,
+    forward_s: float,
+    backward_s: float,
+    *,
+    link: Link | None = None,
+    nbytes: float = 0.0,
+    overlap: bool = False,
+) -> Prediction:
+    """Seconds of one step of a GPipe pipeline of equal stages, all forwards before all backwards.
+
+    With t = α + n/B, the way from one stage to the next, the forwards take p·t_f + (p−1)·t + (m−1)·(t_f + t): the first
+    micro-batch passes all stages, and the others follow at the pace of a stage, which receives each and computes on it. The
+    backwards take likewise. Where a stage receives the next micro-batch while it computes on this one, the pace is that of
+    whatever is slower, max(t_f, n/B). Without a link both come to (m + p − 1)·(t_f + t_b).
+
+    Args:
+        stages: p, how many ranks the model is cut over.
+        micro_batches: m, into how many parts the batch is cut.
+        forward_s: t_f, of one stage on one micro-batch.
+        backward_s: t_b, likewise.
+        link: what joins the stages; None: messages take no time.
+        nbytes: n, what one stage sends the next for one micro-batch; as much comes back as a gradient.
+        overlap: whether a stage has asked for its next micro-batch before it computes. torch's `ScheduleGPipe` has not: it posts
+            a receive when it comes to the micro-batch, and a message begins when both its ends have come.
+
+    Raises:
+        TypeError, ValueError: an argument that cannot be meant.
+
+    Source: Y. Huang et al., "GPipe", 2019, for the schedule; the terms of the link are ours.
+    """
+    check_arguments(stages=stages, micro_batches=micro_batches, forward_s=forward_s, backward_s=backward_s, nbytes=nbytes)
+    hop_s = busy_s = 0.0
+    if link is not None:
+        check_arguments(link=link)
+        hop_s, busy_s = link.seconds("send", nbytes), nbytes / link.bytes_per_s
+    between, others = stages - 1, micro_batches - 1
+    if not between:
+        hop_s = busy_s = 0.0
+    paces = [max(compute_s, busy_s) if overlap else compute_s + hop_s for compute_s in (forward_s, backward_s)]
+    value = stages * (forward_s + backward_s) + 2 * between * hop_s + others * sum(paces)
+    pace = r"\max\left(t_f, \tfrac{n}{B}\right) + \max\left(t_b, \tfrac{n}{B}\right)" if overlap else r"t_f + t_b + 2\,t"
+    formula = rf"p\,(t_f + t_b) + 2(p-1)\,t + (m-1)\left({pace}\right),\quad t = \alpha + \tfrac{{n}}{{B}}"
+    inserted = (
+        rf"{stages} \cdot \left({_s(forward_s)} + {_s(backward_s)}\right) + {2 * between} \cdot {_s(hop_s)} + "
+        rf"{others} \cdot \left({_s(paces[0])} + {_s(paces[1])}\right)"
+    )
+    return Prediction(value, "s", "T", formula, inserted, "Huang et al., GPipe, 2019")
+
+
+def tensor_parallel_layer(
+    batch: int,
+    sequence: int,
+    hidden: int,
+    ranks: int,
+    link: Link,
+    *,
+    value_bytes: int = 2,
+    compute_s: float = 0.0,
+    backward: bool = True,
+) -> Prediction:
+    """Seconds of one transformer layer cut over p ranks as in Megatron-LM: t/p + 4 all-reduces of b·s·h values.
+
+    Attention and MLP are each cut first by columns, then by rows, so that each needs one all-reduce of its output forward and one
+    of its input's gradient backward; nothing overlaps.
+
+    Args:
+        batch: b, sequences.
+        sequence: s, tokens in each.
+        hidden: h, width of the model.
+        ranks: p, how many ranks the layer is cut over.
+        link: what joins them.
+        value_bytes: of one activation: 2 for bfloat16, 4 for float32.
+        compute_s: t, how long one rank would compute on the whole layer; 0 gives the communication alone.
+        backward: whether the backward pass counts; else there are 2 all-reduces.
+
+    Raises:
+        TypeError, ValueError: an argument that cannot be meant.
+
+    Source: M. Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019.
+    """
+    check_arguments(
+        batch=batch, sequence=sequence, hidden=hidden, ranks=ranks, link=link, value_bytes=value_bytes, compute_s=compute_s
+    )
+    nbytes, times = batch * sequence * hidden * value_bytes, 4 if backward else 2
+    each = float(_collective("all_reduce", nbytes, ranks, link))
+    formula = rf"\frac{{t}}{{p}} + {times}\,T_\text{{all-reduce}}(b\,s\,h \cdot {value_bytes}\,\text{{B}})"
+    inserted = rf"\frac{{{_s(compute_s)}}}{{{ranks}}} + {times} \cdot {_s(each)}"
+    return Prediction(compute_s / ranks + times * each, "s", "T", formula, inserted, "Shoeybi et al., Megatron-LM, 2019")
+
+
+def zero_memory(
+    parameters: float,
+    ranks: int,
+    stage: int,
+    *,
+    parameter_bytes: float = 2,
+    gradient_bytes: float = 2,
+    optimizer_bytes: float = 12,
+) -> Prediction:
+    """Bytes that each rank holds of parameters, gradients and optimizer state; activations come on top.
+
+    Args:
+        parameters: Ψ, how many the model has.
+        ranks: p, over how many ranks ZeRO cuts.
+        stage: what is cut: 0 nothing (plain data parallel), 1 the optimizer's state, 2 gradients too, 3 parameters too (FSDP).
+        parameter_bytes: of one parameter; 2 in mixed precision, 4 in float32.
+        gradient_bytes: of one gradient.
+        optimizer_bytes: K, of the optimizer's state for one parameter: 12 for Adam in mixed precision (a float32 copy, momentum,
+            variance), 8 for Adam in float32, 4 for SGD with momentum.
+
+    Raises:
+        TypeError, ValueError: an argument that cannot be meant.
+
+    Source: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+    """
+    check_arguments(parameters=parameters, ranks=ranks, parameter_bytes=parameter_bytes, gradient_bytes=gradient_bytes)
+    check_arguments(optimizer_bytes=optimizer_bytes)
+    if isinstance(stage, bool) or not isinstance(stage, int) or stage not in (0, 1, 2, 3):
+        raise ValueError(
+            f"stage={stage!r}: expected 0 (nothing is cut), 1 (optimizer state), 2 (and gradients) or 3 (and parameters)"
+        )
+    cut = [stage >= 3, stage >= 2, stage >= 1]
+    each = [parameter_bytes, gradient_bytes, optimizer_bytes]
+    value = sum(size * parameters / (ranks if is_cut else 1) for size, is_cut in zip(each, cut, strict=True))
+    letters = [rf"\frac{{{name}}}{{p}}" if is_cut else name for name, is_cut in zip("wgK", cut, strict=True)]
+    figures = [rf"\frac{{{size:g}}}{{{ranks}}}" if is_cut else f"{size:g}" for size, is_cut in zip(each, cut, strict=True)]
+    formula, inserted = " + ".join(letters), " + ".join(figures)
+    source = "Rajbhandari et al., ZeRO, 2020"
+    return Prediction(
+        value, "B", "M", rf"\left({formula}\right)\Psi", rf"\left({inserted}\right) \cdot {_times(parameters)}", source
+    )
+
+
+def _collective(operation: str, nbytes: float, ranks: int, link: Link, source: str = _THAKUR) -> Prediction:
+    check_arguments(nbytes=nbytes, ranks=ranks, link=link)
+    rounds, share = rounds_and_share(operation, ranks)
+    return _timed(rounds, share, nbytes, link, _FORMULAS[operation], source)
+
+
+def _timed(rounds: int, share: float, nbytes: float, link: Link, formula: str, source: str) -> Prediction:
+    value = rounds * link.latency_s + share * nbytes / link.bytes_per_s
+    bytes_term = rf" + {share:.4g} \cdot {_over(nbytes, link)}" if r"{B}" in formula else ""
+    inserted = rf"{rounds} \cdot {_s(link.latency_s)}{bytes_term}"
+    return Prediction(value, "s", "T", formula, inserted, source)
+
+
+def _over(nbytes: float, link: Link) -> str:
+    return rf"\frac{{8 \cdot {in_latex(nbytes, 'B')}}}{{{in_latex(link.gbit_per_s * 1e9, 'bit/s')}}}"
+
+
+def _s(seconds: float) -> str:
+    return in_latex(seconds, "s")
+
+
+def _times(count: float) -> str:
+    if count < 1e5:
+        return f"{count:g}"
+    power = math.floor(math.log10(count))
+    return rf"{count / 10**power:g} \cdot 10^{{{power}}}"
+
+
+globals().update({name: edge(globals()[name]) for name in __all__})

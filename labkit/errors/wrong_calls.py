@@ -1,0 +1,317 @@
+"""What a public function answers to a wrong call: one line about the argument, and none of labkit's own frames.
+
+`edge` stands above the functions that students call. Where Python is in a hurry (`span`, `steps`, `record`), `WrongTypeError` and
+`WrongValueError` are raised directly.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dis
+import functools
+import inspect
+import numbers
+import os
+import reprlib
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from traceback import walk_tb
+from typing import Any, Final, ParamSpec, TypeVar
+
+from labkit.errors.exceptions import LabError, Stopped
+from labkit.errors.own_code import LABKIT
+
+__all__ = ["WrongNameError", "WrongTypeError", "WrongValueError", "did_you_mean", "edge"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_LOOKED_AT: Final = 1000  # items of a list or dict whose types are compared with what was expected
+_LONGEST: Final = 20  # characters of a default value that is shown
+_RAISE: Final = dis.opmap["RAISE_VARARGS"]
+_IN_WORDS: Final = {
+    "Any": "anything", "Axes": "matplotlib Axes", "Callable": "a function", "Group": "a group (lab.Group)", "HasTrace": "a run",
+    "Iterable": "something to loop over", "Link": "a lab.Link", "Mapping": "a dict", "None": "None", "NoneType": "None",
+    "Path": "a path", "Sequence": "a list", "Trace": "a trace", "bool": "True or False", "float": "a number",
+    "int": "a whole number", "range": "a range", "str": "a string",
+}  # fmt: skip
+
+
+class _StudentsFrames:
+    """An error that a notebook shows as the built-in one it is, with the student's frames alone."""
+
+    shown_as: type[BaseException]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.shown_as, self.args  # type: ignore[attr-defined]  # of BaseException
+
+    def _render_traceback_(self) -> list[str]:
+        """IPython's hook."""
+        shell = sys.modules["IPython"].get_ipython()
+        frames = _without_labkit(self.__traceback__)  # type: ignore[attr-defined]  # of BaseException
+        if shell is None or frames is None:
+            return [f"{self.shown_as.__name__}: {self}"]
+        lines: list[str] = shell.InteractiveTB.structured_traceback(self.shown_as, self, frames)
+        return lines
+
+
+class Interrupted(_StudentsFrames, KeyboardInterrupt):  # named as KeyboardInterrupt is
+    """Stop, while labkit or a library was at work for the student."""
+
+    shown_as = KeyboardInterrupt
+
+
+class WrongTypeError(_StudentsFrames, TypeError):
+    """A `TypeError` for the student."""
+
+    shown_as = TypeError
+
+
+class WrongValueError(_StudentsFrames, ValueError):
+    """A `ValueError` for the student."""
+
+    shown_as = ValueError
+
+
+class WrongNameError(_StudentsFrames, AttributeError):
+    """An `AttributeError` for the student."""
+
+    shown_as = AttributeError
+
+
+for _kind in (Interrupted, WrongTypeError, WrongValueError, WrongNameError):  # in a terminal as well they look like what they are
+    _kind.__module__, _kind.__name__, _kind.__qualname__ = "builtins", *[_kind.shown_as.__name__] * 2
+
+
+def _without_labkit(traceback: types.TracebackType | None) -> types.TracebackType | None:
+    """The same traceback without labkit's frames."""
+    kept = []
+    while traceback is not None:
+        if not traceback.tb_frame.f_code.co_filename.startswith(LABKIT):
+            kept.append(traceback)
+        traceback = traceback.tb_next
+    rest: types.TracebackType | None = None
+    for entry in reversed(kept):
+        rest = types.TracebackType(rest, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return rest
+
+
+def _is_in_libraries(traceback: types.TracebackType | None) -> bool:
+    """Whether no frame is of the student's own code."""
+    libraries = (LABKIT, "<frozen ", *(os.path.join(prefix, "") for prefix in {sys.prefix, sys.base_prefix}))
+    return all(frame.f_code.co_filename.startswith(libraries) for frame, _ in walk_tb(traceback))
+
+
+def edge(function: Callable[P, T]) -> Callable[P, T]:
+    """Where the student's code calls labkit: what labkit has to say to them leaves it without the frames that led there.
+
+    An error that labkit did not raise itself is explained where an argument is not of the kind that its annotation names;
+    arguments are compared only then, so a call that works costs nothing and is never refused. Any other error is a defect of
+    ours, and keeps its frames.
+    """
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except (LabError, Stopped, WrongTypeError, WrongValueError) as error:
+            told: BaseException = error.with_traceback(None)
+        except KeyboardInterrupt as stop:
+            if not _is_in_libraries(stop.__traceback__):
+                raise  # their own function was called, and where it was is worth seeing
+            told = Interrupted(*stop.args)
+        except Exception as error:
+            better = _for_the_student(function, args, kwargs, error)
+            if better is None:
+                raise
+            told = better
+        try:
+            raise told
+        finally:
+            del told  # the error holds this frame, which must not hold the error
+
+    return called
+
+
+def _for_the_student(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
+) -> Exception | None:
+    """The error in one line that teaches something; None for a defect of ours."""
+    if _is_raised_here(error):
+        kind = {TypeError: WrongTypeError, ValueError: WrongValueError}.get(type(error))
+        if kind is not None:
+            return kind(*error.args)
+        return error.with_traceback(None) if isinstance(error, TypeError | ValueError) else None
+    name = function.__qualname__.removesuffix(".__init__")
+    signature = inspect.signature(function)
+    try:
+        given = signature.bind(*args, **kwargs).arguments
+    except TypeError:
+        return _wrong_arguments(name, signature, args, kwargs)
+    for parameter, value in _each(signature, given):
+        hint = _meaning(parameter.annotation, function)
+        if not _fits(value, hint):
+            got = f"{name}({parameter.name}={reprlib.repr(value)})"
+            return WrongTypeError(f"{got}: expected {_choice(hint)}, given {_kind_of(value)}")
+    return None
+
+
+def _is_raised_here(error: BaseException) -> bool:
+    """Whether labkit itself raised it by a `raise`: what a library finds wrong, or Python, is not meant for the student."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or not last.tb_frame.f_code.co_filename.startswith(LABKIT):
+        return False
+    return last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE
+
+
+def _wrong_arguments(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WrongTypeError:
+    """The arguments do not fit the signature: too many, too few, or one that is called otherwise."""
+    parameters = list(signature.parameters.values())
+    if parameters and parameters[0].name == "self":
+        parameters, args = parameters[1:], args[1:]
+    plain = [_plain(p) for p in parameters]
+    shown = inspect.Signature(plain)
+    try:
+        shown.bind(*args, **kwargs)
+        why = "its arguments do not fit"
+    except TypeError as error:
+        why = str(error)
+    hint = ""
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if unknown := [name for name in kwargs if name not in {p.name for p in parameters}]:
+        why = f"got an unexpected argument {unknown[0]!r}"
+        hint = f" Did you mean {close!r}?" if (close := _close(unknown[0], named)) else ""
+    return WrongTypeError(f"{name}(): {why}; expected {name}{shown}.{hint}")
+
+
+class _Written:
+    """A default value that is shown as it is written in Python, or in short."""
+
+    def __init__(self, value: Any) -> None:
+        self.text = "..." if value is ... or len(repr(value)) > _LONGEST else repr(value)
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _plain(parameter: inspect.Parameter) -> inspect.Parameter:
+    """A parameter as it is shown: its name and its default."""
+    default = parameter.default if parameter.default is parameter.empty else _Written(parameter.default)
+    return parameter.replace(annotation=parameter.empty, default=default)
+
+
+def did_you_mean(wrong: str, names: Sequence[str]) -> str:
+    """What to say of a name that does not exist: the one that was meant, or all there are."""
+    close = _close(wrong, names)
+    return f"did you mean {close!r}?" if close else f"it has {', '.join(names)}"
+
+
+def _close(wrong: str, names: Sequence[str]) -> str:
+    """The name that was meant: one that is spelled alike, or that begins with what was given."""
+    import difflib  # only who errs waits for it
+
+    folded = {name.casefold(): name for name in names}
+    wrong = wrong.casefold()
+    alike = difflib.get_close_matches(wrong, folded, n=1) or [n for n in folded if n.startswith(wrong)]
+    return folded[alike[0]] if alike else ""
+
+
+def _each(signature: inspect.Signature, given: Mapping[str, Any]) -> Iterator[tuple[inspect.Parameter, Any]]:
+    """Parameters and what was given for them; `*args` and `**kwargs` one by one."""
+    for name, value in given.items():
+        parameter = signature.parameters[name]
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            yield from ((parameter, each) for each in value)
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            yield from ((parameter.replace(name=key), each) for key, each in value.items())
+        elif name != "self":
+            yield parameter, value
+
+
+class _Absent:
+    """A class that is imported for type checkers only, such as matplotlib's Axes: known by its name."""
+
+
+class _Names(dict[str, Any]):
+    """The names of a module, and placeholders for those that only type checkers import."""
+
+    def __missing__(self, name: str) -> Any:
+        import builtins
+
+        return getattr(builtins, name, None) or type(name, (_Absent,), {"__class_getitem__": classmethod(lambda c, _: c)})
+
+
+def _meaning(annotation: Any, function: Callable[..., Any]) -> Any:
+    """The type that an annotation names; `Any` where it cannot be known."""
+    if not isinstance(annotation, str):
+        return Any if annotation is inspect.Parameter.empty else annotation
+    try:
+        return eval(annotation, {}, _Names(inspect.unwrap(function).__globals__))  # labkit's own annotations
+    except (TypeError, AttributeError):  # of a form that is not known here
+        return Any
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value may be of a type; True in doubt."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if hint is None or hint is type(None):
+        return value is None
+    if origin in (types.UnionType, typing.Union):
+        return any(_fits(value, part) for part in parts)
+    if origin is not None:
+        return _fits(value, origin) and _items_fit(value, origin, parts)
+    if hint is collections.abc.Callable:
+        return callable(value)
+    if hint in (Any, object) or not isinstance(hint, type):
+        return True
+    if hint in (int, float):
+        number = numbers.Integral if hint is int else numbers.Real
+        return isinstance(value, number) and not isinstance(value, bool)
+    if issubclass(hint, _Absent):
+        return hint.__name__ in [kind.__name__ for kind in type(value).__mro__]
+    if getattr(hint, "_is_protocol", False):
+        return all(hasattr(value, name) for name in vars(hint) if not name.startswith("_"))
+    return isinstance(value, hint)
+
+
+def _items_fit(value: Any, origin: Any, parts: tuple[Any, ...]) -> bool:
+    if not isinstance(value, collections.abc.Collection) or len(value) > _LOOKED_AT:
+        return True
+    if isinstance(value, Mapping) and len(parts) == 2:
+        return all(_fits(key, parts[0]) and _fits(each, parts[1]) for key, each in value.items())
+    if issubclass(origin, collections.abc.Iterable) and len(parts) == 1:
+        return all(_fits(each, parts[0]) for each in value)
+    return True
+
+
+def _words(hint: Any) -> list[str]:
+    """A type as a student would say it, or several of which one is meant."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return [word for part in parts for word in _words(part)]
+    named = origin or hint
+    name = getattr(named, "__name__", str(named))
+    word = _IN_WORDS.get(name, f"a {name}")
+    if not (isinstance(origin, type) and issubclass(origin, collections.abc.Iterable)) or not parts or Any in parts:
+        return [word]
+    if len(parts) == 2:
+        return [f"{word} {{{_choice(parts[0])}: {_choice(parts[1])}}}"]
+    return [f"{word} (each {_choice(parts[0])})"]
+
+
+def _choice(hint: Any) -> str:
+    """The words for a type, as in "a number, a list or None"."""
+    *first, last = dict.fromkeys(_words(hint))
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _kind_of(value: Any) -> str:
+    return (
+        value.__name__
+        if isinstance(value, type)
+        else f"{'an' if type(value).__name__[0] in 'aeiou' else 'a'} {type(value).__name__}"
+    )

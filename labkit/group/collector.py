@@ -1,0 +1,154 @@
+"""The raw records of a run: read while it is under way, counted, and made into a trace when somebody asks for one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from labkit.group.mismatches import Place, first_unequal
+from labkit.group.processes import Member
+from labkit.recording.ring_buffer import CALL, COMMUNICATION, COMPUTE, OPEN, STEPS_IN_ALL, Pending, place_and_name, record_dtype
+from labkit.tracing.downsample import thin
+from labkit.tracing.trace import Trace, from_records
+from labkit.worker.runtimes.tensorflow.events import COMPUTE as UNNAMED
+from labkit.worker.runtimes.tensorflow.timeline import READING
+
+__all__ = ["Records"]
+
+
+class Records:
+    """What the ranks of a run have written down, by rank, until somebody asks for the trace.
+
+    Args:
+        members: the ranks.
+    """
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._members = [m.name for m in members]
+        self._readers = [m.reader for m in members]
+        self._chunks: list[list[Any]] = [[] for _ in members]
+        self._dropped = [r.dropped for r in self._readers]
+        self._names: list[list[str]] = [[] for _ in members]
+        self._entered: list[dict[str, int]] = [{} for _ in members]
+        self._counted = [0 for _ in members]  # chunks that `_entered` knows
+        self._cut: dict[str, Any] = {}  # of a run that was stopped: what it was in the middle of
+        for reader in self._readers:
+            reader.read()  # what a rank did between the runs
+
+    def drain(self) -> list[Any]:
+        """Read what is new; per rank, the records."""
+        new = [reader.read() for reader in self._readers]
+        for chunks, records in zip(self._chunks, new, strict=True):
+            if len(records):
+                chunks.append(records)
+        return new
+
+    def cut(self, start_ns: int, end_ns: int, calls: Sequence[tuple[int, str]]) -> None:
+        """The run was stopped: what had not come to its end belongs to its picture all the same.
+
+        Args:
+            start_ns: when the run began.
+            end_ns: when it was stopped.
+            calls: the ranks that called the function, each with what it is called.
+        """
+        self.drain()
+        under_way = [(rank, name) for rank, name in calls if not any((c["kind"] == CALL).any() for c in self._chunks[rank])]
+        pending = [r.pending() for r in self._readers]
+        self._cut = {"start_ns": start_ns, "end_ns": end_ns, "calls": under_way, "pending": pending}
+
+    def freeze(self) -> None:
+        """Read for the last time: the rings serve the next run."""
+        self.drain()
+        self._names = [list(r.names()) for r in self._readers]
+        self._dropped = [r.dropped - before for r, before in zip(self._readers, self._dropped, strict=True)]
+        self._readers = []
+
+    def part(self, new: list[list[Any]]) -> Trace:
+        """What a picture is told of some records, given in pieces."""
+        names = [list(r.names()) for r in self._readers]
+        loops = [own.index(STEPS_IN_ALL) if STEPS_IN_ALL in own else -1 for own in names]
+        thinned = [[thin(rows, loop) for rows in n] for n, loop in zip(new, loops, strict=True)]
+        joined = [np.concatenate(n) if n else np.empty(0, record_dtype()) for n in thinned]
+        return from_records(joined, names, self._members)
+
+    def communicated(self) -> bool:
+        """Whether any rank has finished a communication."""
+        return any((chunk["kind"] == COMMUNICATION).any() for chunks in self._chunks for chunk in chunks)
+
+    def entered(self, rank: int) -> dict[str, int]:
+        """By process group or pair of ranks, the number of the last operation that a rank has completed."""
+        found, names = self._entered[rank], self._readers[rank].names()
+        chunks = self._chunks[rank]
+        for chunk in chunks[self._counted[rank] :]:
+            rows = chunk[chunk["kind"] == COMMUNICATION]
+            for group in np.unique(rows["group"]).tolist():
+                found[names[group]] = max(found.get(names[group], 0), int(rows["match"][rows["group"] == group].max()))
+        self._counted[rank] = len(chunks)
+        return found
+
+    def failed(self, rank: int) -> list[Pending]:
+        """The operations that a rank did not complete because they failed."""
+        return [self._operation(rank, row) for chunk in self._chunks[rank] for row in chunk[_failed(chunk)]]
+
+    def last_wait(self, rank: int) -> tuple[Pending, int] | None:
+        """The communication that a rank was in last, of those that the student's code called for, and when it ended or failed."""
+        last = None
+        for chunk in self._chunks[rank]:
+            rows = chunk[(chunk["kind"] == COMMUNICATION) & (chunk["line"] != 0)]  # 0 is no line: replies, say
+            if len(rows):
+                row = rows[rows["end_ns"].argmax()]
+                last = row if last is None or row["end_ns"] >= last["end_ns"] else last
+        if last is None:
+            return None
+        since_ns = int(last["wait_start_ns"]) or int(last["start_ns"])
+        return dataclasses.replace(self._operation(rank, last), wait_start_ns=since_ns), int(last["end_ns"])
+
+    def last_span(self, rank: int) -> str:
+        """The name of the span that a rank has completed last, of those that say what it did; "" if there is none."""
+        names, last = self._readers[rank].names(), ""
+        for chunk in self._chunks[rank]:
+            rows = chunk[chunk["kind"] == COMPUTE]
+            shown = (place_and_name(names[row["name"]])[1] for row in rows[::-1])
+            last = next((name for name in shown if name not in (READING, UNNAMED)), last)
+        return last
+
+    def done(self, rank: int, which: Collection[tuple[str, int]]) -> list[Pending]:
+        """Some operations, given by their group and number, as far as a rank has completed them."""
+        names, found = self._readers[rank].names(), []
+        for group, match in which:
+            number = names.index(group) if group in names else -1
+            for chunk in self._chunks[rank]:
+                here = (chunk["kind"] == COMMUNICATION) & (chunk["match"] == match) & (chunk["group"] == number)
+                found += [self._operation(rank, row) for row in chunk[here & ~_failed(chunk)]]
+        return found
+
+    def unequal(self) -> tuple[list[tuple[str, Pending]], ...]:
+        """All sides, with the names of their ranks, of the first operation to which ranks came with something different.
+
+        Of the first whose result is wrong, and of the first that reduced unlike shapes; empty where there is none.
+        """
+        self.drain()
+        return tuple([self._side(place) for place in places] for places in first_unequal(self._chunks, self._names_of))
+
+    def _side(self, at: Place) -> tuple[str, Pending]:
+        return self._members[at.rank], self._operation(at.rank, self._chunks[at.rank][at.chunk][at.row])
+
+    def _names_of(self, rank: int) -> list[str]:
+        return self._readers[rank].names() if self._readers else self._names[rank]
+
+    def _operation(self, rank: int, row: Any) -> Pending:
+        names = self._names_of(rank)
+        texts = names[row["group"]], int(row["match"]), names[row["line"]], names[row["what"]]
+        return Pending(names[row["name"]], int(row["start_ns"]), 0, int(row["nbytes"]), int(row["peer"]), *texts)
+
+    def trace(self) -> Trace:
+        """All of it; once frozen."""
+        joined = [np.concatenate(c) if c else np.empty(0, record_dtype()) for c in self._chunks]
+        return from_records(joined, self._names, self._members, dropped=self._dropped, **self._cut)
+
+
+def _failed(chunk: Any) -> Any:
+    return (chunk["kind"] == COMMUNICATION) & ((chunk["flags"] & OPEN) != 0)

@@ -1,0 +1,365 @@
+"""Who waits for whom, and since when: what a rank is doing in words, and which ranks can never go on, and why.
+
+A rank that is blocked needs others to come to the same operation. One that computes may still come; one that has returned, or is
+itself blocked for ever, will not. So "for ever" is not a matter of time: it follows from what each rank is blocked in.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from labkit.group.rank_state import Standing
+from labkit.group.remote_calls import has_thread, promised, serves, thread_blocked
+from labkit.recording.rendezvous_state import DIST_BACKWARD, HINTS, NEW_GROUP, WAITS, hint_of, not_there, waits_for
+from labkit.recording.ring_buffer import PROMISE, RENDEZVOUS, SERVE, TENSORFLOW, UNSEEN_PROMISE, Pending
+
+__all__ = [
+    "SERVES_OTHERS", "Verdict", "amount", "doing", "listed", "mismatch", "missing", "operation_in_words", "place",
+    "serving_for_ever", "stuck",
+]  # fmt: skip
+
+SAME: Final = "All ranks of a group must call the same collectives, in the same order, on tensors of the same shape and type."
+ALL: Final = (
+    "What one rank of a group takes part in, all must, equally often: look for a loop of another length, an early return, or a "
+    "collective inside `if rank == 0`."
+)
+ALL_OF_TENSORFLOW: Final = (
+    "All ranks of a strategy must run the same steps: look for a dataset or a loop of another length, or an early return. A rank "
+    "whose server others still need calls `server.join()` at its end, not `return`."
+)
+CREATED: Final = "Every rank calls new_group, in the same order, also one that does not belong to the group."
+FITTING: Final = "A receive needs a tensor of the size and type that is sent."
+SERVES_OTHERS: Final = (
+    "`join()` of a server ends when the others have returned: call the rank that they serve, such as the chief, as well."
+)
+PROMISED: Final = (
+    "Somebody must call `set_result` on a future that a function under `rpc.functions.async_execution` returns: look for a count "
+    "of calls that is never reached, or an early return before it."
+)
+CALLED: Final = "`group[0].run(f)` calls f on rank 0 alone; what ranks do together needs `group.run(f)`."
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Ranks that can never go on.
+
+    Args:
+        ranks: their numbers.
+        headline: why, in one sentence.
+        hint: what is usually wrong then; "" where nothing is usual.
+        culprit: the rank that all wait for in vain, where it is one alone; its name does not stand in the headline.
+    """
+
+    ranks: tuple[int, ...]
+    headline: str
+    hint: str = ""
+    culprit: int | None = None
+
+
+def doing(
+    name: str,
+    pending: Sequence[Pending],
+    now_ns: int,
+    *,
+    returned: bool = False,
+    names: Sequence[str] = (),
+    closely: bool = False,
+) -> str:
+    """One line: what a rank is doing at this moment.
+
+    Args:
+        name: the rank's name.
+        pending: its operations that are issued and not completed.
+        now_ns: this moment.
+        returned: whether its function has returned.
+        names: the names of all ranks, to name a peer.
+        closely: with the number of an operation within its group, and with what the rank gives to it.
+    """
+    if returned:
+        return f"{name} had returned"
+    blocked = [p for p in pending if p.wait_start_ns]
+    if not blocked:
+        beside = f", with {pending[0].name} under way" if pending else ""
+        return f"{name} was computing{beside}"
+    last = blocked[-1]
+    seconds = max(now_ns - last.wait_start_ns, 0) / 1e9  # it may have begun while the ranks were looked at
+    return f"{name} was waiting in {operation_in_words(last, names, closely=closely)}{place(last)} for {seconds:.1f} s"
+
+
+def stuck(ranks: Sequence[Standing]) -> Verdict | None:
+    """Which ranks can never go on, and why; None where all still can.
+
+    Args:
+        ranks: in rank order, all looked at in one moment.
+    """
+    unequal = _unequal(ranks)
+    hopeless = {i for i, rank in enumerate(ranks) if (rank.blocked or rank.returned) and not (rank.free or rank.timed)}
+    while hopeful := {i for i in hopeless if (i not in unequal or not ranks[i].blocked) and _may_act(ranks, hopeless, i)}:
+        hopeless -= hopeful
+    # A rank whose GPU waits is not blocked, and may still do anything; but the others of that operation must not have returned.
+    queued = {i for i, rank in enumerate(ranks) if any(_absent(ranks, hopeless, i, op) for op in rank.queued)}
+    hopeless |= queued
+    waiting = tuple(i for i in sorted(hopeless) if i in queued or ranks[i].blocked)
+    return Verdict(waiting, *_why(ranks, waiting, hopeless)) if waiting else None
+
+
+def serving_for_ever(names: Sequence[str]) -> str:
+    """Ranks that serve others for ever, of which none was called: a sentence."""
+    return f"{listed(names)} {'serves' if len(names) == 1 else 'serve'} others, and no other rank was called"
+
+
+def mismatch(operations: Sequence[tuple[str, Pending]]) -> tuple[str, str]:
+    """Where ranks have come to the same operation of a group with something different: a sentence about it, and a hint; else "".
+
+    Args:
+        operations: the name of a rank, and what it is in, or was in when it failed.
+    """
+    by_number: dict[tuple[str, int], list[tuple[str, Pending]]] = {}
+    for name, operation in operations:
+        if operation.group and operation.match and not operation.group.startswith("rpc "):
+            by_number.setdefault((operation.group, operation.match), []).append((name, operation))
+    for together in by_number.values():
+        (first, mine), *others = together
+        for other, theirs in others:
+            if _differs(mine, theirs):
+                if mine.group.startswith("p2p "):
+                    return _misfit(*sorted([(first, mine), (other, theirs)], key=lambda side: side[1].name != "send")), FITTING
+                return _contrast(first, mine, other, theirs), SAME
+    return "", ""
+
+
+def _may_act(ranks: Sequence[Standing], hopeless: set[int], me: int) -> bool:
+    """Whether a rank that is blocked, or has returned, may still do something, because one that may go on brings it about."""
+    rank = ranks[me]
+    if rank.serving and has_thread(rank) and len(hopeless) < len(ranks):
+        return True  # by a call
+    # It goes on when an operation ends that one of its threads is blocked in. And whatever else it has under way may have a
+    # callback, which does anything once that has ended.
+    return any(
+        _may_end(ranks, hopeless, me, op)
+        for op in rank.pending
+        if not (op.name.startswith((SERVE, PROMISE, UNSEEN_PROMISE)) or _encloses(op, rank.blocked))
+    )
+
+
+def _encloses(span: Pending, blocked: Sequence[Pending]) -> bool:
+    """Whether it is a span that the student marked as communication, and what the rank is blocked in began later, within it."""
+    return not (span.group or span.what) and any(op.start_ns > span.start_ns for op in blocked)
+
+
+def _may_end(ranks: Sequence[Standing], hopeless: set[int], me: int, operation: Pending) -> bool:
+    return all(_may_come(ranks, hopeless, which, operation) for which in missing(ranks, me, operation))
+
+
+def missing(ranks: Sequence[Standing], me: int, operation: Pending) -> Iterator[int]:
+    """The ranks that have not come to an operation. -1: somebody, whoever it is."""
+    yield from (which for which in _not_entered(ranks, me, operation) if which < 0 or not ranks[which].uncounted)
+
+
+def _not_entered(ranks: Sequence[Standing], me: int, operation: Pending) -> Iterator[int]:
+    group = operation.group
+    if group.startswith("rpc "):
+        callee = ranks[operation.peer]
+        served = [p for p in callee.pending if serves(p, operation)]
+        if all(thread_blocked(callee, p) for p in served):
+            yield operation.peer
+    elif group.startswith("p2p "):
+        peer = ranks[operation.peer]
+        # What comes from anybody has no number before it has come.
+        takes_any = operation.name == "send" and any(p.name == "recv" and not p.group for p in peer.pending)
+        if peer.entered.get(group, 0) < operation.match and not takes_any:
+            yield operation.peer
+    elif group.startswith(WAITS):
+        yield from not_there(group, operation.match, [rank.entered.get(group, 0) for rank in ranks])
+    elif group == TENSORFLOW:  # those that are not called may serve, as a "ps" does
+        yield from (i for i, rank in enumerate(ranks) if rank.returned and not rank.free and rank.called and not rank.serving)
+    elif group and group != DIST_BACKWARD:
+        for other in _members(group, len(ranks)):
+            if other != me and ranks[other].entered.get(group, 0) < operation.match:
+                yield other
+    elif operation.name == "recv" and operation.what:  # from whoever sends; without a tensor it is a span of the student's own
+        sent = [p for rank in ranks for p in rank.pending if p.name == "send" and p.peer == me]
+        if all(ranks[me].entered.get(p.group, 0) >= p.match for p in sent):
+            yield -1
+
+
+def _absent(ranks: Sequence[Standing], hopeless: Collection[int], me: int, operation: Pending) -> list[int]:
+    """The ranks that have not come to an operation and take part in nothing any more."""
+    not_here = (i for i in missing(ranks, me, operation) if i in hopeless)
+    apart = operation.group.startswith(RENDEZVOUS)  # a rank that serves calls does not come to this by that
+    return [i for i in not_here if ranks[i].returned and (apart or not ranks[i].serving)]
+
+
+def _may_come(ranks: Sequence[Standing], hopeless: set[int], which: int, operation: Pending) -> bool:
+    """Whether a rank may still come to an operation that it has not come to."""
+    if which == -1:
+        return any(_may_come(ranks, hopeless, i, operation) for i in range(len(ranks)) if operation not in ranks[i].pending)
+    if operation.group.startswith("rpc "):
+        future = promised(ranks, operation)
+        may_be_answered = has_thread(ranks[which]) if future is None else future.name.startswith(UNSEEN_PROMISE)
+        return which not in hopeless or may_be_answered
+    return which not in hopeless
+
+
+def _members(group: str, size: int) -> Sequence[int]:
+    listed = re.search(r" of ranks ([\d,]+)$", group)
+    return [int(number) for number in listed[1].split(",")] if listed else range(size)
+
+
+def _unequal(ranks: Sequence[Standing]) -> set[int]:
+    """The ranks that are blocked in an operation to which others have come with something different."""
+    came: dict[tuple[str, int], list[tuple[int, Pending]]] = {}
+    for i, rank in enumerate(ranks):
+        for operation in (*rank.pending, *rank.done):
+            if operation.group and not operation.group.startswith("rpc "):
+                came.setdefault((operation.group, operation.match), []).append((i, operation))
+    return {
+        i for i, rank in enumerate(ranks) for operation in rank.blocked
+        if any(i != j and _differs(operation, other) for j, other in came.get((operation.group, operation.match), ()))
+    }  # fmt: skip
+
+
+def _differs(a: Pending, b: Pending) -> bool:
+    names_differ = a.name != b.name and not a.group.startswith("p2p ")
+    if a.name.startswith("all_to_all"):  # ranks may give different amounts; see `group.mismatches`
+        return names_differ
+    return names_differ or (a.what != b.what and amount(a.what) != amount(b.what))
+
+
+def amount(what: str) -> str:
+    """The same words for tensors of as many elements: a backend sends elements, and [4] goes well with [2, 2]."""
+    return re.sub(r"\[([\d, ]*)\]", lambda shape: str(math.prod(int(n) for n in re.findall(r"\d+", shape[1]))), what)
+
+
+def _why(ranks: Sequence[Standing], waiting: Sequence[int], hopeless: set[int]) -> tuple[str, str, int | None]:
+    """The first cause, and what is usually wrong then."""
+    blocked = [(ranks[i].name, p) for i in waiting for p in ranks[i].blocked]
+    unequal, hint = mismatch([*blocked, *((rank.name, p) for rank in ranks for p in (*rank.pending, *rank.done))])
+    if unequal:
+        return unequal, hint, None
+    for i in waiting:
+        for operation in (*ranks[i].blocked, *ranks[i].queued):
+            for gone in _absent(ranks, hopeless, i, operation):
+                return _deserted(ranks, waiting, gone)
+    in_vain = [(ranks[i].name, p) for i in waiting for p in ranks[i].blocked if promised(ranks, p)]
+    if in_vain:
+        return _unkept(ranks, in_vain), PROMISED, None
+    circle = _circle(ranks, waiting)
+    apart = [(ranks[i].name, p) for i in waiting for p in ranks[i].blocked if p.group.startswith(WAITS)]
+    if apart and (not circle or all(p.group.startswith(RENDEZVOUS) for _, p in circle)):
+        hint = hint_of(apart[0][1].group, len(ranks))
+        return "; ".join(f"{name} waits in {operation_in_words(p, ())}{place(p)}" for name, p in apart), hint, None
+    if not circle:
+        names = listed([ranks[i].name for i in waiting])
+        verb = "waits" if len(waiting) == 1 else "wait"
+        return f"{names} {verb} for a message that nobody will send", "", None
+    links = [
+        f"{ranks[i].name} waits in {operation_in_words(operation, ())}{place(operation)} for {ranks[which].name}"
+        for (i, operation), (which, _) in zip(circle, [*circle[1:], circle[0]], strict=True)
+    ]
+    return "; ".join(links), _usual([operation for _, operation in circle]), None
+
+
+def _deserted(ranks: Sequence[Standing], waiting: Sequence[int], gone: int) -> tuple[str, str, int]:
+    for_it = [
+        (ranks[i].name, op) for i in waiting for op in (*ranks[i].blocked, *ranks[i].queued) if gone in missing(ranks, i, op)
+    ]
+    operation = for_it[0][1]
+    who = f"{listed([name for name, _ in for_it])} still {'waits' if len(for_it) == 1 else 'wait'} for it"
+    if not ranks[gone].called:
+        return f"was not called, and {who} in {operation.name}{place(operation)}", CALLED, gone
+    usual = ALL_OF_TENSORFLOW if operation.group == TENSORFLOW else CREATED if operation.group.startswith(NEW_GROUP) else ALL
+    return f"returned while {who} in {operation.name}{place(operation)}", usual, gone
+
+
+def _unkept(ranks: Sequence[Standing], waiting: Sequence[tuple[str, Pending]]) -> str:
+    """Of calls that have returned futures which nobody will complete: the first, and who waits for it."""
+    first = waiting[0][1]
+    alike = [name for name, p in waiting if (p.name, p.peer, p.line) == (first.name, first.peer, first.line)]
+    return (
+        f"{listed(list(dict.fromkeys(alike)))} {'waits' if len(alike) == 1 else 'wait'} in {first.name}{place(first)}: on "
+        f"{ranks[first.peer].name} it has returned a future that nobody will complete"
+    )
+
+
+def _circle(ranks: Sequence[Standing], waiting: Sequence[int]) -> list[tuple[int, Pending]]:
+    """The smallest circle of ranks each of which waits for the next, with what it waits in."""
+    waits: dict[int, dict[int, Pending]] = {
+        i: {q: op for op in ranks[i].blocked for q in missing(ranks, i, op) if q in waiting} for i in waiting
+    }
+    circle = min(filter(None, (_way_back(i, waits) for i in waits)), key=len, default=[])
+    return [(i, waits[i][q]) for i, q in zip(circle, [*circle[1:], *circle[:1]], strict=True)]
+
+
+def _way_back(start: int, waits: Mapping[int, Mapping[int, Pending]]) -> list[int]:
+    """The shortest way from a rank to one that waits for it; empty where no way leads back."""
+    paths, seen = [[start]], set()
+    for path in paths:  # which grows meanwhile, the shortest first
+        for which in waits[path[-1]]:
+            if which == start:
+                return path
+            if which not in seen:
+                seen.add(which)
+                paths.append([*path, which])
+    return []
+
+
+def _usual(operations: Sequence[Pending]) -> str:
+    kinds = {p.name.split()[0] for p in operations}
+    if any(p.group.startswith(NEW_GROUP) for p in operations):
+        return CREATED
+    if any(p.group.startswith(RENDEZVOUS) and p.name != "rpc.shutdown" for p in operations):
+        return HINTS[RENDEZVOUS]
+    if kinds == {"send"}:
+        return "A send ends only when the other side receives: one of them must receive first, or use isend."
+    if kinds == {"recv"}:
+        return "Both wait for a message before they send one: one of them must send first."
+    if kinds & {"rpc_sync", "rpc_async", "to_here"}:
+        return "Calls wait for one another: return a future (`rpc.functions.async_execution`), or do not wait inside a call."
+    if kinds & {"send", "recv"}:
+        return "The order of messages and collectives must fit on both sides."
+    return "Ranks that belong to several groups must enter their collectives in the same order."
+
+
+def _contrast(first: str, mine: Pending, other: str, theirs: Pending) -> str:
+    group = "" if mine.group == "world" else f" of {mine.group}"
+    return (
+        f"collective number {mine.match}{group} is {_given(mine)}{place(mine)} on {first}, and {_given(theirs)}{place(theirs)} "
+        f"on {other}"
+    )
+
+
+def _misfit(sender: tuple[str, Pending], receiver: tuple[str, Pending]) -> str:
+    """Of a message."""
+    (source, sent), (destination, received) = sender, receiver
+    return f"{source} sends {sent.what}{place(sent)}, and {destination} receives it as {received.what}{place(received)}"
+
+
+def _given(operation: Pending) -> str:
+    return f"{operation.name} of {operation.what}" if operation.what else operation.name
+
+
+def operation_in_words(operation: Pending, names: Sequence[str], *, closely: bool = False) -> str:
+    """Its name, what it waits for and with whom, as far as `names` are given; closely: its number and what it was given, too."""
+    details = [waits_for(operation.group)] if operation.name != "rpc.shutdown" else []
+    if closely and operation.match and not operation.group.startswith(WAITS):
+        details.append(f"number {operation.match}")
+    if closely and operation.what:
+        details.append(f"of {operation.what}")
+    if 0 <= operation.peer < len(names):
+        details.append(f"with {names[operation.peer]}")
+    return " ".join(filter(None, [operation.name, *details]))
+
+
+def place(operation: Pending) -> str:
+    """The student's line that an operation was issued on, to stand behind its name."""
+    return f" ({operation.line})" if operation.line else ""
+
+
+def listed(names: Sequence[str]) -> str:
+    """At least one name, the last with an "and"."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

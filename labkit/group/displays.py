@@ -1,0 +1,62 @@
+"""What ranks have shown beside text in one run, until it stands under the cell: labelled, in rank order, within bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from labkit.worker.display import Displayed
+
+__all__ = ["Displays"]
+
+MOST: Final = 64  # of all ranks together; what one rank shows is bounded there
+
+
+class Displays:
+    """The displays of all ranks in one run.
+
+    Args:
+        names: of the ranks, in rank order.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._shown: dict[int, list[Displayed]] = {}  # by rank
+        self._left_out: dict[int, int] = {}
+
+    def take(self, rank: int, shown: Displayed) -> None:
+        """Take what a rank shows, or what it says of that."""
+        mine = self._shown.setdefault(rank, [])
+        if shown.data is None:
+            mine.clear()
+        elif shown.left_out:
+            self._left_out[rank] = self._left_out.get(rank, 0) + shown.left_out
+        elif not shown.update:
+            mine.append(shown)
+        else:
+            mine[:] = [shown if shown.key == old.key else old for old in mine]
+
+    def finish(self, write: Callable[[str], None]) -> None:
+        """Show all of it under the cell, on the thread that runs the cell.
+
+        Args:
+            write: takes the labels.
+        """
+        room = MOST
+        for rank in sorted(self._shown):
+            name, mine = self._names[rank], self._shown[rank]
+            kept, left_out = mine[:room], self._left_out.get(rank, 0) + len(mine[room:])
+            room -= len(kept)
+            for number, shown in enumerate(kept):
+                if number == 0:
+                    write(f"[{name}]\n")
+                _display(shown)
+            if left_out:
+                write(f"[{name}] ... {left_out:,} more left out ...\n")
+
+
+def _display(shown: Displayed) -> None:
+    from IPython.display import display
+
+    data: Any = shown.data
+    display(data, raw=True, metadata=shown.metadata)

@@ -1,0 +1,194 @@
+"""Finds the operations to which ranks came with something different, although all of them completed.
+
+A backend moves bytes. It tells nobody when a message is shorter than its receive, when one rank reduces float32 and another
+int32, or when one sums and the other takes the maximum: the results are wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from labkit.errors.exceptions import MismatchError
+from labkit.group.deadlock import amount, mismatch
+from labkit.recording.ring_buffer import COMMUNICATION, OPEN, TENSORFLOW, Pending
+
+__all__ = ["Place", "first_unequal", "mismatch_error", "mismatch_hint", "shapes_note"]
+
+_ANY_OTHER: Final = -1  # the number of a group in which nothing is compared
+_PAIRWISE: Final = "all_to_all"  # how operations begin in which each two ranks agree on what goes between them
+_PARTS: Final = re.compile(r"(?P<dtype>\w+) (?P<sent>[\d,]*) sent, (?P<received>[\d,]*) received")
+
+
+_REDUCE: Final = ("all_reduce", "reduce")  # how operations begin in which elements of several ranks become one
+
+
+class Place(NamedTuple):
+    """Where the record of an operation is: of a rank, in one of its chunks, a row."""
+
+    rank: int
+    chunk: int
+    row: int
+
+
+def first_unequal(chunks: Sequence[Sequence[Any]], names: Callable[[int], Sequence[str]]) -> tuple[list[Place], list[Place]]:
+    """The records of the first operation to which ranks came with something different; empty where there is none.
+
+    Args:
+        chunks: by rank, its records, in pieces, as arrays of `recording.ring_buffer.record_dtype()`.
+        names: the interned strings of a rank.
+
+    Returns:
+        those of the first whose result is wrong; and of the first that reduced tensors of other shapes with as many elements,
+        which may be meant.
+    """
+    texts: dict[str, int] = {}
+    parts = []  # in columns: rank, chunk, row; group, match; the name; how much of what; when it was issued; the shapes
+    for rank, of_rank in enumerate(chunks):
+        own = names(rank) if of_rank else []
+        for number, chunk in enumerate(of_rank):
+            counts = (
+                (chunk["kind"] == COMMUNICATION) & (chunk["what"] != 0) & (chunk["match"] != 0) & (chunk["flags"] & OPEN == 0)
+            )
+            at = np.flatnonzero(counts)
+            if not len(at):
+                continue
+            rows = chunk[at]
+            group = _numbers(rows["group"], own, texts, _compared)
+            name, what = _numbers(rows["name"], own, texts, _alike), _numbers(rows["what"], own, texts, amount)
+            shape = _numbers(rows["what"], own, texts, _without_ones)
+            place = np.full_like(at, rank), np.full_like(at, number), at
+            match, start_ns = rows["match"].astype(at.dtype), rows["start_ns"].astype(at.dtype)
+            parts.append(np.stack([*place, group, match, name, what, start_ns, shape]))
+    if not parts:
+        return [], []
+    every = np.concatenate(parts, axis=1)
+    every = every[:, every[3] != _ANY_OTHER]
+    every = every[:, np.lexsort((every[0], every[4], every[3]))]
+    left, right = every[:, :-1], every[:, 1:]
+    together = (left[3:5] == right[3:5]).all(axis=0)
+    differ = together & (left[5:7] != right[5:7]).any(axis=0)
+    words = list(texts)
+    pairwise = [number for text, number in texts.items() if text.startswith(_PAIRWISE)]
+    if pairwise:
+        differ &= ~(np.isin(left[5], pairwise) & (left[5] == right[5]))
+    found = _earliest(every, differ)
+    if pairwise:
+        found += _misfit(every, np.isin(every[5], pairwise), words)
+    reductions = [number for text, number in texts.items() if text.startswith(_REDUCE)]
+    transposed = together & np.isin(left[5], reductions) & (left[8] != right[8])
+    return _places(found), _places(_earliest(every, transposed))
+
+
+def _earliest(every: Any, differ: Any) -> list[Any]:
+    """The columns of the operation that was issued first, of those that differ from the one to the right; at most one."""
+    suspects = np.flatnonzero(differ)
+    return [] if not len(suspects) else [_operation(every, suspects[every[7, suspects].argmin()])]
+
+
+def _places(found: Sequence[Any]) -> list[Place]:
+    """Where the earliest of some operations stands."""
+    first = min(found, key=lambda columns: columns[7].min(), default=None)
+    return [] if first is None else [Place(*column) for column in first[:3].T.tolist()]
+
+
+def _numbers(column: Any, names: Sequence[str], texts: dict[str, int], make: Callable[[str], str | None]) -> Any:
+    """For each value of a column, the number of what is made of its text; `_ANY_OTHER` for None."""
+    found, inverse = np.unique(column, return_inverse=True)
+    made = [make(names[number]) for number in found.tolist()]
+    return np.array([_ANY_OTHER if text is None else texts.setdefault(text, len(texts)) for text in made], np.int64)[inverse]
+
+
+def _compared(group: str) -> str | None:
+    return None if not group or group == TENSORFLOW or group.startswith("rpc ") else group
+
+
+def _alike(name: str) -> str:
+    """What an operation must be called on all ranks: a message has two ends."""
+    return "message" if name in ("send", "recv") else name
+
+
+def _without_ones(what: str) -> str:
+    """The same words for shapes that lie alike in memory but for dimensions of one: [4] is as good as [4, 1]."""
+    return re.sub(r"\[([\d, ]*)\]", lambda shape: str([n for n in re.findall(r"\d+", shape[1]) if n != "1"]), what)
+
+
+def _operation(every: Any, at: int) -> Any:
+    """The columns of one operation, of all ranks."""
+    return every[:, (every[3] == every[3, at]) & (every[4] == every[4, at])]
+
+
+def _misfit(every: Any, which: Any, words: Sequence[str]) -> list[Any]:
+    """The first all-to-all in which a rank sends another than that one expects."""
+    mine = every[:, which]
+    edges = np.flatnonzero((mine[3:5, 1:] != mine[3:5, :-1]).any(axis=0)) + 1
+    known: dict[tuple[int, ...], bool] = {}
+    for columns in np.split(mine, edges, axis=1):
+        key = tuple(columns[6].tolist())
+        if key not in known:
+            known[key] = _fits([words[number] for number in key])
+        if not known[key]:
+            return [columns]
+    return []
+
+
+def _fits(whats: Sequence[str]) -> bool:
+    """Whether what each rank of an all-to-all sends is what the others expect; ranks in the order of their group."""
+    sides = [_sides(what, len(whats)) for what in whats]
+    if None in sides or len({side["dtype"] for side in sides if side}) != 1:
+        return None in sides  # not all of it is known
+    for (i, a), (j, b) in itertools.permutations(enumerate(sides), 2):
+        if a and b and len(a["sent"]) == len(b["received"]) == len(sides) and a["sent"][j] != b["received"][i]:
+            return False
+    return True
+
+
+def _sides(what: str, size: int) -> Mapping[str, Any] | None:
+    parts = _PARTS.fullmatch(what)
+    if parts is not None:
+        sent, received = ([int(n) for n in parts[side].split(",") if n] for side in ("sent", "received"))
+        return {"dtype": parts["dtype"], "sent": sent, "received": received}
+    even = re.fullmatch(r"(\w+) (\d+)", what)
+    if even is None:
+        return None
+    return {
+        "dtype": even[1],
+        "sent": [math.ceil(int(even[2]) / size)] * size,
+        "received": [math.ceil(int(even[2]) / size)] * size,
+    }
+
+
+def mismatch_hint(sides: Sequence[tuple[str, Pending]]) -> tuple[str, str]:
+    """What an operation was on some ranks and on others, and what is usually wrong then.
+
+    Args:
+        sides: the name of each of its ranks, and what it gave.
+    """
+    sentence, hint = mismatch(sides)
+    if sentence or not sides:
+        return sentence, hint
+    operation = sides[0][1]
+    group = "" if operation.group == "world" else f" of {operation.group}"
+    what = f"collective number {operation.match}{group} is {operation.name}: a rank sends something else than another expects"
+    return what, "What rank i sends to rank j must be what rank j receives from rank i, in number and type."
+
+
+def shapes_note(sides: Sequence[tuple[str, Pending]]) -> str:
+    """What to tell of a reduction of unlike shapes; `sides` as for `mismatch_hint`."""
+    (first, mine), (other, theirs) = next((a, b) for a, b in itertools.pairwise(sides) if a[1].what != b[1].what)
+    place = f" ({mine.line})" if mine.line else ""
+    return (
+        f"{mine.name}{place} combined {mine.what} of {first} with {theirs.what} of {other}, in the order in which their elements "
+        "lie in memory. Give tensors of one shape."
+    )
+
+
+def mismatch_error(sides: Sequence[tuple[str, Pending]]) -> MismatchError:
+    """The error for an operation to which ranks came with something different; `sides` as for `mismatch_hint`."""
+    lines = [f"{name}: {p.name} of {p.what}" + (f" ({p.line})" if p.line else "") for name, p in sides]
+    return MismatchError(*mismatch_hint(sides), lines)

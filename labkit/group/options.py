@@ -1,0 +1,313 @@
+"""What a group may be asked for: every argument checked before any process starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import numbers
+import operator
+import os
+import re
+import reprlib
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+from labkit.costs.link import Link
+from labkit.errors.exceptions import LabError, missing
+from labkit.errors.units import in_words
+from labkit.errors.wrong_calls import WrongNameError
+from labkit.group.registry import STARTS, default_start
+from labkit.worker.fork_server import BATCH
+from labkit.worker.open_files import count_open_files, raise_limit
+from labkit.worker.runtimes.registry import RUNTIMES, Runtime, gpu_count
+
+__all__ = ["FixedArgument", "Plan", "check_place", "chosen"]
+
+MAX_RANKS: Final = 1024
+FILES_PER_RANK: Final = 5  # that this process holds open: socket, output, process, recording memory and its mapping
+RPC_NAME: Final = re.compile(r"[A-Za-z0-9_:-]{1,127}")  # what torch.distributed.rpc accepts
+STARTING_FILES: Final = 3  # more for each rank of a batch that is being started: the other ends
+RPC_OPTIONS: Final = (16, 60.0)  # torch's own
+FILES_TO_SPARE: Final = 64  # for the arguments of a run, and the student
+
+
+class FixedArgument:
+    """What a group was made with, to be read: `group.timeout_s`. Set later it would have no effect, so that is an error."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, group: Any, owner: type | None = None) -> Any:
+        return self if group is None else getattr(group._plan, self._name)
+
+    def __set__(self, group: Any, value: Any) -> NoReturn:
+        raise WrongNameError(
+            f"group.{self._name} = {reprlib.repr(value)}: a group stays as it was made; "
+            f"lab.Group({len(group)}, {self._name}=...) makes another one"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A group as it was asked for, checked.
+
+    Args:
+        names: of the ranks, in rank order.
+        jobs: TensorFlow's job and task number of each.
+        runtime: one of `RUNTIMES`.
+        devices: "auto", "cpu" or "cuda".
+        devices_per_rank: logical devices of each TensorFlow rank.
+        threads: that each rank computes with.
+        timeout_s: of a run; None waits for ever.
+        start: "fork" or "spawn".
+        link: that the ranks shall seem to be joined by; None: as they are.
+        rpc_options: how many threads of an RPC rank serve calls, and the seconds that a call may take.
+    """
+
+    names: tuple[str, ...]
+    jobs: tuple[tuple[str, int], ...]
+    runtime: str
+    devices: str
+    devices_per_rank: int
+    threads: int
+    timeout_s: float | None
+    start: str
+    link: Link | None = None
+    rpc_options: tuple[int, float] = RPC_OPTIONS
+
+    @property
+    def kind(self) -> type[Runtime]:
+        """What the runtime needs and does."""
+        return RUNTIMES[self.runtime]
+
+    @classmethod
+    def of(
+        cls,
+        ranks: int | Sequence[str] | Mapping[str, int],
+        *,
+        runtime: str,
+        devices: str | None,
+        devices_per_rank: int,
+        threads: int | None,
+        timeout_s: float | None,
+        start: str | None,
+        link: Link | None = None,
+        rpc_backend_options: Any = None,
+    ) -> Plan:
+        """Check the arguments of `labkit.Group`, which explains them.
+
+        Raises:
+            TypeError, ValueError: an argument that cannot be meant.
+            LabError: what this machine or this installation lacks.
+        """
+        if not isinstance(runtime, str) or runtime not in RUNTIMES:
+            raise ValueError(f"runtime={runtime!r}: expected one of {', '.join(map(repr, RUNTIMES))}")
+        names, jobs = _names(ranks, runtime)
+        if devices not in (None, "cpu", "cuda"):
+            raise ValueError(f"devices={devices!r}: expected None (GPUs where there are some), 'cpu' or 'cuda'")
+        if devices_per_rank != 1 and runtime != "tensorflow":
+            raise ValueError("devices_per_rank is for runtime='tensorflow'; in torch, lab.devices(n) gives a rank's devices")
+        _check_number("devices_per_rank", devices_per_rank, whole=True)
+        _check_number("threads", threads, whole=True)
+        _check_number("timeout_s", timeout_s, whole=False)
+        if start not in (None, *STARTS):
+            raise ValueError(f"start={start!r}: expected 'fork' or 'spawn'")
+        _check_link(link, runtime)
+        plan = cls(
+            names,
+            jobs,
+            runtime,
+            devices or "auto",
+            int(devices_per_rank),
+            int(threads or max(1, _cores() // len(names))),
+            timeout_s,
+            start or default_start(),
+            link,
+            _rpc_options(rpc_backend_options, runtime),
+        )
+        _check_machine(plan)
+        return plan
+
+
+def check_place() -> None:
+    """Refuse to have groups where they cannot be.
+
+    Raises:
+        LabError: this process is a rank, or this system cannot start any.
+    """
+    if "LABKIT_RANK" in os.environ:
+        raise LabError("this code runs inside a rank, and ranks cannot have groups of their own; make the group in the notebook")
+    if os.name != "posix":
+        raise LabError("labkit starts ranks on Linux and macOS; on Windows, install it in WSL2 and open the notebooks from there")
+
+
+def _names(ranks: int | Sequence[str] | Mapping[str, int], runtime: str) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
+    """The names of the ranks, and TensorFlow's job and task of each."""
+    if isinstance(ranks, Mapping):
+        jobs = _jobs(ranks, runtime)
+        names = tuple(job if ranks[job] == 1 else f"{job}{task}" for job, task in jobs)
+    elif isinstance(ranks, numbers.Integral) and not isinstance(ranks, bool):
+        _check_count(int(ranks), f"Group({ranks})")
+        names = tuple(f"worker{i}" if runtime == "rpc" else f"rank {i}" for i in range(int(ranks)))
+        jobs = tuple(("worker", i) for i in range(len(names)))
+    elif isinstance(ranks, (list, tuple)):
+        names = tuple(ranks)
+        jobs = tuple(("worker", i) for i in range(len(names)))
+    else:
+        raise TypeError(f"Group({ranks!r}): expected a number of ranks, a list of names, or TensorFlow's jobs as a dict")
+    for name in names:
+        if not isinstance(name, str) or not name.strip():
+            raise ValueError(f"Group({ranks!r}): {name!r} is no name; expected non-empty strings")
+        if runtime == "rpc" and not RPC_NAME.fullmatch(name):
+            raise ValueError(f"Group({ranks!r}): RPC takes no {name!r}; expected letters, digits and _ : - (at most 127)")
+    twice = sorted({n for n in names if names.count(n) > 1})
+    if twice:
+        raise ValueError(f"Group({ranks!r}): {twice[0]!r} stands there twice; every rank needs a name of its own")
+    _check_count(len(names), f"Group({ranks!r})")
+    return names, jobs
+
+
+def _jobs(ranks: Mapping[str, int], runtime: str) -> tuple[tuple[str, int], ...]:
+    if runtime != "tensorflow":
+        raise ValueError(f"Group({ranks!r}): a dict of jobs is for runtime='tensorflow'; give a number or a list of names")
+    for job, count in ranks.items():
+        if not isinstance(job, str) or not isinstance(count, numbers.Integral) or isinstance(count, bool) or int(count) < 1:
+            raise ValueError(f"Group({{{job!r}: {count!r}}}): expected a job's name and a number of tasks of at least 1")
+    return tuple((job, task) for job, count in ranks.items() for task in range(count))
+
+
+def _check_count(count: int, given: str) -> None:
+    if not 1 <= count <= MAX_RANKS:
+        raise ValueError(f"{given}: expected between 1 and {MAX_RANKS} ranks")
+
+
+def _check_number(option: str, value: Any, *, whole: bool) -> None:
+    if value is None:
+        return
+    if not isinstance(value, numbers.Integral if whole else numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{option}={value!r}: expected a {'whole ' * whole}number above 0")
+    if not float(value) > 0:
+        raise ValueError(f"{option}={value!r}: expected a {'whole ' * whole}number above 0")
+
+
+def _check_link(link: Any, runtime: str) -> None:
+    if link is None:
+        return
+    if not isinstance(link, Link):
+        raise TypeError(
+            f"link={link!r}: expected a Link, as in link=lab.Link(gbit_per_s=1, latency_us=50) or lab.Link.ethernet_1g"
+        )
+    if runtime not in ("torch", "rpc"):
+        raise ValueError(
+            f"link={link}: only what torch sends can be held back; expected runtime='torch' or 'rpc', given {runtime!r}"
+        )
+
+
+def _rpc_options(given: Any, runtime: str) -> tuple[int, float]:
+    """How many threads serve calls, and how long a call may take."""
+    if given is None:
+        return RPC_OPTIONS
+    if runtime != "rpc":
+        raise ValueError(f"rpc_backend_options is for runtime='rpc', given {runtime!r}")
+    names = ("num_worker_threads", "rpc_timeout")
+    options = dict(given) if isinstance(given, Mapping) else {n: getattr(given, n) for n in names if hasattr(given, n)}
+    if not options or options.keys() - set(names):
+        raise TypeError(
+            f"rpc_backend_options={given!r}: expected rpc.TensorPipeRpcBackendOptions(...), or a dict of {' and '.join(names)}"
+        )
+    if getattr(given, "device_maps", None) or getattr(given, "devices", None):
+        raise ValueError("rpc_backend_options: device maps differ by rank; give them to rpc.init_rpc in the function that runs")
+    _check_number("num_worker_threads", options.get("num_worker_threads"), whole=True)
+    _check_number("rpc_timeout", options.get("rpc_timeout"), whole=False)
+    threads, timeout_s = RPC_OPTIONS
+    return int(options.get("num_worker_threads", threads)), float(options.get("rpc_timeout", timeout_s))
+
+
+def _check_machine(plan: Plan) -> None:
+    kind, count = plan.kind, len(plan.names)
+    if kind.package and importlib.util.find_spec(kind.package) is None:
+        raise missing(kind.package, kind.extra)
+    if plan.devices == "cuda" and not gpu_count():
+        raise LabError("devices='cuda': this machine shows no GPU. Leave `devices` out to run on the CPU.")
+    if plan.start == "fork" and sys.platform != "linux":
+        raise LabError("start='fork' needs Linux; elsewhere a forked process may hang in a system library. Use start='spawn'.")
+    _check_memory(count, kind.rank_bytes)
+    _check_open_files(count)
+
+
+def _check_memory(count: int, rank_bytes: int) -> None:
+    import psutil
+
+    available, needed = psutil.virtual_memory().available, count * rank_bytes
+    if needed > available:
+        raise LabError(
+            f"{count} ranks need at least {in_words(needed, 'iB')} of memory ({in_words(rank_bytes, 'iB')} each), and "
+            f"{in_words(available, 'iB')} are free. Use at most {max(1, available // rank_bytes)} ranks, or close other groups "
+            f"and notebooks."
+        )
+
+
+def _check_open_files(count: int) -> None:
+    spare = FILES_TO_SPARE + count_open_files()
+
+    def files(ranks: int) -> int:
+        return ranks * FILES_PER_RANK + min(ranks, BATCH) * STARTING_FILES + spare
+
+    needed = files(count)
+    limit = raise_limit(needed)
+    if needed > limit:
+        most = max((n for n in range(1, count) if files(n) <= limit), default=0)
+        first = f"Use at most {most} ranks" if most else "Close some"
+        raise LabError(
+            f"{count} ranks need about {needed:,} open files, and this process may have {limit:,}, the system's hard limit. "
+            f"{first}, or raise it (ulimit -Hn {needed}) before JupyterLab starts."
+        )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def chosen(names: Sequence[str], which: int | str | slice | Iterable[int | str]) -> list[int]:
+    """The numbers of the ranks that are meant, ascending.
+
+    Args:
+        names: of all ranks of the group.
+        which: a number, a name, a slice, or several numbers and names.
+
+    Raises:
+        LabError: the group has no such rank.
+        TypeError: what was given is none of these.
+    """
+    if isinstance(which, slice):
+        on = list(range(len(names))[which])
+    elif isinstance(which, Iterable) and not isinstance(which, str):
+        on = sorted({_number(names, w) for w in which})
+    else:
+        on = [_number(names, which)]
+    if not on:
+        raise LabError(f"group[{_shown(which)}] is no rank at all; this group has ranks 0 to {len(names) - 1}")
+    return on
+
+
+def _number(names: Sequence[str], which: int | str) -> int:
+    if isinstance(which, str):
+        if which in names:
+            return names.index(which)
+        raise LabError(f"no rank is called {which!r}; this group has {', '.join(map(repr, names))}")
+    try:
+        number = operator.index(which)
+    except TypeError:
+        number = None
+    if number is None or isinstance(which, bool):
+        raise TypeError(f"group[{which!r}]: expected a rank's number or name")
+    if -len(names) <= number < len(names):
+        return number % len(names)
+    raise LabError(f"no rank {number}; this group has ranks 0 to {len(names) - 1}")
+
+
+def _shown(which: Any) -> str:
+    if isinstance(which, slice):
+        return ":".join("" if part is None else str(part) for part in (which.start, which.stop, which.step)).removesuffix(":")
+    return repr(which)

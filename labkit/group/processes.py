@@ -1,0 +1,402 @@
+"""The processes of a group: started together, set up together, ended together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from labkit.costs.shared_link import LEDGER_BYTES
+from labkit.errors.exceptions import LabError, RankError, RankFailure
+from labkit.errors.exit_reasons import MemoryKiller, explain_exit
+from labkit.group.options import Plan
+from labkit.group.output import notebook_shell, put
+from labkit.ipc.definitions import Sent
+from labkit.ipc.messages import Channel, encode
+from labkit.ipc.pickling import Parcel, shared_memory
+from labkit.ipc.process_memory import may_read
+from labkit.recording.ring_buffer import RingReader
+from labkit.worker.edited_modules import Imported, edited
+from labkit.worker.launch import RankProcess, Starter, aside
+from labkit.worker.notebook_settings import NotebookSettings, Settings
+from labkit.worker.process_state import ProcessState
+from labkit.worker.runtimes.registry import Seat
+
+__all__ = ["Crew", "Member"]
+
+# For all ranks to set up; 0.05 s if forked, but a spawned one may import TensorFlow from a cold disk.
+START_LIMIT_S: Final = 180.0
+CLOSE_LIMIT_S: Final = 0.5  # for a rank to leave its process group by itself, before it is ended
+# A start that takes longer says what it waits for; a lesson's first, whose output is checked, must not.
+SLOW_START_S: Final = float(os.environ.get("LABKIT_SLOW_START_S", "20"))  # the variable is for tests of checked output
+LOOK_EVERY_S: Final = 0.1  # at what ranks print while they set up: they would be blocked when nobody reads it
+READ_BYTES: Final = 1 << 16
+PIPE_BYTES: Final = 1 << 20  # the most that a rank's pipe holds, and so the most that it has printed when we begin to look
+
+
+class Member:
+    """A rank while its process lives: the process and what this side knows of it.
+
+    Attributes:
+        unshown: what it has printed while no run was under way.
+        unseen: what it has shown, and warned of, meanwhile: each with its kind.
+        known_files: the student's files that it has the names, and perhaps the lines, of.
+        borrowed: for `%%ranks`, what the notebook's names meant when they last travelled, or were assigned there.
+        gone: numbers of definitions that the notebook does not have any more, which the rank has not been told.
+        assigned: the names that the last cell has assigned or deleted there.
+        made: by name, the cell that assigned it last there.
+    """
+
+    def __init__(self, rank: int, name: str, process: RankProcess) -> None:
+        self.rank, self.name, self.process = rank, name, process
+        self.channel = Channel(process.sock)
+        self.reader = RingReader(process.ring)
+        self.unshown = b""
+        self.unseen: list[tuple[str, Any]] = []
+        self.output_open = True
+        self.known_files: dict[str, tuple[str, list[str]]] = {}
+        self.borrowed: dict[str, Any] = {}
+        self.gone: list[int] = []
+        self.assigned: list[str] = []
+        self.made: dict[str, str] = {}
+
+
+class Crew:
+    """One generation of a group's processes.
+
+    Args:
+        plan: the group as it was asked for.
+        starter: what starts and ends processes.
+        sent: the definitions that the group has sent.
+        starts_rpc: whether they are for a program that calls `init_rpc` itself.
+
+    Attributes:
+        spent: whether the framework has computed in them, and cannot begin anew.
+        used: whether a run has begun in them; `called`: one of a function, and not of a cell.
+        unfinished: what a `%%ranks` cell has left unfinished, which a later one may finish; a `group.unfinished.Unfinished`.
+        members: the ranks, in rank order.
+        selector: has channels and ends of the members registered, with `(what, member)` as data. Their output is looked at now
+            and then instead: to wake up at every print would cost the ranks, which print, more than the notebook.
+        notes: what the student should be told once.
+        modules: the student's modules that ranks have imported, by name.
+        memory_killer: tells whether the kernel has ended a rank because memory was short.
+
+    It exists before its processes do, and they are started and ended on threads of their own: Stop interrupts the waiting, not
+    the deed, so there is never a process that nobody knows of. Whoever makes a crew ends it, also where `start` fails.
+    """
+
+    def __init__(self, plan: Plan, starter: Starter, sent: Sent, *, starts_rpc: bool = False) -> None:
+        self.plan, self._starter, self.sent, self.starts_rpc = plan, starter, sent, starts_rpc
+        self.members: list[Member] = []
+        self.selector = selectors.DefaultSelector()
+        self.notes: list[str] = []
+        self.spent = self.used = self.called = False
+        self.unfinished: Any = None
+        self._settings = NotebookSettings()
+        self.memory_killer = MemoryKiller()
+        self.modules: dict[str, Imported] = {}
+        self._state: ProcessState | None = None
+        self._burying = threading.Lock()
+        self._codes: dict[int, int] = {}
+        self._changing = threading.Lock()  # held while processes come into `_processes`, or are taken out to be ended
+        self._processes: list[RankProcess] = []
+        self._over = False
+        self._start_failed: BaseException | None = None
+        self._slow_s = float("inf")  # on `time.monotonic`, when a start that is under way is told to be slow
+
+    def may_run(self, kind: str, starts_rpc: bool) -> bool:
+        """Whether these processes may serve another run.
+
+        Args:
+            kind: "call" or "cell"; what cells define stays where it is as long as it can. Where the framework cannot begin
+                anew, a function has processes of its own, and cells share theirs until one is called.
+            starts_rpc: whether it calls `init_rpc` itself.
+        """
+        if self.plan.kind.fresh_each_run:
+            return not self.used or (kind == "cell" and not self.called)
+        if starts_rpc and kind == "call":
+            return self.starts_rpc and not self.used
+        return not (self.spent and (kind == "call" or starts_rpc))
+
+    def start(self) -> None:
+        """Start the processes and set them up.
+
+        Raises:
+            LabError: the processes did not come up.
+            RankError: a rank failed while it was set up.
+        """
+        self._state = ProcessState.now()
+        self._slow_s = time.monotonic() + SLOW_START_S
+        started = aside(self._start)
+        if not started.acquire(timeout=SLOW_START_S):
+            self._tell_slow_start()
+            started.acquire()
+        started.release()
+        if self._start_failed is not None:
+            raise self._start_failed
+        self.members = [Member(i, name, p) for i, (name, p) in enumerate(zip(self.plan.names, self._processes, strict=True))]
+        self._set_up(self.plan)
+        self._slow_s = float("inf")
+
+    def _tell_slow_start(self) -> None:
+        """Once: what a start is waiting for."""
+        self._slow_s = float("inf")
+        package, seconds = self.plan.kind.package, f"more than {SLOW_START_S:.0f} s"
+        if package and self._starter.importing:
+            put(f"labkit: importing {package} for the ranks takes {seconds}: a first time, from a disk, it may be a minute\n")
+        else:
+            put(f"labkit: the ranks take {seconds} to start; this machine is busy\n")
+
+    def follow(self) -> list[str]:
+        """Have the ranks take over what the notebook's process has changed.
+
+        Returns:
+            a line for each edited module that they have as it was.
+
+        Raises:
+            LabError: the working folder is no more.
+        """
+        assert self._state is not None, "ranks that were never set up"
+        if not self._state.holds():
+            now = ProcessState.now()
+            changes = now.since(self._state)
+            if changes is not None:
+                self._send_all("follow", changes)
+                self._state = now
+        return edited(self.modules.values())
+
+    def _start(self) -> None:
+        try:
+            processes = self._starter.start(len(self.plan.names))
+        except BaseException as error:  # noqa: BLE001  # whoever waits for this thread raises it
+            self._start_failed = error
+            return
+        with self._changing:
+            if not self._over:
+                self._processes = processes
+                return
+        self._let_go(processes)  # nobody waits for them any more
+
+    def _set_up(self, plan: Plan) -> None:
+        for member in self.members:
+            self.selector.register(member.channel, selectors.EVENT_READ, ("frame", member))
+            if member.process.sentinel >= 0:
+                self.selector.register(member.process.sentinel, selectors.EVENT_READ, ("end", member))
+        changes = {
+            name: os.environ.get(name)
+            for name in self._starter.environment.keys() | os.environ.keys()
+            if os.environ.get(name) != self._starter.environment.get(name)
+        }
+        lend = may_read(self.members[0].process.pid)
+        ledger = None if plan.link is None else Parcel(b"", fd=shared_memory(LEDGER_BYTES))
+        assert self._state is not None
+        for member in self.members:
+            seat = _seat(plan, member.rank, lend, changes, self._state, self.starts_rpc)
+            with contextlib.suppress(OSError):  # as in `_send_all`
+                member.channel.send("seat", seat, ledger)
+        if ledger is not None:
+            ledger.close()
+        self._send_all("offers", self._answers("offer"))
+        for notes in self._answers("ready"):
+            self.notes += notes
+
+    def begin(self, on: Sequence[int], kind: str, data: Callable[[int], Any], parcel: Parcel) -> None:
+        """Have ranks begin to run something; what they must know before goes first.
+
+        Args:
+            on: which.
+            kind: of the frame.
+            data: what it says to a rank; where that is the object that the rank before got, it is pickled once for both.
+            parcel: what travels with it.
+        """
+        all_called, last, frame = len(on) == len(self.members), None, None
+        if gone := self.sent.take_gone():
+            for member in self.members:
+                member.gone += gone
+        for rank in on:
+            member, own = self.members[rank], data(rank)
+            try:
+                if member.gone:
+                    member.channel.send("forget", member.gone)
+                    member.gone = []
+                if frame is None or own is not last:
+                    last, frame = own, encode(kind, (all_called, own), parcel)
+                member.channel.send_encoded(frame)
+            except OSError:  # it has just ended; the run will see that, and say why
+                pass
+
+    def exchange(self, kind: str, data: Any, parcel: Parcel | None, expected: str) -> list[Any]:
+        """Send a frame to every rank, outside a run, and wait until all have answered it: what they say, in rank order."""
+        self._send_all(kind, data, parcel)
+        return self._answers(expected)
+
+    def share_settings(self, pack: Callable[[Settings], Parcel]) -> list[str]:
+        """Tell the ranks what the notebook has set up of `logging` and warnings since this was called last; notes on it."""
+        settings = self._settings.news()
+        if settings is None:
+            return []
+        notes = [f"the logging handler {h} is the notebook's; ranks print their messages instead." for h in settings.replaced]
+        try:
+            parcel = pack(settings)
+        except LabError as error:
+            parcel = pack(settings.plain())
+            notes.append(f"ranks log without the notebook's formats: {str(error).splitlines()[0]}")
+        try:
+            self._send_all("settings", None, parcel)  # without an answer, as in `follow`: the next call says what went wrong
+        finally:
+            parcel.close()
+        return notes
+
+    def observe(self, *, begin: bool) -> list[str]:
+        """Tell all ranks that a run begins, or is over, where those that only serve must know; what the student should know."""
+        if not self.plan.kind.observes_runs:
+            return []
+        return [note for notes in self.exchange("observe", begin, None, "observed") for note in notes]
+
+    def _send_all(self, kind: str, data: Any, parcel: Parcel | None = None) -> None:
+        for member in self.members:
+            with contextlib.suppress(OSError):  # it has just ended; `_answers` will see that, and say why
+                member.channel.send(kind, data, parcel)
+
+    def _answers(self, expected: str) -> list[Any]:
+        """One frame from every rank, outside a run."""
+        answers: dict[int, Any] = {}
+        until = time.monotonic() + START_LIMIT_S
+        while len(answers) < len(self.members):
+            if time.monotonic() > until:
+                late = [m.name for m in self.members if m.rank not in answers]
+                raise LabError(f"{', '.join(late)} did not answer within {START_LIMIT_S:.0f} s while the group was starting")
+            for key, _ in self.selector.select(LOOK_EVERY_S):
+                _, member = key.data
+                if member.rank not in answers:
+                    answers[member.rank] = self._answer(member, expected)
+            for member in self.members:
+                self._keep_output(member)
+            if time.monotonic() > self._slow_s:
+                self._tell_slow_start()
+        return [answers[m.rank] for m in self.members]
+
+    def _answer(self, member: Member, expected: str) -> Any:
+        try:
+            frame = member.channel.receive()
+            while frame.kind in ("shown", "warned"):  # by a thread that goes on between two runs, or while it is set up
+                member.unseen.append((frame.kind, frame.data))
+                frame = member.channel.receive()
+        except (EOFError, OSError):
+            struck = self.memory_killer.struck()
+            headline = explain_exit(self.bury(member), struck)
+            self._keep_output(member)
+            last = member.unshown.decode(errors="replace").strip().splitlines()[-10:]
+            raise RankError([RankFailure(member.rank, member.name, headline, "\n".join(last))]) from None
+        if frame.kind == "raised":
+            raise RankError([frame.data])
+        assert frame.kind == expected, f"{frame.kind!r} where {expected!r} was expected"
+        return frame.data
+
+    def printed(self, member: Member) -> Iterator[bytes]:
+        """What a rank has printed and nobody has read yet, in pieces; not what it prints meanwhile, which may have no end."""
+        count = 0
+        while member.output_open and count < PIPE_BYTES:
+            try:
+                data = os.read(member.process.output, READ_BYTES)
+            except BlockingIOError:
+                return
+            if not data:
+                member.output_open = False
+                return
+            yield data
+            count += len(data)
+            if len(data) < READ_BYTES:
+                return
+
+    def _keep_output(self, member: Member) -> None:
+        """Leave it for the next run to show."""
+        member.unshown += b"".join(self.printed(member))
+
+    def forget(self, member: Member) -> None:
+        """Look no more for frames from a rank, or for its end."""
+        for thing in (member.channel, member.process.sentinel):
+            with contextlib.suppress(KeyError, ValueError):  # never registered, or no more
+                self.selector.unregister(thing)
+
+    def bury(self, member: Member) -> int:
+        """The exit code of a rank that has ended, or is ended by this."""
+        with self._burying:
+            self._codes |= self._starter.end([member.process])
+        return self._codes.get(member.process.pid, 0)
+
+    def kill(self) -> None:
+        """End the processes and leave the rest to the run that is under way on another thread."""
+        with self._burying:
+            self._codes |= self._starter.end([m.process for m in self.members])
+
+    def end(self, *, graceful: bool = False, wait: bool = True) -> None:
+        """End the processes. Once that has begun, this does nothing.
+
+        Args:
+            graceful: let the ranks leave their process group by themselves first.
+            wait: until it is done.
+        """
+        if self._over:
+            return
+        done = aside(lambda: self._end(graceful))
+        if wait:
+            with done:
+                pass
+
+    def _end(self, graceful: bool) -> None:
+        with self._changing:
+            first, self._over = not self._over, True
+            processes, self._processes = self._processes, []
+        if not first:
+            return
+        if graceful:
+            for member in self.members:
+                try:
+                    member.channel.send("close")
+                except OSError:
+                    continue  # it has gone already
+            self._await_end()
+        self._let_go(processes)
+        self.selector.close()
+
+    def _let_go(self, processes: Sequence[RankProcess]) -> None:
+        if processes:  # else what should have started them may be busy importing
+            self._starter.end(processes)
+        for process in processes:
+            process.close()
+
+    def _await_end(self) -> None:
+        left = {m.rank for m in self.members}
+        until = time.monotonic() + CLOSE_LIMIT_S
+        while left and time.monotonic() < until:
+            for key, _ in self.selector.select(max(0.0, until - time.monotonic())):
+                _, member = key.data
+                left.discard(member.rank)
+                self.forget(member)
+
+
+def _seat(
+    plan: Plan, rank: int, lend: bool, environment: Mapping[str, str | None], state: ProcessState, starts_rpc: bool
+) -> Seat:
+    return Seat(
+        rank,
+        plan.names,
+        plan.runtime,
+        plan.threads,
+        plan.devices,
+        plan.devices_per_rank,
+        plan.jobs,
+        state.path,
+        state.folder,
+        lend,
+        dict(environment),
+        plan.link,
+        notebook_shell() is not None,
+        starts_rpc,
+        plan.rpc_options,
+    )

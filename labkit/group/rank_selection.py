@@ -1,0 +1,66 @@
+"""`Ranks`: some of a group's ranks, as `group[0]` and `group[1:3]` give them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from labkit.errors.wrong_calls import edge
+from labkit.group.run import Picture, Run
+
+__all__ = ["Ranks"]
+
+
+class OfRanks(Protocol):
+    """The group that ranks belong to."""
+
+    names: tuple[str, ...]
+
+    def _run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        on: Sequence[int],
+        picture: Picture | None,
+    ) -> Run: ...
+
+    def _new_picture(self) -> Picture | None: ...
+
+
+class Ranks:
+    """Some ranks of a group: `group[0]`, `group["master"]`, `group[1:3]`. The others keep serving while these run.
+
+    Args:
+        group: the group they belong to.
+        on: their numbers, ascending.
+    """
+
+    def __init__(self, group: OfRanks, on: Sequence[int]) -> None:
+        self.group, self.on = group, tuple(on)
+
+    def __len__(self) -> int:
+        return len(self.on)
+
+    def __iter__(self) -> Iterator[Ranks]:
+        """Each of them alone, in rank order."""
+        return (Ranks(self.group, [rank]) for rank in self.on)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ranks) and (self.group, self.on) == (other.group, other.on)
+
+    def __hash__(self) -> int:
+        return hash((id(self.group), self.on))
+
+    @edge
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
+        """Call `function(*args, **kwargs)` on these ranks; see `Group.run`."""
+        return self.group._run(function, args, kwargs, self.on, None)
+
+    @edge
+    def watch(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
+        """The same with the live picture; see `Group.watch`."""
+        return self.group._run(function, args, kwargs, self.on, self.group._new_picture())
+
+    def __repr__(self) -> str:
+        return f"<{', '.join(self.group.names[i] for i in self.on)} of {self.group!r}>"

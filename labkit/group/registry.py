@@ -1,0 +1,101 @@
+"""What this process holds for all its groups: the open ones, and the starters, which groups share."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import sys
+import threading
+import weakref
+from typing import Any, Final, Protocol
+
+from labkit.errors.exceptions import LabError
+from labkit.recording.ring_buffer import RING_BYTES
+from labkit.worker import network_namespace
+from labkit.worker.runtimes.registry import RUNTIMES
+
+__all__ = ["STARTS", "Notebook", "default_start", "notebook", "warm_up"]
+
+STARTS: Final = ("fork", "spawn")
+
+
+class Closable(Protocol):
+    """A group of ranks, as far as it matters here."""
+
+    def close(self) -> None:
+        """End its ranks."""
+
+
+class Notebook:
+    """The groups and starters of this process.
+
+    Attributes:
+        groups: those that are open.
+        starters: what starts ranks, by what it imports, how it starts, and what LABKIT_NETWORK asks for.
+    """
+
+    def __init__(self) -> None:
+        self.groups: weakref.WeakSet[Closable] = weakref.WeakSet()
+        self.starters: dict[tuple[str, str, str], Any] = {}
+        self._lock = threading.Lock()
+        self._of_parent: list[Any] = []
+        atexit.register(self.close)
+        os.register_at_fork(after_in_child=self._start_afresh)
+
+    def starter(self, runtime: str, start: str) -> Any:
+        """What starts ranks of a runtime; the first call begins to import the framework, and does not wait for it.
+
+        Raises:
+            LabError: the ranks must have a network of their own, and are not forked.
+        """
+        from labkit.ipc.pickling import shared_memory
+        from labkit.worker.launch import ForkStarter, SpawnStarter
+
+        kind = RUNTIMES[runtime]
+        network = network_namespace.wanted(os.environ)
+        if network == network_namespace.PRIVATE and start == "spawn":
+            raise LabError("LABKIT_NETWORK=private needs start='fork': the server that ranks are forked from holds their network")
+        key = (",".join(kind.preload), start, network)
+        with self._lock:
+            starter = self.starters.get(key)
+            if starter is None or not starter.alive():
+                if starter is not None:
+                    starter.close()
+                make = ForkStarter if start == "fork" else SpawnStarter
+                starter = self.starters[key] = make(kind.preload, kind.environment, RING_BYTES, shared_memory)
+        return starter
+
+    def close(self) -> None:
+        """At exit: nothing is left."""
+        for group in list(self.groups):
+            group.close()
+        for starter in self.starters.values():
+            starter.close()
+        self.starters.clear()
+
+    def _start_afresh(self) -> None:
+        """In a fork of this process: groups and starters are the parent's, and must not even be tidied up here."""
+        self._of_parent += [self.groups, self.starters]
+        self.groups, self.starters, self._lock = weakref.WeakSet(), {}, threading.Lock()
+
+
+notebook: Final = Notebook()
+
+
+def warm_up(runtime: str = "torch") -> None:
+    """Begin to import a runtime's framework in the background, so that the first group is there at once. Returns immediately."""
+    package = RUNTIMES[runtime].package
+    if os.name == "posix" and "LABKIT_RANK" not in os.environ and (not package or importlib.util.find_spec(package)):
+        start = default_start()
+        starter = notebook.starter(runtime, start)
+        if start == "spawn":
+            starter.warm(min(4, os.cpu_count() or 1))
+
+
+def default_start() -> str:
+    """On Linux "fork", because a server can fork safely there; elsewhere "spawn". LABKIT_START chooses the other one."""
+    chosen = os.environ.get("LABKIT_START") or ("fork" if sys.platform == "linux" else "spawn")
+    if chosen not in STARTS:
+        raise LabError(f"LABKIT_START={chosen!r}: expected 'fork' or 'spawn'")
+    return chosen

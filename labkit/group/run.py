@@ -1,0 +1,420 @@
+"""One run: under way (`Flight`: frames, prints, spans and failures come in) and over (`Run`: plain data)."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+from labkit.errors.exceptions import LabError, RankError, RankFailure, RunTimeoutError, Stopped, StuckError
+from labkit.errors.exit_reasons import explain_exit
+from labkit.group.collector import Records
+from labkit.group.deadlock import SERVES_OTHERS, Verdict, doing, mismatch, serving_for_ever
+from labkit.group.deadlock_monitor import Watchdog
+from labkit.group.mismatches import mismatch_error, mismatch_hint, shapes_note
+from labkit.group.output import Output
+from labkit.group.processes import Crew, Member
+from labkit.group.stack_dump import crash
+from labkit.group.unfinished import Unfinished, left_unfinished, may_go_on
+from labkit.ipc import pickling
+from labkit.ipc.messages import Frame
+from labkit.ipc.tracebacks import lost_connection, unreadable
+from labkit.recording.events import ProfilerEvent
+from labkit.recording.ring_buffer import SERVE, Pending
+from labkit.tracing.missing_names import about_names
+from labkit.tracing.trace import Trace
+from labkit.worker.resource_usage import Cores, Load, Usage, gpus_of
+
+__all__ = ["Flight", "Picture", "Run"]
+
+LOOK_EVERY_S: Final = 0.05  # at rings and prints; the fastest writer takes twice as long to fill a ring
+FULL_BYTES: Final = 1 << 15  # a rank that has printed so much since the last look may soon be blocked: look again at once
+GRACE_S: Final = 0.1  # after a failure, the others may come back by themselves before they are stopped
+CAUSE_S: Final = 0.4  # so long where it was a lost connection only: what another rank says may be the cause of that
+DEATH_S: Final = 5.0  # and so long where a process is about to end, which surely is
+
+
+class Picture(Protocol):
+    """What a run tells a watcher, on the thread that called `watch`."""
+
+    interval_s: float
+
+    def begin(self, ranks: tuple[str, ...], title: str, start_ns: int, called: Sequence[int]) -> None:
+        """The ranks start now; those with the numbers `called` call the function, the others serve."""
+
+    def update(self, now_ns: int, new: Trace, pending: Sequence[Sequence[Pending]], loads: Sequence[Load]) -> None:
+        """`new`: what was completed since the last update; `pending`: what each rank has under way; `loads`: what it takes."""
+
+    def end(self, trace: Trace, stopped: str) -> None:
+        """The run is over; `stopped` says what ended it before its time: "stopped by an error", or "" if nothing did."""
+
+
+class Run:
+    """What a run leaves behind.
+
+    Attributes:
+        results: what the function returned on each rank that called it, in rank order.
+        output: what the ranks printed, a line each, in rank order.
+        ranks: the names of the ranks that called it.
+    """
+
+    def __init__(self, name: str, ranks: tuple[str, ...], results: list[Any], output: str, records: Records) -> None:
+        self._name, self.ranks, self.results, self.output = name, ranks, results, output
+        self._records = records
+        self.profiled: list[list[Any]] = []  # what torch's profiler has seen: a list of `worker.torch_profiler.Row` for each rank
+        self._trace: Trace | None = None
+
+    @property
+    def trace(self) -> Trace:
+        """The spans of all ranks on one clock."""
+        if self._trace is None:
+            self._trace = self._records.trace()
+            self._trace.profile = tuple(ProfilerEvent(rank, *row) for rank, rows in enumerate(self.profiled) for row in rows)
+            unseen = [self._trace.ranks[rank] for rank, rows in enumerate(self.profiled) if not rows]
+            if unseen:
+                self._trace.notes = (f"torch's profiler gave nothing for {', '.join(unseen)}",)
+        return self._trace
+
+    def __repr__(self) -> str:
+        return f"<Run of {self._name} on {_these(self.ranks)}>"
+
+
+def _these(ranks: Sequence[str]) -> str:
+    return ranks[0] if len(ranks) == 1 else f"{len(ranks)} ranks"
+
+
+class Flight:
+    """One run while it is under way. Everything happens on the thread that called `run`.
+
+    Args:
+        crew: the processes.
+        on: the numbers of the ranks that call the function.
+        name: what the function is called.
+        picture: who watches, or None.
+        show: whether prints are shown.
+
+    Attributes:
+        intact: False once the processes must not be used again.
+        notes: what the student should be told of a run that succeeded.
+        unfinished: what it has left unfinished.
+    """
+
+    def __init__(self, crew: Crew, on: Sequence[int], name: str, picture: Picture | None, *, show: bool) -> None:
+        self._crew, self._members, self._selector = crew, crew.members, crew.selector
+        self._on, self._name, self._picture = tuple(on), name, picture
+        self._names = tuple(m.name for m in self._members)
+        self._output = Output(self._names, show=show)
+        self._records = Records(self._members)
+        self._results: dict[int, Any] = {}
+        self._failures: dict[int, RankFailure] = {}
+        self._serving: set[int] = set()  # called, and serving the others until they have returned
+        self._released = False  # whether those have been told
+        self._dead: set[int] = set()
+        self._watchdog = Watchdog(crew, self._on, self._records, self._results, self._failures, self._serving)
+        self._usage: Usage | None = None
+        if picture is not None:  # to look for GPUs takes a fifth of what a run of nothing does, and NVML's start milliseconds
+            self._usage = Usage([m.process.pid for m in self._members], gpus_of(len(self._members), crew.plan.devices))
+        self.notes: list[str] = []
+        self.unfinished: Unfinished | None = None
+        self.intact = True
+        # Whether any rank has communicated, and whether any has left something unfinished, by what they say as they return.
+        self._communicated, self._unfinished = False, crew.plan.kind.serving_threads > 0
+        self._start_ns = time.perf_counter_ns()  # before a rank is told: nothing that belongs to the run happened earlier
+
+    def wait(self, deadline_s: float | None) -> Run:
+        """Take what comes until every rank that was called has answered.
+
+        Args:
+            deadline_s: on `time.monotonic`, when to give up; None waits as long as it takes.
+
+        Raises:
+            RankError: a rank failed.
+            RunTimeoutError: the time is over.
+            Stopped: the student pressed Stop.
+        """
+        picture = self._picture
+        for member in self._members:
+            if member.unshown:
+                self._output.feed(member.rank, member.unshown)
+                member.unshown = b""
+            while member.unseen:
+                self._output.take(member.rank, *member.unseen.pop(0))
+        if picture is not None:
+            title = f"{self._name} on {_these([self._names[i] for i in self._on])}"
+            picture.begin(self._names, title, self._start_ns, self._on)
+        try:
+            self._collect(picture, deadline_s)
+        except KeyboardInterrupt:
+            doings = self._doings(time.perf_counter_ns())
+            self.intact = False
+            self._finish("stopped")
+            raise Stopped(self._name, doings) from None
+        except BaseException:
+            self.intact = False
+            self._finish("stopped by an error")
+            raise
+        if self._failures:
+            error = self._error()
+            self._finish("stopped by an error")
+            raise error
+        self.notes += self._crew.observe(begin=False)
+        unequal, transposed = self._records.unequal() if self._communicated else ([], [])
+        if unequal:
+            self.intact = False
+            self._finish("stopped by an error")
+            raise mismatch_error(unequal)
+        if transposed:
+            self.notes.append(shapes_note(transposed))
+        if self._unfinished and not self._crew.plan.kind.fresh_each_run:
+            self.unfinished = left_unfinished(self._members, self._records)
+        text = self._finish()
+        self.notes += about_names(kind for m in self._members for kind in m.reader.no_room)
+        return Run(self._name, tuple(self._names[i] for i in self._on), [self._results[i] for i in self._on], text, self._records)
+
+    def _collect(self, picture: Picture | None, deadline_s: float | None) -> None:
+        looked = pictured = time.monotonic()
+        hurry, failed_s = False, 0.0  # when the first failure was told
+        cores = Cores([])
+        new: list[list[Any]] = [[] for _ in self._members]
+        while not all(self._answered(self._members[rank]) for rank in self._on) or self._end_to_come():
+            now = time.monotonic()
+            late = (m.process for m in self._members if m.rank in self._on and not self._answered(m))
+            if failed_s and now - failed_s > self._grace_s() and not cores.lacked(late, GRACE_S / 2):
+                return
+            if deadline_s is not None and now > deadline_s:
+                doings = self._doings(time.perf_counter_ns(), closely=True)
+                headline = f"{self._name} took longer than the group's timeout_s={self._crew.plan.timeout_s:g}"
+                raise RunTimeoutError(headline, self._watchdog.notice, doings)
+            if now - looked > LOOK_EVERY_S or hurry:
+                looked = now
+                hurry = max(self._read_output(m) for m in self._members) >= FULL_BYTES
+                records = self._records.drain()
+                if picture is not None:
+                    for mine, fresh in zip(new, records, strict=True):
+                        mine.append(fresh)
+                self._look_for_stuck(time.perf_counter_ns())
+                self._crew.memory_killer.look(now)
+            if picture is not None and now - pictured > picture.interval_s:
+                self._show(picture, new)
+                new = [[] for _ in self._members]
+                pictured = time.monotonic()
+            self._output.refresh()
+            self._take(0 if hurry else GRACE_S / 10 if failed_s else LOOK_EVERY_S)
+            if self._failures and not failed_s:
+                failed_s, cores = time.monotonic(), Cores([m.process for m in self._members])
+
+    def _grace_s(self) -> float:
+        """How long after the first failure the run ends."""
+        if any(not f.consequence for f in self._failures.values()):
+            return GRACE_S
+        return DEATH_S if self._end_to_come() else CAUSE_S
+
+    def _end_to_come(self) -> bool:
+        """Whether all that failed lost a connection, and a process is about to end, perhaps one that only serves."""
+        if not self._failures or any(not f.consequence for f in self._failures.values()):
+            return False
+        return any(m.process.exiting for m in self._members if m.rank not in self._failures)
+
+    def _look_for_stuck(self, now_ns: int) -> None:
+        """End a run in which ranks can never go on; tell of one in which they wait long.
+
+        Raises:
+            RankError: they wait for one that returned, or was not called.
+            StuckError: they wait for one another.
+        """
+        verdict = self._watchdog.look(now_ns)
+        self._output.say(self._watchdog.notice)
+        if verdict is not None:
+            raise self._stuck_error(verdict)
+
+    def _show(self, picture: Picture, new: list[list[Any]]) -> None:
+        assert self._usage is not None
+        now_ns, pending = time.perf_counter_ns(), [m.reader.pending() for m in self._members]
+        picture.update(now_ns, self._records.part(new), pending, self._usage.look(now_ns))
+
+    def _take(self, limit_s: float) -> None:
+        """Wait for anything from any rank and take it."""
+        events = self._selector.select(limit_s)
+        # Reports before deaths: a failing rank's own words tell more than the fact that it ended.
+        for kind in ("frame", "end"):
+            for key, _ in events:
+                what, member = key.data
+                if what == kind and member.rank not in self._dead:
+                    self._take_frame(member) if what == "frame" else self._ended(member)
+
+    def _answered(self, member: Member) -> bool:
+        return member.rank in self._results or member.rank in self._failures
+
+    def _take_frame(self, member: Member) -> None:
+        try:
+            self._answer(member, member.channel.receive())
+            while member.channel.received:
+                self._answer(member, member.channel.receive())
+        except (EOFError, OSError):
+            self._ended(member)
+
+    def _answer(self, member: Member, frame: Frame) -> None:
+        if frame.kind == "assigned":
+            member.assigned = frame.data
+            return
+        if frame.kind in ("shown", "warned"):
+            self._output.take(member.rank, frame.kind, frame.data)
+            return
+        self._read_output(member)
+        if frame.kind == "raised":
+            self._failures[member.rank] = frame.data
+            self.intact = self.intact and not frame.data.broken
+            return
+        if frame.kind == "serving":
+            self._serving.add(member.rank)
+            self._release_servers()
+            return
+        if frame.kind == "imported":
+            self._crew.modules |= {module.name: module for module in frame.data}
+            return
+        assert frame.kind == "done" and frame.parcel is not None, f"an unexpected frame {frame.kind!r}"
+        communicated, unfinished, ending = frame.data
+        self._communicated |= communicated
+        self._unfinished |= unfinished
+        if ending is not None:
+            self._crew.spent |= ending.spent
+            self.notes += ending.notes
+        if frame.parcel.moved:
+            self.notes.append("CUDA tensors in results come back as CPU tensors.")
+        try:
+            self._results[member.rank] = pickling.unpack(frame.parcel, sent=self._crew.sent)
+        except EOFError:  # the rank has gone, and what it lent with it
+            raise
+        except Exception as error:  # noqa: BLE001  # what makes a result anew may raise anything
+            self._failures[member.rank] = unreadable(error, member.rank, member.name)
+        if frame.parcel.lender:
+            member.channel.send("read")
+        self._release_servers()
+
+    def _release_servers(self) -> None:
+        """Let the ranks go on that serve others for ever, once those have returned.
+
+        Raises:
+            StuckError: all ranks that were called serve, so that none will return.
+        """
+        if self._released or not self._serving:
+            return
+        if not all(rank in self._results or rank in self._serving for rank in self._on):
+            return
+        if not self._results:
+            names = [self._names[rank] for rank in sorted(self._serving)]
+            raise StuckError(serving_for_ever(names), SERVES_OTHERS, self._doings(time.perf_counter_ns()))
+        self._released = True
+        for rank in self._serving:
+            with contextlib.suppress(OSError):  # it has just ended, which will be seen
+                self._members[rank].channel.send("release")
+
+    def _ended(self, member: Member) -> None:
+        """A rank's process is no more: take its last words, if it had time for some."""
+        self._dead.add(member.rank)
+        self.intact = False
+        self._crew.forget(member)
+        try:
+            while not self._answered(member):
+                self._answer(member, member.channel.receive())
+        except (EOFError, OSError):
+            pass
+        self._read_output(member)
+        if member.rank not in self._failures:  # even one that has answered: a dead rank serves nobody
+            now_ns, struck = time.perf_counter_ns(), self._crew.memory_killer.struck()
+            headline = explain_exit(self._crew.bury(member), struck)
+            text, last = crash(member.process), self._last_doing(member, now_ns)
+            self._failures[member.rank] = RankFailure(member.rank, member.name, headline, text, at_ns=now_ns, last=last)
+
+    def _read_output(self, member: Member) -> int:
+        """Take what a rank has printed; how many bytes that was."""
+        count = 0
+        for data in self._crew.printed(member):
+            self._output.feed(member.rank, data)
+            count += len(data)
+        return count
+
+    def _doings(self, now_ns: int, *, closely: bool = False) -> list[str]:
+        return list(self._doings_by_rank(now_ns, closely=closely).values())
+
+    def _doings_by_rank(self, now_ns: int, *, closely: bool = False) -> dict[int, str]:
+        rest = [m for m in self._members if m.rank not in self._failures and m.rank in self._on]
+        found = {m.rank: f"{m.name} was stopped by a signal (SIGSTOP)" for m in rest if m.process.frozen}
+        for m in rest:
+            if m.rank in self._serving:
+                found.setdefault(m.rank, f"{m.name} was serving the others")
+            if m.rank not in found:
+                returned, pending = m.rank in self._results, m.reader.pending()
+                found[m.rank] = doing(m.name, pending, now_ns, returned=returned, names=self._names, closely=closely)
+        return dict(sorted(found.items()))
+
+    def _stuck_error(self, verdict: Verdict) -> LabError:
+        now_ns = time.perf_counter_ns()
+        if verdict.culprit is None:
+            return StuckError(verdict.headline, verdict.hint, self._doings(now_ns, closely=True))
+        culprit = self._members[verdict.culprit]
+        doings = [line for line in self._doings(now_ns, closely=True) if not line.startswith(f"{culprit.name} ")]
+        failure = RankFailure(culprit.rank, culprit.name, verdict.headline, at_ns=now_ns, verb="")
+        return RankError([failure], doings, hint=verdict.hint)
+
+    def _error(self) -> RankError:
+        now_ns = time.perf_counter_ns()
+        answered = all(self._answered(self._members[rank]) for rank in self._on)
+        self._records.drain()
+        safe = self.intact and answered and not self._dead
+        self.intact = safe and may_go_on(self._failures, self._members, self._records, self._crew.plan.kind)
+        # What came of another rank's end is never the cause of it. A death is the cause of many a failure, and only noticed a
+        # little later; but libraries that find a peer dead may give up, and abort.
+        ordered = sorted(
+            self._failures.values(),
+            key=lambda f: (f.consequence, f.rank not in self._dead, "SIGABRT" in f.headline, f.at_ns),
+        )
+        causes = ordered[:1] + sorted((f for f in ordered[1:] if not f.consequence), key=lambda f: f.rank)
+        # Where several failed alike, the lowest speaks for them: a checked cell must read the same each time.
+        causes.sort(key=lambda f: (f.headline != ordered[0].headline, f.rank))
+        others = {f.rank: self._consequence(f) for f in ordered[1:] if f.consequence} | self._doings_by_rank(now_ns)
+        operations = [(m.name, p) for m in self._members for p in (*self._records.failed(m.rank), *m.reader.pending())]
+        there = {(p.group, p.match) for _, p in operations}
+        unequal, usual = mismatch_hint(self._records.unequal()[0])
+        if not unequal:
+            unequal, usual = mismatch(
+                [*operations, *((m.name, p) for m in self._members for p in self._records.done(m.rank, there))]
+            )
+        hint = f"{unequal[0].upper()}{unequal[1:]}. {usual}" if unequal else ""
+        return RankError(causes, [others[rank] for rank in sorted(others)], stopped=not self.intact, hint=hint)
+
+    def _consequence(self, failure: RankFailure) -> str:
+        """One line for a rank that failed because another one was gone."""
+        if not lost_connection(failure.headline):  # the student's code has caught that, and raised something of its own
+            return f"{failure.name}: {failure.headline}"
+        last = self._records.last_wait(failure.rank)
+        if last is None:
+            return f"{failure.name} lost the connection"
+        operation, end_ns = last
+        return doing(failure.name, [operation], end_ns, names=self._names)
+
+    def _last_doing(self, member: Member, now_ns: int) -> str:
+        """What a rank that has just died was doing: a sentence."""
+        pending = member.reader.pending()
+        if member.rank not in self._on or member.rank in self._results:
+            served = [p.name.removeprefix(SERVE) for p in pending if p.name.startswith(SERVE)]
+            return f"It was serving {served[-1]}." if served else ""
+        self._records.drain()
+        words = doing("It", pending, now_ns, names=self._names)
+        span = self._records.last_span(member.rank)
+        return f"{words}, after {span}." if span and not any(p.wait_start_ns for p in pending) else f"{words}."
+
+    def _finish(self, stopped: str = "") -> str:
+        now_ns = time.perf_counter_ns()
+        if not self.intact:
+            self._crew.kill()  # before the picture is drawn, which takes a moment
+        if stopped:
+            self._records.cut(self._start_ns, now_ns, [(rank, self._name) for rank in self._on])
+        for member in self._members:
+            if member.rank not in self._results or stopped:  # else that was read with the answer
+                self._read_output(member)
+        self._records.freeze()
+        if self._picture is not None:
+            self._picture.end(self._records.trace(), stopped)
+        return self._output.finish()

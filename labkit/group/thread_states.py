@@ -1,0 +1,300 @@
+"""Which threads of a rank may still act by themselves, and which wait for something that only others can bring about.
+
+A rank is blocked for ever only if none of its threads can act. A thread that sleeps, polls, reads or computes may do anything
+next. One that waits for a lock or a queue without a time limit cannot go on unless another thread of its process wakes it.
+Python's stacks tell where a thread is; on Linux the kernel tells whether that wait has a limit, and whether the thread has moved
+between two looks.
+"""
+
+from __future__ import annotations
+
+import bisect
+import linecache
+import os
+import platform
+import sysconfig
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from labkit.errors.own_code import LABKIT
+from labkit.group.stack_dump import Frame, stacks_of
+from labkit.recording.record import is_students
+
+__all__ = ["Active", "Look", "Thread", "active", "children_of", "look"]
+
+# The system call by which a thread waits for a lock: its number on the machines that we know.
+FUTEX: Final = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine(), -1)
+FUTEX_WAITS: Final = (0, 9)  # FUTEX_WAIT, FUTEX_WAIT_BITSET
+FUTEX_PRIVATE: Final = 0x80  # only threads of the same process can wake it
+FUTEX_COMMAND: Final = 0x7F
+LOOKS: Final = 5  # at a thread that runs at that moment
+
+_STDLIB: Final = tuple({os.path.normcase(sysconfig.get_path(p)) + os.sep for p in ("stdlib", "platstdlib")})
+_PACKAGES: Final = ("site-packages", "dist-packages")
+_COMM: Final = os.path.join(LABKIT, "comm") + os.sep
+# Lines of the standard library in which a thread waits without a time limit, where the kernel does not tell.
+_ENDLESS: Final = ("waiter.acquire()", "work_item = work_queue.get(block=True)")
+# Threads of libraries that wake up now and then, and never run code of the student's: where their frames lie.
+_HOUSEKEEPING: Final = tuple(
+    os.path.join(*parts)
+    for parts in (
+        ("tqdm", "_monitor.py"),
+        ("torch", "utils", "data", "_utils", "pin_memory.py"),
+        ("tensorboard", "summary", "writer", "event_file_writer.py"),
+        ("IPython", "core", "history.py"),
+    )
+)
+# Of `multiprocessing.pool`, the thread that starts another worker where one has ended.
+_POOL: Final = os.path.join("multiprocessing", "pool.py")
+_POOL_LOOKS: Final = "_handle_workers"
+# Child processes that never communicate for the rank: by their name, or by a word of their command line.
+_HARMLESS_NAMES: Final = ("pt_data_worker",)
+_HARMLESS_COMMANDS: Final = ("multiprocessing.resource_tracker", "torch/_inductor/compile_worker")
+# Signals that Python, faulthandler, the C library's threads (32, 33) and torch's DataLoader handle in every rank; a handler of
+# another one is the student's.
+_USUAL_SIGNALS: Final = frozenset({2, 4, 6, 7, 8, 11, 15, 17, 32, 33, 64})
+
+
+@dataclass(frozen=True, slots=True)
+class Thread:
+    """One thread that runs Python.
+
+    Args:
+        frames: where it is, outermost first.
+        ident: what Python calls it, among the threads of its process.
+        number: the system's number of it; 0 where that is not known.
+        endless: whether it waits, without a time limit, for something that only another thread of its process can bring.
+        switches: how often it has lost its core; -1 where that is not known. It has not moved while the number is the same.
+    """
+
+    frames: tuple[Frame, ...]
+    ident: int = 0
+    number: int = 0
+    endless: bool = False
+    switches: int = -1
+
+    @property
+    def innermost(self) -> Frame | None:
+        """The frame that it is in."""
+        return self.frames[-1] if self.frames else None
+
+    @property
+    def students(self) -> Frame | None:
+        """The innermost frame of the student's code."""
+        return next((frame for frame in reversed(self.frames) if is_students(frame.file)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A rank's threads at one moment.
+
+    Args:
+        main: the main thread; None where the rank did not answer.
+        others: the other threads that run Python.
+        children: the command lines of processes that it has started, which may act for it; "" of one that it has forked.
+        handled: numbers of signals that it handles, beside the usual ones.
+    """
+
+    main: Thread | None
+    others: tuple[Thread, ...] = ()
+    children: tuple[str, ...] = ()
+    handled: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Active:
+    """What of a rank may still act.
+
+    Args:
+        kind: "silent" (it did not answer), "main", "thread" or "child".
+        thread: which one.
+        child: the command line of the process; "" of one that the rank has forked.
+    """
+
+    kind: str
+    thread: Thread | None = None
+    child: str = ""
+
+
+def look(raw: str, pid: int, children: Iterable[str] = ()) -> Look:
+    """What the threads of a rank are in.
+
+    Args:
+        raw: its stacks, as `group.stack_dump.ask` gives them.
+        pid: its process.
+        children: the command lines of the processes that it has started, as `children_of` gives them.
+    """
+    stacks = list(stacks_of(raw))
+    if not stacks:
+        return Look(None)
+    (main, frames), *others = stacks
+    if not others:  # as in nearly all ranks
+        return Look(Thread(frames, main, pid), (), tuple(children))
+    waits = _kernel_waits(pid)
+    # A thread's control block, whose address is its identity, lies just above its stack.
+    by_pointer = sorted((wait.pointer, number) for number, wait in waits.items() if number != pid)
+    found = []
+    for ident, where in others:
+        at = bisect.bisect_left(by_pointer, (ident, 0)) - 1
+        found.append(_thread(where, ident, by_pointer[at][1] if at >= 0 else 0, waits))
+    return Look(_thread(frames, main, pid, waits), tuple(found), tuple(children), _handled_signals(pid))
+
+
+def active(now: Look, before: Look | None, *, blocked: Collection[int] | None, idle_main: bool) -> Active | None:
+    """What of a rank may still act by itself; None if nothing can, unless others wake it.
+
+    Args:
+        now: at this moment.
+        before: some time earlier; None judges this moment alone, which does not suffice for a verdict.
+        blocked: the system's numbers of the threads that are blocked in an operation which is noted as pending; None where an
+            operation is noted whose thread is not known, which is the main one's then.
+        idle_main: whether the main thread serves labkit, because the function has returned or was not called.
+    """
+    if now.main is None:
+        return Active("silent")
+    if now.children:
+        return Active("child", child=now.children[0])
+    if idle_main:
+        if now.main.students is not None:
+            return Active("main", now.main)
+    elif not (blocked is None or now.main.number in blocked or _in_operation(now.main) or (blocked and _in_backward(now.main))):
+        unmoved = before is None or (before.main is not None and before.main.frames == now.main.frames)
+        if now.handled or not now.main.endless or not unmoved:
+            return Active("main", now.main)
+    earlier = {thread.ident: thread for thread in before.others} if before is not None else {}
+    ended = earlier.keys() - {thread.ident for thread in now.others}
+    if ended:
+        return Active("thread", earlier[min(ended)])  # it has moved since
+    for thread in now.others:
+        if thread.number in (blocked or ()) or _is_labkits(thread) or _keeps_house(thread):
+            continue
+        unmoved = before is None or earlier.get(thread.ident) == thread
+        if not unmoved or not (thread.endless or _in_operation(thread)):
+            return Active("thread", thread)
+    return None
+
+
+def children_of(pids: Iterable[int]) -> dict[int, list[str]]:
+    """By rank's process, the command lines of the living processes that it has started and that may act for it.
+
+    That of a process which it has forked is "".
+    """
+    ranks = set(pids)
+    found: dict[int, list[str]] = {}
+    for pid in set(psutil.pids()) - ranks:
+        try:
+            # A rank leads a process group of its own; a child that has left it is still a child.
+            rank = next((of for of in (os.getpgid(pid), psutil.Process(pid).ppid()) if of in ranks), 0)
+        except (ProcessLookupError, psutil.Error):  # it has ended meanwhile
+            continue
+        command = _command(pid) if rank else None
+        if command is not None:
+            found.setdefault(rank, []).append("" if command == _command(rank) else command)
+    return found
+
+
+def _command(pid: int) -> str | None:
+    """The command line of a process; None where it has ended or never communicates for the rank that has started it."""
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE or process.name() in _HARMLESS_NAMES:
+            return None
+        command = " ".join(process.cmdline()) or process.name()
+    except psutil.Error:
+        return None
+    return None if any(word in command for word in _HARMLESS_COMMANDS) else command
+
+
+def _thread(frames: tuple[Frame, ...], ident: int, number: int, waits: Mapping[int, _Wait]) -> Thread:
+    innermost = frames[-1] if frames else None
+    # Elsewhere than in the standard library a lock may be one of C++'s, whose owner computes without running Python.
+    in_library = innermost is not None and _of_stdlib(innermost.file)
+    wait = waits.get(number)
+    if wait is None:
+        line = linecache.getline(innermost.file, innermost.line).strip() if innermost is not None and in_library else ""
+        return Thread(frames, ident, number, line in _ENDLESS)
+    return Thread(frames, ident, number, in_library and wait.endless, wait.switches)
+
+
+def _of_stdlib(file: str) -> bool:
+    return os.path.normcase(file).startswith(_STDLIB) and not any(part in file for part in _PACKAGES)
+
+
+def _is_labkits(thread: Thread) -> bool:
+    """Whether labkit started it for itself, and it runs nothing else at this moment."""
+    files = [frame.file for frame in thread.frames]
+    return any(file.startswith(LABKIT) for file in files) and all(file.startswith(LABKIT) or _of_stdlib(file) for file in files)
+
+
+def _keeps_house(thread: Thread) -> bool:
+    if any(frame.file.endswith(_POOL) and frame.function == _POOL_LOOKS for frame in thread.frames):
+        return all(_of_stdlib(frame.file) for frame in thread.frames)
+    own = [frame.file for frame in thread.frames if not _of_stdlib(frame.file)]
+    return bool(own) and all(file.endswith(_HOUSEKEEPING) for file in own)
+
+
+def _in_backward(main: Thread) -> bool:
+    """Whether it waits for threads of torch's autograd engine, as it does while they communicate."""
+    return main.innermost is not None and main.innermost.function == "_engine_run_backward"
+
+
+def _in_operation(thread: Thread) -> bool:
+    """Whether it waits in an operation that labkit has noted, perhaps for another thread that waits for the same."""
+    for frame in reversed(thread.frames):
+        if frame.file.startswith(_COMM):
+            return True
+        if is_students(frame.file):
+            return False
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """What the kernel says of a thread: where its stack ends, whether it waits for a lock without limit, how often it moved."""
+
+    pointer: int
+    endless: bool
+    switches: int
+
+
+def _kernel_waits(pid: int) -> dict[int, _Wait]:
+    """Of the threads of a process, those that the kernel tells of: none where it is not Linux, or does not let us see.
+
+    Source: proc_pid_syscall(5) and proc_pid_status(5), the Linux man-pages.
+    """
+    found: dict[int, _Wait] = {}
+    if FUTEX < 0:
+        return found
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        for _ in range(LOOKS):
+            try:
+                words, status = (task / "syscall").read_text().split(), (task / "status").read_text()
+            except OSError:
+                break
+            if len(words) < 3:  # "running": it may be back at its wait in a moment
+                time.sleep(0)
+                continue
+            endless = False
+            if int(words[0]) == FUTEX:
+                command, limit = int(words[2], 16), int(words[4], 16)
+                endless = command & FUTEX_COMMAND in FUTEX_WAITS and bool(command & FUTEX_PRIVATE) and limit == 0
+            switches = sum(int(line.split()[1]) for line in status.splitlines() if "_ctxt_switches" in line)
+            found[int(task.name)] = _Wait(int(words[-2], 16), endless, switches)
+            break
+        else:
+            return {}  # where that thread's stack lies is not known, so that others' might be taken for it
+    return found
+
+
+def _handled_signals(pid: int) -> frozenset[int]:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return frozenset()
+    mask = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:")), 0)
+    return frozenset(number for number in range(1, 65) if mask >> (number - 1) & 1) - _USUAL_SIGNALS

@@ -1,0 +1,1 @@
+"""What travels between the notebook and its ranks: functions, arguments, results, errors, prints."""

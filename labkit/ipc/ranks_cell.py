@@ -1,0 +1,149 @@
+"""A `%%ranks` cell: checked before it travels, and run in a rank's `__main__`."""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import functools
+import operator
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+from labkit.errors.exceptions import LabError
+
+__all__ = ["CellRunner", "CellSyntaxError", "instead_of_magic", "parse"]
+
+_ASYNC: Final = "Put it into an `async def main()`, and call `asyncio.run(main())`."
+_FUNCTION: Final = "Put it into a function."
+# What only a function may hold, and what to write instead.
+_IN_FUNCTIONS: Final[dict[type[ast.AST], tuple[str, str]]] = {
+    ast.Return: ("return", "The value of the last line is shown; `group.run(f)` brings what a function returns."),
+    ast.Await: ("await", _ASYNC),
+    ast.AsyncFor: ("async for", _ASYNC),
+    ast.AsyncWith: ("async with", _ASYNC),
+    ast.Yield: ("yield", _FUNCTION),
+    ast.YieldFrom: ("yield from", _FUNCTION),
+}
+# A line of IPython's own: `%time f()`, `%%time`, `!ls`, `files = !ls`, `result = %timeit -o f()`, `f?`, `?f`.
+_MAGIC: Final = re.compile(
+    r"\s*(?:[\w.\[\], ]+=\s*)?(?P<sign>%%|%|!!|!)(?P<what>\w*)|\s*(?P<help>\?{1,2}[\w.]+|[\w.]+\?{1,2})\s*$"
+)
+_INSTEAD: Final = {
+    "time": "To time ranks, write `with lab.span(...):` or use time.perf_counter().",
+    "!": "To start a program from a rank, use subprocess.run(...).",
+    "matplotlib": "Leave it out: the figures of ranks are shown under the cell.",
+    "?": "Write help(...), or ask in a cell of its own.",
+    "": "Leave it out, or put it into a cell of its own.",
+}
+_FUTURE: Final = functools.reduce(
+    operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+)
+
+
+class CellSyntaxError(LabError):
+    """A cell that is no Python, shown with its line and without labkit's frames.
+
+    Args:
+        error: what Python says.
+        label: what the student calls the cell.
+    """
+
+    def __init__(self, error: SyntaxError, label: str) -> None:
+        self.lineno, self.label = error.lineno or 0, label
+        lines = [f'  File "{label}", line {self.lineno}']
+        text = (error.text or "").rstrip("\n")
+        if text.strip():
+            bare = text.lstrip()
+            lines.append(f"    {bare}")
+            if error.offset:
+                begin = max(0, error.offset - 1 - (len(text) - len(bare)))
+                ends_here = error.end_lineno == error.lineno and (error.end_offset or 0) > error.offset
+                lines.append(" " * (4 + begin) + "^" * ((error.end_offset or 0) - error.offset if ends_here else 1))
+        super().__init__("\n".join([*lines, f"{type(error).__name__}: {error.msg}"]))
+
+    def _render_traceback_(self) -> list[str]:
+        return str(self).splitlines()
+
+
+def parse(source: str, filename: str, label: str) -> ast.Module:
+    """A cell's source as a tree, if ranks can run it.
+
+    Args:
+        source: what the cell holds.
+        filename: what tracebacks call it.
+        label: what the student calls it.
+
+    Raises:
+        CellSyntaxError: it is no Python.
+        LabError: it holds a magic, or what only a function may hold.
+    """
+    try:
+        tree = ast.parse(source, filename)
+        for node in _outside_functions(tree):
+            if type(node) in _IN_FUNCTIONS:
+                what, instead = _IN_FUNCTIONS[type(node)]
+                raise LabError(f"{label}, line {getattr(node, 'lineno', 1)}: {what!r} outside a function. {instead}")
+        compile(tree, filename, "exec", dont_inherit=True)  # finds the rest: a `break` outside a loop, say
+    except SyntaxError as error:
+        refused = _magic(source, error.lineno or 0, label)
+        raise (refused or CellSyntaxError(error, label)) from None
+    except ValueError as error:  # a null byte
+        raise LabError(f"{label}: {error}") from None
+    return tree
+
+
+def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
+    """All of a tree but what functions hold."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield child
+            yield from _outside_functions(child)
+
+
+def _magic(source: str, lineno: int, label: str) -> LabError | None:
+    """What to say of a line that is IPython's own; None where it is none."""
+    line = source.splitlines()[lineno - 1] if 0 < lineno <= len(source.splitlines()) else ""
+    match = _MAGIC.match(line)
+    if match is None:
+        return None
+    name = "?" if match["help"] else f"{match['sign'].strip('%')}{match['what']}"
+    return LabError(
+        f"{label}, line {lineno}: {line.strip()!r} is IPython's, and ranks run plain Python. {instead_of_magic(name)}"
+    )
+
+
+def instead_of_magic(name: str) -> str:
+    """What to write in a rank instead of a magic, given by its name; "!ls" and "?" are names as well."""
+    name = name.lstrip("%")
+    if name[:1] == "!" or name in ("sx", "system", "pip", "conda"):
+        name = "!"
+    elif name in ("timeit", "prun", "lprun"):
+        name = "time"
+    return _INSTEAD.get(name, _INSTEAD[""])
+
+
+class CellRunner:
+    """Runs cells in a rank, one after another in the same namespace."""
+
+    def __init__(self) -> None:
+        self._future = 0  # what earlier cells have imported from `__future__` holds on, as in a notebook
+
+    def run(self, source: str, filename: str, space: dict[str, Any]) -> Any:
+        """Run a cell; the value of its last line, if that is an expression and does not end in a semicolon, else None."""
+        tree = ast.parse(source, filename)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        code = compile(tree, filename, "exec", self._future, dont_inherit=True)  # else it would inherit this file's __future__
+        self._future |= code.co_flags & _FUTURE
+        exec(code, space)
+        if not isinstance(last, ast.Expr):
+            return None
+        value = eval(compile(ast.Expression(last.value), filename, "eval", self._future, dont_inherit=True), space)
+        return None if _ends_in_semicolon(source, last) else value
+
+
+def _ends_in_semicolon(source: str, last: ast.Expr) -> bool:
+    """Whether a semicolon follows on the last expression, which says that it shall not be shown."""
+    assert last.end_lineno is not None and last.end_col_offset is not None
+    rest = source.encode().splitlines()[last.end_lineno - 1][last.end_col_offset :]  # the offset counts bytes
+    return rest.lstrip().startswith(b";")

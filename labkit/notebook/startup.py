@@ -1,0 +1,43 @@
+"""What `import labkit` does beside naming its parts: `%%ranks` in a notebook, and recording in a script that asks for it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+
+from labkit.recording.script_folder import VARIABLE
+
+__all__ = ["begin"]
+
+
+def begin() -> None:
+    """In a notebook's kernel: make `%%ranks` known, and begin to import torch in the background, which takes a second.
+
+    In a script that is to be recorded: begin to.
+    """
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+    if shell is None:
+        if os.environ.get(VARIABLE) and not _is_command():
+            from labkit.worker import script_recorder
+
+            script_recorder.begin()
+        return
+
+    def ranks(line: str, cell: str) -> None:
+        from labkit.notebook import ranks_magic
+
+        ranks_magic.ranks(line, cell, shell)
+
+    shell.register_magic_function(ranks, "cell", "ranks")
+    if hasattr(shell, "kernel"):
+        from labkit.group.registry import warm_up
+
+        warm_up()
+
+
+def _is_command() -> bool:
+    """Whether Python imports this for `python -m labkit script.py`, which begins when it knows the script's name."""
+    given = sys.orig_argv
+    return sys.argv[:1] == ["-m"] and ("-m", "labkit") in itertools.pairwise(given)

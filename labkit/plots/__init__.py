@@ -1,0 +1,1 @@
+"""Figures: the timeline, breakdown, traffic, memory, and what they share."""

@@ -1,0 +1,226 @@
+"""Where the time went: the parts of one run rank by rank (`breakdown`), and of several runs next to each other (`compare`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from textwrap import fill
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from labkit.errors.exceptions import LabError
+from labkit.errors.units import time_in_words, unit_of
+from labkit.errors.wrong_calls import edge
+from labkit.plots.bars import STYLES
+from labkit.plots.style import GREY, INKS, WIDTH_IN, HasTrace, pyplot, sheet, shortened, trace_of
+from labkit.plots.timeline import HATCH, View, view_of
+from labkit.plots.waits import waiting_in_words
+from labkit.tracing.trace import Share, Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["breakdown", "compare"]
+
+LINE: Final = 28  # characters of a run's name in one line, and in all
+LONGEST: Final = 80
+CHARACTER_IN: Final = 0.075
+
+WAITING: Final = "waiting"
+# The parts of a bar of `breakdown`, and what fills them: styles with the top and the height of their share of the bar. What
+# overlaps shows both its colours, one above the other as in the timeline.
+_PARTS: Final = {
+    "compute": [("compute", 0.0, 1.0)],
+    "compute that hides communication": [("compute", 0.0, 0.6), ("hidden", 0.6, 0.4)],
+    "exposed communication": [("exposed", 0.0, 1.0)],
+    WAITING: [("waiting", 0.0, 1.0)],
+    "idle": [],
+}
+
+
+@edge
+def breakdown(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes | None = None) -> Axes:
+    """Draw where the time went, per rank and in all; the parts of each bar add up to 100 %.
+
+    Compute, with the part of it that hides communication; exposed communication, which nothing hides; waiting for another rank to
+    come, or another device of the same rank; and idle, the rest. `Trace.shares` says how they are told apart.
+
+    Args:
+        run: a run or a trace.
+        step: a step's number, a range of them, or "all" for the whole run.
+        ax: where to draw; default: a figure of its own.
+
+    Raises:
+        LabError: there is nothing to draw, or no such step.
+        TypeError: something else than a run or a trace was given.
+    """
+    plt = pyplot()
+    view = view_of(trace_of(run, "breakdown"), step, "")
+    trace = view.shown
+    parts = np.array([_percent(share) for share in trace.shares()])
+    parts = np.vstack([parts, parts.mean(axis=0)])  # the window is the same for all ranks, so the mean is the share of them all
+    y = np.append(np.arange(len(trace.ranks)), len(trace.ranks) + 0.3)
+    with sheet():
+        if ax is None:
+            ax, wide_in = plt.subplots(figsize=(WIDTH_IN, 1.2 + 0.36 * len(y)), layout="constrained")[1], _wide_in(trace.ranks)
+        else:
+            wide_in = ax.get_window_extent().width / ax.figure.dpi
+        left = np.zeros(len(y))
+        for part, width in zip(_PARTS, parts.T, strict=True):
+            _lay(ax, part, y, left, width, _fitting([f"{percent:.0f} %" for percent in width], width * wide_in / 100))
+            left += width
+        ax.set(xlim=(0, 100), ylim=(y[-1] + 0.5, -0.5), yticks=y, yticklabels=[*trace.ranks, "all ranks"])
+        ax.set_xlabel("share of the time [%]")
+        ax.set_title(f"Where the time went  ·  {view.in_words()}")
+        ax.tick_params(axis="y", length=0)
+        ax.spines["left"].set_visible(False)
+        _legend_of_parts(ax, [part for part, width in zip(_PARTS, parts.T, strict=True) if width.any()], [view])
+    return ax
+
+
+@edge
+def compare(
+    runs: Mapping[str, HasTrace | Trace] | None = None,
+    /,
+    *,
+    step: int | range | str = "all",
+    ax: Axes | None = None,
+    **named: HasTrace | Trace,
+) -> Axes:
+    """Draw several runs next to each other: how long each took, against the first, and which part of it is longer or shorter.
+
+        lab.compare(naive=a, overlapped=b)
+
+    A bar is as long as the run. Its parts are those of `breakdown`, the mean of the ranks; so what one run took longer than
+    another is the sum of what its parts did.
+
+    Args:
+        runs: runs or traces by name, where a name is not a Python word: `compare({"2 ranks": a, "4 ranks": b})`.
+        step: a step's number, a range of them, or "all" for whole runs: the same of each.
+        ax: where to draw; default: a figure of its own.
+        named: runs or traces by name.
+
+    Raises:
+        LabError: fewer than two runs, one with nothing in it, or no such step.
+        TypeError: something else than runs or traces was given.
+    """
+    plt = pyplot()
+    if runs is not None and not isinstance(runs, Mapping):
+        raise TypeError(f"compare({runs!r}): expected runs by name, as in compare(naive=a, overlapped=b)")
+    given = {**(runs or {}), **named}
+    if len(given) < 2:
+        raise LabError(f"compare: {len(given)} run given, at least two are needed: compare(naive=a, overlapped=b)")
+    views = [view_of(trace_of(run, "compare"), step, str(name)) for name, run in given.items()]
+    lengths = np.array([view.shown.duration_ns for view in views], np.float64)
+    unit, unit_ns = unit_of(lengths.max())
+    parts = np.array([np.mean([_percent(share) for share in view.shown.shares()], axis=0) for view in views])
+    parts *= lengths[:, None] / unit_ns / 100
+    y, left, longest = np.arange(len(views), dtype=np.float64), np.zeros(len(views)), lengths / unit_ns
+    names = [f"{fill(shortened(view.label, LONGEST), LINE)}\n{_what(view)}" for view in views]
+    lines, ratios = [name.split("\n") for name in names], _ratios(lengths)
+    with sheet():
+        if ax is None:
+            row_in = max(0.5, 0.1 + 0.15 * max(map(len, lines)))
+            ax = plt.subplots(figsize=(WIDTH_IN, 1.2 + row_in * len(y)), layout="constrained")[1]
+            wide_in = _wide_in([line for of_name in lines for line in of_name])
+        else:
+            wide_in = ax.get_window_extent().width / ax.figure.dpi
+        # Beyond each bar there is room for what is said of it.
+        room_in = wide_in - 0.1 - 1.15 * CHARACTER_IN * np.array([len(words) for words in ratios])
+        right = max(1.3 * longest.max(), (longest * wide_in / np.maximum(room_in, 0.2 * wide_in)).max())
+        for part, width in zip(_PARTS, parts.T, strict=True):
+            texts = [f"{time:#.3g}".rstrip(".") if time < 1000 else f"{time:.0f}" for time in width]
+            _lay(ax, part, y, left, width, _fitting(texts, width * wide_in / right))
+            left += width
+        for row, words in enumerate(ratios):
+            ax.text(left[row] + 0.006 * right, y[row], words, va="center", fontsize=8.5, weight="bold")
+        ax.set(xlim=(0, right), ylim=(y[-1] + 0.5, -0.5), yticks=y, yticklabels=names)
+        ax.set_xlabel(f"time, mean of the ranks [{unit}]")
+        ax.set_title(f"Where the time of each run went  ·  against {shortened(views[0].label, LONGEST // 2)}")
+        ax.tick_params(axis="y", length=0)
+        ax.spines["left"].set_visible(False)
+        _legend_of_parts(ax, [part for part, width in zip(_PARTS, parts.T, strict=True) if width.any()], views)
+    return ax
+
+
+def _wide_in(names: Sequence[str]) -> float:
+    """About how wide the axes will be in a figure of their own, beside the names of rows."""
+    return WIDTH_IN - 0.2 - CHARACTER_IN * max(map(len, names))
+
+
+def _fitting(texts: Sequence[str], room_in: NDArray[np.float64]) -> list[str]:
+    """The texts for which a part of a bar has room; "" for the others."""
+    return [text if room > 0.05 + 0.85 * CHARACTER_IN * len(text) else "" for text, room in zip(texts, room_in, strict=True)]
+
+
+def _ratios(lengths_ns: NDArray[np.float64]) -> list[str]:
+    """How long each run took, and how that compares with the first."""
+    words = [time_in_words(lengths_ns[0])]
+    for length_ns in lengths_ns[1:].tolist():
+        faster = float(lengths_ns[0]) / length_ns
+        longer = 1 / faster
+        told = f"{_times(faster)} as fast" if faster >= 1.005 else f"{_times(longer)} as long" if faster <= 0.995 else "as long"
+        words.append(f"{time_in_words(length_ns)}, {told}")
+    return words
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.2f} ×" if factor < 100 else f"{factor:.3g} ×"
+
+
+def _what(view: View) -> str:
+    """What a bar is of."""
+    ranks = len(view.shown.ranks)
+    who = f"{ranks} ranks" if ranks > 1 else "1 rank"
+    if view.zoomed:
+        first, last = view.chosen[0], view.chosen[-1]
+        return f"{who}, step {first}" if first == last else f"{who}, steps {first} to {last}"
+    return f"{who}, {view.steps} steps" if view.steps > 1 else who
+
+
+def _percent(share: Share) -> NDArray[np.float64]:
+    """The five parts in the order of `_PARTS`, in % of the time looked at."""
+    computing = share.compute_ns - share.overlap_ns
+    rest = share.idle_ns - share.waiting_ns
+    parts = np.array([computing, share.overlap_ns, share.exposed_ns, share.waiting_ns, rest], np.float64)
+    return 100 * parts / share.window_ns
+
+
+def _lay(
+    ax: Axes, part: str, y: NDArray[np.float64], left: NDArray[np.float64], width: NDArray[np.float64], texts: list[str]
+) -> None:
+    """Add one part to all bars, with its text where there is one."""
+    tall = 0.72
+    for style, top, height in _PARTS[part]:
+        ax.barh(
+            y - tall / 2 + (top + height / 2) * tall, width, height * tall, left, label=part if not top else None, **_look(style)
+        )
+    ax.barh(y, width, tall, left, facecolor="none", edgecolor="#C6CBD3" if part == "idle" else "white", linewidth=0.6)
+    for row in (i for i, text in enumerate(texts) if text):
+        paper = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.8} if part == WAITING else None
+        ax.text(
+            left[row] + width[row] / 2, y[row], texts[row], ha="center", va="center", fontsize=8, bbox=paper,
+            color=GREY if part == "idle" else INKS["dark"],
+        )  # fmt: skip
+
+
+def _look(style: str) -> dict[str, Any]:
+    look = STYLES[style]
+    hatch = {"edgecolor": look.colour, "hatch": HATCH} if look.hatch else {}
+    return {"facecolor": look.rgba, "linewidth": 0} | hatch
+
+
+def _legend_of_parts(ax: Axes, parts: list[str], views: Sequence[View]) -> None:
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.patches import Patch
+
+    waiting = waiting_in_words(view.whole for view in views)
+    handles: list[Any] = []
+    for part in parts:
+        patches = [Patch(**_look(style)) for style, _, _ in _PARTS[part]] or [Patch(facecolor="none", edgecolor="#C6CBD3")]
+        handles.append(tuple(patches))
+    names = [waiting if part == WAITING else part for part in parts]
+    ax.figure.legend(
+        handles, names, loc="outside lower left", ncols=len(parts), handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}
+    )

@@ -1,0 +1,93 @@
+"""Who sends and receives: the ranks; of a rank with several of TensorFlow's devices, each of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from labkit.recording.ring_buffer import COMMUNICATION, COMPUTE, DEVICE_SHIFT
+from labkit.tracing.trace import Trace
+
+__all__ = ["Ends", "devices_of", "ends_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The ends of what travels.
+
+    Args:
+        names: of each.
+        rank: the number of each one's rank.
+        place: by rank and by device as a span's flags number it, where in `names` it is; shape (ranks, devices + 1). The first
+            of a rank is the rank as a whole.
+    """
+
+    names: tuple[str, ...]
+    rank: NDArray[np.int64]
+    place: NDArray[np.int64]
+
+    @property
+    def devices(self) -> bool:
+        """Whether there are devices among them."""
+        return bool(self.place.shape[1] > 1)
+
+    def of(self, rows: Any) -> NDArray[np.int64]:
+        """At which each of these operations was."""
+        return np.asarray(self.place[rows["rank"], rows["flags"] >> DEVICE_SHIFT])
+
+    def root(self, ranks: NDArray[Any]) -> NDArray[np.int64]:
+        """From or to which an operation with a root goes, given the root's rank: TensorFlow's root is a rank's first device."""
+        return np.asarray(self.place[ranks, min(1, self.place.shape[1] - 1)])
+
+    def opposite(self, sent: Any, received: Any) -> NDArray[np.int64]:
+        """To which each of these messages goes: the device of the rank that noted the same one; the rank where none did."""
+        found = np.array(self.place[sent["peer"], 0])
+        if self.devices:
+            at = defaultdict(list)
+            for key, end in zip(_keys(received, "rank"), self.of(received).tolist(), strict=True):
+                at[key].append(end)
+            for i, key in enumerate(_keys(sent, "peer")):
+                if at.get(key):
+                    found[i] = at[key].pop(0)
+        return found
+
+    def matter(self, ends: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which there are to be shown, given some that occur: all, but no rank as a whole that has devices and does not occur."""
+        shown = np.ones(len(self.names), bool)
+        with_devices = (self.place != self.place[:, :1]).any(axis=1)
+        shown[self.place[with_devices, 0]] = False
+        shown[ends] = True
+        return shown
+
+
+def devices_of(trace: Trace, rank: int) -> list[int]:
+    """The devices of a rank that did something, as spans' flags number them; [] where it has no more than one."""
+    data = trace.columns.data
+    told = (data["rank"] == rank) & ((data["kind"] == COMPUTE) | (data["kind"] == COMMUNICATION))
+    numbers = np.unique(data["flags"][told] >> DEVICE_SHIFT)
+    found: list[int] = numbers[numbers > 0].tolist()
+    return found if len(found) > 1 else []
+
+
+def ends_of(trace: Trace) -> Ends:
+    """Those of a trace."""
+    devices = [devices_of(trace, rank) for rank in range(len(trace.ranks))]
+    place = np.zeros((len(devices), 1 + max((d[-1] for d in devices if d), default=0)), np.int64)
+    names: list[str] = []
+    ranks: list[int] = []
+    for rank, (name, of_rank) in enumerate(zip(trace.ranks, devices, strict=True)):
+        place[rank] = len(names)
+        names.append(name)
+        for number in of_rank:
+            place[rank, number] = len(names)
+            names.append(f"CPU:{number - 1}" if len(devices) == 1 else f"{name} CPU:{number - 1}")
+        ranks += [rank] * (1 + len(of_rank))
+    return Ends(tuple(names), np.array(ranks, np.int64), place)
+
+
+def _keys(rows: Any, other: str) -> list[tuple[int, int, int]]:
+    return list(zip(rows["group"].tolist(), rows["match"].tolist(), rows[other].tolist(), strict=True))

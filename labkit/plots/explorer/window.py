@@ -1,0 +1,236 @@
+"""What a browser needs to draw a stretch of a trace: bars with their facts, colours where many share a pixel, and not too much.
+
+All times are nanoseconds since the trace's start, as float64: exact for 104 days.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from labkit.plots.bars import LANES, STYLES, Bars, blend, coverage, ink
+from labkit.plots.rows import rows_of
+from labkit.plots.style import INKS
+from labkit.plots.timeline import View, bubble_in_words, numbered_steps
+from labkit.plots.waits import legend_of, waiting_in_words
+from labkit.recording.ring_buffer import COMMUNICATION, ON_CUDA, OPEN, STEP
+from labkit.tracing.intervals import Intervals
+from labkit.tracing.trace import Trace
+
+__all__ = ["Windows", "about"]
+
+EXACT: Final = 3000  # bars of a lane that travel as they are, however narrow: a usual run is sent once and as a whole
+BARS_IN_ALL: Final = 40_000  # of an answer, at 104 bytes each: 4 MB
+COLUMNS: Final = 6000  # of an answer: two pixels each on the widest screens
+
+
+def about(view: View, image_end: str) -> dict[str, Any]:
+    """What stays the same while a trace is explored: its ranks, the stretch to begin with, and how everything looks.
+
+    Args:
+        view: what the still picture shows.
+        image_end: the end of that picture's data, by which it is found in the page.
+    """
+    whole = view.whole
+    waiting = waiting_in_words([whole])
+    return {
+        "title": View("", whole, whole, range(0), view.steps).in_words() + bubble_in_words(whole),
+        "ranks": list(whole.ranks),
+        "rows": [{"name": row.name, "rank": row.rank} for row in view.rows],
+        "duration": whole.duration_ns,
+        "begin": view.shown.start_ns - whole.start_ns,
+        "end": view.shown.end_ns - whole.start_ns,
+        "lanes": LANES,
+        "styles": [
+            {"colour": s.colour, "alpha": s.alpha, "hatch": s.hatch, "legend": legend_of(name, waiting), "ink": ink(name)}
+            for name, s in STYLES.items()
+        ],
+        "inks": INKS,
+        "communication": list(STYLES).index("exposed"),  # from this style on the legend is the lower lane's
+        "image": image_end,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """What is sent of one lane: bars one by one, and colours for those narrower than a column.
+
+    Args:
+        bars: one by one.
+        complete: whether these are all.
+        colours: red, green, blue, opacity from 0 to 255 per column, shape (columns, 4); None: there are bars for everything.
+        counts: how many narrow bars begin in each column.
+        most: the style that fills most of it.
+        styles: all that occur, bar by bar or in a colour.
+    """
+
+    bars: Bars
+    complete: bool
+    colours: NDArray[np.uint8] | None
+    counts: NDArray[np.uint32]
+    most: NDArray[np.uint8]
+    styles: frozenset[int]
+
+
+class Windows:
+    """A trace seen through windows of time.
+
+    Args:
+        trace: what to look at.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._rows = rows_of(trace)
+        self._lanes: dict[int, tuple[Bars, Bars]] = {}
+        self._steps: dict[int, tuple[NDArray[np.int64], Intervals]] = {}
+        self._partners = _groups_in_words(trace)
+
+    def look(self, start_ns: float, end_ns: float, columns: int, rank: int | None = None) -> tuple[dict[str, Any], list[bytes]]:
+        """What lies between two moments.
+
+        Args:
+            start_ns: since the trace's start.
+            end_ns: since the trace's start.
+            columns: how many pixels there are for this stretch.
+            rank: only this one; default: all.
+
+        Returns:
+            what the buffers hold, in words of JSON; and the buffers. Of bars: begin and end, float64 (bars, 2); times of their
+            spans and bytes, float64 (bars, 6); style, name, line, partner, operation and flags, int32 (bars, 6). Of lanes with
+            colours, one after the other: colours, uint8 (columns, 4); counts, uint32 (columns,); most, uint8 (columns,). Of
+            rows: edges of steps, float64. Of the first: numbers, begins and ends of steps, float64 (n, 3).
+        """
+        trace, zero = self._trace, self._trace.start_ns
+        start = zero + int(np.clip(start_ns, 0, trace.duration_ns - 1))
+        end = zero + int(np.clip(end_ns, start - zero + 1, trace.duration_ns))
+        columns = int(np.clip(columns, 1, COLUMNS))
+        shown = [i for i, row in enumerate(self._rows) if rank in (None, row.rank)]
+        limit = max(min(EXACT, BARS_IN_ALL // (2 * len(shown))), 1)
+        columns = min(columns, max(BARS_IN_ALL // (2 * len(shown)), 1))
+        edges = np.linspace(start, end, columns + 1).astype(np.int64)
+        numbers = self._numbers(self._rows[shown[0]].rank, start, end)
+        complete = len(numbers) <= limit
+        rows, sent, step_edges = [], [], []
+        for number in shown:
+            both = [_resolved(_within(bars, start, end), edges, limit) for bars in self._lanes_of(number)]
+            steps = self._steps_of(self._rows[number].rank)[0]
+            steps = steps[slice(*np.searchsorted(steps, (start, end + 1)))]
+            complete &= len(steps) <= limit
+            steps = steps if len(steps) <= limit else steps[:0]
+            kinds = [{"bars": len(lane.bars), "complete": lane.complete, "mixed": lane.colours is not None} for lane in both]
+            rows.append({"row": number, "lanes": kinds, "steps": len(steps)})
+            sent += both
+            step_edges.append(steps)
+        said, facts = self._facts([lane.bars for lane in sent])
+        mixed = [lane for lane in sent if lane.colours is not None]
+        buffers = [
+            *facts,
+            b"".join(lane.colours.tobytes() for lane in mixed if lane.colours is not None),
+            b"".join(lane.counts.tobytes() for lane in mixed),
+            b"".join(lane.most.tobytes() for lane in mixed),
+            (np.concatenate(step_edges) - zero).astype(np.float64).tobytes(),
+            numbers[: limit if complete else 0].tobytes(),
+        ]
+        complete &= all(lane.complete for lane in sent)
+        seen = frozenset[int]().union(*(lane.styles for lane in sent))
+        where = {"start": start - zero, "end": end - zero, "columns": columns, "complete": complete}
+        return {**where, "rows": rows, "seen": sorted(seen), **said}, buffers
+
+    def _lanes_of(self, row: int) -> tuple[Bars, Bars]:
+        if row not in self._lanes:
+            self._lanes[row] = self._rows[row].lanes(self._trace)
+        return self._lanes[row]
+
+    def _steps_of(self, rank: int) -> tuple[NDArray[np.int64], Intervals]:
+        """The edges of a rank's steps, and the numbered steps above its row."""
+        if rank not in self._steps:
+            data = self._trace.columns.data
+            own = data[(data["rank"] == rank) & (data["kind"] == STEP)]
+            edges: NDArray[np.int64] = np.unique([own["start_ns"], own["end_ns"]])
+            self._steps[rank] = edges, numbered_steps(self._trace, rank)
+        return self._steps[rank]
+
+    def _numbers(self, rank: int, start_ns: int, end_ns: int) -> NDArray[np.float64]:
+        """Number, begin and end of the numbered steps that touch a stretch of time."""
+        steps = self._steps_of(rank)[1]
+        touch = np.flatnonzero((steps[:, 1] > start_ns) & (steps[:, 0] < end_ns))
+        return np.column_stack([touch, steps[touch] - self._trace.start_ns]).astype(np.float64)
+
+    def _facts(self, parts: list[Bars]) -> tuple[dict[str, Any], list[bytes]]:
+        """What there is to say of each bar, as numbers and the texts that they stand for."""
+        trace, columns = self._trace, self._trace.columns
+        start, end, style, span = (
+            np.concatenate([getattr(bars, f) for bars in parts]) for f in ("start_ns", "end_ns", "style", "span")
+        )
+        rows, zero = columns.data[span], trace.start_ns
+        waited = rows["wait_start_ns"] > 0
+        times = np.column_stack([
+            rows["start_ns"] - zero,
+            trace.ready()[span] - zero,
+            np.where(waited, rows["wait_start_ns"] - zero, np.nan),
+            np.where(waited, rows["wait_end_ns"] - zero, np.nan),
+            rows["end_ns"] - zero,
+            rows["nbytes"],
+        ]).astype(np.float64)  # fmt: skip
+        used, place = np.unique(np.concatenate([rows["name"], rows["line"]]), return_inverse=True)
+        name, line = place[: len(rows)], place[len(rows) :]
+        travels = rows["kind"] == COMMUNICATION
+        key = np.where(rows["peer"] >= 0, rows["peer"], len(trace.ranks) + rows["group"].astype(np.int64))
+        keys, partner = np.unique(np.where(travels, key, -1), return_inverse=True)
+        shared = np.stack([rows["group"].astype(np.int64), rows["match"]], axis=1)
+        operation = np.unique(shared, axis=0, return_inverse=True)[1].reshape(-1)
+        flags = (rows["flags"] & OPEN != 0) + 2 * (rows["flags"] & ON_CUDA != 0)
+        marks = np.column_stack([style, name, line, partner, np.where(rows["group"] > 0, operation, -1), flags])
+        said = {"texts": [columns.names[i] for i in used], "partners": [self._partner_in_words(k) for k in keys.tolist()]}
+        edges = np.column_stack([start - zero, end - zero]).astype(np.float64)
+        return said, [edges.tobytes(), times.tobytes(), marks.astype(np.int32).tobytes()]
+
+    def _partner_in_words(self, key: int) -> str:
+        """Of a rank's number, or, beyond those, of a group's name."""
+        count = len(self._trace.ranks)
+        return "" if key < 0 else f"with {self._trace.ranks[key]}" if key < count else self._partners.get(key - count, "")
+
+
+def _within(bars: Bars, start_ns: int, end_ns: int) -> Bars:
+    """The bars that touch a stretch of time."""
+    return bars[int(np.searchsorted(bars.end_ns, start_ns, "right")) : int(np.searchsorted(bars.start_ns, end_ns, "left"))]
+
+
+def _resolved(bars: Bars, edges: NDArray[np.int64], limit: int) -> _Lane:
+    """Bars as they are while each has room; beside that, colours in place of those narrower than a column.
+
+    Args:
+        bars: of one lane, touching the window.
+        edges: of the columns, shape (columns + 1,).
+        limit: how many bars are sent in any case.
+    """
+    columns = len(edges) - 1
+    column_ns = (edges[-1] - edges[0]) / columns
+    complete, styles = len(bars) <= limit, frozenset(np.unique(bars.style).tolist())
+    if len(bars) <= 1.5 * columns and complete:
+        return _Lane(bars, True, None, np.zeros(0, np.uint32), np.zeros(0, np.uint8), styles)
+    narrow = bars.end_ns - bars.start_ns < column_ns
+    small = bars[narrow]
+    covered = coverage(small, edges)
+    colours = np.round(255 * blend(covered, column_ns)).astype(np.uint8)
+    at = np.clip(np.searchsorted(edges, small.start_ns, "right") - 1, 0, columns - 1)
+    counts = np.bincount(at, minlength=columns).astype(np.uint32)
+    most = covered.argmax(axis=0).astype(np.uint8)
+    return _Lane(bars if complete else bars[~narrow], complete, colours, counts, most, styles)
+
+
+def _groups_in_words(trace: Trace) -> dict[int, str]:
+    """Who takes part in the collectives of each group, by the number of its name."""
+    data = trace.columns.data
+    rows = data[(data["kind"] == COMMUNICATION) & (data["group"] > 0) & (data["peer"] < 0)]
+    words = {}
+    for group in np.unique(rows["group"]).tolist():
+        members = np.unique(rows["rank"][rows["group"] == group]).tolist()
+        names = ", ".join(trace.ranks[rank] for rank in members)
+        some = names if len(members) <= 6 else f"{len(members)} of {len(trace.ranks)} ranks"
+        words[group] = f"among all {len(members)} ranks" if len(members) == len(trace.ranks) else f"among {some}"
+    return words

@@ -1,0 +1,80 @@
+// What the page says of a bar, a crowd of bars, a time and a size. Times are nanoseconds since the start of the trace.
+// The texts of the styles come from Python; how times and sizes are said is as in labkit/plots/style.py, and a test compares.
+
+const OPEN = 1; // flags of a bar, as window.py sends them
+const ON_CUDA = 2;
+
+/** The unit in which a time reads well, and its length in ns; as labkit/plots/style.py has it. */
+export function unitOf(ns) {
+  return [["s", 1e9], ["ms", 1e6], ["µs", 1e3]].find(([, length]) => ns >= 1.5 * length) ?? ["ns", 1];
+}
+
+const threeDigits = (value) => value.toFixed(value >= 100 ? 0 : value >= 10 ? 1 : 2);
+
+/** A time with three digits and its unit: "67.7 ms". */
+export function timeInWords(ns) {
+  const [unit, length] = unitOf(ns);
+  return `${threeDigits(ns / length)} ${unit}`;
+}
+
+/** A size in powers of ten: "4.19 MB". */
+export function bytesInWords(bytes) {
+  const [unit, size] = [["GB", 1e9], ["MB", 1e6], ["kB", 1e3]].find(([, size]) => bytes >= size) ?? ["B", 1];
+  return unit == "B" ? `${bytes.toFixed(0)} B` : `${threeDigits(bytes / size)} ${unit}`;
+}
+
+/** A moment, in the unit of the axis and as exactly as a stretch of `near` ns needs it. */
+export function momentInWords(ns, near, whole) {
+  const [unit, length] = unitOf(whole);
+  return `${(ns / length).toFixed(decimals(near / 99 / length))} ${unit}`;
+}
+
+const decimals = (smallest) => Math.min(Math.max(Math.ceil(-Math.log10(smallest)), 0), 9);
+
+/** What there is to say of one bar, a line each; the first is its name. */
+export function barInWords(bar, about) {
+  const style = about.styles[bar.style];
+  const took = bar.completed - bar.issued;
+  const at = (ns) => momentInWords(ns, took, about.duration);
+  const lines = [bar.bytes ? `${bar.name}  ${bytesInWords(bar.bytes)}` : bar.name || style.legend];
+  const part = bar.end - bar.start < 0.995 * took ? `  ·  this part ${timeInWords(bar.end - bar.start)}` : "";
+  lines.push(`${about.ranks[about.rows[bar.row].rank]}  ·  ${timeInWords(took)}${part}`);
+  if (style.legend != lines[0]) lines.push(style.legend);
+  if (bar.style < about.communication) {
+    lines.push(`from ${at(bar.issued)} to ${at(bar.completed)}`);
+  } else {
+    const later = (ns) => `${timeInWords(ns - bar.issued)} later`;
+    const moments = [`issued at ${at(bar.issued)}`];
+    if (bar.ready > bar.issued && bar.ready < bar.completed) moments.push(`others there ${later(bar.ready)}`);
+    if (!(bar.flags & OPEN)) moments.push(`completed ${later(bar.completed)}`);
+    lines.push(moments.join("  ·  "));
+    const waited = bar.waitEnd - bar.waitStart;
+    const since = bar.waitStart - bar.issued > 0.05 * took ? `, from ${later(bar.waitStart)}` : "";
+    lines.push(waited > 0 ? `the rank was blocked in it for ${timeInWords(waited)}${since}` : "the rank was not blocked in it");
+  }
+  if (bar.flags & OPEN) lines.push("had not come to its end when the run had");
+  if (bar.flags & ON_CUDA) lines.push("timed by the GPU");
+  const line = bar.line && bar.style < about.communication ? `first used at ${bar.line}` : bar.line; // of a name, once a run
+  const where = [bar.partner, line].filter(Boolean).join("  ·  ");
+  return where ? [...lines, where] : lines;
+}
+
+/** The same for bars that are narrower than a pixel. */
+export function crowdInWords(crowd, about) {
+  const style = about.styles[crowd.most].legend;
+  return [
+    `${crowd.count} bars`,
+    `${about.ranks[about.rows[crowd.row].rank]}  ·  in ${timeInWords(crowd.length)}, mostly: ${style}`,
+    "each narrower than a pixel: zoom in to tell them apart",
+  ];
+}
+
+/** Round numbers between two, about `count` of them. */
+export function ticks(from, to, count) {
+  const rough = (to - from) / Math.max(count, 1);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const stride = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999);
+  const first = Math.ceil(from / stride - 1e-6);
+  const found = Array.from({ length: Math.max(Math.floor(to / stride + 1e-6) - first + 1, 0) }, (_, i) => (first + i) * stride);
+  return { at: found, decimals: decimals(stride * 1.001) };
+}

@@ -1,0 +1,220 @@
+"""Who sent how many bytes to whom, and when: what a trace's communications come to, for `traffic` to draw.
+
+A message and a remote call say who sent and who received. A collective says neither, and the backend is free in how it moves the
+bytes. One from or to a single rank, the root, is counted as that rank's message to or from each other one: a tree moves as many
+bytes, but by ways that differ from backend to backend. The others are counted as a ring of their ranks would move them, which is
+what all-reduce on few ranks usually is.
+
+Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009; and for the other
+collectives the bus bandwidth factors in the documentation of NVIDIA's nccl-tests (doc/PERFORMANCE.md).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from labkit.plots.ends import Ends, ends_of
+from labkit.plots.message_arrows import messages
+from labkit.recording.ring_buffer import COMMUNICATION, OPEN, ROOTED, UNSIZED
+from labkit.tracing.trace import Trace
+
+__all__ = ["Flows", "flows_of", "over_time"]
+
+# Of the bytes of a collective on n ranks, by how it begins: the share that each rank sends to the next one in the ring.
+_TO_NEXT: Final = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+}
+_FROM_ROOT: Final = ("broadcast", "scatter")  # the other collectives with a root bring it something
+_RECEIVED: Final = ("to_here", "received")  # these say what came, not what went
+_SECOND_END: Final = ("recv",)  # counted by the rank that sent it
+
+
+@dataclass(frozen=True, slots=True)
+class Flows:
+    """Bytes on their way, an entry for each end that sends in an operation and each that it sends to.
+
+    An end is a rank; of a rank with several of TensorFlow's devices, one of them.
+
+    Args:
+        name: the operations, most bytes first.
+        operation: of each entry, its place in `name`.
+        source: the end that sends, as its place in `ends`.
+        destination: the end that receives.
+        nbytes: how much; a collective's share need not be whole.
+        start_ns: from when it can travel.
+        end_ns: when it has arrived.
+        count: how many times each operation was made; by all ranks of a collective together is once.
+        rings: whether there are collectives among them that are counted as rings.
+        roots: whether there are some that are counted as messages from or to their root.
+        unsized: operations that are in none of these, because nobody knows their bytes, and how many times each was made.
+        ends: the names of the ends.
+        rank: the number of each end's rank.
+        devices: whether there are devices among them.
+    """
+
+    name: tuple[str, ...]
+    operation: NDArray[np.int64]
+    source: NDArray[np.int64]
+    destination: NDArray[np.int64]
+    nbytes: NDArray[np.float64]
+    start_ns: NDArray[np.int64]
+    end_ns: NDArray[np.int64]
+    count: tuple[int, ...]
+    rings: bool
+    roots: bool
+    unsized: tuple[tuple[str, int], ...]
+    ends: tuple[str, ...]
+    rank: NDArray[np.int64]
+    devices: bool
+
+    def matrix(self) -> NDArray[np.float64]:
+        """Bytes from end to end, shape (ends, ends): the row sends, the column receives."""
+        count = len(self.ends)
+        return np.bincount(self.source * count + self.destination, self.nbytes, count**2).astype(np.float64).reshape(count, count)
+
+    def between_ranks(self) -> float:
+        """Bytes that went from one rank to another, and not to a device of the same."""
+        return float(self.nbytes[self.rank[self.source] != self.rank[self.destination]].sum())
+
+    def by_operation(self) -> NDArray[np.float64]:
+        """Bytes of each operation, shape (names,)."""
+        return np.bincount(self.operation, self.nbytes, len(self.name)).astype(np.float64)
+
+
+def flows_of(trace: Trace) -> Flows:
+    """The flows of a trace; of a stretch of it, those of what completed in it."""
+    data, names, ends = trace.columns.data, trace.columns.names, ends_of(trace)
+    data_ready = trace.ready()
+    complete = (data["kind"] == COMMUNICATION) & (data["flags"] & OPEN == 0)
+    mine = np.flatnonzero(complete & (data["end_ns"] <= trace.end_ns))
+    rows, ready = data[mine], data_ready[mine]
+    rings, roots = _rings(rows, names, ends), _roots(rows, names, ends)
+    parts = [*_messages(rows, names, ends), *rings, *roots]
+    row = np.concatenate([np.empty(0, np.int64), *(p[0] for p in parts)])
+    source, destination, nbytes = (np.concatenate([np.empty(0), *(p[i] for p in parts)]) for i in (1, 2, 3))
+    keep = (nbytes > 0) & (source != destination)
+    row, source, destination, nbytes = row[keep], source[keep].astype(np.int64), destination[keep].astype(np.int64), nbytes[keep]
+    shown = ends.matter(np.concatenate([source, destination]))
+    source, destination = (np.cumsum(shown) - 1)[source], (np.cumsum(shown) - 1)[destination]
+    used, operation = np.unique(rows["name"][row], return_inverse=True)
+    order = np.argsort(-np.bincount(operation, nbytes, len(used)), kind="stable")
+    place = np.empty(len(used), np.int64)
+    place[order] = np.arange(len(used))
+    once = _times(rows, row)
+    start, end = _on_its_way(trace, mine, rows, ready)
+    return Flows(
+        tuple(names[i] for i in used[order].tolist()), place[operation], source, destination, nbytes, start[row], end[row],
+        tuple(once[i] for i in used[order].tolist()),
+        rings=any(names[i].startswith(tuple(_TO_NEXT)) for i in used), roots=bool(roots), unsized=_unsized(rows, names),
+        ends=tuple(itertools.compress(ends.names, shown)), rank=ends.rank[shown], devices=ends.devices,
+    )  # fmt: skip
+
+
+def over_time(flows: Flows, edges: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Bytes that each operation moved in each bin, spread evenly over the time that they were on their way.
+
+    Args:
+        flows: what travelled.
+        edges: of the bins, in ns, ascending and equally far apart, shape (bins + 1,).
+
+    Returns:
+        shape (names, bins).
+    """
+    # The bytes of one flow up to a moment rise from 0 at its start to all at its end: the sum of two ramps. All ramps together
+    # are a sum of slopes and one of offsets up to each edge.
+    start = np.minimum(flows.start_ns, flows.end_ns - 1).astype(np.float64)
+    slope = flows.nbytes / (flows.end_ns - start)
+    moved = np.zeros((len(flows.name), len(edges)))
+    for operation in range(len(flows.name)):
+        of_it = flows.operation == operation
+        for begin, sign in ((start[of_it], 1.0), (flows.end_ns[of_it].astype(np.float64), -1.0)):
+            order = np.argsort(begin)
+            begin, weight = begin[order], sign * slope[of_it][order]
+            origin = float(edges[0])
+            sums = np.concatenate([[0.0], np.cumsum(weight)]), np.concatenate([[0.0], np.cumsum(weight * (begin - origin))])
+            begun = np.searchsorted(begin, edges.astype(np.float64), side="right")
+            moved[operation] += sums[0][begun] * (edges - origin) - sums[1][begun]
+    return np.maximum(np.diff(moved, axis=1), 0)
+
+
+def _on_its_way(trace: Trace, mine: NDArray[np.int64], rows: Any, ready: NDArray[np.int64]) -> tuple[Any, Any]:
+    """When each row's bytes travelled: from when all had come until its end; a remote call's arguments before it is served."""
+    start, end = ready.copy(), np.maximum(rows["end_ns"], ready)
+    if not any(name.startswith("reply ") for name in trace.columns.names):
+        return start, end
+    place = {number: i for i, number in enumerate(mine.tolist())}
+    for message in messages(trace):
+        if message.call and message.span in place:
+            i = place[message.span]
+            start[i], end[i] = message.sent_ns, message.arrived_ns
+    return start, end
+
+
+def _messages(rows: Any, names: list[str], ends: Ends) -> list[tuple[Any, ...]]:
+    """Of messages and remote calls: row, source, destination, bytes."""
+    peer = rows["peer"] >= 0
+    first = np.array([name.partition(" ")[0] for name in names])
+    received = np.isin(first, _RECEIVED)[rows["name"]]
+    second = np.array([name.startswith(_SECOND_END) for name in names])[rows["name"]]
+    here = np.flatnonzero(peer & ~second)
+    mine, other = ends.of(rows[here]), ends.opposite(rows[here], rows[second])
+    came = received[here]
+    return [(here, np.where(came, other, mine), np.where(came, mine, other), rows["nbytes"][here].astype(np.float64))]
+
+
+def _roots(rows: Any, names: list[str], ends: Ends) -> list[tuple[Any, ...]]:
+    """Of collectives with a root: row, source, destination, bytes. The root's own entry goes from it to itself."""
+    here = np.flatnonzero(rows["peer"] <= ROOTED)
+    leaves = np.array([name in _FROM_ROOT for name in names])[rows["name"][here]]
+    mine, root = ends.of(rows[here]), ends.root(ROOTED - rows["peer"][here])
+    part = (here, np.where(leaves, root, mine), np.where(leaves, mine, root), rows["nbytes"][here].astype(np.float64))
+    return [part] if len(here) else []
+
+
+def _rings(rows: Any, names: list[str], ends: Ends) -> list[tuple[Any, ...]]:
+    """Of collectives without a root, per process group: row, source, destination, bytes."""
+    parts: list[tuple[Any, ...]] = []
+    collective = np.flatnonzero((rows["peer"] < 0) & (rows["peer"] > ROOTED) & (rows["group"] != 0) & (rows["nbytes"] > 0))
+    for group in np.unique(rows["group"][collective]).tolist():
+        of_group = collective[rows["group"][collective] == group]
+        members = np.unique(ends.of(rows[of_group]))
+        n = len(members)
+        after = np.zeros(int(members[-1]) + 1, np.int64)
+        after[members] = np.roll(members, -1)
+        for number in np.unique(rows["name"][of_group]).tolist():
+            here = of_group[rows["name"][of_group] == number]
+            mine, nbytes, name = ends.of(rows[here]), rows["nbytes"][here].astype(np.float64), names[number]
+            if name.startswith("all_to_all"):
+                for other in members.tolist():
+                    parts.append((here, mine, np.full(len(here), other), nbytes / n))  # to itself as well: that does not travel
+            else:
+                share = next((share for begin, share in _TO_NEXT.items() if name.startswith(begin)), None)
+                if share is not None:
+                    parts.append((here, mine, after[mine], nbytes * share(n)))
+    return parts
+
+
+def _unsized(rows: Any, names: list[str]) -> tuple[tuple[str, int], ...]:
+    second = np.array([name.startswith(_SECOND_END) for name in names])[rows["name"]]
+    times = _times(rows, np.flatnonzero((rows["flags"] & UNSIZED != 0) & ~second))
+    return tuple(sorted((names[number], count) for number, count in times.items()))
+
+
+def _times(rows: Any, used: NDArray[np.int64]) -> dict[int, int]:
+    """By the number of its name, how many times an operation was made: those of one group and number are one."""
+    some = rows[np.unique(used)]
+    alone = some["group"] == 0
+    found: dict[int, int] = {}
+    for number in np.unique(some["name"]).tolist():
+        of_name = some["name"] == number
+        shared = some[of_name & ~alone]
+        together = len(np.unique(np.stack([shared["group"].astype(np.int64), shared["match"]]), axis=1).T) if len(shared) else 0
+        found[number] = together + int((of_name & alone).sum())
+    return found

@@ -1,0 +1,112 @@
+"""A measured link: the fit of each operation, and its figure: times by size as points, the fit as a line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from labkit.costs.fit import Fit
+from labkit.costs.link import Link
+from labkit.errors.exceptions import LabError
+from labkit.errors.units import in_words
+from labkit.plots.colors import colour_of
+from labkit.plots.style import WIDTH_IN, pyplot, sheet
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+__all__ = ["MeasuredLink"]
+
+MARKERS: Final = "osD^vP*X"  # colours alone do not tell six apart in print
+
+
+def _draw(fits: Sequence[Fit], ax: Axes | None = None) -> Axes:
+    """Draw them, both axes logarithmic.
+
+    Args:
+        fits: at least one.
+        ax: where to draw; default: a figure of its own.
+    """
+    plt = pyplot()
+    with sheet():
+        if ax is None:
+            ax = plt.subplots(figsize=(WIDTH_IN, 4.2), layout="constrained")[1]
+        for number, fit in enumerate(fits):
+            colour, marker = colour_of(fit.operation), MARKERS[number % len(MARKERS)]
+            sizes = np.geomspace(min(fit.nbytes), max(fit.nbytes), 100)
+            ax.plot(sizes, [fit.predicted_s(n) for n in sizes.tolist()], color=colour, linewidth=1.4)
+            label = f"{fit.operation}: {', '.join(fit.in_short)}, off by {fit.error:.0%}"
+            ax.plot(fit.nbytes, fit.seconds, marker, color=colour, markersize=5, label=label)
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+        times = [s for fit in fits for s in fit.seconds]
+        # Room for the lowest points, and for the legend above the highest.
+        ax.set_ylim(10 ** math.floor(math.log10(min(times) / 1.2)), max(times) * 12)
+        measured = sorted({n for fit in fits for n in fit.nbytes})
+        if measured[-1] < 100 * measured[0]:  # there may be no power of ten among them
+            ax.set_xticks(measured)
+        ax.xaxis.set_major_formatter(lambda nbytes, _: in_words(nbytes, "B"))
+        ax.yaxis.set_major_formatter(lambda s, _: in_words(s, "s").replace(".00", ""))
+        ax.minorticks_off()
+        ax.grid()
+        ax.set_xlabel("size n")
+        ax.set_ylabel("time, median")
+        ranks = max(fit.ranks for fit in fits)
+        ax.set_title(f"{ranks} ranks: measured (points), and fitted by latency and bandwidth (lines)")
+        ax.legend(loc="upper left", ncols=1 if len(fits) < 3 else 2)
+    return ax
+
+
+@dataclass(frozen=True)
+class MeasuredLink:
+    """What `labkit.measure_link` found: `.link` to predict with, `[operation]` for one of its fits, `.plot()` for the picture.
+
+    Args:
+        fits: one for each operation.
+    """
+
+    fits: tuple[Fit, ...]
+
+    @cached_property
+    def _by_name(self) -> dict[str, Fit]:
+        return {fit.operation: fit for fit in self.fits}
+
+    def __getitem__(self, operation: str) -> Fit:
+        if operation not in self._by_name:
+            raise LabError(f"{operation!r} was not measured; there are {', '.join(self._by_name)}")
+        return self._by_name[operation]
+
+    def __iter__(self) -> Iterator[Fit]:
+        return iter(self.fits)
+
+    @property
+    def link(self) -> Link:
+        """Latency and bandwidth of messages or calls between two ranks; of the first operation, where none were measured."""
+        return self._by_name.get("send", self.fits[0]).link
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw what was measured as points and the fits as lines, both axes logarithmic.
+
+        Args:
+            ax: where to draw; default: a figure of its own.
+        """
+        return _draw(self.fits, ax)
+
+    def _rows(self) -> list[list[str]]:
+        head = ["operation", "ranks", "latency α", "bandwidth B", "off by (median)", "at most"]
+        return [head, *([f.operation, str(f.ranks), *f.in_short, f"{f.error:.0%}", f"{f.worst:.0%}"] for f in self.fits)]
+
+    def __repr__(self) -> str:
+        rows = self._rows()
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+    def _repr_markdown_(self) -> str:
+        head, *rows = (f"| {' | '.join(row)} |" for row in self._rows())
+        return "\n".join([head, "|" + "---|" * 6, *rows])

@@ -1,0 +1,1 @@
+"""The live picture under a cell, frame by frame."""

@@ -1,0 +1,157 @@
+"""Recorded values over time, per rank and averaged: remembered while a run goes on, and drawn under its timeline.
+
+A single value is no curve: a size, say, that a rank noted once. Where another name has several, that one is drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from labkit.errors.units import unit_of
+from labkit.plots.style import GREY, sheet, shortened
+from labkit.recording.ring_buffer import MEMORY, STEPS_IN_ALL
+from labkit.tracing.trace import Scalar, Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["COLOUR", "EACH_RANK", "Curves", "beneath", "recorded"]
+
+COLOUR: Final = "#CC79A7"  # the one of Okabe and Ito's that no bar of the timeline has
+EACH_RANK: Final = 8  # up to here the ranks are drawn one by one beside their mean
+BINS: Final = 128  # over the time shown
+CURVES: Final = 16  # names that are remembered: some of them may come once only
+POINTS: Final = 500  # of one line under a timeline
+NAME: Final = 80  # characters of a curve's name
+SUPERSCRIPTS: Final = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+HIGH_IN: Final = 1.15  # of the panel under a timeline, with its axis
+
+
+def recorded(scalars: Sequence[Scalar]) -> list[Scalar]:
+    """Those that the student's code wrote down."""
+    return [s for s in scalars if s.name != STEPS_IN_ALL and not s.name.startswith(MEMORY)]
+
+
+class Curves:
+    """A bounded memory of what the ranks record.
+
+    Args:
+        ranks: how many there are.
+        start_ns: when the run began.
+    """
+
+    def __init__(self, ranks: int, start_ns: int) -> None:
+        self._ranks, self._start_ns = ranks, start_ns
+        self._shown_ns = 0
+        self._sums: dict[str, NDArray[np.float64]] = {}  # by name: sums and numbers of values, shape (2, ranks, bins)
+
+    def add(self, new: Sequence[Scalar], shown_ns: int) -> None:
+        """Take what was recorded since the last time.
+
+        Args:
+            new: the values.
+            shown_ns: the time over which the bins extend: as before, or doubled, perhaps several times.
+        """
+        while self._shown_ns and self._shown_ns < shown_ns:
+            for name, sums in self._sums.items():
+                halves = sums[..., ::2] + sums[..., 1::2]
+                self._sums[name] = np.concatenate([halves, np.zeros_like(halves)], axis=-1)
+            self._shown_ns *= 2
+        self._shown_ns = shown_ns
+        for scalar in recorded(new):
+            if scalar.name not in self._sums:
+                if len(self._sums) == CURVES:
+                    continue
+                self._sums[scalar.name] = np.zeros((2, self._ranks, BINS))
+            place = (scalar.time_ns - self._start_ns) * BINS // shown_ns
+            if 0 <= place < BINS and np.isfinite(scalar.value):
+                self._sums[scalar.name][:, scalar.rank, place] += (scalar.value, 1)
+
+    @property
+    def names(self) -> list[str]:
+        """What a rank recorded more than once, in the order in which it came."""
+        return [name for name, (_, numbers) in self._sums.items() if (numbers.sum(axis=1) > 1).any()]
+
+    def means(self, name: str) -> NDArray[np.float64]:
+        """The mean of each bin per rank, and at the end over all ranks, shape (ranks + 1, bins); NaN where there is nothing.
+
+        Ranks come to the same step at different times, so the mean over them takes the last value of each.
+        """
+        sums, numbers = self._sums[name]
+        with np.errstate(invalid="ignore"):
+            each = sums / numbers
+        present = numbers > 0
+        last = np.maximum.accumulate(np.where(present, np.arange(BINS), 0), axis=1)
+        lasting = np.take_along_axis(each, last, axis=1)[present.any(axis=1)]
+        over_ranks = lasting.mean(axis=0) if len(lasting) else np.full(BINS, np.nan)
+        return np.vstack([each, np.where(present.any(axis=0), over_ranks, np.nan)])
+
+
+def beneath(figure: Figure, trace: Trace) -> None:
+    """Put what the ranks recorded under their timeline, over the time of the whole run; nothing if there is no curve.
+
+    Args:
+        figure: the timeline; it becomes higher.
+        trace: of the whole run.
+    """
+    unit, unit_ns = unit_of(trace.duration_ns)
+    by_name: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    for s in recorded(trace.scalars):
+        at = (s.time_ns - trace.start_ns) / unit_ns
+        by_name.setdefault(s.name, {}).setdefault(s.rank, []).append((at, s.value))
+    curves = {name: [points for points in ranks.values() if len(points) > 1] for name, ranks in by_name.items()}
+    name = next((name for name, lines in curves.items() if lines), None)
+    if name is None or trace.duration_ns <= 0:
+        return
+    each = [_few(np.array(points)) for points in curves[name]]
+    timeline = figure.axes[0]
+    width, before = figure.get_size_inches()
+    height = before + HIGH_IN
+    for axes in figure.axes:
+        box = axes.get_position()
+        axes.set_position((box.x0, (box.y0 * before + HIGH_IN) / height, box.width, box.height * before / height))
+    figure.set_size_inches(width, height)
+    box = timeline.get_position()
+    with sheet():
+        panel = figure.add_axes((box.x0, 0.42 / height, box.width, (HIGH_IN - 0.5) / height))
+        for points in each if 1 < len(each) <= EACH_RANK else []:
+            panel.plot(*points.T, color=COLOUR, alpha=0.45, linewidth=0.8)
+        count = min(map(len, each))
+        mean = np.mean([points[:count] for points in each], axis=0)  # of the ranks' first values, of their second ones, …
+        panel.plot(*mean.T, color=COLOUR, linewidth=1.6, marker="o" if count < 20 else "", markersize=3)
+        panel.set(xlim=(0, trace.duration_ns / unit_ns), xlabel=f"time since the start of the run [{unit}]")
+        # Above, where it is seen whole: beside the numbers there may be no room for it.
+        panel.set_title(shortened(name, NAME) + _scaled(panel), fontsize=8.5, pad=2)
+        panel.locator_params(axis="y", nbins=3)
+        panel.grid(axis="y")
+        if len(each) > 1:
+            thin = "thin: each rank;  " if len(each) <= EACH_RANK else ""
+            panel.set_title(f"{thin}thick: mean of the {len(each)} ranks", loc="right", fontsize=7.5, color=GREY, pad=2)
+        around = panel.get_tightbbox()
+        assert around is not None
+        beyond = 2 - around.x0
+        if beyond > 0:  # long numbers beside short names of ranks
+            inside, moved = panel.get_position(), beyond / figure.bbox.width
+            panel.set_position((inside.x0 + moved, inside.y0, inside.width - moved, inside.height))
+
+
+def _scaled(panel: Axes) -> str:
+    """Label an axis of long numbers in units of a power of ten, and return what then stands beside the curve's name."""
+    largest = max(map(abs, panel.get_ylim()))
+    power = math.floor(math.log10(largest)) if largest else 0
+    if -3 < power < 5:
+        return ""
+    panel.yaxis.set_major_formatter(lambda value, _: f"{value / 10.0**power:.4g}")
+    return f"  [10{str(power).translate(SUPERSCRIPTS)}]"
+
+
+def _few(points: NDArray[np.float64]) -> NDArray[np.float64]:
+    """At most `POINTS` of many: the means of so many neighbours each, in time and value; shape (points, 2)."""
+    several = -(-len(points) // POINTS)
+    return np.array([points[i : i + several].mean(axis=0) for i in range(0, len(points), several)])

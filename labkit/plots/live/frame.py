@@ -1,0 +1,420 @@
+"""One frame of the live picture: an SVG in a string, with the colours and the geometry of the timeline.
+
+It is built by hand because it must be cheap: a figure of matplotlib takes 100 ms, this about 2. Its size is bounded, its height
+is fixed from the first frame to the last, and what it does not colour itself takes the theme's colours, light or dark.
+
+A frame that no other takes the place of fades, and says so: it was saved while the ranks worked. A page that is loaded anew gets
+no further frames, since a front end drops what belongs to a cell that it did not run itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from labkit.errors.units import bytes_in_words, unit_of
+from labkit.plots.bars import LANES, STYLES, Bars, blend, caption, coverage, ink, lanes
+from labkit.plots.live.curves import COLOUR, EACH_RANK
+from labkit.plots.style import shortened
+from labkit.plots.waits import ALONE
+from labkit.plots.widths import status_in, wide
+from labkit.tracing.trace import Trace
+from labkit.worker.resource_usage import Load
+
+__all__ = ["STILL", "Curve", "Detail", "Frame", "Past", "Row", "clock_time", "svg"]
+
+Cells = tuple[NDArray[np.float64], NDArray[np.float64]]  # what fills the bins of the two lanes: shape (styles, bins), in ns
+
+WIDTH: Final = 900.0  # of the drawing, in its own units: pixels in a notebook of usual width
+RIGHT: Final = 215.0  # right of the rows: what a rank is waiting in, and its memory; above that, the curve
+SLOTS: Final = (0.0, 150.0, 245.0, 395.0, 505.0)  # where steps, rate, time left and values stand: numbers that grow move nothing
+CHARACTER: Final = 6.1  # mean width of a character at 11 units
+BARS_IN_ALL: Final = 1600  # more than that are drawn as cells, so that a frame stays below 100 kB
+CELLS_IN_ALL: Final = 2048
+TEXTS_PER_LANE: Final = 12
+COARSE: Final = 15  # steps from 0 to 1 to which mixed colours are rounded, so that neighbours become one
+HEAD: Final = 58.0  # height of title, progress and words
+FOOT: Final = 66.0  # of axis and legend
+STILL_S: Final = 10  # without another frame: so long it never takes while the page gets them, however busy the machine
+STILL: Final = (
+    "This picture no longer moves: it was saved while the ranks worked.",
+    "When the run is over, lab.timeline(run) draws it, and run.output has the prints.",
+)
+GAP: Final = 8.0  # at least, between a rank's status and what it takes of the machine
+_SOFT: Final = ' opacity=".65"'
+_HALO: Final = ' paint-order="stroke" stroke-width="3" stroke="var(--jp-layout-color0,var(--vscode-editor-background,white))"'
+_LINE: Final = 'fill="currentColor" fill-opacity=".5"'
+_NAMES: Final = tuple(STYLES)
+
+
+@dataclass(slots=True)
+class Row:
+    """A rank in a frame.
+
+    Args:
+        name: the rank's.
+        status: what it is doing, in few words.
+        blocked: whether it waits.
+        load: what it takes of the machine.
+    """
+
+    name: str
+    status: str
+    blocked: bool
+    load: Load = field(default_factory=Load)
+
+
+@dataclass(slots=True)
+class Curve:
+    """A recorded value over the time that the strip shows.
+
+    Args:
+        name: what it is.
+        means: of its bins, per rank and at the end over all ranks, shape (ranks + 1, bins); NaN where there is nothing.
+    """
+
+    name: str
+    means: NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class Past:
+    """The run so far, in bins.
+
+    Args:
+        cells: per rank, what filled the bins of its lanes.
+        shown_ns: the time over which they extend.
+        drawn: the strip and the rows as SVG once they were drawn, since bins are filled less often than frames are drawn.
+    """
+
+    cells: list[Cells]
+    shown_ns: int
+    drawn: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Detail:
+    """A part of the run that is drawn bar by bar.
+
+    Args:
+        trace: that part.
+        extent_ns: width of the rows' time axis.
+        label: of that axis.
+        marked: where on the run's own axis the part lies, begin and end in ns; None where it is the whole.
+        drawn: the rows as SVG once they were drawn, since a part may stay for several frames.
+    """
+
+    trace: Trace
+    extent_ns: int
+    label: str
+    marked: tuple[int, int] | None = None
+    drawn: str = ""
+
+
+@dataclass(slots=True)
+class Frame:
+    """What one frame shows.
+
+    Args:
+        title: what runs, and where.
+        elapsed_ns: since the run's start.
+        fraction: of the loop that is done, from 0 to 1; None where that is not known.
+        progress: steps, rate, time left, and values, in words; "" for what is not known.
+        rows: the ranks.
+        past: what the strip shows.
+        detail: what the rows show; None: the past as well.
+        curve: the first of the recorded values; None: there is none yet.
+    """
+
+    title: str
+    elapsed_ns: int
+    fraction: float | None
+    progress: tuple[str, ...]
+    rows: list[Row]
+    past: Past
+    detail: Detail | None
+    curve: Curve | None = None
+
+    @property
+    def in_words(self) -> str:
+        """How far it is, in one line."""
+        return "  ·  ".join(part for part in self.progress if part) or clock_time(self.elapsed_ns)
+
+
+def svg(frame: Frame, name: str) -> str:
+    """The frame as HTML.
+
+    Args:
+        frame: what to show.
+        name: of the display, for the ids in the drawing, which are the page's.
+    """
+    return _Drawing(frame, name).html()
+
+
+def clock_time(elapsed_ns: int) -> str:
+    """Time since the start, in tenths of a second, later in minutes."""
+    seconds = elapsed_ns / 1e9
+    return f"{seconds:.1f} s" if seconds < 60 else f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
+
+
+@dataclass(slots=True)
+class _Pen:
+    """Collects shapes by colour, so that a drawing has few elements; texts lie above them."""
+
+    paths: dict[str, list[str]] = field(default_factory=dict)
+    above: list[str] = field(default_factory=list)
+
+    def box(self, fill: str, x: float, y: float, width: float, height: float) -> None:
+        """Add a rectangle."""
+        self.paths.setdefault(fill, []).append(f"M{x:.1f} {y:.1f}h{width:.1f}v{height:.1f}h-{width:.1f}z")
+
+    def text(self, x: float, y: float, text: str, more: str = "") -> None:
+        """Add a text."""
+        if text:
+            self.above.append(f'<text x="{x:.1f}" y="{y:.1f}"{more}>{escape(text)}</text>')
+
+    def drawn(self) -> str:
+        """All of it as SVG."""
+        return "".join(f'<path {fill} d="{"".join(parts)}"/>' for fill, parts in self.paths.items()) + "".join(self.above)
+
+
+class _Drawing:
+    """A frame being drawn."""
+
+    def __init__(self, frame: Frame, name: str) -> None:
+        self.frame, self.name, self.count = frame, name, len(frame.rows)
+        self.left = max(14 + CHARACTER * max(min(len(row.name), 16) for row in frame.rows), 64)
+        self.wide = WIDTH - self.left - RIGHT
+        self.row_high = float(min(max(round(170 / self.count), 10), 40))
+        self.strip_high = min(max(5.0 * self.count, 12), 40)
+        self.top = HEAD + self.strip_high + 12
+        self.bottom = self.top + self.count * self.row_high
+        self.pen = _Pen()
+
+    def html(self) -> str:
+        frame = self.frame
+        self._head()
+        drawn = self._strip() + self._rows()
+        for number, row in enumerate(frame.rows):
+            middle = self.top + (number + 0.5) * self.row_high + 4
+            size = f' font-size="{min(11.0, self.row_high):g}"'
+            self.pen.text(self.left - 8, middle, shortened(row.name, 16), ' text-anchor="end"' + size)
+            at = self.left + self.wide + 8
+            text = status_in((WIDTH - self._load(row, middle, size) - at - GAP) / min(11.0, self.row_high), row.status)
+            self.pen.text(at, middle, text, size + (' font-weight="600"' if row.blocked else _SOFT))
+        if any(row.load.nbytes for row in frame.rows):
+            taken = "own memory" if all(row.load.busy is None for row in frame.rows) else "GPU busy, its memory"
+            self.pen.text(WIDTH - 4, self.bottom + 14, taken, ' text-anchor="end" font-size="9.5"' + _SOFT)
+        if frame.curve is not None:
+            self._curve(frame.curve)
+        self._axis()
+        label = escape(f"{frame.title}: {frame.in_words}", quote=True)
+        fonts = "font-family:var(--jp-ui-font-family,system-ui,sans-serif);font-size:11px"
+        return (
+            # The theme's text colour in JupyterLab and in VS Code, else what the page has.
+            '<div style="color:var(--jp-ui-font-color1,var(--vscode-editor-foreground,inherit));max-width:1000px">'
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {self.bottom + FOOT:g}" role="img" '
+            f'aria-label="{label}" fill="currentColor" style="display:block;width:100%;{fonts}">'
+            f"{_hatch(self.name)}<g>{drawn}{self.pen.drawn()}"
+            f"{_legend(self.name, self.left, self.bottom + 43, alone=self.count == 1)}"
+            f'<animate attributeName="opacity" to=".2" begin="{STILL_S}s" dur=".5s" fill="freeze"/></g>'
+            f"{self._still()}</svg></div>"
+        )
+
+    def _load(self, row: Row, y: float, size: str) -> float:
+        """What the rank takes of the machine, at the right margin; how far to the left of it that reaches."""
+        reaches, font = 4.0, min(11.0, self.row_high)
+        if row.load.nbytes:
+            text = bytes_in_words(row.load.nbytes)
+            self.pen.text(WIDTH - 4, y, text, ' text-anchor="end"' + size)
+            reaches += wide(text) * font
+        if row.load.busy is not None:
+            self.pen.text(WIDTH - 58, y, f"{row.load.busy} %", ' text-anchor="end"' + size)
+            reaches = 58 + wide(f"{row.load.busy} %") * font
+        return reaches
+
+    def _still(self) -> str:
+        """What a frame says once it has stood for long."""
+        pen, x, y = _Pen(), self.left + self.wide / 2, (self.top + self.bottom) / 2
+        for line, text in enumerate(STILL):
+            pen.text(x, y + 18 * line, text, ' text-anchor="middle" font-size="13" font-weight="600"')
+        return f'<g visibility="hidden"><set attributeName="visibility" to="visible" begin="{STILL_S}s"/>{pen.drawn()}</g>'
+
+    def _head(self) -> None:
+        """Title, time, progress."""
+        frame, pen = self.frame, self.pen
+        pen.text(0, 14, shortened(frame.title, 80), ' font-size="13" font-weight="600"')
+        pen.text(self.left + self.wide, 14, clock_time(frame.elapsed_ns), ' text-anchor="end"')
+        if frame.fraction is not None:
+            pen.text(self.left - 8, 35, "steps", ' text-anchor="end" font-size="9.5"' + _SOFT)
+            pen.box('fill="currentColor" fill-opacity=".14"', self.left, 28, self.wide, 7)
+            pen.box(f'fill="{STYLES["forward"].colour}"', self.left, 28, self.wide * frame.fraction, 7)
+        for x, part in zip(SLOTS, frame.progress, strict=False):
+            pen.text(self.left + x, 49, part)
+
+    def _curve(self, curve: Curve) -> None:
+        """A small panel in the upper right corner: thin lines for the ranks, a thick one for their mean."""
+        left, top, bottom = self.left + self.wide + 48, 22.0, HEAD + self.strip_high
+        wide = WIDTH - 4 - left
+        self.pen.text(left, 14, shortened(curve.name, 22), ' font-size="10" font-weight="600"')
+        self.pen.above.append(
+            f'<rect x="{left:.1f}" y="{top:g}" width="{wide:.1f}" height="{bottom - top:g}" fill="none" '
+            'stroke="currentColor" stroke-opacity=".25"/>'
+        )
+        if np.isnan(curve.means).all():
+            return
+        low, high = float(np.nanmin(curve.means)), float(np.nanmax(curve.means))
+        digits = next((n for n in range(2, 6) if f"{low:.{n}g}" != f"{high:.{n}g}"), 2)  # that tell both ends apart
+        middle, half = (low + high) / 2, max((high - low) / 2, abs(high) * 1e-6, 1e-12) * 1.12
+        for value, y in ((high, top + 8), (low, bottom - 1)) if high > low else ((high, (top + bottom) / 2 + 3),):
+            self.pen.text(left - 4, y, f"{value:.{digits}g}", ' text-anchor="end" font-size="9"' + _SOFT)
+        each = (np.arange(curve.means.shape[1]) + 0.5) * wide / curve.means.shape[1] + left
+        ranks = curve.means[:-1]
+        lines = [(row, ' stroke-width=".8" stroke-opacity=".5"') for row in ranks] if 1 < len(ranks) <= EACH_RANK else []
+        for row, look in (*lines, (curve.means[-1], ' stroke-width="1.8" stroke-linecap="round"')):
+            there = ~np.isnan(row)
+            y = (top + bottom) / 2 - (row[there] - middle) / half * (bottom - top) / 2
+            points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(each[there].tolist(), y.tolist(), strict=True))
+            if points.count(" ") == 0 and points:
+                points = f"{points} {points}"  # a line of one point is a dot
+            self.pen.above.append(f'<polyline points="{points}" fill="none" stroke="{COLOUR}"{look}/>')
+
+    def _strip(self) -> str:
+        """The whole run in small, with the part marked that the rows show."""
+        frame = self.frame
+        columns = min(128, max(CELLS_IN_ALL // (4 * self.count), 16))
+        strip = self._past("strip", columns, HEAD, self.strip_high / self.count)
+        self.pen.text(self.left - 8, HEAD + self.strip_high / 2 + 3.5, "whole run", ' text-anchor="end" font-size="9.5"' + _SOFT)
+        self._outline(self.left, self.wide, 1, ' stroke-opacity=".25"')
+        if frame.detail is not None and frame.detail.marked is not None:
+            begin, end = (self.wide * t / frame.past.shown_ns for t in frame.detail.marked)
+            self._outline(self.left + begin, max(end - begin, 2), 2, ' stroke-width="1.4"')
+        return strip
+
+    def _outline(self, x: float, width: float, beyond: float, more: str) -> None:
+        size = f'y="{HEAD - beyond:g}" width="{width:.1f}" height="{self.strip_high + 2 * beyond:g}"'
+        self.pen.above.append(f'<rect x="{x:.1f}" {size} fill="none" stroke="currentColor"{more}/>')
+
+    def _rows(self) -> str:
+        detail = self.frame.detail
+        if detail is None:
+            return self._past("rows", min(256, CELLS_IN_ALL // (2 * self.count)), self.top, self.row_high)
+        if not detail.drawn:
+            pen = _Pen()
+            for number in range(self.count):
+                self._bars(pen, detail, number, self.top + number * self.row_high)
+            detail.drawn = pen.drawn()
+        return detail.drawn
+
+    def _past(self, where: str, columns: int, y: float, high: float) -> str:
+        past = self.frame.past
+        if where not in past.drawn:
+            pen = _Pen()
+            for number, cells in enumerate(past.cells):
+                self._cells(pen, cells, columns, past.shown_ns, y + number * high, high)
+            past.drawn[where] = pen.drawn()
+        return past.drawn[where]
+
+    def _cells(self, pen: _Pen, cells: Cells, columns: int, shown_ns: int, y: float, high: float) -> None:
+        """The bins of a rank's lanes as coloured cells; neighbours of one colour are one."""
+        pixel = self.wide / columns
+        for covered, (top, height) in zip(cells, LANES, strict=True):
+            fold = covered.shape[1] // columns
+            sums = covered[:, : fold * columns].reshape(len(covered), columns, fold).sum(axis=2)
+            steps = np.round(blend(sums, shown_ns / columns) * COARSE).astype(np.int64)
+            mixed = steps @ (16**3, 16**2, 16, 1)  # red, green, blue and opacity in a hexadecimal digit each
+            first = np.append(0, np.flatnonzero(mixed[1:] != mixed[:-1]) + 1)
+            for colour, a, b in zip(mixed[first].tolist(), first.tolist(), [*first[1:].tolist(), columns], strict=True):
+                if alpha := colour & 15:
+                    fill = f'fill="#{colour >> 4:03x}"' + (f' fill-opacity="{alpha / COARSE:.2f}"' if alpha < COARSE else "")
+                    pen.box(fill, self.left + a * pixel, y + top * high, (b - a) * pixel + 0.1, height * high)
+
+    def _bars(self, pen: _Pen, detail: Detail, rank: int, y: float) -> None:
+        """A rank's row, bar by bar; cells where there are too many bars."""
+        limit, start_ns = BARS_IN_ALL // (2 * self.count), detail.trace.start_ns
+        both = lanes(detail.trace, rank)
+        if max(len(bars) for bars in both) > limit:
+            edges = np.linspace(start_ns, start_ns + detail.extent_ns, 257).astype(np.int64)
+            compute, communication = (coverage(bars, edges).astype(np.float64) for bars in both)
+            columns = min(256, CELLS_IN_ALL // (2 * self.count))
+            self._cells(pen, (compute, communication), columns, detail.extent_ns, y, self.row_high)
+            return
+        scale, fills = self.wide / detail.extent_ns, [_fill(self.name, style) for style in STYLES]
+        for bars, (top, height) in zip(both, LANES, strict=True):
+            at, tall = y + top * self.row_high, height * self.row_high
+            x = (self.left + (bars.start_ns - start_ns) * scale).tolist()
+            width = np.maximum((bars.end_ns - bars.start_ns) * scale, 0.3)
+            gap = np.where(width > 4, 0.7, 0)  # a hair of the page between neighbours, so that buckets can be counted
+            for style, a, w in zip(bars.style.tolist(), x, (width - gap).tolist(), strict=True):
+                pen.box(fills[style], a, at, w, tall)
+            if tall >= 9:
+                self._captions(pen, detail.trace, bars, x, width, at + tall / 2 + 3.5)
+
+    def _captions(self, pen: _Pen, trace: Trace, bars: Bars, x: list[float], width: Any, y: float) -> None:
+        for i in np.argsort(-width)[:TEXTS_PER_LANE].tolist():
+            text = caption(trace, i, bars, (width[i] - 5) / 5.6) if width[i] > 12 else ""
+            if text:
+                colour = {"light": "white", "dark": "#16191F", "page": "currentColor"}[ink(_NAMES[bars.style[i]])]
+                halo = _HALO if STYLES[_NAMES[bars.style[i]]].hatch else ""  # else the stripes strike the text through
+                pen.text(x[i] + width[i] / 2, y, text, f' text-anchor="middle" font-size="10" fill="{colour}"{halo}')
+
+    def _axis(self) -> None:
+        detail, pen, y = self.frame.detail, self.pen, self.bottom
+        extent_ns = detail.extent_ns if detail else self.frame.past.shown_ns
+        unit, unit_ns = unit_of(extent_ns)
+        extent = extent_ns / unit_ns
+        pen.box(_LINE, self.left, y, self.wide, 0.8)
+        for tick in _ticks(extent):
+            x = self.left + self.wide * tick / extent
+            pen.box(_LINE, x, y, 0.8, 4)
+            pen.text(x, y + 14, f"{tick:g}", ' text-anchor="middle" font-size="9.5"')
+        label = f"{detail.label if detail else 'time since the start of the run'} [{unit}]"
+        pen.text(self.left + self.wide / 2, y + 27, label, ' text-anchor="middle" font-size="10"' + _SOFT)
+
+
+def _fill(name: str, style: str) -> str:
+    look = STYLES[style]
+    if look.hatch:
+        return f'fill="url(#{name}-{style})"'
+    return f'fill="{look.colour}"' + (f' fill-opacity="{look.alpha:g}"' if look.alpha < 1 else "")
+
+
+@functools.lru_cache(maxsize=8)
+def _hatch(name: str) -> str:
+    """The patterns of stripes."""
+    found = ""
+    for style, look in STYLES.items():
+        if look.hatch:
+            size = 'width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"'
+            paper = f'<rect width="5" height="5" fill="{look.colour}" fill-opacity="{look.alpha:g}"/>'
+            stripe = f'<rect width="1.4" height="5" fill="{look.colour}"/>'
+            found += f'<defs><pattern id="{name}-{style}" {size}>{paper}{stripe}</pattern></defs>'
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def _legend(name: str, left: float, y: float, *, alone: bool) -> str:
+    """Two lines: what the upper lane shows, and what the lower one. A single rank waits for no other."""
+    pen, x = _Pen(), left
+    for style, look in STYLES.items():
+        if style == "exposed":
+            x, y = left, y + 16
+        pen.box(_fill(name, style), x, y - 7.5, 14, 9)
+        words = ALONE if alone and style == "waiting" else look.legend
+        pen.text(x + 18, y, words, ' font-size="10"')
+        x += 34 + 5.5 * len(words)
+    return pen.drawn()
+
+
+def _ticks(extent: float) -> list[float]:
+    """Round numbers from 0 to `extent`, about six."""
+    rough = extent / 6
+    power = 10.0 ** math.floor(math.log10(rough))
+    stride = next(m * power for m in (1, 2, 5, 10) if m * power >= rough)
+    return [round(i * stride, 9) for i in range(int(extent / stride + 1e-9) + 1)]

@@ -1,0 +1,147 @@
+"""How far a run is: steps done and to come, steps per second, the last values that the ranks recorded."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+from labkit.errors.units import in_words
+from labkit.plots.style import shortened
+from labkit.recording.ring_buffer import MEMORY, STEP, STEPS_IN_ALL, SUM
+from labkit.tracing.trace import Trace
+
+__all__ = ["Progress"]
+
+REMEMBERED: Final = 100  # steps per rank: the rate is their mean
+NAMES_SHOWN: Final = 4  # recorded values beside the bar
+
+
+class _Steps:
+    """The steps of one rank."""
+
+    def __init__(self) -> None:
+        self.last: deque[tuple[int, int]] = deque(maxlen=REMEMBERED)  # start and end in ns
+        self.count = 0  # in the whole run
+        self.in_loop = 0  # in the loop under way
+        self.loops = 0
+        self.loop_length = 0  # 0: unknown
+
+    def add(self, loops: list[tuple[int, int]], steps: list[tuple[int, int]], sums: list[tuple[int, int]]) -> None:
+        """Take what is new: loops as (begin in ns, length), steps as (start, end) in ns, many at once as (start, how many)."""
+        since = 0
+        if loops:
+            self.loops += len(loops)
+            since, self.loop_length = loops[-1]
+            self.in_loop = 0
+        for start, count in sums:
+            self.count += count
+            self.in_loop += count * (start >= since)
+        for start, end in steps:
+            if self.last and start < self.last[-1][1]:
+                continue  # the step of a loop around this one
+            self.last.append((start, end))
+            self.count += 1
+            self.in_loop += start >= since
+
+
+class Progress:
+    """Follows the steps and the recorded values of a run.
+
+    Args:
+        ranks: how many there are.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._steps = [_Steps() for _ in range(ranks)]
+        self._values: dict[str, dict[int, float]] = {}
+
+    def add(self, new: Trace) -> None:
+        """Take what was completed since the last time."""
+        loops: dict[int, list[tuple[int, int]]] = {}
+        for scalar in new.scalars:
+            if scalar.name == STEPS_IN_ALL:
+                loops.setdefault(scalar.rank, []).append((scalar.time_ns, int(scalar.value)))
+            elif not scalar.name.startswith(MEMORY):
+                self._values.setdefault(scalar.name, {})[scalar.rank] = scalar.value
+        data = new.columns.data
+        steps = data[data["kind"] == STEP]
+        for rank, own in enumerate(self._steps):
+            rows = steps[steps["rank"] == rank]
+            if len(rows) or rank in loops:
+                is_sum = (rows["flags"] & SUM) != 0
+                each, sums = rows[~is_sum], rows[is_sum]
+                own.add(
+                    loops.get(rank, []),
+                    list(zip(each["start_ns"].tolist(), each["end_ns"].tolist(), strict=True)),
+                    list(zip(sums["start_ns"].tolist(), sums["nbytes"].tolist(), strict=True)),
+                )
+
+    @property
+    def done(self) -> int:
+        """Steps that all ranks have made, of those that make any."""
+        slowest = self._slowest()
+        return slowest.count if slowest else 0
+
+    @property
+    def fraction(self) -> float | None:
+        """How much of the loop under way is done, from 0 to 1; None where its length is not known."""
+        slowest = self._slowest()
+        return min(slowest.in_loop / slowest.loop_length, 1.0) if slowest and slowest.loop_length else None
+
+    def last_step(self) -> tuple[int, int] | None:
+        """Begin and end in ns, over all ranks, of the last step that all have made."""
+        done, stretch = self.done, []
+        for own in self._steps:
+            back = own.count - done  # the rank is that many steps ahead
+            if own.count and back < len(own.last):
+                stretch.append(own.last[-1 - back])
+        if not done or not stretch:
+            return None
+        return min(start for start, _ in stretch), max(end for _, end in stretch)
+
+    def in_words(self) -> str:
+        """Step, rate, time left and the last values: "37 of 500 steps  ·  12.4 steps/s  ·  37 s left  ·  loss 0.412"."""
+        return "  ·  ".join(part for part in self.parts() if part)
+
+    def parts(self) -> tuple[str, ...]:
+        """The same one by one: three texts, "" for what is not known, and one for each value."""
+        steps, rate, left, slowest = "", "", "", self._slowest()
+        if slowest is not None:
+            length = slowest.loop_length
+            number = length or slowest.count
+            steps = (f"{slowest.in_loop} of " if length else "") + (f"{number} steps" if number != 1 else "1 step")
+            if per_s := self._steps_per_s(slowest):
+                rate = _rate(per_s)
+                if length:
+                    left = _clock_time((length - slowest.in_loop) / per_s)
+                    left = f"{left} left" if slowest.loops == 1 else f"{left} left in this loop"
+        values = [
+            f"{shortened(name, 20)} {sum(of.values()) / len(of):.4g}" for name, of in list(self._values.items())[:NAMES_SHOWN]
+        ]
+        return (steps, rate, left, *values)
+
+    def _slowest(self) -> _Steps | None:
+        return min((own for own in self._steps if own.count or own.loops), key=lambda own: own.count, default=None)
+
+    @staticmethod
+    def _steps_per_s(own: _Steps) -> float | None:
+        if not own.last:
+            return None
+        took_ns = own.last[-1][1] - own.last[0][0]
+        return len(own.last) * 1e9 / took_ns if took_ns > 0 else None
+
+
+def _rate(per_s: float) -> str:
+    if per_s < 0.1:
+        return f"{in_words(1 / per_s, 's')} per step"
+    return f"{per_s:.3g} steps/s" if per_s < 1000 else f"{per_s:.0f} steps/s"
+
+
+def _clock_time(seconds: float) -> str:
+    """A time to come: "12 s", "3 min 20 s", "2 h 5 min"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -1,0 +1,178 @@
+"""Memory: what filled each rank's, from moment to moment, as `track_memory` wrote it down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from labkit.errors.exceptions import LabError
+from labkit.errors.units import in_words, three_digits, unit_of, unit_of_bytes
+from labkit.errors.wrong_calls import edge
+from labkit.plots.style import GREY, WIDTH_IN, HasTrace, pyplot, sheet, trace_of
+from labkit.plots.timeline import view_of
+from labkit.recording.ring_buffer import MEMORY, MEMORY_KINDS
+from labkit.tracing.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["Usage", "memory", "usages"]
+
+# The colours of what makes them in the timeline: activations are of the forward, gradients of the backward pass.
+_COLOURS: Final = dict(zip(MEMORY_KINDS, ("#7C93C9", "#009E73", "#0072B2", "#C9D3EA", "#56B4E9", "#C6CBD3"), strict=True))
+COLUMNS: Final = 1500  # more than the figure has pixels
+CHARACTER_PT_IN: Final = 0.0082  # the width of a character, in inches for each point of its size
+_ROOM_IN: Final = 0.26  # above each rank's areas, for the words and the mark of the peak
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What filled one rank's memory: a value lasts until the next.
+
+    Args:
+        rank: its number.
+        time_ns: ascending, shape (points,).
+        nbytes: by kind, shape (kinds, points), in the order of `MEMORY_KINDS`.
+    """
+
+    rank: int
+    time_ns: NDArray[np.int64]
+    nbytes: NDArray[np.float64]
+
+    @property
+    def peak(self) -> int:
+        """The point with most in all."""
+        return int(self.nbytes.sum(axis=0).argmax())
+
+
+def usages(trace: Trace) -> list[Usage]:
+    """What `track_memory` wrote down, for each rank that did, in rank order."""
+    of_rank: dict[int, list[tuple[int, int, float]]] = {}
+    for scalar in trace.scalars:
+        if scalar.name.startswith(MEMORY) and (kind := scalar.name.removeprefix(MEMORY)) in MEMORY_KINDS:
+            of_rank.setdefault(scalar.rank, []).append((scalar.time_ns, MEMORY_KINDS.index(kind), scalar.value))
+    found = []
+    for rank, points in sorted(of_rank.items()):
+        times = sorted({time_ns for time_ns, _, _ in points})
+        place = {time_ns: i for i, time_ns in enumerate(times)}
+        nbytes = np.full((len(MEMORY_KINDS), len(times)), np.nan)
+        for time_ns, kind_number, value in points:
+            nbytes[kind_number, place[time_ns]] = value
+        nbytes[np.isnan(nbytes[:, 0]), 0] = 0
+        known = np.maximum.accumulate(np.where(np.isnan(nbytes), 0, np.arange(len(times))), axis=1)
+        found.append(Usage(rank, np.array(times, np.int64), np.take_along_axis(nbytes, known, axis=1)))
+    return found
+
+
+@edge
+def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes | None = None) -> Axes:
+    """Draw what filled each rank's memory over time: parameters, optimizer state, gradients, activations, stacked, and the peak.
+
+    The ranks ask for it: `with lab.track_memory(model, optimizer):` around the training loop; there it says what is counted.
+
+    Args:
+        run: a run or a trace.
+        step: a step's number, a range of them, or "all" for the whole run.
+        ax: where to draw; default: a figure of its own.
+
+    Raises:
+        LabError: no rank followed its memory, there is nothing to draw, or no such step.
+        TypeError: something else than a run or a trace was given.
+    """
+    plt = pyplot()
+    view = view_of(trace_of(run, "memory"), step, "")
+    trace = view.shown
+    found = usages(trace)
+    if not found:
+        raise LabError(
+            "memory: no rank of this run followed its memory; "
+            "put `with lab.track_memory(model, optimizer):` around the training loop"
+        )
+    highest = max(usage.nbytes.sum(axis=0).max() for usage in found) or 1.0
+    unit, size = unit_of_bytes(highest, "iB")
+    time_unit, unit_ns = unit_of(trace.duration_ns)
+    top = highest / size
+    row_in = min(max(4.6 / len(found), 0.66), 1.9)
+    pitch = top * row_in / (row_in - _ROOM_IN)
+    with sheet():
+        if ax is None:
+            ax, wide_in = plt.subplots(figsize=(WIDTH_IN, 1.15 + row_in * len(found)), layout="constrained")[1], WIDTH_IN - 0.75
+        else:
+            wide_in = ax.get_window_extent().width / ax.figure.dpi
+        peaks = [_words(usage, trace, unit, size) for usage in found]
+        small = min(8.0, wide_in / max(map(len, peaks)) / CHARACTER_PT_IN)  # so that they fit into one line
+        ticks, labels = [], []
+        stride = _stride(top, 2 if len(found) > 4 else 4)
+        for row, usage in enumerate(found):
+            base = pitch * (len(found) - 1 - row)
+            _draw(ax, usage, trace, base, size, unit_ns)
+            ax.text(
+                0.004, base + top + 0.62 * (pitch - top), peaks[row], fontsize=small, va="center", in_layout=False,
+                transform=ax.get_yaxis_transform(),
+            )  # fmt: skip
+            for i in range(int(top / stride + 1e-9) + 1):
+                ticks.append(base + i * stride)
+                labels.append(f"{i * stride:g}")
+                ax.axhline(ticks[-1], color=GREY if not i else "#E3E6EB", linewidth=0.8 if not i else 0.6, zorder=1)
+        ax.set(xlim=(0, trace.duration_ns / unit_ns), ylim=(0, pitch * len(found)), yticks=ticks, yticklabels=labels)
+        ax.set_xlabel(f"time since the start of the {'step' if view.zoomed else 'run'} [{time_unit}]")
+        ax.set_ylabel(f"memory of a rank [{unit}]")
+        ax.tick_params(axis="y", length=0)
+        ax.set_title(f"What fills the memory  ·  {view.in_words()}")
+        _legend(ax, [kind for i, kind in enumerate(MEMORY_KINDS) if any(usage.nbytes[i].any() for usage in found)])
+    return ax
+
+
+def _draw(ax: Axes, usage: Usage, trace: Trace, base: float, size: float, unit_ns: float) -> None:
+    """The areas of one rank, with its peak."""
+    usage = _thinned(usage, trace)
+    x = (usage.time_ns - trace.start_ns) / unit_ns
+    edges = base + np.vstack([np.zeros(len(x)), np.cumsum(usage.nbytes, axis=0)]) / size
+    for i, kind in enumerate(MEMORY_KINDS):
+        if usage.nbytes[i].any():
+            ax.fill_between(x, edges[i], edges[i + 1], step="post", facecolor=_COLOURS[kind], linewidth=0, zorder=2)
+    ax.plot(x, edges[-1], drawstyle="steps-post", color="#22262E", linewidth=0.7, zorder=3)
+    peak = usage.peak
+    ax.plot(x[peak], edges[-1, peak], "v", color="#D55E00", markersize=5, markeredgecolor="white", markeredgewidth=0.5, zorder=4)
+
+
+def _thinned(usage: Usage, trace: Trace) -> Usage:
+    """Of very many points, those with most and with least in each of `COLUMNS` stretches of time, the first and the last."""
+    if len(usage.time_ns) <= 4 * COLUMNS:
+        return usage
+    column = (usage.time_ns - trace.start_ns) * COLUMNS // max(trace.duration_ns, 1)
+    order = np.lexsort((usage.nbytes.sum(axis=0), column))
+    edge = np.flatnonzero(np.diff(column[order]))
+    kept = np.unique(np.concatenate([[0, len(column) - 1, usage.peak], order[edge], order[edge + 1]]))
+    return Usage(usage.rank, usage.time_ns[kept], usage.nbytes[:, kept])
+
+
+def _words(usage: Usage, trace: Trace, unit: str, size: float) -> str:
+    """A rank's peak and its split: "rank 0: peak 4.0 MiB = parameters 1.0 + gradients 1.0 + activations 2.0"."""
+    at = usage.nbytes[:, usage.peak] / size
+    parts = [f"{kind} {_part(value, size)}" for kind, value in zip(MEMORY_KINDS, at, strict=True) if value > 0]
+    return f"{trace.ranks[usage.rank]}: peak {three_digits(at.sum())} {unit} = {' + '.join(parts)}"
+
+
+def _part(value: float, size: float) -> str:
+    """A part of a peak, in units of `size` bytes; what is next to nothing of it has a unit of its own."""
+    return three_digits(value) if value >= 0.00995 else in_words(value * size, "iB")
+
+
+def _stride(top: float, most: int) -> float:
+    """A round distance of ticks, at most so many of them up to `top`."""
+    power = 10.0 ** np.floor(np.log10(top / most))
+    return float(next(m * power for m in (1, 2, 5, 10) if m * power >= top / most))
+
+
+def _legend(ax: Axes, kinds: Sequence[str]) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Any] = [Patch(facecolor=_COLOURS[kind], label=kind) for kind in kinds]
+    handles.append(Line2D([], [], linestyle="none", marker="v", color="#D55E00", markersize=5, label="peak"))
+    ax.figure.legend(handles=handles, loc="outside lower left", ncols=len(handles))

@@ -1,0 +1,134 @@
+"""Messages as arrows of a timeline: from the rank that sends to the one that receives, where they can be told apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from labkit.plots.bars import COMMUNICATION_LANE, COMPUTE_LANE
+from labkit.plots.rows import Row
+from labkit.recording.ring_buffer import COMMUNICATION, COMPUTE, ON_CUDA, OPEN, SERVE
+from labkit.tracing.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["COLOUR", "Message", "draw_messages", "messages"]
+
+COLOUR: Final = "#22262E"
+APART_PX: Final = 16  # as many pixels of width per message between the same two ranks, or there are no arrows at all
+MOST: Final = 200  # arrows in one picture
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What went from one rank to another.
+
+    Args:
+        source: the rank that sent it.
+        sent_ns: when it set out.
+        destination: the rank that received it.
+        arrived_ns: when it was there.
+        call: True for a remote procedure call that arrives as the callee begins to compute it.
+        on_cuda: whether it travelled between GPUs.
+        span: the sender's, as a row of the trace's columns.
+    """
+
+    source: int
+    sent_ns: int
+    destination: int
+    arrived_ns: int
+    call: bool = False
+    on_cuda: bool = False
+    span: int = -1
+
+
+def messages(trace: Trace) -> list[Message]:
+    """The messages and remote procedure calls of which the trace has both ends."""
+    data, names, ready = trace.columns.data, trace.columns.names, trace.ready()
+    complete = (data["kind"] == COMMUNICATION) & (data["peer"] >= 0) & (data["group"] != 0) & (data["flags"] & OPEN == 0)
+    ends: dict[tuple[int, int], dict[str, int]] = {}
+    for i in np.flatnonzero(complete).tolist():
+        row = data[i]
+        name = names[row["name"]]
+        what = "recv" if name.startswith("recv") else name.partition(" ")[0]  # of "reply forward" and the like, the first word
+        ends.setdefault((int(row["group"]), int(row["match"])), {})[what] = i
+    found = []
+    for both in ends.values():
+        if "send" in both and "recv" in both:
+            send, recv = data[both["send"]], data[both["recv"]]
+            cuda, at = bool(send["flags"] & ON_CUDA), both["send"]
+            found.append(
+                Message(int(send["rank"]), int(ready[at]), int(recv["rank"]), int(recv["end_ns"]), on_cuda=cuda, span=at)
+            )
+        elif "value" in both and "to_here" in both:  # of a remote call: it is there, and somebody fetches it
+            value, fetch, since = data[both["value"]], data[both["to_here"]], ready[both["to_here"]]
+            way = int(value["rank"]), int(since), int(fetch["rank"]), int(fetch["end_ns"])
+            found.append(Message(*way, span=both["value"]))
+        elif "reply" in both and len(both) > 1:
+            call = next(i for what, i in both.items() if what != "reply")
+            found += _call_and_reply(trace, call, both["reply"])
+    return [m for m in found if m.source != m.destination and trace.start_ns <= m.sent_ns <= m.arrived_ns <= trace.end_ns]
+
+
+def _call_and_reply(trace: Trace, call_at: int, reply_at: int) -> list[Message]:
+    """The call arrives when the callee begins to serve it: with the last such span that was over when it replied."""
+    data, names = trace.columns.data, trace.columns.names
+    call, reply = data[call_at], data[reply_at]
+    caller, callee = int(call["rank"]), int(reply["rank"])
+    served = trace.columns.name_id(SERVE + names[reply["name"]].partition(" ")[2])
+    before = (
+        (data["kind"] == COMPUTE) & (data["name"] == served) & (data["rank"] == callee) & (data["end_ns"] <= reply["start_ns"])
+    )
+    back = Message(callee, int(reply["start_ns"]), caller, int(call["end_ns"]), span=reply_at)
+    if not before.any():
+        return [back]
+    begun = int(data["start_ns"][before][data["end_ns"][before].argmax()])
+    return [Message(caller, int(call["start_ns"]), callee, begun, call=True, span=call_at), back]
+
+
+def draw_messages(ax: Axes, trace: Trace, rows: list[Row], top: float, unit_ns: float, width_px: float) -> bool:
+    """Draw arrows between the rows of a trace, where they can be told apart.
+
+    Args:
+        ax: where; its x is in units of `unit_ns` since the trace's start, its y in rows.
+        trace: whose messages.
+        rows: from top to bottom.
+        top: y of the first row's top.
+        unit_ns: length of the unit of x.
+        width_px: width of the trace's time in the picture.
+
+    Returns:
+        whether there are any.
+    """
+    from matplotlib.patches import FancyArrowPatch
+    from matplotlib.patheffects import withStroke
+
+    data = trace.columns.data
+    if ((data["kind"] == COMMUNICATION) & (data["peer"] >= 0)).sum() > 3 * MOST:
+        return False  # two or three spans each
+    found = messages(trace)
+    pairs = [tuple(sorted((m.source, m.destination))) for m in found]
+    if not found or max(pairs.count(pair) for pair in set(pairs)) > width_px / APART_PX or len(found) > MOST:
+        return False
+    for m in found:
+        start = _middle(rows, m.source, m.on_cuda, COMMUNICATION_LANE)
+        end = _middle(rows, m.destination, m.on_cuda, COMPUTE_LANE if m.call else COMMUNICATION_LANE)
+        if start is None or end is None:
+            continue
+        x = [(t - trace.start_ns) / unit_ns for t in (m.sent_ns, m.arrived_ns)]
+        arrow = FancyArrowPatch(
+            (x[0], top + start), (x[1], top + end), arrowstyle="-|>", mutation_scale=6, linewidth=0.7, color=COLOUR, zorder=4,
+            shrinkA=0, shrinkB=0, label="message", path_effects=[withStroke(linewidth=1.7, foreground="white")],
+        )  # fmt: skip
+        ax.add_patch(arrow)
+    return True
+
+
+def _middle(rows: list[Row], rank: int, on_cuda: bool, lane: tuple[float, float]) -> float | None:
+    for number, row in enumerate(rows):
+        if row.shows(rank, on_cuda):
+            return number + lane[0] + lane[1] / 2
+    return None

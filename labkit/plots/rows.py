@@ -1,0 +1,99 @@
+"""The rows of a timeline: one per rank, or several where a rank's GPU and CPU, or several devices, have something to show."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from labkit.plots.bars import Bars, lanes
+from labkit.plots.ends import devices_of
+from labkit.recording.ring_buffer import CALL, COMMUNICATION, COMPUTE, DEVICE_SHIFT, ON_CUDA
+from labkit.tracing.trace import Trace
+
+__all__ = ["Row", "is_pipeline", "rows_of"]
+
+_NUMBERED: Final = re.compile(r"(?i)(?:forward|backward)(?:\D*[\W_])?(\d+)")  # not "backward of NetShard2.forward"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row.
+
+    Args:
+        name: the rank's, with its device where it has two rows.
+        rank: its number.
+        device: "GPU" or "CPU" where the rank has two rows, else "".
+        number: where it has a row for each of TensorFlow's devices, which of them: 1 is "CPU:0", 0 what is of none; else -1.
+    """
+
+    name: str
+    rank: int
+    device: str = ""
+    number: int = -1
+
+    def lanes(self, trace: Trace) -> tuple[Bars, Bars]:
+        """The bars of its two lanes, compute and communication; their spans are rows of the trace's columns."""
+        if self.number >= 0:
+            data = trace.columns.data
+            kept = np.flatnonzero((data["rank"] == self.rank) & (data["flags"] >> DEVICE_SHIFT == self.number))
+            part = Trace(trace.columns.where(kept), ranks=trace.ranks, start_ns=trace.start_ns, end_ns=trace.end_ns)
+            compute, communication = lanes(part, self.rank)
+            return replace(compute, span=kept[compute.span]), replace(communication, span=kept[communication.span])
+        compute, communication = lanes(trace, self.rank)
+        if not self.device:
+            return compute, communication
+        # What hides a communication counts for the whole rank; what lies within or over one another, for each device.
+        mine = (trace.columns.data["flags"] & ON_CUDA != 0) == (self.device == "GPU")
+        kept = np.flatnonzero(mine)
+        part = Trace(trace.columns.where(mine), ranks=trace.ranks, start_ns=trace.start_ns, end_ns=trace.end_ns)
+        own = lanes(part, self.rank)[0]
+        return replace(own, span=kept[own.span]), communication[mine[communication.span]]
+
+    def shows(self, rank: int, on_cuda: bool) -> bool:
+        """Whether a span is in this row."""
+        return rank == self.rank and (not self.device or on_cuda == (self.device == "GPU"))
+
+
+def rows_of(trace: Trace) -> list[Row]:
+    """The rows of all ranks, from top to bottom."""
+    data, found = trace.columns.data, []
+    told = (data["kind"] == COMPUTE) | (data["kind"] == COMMUNICATION)
+    on_cuda = data["flags"] & ON_CUDA != 0
+    both = {int(rank) for rank in np.intersect1d(data["rank"][told & on_cuda], data["rank"][told & ~on_cuda])}
+    for rank, name in enumerate(trace.ranks):
+        if devices := devices_of(trace, rank):
+            found.append(Row(name, rank, number=0))
+            found += [Row(f"CPU:{number - 1}", rank, number=number) for number in devices]
+        elif rank in both:
+            found += [Row(f"{name} GPU", rank, "GPU"), Row("CPU", rank, "CPU")]
+        else:
+            found.append(Row(name, rank))
+    return found
+
+
+def is_pipeline(trace: Trace) -> bool:
+    """Whether several ranks compute numbered micro-batches, spans such as "forward 3", and hand them on to one another.
+
+    They send messages; or in an ideal pipeline, which may do without, no micro-batch is on two ranks at once, be it the only one.
+    Collectives alone are gradients that are accumulated over micro-batches.
+    """
+    data, names = trace.columns.data, trace.columns.names
+    travels = data["kind"] == COMMUNICATION
+    messages = bool((data["peer"][travels] >= 0).any())
+    if not messages and (travels.any() or (data["kind"] == CALL).any()):  # of an ideal pipeline nothing called a function
+        return False
+    rows = data[data["kind"] == COMPUTE]
+    numbers = {i: int(match[1]) for i in np.unique(rows["name"]).tolist() if (match := _NUMBERED.match(names[i]))}
+    rows = rows[np.isin(rows["name"], list(numbers))]
+    if len(np.unique(rows["rank"])) < 2:
+        return False
+    number = np.array([numbers[i] for i in rows["name"].tolist()])
+    if messages and len(np.unique(number)) > 1:
+        return True
+    order = np.lexsort((rows["end_ns"], rows["start_ns"], number))
+    rows, number = rows[order], number[order]
+    elsewhere = (number[1:] == number[:-1]) & (rows["rank"][1:] != rows["rank"][:-1])
+    return bool(elsewhere.any() and (rows["start_ns"][1:] >= rows["end_ns"][:-1])[elsewhere].all())

@@ -1,0 +1,402 @@
+"""The timeline: what every rank did when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from labkit.errors.exceptions import LabError, missing
+from labkit.errors.units import time_in_words, unit_of
+from labkit.errors.wrong_calls import edge
+from labkit.plots.bars import IMPORTANCE, LANES, STYLES, Bars, blend, caption, coverage, crowded, hairlines, ink
+from labkit.plots.message_arrows import COLOUR, draw_messages
+from labkit.plots.rows import Row, is_pipeline, rows_of
+from labkit.plots.style import GREY, INKS, WIDTH_IN, HasTrace, pyplot, ranks_in_words, sheet, trace_of
+from labkit.plots.waits import legend_of, waiting_in_words
+from labkit.tracing.intervals import Intervals
+from labkit.tracing.trace import Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["View", "bubble_in_words", "figure_of", "numbered_steps", "timeline", "view_of"]
+
+ZOOM_BEYOND: Final = 12  # steps: more of them are too narrow for their parts to be told apart at notebook width
+TEXT_PT: Final = 7.0  # inside bars
+HATCH: Final = "//////"
+HEADING: Final = 0.95  # height of what stands above each of several runs, in rows,
+HEADING_IN: Final = 0.3  # and in inches where rows are low: its title, and the numbers of steps
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a timeline shows of one run: a stretch of it, which is the whole unless steps were chosen."""
+
+    label: str
+    whole: Trace
+    shown: Trace
+    chosen: range
+    steps: int
+
+    @property
+    def rows(self) -> list[Row]:
+        """What stands in it from top to bottom; the same whichever steps are chosen."""
+        return rows_of(self.whole)
+
+    @property
+    def zoomed(self) -> bool:
+        """Whether only some steps are shown."""
+        return bool(self.chosen)
+
+    def in_words(self) -> str:
+        """How many ranks and which steps these are, and how long they took."""
+        return f"{ranks_in_words(self.shown)}, {self.steps_in_words()}"
+
+    def steps_in_words(self) -> str:
+        """Which steps these are, and how long they took."""
+        length = time_in_words(self.shown.duration_ns)
+        if not self.zoomed:
+            return f"{self.steps} steps, {length}" if self.steps > 1 else length
+        first, last = self.chosen[0], self.chosen[-1]
+        some = f"step {first}" if first == last else f"steps {first} to {last}"
+        return f"{some} ({length}) of the steps 0 to {self.steps - 1}"
+
+
+@edge
+def timeline(
+    *runs: HasTrace | Trace | Mapping[str, HasTrace | Trace],
+    step: int | range | str | None = None,
+    labels: Sequence[str] = (),
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw what every rank did when: a row per rank, compute above and communication beneath it, so that overlap is visible.
+
+    What is narrower than a pixel is drawn as a hairline where nothing more important is. A rank of which both the GPU and the CPU
+    have something to show has a row for each; one with several of TensorFlow's devices has a row for each of them too. Messages
+    are arrows from sender to receiver, where they are few enough. Of a pipeline, whose ranks compute numbered micro-batches (as
+    in "forward 3") and hand them on, the title tells the bubble: the share of all ranks' time in which they compute nothing.
+
+    Args:
+        runs: one or more runs or traces, or runs by their titles, as in `timeline({"naive": a, "overlapped": b})`; several stand
+            under one another, each from its own start, on one time scale.
+        step: which of the loop's steps: a number (negative: from the end), a range, or "all". Default: everything, or in a run of
+            more than 12 steps the one of median length, under a strip that shows the whole run.
+        labels: a title per run, where they have none yet.
+        ax: where to draw; default: a figure of its own.
+
+    Raises:
+        LabError: there is nothing to draw, or no such step.
+        TypeError: something else than runs or traces was given.
+    """
+    plt = pyplot()
+    given: list[Any] = list(runs)
+    if len(given) == 1 and isinstance(given[0], Mapping):
+        labels, given = [str(name) for name in given[0]], list(given[0].values())
+    if not given:
+        raise TypeError("timeline(): expected at least one run, as in timeline(run)")
+    if labels and len(labels) != len(given):
+        raise ValueError(f"labels={labels!r}: expected one for each of the {len(given)} runs")
+    traces = [trace_of(run, "timeline") for run in given]
+    names = list(labels) or ([""] if len(given) == 1 else [f"run {i + 1}" for i in range(len(given))])
+    views = [view_of(trace, step, name) for trace, name in zip(traces, names, strict=True)]
+    with sheet():
+        return _Timeline(views, ax, plt.figure).draw()
+
+
+def figure_of(trace: Trace, title: str, step: int | range | str | None = None) -> Figure:
+    """The timeline of one trace as a figure that pyplot, and so the notebook, knows nothing of.
+
+    Raises:
+        LabError: there is nothing to draw, or no such step.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise missing("matplotlib", "plot") from None
+    with sheet():
+        axes = _Timeline([view_of(trace_of(trace, "timeline"), step, title)], None, Figure).draw()
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    return figure
+
+
+def view_of(trace: Trace, step: int | range | str | None, label: str) -> View:
+    """The stretch of a trace that `step` asks for; see `timeline`."""
+    bounds = trace.step_bounds()
+    count = len(bounds)
+    if step == "all" or (step is None and count <= ZOOM_BEYOND):
+        return View(label, trace, trace, range(0), count)
+    if step is None:
+        step = int(np.argsort(bounds[:, 1] - bounds[:, 0], kind="stable")[count // 2])
+    if isinstance(step, int):
+        number = step if step >= 0 else count + step
+        chosen = range(number, number + 1)
+    elif isinstance(step, range) and step.step == 1 and step:
+        chosen = step
+    else:
+        raise TypeError(f"step={step!r}: expected a number, a range such as range(3, 6), or 'all'")
+    if not count:
+        raise LabError(f"step={step!r}: this run has no steps; wrap its loop: `for batch in lab.steps(batches):`")
+    if chosen[0] < 0 or chosen[-1] >= count:
+        raise LabError(f"step={step!r}: this run has the steps 0 to {count - 1}")
+    shown = trace.between(int(bounds[chosen[0], 0]), int(bounds[chosen[-1], 1]))
+    return View(label, trace, shown, chosen, count)
+
+
+def numbered_steps(trace: Trace, rank: int) -> Intervals:
+    """Start and end of the steps whose numbers stand above a rank's row, shape (steps, 2), in ns: its own that all have made.
+
+    A rank may have none, as a master that only serves: then those of all together.
+    """
+    everybody = trace.step_bounds()
+    own = trace.of(rank=rank).step_bounds()
+    return own[: len(everybody)] if len(own) >= len(everybody) else everybody
+
+
+class _Timeline:
+    """One timeline being drawn.
+
+    Args:
+        views: what to show, from top to bottom.
+        ax: where; None for a figure of its own.
+        new_figure: makes one, given its `figsize`.
+    """
+
+    def __init__(self, views: list[View], ax: Axes | None, new_figure: Callable[..., Figure]) -> None:
+        self.views, self.several = views, len(views) > 1
+        self.longest_ns = max(view.shown.duration_ns for view in views)
+        self.unit, self.unit_ns = unit_of(self.longest_ns)
+        self.rows = sum(len(view.rows) for view in views)
+        self.heading = HEADING if self.several else 0.0
+        self.strip_in = 0.0 if self.several or not views[0].zoomed else min(0.12 + 0.05 * self.rows, 0.5)
+        self.ax = ax if ax is not None else self._axes(new_figure)
+        box = self.ax.get_window_extent()
+        self.width_px, self.dpi = box.width, self.ax.figure.dpi
+        self.height_in = box.height / self.dpi
+        row_in = (self.height_in - HEADING_IN * len(views)) / self.rows
+        if self.several and row_in > 0.08:  # else the axes that were given are too low for both
+            self.heading = max(HEADING, HEADING_IN / row_in)
+        self.polygons: dict[str, list[Any]] = {}  # per style: corners, shape (bars, 4, 2), in units of the axes
+        self.seen: set[str] = set()
+        self.mixed = False  # whether bars are so many that a pixel shows several
+
+    @property
+    def height(self) -> float:
+        """Of all rows and headings, in rows."""
+        return self.rows + self.heading * len(self.views)
+
+    def draw(self) -> Axes:
+        y, ticks, names = 0.0, [], []
+        for view in self.views:
+            if self.several:
+                heading = f"{view.label}:  {view.in_words()}{bubble_in_words(view.shown)}"
+                self.ax.text(0, y + 0.47 * self.heading, heading, weight="bold", va="center", fontsize=8.5)
+                y += self.heading
+            top = y
+            for row in view.rows:
+                self._row(view.shown, row, y)
+                ticks.append(y + 0.5)
+                names.append(row.name)
+                y += 1
+            self._step_numbers(view, top)
+            self._arrows(view, top)
+        self._lay_polygons()
+        ax = self.ax
+        ax.set(xlim=(0, self.longest_ns / self.unit_ns), ylim=(self.height, 0), yticks=ticks, yticklabels=names)
+        mixed = "   (where bars are narrower than a pixel, their colours mix)" if self.mixed else ""
+        lost = sum(sum(view.whole.dropped) for view in self.views)
+        drops = f"   ({lost} records were lost: written faster than read)" if lost else ""
+        ax.set_xlabel(f"time since the start of the {'step' if self.views[0].zoomed else 'run'} [{self.unit}]{mixed}{drops}")
+        ax.tick_params(axis="y", length=0)
+        ax.spines["left"].set_visible(False)
+        if not self.several:
+            view = self.views[0]
+            title = f"{view.label}  ·  {view.steps_in_words()}" if view.label else view.in_words()
+            ax.set_title(title + bubble_in_words(view.shown), pad=72 * (self.strip_in + 0.2) if self.strip_in else 12)
+        if self.strip_in:
+            self._strip(self.views[0])
+        self._legend()
+        return ax
+
+    def _axes(self, new_figure: Callable[..., Figure]) -> Axes:
+        """Axes whose margins are known in inches, so that bars know their width in pixels before they get a text."""
+        row_in = min(max((2.4 + 0.8 * len(self.views)) / self.height, 0.16), 0.56)
+        if self.several:
+            self.heading = max(HEADING, HEADING_IN / row_in)
+        left = 0.25 + 0.075 * max(len(row.name) for view in self.views for row in view.rows)
+        top, bottom = 0.1 if self.several else 0.42 + (self.strip_in + 0.14 if self.strip_in else 0), 0.9
+        height = top + bottom + row_in * self.height
+        return new_figure(figsize=(WIDTH_IN, height)).add_axes(
+            (left / WIDTH_IN, bottom / height, 1 - (left + 0.2) / WIDTH_IN, row_in * self.height / height)
+        )
+
+    def _row(self, trace: Trace, row: Row, y: float) -> None:
+        for bars, (top, height) in zip(row.lanes(trace), LANES, strict=True):
+            self.seen.update(np.array(list(STYLES))[np.unique(bars.style)])
+            if len(bars) > 1.5 * self.width_px:
+                self._image(bars, trace, y + top, height)
+                continue
+            crowd = crowded(bars, self._px_per_unit() / self.unit_ns)
+            if crowd.any():
+                self._image(bars[crowd], trace, y + top, height)
+                bars = bars[~crowd]
+            drawn = hairlines(bars, self._px_per_unit() / self.unit_ns)
+            left, right = ((times_ns - trace.start_ns) / self.unit_ns for times_ns in drawn)
+            for number, style in enumerate(STYLES):
+                of_style = bars.style == number
+                if of_style.any():
+                    a, b = left[of_style], right[of_style]
+                    corners = np.stack(
+                        [np.stack([a, b, b, a], 1), np.broadcast_to([y + top] * 2 + [y + top + height] * 2, (len(a), 4))], 2
+                    )
+                    self.polygons.setdefault(style, []).append(corners)
+            self._captions(bars, trace, left, right, y + top, height)
+        self._step_lines(trace, row.rank, y)
+
+    def _arrows(self, view: View, top: float) -> None:
+        if self.height_in / self.height < 0.2:
+            return  # rows too low for an arrow to have a direction
+        width_px = self.width_px * view.shown.duration_ns / self.longest_ns
+        if draw_messages(self.ax, view.shown, view.rows, top, self.unit_ns, width_px):
+            self.seen.add("message")
+
+    def _lay_polygons(self) -> None:
+        from matplotlib.collections import PolyCollection
+
+        for style, parts in self.polygons.items():
+            look, corners = STYLES[style], np.concatenate(parts)
+            wide = (corners[:, 1, 0] - corners[:, 0, 0]) * self._px_per_unit() > 5
+            bars = PolyCollection(
+                list(corners), facecolors=[look.rgba], label=style, zorder=2 + IMPORTANCE.get(style, 3) / 100, antialiased=True,
+                edgecolors=look.colour if look.hatch else "white", hatch=HATCH if look.hatch else None,
+                linewidths=0 if look.hatch else np.where(wide, 0.5, 0.0),
+            )  # fmt: skip
+            self.ax.add_collection(bars, autolim=False)
+
+    def _image(self, bars: Bars, trace: Trace, top: float, height: float) -> None:
+        """More bars than pixels: mix in each pixel what lies there."""
+        count = max(int(2 * self.width_px * trace.duration_ns / self.longest_ns), 1)
+        edges = np.linspace(trace.start_ns, trace.end_ns, count + 1).astype(np.int64)
+        pixels = blend(coverage(bars, edges), trace.duration_ns / count)
+        extent = (0, trace.duration_ns / self.unit_ns, top + height, top)
+        self.ax.imshow(pixels[None], extent=extent, aspect="auto", interpolation="antialiased", zorder=2)
+        self.mixed = True
+
+    def _captions(self, bars: Bars, trace: Trace, left: Any, right: Any, top: float, height: float) -> None:
+        if height * self.height_in / self.height * 72 < 1.15 * TEXT_PT:
+            return
+        character_px = 0.61 * TEXT_PT * self.dpi / 72
+        width_px = (right - left) * self._px_per_unit()
+        for i in np.flatnonzero(width_px > 1.6 * character_px):
+            style = list(STYLES)[bars.style[i]]
+            text = caption(trace, int(i), bars, (width_px[i] - 3) / character_px)
+            if text:
+                x = (left[i] + right[i]) / 2
+                pale = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.6} if STYLES[style].hatch else None
+                self.ax.text(
+                    x,
+                    top + height / 2,
+                    text,
+                    color=INKS[ink(style)],
+                    fontsize=TEXT_PT,
+                    ha="center",
+                    va="center",
+                    clip_on=True,
+                    bbox=pale,
+                )
+
+    def _step_lines(self, trace: Trace, rank: int, y: float) -> None:
+        from matplotlib.transforms import Bbox, TransformedBbox
+
+        edges = trace.of(rank=rank, kind="step").columns.data
+        times_ns = np.unique([edges["start_ns"], edges["end_ns"]])
+        # A step that touches the time looked at may begin before it or end after it, where another run's row goes on.
+        at = (times_ns[(times_ns >= trace.start_ns) & (times_ns <= trace.end_ns)] - trace.start_ns) / self.unit_ns
+        if 0 < len(at) < self.width_px / 6:
+            lines = self.ax.vlines(at, y + 0.02, y + 0.98, color="#22262E", linewidth=0.9, zorder=3, label="step")
+            # The whole width also of those at the very ends of the axis.
+            lines.set_clip_box(TransformedBbox(Bbox.from_extents(-0.002, 0, 1.002, 1), self.ax.transAxes))
+            self.seen.add("step")
+
+    def _step_numbers(self, view: View, y: float) -> None:
+        """Above the first row: the number of each step, as `step=` takes it, in the middle of that row's own step.
+
+        The steps of the ranks need not coincide: a label in the middle of all would hang over another step of the first rank.
+        """
+        bounds, found = numbered_steps(view.whole, 0), []
+        for number in view.chosen or range(min(len(bounds), 100)):
+            # Of a step that begins before what is shown, or ends after it, the part that is.
+            start, end = (int(t) - view.shown.start_ns for t in np.clip(bounds[number], view.shown.start_ns, view.shown.end_ns))
+            if (end - start) / self.unit_ns * self._px_per_unit() > 45:
+                found.append((f"step {number}", (start + end) / 2 / self.unit_ns))
+        for text, x in found if len(found) > 1 else []:  # of a single one the title tells
+            self.ax.text(x, y + 0.01, text, fontsize=TEXT_PT, color=GREY, ha="center", va="bottom")
+
+    def _strip(self, view: View) -> None:
+        """The whole run in small, above, with the shown part marked."""
+        trace = view.whole
+        gap, tall = 0.14 / self.height_in, self.strip_in / self.height_in
+        strip = self.ax.inset_axes((0, 1 + gap, 1, tall))
+        edges = np.linspace(trace.start_ns, trace.end_ns, int(self.width_px) + 1).astype(np.int64)
+        for number, row in enumerate(view.rows):
+            for bars, (top, height) in zip(row.lanes(trace), LANES, strict=True):
+                pixels = blend(coverage(bars, edges), trace.duration_ns / (len(edges) - 1))
+                extent = (0, 1, number + top + height, number + top)
+                strip.imshow(pixels[None], extent=extent, aspect="auto", interpolation="antialiased")
+        strip.set(xlim=(0, 1), ylim=(len(view.rows), 0), xticks=[], yticks=[])
+        for spine in strip.spines.values():
+            spine.set(visible=True, color="#C6CBD3", linewidth=0.6)
+        left, right = ((t - trace.start_ns) / trace.duration_ns for t in (view.shown.start_ns, view.shown.end_ns))
+        strip.axvspan(left, right, facecolor="none", edgecolor="black", linewidth=1.2, zorder=5, clip_on=False)
+        strip.set_ylabel("whole run", rotation=0, ha="right", va="center", fontsize=TEXT_PT + 0.5, color=GREY)
+
+    def _legend(self) -> None:
+        """Two lines beneath the axis: what the upper lane shows, and what the lower one."""
+        from matplotlib.legend import Legend
+        from matplotlib.lines import Line2D
+        from matplotlib.patches import Patch
+        from matplotlib.transforms import ScaledTranslation
+
+        waiting = waiting_in_words(view.whole for view in self.views)
+        of_compute = ["data", "forward", "backward", "optimizer", "compute", "unlabelled"]
+        lines: dict[float, Legend] = {}  # by how far they lie below the axis
+        for upper, styles in ((True, of_compute), (False, [style for style in STYLES if style not in of_compute])):
+            handles: list[Any] = []
+            for style in styles:
+                if style in self.seen:
+                    look = STYLES[style]
+                    edge = {"edgecolor": look.colour, "hatch": HATCH, "linewidth": 0.0} if look.hatch else {"linewidth": 0.0}
+                    handles.append(Patch(facecolor=look.rgba, label=legend_of(style, waiting), **edge))
+            if "step" in self.seen and upper:
+                handles.append(Line2D([], [], color="#22262E", linewidth=0.9, label="step boundary"))
+            if "message" in self.seen and not upper:
+                handles.append(Line2D([], [], color=COLOUR, linewidth=0.7, marker=">", markersize=3, label="message"))
+            if handles:
+                lines[0.46 if upper else 0.67] = Legend(
+                    self.ax, handles, [handle.get_label() for handle in handles], loc="upper left", ncols=len(handles),
+                    borderaxespad=0, borderpad=0, columnspacing=1.0, handletextpad=0.5,
+                )  # fmt: skip
+        figure = self.ax.get_figure(root=True)
+        assert figure is not None
+        wide_in = max((line.get_window_extent().width for line in lines.values()), default=0) / self.dpi
+        left_in = self.ax.get_window_extent().x0 / self.dpi
+        # Further to the left where they would reach beyond the figure.
+        shift_in = min(max(left_in + wide_in + 0.05 - figure.get_figwidth(), 0), max(left_in - 0.05, 0))
+        for down_in, line in lines.items():
+            place = ScaledTranslation(-shift_in, -down_in, self.ax.figure.dpi_scale_trans)
+            line.set_bbox_to_anchor((0, 0), self.ax.transAxes + place)
+            self.ax.add_artist(line).set_clip_on(False)  # else a notebook, which trims figures, cuts it off
+
+    def _px_per_unit(self) -> float:
+        return float(self.width_px * self.unit_ns / self.longest_ns)
+
+
+def bubble_in_words(trace: Trace) -> str:
+    """For a title; "" of what is no pipeline."""
+    return f", bubble {100 * trace.bubble:.0f} %" if is_pipeline(trace) else ""

@@ -1,0 +1,220 @@
+"""The picture of `traffic`: bytes by operation over time, and from rank to rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from labkit.errors.exceptions import LabError
+from labkit.errors.units import bytes_in_words, unit_of, unit_of_bytes
+from labkit.errors.wrong_calls import edge
+from labkit.plots.colors import colour_of
+from labkit.plots.flows import Flows, flows_of, over_time
+from labkit.plots.style import GREY, INKS, WIDTH_IN, HasTrace, pyplot, sheet, shortened, trace_of
+from labkit.plots.timeline import view_of
+from labkit.tracing.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["traffic"]
+
+TEXTURES: Final = (
+    "",
+    "////",
+    "....",
+    "\\\\\\\\",
+    "xxxx",
+    "----",
+    "||||",
+    "++++",
+)  # of the operations of one colour, in one figure
+MOST: Final = len(TEXTURES)  # operations with a look of their own; the grey is for all others
+SMALL: Final = 0.01  # of all bytes: what moved less is one of the others
+OTHERS: Final = "#B4BAC4"
+BINS: Final = 150
+NUMBERED: Final = 8  # ranks: beyond it the matrix has no room for numbers
+TITLED: Final = 2 * NUMBERED  # beyond it there is none for their names either
+CHARACTER_IN: Final = 0.07
+MATRIX_IN: Final = 2.1  # its width in a figure of its own
+LONGEST: Final = 56  # characters of an operation's name
+
+
+@edge
+def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes | None = None) -> Axes:
+    """Draw what travelled: on the left the bytes per second by operation over time, on the right the bytes from rank to rank.
+
+    A message or a remote call goes from the one who sends to the one who receives. A collective is counted in one way, whatever
+    the backend does: a broadcast and a scatter as messages from their root to each other rank, a gather and a reduce as messages
+    from each to the root; an all-to-all as one from each to each; the others as a ring of their ranks would move them: in an
+    all-reduce of S bytes on n ranks, each sends 2·(n - 1)/n·S to the next. Of a rank with several of TensorFlow's devices, each
+    device sends and receives as a rank does. Bytes are those of tensors (of remote calls, of what is pickled), spread evenly from
+    the moment when all ranks had come to the end. An operation has one colour in all figures; those that moved less than a
+    hundredth of the bytes are drawn as one. Operations whose size is not known are named below.
+
+    Args:
+        run: a run or a trace.
+        step: a step's number, a range of them, or "all" for the whole run.
+        ax: where to draw both, next to each other; default: a figure of its own.
+
+    Returns:
+        the left Axes; the matrix is the next one of its figure.
+
+    Raises:
+        LabError: there is nothing to draw, no such step, or nothing travelled between ranks or devices.
+        TypeError: something else than a run or a trace was given.
+
+    Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+    """
+    plt = pyplot()
+    view = view_of(trace_of(run, "traffic"), step, "")
+    trace, flows = view.shown, flows_of(view.shown)
+    if not len(flows.name) and flows.unsized:
+        raise LabError(f"traffic: nobody knows the size of what travelled ({_unsized(flows)})")
+    if not len(flows.name):
+        raise LabError("traffic: nothing that labkit knows the size of travelled between ranks")
+    matrix, labels = flows.matrix(), _labels(flows)
+    entries = [*labels, *([f"not counted, as of unknown size: {_unsized(flows)}"] if flows.unsized else [])]
+    ranks, rules = _short(flows.ends), _rules(flows)
+    longest = max(len(name.removeprefix("rank ")) for name in ranks)
+    upright = len(ranks) * (longest * CHARACTER_IN + 0.06) > MATRIX_IN and longest > 2
+    # Two columns in the legend, if they leave room for what is written below the matrix.
+    columns = 2 if len(entries) > 1 and max(map(len, entries)) <= (36 if rules or upright else 56) else 1
+    with sheet():
+        if ax is None:
+            names_in = 0.0 if len(ranks) > TITLED else longest * CHARACTER_IN if upright else 0.15
+            below = max(0.75 + 0.19 * -(-len(entries) // columns), 0.45 + names_in + 0.17 * rules.count("\n"))
+            height = 0.45 + 1.9 + below
+            sides = {"left": 0.075, "right": 0.96, "top": 1 - 0.45 / height, "bottom": below / height}
+            ax = plt.subplots(figsize=(WIDTH_IN, height), gridspec_kw=sides)[1]
+        from mpl_toolkits.axes_grid1 import make_axes_locatable  # type: ignore[import-untyped]  # part of matplotlib
+
+        beside = make_axes_locatable(ax)
+        right = beside.append_axes("right", size="48%", pad=0.55 + CHARACTER_IN * max(map(len, ranks)))
+        scale = beside.append_axes("right", size="2.5%", pad=0.08) if len(ranks) > NUMBERED else None
+        _draw_rates(ax, trace, flows, labels)
+        if flows.unsized:
+            ax.plot([], [], linestyle="none", label=entries[-1])
+        ax.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.23), ncols=columns, borderaxespad=0)
+        _draw_matrix(right, scale, flows, ranks, rules, upright)
+        least = "at least " if flows.unsized else ""
+        some = f", {bytes_in_words(flows.between_ranks())} between ranks" if flows.devices and len(trace.ranks) > 1 else ""
+        ax.set_title(f"What travelled  ·  {view.in_words()}, {least}{bytes_in_words(matrix.sum())} in all{some}")
+    return ax
+
+
+def _short(ranks: Sequence[str]) -> list[str]:
+    """The names of ranks, as short as they may be and still differ."""
+    tried = ([shortened(name, most) for name in ranks] for most in range(18, max(map(len, ranks))))
+    return next((names for names in tried if len(set(names)) == len(names)), list(ranks))
+
+
+def _shown(flows: Flows) -> int:
+    """How many operations, those with most bytes first, have a look of their own: no single one is left over."""
+    nbytes = flows.by_operation()
+    large = max(int((nbytes >= SMALL * nbytes.sum()).sum()), 1)
+    return min(large + (len(nbytes) == large + 1), MOST)
+
+
+def _labels(flows: Flows) -> list[str]:
+    """Of each operation that has a look of its own, and of all others together."""
+    nbytes, shown = flows.by_operation(), _shown(flows)
+    each = zip(flows.name[:shown], flows.count, nbytes.tolist(), strict=False)
+    labels = [f"{shortened(name, LONGEST)}: {count} ×, {bytes_in_words(n)}" for name, count, n in each]
+    if (more := len(flows.name) - shown) > 0:
+        labels.append(f"{f'{more} others' if more > 1 else '1 other'}: {bytes_in_words(nbytes[shown:].sum())}")
+    return labels
+
+
+def _unsized(flows: Flows) -> str:
+    return ", ".join(f"{count} × {shortened(name, LONGEST)}" for name, count in flows.unsized)
+
+
+def _ends(flows: Flows) -> str:
+    """What sends and receives, in one word."""
+    return "device" if flows.devices else "rank"
+
+
+def _rules(flows: Flows) -> str:
+    """How the collectives are counted."""
+    rules = [f"as a ring of its {_ends(flows)}s"] * flows.rings + ["as its root's messages"] * flows.roots
+    return "\n(a collective counts " + "\nor ".join(rules) + ")" if rules else ""
+
+
+def _draw_rates(ax: Axes, trace: Trace, flows: Flows, labels: list[str]) -> None:
+    edges = np.linspace(trace.start_ns, trace.end_ns, BINS + 1).astype(np.int64)
+    moved = over_time(flows, edges)
+    shown = _shown(flows)
+    looks = _looks(flows.name[:shown])
+    if len(moved) > shown:
+        moved = np.vstack([moved[:shown], moved[shown:].sum(axis=0)])
+        looks.append({"facecolor": OTHERS})
+    rate = moved / np.diff(edges) * 1e9
+    unit, size = unit_of_bytes(rate.sum(axis=0).max())
+    time_unit, unit_ns = unit_of(trace.duration_ns)
+    x = (edges - trace.start_ns) / unit_ns
+    floor = np.zeros(BINS)
+    for values, label, look in zip(rate / size, labels, looks, strict=True):
+        ax.stairs(floor + values, x, baseline=floor, fill=True, label=label, linewidth=0, **look)
+        floor = floor + values
+    ax.stairs(floor, x, color=GREY, linewidth=0.5)
+    ax.set(xlim=(0, x[-1]), ylim=(0, 1.06 * floor.max()))
+    ax.set_xlabel(f"time since the start [{time_unit}]")
+    ax.set_ylabel(f"sent by all {_ends(flows)}s [{unit}/s]")
+
+
+def _looks(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Of each operation: the colour of its kind, and a texture where it is not the first of them by its name."""
+    found, taken = {}, Counter[str]()
+    for name in sorted(names):
+        colour = colour_of(name)
+        light = sum(int(colour[i : i + 2], 16) for i in (1, 3, 5)) > 3 * 128
+        found[name] = {"facecolor": colour, "hatch": TEXTURES[taken[colour]], "edgecolor": INKS["dark" if light else "light"]}
+        taken[colour] += 1
+    return [found[name] for name in names]
+
+
+def _draw_matrix(ax: Axes, scale: Axes | None, flows: Flows, ranks: list[str], rules: str, upright: bool) -> None:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    matrix, what = flows.matrix(), _ends(flows)
+    unit, size = unit_of_bytes(matrix.max())
+    colours: Any = LinearSegmentedColormap.from_list("sent", ["#FFFFFF", "#F3B58A", "#D55E00"])
+    n = len(ranks)
+    shown = np.ma.masked_where(np.eye(n, dtype=bool), matrix / size)
+    image = ax.imshow(shown, cmap=colours, vmin=0, vmax=matrix.max() / size, aspect="auto")
+    short = [name.removeprefix("rank ") for name in ranks]
+    if n <= TITLED:
+        ax.set_xticks(range(n), short)
+        ax.set_yticks(range(n), short)
+    if n > NUMBERED:
+        ax.tick_params(labelsize=6.5)
+    if upright:
+        ax.tick_params(axis="x", labelrotation=90)
+    ax.tick_params(length=0)
+    numbered = short != ranks or flows.devices
+    ax.set_xlabel((f"to {what}" if numbered else "to") + rules)
+    ax.set_ylabel(f"from {what}" if numbered else "from")
+    ax.set_title(f"from {what} to {what} [{unit}]")
+    for spine in ax.spines.values():
+        spine.set(visible=True, color="#C6CBD3", linewidth=0.6)
+    if scale is not None:
+        ax.figure.colorbar(image, cax=scale)
+        return
+    for (row, column), nbytes in np.ndenumerate(matrix):
+        if row != column:
+            ax.text(
+                column, row, _cell(nbytes, size), ha="center", va="center", fontsize=8.5 if n <= 4 else 7,
+                color=INKS["dark"] if nbytes else GREY,
+            )  # fmt: skip
+
+
+def _cell(nbytes: float, size: float) -> str:
+    """Two digits after the point at most, in units of `size` bytes; what is less than a tenth of it has a unit of its own."""
+    value = nbytes / size
+    if 0 < value < 0.0995:
+        return bytes_in_words(nbytes)
+    return f"{value:.0f}" if not value or value >= 99.5 or size == 1 else f"{value:.1f}" if value >= 0.995 else f"{value:.2g}"

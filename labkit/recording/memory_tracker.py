@@ -1,0 +1,304 @@
+"""`track_memory`: what of a rank's memory is parameters, gradients, optimizer state and activations, from moment to moment.
+
+It listens where torch says something anyway: what autograd saves for the backward pass, gradients that were accumulated, steps of
+an optimizer, storages that Python code resizes, as FSDP2 does. No operator runs differently. A mode that looks at every operator,
+such as torch's MemTracker, sees temporaries as well, and makes a step up to four times as long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import reprlib
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from labkit.recording.record import clock, here
+from labkit.recording.ring_buffer import MEMORY, MEMORY_KINDS, RingWriter
+
+__all__ = ["Tracker", "track_memory"]
+
+APART_NS: Final = 200_000  # points of the curve, but for its peaks and valleys, which are all kept
+NEVER_NS: Final = 1 << 62
+
+Key = tuple[int, int, int]
+
+
+def track_memory(*objects: Any) -> AbstractContextManager[None]:
+    """Follow what fills this rank's memory: `with track_memory(model, optimizer):` around the training loop.
+
+    `labkit.memory(run)` draws it. Each kind counts what it keeps alive, in bytes of this rank:
+
+    - parameters: those of the modules, with their buffers; of sharded ones (FSDP2, DTensor) this rank's part
+    - gathered parameters: what FSDP2 has put together for a layer under way, until it frees it
+    - gradients: `.grad` of the parameters; of sharded ones this rank's part
+    - optimizer state: of every optimizer that makes a step
+    - activations: what autograd saves for the backward pass, the batch included
+    - other: on CUDA only, what the allocator holds for tensors besides; on the CPU, temporaries are not seen, such as the whole
+      gradients of a sharded layer until they are reduced
+
+    Each stretch of memory counts once, in the first kind that it belongs to. Buckets of DistributedDataParallel are made in C++
+    and are not seen, unless gradients are views of them (`gradient_as_bucket_view=True`).
+
+    Args:
+        objects: modules, and optimizers that have a state already.
+
+    Recording costs some microseconds for each tensor that is saved; outside a group nothing happens.
+
+    Raises:
+        TypeError: there is no module among the objects, or something that is neither module nor optimizer.
+    """
+    recorder = here.recorder
+    if recorder is None:
+        return contextlib.nullcontext()
+    import torch
+
+    modules = [o for o in objects if isinstance(o, torch.nn.Module)]
+    optimizers = [o for o in objects if isinstance(o, torch.optim.Optimizer)]
+    if not modules or len(modules) + len(optimizers) < len(objects):
+        known = (torch.nn.Module, torch.optim.Optimizer)
+        given = ", ".join(type(o).__name__ if isinstance(o, known) else reprlib.repr(o) for o in objects)
+        raise TypeError(f"track_memory({given}): expected modules and optimizers, as in track_memory(model, optimizer)")
+    on = next((p.device for m in modules for p in m.parameters() if p.device.type == "cuda"), None)
+    allocated = None if on is None else lambda: int(torch.cuda.memory_allocated(on))
+    return Tracker(recorder.ring, modules, optimizers, allocated).following()
+
+
+@dataclass(slots=True)
+class _Storage:
+    """A stretch of memory of one kind: what was last counted of it, and how its end is noticed."""
+
+    kind: str
+    nbytes: int
+    end: weakref.ref[Any]
+
+
+class Tracker:
+    """Follows some modules.
+
+    Args:
+        ring: where to write.
+        modules: whose parameters, gradients and activations.
+        optimizers: whose state is there already.
+        allocated: what the device's allocator holds, in bytes; None where there is none to ask.
+        now: the clock, in ns.
+    """
+
+    def __init__(
+        self,
+        ring: RingWriter,
+        modules: list[Any],
+        optimizers: list[Any],
+        allocated: Callable[[], int] | None = None,
+        now: Callable[[], int] = clock,
+    ) -> None:
+        self._ring, self._modules, self._optimizers, self._allocated, self._now = ring, modules, optimizers, allocated, now
+        self._lock = threading.RLock()  # tensors die in any thread, also while this one counts
+        self._bytes = dict.fromkeys(MEMORY_KINDS, 0)
+        self._written: dict[str, int] = {}
+        self._written_ns = self._at_ns = now()
+        self._rising = True
+        self._storages: dict[int, _Storage] = {}  # those of a kind of their own, so that no activation counts them again
+        self._saved: dict[Key, int] = {}  # how many nodes of the graph hold each
+        self._states: dict[int, int] = {}  # by optimizer: how many parameters had a state when it was last looked at
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """Follow them inside this context."""
+        import torch
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        self._written_ns = NEVER_NS  # what is there already is one point, however long it takes to look at it
+        parameters = [p for m in self._modules for p in m.parameters()]
+        handles = [
+            register_optimizer_step_pre_hook(lambda *_: self._gradients(parameters)),
+            register_optimizer_step_post_hook(lambda optimizer, *_: self._state_of(optimizer)),
+        ]
+        for tensor in (*parameters, *(b for m in self._modules for b in m.buffers())):
+            self._own("parameters", tensor)
+        for p in parameters:
+            if p.requires_grad:
+                handles.append(p.register_post_accumulate_grad_hook(lambda p: self._gradients((p,))))
+        for layer, within in _gathering(self._modules):
+            # The first hook runs when the layer's parameters are there, the second when FSDP2 has freed them, or kept a part.
+            handles.append(layer.register_forward_pre_hook(lambda _, __, within=within: self._gathered(within)))
+            handles.append(layer.register_forward_hook(lambda *_, within=within: self._gathered(within)))
+        self._gradients(parameters)
+        for optimizer in self._optimizers:
+            self._state_of(optimizer)
+        self._written_ns = self._at_ns
+        try:
+            saving = torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Saved(self, tensor), _Saved.tensor)
+            with _resizing_told(self._resized), saving:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            with self._lock:
+                self._write()  # what changed last, when it did
+                self._at_ns = self._now()
+                self._write(last=True)
+                self._ring = None  # type: ignore[assignment]  # what dies later is not followed any more
+
+    def count(self, kind: str, nbytes: int) -> None:
+        """So much more, or less, of one kind."""
+        if not nbytes:
+            return
+        with self._lock:
+            if self._ring is None:
+                return
+            now, rising = self._now(), nbytes > 0
+            if rising != self._rising or now - self._written_ns > APART_NS:
+                self._write()  # how it was before: a peak, or a valley
+                self._rising = rising
+            self._bytes[kind] += nbytes
+            self._at_ns = now
+
+    def save(self, tensor: Any) -> Key | None:
+        """A node of the graph keeps a tensor: the key by which it is let go, None where that counts as something else."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._storages:
+            return None
+        nbytes = min(tensor.numel() * tensor.element_size(), storage.nbytes())
+        key = storage._cdata, tensor.storage_offset(), nbytes
+        with self._lock:
+            self._saved[key] = self._saved.get(key, 0) + 1
+            if self._saved[key] == 1:
+                self.count("activations", nbytes)
+        return key
+
+    def let_go(self, key: Key) -> None:
+        """A node does not need it any more."""
+        with self._lock:
+            self._saved[key] -= 1
+            if not self._saved[key]:
+                del self._saved[key]
+                self.count("activations", -key[2])
+
+    def _own(self, kind: str, tensor: Any) -> None:
+        """Count a tensor's storage as one kind, until it dies."""
+        storage = _local(tensor).untyped_storage()
+        key = storage._cdata
+        with self._lock:
+            if key in self._storages:
+                return
+
+            def died(_: object) -> None:
+                with self._lock:
+                    self.count(kind, -self._storages.pop(key).nbytes)
+
+            self._storages[key] = _Storage(kind, storage.nbytes(), weakref.ref(storage, died))
+            self.count(kind, storage.nbytes())
+
+    def _resized(self, storage: Any) -> None:
+        """A storage has become larger or smaller: FSDP2 empties those of gathered parameters, and fills them again."""
+        with self._lock:
+            known = self._storages.get(storage._cdata)
+            if known is not None:
+                before, known.nbytes = known.nbytes, storage.nbytes()
+                self.count(known.kind, known.nbytes - before)
+
+    def _gradients(self, parameters: Any) -> None:
+        for p in parameters:
+            if p.grad is not None:
+                self._own("gradients", p.grad)
+
+    def _state_of(self, optimizer: Any) -> None:
+        """Look at an optimizer's state, if there is more of it than the last time."""
+        if self._states.get(id(optimizer)) != len(optimizer.state):
+            self._states[id(optimizer)] = len(optimizer.state)
+            for of_parameter in optimizer.state.values():
+                for value in of_parameter.values() if isinstance(of_parameter, dict) else ():
+                    if hasattr(value, "untyped_storage"):
+                        self._own("optimizer state", value)
+
+    def _gathered(self, layers: list[Any]) -> None:
+        """Parameters that were not there before were gathered for these layers."""
+        for layer in layers:
+            for parameter in layer._parameters.values():
+                if parameter is not None:
+                    self._own("gathered parameters", parameter)
+
+    def _write(self, *, last: bool = False) -> None:
+        """Write down what has changed, as it was when it last did; the `last` time, every kind that there was."""
+        if self._allocated is not None:
+            known = sum(self._bytes.values()) - self._bytes["other"]
+            self._bytes["other"] = max(self._allocated() - known, 0)
+        self._written_ns = self._at_ns
+        for kind, nbytes in self._bytes.items():
+            if nbytes != self._written.get(kind, 0) or (last and kind in self._written):
+                self._ring.write_scalar(MEMORY + kind, self._at_ns, float(nbytes))
+                self._written[kind] = nbytes
+
+
+class _Saved:
+    """A tensor that autograd keeps for the backward pass, and whose end is told."""
+
+    __slots__ = ("_held", "_key", "_tracker", "_version")
+
+    def __init__(self, tracker: Tracker, tensor: Any) -> None:
+        self._held, self._version = tensor, tensor._version
+        self._tracker, self._key = tracker, tracker.save(tensor)
+
+    def tensor(self) -> Any:
+        """The tensor, as it was saved.
+
+        Raises:
+            RuntimeError: it was changed since: torch itself does not look where tensors are saved through hooks.
+        """
+        if self._held._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a tensor of shape {list(self._held.shape)} is at version {self._held._version}, saved was {self._version}"
+            )
+        return self._held
+
+    def __del__(self) -> None:
+        if self._key is not None:
+            self._held = None
+            self._tracker.let_go(self._key)
+
+
+def _local(tensor: Any) -> Any:
+    """This rank's part of a tensor."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _gathering(modules: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
+    """The layers at whose begin parameters may be gathered, each with the layers within it whose parameters those may be.
+
+    FSDP2 gathers for all layers of a module that it was given at once, but for those within that it was given as well.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    given = getattr(fsdp, "FSDPModule", ())  # without FSDP2, of no class
+    for layer in dict.fromkeys(layer for module in modules for layer in module.modules()):
+        if isinstance(layer, given):
+            within = list(layer.modules())
+            elsewhere = {id(inner) for other in within[1:] if isinstance(other, given) for inner in other.modules()}
+            yield layer, [inner for inner in within if inner._parameters and id(inner) not in elsewhere]
+        elif layer._parameters:
+            yield layer, [layer]
+
+
+@contextlib.contextmanager
+def _resizing_told(tell: Callable[[Any], None]) -> Iterator[None]:
+    """Inside this context, `tell` is called with each storage that Python code has resized."""
+    from torch import UntypedStorage
+
+    resize = UntypedStorage.resize_
+
+    def resize_and_tell(storage: Any, nbytes: Any) -> Any:
+        resized = resize(storage, nbytes)
+        tell(storage)
+        return resized
+
+    UntypedStorage.resize_ = resize_and_tell  # type: ignore[assignment,method-assign]  # its argument has another name
+    try:
+        yield
+    finally:
+        if UntypedStorage.resize_ is resize_and_tell:  # else another context has begun inside this one and not ended
+            UntypedStorage.resize_ = resize  # type: ignore[method-assign]

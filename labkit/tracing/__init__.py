@@ -1,0 +1,1 @@
+"""What a run leaves behind: a trace, its arithmetic and its files."""

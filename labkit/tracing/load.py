@@ -1,0 +1,42 @@
+"""Traces come back: from the file that `Trace.save` wrote, or from the folder in which a script left them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from labkit.errors.exceptions import LabError
+from labkit.errors.wrong_calls import edge
+from labkit.tracing.script_traces import load_folder
+from labkit.tracing.trace import Trace
+from labkit.tracing.trace_file import read_file
+
+__all__ = ["load_trace"]
+
+
+@edge
+def load_trace(path: str | Path, *, run: int = -1) -> Trace:
+    """Read a trace that `Trace.save` wrote, or that a script left in the folder that LABKIT_TRACE named.
+
+    A folder may be read while the script still runs. What is missing in it is told, and stands in the trace's `notes`.
+
+    Args:
+        path: of the file or the folder.
+        run: of a folder that holds several runs: which, in the order in which they began; -1 is the newest.
+
+    Raises:
+        LabError: there is no such file, folder or run, or it is not a trace of labkit.
+    """
+    path = Path(path).expanduser()
+    if path.is_dir():
+        trace = load_folder(path, run)
+        for note in trace.notes:
+            print(f"labkit: {note}")
+        return trace
+    try:
+        return Trace(**read_file(path))
+    except FileNotFoundError:
+        raise LabError(
+            f"no trace at {str(path)!r}: run.trace.save(path) writes a file, LABKIT_TRACE=folder torchrun ... leaves a folder"
+        ) from None
+    except ValueError as error:
+        raise LabError(f"{str(path)!r} is not a trace that labkit wrote (run.trace.save(path) writes one): {error}") from None

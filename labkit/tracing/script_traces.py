@@ -1,0 +1,330 @@
+"""The folder in which the ranks of a script left what they recorded (`worker.script_recorder`), made into a trace."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from labkit.errors.exceptions import LabError
+from labkit.recording.clock_sync import Reading, on_reference
+from labkit.recording.events import shown
+from labkit.recording.ring_buffer import (  # fmt: skip
+    CALL,
+    COMMUNICATION,
+    KINDS,
+    RING_BYTES,
+    SCALAR,
+    Pending,
+    RingReader,
+    record_dtype,
+)
+from labkit.recording.script_folder import DEFAULT_FOLDER, VARIABLE
+from labkit.tracing.missing_names import about_names
+from labkit.tracing.trace import Trace, from_records
+
+__all__ = ["load_folder"]
+
+# What describes a rank, by kind; its readings of other clocks come beside these.
+_DESCRIPTION: Final[dict[type, tuple[str, ...]]] = {
+    int: ("rank", "world_size", "restart", "began_unix_ns", "began_ns", "ended_ns"),
+    str: ("host", "machine", "script", "run_id", "run", "reference", "master"),
+}
+MAX_RANKS: Final = 1 << 20
+TOGETHER_NS: Final = 60_000_000_000  # ranks of one run begin so close to one another, by the machines' own ideas of the time
+LOOSE: Final = 4  # a reading of the clock that is so many times less certain than the best says nothing new
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What one rank left: its description, and where the rest is."""
+
+    about: dict[str, Any]
+    path: Path  # of the ring
+
+    @property
+    def rank(self) -> int:
+        return int(self.about["rank"])
+
+    @property
+    def began(self) -> int:
+        return int(self.about["began_unix_ns"])
+
+
+def load_folder(folder: Path, run: int = -1) -> Trace:
+    """The trace of one run of a folder.
+
+    Args:
+        folder: what LABKIT_TRACE named.
+        run: which of its runs, in the order in which they began.
+
+    Raises:
+        LabError: it holds no such run.
+    """
+    runs = _runs(_left_in(folder))
+    if not runs:
+        raise LabError(_why_empty(folder))
+    try:
+        chosen = runs[run]
+    except IndexError:
+        listed = "\n".join(f"  run={i}: {_described(r)}" for i, r in enumerate(runs))
+        raise LabError(f"run={run}: the folder {str(folder)!r} holds\n{listed}") from None
+    notes = []
+    if len(runs) > 1:
+        notes.append(f"this is {_described(chosen)}; the folder holds {len(runs)} runs, run=0 to run={len(runs) - 1}")
+    return _trace(chosen, notes)
+
+
+def _why_empty(folder: Path) -> str:
+    """What was forgotten, as far as that can be known here."""
+    nothing = f"no trace in the folder {str(folder)!r}: "
+    default = Path(DEFAULT_FOLDER)
+    if default.absolute() != folder.absolute() and _left_in(default):
+        return (
+            f"{nothing}LABKIT_TRACE was not set when the script ran, and its trace is in {DEFAULT_FOLDER!r}. "
+            f"LABKIT_TRACE={folder} before the command names the folder."
+        )
+    named = os.environ.get(VARIABLE)
+    if named and Path(named).absolute() == folder.absolute():
+        return (
+            f"{nothing}LABKIT_TRACE names it, so the script that ran did not know labkit. "
+            "Run it with `torchrun ... -m labkit script.py`, or write `import labkit` into it."
+        )
+    return (
+        f"{nothing}either LABKIT_TRACE={folder} was not set when the script ran, or the script neither has `import labkit` nor "
+        "was run with `torchrun ... -m labkit script.py`."
+    )
+
+
+def _left_in(folder: Path) -> list[_Left]:
+    found = []
+    for path in folder.glob("*.json"):
+        try:
+            about = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, OSError, RecursionError):  # of something else
+            continue
+        if _is_description(about) and path.with_suffix(".ring").exists():
+            found.append(_Left(about, path.with_suffix(".ring")))
+    return sorted(found, key=lambda left: left.began)
+
+
+def _is_description(about: Any) -> bool:
+    """Whether this is what `worker.script_recorder` writes of a rank, whole."""
+    if not isinstance(about, dict):
+        return False
+    kinds = all(type(about.get(name)) is kind for kind, names in _DESCRIPTION.items() for name in names)
+    readings = about.get("readings")
+    return (
+        kinds
+        and 0 <= about["rank"] < max(1, about["world_size"]) <= MAX_RANKS
+        and all(abs(about[name]) < 1 << 62 for name in ("began_unix_ns", "began_ns", "ended_ns"))
+        and isinstance(readings, list)
+        and all(isinstance(r, list) and len(r) == len(Reading._fields) and all(type(x) is int for x in r) for r in readings)
+    )
+
+
+def _runs(left: Iterable[_Left]) -> list[list[_Left]]:
+    """What belongs together, in the order in which it began.
+
+    Ranks that have met know the name of their run. One that ended before belongs to the run that was started in the same way at
+    about the same time and has no such rank yet.
+    """
+    met: dict[str, list[_Left]] = {}
+    alone: list[list[_Left]] = []
+    for one in left:
+        if one.about["run"]:
+            met.setdefault(one.about["run"], []).append(one)
+        elif own := next((g for g in reversed(alone) if _together([one], g)), None):
+            own.append(one)
+        else:
+            alone.append([one])
+    for ranks in alone:
+        nearest = min(
+            (g for g in met.values() if _together(ranks, g)), key=lambda g: abs(g[0].began - ranks[0].began), default=None
+        )
+        if nearest is not None:
+            nearest += ranks
+        else:
+            met[str(ranks[0].path)] = ranks
+    runs = sorted(met.values(), key=lambda g: min(one.began for one in g))
+    return [sorted(g, key=lambda one: one.rank) for g in runs]
+
+
+def _together(some: Sequence[_Left], others: Sequence[_Left]) -> bool:
+    """Whether ranks may be of one run."""
+    same = all(some[0].about[key] == others[0].about[key] for key in ("run_id", "restart", "master", "world_size", "script"))
+    disjoint = not {one.rank for one in some} & {one.rank for one in others}
+    return same and disjoint and abs(some[0].began - others[0].began) < TOGETHER_NS
+
+
+def _described(run: Sequence[_Left]) -> str:
+    about = run[0].about
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(one.began for one in run) / 1e9))
+    restart = f", restart {about['restart']}" if about["restart"] else ""
+    return f"{about['script']} on {about['world_size']} rank{'s' * (about['world_size'] > 1)}{restart}, begun {began}"
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """What one rank recorded, on rank 0's clock once it was set to that."""
+
+    rows: Any  # of `record_dtype()`
+    names: list[str]
+    lost: int
+    began_ns: int
+    end_ns: int
+    no_room: Sequence[str]  # kinds of names
+
+
+def _trace(run: Sequence[_Left], notes: list[str]) -> Trace:
+    size = max(*(one.about["world_size"] for one in run), run[-1].rank + 1)
+    found: dict[int, _Recorded] = {}
+    clocks = _Clocks(run)
+    for one in run:
+        try:
+            found[one.rank] = recorded = _read(one)
+        except (OSError, ValueError, IndexError, OverflowError, struct.error) as error:
+            notes.append(f"what rank {one.rank} left cannot be read: {error}")
+            continue
+        clocks.set(one, recorded)
+        if not one.about["ended_ns"]:
+            notes.append(f"rank {one.rank} did not come to its end, or has not yet")
+    missing = [str(rank) for rank in range(size) if rank not in {one.rank for one in run}]
+    if missing:
+        notes.append(f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {size} left no trace")
+    notes += clocks.notes() + about_names(kind for r in found.values() for kind in r.no_room)
+    written = [r for r in found.values() if len(r.rows)]
+    start_ns = min((int(r.rows["start_ns"].min()) for r in written), default=0)
+    end_ns = max((int(r.rows["end_ns"][r.rows["kind"] != SCALAR].max(initial=start_ns)) for r in written), default=start_ns)
+    script = run[0].about["script"]
+    for r in written:
+        r.rows = np.append(r.rows, _row(r.names, CALL, script, max(start_ns, r.began_ns), min(end_ns, r.end_ns)))
+    nothing = _Recorded(np.empty(0, record_dtype()), [""], 0, 0, 0, [])
+    all_ranks = [found.get(rank, nothing) for rank in range(size)]
+    told = {one.rank: one.about.get("name") for one in run}  # those of RPC's workers
+    return from_records(
+        [r.rows for r in all_ranks], [r.names for r in all_ranks], [told.get(rank) or f"rank {rank}" for rank in range(size)],
+        dropped=[r.lost for r in all_ranks], notes=notes,
+    )  # fmt: skip
+
+
+def _read(left: _Left) -> _Recorded:
+    older = np.empty(0, record_dtype())
+    moved = left.path.with_suffix(".records")
+    if moved.exists():
+        older = np.fromfile(moved, record_dtype(), moved.stat().st_size // record_dtype().itemsize)  # the last one may be cut
+    with open(left.path, "rb") as file:
+        ring = mmap.mmap(file.fileno(), RING_BYTES, access=mmap.ACCESS_READ)
+    last = int(older["commit"][-1]) if len(older) else 0
+    reader = RingReader(ring, last + 1)
+    newer = reader.read()
+    pending, names = reader.pending(), list(reader.names())
+    last = int(newer["commit"][-1]) if len(newer) else last
+    end_ns = left.about["ended_ns"] or reader.alive_ns
+    rows = np.concatenate([older, newer, *(_under_way(names, *one, end_ns) for one in shown(pending))])
+    _check(rows, len(names))
+    lost = max(0, last - len(older) - len(newer))
+    return _Recorded(rows, names, lost, left.about["began_ns"], end_ns, reader.no_room)
+
+
+def _check(rows: Any, names: int) -> None:
+    """Refuse records that nobody has written.
+
+    Raises:
+        ValueError: there are such.
+    """
+    spans = rows[rows["kind"] != SCALAR]
+    tail = rows[rows["kind"] == COMMUNICATION]
+    told = [rows["kind"] < len(KINDS), rows["name"] < names, tail["line"] < names, tail["group"] < names]
+    told += [spans["end_ns"] >= spans["start_ns"], np.abs(rows["start_ns"]) < 1 << 62]
+    if not all(right.all() for right in told):
+        raise ValueError("its records are damaged")
+
+
+def _row(names: list[str], kind: int, name: str, start_ns: int, end_ns: int) -> Any:
+    """One record, and its name among the rank's."""
+    row = np.zeros(1, record_dtype())
+    row["name"], row["kind"], row["start_ns"], row["end_ns"] = len(names), kind, start_ns, max(start_ns, end_ns)
+    names.append(name)
+    return row
+
+
+def _under_way(names: list[str], p: Pending, kind: int, flags: int, end_ns: int) -> Any:
+    """What a rank that ended, or was last looked at, was in the middle of: a record that ends there."""
+    row = _row(names, kind, p.name, p.start_ns, end_ns)
+    row["flags"], row["nbytes"], row["match"], row["peer"] = flags, p.nbytes, p.match, p.peer
+    row["line"], row["group"] = names.index(p.line), names.index(p.group)
+    if p.wait_start_ns:
+        row["wait_start_ns"], row["wait_end_ns"] = p.wait_start_ns, max(p.wait_start_ns, end_ns)
+    return row
+
+
+class _Clocks:
+    """Sets what the ranks recorded to the clock of rank 0's machine.
+
+    Args:
+        run: what its ranks left.
+    """
+
+    def __init__(self, run: Sequence[_Left]) -> None:
+        told = [one.about["reference"] for one in run if one.about["reference"]]
+        self._machine = told[0] if told else run[0].about["machine"]
+        on_it = [one for one in run if one.about["machine"] == self._machine]
+        self._reference = (on_it or run)[0]
+        self._within: dict[str, int] = {}  # by machine, how far from the truth its times may be
+        self._once: list[str] = []  # machines whose drift is not known
+        self._unknown: list[str] = []  # machines of which only their own idea of the time is known
+
+    def set(self, left: _Left, recorded: _Recorded) -> None:
+        """Set one rank's."""
+        about = left.about
+        host = about["host"]
+        if about["machine"] == self._machine:
+            return
+        readings = [Reading(*r) for r in about["readings"]]
+        if readings:
+            best = min(r.within_ns for r in readings)
+            readings = [r for r in readings if r.within_ns <= LOOSE * best]
+            self._within[host] = max(self._within.get(host, 0), *(r.within_ns for r in readings))
+            if len(readings) == 1:
+                self._once.append(host)
+        else:
+            self._unknown.append(host)
+            wall_ns = self._reference.about["began_unix_ns"] - self._reference.about["began_ns"]
+            readings = [Reading(0, about["began_unix_ns"] - about["began_ns"] - wall_ns, 0)]
+        rows, tail = recorded.rows, recorded.rows["kind"] == COMMUNICATION
+        for field, chosen in (
+            ("start_ns", np.ones(len(rows), bool)),
+            ("end_ns", rows["kind"] != SCALAR),  # a scalar's value lies there
+            ("wait_start_ns", tail & (rows["wait_start_ns"] != 0)),
+            ("wait_end_ns", tail & (rows["wait_end_ns"] != 0)),
+        ):
+            rows[field][chosen] = on_reference(rows[field][chosen], readings)
+        ends = on_reference(np.array([recorded.began_ns, recorded.end_ns]), readings)
+        recorded.began_ns, recorded.end_ns = int(ends[0]), int(ends[1])
+
+    def notes(self) -> list[str]:
+        """How well the clocks agree."""
+        notes = []
+        if self._within:
+            worst_us = max(self._within.values()) / 1e3
+            unsure = f" at their begin; how they drift is not known ({_listed(self._once)})" if self._once else ""
+            notes.append(f"clocks of {_listed(self._within)} set to rank 0's, right to within {worst_us:.0f} µs{unsure}")
+        if self._unknown:
+            notes.append(
+                f"the clocks of {_listed(self._unknown)} were not compared with rank 0's: times there follow the machines' "
+                f"own idea of the time, which may be milliseconds or more apart"
+            )
+        return notes
+
+
+def _listed(hosts: Iterable[str]) -> str:
+    return ", ".join(sorted(set(hosts)))

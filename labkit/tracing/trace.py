@@ -1,0 +1,381 @@
+"""What a run leaves behind: `Trace`, the spans of all ranks on one clock, with its arithmetic."""
+
+from __future__ import annotations
+
+import json
+import numbers
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from labkit.errors.exceptions import LabError
+from labkit.errors.wrong_calls import edge
+from labkit.recording.events import COLUMNS, Columns, ProfilerEvent, Scalar, Span, under_way
+from labkit.recording.ring_buffer import (  # fmt: skip
+    AUTOMATIC,
+    CALL,
+    COMMUNICATION,
+    COMPUTE,
+    KINDS,
+    MEMORY,
+    SCALAR,
+    STEP,
+    SUM,
+    UNSHOWN,
+    Pending,
+    place_and_name,
+)
+from labkit.tracing.intervals import Intervals, difference, intersection, length, union
+from labkit.tracing.perfetto import write_events
+from labkit.tracing.trace_file import writing
+from labkit.tracing.waiting import blocked
+
+__all__ = ["Scalar", "Share", "Span", "Trace", "from_records"]
+
+PIECE: Final = 10_000  # events that are made into text at once: the text of a million has 230 MB
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How one rank spent the time of a trace, in nanoseconds.
+
+    The parts `compute_ns`, `exposed_ns` and `idle_ns` add up to `window_ns`. `overlap_ns` is the part of `compute_ns` during
+    which data was travelling as well; `waiting_ns` is the part of `idle_ns` during which the rank was blocked until a peer came.
+    """
+
+    rank: int
+    window_ns: int
+    compute_ns: int
+    communication_ns: int
+    overlap_ns: int
+    idle_ns: int
+    waiting_ns: int
+
+    @property
+    def exposed_ns(self) -> int:
+        """Communication that nothing hides: the rank computes nothing meanwhile."""
+        return self.communication_ns - self.overlap_ns
+
+
+class Trace:
+    """The spans of all ranks on one clock.
+
+    Args:
+        spans: in any order.
+        scalars: in any order.
+        ranks: the names of the ranks, in rank order.
+        start_ns: begin of the time looked at; default: the first span's start.
+        end_ns: its end; default: the last span's end.
+        dropped: records that were lost per rank, because they came faster than they could be read.
+        notes: what somebody who looks at it should know: a rank that is missing, how well clocks agree.
+        profile: what torch's profiler saw, in any order; `save` writes it below each rank's own rows.
+    """
+
+    @edge
+    def __init__(
+        self,
+        spans: Iterable[Span] | Columns = (),
+        scalars: Iterable[Scalar] = (),
+        *,
+        ranks: Sequence[str],
+        start_ns: int | None = None,
+        end_ns: int | None = None,
+        dropped: Sequence[int] = (),
+        notes: Sequence[str] = (),
+        profile: Iterable[ProfilerEvent] = (),
+    ) -> None:
+        self.columns = spans if isinstance(spans, Columns) else Columns.of(spans)
+        self.scalars = tuple(sorted(scalars, key=lambda s: s.time_ns))
+        self.ranks = tuple(ranks)
+        data = self.columns.data
+        highest = int(data["rank"].max(initial=-1))
+        if highest >= len(self.ranks):
+            raise ValueError(f"a span of rank {highest}, but ranks={list(self.ranks)} names {len(self.ranks)}")
+        first = start_ns if start_ns is not None else int(data["start_ns"][0]) if len(data) else 0
+        self.start_ns = first
+        self.end_ns = end_ns if end_ns is not None else int(data["end_ns"].max(initial=first))
+        if self.end_ns < self.start_ns:
+            raise ValueError(f"a trace from {self.start_ns} to {self.end_ns} ns: the end lies before the start")
+        self.dropped = tuple(dropped) or (0,) * len(self.ranks)
+        self.notes = tuple(notes)
+        self.profile = tuple(profile)
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def __iter__(self) -> Iterator[Span]:
+        return iter(self.columns)
+
+    def __repr__(self) -> str:
+        lost = f", {sum(self.dropped)} records lost" if any(self.dropped) else ""
+        return f"<Trace of {len(self.ranks)} ranks, {len(self)} spans, {len(self.scalars)} scalars{lost}>"
+
+    @property
+    def duration_ns(self) -> int:
+        """Length of the time looked at, in nanoseconds."""
+        return self.end_ns - self.start_ns
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """All spans, by start."""
+        return tuple(self)
+
+    @edge
+    def of(self, *, rank: int | None = None, kind: str | None = None, name: str | None = None) -> Trace:
+        """The same trace with only the spans (and scalars) of one rank, kind or name; the time looked at stays."""
+        data, keep = self.columns.data, np.ones(len(self), bool)
+        if rank is not None:
+            self._check_rank(rank, "of")
+            keep &= data["rank"] == rank
+        if kind is not None:
+            if kind not in KINDS:
+                raise ValueError(f"kind={kind!r}: expected one of {', '.join(KINDS)}")
+            keep &= data["kind"] == KINDS.index(kind)
+        if name is not None:
+            if not isinstance(name, str):
+                raise TypeError(f"of(name={name!r}): expected the name of spans, as in trace.of(name='forward')")
+            keep &= data["name"] == self.columns.name_id(name)
+        scalars = [s for s in self.scalars if rank in (None, s.rank) and name in (None, s.name) and kind in (None, "scalar")]
+        part = self._with(self.columns.where(keep), scalars, self.start_ns, self.end_ns)
+        part.profile = tuple(e for e in self.profile if rank in (None, e.rank) and name in (None, e.name) and kind is None)
+        return part
+
+    @edge
+    def between(self, start_ns: int, end_ns: int) -> Trace:
+        """The spans that touch a stretch of time, which becomes the time looked at; shares are taken inside it.
+
+        What filled the memory when it begins belongs to it, since such a value lasts until the next.
+        """
+        data = self.columns.data
+        keep = (data["end_ns"] > start_ns) & (data["start_ns"] < end_ns)
+        before = {(s.rank, s.name): s for s in self.scalars if s.time_ns < start_ns and s.name.startswith(MEMORY)}
+        scalars = [replace(s, time_ns=start_ns) for s in before.values()]
+        scalars += [s for s in self.scalars if start_ns <= s.time_ns <= end_ns]
+        part = self._with(self.columns.where(keep), scalars, start_ns, end_ns)
+        part.profile = tuple(e for e in self.profile if e.end_ns > start_ns and e.start_ns < end_ns)
+        return part
+
+    @edge
+    def step(self, number: int) -> Trace:
+        """One step of `steps`, from the first rank's begin to the last rank's end; negative numbers count from the last one."""
+        if not isinstance(number, numbers.Integral) or isinstance(number, bool):
+            raise TypeError(f"step({number!r}): expected a step's number, such as step(0), or step(-1) for the last one")
+        bounds = self.step_bounds()
+        try:
+            start, end = bounds[int(number)]
+        except IndexError:
+            hint = "" if len(bounds) else "; they are marked by `for batch in lab.steps(batches):`"
+            raise LabError(f"step {number}: all ranks of this trace have gone through {len(bounds)} steps{hint}") from None
+        return self.between(int(start), int(end))
+
+    def step_bounds(self) -> Intervals:
+        """Start and end of each step, from the first rank's begin to the last rank's end, shape (steps, 2), in ns.
+
+        Where loops lie within each other, the steps of the innermost count. Ranks without any are left out; where some have made
+        more steps than others, those that all have made. Of a stretch of a run, those whose middle it holds, on each rank: ranks
+        do not enter a step together, so the steps before and after reach into the time of one.
+        """
+        per_rank = []
+        for rank in range(len(self.ranks)):
+            rows = self._rows(rank, STEP)
+            rows = rows[np.lexsort((-rows["end_ns"], rows["start_ns"]))]
+            rows = rows[np.append(rows["start_ns"][1:] >= rows["end_ns"][:-1], np.ones(len(rows[:1]), bool))]
+            middle = rows["start_ns"] + (rows["end_ns"] - rows["start_ns"]) // 2
+            rows = rows[(middle >= self.start_ns) & (middle <= self.end_ns)]
+            if len(rows):
+                per_rank.append(np.stack([rows["start_ns"], rows["end_ns"]], axis=1))
+        if not per_rank:
+            return np.empty((0, 2), np.int64)
+        count = min(len(p) for p in per_rank)
+        return np.stack([np.min([p[:count, 0] for p in per_rank], 0), np.max([p[:count, 1] for p in per_rank], 0)], axis=1)
+
+    def shares(self) -> tuple[Share, ...]:
+        """How each rank spent the time of the trace, in rank order.
+
+        Compute is the time inside compute spans (where the program of a rank has none: inside the function, and in calls that it
+        serves) minus the time it was blocked in a communication. Communication runs from the moment all its ranks have come until
+        it completes, so that waiting for a slow peer counts as idle, not as communication. A communication span that the program
+        puts around recorded operations is their label: the operations count, and it does not.
+        """
+        return tuple(self._share(rank) for rank in range(len(self.ranks)))
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they compute nothing, from 0 to 1: what a pipeline's stages lose by waiting.
+
+        Source: of the ideal pipeline, Y. Huang et al., "GPipe", 2019: (p - 1) / (m + p - 1) for p stages and m micro-batches.
+        """
+        if not self.duration_ns:
+            raise LabError("the bubble of a trace of no length")
+        return 1 - sum(share.compute_ns for share in self.shares()) / (self.duration_ns * len(self.ranks))
+
+    @edge
+    def activity(self, rank: int) -> dict[str, Intervals]:
+        """The intervals of one rank, clipped to the time looked at: "compute", "communication", "waiting", each (n, 2) in ns."""
+        self._check_rank(rank, "activity")
+        window = np.array([[self.start_ns, self.end_ns]], np.int64)
+        computing = self._computing(rank)
+        of_rank = self._is(rank, COMMUNICATION) & ~self.columns.around
+        rows, ready = self.columns.data[of_rank], self.columns.ready_ns[of_rank]
+        blocked = self.blocked(rank)
+        compute = difference(union(computing["start_ns"], computing["end_ns"]), blocked)
+        transfer = union(ready, rows["end_ns"])
+        waiting = difference(blocked, transfer)
+        parts = {"compute": compute, "communication": transfer, "waiting": waiting}
+        return {name: intersection(part, window) for name, part in parts.items()}
+
+    @edge
+    def blocked(self, rank: int) -> Intervals:
+        """When a rank could do nothing but wait for a communication, shape (n, 2) in ns; see `tracing.waiting`."""
+        self._check_rank(rank, "blocked")
+        return blocked(self.columns.data[self._is(rank, COMMUNICATION) & ~self.columns.around], self._computing(rank))
+
+    def ready(self) -> NDArray[np.int64]:
+        """For each span, in order: when the last of the ranks taking part had come (its own start, if it was the last)."""
+        return self.columns.ready_ns
+
+    @edge
+    def save(self, path: str | Path) -> Path:
+        """Write the Chrome trace format, which https://ui.perfetto.dev and chrome://tracing open and `load_trace` reads.
+
+        Args:
+            path: of the file; "~" is the home folder, and a name that ends in ".gz" makes it a compressed one.
+
+        Raises:
+            LabError: it cannot be written.
+
+        Source: "Trace Event Format", the Chromium project's Catapult documentation.
+        """
+        path = Path(path).expanduser()
+        events, about = self._chrome()
+        # Perfetto opens no file with a character that JSON would escape as two, which those outside of Unicode's first plane are.
+        text = partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        with writing(path) as file:
+            file.write('{"traceEvents":[')
+            before = ""
+            while piece := list(islice(events, PIECE)):
+                file.write(before + text(piece)[1:-1])
+                before = ","
+            file.write("]," + text(about)[1:])
+        return path
+
+    def to_chrome(self) -> dict[str, Any]:
+        """The trace as the object that `save` writes: one process per rank, with rows for its steps, work and communication."""
+        events, about = self._chrome()
+        return about | {"traceEvents": list(events)}
+
+    def _chrome(self) -> tuple[Iterator[Any], dict[str, Any]]:
+        """The events of a trace file, and what else stands in it."""
+        # What touches the time looked at may have begun before it.
+        began = [self.start_ns, *self.columns.data["start_ns"][:1].tolist(), *(e.start_ns for e in self.profile)]
+        zero_ns = min(began + [s.time_ns for s in self.scalars[:1]])
+        other = {"labkit": 1, "ranks": self.ranks, "start_ns": self.start_ns, "end_ns": self.end_ns, "dropped": self.dropped}
+        other |= {"notes": self.notes, "zero_ns": zero_ns}
+        events = write_events(self, self.scalars, self.ranks, zero_ns, self.profile)
+        return events, {"displayTimeUnit": "ms", "otherData": other}
+
+    def _with(self, columns: Columns, scalars: Iterable[Scalar], start_ns: int, end_ns: int) -> Trace:
+        part = Trace(columns, scalars, ranks=self.ranks, start_ns=start_ns, end_ns=end_ns, dropped=self.dropped, notes=self.notes)
+        part.labelled = self.labelled
+        return part
+
+    @cached_property
+    def labelled(self) -> frozenset[int]:
+        """The ranks whose program recorded compute spans: for the others, compute is what is inside the function as well."""
+        data = self.columns.data
+        own = (data["kind"] == COMPUTE) & (data["flags"] & AUTOMATIC == 0)
+        return frozenset(np.flatnonzero(np.bincount(data["rank"][own])).tolist())
+
+    def _check_rank(self, rank: Any, method: str) -> None:
+        last = len(self.ranks) - 1
+        if not isinstance(rank, numbers.Integral) or isinstance(rank, bool):
+            raise TypeError(f"{method}(rank={rank!r}): expected the number of a rank, 0 to {last}")
+        if not 0 <= int(rank) <= last:
+            raise ValueError(f"{method}(rank={rank}): this trace has ranks 0 to {last}")
+
+    def _is(self, rank: int, kind: int) -> NDArray[np.bool_]:
+        data = self.columns.data
+        chosen: NDArray[np.bool_] = (data["rank"] == rank) & (data["kind"] == kind)
+        return chosen
+
+    def _computing(self, rank: int) -> Any:
+        """The spans inside which a rank computes: its program's and labkit's; where its program has none, its whole calls too."""
+        computes = self._is(rank, COMPUTE)
+        return self.columns.data[computes if rank in self.labelled else computes | self._is(rank, CALL)]
+
+    def _rows(self, rank: int, kind: int) -> Any:
+        return self.columns.data[self._is(rank, kind)]
+
+    def _share(self, rank: int) -> Share:
+        parts = self.activity(rank)
+        compute, communication = length(parts["compute"]), length(parts["communication"])
+        overlap = length(intersection(parts["compute"], parts["communication"]))
+        idle = self.duration_ns - compute - communication + overlap
+        return Share(rank, self.duration_ns, compute, communication, overlap, idle, length(parts["waiting"]))
+
+
+def from_records(
+    records: Sequence[Any],
+    names: Sequence[Sequence[str]],
+    ranks: Sequence[str],
+    *,
+    calls: Sequence[tuple[int, str]] = (),
+    pending: Sequence[Sequence[Pending]] = (),
+    dropped: Sequence[int] = (),
+    start_ns: int | None = None,
+    end_ns: int | None = None,
+    notes: Sequence[str] = (),
+) -> Trace:
+    """The trace of a run from what `recording.ring_buffer.RingReader` gave for each rank.
+
+    Args:
+        records: per rank, an array of `recording.ring_buffer.record_dtype()`.
+        names: per rank, the strings that the records' numbers stand for, read after the records.
+        ranks: the names of the ranks.
+        calls: ranks whose function has not returned, each with what it is called; from `start_ns` to `end_ns`.
+        pending: per rank, the operations that have not completed; they last until `end_ns`.
+        dropped: records lost, per rank.
+        start_ns: begin of the time looked at; default: the first span's start.
+        end_ns: its end; default: the last span's end.
+        notes: as in `Trace`.
+    """
+    ids: dict[str, int] = {"": 0}
+
+    def number(text: str) -> int:
+        return ids.setdefault(text, len(ids))
+
+    parts, scalars = [np.empty(0, COLUMNS)], []
+    for rank, (rows, own) in enumerate(zip(records, names, strict=True)):
+        both = [place_and_name(text) for text in own] or [("", "")]
+        table = np.array([number(name) for _, name in both], np.uint32)
+        places = np.array([number(place) for place, _ in both], np.uint32)
+        is_scalar = rows["kind"] == SCALAR
+        curve = rows[is_scalar]
+        values = curve["end_ns"].copy().view(np.float64).tolist()  # a scalar's value travels in the bits of its end
+        for name, time_ns, value in zip(curve["name"].tolist(), curve["start_ns"].tolist(), values, strict=True):
+            scalars.append(Scalar(rank, own[name], time_ns, value))
+        rows = rows[~is_scalar & (rows["flags"] & UNSHOWN == 0)]
+        part = np.zeros(len(rows), COLUMNS)
+        part["rank"], part["peer"] = rank, -1
+        for field in ("kind", "flags", "start_ns", "end_ns"):
+            part[field] = rows[field]
+        part["name"], part["line"] = table[rows["name"]], places[rows["name"]]
+        tail = rows["kind"] == COMMUNICATION  # the other kinds leave what an older record wrote there
+        counted = (rows["flags"] & SUM) != 0
+        part["nbytes"][counted] = rows["nbytes"][counted]
+        for field in ("wait_start_ns", "wait_end_ns", "nbytes", "match", "peer"):
+            part[field][tail] = rows[field][tail]
+        for field in ("line", "group"):
+            part[field][tail] = table[rows[field][tail]]
+        parts.append(part)
+    if calls or any(pending):
+        assert end_ns is not None and (start_ns is not None or not calls), "since when, and until when?"
+        parts.append(under_way(start_ns or 0, end_ns, number, calls=calls, pending=pending))
+    columns = Columns(np.concatenate(parts), list(ids))
+    return Trace(columns, scalars, ranks=ranks, start_ns=start_ns, end_ns=end_ns, dropped=dropped, notes=notes)

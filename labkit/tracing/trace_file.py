@@ -1,0 +1,149 @@
+"""A trace's file: plain or gzip, read back or refused with the reason."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+import numpy as np
+
+from labkit.errors.exceptions import LabError
+from labkit.recording.events import Columns, ProfilerEvent, Scalar
+from labkit.recording.ring_buffer import ROOTED
+from labkit.tracing.perfetto import read_events
+
+__all__ = ["TraceFileError", "read_file", "writing"]
+
+GZIP: Final = b"\x1f\x8b"  # how every gzip file begins, whatever it is called
+LARGEST: Final = 1 << 62  # nanoseconds, and bytes
+
+
+class TraceFileError(ValueError):
+    """What is wrong with a file, as the rest of a sentence: "it ends in the middle"."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[TextIO]:
+    """A text file to write to, compressed where its name ends in ".gz".
+
+    Raises:
+        LabError: it cannot be written.
+    """
+    try:
+        if path.suffix == ".gz":
+            with gzip.open(path, "wt", encoding="utf-8", errors="replace", compresslevel=6) as file:
+                yield file
+        else:
+            with path.open("w", encoding="utf-8", errors="replace") as file:
+                yield file
+    except OSError as error:
+        raise LabError(f"the trace cannot be written to {str(path)!r}: {error.strerror or error}") from None
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The arguments of `Trace` that a file holds.
+
+    Raises:
+        FileNotFoundError: there is none.
+        TraceFileError: it is no trace, or damaged, or may not be read.
+    """
+    content = _json(path)
+    if not isinstance(content, dict) or not isinstance(content.get("traceEvents"), list):
+        raise TraceFileError("it is JSON, and has no list of traceEvents")
+    other = content.get("otherData")
+    if not isinstance(other, dict) or "zero_ns" not in other:
+        raise TraceFileError("it is a trace of another program: otherData lacks what labkit writes there")
+    try:
+        return _arguments(content["traceEvents"], other)
+    except TraceFileError:
+        raise
+    except KeyError as error:
+        raise TraceFileError(f"it lacks {error}") from None
+    except (ValueError, TypeError, AttributeError, IndexError, OverflowError) as error:
+        raise TraceFileError(f"{type(error).__name__}: {error}") from None
+
+
+def _json(path: Path) -> Any:
+    try:
+        data = path.read_bytes()
+        if data.startswith(GZIP):
+            data = gzip.GzipFile(fileobj=io.BytesIO(data)).read()
+    except FileNotFoundError:
+        raise
+    except EOFError:
+        raise TraceFileError("its compressed data end in the middle") from None
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise TraceFileError(f"its compressed data are damaged ({error})") from None
+    except OSError as error:
+        raise TraceFileError(f"it cannot be read: {error.strerror or error}") from None
+    if not data.strip():
+        raise TraceFileError("it is empty")
+    try:
+        return json.loads(data.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise TraceFileError("it is no text") from None
+    except json.JSONDecodeError as error:
+        cut = error.pos >= len(error.doc.rstrip()) - 1
+        raise TraceFileError("it ends in the middle" if cut else f"it is no JSON: {error}") from None
+    except RecursionError:
+        raise TraceFileError("it is nested too deeply for a trace") from None
+
+
+def _arguments(events: list[Any], other: dict[str, Any]) -> dict[str, Any]:
+    ranks, dropped, notes = other["ranks"], other["dropped"], other.get("notes", [])
+    if not _is_list(ranks, str) or not _is_list(notes, str):
+        raise TraceFileError("the names of its ranks, or its notes, are no texts")
+    if not _is_list(dropped, int) or len(dropped) not in (0, len(ranks)) or any(d < 0 for d in dropped):
+        raise TraceFileError("what it says of lost records does not fit its ranks")
+    times = [other[name] for name in ("zero_ns", "start_ns", "end_ns")]
+    if not _is_list(times, int) or any(abs(t) > LARGEST for t in times) or times[2] < times[1]:
+        raise TraceFileError("its begin and end are no times")
+    if not all(isinstance(event, dict) for event in events):
+        raise TraceFileError("one of its events is no object")
+    spans, scalars, profile = read_events(events, times[0])
+    columns = Columns.of(spans)
+    _check_spans(columns, len(ranks))
+    for scalar in scalars:
+        _check_other(scalar, len(ranks))
+    for event in profile:
+        _check_other(event, len(ranks))
+    return {
+        "spans": columns, "scalars": scalars, "ranks": ranks, "start_ns": times[1], "end_ns": times[2],
+        "dropped": dropped, "notes": notes, "profile": profile,
+    }  # fmt: skip
+
+
+def _is_list(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) and not isinstance(item, bool) for item in value)
+
+
+def _check_spans(columns: Columns, ranks: int) -> None:
+    """What the rest of labkit takes for granted of spans."""
+    data = columns.data
+    if not all(isinstance(name, str) for name in columns.names):
+        raise TraceFileError("a span has a name that is no text")
+    root = ROOTED - data["peer"]
+    fits = {
+        "of a rank that it does not name": (data["rank"] >= 0) & (data["rank"] < ranks),
+        "that ends before it begins": (data["end_ns"] >= data["start_ns"]) & (data["wait_end_ns"] >= data["wait_start_ns"]),
+        "of a negative size": data["nbytes"] >= 0,
+        "at no possible time": (np.abs(data["start_ns"]) < LARGEST) & (np.abs(data["end_ns"]) < LARGEST),
+        "with a peer that it does not name": ((data["peer"] >= -1) & (data["peer"] < ranks)) | ((root >= 0) & (root < ranks)),
+    }
+    for words, right in fits.items():
+        if not right.all():
+            raise TraceFileError(f"it has a span {words}")
+
+
+def _check_other(one: Scalar | ProfilerEvent, ranks: int) -> None:
+    time_ns = one.time_ns if isinstance(one, Scalar) else one.start_ns
+    if not isinstance(one.name, str) or type(one.rank) is not int or not 0 <= one.rank < ranks or abs(time_ns) > LARGEST:
+        raise TraceFileError(f"it has a {'value' if isinstance(one, Scalar) else 'profiled event'} that fits none of its ranks")
+    if isinstance(one, ProfilerEvent) and (one.end_ns < one.start_ns or not isinstance(one.track, str)):
+        raise TraceFileError("it has a profiled event that ends before it begins")

@@ -1,0 +1,263 @@
+"""What a rank shows beside text: `display`, figures and rich last expressions, on their way to the cell that called it.
+
+It follows IPython's protocol (`_repr_html_` and the like, `_repr_mimebundle_`) without importing IPython, which takes longer than
+most runs. Where no notebook listens, as in a plain script, the text form is printed.
+
+Source: "Integrating your objects with IPython", IPython's documentation.
+"""
+
+from __future__ import annotations
+
+import base64
+import builtins
+import io
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, Final, NamedTuple
+
+from labkit.ipc.tracebacks import students_traceback
+from labkit.recording.import_hook import when_imported
+
+__all__ = ["Displayed", "RankDisplay"]
+
+MOST_DISPLAYS: Final = 48  # that a run may show, shared among the ranks; a saved notebook holds all of them
+MOST_BYTES: Final = 12 << 20
+LEAST_DISPLAYS: Final = 4  # of each rank, however many there are
+LEAST_BYTES: Final = 1 << 20
+METHODS: Final = {
+    "_repr_html_": "text/html",
+    "_repr_markdown_": "text/markdown",
+    "_repr_svg_": "image/svg+xml",
+    "_repr_png_": "image/png",
+    "_repr_jpeg_": "image/jpeg",
+    "_repr_latex_": "text/latex",
+    "_repr_json_": "application/json",
+    "_repr_javascript_": "application/javascript",
+}
+WIDGET: Final = "application/vnd.jupyter.widget-view+json"  # refers to an object in the notebook's process, which is not there
+IPYTHONS: Final = "IPython.core.display_functions"
+BACKEND: Final = "module://labkit.worker.figures"
+FILE_BACKENDS: Final = ("agg", "cairo", "pdf", "pgf", "ps", "svg", "template")  # of matplotlib: they open no windows
+
+
+class Displayed(NamedTuple):
+    """One display on its way to the cell.
+
+    Args:
+        data: by MIME type, what to show; None takes back what the rank has shown so far (`clear_output`).
+        metadata: by MIME type, how.
+        key: of a display that may be updated; "" otherwise.
+        update: whether it replaces the one with that key.
+        left_out: how many more the rank has shown, which did not travel.
+    """
+
+    data: dict[str, Any] | None
+    metadata: dict[str, Any] = {}  # noqa: RUF012  # never written to
+    key: str = ""
+    update: bool = False
+    left_out: int = 0
+
+
+class RankDisplay:
+    """Shows things under the cell, from inside a rank.
+
+    Args:
+        send: what takes them there.
+        rich: whether a notebook can show more than text.
+        size: how many ranks share the room.
+    """
+
+    def __init__(self, send: Callable[[Displayed], None], *, rich: bool, size: int) -> None:
+        self._send, self._rich, self._rank_pid = send, rich, os.getpid()
+        self._most = max(LEAST_DISPLAYS, MOST_DISPLAYS // size)
+        self._most_bytes = max(LEAST_BYTES, MOST_BYTES // size)
+        self._numbers = itertools.count(1)
+        self.begin()
+
+    def begin(self) -> None:
+        """A run begins: it has all the room."""
+        self._sizes: dict[str, int] = {}  # by key, or by a key of our own
+        self._left_out = 0
+
+    def end(self) -> None:
+        """A run ends: show the figures that are open, as a notebook does, and say what was left out."""
+        self.figures()
+        if self._left_out:
+            self._send(Displayed({}, left_out=self._left_out))
+
+    def install(self) -> None:
+        """Make `display` known everywhere in this process, IPython's own functions and matplotlib's `show` included."""
+        builtins.display = self.display  # type: ignore[attr-defined]  # as IPython does
+        if os.environ.get("MPLBACKEND", "").lower() not in FILE_BACKENDS:
+            os.environ["MPLBACKEND"] = BACKEND
+            if "matplotlib" in sys.modules:
+                sys.modules["matplotlib"].use(BACKEND)
+        when_imported(IPYTHONS, self._patch)
+
+    def display(
+        self,
+        *objects: Any,
+        metadata: Mapping[str, Any] | None = None,
+        display_id: str | bool | None = None,
+        raw: bool = False,
+        clear: bool = False,
+        update: bool = False,
+        **_: Any,
+    ) -> _Handle | None:
+        """Show objects under the cell, labelled with this rank; IPython's `display`.
+
+        Args:
+            objects: what to show.
+            metadata: by MIME type, how.
+            display_id: a key under which it can be updated; True makes one.
+            raw: whether the objects are data by MIME type.
+            clear: take back first what this rank has shown.
+            update: put it in place of the one with the key.
+        """
+        key = f"labkit {next(self._numbers)}" if display_id is True else str(display_id or "")
+        if clear:
+            self.clear_output()
+        if key and not objects:  # room for something that comes later
+            objects, raw = ({},), True
+        for thing in objects:
+            bundle = (thing, {}) if raw else _bundle(thing)
+            if bundle is not None:  # else it has shown itself
+                self._show(bundle[0], {**bundle[1], **(metadata or {})}, key, update)
+        return _Handle(self, key) if key else None
+
+    def value(self, value: Any) -> None:
+        """Show the value of a cell's last line."""
+        if self._rich and _is_rich(value):
+            self.display(value)
+        elif value is not None:
+            print(_text(value))
+
+    def figures(self) -> None:
+        """Show the figures that pyplot holds open, and close them."""
+        pyplot: Any = sys.modules.get("matplotlib.pyplot")
+        for number in pyplot.get_fignums() if pyplot is not None else ():
+            figure = pyplot.figure(number)
+            pyplot.close(figure)  # first: a figure in a result would open itself in the notebook as well
+            self.display(figure)
+
+    def clear_output(self, wait: bool = False) -> None:  # noqa: ARG002  # what is shown is shown at the end anyway
+        """Take back what this rank has shown and printed."""
+        sys.stdout.write("\x1b[2J")
+        self.begin()
+        if self._rich and os.getpid() == self._rank_pid:
+            self._send(Displayed(None))
+
+    def _show(self, data: Mapping[str, Any], metadata: dict[str, Any], key: str, update: bool) -> None:
+        data = {kind: value for kind, value in data.items() if kind != WIDGET}
+        text = data.get("text/plain", "")
+        if not self._rich or os.getpid() != self._rank_pid or (not key and data.keys() <= {"text/plain"}):
+            print(text)
+            return
+        data = {kind: _plain(kind, value) for kind, value in data.items()}
+        nbytes = sum(len(value) if isinstance(value, str) else len(json.dumps(value)) for value in data.values())
+        new = key or f"labkit {next(self._numbers)}"
+        others = {k: size for k, size in self._sizes.items() if k != new}
+        if len(others) >= self._most or sum(others.values()) + nbytes > self._most_bytes:
+            self._left_out += 1
+            return
+        self._sizes = others | {new: nbytes}
+        self._send(Displayed(data, metadata, key, update))
+
+    def _patch(self, module: ModuleType) -> None:
+        """Put our functions in the place of IPython's, which print where there is no shell of its own."""
+
+        def publish(data: dict[str, Any], metadata: dict[str, Any] | None = None, **kwargs: Any) -> None:
+            key = (kwargs.get("transient") or {}).get("display_id")
+            self.display(data, raw=True, metadata=metadata, display_id=key, update=kwargs.get("update", False))
+
+        def update(thing: Any, *, display_id: str, **kwargs: Any) -> None:
+            self.display(thing, display_id=display_id, **(kwargs | {"update": True}))
+
+        vars(module).update(
+            display=self.display, clear_output=self.clear_output, publish_display_data=publish, update_display=update
+        )
+
+
+class _Handle:
+    """What `display(..., display_id=True)` returns."""
+
+    def __init__(self, shown_by: RankDisplay, key: str) -> None:
+        self._shown_by, self.display_id = shown_by, key
+
+    def display(self, thing: Any, **kwargs: Any) -> None:
+        """Show it once more."""
+        self._shown_by.display(thing, display_id=self.display_id, **kwargs)
+
+    def update(self, thing: Any, **kwargs: Any) -> None:
+        """Show something else in its place."""
+        self._shown_by.display(thing, display_id=self.display_id, update=True, **kwargs)
+
+
+def _is_figure(thing: Any) -> bool:
+    module = sys.modules.get("matplotlib.figure")
+    return module is not None and isinstance(thing, module.Figure)
+
+
+def _is_rich(thing: Any) -> bool:
+    """Whether it can be shown as more than text. The class is asked: some objects have every attribute that one asks for."""
+    return _is_figure(thing) or any(hasattr(type(thing), name) for name in (*METHODS, "_repr_mimebundle_", "_ipython_display_"))
+
+
+def _bundle(thing: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """By MIME type, what an object is shown as, and how; None where it shows itself."""
+    data: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
+    if _is_figure(thing):
+        stream = io.BytesIO()
+        _, drawn = _attempt(thing.savefig, stream, format="png", bbox_inches="tight", dpi="figure")
+        if drawn:
+            data["image/png"] = stream.getvalue()
+    elif hasattr(type(thing), "_ipython_display_") and _attempt(thing._ipython_display_)[1]:
+        return None
+    elif not isinstance(thing, type):
+        for name, kind in METHODS.items():
+            _add(data, metadata, kind, getattr(type(thing), name, None), thing)
+        bundle = getattr(type(thing), "_repr_mimebundle_", None)
+        made, _ = _attempt(bundle, thing, include=None, exclude=None) if bundle else (None, False)
+        made, how = made if isinstance(made, tuple) else (made, {})
+        data |= made or {}
+        metadata |= how or {}
+    return {"text/plain": _text(thing)} | data, metadata
+
+
+def _add(data: dict[str, Any], metadata: dict[str, Any], kind: str, method: Any, thing: Any) -> None:
+    made, _ = _attempt(method, thing) if callable(method) else (None, False)
+    if isinstance(made, tuple):
+        made, metadata[kind] = made
+    if made is not None:
+        data[kind] = made
+
+
+def _text(thing: Any) -> str:
+    text, made = _attempt(repr, thing)
+    return text if made else object.__repr__(thing)
+
+
+def _attempt(method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, bool]:
+    """What a method of the student's object returns, and whether it worked.
+
+    As in IPython, an object that cannot be shown ends nothing: the traceback is printed, and a simpler form is shown instead.
+    """
+    try:
+        return method(*args, **kwargs), True
+    except NotImplementedError:  # there is no such form of it, after all
+        return None, False
+    except Exception as error:  # noqa: BLE001  # it is the student's code
+        sys.stderr.write(students_traceback(error))
+        return None, False
+
+
+def _plain(kind: str, value: Any) -> Any:
+    """What a notebook's file can hold."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return value if isinstance(value, str) else json.loads(json.dumps(value, default=repr)) if "json" in kind else str(value)

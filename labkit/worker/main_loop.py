@@ -1,0 +1,336 @@
+"""The loop inside a rank: set up, call what the notebook sends, report how it went."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable
+from typing import Any, Final
+
+from labkit.errors.exceptions import LabError, RankFailure
+from labkit.ipc import notebook_builtins, pickling
+from labkit.ipc.code_names import name_of
+from labkit.ipc.definitions import Received
+from labkit.ipc.messages import Channel, Frame
+from labkit.ipc.ranks_cell import CellRunner
+from labkit.ipc.stdio import reopen_closed
+from labkit.ipc.tracebacks import headline, in_students_code, is_consequence, raised_by_student, students_traceback
+from labkit.recording.record import Recorder, here, is_students
+from labkit.recording.ring_buffer import RingWriter
+from labkit.worker.cuda_context import context_error
+from labkit.worker.display import RankDisplay
+from labkit.worker.edited_modules import Imports
+from labkit.worker.network_namespace import Network
+from labkit.worker.notebook_settings import AppliedSettings
+from labkit.worker.process_state import Changes
+from labkit.worker.runtimes.base import Released
+from labkit.worker.runtimes.registry import RUNTIMES, Runtime, Seat, devices, quiet_stderr
+from labkit.worker.runtimes.tensorflow import blocked
+from labkit.worker.torch_profiler import Row, TorchProfiler
+from labkit.worker.warnings_capture import RankWarnings
+
+__all__ = ["main"]
+
+_MODULE_NAMES: Final = {"__annotations__", "__builtins__"}  # Python puts these there
+# Variables that are a rank's own also where they happen to have the value that the notebook's have.
+ALWAYS_OWN: Final = frozenset(
+    {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG", "MPLBACKEND"}
+)
+
+
+def main(sock: socket.socket, ring: mmap.mmap, network: Network) -> None:
+    """Serve the notebook until it closes the stream or says so.
+
+    Args:
+        sock: the stream of frames.
+        ring: where this rank records.
+        network: where it talks to the other ranks.
+    """
+    channel = Channel(sock)
+    me = os.getpid()
+    os.register_at_fork(after_in_child=channel.close)
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    notebook_builtins.install()
+    try:
+        frame = channel.receive()
+        rank = _Rank(channel, frame.data, RingWriter(ring), -1 if frame.parcel is None else frame.parcel.fd, network)
+        while rank.serve(channel.receive()):
+            pass
+    except (EOFError, ConnectionError):
+        pass  # the notebook has let go of this rank
+    except OSError:
+        if os.getpid() == me:
+            raise
+        # The student's code has forked and let the child run on: that is no rank, and has no channel any more.
+
+
+class _Rank:
+    """One rank: its place, its runtime, and its end of the channel."""
+
+    def __init__(self, channel: Channel, seat: Seat, ring: RingWriter, ledger: int, network: Network) -> None:
+        self._channel, self._seat, self._ring, self._ledger = channel, seat, ring, ledger
+        self._sending = threading.Lock()  # a thread of the student's may show something at any moment
+        self._name = seat.names[seat.rank]
+        self._profiler = TorchProfiler()
+        self._received = Received()  # what the notebook has defined here
+        self._cells = CellRunner()
+        self._notes: list[str] = []  # what the student should know of the run
+        self._before = 0, 0  # communications that this rank had recorded when the function began, and that had failed
+        self._imports = Imports()
+        self._not_taken_over: dict[str, BaseException] = {}  # what went wrong with the notebook's state, by the kind of frame
+        self._lent: pickling.Parcel | None = None  # a result that the notebook is reading
+        self._runtime: Runtime = RUNTIMES[seat.runtime](seat, network)
+        self._runtime.wait_for_release = self._wait_for_release
+        Changes(seat.folder, seat.path, tuple(sys.path), seat.environment).apply(())
+        self._display = RankDisplay(lambda shown: self._send("shown", shown), rich=seat.rich, size=seat.size)
+        self._display.install()
+        self._warnings = RankWarnings(lambda said: self._send("warned", said))
+        self._warnings.install()
+        self._settings = AppliedSettings()
+        sys.argv = [""]
+        self._inherited = dict(os.environ)
+        self._variables: set[str] = set()  # that this rank was given, other than the notebook's
+        self._attempt(lambda: channel.send("offer", self._runtime.offer()))
+
+    def serve(self, frame: Frame) -> bool:
+        """Do what one frame says; False where it was the last."""
+        if self._lent is not None:  # whatever the notebook says next, it has read that
+            self._lent.close()
+            self._lent = None
+        if frame.kind == "read":
+            return True
+        if frame.kind == "forget":
+            self._received.forget(frame.data)
+            return True
+        if frame.kind == "follow":
+            self._take_over(frame.kind, lambda: self._follow(frame.data))
+            return True
+        if frame.kind == "settings":
+            self._take_over(frame.kind, lambda: self._settings.apply(self._take(frame.parcel)))
+            return True
+        if frame.kind == "close":
+            self._runtime.tear_down()
+            return False
+        if frame.kind == "offers":
+            self._attempt(lambda: self._set_up(frame.data))
+        elif frame.kind == "profile":
+            self._attempt(lambda: self._profile(frame.data))
+        elif frame.kind == "observe":
+            self._attempt(lambda: self._observe(frame.data))
+        elif frame.kind == "install":
+            self._attempt(lambda: self._install(frame))
+        elif frame.kind == "call":
+            self._attempt(lambda: self._call(frame))
+        elif frame.kind == "cell":
+            self._attempt(lambda: self._cell(frame))
+        else:
+            raise AssertionError(f"a frame of unknown kind {frame.kind!r}")
+        return True
+
+    def _send(self, kind: str, data: Any = None, parcel: pickling.Parcel | None = None) -> None:
+        with self._sending:
+            self._channel.send(kind, data, parcel)
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        """Do it, or report why not."""
+        try:
+            action()
+        except BaseException as error:  # noqa: BLE001  # SystemExit, KeyboardInterrupt too: the notebook decides what follows
+            self._raised(error)
+
+    def _set_up(self, offers: list[Any]) -> None:
+        recorder = Recorder(self._ring, self._seat.rank, self._seat.size)
+        here.start(recorder)
+        if self._seat.runtime in ("torch", "rpc"):
+            from labkit import comm
+
+            watch, link = comm.watch_torch if self._seat.runtime == "torch" else comm.watch_rpc, self._seat.link
+            watch_more = watch(recorder, None if link is None else comm.slow_link(link, self._seat.rank, self._ledger))
+            notes = self._runtime.set_up(offers)
+            self._runtime.watch_launch(recorder, watch_more)
+            comm.watch_device(recorder, devices()[0])
+        else:
+            notes = self._runtime.set_up(offers)
+            self._runtime.watch_launch(recorder, lambda: None)
+        if self._runtime.resting_is_waiting:
+            blocked.watch_tensorflow(recorder)
+        self._variables = {name for name, value in os.environ.items() if self._inherited.get(name) != value} | ALWAYS_OWN
+        self._send("ready", notes)
+
+    def _learn(self, files: dict[str, tuple[str, list[str]]]) -> None:
+        """Take over the names, and where only the notebook can read them the sources, of the student's files."""
+        for filename, (name, lines) in files.items():
+            here.files[filename] = name
+            if lines:
+                pickling.install_source(filename, lines)
+        if files:
+            is_students.cache_clear()
+        here.forget_spans()  # a span knows where its name was first used: in this run
+
+    def _take(self, parcel: pickling.Parcel | None) -> Any:
+        """What is in a parcel; what it defines lives here now."""
+        assert parcel is not None
+        return pickling.unpack(parcel, received=self._received)
+
+    def _take_over(self, kind: str, action: Callable[[], None]) -> None:
+        """Take over something of the notebook's state. There is no answer to this; the next call says what went wrong."""
+        self._not_taken_over.pop(kind, None)
+        try:
+            action()
+        except BaseException as error:  # noqa: BLE001  # as in `_attempt`: to unpickle may run anything
+            self._not_taken_over[kind] = error
+
+    def _follow(self, changes: Changes) -> None:
+        """Take over what the notebook's process has changed, but for the variables that this rank was given."""
+        try:
+            changes.apply(self._variables)
+        except OSError as error:
+            raise LabError(f"this rank cannot enter the notebook's working folder: {error}") from None
+
+    def _install(self, frame: Frame) -> None:
+        """Take the definitions, so that RPC finds them here by name, before any rank begins to call."""
+        self._learn(frame.data)
+        self._take(frame.parcel)
+        self._send("installed")
+
+    def _profile(self, begin: bool) -> None:
+        """From now on have torch's profiler look; or tell what it has seen."""
+        seen: list[Row] = []
+        with quiet_stderr():  # it says when it starts and stops
+            if begin:
+                self._profiler.start()
+            else:
+                seen = self._profiler.stop()
+        self._send("profiled", seen)
+
+    def _observe(self, begin: bool) -> None:
+        """A run begins, or is over, in which this rank may serve."""
+        if begin:
+            self._runtime.begin_recording()
+        notes, self._notes = self._notes, []
+        self._send("observed", [] if begin else [*notes, *self._runtime.end_recording()])
+
+    def _call(self, frame: Frame) -> None:
+        all_called, files = frame.data
+        self._learn(files)
+        function, args, kwargs = self._take(frame.parcel)
+        name = name_of(function)
+        self._runtime.begin_run(keep=False, all_called=all_called)
+        result = self._timed(name, lambda: function(*args, **kwargs))
+        if isinstance(result, types.CoroutineType):
+            result.close()  # else Python warns that nobody awaited it, which is what we say
+            raise LabError(
+                f"{name}() gave a coroutine, which nobody awaits: `async def` only makes one. "
+                f"Give the ranks a function that calls asyncio.run({name}(...))."
+            )
+        self._wait_for_gpu(f"{name}()")
+        self._done(result, f"the result of {name}()")
+
+    def _cell(self, frame: Frame) -> None:
+        """Run a cell's source in `__main__`; its last expression is shown as a notebook would."""
+        all_called, (source, filename, skip, files) = frame.data
+        self._learn(files)
+        space = sys.modules["__main__"].__dict__
+        space.update({name: value for name, value in self._take(frame.parcel).items() if name not in skip})
+        before = dict(space)
+
+        def run() -> None:
+            self._display.value(self._cells.run(source, filename, space))
+
+        self._runtime.begin_run(keep=True, all_called=all_called)
+        try:
+            self._timed("cell", run)
+        finally:  # also of a cell that failed midway
+            changed = {name for name, value in space.items() if name not in before or before[name] is not value}
+            self._send("assigned", sorted((changed | (before.keys() - space.keys())) - _MODULE_NAMES))
+        self._wait_for_gpu("the cell")
+        self._done(None, "nothing")
+
+    def _wait_for_release(self) -> None:
+        """Tell the notebook that this rank only serves from now on, and wait until nobody needs that any more."""
+        self._send("serving")
+        frame = self._channel.receive()
+        assert frame.kind == "release", f"a frame of kind {frame.kind!r} while serving"
+
+    def _timed(self, name: str, action: Callable[[], Any]) -> Any:
+        for error in self._not_taken_over.values():
+            raise error
+        self._display.begin()
+        self._runtime.begin_recording()
+        start_ns, self._before = time.perf_counter_ns(), (self._ring.communications, self._ring.failures)
+        try:
+            return action()
+        except Released:
+            return None
+        except SystemExit as end:  # a script's last line: it has come to its end
+            if end.code not in (None, 0):
+                raise
+            return None
+        finally:
+            end_ns = time.perf_counter_ns()
+            recorder = here.recorder
+            if recorder is not None:
+                recorder.call(name, start_ns, end_ns)
+            self._notes += self._runtime.end_recording()
+            if imported := self._imports.new():
+                self._send("imported", imported)
+            self._display.end()
+            self._warnings.end()
+
+    def _wait_for_gpu(self, name: str) -> None:
+        """Wait for what the function left running on the GPU: an error of its kernels belongs to this run, not to the next.
+
+        Raises:
+            LabError: a kernel failed.
+        """
+        recorder = here.recorder
+        if recorder is None or recorder.device_clock is None:
+            return
+        try:
+            limit_s = recorder.device_clock.flush()
+            error = context_error(limit_s)
+        except RuntimeError as failed:
+            error = failed
+        if error is not None:
+            raise LabError(
+                f"{name} returned, and then a CUDA kernel that it had started failed: {headline(error)}. CUDA reports errors of "
+                "kernels late: set os.environ['CUDA_LAUNCH_BLOCKING'] = '1' and make a new group to see the line that started it."
+            ) from error
+
+    def _done(self, result: Any, what: str) -> None:
+        parcel = pickling.pack(result, received=self._received, what=what, lend=self._seat.lend)
+        self._flush()
+        ring, (communications, failures) = self._ring, self._before
+        communicated, unfinished = ring.communications != communications, ring.in_progress or ring.failures != failures
+        self._send("done", (communicated, unfinished, self._runtime.end_run()), parcel)
+        if parcel.lender:
+            self._lent = parcel
+        else:
+            parcel.close()
+
+    def _raised(self, error: BaseException) -> None:
+        at_ns = time.perf_counter_ns()
+        text = "" if isinstance(error, LabError) and not in_students_code(error) else students_traceback(error)
+        recorder = here.recorder
+        if recorder is not None and recorder.device_clock is not None:
+            with contextlib.suppress(RuntimeError):  # CUDA no longer works: then so much is known already
+                recorder.device_clock.flush()
+        self._flush()
+        failure = RankFailure(
+            self._seat.rank, self._name, headline(error), text, at_ns=at_ns, consequence=is_consequence(error),
+            broken=context_error() is not None, own=raised_by_student(error),
+        )  # fmt: skip
+        self._send("raised", failure)
+
+    def _flush(self) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            try:  # `contextlib.suppress` would take several times as long, in every run
+                stream.flush()
+            except (AttributeError, OSError, ValueError):  # the student's code has closed it, or put None there
+                reopen_closed()

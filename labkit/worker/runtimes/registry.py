@@ -1,0 +1,244 @@
+"""The runtimes by name, and setting up and tearing down torch and rpc ranks. torch is imported here, in the ranks, and late."""
+
+from __future__ import annotations
+
+import glob
+import numbers
+import os
+import socket
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Final
+
+from labkit.errors.exceptions import LabError, missing
+from labkit.errors.wrong_calls import edge
+from labkit.recording.record import Recorder
+from labkit.worker.network_namespace import INTERFACES, LOOPBACK_INTERFACE
+from labkit.worker.runtimes.base import LOOPBACK, MIB, Runtime, Seat, quiet_stderr
+from labkit.worker.runtimes.tensorflow.runtime import TensorFlow
+
+__all__ = [
+    "MIB",
+    "RUNTIMES",
+    "Runtime",
+    "Seat",
+    "TensorFlow",
+    "devices",
+    "gpu_count",
+    "quiet_stderr",
+    "share_of_devices",
+]
+
+
+class Torch(Runtime):
+    """`torch.distributed` initialised: NCCL where every rank has a GPU of its own, else gloo."""
+
+    package = "torch"
+    extra = "torch"
+    preload = (
+        "numpy", "torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.optim", "torch.utils.data",
+        "torch.distributed.optim", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.tensor.parallel",
+        "torch.distributed.pipelining", "torch.distributed.rpc", "torch.distributed.autograd", "torch.distributed.device_mesh",
+        "torch.distributed._functional_collectives", "labkit.worker.main_loop", "labkit.comm", "labkit.comm.launch",
+        "labkit.comm.rpc_launch", "labkit.comm.rpc_calls", "labkit.worker.runtimes.torch_sockets",
+    )  # fmt: skip
+    environment: ClassVar[dict[str, str]] = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's own pool would be forked along
+    rank_bytes = 100 * MIB
+
+    def offer(self) -> Any:
+        """The port of a store that rank 0 already serves."""
+        self.network = self.network.unless_asked_outside(os.environ)
+        if self.network.private:
+            from labkit.worker.runtimes import torch_sockets
+
+            torch_sockets.open_in(self.network)
+        if self.seat.rank != 0:
+            return None
+        from torch.distributed import TCPStore
+
+        # The store would listen on every interface of the machine; this socket, which it takes over, does not.
+        listening = self.network.call(socket.create_server, (LOOPBACK, 0), backlog=max(128, self.seat.size))
+        with quiet_stderr():  # where no name server answers, a warning that 127.0.0.1 has no name
+            self._store = TCPStore(
+                LOOPBACK,
+                listening.getsockname()[1],
+                self.seat.size,
+                is_master=True,
+                wait_for_workers=False,
+                multi_tenant=True,
+                master_listen_fd=listening.detach(),
+            )
+        return self._store.port
+
+    def set_up(self, offers: Sequence[Any]) -> list[str]:
+        """Join the process group."""
+        import torch.distributed as dist
+
+        device, notes = self._prepare(offers[0])
+        store = self._store if self.seat.rank == 0 else self._connect()
+        own_gpu = device is not None and not notes
+        dist.init_process_group(
+            "nccl" if own_gpu else "gloo",
+            store=dist.PrefixStore("labkit", store),
+            rank=self.seat.rank,
+            world_size=self.seat.size,
+            **({"device_id": device} if own_gpu else {}),
+        )
+        return notes
+
+    def watch_launch(self, recorder: Recorder, watch_rpc: Callable[[], None]) -> None:
+        """The program meets the other ranks in the group's store, and finds its process group there when it begins."""
+        from labkit.comm.launch import Launch
+
+        seat = self.seat
+        rpc = self._rpc_given(), seat.starts_rpc
+        self._launch = Launch(recorder, seat.rank, seat.size, watch_rpc, self._port, self._connect, *rpc)
+
+    def _rpc_given(self) -> tuple[str, Any] | None:
+        """The name and the options with which this rank has initialised RPC."""
+        return None
+
+    def _connect(self) -> Any:
+        """A connection to the group's store."""
+        from torch.distributed import TCPStore
+
+        with quiet_stderr():  # as above
+            return TCPStore(LOOPBACK, self._port, self.seat.size, is_master=False)
+
+    def tear_down(self) -> None:
+        """Leave the process group: one that is left standing may abort the process at its end."""
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _prepare(self, port: int) -> tuple[Any, list[str]]:
+        """Environment, threads and device; the device is None without a GPU, the notes say that GPUs are shared."""
+        import torch
+
+        self._port = port
+        self._torchrun_environment(port)
+        for variable in INTERFACES:
+            os.environ.setdefault(variable, LOOPBACK_INTERFACE)
+        torch.set_num_threads(self.seat.threads)
+        gpus = torch.cuda.device_count() if self.seat.devices != "cpu" else 0
+        own = share_of_devices(self.seat.rank, self.seat.size, gpus)
+        os.environ["LABKIT_DEVICES"] = ",".join(own)
+        if not gpus:
+            if self.seat.devices == "cuda":
+                raise LabError("devices='cuda': torch sees no GPU here. Leave `devices` out to run on the CPU.")
+            return None, []
+        device = torch.device(own[0])
+        torch.cuda.set_device(device)
+        if gpus >= self.seat.size and self.seat.link is not None:
+            return device, ["link=...: messages go through gloo and the host, where they can be held back; NCCL's cannot."]
+        if gpus >= self.seat.size:
+            return device, []
+        return device, [
+            f"{self.seat.size} ranks share {gpus} GPU{'s' * (gpus > 1)}: NCCL needs one per rank, so messages go through gloo."
+        ]
+
+
+class Rpc(Torch):
+    """`torch.distributed.rpc` initialised, each rank under its name."""
+
+    serving_threads = 16
+
+    def set_up(self, offers: Sequence[Any]) -> list[str]:
+        """Join the RPC group."""
+        import torch.distributed as dist
+        from torch.distributed import rpc
+
+        if not rpc.is_available():
+            raise LabError("runtime='rpc': this build of torch has no torch.distributed.rpc (Linux builds have it)")
+        _, notes = self._prepare(offers[0])
+        _hide_optimizer_warning()
+        name, options = self._rpc_given()
+        store = self._store if self.seat.rank == 0 else self._connect()
+        place = dist.PrefixStore("labkit", store), self.seat.rank, self.seat.size
+        dist.register_rendezvous_handler("labkit", lambda *_, **__: iter([place]))
+        first_round = rpc.api._all_gather
+        if self.seat.starts_rpc:
+            rpc.api._all_gather = lambda *_, **__: None  # no call is made before the program may start RPC itself
+        with quiet_stderr():  # a warning about a deprecated constructor that torch itself calls (pytorch/pytorch#149393)
+            rpc.init_rpc(name, rank=self.seat.rank, world_size=self.seat.size, rpc_backend_options=options.for_torch("labkit://"))
+        rpc.api._all_gather = first_round
+        return notes
+
+    def watch_launch(self, recorder: Recorder, watch_rpc: Callable[[], None]) -> None:
+        """The program finds RPC initialised when it begins."""
+        super().watch_launch(recorder, watch_rpc)
+        recorder.ring.serving(self._rpc_given()[1].num_worker_threads)
+
+    def _rpc_given(self) -> tuple[str, Any]:
+        from labkit.comm.rpc_launch import RpcOptions
+
+        return self.seat.names[self.seat.rank], RpcOptions(*self.seat.rpc_options)
+
+    def tear_down(self) -> None:
+        """Leave the RPC group without waiting for the others, who may have failed."""
+        from torch.distributed import rpc
+
+        rpc.shutdown(graceful=False)
+
+
+def _hide_optimizer_warning() -> None:
+    """Keep silent what every DistributedOptimizer says on every worker, whatever the student does, about a choice of its own.
+
+    torch sets the filter "always" around it, so that only the place where warnings are shown is left.
+    """
+    show = warnings.showwarning
+
+    def show_others(message: Warning | str, category: type[Warning], *where: Any, **kwargs: Any) -> None:
+        if "`TorchScript` support for functional optimizers" not in str(message):
+            show(message, category, *where, **kwargs)
+
+    warnings.showwarning = show_others
+
+
+RUNTIMES: Final[dict[str, type[Runtime]]] = {"torch": Torch, "rpc": Rpc, "tensorflow": TensorFlow, "bare": Runtime}
+
+
+@edge
+def devices(n: int = 1) -> list[Any]:
+    """The torch devices that are this rank's own: its GPUs where there are some, else the CPU.
+
+    Args:
+        n: how many to give. Where the rank has fewer, they come round again: a model cut in two runs on one device as well.
+
+    Returns:
+        a list of `n` `torch.device`.
+
+    Raises:
+        TypeError, ValueError: `n` is no whole number from 1.
+    """
+    if not isinstance(n, numbers.Integral) or isinstance(n, bool):
+        raise TypeError(f"devices({n!r}): expected a whole number, at least 1")
+    if n < 1:
+        raise ValueError(f"devices({n}): expected at least 1")
+    try:
+        import torch
+    except ImportError:
+        raise missing("torch", "torch") from None
+    own = os.environ.get("LABKIT_DEVICES", "").split(",")
+    if own == [""]:  # under torchrun, or in the notebook itself
+        rank, size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        own = share_of_devices(rank, size, torch.cuda.device_count())
+    return [torch.device(own[i % len(own)]) for i in range(n)]
+
+
+def share_of_devices(rank: int, size: int, gpus: int) -> list[str]:
+    """Which devices belong to a rank: an equal share of the GPUs, one for several ranks where they are few, or the CPU."""
+    if gpus == 0:
+        return ["cpu"]
+    if gpus < size:
+        return [f"cuda:{rank % gpus}"]
+    each = gpus // size
+    return [f"cuda:{i}" for i in range(rank * each, (rank + 1) * each)]
+
+
+def gpu_count() -> int:
+    """How many GPUs the driver shows, without waking CUDA: device files, less what CUDA_VISIBLE_DEVICES hides."""
+    files = len(glob.glob("/dev/nvidia[0-9]*")) or len(glob.glob("/dev/dri/renderD*")) * os.path.exists("/dev/kfd")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return files if visible is None else min(files, len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))

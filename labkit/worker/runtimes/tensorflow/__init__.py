@@ -1,0 +1,1 @@
+"""TensorFlow in a rank: its cluster, its collectives on the timeline, and defects that are worked around."""

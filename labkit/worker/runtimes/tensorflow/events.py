@@ -1,0 +1,379 @@
+"""What TensorFlow's profiler saw of a rank, as spans: forward, backward, optimizer; collectives, sends and receives, by device.
+
+TensorFlow runs a part of a function on a device in an executor. All operations that an executor runs lie, on whichever thread,
+within events that carry the number of the executor's context, so that they can be put together again. The names of operations
+tell what they are for: `gradient_tape/` is the backward pass, the optimizer has a scope of its own, and so has `lab.span`.
+A collective is issued by one thread and carried out by others; its parts are tied together by numbers of contexts as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple
+
+from labkit.recording.events import Span
+from labkit.recording.ring_buffer import ROOTED
+from labkit.worker.runtimes.tensorflow.messages import COPIED, copy_of, ends_of, messages_of, within_the_rank
+from labkit.worker.runtimes.tensorflow.session import Event
+
+__all__ = ["COLLECTIVES", "Place", "scope_of", "spans_of"]
+
+COLLECTIVES: Final = {
+    "CollectiveReduceV2": "all_reduce", "CollectiveReduceV3": "all_reduce", "CollectiveReduce": "all_reduce",
+    "CollectiveGatherV2": "all_gather", "CollectiveGather": "all_gather", "CollectiveReduceScatterV2": "reduce_scatter",
+    "CollectiveAllToAllV2": "all_to_all", "CollectiveAllToAllV3": "all_to_all", "CollectiveBcastSend": "broadcast",
+    "CollectiveBcastSendV2": "broadcast", "CollectiveBcastRecv": "broadcast", "CollectiveBcastRecvV2": "broadcast",
+}  # fmt: skip
+BROADCAST_ROOT: Final = 0  # the strategies' variables come from the first worker
+OPTIMIZERS: Final = re.compile(
+    r"(?i)(sgd|adam|adamw|adamax|adagrad|adadelta|nadam|ftrl|lion|lamb|rmsprop|adafactor|muon|loss_scale_optimizer)(_\d+)?$"
+)
+ASSIGNS: Final = re.compile(r"(Assign\w*VariableOp|ResourceApply\w+|ResourceSparseApply\w+|ResourceScatter\w+)$")
+INLINED: Final = re.compile(r"(tf\.)?(Stateful)?PartitionedCall(_\d+)?$")
+SCOPE: Final = re.compile(r"labkit_span_(\d+)(_\d+)?$")
+REPLICA: Final = re.compile(r"(?:^|/)replica_(\d+)(?:/|$)")
+PAUSE_NS: Final = 50_000  # operations that lie no further apart are drawn as one: between them the executor looks for the next
+EAGER_PAUSE_NS: Final = 1_000_000  # likewise without a tf.function, where Python computes between them
+FORWARD, BACKWARD, OPTIMIZER, COMPUTE = "forward", "backward", "optimizer", "compute"
+
+
+class Place(NamedTuple):
+    """Who and where a rank is.
+
+    Args:
+        rank: its number.
+        ranks: by TensorFlow's job and task number, the number of the rank.
+        devices: how many devices it has.
+        coordinates: whether it has others compute: what it calls then runs elsewhere, and it waits.
+        serves: whether it computes what others call, on threads of its server.
+    """
+
+    rank: int
+    ranks: Mapping[tuple[str, int], int]
+    devices: int
+    coordinates: bool = False
+    serves: bool = False
+
+
+@dataclass(slots=True)
+class _Executor:
+    """What one executor has run, for one call of a function on one device."""
+
+    step: int = 0
+    operations: list[Event] = field(default_factory=list)
+    device: int = -1
+    started_on: int = 0  # the thread that called it
+    sends_to: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Issued:
+    """A collective or a receive as it was issued."""
+
+    name: str
+    start_ns: int
+    context: int = 0
+    end_ns: int = 0
+    eager: bool = False
+
+
+def scope_of(number: int) -> str:
+    """The name scope that stands for the span of a number, in a tf.function."""
+    return f"labkit_span_{number}"
+
+
+def spans_of(
+    events: Iterable[Event], place: Place, names: Sequence[str] = (), nbytes: Callable[[str, int, bool], int] = lambda *_: 0,
+    times: Counter[tuple[int, int, int]] | None = None,
+) -> list[Span]:  # fmt: skip
+    """The spans of a rank.
+
+    Args:
+        events: what one session of the profiler saw.
+        place: whose.
+        names: of the student's spans in tf.functions, by their numbers.
+        nbytes: given the name of a collective or of what is sent, its instance key or -1, and whether it ran outside a
+            tf.function, how large it is; 0 if unknown, -1 where no tensor travels.
+        times: how many times a device has run a collective of a group and instance key in earlier sessions; counted on.
+    """
+    reader = _Reader(place, names, nbytes, Counter() if times is None else times)
+    reader.read(events)
+    return reader.spans()
+
+
+class _Reader:
+    """Takes events, thread by thread, and makes spans of them."""
+
+    def __init__(self, place: Place, names: Sequence[str], nbytes: Callable[[str, int, bool], int], times: Any) -> None:
+        self._place, self._names, self._nbytes, self._times = place, names, nbytes, times
+        self._executors: dict[int, _Executor] = defaultdict(_Executor)
+        self._issued: dict[int, _Issued] = {}  # by the context that ends it
+        self._runs: dict[int, int] = {}  # from the context of a collective's kernel to that with which it was issued
+        self._executes: dict[int, int] = {}  # from the context of a collective's algorithm to that of its kernel
+        self._ends: dict[int, int] = {}
+        self._algorithms: list[Event] = []
+        self._members: dict[int, int] = {}  # by a group's key, how many devices belong to it
+        self._main: list[Span] = []
+        self._eager: list[tuple[int, int, int]] = []
+
+    def read(self, events: Iterable[Event]) -> None:
+        """Put together what lies within one another on each thread."""
+        threads: dict[int, list[Event]] = defaultdict(list)
+        for event in events:
+            threads[event.thread].append(event)
+        for of_thread in threads.values():
+            of_thread.sort(key=lambda e: (e.start_ns, -e.end_ns))
+            within: list[Event] = []
+            for event in of_thread:
+                while within and within[-1].end_ns <= event.start_ns:
+                    within.pop()
+                self._take(event, within)
+                within.append(event)
+
+    def _take(self, event: Event, within: Sequence[Event]) -> None:
+        name, stats = event.name, event.stats
+        if name == "ExecutorState::Process":
+            return
+        if name == "ExecutorState::ProcessAsync::Start":
+            issued = _Issued(stats["name"], event.start_ns, _context(within))
+            self._issued[stats["_p"]] = issued
+            if issued.context:
+                kind = stats["kernel_type"]
+                self._executors[issued.context].operations.append(event._replace(name=f"{issued.name}:{kind}"))
+        elif name == "ExecutorState::ProcessAsync::Done":
+            self._ends[stats["_c"]] = event.start_ns
+        elif name == "CollectiveOpV2Kernel::Run":
+            starts = [e for e in within if e.name == "ExecutorState::ProcessAsync::Start"]
+            if starts:
+                self._runs[stats["_p"]] = starts[-1].stats["_p"]
+            else:
+                self._runs[stats["_p"]] = stats["_p"]
+                self._issued[stats["_p"]] = _Issued(stats["name"], event.start_ns, eager=True)
+        elif name == "CollectiveExecutor::CompleteParams":
+            self._members[int(stats["group_key"])] = int(stats["group_size"])
+        elif name == "BaseCollectiveExecutor::ExecuteAsync":
+            kernels = [e.stats["_c"] for e in within if e.name in _CARRIED_OUT and "_c" in e.stats]
+            if kernels and "_p" in stats:
+                self._executes[stats["_p"]] = kernels[-1]
+        elif name == "CollectiveExecutor::ExecuteAsync::Done":
+            self._ends[stats["_c"]] = event.start_ns
+        elif name == "FunctionRun":
+            executor = self._executors[stats.get("_p", 0)]
+            executor.step, executor.started_on = stats.get("id", 0), event.thread
+        elif "tf_function_call" in stats and not self._place.coordinates:
+            self._main.append(_compute(self._place.rank, name, event.start_ns, event.end_ns))
+        elif name == "tf.function-graph_building":
+            outer = next((e.name for e in reversed(within) if "tf_function_call" in e.stats), "")
+            self._main.append(_compute(self._place.rank, f"tracing {outer}".strip(), event.start_ns, event.end_ns))
+        elif name == "EagerExecute" and not self._place.coordinates:
+            self._take_eager(event)
+        elif name.startswith(COPIED):
+            self._main += copy_of(event, self._place.rank, self._device)
+        elif ":" in name and "::" not in name:
+            self._take_operation(event, within)
+
+    def _take_eager(self, event: Event) -> None:
+        operation = str(event.stats.get("eager_op", ""))
+        if operation.startswith(("IteratorGetNext", "MultiDeviceIteratorGetNext")):
+            self._main.append(_compute(self._place.rank, "data", event.start_ns, event.end_ns))
+        elif not event.stats.get("is_func") and not operation.startswith("Collective"):
+            self._eager.append((event.start_ns, event.end_ns, event.thread))
+
+    def _take_operation(self, event: Event, within: Sequence[Event]) -> None:
+        kind = event.name.rpartition(":")[2]
+        if kind in COLLECTIVES:
+            self._algorithms.append(event)
+            return
+        context = _context(within)
+        if not context:
+            return
+        executor = self._executors[context]
+        executor.operations.append(event)
+        executor.step = executor.step or next(
+            e.stats.get("id", 0) for e in reversed(within) if e.name == "ExecutorState::Process"
+        )
+        if kind == "_Send" and "key" in event.stats:
+            source, target = ends_of(event)
+            if source and target:
+                executor.device = source[2]
+                if target[:2] == source[:2]:
+                    executor.sends_to.add(target[2])
+
+    def spans(self) -> list[Span]:
+        """All of them, in no order."""
+        self._place_executors()
+        found, sent = list(self._main), list[Span]()
+        for executor in self._executors.values():
+            if executor.step != -1 and executor.operations:  # -1: TensorFlow computes constants while it prepares a function
+                found += self._phases(executor)
+                sent += messages_of(
+                    executor.operations, self._ends, self._place.rank, self._place.ranks, step=executor.step,
+                    device=self._device(executor.device), nbytes=self._nbytes,
+                )  # fmt: skip
+        found += within_the_rank(sent)
+        found += self._collectives()
+        found += self._eager_spans()
+        return found
+
+    def _place_executors(self) -> None:
+        """On which device each executor runs."""
+        calls: dict[tuple[int, int], list[_Executor]] = defaultdict(list)
+        for executor in self._executors.values():
+            replicas = Counter(int(m[1]) for e in executor.operations if (m := REPLICA.search(e.name.partition(":")[0])))
+            if executor.device < 0 and replicas:
+                executor.device = replicas.most_common(1)[0][0]
+            calls[executor.started_on, executor.step].append(executor)
+        of_thread: dict[int, Counter[int]] = defaultdict(Counter)  # DTensor has a thread for each device
+        for (thread, _), siblings in calls.items():
+            unknown = [e for e in siblings if e.device < 0 and e.operations]
+            left = set().union(*(e.sends_to for e in siblings)) - {e.device for e in siblings}
+            if len(unknown) == len(left) == 1:
+                unknown[0].device = left.pop()
+                of_thread[thread][unknown[0].device] += 1
+        for executor in self._executors.values():
+            if executor.device < 0:
+                usual = of_thread[executor.started_on].most_common(1)
+                executor.device = usual[0][0] if usual else 0
+
+    def _device(self, number: int) -> str:
+        return f"CPU:{number}" if self._place.devices > 1 else "cpu"
+
+    def _phases(self, executor: _Executor) -> list[Span]:
+        """Forward, backward and optimizer of one executor, and the student's own spans."""
+        operations = sorted((e for e in executor.operations if not _travels(e)), key=lambda e: e.start_ns)
+        labels = _labels(operations)
+        device, rank, found = self._device(executor.device), self._place.rank, []
+        scopes: dict[int, list[int]] = defaultdict(list)
+        for i, event in enumerate(operations):
+            for number in _scopes(event.name):
+                if number < len(self._names):
+                    scopes[number].append(i)
+        whole = {number for number, inside in scopes.items() if len({labels[i] for i in inside}) == 1}
+        for number, inside in scopes.items():
+            start_ns, end_ns = operations[inside[0]].start_ns, max(operations[i].end_ns for i in inside)
+            found.append(Span(rank, self._names[number], "compute", start_ns, end_ns, device=device))
+        own = set().union(*(scopes[number] for number in whole)) if whole else set()
+        pieces: list[tuple[str, int, int]] = []
+        for i, event in enumerate(operations):
+            if i in own:
+                continue
+            if pieces and pieces[-1][0] == labels[i] and event.start_ns - pieces[-1][2] <= PAUSE_NS:
+                pieces[-1] = (labels[i], pieces[-1][1], max(pieces[-1][2], event.end_ns))
+            else:
+                pieces.append((labels[i], event.start_ns, event.end_ns))
+        found += [Span(rank, label, "compute", s, e, device=device, measured=True) for label, s, e in pieces]
+        # Of the student's own, the operations are measured as well.
+        found += [
+            Span(
+                rank,
+                _innermost(operations[i].name, self._names),
+                "compute",
+                operations[i].start_ns,
+                operations[i].end_ns,
+                device=device,
+                measured=True,
+            )
+            for i in sorted(own)
+        ]
+        return found
+
+    def _collectives(self) -> list[Span]:
+        found, times = [], self._times
+        taken: dict[tuple[Any, ...], set[int]] = defaultdict(set)
+        for event in sorted(self._algorithms, key=lambda e: e.start_ns):
+            kernel = self._executes.get(event.stats.get("_c", 0), 0)
+            context = self._runs.get(kernel, 0)
+            issued = self._issued.get(context) or _Issued(event.name.rpartition(":")[0], event.start_ns)
+            name, _, kind = event.name.rpartition(":")
+            executor = self._executors.get(issued.context)
+            device = max(executor.device, 0) if executor is not None else 0
+            group, instance = int(event.stats.get("group_key", 0)), int(event.stats.get("instance_key", 0))
+            among = taken[group, instance, event.stats.get("step_id"), event.stats.get("iter_id")]
+            if device in among:  # a device takes part once: it is another one, which nothing told
+                device = next((d for d in range(self._place.devices) if d not in among), device)
+            among.add(device)
+            times[group, instance, device] += 1
+            match = (instance & 0x7FFFFFFF) << 32 | times[group, instance, device]
+            peer = ROOTED - BROADCAST_ROOT if COLLECTIVES[kind] == "broadcast" else -1
+            end_ns = max(event.end_ns, self._ends.get(context, 0), self._ends.get(kernel, 0))
+            start_ns = min(issued.start_ns, event.start_ns)
+            size = max(self._nbytes(name, instance, issued.eager), 0)
+            found.append(
+                Span(
+                    self._place.rank, COLLECTIVES[kind], "communication", start_ns, end_ns, start_ns, end_ns, nbytes=size,
+                    peer=peer, group=f"TensorFlow group {group}", match=match, device=self._device(device),
+                    sized=size > 0,
+                )
+            )  # fmt: skip
+        # A group all of whose members are this rank's devices is its own: another rank may have one of the same key.
+        own = {f"TensorFlow group {key[0]}" for key, devices in taken.items() if len(devices) == self._members.get(key[0])}
+        return [replace(span, group=f"{span.group} of rank {span.rank}") if span.group in own else span for span in found]
+
+    def _eager_spans(self) -> list[Span]:
+        """Operations outside of a tf.function, those that follow one another as one."""
+        pieces: list[list[int]] = []
+        for start_ns, end_ns, thread in sorted(self._eager, key=lambda e: (e[2], e[0])):
+            if pieces and pieces[-1][2] == thread and start_ns - pieces[-1][1] <= EAGER_PAUSE_NS:
+                pieces[-1][1] = max(pieces[-1][1], end_ns)
+            else:
+                pieces.append([start_ns, end_ns, thread])
+        return [_compute(self._place.rank, COMPUTE, s, e) for s, e, _ in pieces]
+
+
+_CARRIED_OUT: Final = ("CollectiveExecutor::RunClosure", "CollectiveExecutor::CompleteParamsAsync::Done")
+
+
+def _compute(rank: int, name: str, start_ns: int, end_ns: int) -> Span:
+    return Span(rank, name, "compute", start_ns, end_ns)
+
+
+def _context(within: Sequence[Event]) -> int:
+    """The executor within whose event another lies; 0 if there is none."""
+    return next((e.stats["_c"] for e in reversed(within) if e.name == "ExecutorState::Process" and e.stats.get("id") != -1), 0)
+
+
+def _travels(event: Event) -> bool:
+    kind = event.name.rpartition(":")[2]
+    return kind in ("_Send", "_Recv", "_HostSend", "_HostRecv") or kind in COLLECTIVES
+
+
+def _parts(name: str) -> list[str]:
+    return [part for part in name.rpartition(":")[0].split("/") if not INLINED.match(part)]
+
+
+def _before_gradient(name: str) -> list[str]:
+    """The scopes in which an operation was made: those after `gradient_tape` are of the forward operation."""
+    parts = _parts(name)
+    return parts[: parts.index("gradient_tape")] if "gradient_tape" in parts else parts
+
+
+def _scopes(name: str) -> list[int]:
+    return [int(m[1]) for part in _before_gradient(name) if (m := SCOPE.match(part))]
+
+
+def _innermost(name: str, names: Sequence[str]) -> str:
+    return names[_scopes(name)[-1]]
+
+
+def _labels(operations: Sequence[Event]) -> list[str]:
+    """What each operation of an executor, in the order in which they ran, is for."""
+    parts = [_parts(e.name) for e in operations]
+    backward = ["gradient_tape" in p or p[:1] == ["gradients"] for p in parts]
+    last = max((i for i, is_backward in enumerate(backward) if is_backward), default=-1)
+    assigns = [bool(ASSIGNS.search(e.name.rpartition(":")[2])) for e in operations]
+    labels = []
+    for i, of_operation in enumerate(parts):
+        if backward[i]:
+            labels.append(BACKWARD)
+        elif any(OPTIMIZERS.match(part) for part in of_operation):
+            labels.append(OPTIMIZER)
+        elif last < 0:
+            labels.append(COMPUTE)
+        elif i < last:
+            labels.append(FORWARD)
+        else:
+            labels.append(OPTIMIZER if any(assigns[i:]) else COMPUTE)
+    return labels

@@ -1,0 +1,142 @@
+"""Setting up a TensorFlow rank: TF_CONFIG, its devices and threads, and the server of a rank that serves a chief."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from labkit.errors.exceptions import LabError
+from labkit.recording.record import here
+from labkit.worker.runtimes.base import LOOPBACK, MIB, Runtime, has_server, quiet_stderr
+from labkit.worker.runtimes.tensorflow import config, patches, roles, servers, strategies
+from labkit.worker.runtimes.tensorflow.events import Place
+from labkit.worker.runtimes.tensorflow.timeline import Timeline
+
+__all__ = ["TensorFlow", "threads_between"]
+
+
+class TensorFlow(Runtime):
+    """TensorFlow not yet awake, with TF_CONFIG and the logical devices set."""
+
+    package = "tensorflow"
+    extra = "tf"
+    preload = ("numpy", "tensorflow", "keras", "labkit.worker.main_loop")
+    # TF_GRPC_REUSE_PORT lets TensorFlow's server bind the port that `offer` holds for it.
+    environment: ClassVar[dict[str, str]] = {
+        "TF_CPP_MIN_LOG_LEVEL": "2", "TF_GRPC_REUSE_PORT": "1", "KERAS_BACKEND": "tensorflow", "OPENBLAS_NUM_THREADS": "1",
+    }  # fmt: skip
+    rank_bytes = 300 * MIB
+    fresh_each_run = True  # "Collective ops must be configured at program startup"
+    observes_runs = True
+    certain_after_s = 3.0  # a strategy's collectives need all ranks; a process that TensorFlow lets rest that long waits for one
+
+    _timeline: Timeline | None = None
+
+    def offer(self) -> Any:
+        """A port that this rank holds, without listening, until TensorFlow binds it as well."""
+        self._held: socket.socket = self.network.call(socket.socket)
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._held.bind((LOOPBACK, 0))
+        return self._held.getsockname()[1]
+
+    def set_up(self, offers: Sequence[Any]) -> list[str]:
+        """Set TF_CONFIG and the logical devices; runs no TensorFlow op."""
+        seat = self.seat
+        self._torchrun_environment(offers[0])
+        job, task = seat.jobs[seat.rank]
+        cluster: dict[str, list[str]] = {}
+        for (name, _), port in zip(seat.jobs, offers, strict=True):
+            cluster.setdefault(name, []).append(f"{LOOPBACK}:{port}")
+        if seat.size > 1:
+            os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": job, "index": task}})
+            if list(cluster) == ["worker"]:
+                os.environ |= _for_dtensor(cluster["worker"], task)
+        with quiet_stderr():
+            import tensorflow as tf
+
+            cpu = tf.config.list_physical_devices("CPU")[0]
+            gpus = tf.config.list_physical_devices("GPU")
+        between = threads_between(seat.threads, cluster)
+        own_threads = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=seat.threads, inter_op_parallelism_threads=between)
+        patches.apply()
+        servers.apply(self.network, own_threads, self.wait_for_release)
+        roles.apply(cluster, job)
+        unknown = strategies.apply()
+        config.apply(seat.jobs, seat.rank)
+        own, notes = self._share(gpus)
+        if seat.size > 1 and "ps" not in cluster:
+            notes = [*notes, *unknown]
+        self.resting_is_waiting = seat.size > 1 and not own  # while a GPU works, its process rests as well
+        tf.config.set_visible_devices(own, "GPU")
+        for gpu in own:
+            tf.config.experimental.set_memory_growth(gpu, True)
+        if seat.devices_per_rank > 1 and not own:
+            logical = [tf.config.LogicalDeviceConfiguration()] * seat.devices_per_rank
+            tf.config.set_logical_device_configuration(cpu, logical)
+        # Both: operations side by side take cores as well as the threads within one.
+        tf.config.threading.set_intra_op_parallelism_threads(seat.threads)
+        tf.config.threading.set_inter_op_parallelism_threads(between)
+        if has_server(cluster, job):
+            self._server = tf.distribute.Server(cluster, job_name=job, task_index=task, protocol="grpc")
+        place = Place(seat.rank, {}, seat.devices_per_rank, "ps" in cluster and job == "chief", has_server(cluster, job))
+        return [*notes, *self._record(own, place)]
+
+    def begin_recording(self) -> None:
+        """Have TensorFlow's profiler look."""
+        if self._timeline is not None:
+            self._timeline.begin()
+
+    def end_recording(self) -> list[str]:
+        """Write down what it saw."""
+        return self._timeline.end() if self._timeline is not None else []
+
+    def _record(self, gpus: Sequence[Any], place: Place) -> list[str]:
+        """Prepare the recording of what TensorFlow does; what the student should know of it."""
+        if gpus:
+            return ["TensorFlow's operations on GPUs are not in the pictures: use lab.span, or TensorFlow's own profiler."]
+        if here.recorder is None:
+            return []
+        ranks = {job: rank for rank, job in enumerate(self.seat.jobs)}
+        self._timeline = Timeline(here.recorder, place._replace(ranks=ranks))
+        return self._timeline.install()
+
+    def _share(self, gpus: Sequence[Any]) -> tuple[Sequence[Any], list[str]]:
+        """The GPUs that are this rank's own, none where they do not suffice for all ranks; and what the student should know."""
+        seat, each = self.seat, self.seat.devices_per_rank
+        if seat.devices == "cpu" or (not gpus and seat.devices != "cuda"):
+            return [], []
+        if len(gpus) >= seat.size * each:
+            return gpus[seat.rank * each : (seat.rank + 1) * each], []
+        need = f"{seat.size} rank{'s' * (seat.size > 1)} with {each} device{'s' * (each > 1)} each"
+        if seat.devices == "cuda":
+            raise LabError(
+                f"devices='cuda': {need}, and TensorFlow sees {len(gpus)} GPUs. Leave `devices` out to run on the CPU."
+            )
+        return [], [f"{need}, and TensorFlow sees {len(gpus)} GPU{'s' * (len(gpus) > 1)}: they compute on the CPU."]
+
+
+def _for_dtensor(addresses: Sequence[str], task: int) -> dict[str, str]:
+    """What DTensor reads in place of TF_CONFIG; without it each process would be a cluster of its own.
+
+    Source: "Distributed training with DTensors", TensorFlow's tutorial, and `tensorflow/dtensor/python/config.py`.
+    """
+    return {
+        "DTENSOR_CLIENT_ID": str(task),
+        "DTENSOR_NUM_CLIENTS": str(len(addresses)),
+        "DTENSOR_JOB_NAME": "worker",
+        "DTENSOR_JOBS": ",".join(addresses),
+    }
+
+
+def threads_between(threads: int, cluster: Mapping[str, Sequence[str]]) -> int:
+    """How many operations of a rank may run at the same time.
+
+    A worker or parameter server keeps a thread for as long as it waits for another rank. With too few of them none is left to
+    answer, and the run hangs for ever.
+
+    Source: "Parameter server training", TensorFlow's tutorial: at least the number of workers and one more.
+    """
+    return max(threads, len(cluster.get("worker", ())) + 1) if "ps" in cluster else threads

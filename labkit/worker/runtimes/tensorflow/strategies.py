@@ -1,0 +1,148 @@
+"""Defects of TensorFlow and Keras under MultiWorkerMirroredStrategy, mended in ranks; each with the version that it is known in.
+
+- TensorFlow 2.21: a worker computes on one CPU, however many logical ones it has. No issue is known; the mend may go when a
+  worker uses all of them by itself, and does nothing from then on.
+- Keras 3.15.1, keras-team/keras#20585: `fit` and `evaluate` fail with "Attempt to convert a value (PerReplica...", and then
+  because a scalar is averaged along its axis 0. The two mends may go with the first Keras that closes the issue.
+
+Code that is no longer as known here is left alone, and the student is told.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any, Final
+
+from labkit.worker.runtimes.tensorflow import callbacks
+
+__all__ = ["apply"]
+
+DEVICES: Final = "_initialize_local_devices"  # of CollectiveAllReduceExtended
+BUILD: Final = "_maybe_symbolic_build"  # of TensorFlowTrainer
+REDUCE: Final = "reduce_per_replica"  # beside it
+
+
+def apply() -> list[str]:
+    """Mend what this process's TensorFlow and Keras do; once, before anything runs.
+
+    Returns:
+        a sentence for each mend that does not fit the installed code.
+    """
+    import keras
+    import tensorflow as tf
+    from keras.src.backend.tensorflow import trainer
+    from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
+
+    _warn_where_one_device_computes()
+    notes = []
+    if hasattr(CollectiveAllReduceExtended, DEVICES):
+        _use_all_logical_cpus(CollectiveAllReduceExtended)
+    else:
+        notes.append(_unknown("devices_per_rank under MultiWorkerMirroredStrategy", "TensorFlow", tf.__version__))
+    build = getattr(getattr(trainer, "TensorFlowTrainer", None), BUILD, None)
+    reduce = getattr(trainer, REDUCE, None)
+    if build is not None and reduce is not None and {"reduce", "MEAN"} <= _words(build) and {"MEAN", 0} <= _words(reduce):
+        _build_from_own_batch(trainer.TensorFlowTrainer)
+        _average_over_replicas(trainer)
+    else:
+        notes.append(_unknown("Keras's fit under MultiWorkerMirroredStrategy", "Keras", keras.__version__))
+    if not callbacks.apply():
+        notes.append(_unknown("Keras's files under MultiWorkerMirroredStrategy", "Keras", keras.__version__))
+    return notes
+
+
+def _unknown(what: str, package: str, version: str) -> str:
+    return f"{what}: labkit does not know the code of {package} {version} and leaves it as it is."
+
+
+def _words(function: Any) -> set[Any]:
+    """The names and constants in a function and in those that it defines."""
+
+    def within(code: types.CodeType) -> Iterator[Any]:
+        yield from code.co_names
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                yield from within(constant)
+            elif isinstance(constant, (str, int)):
+                yield constant
+
+    return set(within(function.__code__))
+
+
+def _in_multi_worker_mode(strategy: Any) -> bool:
+    import tensorflow as tf
+
+    return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and strategy.extended._in_multi_worker_mode()
+
+
+def _warn_where_one_device_computes() -> None:
+    """`keras.distribution` takes a layout over several devices on the TensorFlow backend, and silently computes on one."""
+    import keras
+    from keras.src.distribution import distribution_lib
+
+    set_distribution = distribution_lib.set_distribution
+
+    @functools.wraps(set_distribution)
+    def set_and_warn(value: Any) -> None:
+        if value is not None and keras.backend.backend() == "tensorflow":
+            warnings.warn("keras.distribution does nothing on the TensorFlow backend: use tf.distribute or DTensor", stacklevel=2)
+        set_distribution(value)
+
+    distribution_lib.set_distribution = keras.distribution.set_distribution = set_and_warn
+
+
+def _use_all_logical_cpus(extended: Any) -> None:
+    """The strategy asks how many GPUs a worker has, and without one takes CPU:0 alone."""
+    original = getattr(extended, DEVICES)
+
+    @functools.wraps(original)
+    def initialize_local_devices(self: Any, cluster_resolver: Any, worker_device: str) -> tuple[tuple[str, ...], str]:
+        import tensorflow as tf
+
+        devices, kind = original(self, cluster_resolver, worker_device)
+        logical = tf.config.get_logical_device_configuration(tf.config.list_physical_devices("CPU")[0]) or ()
+        if kind == "CPU" and len(devices) < len(logical):
+            devices = tuple(f"{worker_device}/device:CPU:{i}" for i in range(len(logical)))
+        return devices, kind
+
+    setattr(extended, DEVICES, initialize_local_devices)
+
+
+def _build_from_own_batch(trainer: Any) -> None:
+    """To build a model Keras averages a batch over all replicas, which fails with several workers; it only needs the shapes."""
+    original = getattr(trainer, BUILD)
+
+    @functools.wraps(original)
+    def maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
+        from keras import tree
+
+        strategy = self._distribute_strategy
+        if strategy is None or not _in_multi_worker_mode(strategy):
+            return original(self, iterator=iterator, data_batch=data_batch)
+        for _, _, batches in iterator or ():
+            data_batch = tree.map_structure(lambda part: strategy.experimental_local_results(part)[0], next(batches))
+            break
+        with strategy.scope():
+            self._symbolic_build(data_batch=data_batch)
+        return None
+
+    setattr(trainer, BUILD, maybe_symbolic_build)
+
+
+def _average_over_replicas(trainer: Any) -> None:
+    """The values of a step are scalars, one for each replica: an axis to average along they have none."""
+    original = getattr(trainer, REDUCE)
+
+    @functools.wraps(original)
+    def reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
+        from keras import tree
+
+        operation = {"auto": "MEAN", "mean": "MEAN", "sum": "SUM"}.get(reduction)
+        if operation is None or not _in_multi_worker_mode(strategy):
+            return original(values, strategy, reduction)
+        return tree.map_structure(lambda value: strategy.reduce(operation, value, axis=None), values)
+
+    setattr(trainer, REDUCE, reduce_per_replica)

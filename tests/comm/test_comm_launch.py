@@ -1,0 +1,467 @@
+"""Programs that set up torch.distributed and RPC themselves, and end them, in the ranks of a group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import cells as in_cells
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.distributed as dist  # noqa: E402
+import torch.distributed.autograd as dist_autograd  # noqa: E402
+from time_limits import LIMITS_S, some_limit_does  # noqa: E402
+from torch.distributed import rpc  # noqa: E402
+
+import labkit as lab  # noqa: E402
+from labkit.errors.exceptions import RankError, StuckError  # noqa: E402
+from labkit.worker.runtimes.registry import RUNTIMES  # noqa: E402
+
+NOTHING_TO_DO = "init_process_group had nothing to do"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups() -> Iterator[dict[str, lab.Group]]:
+    with lab.Group(3, timeout_s=200) as torch_group, lab.Group(3, runtime="rpc", timeout_s=200) as rpc_group:
+        yield {"torch": torch_group, "rpc": rpc_group}
+
+
+@pytest.fixture
+def three(groups: dict[str, lab.Group]) -> lab.Group:
+    return groups["torch"]
+
+
+@pytest.fixture
+def remote(groups: dict[str, lab.Group]) -> lab.Group:
+    return groups["rpc"]
+
+
+def my_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def total(value: float) -> float:
+    tensor = torch.tensor(value)
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+def setup(rank: int, size: int, **options: Any) -> None:
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = "29500"
+    dist.init_process_group("gloo", rank=rank, world_size=size, **options)
+
+
+def three_experiments() -> list[Any]:
+    seen: list[Any] = []
+    for number in (1.0, 2.0, 3.0):
+        setup(my_rank(), 3)
+        seen += [total(number), dist.get_rank(), dist.is_initialized()]
+        dist.destroy_process_group()
+        seen.append(dist.is_initialized())
+    return seen
+
+
+def names(run: lab.Run, rank: int = 0) -> list[str]:
+    return [s.name for s in run.trace.of(rank=rank, kind="communication")]
+
+
+def test_the_same_initialisation_is_nothing_to_do_and_said_once(three: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        run = three.run(three_experiments)
+        assert run.results == [[3.0, r, True, False, 6.0, r, True, False, 9.0, r, True, False] for r in range(3)]
+        assert names(run) == ["all_reduce"] * 3
+    assert capsys.readouterr().out.count(NOTHING_TO_DO) == 1
+    assert three.run(total, 2.0).results == [6.0] * 3, "destroyed by one run, there again for the next"
+
+
+def ways_to_initialise() -> list[float]:
+    found = []
+    rank, store = my_rank(), dist.HashStore()
+    for way in (
+        {},
+        {"backend": "cpu:gloo,cuda:nccl"},
+        {"backend": "gloo", "init_method": "env://"},
+        {"init_method": "tcp://localhost:23456", "rank": rank, "world_size": 3},
+        {"init_method": f"tcp://10.1.1.20:23456?rank={rank}&world_size=3"},
+        {"init_method": "file:///nowhere/at/all", "rank": rank, "world_size": 3},
+        {"store": store, "rank": rank, "world_size": 3},
+        {"timeout": timedelta(seconds=20)},
+    ):
+        dist.init_process_group(**way)
+        found.append(total(1.0))
+        dist.destroy_process_group()
+    return found
+
+
+def test_any_init_method_port_and_backend_will_do(three: lab.Group) -> None:
+    run = three.run(ways_to_initialise)
+    assert run.results == [[3.0] * 8] * 3
+    assert "init_process_group" not in names(run), "nothing was made anew"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where each rank has a GPU, NCCL can be had")
+def test_nccl_without_gpus_is_gloo_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    def program() -> float:
+        dist.init_process_group("nccl")
+        return total(1.0)
+
+    with lab.Group(2) as group:
+        assert group.run(program).results == [2.0, 2.0]
+    assert "init_process_group('nccl'): there is no GPU for each rank here" in capsys.readouterr().out
+
+
+def other_numbers() -> tuple[int, float, int]:
+    dist.init_process_group("gloo", init_method="tcp://localhost:29501", rank=(my_rank() + 1) % 3, world_size=3)
+    tensor = torch.tensor(float(my_rank()))
+    dist.broadcast(tensor, src=0)
+    result = dist.get_rank(), tensor.item(), dist.get_world_size()
+    dist.destroy_process_group()
+    return result
+
+
+def two_of_them() -> float | None:
+    if my_rank() == 2:
+        return None
+    setup(my_rank(), 2)
+    subgroup = dist.new_group([0, 1])
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=subgroup)
+    return total(tensor.item())
+
+
+def each_alone() -> float:
+    setup(0, 1)
+    return total(5.0)
+
+
+@pytest.mark.parametrize("which", ["torch", "rpc"])
+def test_another_size_or_rank_is_made_and_works(which: str, groups: dict[str, lab.Group]) -> None:
+    group = groups[which]
+    for _ in range(2):
+        assert group.run(other_numbers).results == [(1, 2.0, 3), (2, 2.0, 3), (0, 2.0, 3)]
+        assert group.run(two_of_them).results == [4.0, 4.0, None]
+        assert group.run(each_alone).results == [5.0] * 3
+        run = group.run(three_experiments)
+        assert run.results == [[3.0, r, True, False, 6.0, r, True, False, 9.0, r, True, False] for r in range(3)]
+    made = [s for s in run.trace.of(rank=0, name="init_process_group") if s.kind == "communication"]
+    assert len(made) == (3 if which == "rpc" else 0)
+    assert all(s.wait_end_ns > s.wait_start_ns > 0 for s in made), "who makes a group waits for the others"
+
+
+def twice() -> None:
+    setup(my_rank(), 3)
+    setup(my_rank(), 3)
+
+
+def test_two_initialisations_without_an_end_are_torchs_error(three: lab.Group) -> None:
+    with pytest.raises(RankError, match="trying to initialize the default process group twice"):
+        three.run(twice)
+
+
+def changes_its_environment() -> tuple[str, str]:
+    before = os.environ["WORLD_SIZE"], os.environ["MASTER_PORT"]
+    os.environ["WORLD_SIZE"], os.environ["MASTER_PORT"] = "1", "29500"
+    dist.destroy_process_group()
+    return before
+
+
+def test_the_next_run_finds_the_environment_as_it_was(three: lab.Group) -> None:
+    assert len({three.run(changes_its_environment).results[0] for _ in range(2)}) == 1
+
+
+def add(a: Any, b: Any) -> Any:
+    return a + b
+
+
+def calls_in_a_circle(prefix: str, rank: int, options: Any = None) -> Any:
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "29500"
+    rpc.init_rpc(f"{prefix}{rank}", rank=rank, world_size=3, rpc_backend_options=options)
+    reference = rpc.remote(f"{prefix}{(rank + 1) % 3}", add, args=(rank, 10))
+    with dist_autograd.context() as context:
+        weight = torch.ones(2, requires_grad=True)
+        loss = rpc.rpc_sync(f"{prefix}{(rank + 1) % 3}", add, args=(weight, weight)).sum()
+        dist_autograd.backward(context, [loss])
+        gradient = dist_autograd.get_gradients(context)[weight].tolist()
+    result = reference.to_here(), gradient, rpc.get_worker_info().name, rpc.get_rpc_timeout()
+    rpc.shutdown()
+    return result
+
+
+def as_the_group() -> Any:
+    return calls_in_a_circle("worker", my_rank())
+
+
+def other_names() -> Any:
+    return calls_in_a_circle("trainer", my_rank())
+
+
+def other_rpc_numbers() -> Any:
+    return calls_in_a_circle("worker", (my_rank() + 1) % 3)
+
+
+def other_options() -> Any:
+    return calls_in_a_circle("worker", my_rank(), rpc.TensorPipeRpcBackendOptions(num_worker_threads=3, rpc_timeout=7))
+
+
+@pytest.mark.parametrize("which", ["rpc", "torch"])
+@pytest.mark.parametrize(
+    ("program", "prefix", "shift", "timeout_s"),
+    [(as_the_group, "worker", 0, 60.0), (other_names, "trainer", 0, 60.0), (other_rpc_numbers, "worker", 1, 60.0),
+     (other_options, "worker", 0, 7.0)],
+)  # fmt: skip
+def test_a_program_that_starts_rpc_runs_twice(
+    which: str, program: Callable[[], Any], prefix: str, shift: int, timeout_s: float, groups: dict[str, lab.Group]
+) -> None:
+    group = groups[which]
+    numbers = [(r + shift) % 3 for r in range(3)]
+    for _ in range(2):
+        run = group.run(program)
+        assert run.results == [(n + 10, [2.0, 2.0], f"{prefix}{n}", timeout_s) for n in numbers]
+    assert {"init_rpc", "rpc_sync add", "to_here", "rpc.shutdown"} <= set(names(run))
+    (end,) = run.trace.of(rank=0, name="rpc.shutdown")
+    assert end.wait_end_ns - end.wait_start_ns > 0.5 * (end.end_ns - end.start_ns) > 0, "to wait in rpc.shutdown is to wait"
+
+
+def uses_rpc() -> Any:
+    return rpc.rpc_sync("worker0", add, args=(1, 2))
+
+
+def test_rpc_is_there_again_after_a_program_has_ended_it(remote: lab.Group) -> None:
+    remote.run(other_names)
+    assert remote.run(uses_rpc).results == [3] * 3
+
+
+def both() -> Any:
+    setup(my_rank(), 3)
+    return total(1.0), other_names()[2]
+
+
+def test_a_process_group_beside_rpc(remote: lab.Group) -> None:
+    assert remote.run(both).results == [(3.0, f"trainer{r}") for r in range(3)]
+
+
+def takes_the_groups_options() -> float:
+    rpc.init_rpc(f"worker{my_rank()}", rank=my_rank(), world_size=2)
+    return rpc.get_rpc_timeout()
+
+
+def test_a_group_takes_rpc_options(capsys: pytest.CaptureFixture[str]) -> None:
+    for given in (
+        {"rpc_timeout": 5, "num_worker_threads": 3},
+        rpc.TensorPipeRpcBackendOptions(rpc_timeout=5, num_worker_threads=3),
+    ):
+        with lab.Group(2, runtime="rpc", rpc_backend_options=given) as group:
+            assert group.run(rpc.get_rpc_timeout).results == [5.0, 5.0]
+            assert [m.reader.serving for m in group._crew.members] == [3, 3]  # type: ignore[union-attr]  # it has ranks
+            assert group.run(takes_the_groups_options).results == [5.0, 5.0], "given none, the group's are kept"
+        assert "init_rpc had nothing to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "runtime", "words"),
+    [
+        ({"rpc_timeout": 5}, "torch", "is for runtime='rpc'"),
+        ({"timeout": 5}, "rpc", "a dict of num_worker_threads and rpc_timeout"),
+        (5, "rpc", "a dict of num_worker_threads and rpc_timeout"),
+        ({"num_worker_threads": 0}, "rpc", "num_worker_threads=0"),
+    ],
+)
+def test_rpc_options_that_cannot_be_meant(given: Any, runtime: str, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        lab.Group(2, runtime=runtime, rpc_backend_options=given)
+
+
+# What would wait for ever
+
+
+def other_ports() -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://localhost:{29500 + my_rank()}", rank=(my_rank() + 1) % 3, world_size=3)
+
+
+def one_initialises() -> None:
+    if my_rank() == 0:
+        dist.init_process_group("gloo", init_method="tcp://localhost:29500", rank=1, world_size=3)
+
+
+def too_many_expected() -> None:
+    setup(my_rank(), 4)
+
+
+def one_starts_rpc() -> None:
+    if my_rank() == 0:
+        rpc.init_rpc("worker0", rank=0, world_size=3)
+
+
+def one_ends_rpc() -> None:
+    if my_rank() == 1:
+        rpc.shutdown()
+
+
+def one_looks_for_a_store() -> None:
+    if my_rank() == 1:
+        dist.TCPStore("localhost", 29777, 3, False)
+
+
+def nobody_sets(folder: str) -> None:
+    dist.FileStore(f"{folder}/store", 3).wait([f"key {my_rank()}"])
+
+
+def nobody_sets_what_one_gets(folder: str) -> None:
+    store = dist.FileStore(f"{folder}/store", 3)
+    if my_rank() == 2:
+        store.get("key")
+    dist.barrier()
+
+
+FOR_EVER: dict[Callable[..., None], tuple[str, type[lab.LabError], str]] = {
+    other_ports: ("torch", StuckError, "init_process_group at localhost:29500 of 3 ranks"),
+    one_initialises: ("torch", RankError, "still waits for it in init_process_group"),
+    too_many_expected: ("torch", StuckError, "init_process_group at localhost:29500 of 4 ranks"),
+    one_looks_for_a_store: ("torch", RankError, "still waits for it in TCPStore"),
+    nobody_sets: ("torch", StuckError, "waits in store.wait for key 'key 0'"),
+    nobody_sets_what_one_gets: ("torch", StuckError, "rank 2 waits in store.get for key 'key'"),
+    one_starts_rpc: ("rpc", RankError, "still waits for it in init_rpc"),
+    one_ends_rpc: ("rpc", RankError, "still waits for it in rpc.shutdown"),
+}
+
+
+@pytest.mark.parametrize("program", FOR_EVER, ids=lambda program: program.__name__)
+def test_a_wait_without_end_is_told(program: Callable[..., None], tmp_path: Path, groups: dict[str, lab.Group]) -> None:
+    which, kind, words = FOR_EVER[program]
+    group = groups[which]
+    with pytest.raises(kind) as caught:
+        group.run(program, *([str(tmp_path)] if program.__code__.co_argcount else []))
+    assert words in " ".join(str(caught.value).split())
+    assert group.run(my_rank).results == [0, 1, 2]
+
+
+def one_comes_alone(limit_s: float) -> str:
+    if my_rank():
+        return ""
+    try:
+        setup(1, 3, timeout=timedelta(seconds=limit_s))
+    except dist.DistStoreError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_time_that_the_program_has_set_is_left_to_it(three: lab.Group) -> None:
+    def has_come_itself(limit_s: float) -> bool:
+        told = f"Timed out after {limit_s:g} seconds waiting for clients. 1/3 clients joined."
+        return three.run(one_comes_alone, limit_s).results == [told, "", ""]
+
+    assert some_limit_does(has_come_itself, (1.5, *LIMITS_S))
+
+
+# group.spawn
+
+
+def shown(rank: int, *rest: Any) -> tuple[Any, ...]:
+    return rank, *rest
+
+
+def test_spawn_gives_the_rank_first(three: lab.Group) -> None:
+    assert three.spawn(shown).results == [(0,), (1,), (2,)]
+    run = three.spawn(shown, args=(3, "x"), nprocs=3, join=True)
+    assert run.results == [(r, 3, "x") for r in range(3)]
+    assert [s.name for s in run.trace.of(rank=0, kind="call")] == ["shown"]
+
+
+def test_spawn_refuses_what_it_cannot_do(three: lab.Group) -> None:
+    with pytest.raises(ValueError, match=r"nprocs=4\): this group has 3 ranks; lab.Group\(4\) makes one that fits"):
+        three.spawn(shown, nprocs=4)
+    with pytest.raises(ValueError, match="join=False"):
+        three.spawn(shown, join=False)
+    with pytest.raises(TypeError, match="Pass f, not f"):
+        three.spawn(3)  # type: ignore[arg-type]  # what a student may do
+    with pytest.raises(TypeError, match=r"one alone is written args=\(3,\)"):
+        three.spawn(shown, args=3)  # type: ignore[arg-type]  # likewise
+
+
+def demo(rank: int, world_size: int) -> None: ...
+
+
+def train(epochs: int) -> None: ...
+
+
+def fails_by_itself(rank: int) -> None:
+    raise TypeError(f"rank {rank} and a mistake")
+
+
+def test_a_missing_rank_leads_to_spawn(three: lab.Group) -> None:
+    with pytest.raises(RankError, match=r"`group.spawn\(demo, args=\(...\)\)` calls demo\(rank, ...\)") as caught:
+        three.run(demo, 3)
+    assert caught.value.failures[0].headline.startswith("TypeError")
+    with pytest.raises(RankError) as other:
+        three.run(train)
+    assert "spawn" not in str(other.value)
+    with pytest.raises(RankError) as own:
+        three.spawn(fails_by_itself)
+    assert "spawn" not in str(own.value)
+
+
+# Ranks without a framework of their own
+
+
+def trains_in_a_bare_rank() -> float:
+    dist.init_process_group("gloo")
+    value = torch.ones(10)
+    dist.all_reduce(value)
+    if dist.get_rank() == 0:
+        dist.send(value, 1)
+    elif dist.get_rank() == 1:
+        dist.recv(value, 0)
+    return value[0].item()
+
+
+def calls_in_a_bare_rank() -> Any:
+    rank = my_rank()
+    rpc.init_rpc(f"bare{rank}", rank=rank, world_size=3)
+    result = rpc.rpc_sync(f"bare{(rank + 1) % 3}", add, args=(rank, 1))
+    rpc.shutdown()
+    return result
+
+
+def leaves_one_behind() -> None:
+    dist.init_process_group("gloo")
+    if dist.get_rank():
+        dist.barrier()
+
+
+def test_a_bare_group_is_recorded_like_any_other() -> None:
+    with lab.Group(3, runtime="bare", timeout_s=200) as bare:
+        for _ in range(2):
+            run = bare.run(trains_in_a_bare_rank)
+            assert run.results == [3.0] * 3
+        assert [(s.name, s.nbytes, s.peer) for s in run.trace.of(rank=0, kind="communication")] == [
+            ("init_process_group", 0, -1), ("all_reduce", 40, -1), ("send", 40, 1)
+        ]  # fmt: skip
+        for _ in range(2):
+            run = bare.run(calls_in_a_bare_rank)
+            assert run.results == [1, 2, 3]
+        assert {"init_rpc", "rpc_sync add", "rpc.shutdown"} <= set(names(run))
+
+
+def test_a_bare_group_that_one_rank_leaves_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with lab.Group(3, runtime="bare", timeout_s=200) as bare:
+
+        def all_wait(certain_after_s: float) -> bool:
+            """Else one of them alone is told to."""
+            monkeypatch.setattr(RUNTIMES["bare"], "certain_after_s", certain_after_s)
+            with pytest.raises(RankError, match=r"returned while rank .* still waits? for it in barrier") as caught:
+                bare.run(leaves_one_behind)
+            return "rank 1 and rank 2 still wait for it" in caught.value.report()
+
+        assert some_limit_does(all_wait, (0.5, 5.0, 30.0))
+
+
+def test_a_bare_group_does_not_import_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = in_cells.Cells(in_cells.new_main(monkeypatch))
+    notebook("def loaded():\n    import sys\n    return 'torch' in sys.modules")
+    with lab.Group(2, runtime="bare") as bare:
+        assert bare.run(notebook.loaded).results == [False, False]

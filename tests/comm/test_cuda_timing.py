@@ -1,0 +1,296 @@
+"""Times taken by a GPU, with a GPU that does what the test says, when it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from labkit.comm import cuda_timing as module
+from labkit.comm import operation
+from labkit.comm.cuda_timing import ANCHOR_LIFE_NS, DeviceClock, DeviceOperation
+from labkit.recording.events import Span
+from labkit.recording.record import Recorder, here, span
+from labkit.recording.ring_buffer import RING_BYTES, RingReader, RingWriter
+from labkit.tracing.trace import from_records
+
+SKEW_NS = 5_000_000  # between the GPU's clock and the host's
+READING_NS = 1_000  # one look at the host's clock
+
+
+class FakeEvent:
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu = gpu
+        self.ns: int | None = None  # on the GPU's clock, once it has come
+
+    def query(self) -> bool:
+        return self.ns is not None
+
+    def elapsed_time(self, end_event: FakeEvent) -> float:
+        assert self.ns is not None
+        assert end_event.ns is not None
+        return (end_event.ns - self.ns) / 1e6
+
+    def synchronize(self) -> None:
+        self.gpu.catch_up()
+        self.gpu.idle_streams()
+
+
+class FakeGpu:
+    """A host's clock that goes on by itself, and a GPU whose streams do what was enqueued when the test lets them."""
+
+    def __init__(self) -> None:
+        self.now_ns = 1_000
+        self.enqueued: list[FakeEvent] = []
+        self.own: list[FakeEvent] = []
+        self.sleeps = False
+        self.congested = False
+        self.waited: list[object] = []
+
+    def clock(self) -> int:
+        self.now_ns += READING_NS
+        if not self.congested:
+            self.idle_streams()
+        return self.now_ns
+
+    def awake(self) -> bool:
+        return not self.sleeps
+
+    def device(self) -> int:
+        return 0
+
+    def here(self, device: int) -> FakeEvent:
+        assert device == 0
+        self.enqueued.append(FakeEvent(self))
+        return self.enqueued[-1]
+
+    def aside(self, device: int, wait: Callable[[], object] | None = None) -> FakeEvent:
+        assert device == 0
+        event = FakeEvent(self)
+        if wait is None:
+            self.own.append(event)  # a stream of our own comes to it at once
+        else:
+            self.waited.append(wait())
+            self.enqueued.append(event)
+        return event
+
+    def idle_streams(self) -> None:
+        for event in self.own:
+            event.ns = self.now_ns + SKEW_NS
+        self.own = []
+
+    def comes_to(self, at_ns: int, count: int = 1) -> None:
+        """The GPU does the next of what was enqueued at a moment on the host's clock."""
+        self.now_ns = max(self.now_ns, at_ns)
+        for event in self.enqueued[:count]:
+            event.ns = at_ns + SKEW_NS
+        del self.enqueued[:count]
+
+    def catch_up(self) -> None:
+        self.comes_to(self.now_ns, len(self.enqueued))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    gpu = FakeGpu()
+    monkeypatch.setattr(module, "clock", gpu.clock)
+    monkeypatch.setattr(operation, "clock", gpu.clock)
+    return gpu
+
+
+class Rank:
+    def __init__(self, gpu: FakeGpu) -> None:
+        memory = bytearray(RING_BYTES)
+        self.ring, self.reader = RingWriter(memory), RingReader(memory)
+        self.clock = DeviceClock(self.ring, gpu)
+
+    def written(self) -> list[Span]:
+        return list(from_records([self.reader.read()], [self.reader.names()], ["rank 0"]))
+
+    def operation(self, gpu: FakeGpu, name: str = "all_reduce") -> DeviceOperation:
+        return DeviceOperation(self.clock, 0, self.ring, name, gpu.now_ns, 64)
+
+
+@pytest.fixture
+def rank(gpu: FakeGpu) -> Rank:
+    return Rank(gpu)
+
+
+def close(ns: int, expected_ns: int) -> bool:
+    """As close as the anchor is: the two readings of the host's clock around its event."""
+    return abs(ns - expected_ns) <= 3 * READING_NS
+
+
+def test_a_span_is_timed_by_the_gpu(gpu: FakeGpu, rank: Rank) -> None:
+    enter, leave = rank.clock.span("forward")
+    enter()
+    leave()
+    assert rank.written() == []  # the host is done, the GPU has not begun
+    gpu.comes_to(2_000_000)
+    gpu.comes_to(9_000_000)
+    rank.clock.settle()
+    (forward,) = rank.written()
+    assert (forward.name, forward.kind, forward.device) == ("forward", "compute", "cuda")
+    assert close(forward.start_ns, 2_000_000)
+    assert close(forward.end_ns, 9_000_000)
+
+
+def test_spans_within_each_other(gpu: FakeGpu, rank: Rank) -> None:
+    enter, leave = rank.clock.span("layer")
+    for step in (enter, enter, leave, leave):
+        step()
+    for at_ns in (1_000_000, 2_000_000, 3_000_000, 4_000_000):
+        gpu.comes_to(at_ns)
+    rank.clock.settle()
+    inner, outer = sorted(rank.written(), key=lambda s: s.duration_ns)
+    assert close(inner.duration_ns, 1_000_000)
+    assert close(outer.duration_ns, 3_000_000)
+
+
+def test_before_cuda_wakes_the_host_tells_the_time(gpu: FakeGpu, rank: Rank) -> None:
+    enter, leave = rank.clock.span("load")
+    gpu.sleeps = True
+    gpu.now_ns = 1_000_000
+    enter()
+    gpu.sleeps = False
+    leave()
+    gpu.comes_to(3_000_000)
+    rank.clock.settle()
+    (load,) = rank.written()
+    assert close(load.start_ns, 1_000_000)
+    assert close(load.end_ns, 3_000_000)
+
+
+def test_the_clocks_are_compared_again_when_they_may_have_drifted(gpu: FakeGpu, rank: Rank) -> None:
+    rank.clock.mark()
+    first = rank.clock._anchors[0]
+    rank.clock.mark()
+    assert rank.clock._anchors[0] is first
+    gpu.now_ns += ANCHOR_LIFE_NS
+    mark = rank.clock.mark()
+    assert rank.clock._anchors[0] is not first
+    gpu.comes_to(gpu.now_ns, count=2)
+    at_ns = gpu.now_ns
+    gpu.comes_to(at_ns)
+    assert close(mark.time_ns() or 0, at_ns)
+
+
+def test_an_old_anchor_is_better_than_one_that_other_work_delays(gpu: FakeGpu, rank: Rank) -> None:
+    rank.clock.mark()
+    first = rank.clock._anchors[0]
+    gpu.congested = True
+    gpu.now_ns += ANCHOR_LIFE_NS
+    rank.clock.mark()
+    assert rank.clock._anchors[0] is first
+
+
+def test_the_first_anchor_is_waited_for(gpu: FakeGpu, rank: Rank) -> None:
+    gpu.congested = True
+    mark = rank.clock.mark()
+    gpu.comes_to(gpu.now_ns + 1_000_000)
+    assert close(mark.time_ns() or 0, gpu.now_ns)
+
+
+def test_an_asynchronous_operation(gpu: FakeGpu, rank: Rank) -> None:
+    reduced = rank.operation(gpu)
+    reduced.launched(lambda: "side stream waits", ["tensors"])
+    assert gpu.waited == ["side stream waits"]
+    assert reduced._kept == ["tensors"]
+    reduced.wait_begins()
+    assert rank.reader.pending()[0].wait_start_ns
+    reduced.wait_ends()
+    assert reduced._kept is None  # the student's stream is behind it now: torch may use the memory again
+    gpu.comes_to(1_000_000)  # all that was enqueued before it
+    end = gpu.enqueued.pop(0)  # it runs beside the student's stream ...
+    gpu.comes_to(2_000_000)  # ... which comes to the wait,
+    rank.clock.settle()
+    assert rank.written() == []
+    end.ns = 6_000_000 + SKEW_NS
+    gpu.comes_to(6_000_000)  # and goes on
+    rank.clock.settle()
+    (span,) = rank.written()
+    assert (span.name, span.device, span.done, span.nbytes) == ("all_reduce", "cuda", True, 64)
+    assert close(span.start_ns, 1_000_000)
+    assert close(span.wait_start_ns, 2_000_000)
+    assert close(span.wait_end_ns, 6_000_000)
+    assert close(span.end_ns, 6_000_000)
+    assert rank.reader.pending() == []
+
+
+def test_one_that_nobody_waits_for(gpu: FakeGpu, rank: Rank) -> None:
+    sent = rank.operation(gpu, "send")
+    sent.launched(lambda: None, ["tensors"])
+    sent.completed()  # the host has no say in it
+    sent.told(None)
+    gpu.comes_to(1_000_000)
+    gpu.comes_to(3_000_000)
+    rank.clock.settle()
+    (span,) = rank.written()
+    assert span.wait_start_ns == 0
+    assert close(span.duration_ns, 2_000_000)
+    assert sent._kept is None
+
+
+def test_one_on_the_students_own_stream(gpu: FakeGpu, rank: Rank) -> None:
+    reduced = rank.operation(gpu)
+    reduced.launched(None, [])
+    gpu.comes_to(1_000_000)
+    gpu.comes_to(3_000_000)
+    rank.clock.settle()
+    (span,) = rank.written()
+    assert (span.start_ns, span.end_ns) == (span.wait_start_ns, span.wait_end_ns)
+
+
+def test_what_torch_waits_for_at_the_end_of_a_backward_pass(gpu: FakeGpu, rank: Rank) -> None:
+    reduced = rank.operation(gpu)
+    reduced.launched(lambda: None, [])
+    reduced.wait_begins_in_torch()
+    start, end, wait = gpu.enqueued
+    for event, at_ns in ((start, 1_000_000), (wait, 4_000_000), (end, 7_000_000)):
+        event.ns = at_ns + SKEW_NS
+    rank.clock.settle()
+    (span,) = rank.written()
+    assert close(span.wait_start_ns, 4_000_000)
+    assert span.wait_end_ns == span.end_ns
+
+
+def test_one_that_is_stuck_holds_up_no_other(gpu: FakeGpu, rank: Rank) -> None:
+    stuck, done = rank.operation(gpu, "recv"), rank.operation(gpu, "send")
+    stuck.launched(lambda: None, [])
+    done.launched(lambda: None, [])
+    gpu.comes_to(1_000_000, count=2)
+    gpu.enqueued.pop(0)
+    gpu.comes_to(2_000_000)
+    rank.clock.settle()
+    assert [s.name for s in rank.written()] == ["send"]
+    assert [p.name for p in rank.reader.pending()] == ["recv"]
+    rank.clock.flush()  # comes back although one is never done
+    stuck.failed()
+    rank.clock.settle()
+    assert not rank.clock._operations
+    assert [s.done for s in rank.written()] == [False]
+
+
+def test_flush_waits_for_the_gpu(gpu: FakeGpu, rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    enter, leave = rank.clock.span("forward")
+    enter()
+    leave()
+    monkeypatch.setattr(module.time, "sleep", lambda _: gpu.catch_up())
+    rank.clock.flush()
+    assert [s.name for s in rank.written()] == ["forward"]
+
+
+def test_spans_of_a_rank_with_a_gpu(gpu: FakeGpu, rank: Rank) -> None:
+    recorder = Recorder(rank.ring)
+    recorder.device_clock = rank.clock
+    here.start(recorder)
+    try:
+        with span("forward"):
+            pass
+        with span("a file", "communication"):
+            pass
+    finally:
+        here.start(None)
+    gpu.catch_up()
+    rank.clock.settle()
+    assert {(s.name, s.device) for s in rank.written()} == {("forward", "cuda"), ("a file", "cpu")}

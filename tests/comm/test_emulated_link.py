@@ -1,0 +1,243 @@
+"""Ranks over a slow link: right results, and nothing ends sooner than over that link. How late it ends, the machine decides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import comm_cases as cases
+import comm_rpc_cases as rpc_cases
+import pytest
+import torch
+import torch.distributed as dist
+
+import labkit as lab
+from labkit.group.group import Group
+from labkit.group.run import Run
+from labkit.recording.events import Span
+
+LINK = lab.Link(gbit_per_s=0.1, latency_us=300)
+FROM_ANYONE = 3  # the number of that message in `comm_cases.ring_of_messages` which is received from whoever sends
+LONG = lab.Link(gbit_per_s=0.1, latency_us=600_000)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Group]:
+    with Group(2, link=LINK) as group:
+        yield group
+
+
+def model_ns(name: str, nbytes: int, ranks: int, link: lab.Link = LINK) -> int:
+    return int(link.seconds(name, nbytes, ranks) * 1e9)
+
+
+def check_not_early(span: Span, ready_ns: int, ranks: int) -> None:
+    """It was over no sooner than the link lets it, counted from the moment when all had come."""
+    assert span.done
+    # Its sender is done before the receiver knows who it was, and so counts from its own begin.
+    begun_ns = span.start_ns if span.name == "send" and span.match == FROM_ANYONE else max(span.start_ns, ready_ns)
+    assert span.end_ns - begun_ns >= model_ns(span.name, span.nbytes, ranks), span
+
+
+def nothing_was_early(run: Run, ranks: int = 2) -> list[str]:
+    """The names of what was communicated, all of it in good time."""
+    seen = []
+    for span, ready_ns in zip(run.trace, run.trace.ready().tolist(), strict=True):
+        if span.kind == "communication":
+            seen.append(span.name)
+            check_not_early(span, ready_ns, ranks)
+    return seen
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    return len(a) == len(b) and all(map(same, a, b)) if isinstance(a, (list, tuple)) else a == b
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        cases.collectives, cases.objects, cases.asynchronous, cases.functional, cases.ring_of_messages, cases.gradients_by_hand,
+        cases.fully_sharded, cases.tensor_parallel, cases.sharded_optimizer,
+    ],
+)  # fmt: skip
+def test_the_results_are_right_and_nothing_is_early(pair: Group, case: Callable[..., Any]) -> None:
+    run = pair.run(cases.watched_and_bare, case)
+    for over_link, bare in run.results:
+        assert same(over_link, bare)
+    assert nothing_was_early(run)
+
+
+@pytest.mark.parametrize("how", ["plain", "static_graph", "find_unused", "allreduce_hook", "fp16_hook"])
+def test_data_parallel(pair: Group, how: str) -> None:
+    run = pair.run(cases.watched_and_bare, cases.data_parallel, how)
+    for over_link, bare in run.results:
+        assert same(over_link, bare)
+    assert nothing_was_early(run).count("all_reduce") >= 6
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_pipelines(pair: Group, schedule: str) -> None:
+    run = pair.run(cases.watched_and_bare, cases.pipelined, schedule)
+    for over_link, bare in run.results:
+        assert same(over_link, bare)
+    assert nothing_was_early(run).count("send") >= 8
+
+
+def test_the_parts_that_a_root_gathers_are_counted_together(pair: Group) -> None:
+    def both() -> None:
+        x = torch.ones(1000)
+        dist.gather(x, [torch.zeros(1000), torch.zeros(1000)] if dist.get_rank() == 0 else None)
+        dist.scatter(x, [x, x] if dist.get_rank() == 0 else None)
+
+    run = pair.run(both)
+    for name in ("gather", "scatter"):
+        spans = run.trace.of(name=name)
+        assert {s.nbytes for s in spans} == {4000, 8000}
+        assert max(s.end_ns for s in spans) - max(s.start_ns for s in spans) >= model_ns(name, 8000, 2)
+
+
+def test_operations_queue_for_the_link(pair: Group) -> None:
+    def three() -> None:
+        works = [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(3)]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    run = pair.run(three)
+    one_ns = model_ns("all_reduce", 4000, 2)
+    for rank in (0, 1):
+        spans = sorted(run.trace.of(rank=rank, name="all_reduce"), key=lambda s: s.match)
+        begin_ns = max(s.start_ns for s in run.trace.of(name="all_reduce") if s.match == spans[0].match)
+        for place, span in enumerate(spans, 1):
+            assert span.end_ns - begin_ns >= place * one_ns
+
+
+def test_a_future_completes_no_sooner(pair: Group) -> None:
+    def ends() -> list[int]:
+        work = dist.all_reduce(torch.ones(1000), async_op=True)
+        assert work is not None
+        future = work.get_future()
+        assert future is work.get_future()
+        after = future.then(lambda done: (done.value(), time.perf_counter_ns())[1])
+        return [after.wait(), time.perf_counter_ns()]
+
+    run = pair.run(ends)
+    issued_ns = max(s.start_ns for s in run.trace.of(name="all_reduce"))
+    assert all(end_ns - issued_ns >= model_ns("all_reduce", 4000, 2) for ends in run.results for end_ns in ends)
+
+
+def test_a_rank_computes_while_the_link_is_busy(pair: Group) -> None:
+    def beside() -> int:
+        work = dist.all_reduce(torch.ones(1000), async_op=True)
+        assert work is not None
+        with lab.span("compute"):
+            while not work.is_completed():
+                torch.ones(10).sum()
+        work.wait()
+        return time.perf_counter_ns()
+
+    run = pair.run(beside)
+    assert nothing_was_early(run) == ["all_reduce"] * 2
+    for rank in (0, 1):
+        (reduced,), (computed,) = run.trace.of(rank=rank, name="all_reduce"), run.trace.of(rank=rank, name="compute")
+        assert reduced.wait_start_ns == 0  # it was never waited for
+        assert reduced.start_ns < computed.start_ns
+        assert computed.end_ns >= reduced.end_ns
+
+
+def test_a_message_that_nobody_waits_for_yet(pair: Group) -> None:
+    run = pair.run(cases.watched_and_bare, cases.late_wait)
+    assert run.results[1][0][1] == "[1.0, 1.0]"
+    assert sorted(nothing_was_early(run)) == ["recv", "send"]
+
+
+def test_what_is_refused_leaves_no_trace_in_the_book(pair: Group) -> None:
+    def refused() -> float:
+        x = torch.ones(2)
+        with pytest.raises(RuntimeError):
+            dist.all_gather([torch.zeros(1)], x)
+        with pytest.raises(RuntimeError):
+            dist.isend(x.to_sparse(), 1 - dist.get_rank())
+        dist.all_reduce(x)
+        return x[0].item()
+
+    run = pair.run(refused)
+    assert run.results == [2.0, 2.0]
+    assert nothing_was_early(run) == ["all_reduce"] * 2
+
+
+def test_waiting_takes_no_processor_and_is_not_taken_for_stuck() -> None:
+    def wait() -> float:
+        begin = time.process_time()
+        dist.barrier()
+        work = dist.barrier(async_op=True)
+        assert work is not None
+        work.get_future().wait()
+        return time.process_time() - begin
+
+    with Group(2, link=LONG) as group:
+        run = group.run(wait)
+    waited_s = 2 * LONG.seconds("barrier", 0, 2)
+    assert run.trace.duration_ns >= waited_s * 1e9
+    assert max(run.results) < waited_s / 4
+
+
+def test_part_of_the_ranks(pair: Group) -> None:
+    def among_two() -> None:
+        group = dist.new_group([0, 2])
+        if dist.get_rank() != 1:
+            dist.all_reduce(torch.ones(1000), group=group)
+            cases.ring_of_messages(group)
+        dist.barrier()
+        dist.monitored_barrier()
+
+    with Group(3, link=LINK) as trio:
+        run = trio.run(among_two)
+    for span, ready_ns in zip(run.trace, run.trace.ready().tolist(), strict=True):
+        if span.kind == "communication":
+            check_not_early(span, ready_ns, 2 if "of ranks 0,2" in span.group else 3)
+
+
+def test_a_group_that_can_never_go_on_is_told_as_ever(pair: Group) -> None:
+    def one_too_many() -> None:
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        assert work is not None
+        work.get_future().wait()  # the thread that tells of ends is at work from here on
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(4))
+
+    with pytest.raises(lab.LabError, match="rank 1 returned while rank 0 still waits for it in all_reduce"):
+        pair.run(one_too_many)
+
+
+def test_an_error_of_one_rank_is_told_as_ever(pair: Group) -> None:
+    def fail() -> None:
+        work = dist.all_reduce(torch.ones(100_000), async_op=True)
+        if dist.get_rank() == 1:
+            raise KeyError("mine")
+        assert work is not None
+        work.wait()
+
+    with pytest.raises(lab.RankError, match="mine"):
+        pair.run(fail)
+    assert pair.run(lambda: 1).results == [1, 1]
+
+
+def test_remote_calls() -> None:
+    with Group(["master", "worker"], runtime="rpc", link=LINK) as group:
+        run = group["master"].run(rpc_cases.calls)
+    expected = [3, 4, 1, 2, 6, 6, 2, 1, 4]
+    assert [t.unique().tolist() for t in run.results[0]] == [[float(value)] for value in expected]
+    calls = [s for s in run.trace.of(rank=0, kind="communication") if s.name.startswith("rpc_")]
+    assert len(calls) > 6
+    for call in calls:  # there, and back with as much
+        assert call.end_ns - call.start_ns >= 2 * model_ns("send", 4000, 2)
+    for fetched in run.trace.of(rank=0, name="to_here"):
+        assert fetched.end_ns - fetched.start_ns >= model_ns("send", fetched.nbytes, 2)
+    # What is called begins when the call has come: the call and its function are one operation.
+    served = sorted(s.start_ns for s in run.trace.of(rank=1, name="serve add"))
+    sent = sorted(s.start_ns for s in calls if s.name.endswith(" add"))
+    assert served[0] - sent[0] >= model_ns("send", 4000, 2)

@@ -1,0 +1,312 @@
+"""The life of an operation, without processes: what is written, when, and only once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from labkit.comm import operation as module
+from labkit.comm.backward import Backwards, in_backward
+from labkit.comm.completion import Attendant
+from labkit.comm.futures import Futures
+from labkit.comm.operation import Batch, Operation
+from labkit.recording.events import Span
+from labkit.recording.ring_buffer import RING_BYTES, Pending, RingReader, RingWriter
+from labkit.tracing.trace import from_records
+
+
+class Rank:
+    """A ring, its two ends, and a clock that stands still until it is told otherwise."""
+
+    def __init__(self) -> None:
+        memory = bytearray(RING_BYTES)
+        self.ring, self._reader = RingWriter(memory), RingReader(memory)
+        self.now_ns = 0
+
+    def issue(self, now_ns: int, name: str = "all_reduce", **details: Any) -> Operation:
+        self.now_ns = now_ns
+        return Operation(self.ring, name, now_ns, **details)
+
+    def at(self, now_ns: int, happens: Callable[..., object], *args: object) -> None:
+        self.now_ns = now_ns
+        happens(*args)
+
+    def pending(self) -> list[Pending]:
+        return self._reader.pending()
+
+    def written(self) -> list[Span]:
+        return list(from_records([self._reader.read()], [self._reader.names()], ["rank 0"]))
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
+    rank = Rank()
+    monkeypatch.setattr(module, "clock", lambda: rank.now_ns)
+    return rank
+
+
+def times(span: Span) -> tuple[int, int, int, int]:
+    return span.start_ns, span.wait_start_ns, span.wait_end_ns, span.end_ns
+
+
+def test_waited_for_at_once(rank: Rank) -> None:
+    operation = rank.issue(10, nbytes=8, peer=3, group="world", match=7, line="cell 5, line 2")
+    (pending,) = rank.pending()
+    assert (pending.name, pending.start_ns, pending.wait_start_ns, pending.nbytes) == ("all_reduce", 10, 0, 8)
+    rank.at(20, operation.wait_begins)
+    assert rank.pending()[0].wait_start_ns == 20
+    rank.at(50, operation.wait_ends)
+    assert rank.pending() == []
+    (span,) = rank.written()
+    assert times(span) == (10, 20, 50, 50)
+    assert (span.nbytes, span.peer, span.group, span.match, span.line, span.done) == (8, 3, "world", 7, "cell 5, line 2", True)
+
+
+def test_completed_while_it_is_waited_for(rank: Rank) -> None:
+    operation = rank.issue(10)
+    rank.at(20, operation.wait_begins)
+    rank.at(40, operation.completed)
+    assert rank.written() == []  # the waiter writes, when it goes on
+    rank.at(45, operation.wait_ends)
+    assert [times(s) for s in rank.written()] == [(10, 20, 45, 40)]
+
+
+def test_completed_before_anybody_waits(rank: Rank) -> None:
+    operation = rank.issue(10)
+    rank.at(30, operation.completed)
+    assert operation.done
+    rank.at(60, operation.wait_begins)
+    rank.at(61, operation.wait_ends)
+    rank.at(70, operation.completed)
+    assert [times(s) for s in rank.written()] == [(10, 0, 0, 30)]
+    assert rank.pending() == []
+
+
+def test_completed_as_the_wait_begins(rank: Rank) -> None:
+    operation = rank.issue(10)
+    rank.at(25, operation.wait_begins_in_torch)
+    rank.at(25, operation.completed)
+    assert [times(s) for s in rank.written()] == [(10, 0, 0, 25)]
+
+
+def test_waited_for_in_cpp(rank: Rank) -> None:
+    operation = rank.issue(10)
+    rank.at(25, operation.wait_begins_in_torch)
+    assert rank.pending()[0].wait_start_ns == 25
+    rank.at(40, operation.completed)
+    assert [times(s) for s in rank.written()] == [(10, 25, 40, 40)]
+
+
+def test_a_second_wait_changes_nothing(rank: Rank) -> None:
+    operation = rank.issue(10)
+    rank.at(20, operation.wait_begins)
+    rank.at(30, operation.wait_begins)
+    rank.at(35, operation.wait_begins_in_torch)
+    rank.at(40, operation.wait_ends)
+    assert [times(s) for s in rank.written()] == [(10, 20, 40, 40)]
+
+
+def test_failed(rank: Rank) -> None:
+    operation = rank.issue(10)
+    rank.at(20, operation.wait_begins)
+    rank.at(40, operation.failed)
+    (span,) = rank.written()
+    assert times(span) == (10, 20, 40, 40)
+    assert not span.done
+    assert rank.pending() == []
+
+
+def test_withdrawn(rank: Rank) -> None:
+    operation = rank.issue(10)
+    operation.withdrawn()
+    rank.at(20, operation.completed)
+    assert rank.written() == []
+    assert rank.pending() == []
+
+
+def test_an_operation_that_is_over_leaves_the_slot_of_the_next_one_alone(rank: Rank) -> None:
+    first = rank.issue(10)
+    rank.at(20, first.completed)
+    for _ in range(63):
+        rank.issue(21).withdrawn()
+    second = rank.issue(30, "barrier")  # in the slot that the first one had
+    first.end_ns = 0
+    rank.at(40, first.wait_begins)
+    assert [(p.name, p.wait_start_ns) for p in rank.pending()] == [("barrier", 0)]
+    second.withdrawn()
+
+
+def test_a_batch_ends_as_one(rank: Rank) -> None:
+    operations = [rank.issue(10, "send"), rank.issue(11, "recv")]
+    batch = Batch(operations)
+    assert not batch.done
+    rank.at(20, batch.wait_begins)
+    rank.at(30, batch.wait_ends)
+    assert batch.done
+    assert [(s.name, *times(s)) for s in rank.written()] == [("send", 10, 20, 30, 30), ("recv", 11, 20, 30, 30)]
+    again = Batch([rank.issue(40), rank.issue(40)])
+    rank.at(50, again.failed)
+    assert [s.done for s in rank.written()] == [False, False]
+    last = Batch([rank.issue(60), rank.issue(60)])
+    rank.at(70, last.completed)
+    assert [s.end_ns for s in rank.written()] == [70, 70]
+
+
+class At:
+    """A moment on the GPU that has come."""
+
+    def __init__(self, ns: int | None) -> None:
+        self._ns = ns
+
+    def time_ns(self) -> int | None:
+        return self._ns
+
+
+def test_nobody_waits_before_the_gpu_has_computed_what_is_sent(rank: Rank) -> None:
+    operation = rank.issue(10, ready=At(35))
+    rank.at(20, operation.wait_begins)
+    rank.at(50, operation.wait_ends)
+    rank.issue(60, ready=At(None)).failed()  # it failed before the GPU came to it
+    late, failed = rank.written()
+    assert times(late) == (35, 35, 50, 50)
+    assert late.device == "cuda"
+    assert failed.start_ns == 60
+
+
+def futures_of(rank: Rank) -> tuple[Futures, Any, Operation]:
+    """A future, the operation behind it, and who knows of it."""
+    futures, future = Futures(), torch.futures.Future()  # type: ignore[var-annotated]
+    operation = rank.issue(10)
+    futures.tie(future, [operation])
+    futures.tell(future, operation.told)
+    return futures, future, operation
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own futures come back after the test."""
+    for name in ("wait", "then"):
+        monkeypatch.setattr(torch._C.Future, name, getattr(torch._C.Future, name))
+    monkeypatch.setattr(torch._C, "_collect_all", torch._C._collect_all)
+
+
+def test_a_future_tells_its_operation(rank: Rank) -> None:
+    _, future, _ = futures_of(rank)
+    rank.at(30, future.set_result, 1)
+    assert [times(s) for s in rank.written()] == [(10, 0, 0, 30)]
+
+
+def test_a_future_that_fails_says_so(rank: Rank) -> None:
+    _, future, _ = futures_of(rank)
+    rank.at(30, future.set_exception, ValueError("no"))
+    (span,) = rank.written()
+    assert not span.done
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("made", ["itself", "then", "collect_all", "wait_all", "set by a callback"])
+def test_waiting_for_what_was_made_of_a_future(rank: Rank, made: str) -> None:
+    futures, future, operation = futures_of(rank)
+    futures.install()
+    futures.install()
+    assert not hasattr(torch._C.Future.wait.__labkit_original__, "__labkit_original__")  # twice is once
+    other: Any = torch.futures.Future()
+
+    def hand_on(done: Any) -> None:
+        other.set_result(done.value())
+
+    waited: Any = future
+    if made == "then":
+        waited = future.then(lambda f: f.value()).then(lambda f: f.value())
+    elif made == "set by a callback":
+        future.then(hand_on)
+        waited = other
+    elif made == "collect_all":
+        waited = torch.futures.collect_all([future])
+
+    rank.now_ns = 20
+    begun = []
+    # The wait itself would block: let the future complete at its begin.
+    real_begin = Operation.wait_begins
+
+    def begin(self: Operation) -> None:
+        real_begin(self)
+        begun.append(rank.pending()[0].wait_start_ns)
+        rank.now_ns = 40
+        future.set_result(5)
+
+    # Where nothing begins, this wait in C++ would have no end.
+    rescue = threading.Timer(60.0, lambda: future.done() or future.set_result(5))
+    rescue.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Operation, "wait_begins", begin)
+        if made == "wait_all":
+            assert torch.futures.wait_all([future]) == [5]
+        else:
+            waited.wait()
+    rescue.cancel()
+    assert begun == [20]
+    assert operation.done
+    assert [times(s) for s in rank.written()] == [(10, 20, 40, 40)]
+
+
+def test_an_attendant_waits_for_what_nobody_waits_for() -> None:
+    class Message:
+        def __init__(self) -> None:
+            self.start_ns, self.claims, self.attended, self.gave_up = 0, 0, threading.Event(), threading.Event()
+
+        def claim(self) -> bool:
+            self.claims += 1
+            return self.claims == 1
+
+        def attend(self) -> None:
+            self.attended.set()
+            assert self.gave_up.wait(60)
+
+        def give_up(self) -> None:
+            self.gave_up.set()
+
+    attendant = Attendant()
+    messages = [Message() for _ in range(3)]
+    assert messages[1].claim()  # the student has begun to wait for this one
+    for message in messages:
+        attendant.watch(message)
+    assert messages[0].attended.wait(60)
+    assert messages[2].attended.wait(60)  # although the first is still under way
+    attendant._let_go()  # as at the end of the process
+    assert messages[0].gave_up.is_set()
+    assert not messages[1].attended.is_set()
+    late = Message()
+    attendant.watch(late)
+    while not attendant._messages.empty():
+        pass
+    assert not late.attended.is_set()
+
+
+def test_what_ended_with_a_backward_pass_ends_there_whoever_tells_of_it_later(rank: Rank) -> None:
+    """The engine is real. In the place of DistributedDataParallel's callback is one in which the future is completed."""
+    backwards, done, open_ = Backwards(), rank.issue(10), rank.issue(10)
+    done.future, open_.future = torch.futures.Future(), torch.futures.Future()
+
+    def waits() -> None:
+        rank.at(30, done.future.set_result, 0)
+
+    def bucket(gradient: torch.Tensor) -> None:
+        rank.now_ns = 20
+        for operation in (done, open_):
+            backwards.issued(in_backward(), operation)
+        torch.autograd.Variable._execution_engine.queue_callback(waits)
+
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(bucket)
+    x.backward()
+    rank.at(90, done.completed)  # as it is told
+    (span,) = rank.written()
+    assert times(span) == (10, 20, 30, 30)
+    assert not open_.done, "a future that is not complete is not waited for by a pass that has ended"
+    rank.at(95, open_.completed)
+    assert [times(span) for span in rank.written()] == [(10, 20, 95, 95)]

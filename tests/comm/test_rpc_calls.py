@@ -1,0 +1,289 @@
+"""Remote procedure calls are written down on both ends, and come out as without us."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import comm_rpc_cases as cases
+import pytest
+import torch
+
+from labkit.comm.futures import Futures
+from labkit.group.group import Group
+from labkit.group.run import Run
+from labkit.plots.bars import style_of
+from labkit.plots.flows import flows_of
+from labkit.recording.events import Span
+
+# torch's own call in a distributed optimizer; the ranks have the filters of their first run.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
+
+HERE = Path(__file__).resolve().parents[1] / "helpers"
+MASTER, WORKER = 0, 1
+X = 1000 * 4  # bytes of the tensor that travels
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Group]:
+    with Group(["master", "worker"], runtime="rpc") as group:
+        yield group
+
+
+def spans(run: Run, rank: int, kind: str = "communication") -> list[Span]:
+    return [span for span in run.trace if span.kind == kind and span.rank == rank]
+
+
+def ends(run: Run) -> dict[tuple[str, int], list[Span]]:
+    """The spans of the two ends of each call that has a number."""
+    found: dict[tuple[str, int], list[Span]] = {}
+    for span in run.trace:
+        if span.kind == "communication" and span.group:
+            found.setdefault((span.group, span.match), []).append(span)
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(group: Group) -> Run:
+    return group["master"].run(cases.calls)
+
+
+def test_results(run: Run) -> None:
+    expected = [3, 4, 1, 2, 6, 6, 2, 1, 4]
+    assert [t.unique().tolist() for t in run.results[0]] == [[float(value)] for value in expected]
+
+
+def test_the_caller(run: Run) -> None:
+    calls = spans(run, MASTER)
+    assert [s.name for s in calls] == [
+        "rpc_async add", "rpc_async add", "rpc_sync add", "rpc_async add", "rpc_async add", "remote add", "to_here",
+        "rpc_sync add", "remote mul", "to_here", "rpc_sync add_later",
+    ]  # fmt: skip
+    assert all(s.peer == WORKER and s.done and s.line.startswith("comm_rpc_cases.py, line") for s in calls)
+    # Python functions are pickled with their arguments; those of torch go without; what `to_here` brings is a tensor.
+    pickled = [s.nbytes for s in calls if s.nbytes not in (X, 2 * X)]
+    assert len(pickled) == 7
+    assert all(X < nbytes < X + 300 for nbytes in pickled)
+    assert [s.nbytes for s in calls if s.name in ("to_here", "remote mul")] == [X, 2 * X, X]
+
+
+def test_the_callee(run: Run) -> None:
+    served = [s.name for s in spans(run, WORKER, "compute")]
+    assert served.count("serve add") == 7  # one of them for `add_later`
+    assert served.count("serve add_later") == 1
+    replies = [s for s in spans(run, WORKER) if s.name.startswith("reply")]
+    assert all(X < s.nbytes < X + 300 for s in replies)
+    assert [s.peer for s in replies].count(MASTER) == 6
+    assert [s.peer for s in replies].count(WORKER) == 1  # `add_later` calls its own worker
+
+
+def test_both_ends_are_one_operation(run: Run) -> None:
+    numbered = ends(run)
+    assert len(numbered) == 8  # those of torch's own functions, which C++ runs, have no number
+    for both in numbered.values():
+        call, answer = sorted(both, key=lambda s: s.name.startswith(("reply", "value")))
+        assert answer.name.split()[0] == ("value" if call.name == "to_here" else "reply")
+        assert answer.start_ns < call.end_ns
+        assert call.start_ns < answer.start_ns or call.name == "to_here", "a value may be there before it is asked for"
+
+
+def test_a_trace_file_leads_from_each_call_to_what_serves_it_and_back(run: Run) -> None:
+    events = run.trace.to_chrome()["traceEvents"]
+    arrows = [e["name"] for e in events if e["ph"] == "f"]
+    replies = [both for both in ends(run).values() if any(s.name.startswith("reply") for s in both)]
+    later = [both for both in replies if any(s.name == "reply add_later" for s in both)]  # replies after it was served
+    across = [both for both in replies if len({s.rank for s in both}) == 2]
+    assert arrows.count("call") == len(across) - len(later) > 0
+    assert arrows.count("reply") == len([both for both in ends(run).values() if len({s.rank for s in both}) == 2])
+
+
+def test_while_the_callee_computes_nothing_travels(run: Run) -> None:
+    ready = dict(zip(run.trace.spans, run.trace.ready().tolist(), strict=True))
+    answers = {key: next(s for s in both if s.name.startswith(("reply", "value"))) for key, both in ends(run).items()}
+    calls = [s for s in spans(run, MASTER) if s.group]
+    assert {s.name.split()[0] for s in calls} == {"rpc_sync", "rpc_async", "to_here"}
+    for call in calls:
+        assert ready[call] >= answers[call.group, call.match].start_ns
+
+
+def test_a_remote_call_is_over_when_it_is_on_its_way(run: Run) -> None:
+    remote, fetched = (next(s for s in spans(run, MASTER) if s.name == name) for name in ("remote add", "to_here"))
+    assert remote.done
+    assert remote.end_ns <= fetched.start_ns
+
+
+def test_a_reference_that_is_passed_on_still_stands_for_its_call() -> None:
+    with Group(["master", "worker", "other"], runtime="rpc") as group:
+        run = group["master"].run(cases.passed_on, "other")
+    assert run.results[0].unique().tolist() == [2.0]
+    call = next(s for s in spans(run, MASTER) if s.name == "remote add")
+    fetched = next(s for s in spans(run, 2) if s.name == "to_here")
+    value = next(s for s in spans(run, WORKER) if s.name == "value add")
+    assert call.group == ""
+    assert (fetched.group, fetched.match) == (value.group, value.match)
+    assert (call.peer, fetched.peer, value.peer) == (WORKER, WORKER, MASTER)
+
+
+def test_methods_by_reference(group: Group) -> None:
+    run = group["master"].run(cases.by_reference)
+    shard = cases.Shard()
+    *outputs, owner = run.results[0]
+    assert owner == "worker"
+    assert all(torch.equal(y, shard(torch.ones(2, 8))) for y in outputs)
+    assert [s.name for s in spans(run, MASTER)] == [
+        "remote Shard", "rpc_async type of an RRef", "rpc_sync Shard.forward", "rpc_async Shard.forward", "remote Shard.forward",
+        "to_here",
+    ]  # fmt: skip
+    by_helper = next(s for s in spans(run, MASTER) if s.name == "rpc_async Shard.forward")
+    assert by_helper.wait_start_ns  # although its future is one that torch's helper made
+    assert "serve Shard.forward" in [s.name for s in spans(run, WORKER, "compute")]
+
+
+def test_failures_reach_the_caller(group: Group) -> None:
+    run = group["master"].run(cases.failing)
+    raised, nobody, refused, later, pending = run.results[0]
+    assert raised.startswith("ValueError: ValueError: On WorkerInfo(id=1, name=worker)")
+    assert "could not find destination" in nobody
+    assert refused.startswith("RuntimeError")
+    assert later.startswith("ValueError")
+    assert pending == "[]"
+    assert [s.name for s in spans(run, MASTER)] == ["rpc_sync fail", "rpc_async fail"]  # the others never were
+    assert [s.name for s in spans(run, WORKER)] == ["reply fail"] * 2
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, cases.Descent], ids=["script", "python"])
+def test_distributed_training(group: Group, optimizer: Any) -> None:
+    run = group["master"].run(cases.train, optimizer, 2)
+    for ours, alone in zip(run.results[0], cases.train_alone(2), strict=True):
+        assert torch.allclose(ours, alone, atol=1e-6)
+    master, worker = spans(run, MASTER), spans(run, WORKER, "compute")
+    assert [s.name for s in spans(run, MASTER, "compute")] == ["dist_autograd.backward"] * 2
+    assert [s.name for s in master].count("rpc_async optimizer step") == 2
+    parts = [s for s in worker if s.name == "backward of Shard.forward"]
+    assert len(parts) == 2
+    # What the master waits for in the end is the worker's part.
+    passes = [s for s in master if s.name == "dist_autograd.backward"]
+    gradients = [s for s in spans(run, WORKER) if s.name == "gradients"]
+    for whole, part, gradient in zip(passes, parts, gradients, strict=True):
+        assert (whole.group, whole.match) == (gradient.group, gradient.match)
+        assert part.end_ns == gradient.start_ns <= whole.end_ns
+    steps = [s for s in worker if s.name == "serve optimizer step"]
+    called = [s for s in master if s.name == "rpc_async optimizer step"]
+    assert [style_of(s.name) for s in steps] == ["optimizer"] * 2
+    for step, call in zip(steps, called, strict=True):
+        assert call.start_ns <= step.start_ns <= step.end_ns <= call.end_ns
+    assert all(s.nbytes > 0 for s in called)
+
+
+def test_gradients_are_as_large_as_what_they_are_of(group: Group) -> None:
+    run = group["master"].run(cases.both_ways)
+    rows, features = 4, 8
+    received = [s.nbytes for s in spans(run, WORKER) if s.name == "received gradients"]
+    sent = [s.nbytes for s in spans(run, WORKER) if s.name == "gradients"]
+    assert received == [4 * rows * features] * 2
+    assert sent == [4 * rows * features, 0], "the second shard's input is the first one's output; the first one's needs none"
+    flows = flows_of(run.trace)
+    moved = dict(zip(flows.name, flows.matrix().tolist(), strict=False))
+    assert {"received gradients", "gradients"} <= set(flows.name)
+    assert moved
+
+
+def test_gradients_of_a_fetched_value_go_to_its_owner() -> None:
+    with Group(["master", "one", "two"], runtime="rpc") as group:
+        run = group["master"].run(cases.pass_references_on)
+    found = {
+        (s.name, s.rank, s.peer): s.nbytes for rank in range(3) for s in spans(run, rank) if "gradients" in s.name and s.nbytes
+    }
+    assert found == {("received gradients", 2, 0): 4 * 4 * 2, ("gradients", 2, 1): 4 * 4 * 16}
+    flows = flows_of(run.trace)
+    of_gradients = [flows.name.index("gradients"), flows.name.index("received gradients")]
+    ways = {
+        (int(s), int(d)): n
+        for s, d, n, o in zip(flows.source, flows.destination, flows.nbytes, flows.operation, strict=True) if o in of_gradients
+    }  # fmt: skip
+    assert ways == {(2, 1): 256, (0, 2): 32}
+
+
+@pytest.mark.parametrize("how", ["by the method", "by its name"])
+def test_a_helper_that_calls_methods_is_told_by_the_method(group: Group, how: str) -> None:
+    run = group["master"].run(cases.through_a_helper, how)
+    served = [s.name for s in spans(run, WORKER, "compute")]
+    assert [name for name in served if name.endswith("forward")] == ["serve Embedding.forward", "serve Decoder.forward"]
+    assert [style_of(name) for name in served[-2:]] == ["forward"] * 2
+    if how == "by the method":  # of a name alone the caller does not know the class
+        assert [s.name for s in spans(run, MASTER)][-2:] == ["rpc_sync Embedding.forward", "rpc_sync Decoder.forward"]
+
+
+def test_what_is_no_method_is_not_told_as_one(group: Group) -> None:
+    run = group["master"].run(cases.call_helpers_that_call_no_method)
+    assert run.results[0] == ["Decoder adam", "Decoder SGD", torch.Size([2, 10])]
+    called = [s.name for s in spans(run, MASTER)]
+    assert [name for name in called if name.startswith("rpc_sync")][-2:] == ["rpc_sync scaled", "rpc_sync made"]
+    assert called[-1] == "rpc_async RemoteModule.forward"
+    assert [s.name for s in spans(run, WORKER, "compute")][-3:] == ["serve scaled", "serve made", "serve Decoder.forward"]
+
+
+def test_a_rank_without_spans_computes_also_after_it_has_served(group: Group) -> None:
+    run = group.run(cases.call_each_other)
+    assert run.trace.labelled == frozenset()
+    for rank, share in enumerate(run.trace.shares()):
+        blocked = sum(end - start for start, end in run.trace.blocked(rank).tolist())
+        (call,) = spans(run, rank, "call")
+        assert share.compute_ns >= call.duration_ns - blocked > 0
+
+
+def test_torchs_own_calls_are_not_shown(tmp_path: Path) -> None:
+    """To end together, torch's workers call each other; that is their business."""
+    program = """
+import json, mmap, os, sys
+from torch.distributed import rpc
+from labkit import comm
+from labkit.recording.record import Recorder, here
+from labkit.recording.ring_buffer import RING_BYTES, RingReader, RingWriter
+rank = 0 if (child := os.fork()) else 1
+memory = mmap.mmap(-1, RING_BYTES)
+recorder = Recorder(RingWriter(memory))
+here.start(recorder)
+comm.watch_rpc(recorder)
+options = rpc.TensorPipeRpcBackendOptions(init_method="file://" + sys.argv[1])
+rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+lengths = [rpc.rpc_sync("worker1", len, args=([1, 2],))] if rank == 0 else []
+rpc.shutdown()
+reader = RingReader(memory)
+rows = reader.read()
+found = [lengths, [reader.names()[i] for i in rows["name"]] + [p.name for p in reader.pending()]]
+with open(f"{sys.argv[1]}.{rank}", "w") as file:
+    json.dump(found, file)
+if rank == 0:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    environment = os.environ | {"TP_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    store = tmp_path / "store"
+    answer = subprocess.run(
+        [sys.executable, "-c", program, str(store)],
+        capture_output=True, text=True, timeout=200, check=False, env=environment, cwd=HERE.parent,
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    caller, callee = (json.loads(Path(f"{store}.{rank}").read_text()) for rank in (0, 1))
+    assert caller == [[2], ["rpc_sync len"]]
+    assert callee == [[], ["serve len", "reply len"]]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.fork. is deprecated:DeprecationWarning")
+def test_which_futures_only_python_completes() -> None:
+    futures = Futures()
+    assert futures.known(torch.futures.Future())
+    assert not futures.known(torch.jit.fork(lambda: 1)), "C++ computes it"
+
+
+def test_who_waits_for_a_call_is_known() -> None:
+    with Group(["master", cases.WORKER, "other"], runtime="rpc") as three:
+        run = three["master"].run(cases.passed_on, "other")
+    blocked = [s for rank in range(3) for s in spans(run, rank) if s.wait_start_ns]
+    assert {(s.rank, s.name): s.served for s in blocked} == {(0, "rpc_sync fetch"): False, (2, "to_here"): True}
+    assert all(s.served for rank in range(3) for s in spans(run, rank, "compute"))

@@ -1,0 +1,169 @@
+"""Latency and bandwidth found again in times that were made of them; and in those of real ranks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pytest
+
+import labkit as lab
+from labkit.costs.fit import Fit, fit
+from labkit.costs.link import Link
+from labkit.errors.units import in_words
+from labkit.notebook.measure_link import OPERATIONS as BY_RUNTIME
+from labkit.notebook.measure_link import _median_s
+from labkit.plots.link_fit import MeasuredLink
+
+OPERATIONS = (*BY_RUNTIME["torch"], *BY_RUNTIME["rpc"])
+SIZES = [4**i for i in range(3, 13)]
+LINK = Link(gbit_per_s=8.3, latency_us=41.7)
+
+
+def times(operation: str, ranks: int, link: Link = LINK) -> list[float]:
+    return [link.seconds(operation, n, ranks) for n in SIZES]
+
+
+@pytest.fixture(autouse=True)
+def no_figures_left() -> Iterator[None]:
+    yield
+    plt.close("all")
+
+
+@pytest.mark.parametrize(("operation", "ranks"), [*itertools.product(OPERATIONS, (2, 4))])
+def test_what_the_times_were_made_of_is_found(operation: str, ranks: int) -> None:
+    found = fit(operation, ranks, SIZES, times(operation, ranks))
+    assert found.latency_us == pytest.approx(41.7)
+    assert found.gbit_per_s == pytest.approx(8.3)
+    assert found.worst < 1e-6
+    assert found.link == Link(gbit_per_s=found.gbit_per_s, latency_us=found.latency_us)
+
+
+def test_times_that_the_system_has_spoilt_do_not_move_it() -> None:
+    seconds = times("send", 2)
+    seconds[1] *= 100
+    seconds[7] *= 10
+    found = fit("send", 2, SIZES, seconds)
+    assert found.latency_us == pytest.approx(41.7, rel=0.01)
+    assert found.gbit_per_s == pytest.approx(8.3, rel=0.01)
+    assert found.error < 0.01
+    assert found.worst == pytest.approx(99, rel=0.02)
+
+
+def test_noise_of_a_tenth() -> None:
+    noise = itertools.cycle([1.1, 0.9, 1.0, 0.95, 1.05])
+    found = fit("all_reduce", 4, SIZES, [s * x for s, x in zip(times("all_reduce", 4), noise, strict=False)])
+    assert found.latency_us == pytest.approx(41.7, rel=0.1)
+    assert found.gbit_per_s == pytest.approx(8.3, rel=0.1)
+    assert 0.01 < found.error < 0.1
+
+
+def test_neither_is_negative() -> None:
+    no_latency = fit("send", 2, SIZES, [n * 1e-9 * (0.8 if n < 1000 else 1.0) for n in SIZES])
+    assert no_latency.latency_us == 0
+    assert no_latency.gbit_per_s > 0
+    no_bandwidth = fit("send", 2, SIZES, [1e-3 / (1 + i / 10) for i in range(len(SIZES))])
+    assert math.isinf(no_bandwidth.gbit_per_s)
+    assert no_bandwidth.latency_us > 0
+    with pytest.raises(lab.LabError, match=r"16\.8 MB took no longer than 64 B, which tells nothing of the bandwidth"):
+        _ = no_bandwidth.link
+    assert "not seen" in repr(MeasuredLink((no_bandwidth,)))
+
+
+def test_the_table() -> None:
+    fits = tuple(fit(name, 2, SIZES, times(name, 2)) for name in ("send", "all_reduce"))
+    measured = MeasuredLink(fits)
+    assert repr(measured).splitlines() == [
+        "operation   ranks  latency α  bandwidth B  off by (median)  at most",
+        "send        2      41.7 µs    8.30 Gbit/s  0%               0%",
+        "all_reduce  2      41.7 µs    8.30 Gbit/s  0%               0%",
+    ]
+    assert measured._repr_markdown_().splitlines()[2] == "| send | 2 | 41.7 µs | 8.30 Gbit/s | 0% | 0% |"
+    assert measured["all_reduce"] is fits[1]
+    assert measured.link == fits[0].link
+    assert MeasuredLink(fits[1:]).link == fits[1].link
+    assert list(measured) == list(fits)
+    with pytest.raises(lab.LabError, match="'gather' was not measured; there are send, all_reduce"):
+        _ = measured["gather"]
+
+
+def test_a_repetition_lasts_from_the_last_begin_to_the_last_end() -> None:
+    of_ranks: Any = [[[0, 100, 200], [90, 190, 990]], [[10, 110, 210], [60, 160, 260]]]
+    assert _median_s("all_reduce", of_ranks) == 80e-9
+    assert _median_s("send", of_ranks) == 45e-9  # rank 0's way there and back
+
+
+def test_the_picture() -> None:
+    fits = tuple(fit(name, 4, SIZES, times(name, 4)) for name in OPERATIONS)
+    ax = MeasuredLink(fits).plot()
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+        f"{name}: 41.7 µs, 8.30 Gbit/s, off by 0%" for name in OPERATIONS
+    ]
+    points = [line for line in ax.lines if line.get_linestyle() == "None"]
+    assert [list(line.get_xdata()) for line in points] == [SIZES] * len(OPERATIONS)
+    assert [list(line.get_ydata()) for line in points] == [times(name, 4) for name in OPERATIONS]
+    assert len({(line.get_color(), line.get_marker()) for line in points}) == len(OPERATIONS)
+    assert ax.get_xscale() == ax.get_yscale() == "log"
+    own = plt.subplots()[1]
+    assert MeasuredLink(fits[:1]).plot(own) is own
+    labels = [own.xaxis.get_major_formatter()(n) for n in (100, 1000, 1e6)]
+    assert labels == ["100 B", "1 kB", "1 MB"]
+
+
+def test_real_ranks() -> None:
+    link = Link(gbit_per_s=0.005, latency_us=1000)  # the largest takes 26 ms, which no other program's turn hides
+    with lab.Group(2, link=link) as group:
+        measured = lab.measure_link(group, operations=["send", "all_gather"], sizes=[64, 4096, 16384])
+    assert [f.operation for f in measured] == ["send", "all_gather"]
+    for found in measured:
+        assert found.nbytes == (64, 4096, 16384)
+        for n, s in zip(found.nbytes, found.seconds, strict=True):
+            assert s >= link.seconds(found.operation, n, 2) - 1e-9
+    assert measured.link.latency_us > 0
+
+
+def test_real_calls() -> None:
+    link = Link(gbit_per_s=0.005, latency_us=1000)  # the largest takes 26 ms, which no other program's turn hides
+    with lab.Group(["master", "worker"], runtime="rpc", link=link) as group:
+        measured = lab.measure_link(group, sizes=[64, 4096, 16384])
+        with pytest.raises(ValueError, match="'send' is none of rpc"):
+            lab.measure_link(group, operations=["send"])
+    (found,) = measured
+    assert (found.operation, found.ranks, found.nbytes) == ("rpc", 2, (64, 4096, 16384))
+    for n, s in zip(found.nbytes, found.seconds, strict=True):
+        assert s >= link.seconds("rpc", n) - 1e-9  # half of a call there and back
+    assert measured.link.name == "measured by rpc"
+
+
+@pytest.mark.parametrize(
+    ("group", "options", "error", "says"),
+    [
+        (None, {}, TypeError, r"measure_link\(None\): expected a group"),
+        (1, {}, lab.LabError, "expected at least two ranks of runtime='torch' or 'rpc'"),
+        (2, {"operations": ["shout"]}, ValueError, "'shout' is none of send, all_reduce"),
+        (2, {"sizes": [64]}, ValueError, "expected at least two sizes from 4 bytes"),
+        (2, {"sizes": [1, 64]}, ValueError, "expected at least two sizes"),
+        (2, {"operations": []}, ValueError, "and an operation"),
+    ],
+)
+def test_what_cannot_be_measured(group: Any, options: dict[str, Any], error: type[Exception], says: str) -> None:
+    given = lab.Group(group) if group else group
+    try:
+        with pytest.raises(error, match=says):
+            lab.measure_link(given, **options)
+    finally:
+        if group:
+            given.close()
+
+
+def test_sizes_in_words() -> None:
+    assert in_words(64 * 4**9, "B") == "16.8 MB"
+
+
+def test_a_fit_is_plain_data() -> None:
+    found = Fit("send", 2, (8, 1000), (1e-4, 2e-4), 100, 0.08)
+    assert found.predicted_s(1000) == pytest.approx(2e-4)
+    assert found.residuals == pytest.approx((1e-4 / 1.008e-4 - 1, 0))

@@ -1,0 +1,222 @@
+"""Closed forms against cases worked by hand, and against each other."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+import labkit as lab
+from labkit.costs import formulas
+from labkit.costs.link import Link, rounds_and_share
+from labkit.errors.units import in_words
+from labkit.tracing.ideal_pipeline import schedule
+
+LINK = Link(gbit_per_s=0.008, latency_us=1000)  # a million bytes per second, a millisecond
+
+
+def test_the_module_is_a_public_name() -> None:
+    assert lab.predict is formulas
+    assert dir(lab.predict) == sorted(formulas.__all__)
+
+
+@pytest.mark.parametrize(
+    ("predicted", "ms"),
+    [
+        (formulas.message(5000, LINK), 6),
+        (formulas.all_reduce(8000, 4, LINK), 6 + 12),
+        (formulas.all_reduce(8000, 4, LINK, algorithm="tree"), 4 + 32),
+        (formulas.all_reduce(8000, 4, LINK, algorithm="halving"), 4 + 12),
+        (formulas.all_gather(8000, 4, LINK), 3 + 6),
+        (formulas.reduce_scatter(8000, 4, LINK), 3 + 6),
+        (formulas.all_to_all(8000, 4, LINK), 3 + 6),
+        (formulas.broadcast(8000, 4, LINK), 2 + 16),
+        (formulas.broadcast(8000, 4, LINK, algorithm="scatter"), 5 + 12),
+        (formulas.reduce(8000, 4, LINK), 2 + 16),
+        (formulas.gather(8000, 4, LINK), 2 + 6),
+        (formulas.scatter(8000, 4, LINK), 2 + 6),
+        (formulas.barrier(5, LINK), 3),
+        (formulas.rpc(5000, 1000, LINK, compute_s=0.01), 2 + 6 + 10),
+        # 10 forward, 20 backward, two buckets of 4 kB: an all-reduce of 2 + 4 ms each
+        (formulas.data_parallel_step(0.01, 0.02, 8000, 2, LINK, overlap=False, optimizer_s=0.001), 10 + 20 + 2 + 8 + 1),
+        (formulas.data_parallel_step(0.01, 0.02, 8000, 2, LINK, buckets=2, optimizer_s=0.001), 10 + 20 + 6 + 1),
+        # the link is the slower: the first of four buckets is there after 1 ms, then four times 2 + 2 ms
+        (formulas.data_parallel_step(0.01, 0.004, 8000, 2, LINK, buckets=4), 10 + 1 + 16),
+        (formulas.pipeline_step(4, 8, 0.01, 0.02), (8 + 3) * 30),
+        # an all-reduce of 2 + 4 ms takes 3 ms from the backward pass: that of the first bucket, for the last comes after it
+        (formulas.data_parallel_step(0.01, 0.02, 8000, 2, LINK, buckets=2, overhead_s=0.003), 10 + 20 + 3 + 6),
+        (formulas.data_parallel_step(0.01, 0.004, 8000, 2, LINK, buckets=4, overhead_s=0.0001), 10 + 1 + 16),
+        (formulas.data_parallel_step(0.01, 0.02, 8000, 2, LINK, overlap=False, overhead_s=0.003), 10 + 20 + 2 + 8),
+        # three micro-batches of 4 kB over two stages: each takes 1 + 4 ms from one to the other, there and back
+        (formulas.pipeline_step(2, 3, 0.01, 0.02, link=LINK, nbytes=4000), 2 * 30 + 2 * 5 + 2 * (30 + 10)),
+        (formulas.pipeline_step(2, 3, 0.01, 0.02, link=LINK, nbytes=4000, overlap=True), 2 * 30 + 2 * 5 + 2 * 30),
+        (formulas.pipeline_step(2, 3, 0.001, 0.002, link=LINK, nbytes=4000, overlap=True), 2 * 3 + 2 * 5 + 2 * 8),
+        (formulas.pipeline_step(1, 3, 0.001, 0.002, link=LINK, nbytes=4000), 3 * 3),
+        (formulas.tensor_parallel_layer(2, 10, 50, 2, LINK, value_bytes=2, compute_s=0.03), 15 + 4 * (2 + 2)),
+        (formulas.tensor_parallel_layer(2, 10, 50, 2, LINK, value_bytes=2, backward=False), 2 * (2 + 2)),
+    ],
+)
+def test_times_worked_by_hand(predicted: formulas.Prediction, ms: float) -> None:
+    assert predicted == pytest.approx(ms / 1e3)
+    assert predicted.unit == "s"
+
+
+def test_what_one_rank_has_nobody_to_send_to() -> None:
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter"):
+        assert getattr(formulas, name)(8000, 1, LINK) == 0
+
+
+def test_predictions_and_slow_links_follow_the_same_formulas() -> None:
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter"):
+        for ranks in (1, 2, 3, 8):
+            assert getattr(formulas, name)(12345, ranks, LINK) == pytest.approx(LINK.seconds(name, 12345, ranks))
+
+
+@pytest.mark.parametrize("name", sorted(formulas._FORMULAS))
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 16])
+def test_the_formula_shown_is_the_one_calculated(name: str, ranks: int) -> None:
+    """The LaTeX, read back as Python."""
+    import math
+    import re
+
+    python = formulas._FORMULAS[name].replace(r"\lceil\log_2 p\rceil", "deep").replace(r"\frac{n}{B}", "n/B").replace(r"\,", "")
+    python = re.sub(r"\\frac\{([^}]*)\}\{p\}", r"*((\1)/p)*", python).replace(r"\left(", "*(").replace(r"\right)", ")")
+    python = python.replace("+ *", "+ ").replace("*n/B", "*(n/B)").replace(r"\alpha", "*alpha").replace("(*alpha", "(alpha")
+    python = re.sub(r"(\d)\(", r"\1*(", python).removeprefix("*")
+    values = {"p": ranks, "alpha": 3, "n": 7000, "B": 11, "deep": math.ceil(math.log2(ranks))}
+    rounds, share = rounds_and_share(name, ranks)
+    assert eval(python, values) == pytest.approx(rounds * 3 + share * 7000 / 11)
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.88)])
+def test_memory_as_in_the_paper(stage: int, gigabytes: float) -> None:
+    """Rajbhandari et al., figure 1: 7.5 billion parameters on 64 ranks."""
+    assert formulas.zero_memory(7.5e9, 64, stage) / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+def test_bubbles() -> None:
+    assert formulas.pipeline_bubble(4, 8) == pytest.approx(3 / 11)
+    assert formulas.pipeline_bubble(4, 8, schedule="1f1b") == formulas.pipeline_bubble(4, 8)
+    assert formulas.pipeline_bubble(4, 8, schedule="interleaved 1f1b", chunks=2) == pytest.approx(3 / 19)
+    assert formulas.pipeline_bubble(1, 8) == 0
+    # Its share of the step whose length is predicted, too.
+    step = formulas.pipeline_step(4, 8, 0.01, 0.02)
+    assert 1 - 8 * 0.03 / step == pytest.approx(formulas.pipeline_bubble(4, 8))
+
+
+def test_overlap_never_costs_and_hides_at_most_the_backward_pass() -> None:
+    for buckets in (1, 2, 5):
+        for nbytes in (0, 4000, 80_000):
+            apart = formulas.data_parallel_step(0.01, 0.02, nbytes, 4, LINK, buckets=buckets, overlap=False)
+            together = formulas.data_parallel_step(0.01, 0.02, nbytes, 4, LINK, buckets=buckets)
+            assert -1e-12 <= apart - together <= 0.02 * (1 - 1 / buckets) + 1e-12
+
+
+def test_a_prediction_reads_well_and_is_a_number() -> None:
+    predicted = formulas.all_reduce(4e6, ranks=4, link=Link.ethernet_1g)
+    assert repr(predicted) == str(predicted) == "48.3 ms"
+    assert f"{predicted:.4f}" == "0.0483"
+    assert type(predicted * 2) is float
+    assert repr(formulas.zero_memory(7.5e9, 64, 3)) == "1.88 GB"
+    assert repr(formulas.pipeline_bubble(4, 8)) == "27.3 %"
+    sent = pickle.loads(pickle.dumps(predicted))
+    assert (sent, sent.working) == (predicted, predicted.working)
+
+
+def test_the_working() -> None:
+    working = formulas.all_reduce(4e6, ranks=4, link=Link.ethernet_1g).working
+    assert working == (
+        r"T &= 2(p-1)\,\alpha + \frac{2(p-1)}{p}\,\frac{n}{B} "
+        r"\\ &= 6 \cdot 50\,\text{µs} + 1.5 \cdot \frac{8 \cdot 4\,\text{MB}}{1\,\text{Gbit/s}} "
+        r"\\ &= 48.3\,\text{ms}"
+    )
+    assert working._repr_latex_() == f"$$\\begin{{aligned}}{working}\\end{{aligned}}$$"
+    assert formulas.zero_memory(7.5e9, 64, 2).working.startswith(r"M &= \left(w + \frac{g}{p} + \frac{K}{p}\right)\Psi \\")
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "words"),
+    [
+        (0, "s", "0 s"), (1, "s", "1 s"), (0.99999, "s", "1.00 s"), (0.0161, "s", "16.1 ms"), (3.4e-6, "s", "3.40 µs"),
+        (2e-8, "s", "20 ns"), (999_999, "B", "1.00 MB"), (512, "B", "512 B"), (0, "B", "0 B"), (1e9, "bit/s", "1 Gbit/s"),
+        (0.5, "", "50 %"), (1 / 3, "", "33.3 %"),
+    ],
+)  # fmt: skip
+def test_words(value: float, unit: str, words: str) -> None:
+    assert in_words(value, unit) == words
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda: formulas.all_reduce(1, 0, LINK), ValueError, "ranks=0: expected a whole number from 1"),
+        (lambda: formulas.all_reduce(1, 2.0, LINK), TypeError, "ranks=2.0: expected a whole number"),  # type: ignore[arg-type]
+        (lambda: formulas.all_reduce(-1, 2, LINK), ValueError, "nbytes=-1: expected a number from 0"),
+        (lambda: formulas.all_reduce("4", 2, LINK), TypeError, "nbytes='4': expected a number"),  # type: ignore[arg-type]
+        (lambda: formulas.all_reduce(1, 2, 1e9), TypeError, "expected a Link, as in lab.Link"),  # type: ignore[arg-type]
+        (lambda: formulas.all_reduce(1, 2, LINK, algorithm="star"), ValueError, "expected 'ring', 'tree' or 'halving'"),
+        (lambda: formulas.all_reduce(1, 6, LINK, algorithm="halving"), ValueError, "holds for powers of two"),
+        (lambda: formulas.broadcast(1, 2, LINK, algorithm="ring"), ValueError, "expected 'tree' or 'scatter'"),
+        (lambda: formulas.pipeline_bubble(4, 8, schedule="zb"), ValueError, "expected 'gpipe', '1f1b' or 'interleaved 1f1b'"),
+        (lambda: formulas.pipeline_bubble(4, 8, chunks=2), ValueError, "only schedule='interleaved 1f1b'"),
+        (lambda: formulas.zero_memory(1, 2, 4), ValueError, "stage=4: expected 0"),
+        (lambda: formulas.data_parallel_step(-1, 1, 1, 2, LINK), ValueError, "forward_s=-1"),
+    ],
+)
+def test_what_cannot_be_meant(call: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        call()
+
+
+NUMBERS = {
+    formulas.message: (1e6, LINK),
+    formulas.all_reduce: (1e6, 4, LINK),
+    formulas.all_gather: (1e6, 4, LINK),
+    formulas.reduce_scatter: (1e6, 4, LINK),
+    formulas.all_to_all: (1e6, 4, LINK),
+    formulas.broadcast: (1e6, 4, LINK),
+    formulas.reduce: (1e6, 4, LINK),
+    formulas.gather: (1e6, 4, LINK),
+    formulas.scatter: (1e6, 4, LINK),
+    formulas.barrier: (4, LINK),
+    formulas.rpc: (1e6, 1e6, LINK),
+    formulas.data_parallel_step: (0.1, 0.2, 1e6, 4, LINK),
+    formulas.pipeline_bubble: (4, 8),
+    formulas.pipeline_step: (4, 8, 0.1, 0.2),
+    formulas.tensor_parallel_layer: (1, 128, 64, 4, LINK),
+    formulas.zero_memory: (1e6, 4, 2),
+}
+
+
+@pytest.mark.parametrize("function", NUMBERS, ids=lambda f: f.__name__)
+def test_no_number_that_cannot_be_meant_is_accepted_anywhere(function: Any) -> None:
+    """Each argument in turn: negative, not a number, infinite, no rank at all, of another kind."""
+    good = NUMBERS[function]
+    assert {f.__name__ for f in NUMBERS} == set(formulas.__all__)
+    function(*good)
+    for place, value in enumerate(good):
+        wrong: list[Any] = [-1, float("nan"), float("inf"), None, "4", True, [1]]
+        if isinstance(value, int):
+            wrong += [1.5] if (function, place) == (formulas.zero_memory, 2) else [0, 1.5]
+        for bad in wrong:
+            with pytest.raises((TypeError, ValueError), match="expected"):
+                function(*good[:place], bad, *good[place + 1 :])
+
+
+SPELLINGS = ("interleaved 1f1b", "Interleaved 1F1B", "interleaved_1f1b", "interleaved", "ScheduleInterleaved1F1B")
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_a_schedule_is_called_the_same_everywhere(name: str) -> None:
+    drawn = schedule(name, stages=8, ranks=4, micro_batches=8)
+    assert drawn.bubble == pytest.approx(formulas.pipeline_bubble(4, 8, schedule=name, chunks=2))
+
+
+@pytest.mark.parametrize(("name", "error"), [("zigzag", ValueError), ("", ValueError), (None, TypeError), (1, TypeError)])
+def test_a_name_that_no_schedule_has_is_refused_alike(name: Any, error: type[Exception]) -> None:
+    expected = "expected 'gpipe', '1f1b' or 'interleaved 1f1b'"
+    with pytest.raises(error, match=expected):
+        schedule(name, stages=4, micro_batches=8)
+    with pytest.raises(error, match=expected):
+        formulas.pipeline_bubble(4, 8, schedule=name)

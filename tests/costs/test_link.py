@@ -1,0 +1,209 @@
+"""A link's numbers, and the book of what goes over it: arithmetic, without a rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import labkit as lab
+from labkit.costs.link import rounds_and_share
+from labkit.costs.shared_link import ENTRIES, LEDGER_BYTES, Cost, Ledger
+from labkit.ipc.pickling import shared_memory
+
+SLOW = lab.Link(gbit_per_s=0.008, latency_us=1000)  # a million bytes per second, a millisecond
+
+
+@pytest.fixture
+def books() -> Iterator[tuple[Ledger, Ledger]]:
+    """The same book as two ranks see it."""
+    fd = shared_memory(LEDGER_BYTES)
+    both = Ledger(fd), Ledger(os.dup(fd))
+    yield both
+    for book in both:
+        book.close()
+
+
+def everybody(cost_ns: int, *ranks: int) -> Cost:
+    return Cost(cost_ns, cost_ns, ranks, ranks, len(ranks))
+
+
+def message(source: int, destination: int, cost_ns: int, busy_ns: int) -> Cost:
+    return Cost(cost_ns, busy_ns, [source], [destination], 2)
+
+
+@pytest.mark.parametrize(
+    ("operation", "ranks", "nbytes", "ms"),
+    [  # worked by hand: rounds × 1 ms + share × kB
+        ("send", 2, 5000, 1 + 5),
+        ("recv", 4, 5000, 1 + 5),
+        ("all_reduce", 2, 8000, 2 + 8),
+        ("all_reduce", 4, 8000, 6 + 12),
+        ("all_reduce_coalesced", 4, 8000, 6 + 12),
+        ("all_gather", 4, 8000, 3 + 6),
+        ("all_gather_into_tensor_coalesced", 4, 8000, 3 + 6),
+        ("reduce_scatter_tensor", 4, 8000, 3 + 6),
+        ("all_to_all_single", 4, 8000, 3 + 6),
+        ("broadcast", 4, 8000, 2 + 16),
+        ("broadcast", 5, 8000, 3 + 24),
+        ("reduce", 2, 8000, 1 + 8),
+        ("gather", 4, 8000, 2 + 6),
+        ("scatter", 3, 9000, 2 + 6),
+        ("barrier", 8, 0, 3),
+        ("monitored_barrier", 8, 0, 2),
+        ("all_reduce", 1, 8000, 0),
+        ("broadcast", 1, 8000, 0),
+        ("monitored_barrier", 1, 0, 0),
+    ],
+)
+def test_the_cost_of_an_operation(operation: str, ranks: int, nbytes: int, ms: float) -> None:
+    assert SLOW.seconds(operation, nbytes, ranks) == pytest.approx(ms / 1e3)
+
+
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
+    for ranks in range(1, 40):
+        parts = [rounds_and_share(name, ranks) for name in ("reduce_scatter", "all_gather")]
+        assert rounds_and_share("all_reduce", ranks) == pytest.approx([sum(part) for part in zip(*parts, strict=True)])
+
+
+def test_every_collective_that_is_watched_has_a_cost() -> None:
+    from labkit.comm.process_group import COLLECTIVES
+
+    assert all(SLOW.seconds(name, 1000, 4) > 0 for name in COLLECTIVES.values())
+
+
+def test_an_unknown_operation() -> None:
+    with pytest.raises(ValueError, match="'shout' is no operation whose cost is known; expected send, recv, rpc, all_reduce"):
+        SLOW.seconds("shout", 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        (("send", -1), ValueError, "nbytes=-1: expected a number from 0"),
+        (("send", float("nan")), ValueError, "nbytes=nan: expected a number from 0"),
+        (("send", float("inf")), ValueError, "nbytes=inf: expected a number from 0"),
+        (("send", "4 MB"), TypeError, "nbytes='4 MB': expected a number from 0"),
+        (("send", True), TypeError, "nbytes=True"),
+        (("all_reduce", 1, 0), ValueError, "ranks=0: expected a whole number from 1"),
+        (("send", 1, -2), ValueError, "ranks=-2: expected a whole number from 1"),
+        (("all_reduce", 1, 2.5), TypeError, r"ranks=2\.5: expected a whole number from 1"),
+        ((None, 1), TypeError, "operation=None: expected the name of one, such as 'all_reduce'"),
+    ],
+)
+def test_a_cost_that_cannot_be_asked_for(arguments: tuple[Any, ...], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        SLOW.seconds(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        (
+            {"gbit_per_s": 0, "latency_us": 1},
+            ValueError,
+            r"Link\(gbit_per_s=0\): expected a number above 0, in 10⁹ bits per second",
+        ),
+        ({"gbit_per_s": -1, "latency_us": 1}, ValueError, r"Link\(gbit_per_s=-1\)"),
+        ({"gbit_per_s": float("nan"), "latency_us": 1}, ValueError, r"Link\(gbit_per_s=nan\)"),
+        ({"gbit_per_s": float("inf"), "latency_us": 1}, ValueError, r"Link\(gbit_per_s=inf\)"),
+        ({"gbit_per_s": "1", "latency_us": 1}, TypeError, r"Link\(gbit_per_s='1'\)"),
+        ({"gbit_per_s": True, "latency_us": 1}, TypeError, r"Link\(gbit_per_s=True\)"),
+        ({"gbit_per_s": 1, "latency_us": -5}, ValueError, r"Link\(latency_us=-5\): expected a number of at least 0, in micro"),
+        ({"gbit_per_s": 1, "latency_us": None}, TypeError, r"Link\(latency_us=None\)"),
+    ],
+)
+def test_a_link_that_cannot_be(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        lab.Link(**arguments)
+
+
+def test_links_by_name() -> None:
+    assert str(lab.Link.ethernet_1g) == "ethernet_1g (1 Gbit/s, 50 µs)"
+    assert lab.Link.ethernet_1g == lab.Link(gbit_per_s=1, latency_us=50)
+    assert lab.Link.nvlink4.bytes_per_s == 450e9
+    assert lab.Link.pcie4.bytes_per_s == pytest.approx(31.5e9, rel=0.001)
+    named = [value for value in vars(lab.Link).values() if isinstance(value, lab.Link)]
+    assert len(named) == 9
+    assert all("the latency is assumed" in link.source for link in named)
+
+
+def test_an_operation_begins_when_the_last_of_its_ranks_has_come(books: tuple[Ledger, Ledger]) -> None:
+    first, second = books
+    first.come("world", 1, 1000, everybody(50, 0, 1))
+    assert first.due_ns("world", 1) == 1050  # as far as anybody knows
+    second.come("world", 1, 4000, everybody(50, 0, 1))
+    assert first.due_ns("world", 1) == second.due_ns("world", 1) == 4050
+
+
+def test_operations_queue_for_the_links_of_their_ranks(books: tuple[Ledger, Ledger]) -> None:
+    for number in (1, 2):
+        for book in books:
+            book.come("world", number, 1000, everybody(50, 0, 1))
+    books[0].come("of two others", 1, 1000, everybody(50, 2, 3))
+    books[1].come("of two others", 1, 1000, everybody(50, 2, 3))
+    books[0].come("of some", 1, 1000, everybody(50, 1, 2))
+    books[1].come("of some", 1, 1000, everybody(50, 1, 2))
+    dues = [books[0].due_ns(*which) for which in (("world", 1), ("world", 2), ("of two others", 1), ("of some", 1))]
+    assert dues == [1050, 1100, 1050, 1150]
+
+
+def test_a_link_that_was_idle_begins_at_once(books: tuple[Ledger, Ledger]) -> None:
+    for number, at_ns in ((1, 1000), (2, 9000)):
+        for book in books:
+            book.come("world", number, at_ns, everybody(50, 0, 1))
+    assert books[0].due_ns("world", 2) == 9050
+
+
+def test_both_directions_work_at_once_and_latencies_overlap(books: tuple[Ledger, Ledger]) -> None:
+    for number in (1, 2):
+        for source, destination in ((0, 1), (1, 0)):
+            for book in books:
+                book.come(f"{source}>{destination}", number, 1000, message(source, destination, cost_ns=300, busy_ns=50))
+    dues = [books[0].due_ns(pair, number) for number in (1, 2) for pair in ("0>1", "1>0")]
+    assert dues == [1300, 1300, 1350, 1350]
+
+
+def test_where_ranks_disagree_the_most_counts(books: tuple[Ledger, Ledger]) -> None:
+    books[0].come("world", 1, 1000, everybody(70, 0, 1))
+    books[1].come("world", 1, 1000, everybody(50, 0, 1))
+    assert books[0].due_ns("world", 1) == 1070
+
+
+def test_what_was_refused_never_came(books: tuple[Ledger, Ledger]) -> None:
+    books[0].come("world", 1, 1000, everybody(50, 0, 1))
+    books[0].leave("world", 1)
+    books[1].come("world", 1, 2000, everybody(50, 0, 1))
+    books[0].come("world", 1, 7000, everybody(50, 0, 1))
+    assert books[1].due_ns("world", 1) == 7050
+
+
+def test_an_entry_gives_way_to_a_later_operation(books: tuple[Ledger, Ledger]) -> None:
+    for number in (1, 1 + ENTRIES):
+        for book in books:
+            book.come("world", number, 1000 * number, everybody(50, 0, 1))
+    assert books[0].due_ns("world", 1) == 0
+    assert books[0].due_ns("world", 1 + ENTRIES) == 1000 * (1 + ENTRIES) + 50
+    assert books[0].due_ns("nobody's", 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"link": 1}, TypeError, r"link=1: expected a Link, as in link=lab.Link\(gbit_per_s=1, latency_us=50\)"),
+        ({"link": lab.Link}, TypeError, "expected a Link"),
+        ({"link": SLOW, "runtime": "bare"}, ValueError, "expected runtime='torch' or 'rpc', given 'bare'"),
+        ({"link": SLOW, "runtime": "tensorflow"}, ValueError, "given 'tensorflow'"),
+    ],
+)
+def test_a_group_that_cannot_have_a_link(options: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        lab.Group(2, **options)
+
+
+def test_a_group_names_its_link() -> None:
+    with lab.Group(4, link=lab.Link.ethernet_1g) as group:
+        assert repr(group) == "<Group of 4 torch ranks over ethernet_1g (1 Gbit/s, 50 µs)>"
+    assert repr(group) == "<Group of 4 torch ranks over ethernet_1g (1 Gbit/s, 50 µs), closed>"

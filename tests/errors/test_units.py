@@ -1,0 +1,78 @@
+"""How bytes, times and rates are said: a unit fits its number, in every table and figure."""
+
+import matplotlib.pyplot as plt
+import pytest
+
+from labkit.errors.units import bytes_in_words, in_words, time_in_words, unit_of_bytes
+from labkit.plots.live.progress import Progress
+from labkit.plots.memory import memory
+from labkit.plots.traffic import traffic
+from labkit.recording.ring_buffer import MEMORY
+
+from synthetic import MS, Book  # isort: skip
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "words"),
+    [
+        (0, "0 B"),
+        (94, "94 B"),
+        (999.6, "1.00 kB"),
+        (1536, "1.54 kB"),
+        (94_000, "94.0 kB"),
+        (999_700, "1.00 MB"),
+        (4.194e6, "4.19 MB"),
+    ],
+)
+def test_bytes_have_the_unit_that_fits(nbytes: float, words: str) -> None:
+    assert bytes_in_words(nbytes) == words
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "words"),
+    [
+        (94e-6, "s", "94 µs"), (0.0161, "s", "16.1 ms"), (2**20, "iB", "1 MiB"), (3 * 2**29, "iB", "1.50 GiB"),
+        (12, "iB", "12 B"),
+        (20, "bit/s", "20 bit/s"), (1e9, "bit/s", "1 Gbit/s"), (0.273, "", "27.3 %"), (0, "B", "0 B"), (0, "s", "0 s"),
+    ],
+)  # fmt: skip
+def test_any_quantity_has_the_unit_that_fits(value: float, unit: str, words: str) -> None:
+    assert in_words(value, unit) == words
+
+
+def test_times_and_units_of_axes() -> None:
+    assert [time_in_words(ns) for ns in (12, 1_200, 67.7 * MS, 2.5e9)] == ["12.0 ns", "1200 ns", "67.7 ms", "2.50 s"]
+    assert unit_of_bytes(1500) == ("kB", 1e3)
+    assert unit_of_bytes(1500, "iB") == ("KiB", 1024)
+
+
+@pytest.mark.usefixtures("plain")
+def test_a_few_bytes_beside_many_keep_their_digits_in_traffic() -> None:
+    book = Book()
+    for source, nbytes in ((0, 94), (1, 4_000_000)):
+        group = f"p2p {source}>{1 - source}"
+        for rank, name in ((source, "send"), (1 - source, "recv")):
+            book.travel(rank, name, 1, 2, nbytes=nbytes, peer=1 - rank, group=group, match=1)
+    ax = traffic(book.trace(2))
+    said = [text.get_text() for axes in ax.figure.axes for text in axes.texts]
+    assert {"94 B", "4"} <= set(said)
+    assert not any("e-" in text for text in said)
+
+
+@pytest.mark.usefixtures("plain")
+def test_a_few_bytes_beside_many_keep_their_digits_in_memory() -> None:
+    book = Book()
+    book.whole(0, "call", 0, 100)
+    book.scalar(0, f"{MEMORY}parameters", 10, 2 << 20)
+    book.scalar(0, f"{MEMORY}optimizer state", 20, 16)
+    ax = memory(book.trace(1))
+    assert ax.texts[0].get_text() == "rank 0: peak 2.00 MiB = parameters 2.00 + optimizer state 16 B"
+    plt.close(ax.figure)
+
+
+def test_slow_steps_are_told_by_their_length() -> None:
+    book, progress = Book(), Progress(1)
+    for step in range(2):
+        book.whole(0, "step", step * 400_000, (step + 1) * 400_000)
+    progress.add(book.trace(1))
+    assert progress.in_words() == "2 steps  ·  400 s per step"

@@ -1,0 +1,182 @@
+"""Wrong calls of public functions: one line for the student, and none of labkit's frames."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ipykernel", reason="needs ipykernel")
+pytest.importorskip("matplotlib", reason="needs matplotlib")
+from kernels import Kernel
+
+import labkit as lab
+from labkit.costs.formulas import pipeline_bubble
+from labkit.errors.wrong_calls import WrongTypeError, edge
+
+
+def started(folder: Path) -> Iterator[Kernel]:
+    kernel = Kernel(folder, LABKIT_START="fork")
+    cell = kernel(f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parents[1] / "helpers")!r})
+        import labkit as lab
+        group = lab.Group(2, runtime="bare")
+        def work():
+            with lab.span("forward"): pass
+        run = group.run(work)
+    """)
+    assert cell.error is None, cell.error
+    yield kernel
+    kernel.close()
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    yield from started(tmp_path_factory.mktemp("kernel"))
+
+
+@pytest.fixture
+def kernel_of_its_own(tmp_path: Path) -> Iterator[Kernel]:
+    """A group of the runtime torch leaves its fork server to the kernel, and a test leaves no process."""
+    yield from started(tmp_path)
+
+
+def seen(kernel: Kernel, call: str) -> str:
+    """What a notebook shows of a call that is refused."""
+    error = kernel(call).error
+    assert error is not None, f"{call} was not refused"
+    return re.sub(r"\x1b\[[0-9;]*m", "", error[2])
+
+
+def test_each_public_function_answers_a_wrong_call_in_a_line(kernel_of_its_own: Kernel) -> None:
+    """A new public function is tried here without an entry."""
+    tried: set[str] = set()
+    refused = 0
+    for part in range(4):  # a cell each, since an answer is waited for so long and no longer
+        cell = kernel_of_its_own(f"""
+            import wrong_calls_program
+            report = wrong_calls_program.complaints(group, run, get_ipython(), slice({part}, None, 4))
+            print("report", report)
+        """)
+        assert cell.error is None, cell.error
+        report = json.loads(cell.stdout.rpartition("report ")[2])
+        assert report["wrong"] == []
+        tried |= set(report["tried"])
+        refused += report["refused"]
+    assert {"timeline", "predict.all_reduce", "Group.run", "Ranks.watch", "Trace.of", "Link"} <= tried
+    assert refused > 1000
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        ("lab.timeline(group)", "TypeError", "expected a run, as group.run and .*, or a trace; group.last_run"),
+        ("lab.timeline([run, run])", "TypeError", r"several are given one by one, timeline\(a, b\)"),
+        ("lab.timeline(run, steps=3)", "TypeError", "unexpected argument 'steps'.* Did you mean 'step'"),
+        ("lab.timeline(run, ax=3)", "TypeError", r"timeline\(ax=3\): expected matplotlib Axes or None, given an int"),
+        ("lab.breakdown(None)", "TypeError", r"breakdown\(None\): expected a run"),
+        ("lab.scaling({1: run, 2: run}, work={1: 'a', 2: 3})", "TypeError", r"expected a number, a dict {a whole number: a num"),
+        ("lab.steps(3)", "TypeError", "expected something to loop over"),
+        ("lab.span(3)", "TypeError", "expected a name"),
+        ("lab.record(5)", "TypeError", "expected a name for each value"),
+        ("lab.devices('x')", "TypeError", "expected a whole number"),
+        ("lab.load_trace(run)", "TypeError", "expected a string or a path, given a Run"),
+        ("lab.schedule('gpipe', stages=2, microbatches=2)", "TypeError", "unexpected argument 'microbatches'.* 'micro_batches'"),
+        ("lab.schedule('gpipe', stages=2, micro_batches=10**9)", "ValueError", "expected at most 100,000 passes"),
+        ("lab.predict.barrier(2, 3)", "TypeError", "link=3: expected a Link"),
+        ("lab.Link(1)", "TypeError", r"too many positional arguments; expected Link\(\*, gbit_per_s, latency_us"),
+        ("lab.Group('4')", "TypeError", "expected a number of ranks"),
+        ("lab.Group(2, timeout=3)", "TypeError", "Did you mean 'timeout_s'"),
+        ("group.run(work())", "TypeError", r"Pass f, not f\(\)"),
+        ("run.trace.of(rank=7)", "ValueError", "this trace has ranks 0 to 1"),
+        ("run.trace.of(rank='x')", "TypeError", "expected the number of a rank"),
+        ("lab.profile(3)", "TypeError", r"profile\(3\): expected a group"),
+        ("lab.check(work)", "TypeError", "expected an exercise's name first"),
+        ("lab.Timeline(run)", "AttributeError", "did you mean 'timeline'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_call_is_told_in_the_students_own_frame(kernel: Kernel, call: str, kind: str, message: str) -> None:
+    text = seen(kernel, call)
+    assert re.search(message, text.splitlines()[-1]), text
+    assert text.splitlines()[-1].startswith(f"{kind}: ")
+    assert call.partition("(")[0] in text
+    assert "labkit/" not in text
+
+
+def test_stop_while_labkit_prepares_something_shows_the_students_line_alone(kernel: Kernel) -> None:
+    kernel("""
+        import signal
+        from labkit.errors.wrong_calls import edge
+        prepare, call = edge(signal.raise_signal), edge(lambda f: f())
+        def mine():
+            prepare(signal.SIGINT)
+    """)
+    text = seen(kernel, "prepare(signal.SIGINT)")
+    assert text.splitlines()[-1].startswith("KeyboardInterrupt")
+    assert "labkit/" not in text
+    assert "in mine()" in seen(kernel, "call(mine)")
+
+
+def test_a_defect_of_labkit_keeps_its_frames(kernel: Kernel) -> None:
+    kernel("""
+        sys.modules["labkit.tracing.ideal_pipeline"]._ORDERS["gpipe"] = lambda *_: 1 / 0
+    """)
+    text = seen(kernel, "lab.schedule('gpipe', stages=2, micro_batches=2)")
+    assert "ZeroDivisionError" in text
+    assert "labkit/tracing/ideal_pipeline.py" in text
+
+
+def test_the_error_is_the_built_in_one_wherever_it_travels() -> None:
+    with pytest.raises(TypeError, match="expected a name") as caught:
+        lab.span(3)  # type: ignore[arg-type]
+    assert type(caught.value).__name__ == "TypeError"
+    back = pickle.loads(pickle.dumps(caught.value))
+    assert type(back) is TypeError
+    assert back.args == caught.value.args
+
+
+def test_an_argument_that_works_is_never_refused_for_its_annotation() -> None:
+    @edge
+    def double(x: int) -> Any:
+        return x + x
+
+    assert double("ab") == "abab"  # type: ignore[arg-type]
+    with pytest.raises(WrongTypeError, match=r"double\(x=None\): expected a whole number, given a NoneType"):
+        double(None)  # type: ignore[arg-type]
+
+
+def test_an_error_of_the_callers_own_is_left_alone() -> None:
+    @edge
+    def call(f: Any) -> Any:
+        return f()
+
+    def wrong() -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine") as caught:
+        call(wrong)
+    assert type(caught.value) is ValueError
+    assert caught.traceback[-1].name == "wrong"
+
+
+def test_importing_it_is_cheap() -> None:
+    assert "difflib" not in sys.modules["labkit.errors.wrong_calls"].__dict__
+    assert pipeline_bubble(2, 3) == pytest.approx(1 / 4)
+
+
+@pytest.mark.parametrize("name", ["runtime", "devices", "threads", "timeout_s", "link"])
+def test_a_group_stays_as_it_was_made(name: str) -> None:
+    """Set later, a time limit would never end anything."""
+    group = lab.Group(2, runtime="bare", timeout_s=3)
+    before = getattr(group, name)
+    with pytest.raises(AttributeError, match=rf"^group.{name} = 9: a group stays as it was made; lab.Group\(2, {name}=...\)"):
+        setattr(group, name, 9)
+    assert getattr(group, name) == before
+    assert (group.runtime, group.timeout_s) == ("bare", 3)

@@ -1,0 +1,344 @@
+"""`check`: what a verdict looks like, what counts as not written yet, and what happens when an answer fails."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import signal
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from time_limits import LIMITS_S, some_limit_does
+from torch import nn
+
+import labkit.exercises
+from labkit import LabError
+from labkit.exercises.check import Verdict, _is_unwritten, check
+from labkit.exercises.judging import AnswerError, compare, factor, listing
+from labkit.exercises.time_limit import OutOfTimeError, TimeLimit
+
+MODULE = sys.modules[check.__module__]  # `labkit.check` is the function: the public name wins over the file's
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+
+
+# What a verdict looks like
+
+
+def test_a_verdict_reads_the_same_as_text_and_in_a_notebook() -> None:
+    verdict = Verdict("my_share", False, "Items < 2 are lost", ("rank 0: []", "rank 1: [2]"))
+    assert repr(verdict) == "✗ my_share: wrong\n  Items < 2 are lost\n  rank 0: []\n  rank 1: [2]"
+    html = verdict._repr_html_()
+    for part in ("✗ my_share: wrong", "Items &lt; 2 are lost", "rank 0: []\nrank 1: [2]"):
+        assert part in html
+    assert not verdict
+
+
+def test_the_three_states_have_their_own_symbol() -> None:
+    assert repr(Verdict("x", True, "Good.")) == "✓ x: passed\n  Good."
+    assert repr(Verdict("x", False, "Do this.", written=False)) == "○ x: not written yet\n  Do this."
+    assert bool(Verdict("x", True, "Good."))
+
+
+def test_long_messages_are_wrapped_and_details_kept_as_they_are() -> None:
+    lines = repr(Verdict("x", False, "word " * 60, ("y" * 150,))).splitlines()
+    assert all(len(line) <= 112 for line in lines[:-1])
+    assert lines[-1] == "  " + "y" * 150
+
+
+# What counts as not written yet
+
+
+def stub_with_dots(model): ...
+
+
+def stub_with_docstring(model):
+    """Average the gradients."""
+
+
+def stub_with_pass(model):
+    pass
+
+
+def stub_with_a_hole(model):
+    for p in model.parameters():
+        if p.grad is not None:
+            ...  # your two lines
+
+
+def stub_with_a_value_to_fill_in(base, base_batch, per_rank, ranks):
+    factor = ...
+    return base * factor
+
+
+def stub_that_returns_dots(items):
+    return ...
+
+
+class StubClass(nn.Module):
+    def forward(self, x):
+        """Carry x across."""
+
+
+def not_implemented(items):
+    raise NotImplementedError
+
+
+def written(x):
+    return x[..., 0]
+
+
+@pytest.mark.parametrize(
+    "stub",
+    [
+        ...,
+        None,
+        stub_with_dots,
+        stub_with_docstring,
+        stub_with_pass,
+        stub_with_a_hole,
+        stub_with_a_value_to_fill_in,
+        stub_that_returns_dots,
+        StubClass,
+    ],
+)
+def test_a_stub_is_recognised_without_running_it(stub) -> None:
+    assert _is_unwritten(stub)
+
+
+@pytest.mark.parametrize("answer", [written, 0.0, nn.Linear, lambda x: x, len, not_implemented])
+def test_what_is_written_is_run(answer) -> None:
+    assert not _is_unwritten(answer)
+
+
+def test_an_untouched_stub_hears_the_target_and_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "Group", None)
+    verdict = check("average_gradients", stub_with_a_hole)
+    assert (verdict.state, verdict.passed) == ("not written yet", False)
+    assert "Average them over all ranks, in place" in verdict.message
+    assert verdict == check("average_gradients")
+
+
+@pytest.mark.parametrize("name", ["my_share", "scaled_learning_rate"])
+def test_not_implemented_is_not_written_wherever_it_runs(name: str) -> None:
+    def answer(*_):
+        raise NotImplementedError
+
+    assert check(name, answer).state == "not written yet"
+
+
+# What happens when an answer fails
+
+
+@pytest.mark.parametrize("name", [e for names in labkit.exercises.LESSONS.values() for e in names if e != "waiting_share"])
+def test_a_result_instead_of_the_function_is_told_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "Group", None)
+    verdict = check(name, [0, 4, 8])
+    assert verdict.message == "Given [0, 4, 8]: hand over the function itself, not what it returns"
+    assert verdict.details == (f'lab.check("{name}", {name})',)
+
+
+def test_an_answer_that_raises_in_this_process_is_shown_with_its_line() -> None:
+    def answer(costs):
+        return costs[99]
+
+    verdict = check("best_cut", answer)
+    assert verdict.message == "it raised IndexError: list index out of range"
+    assert verdict.details[-1].endswith("return costs[99]")
+    assert "test_check.py, line" in verdict.details[-1]
+
+
+def test_an_answer_that_raises_on_a_rank_is_shown_with_its_line() -> None:
+    verdict = check("my_share", lambda items: [items][dist.get_rank() + 1 :][0])
+    assert "failed: IndexError: list index out of range" in verdict.message
+    assert any("test_check.py" in line for line in verdict.details)
+
+
+def test_our_own_mistakes_are_not_blamed_on_the_student(monkeypatch: pytest.MonkeyPatch) -> None:
+    from labkit.exercises import model_parallel
+
+    # As in a judge of labkit: its frames are not the student's, this test's are.
+    code = compile("def judge(answer, on):\n    raise KeyError('ours')\n", labkit.exercises.__file__, "exec")
+    space: dict = {}
+    exec(code, space)
+    exercise = next(e for e in model_parallel.EXERCISES if e.name == "best_cut")
+    own = type(exercise)("best_cut", exercise.lesson, exercise.target, space["judge"])
+    monkeypatch.setattr(model_parallel, "EXERCISES", (own,))
+    with pytest.raises(KeyError, match="ours"):
+        check("best_cut", lambda _: 1)
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    def answer(model):
+        if dist.get_rank() == 0:
+            dist.barrier()
+
+    verdict = check("average_gradients", answer)
+    assert verdict.message.startswith("rank 1 returned while rank 0 still waits for it in barrier (test_check.py, line")
+    assert any("inside `if rank == 0`" in line for line in verdict.details)
+    assert any(line.startswith("rank 0 was waiting in barrier") for line in verdict.details)
+
+
+def test_ranks_that_wait_for_one_another_are_told_apart() -> None:
+    def answer(model):
+        dist.recv(torch.ones(1), (dist.get_rank() + 1) % dist.get_world_size())
+
+    verdict = check("average_gradients", answer)
+    assert verdict.message.startswith("The ranks can never go on: rank 0 waits in recv (test_check.py, line")
+    assert any("one of them must send first" in line for line in verdict.details)
+
+
+def test_ranks_that_never_come_to_an_end_are_stopped_and_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(model):
+        while dist.get_rank() == 0:
+            pass
+        dist.barrier()
+
+    def names_the_barrier(limit_s: float) -> bool:
+        monkeypatch.setattr(MODULE, "LIMIT_S", limit_s)
+        verdict = check("average_gradients", answer)
+        assert verdict.message == (
+            f"Not finished after {limit_s:.0f} s: does every loop come to its end, and do all ranks call the same operations in "
+            "the same order?"
+        )
+        return any("barrier" in line for line in verdict.details)
+
+    assert some_limit_does(names_the_barrier)
+
+
+def for_ever(*_, **__):
+    while True:
+        pass
+
+
+def asleep(*_, **__):
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize("answer", [for_ever, asleep])
+@pytest.mark.parametrize("name", ["activation_bytes", "best_cut", "draw_indices"])
+def test_an_endless_loop_in_this_process_is_stopped_too(name: str, answer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def names_the_line(limit_s: float) -> bool:
+        monkeypatch.setattr(MODULE, "SERIAL_LIMIT_S", limit_s)
+        verdict = check(name, answer)
+        assert not verdict
+        assert verdict.message == f"Not finished after {limit_s:.0f} s, so it was stopped: does every loop come to its end?"
+        return any("test_check.py, line" in line for line in verdict.details)
+
+    assert some_limit_does(names_the_line, (0.2, *LIMITS_S))
+
+
+def test_the_limit_holds_outside_the_main_thread_and_leaves_nothing_behind() -> None:
+    before = signal.getsignal(signal.SIGALRM)
+
+    def limited() -> bool:
+        try:
+            with TimeLimit(0.2):
+                for_ever()
+        except OutOfTimeError:
+            return True
+        return False
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(limited).result(60)
+    assert limited()
+    with TimeLimit(60):
+        pass
+    assert signal.getsignal(signal.SIGALRM) == before
+    assert not [t for t in threading.enumerate() if getattr(t, "_target", None) == TimeLimit._look]
+
+
+def test_what_has_a_limit_of_its_own_does_not_count() -> None:
+    with TimeLimit(60) as limit:
+        deadline_s = limit._deadline_s
+        with limit.paused():
+            threading.Event().wait(0.1)
+        assert limit._deadline_s - deadline_s >= 0.1
+
+
+def test_code_that_catches_everything_is_told_again() -> None:
+    told = []
+
+    def stubborn() -> None:
+        while len(told) < 2:
+            try:
+                for_ever()
+            except BaseException as error:  # noqa: BLE001  # that is the point
+                told.append(type(error))
+
+    with TimeLimit(0.1):
+        stubborn()
+    assert told == [OutOfTimeError] * 2
+
+
+def test_an_unknown_exercise_names_close_ones() -> None:
+    with pytest.raises(LabError, match=r"no exercise is called 'average_gradient'; did you mean 'average_gradients'\?"):
+        check("average_gradient", None)
+    with pytest.raises(LabError, match=r"did you mean 'TwoDevices'\?"):
+        check("twodevices", None)
+    with pytest.raises(LabError, match="there are: introduce, my_share, waiting_share, average_gradients"):
+        check("zzz", None)
+
+
+# The list of exercises
+
+
+@pytest.mark.parametrize("file", labkit.exercises.LESSONS)
+def test_the_table_and_the_files_have_the_same_exercises(file: str) -> None:
+    exercises = importlib.import_module(f"labkit.exercises.{file}").EXERCISES
+    assert tuple(e.name for e in exercises) == labkit.exercises.LESSONS[file]
+    assert all(e.lesson.partition("_")[2] == file for e in exercises)
+    assert all(e.target.endswith((".", "?")) for e in exercises)
+
+
+@pytest.mark.parametrize("file", labkit.exercises.LESSONS)
+def test_every_exercise_stands_in_its_lesson_and_in_its_solutions(file: str) -> None:
+    exercises = importlib.import_module(f"labkit.exercises.{file}").EXERCISES
+    for folder in (NOTEBOOKS, NOTEBOOKS / "solutions"):
+        path = folder / f"{exercises[0].lesson}.ipynb"
+        cells = json.loads(path.read_text())["cells"]
+        code = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+        assert [e.name for e in exercises if f'lab.check("{e.name}"' not in code] == [], path.name
+
+
+# Comparing
+
+
+def expect(**arrays: list[float]) -> dict:
+    import numpy as np
+
+    return {name: np.array(values, np.float32) for name, values in arrays.items()}
+
+
+def test_rounding_is_no_difference() -> None:
+    compare([expect(w=[1.0, 2.0]), expect(w=[1.00001, 2.0])], expect(w=[1.0, 2.00001]), what="the weights")
+
+
+def test_an_unexplained_factor_is_said() -> None:
+    with pytest.raises(AnswerError, match="the weights are off by a factor: each is 5 times what it should be on 2 ranks"):
+        compare([expect(w=[5.0, 10.0])] * 2, expect(w=[1.0, 2.0]), what="the weights")
+
+
+def test_a_missing_array_and_a_wrong_shape_are_said() -> None:
+    with pytest.raises(AnswerError, match="the weights of w are missing on rank 1"):
+        compare([expect(w=[1.0]), expect()], expect(w=[1.0]), what="the weights")
+    with pytest.raises(AnswerError, match="the weights of w have the wrong shape on rank 0") as caught:
+        compare([expect(w=[1.0, 1.0])], expect(w=[1.0]), what="the weights")
+    assert caught.value.details == ("given (2,), expected (1,)",)
+
+
+def test_the_factor_between_arrays() -> None:
+    assert factor([[1.0, 2.0], [4.0]], [[2.0, 4.0], [8.0]]) == pytest.approx(0.5)
+    assert factor([[1.0, 2.0]], [[1.0, 1.0]]) is None
+    assert factor([[0.0, 0.0]], [[1.0, 2.0]]) is None
+    assert factor([[1.0]], [[0.0]]) is None
+
+
+def test_lists_are_written_out_and_cut() -> None:
+    assert listing([1]) == "1"
+    assert listing([1, 2, 3]) == "1, 2 and 3"
+    assert listing(range(9), most=2) == "0, 1 and 7 more"

@@ -1,0 +1,469 @@
+"""Who can never go on, and why: worked out by hand, without a process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from labkit.group.deadlock import doing, mismatch, stuck
+from labkit.group.rank_state import Standing
+from labkit.group.remote_calls import circle_of_calls
+from labkit.recording.ring_buffer import PROMISE, SERVE, STREAM, TENSORFLOW, TIMED, UNSEEN_PROMISE, Pending
+
+S = 1_000_000_000
+THREADS = 4  # that serve calls in an RPC rank
+
+
+def op(
+    name: str, match: int = 1, *, group: str = "world", since: int = 1, peer: int = -1, what: str = "", thread: int = 0
+) -> Pending:
+    return Pending(name, 1, since, 0, peer, group, match, f"cell 5, line {match}", what, thread)
+
+
+def message(name: str, source: int, destination: int, match: int = 1, **rest: Any) -> Pending:
+    return op(name, match, group=f"p2p {source}>{destination} tag 0", peer=destination if name == "send" else source, **rest)
+
+
+def call(caller: int, callee: int, match: int = 1, thread: int = 0) -> Pending:
+    return op("rpc_sync f", match, group=f"rpc {caller}>{callee}", peer=callee, thread=thread)
+
+
+def serve(caller: int, callee: int, match: int = 1, thread: int = 0) -> Pending:
+    return op(f"{SERVE}f", match, group=f"rpc {caller}>{callee}", peer=caller, since=0, thread=thread)
+
+
+def future(caller: int, callee: int, match: int = 1, kind: str = PROMISE) -> Pending:
+    return op(f"{kind}f", match, group=f"rpc {caller}>{callee}", peer=caller, since=0)
+
+
+def standing(*pending: Pending, came: dict[str, int] | None = None, **rest: Any) -> Standing:
+    entered = dict(came or {})
+    for p in pending:
+        entered[p.group] = max(entered.get(p.group, 0), p.match)
+    return Standing("", pending, entered=entered, **rest)
+
+
+def verdict(*ranks: Standing) -> Any:
+    named = [replace(rank, name=f"rank {i}") for i, rank in enumerate(ranks)]
+    return stuck(named)
+
+
+COMPUTES = standing()
+RETURNED = standing(returned=True)
+
+
+# Who may still go on.
+
+
+def test_a_rank_that_computes_may_come() -> None:
+    assert verdict(standing(op("all_reduce")), COMPUTES) is None
+
+
+def test_an_operation_to_which_all_have_come_may_end() -> None:
+    assert verdict(standing(op("all_reduce")), standing(op("all_reduce"))) is None
+    assert verdict(standing(op("all_reduce")), standing(came={"world": 1}, returned=True)) is None
+
+
+def test_who_waits_for_one_that_may_come_may_come_itself() -> None:
+    assert verdict(standing(op("all_reduce")), standing(message("recv", 2, 1)), COMPUTES) is None
+
+
+def test_an_operation_that_nobody_waits_for_hangs_nobody() -> None:
+    assert verdict(standing(op("all_reduce", since=0)), RETURNED) is None
+
+
+def test_only_the_members_of_a_group_must_come() -> None:
+    some = "group 3 of ranks 0,2"
+    assert verdict(standing(op("all_reduce", group=some)), RETURNED, COMPUTES) is None
+    assert verdict(standing(op("all_reduce", group=some)), COMPUTES, RETURNED).culprit == 2
+
+
+def test_a_message_that_is_on_its_way_arrives() -> None:
+    assert verdict(standing(message("recv", 1, 0)), standing(came={"p2p 1>0 tag 0": 1}, returned=True)) is None
+    assert verdict(standing(message("recv", 1, 0, 2)), standing(came={"p2p 1>0 tag 0": 1}, returned=True)).culprit == 1
+
+
+def test_a_message_of_another_tag_is_another_one() -> None:
+    assert verdict(standing(message("recv", 1, 0)), standing(came={"p2p 1>0 tag 7": 1}, returned=True)).culprit == 1
+
+
+def test_as_many_elements_in_another_shape_are_no_mismatch() -> None:
+    """[4] goes well with [2, 2]; while the third rank computes, the two wait for it and for nothing else."""
+    flat, square = op("all_reduce", what="float32 [4]"), op("all_reduce", what="float32 [2, 2]")
+    assert verdict(standing(flat), standing(square), COMPUTES) is None
+    assert verdict(standing(flat), standing(op("all_reduce", what="float32 [2, 3]")), COMPUTES).ranks == (0, 1)
+    scalar, one = op("all_reduce", what="float32 []"), op("all_reduce", what="float32 [1]")
+    assert verdict(standing(scalar), standing(one), COMPUTES) is None
+
+
+def test_a_message_to_one_who_takes_any_is_on_its_way() -> None:
+    """It has no number at the receiver before it is there, and a large one takes its time."""
+    assert verdict(standing(message("send", 0, 1)), standing(op("recv", 0, group="", what="float32 [1]"))) is None
+    taken = standing(op("recv", 0, group="", what="float32 [1]", since=0), returned=True)
+    assert verdict(standing(message("send", 0, 1)), taken) is None, "it returned before what it takes was there"
+    other_way = standing(message("send", 0, 2)), standing(op("recv", 0, group="", what="float32 [1]")), standing(op("barrier"))
+    assert verdict(*other_way).ranks == (0, 1, 2)
+
+
+def test_a_rank_with_more_under_way_than_it_can_note_may_have_come() -> None:
+    assert verdict(standing(op("all_reduce", 70)), standing(message("recv", 0, 1), came={"world": 64}, uncounted=True)) is None
+    assert verdict(standing(op("all_reduce", 70)), standing(message("recv", 0, 1), came={"world": 64})) is not None
+
+
+# Who cannot.
+
+
+def test_one_returned() -> None:
+    found = verdict(standing(op("all_reduce", 3)), RETURNED, standing(op("all_reduce", 3)))
+    assert found.ranks == (0, 2)
+    assert found.culprit == 1
+    assert found.headline == "returned while rank 0 and rank 2 still wait for it in all_reduce (cell 5, line 3)"
+    assert "an early return" in found.hint
+
+
+def test_one_was_not_called() -> None:
+    found = verdict(standing(op("barrier")), standing(called=False, returned=True))
+    assert found.culprit == 1
+    assert found.headline == "was not called, and rank 0 still waits for it in barrier (cell 5, line 1)"
+    assert "group.run(f)" in found.hint
+
+
+def test_a_rank_waits_for_one_that_waits_for_one_that_returned() -> None:
+    found = verdict(standing(op("all_reduce")), standing(message("recv", 2, 1)), RETURNED)
+    assert found.ranks == (0, 1)
+    assert found.culprit == 2
+
+
+def test_two_collectives_in_different_order() -> None:
+    found = verdict(standing(op("all_reduce", what="float32 [3]")), standing(op("broadcast", what="float32 [3], root 0")))
+    assert found.ranks == (0, 1)
+    assert found.culprit is None
+    assert found.headline == (
+        "collective number 1 is all_reduce of float32 [3] (cell 5, line 1) on rank 0, and broadcast of float32 [3], root 0 "
+        "(cell 5, line 1) on rank 1"
+    )
+    assert "in the same order" in found.hint
+
+
+def test_different_shapes_also_where_the_other_one_is_through() -> None:
+    other = op("all_reduce", what="float32 [4]")
+    found = verdict(standing(op("all_reduce", what="float32 [5]")), standing(came={"world": 1}, done=[other]))
+    assert found.ranks == (0,)
+    assert "float32 [5] (cell 5, line 1) on rank 0, and all_reduce of float32 [4]" in found.headline
+
+
+def test_two_groups_entered_in_different_order() -> None:
+    a, b = "group 1 of ranks 0,1", "group 2 of ranks 0,1"
+    found = verdict(standing(op("all_reduce", group=a)), standing(op("all_reduce", group=b)))
+    assert found.ranks == (0, 1)
+    assert found.headline == (
+        "rank 0 waits in all_reduce (cell 5, line 1) for rank 1; rank 1 waits in all_reduce (cell 5, line 1) for rank 0"
+    )
+    assert "several groups" in found.hint
+
+
+@pytest.mark.parametrize(("kind", "advice"), [("send", "use isend"), ("recv", "must send first")])
+def test_two_that_face_each_other(kind: str, advice: str) -> None:
+    there, back = ((0, 1), (1, 0)) if kind == "send" else ((1, 0), (0, 1))
+    found = verdict(standing(message(kind, *there)), standing(message(kind, *back)))
+    assert found.ranks == (0, 1)
+    assert (
+        found.headline
+        == f"rank 0 waits in {kind} (cell 5, line 1) for rank 1; rank 1 waits in {kind} (cell 5, line 1) for rank 0"
+    )
+    assert advice in found.hint
+
+
+def test_a_ring_of_sends() -> None:
+    ranks = [standing(message("send", i, (i + 1) % 3)) for i in range(3)]
+    found = verdict(*ranks)
+    assert found.ranks == (0, 1, 2)
+    assert [part.split()[-1] for part in found.headline.split("; ")] == ["1", "2", "0"]
+
+
+def test_a_message_and_a_collective() -> None:
+    found = verdict(standing(message("recv", 1, 0)), standing(op("barrier")))
+    assert found.ranks == (0, 1)
+    assert "rank 1 waits in barrier" in found.headline
+
+
+def test_a_message_from_anybody_when_all_have_returned() -> None:
+    anybody = op("recv", 0, group="", what="float32 [5]")
+    assert verdict(standing(anybody), COMPUTES, RETURNED) is None
+    found = verdict(standing(anybody), RETURNED, RETURNED)
+    assert found.ranks == (0,)
+    assert found.headline == "rank 0 waits for a message that nobody will send"
+
+
+def test_of_a_communication_that_the_student_marked_nothing_is_known() -> None:
+    assert verdict(standing(op("recv", 0, group="")), RETURNED) is None
+
+
+def test_a_span_around_what_a_rank_is_blocked_in_brings_nothing_about() -> None:
+    span = op("all_reduce", 0, group="")
+    blocked = replace(op("TensorFlow's step", 0, group=TENSORFLOW), start_ns=2)
+    assert verdict(standing(span, blocked), RETURNED).culprit == 1
+    assert verdict(standing(replace(span, start_ns=3), blocked), RETURNED) is None, "on another thread, it may end"
+
+
+def test_messages_of_different_sizes() -> None:
+    found = verdict(standing(message("send", 0, 1, what="float32 [5]")), standing(message("recv", 0, 1, what="float32 [9]")))
+    assert found.ranks == (0, 1)
+    assert found.headline == "rank 0 sends float32 [5] (cell 5, line 1), and rank 1 receives it as float32 [9] (cell 5, line 1)"
+
+
+def test_the_rest_goes_on_computing() -> None:
+    found = verdict(standing(message("recv", 1, 0)), standing(message("recv", 0, 1)), COMPUTES)
+    assert found.ranks == (0, 1)
+
+
+def test_who_waits_with_a_time_limit_goes_on_by_itself() -> None:
+    assert verdict(standing(op("all_reduce", thread=TIMED)), RETURNED) is None
+
+
+def test_a_rank_with_a_time_limit_on_one_thread_may_act_whatever_the_others_wait_in() -> None:
+    waits = standing(message("recv", 1, 0, thread=5), op("all_reduce", thread=TIMED))
+    assert verdict(waits, standing(message("recv", 0, 1))) is None
+
+
+# Ranks that may act beside what they are blocked in.
+
+
+def test_another_thread_of_a_rank_may_send_what_all_wait_for() -> None:
+    assert verdict(standing(message("recv", 1, 0)), standing(message("recv", 0, 1), free=True)) is None
+    assert verdict(standing(message("recv", 1, 0)), standing(returned=True, free=True)) is None
+    assert verdict(standing(message("recv", 1, 0)), standing(called=False, returned=True, free=True)) is None
+
+
+def test_a_thread_of_one_rank_does_not_help_those_that_wait_for_others() -> None:
+    found = verdict(standing(message("recv", 1, 0)), standing(message("recv", 0, 1)), standing(op("all_reduce"), free=True))
+    assert found.ranks == (0, 1)
+
+
+def test_an_operation_under_way_may_have_a_callback() -> None:
+    """Two face each other; but what one of them has begun with a third, which computes, may end, and then it may send."""
+    begun, third = op("all_reduce", group="group 2 of ranks 0,2", since=0), standing()
+    one, other = standing(message("recv", 1, 0), begun), standing(message("recv", 0, 1))
+    assert verdict(one, other, third) is None
+    assert verdict(one, other, RETURNED).ranks == (0, 1), "it will never end"
+    came = standing(came={"group 2 of ranks 0,2": 1}, returned=True)
+    assert verdict(one, other, came) is None, "it is about to end"
+
+
+def test_an_operation_that_a_rank_has_left_under_way_may_have_a_callback_too() -> None:
+    left = standing(op("all_reduce", group="group 2 of ranks 1,2", since=0), returned=True)
+    assert verdict(standing(message("recv", 1, 0)), left, COMPUTES) is None
+    assert verdict(standing(message("recv", 1, 0)), left, RETURNED).culprit == 1
+
+
+def test_one_thread_of_a_rank_goes_on_while_another_hangs() -> None:
+    both = standing(message("recv", 1, 0, thread=1), message("recv", 2, 0, thread=2))
+    assert verdict(both, standing(message("recv", 0, 1)), COMPUTES) is None
+
+
+def test_many_ranks_with_much_under_way() -> None:
+    """64 ranks, the most that is noted of each: looked at twenty times a second."""
+    under_way = [op("all_reduce", n, since=0, what="float32 [4]") for n in range(1, 60)]
+    found = verdict(*(standing(*under_way, op("barrier", 60)) for _ in range(63)), RETURNED)
+    assert found.ranks == tuple(range(63))
+    assert found.culprit == 63
+
+
+# On GPUs a rank only enqueues what waits.
+
+
+def queued(name: str, match: int = 1, *, group: str = "world") -> Pending:
+    return op(name, match, group=group, thread=STREAM)
+
+
+def test_a_rank_whose_gpu_waits_may_still_come_to_anything() -> None:
+    a, b = "group 1 of ranks 0,1", "group 2 of ranks 0,1"
+    assert verdict(standing(queued("all_reduce", group=a)), standing(queued("all_reduce", group=b))) is None
+    assert verdict(standing(queued("all_reduce", group=a)), standing(op("all_reduce", group=b))) is None
+
+
+def test_a_gpu_waits_for_ever_for_one_that_returned() -> None:
+    found = verdict(standing(queued("all_reduce", 2)), RETURNED)
+    assert found.ranks == (0,)
+    assert found.culprit == 1
+    assert found.headline == "returned while rank 0 still waits for it in all_reduce (cell 5, line 2)"
+
+
+# TensorFlow, which does not tell who has come.
+
+
+def test_tensorflow_waits_for_ever_only_if_one_has_returned() -> None:
+    waits = standing(op("TensorFlow", 0, group=TENSORFLOW))
+    assert verdict(waits, waits) is None
+    assert verdict(waits, COMPUTES) is None
+    assert verdict(waits, RETURNED).culprit == 1
+    assert verdict(waits, standing(returned=True, serving=1)) is None, "a worker beside a ps has a server"
+
+
+# Remote procedure calls: a rank is several threads.
+
+
+def test_a_call_that_is_computed_ends() -> None:
+    assert (
+        verdict(standing(call(0, 1, thread=1)), standing(serve(0, 1, thread=7), called=False, returned=True, serving=THREADS))
+        is None
+    )
+
+
+def test_who_computes_may_call_a_function_that_sends() -> None:
+    served = standing(called=False, returned=True, serving=THREADS)
+    waits = standing(message("recv", 1, 0), serving=THREADS)
+    assert verdict(waits, served, standing(serving=THREADS)) is None
+    assert verdict(waits, served, served).ranks == (0,)
+
+
+def test_a_distributed_backward_pass_is_computed_where_nobody_sees_it() -> None:
+    shut = op("rpc.shutdown", group="rendezvous at rpc.shutdown of 2 ranks")
+    backward = op("dist_autograd.backward", 5, group="dist_autograd.backward")
+    serving = standing(shut, serving=THREADS)
+    assert verdict(standing(backward, serving=THREADS), serving) is None
+    assert verdict(standing(shut), replace(RETURNED, name="")) is not None, "a shutdown to which one never comes"
+
+
+def test_a_rendezvous_of_more_ranks_than_there_are_says_how_many() -> None:
+    group = "rendezvous at localhost:29500 of {} ranks"
+    both = [standing(op("init_process_group", group=group.format(4))) for _ in range(2)]
+    assert "4 ranks, and this group has 2" in verdict(*both).hint
+
+
+def test_a_rank_that_comes_under_anothers_number_is_told_so() -> None:
+    comes = standing(op("init_process_group", group="rendezvous at localhost:29500 of 2 ranks"))
+    found = verdict(standing(op("all_gather")), comes)
+    assert found.ranks == (0, 1)
+    assert "each must come with a rank of its own" in found.hint
+
+
+def test_a_call_that_has_not_arrived_yet_will() -> None:
+    assert verdict(standing(call(0, 1, thread=1)), standing(called=False, returned=True, serving=THREADS)) is None
+
+
+def test_a_call_back_is_served_by_another_thread() -> None:
+    master = standing(call(0, 1, thread=1), serve(1, 0, thread=2), serving=THREADS)
+    worker = standing(serve(0, 1, thread=7), call(1, 0, thread=7), serving=THREADS)
+    assert verdict(master, worker) is None
+
+
+def test_calls_that_wait_for_one_another_until_no_thread_is_left() -> None:
+    there = [p for i in range(THREADS) for p in (serve(1, 0, i + 1, thread=i), call(0, 1, i + 2, thread=i))]
+    back = [p for i in range(THREADS) for p in (serve(0, 1, i + 1, thread=i), call(1, 0, i + 1, thread=i))]
+    found = verdict(standing(call(0, 1, 1, thread=99), *there, serving=THREADS), standing(*back, serving=THREADS))
+    assert found is not None
+    assert found.ranks == (0, 1)
+    assert "Calls wait for one another" in found.hint
+
+
+def test_a_future_that_a_call_has_returned_and_nobody_completes() -> None:
+    owner = standing(future(0, 2), future(1, 2), returned=True, serving=THREADS)
+    found = verdict(standing(call(0, 2), serving=THREADS), standing(call(1, 2), serving=THREADS), owner)
+    assert found is not None
+    assert found.ranks == (0, 1)
+    assert found.headline == (
+        "rank 0 and rank 1 wait in rpc_sync f (cell 5, line 1): on rank 2 it has returned a future that nobody will complete"
+    )
+    assert "set_result" in found.hint
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        (standing(future(0, 1), returned=True, serving=THREADS), COMPUTES),  # which may make the call that is missing
+        (standing(future(0, 1), returned=True, serving=THREADS, free=True), RETURNED),  # by another thread
+        (standing(future(0, 1, kind=UNSEEN_PROMISE), returned=True, serving=THREADS), RETURNED),  # by C++
+        # When its own call has come back, by a callback.
+        (standing(future(0, 1), call(1, 2), returned=True, serving=THREADS), standing(serve(1, 2, thread=7), serving=THREADS)),
+    ],
+)  # fmt: skip
+def test_a_future_that_somebody_may_complete(others: tuple[Standing, Standing]) -> None:
+    assert verdict(standing(call(0, 1), serving=THREADS), *others) is None
+
+
+def test_a_future_that_depends_on_one_that_nobody_completes() -> None:
+    first = standing(future(0, 1), replace(call(1, 2), wait_start_ns=0), returned=True, serving=THREADS)
+    found = verdict(standing(call(0, 1), serving=THREADS), first, standing(future(1, 2), returned=True, serving=THREADS))
+    assert found is not None
+    assert found.ranks == (0,)
+
+
+def test_the_smallest_circle_is_told() -> None:
+    """A rank waits on several threads, and one of those waits leads round a longer way."""
+    both = standing(message("recv", 2, 0, thread=1), message("recv", 1, 0, thread=2))
+    found = verdict(both, standing(message("recv", 0, 1)), standing(message("recv", 1, 2)))
+    assert found is not None
+    assert found.ranks == (0, 1, 2)
+    assert found.headline == (
+        "rank 0 waits in recv (cell 5, line 1) for rank 1; rank 1 waits in recv (cell 5, line 1) for rank 0"
+    )
+
+
+def test_what_leads_into_a_circle_is_no_part_of_it() -> None:
+    found = verdict(
+        standing(message("recv", 1, 0)), standing(message("recv", 2, 1)), standing(message("recv", 1, 2)), standing(op("barrier"))
+    )
+    assert found is not None
+    assert found.headline.startswith("rank 1 waits in recv")
+    assert found.headline.endswith("for rank 1")
+
+
+def test_calls_in_a_circle() -> None:
+    a = Standing("a", [call(0, 1, 1, thread=1), serve(1, 0, 1, thread=2), call(0, 1, 2, thread=2)], serving=THREADS)
+    b = Standing("b", [serve(0, 1, 1, thread=7), call(1, 0, 1, thread=7), serve(0, 1, 2, thread=8)], serving=THREADS)
+    assert stuck([a, b]) is None, "the last call may be computing"
+    assert circle_of_calls([a, b]) == "calls wait for one another in a circle: a → b → a → b"
+    assert circle_of_calls([a, Standing("b", b.pending[:2], serving=THREADS)]) == "", "the last call is still on its way"
+    straight = Standing("a", a.pending[:1]), Standing("b", b.pending[:1], serving=THREADS)
+    assert circle_of_calls(straight) == ""
+
+
+# In words.
+
+
+def test_mismatch_names_the_first_pair_that_differs() -> None:
+    same = op("all_reduce", what="float32 [2]")
+    assert mismatch([("rank 0", same), ("rank 1", same)]) == ("", "")
+    assert mismatch([("rank 0", same), ("rank 1", op("all_reduce", 2, what="float32 [3]"))])[0] == "", "another operation"
+    text, hint = mismatch([("rank 0", same), ("rank 1", same), ("rank 2", op("all_reduce", what="float64 [2]"))])
+    assert text == (
+        "collective number 1 is all_reduce of float32 [2] (cell 5, line 1) on rank 0, and all_reduce of float64 [2] (cell 5, "
+        "line 1) on rank 2"
+    )
+    assert "same collectives, in the same order" in hint
+
+
+def test_a_message_that_does_not_fit_is_told_from_its_sender() -> None:
+    sent, received = message("send", 1, 0, what="float32 [8]"), message("recv", 1, 0, what="float32 [4]")
+    text, hint = mismatch([("rank 0", received), ("rank 1", sent)])
+    assert text == "rank 1 sends float32 [8] (cell 5, line 1), and rank 0 receives it as float32 [4] (cell 5, line 1)"
+    assert hint == "A receive needs a tensor of the size and type that is sent."
+
+
+def test_doing() -> None:
+    assert doing("rank 0", [], 5 * S) == "rank 0 was computing"
+    assert doing("rank 0", [], 5 * S, returned=True) == "rank 0 had returned"
+    assert doing("rank 0", [op("all_reduce", since=0)], 5 * S) == "rank 0 was computing, with all_reduce under way"
+    waits = message("recv", 1, 0, since=3 * S)
+    assert doing("rank 0", [waits], 5 * S, names=["rank 0", "rank 1"]) == (
+        "rank 0 was waiting in recv with rank 1 (cell 5, line 1) for 2.0 s"
+    )
+
+
+def test_no_wait_is_shorter_than_nothing() -> None:
+    assert doing("rank 0", [op("all_reduce", since=5 * S)], 4 * S).endswith(" for 0.0 s")
+
+
+def test_doing_closely() -> None:
+    waits = op("all_reduce", 3, since=3 * S, what="float32 [4]")
+    assert doing("rank 0", [waits], 5 * S, closely=True) == (
+        "rank 0 was waiting in all_reduce number 3 of float32 [4] (cell 5, line 3) for 2.0 s"
+    )
+
+
+def test_a_server_of_tensorflow_is_not_called_and_serves() -> None:
+    waits = standing(op("TensorFlow", 0, group=TENSORFLOW))
+    assert verdict(waits, standing(called=False, returned=True)) is None

@@ -1,0 +1,419 @@
+"""Programs that look stuck for a while and are not: nobody ends them, and what is said of them is true."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from multiprocessing.pool import ThreadPool
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.distributed as dist  # noqa: E402
+from time_limits import some_limit_does  # noqa: E402
+
+import labkit as lab  # noqa: E402
+from labkit.errors.exceptions import StuckError  # noqa: E402
+from labkit.group.deadlock import CREATED  # noqa: E402
+from labkit.group.output import Output  # noqa: E402
+from labkit.worker.runtimes.registry import RUNTIMES  # noqa: E402
+
+LATE_S = 1.0  # so late a message comes in these programs
+KEPT: list[Any] = []
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[lab.Group]:
+    with lab.Group(3, timeout_s=200) as group:
+        yield group
+
+
+@pytest.fixture(autouse=True)
+def soon_certain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verdict that is wrong would come in a third of the time for which these programs look stuck."""
+    monkeypatch.setattr(RUNTIMES["torch"], "certain_after_s", 0.1)
+    monkeypatch.setattr("labkit.group.deadlock_monitor.CONFIRM_NS", 100_000_000)
+
+
+def answered(start: Callable[[Callable[[], None]], None]) -> float:
+    """Rank 0 waits for a message of rank 1, which waits for the answer: what `start` is given sends it, if it is ever called."""
+    me, got = dist.get_rank(), torch.zeros(1)
+    if me == 0:
+        dist.recv(got, 1)
+        dist.send(got, 1)
+    elif me == 1:
+        start(lambda: dist.send(torch.ones(1), 0))
+        dist.recv(got, 0)
+    return float(got)
+
+
+def by_a_timer(send: Callable[[], None]) -> None:
+    threading.Timer(LATE_S, send).start()
+
+
+def by_a_scheduler(send: Callable[[], None]) -> None:
+    import sched
+
+    scheduler = sched.scheduler()
+    scheduler.enter(LATE_S, 1, send)
+    threading.Thread(target=scheduler.run).start()
+
+
+def by_an_event_loop(send: Callable[[], None]) -> None:
+    import asyncio
+
+    loop = asyncio.new_event_loop()
+    loop.call_later(LATE_S, send)
+    loop.call_later(LATE_S, loop.stop)
+    threading.Thread(target=loop.run_forever).start()
+
+
+def by_an_executors_callback(send: Callable[[], None]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(time.sleep, LATE_S).add_done_callback(lambda _: send())
+        pool.shutdown(wait=False)
+
+
+def by_a_pools_callback(send: Callable[[], None]) -> None:
+    pool = ThreadPool(1)
+    pool.apply_async(time.sleep, (LATE_S,), callback=lambda _: send())
+    pool.close()
+
+
+def by_a_server(send: Callable[[], None]) -> None:
+    import http.server
+    import urllib.request
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            send()
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing."""
+
+    def serve() -> None:
+        with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+            address = f"http://127.0.0.1:{server.server_port}"
+            threading.Timer(LATE_S, urllib.request.urlopen, (address,)).start()
+            server.handle_request()
+
+    threading.Thread(target=serve).start()
+
+
+def by_a_forked_child(send: Callable[[], None]) -> None:
+    """Its end, which a thread waits for, is the sign."""
+    import subprocess
+
+    def wait_and_send() -> None:
+        subprocess.run(["sleep", str(LATE_S)], check=True)
+        send()
+
+    threading.Thread(target=wait_and_send).start()
+
+
+SENDERS = [
+    by_a_timer, by_a_scheduler, by_an_event_loop, by_an_executors_callback, by_a_pools_callback, by_a_server, by_a_forked_child,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("start", SENDERS, ids=lambda f: f.__name__)
+def test_a_thread_that_sends_late(start: Callable[..., None], three: lab.Group) -> None:
+    assert three.run(answered, start).results == [1.0, 1.0, 0.0]
+
+
+def sends_after_its_return() -> float:
+    got = torch.zeros(1)
+    if dist.get_rank() == 0:
+        dist.recv(got, 1)
+    elif dist.get_rank() == 1:
+        threading.Timer(LATE_S, dist.send, (torch.ones(1), 0)).start()
+    return float(got)
+
+
+def test_a_rank_that_has_returned_sends_from_a_thread(three: lab.Group) -> None:
+    assert three.run(sends_after_its_return).results == [1.0, 0.0, 0.0]
+
+
+def sends_when_another_collective_ends() -> float:
+    """What rank 1 has begun with rank 2, which comes late, has a callback."""
+    me, got = dist.get_rank(), torch.zeros(1)
+    pair = dist.new_group([1, 2])
+    if me == 0:
+        dist.recv(got, 1)
+        dist.send(got, 1)
+    elif me == 1:
+        begun = dist.all_reduce(torch.ones(1), group=pair, async_op=True)
+        begun.get_future().add_done_callback(lambda _: dist.send(torch.ones(1), 0))
+        dist.recv(got, 0)
+    else:
+        time.sleep(LATE_S)
+        dist.all_reduce(torch.ones(1), group=pair)
+    return float(got)
+
+
+def test_a_callback_of_what_is_under_way_sends(three: lab.Group) -> None:
+    assert three.run(sends_when_another_collective_ends).results == [1.0, 1.0, 0.0]
+
+
+def sleeps_beside_a_waiting_thread() -> float:
+    """The main thread of rank 1 does not wait for the message: it sends the one that brings it."""
+    me, got = dist.get_rank(), torch.zeros(1)
+    if me == 0:
+        dist.recv(got, 1)
+        dist.send(got, 1)
+    elif me == 1:
+        receiver = threading.Thread(target=dist.recv, args=(got, 0))
+        receiver.start()
+        time.sleep(LATE_S)
+        dist.send(torch.ones(1), 0)
+        receiver.join()
+    return float(got)
+
+
+def test_a_main_thread_that_sleeps_is_not_stuck(three: lab.Group) -> None:
+    assert three.run(sleeps_beside_a_waiting_thread).results == [1.0, 1.0, 0.0]
+
+
+# What is still said, and when it is certain.
+
+
+def faces_another(start: Callable[[], object]) -> None:
+    me = dist.get_rank()
+    if me == 1:
+        KEPT.append(start())
+    if me < 2:
+        dist.recv(torch.ones(5), 1 - me)
+
+
+def an_idle_executor() -> object:
+    pool = ThreadPoolExecutor(2)
+    pool.submit(int).result()
+    return pool
+
+
+def a_thread_that_waits() -> object:
+    thread = threading.Thread(target=threading.Event().wait, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("start", [an_idle_executor, a_thread_that_waits], ids=lambda f: f.__name__)
+def test_a_thread_that_nothing_can_wake_changes_nothing(start: Callable[[], object], three: lab.Group) -> None:
+    with pytest.raises(StuckError, match=r"rank 0 waits in recv .* for rank 1; rank 1 waits in recv"):
+        three.run(faces_another, start)
+
+
+def a_thread_that_works() -> object:
+    thread = threading.Thread(target=time.sleep, args=(60,), daemon=True)
+    thread.start()
+    return thread
+
+
+class Word:
+    """Presses Stop as soon as these words are said of the run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, awaited: str) -> None:
+        self.said, self._awaited = "", awaited
+        monkeypatch.setattr("labkit.group.deadlock_monitor.SLOW_NS", 300_000_000)
+        monkeypatch.setattr(Output, "say", lambda _, word: self._stop(word))
+
+    def _stop(self, word: str) -> None:
+        if self._awaited in word and not self.said:
+            self.said = word
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_with_a_thread_alive_there_is_a_word(three: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    word = Word(monkeypatch, "rank 0 and rank 1 have waited in recv (test_not_stuck.py, line ")  # one of them comes first
+    with pytest.raises(KeyboardInterrupt):
+        three.run(faces_another, a_thread_that_works)
+    assert "; rank 1 has another thread, at " in word.said
+
+
+# Time limits of the program's own.
+
+
+def caught(wait: Callable[[], object]) -> str:
+    try:
+        wait()
+    except RuntimeError as error:
+        return type(error).__name__
+    return "came"
+
+
+def in_a_group_with_a_limit(wait: Callable[[Any], object], limit_s: float) -> str:
+    """Where the ranks do not even make the group within the limit, which holds for that too, there is nothing to see."""
+    dist.barrier()
+    try:
+        pair = dist.new_group([0, 1], timeout=timedelta(seconds=limit_s))
+    except RuntimeError:
+        return "no group"
+    return caught(lambda: wait(pair)) if dist.get_rank() == 0 else ""
+
+
+def waits_in_a_group_with_a_limit(limit_s: float) -> str:
+    return in_a_group_with_a_limit(lambda pair: dist.all_reduce(torch.ones(1), group=pair), limit_s)
+
+
+def waits_asynchronously_in_a_group_with_a_limit(limit_s: float) -> str:
+    return in_a_group_with_a_limit(lambda pair: dist.all_reduce(torch.ones(1), group=pair, async_op=True).wait(), limit_s)
+
+
+def waits_for_a_message_in_a_group_with_a_limit(limit_s: float) -> str:
+    return in_a_group_with_a_limit(lambda pair: dist.recv(torch.ones(1), 1, group=pair), limit_s)
+
+
+def waits_after_the_limit_was_set(limit_s: float) -> str:
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        dist.barrier(group=pair)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit_s), pair)
+    return caught(lambda: dist.all_reduce(torch.ones(1), group=pair)) if dist.get_rank() == 0 else ""
+
+
+def waits_in_a_monitored_barrier(limit_s: float) -> str:
+    barrier = dist.monitored_barrier
+    return caught(lambda: barrier(timeout=timedelta(seconds=limit_s))) if dist.get_rank() == 0 else ""
+
+
+WITH_A_LIMIT = [
+    waits_in_a_group_with_a_limit, waits_asynchronously_in_a_group_with_a_limit, waits_for_a_message_in_a_group_with_a_limit,
+    waits_after_the_limit_was_set, waits_in_a_monitored_barrier,
+]  # fmt: skip
+
+
+def messages_whose_limit_was_set_too_late() -> None:
+    """gloo gives messages the limit that the group was made with."""
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=LATE_S), pair)
+        dist.recv(torch.ones(1), 1 - dist.get_rank(), group=pair)
+
+
+def test_a_limit_that_gloo_does_not_know_puts_off_no_verdict(three: lab.Group) -> None:
+    with pytest.raises(StuckError, match="recv"):
+        three.run(messages_whose_limit_was_set_too_late)
+
+
+def many_at_once() -> None:
+    """As many as a network has parameters."""
+    if dist.get_rank() == 0:
+        works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(150)]
+        works[-1].wait()
+
+
+def test_a_wait_for_one_of_many_pending_operations_is_found(three: lab.Group) -> None:
+    with pytest.raises(lab.RankError, match="still waits for it in all_reduce"):
+        three.run(many_at_once)
+
+
+@pytest.mark.parametrize("waits", WITH_A_LIMIT, ids=lambda f: f.__name__)
+def test_the_programs_own_time_limit_is_respected(waits: Callable[[float], str]) -> None:
+    def is_over_first(limit_s: float) -> bool:
+        with lab.Group(3, timeout_s=200) as group:
+            return group.run(waits, limit_s).results[0] in ("RuntimeError", "DistBackendError")
+
+    assert some_limit_does(is_over_first, (LATE_S, 10.0, 60.0))
+
+
+@pytest.mark.parametrize("limit", [None, timedelta(minutes=30)])
+def test_torchs_own_time_limit_puts_nothing_off(limit: timedelta | None, three: lab.Group) -> None:
+    def waits() -> None:
+        pair = dist.new_group([0, 1], timeout=limit)
+        if dist.get_rank() == 0:
+            dist.monitored_barrier(pair)
+
+    with pytest.raises(lab.RankError, match="rank 1 returned while rank 0 still waits for it in monitored_barrier"):
+        three.run(waits)
+
+
+# Sub-groups that only some ranks create.
+
+
+def creates_alone() -> None:
+    if dist.get_rank() == 0:
+        dist.new_group([0, 1])
+
+
+def test_a_group_that_only_one_of_its_members_creates(three: lab.Group) -> None:
+    with pytest.raises(lab.RankError, match="rank 1 returned while rank 0 still waits for it in new_group") as caught:
+        three.run(creates_alone)
+    assert caught.value.hint == CREATED
+
+
+def creates_one_more() -> None:
+    if dist.get_rank() == 0:
+        dist.new_group([0])
+
+
+def creates_and_uses() -> None:
+    pair = dist.new_group([0, 2])
+    if dist.get_rank() != 1:
+        dist.all_reduce(torch.ones(1), group=pair)
+
+
+def test_a_group_too_many_of_the_run_before_is_named() -> None:
+    """torch numbers the groups of each process: the next one has another number on the rank that has made one more."""
+    first = creates_one_more.__code__.co_firstlineno + 2
+    with lab.Group(3, timeout_s=200) as group:
+        group.run(creates_one_more)
+        with pytest.raises(StuckError) as caught:
+            group.run(creates_and_uses)
+    assert "rank 0 waits in new_group (test_not_stuck.py, line " in caught.value.headline
+    assert f"its group number 2, after that of test_not_stuck.py, line {first}) for rank 2" in caught.value.headline
+    assert caught.value.hint == CREATED
+
+
+def creates_late(late: int) -> float:
+    if dist.get_rank() == late:
+        time.sleep(LATE_S)
+    group = dist.new_group([0, 1, 2])
+    one = torch.ones(1)
+    dist.all_reduce(one, group=group)
+    return float(one)
+
+
+def test_a_member_that_comes_late(three: lab.Group) -> None:
+    """Another one may be through, and have returned, while the others still wait for it."""
+    run = three.run(creates_late, 0)
+    assert run.results == [3.0] * 3
+    assert {span.name for span in run.trace.spans if span.kind == "communication"} == {"all_reduce"}
+
+
+# A rank that is stuck in the program's own locks.
+
+
+def waits_for_itself() -> None:
+    if dist.get_rank() == 1:
+        threading.Event().wait()
+    dist.barrier()
+
+
+def test_the_line_of_a_rank_that_waits_for_itself_is_told(three: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = waits_for_itself.__code__.co_firstlineno + 2
+    word = Word(monkeypatch, f"; rank 1 is at test_not_stuck.py, line {line}: threading.Event().wait()")
+    with pytest.raises(KeyboardInterrupt):
+        three.run(waits_for_itself)
+    assert "waited in barrier (test_not_stuck.py, line " in word.said
+
+
+def joins_a_thread_that_waits() -> None:
+    if dist.get_rank() == 1:
+        receiver = threading.Thread(target=dist.recv, args=(torch.ones(1), 0))
+        receiver.start()
+        receiver.join()
+    else:
+        dist.barrier()
+
+
+def test_a_main_thread_that_joins_one_in_an_operation_is_stuck_with_it(three: lab.Group) -> None:
+    with pytest.raises(StuckError) as caught:
+        three.run(joins_a_thread_that_waits)
+    assert caught.value.headline.endswith("rank 1 waits in recv for rank 0")

@@ -1,0 +1,105 @@
+"""When a verdict is certain: from looks at threads that were made up, without a process."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from labkit.group.deadlock_monitor import CONFIRM_NS, LONGEST_PAUSE_NS, Watchdog
+from labkit.group.rank_state import Standing
+from labkit.group.stack_dump import Frame
+from labkit.group.thread_states import Look, Thread
+from labkit.recording.ring_buffer import Pending
+
+S = 1_000_000_000
+MAIN = 1  # the number of a main thread
+
+
+def waits_for(other: int, *, start: int = 1) -> Standing:
+    receive = Pending("recv", start, start, 0, other, f"p2p {other}>{1 - other} tag 0", 1, "cell 1, line 2", "", MAIN)
+    return Standing(f"rank {1 - other}", [receive], entered={receive.group: 1})
+
+
+def thread(*, endless: bool, switches: int = 3) -> Thread:
+    return Thread((Frame(os.__file__, 1, "wait"),), 7, 7, endless, switches)
+
+
+def look(*others: Thread) -> Look:
+    return Look(Thread((Frame("/own.py", 1, "train"),), MAIN, MAIN), others)
+
+
+ASLEEP, AWAKE = thread(endless=True), thread(endless=False)
+FACING = [waits_for(1), waits_for(0)]
+
+
+class Looked:
+    """A watchdog of two ranks, whose threads are as it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        crew: Any = SimpleNamespace(members=[SimpleNamespace(reader=SimpleNamespace(unnoted=0))] * 2, plan=None)
+        self._watchdog = Watchdog(crew, [0, 1], None, {}, {})  # type: ignore[arg-type]
+        self._next: list[Look] = []
+        self._now_ns = 0
+        self.looks = 0
+        monkeypatch.setattr(self._watchdog, "_looks_at_threads", self._looks_at_threads)
+        monkeypatch.setattr("labkit.group.deadlock_monitor.time", SimpleNamespace(perf_counter_ns=lambda: self._now_ns))
+
+    def _looks_at_threads(self, _: object, *, with_children: bool) -> dict[int, Look]:
+        assert with_children
+        self.looks += 1
+        return dict(enumerate(self._next))
+
+    def certain(self, zero: Look, one: Look, standings: list[Standing] = FACING, *, after_ns: int = LONGEST_PAUSE_NS) -> bool:
+        """Whether there is a verdict, so long after the look before."""
+        self._next = [zero, one]
+        self._now_ns += after_ns
+        return self._watchdog._confirmed(standings, self._now_ns) is not None
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Looked:
+    return Looked(monkeypatch)
+
+
+def test_two_looks_that_see_the_same(group: Looked) -> None:
+    assert [group.certain(look(), look(ASLEEP)) for _ in range(2)] == [False, True]
+
+
+def test_what_is_under_way_has_changed(group: Looked) -> None:
+    assert not group.certain(look(), look())
+    assert not group.certain(look(), look(), [waits_for(1, start=5), waits_for(0)])
+    assert group.certain(look(), look(), [waits_for(1, start=5), waits_for(0)])
+
+
+def test_a_thread_that_may_act_puts_it_off(group: Looked) -> None:
+    assert not any(group.certain(look(), look(AWAKE)) for _ in range(5))
+
+
+def test_a_thread_that_has_ended_may_have_acted_before(group: Looked) -> None:
+    """What is pending is read first: the thread may send and end before the threads are looked at."""
+    assert not group.certain(look(), look(AWAKE))
+    assert not group.certain(look(), look())
+    assert not group.certain(look(), look()), "nothing could act from now on: but has it?"
+    assert group.certain(look(), look())
+
+
+def test_a_thread_that_is_new_may_act(group: Looked) -> None:
+    assert not group.certain(look(), look())
+    assert not group.certain(look(), look(ASLEEP))
+
+
+def test_a_thread_that_was_woken_meanwhile(group: Looked) -> None:
+    moved = thread(endless=True, switches=4)
+    assert [group.certain(look(), look(t)) for t in (ASLEEP, moved, moved, moved)] == [False, False, False, True]
+
+
+def test_looks_become_rarer(group: Looked) -> None:
+    for pause_ns in (CONFIRM_NS, 2 * CONFIRM_NS, 4 * CONFIRM_NS):
+        before = group.looks
+        assert not group.certain(look(), look(AWAKE), after_ns=pause_ns)
+        assert group.looks == before + 1
+        assert not group.certain(look(), look(AWAKE), after_ns=pause_ns - 1)
+        assert group.looks == before + 1, "it is not time yet"

@@ -1,0 +1,424 @@
+"""Groups that hang, each in its own way, on real ranks: they are told why, within a moment, and go on with the next run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.distributed as dist  # noqa: E402
+from time_limits import some_limit_does  # noqa: E402
+from torch.distributed import rpc  # noqa: E402
+
+import labkit as lab  # noqa: E402
+from labkit.errors.exceptions import MismatchError, StuckError  # noqa: E402
+from labkit.group.deadlock import FITTING  # noqa: E402
+from labkit.group.deadlock_monitor import Watchdog  # noqa: E402
+from labkit.group.output import Output  # noqa: E402
+from labkit.worker.runtimes.registry import RUNTIMES  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[lab.Group]:
+    with lab.Group(3, timeout_s=200) as group:
+        yield group
+
+
+def returns_early() -> None:
+    if dist.get_rank() == 1:
+        return
+    dist.all_reduce(torch.ones(3))
+
+
+def only_on_rank_0() -> None:
+    if dist.get_rank() == 0:
+        dist.barrier()
+    dist.all_reduce(torch.ones(2))
+
+
+def another_order() -> None:
+    mine = [dist.all_reduce, lambda x: dist.broadcast(x, 0)]
+    for collective in mine if dist.get_rank() == 0 else reversed(mine):
+        collective(torch.ones(3))
+
+
+def other_shapes() -> None:
+    dist.all_reduce(torch.ones(4 if dist.get_rank() else 5))
+
+
+def other_roots() -> None:
+    dist.broadcast(torch.ones(4), src=dist.get_rank() % 2)
+
+
+def two_send() -> None:
+    me = dist.get_rank()
+    if me < 2:
+        dist.send(torch.ones(5), 1 - me)
+        dist.recv(torch.ones(5), 1 - me)
+
+
+def two_receive() -> None:
+    me = dist.get_rank()
+    if me < 2:
+        dist.recv(torch.ones(5), 1 - me)
+
+
+def nobody_sends() -> None:
+    if dist.get_rank() == 0:
+        dist.recv(torch.ones(5), 1)
+    else:
+        dist.barrier()
+
+
+def a_ring_of_sends() -> None:
+    me, size = dist.get_rank(), dist.get_world_size()
+    dist.send(torch.ones(5), (me + 1) % size)
+
+
+def one_caught_its_error() -> None:
+    try:
+        if dist.get_rank() == 1:
+            raise ValueError("caught")
+        dist.all_reduce(torch.ones(2))
+    except ValueError:
+        pass
+    dist.barrier()
+
+
+def waits_for_an_asynchronous_one() -> None:
+    if dist.get_rank() != 2:
+        dist.all_reduce(torch.ones(2), async_op=True).wait()
+
+
+def ddp_with_a_batch_less() -> None:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    for _ in range(3 - (dist.get_rank() == 1)):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+STUCK: dict[Callable[[], None], tuple[str, str]] = {
+    only_on_rank_0: ("is barrier", "on rank 0, and all_reduce of float32 [2]"),
+    another_order: ("is all_reduce of float32 [3]", "and broadcast of float32 [3], root 0"),
+    other_shapes: ("all_reduce of float32 [5]", "and all_reduce of float32 [4]"),
+    other_roots: ("broadcast of float32 [4], root 0", "broadcast of float32 [4], root 1"),
+    two_send: ("rank 0 waits in send", "for rank 1; rank 1 waits in send"),
+    two_receive: ("rank 0 waits in recv", "for rank 1; rank 1 waits in recv"),
+    nobody_sends: ("rank 0 waits in recv", "rank 1 waits in barrier"),
+    a_ring_of_sends: ("for rank 2; rank 2 waits in send", "for rank 0"),
+    one_caught_its_error: ("all_reduce of float32 [2]", "and barrier"),
+}
+DESERTED: dict[Callable[[], None], tuple[int, str]] = {
+    returns_early: (1, "rank 0 and rank 2 still wait for it in all_reduce"),
+    waits_for_an_asynchronous_one: (2, "rank 0 and rank 1 still wait for it in all_reduce"),
+    ddp_with_a_batch_less: (1, "rank 0 and rank 2 still wait for it in all_reduce"),
+}
+
+
+def total() -> float:
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    return float(one)
+
+
+@pytest.mark.parametrize("function", STUCK, ids=lambda f: f.__name__)
+def test_ranks_that_wait_for_one_another(three: lab.Group, function: Callable[[], None]) -> None:
+    with pytest.raises(StuckError) as caught:
+        three.run(function)
+    for words in STUCK[function]:
+        assert words in caught.value.headline
+    assert "test_stuck_groups.py, line" in caught.value.headline
+    assert [line.split(" was ")[0].split(" had ")[0] for line in caught.value.doings] == ["rank 0", "rank 1", "rank 2"]
+    assert three.run(total).results == [3.0] * 3
+
+
+@pytest.mark.parametrize("function", DESERTED, ids=lambda f: f.__name__)
+def test_ranks_that_wait_for_one_that_returned(
+    three: lab.Group, function: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    culprit, words = DESERTED[function]
+
+    def all_have_come(certain_after_s: float) -> bool:
+        """Else one of them alone is told to wait."""
+        monkeypatch.setattr(RUNTIMES["torch"], "certain_after_s", certain_after_s)
+        with pytest.raises(lab.RankError) as caught:
+            three.run(function)
+        assert caught.value.rank == culprit
+        return f"rank {culprit} returned while {words}" in caught.value.report()
+
+    assert some_limit_does(all_have_come, (0.5, 5.0, 30.0))
+    assert three.run(total).results == [3.0] * 3
+
+
+def test_a_collective_on_one_rank_alone(three: lab.Group) -> None:
+    with pytest.raises(lab.RankError, match="rank 1 was not called, and rank 0 still waits for it in all_reduce"):
+        three[0].run(total)
+    assert three.run(total).results == [3.0] * 3
+
+
+def other_types() -> None:
+    dist.all_reduce(torch.ones(4, dtype=[torch.float32, torch.float64][dist.get_rank() % 2]))
+
+
+def gives_up_in_time() -> str:
+    from datetime import timedelta
+
+    if dist.get_rank() != 0:
+        return ""
+    try:
+        dist.irecv(torch.ones(5), 1).wait(timedelta(seconds=2))
+    except RuntimeError as error:
+        return type(error).__name__
+    return "received"
+
+
+def test_who_waits_with_a_time_limit_is_left_alone(three: lab.Group) -> None:
+    assert three.run(gives_up_in_time).results == ["RuntimeError", "", ""]
+
+
+def test_a_mismatch_that_crashes_is_explained(three: lab.Group) -> None:
+    with pytest.raises(lab.LabError) as caught:
+        three.run(other_types)
+    text = " ".join(str(caught.value).split())
+    assert "all_reduce of float32 [4]" in text
+    assert "all_reduce of float64 [4]" in text
+
+
+def slow(path: str) -> float:
+    if dist.get_rank() == 1:
+        next(there for there in iter(lambda: os.path.exists(path), None) if there)
+    return total()
+
+
+def test_who_waits_for_a_rank_that_computes_is_told_so_and_nothing_is_stopped(
+    three: lab.Group, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place = f"test_stuck_groups.py, line {slow.__code__.co_firstlineno + 2}: next(there for "
+    enough = tmp_path / "enough"
+
+    def say(_: Output, word: str) -> None:
+        waiting = "rank 0 and rank 2 have waited in all_reduce (test_stuck_groups.py, line"
+        if word.startswith(waiting) and f"; rank 1 is at {place}" in word:  # one of them comes first: then another word is said
+            enough.touch()
+
+    monkeypatch.setattr("labkit.group.deadlock_monitor.SLOW_NS", 600_000_000)
+    monkeypatch.setattr(Output, "say", say)
+    assert three.run(slow, str(enough)).results == [3.0] * 3, "rank 1 goes on when the word has been said"
+
+
+def call_back(name: str, depth: int) -> int:
+    from torch.distributed import rpc
+
+    if depth == 0:
+        return 0
+    other = "b" if name == "a" else "a"
+    return rpc.rpc_sync(other, call_back, args=(other, depth - 1)) + 1
+
+
+def test_calls_that_wait_for_one_another_for_want_of_threads() -> None:
+    with lab.Group(["a", "b"], runtime="rpc", timeout_s=200) as group:
+        assert group["a"].run(call_back, "a", 8).results == [8]
+        with pytest.raises(StuckError) as caught:
+            group["a"].run(call_back, "a", 200)
+        assert "a waits in rpc_sync call_back" in caught.value.headline
+        assert group["a"].run(call_back, "a", 2).results == [2]
+
+
+CAME: list[Any] = []  # of the server: a future for each trainer that has come
+
+
+@rpc.functions.async_execution
+def add() -> Any:
+    """Answers when two trainers have come, as a parameter server that updates by batches does."""
+    CAME.append(torch.futures.Future())
+    answer = CAME[-1].then(lambda future: future.wait() + 1)
+    if len(CAME) == 2:
+        for future in CAME:
+            future.set_result(1)
+        CAME.clear()
+    return answer
+
+
+def train(**times: int) -> int:
+    mine = times.get(rpc.get_worker_info().name, 0)
+    return sum(rpc.rpc_sync("server", add) for _ in range(mine))
+
+
+def test_a_future_that_nobody_completes() -> None:
+    with lab.Group(["a", "b", "server"], runtime="rpc", timeout_s=60) as group:
+        assert group.run(train, a=3, b=3).results == [6, 6, 0]
+        with pytest.raises(StuckError) as caught:
+            group.run(train, a=3, b=2)
+        place = f"test_stuck_groups.py, line {train.__code__.co_firstlineno + 2}"
+        assert caught.value.headline == (
+            f"a waits in rpc_sync add ({place}): on server it has returned a future that nobody will complete"
+        )
+        assert group.run(train, a=1, b=1).results == [2, 2, 0]
+
+
+LOCK = threading.Lock()
+
+
+def locked(other: str, depth: int) -> int:
+    """Takes the lock of its rank, and calls the other rank back: the third call waits for the first for ever."""
+    from torch.distributed import rpc
+
+    with LOCK:
+        return rpc.rpc_sync(other, call_locked, args=(other, depth)) if depth else 0
+
+
+def call_locked(me: str, depth: int) -> int:
+    from torch.distributed import rpc
+
+    other = "b" if me == "a" else "a"
+    return rpc.rpc_sync(other, locked, args=(me, depth - 1))
+
+
+def test_calls_in_a_circle_around_a_lock_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def say_and_stop(_: Output, word: str) -> None:
+        if word and not said:
+            said.append(word)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Output, "say", say_and_stop)
+    with lab.Group(["a", "b"], runtime="rpc", timeout_s=200) as group:
+        assert group["a"].run(call_locked, "a", 1).results == [0]
+        with pytest.raises(KeyboardInterrupt):
+            group["a"].run(call_locked, "a", 3)
+    assert said[0].startswith(
+        "calls wait for one another in a circle: a → b → a → b, and nobody computes: does one of them hold a"
+    )
+
+
+def test_a_verdict_that_does_not_hold_is_dropped(three: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are looked at one after the other: what seems to hang may have moved meanwhile."""
+    looks = []
+    look = Watchdog.look
+
+    def look_and_forget(watchdog: Watchdog, now_ns: int) -> Any:
+        looks.append(now_ns)
+        if len(looks) % 3 == 0 and watchdog._suspicion is not None:
+            watchdog._suspicion = dataclasses.replace(
+                watchdog._suspicion, under_way=()
+            )  # as if something else had been under way
+        if len(looks) == 60:
+            monkeypatch.setattr(Watchdog, "look", look)
+        return look(watchdog, now_ns)
+
+    monkeypatch.setattr(Watchdog, "look", look_and_forget)
+    with pytest.raises(StuckError):
+        three.run(two_receive)
+    assert len(looks) == 60
+
+
+# Ranks that only seem to hang.
+
+
+def other_threads_go_on() -> float:
+    """Rank 0 waits for a message on one thread, and another one will send what that message depends on."""
+    me, got = dist.get_rank(), torch.zeros(1)
+    if me == 0:
+        sender = threading.Timer(1.5, dist.send, (torch.ones(1), 1))
+        sender.start()
+        dist.recv(got, 1)
+        sender.join()
+    elif me == 1:
+        dist.recv(got, 0)
+        dist.send(got, 0)
+    return float(got)
+
+
+def test_a_thread_that_will_send_is_waited_for(three: lab.Group) -> None:
+    assert three.run(other_threads_go_on).results == [1.0, 1.0, 0.0]
+
+
+def a_world_of_its_own() -> float:
+    """Its first collective is no other than that of the world before, though both are number 1."""
+    dist.all_reduce(torch.ones(3))
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        threading.Event().wait(1.5)
+    one = torch.ones(2)
+    dist.broadcast(one, 0)
+    return float(one[0])
+
+
+def test_a_world_that_is_initialised_again_counts_anew() -> None:
+    with lab.Group(3, timeout_s=200) as group:
+        assert group.run(a_world_of_its_own).results == [1.0] * 3
+
+
+def test_a_rank_stopped_by_a_signal_is_spoken_of_and_goes_on(three: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    from labkit.group.output import Output
+
+    pids = three.run(os.getpid).results
+    said: list[str] = []
+
+    def say(_: Output, word: str) -> None:
+        said.append(word)
+        if word:
+            os.kill(pids[1], signal.SIGCONT)
+
+    monkeypatch.setattr(Output, "say", say)
+    assert three.run(stop_itself).results == [3.0] * 3
+    words = [word for word in said if word]
+    assert words[0] == f"stopped by a signal (SIGSTOP): rank 1; `kill -CONT {pids[1]}` lets the run go on"
+
+
+def stop_itself() -> float:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return total()
+
+
+# Messages that do not fit. gloo copies bytes: a receive that is too large, or of another type, ends as if nothing were wrong.
+
+
+def sends(*given: torch.Tensor) -> None:
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(2), 1)
+        dist.send(given[0], 1)
+    elif dist.get_rank() == 1:
+        dist.recv(torch.ones(2, 1), 0)
+        dist.recv(given[1], 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((torch.ones(4), torch.ones(8)), "float32 [4] {}, and rank 1 receives it as float32 [8] {}"),
+        ((torch.ones(4), torch.ones(4, dtype=torch.int32)), "float32 [4] {}, and rank 1 receives it as int32 [4] {}"),
+    ],
+    ids=["too large", "another type"],
+)
+def test_a_message_that_was_received_as_something_else_is_an_error(
+    three: lab.Group, given: tuple[torch.Tensor, ...], words: str
+) -> None:
+    with pytest.raises(MismatchError) as caught:
+        three.run(sends, *given)
+    first = sends.__code__.co_firstlineno
+    places = (f"(test_stuck_groups.py, line {first + line})" for line in (3, 6))
+    assert caught.value.headline == f"rank 0 sends {words.format(*places)}"
+    assert caught.value.hint == FITTING
+
+
+def test_a_message_may_be_received_in_another_shape(three: lab.Group) -> None:
+    three.run(sends, torch.ones(4), torch.ones(2, 2))
+
+
+def test_a_receive_that_is_too_small_ends_the_rank_and_is_explained(three: lab.Group) -> None:
+    with pytest.raises(lab.RankError) as caught:
+        three.run(sends, torch.ones(8), torch.ones(4))
+    assert caught.value.rank == 1
+    assert "Rank 0 sends float32 [8]" in caught.value.hint
+    assert caught.value.hint.endswith(FITTING)

@@ -1,0 +1,216 @@
+"""Failures as the student reads them: the cause before what came of it, messages of all kinds, and no frames of labkit."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import cells as in_cells
+import pytest
+
+import labkit as lab
+from labkit.ipc.tracebacks import headline, is_consequence, students_traceback
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[lab.Group]:
+    with lab.Group(2, runtime="bare", timeout_s=200) as group:
+        yield group
+
+
+def failure(group: lab.Group, function: Callable[..., object]) -> lab.RankError:
+    with pytest.raises(lab.RankError) as caught:
+        group.run(function)
+    return caught.value
+
+
+# The cause first
+
+
+def test_a_lost_connection_is_never_the_cause_where_another_is_known(
+    ranks: lab.Group, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is reported first, and by two ranks; the rank that broke the connection says why only a little later."""
+    cells("""
+        import os, threading
+        def f():
+            if os.environ["RANK"] == "1":
+                threading.Event().wait(0.2)
+                raise ValueError("the cause")
+            try:
+                raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+            except RuntimeError:
+                raise KeyError("mine") from None
+    """)
+    for grace in ("GRACE_S", "CAUSE_S"):  # both ranks fail before the run is ended, however busy the machine is
+        monkeypatch.setattr(f"labkit.group.run.{grace}", 60.0)
+    error = failure(ranks, cells.f)
+    assert error.failures[0].headline == "ValueError: the cause"
+    assert len(error.failures) == 1
+    assert error.others == ["rank 0: KeyError: 'mine'"]
+
+
+def test_a_lost_connection_without_a_known_cause_is_told_itself(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("def f(): raise RuntimeError('[/build/gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:1')")
+    assert failure(ranks, cells.f).failures[0].headline == "RuntimeError: Connection closed by peer [127.0.0.1]:1"
+
+
+@pytest.mark.parametrize(
+    ("words", "lost"),
+    [
+        ("Read error [127.0.0.1]: Connection reset by peer", True),
+        ("EOF: end of file (this error originated at tensorpipe/transport/uv/connection_impl.cc:132)", True),
+        ("Collective ops is aborted by: FakeError", True),
+        ("peer review", False),
+    ],
+)
+def test_words_for_a_lost_connection(words: str, lost: bool) -> None:
+    assert is_consequence(RuntimeError(words)) is lost
+
+
+def test_what_a_rank_that_was_killed_had_done_last(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        import os
+        import labkit as lab
+        def f():
+            with lab.span("forward"): pass
+            os.kill(os.getpid(), 9) if os.environ["RANK"] == "1" else None
+    """)
+    error = failure(ranks, cells.f)
+    assert error.failures[0].last == "It was computing, after forward."
+    assert error.report().splitlines()[2] == "It was computing, after forward."
+
+
+# Messages of all kinds
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("\x1b[31mred\x1b[0m", "red"),
+        ("\x1b]0;title\x07rest", "rest"),
+        ("\x1b[2Jcleared", "cleared"),
+        ("a\x00b\x08c\x07", "a\\x00b\\x08c\\x07"),
+        ("50 %\r100 %", "50 %\\r100 %"),
+        ("half a \ud800 pair", "half a \\ud800 pair"),
+        ("größer π", "größer π"),
+    ],
+)
+def test_a_message_cannot_command_a_terminal_or_break_a_file(message: str, shown: str) -> None:
+    assert headline(ValueError(message)) == f"ValueError: {shown}"
+    students_traceback(ValueError(message)).encode()
+
+
+def test_torchs_own_stack_is_left_out() -> None:
+    message = "sizes differ\nException raised from f at /build/A.cpp:3 (most recent call first):\nframe #0: a\nframe #1: b"
+    assert students_traceback(RuntimeError(message)) == "RuntimeError: sizes differ\n"
+
+
+def test_frames_that_are_left_out_are_counted(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        def even(n): return odd(n + 1)
+        def odd(n): return even(n + 1)
+        def f(): return even(0)
+    """)
+    text = failure(ranks, cells.f).failures[0].traceback
+    (left_out,) = re.findall(r"^  \[(\d+) frames left out\]$", text, re.MULTILINE)
+    assert int(left_out) > 800
+    assert text.count("  File ") == 12
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("def f(): return (i for i in range(3))", "the result of f() cannot be sent: generator objects cannot be pickled"),
+        ("def f(): return (i for i in range(3))", "return list(...) of it."),
+        ("async def f(): return 1", "f() gave a coroutine, which nobody awaits: `async def` only makes one."),
+    ],
+)
+def test_results_that_cannot_be_sent_are_named(ranks: lab.Group, cells: in_cells.Cells, source: str, words: str) -> None:
+    cells(source)
+    assert words in failure(ranks, cells.f).failures[0].headline
+    assert ranks.run(int).output == "", "Python has not warned of a coroutine as well"
+
+
+# In a terminal
+
+PROGRAM = """import labkit as lab
+
+def divide(a, b):
+    return a / b
+
+def train():
+    return divide(1, 0)
+
+group = lab.Group(2, runtime="bare")
+"""
+REPORT = [
+    "rank 0 failed: ZeroDivisionError: division by zero",
+    "    (the same on rank 1)",
+    "",
+    "Traceback (most recent call last):",
+]
+
+
+def shown(command: list[str], typed: str, folder: Path) -> list[str]:
+    """What a terminal shows of a program into which something is typed."""
+    mine, its = pty.openpty()
+    environment = os.environ | {"IPYTHONDIR": str(folder), "TERM": "dumb", "COLUMNS": "120"}
+    program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=its, stderr=its, env=environment, cwd=folder)
+    os.close(its)
+    assert program.stdin is not None
+    program.stdin.write(typed.encode())
+    program.stdin.close()
+    data = b""
+    try:
+        while piece := os.read(mine, 1 << 16):
+            data += piece
+    except OSError:  # Linux's way to say that the other end is closed
+        pass
+    finally:
+        os.close(mine)
+        program.kill()
+        program.wait()
+    return data.decode().replace("\r\n", "\n").splitlines()
+
+
+def test_a_script_shows_its_own_frames_and_one_of_labkits(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(f"{PROGRAM}\ndef main():\n    group.run(train)\n\nmain()\n")
+    lines = shown([sys.executable, "script.py"], "", tmp_path)
+    frames = [line.strip().rsplit(", in ")[1] for line in lines if line.startswith("  File")]
+    assert frames == ["<module>", "main", "called", "train", "divide"]
+    assert lines[lines.index(REPORT[0]) :][: len(REPORT)] == REPORT
+    assert sum("ZeroDivisionError" in line for line in lines) == 2, "the headline, and the end of its traceback"
+
+
+def test_a_mistaken_argument_shows_no_wall_of_frames(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import labkit as lab\nlab.Group(0)\n")
+    lines = shown([sys.executable, "script.py"], "", tmp_path)
+    assert len([line for line in lines if line.startswith("  File")]) == 2
+    assert lines[-1] == "ValueError: Group(0): expected between 1 and 1024 ranks"
+
+
+@pytest.mark.parametrize("kind", [KeyError, ValueError])
+def test_what_labkit_has_not_said_itself_keeps_its_frames(kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise kind("a defect, or a library's")
+
+    monkeypatch.setattr(lab.Group, "_run", broken)
+    with lab.Group(2, runtime="bare") as group, pytest.raises(kind) as caught:
+        group.run(int)
+    assert caught.traceback[-1].name == "broken"
+
+
+def test_plain_ipython_names_the_cell_and_shows_no_frame_of_labkit(tmp_path: Path) -> None:
+    pytest.importorskip("IPython")
+    command = [sys.executable, "-m", "IPython", "--no-banner", "--colors=NoColor", "--simple-prompt", "--no-confirm-exit"]
+    typed = "import labkit as lab\ngroup = lab.Group(2, runtime='bare')\ndef train(): return 1 / 0\n\ngroup.run(train)\nexit()\n"
+    lines = shown(command, typed, tmp_path)
+    assert '  File "cell 3", line 1, in train' in lines
+    assert not [line for line in lines if "labkit/" in line]
+    assert sum("ZeroDivisionError" in line for line in lines) == 2

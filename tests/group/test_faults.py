@@ -1,0 +1,699 @@
+"""The fault zoo: whatever goes wrong in a rank, the student reads what, where and what the others did, and goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import linecache
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import cells as in_cells
+import psutil
+import pytest
+from processes import left_after
+
+import labkit as lab
+from labkit.errors.exit_reasons import explain_exit
+from labkit.group.output import Output
+from labkit.group.processes import Member
+from labkit.group.run import GRACE_S, Flight
+from labkit.ipc.messages import Frame
+from labkit.ipc.tracebacks import HEADLINE_CHARACTERS, TEXT_CHARACTERS
+from labkit.recording.ring_buffer import Pending
+from labkit.worker.launch import RankProcess
+
+pytestmark = pytest.mark.usefixtures("stop_works")
+
+START = ("fork", "spawn")
+RULE = "─" * 70
+STOPPED = "All ranks were stopped; the next run starts fresh ones."
+KEPT = "The ranks go on, with all that they hold."
+
+
+@pytest.fixture(scope="module", params=START)
+def start(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def ranks(start: str) -> Iterator[lab.Group]:
+    with lab.Group(3, runtime="bare", start=start, timeout_s=200) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def gloo(start: str) -> Iterator[lab.Group]:
+    pytest.importorskip("torch")
+    with lab.Group(3, start=start, timeout_s=200) as group:
+        yield group
+
+
+def failure(group: Any, function: Callable[..., Any], *args: Any) -> lab.RankError:
+    with pytest.raises(lab.RankError) as caught:
+        group.run(function, *args)
+    return caught.value
+
+
+def pids(group: lab.Group) -> list[int]:
+    return group.run(os.getpid).results
+
+
+# One rank, all ranks, and what becomes of the others
+
+
+def test_one_rank_raises_and_the_others_had_returned(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        import os
+
+        def f():
+            if os.environ["RANK"] == "1":
+                return divide(1, 0)
+            f.kept = "kept"
+
+        def divide(a, b):
+            return a / b
+
+        def kept():
+            import __main__
+            return getattr(__main__.f, "kept", None)
+    """)
+    before = pids(ranks)
+    error = failure(ranks, cells.f)
+    assert error.report().splitlines() == [
+        RULE,
+        "rank 1 failed: ZeroDivisionError: division by zero",
+        "",
+        "Traceback (most recent call last):",
+        '  File "<ipython-input-1-test>", line 6, in f',
+        "    return divide(1, 0)",
+        "           ^^^^^^^^^^^^",
+        '  File "<ipython-input-1-test>", line 10, in divide',
+        "    return a / b",
+        "           ~~^~~",
+        "ZeroDivisionError: division by zero",
+        "",
+        "Meanwhile:",
+        "    rank 0 had returned",
+        "    rank 2 had returned",
+        "",
+        KEPT,
+        RULE,
+    ]
+    assert pids(ranks) == before
+    assert ranks.run(cells.kept).results == ["kept", None, "kept"]
+
+
+def test_all_ranks_raise_alike_and_it_is_told_once(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("def f(): return undefined")
+    before = pids(ranks)
+    error = failure(ranks, cells.f)
+    assert error.rank == 0, "always the lowest: a checked cell must read the same each time"
+    assert str(error).count("NameError: name 'undefined' is not defined") == 2
+    assert "    (the same on rank 1, rank 2)" in str(error)
+    assert error.report().splitlines()[-2] == KEPT
+    assert pids(ranks) == before
+
+
+def test_one_rank_raises_and_the_others_are_stopped(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        import os, threading
+        def f():
+            if os.environ["RANK"] == "2":
+                raise ValueError("the one")
+            threading.Event().wait()
+    """)
+    before = pids(ranks)
+    error = failure(ranks, cells.f)
+    assert (error.rank, error.failures[0].name) == (2, "rank 2")
+    assert error.others == ["rank 0 was computing", "rank 1 was computing"]
+    assert error.report().splitlines()[-2] == STOPPED
+    assert not set(pids(ranks)) & set(before)
+
+
+def test_a_rank_that_has_had_no_core_since_another_failed_is_waited_for(
+    ranks: lab.Group, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rank 1 is taken for one that only lacks a core; it returns long after the time that the others have."""
+    cells("""
+        import os
+        def f(path):
+            if os.environ["RANK"] == "0":
+                raise ValueError("the one")
+            while os.environ["RANK"] == "1" and not os.path.exists(path):
+                pass
+    """)
+    go_on, failed = tmp_path / "go on", []
+
+    def wants_core(process: RankProcess) -> bool:
+        failed.append(time.monotonic())
+        if failed[-1] - failed[0] > 3 * GRACE_S:
+            go_on.touch()
+        return True
+
+    monkeypatch.setattr(RankProcess, "wants_core", property(wants_core))
+    monkeypatch.setattr(RankProcess, "cpu_s", 0.0)
+    monkeypatch.setattr("labkit.worker.resource_usage.STARVED_S", 60.0)
+    assert failure(ranks, cells.f, str(go_on)).others == ["rank 1 had returned", "rank 2 had returned"]
+
+
+def test_what_a_process_has_had_of_a_core_and_whether_it_wants_one(ranks: lab.Group) -> None:
+    ranks.run(int)
+    assert ranks._crew is not None
+    process = ranks._crew.members[0].process
+
+    def spin() -> None:
+        until = time.process_time() + 0.2
+        while time.process_time() < until:
+            pass
+
+    before, seen = process.cpu_s, []
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(ranks[0].run, spin)
+        while not run.done():
+            seen.append(process.wants_core)
+        run.result()
+    assert process.cpu_s - before >= 0.15
+    assert any(seen)
+    until = time.monotonic() + 60
+    while process.wants_core and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not process.wants_core, "it waits for its next run"
+
+
+def test_one_rank_raises_while_the_others_wait_for_it(gloo: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        import torch
+        import torch.distributed as dist
+
+        def f():
+            if dist.get_rank() == 1:
+                raise ValueError("rank 1 does not come")
+            dist.all_reduce(torch.ones(1))
+    """)
+    error = failure(gloo, cells.f)
+    assert error.failures[0].headline == "ValueError: rank 1 does not come"
+    assert error.rank == 1
+    assert len(error.failures) == 1
+    for line, name in zip(error.others, ("rank 0", "rank 2"), strict=True):
+        assert line.startswith(f"{name} was waiting in all_reduce (<ipython-input-1-test>, line 8) for "), line
+    assert error.report().splitlines()[-2] == STOPPED
+
+
+def test_after_a_finished_collective_a_mistake_of_all_ranks_costs_no_ranks(gloo: lab.Group, cells: in_cells.Cells) -> None:
+    """All came back, and nothing is under way between them."""
+    cells("""
+        import torch
+        import torch.distributed as dist
+        def f():
+            dist.all_reduce(torch.ones(1))
+            raise ValueError("after it")
+    """)
+    before = pids(gloo)
+    error = failure(gloo, cells.f)
+    assert error.report().splitlines()[-2] == KEPT
+    assert pids(gloo) == before
+
+
+def test_after_a_message_that_nobody_received_the_ranks_are_not_kept(gloo: lab.Group, cells: in_cells.Cells) -> None:
+    """All came back, but the next run would receive what this one has sent."""
+    cells("""
+        import torch
+        import torch.distributed as dist
+        def f():
+            if dist.get_rank() == 0:
+                dist.isend(torch.ones(1), 1)
+            raise ValueError("after it")
+    """)
+    before = pids(gloo)
+    error = failure(gloo, cells.f)
+    assert error.report().splitlines()[-2] == STOPPED
+    assert not set(pids(gloo)) & set(before)
+
+
+def test_the_death_of_a_rank_comes_before_the_broken_connections_it_causes(gloo: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        import os, signal
+        import torch
+        import torch.distributed as dist
+        def f():
+            dist.barrier()
+            if dist.get_rank() == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(torch.ones(1))
+    """)
+    error = failure(gloo, cells.f)
+    assert error.failures[0].headline == "killed by SIGKILL (killed from outside; if nobody did, the machine ran out of memory)"
+    assert [f.name for f in error.failures] == ["rank 2"]
+    assert {line[:6] for line in error.others} == {"rank 0", "rank 1"}
+    assert all("was waiting in all_reduce (<ipython-input-1-test>, line 9) for " in line for line in error.others)
+    assert gloo.run(int).results == [0, 0, 0]
+
+
+# Ends of a process
+
+
+@pytest.mark.parametrize(
+    ("end", "headline"),
+    [
+        ("os._exit(3)", "the process ended with exit code 3 (os._exit, or a library that gave up)"),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "killed by SIGKILL (killed from outside; if nobody did, the machine ran out of m",
+        ),
+        ("ctypes.string_at(0)", "killed by SIGSEGV (a crash in C or C++ code: an address that is not its own)"),
+        ("os.abort()", "killed by SIGABRT (C or C++ code gave up; what it said stands in the rank's output)"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", "killed by SIGTERM"),
+        ("os.kill(os.getpid(), signal.SIGBUS)", "killed by SIGBUS (shared memory or a mapped file that is no longer there"),
+        ("os.execv('/bin/true', ['true'])", ""),
+    ],
+)
+def test_a_rank_that_ends_is_explained(ranks: lab.Group, cells: in_cells.Cells, end: str, headline: str) -> None:
+    cells(f"""
+        import ctypes, os, signal
+        def f():
+            if os.environ["RANK"] == "1":
+                print("last words", end="", flush=True)
+                {end}
+    """)
+    error = failure(ranks, cells.f)
+    assert error.rank == 1
+    assert error.failures[0].headline.startswith(headline)
+    crashed = any(name in headline for name in ("SIGSEGV", "SIGABRT", "SIGBUS"))
+    assert ('File "<ipython-input-1-test>", line 6, in f' in error.failures[0].traceback) == crashed
+    assert error.others == ["rank 0 had returned", "rank 2 had returned"]
+    assert error.report().splitlines()[-2] == STOPPED
+    assert ranks.run(int).results == [0, 0, 0]
+
+
+def test_the_last_words_of_a_rank_are_shown(ranks: lab.Group, capfd: pytest.CaptureFixture[str]) -> None:
+    def f() -> None:
+        os.write(1, b"written")
+        os.write(2, b" and said")
+        os._exit(1)
+
+    failure(ranks["rank 1"], f)
+    assert capfd.readouterr().out == "[rank 1] written and said\n"
+
+
+def test_a_rank_that_dies_after_it_has_returned(ranks: lab.Group, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process serves nobody any more, even if its result was there in time."""
+    cells("""
+        import os, threading
+        def f():
+            if os.environ["RANK"] != "0":
+                threading.Event().wait()
+    """)
+    real = Flight._answer
+
+    def kill_then(flight: Flight, member: Member, frame: Frame) -> None:
+        real(flight, member, frame)
+        os.kill(member.process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(Flight, "_answer", kill_then)
+    error = failure(ranks, cells.f)
+    monkeypatch.undo()
+    assert error.rank == 0
+    assert "killed by SIGKILL" in error.failures[0].headline
+    assert ranks.run(int).results == [0, 0, 0]
+
+
+def test_a_rank_that_dies_between_two_runs(ranks: lab.Group) -> None:
+    victim = pids(ranks)[1]
+    os.kill(victim, signal.SIGKILL)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(victim).status() != psutil.STATUS_ZOMBIE:
+            os.sched_yield()
+    error = failure(ranks, int)
+    assert error.rank == 1
+    assert "killed by SIGKILL" in error.failures[0].headline
+    assert ranks.run(int).results == [0, 0, 0]
+
+
+def test_a_rank_of_an_rpc_group_that_dies_between_two_runs() -> None:
+    """The functions are sent to all ranks before one is called: that must not fail in words of sockets."""
+    pytest.importorskip("torch")
+    with lab.Group(["master", "worker"], runtime="rpc", timeout_s=200) as group:
+        (pid,) = group["worker"].run(os.getpid).results
+        os.kill(pid, signal.SIGKILL)
+        assert not left_after(60, [pid])
+        with pytest.raises(lab.RankError) as caught:
+            group.run(os.getpid)
+        assert [(f.name, f.headline.partition(" (")[0]) for f in caught.value.failures] == [("worker", "killed by SIGKILL")]
+        assert len(group.run(os.getpid).results) == 2
+
+
+def test_a_rank_that_only_serves_dies(ranks: lab.Group) -> None:
+    victim = pids(ranks)[2]
+
+    def f(victim: int) -> None:
+        os.kill(victim, signal.SIGKILL)
+        threading.Event().wait()
+
+    error = failure(ranks[0], f, victim)
+    assert error.rank == 2
+    assert error.others == ["rank 0 was computing"]
+
+
+def test_exit_codes_in_words() -> None:
+    assert explain_exit(0).startswith("the process ended with exit code 0")
+    assert explain_exit(-signal.SIGILL) == "killed by SIGILL (an instruction this processor does not know)"
+    assert explain_exit(-signal.SIGFPE).startswith("killed by SIGFPE (an integer division by zero")
+    assert explain_exit(-64) in ("killed by SIGRTMAX", "killed by signal 64")
+    assert explain_exit(-99) == "killed by signal 99"
+
+
+# Exceptions of all kinds
+
+
+@pytest.mark.parametrize(
+    ("body", "headline"),
+    [
+        ("import sys; sys.exit(3)", "the function called exit(3)"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("raise StopIteration", "StopIteration"),
+        ("raise Needs(1, 2)", "Needs: 1 and 2"),
+        ("raise Silent", "Silent: <exception str() failed>"),
+        ("raise MemoryError", "MemoryError"),
+        (
+            "input()",
+            "LabError: input(''): a rank has no keyboard. Ask in the notebook, and pass the answer: group.run(f, answer)",
+        ),
+        ("raise ConnectionResetError(104, 'by the student')", "ConnectionResetError: [Errno 104] by the student"),
+        ("raise BaseException('base')", "BaseException: base"),
+        ("eval('1 +')", "SyntaxError: invalid syntax"),
+        ("return f()", "RecursionError: maximum recursion depth exceeded"),
+        ("raise ValueError('one\\ntwo')", "ValueError: one"),
+        ("assert False, 'said'", "AssertionError: said"),
+    ],
+)
+def test_exceptions(ranks: lab.Group, cells: in_cells.Cells, body: str, headline: str) -> None:
+    cells(f"""
+        class Needs(Exception):
+            def __init__(self, a, b): super().__init__(f"{{a}} and {{b}}")
+        class Silent(Exception):
+            def __str__(self): raise ValueError
+        def f():
+            {body}
+    """)
+    before = pids(ranks)
+    error = failure(ranks, cells.f)
+    assert error.failures[0].headline == headline
+    assert ", in f\n" in error.failures[0].traceback
+    assert len(error.failures[0].traceback.splitlines()) < 40
+    assert [f.headline for f in error.failures] == [headline] * 3
+    assert pids(ranks) == before
+
+
+def test_a_builtin_that_raises_by_itself(ranks: lab.Group) -> None:
+    """No frame at all is the student's."""
+    assert failure(ranks, os.read, 10**6, 1).failures[0].headline == "OSError: [Errno 9] Bad file descriptor"
+    assert failure(ranks, int, "x").failures[0].headline.startswith("ValueError: invalid literal for int()")
+
+
+def test_an_enormous_message_is_cut(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("def f(): raise ValueError('a' + 10**7 * 'x' + 'z')")
+    error = failure(ranks[0], cells.f)
+    assert error.failures[0].headline.startswith("ValueError: axxx")
+    assert error.failures[0].headline.endswith("xxz")
+    assert "characters left out" in error.failures[0].headline
+    assert len(error.failures[0].headline) < HEADLINE_CHARACTERS + 100
+    assert len(error.failures[0].traceback) < TEXT_CHARACTERS + 100
+
+
+def test_frames_of_libraries_are_left_out_but_for_the_innermost(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        import json
+        def f():
+            return parse('{"a": }')
+        def parse(text):
+            return json.loads(text)
+    """)
+    text = failure(ranks[0], cells.f).failures[0].traceback
+    assert [line.strip().rsplit(", in ")[1] for line in text.splitlines() if line.startswith("  File")] == [
+        "f",
+        "parse",
+        "raw_decode",
+    ]
+    assert 'File "decoder.py"' in text
+
+
+def test_causes_contexts_and_groups_of_exceptions_are_cut_alike(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        import json
+        def first(): json.loads("{")
+        def second():
+            try:
+                first()
+            except ValueError as error:
+                raise KeyError("wrapped") from error
+        def f():
+            errors = []
+            for function in (first, second):
+                try:
+                    function()
+                except Exception as error:
+                    errors.append(error)
+            raise ExceptionGroup("several", errors)
+    """)
+    error = failure(ranks[0], cells.f)
+    text = error.failures[0].traceback
+    assert error.failures[0].headline == "ExceptionGroup: several (2 sub-exceptions)"
+    assert "The above exception was the direct cause of the following exception" in text
+    assert "KeyError: 'wrapped'" in text
+    assert text.count("JSONDecodeError") == 2
+    assert "in loads" not in text
+    assert text.count("in raw_decode") == 2
+
+
+def test_a_warning_names_the_cell(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        import json, warnings
+        def f():
+            warnings.simplefilter("always")
+            warnings.warn("careful")
+            warnings.warn_explicit("of a library", DeprecationWarning, json.__file__, 2, registry={})
+    """)
+    assert ranks[0].run(cells.f).output.splitlines() == [
+        "[rank 0] <ipython-input-1-test>, line 5: UserWarning: careful",
+        '[rank 0]     warnings.warn("careful")',
+        f"[rank 0] {json.__file__}, line 2: DeprecationWarning: of a library",
+        f"[rank 0]     {linecache.getline(json.__file__, 2).strip()}",
+    ]
+
+
+def test_a_cell_that_was_redefined_shows_its_own_lines(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("def f():\n    return 1 / 0  # the old one\n")
+    assert "# the old one" in str(failure(ranks, cells.f))
+    cells("def f():\n    x = 1\n    return x / 0  # the new one\n")
+    assert "# the new one" in str(failure(ranks, cells.f))
+
+
+def test_what_the_students_code_does_to_its_streams(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        import sys
+        def nothing():
+            sys.stdout = None
+            return "fine"
+        def closed():
+            sys.stdout = sys.__stdout__
+            sys.stderr.close()
+            return "fine"
+        def fails(): raise ValueError("said all the same")
+        def heal():
+            import os
+            os._exit(0)
+    """)
+    assert ranks.run(cells.nothing).results == ["fine"] * 3
+    assert ranks.run(cells.closed).results == ["fine"] * 3
+    assert "said all the same" in str(failure(ranks, cells.fails))
+    failure(ranks, cells.heal)
+
+
+# Stop
+
+
+def stop_when_printed(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Stop is pressed as soon as so many ranks have printed something."""
+    seen: set[int] = set()
+    feed = Output.feed
+
+    def feed_and_stop(output: Output, rank: int, data: bytes) -> None:
+        feed(output, rank, data)
+        seen.add(rank)
+        if len(seen) == count:
+            monkeypatch.setattr(Output, "feed", feed)  # once
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Output, "feed", feed_and_stop)
+
+
+HANGS = {
+    "in Python": "threading.Event().wait()",
+    "in a loop": "while True: pass",
+    "in C without the interpreter's lock": "ctypes.CDLL(None).pause()",
+    "in C with the interpreter's lock": "sum(range(10 ** 13))",
+    "ignoring signals": "[signal.signal(s, signal.SIG_IGN) for s in (2, 15)], threading.Event().wait()",
+    "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
+}
+
+
+@pytest.mark.parametrize("where", HANGS)
+def test_stop_while_ranks_hang(where: str, ranks: lab.Group, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells(f"""
+        import ctypes, os, signal, subprocess, threading
+        def f():
+            child = subprocess.Popen(["sleep", "600"])
+            print("here", child.pid)
+            {HANGS[where]}
+    """)
+    before = pids(ranks)
+    with monkeypatch.context() as patch:
+        stop_when_printed(patch, 3)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            ranks.run(cells.f)
+    doing = "stopped by a signal (SIGSTOP)" if where == "stopped" else "computing"
+    assert str(caught.value).splitlines() == [
+        "f was stopped.", *(f"    rank {i} was {doing}" for i in range(3)), "The next run starts fresh ranks.",
+    ]  # fmt: skip
+    assert not set(pids(ranks)) & set(before)
+    assert not [p for p in before if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+
+
+def test_stop_while_ranks_hang_in_a_collective(gloo: lab.Group, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells("""
+        import torch
+        import torch.distributed as dist
+        def f():
+            print("here")
+            if dist.get_rank() < 2:
+                dist.all_reduce(torch.ones(1))
+            else:
+                dist.recv(torch.ones(1), src=0)
+    """)
+    gloo.run(int)
+    with monkeypatch.context() as patch:
+        stop_when_printed(patch, 3)
+        with pytest.raises(KeyboardInterrupt):
+            gloo.run(cells.f)
+
+    def g() -> float:
+        import torch
+        import torch.distributed as dist
+
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        return one.item()
+
+    assert gloo.run(g).results == [3.0] * 3
+
+
+class StopWhenBlocked:
+    """A picture that presses Stop as soon as so many ranks wait for a communication, and keeps what it is told in the end."""
+
+    interval_s = 0.01
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.told: tuple[Any, str] | None = None
+
+    def begin(self, *_: Any) -> None:
+        """Nothing."""
+
+    def update(self, _now_ns: int, _new: Any, pending: Sequence[Sequence[Pending]], _loads: Any) -> None:
+        if sum(any(p.wait_start_ns for p in of_rank) for of_rank in pending) == self._count:
+            self._count = -1  # once
+            signal.raise_signal(signal.SIGINT)
+
+    def end(self, trace: lab.Trace, stopped: str) -> None:
+        self.told = trace, stopped
+
+
+def test_the_picture_of_a_stopped_run_shows_what_was_under_way(
+    gloo: lab.Group, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells("""
+        import threading
+        import torch
+        import torch.distributed as dist
+        def f():
+            if dist.get_rank() == 2:
+                threading.Event().wait()
+            dist.all_reduce(torch.ones(1))
+    """)
+    picture = StopWhenBlocked(2)
+    monkeypatch.setattr(lab.Group, "picture", lambda: picture)
+    with pytest.raises(KeyboardInterrupt):
+        gloo.watch(cells.f)
+    assert picture.told is not None
+    trace, stopped = picture.told
+    assert stopped == "stopped"
+    calls, waits = trace.of(kind="call").spans, trace.of(kind="communication").spans
+    assert [(c.rank, c.name, c.start_ns, c.end_ns, c.done) for c in calls] == [
+        (rank, "f", trace.start_ns, trace.end_ns, False) for rank in range(3)
+    ]
+    assert [(w.rank, w.name, w.end_ns, w.wait_end_ns, w.done) for w in sorted(waits, key=lambda w: w.rank)] == [
+        (rank, "all_reduce", trace.end_ns, trace.end_ns, False) for rank in (0, 1)
+    ]
+    computing, blocked = trace.shares()[2], trace.shares()[0]
+    assert computing.compute_ns == trace.duration_ns
+    assert blocked.compute_ns + blocked.waiting_ns + blocked.exposed_ns == trace.duration_ns
+    assert blocked.waiting_ns > 0
+
+
+def test_stop_ends_a_loop_of_runs(ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop is a KeyboardInterrupt: `except Exception` around a run does not swallow it."""
+
+    def f() -> None:
+        print("here")
+        threading.Event().wait()
+
+    rounds = 0
+    stop_when_printed(monkeypatch, 3)
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012  # the loop is what is tested
+        for _ in range(3):
+            rounds += 1
+            with contextlib.suppress(Exception):
+                ranks.run(f)
+    assert rounds == 1
+
+
+def test_ctrl_c_in_a_terminal_does_not_reach_the_ranks(start: str) -> None:
+    """A terminal sends SIGINT to all processes in the foreground; only the program itself may act on it."""
+    program = """
+import os, signal, threading
+import labkit as lab
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def f():
+    print("here", flush=True)
+    threading.Event().wait()
+group = lab.Group(2, runtime="bare")
+try:
+    group.run(f)
+except KeyboardInterrupt:
+    print("stopped", group.run(lambda: "again").results, flush=True)
+"""
+    child = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=os.environ | {"LABKIT_START": start},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert child.stdout is not None
+    try:
+        assert {child.stdout.readline() for _ in range(2)} == {"[rank 0] here\n", "[rank 1] here\n"}
+        os.killpg(child.pid, signal.SIGINT)
+        assert child.stdout.read() == "stopped ['again', 'again']\n"
+    finally:
+        child.kill()
+        child.communicate()

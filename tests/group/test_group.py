@@ -1,0 +1,625 @@
+"""`Group`: what one may ask for, which ranks run, where it works, and RPC between functions of a notebook."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+import threading
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cells as in_cells
+import numpy as np
+import psutil
+import pytest
+from processes import left_after
+from time_limits import some_limit_does
+
+import labkit as lab
+from labkit.errors.exceptions import RunTimeoutError
+from labkit.group.registry import notebook
+from labkit.worker.runtimes.registry import RUNTIMES, share_of_devices
+
+START = ("fork", "spawn")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module", params=START)
+def start(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def four(start: str) -> Iterator[lab.Group]:
+    with lab.Group(["a", "b", "c", "d"], runtime="bare", start=start, timeout_s=200) as group:
+        yield group
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "error", "words"),
+    [
+        (0, {}, ValueError, "Group(0): expected between 1 and 1024 ranks"),
+        (-1, {}, ValueError, "Group(-1): expected between 1 and 1024 ranks"),
+        (10**6, {}, ValueError, "Group(1000000): expected between 1 and 1024 ranks"),
+        (True, {}, TypeError, "Group(True): expected a number of ranks, a list of names, or TensorFlow's jobs as a dict"),
+        (2.0, {}, TypeError, "Group(2.0): expected a number of ranks, a list of names, or TensorFlow's jobs as a dict"),
+        (None, {}, TypeError, "Group(None): expected a number of ranks, a list of names, or TensorFlow's jobs as a dict"),
+        ("ab", {}, TypeError, "Group('ab'): expected a number of ranks, a list of names, or TensorFlow's jobs as a dict"),
+        ([], {}, ValueError, "Group([]): expected between 1 and 1024 ranks"),
+        (["a", "a"], {}, ValueError, "Group(['a', 'a']): 'a' stands there twice; every rank needs a name of its own"),
+        (["a", " "], {}, ValueError, "Group(['a', ' ']): ' ' is no name; expected non-empty strings"),
+        (["a", 2], {}, ValueError, "Group(['a', 2]): 2 is no name; expected non-empty strings"),
+        (["a b"], {"runtime": "rpc"}, ValueError, "Group(['a b']): RPC takes no 'a b'; expected letters, digits and _ : -"),
+        ({"worker": 2}, {}, ValueError, "Group({'worker': 2}): a dict of jobs is for runtime='tensorflow'; give a number or"),
+        ({"worker": 0}, {"runtime": "tensorflow"}, ValueError, "Group({'worker': 0}): expected a job's name and a number of"),
+        ({}, {"runtime": "tensorflow"}, ValueError, "Group({}): expected between 1 and 1024 ranks"),
+        (2, {"runtime": "mpi"}, ValueError, "runtime='mpi': expected one of 'torch', 'rpc', 'tensorflow', 'bare'"),
+        (2, {"runtime": []}, ValueError, "runtime=[]: expected one of 'torch', 'rpc', 'tensorflow', 'bare'"),
+        (2, {"devices": "tpu"}, ValueError, "devices='tpu': expected None (GPUs where there are some), 'cpu' or 'cuda'"),
+        (2, {"devices_per_rank": 2}, ValueError, "devices_per_rank is for runtime='tensorflow'; in torch, lab.devices(n) gives"),
+        (2, {"threads": 0}, ValueError, "threads=0: expected a whole number above 0"),
+        (2, {"threads": "2"}, TypeError, "threads='2': expected a whole number above 0"),
+        (2, {"threads": 1.5}, TypeError, "threads=1.5: expected a whole number above 0"),
+        (2, {"timeout_s": -1}, ValueError, "timeout_s=-1: expected a number above 0"),
+        (2, {"timeout_s": float("nan")}, ValueError, "timeout_s=nan: expected a number above 0"),
+        (2, {"timeout_s": "1"}, TypeError, "timeout_s='1': expected a number above 0"),
+        (2, {"start": "thread"}, ValueError, "start='thread': expected 'fork' or 'spawn'"),
+    ],
+)
+def test_an_argument_that_cannot_be_meant(ranks: Any, options: dict[str, Any], error: type[Exception], words: str) -> None:
+    known = dict(notebook.starters)
+    with pytest.raises(error) as caught:
+        lab.Group(ranks, **options)
+    assert str(caught.value).startswith(words)
+    assert notebook.starters == known, "no process was started for it"
+
+
+def test_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any, **options: Any) -> str:
+        with pytest.raises(lab.LabError) as caught:
+            lab.Group(*args, **options)
+        return str(caught.value)
+
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=1000 << 20))
+    assert refused(11) == (
+        "11 ranks need at least 1.07 GiB of memory (100 MiB each), and 1000 MiB are free. "
+        "Use at most 10 ranks, or close other groups and notebooks."
+    )
+    monkeypatch.undo()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
+    monkeypatch.setattr("labkit.group.options.count_open_files", lambda: 100)
+    assert refused(300, runtime="bare") == (
+        "300 ranks need about 1,856 open files, and this process may have 1,024, the system's hard limit. "
+        "Use at most 133 ranks, or raise it (ulimit -Hn 1856) before JupyterLab starts."
+    )
+    monkeypatch.undo()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == limits, "where nothing can be raised, nothing is changed"
+    monkeypatch.setattr("labkit.group.options.gpu_count", lambda: 0)
+    assert refused(2, devices="cuda") == "devices='cuda': this machine shows no GPU. Leave `devices` out to run on the CPU."
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert refused(2).startswith("torch is not installed; the extra 'torch' brings it:  pip install")
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "name", "nt")
+    assert refused(2).startswith("labkit starts ranks on Linux and macOS; on Windows, install it in WSL2")
+
+
+def test_a_number_may_be_numpys() -> None:
+    group = lab.Group(np.int64(3), runtime="bare", threads=np.int64(2), timeout_s=np.float32(9))
+    assert len(group) == 3
+    assert group[np.int64(1)].on == (1,)
+
+
+@pytest.mark.parametrize(
+    ("which", "error", "words"),
+    [
+        ("nobody", lab.LabError, "no rank is called 'nobody'; this group has 'a', 'b', 'c', 'd'"),
+        (4, lab.LabError, "no rank 4; this group has ranks 0 to 3"),
+        (-5, lab.LabError, "no rank -5; this group has ranks 0 to 3"),
+        ([0, "x"], lab.LabError, "no rank is called 'x'; this group has 'a', 'b', 'c', 'd'"),
+        ([], lab.LabError, "group[[]] is no rank at all; this group has ranks 0 to 3"),
+        (slice(5, 9), lab.LabError, "group[5:9] is no rank at all; this group has ranks 0 to 3"),
+        (slice(4, None), lab.LabError, "group[4:] is no rank at all; this group has ranks 0 to 3"),
+        (1.5, TypeError, "group[1.5]: expected a rank's number or name"),
+        (None, TypeError, "group[None]: expected a rank's number or name"),
+        (True, TypeError, "group[True]: expected a rank's number or name"),
+        ((0, 1.5), TypeError, "group[1.5]: expected a rank's number or name"),
+    ],
+)
+def test_ranks_that_do_not_exist(four: lab.Group, which: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error) as caught:
+        four[which]
+    assert str(caught.value) == words
+
+
+@pytest.mark.parametrize("function", [3, None, "train", [int]])
+def test_what_cannot_be_called(four: lab.Group, function: Any) -> None:
+    for run in (four.run, four.watch, four[0].run, four[0].watch):
+        with pytest.raises(TypeError, match=rf"run\({function!r}\): expected a function".replace("[", r"\[")):
+            run(function)
+
+
+def test_a_closed_group_stays_closed(start: str) -> None:
+    with lab.Group(1, runtime="bare", start=start) as group:
+        assert group.run(int).results == [0]
+    group.close()
+    for run in (group.run, group.watch, group[0].run):
+        with pytest.raises(lab.LabError, match=r"^this group is closed; make a new one with lab.Group\(...\)$"):
+            run(int)
+    assert repr(group) == "<Group of 1 bare rank, closed>"
+
+
+def test_a_group_that_was_never_used_starts_no_rank() -> None:
+    group = lab.Group(2, runtime="bare")
+    assert group._crew is None
+    group.close()
+
+
+def test_a_span_has_the_line_where_this_run_used_its_name_first(four: lab.Group) -> None:
+    def one() -> None:
+        for _ in range(2):
+            with lab.span("forward"):
+                pass
+
+    def another() -> None:
+        with lab.span("forward"):
+            pass
+
+    for function, line, count in ((one, 2, 2), (another, 1, 1), (one, 2, 2)):
+        spans = four.run(function).trace.of(kind="compute")
+        expected = f"test_group.py, line {function.__code__.co_firstlineno + line}"
+        assert [s.line for s in spans] == [expected] * 4 * count
+
+
+def test_no_groups_inside_ranks(four: lab.Group) -> None:
+    def f() -> None:
+        import labkit as lab
+
+        lab.Group(2)
+
+    with pytest.raises(lab.RankError, match="this code runs inside a rank, and ranks cannot have groups of their own") as caught:
+        four.run(f)
+    assert "arguments.py" not in str(caught.value), "labkit's own frames teach nothing"
+
+
+# Which ranks run
+
+
+@pytest.mark.parametrize(
+    ("which", "ran"),
+    [
+        (0, [0]),
+        (-1, [3]),
+        ("b", [1]),
+        (slice(1, 3), [1, 2]),
+        (slice(None, None, 2), [0, 2]),
+        ([3, "a", 0], [0, 3]),
+        (("c",), [2]),
+        (range(2), [0, 1]),
+        (np.array([1, 2]), [1, 2]),
+    ],
+)
+def test_some_of_the_ranks(four: lab.Group, which: Any, ran: list[int]) -> None:
+    run = four[which].run(rank)
+    assert run.results == ran
+    assert run.ranks == tuple("abcd"[i] for i in ran)
+
+
+def test_a_group_is_a_collection_of_its_ranks(four: lab.Group) -> None:
+    assert [one.run(rank).results for one in four] == [[0], [1], [2], [3]]
+    assert list(four) == [four[i] for i in range(4)]
+    assert [one.on for one in four[1:3]] == [(1,), (2,)]
+    assert (len(four), len(four[::2])) == (4, 2)
+    assert all(which in four for which in (0, 3, np.int64(2), "a", four["b"], four[1:3]))
+    assert not any(which in four for which in (4, -1, "e", None, 1.5, [0]))
+    with lab.Group(4, runtime="bare") as other:
+        assert other[0] not in four
+        assert other[0] != four[0]
+    assert len({four[0], four[0], four[1]}) == 2
+
+
+def test_the_others_keep_what_they_have(four: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        def put(value):
+            import __main__
+            __main__.kept = value
+        def get():
+            import __main__
+            return __main__.kept
+    """)
+    four.run(cells.put, "old")
+    four["b"].run(cells.put, "new")
+    assert four.run(cells.get).results == ["old", "new", "old", "old"]
+
+
+def test_arguments_reach_the_function_whatever_their_names(four: lab.Group) -> None:
+    def f(function: int, *rest: int, on: int, **more: int) -> Any:
+        return function, rest, on, more
+
+    assert four[0].run(f, 1, 2, 3, on=4, timeout_s=5).results == [(1, (2, 3), 4, {"timeout_s": 5})]
+
+
+def test_how_things_show_themselves(four: lab.Group) -> None:
+    assert repr(four) == "<Group of 4 bare ranks>"
+    assert repr(four["c", "a"]) == "<a, c of <Group of 4 bare ranks>>"
+    assert repr(four.run(rank)) == "<Run of rank on 4 ranks>"
+    assert repr(four["c"].run(rank)) == "<Run of rank on c>"
+    assert four.names == ("a", "b", "c", "d")
+    assert len(four) == 4
+
+
+# What ranks find
+
+
+def test_the_environment_is_torchruns(four: lab.Group) -> None:
+    names = [
+        "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR",
+        "OMP_NUM_THREADS",
+    ]  # fmt: skip
+    found = four.run(lambda: ([os.environ.get(n) for n in names], int(os.environ["MASTER_PORT"]))).results
+    cores = len(os.sched_getaffinity(0))
+    for i, (values, port) in enumerate(found):
+        assert values == [str(i), str(i), "4", "4", "0", "1", "127.0.0.1", str(max(1, cores // 4))]
+        assert port == found[0][1] > 0
+
+
+def test_threads_and_devices_of_a_rank(start: str) -> None:
+    pytest.importorskip("torch")
+
+    def look() -> Any:
+        import torch
+        import torch.distributed as dist
+
+        import labkit as lab
+
+        mine = torch.full((1,), float(dist.get_rank() + 1))
+        dist.all_reduce(mine)
+        return torch.get_num_threads(), [str(d) for d in lab.devices(2)], mine.item(), dist.get_backend()
+
+    with lab.Group(2, threads=3, devices="cpu", start=start) as group:
+        assert group.run(look).results == [(3, ["cpu", "cpu"], 3.0, "gloo")] * 2
+
+
+def test_shares_of_gpus() -> None:
+    assert [share_of_devices(r, 2, 0) for r in range(2)] == [["cpu"]] * 2
+    assert [share_of_devices(r, 4, 2) for r in range(4)] == [["cuda:0"], ["cuda:1"], ["cuda:0"], ["cuda:1"]]
+    assert [share_of_devices(r, 2, 5) for r in range(2)] == [["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]]
+    with pytest.raises(ValueError, match=r"devices\(0\): expected at least 1"):
+        lab.devices(0)
+
+
+def test_gpus_are_looked_for_only_where_a_picture_shows_them(four: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    monkeypatch.setattr("labkit.group.run.gpus_of", lambda ranks, _: looks.append(ranks) or [[]] * ranks)
+    assert four.run(rank).results == [0, 1, 2, 3]
+    assert not looks
+    assert four.watch(rank).results == [0, 1, 2, 3]
+    assert looks == [4]
+
+
+def test_scripts_for_torchrun_find_their_process_group() -> None:
+    """A function that sets up torch.distributed by itself, as under torchrun, finds the ports of its own group."""
+    pytest.importorskip("torch")
+
+    def f() -> Any:
+        import torch
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+        dist.init_process_group("gloo")
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        return dist.get_rank(), one.item()
+
+    with lab.Group(2, timeout_s=200) as group:
+        assert group.run(f).results == [(0, 2.0), (1, 2.0)]
+
+
+def test_what_a_runtime_preloads_is_there(start: str) -> None:
+    """A name that is misspelt would be left out without a word, and cost each rank the import."""
+    pytest.importorskip("torch")
+    with lab.Group(1, start=start) as group:
+        assert group.run(lambda names: [n for n in names if n not in sys.modules], RUNTIMES["torch"].preload).results == [[]]
+
+
+@pytest.mark.parametrize("runtime", ["torch", "rpc", "bare"])
+def test_a_rank_imports_nothing_of_labkits_to_start_and_to_run(runtime: str) -> None:
+    """Whatever a forked rank imports itself, each rank of each group pays for; the server imports it once."""
+    pytest.importorskip("torch")
+    names = ["labkit.worker.fork_server", "labkit.worker.launch", *RUNTIMES[runtime].preload]
+    code = f"import importlib, sys; [importlib.import_module(n) for n in {names}]; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
+    with lab.Group(1, runtime=runtime) as group:
+        (loaded,) = group.run(lambda: [name for name in sys.modules if name.startswith("labkit")]).results
+    assert set(loaded) - set(done.stdout.split()) == set()
+
+
+# Several at once, and time
+
+
+def test_two_groups_at_once(start: str, four: lab.Group) -> None:
+    """Each in a thread of its own; ranks of one wait for nothing of the other."""
+    with lab.Group(2, runtime="bare", start=start, timeout_s=200) as other:
+        results: dict[str, list[int]] = {}
+
+        def work(name: str, group: lab.Group) -> None:
+            for _ in range(20):
+                results[name] = group.run(rank).results
+
+        threads = [threading.Thread(target=work, args=a) for a in (("four", four), ("two", other))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert results == {"four": [0, 1, 2, 3], "two": [0, 1]}
+
+
+def test_one_run_at_a_time(start: str, tmp_path: Path) -> None:
+    with lab.Group(1, runtime="bare", start=start, timeout_s=200) as group:
+
+        def f(directory: Path) -> str:
+            (directory / "here").touch()
+            while not (directory / "go").exists():
+                os.sched_yield()
+            return "done"
+
+        results: list[Any] = []
+        thread = threading.Thread(target=lambda: results.append(group.run(f, tmp_path).results))
+        thread.start()
+        while not (tmp_path / "here").exists():
+            os.sched_yield()
+        with pytest.raises(lab.LabError, match="this group is running already, in another thread; wait for it, close it"):
+            group.run(int)
+        (tmp_path / "go").touch()
+        thread.join(60)
+        assert results == [["done"]]
+        assert group.run(int).results == [0]
+
+
+def test_closing_a_group_that_runs_in_another_thread_ends_the_run(start: str, tmp_path: Path) -> None:
+    group = lab.Group(2, runtime="bare", start=start, timeout_s=200)
+    caught: list[BaseException] = []
+
+    def f(directory: Path) -> None:
+        (directory / os.environ["RANK"]).touch()
+        threading.Event().wait()
+
+    def work() -> None:
+        try:
+            group.run(f, tmp_path)
+        except lab.LabError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while len(list(tmp_path.iterdir())) < 2:
+        os.sched_yield()
+    group.close()
+    thread.join(60)
+    assert len(caught) == 1
+    assert str(caught[0]) == "the group was closed in another thread while f was running"
+    assert group._crew is None
+
+
+def test_a_run_that_takes_too_long_says_what_the_ranks_were_doing(start: str) -> None:
+    def f() -> None:
+        if os.environ["RANK"] == "1":
+            threading.Event().wait()
+
+    def says_so(limit_s: float) -> bool:
+        with lab.Group(2, runtime="bare", start=start, timeout_s=limit_s) as group:
+            group.run(int)
+            with pytest.raises(RunTimeoutError) as caught:
+                group.run(f)
+            told = str(caught.value).strip().strip("─").strip().splitlines()
+            if "    rank 0 had returned" not in told:
+                return False
+            assert told == [
+                f"f took longer than the group's timeout_s={limit_s:g}.",
+                "",
+                "    rank 0 had returned",
+                "    rank 1 was computing",
+                "",
+                "All ranks were stopped; the next run starts fresh ones.",
+            ]
+            return group.run(int).results == [0, 0]
+
+    assert some_limit_does(says_so)
+
+
+# Where it works
+
+
+def test_in_a_plain_script_and_its_threads(tmp_path: Path, start: str) -> None:
+    """Without `if __name__ == "__main__"`, without `close`, with functions of the script and of a file beside it."""
+    (tmp_path / "beside.py").write_text("def double(x):\n    return 2 * x\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+        import threading
+        import labkit as lab
+        from beside import double
+
+        class Thing:
+            def __init__(self, x): self.x = x
+
+        def f(x): return Thing(double(x))
+
+        group = lab.Group(2, runtime="bare")
+        results = []
+        thread = threading.Thread(target=lambda: results.extend(group.run(f, 21).results))
+        thread.start()
+        thread.join()
+        print([(type(r) is Thing, r.x) for r in results])
+        """)
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "LABKIT_START": start}
+    answer = subprocess.run(
+        [sys.executable, str(script)], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert (answer.stdout, answer.stderr) == ("[(True, 42), (True, 42)]\n", "")
+
+
+@pytest.mark.parametrize("arguments", [["-i", "-q"], ["-"], ["-c", "import sys; exec(sys.stdin.read())"]])
+def test_in_what_is_typed_or_piped_in(arguments: list[str]) -> None:
+    """A REPL has no file to read functions from."""
+    typed = (
+        "import labkit as lab\n"
+        "def f(x):\n    return undefined_name if x else __name__\n\n"
+        "group = lab.Group(2, runtime='bare')\n"
+        "print(group.run(f, 0).results)\n"
+        "try:\n    group.run(f, 1)\nexcept lab.RankError as error:\n    print(error)\n\n"
+    )
+    answer = subprocess.run(
+        [sys.executable, *arguments],
+        input=typed, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert "['__main__', '__main__']" in answer.stdout
+    assert "rank 0 failed: NameError: name 'undefined_name' is not defined" in answer.stdout
+    assert ", line 3, in f" in answer.stdout or ", line 2, in f" in answer.stdout
+    assert "labkit" not in answer.stdout.replace("labkit as lab", "")
+
+
+def test_without_ipython_nothing_of_it_is_loaded() -> None:
+    code = "import sys, labkit as lab; lab.Group(1, runtime='bare').run(print, 'hello'); print('IPython' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
+    assert answer.stdout == "[rank 0] hello\nFalse\n"
+
+
+def test_a_group_in_a_reference_circle_and_an_error_that_holds_it(start: str) -> None:
+    def f() -> None:
+        raise ValueError("no")
+
+    group = lab.Group(1, runtime="bare", start=start)
+    group.circle = group  # type: ignore[attr-defined]
+    with pytest.raises(lab.RankError) as caught:
+        group.run(f)
+    pids = group.run(os.getpid).results
+    del group, caught
+    gc.collect()
+    assert not left_after(60, pids)
+
+
+# RPC
+
+
+@pytest.fixture(scope="module")
+def master_and_shards(start: str) -> Iterator[lab.Group]:
+    pytest.importorskip("torch")
+    with lab.Group(["master", "shard1", "shard2"], runtime="rpc", start=start, timeout_s=200) as group:
+        yield group
+
+
+def test_rpc_between_functions_and_classes_of_a_notebook(master_and_shards: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        import torch
+        import torch.distributed.rpc as rpc
+        from torch.distributed.rpc import RRef
+
+        def who(): return rpc.get_worker_info().name
+        def add(a, b): return a + b + OFFSET
+        OFFSET = 100
+
+        class Counter:
+            def __init__(self, start): self.count = start
+            def add(self, n):
+                self.count += n
+                return self
+            def value(self): return self.count
+
+        def method_of(rref, n): return rref.local_value().add(n).value()
+
+        def master():
+            names = [rpc.rpc_sync(n, who) for n in ("master", "shard1", "shard2")]
+            futures = [rpc.rpc_async(n, add, args=(1, torch.ones(2))) for n in ("shard1", "shard2")]
+            sums = [s.tolist() for s in torch.futures.wait_all(futures)]
+            counter = rpc.remote("shard1", Counter, args=(5,))
+            first = counter.rpc_sync().value()
+            second = counter.rpc_async().add(1).wait().value()
+            third = counter.remote().add(10).to_here()
+            inside = rpc.rpc_sync("shard1", method_of, args=(counter, 100))
+            return names, sums, first, second, third.value(), type(third) is Counter, inside, counter.owner_name()
+    """)
+    (result,) = master_and_shards["master"].run(cells.master).results
+    assert result == (["master", "shard1", "shard2"], [[102.0, 102.0]] * 2, 5, 6, 16, True, 116, "shard1")
+    cells("OFFSET = 0\ndef who(): return 'somebody'")
+    (result,) = master_and_shards["master"].run(cells.master).results
+    assert result[:2] == (["somebody"] * 3, [[2.0, 2.0]] * 2), "what a cell redefines reaches the ranks that only serve"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own optimizers
+def test_distributed_autograd_and_optimizer(master_and_shards: lab.Group, cells: in_cells.Cells) -> None:
+    """The same as in one process, with classes of a notebook on both sides."""
+    cells("""
+        import torch
+        import torch.distributed.autograd as autograd
+        import torch.distributed.rpc as rpc
+        from torch.distributed.optim import DistributedOptimizer
+        from torch.distributed.rpc import RRef
+
+        class Shard(torch.nn.Module):
+            def __init__(self, seed):
+                super().__init__()
+                torch.manual_seed(seed)
+                self.linear = torch.nn.Linear(4, 4)
+            def forward(self, x): return torch.tanh(self.linear(x))
+            def refs(self): return [RRef(p) for p in self.parameters()]
+            def weight(self): return self.linear.weight.detach()
+
+        def serial(x):
+            shards = [Shard(1), Shard(2)]
+            optimizer = torch.optim.SGD([p for s in shards for p in s.parameters()], lr=0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                shards[1](shards[0](x)).sum().backward()
+                optimizer.step()
+            return [s.weight() for s in shards]
+
+        def master(x):
+            shards = [rpc.remote(f"shard{i}", Shard, args=(i,)) for i in (1, 2)]
+            refs = [r for s in shards for r in s.rpc_sync().refs()]
+            optimizer = DistributedOptimizer(torch.optim.SGD, refs, lr=0.1)
+            for _ in range(3):
+                with autograd.context() as context:
+                    y = shards[1].rpc_sync().forward(shards[0].rpc_sync().forward(x))
+                    autograd.backward(context, [y.sum()])
+                    optimizer.step(context)
+            return [s.rpc_sync().weight() for s in shards]
+    """)
+    import torch
+
+    x = torch.arange(8.0).view(2, 4) / 8
+    (distributed,) = master_and_shards["master"].run(cells.master, x).results
+    for ours, expected in zip(distributed, cells.serial(x), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+def test_an_error_in_a_served_call_is_the_callers(master_and_shards: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        import torch.distributed.rpc as rpc
+        def broken(): return {}["missing"]
+        def master(): return rpc.rpc_sync("shard2", broken)
+        def fine(): return "fine"
+    """)
+    with pytest.raises(lab.RankError, match="KeyError") as caught:
+        master_and_shards["master"].run(cells.master)
+    assert caught.value.failures[0].name == "master"
+    assert master_and_shards["master"].run(cells.fine).results == ["fine"]
+
+
+def test_rpc_groups_by_number_are_called_worker() -> None:
+    pytest.importorskip("torch")
+    assert lab.Group(2, runtime="rpc").names == ("worker0", "worker1")

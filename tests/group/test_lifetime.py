@@ -1,0 +1,343 @@
+"""How long groups live: killed with their notebook, closed, forgotten, several at once, in threads, in asyncio, beside a fork."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from lifetime_cases import rank, sum_of_ranks
+from processes import left_after
+
+import labkit as lab
+from labkit.group.processes import Crew
+
+START = ("fork", "spawn")
+NEEDS = {"bare": "os", "torch": "torch", "rpc": "torch", "tensorflow": "tensorflow"}
+EACH = [*[(runtime, "fork") for runtime in NEEDS], ("bare", "spawn")]
+ROOT = Path(__file__).resolve().parents[2]
+GONE_LIMIT_S = 60.0  # the promise is 2 s; a busy machine may take longer to look
+DONE_LIMIT_S = 200.0
+
+
+@pytest.fixture(params=EACH, ids="-".join)
+def of_each_kind(request: pytest.FixtureRequest) -> dict[str, str]:
+    runtime, start = request.param
+    pytest.importorskip(NEEDS[runtime])
+    return {"runtime": runtime, "start": start}
+
+
+# The notebook's process is killed
+
+# What ranks are blocked in when their notebook dies.
+HOLDS = {
+    "bare": "threading.Event().wait()",
+    "torch": """
+        import torch, torch.distributed as dist
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(1))
+        sum(range(10 ** 13))
+    """,
+    "rpc": """
+        from torch.distributed import rpc
+        if rpc.get_worker_info().id == 0:
+            rpc.rpc_sync("worker1", threading.Event().wait)
+        threading.Event().wait()
+    """,
+    "tensorflow": """
+        import tensorflow as tf
+        @tf.function
+        def count(n):
+            while tf.constant(True):
+                n += 1
+            return n
+        count(tf.constant(1))
+    """,
+}
+
+PROGRAM = """
+import json, os, threading, time
+import numpy as np
+import labkit as lab
+from labkit.group.registry import notebook
+
+def hold(array):
+    print("ready", flush=True)
+{body}
+
+child = os.fork()
+if child == 0:                     # outlives the notebook's process, with all that it had open
+    time.sleep(600)
+    os._exit(0)
+group = lab.Group(2, runtime={runtime!r}, start={start!r})
+servers = [s._process.pid for s in notebook.starters.values()]
+print(json.dumps([child, servers]), flush=True)
+group.run(hold, np.ones(1 << 20))
+"""
+
+
+@pytest.mark.parametrize(
+    ("runtime", "start"),
+    [(r, s) if (r, s) in EACH else pytest.param(r, s, marks=pytest.mark.slow) for r in NEEDS for s in START],
+)
+def test_nothing_is_left_of_a_notebook_that_was_killed(runtime: str, start: str, tmp_path: Path) -> None:
+    """No process, no shared memory, no socket with a name, no temporary file; also where a fork of its process lives on."""
+    pytest.importorskip(NEEDS[runtime])
+    folder, mark = tmp_path / "temporary", f"LABKIT_TEST_{os.getpid()}_{runtime}_{start}"
+    folder.mkdir()
+    source = PROGRAM.format(body=textwrap.indent(textwrap.dedent(HOLDS[runtime]), "    "), runtime=runtime, start=start)
+    (tmp_path / "program.py").write_text(source)
+    shared = shared_files()
+    program = subprocess.Popen(
+        [sys.executable, str(tmp_path / "program.py")],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "LABKIT_TEST_MARK": mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert program.stdout is not None
+    try:
+        child, servers = json.loads(program.stdout.readline())
+        ready = [program.stdout.readline() for _ in range(2)]
+        assert sorted(ready) == sorted(f"[{name}] ready\n" for name in lab.Group(2, runtime=runtime).names), ready
+        mine = marked(mark)
+        assert {*servers, child} <= mine
+        assert len(mine) >= 5, "the notebook, the fork, what starts ranks, and two ranks"
+    finally:
+        program.kill()
+        program.wait()
+    assert not left_after(GONE_LIMIT_S, mine - {child}), "processes"
+    os.kill(child, 9)
+    assert not left_after(GONE_LIMIT_S, [child])
+    program.communicate()
+    # torch keeps a cache of compiled code there for whatever process of this user comes next, and makes its folder when loaded.
+    assert [f.name for f in folder.iterdir() if not f.name.startswith("torchinductor_")] == [], "temporary files"
+    assert not shared_files() - shared, "shared memory"
+    assert mark not in Path("/proc/net/unix").read_text()
+
+
+def marked(mark: str) -> set[int]:
+    """The processes that have inherited a mark."""
+    found = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("LABKIT_TEST_MARK") == mark:
+                found.add(process.pid)
+    return found
+
+
+def shared_files() -> set[Path]:
+    """Shared memory with a name, but for what others on this machine make meanwhile: of labkit's and its frameworks' kinds."""
+    folder = Path("/dev/shm")
+    kinds = ("labkit", "torch_", "tensorpipe", "gloo", "sem.")
+    return {f for f in folder.iterdir() if f.name.startswith(kinds)} if folder.is_dir() else set()
+
+
+# Closed
+
+
+def test_closed_twice_and_never_used(of_each_kind: dict[str, str]) -> None:
+    group = lab.Group(2, **of_each_kind)
+    pids = group.run(os.getpid).results
+    group.close()
+    assert not left_after(GONE_LIMIT_S, pids)
+    group.close()
+    with pytest.raises(lab.LabError, match="this group is closed"):
+        group.run(rank)
+    with lab.Group(2, **of_each_kind) as unused:
+        unused.close()
+
+
+def in_a_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """Do it in a thread, which is returned with a list that will hold what came of it."""
+    outcome: list[Any] = []
+
+    def do() -> None:
+        try:
+            outcome.append(work())
+        except lab.LabError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=do)
+    thread.start()
+    return thread, outcome
+
+
+def test_closed_in_another_thread_during_a_run(of_each_kind: dict[str, str], tmp_path: Path) -> None:
+    group = lab.Group(2, timeout_s=200, **of_each_kind)
+
+    def hang(folder: Path) -> None:
+        (folder / f"{os.environ['RANK']} {os.getpid()}").touch()
+        threading.Event().wait()
+
+    thread, outcome = in_a_thread(lambda: group.run(hang, tmp_path))
+    while len(list(tmp_path.iterdir())) < 2:
+        os.sched_yield()
+    group.close()
+    group.close()
+    thread.join(DONE_LIMIT_S)
+    assert str(outcome[0]) == "the group was closed in another thread while hang was running"
+    assert not left_after(GONE_LIMIT_S, [int(path.name.split()[1]) for path in tmp_path.iterdir()])
+
+
+@pytest.mark.parametrize("step", ["_start", "_answers"])
+def test_closed_in_another_thread_while_the_ranks_start(
+    step: str, of_each_kind: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must not be left with ranks that nobody will end."""
+    group = lab.Group(2, timeout_s=200, **of_each_kind)
+    pids: list[int] = []
+    real = getattr(Crew, step)
+
+    def close_then(crew: Crew, *args: Any) -> Any:
+        monkeypatch.undo()
+        pids.extend(p.pid for p in crew._processes)
+        closing, _ = in_a_thread(group.close)
+        closing.join(DONE_LIMIT_S)
+        answer = real(crew, *args)
+        pids.extend(p.pid for p in crew._processes)
+        return answer
+
+    monkeypatch.setattr(Crew, step, close_then)
+    with pytest.raises(lab.LabError, match="the group was closed in another thread while "):
+        group.run(rank)
+    assert group._crew is None
+    assert len(set(pids)) == 2
+    assert not left_after(GONE_LIMIT_S, pids)
+
+
+def test_a_group_that_nobody_holds_any_more_ends(of_each_kind: dict[str, str]) -> None:
+    groups = [lab.Group(2, **of_each_kind)]
+    pids = groups[0].run(os.getpid).results
+    groups.clear()
+    gc.collect()
+    assert not left_after(GONE_LIMIT_S, pids)
+
+
+def test_a_group_that_only_its_run_holds(of_each_kind: dict[str, str]) -> None:
+    run = lab.Group(2, **of_each_kind).run(os.getpid)
+    gc.collect()
+    assert not left_after(GONE_LIMIT_S, run.results)
+    assert len(run.trace.of(kind="call")) == 2
+
+
+# Several
+
+
+@pytest.fixture
+def several(of_each_kind: dict[str, str]) -> Iterator[list[lab.Group]]:
+    groups = [lab.Group(2, timeout_s=200, **of_each_kind) for _ in range(3)]
+    yield groups
+    for group in groups:
+        group.close()
+
+
+def test_a_group_per_thread(several: list[lab.Group]) -> None:
+    """They start at the same time, run at the same time, fail by themselves, and close at the same time."""
+    failing = several[1]
+
+    def fail() -> None:
+        raise ValueError("one of them")
+
+    def work(group: lab.Group) -> list[Any]:
+        results = []
+        for _ in range(3):
+            if group is failing:
+                with pytest.raises(lab.RankError, match="one of them"):
+                    group.run(fail)
+            results += group.run(sum_of_ranks, group.runtime).results
+        group.close()
+        return results
+
+    threads = [in_a_thread(lambda group=group: work(group)) for group in several]
+    for thread, _ in threads:
+        thread.join(DONE_LIMIT_S)
+    assert [outcome for _, outcome in threads] == [[[1] * 6]] * 3
+
+
+def test_a_group_inside_asyncio(of_each_kind: dict[str, str]) -> None:
+    """In the loop's own thread, as in a notebook's cell, and handed to threads while the loop goes on."""
+
+    async def cell() -> tuple[Any, Any, int]:
+        with lab.Group(2, timeout_s=200, **of_each_kind) as one, lab.Group(2, timeout_s=200, **of_each_kind) as other:
+            here = one.run(rank).results
+            turns = 0
+
+            async def count() -> None:
+                nonlocal turns
+                while True:
+                    turns += 1
+                    await asyncio.sleep(0)
+
+            counting = asyncio.create_task(count())
+            runs = await asyncio.gather(asyncio.to_thread(one.run, rank), asyncio.to_thread(other.run, rank))
+            counting.cancel()
+            return here, [run.results for run in runs], turns
+
+    here, beside, turns = asyncio.run(cell())
+    assert here == [0, 1]
+    assert beside == [[0, 1], [0, 1]]
+    assert turns > 1
+
+
+def test_an_await_that_is_cancelled_leaves_a_run_that_close_ends(of_each_kind: dict[str, str], tmp_path: Path) -> None:
+    """A thread cannot be cancelled: the run goes on, the group says so, and `close` ends it."""
+
+    def hang(folder: Path) -> None:
+        (folder / f"{os.getpid()}").touch()
+        threading.Event().wait()
+
+    async def cell() -> str:
+        group = lab.Group(2, timeout_s=200, **of_each_kind)
+        task = asyncio.create_task(asyncio.to_thread(group.run, hang, tmp_path))
+        while len(os.listdir(tmp_path)) < 2:  # noqa: ASYNC110  # it waits for other processes
+            await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        with pytest.raises(lab.LabError) as caught:
+            group.run(rank)
+        group.close()
+        return str(caught.value)
+
+    said = asyncio.run(cell())
+    assert said == "this group is running already, in another thread; wait for it, close it, or make a second group"
+    assert not left_after(GONE_LIMIT_S, map(int, (path.name for path in tmp_path.iterdir())))
+
+
+def test_a_fork_of_the_notebooks_process_ends_nothing_and_runs_nothing(of_each_kind: dict[str, str]) -> None:
+    """It may close the group, forget it, or ask for a run: the ranks are its parent's, who goes on with them."""
+    group = lab.Group(2, timeout_s=200, **of_each_kind)
+    group.run(rank)
+    assert group._crew is not None
+    pids = [member.process.pid for member in group._crew.members]
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with contextlib.suppress(lab.LabError):
+                group.run(rank)
+                code = 2
+            group.close()
+            del group
+            gc.collect()
+            code = 0 if code == 1 else code
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert [member.process.pid for member in group._crew.members] == pids
+    assert all(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+    assert group.run(rank).results == [0, 1]
+    group.close()
+    assert not left_after(GONE_LIMIT_S, pids)

@@ -1,0 +1,128 @@
+"""A run in which nothing has changed sends one frame to each rank, and asks for nothing that its result does not need."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import labkit as lab
+from labkit.ipc import messages, pickling
+from labkit.ipc.definitions import Received, Sent
+from labkit.ipc.messages import Channel, Encoded
+from labkit.worker.process_state import ProcessState
+
+Frames = list[tuple[str, Encoded]]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[lab.Group]:
+    with lab.Group(3, runtime="bare", timeout_s=200) as group:
+        group.run(int)
+        yield group
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Frames:
+    """What this process sends, each frame with its kind."""
+    frames: Frames = []
+    send = Channel.send_encoded
+
+    def keep(to: Channel, frame: Encoded) -> None:
+        frames.append((pickle.loads(frame.parts[0][messages._LENGTHS.size :])[0], frame))
+        send(to, frame)
+
+    monkeypatch.setattr(Channel, "send_encoded", keep)
+    return frames
+
+
+def test_one_frame_for_each_rank_pickled_once(ranks: lab.Group, sent: Frames) -> None:
+    ranks.run(int)  # pytest names the test in a variable, which is a change
+    sent.clear()
+    assert ranks.run(int).results == [0, 0, 0]
+    assert [kind for kind, _ in sent] == ["call"] * 3
+    assert len({id(frame) for _, frame in sent}) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch: patch.setenv("LABKIT_TEST_SHORT", "new"),
+        lambda patch: patch.syspath_prepend("a folder that is not there"),
+    ],
+    ids=["variable", "path"],
+)
+def test_what_has_changed_is_sent_once(
+    ranks: lab.Group, sent: Frames, change: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks.run(int)  # pytest names the test in a variable, which is a change
+    sent.clear()
+    with monkeypatch.context() as patch:
+        change(patch)
+        ranks.run(int)
+        ranks.run(int)
+        assert [kind for kind, _ in sent] == ["follow"] * 3 + ["call"] * 6
+
+
+def test_a_state_holds_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = ProcessState.now()
+    assert before.holds()
+    with monkeypatch.context() as patch:
+        patch.setenv("LABKIT_TEST_SHORT", "new")
+        assert not before.holds()
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        assert not before.holds()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+        assert not before.holds()
+    assert before.holds()
+
+
+def test_a_path_that_is_no_text_is_compared_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    before = ProcessState.now()
+    assert before.path[-1] == str(tmp_path)
+    assert ProcessState.now().since(before) is None
+
+
+@pytest.mark.parametrize("result", [None, True, 3, -2.5, "a text", ""], ids=repr)
+def test_a_plain_result_needs_no_pickler_of_our_own(result: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unused(*_: object) -> None:
+        raise AssertionError("used")
+
+    monkeypatch.setattr(pickling, "_Pickler", unused)
+    monkeypatch.setattr(pickling, "_Unpickler", unused)
+    back = pickling.unpack(pickling.pack(result, received=Received()), sent=Sent())
+    assert (back, type(back)) == (result, type(result))
+
+
+def test_classes_that_cannot_leave_a_rank_are_looked_for_only_where_an_object_may_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    class Asked(pickling.RankOnlyTypes):  # type: ignore[misc, name-defined]  # wire imports it, and does not give it on
+        def __init__(self) -> None:
+            asked.append(True)
+            super().__init__()
+
+    monkeypatch.setattr(pickling, "RankOnlyTypes", Asked)
+    pickling.pack({"loss": [1.0, 2.0], "steps": (3, "text")}, received=Received())
+    assert asked == []
+    pickling.pack([Path(os.sep), Path("x")], received=Received())
+    assert asked == [True]
+
+
+def test_a_number_of_a_librarys_class_stays_one() -> None:
+    back = pickling.unpack(pickling.pack(np.float64(2.5), received=Received()), sent=Sent())
+    assert (back, type(back)) == (2.5, np.float64)
+
+
+def test_a_text_that_reads_like_a_reference_is_a_text() -> None:
+    text = pickling._REFERENCE.decode()
+    assert pickling.unpack(pickling.pack([text], received=Received()), sent=Sent()) == [text]

@@ -1,0 +1,281 @@
+"""`group.stacks()`: where every rank is, also one that is blocked in C++ or holds the interpreter's lock."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import cells as in_cells
+import pytest
+
+import labkit as lab
+from labkit.group.output import Output
+from labkit.group.processes import Crew
+from labkit.group.registry import notebook
+from labkit.group.stack_dump import ask, readable
+from labkit.recording.ring_buffer import Pending
+from labkit.worker import stack_writer
+from labkit.worker.stack_writer import ASK, INTERRUPT, _serve
+
+RAW = """Thread 0x00007f2b4c9fd700 (most recent call first):
+  File "{threading}", line 327 in wait
+  File "{threading}", line 1002 in _bootstrap
+
+Current thread 0x00007f2b4d1fe740 (most recent call first):
+  File "{library}", line 2930 in all_reduce
+  File "{library}", line 83 in wrapper
+  File "{mine}", line 4 in average
+  File "{mine}", line 9 in train
+  File "{labkit}", line 168 in _timed
+  File "<string>", line 1 in <module>
+"""
+PLACES = {
+    "library": os.path.join(os.path.dirname(os.__file__), "site-packages", "torch", "distributed_c10d.py"),
+    "mine": os.path.join(os.path.dirname(__file__), "no_such_cell.py"),
+    "labkit": lab.__file__,
+    "threading": threading.__file__,
+}
+
+
+def test_a_stack_is_cut_to_the_students_frames_and_what_they_called() -> None:
+    assert readable(RAW.format(**PLACES), 1).splitlines() == [
+        "is here:",
+        '    File "no_such_cell.py", line 9, in train',
+        '    File "no_such_cell.py", line 4, in average',
+        '    File "distributed_c10d.py", line 83, in wrapper',
+    ]
+
+
+def test_a_rank_that_does_nothing_is_idle() -> None:
+    assert readable(RAW.format(**PLACES | {"mine": PLACES["labkit"]}), 1) == "is idle: no function of yours is running"
+
+
+def stacks_with(group: lab.Group, *lines: str) -> Any:
+    """What the ranks are in, looked at until each is on its line of these: it may have no core for a while."""
+    until = time.monotonic() + 60
+    while True:
+        stacks = group.stacks()
+        if all(line in text for line, text in zip(lines, stacks.values(), strict=True)) or time.monotonic() > until:
+            return stacks
+
+
+class UntilPrinted:
+    """Looks at a group as soon as all its ranks have printed something, until they are on a line."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, group: lab.Group, line: str) -> None:
+        self.stacks: Any = None
+        seen: set[int] = set()
+        feed = Output.feed
+
+        def feed_and_look(output: Output, rank: int, data: bytes) -> None:
+            feed(output, rank, data)
+            seen.add(rank)
+            if len(seen) == len(group):
+                monkeypatch.setattr(Output, "feed", feed)
+                self.stacks = stacks_with(group, *[line] * len(group))
+                signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(Output, "feed", feed_and_look)
+
+
+class UntilBlocked:
+    """A picture that looks at a group as soon as a rank waits for a communication; from another thread, as a student would.
+
+    Args:
+        lines: on which the ranks will be.
+    """
+
+    interval_s = 0.01
+
+    def __init__(self, group: lab.Group, *lines: str) -> None:
+        self._group, self._lines = group, lines
+        self.stacks: Any = None
+
+    def begin(self, *_: Any) -> None:
+        """Nothing."""
+
+    def update(self, _now_ns: int, _new: Any, pending: Sequence[Sequence[Pending]], _loads: Any) -> None:
+        if self.stacks is None and any(p.wait_start_ns for of_rank in pending for p in of_rank):
+            thread = threading.Thread(target=self._look)
+            thread.start()
+            thread.join()
+            signal.raise_signal(signal.SIGINT)
+
+    def _look(self) -> None:
+        self.stacks = stacks_with(self._group, *self._lines)
+
+    def end(self, *_: Any) -> None:
+        """Nothing."""
+
+
+WHERE = {
+    "in Python": "while True: pass",
+    "waiting for a lock": "threading.Event().wait()",
+    "in C without the interpreter's lock": "ctypes.CDLL(None).pause()",
+    "in C with the interpreter's lock": "sum(range(10 ** 13))",
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_ranks_that_are_blocked_say_where(
+    where: str, ranks: lab.Group, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells(f"""
+        import ctypes, threading
+        def inner():
+            print("here")
+            {WHERE[where]}
+        def outer():
+            inner()
+    """)
+    look = UntilPrinted(monkeypatch, ranks, WHERE[where])
+    with pytest.raises(KeyboardInterrupt):
+        ranks.run(cells.outer)
+    assert list(look.stacks) == ["rank 0", "rank 1"]
+    for text in look.stacks.values():
+        lines = [line.strip() for line in text.splitlines()]
+        assert lines[0] == "is here:"
+        assert "in outer" in lines[1]
+        assert lines[2] == "inner()"
+        assert "in inner" in lines[3]
+        assert lines[4] == WHERE[where]
+    assert repr(look.stacks).startswith("rank 0 is here:")
+
+
+def test_to_look_at_threads_that_run_python_does_not_hurt_them(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    """Their frames come and go while they are read: a look without the interpreter's lock ended the rank by SIGSEGV."""
+    cells("""
+        import os, threading
+        def deep(n):
+            return deep(n - 1) + len([eval("x + 1") for x in range(2)]) if n else 1
+        def work(go):
+            while os.path.exists(go):
+                exec("def g(n): return g(n - 1) if n else 0\\ng(20)", {})
+                deep(200)
+        def busy(go):
+            threads = [threading.Thread(target=work, args=(go,)) for _ in range(4)]
+            for thread in threads: thread.start()
+            for thread in threads: thread.join()
+            return "whole"
+    """)
+    with tempfile.NamedTemporaryFile() as go, ThreadPoolExecutor(1) as pool:
+        pool.submit(ranks.run, int).result()
+        run = pool.submit(ranks.run, cells.busy, go.name)
+        for _ in range(25):
+            ranks.stacks()
+        go.close()
+        assert run.result().results == ["whole", "whole"]
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_to_look_at_ranks_that_are_starting_does_not_end_them(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signals that ask them would end a process that does not expect them yet."""
+    monkeypatch.setattr("labkit.group.stack_dump.LIMIT_S", 0.1)
+    set_up, looks = Crew._set_up, []
+
+    def look_first(crew: Crew, plan: Any) -> None:
+        looks.append(group.stacks())
+        set_up(crew, plan)
+
+    monkeypatch.setattr(Crew, "_set_up", look_first)
+    with lab.Group(2, runtime="bare", start=start, timeout_s=200) as group:
+        assert group.run(os.getpid).ranks == ("rank 0", "rank 1")
+    assert [list(look) for look in looks] == [["rank 0", "rank 1"]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
+def test_ranks_are_forked_from_a_process_that_passes_over_what_asks_them() -> None:
+    """They begin as it is: a signal may come before they have done anything."""
+    server = notebook.starter("bare", "fork")
+    with lab.Group(1, runtime="bare", start="fork") as group:
+        group.run(int)
+        for number in (ASK, INTERRUPT):
+            assert number is not None
+            os.kill(server._process.pid, number)
+        with lab.Group(1, runtime="bare", start="fork") as another:
+            assert another.run(int).results == [0]
+        assert server.alive()
+
+
+@pytest.mark.skipif(ASK is None, reason="without real-time signals no thread is asked")
+def test_one_answer_for_all_that_asked_while_a_rank_held_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, more, answers = iter([None]), [None, object(), object()], []
+    monkeypatch.setattr(signal, "sigwait", lambda _: next(asked))
+    monkeypatch.setattr(signal, "sigtimedwait", lambda *_: more.pop())
+    monkeypatch.setattr(faulthandler, "dump_traceback", lambda memory, **_: answers.append((memory, len(more))))
+    with pytest.raises(StopIteration):
+        _serve(1, 7)
+    assert answers == [(7, 0)]
+
+
+@pytest.mark.skipif(ASK is None, reason="without real-time signals no thread is asked")
+def test_ranks_that_get_no_core_are_waited_for(ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of labkit's writes what they are in. To interrupt one that runs Python instead might crash it."""
+    monkeypatch.setattr("labkit.group.stack_dump.LIMIT_S", 0.0)
+    monkeypatch.setattr("labkit.group.stack_dump.EACH_S", 0.0)
+    monkeypatch.setattr("labkit.group.stack_dump.STARVED_S", 60.0)
+    ranks.run(int)
+    assert ranks._crew is not None
+    for raw in ask(member.process for member in ranks._crew.members):
+        _, _, writer = raw.partition("Current thread")
+        assert stack_writer.__file__ in writer.partition("\n\n")[0]
+
+
+def test_between_two_runs_ranks_are_idle(ranks: lab.Group) -> None:
+    ranks.run(int)
+    assert dict(ranks.stacks()) == dict.fromkeys(["rank 0", "rank 1"], "is idle: no function of yours is running")
+
+
+def test_a_rank_that_was_stopped_by_a_signal_does_not_answer(ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    pids = ranks.run(os.getpid).results
+    monkeypatch.setattr("labkit.group.stack_dump.LIMIT_S", 0.2)
+    os.kill(pids[1], signal.SIGSTOP)
+    try:
+        stacks = ranks.stacks()
+    finally:
+        os.kill(pids[1], signal.SIGCONT)
+    assert stacks["rank 0"].startswith("is idle")
+    assert stacks["rank 1"] == ("does not answer: its process was stopped by a signal (SIGSTOP); SIGCONT lets it go on")
+    assert ranks.run(os.getpid).results == pids, "nothing was hurt"
+
+
+def test_without_ranks_there_are_no_stacks() -> None:
+    group = lab.Group(2, runtime="bare")
+    with pytest.raises(lab.LabError, match="no ranks at this moment"):
+        group.stacks()
+    group.close()
+
+
+def test_in_a_collective(monkeypatch: pytest.MonkeyPatch, cells: in_cells.Cells) -> None:
+    pytest.importorskip("torch")
+    cells("""
+        import torch
+        import torch.distributed as dist
+        def f():
+            if dist.get_rank() == 1:
+                while True: pass
+            dist.all_reduce(torch.ones(1))
+    """)
+    with lab.Group(2, timeout_s=200) as group:
+        look = UntilBlocked(group, "dist.all_reduce(torch.ones(1))", "while True: pass")
+        monkeypatch.setattr(lab.Group, "picture", lambda: look)
+        with pytest.raises(KeyboardInterrupt):
+            group.watch(cells.f)
+    assert "dist.all_reduce(torch.ones(1))" in look.stacks["rank 0"]
+    assert "while True: pass" in look.stacks["rank 1"]
+
+
+def test_many_ranks_answer_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is given 20 ms after its last line; one after the other, the last ones had no time left."""
+    monkeypatch.setattr("labkit.group.stack_dump.STARVED_S", 60.0)
+    with lab.Group(64, runtime="bare", timeout_s=200) as group:
+        group.run(int)
+        assert set(group.stacks().values()) == {"is idle: no function of yours is running"}

@@ -1,0 +1,230 @@
+"""Which threads of a rank may still act: judged from stacks that were made up, and from those of real ranks."""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from multiprocessing.pool import ThreadPool
+
+import pytest
+
+import labkit as lab
+from labkit.group import stack_dump
+from labkit.group.stack_dump import Frame
+from labkit.group.thread_states import Look, Thread, active, children_of, look
+
+STUDENTS = "/students/own.py"
+THREADING = threading.__file__
+COMM = os.path.join(os.path.dirname(lab.__file__), "comm", "work.py")
+
+
+def at(*places: tuple[str, str], number: int = 7, endless: bool = False, switches: int = 3) -> Thread:
+    return Thread(tuple(Frame(file, 1, function) for file, function in places), number, number, endless, switches)
+
+
+MAIN = at((STUDENTS, "train"), (COMM, "wait"), number=1)
+WAITS = at((THREADING, "run"), (STUDENTS, "work"), (THREADING, "wait"), endless=True)
+SLEEPS = replace(WAITS, endless=False)
+SERVES = at((os.path.join(os.path.dirname(lab.__file__), "rank.py"), "serve"), number=1)
+
+
+def kind(now: Look, before: Look | None = None, blocked: set[int] | None = frozenset({1}), *, idle: bool = False) -> str:
+    found = active(now, before, blocked=blocked, idle_main=idle)
+    return "" if found is None else found.kind
+
+
+def test_a_main_thread_in_an_operation_and_no_other() -> None:
+    assert kind(Look(MAIN)) == ""
+
+
+def test_who_does_not_answer_may_do_anything() -> None:
+    assert kind(Look(None)) == "silent"
+
+
+def test_a_thread_that_waits_without_a_limit_can_only_be_woken() -> None:
+    assert kind(Look(MAIN, (WAITS,)), Look(MAIN, (WAITS,))) == ""
+    assert kind(Look(MAIN, (WAITS,)), Look(MAIN, (replace(WAITS, switches=2),))) == "thread", "it has moved meanwhile"
+    assert kind(Look(MAIN, (WAITS,)), Look(MAIN)) == "thread", "it is new"
+    assert kind(Look(MAIN), Look(MAIN, (WAITS,))) == "thread", "it has gone: who has woken it?"
+
+
+def test_a_thread_that_sleeps_may_act() -> None:
+    assert kind(Look(MAIN, (SLEEPS,)), Look(MAIN, (SLEEPS,))) == "thread"
+
+
+def test_a_thread_in_an_operation_is_judged_by_that() -> None:
+    sleeping = replace(SLEEPS, number=9)
+    assert kind(Look(MAIN, (sleeping,)), Look(MAIN, (sleeping,)), {1, 9}) == ""
+    second = at((STUDENTS, "work"), (COMM, "_wait"))  # waits for what another thread waits for
+    assert kind(Look(MAIN, (second,)), Look(MAIN, (second,))) == ""
+    callback = at((COMM, "_finish"), (STUDENTS, "callback"))
+    assert kind(Look(MAIN, (callback,)), Look(MAIN, (callback,))) == "thread"
+
+
+@pytest.mark.parametrize(
+    ("file", "function"),
+    [("tqdm/_monitor.py", "run"), ("torch/utils/data/_utils/pin_memory.py", "do_one_step"), ("labkit", "_serve")],
+)
+def test_threads_of_libraries_that_only_keep_house(file: str, function: str) -> None:
+    place = lab.__file__ if file == "labkit" else f"/lib/site-packages/{file}"
+    keeps = at((THREADING, "run"), (place, function), (THREADING, "wait"))
+    assert kind(Look(MAIN, (keeps,))) == ""
+    runs_more = at((place, function), (STUDENTS, "callback"))
+    assert kind(Look(MAIN, (runs_more,))) == "thread"
+
+
+def test_an_unknown_librarys_thread_may_act() -> None:
+    assert kind(Look(MAIN, (at((THREADING, "run"), ("/lib/site-packages/other/loop.py", "run")),))) == "thread"
+
+
+def test_a_main_thread_elsewhere() -> None:
+    waits = replace(WAITS, number=1)
+    assert kind(Look(waits), Look(waits), {9}) == "", "another one is in an operation"
+    assert kind(Look(waits, handled=frozenset({14})), Look(waits), {9}) == "main", "a handler of SIGALRM may act"
+    assert kind(Look(replace(waits, endless=False)), Look(waits), {9}) == "main"
+    assert kind(Look(SERVES), idle=True) == ""
+    assert kind(Look(waits), idle=True) == "main", "it has not returned after all"
+    assert kind(Look(SERVES), blocked=None) == "", "in an operation whose thread is not known"
+
+
+def test_a_child_process_may_act() -> None:
+    assert kind(Look(MAIN, children=("sleep 100",))) == "child"
+
+
+# Real threads.
+
+KEPT: list[object] = []
+
+
+def _executor() -> None:
+    pool = ThreadPoolExecutor(1)
+    pool.submit(int).result()
+    KEPT.append(pool)
+
+
+def _thread_pool() -> None:
+    pool = ThreadPool(1)
+    pool.apply(int)
+    KEPT.append(pool)
+
+
+def _event_loop() -> None:
+    import asyncio
+
+    threading.Thread(target=asyncio.new_event_loop().run_forever, daemon=True).start()
+
+
+def _threads(body: Callable[[], object]) -> Callable[[], None]:
+    return lambda: threading.Thread(target=body, daemon=True).start()
+
+
+def _joins() -> None:
+    waits = threading.Thread(target=threading.Event().wait, daemon=True)
+    waits.start()
+    threading.Thread(target=waits.join, daemon=True).start()
+
+
+ENDLESS: dict[str, Callable[[], None]] = {
+    "an event": _threads(lambda: threading.Event().wait()),
+    "a queue": _threads(lambda: queue.Queue[int]().get()),
+    "another thread's end": _joins,
+    "an idle executor": _executor,
+    "an idle pool of threads": _thread_pool,
+}
+LIMITED: dict[str, Callable[[], None]] = {
+    "asleep": _threads(lambda: time.sleep(600)),
+    "an event with a time limit": _threads(lambda: threading.Event().wait(600)),
+    "a queue with a time limit": _threads(lambda: queue.Queue[int]().get(timeout=600)),
+    "a timer": lambda: threading.Timer(600, int).start(),
+    "an event loop": _event_loop,
+    "a pipe": _threads(lambda: os.read(os.pipe()[0], 1)),
+    "sockets": _threads(lambda: select.select([], [], [], 600)),
+    "a busy executor": lambda: KEPT.append(ThreadPoolExecutor(1).submit(time.sleep, 600)),
+}
+
+
+@pytest.fixture
+def rank() -> Iterator[lab.Group]:
+    with lab.Group(1, runtime="bare", timeout_s=200) as group:
+        yield group
+
+
+def seen(group: lab.Group) -> Look:
+    """What the threads of the only rank are in."""
+    (member,) = group._crew.members
+    return look(stack_dump.ask([member.process])[0], member.process.pid)
+
+
+def settled(group: lab.Group) -> str:
+    """What of the only rank may act, once its threads have come to where they wait."""
+    until = time.monotonic() + 150
+    while (found := kind(seen(group), seen(group), idle=True)) and time.monotonic() < until:
+        pass
+    return found
+
+
+def test_real_threads_that_can_only_be_woken(rank: lab.Group) -> None:
+    for start in ENDLESS.values():
+        rank.run(start)
+    assert len(seen(rank).others) >= len(ENDLESS)
+    assert settled(rank) == ""
+
+
+def test_where_the_kernel_does_not_tell_the_line_does(rank: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on other systems: only some waits are known there."""
+    monkeypatch.setattr("labkit.group.thread_states.FUTEX", -1)
+    for known in ("an event", "a queue", "an idle executor"):
+        rank.run(ENDLESS[known])
+    assert settled(rank) == ""
+
+
+@pytest.mark.parametrize("tells", ["the kernel tells", "the line tells"])
+def test_real_threads_that_go_on_by_themselves(tells: str, rank: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    if tells == "the line tells":
+        monkeypatch.setattr("labkit.group.thread_states.FUTEX", -1)
+    for start in LIMITED.values():
+        rank.run(start)
+    found = seen(rank)
+    assert len(found.others) >= len(LIMITED)
+    for thread in found.others:
+        alone = replace(found, others=(thread,))
+        assert kind(alone, alone, idle=True) == "thread", thread
+
+
+def _starts(*command: str) -> int:
+    process = subprocess.Popen(command)
+    KEPT.append(process)
+    return process.pid
+
+
+def test_child_processes_that_may_act(rank: lab.Group) -> None:
+    (pid,) = rank.run(os.getpid).results
+    assert children_of([pid]) == {}
+    rank.run(_starts, "sleep", "600")
+    assert children_of([pid]) == {pid: ["sleep 600"]}
+
+
+def _forks() -> None:
+    if os.fork() == 0:
+        time.sleep(600)
+        os._exit(0)
+
+
+def test_a_forked_child_may_act(rank: lab.Group) -> None:
+    (pid,) = rank.run(os.getpid).results
+    rank.run(_forks)
+    assert children_of([pid]) == {pid: [""]}
+
+
+def test_child_processes_that_keep_house(rank: lab.Group) -> None:
+    (pid,) = rank.run(os.getpid).results
+    rank.run(_starts, sys.executable, "-c", "from multiprocessing.resource_tracker import main; import time; time.sleep(600)")
+    assert children_of([pid]) == {}

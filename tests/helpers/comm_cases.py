@@ -1,0 +1,358 @@
+"""What the ranks of the tests of communication do: code as students write it, on a process group that is given."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.distributed.distributed_c10d as c10d
+from torch import nn
+from torch._C._distributed_c10d import ProcessGroup as TorchsOwn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.recording.record import here
+from labkit.recording.ring_buffer import Pending, RingReader
+
+# torch 2.13 has new names for two functions, and warns where the old ones are called.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Groups made here are torch's own."""
+    ours = c10d.ProcessGroup
+    c10d.ProcessGroup = TorchsOwn
+    try:
+        yield
+    finally:
+        c10d.ProcessGroup = ours
+
+
+def watched_and_bare(case: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """What a case gives on a group of ours, and then on one of torch's own."""
+    watched = dist.new_group()
+    with unwatched():
+        bare = dist.new_group()
+    assert type(bare) is TorchsOwn
+    assert type(watched) is not TorchsOwn
+    try:
+        return case(watched, *args), case(bare, *args)
+    finally:
+        dist.destroy_process_group(watched)
+        dist.destroy_process_group(bare)
+
+
+def operations() -> list[Pending]:
+    """This rank's operations that have not completed."""
+    assert here.recorder is not None
+    return RingReader(here.recorder.ring.buffer).pending()
+
+
+def pending() -> list[str]:
+    """The names of this rank's operations that have not completed."""
+    return [operation.name for operation in operations()]
+
+
+def collectives(group: Any) -> list[Any]:
+    """Every collective once, on 2 ranks, but for `exchange`."""
+    rank = dist.get_rank(group)
+    x = torch.arange(4.0) + 10 * rank
+    made: list[Any] = []
+
+    def keep(*tensors: torch.Tensor) -> None:
+        made.append([t.clone() for t in tensors])
+
+    y = x.clone()
+    dist.all_reduce(y, group=group)
+    keep(y)
+    y = x.clone()
+    dist.broadcast(y, src=1, group=group)
+    keep(y)
+    y = x.clone()
+    dist.reduce(y, dst=0, group=group)
+    keep(y if rank == 0 else x)
+    parts = [torch.zeros(4), torch.zeros(4)]
+    dist.all_gather(parts, x, group=group)
+    keep(*parts)
+    whole = torch.zeros(8)
+    all_gather_single(whole, x, group=group)
+    keep(whole)
+    parts = [torch.zeros(4), torch.zeros(4)]
+    dist.gather(x, parts if rank == 0 else None, dst=0, group=group)
+    keep(*parts)
+    y = torch.zeros(4)
+    dist.scatter(y, [x, x + 1] if rank == 0 else None, src=0, group=group)
+    keep(y)
+    y = torch.zeros(2)
+    dist.reduce_scatter(y, [x[:2].clone(), x[2:].clone()], group=group)
+    keep(y)
+    reduce_scatter_single(y, x, group=group)
+    keep(y)
+    y = torch.zeros(4)
+    dist.all_to_all_single(y, x, group=group)
+    keep(y)
+    dist.barrier(group=group)
+    dist.monitored_barrier(group=group)
+    return made
+
+
+def exchange(group: Any) -> list[torch.Tensor]:
+    """An all-to-all of lists."""
+    x = torch.arange(4.0) + 10 * dist.get_rank(group)
+    parts = [torch.zeros(2), torch.zeros(2)]
+    dist.all_to_all(parts, [x[:2].clone(), x[2:].clone()], group=group)
+    return parts
+
+
+def objects(group: Any) -> list[Any]:
+    """Collectives of objects, which are made of those of tensors."""
+    rank = dist.get_rank(group)
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, {"rank": rank}, group=group)
+    first = [f"from {rank}", rank]
+    dist.broadcast_object_list(first, src=0, group=group)
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, ["a", "b"] if rank == 0 else None, src=0, group=group)
+    return [everyone, first, mine]
+
+
+def asynchronous(group: Any) -> list[Any]:
+    """The same with `async_op=True`, waited for by the work, by its future, and by a future made of that."""
+    x = torch.ones(3)
+    work = dist.all_reduce(x, group=group, async_op=True)
+    assert work is not None
+    work.wait()
+    y = torch.ones(3)
+    work = dist.all_reduce(y, group=group, async_op=True)
+    assert work is not None
+    future = work.get_future().wait()
+    z = torch.ones(3)
+    work = dist.all_reduce(z, group=group, async_op=True)
+    assert work is not None
+    doubled = work.get_future().then(lambda f: f.value()[0] * 2).wait()
+    return [x, y, future[0], z, doubled, len(work.get_future().value())]
+
+
+def functional(group: Any) -> list[Any]:
+    """Functional collectives, which go through C++, and the coalesced ones."""
+    rank = dist.get_rank(group)
+    x = torch.arange(4.0) + rank
+    gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+    scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+    made = [
+        funcol.all_reduce(x, "sum", group),
+        gather(x, 0, group),
+        scatter(x, "sum", 0, group),
+        funcol.all_to_all_single(x, [2, 2], [2, 2], group),
+        funcol.broadcast(x, 1, group),
+        *funcol.all_reduce_coalesced([x, x + 1], "sum", group),
+    ]
+    made = [funcol.wait_tensor(t) for t in made]
+    with c10d._coalescing_manager(group, async_ops=True) as manager:
+        y, z = x.clone(), x.clone()
+        dist.all_reduce(y, group=group)
+        dist.all_reduce(z, group=group)
+    manager.wait()
+    return [*made, y, z]
+
+
+def ring_of_messages(group: Any) -> list[Any]:
+    """Messages of every kind around a ring of ranks; `group` may hold some of the ranks only."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    after, before = (rank + 1) % size, (rank - 1) % size
+    x, y = torch.full((3,), float(rank)), torch.zeros(3)
+    made = []
+    if rank == 0:
+        dist.send(x, group_dst=after, group=group)
+        dist.recv(y, group_src=before, group=group)
+    else:
+        dist.recv(y, group_src=before, group=group)
+        dist.send(x, group_dst=after, group=group)
+    made.append(y.clone())
+    works = [dist.irecv(y, group_src=before, group=group, tag=7), dist.isend(x + 1, group_dst=after, group=group, tag=7)]
+    for work in works:
+        assert work is not None
+        work.wait()
+    made.append(y.clone())
+    operations = [
+        dist.P2POp(dist.isend, x + 2, group=group, group_peer=after),
+        dist.P2POp(dist.irecv, y, group=group, group_peer=before),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    made.append(y.clone())
+    work = dist.isend(x + 3, group_dst=after, group=group)
+    made.append(torch.tensor(dist.recv(y, group=group)))  # from whoever sends
+    assert work is not None
+    work.wait()
+    made.append(y.clone())
+    return made
+
+
+def late_wait(group: Any) -> list[str]:
+    """A message for which its receiver waits only when it has long arrived; what was pending before the wait."""
+    if dist.get_rank(group) == 0:
+        dist.send(torch.ones(2), group_dst=1, group=group)
+        return []
+    y = torch.zeros(2)
+    work = dist.irecv(y, group_src=0, group=group)
+    assert work is not None
+    while pending():  # its attendant sees it come
+        pass
+    before = y.tolist()
+    assert work.wait()
+    return [str(before), str(y.tolist())]
+
+
+class Net(nn.Module):
+    """A small network with a buffer, and a part that not every pass uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last, self.unused = nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Linear(32, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, *, every_part: bool = True) -> torch.Tensor:
+        """A pass; `every_part` uses all of it."""
+        y: torch.Tensor = self.last(torch.relu(self.norm(self.first(x))))
+        return self.unused(y) if every_part else y
+
+
+def data_parallel(group: Any, how: str) -> list[torch.Tensor]:
+    """Two steps of DistributedDataParallel; its gradients."""
+    rank = dist.get_rank(group)
+    options: dict[str, Any] = {"bucket_cap_mb": 0.001}
+    if how == "static_graph":
+        options["static_graph"] = True
+    if how == "find_unused":
+        options["find_unused_parameters"] = True
+    model = DistributedDataParallel(Net(), process_group=group, **options)
+    if how == "allreduce_hook":
+        model.register_comm_hook(group, default_hooks.allreduce_hook)
+    if how == "fp16_hook":
+        model.register_comm_hook(group, default_hooks.fp16_compress_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = []
+    for step in range(3):
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+        with model.no_sync() if how == "no_sync" and step == 1 else contextlib.nullcontext():
+            model(x, every_part=how != "find_unused").square().mean().backward()
+        made += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+    return made
+
+
+def backward_beside_a_late_rank() -> list[bool]:
+    """Rank 1 begins its backward pass only when rank 0 is seen to wait in its own; what was seen."""
+    store = c10d._get_default_store()
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    loss = model(torch.ones(2, 4)).sum()
+    seen: list[bool] = []
+
+    def look() -> None:
+        until = time.monotonic() + 150
+        while not any(operation.wait_start_ns for operation in operations()) and time.monotonic() < until:
+            time.sleep(0.001)
+        seen.append(time.monotonic() < until)
+        store.set("rank 0 waits", "1")
+
+    watcher = threading.Thread(target=look)
+    if dist.get_rank() == 0:
+        watcher.start()
+    else:
+        store.wait(["rank 0 waits"])
+    loss.backward()
+    if dist.get_rank() == 0:
+        watcher.join()
+    return seen
+
+
+def gradients_by_hand(group: Any) -> list[torch.Tensor]:
+    """Overlap as a student builds it: an all-reduce for each gradient as it comes, waited for after the pass."""
+    model, works = Net(), []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: works.append(dist.all_reduce(p.grad, group=group, async_op=True)))
+    model(torch.ones(4, 8) * dist.get_rank(group)).sum().backward()
+    for work in works:
+        assert work is not None
+        work.wait()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def mesh_of(group: Any, name: str) -> DeviceMesh:
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
+
+
+def fully_sharded(group: Any) -> list[torch.Tensor]:
+    """Two steps with FSDP2; its parameters, gathered."""
+    model, mesh = Net(), mesh_of(group, "dp")
+    fully_shard(model.first, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank(group)))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.full_tensor().detach() for p in model.parameters()]
+
+
+def tensor_parallel(group: Any) -> list[torch.Tensor]:
+    """A linear layer by columns, one by rows, and a matrix of shards."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    mesh = mesh_of(group, "tp")
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
+    y = model(x)
+    y.square().sum().backward()
+    matrix = distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh, [Shard(0)])
+    whole = matrix.redistribute(mesh, [Replicate()]).to_local()
+    gradients = [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]  # type: ignore[attr-defined]
+    return [y.detach(), whole, *gradients]
+
+
+def sharded_optimizer(group: Any) -> list[torch.Tensor]:
+    """DistributedDataParallel with the optimizer's state cut in two."""
+    # Here, because importing it warns, and pytest takes that for an error.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DistributedDataParallel(Net(), process_group=group)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, process_group=group, lr=0.01)
+    for step in range(2):
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank(group)))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def pipelined(group: Any, schedule: str) -> list[torch.Tensor]:
+    """A pipeline of two stages, four micro-batches."""
+    rank = dist.get_rank(group)
+    torch.manual_seed(3)
+    stages = [nn.Linear(6, 6), nn.Linear(6, 6)]
+    stage = PipelineStage(copy.deepcopy(stages[rank]), rank, 2, torch.device("cpu"), group=group)
+    kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule]
+    runner = kind(stage, n_microbatches=4, loss_fn=nn.MSELoss())
+    x, target = torch.ones(8, 6), torch.zeros(8, 6)
+    losses: list[torch.Tensor] = []
+    if rank == 0:
+        runner.step(x)
+    else:
+        runner.step(target=target, losses=losses)
+    return [*(p.grad for p in stage.submod.parameters() if p.grad is not None), *(loss.detach() for loss in losses)]

@@ -1,0 +1,227 @@
+"""What the ranks of the tests of RPC call on each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import autograd as dist_autograd
+from torch.distributed import rpc
+from torch.distributed.nn.api.remote_module import RemoteModule
+
+from labkit.recording.record import here
+from labkit.recording.ring_buffer import RingReader
+
+WORKER = "worker"
+
+
+def add(x: torch.Tensor, y: float) -> torch.Tensor:
+    return x + y
+
+
+def fail(word: str) -> None:
+    raise ValueError(f"no {word}")
+
+
+@rpc.functions.async_execution
+def add_later(x: torch.Tensor) -> Any:
+    """A function that another one completes: here, one of the same worker."""
+    return rpc.rpc_async(WORKER, add, args=(x, 1.0)).then(lambda done: done.wait() * 2)
+
+
+class Shard(nn.Module):
+    """A part of a model that lives on a worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A pass."""
+        return torch.relu(self.linear(x))
+
+    def parameter_rrefs(self) -> list[Any]:
+        """References to its parameters, for a distributed optimizer."""
+        return [rpc.RRef(p) for p in self.parameters()]
+
+
+def fetch(rref: Any) -> torch.Tensor:
+    """Get what somebody else had computed."""
+    value: torch.Tensor = rref.to_here()
+    return value
+
+
+def passed_on(other: str) -> torch.Tensor:
+    """A result that stays with one worker, and is fetched by another one."""
+    reference = rpc.remote(WORKER, add, args=(torch.ones(1000), 1.0))
+    fetched: torch.Tensor = rpc.rpc_sync(other, fetch, args=(reference,))
+    return fetched
+
+
+def pending() -> list[str]:
+    """The names of this rank's operations that have not completed."""
+    assert here.recorder is not None
+    return [operation.name for operation in RingReader(here.recorder.ring.buffer).pending()]
+
+
+def calls() -> list[Any]:
+    """A call of every kind; what comes back."""
+    x = torch.ones(1000)
+    pair = [rpc.rpc_async(WORKER, add, args=(x, float(i))) for i in range(2)]
+    return [
+        rpc.rpc_sync(WORKER, add, args=(x, 2.0)),
+        rpc.rpc_async(WORKER, add, args=(x, 3.0)).wait(),
+        *torch.futures.wait_all(pair),
+        rpc.rpc_async(WORKER, add, args=(x, 4.0)).then(lambda done: done.value() + 1).wait(),
+        rpc.remote(WORKER, add, args=(x, 5.0)).to_here(),
+        rpc.rpc_sync(WORKER, torch.add, args=(x, x)),
+        rpc.remote(WORKER, torch.mul, args=(x, x)).to_here(),
+        rpc.rpc_sync(WORKER, add_later, args=(x,)),
+    ]
+
+
+def by_reference() -> list[Any]:
+    """Methods called through a reference, and the reference itself."""
+    shard = rpc.remote(WORKER, Shard)
+    x = torch.ones(2, 8)
+    return [
+        shard.rpc_sync().forward(x).detach(),
+        shard.rpc_async().forward(x).wait().detach(),
+        shard.remote().forward(x).to_here().detach(),
+        shard.owner_name(),
+    ]
+
+
+def failing() -> list[str]:
+    """A call that raises, one of a worker that does not exist, one that torch refuses, and again one that raises."""
+    said = []
+    for call in (
+        lambda: rpc.rpc_sync(WORKER, fail, args=("luck",)),
+        lambda: rpc.rpc_async("nobody", add, args=(torch.ones(1), 1.0)),
+        lambda: rpc.rpc_async(WORKER, torch.add, args=("not a tensor",)),
+        lambda: rpc.rpc_async(WORKER, fail, args=("time",)).wait(),
+    ):
+        try:
+            call()
+        except (RuntimeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}"[:60])
+    return [*said, str(pending())]
+
+
+def train(optimizer_class: Any, steps: int) -> list[torch.Tensor]:
+    """A model on the worker, trained from here with distributed autograd; its parameters afterwards."""
+    from torch.distributed.optim import DistributedOptimizer
+
+    shard = rpc.remote(WORKER, Shard)
+    parameters = shard.rpc_sync().parameter_rrefs()
+    optimizer = DistributedOptimizer(optimizer_class, parameters, lr=0.1)
+    x = torch.arange(16.0).reshape(2, 8)
+    for _ in range(steps):
+        with dist_autograd.context() as context:
+            loss = shard.rpc_sync().forward(x).square().mean()
+            dist_autograd.backward(context, [loss])
+            optimizer.step(context)
+    return [parameter.to_here().detach() for parameter in parameters]
+
+
+class Descent(torch.optim.SGD):
+    """Gradient descent that torch does not turn into a script."""
+
+
+def train_alone(steps: int) -> list[torch.Tensor]:
+    """The same in one process."""
+    shard = Shard()
+    optimizer = torch.optim.SGD(shard.parameters(), lr=0.1)
+    x = torch.arange(16.0).reshape(2, 8)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        shard(x).square().mean().backward()
+        optimizer.step()
+    return [p.detach() for p in shard.parameters()]
+
+
+def both_ways() -> None:
+    """A pass through two shards of the worker and back: what the second one gets is the output of the first."""
+    shards = [rpc.remote(WORKER, Shard) for _ in range(2)]
+    with dist_autograd.context() as context:
+        x = torch.ones(4, 8)
+        for shard in shards:
+            x = shard.rpc_sync().forward(x)
+        dist_autograd.backward(context, [x.sum()])
+
+
+class Fetching(nn.Linear):
+    """A shard that is given a reference to its input, as those of the pipeline tutorial are."""
+
+    def forward(self, x: Any) -> torch.Tensor:
+        """Fetch it, and compute."""
+        return super().forward(x.to_here())
+
+
+def pass_references_on() -> None:
+    """A pass through two shards on two workers: what the second one computes from, it fetches from the first."""
+    first, second = rpc.remote("one", Fetching, args=(8, 16)), rpc.remote("two", Fetching, args=(16, 2))
+    with dist_autograd.context() as context:
+        y = first.remote().forward(rpc.RRef(torch.ones(4, 8)))
+        dist_autograd.backward(context, [second.rpc_sync().forward(y).sum()])
+
+
+class Embedding(nn.Embedding):
+    """A table of words."""
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        """Their vectors."""
+        return super().forward(words)
+
+
+class Decoder(nn.Linear):
+    """Scores of words."""
+
+    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Of each vector."""
+        return super().forward(vectors)
+
+
+def _call_method(method: Any, rref: Any, *args: Any) -> Any:
+    """The helper of many tutorials."""
+    held = rref.local_value()
+    return getattr(held, method)(*args) if isinstance(method, str) else method(held, *args)
+
+
+def scaled(rref: Any, kind: str) -> str:
+    """A function of a reference and a word that is no method's name."""
+    return f"{type(rref.local_value()).__name__} {kind}"
+
+
+def made(rref: Any, kind: type) -> str:
+    """A function of a reference and a class."""
+    return f"{type(rref.local_value()).__name__} {kind.__name__}"
+
+
+def call_helpers_that_call_no_method() -> list[Any]:
+    """Functions that are given a reference and something else; and a module that torch stands for."""
+    decoder = rpc.remote(WORKER, Decoder, args=(4, 10))
+    module = RemoteModule(WORKER, Decoder, args=(4, 10))
+    return [
+        rpc.rpc_sync(WORKER, scaled, args=(decoder, "adam")), rpc.rpc_sync(WORKER, made, args=(decoder, torch.optim.SGD)),
+        module.forward(torch.ones(2, 4)).shape,
+    ]  # fmt: skip
+
+
+def through_a_helper(how: str) -> None:
+    """Call methods of two modules on the worker through one helper."""
+    table, decoder = rpc.remote(WORKER, Embedding, args=(10, 4)), rpc.remote(WORKER, Decoder, args=(4, 10))
+    x = torch.tensor([1, 2])
+    for rref, method in ((table, Embedding.forward), (decoder, Decoder.forward)):
+        given = method if how == "by the method" else "forward"
+        x = rpc.rpc_sync(WORKER, _call_method, args=(given, rref, x)).detach()
+
+
+def call_each_other() -> None:
+    """Each rank calls the other, and has no span."""
+    name = rpc.get_worker_info().name
+    rpc.rpc_sync("master" if name == WORKER else WORKER, add, args=(torch.ones(10), 1.0))
+    for _ in range(100):
+        torch.ones(100, 100) @ torch.ones(100, 100)

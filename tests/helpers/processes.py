@@ -1,0 +1,71 @@
+"""What tests want to know of processes: what is left of those that were to end, and how ranks talk to one another."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+from labkit.worker.network_namespace import Network
+
+__all__ = ["left_after", "network_of_ranks", "who_listens"]
+
+LISTEN = "0A"  # in the tables of /proc/net
+
+
+def left_after(limit_s: float, pids: Iterable[int]) -> list[psutil.Process]:
+    """Wait until processes have ended; those that have not when the time is over.
+
+    One that has ended and that its parent has not taken notice of is no process any more: where the parent has ended as well,
+    some systems take seconds to bury it.
+    """
+    running: dict[int, int] = {}
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            running[os.pidfd_open(pid)] = pid
+    poll = select.poll()
+    for fd in running:
+        poll.register(fd, select.POLLIN)
+    until = time.monotonic() + limit_s
+    try:
+        while running and (ended := poll.poll(max(0.0, until - time.monotonic()) * 1000)):
+            for fd, _ in ended:
+                poll.unregister(fd)
+                os.close(fd)
+                del running[fd]
+        left = []
+        for pid in running.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.append(psutil.Process(pid))
+        return left
+    finally:
+        for fd in running:
+            os.close(fd)
+
+
+def network_of_ranks() -> Network:
+    """Called in a rank: the network over which it talks to the others, which its own code is not in."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the listing's own
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("net:"):
+                return Network(fd)
+    return Network()
+
+
+def who_listens(port: int) -> int:
+    """Called in a rank, and in the network of ranks: which of the ranks listens on a port of TensorFlow's."""
+    rows = [row.split() for row in Path("/proc/thread-self/net/tcp6").read_text().splitlines()[1:]]
+    inodes = {int(row[9]) for row in rows if int(row[1].rpartition(":")[2], 16) == port and row[3] == LISTEN}
+    found = set()
+    for rank in psutil.Process(os.getppid()).children():
+        for fd in Path(f"/proc/{rank.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if fd.stat().st_ino in inodes:
+                    found.add(rank.pid)
+    (pid,) = found
+    return pid

@@ -1,0 +1,130 @@
+"""Arrays that share memory, sent together."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import cells as in_cells
+import numpy as np
+import pytest
+
+import labkit as lab
+from labkit.ipc import pickling
+
+SIZES = (12, 120_000)  # within the message, and beside it
+
+
+def travel(value: Any) -> tuple[Any, int]:
+    """There and back in one process, and how many bytes went."""
+    parcel = pickling.pack(value)
+    nbytes = len(parcel.data) + sum(count for _, count in parcel.spans)
+    return pickling.unpack(parcel), nbytes
+
+
+def views(x: Any) -> dict[str, Any]:
+    """An array with views of it, and views alone that overlap."""
+    table = x.reshape(3, -1)
+    return {
+        "whole and part": (x, x[:5]),
+        "part and whole": (x[2:8], x),
+        "another shape": (table, x),
+        "transposed": (table.T, x),
+        "backwards": (x[::-1], x),
+        "every other": (x[::2], x[1::2], x),
+        "overlapping parts": (x[:6], x[4:10]),
+        "a column and a row": (table[:, 1], table[1]),
+        "other bits": (x.view(np.int64), x),
+        "broadcast": (np.broadcast_to(x[:4], (2, 4)), x),
+        "in a column-major array": (np.asfortranarray(table), np.asfortranarray(table)),
+    }
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", views(np.arange(12.0)))
+def test_what_shares_memory_goes_on_sharing_it(name: str, size: int) -> None:
+    given = views(np.arange(float(size)))[name]
+    back, _ = travel(given)
+    for there, here in zip(back, given, strict=True):
+        np.testing.assert_array_equal(there, here)
+        assert (there.strides, there.dtype, there.flags.writeable) == (here.strides, here.dtype, here.flags.writeable)
+    for one, other in itertools.combinations(range(len(given)), 2):
+        assert np.shares_memory(back[one], back[other]) == np.shares_memory(given[one], given[other])
+
+
+def test_a_view_of_a_column_major_array() -> None:
+    x = np.asfortranarray(np.arange(12.0).reshape(3, 4))
+    (whole, column), _ = travel((x, x[:, 1]))
+    column[0] = 77
+    assert whole[0, 1] == 77
+    assert whole.flags.f_contiguous
+
+
+def test_a_part_brings_no_more_than_itself() -> None:
+    x = np.zeros(1_000_000)
+    for given in (x[:5], (x[:5], x[10:15]), (x[:400:100], x[1:400:100])):
+        back, nbytes = travel(given)
+        assert nbytes < 5000
+        np.testing.assert_array_equal(back, given)
+
+
+def test_overlapping_parts_bring_what_they_cover() -> None:
+    x = np.arange(1_000_000.0)
+    (one, other, far), nbytes = travel((x[:1000], x[500:1500], x[900_000:900_010]))
+    assert nbytes < 15_000
+    one[500] = -1
+    assert other[0] == -1
+    assert far[0] == 900_000
+
+
+def test_it_shares_in_deep_places_and_once_for_an_array_that_comes_twice() -> None:
+    class Model:
+        def __init__(self) -> None:
+            self.flat = np.zeros(10)
+            self.parts = {"w": self.flat[:6].reshape(2, 3), "b": self.flat[6:]}
+
+    model = Model()
+    (back, again), _ = travel((model, model.parts["w"]))
+    back.flat[:] = 3
+    assert back.parts["w"].tolist() == [[3, 3, 3], [3, 3, 3]]
+    assert back.parts["b"].tolist() == [3] * 4
+    assert again is back.parts["w"]
+
+
+def test_arrays_that_are_made_to_be_pickled_are_not_taken_for_others() -> None:
+    class Made:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+        def __reduce__(self) -> Any:
+            fresh = np.full(10, self.value)
+            return tuple, ([fresh, fresh[:3]],)
+
+    back, _ = travel([Made(i) for i in range(50)])
+    assert [(whole[0], part[0]) for whole, part in back] == [(i, i) for i in range(50)]
+
+
+def test_objects_and_nothing() -> None:
+    things, empty = np.array([{}, "a"], object), np.zeros((0, 3))
+    back, _ = travel((things, things[:1], empty, empty[:, :1], np.array(5.0)))
+    assert back[0].tolist() == [{}, "a"]
+    assert back[3].shape == (0, 1)
+    assert back[4] == 5
+
+
+def test_a_by_hand_model_of_views_is_trained_in_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a flat vector and its views came apart, the step had no effect, and nobody said so."""
+    cells = in_cells.Cells(in_cells.new_main(monkeypatch))
+    cells(
+        """
+        import numpy as np
+        flat = np.ones(6)
+        weights, bias = flat[:4].reshape(2, 2), flat[4:]
+        def step():
+            flat[:] -= 0.5
+            return weights.sum(), bias.sum(), np.shares_memory(flat, bias)
+        """
+    )
+    with lab.Group(1, runtime="bare") as group:
+        assert group.run(cells.step).results == [(2.0, 1.0, True)]
+        assert cells.flat.tolist() == [1.0] * 6

@@ -1,0 +1,763 @@
+"""What travels arrives: definitions by value in the rank's `__main__`, arrays through shared memory; what cannot is named."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cells as in_cells
+import numpy as np
+import psutil
+import pytest
+
+import labkit as lab
+from labkit.ipc import pickling, process_memory
+from labkit.ipc.messages import Channel
+from labkit.ipc.pickling_errors import Call
+
+START = ("fork", "spawn")
+
+
+@pytest.fixture(scope="module", params=[*START, "results through shared memory"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[lab.Group]:
+    """Two ranks without a framework, started both ways, and where the system lets nobody read another's memory."""
+    start = request.param if request.param in START else "fork"
+    with lab.Group(2, runtime="bare", start=start, timeout_s=200) as group:
+        with pytest.MonkeyPatch.context() as patch:
+            if request.param not in START:
+                patch.setattr("labkit.group.processes.may_read", lambda _: False)
+            group.run(int)
+        yield group
+
+
+def travel(value: Any) -> Any:
+    """There and back in one process."""
+    return pickling.unpack(pickling.pack(value))
+
+
+def through_a_socket(value: Any) -> Any:
+    """As between two processes; the reader is a thread, because the socket holds less than a large value."""
+    near, far = (Channel(s) for s in socket.socketpair())
+    parcel = pickling.pack(value)
+    sender = threading.Thread(target=near.send, args=("value", {"some": "data"}, parcel))
+    sender.start()
+    frame = far.receive()
+    sender.join()
+    parcel.close()
+    near.close()
+    far.close()
+    assert (frame.kind, frame.data) == ("value", {"some": "data"})
+    assert frame.parcel is not None
+    return pickling.unpack(frame.parcel)
+
+
+# What cells define
+
+
+def test_a_function_is_at_home_in_the_ranks_main(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        import sys
+        def f():
+            main = sys.modules["__main__"]
+            return f.__module__, main.f is f, main.__dict__ is f.__globals__, main.helper(1), __name__
+        def helper(x):
+            return x + OFFSET
+        OFFSET = 41
+        def use():
+            helper
+            return f()
+    """)
+    assert ranks.run(cells.use).results == [("__main__", True, True, 42, "__main__")] * 2
+
+
+def test_all_that_a_cell_can_define(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        import abc, collections, contextlib, dataclasses, enum, functools, typing
+
+        def loud(function):
+            @functools.wraps(function)
+            def wrapper(*args):
+                return function(*args).upper()
+            return wrapper
+
+        @loud
+        def decorated(text): return text
+
+        @functools.lru_cache(maxsize=7)
+        def fibonacci(n): return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+        def counter():
+            count = 0
+            def step():
+                nonlocal count
+                count += 1
+                return count
+            return step
+
+        step = counter()
+        square = lambda x: x * x
+        partial = functools.partial(pow, 2)
+
+        @dataclasses.dataclass(frozen=True, slots=True)
+        class Point:
+            x: int
+            y: list = dataclasses.field(default_factory=list)
+
+        class Colour(enum.Enum):
+            RED = 1
+            def shown(self): return self.name.lower()
+
+        class Pair(typing.NamedTuple):
+            left: int
+            right: int = 2
+
+        Old = collections.namedtuple("Old", "a b")
+
+        class Shape(abc.ABC):
+            @abc.abstractmethod
+            def area(self): ...
+
+        class Square(Shape):
+            sides = 4
+            def __init__(self, a): self.a = a
+            def area(self): return square(self.a)
+            @property
+            def double(self): return 2 * self.area()
+            @classmethod
+            def unit(cls): return cls(1)
+            @staticmethod
+            def name(): return "square"
+            def __repr__(self): return super().__repr__()[:4]
+
+        class Error(Exception):
+            def __init__(self, a, b): super().__init__(f"{a} and {b}")
+
+        @contextlib.contextmanager
+        def entered(): yield "in"
+
+        def everything():
+            import __main__
+            assert decorated("a") == "A" and decorated is __main__.decorated
+            assert fibonacci(30) == 832040 and fibonacci.cache_info().maxsize == 7
+            assert [step(), step()] == [1, 2]
+            assert square(3) == 9 and partial(5) == 32
+            assert Point(1) == Point(1, []) and Point.__module__ == "__main__"
+            assert Colour(1) is Colour.RED and Colour.RED.shown() == "red"
+            assert Pair(1) == (1, 2) and Old(1, 2).b == 2
+            assert Square.unit().double == 2 and Square.name() == "square" and isinstance(Square(2), Shape)
+            assert repr(Square(1)) == "<__m"
+            try:
+                raise Error(1, 2)
+            except Error as error:
+                assert str(error) == "1 and 2"
+            with entered() as word:
+                return word
+    """)
+    assert ranks.run(cells.everything).results == ["in", "in"]
+    assert cells.step() == 1, "a closure in the notebook does not notice what the ranks do with theirs"
+
+
+def test_things_that_refer_to_one_another(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        def even(n): return n == 0 or odd(n - 1)
+        def odd(n): return n != 0 and even(n - 1)
+
+        class Node:
+            def __init__(self, children=()): self.children = list(children)
+            def depth(self): return deepest(self)
+
+        def deepest(node): return 1 + max((n.depth() for n in node.children), default=0)
+        ring = [Node()]
+        ring.append(ring)
+
+        def f(tree):
+            return even(10), Tree().grown().depth(), tree.depth(), ring[1] is ring, isinstance(tree, Node)
+
+        class Tree:
+            def grown(self): return Node([Node(), Node([Node()])])
+    """)
+    assert ranks.run(cells.f, cells.Node([cells.Node()])).results == [(True, 3, 2, True, True)] * 2
+
+
+def test_a_function_that_calls_itself_a_librarys(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        import functools, os.path, sys
+
+        @functools.wraps(os.path.join)
+        def join(*parts): return SEPARATOR.join(parts), join.__globals__ is sys.modules["__main__"].__dict__
+        SEPARATOR = "+"
+    """)
+    assert (cells.join.__module__, cells.join.__qualname__) == (os.path.join.__module__, "join")
+    assert ranks.run(cells.join, "a", "b").results == [("a+b", True)] * 2
+
+
+def test_code_into_which_a_tool_has_put_what_no_compiler_does(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        def f(): return "given"
+    """)
+    code = cells.f.__code__
+    cells.f.__code__ = code.replace(co_consts=tuple(Path("put") if c == "given" else c for c in code.co_consts))
+    assert ranks.run(cells.f).results == [Path("put")] * 2
+
+
+def test_redefinition_takes_effect_at_the_next_run(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        def helper(): return "old"
+        SCALE = 1
+        class A:
+            def word(self): return "old"
+        def f(): return helper(), SCALE, A().word()
+    """)
+    assert ranks.run(cells.f).results == [("old", 1, "old")] * 2
+    cells("""
+        def helper(): return "new"
+        SCALE = 2
+        class A:
+            def word(self): return "new"
+    """)
+    assert ranks.run(cells.f).results == [("new", 2, "new")] * 2
+
+
+def test_results_are_of_the_notebooks_own_classes_which_stay_as_they_are(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        import dataclasses, enum
+        @dataclasses.dataclass
+        class Report:
+            loss: float
+            def doubled(self): return FACTOR * self.loss
+        class Colour(enum.Enum):
+            RED = 1
+        def plain(): return 7
+        FACTOR = 2
+        def f():
+            Report.seen = True
+            return Report(1.5), Colour.RED, Report, plain
+    """)
+    method = cells.Report.doubled
+    for report, colour, kind, function in ranks.run(cells.f).results:
+        assert type(report) is cells.Report
+        assert isinstance(report, cells.Report)
+        assert report == cells.Report(1.5)
+        assert colour is cells.Colour.RED
+        assert kind is cells.Report
+        assert function is cells.plain
+    assert cells.Report.doubled is method, "a result must not put copies of methods into the notebook's class"
+    assert not hasattr(cells.Report, "seen")
+    cells("FACTOR = 3")
+    assert report.doubled() == 4.5
+
+
+def test_a_class_that_only_the_ranks_know_comes_back(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        def f():
+            class Local:
+                def word(self): return "here"
+            return Local()
+    """)
+    assert [r.word() for r in ranks.run(cells.f).results] == ["here", "here"]
+
+
+def test_bound_methods_partials_and_callable_objects_run(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        import functools
+        class Model:
+            scale = 3
+            def forward(self, x): return self.scale * x
+            __call__ = forward
+    """)
+    model = cells.Model()
+    for function in (model.forward, model, __import__("functools").partial(model.forward, 2)):
+        args = () if hasattr(function, "func") else (2,)
+        assert ranks.run(function, *args).results == [6, 6]
+
+
+def test_the_source_travels(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    source = "def f():\n    import inspect  # a comment\n    return inspect.getsource(f)\n"
+    cells(source)
+    assert ranks.run(cells.f).results == [source, source]
+
+
+def test_a_submodule_that_was_imported_by_its_parents_name(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        import xml.dom.minidom
+        import labkit as lab
+        def f(): return xml.dom.minidom.parseString("<a/>").documentElement.tagName, lab.__name__
+    """)
+    assert ranks.run(cells.f).results == [("a", "labkit")] * 2
+
+
+# Arrays and tensors
+
+
+LARGE = 100_000  # numbers: beside the message, in shared memory
+
+
+ARRAYS: dict[str, Callable[[], np.ndarray]] = {
+    "0-d": lambda: np.array(3.0),
+    "empty": lambda: np.empty((0, 5)),
+    "small": lambda: np.arange(5),
+    "large": lambda: np.arange(LARGE),
+    "strided": lambda: np.arange(LARGE).reshape(100, 1000)[::2, ::3],
+    "Fortran order": lambda: np.asfortranarray(np.arange(LARGE).reshape(100, 1000)),
+    "reversed": lambda: np.arange(LARGE)[::-1],
+    "broadcast": lambda: np.broadcast_to(np.ones(1000), (100, 1000)),
+    "bool": lambda: np.ones(LARGE, dtype=bool),
+    "complex": lambda: np.full(LARGE, 1 + 2j),
+    "big-endian": lambda: np.arange(LARGE, dtype=">f8"),
+    "structured": lambda: np.zeros(LARGE, dtype=[("a", "<i4"), ("b", "<f8")]),
+    "strings": lambda: np.array(["word"] * LARGE),
+    "times": lambda: np.zeros(LARGE, dtype="M8[ns]"),
+    "objects": lambda: np.array([1, "a", None], dtype=object),
+    "masked": lambda: np.ma.masked_equal(np.arange(LARGE), 3),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+@pytest.mark.parametrize("way", [travel, through_a_socket])
+def test_arrays(name: str, way: Callable[[Any], Any]) -> None:
+    sent = ARRAYS[name]()
+    got = way(sent)
+    assert type(got) is type(sent)
+    assert (got.dtype, got.shape) == (sent.dtype, sent.shape)
+    assert got.flags.f_contiguous or not sent.flags.f_contiguous
+    np.testing.assert_array_equal(got, sent)
+    assert got.flags.writeable
+
+
+def test_many_large_arrays_lie_in_one_segment() -> None:
+    sent = [np.full(LARGE, i, dtype=np.int8 if i % 2 else np.float64) for i in range(5)]
+    parcel = pickling.pack(sent)
+    assert len(parcel.spans) == 5
+    assert [offset % pickling.ALIGN for offset, _ in parcel.spans] == [0] * 5
+    assert len(parcel.data) < 2000, "large arrays are no part of the message"
+    for got, expected in zip(pickling.unpack(parcel), sent, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_everyones_copy_is_private(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    """What one changes in place is seen by nobody else, neither in an argument nor in a result."""
+    cells("""
+        import numpy as np
+        def f(a):
+            before = a[0]
+            a += 1
+            f.kept = a
+            return before, a
+        def g():
+            import __main__
+            return __main__.f.kept[0]
+    """)
+    a = np.zeros(LARGE)
+    results = ranks.run(cells.f, a).results
+    assert [before for before, _ in results] == [0, 0]
+    assert a[0] == 0
+    for _, mine in results:
+        assert mine[0] == 1
+        mine += 10
+    assert ranks.run(cells.g).results == [1, 1]
+    assert results[0][1] is not results[1][1]
+
+
+def test_an_array_that_may_not_be_written_to_stays_so() -> None:
+    sent = np.ones(LARGE)
+    sent.flags.writeable = False
+    assert not travel(sent).flags.writeable
+
+
+def test_a_rank_lets_go_of_what_the_notebook_has_taken(ranks: lab.Group, cells: in_cells.Cells, tmp_path: Path) -> None:
+    """At once, and not with the next run."""
+    cells("""
+        import os, pathlib, weakref
+        import numpy as np
+        def f(folder):
+            result = np.ones(100_000)
+            weakref.finalize(result, pathlib.Path(folder, os.environ["RANK"]).touch)
+            return result, {"again": result}
+    """)
+    for one, more in ranks.run(cells.f, tmp_path).results:
+        assert one.sum() == 100_000
+        assert more["again"] is one
+    while len(list(tmp_path.iterdir())) < 2:
+        os.sched_yield()
+
+
+def test_a_rank_that_dies_before_its_result_is_read(cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells("import numpy as np\ndef f(): return np.ones(100_000)")
+    unpack = pickling.unpack
+
+    def killed_first(parcel: pickling.Parcel, **options: Any) -> Any:
+        if parcel.lender:
+            os.kill(parcel.lender, signal.SIGKILL)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                while psutil.Process(parcel.lender).status() != psutil.STATUS_ZOMBIE:
+                    os.sched_yield()
+        return unpack(parcel, **options)
+
+    monkeypatch.setattr(pickling, "unpack", killed_first)
+    with lab.Group(2, runtime="bare", timeout_s=200) as group:
+        with pytest.raises(lab.RankError, match="killed by SIGKILL"):
+            group.run(cells.f)
+        monkeypatch.setattr(pickling, "unpack", unpack)
+        assert [r.sum() for r in group.run(cells.f).results] == [100_000] * 2
+
+
+def test_a_result_larger_than_any_buffer_on_the_way(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("def f(n): return list(range(n)), b'x' * n")
+    for numbers, text in ranks.run(cells.f, 2_000_000).results:
+        assert (len(numbers), numbers[-1], len(text)) == (2_000_000, 1_999_999, 2_000_000)
+
+
+def tensors() -> dict[str, Any]:
+    import torch
+
+    made = {
+        "0-d": lambda: torch.tensor(3.0),
+        "empty": lambda: torch.empty(0, 5),
+        "transposed": lambda: torch.arange(LARGE).view(100, 1000).t(),
+        "slice": lambda: torch.arange(LARGE)[5:10],
+        "expanded": lambda: torch.ones(1).expand(LARGE),
+        "bool": lambda: torch.ones(LARGE, dtype=torch.bool),
+        "bfloat16": lambda: torch.ones(LARGE, dtype=torch.bfloat16),
+        "complex": lambda: torch.full((LARGE,), 1 + 2j),
+        "conjugate": lambda: torch.full((LARGE,), 1 + 2j).conj(),
+        "parameter": lambda: torch.nn.Parameter(torch.ones(LARGE)),
+        "requires grad": lambda: torch.ones(LARGE, requires_grad=True),
+        "sparse": lambda: torch.eye(500).to_sparse(),
+        "meta": lambda: torch.empty(3, 3, device="meta"),
+        "channels last": lambda: torch.ones(2, 3, 100, 100).to(memory_format=torch.channels_last),
+    }
+    newer = [name for name in ("float8_e4m3fn", "uint16") if hasattr(torch, name)]
+    return made | {name: lambda name=name: torch.ones(LARGE).to(getattr(torch, name)) for name in newer}
+
+
+@pytest.mark.parametrize("way", [travel, through_a_socket])
+@pytest.mark.parametrize("name", [
+    "0-d", "empty", "transposed", "slice", "expanded", "bool", "bfloat16", "complex", "conjugate", "parameter", "requires grad",
+    "sparse", "meta", "channels last", "float8_e4m3fn", "uint16",
+])  # fmt: skip
+def test_tensors(name: str, way: Callable[[Any], Any]) -> None:
+    torch = pytest.importorskip("torch")
+    if name not in tensors():
+        pytest.skip(f"this torch has no {name}")
+    sent = tensors()[name]()
+    got = way(sent)
+    assert type(got) is type(sent)
+    for what in ("dtype", "shape", "layout", "device", "requires_grad"):
+        assert getattr(got, what) == getattr(sent, what), what
+    if sent.layout == torch.strided:
+        assert got.stride() == sent.stride()
+    if sent.device.type != "meta":
+        plain = [t.detach().to_dense() for t in (got, sent)]
+        assert torch.equal(*(t.float() if not t.is_complex() else t for t in plain))
+
+
+def test_tensors_that_share_memory_go_on_sharing_it() -> None:
+    torch = pytest.importorskip("torch")
+    base = torch.zeros(LARGE)
+    got, view, as_bytes, array = travel((base, base[10:20], base.view(torch.uint8), base.numpy()))
+    got[10] = 1.0
+    assert view[0] == 1.0
+    assert as_bytes[43] == 63  # the high byte of 1.0
+    assert array[10] == 0, "torch does not tell that an array is a tensor's memory: that becomes a copy"
+    assert base[10] == 0
+
+
+def test_tied_weights_stay_tied_and_a_network_is_the_notebooks_own(two_with_torch: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        import torch
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a = torch.nn.Linear(300, 300)
+                self.b = torch.nn.Linear(300, 300, bias=False)
+                self.b.weight = self.a.weight
+                self.register_buffer("row", self.a.weight.data[1:2])
+            def forward(self, x): return self.b(self.a(x))
+        def f(net):
+            tied = net.a.weight is net.b.weight
+            with torch.no_grad():
+                net.a.weight[1] = 3
+            return tied, net, net.row[0, 0].item()
+    """)
+    net, forward = cells.Net(), cells.Net.forward
+    for tied, got, value in two_with_torch.run(cells.f, net).results:
+        assert tied
+        assert value == 3
+        assert got.a.weight is got.b.weight
+        assert type(got) is cells.Net
+        got(next(net.parameters()))
+    assert cells.Net.forward is forward
+    assert net.row[0, 0] != 3
+
+
+@pytest.fixture(scope="module", params=START)
+def two_with_torch(request: pytest.FixtureRequest) -> Iterator[lab.Group]:
+    pytest.importorskip("torch")
+    with lab.Group(2, start=request.param, timeout_s=200) as group:
+        yield group
+
+
+def test_tensors_of_a_gpu_become_cpu_tensors() -> None:
+    """With a stand-in for a GPU's storage: one that says it is elsewhere and has a copy on the CPU."""
+    torch = pytest.importorskip("torch")
+
+    class Far(torch.UntypedStorage):
+        device = types.SimpleNamespace(type="cuda")
+
+        def cpu(self) -> Any:
+            return torch.ones(4).untyped_storage()
+
+    parcel = pickling.pack(Far(16))
+    assert parcel.moved
+    got = pickling.unpack(parcel)
+    assert got.device.type == "cpu"
+    assert torch.empty(0).set_(got).tolist() == [1, 1, 1, 1]
+    assert not pickling.pack(torch.ones(4)).moved
+
+
+# What cannot travel
+
+
+LOCKED = "cannot be sent: this lock is locked at this moment."
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        ("run(f)", "the variable 'lock' used by f()"),
+        ("run(outer())", "the variable 'inside' used by inner()"),
+        ("run(print, 1, lock)", "argument 2 of print()"),
+        ("run(print, end=lock)", "argument 'end' of print()"),
+        ("run(print, {'a': [1, (2, lock)]})", "argument 1 of print()['a'][1][1]"),
+        ("run(print, thing)", "argument 1 of print().part"),
+        ("run(thing.method)", "the object of method().part"),
+        ("run(functools.partial(print, 1, [lock]))", "argument 2 of print()[0]"),
+        ("run(print, point)", "argument 1 of print().y"),
+        ("run(default)", "the default value 1 of default()"),
+        ("run(even)", "the variable 'lock' used by odd()"),
+    ],
+)
+def test_what_cannot_be_sent_is_named(cells: in_cells.Cells, call: str, named: str) -> None:
+    cells("""
+        import dataclasses, functools, threading
+        def locked():
+            lock = threading.Lock()
+            lock.acquire()
+            return lock
+        lock, attribute = locked(), locked()
+        def f(): return f.attribute, lock
+        def outer():
+            inside = locked()
+            def inner(): return inside
+            return inner
+        class Thing:
+            def method(self): ...
+        thing = Thing()
+        thing.part = locked()
+        @dataclasses.dataclass(slots=True)
+        class Point:
+            x: int
+            y: object
+        point = Point(1, lock)
+        def default(a=locked()): ...
+        def even(): odd()
+        def odd(): even(), lock
+    """)
+    with lab.Group(1, runtime="bare") as group, pytest.raises(lab.LabError) as caught:
+        eval(f"group.{call}", {"group": group} | vars(sys.modules["__main__"]))
+    assert str(caught.value).startswith(f"{named} {LOCKED}")
+    assert str(caught.value).splitlines()[1].startswith("Release it before the run")
+    assert group._crew is None, "nothing was started for it"
+
+
+def test_the_remedy_fits_the_thing(cells: in_cells.Cells, tmp_path: Any) -> None:
+    with open(tmp_path / "file", "wb") as file, pytest.raises(lab.LabError, match="Open the file inside the function"):
+        pickling.pack(Call(print, (file,), {}), what="print()")
+
+
+def test_a_group_is_not_sent(cells: in_cells.Cells) -> None:
+    with lab.Group(1, runtime="bare") as group:
+        cells("def f(): return group")._main.group = group
+        with pytest.raises(lab.LabError, match="a group lives in the notebook and cannot be sent to a rank; inside a rank"):
+            group.run(cells.f)
+
+
+def test_a_result_that_cannot_be_sent_is_named_and_the_ranks_go_on(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        import sys
+        def f():
+            f.ran = True
+            return {"x": [1, sys._getframe()]}
+        def g():
+            import __main__
+            return __main__.f.ran
+    """)
+    with pytest.raises(lab.RankError, match=r"the result of f\(\)\['x'\]\[1\] cannot be sent: frame objects") as caught:
+        ranks.run(cells.f)
+    assert "Traceback" not in str(caught.value)
+    assert ranks.run(cells.g).results == [True, True]
+
+
+def test_what_an_object_says_of_itself_is_the_reason() -> None:
+    class Shy:
+        def __reduce__(self) -> Any:
+            raise ZeroDivisionError("I stay\nhere")
+
+    with pytest.raises(lab.LabError, match=r"^the value\[0\]\['a'\] cannot be sent: Shy objects cannot be pickled \(I stay"):
+        pickling.pack([{"a": Shy()}])
+
+
+def test_what_arrives_but_cannot_be_made_there(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        def fail(): raise ValueError("not in a rank")
+        class Odd:
+            def __reduce__(self): return fail, ()
+    """)
+    with pytest.raises(lab.RankError, match="ValueError: not in a rank"):
+        ranks.run(print, cells.Odd())
+    assert ranks.run(int).results == [0, 0]
+
+
+# Bookkeeping
+
+
+def test_no_descriptor_is_left_over_by_runs(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        import os, threading
+        def f(a): return a, len(os.listdir("/proc/self/fd"))
+        lock = threading.Lock()
+        lock.acquire()
+        def g(): return lock
+    """)
+    a = np.ones(LARGE)
+
+    def once() -> tuple[int, int, int]:
+        first, second = ranks.run(cells.f, a).results
+        counts = first[1], second[1]
+        del first, second
+        with pytest.raises(lab.LabError):
+            ranks.run(cells.g)
+        gc.collect(0)
+        return len(os.listdir("/proc/self/fd")), *counts
+
+    once()
+    expected = once()
+    for _ in range(100):
+        once()
+    until = time.monotonic() + 60
+    while ((now := np.array(once())) > expected).any() and time.monotonic() < until:
+        pass  # a thread of another test may be about to end
+    assert (now <= expected).all()  # fewer, where what an earlier test left is collected only now
+
+
+def test_memory_of_results_is_given_back() -> None:
+    """A result's segment lives as long as somebody holds an array of it, and no longer."""
+
+    def segments() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:labkit")
+
+    gc.collect()  # what earlier tests have left
+    before = segments()
+    held = travel([np.ones(LARGE)] * 2)
+    assert segments() == before + 1
+    part = held[0][:5]
+    del held
+    assert segments() == before + 1
+    del part
+    assert segments() == before
+
+
+def test_descriptors_come_with_their_own_frames() -> None:
+    """The system may hand out the descriptor of the next frame with the bytes of this one."""
+    near, far = (Channel(s) for s in socket.socketpair())
+    for i in range(3):
+        near.send("small", i, pickling.pack(i))
+        parcel = pickling.pack(np.full(LARGE, i))
+        near.send("large", i, parcel)
+        parcel.close()
+    for i in range(3):
+        assert far.receive().data == i
+        frame = far.receive()
+        assert frame.parcel is not None
+        assert pickling.unpack(frame.parcel)[0] == i
+    parcel = pickling.pack(np.ones(LARGE))
+    gc.collect()  # what earlier tests have left
+    before = len(os.listdir("/proc/self/fd"))
+    near.send("small", None, None)
+    near.send("large", None, parcel)
+    far.receive()
+    far.close()
+    near.close()
+    assert len(os.listdir("/proc/self/fd")) == before - 2, "what nobody has taken is closed with the channel"
+    parcel.close()
+
+
+def test_the_end_of_the_stream_is_an_end_of_file_wherever_it_comes() -> None:
+    near, far = socket.socketpair()
+    writer = Channel(near)
+    writer.send("kind", list(range(1000)), pickling.pack(list(range(30_000))))
+    writer.close()
+    with far:
+        whole = b"".join(iter(lambda: far.recv(1 << 20), b""))
+    assert len(whole) > 1 << 16, "some of it is read in pieces"
+    for cut in (0, 1, 5, 12, 50, 3000, len(whole) - 1):
+        a, b = socket.socketpair()
+        sender = threading.Thread(target=lambda a=a, cut=cut: (a.sendall(whole[:cut]), a.close()))
+        sender.start()
+        with pytest.raises(EOFError):
+            Channel(b).receive()
+        sender.join()
+        b.close()
+
+
+def test_what_the_system_copies_only_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It copies 2 GiB at the most in one call; here it is made to copy less."""
+    pwrite, reader = os.pwrite, process_memory._reader()
+    assert reader is not None
+    monkeypatch.setattr(os, "pwrite", lambda fd, view, at: pwrite(fd, view[:70_000], at))
+
+    def read_less(pid: int, here: Any, parts: int, there: Any, there_parts: int, flags: int) -> int:
+        here.size = min(here.size, 50_000)
+        return reader(pid, here, parts, there, there_parts, flags)
+
+    monkeypatch.setattr(process_memory, "_reader", lambda: read_less)
+    sent = [np.arange(LARGE), np.arange(LARGE, dtype=np.int16)]
+    for lend in (False, True):
+        parcel = pickling.pack(sent, lend=lend)
+        assert bool(parcel.lender) is lend
+        for got, expected in zip(pickling.unpack(parcel), sent, strict=True):
+            np.testing.assert_array_equal(got, expected)
+        parcel.close()
+
+
+def test_whose_memory_may_be_read() -> None:
+    with subprocess.Popen(["sleep", "600"]) as child:
+        assert process_memory.may_read(child.pid)
+        child.kill()
+        child.wait()
+        assert not process_memory.may_read(child.pid)
+        with pytest.raises(OSError, match=rf"reading 8 bytes of process {child.pid}: ESRCH"):
+            process_memory.read(child.pid, [(1 << 20, 8)])
+
+
+def test_stop_while_a_segment_is_filled_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any) -> int:
+        raise KeyboardInterrupt
+
+    gc.collect()  # what earlier tests have left
+    before = set(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else pytest.skip("needs /proc")
+    monkeypatch.setattr(os, "pwrite", stop)
+    with pytest.raises(KeyboardInterrupt):
+        pickling.pack(np.ones(1 << 20))
+    assert set(os.listdir("/proc/self/fd")) == before

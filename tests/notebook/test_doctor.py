@@ -1,0 +1,234 @@
+"""`lab.doctor`: facts become findings and sentences; nothing of a framework is loaded by looking."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from labkit.notebook.doctor import GIB, Facts, diagnose
+
+doctor = importlib.import_module("labkit.notebook.doctor")  # `labkit.doctor` as a name is the function
+
+LAPTOP = Facts(
+    python="3.11.7 (CPython)",
+    system="Linux x86_64",
+    cores=8,
+    usable_cores=8,
+    memory_nbytes=16 * GIB,
+    free_nbytes=9 * GIB,
+    shared_nbytes=8 * GIB,
+    gpus=(),
+    gpu_search="no nvidia-smi, no NVIDIA driver in /proc",
+    visible_gpus=None,
+    versions={package: "1.2" for package, *_ in doctor.PACKAGES},
+    torch={"cuda": None, "gpus": 0, "gloo": True, "nccl": False, "rpc": True},
+    network={"private": True, "why": ""},
+)
+SERVER = dataclasses.replace(
+    LAPTOP,
+    gpus=("NVIDIA H200, 143771 MiB",) * 2,
+    torch={"cuda": "13.0", "gpus": 2, "gloo": True, "nccl": True, "rpc": True},
+    tensorflow={"gpus": 2},
+)
+
+
+def lines(facts: Facts, **changes: Any) -> list[str]:
+    return str(diagnose(dataclasses.replace(facts, **changes))).splitlines()
+
+
+def test_a_complete_laptop() -> None:
+    assert diagnose(LAPTOP).ok
+    assert lines(LAPTOP) == [
+        "  Python             3.11.7 (CPython) on Linux x86_64",
+        "  cores              8",
+        "  memory             16 GiB, 9 GiB of it free",
+        "  shared memory      8 GiB in /dev/shm",
+        "  GPUs               none (no nvidia-smi, no NVIDIA driver in /proc): ranks compute on the CPU",
+        "  ranks start by     fork from a server",
+        "  ranks talk over    a network of their own, which no other user of this machine can reach",
+        "  torch              1.2 (CPU build)",
+        "  torch.distributed  gloo, rpc",
+        "  TensorFlow         1.2",
+        "  Keras              1.2",
+        "  JupyterLab         1.2",
+        "  ipykernel          1.2",
+        "  ipywidgets         1.2",
+        "  anywidget          1.2",
+        "  matplotlib         1.2",
+        "  scikit-learn       1.2",
+        "",
+        "Everything is here.",
+    ]
+
+
+def test_a_complete_server() -> None:
+    text = lines(SERVER)
+    assert "  GPUs               2 × NVIDIA H200, 143771 MiB" in text
+    assert "  torch              1.2 (CUDA 13.0, sees 2 GPUs)" in text
+    assert "  torch.distributed  gloo, nccl, rpc" in text
+    assert "  TensorFlow         1.2, sees 2 GPUs" in text
+    assert diagnose(SERVER).ok
+
+
+@pytest.mark.parametrize(("package", "name", "extra", "purpose"), doctor.PACKAGES)
+def test_what_is_missing_names_its_command(package: str, name: str, extra: str, purpose: str) -> None:
+    report = diagnose(dataclasses.replace(LAPTOP, versions=LAPTOP.versions | {package: None}))
+    (finding,) = [f for f in report.findings if not f.ok]
+    assert finding == doctor.Finding(
+        name, f"not installed; needed for {purpose}", ok=False, remedy=f'pip install "labkit[{extra}]"'
+    )
+    assert str(report).splitlines()[-2:] == [
+        "1 thing is missing: see ✗.",
+        "The commands are for a terminal with this environment; in a cell write %pip instead of pip.",
+    ]
+
+
+def test_remedies_name_extras_that_exist() -> None:
+    extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {extra for *_, extra, _ in doctor.PACKAGES} <= set(extras)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"usable_cores": 1.5}, "  cores              8, of which this process may use 1.5"),
+        ({"free_nbytes": None}, "  memory             16 GiB, the container's limit"),
+        ({"shared_nbytes": 2**26}, "✗ shared memory      only 64 MiB in /dev/shm"),
+        ({"system": "Darwin arm64"}, "  ranks start by     spawn, spare ones kept warm"),
+        ({"start": "spawn"}, "  ranks start by     spawn, spare ones kept warm, because LABKIT_START says so"),
+        (
+            {"start": "spawn"},
+            "  ranks talk over    this machine's network, where other users of it can reach them (they are spawned)",
+        ),
+        (
+            {"network": {"private": False, "why": "LABKIT_NETWORK says so"}},
+            "  ranks talk over    this machine's network, where other users of it can reach them (LABKIT_NETWORK says so)",
+        ),
+        (
+            {"network": {"error": "labkit.errors.exceptions.LabError: LABKIT_NETWORK='public': expected 'private'"}},
+            "✗ ranks talk over    LABKIT_NETWORK='public': expected 'private'",
+        ),
+        ({"start": "forkserver"}, "✗ ranks start by     LABKIT_START='forkserver' is neither 'fork' nor 'spawn'"),
+        (
+            {"torch": LAPTOP.torch | {"rpc": False}},
+            "✗ torch.distributed  gloo; without rpc (lessons 07 and 08 show their code, and run it over messages)",
+        ),
+        ({"torch": {"error": "ended by SIGSEGV"}}, "✗ torch            1.2, but it does not load: ended by SIGSEGV"),
+    ],
+)
+def test_a_laptop_that_differs(changes: dict[str, Any], expected: str) -> None:
+    assert expected in lines(LAPTOP, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"visible_gpus": "1"}, "  GPUs               2 × NVIDIA H200, 143771 MiB; CUDA_VISIBLE_DEVICES=1"),
+        ({"torch": LAPTOP.torch}, "✗ torch              1.2 sees none of the GPUs: the installed build is for the CPU"),
+        (
+            {"torch": SERVER.torch | {"gpus": 0}},
+            "✗ torch              1.2 sees none of the GPUs: the installed CUDA build does not fit the driver",
+        ),
+        ({"torch": SERVER.torch | {"gpus": 0}, "visible_gpus": ""}, "  torch              1.2 (CUDA 13.0, sees 0 GPUs)"),
+        ({"tensorflow": {"gpus": 0}}, "  TensorFlow         1.2 sees none of the GPUs: its lessons run on the CPU"),
+        ({"tensorflow": {"error": "boom"}}, "✗ TensorFlow         1.2, but it does not load: boom"),
+    ],
+)
+def test_a_server_that_differs(changes: dict[str, Any], expected: str) -> None:
+    assert expected in lines(SERVER, **changes)
+
+
+def test_looking_loads_no_framework() -> None:
+    program = """
+import sys
+import tomllib
+from labkit.notebook.doctor import doctor
+report = doctor()
+loaded = {"torch", "tensorflow", "keras", "matplotlib", "ipywidgets", "IPython", "numpy"} & set(sys.modules)
+print(report, "loaded:", sorted(loaded))
+"""
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=200)
+    assert answer.stdout.endswith("loaded: []\n")
+    assert answer.stdout.startswith(f"  Python             {sys.version.split()[0]} ")
+
+
+def test_asking_a_process() -> None:
+    def ask(question: str) -> dict[str, Any]:
+        return doctor._answer(doctor._start_asking(question))
+
+    assert ask("print('noise'); print('{\"gpus\": 3}')") == {"gpus": 3}
+    assert ask("import nothing_of_this_name") == {"error": "ModuleNotFoundError: No module named 'nothing_of_this_name'"}
+    assert ask("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)") == {"error": "ended by SIGSEGV"}
+    assert ask("raise SystemExit(7)") == {"error": "exit code 7"}
+
+
+def test_asking_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "ASK_LIMIT_S", 0)
+    assert doctor._answer(doctor._start_asking("import time; time.sleep(100)")) == {"error": "no answer within 0 s"}
+
+
+def test_what_torch_says() -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    said = doctor._answer(doctor._start_asking(doctor.ASK_TORCH))
+    assert set(said) == {"cuda", "gpus", "gloo", "nccl", "rpc"}
+    assert said["gloo"] is True
+
+
+def test_the_drivers_list_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "DRIVER", tmp_path)
+    monkeypatch.setenv("PATH", "")
+    for number, text in enumerate(["Model: \t\t NVIDIA H200\nIRQ: 12\n", "IRQ: 13\n"]):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "information").write_text(text)
+    assert doctor._nvidia_gpus() == (("NVIDIA H200", "NVIDIA GPU"), "no nvidia-smi, no NVIDIA driver in /proc")
+
+
+@pytest.mark.parametrize(
+    ("script", "gpus", "search"),
+    [
+        (
+            'echo "NVIDIA H200, 143771 MiB"; echo "NVIDIA A100, 81920 MiB"',
+            ("NVIDIA H200, 143771 MiB", "NVIDIA A100, 81920 MiB"),
+            "asked nvidia-smi",
+        ),
+        ("exit 9", (), "nvidia-smi failed: CalledProcessError"),
+    ],
+)
+def test_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, gpus: tuple[str, ...], search: str) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "DRIVER", tmp_path / "nothing")
+    assert doctor._nvidia_gpus() == (gpus, search)
+
+
+@pytest.mark.parametrize(
+    ("files", "cores", "limit"),
+    [
+        ({"cpu.max": "max 100000\n", "memory.max": "max\n"}, 1e9, None),
+        ({"cpu.max": "50000 100000\n", "memory.max": "536870912\n"}, 0.5, 2**29),
+        ({"memory/memory.limit_in_bytes": "536870912\n"}, 1e9, 2**29),
+        ({"memory/memory.limit_in_bytes": "9223372036854771712\n"}, 1e9, None),
+    ],
+)
+def test_a_containers_limits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: dict[str, str], cores: float, limit: int | None
+) -> None:
+    monkeypatch.setattr(doctor, "CGROUP", tmp_path)
+    without_quota = doctor._usable_cores()
+    total, free = doctor._memory_sizes()
+    assert free is not None
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert doctor._usable_cores() == min(cores, without_quota)
+    assert doctor._memory_sizes()[0] == (limit or total)
+    assert (doctor._memory_sizes()[1] is None) == (limit is not None)

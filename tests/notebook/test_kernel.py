@@ -1,0 +1,308 @@
+"""In a real Jupyter kernel: prints, errors, Stop, a kernel that is killed, and notebooks that read the same each time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from processes import left_after
+
+pytest.importorskip("ipykernel", reason="needs ipykernel")
+nbformat = pytest.importorskip("nbformat", reason="needs nbformat")
+from kernels import ANSWER_LIMIT_S, Cell, Kernel  # noqa: E402
+from nbclient import NotebookClient  # noqa: E402
+
+START = ("fork", "spawn")
+ROOT = Path(__file__).resolve().parents[2]
+GONE_LIMIT_S = 60.0  # the promise is 2 s; a busy machine may take longer to look
+
+
+@pytest.fixture(scope="module", params=START)
+def start(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def kernel(start: str, tmp_path: Path) -> Iterator[Kernel]:
+    kernel = Kernel(tmp_path, LABKIT_START=start)
+    cell = kernel("import os, threading, time\nimport labkit as lab\ngroup = lab.Group(2, runtime='bare')")
+    assert cell.error is None, cell.error
+    yield kernel
+    kernel.close()
+
+
+def waiting(cell: Cell) -> bool:
+    """Both ranks have said that they hang."""
+    return any(state.get("text/plain", "").count("hanging") == 2 for state in cell.states)
+
+
+def test_cells_prints_errors_and_ranks_magic(kernel: Kernel) -> None:
+    kernel("""
+        class Thing:
+            def __init__(self, rank): self.rank = rank
+        def f(fail=False):
+            rank = int(os.environ["RANK"])
+            print("rank", rank, "of", os.environ["WORLD_SIZE"])
+            if fail:
+                return undefined
+            return Thing(rank)
+    """)
+    cell = kernel("run = group.run(f)\n[(type(t) is Thing, t.rank) for t in run.results]")
+    assert cell.stdout == "[rank 0] rank 0 of 2\n[rank 1] rank 1 of 2\n"
+    assert cell.result == "[(True, 0), (True, 1)]"
+    assert cell.displays == []
+
+    cell = kernel("group.run(f, fail=True)")
+    assert cell.error is not None
+    assert cell.error[0] == "RankError"
+    assert cell.error[2].splitlines()[1:9] == [
+        "rank 0 failed: NameError: name 'undefined' is not defined",
+        "    (the same on rank 1)",
+        "",
+        "Traceback (most recent call last):",
+        '  File "cell 2", line 7, in f',
+        "    return undefined",
+        "           ^^^^^^^^^",
+        "NameError: name 'undefined' is not defined",
+    ]
+    assert "labkit" not in cell.error[2]
+    assert cell.stdout == "[rank 0] rank 0 of 2\n[rank 1] rank 1 of 2\n"
+
+    cell = kernel("%%ranks group --on 1\nx = f()\nx.rank")
+    assert cell.error is None
+    assert cell.stdout == "[rank 1] rank 1 of 2\n[rank 1] 1\n"
+    cell = kernel("%%ranks group --on 1\n1\n1 / x.nothing")
+    assert cell.error is not None
+    assert 'File "cell 6", line 2, in <module>' in cell.error[2], cell.error[2]
+    cell = kernel("%%ranks group\nif")
+    assert cell.error is not None
+    assert cell.error == (
+        "CellSyntaxError",
+        cell.error[1],
+        '  File "cell 7", line 1\n    if\n      ^\nSyntaxError: invalid syntax',
+    )
+    cell = kernel("%%ranks group --run kept  # a comment\nfor i in range(3): break\ni")
+    assert (cell.stdout, cell.error) == ("[rank 0] 0\n[rank 1] 0\n", None)
+    assert kernel("kept is group.last_run").result == "True"
+    cell = kernel("%%ranks group\n%time f()")
+    assert cell.error is not None
+    assert cell.error[2].count("\n") == 0, "one line, and no frames"
+    assert kernel("group.run(int).results").result == "[0, 0]"
+
+
+def test_prints_appear_while_ranks_work_and_end_as_text(kernel: Kernel) -> None:
+    cell = kernel(
+        """
+        def f(folder):
+            print("line of", os.environ["RANK"])
+            print("hanging", end="")
+            while not os.path.exists("go on"):
+                os.sched_yield()
+            print(" no more")
+        run = group.run(f, ".")
+        """,
+        when=waiting,
+        then=lambda: (Path(kernel_folder(kernel)) / "go on").touch(),
+    )
+    assert cell.error is None, cell.error
+    assert cell.states[0] == {}
+    assert cell.states[-1] == {}
+    shown = [state["text/plain"] for state in cell.states if state]
+    assert "[rank 0] line of 0\n[rank 0] hanging\n[rank 1] line of 1\n[rank 1] hanging" in shown
+    assert cell.stdout == ("[rank 0] line of 0\n[rank 0] hanging no more\n[rank 1] line of 1\n[rank 1] hanging no more\n")
+
+
+def kernel_folder(kernel: Kernel) -> str:
+    return psutil.Process(kernel.pid).cwd()
+
+
+HANG = """
+    def hang(how="rest"):
+        print("hanging")
+        if how == "rest":
+            threading.Event().wait()
+        else:
+            sum(range(10 ** 13))
+"""
+
+
+def test_stop_gives_the_prompt_back_and_the_next_run_works(kernel: Kernel) -> None:
+    kernel(HANG)
+    before = eval(kernel("group.run(os.getpid).results").result or "")
+    for how in ("rest", "compute"):
+        cell = kernel(f"group.run(hang, {how!r})", when=waiting, then=kernel.manager.interrupt_kernel)
+        assert cell.error is not None
+        assert cell.error[2].splitlines()[0].endswith("hang was stopped.")
+        assert "labkit/" not in cell.error[2]
+        assert cell.stdout == "[rank 0] hanging\n[rank 1] hanging\n"
+    after = eval(kernel("group.run(os.getpid).results").result or "")
+    assert not set(before) & set(after)
+    assert not left_after(GONE_LIMIT_S, before)
+
+
+@pytest.mark.slow
+def test_stop_while_ranks_hang_in_a_collective(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    kernel = Kernel(tmp_path)
+    try:
+        kernel("import threading, time\nimport labkit as lab\nimport torch, torch.distributed as dist\ngroup = lab.Group(2)")
+        kernel("""
+            def f():
+                threading.Thread(target=time.sleep, args=(600,), daemon=True).start()  # it may act: nothing is told to be stuck
+                if dist.get_rank() == 0:
+                    dist.all_reduce(torch.ones(1))
+                else:
+                    dist.recv(torch.ones(1), src=0)
+            def g():
+                one = torch.ones(1)
+                dist.all_reduce(one)
+                return one.item()
+            def waits(member):
+                return any(operation.wait_start_ns for operation in member.reader.pending())
+            def look():
+                while not (group._crew and len(group._crew.members) == 2 and all(map(waits, group._crew.members))):
+                    time.sleep(0.01)
+                print("both wait", flush=True)
+        """)
+        cell = kernel(
+            "threading.Thread(target=look).start()\ngroup.run(f)",
+            when=lambda cell: "both wait" in cell.stdout,
+            then=kernel.manager.interrupt_kernel,
+        )
+        assert cell.error is not None
+        lines = cell.error[2].splitlines()
+        assert lines[1].startswith("    rank 0 was waiting in all_reduce (cell 2, line 4) for ")
+        assert lines[2].startswith("    rank 1 was waiting in recv with rank 0 (cell 2, line 6) for ")
+        assert kernel("group.run(g).results").result == "[2.0, 2.0]"
+    finally:
+        kernel.close()
+
+
+def test_stop_at_once_while_the_first_group_starts(start: str, tmp_path: Path) -> None:
+    """The student changes their mind while frameworks are still being imported."""
+    kernel = Kernel(tmp_path, LABKIT_START=start)
+    try:
+        kernel("import labkit as lab")
+        cell = kernel(
+            "group = lab.Group(2, runtime='bare')\nprint('starting', flush=True)\nwhile True: group.run(int)",
+            when=lambda cell: "starting" in cell.stdout,
+            then=kernel.manager.interrupt_kernel,
+        )
+        assert cell.error is not None
+        assert cell.error[0] in ("KeyboardInterrupt", "Stopped")
+        assert kernel("group.run(int).results").result == "[0, 0]"
+    finally:
+        kernel.close()
+
+
+@pytest.mark.parametrize("how", ["killed", "shut down", "restarted"])
+def test_nothing_is_left_of_a_kernel(how: str, kernel: Kernel) -> None:
+    kernel(HANG)
+    kernel("import subprocess")
+    pids = eval(
+        kernel("""
+        from labkit.group.registry import notebook
+        pids = group.run(lambda: [os.getpid(), subprocess.Popen(["sleep", "600"]).pid]).results
+        [pid for pair in pids for pid in pair] + [s._process.pid for s in notebook.starters.values()]
+        """).result
+        or ""
+    )
+    assert len(pids) >= 5
+    if how == "restarted":
+        kernel.manager.restart_kernel(now=True)
+        kernel.client.wait_for_ready(timeout=ANSWER_LIMIT_S)
+    elif how == "shut down":
+        kernel.manager.shutdown_kernel()
+    else:
+        kernel.client.execute("group.run(hang, 'compute')")
+        while True:
+            message = kernel.client.get_iopub_msg(timeout=ANSWER_LIMIT_S)
+            if str(message["content"].get("data", "")).count("hanging") == 2:
+                break
+        psutil.Process(kernel.pid).kill()
+    assert not left_after(GONE_LIMIT_S, pids)
+
+
+# Notebooks
+
+
+# Those in which ranks print while the run lasts take long enough for a live display.
+CELLS = """
+import labkit as lab
+import os, threading
+group = lab.Group(3, runtime='bare')
+---
+# NBVAL_CHECK_OUTPUT
+def f():
+    print('rank', os.environ['RANK'])
+run = group.run(f)
+---
+# NBVAL_CHECK_OUTPUT
+def slow():
+    print('begun')
+    threading.Event().wait(0.7)
+    print('done')
+run = group.run(slow)
+---
+# NBVAL_CHECK_OUTPUT
+run.output
+---
+# NBVAL_CHECK_OUTPUT
+def wrong():
+    return 1 / 0
+group.run(wrong)
+---
+%%ranks group
+# NBVAL_CHECK_OUTPUT
+int(os.environ['RANK']) ** 2
+---
+group.close()
+""".strip().split("\n---\n")
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small notebook with its outputs, as `make notebooks` leaves them."""
+    v4 = nbformat.v4
+    cells = [v4.new_code_cell(source) for source in CELLS]
+    cells[4].metadata["tags"] = ["raises-exception"]
+    notebook = v4.new_notebook(cells=cells)
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    folder = tmp_path_factory.mktemp("notebook")
+    environment = {"PYTHONPATH": str(ROOT), "IPYTHONDIR": str(folder)}
+    NotebookClient(notebook, timeout=int(ANSWER_LIMIT_S), kernel_name="python3").execute(
+        cwd=str(folder), env=os.environ | environment
+    )
+    nbformat.write(notebook, folder / "lesson.ipynb")
+    return folder / "lesson.ipynb"
+
+
+def test_a_saved_notebook_holds_clean_outputs(executed: Path) -> None:
+    outputs = [cell.outputs for cell in nbformat.read(executed, as_version=4).cells]
+    assert [(o.output_type, o.text) for o in outputs[1]] == [("stream", "[rank 0] rank 0\n[rank 1] rank 1\n[rank 2] rank 2\n")]
+    text = "".join(f"[rank {i}] begun\n[rank {i}] done\n" for i in range(3))
+    assert [o.text for o in outputs[2] if o.output_type == "stream"] == [text]
+    assert [o.data for o in outputs[2] if o.output_type == "display_data"] == [{}]
+    assert outputs[4][0].ename == "RankError"
+    assert "labkit" not in "\n".join(outputs[4][0].traceback)
+    assert outputs[5][0].text == "[rank 0] 0\n[rank 1] 1\n[rank 2] 4\n"
+
+
+def test_nbval_reads_the_same_twice(executed: Path) -> None:
+    command = [
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(executed.parent),
+        "--nbval", "--nbval-current-env", "--nbval-sanitize-with", str(ROOT / "tests" / "nbval_sanitize.cfg"), str(executed),
+    ]  # fmt: skip
+    for _ in range(2):
+        answer = subprocess.run(
+            command,
+            cwd=executed.parent, env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True, timeout=250, check=False,
+        )  # fmt: skip
+        assert answer.returncode == 0, answer.stdout
+        assert f"{len(CELLS)} passed" in answer.stdout

@@ -1,0 +1,553 @@
+"""`%%ranks`: names persist, the latest assignment counts, mistakes are named with the cell's own lines."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import textwrap
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cells as in_cells
+import pytest
+
+import labkit as lab
+from labkit.ipc.code_names import assigned, name_of, names_read, reads
+from labkit.ipc.ranks_cell import CellSyntaxError
+from labkit.notebook.ranks_magic import USAGE
+from labkit.notebook.ranks_magic import ranks as magic
+
+START = ("fork", "spawn")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module", params=START)
+def group(request: pytest.FixtureRequest) -> Iterator[lab.Group]:
+    with lab.Group(["a", "b", "c"], runtime="bare", start=request.param, timeout_s=200) as group:
+        yield group
+
+
+class Shell:
+    """As much of IPython's shell as the magic uses."""
+
+    def __init__(self, main: types.ModuleType) -> None:
+        self.user_ns = main.__dict__
+        self.history_manager = types.SimpleNamespace(input_hist_parsed=[""])
+
+    def __call__(self, line: str, cell: str) -> None:
+        self.history_manager.input_hist_parsed.append(cell)
+        magic(line, textwrap.dedent(cell), self)
+
+
+@pytest.fixture
+def cells(monkeypatch: pytest.MonkeyPatch, group: lab.Group) -> in_cells.Cells:
+    main = in_cells.new_main(monkeypatch)
+    main.__dict__["group"] = group
+    for member in group._crew.members if group._crew is not None else ():
+        member.made.clear()  # nobody misses it
+    group._fit = False  # fresh ranks: what an earlier test has defined there is gone
+    return in_cells.Cells(main)
+
+
+@pytest.fixture
+def shell(cells: in_cells.Cells) -> Shell:
+    return Shell(cells._main)
+
+
+@pytest.fixture
+def shown(capsys: pytest.CaptureFixture[str]) -> Callable[[], list[str]]:
+    """A terminal shows the lines of ranks as they come; here in rank order."""
+    return lambda: sorted(
+        (line for line in capsys.readouterr().out.splitlines() if line[0] == "["), key=lambda line: line[: line.index("]")]
+    )
+
+
+# Names
+
+
+def test_names_persist_and_the_last_expression_is_shown(shell: Shell, shown: Callable[[], list[str]]) -> None:
+    shell("group", "import os\nx = 10 * int(os.environ['RANK'])\nx")
+    assert shown() == ["[a] 0", "[b] 10", "[c] 20"]
+    shell("group", "def double(): return 2 * x\nx += 1")
+    assert shown() == []
+    shell("group", "print('printed')\n(x, double())")
+    assert shown() == ["[a] printed", "[a] (1, 2)", "[b] printed", "[b] (11, 22)", "[c] printed", "[c] (21, 42)"]
+    shell("group", "None")
+    assert shown() == []
+
+
+def test_some_of_the_ranks(shell: Shell, shown: Callable[[], list[str]]) -> None:
+    for on, names in {"0,2": "ac", "b": "b", "c,0": "ac", "-1": "c", "1,1,b": "b", "'a, b'": "ab"}.items():
+        shell(f"group --on {on}", "'here'")
+        assert shown() == [f"[{name}] 'here'" for name in names], on
+
+
+def test_what_the_notebook_defines_travels(shell: Shell, cells: in_cells.Cells, shown: Callable[[], list[str]]) -> None:
+    cells("""
+        SCALE = 3
+        def scaled(x): return SCALE * x
+        class Thing:
+            def value(self): return scaled(7)
+    """)
+    shell("group", "Thing().value(), SCALE")
+    assert shown() == ["[a] (21, 3)", "[b] (21, 3)", "[c] (21, 3)"]
+    cells("SCALE = 4")
+    shell("group --on a", "Thing().value()")
+    assert shown() == ["[a] 28"], "a change reaches functions that have travelled before"
+    shell("group", "Thing().value()")
+    assert shown() == ["[a] 28", "[b] 28", "[c] 28"]
+
+
+def test_the_latest_assignment_counts_wherever_it_was_made(
+    shell: Shell, cells: in_cells.Cells, shown: Callable[[], list[str]]
+) -> None:
+    cells("x = 1\nhistory = []")
+    shell("group", "x = x + 1; history.append(x)")
+    shell("group", "x = x + 1; history.append(x)")
+    shell("group --on a", "x, history")
+    assert shown() == ["[a] (3, [2, 3])"], "what the ranks assigned and changed stays"
+    cells("x = 100")
+    shell("group --on a", "x, history")
+    assert shown() == ["[a] (100, [2, 3])"], "the notebook assigned it last"
+    shell("group --on b", "x = 5")
+    shell("group", "x")
+    assert shown() == ["[a] 100", "[b] 5", "[c] 100"], "each rank for itself"
+    assert (cells.x, cells.history) == (100, []), "the notebook's own are its own"
+
+
+def test_functions_that_cells_define_on_the_ranks_stay(
+    shell: Shell, cells: in_cells.Cells, shown: Callable[[], list[str]]
+) -> None:
+    cells("def f(): return 'the notebook'")
+    shell("group --on a", "f()")
+    shell("group --on a", "def f(): return 'the ranks'")
+    shell("group --on a", "f()")
+    assert shown() == ["[a] 'the notebook'", "[a] 'the ranks'"]
+    shell("group --on a", "from os.path import basename as f")
+    shell("group --on a", "f('x/y')")
+    assert shown() == ["[a] 'y'"]
+
+
+def test_a_run_sees_what_a_cell_has_defined(shell: Shell, cells: in_cells.Cells) -> None:
+    shell("group", "import os\nstate = {'rank': int(os.environ['RANK'])}")
+    cells("""
+        def f():
+            state["seen"] = True
+            return state
+    """)
+    assert cells.group.run(cells.f).results == [{"rank": i, "seen": True} for i in range(3)]
+
+
+def test_only_what_a_cell_reads_travels(shell: Shell, cells: in_cells.Cells, shown: Callable[[], list[str]]) -> None:
+    """`group` is the notebook's group, and a common name for a process group as well."""
+    cells("import sys\nlock = sys._getframe()\nbig = lock")
+    shell("group --on a", """
+        class Net:
+            big = 1
+            def lock(self): return self.big
+        group = Net()
+        for big in range(3): pass
+        group.lock(), big, group.big
+    """)  # fmt: skip
+    assert shown() == ["[a] (1, 2, 1)"]
+
+
+def test_an_object_that_cannot_travel_is_named(shell: Shell, cells: in_cells.Cells) -> None:
+    cells("import sys\nlock = {'inside': sys._getframe()}")
+    with pytest.raises(lab.LabError, match=r"^the notebook's 'lock'\['inside'\] cannot be sent: frame objects cannot be pickled"):
+        shell("group", "lock")
+    with pytest.raises(lab.LabError, match="a group lives in the notebook and cannot be sent to a rank"):
+        shell("group", "group")
+
+
+def test_annotations_are_what_they_are_in_a_cell(shell: Shell, shown: Callable[[], list[str]]) -> None:
+    """The rank's own code postpones them; a cell's must not inherit that."""
+    shell("group --on a", """
+        import dataclasses
+        @dataclasses.dataclass
+        class D:
+            x: int
+        def f(a: str) -> int: ...
+        f.__annotations__, D.__dataclass_fields__["x"].type
+    """)  # fmt: skip
+    assert shown() == ["[a] ({'a': <class 'str'>, 'return': <class 'int'>}, <class 'int'>)"]
+
+
+def test_after_a_failure_fresh_ranks_know_nothing(shell: Shell, cells: in_cells.Cells, shown: Callable[[], list[str]]) -> None:
+    cells("x = 1")
+    shell("group", "x += 1\nimport os")
+    with pytest.raises(lab.RankError):
+        shell("group --on b", "os._exit(1)")
+    shell("group", "x")
+    assert shown() == ["[a] 1", "[b] 1", "[c] 1"], "the notebook's again"
+
+
+def test_after_an_error_that_stopped_nobody_names_persist(shell: Shell, shown: Callable[[], list[str]]) -> None:
+    shell("group", "x = 1")
+    with pytest.raises(lab.RankError, match="The ranks go on, with all that they hold"):
+        shell("group", "x = 2\n1 / 0")
+    shell("group", "x")
+    assert shown() == ["[a] 2", "[b] 2", "[c] 2"]
+
+
+# Loops, and whatever else students write in a cell
+
+
+LOOPS = """
+    done = []
+    for i in range(9):
+        if i == 1: continue
+        try:
+            if i == 3: break
+        finally:
+            done.append(i)
+    while True:
+        with open("/dev/null"):
+            break
+    match i:
+        case 3:
+            for j in range(2):
+                break
+        case _: pass
+    done, j
+"""
+
+
+@pytest.mark.parametrize("runtime", ["bare", "torch", "rpc", pytest.param("tensorflow", marks=pytest.mark.tf)])
+def test_break_and_continue_in_every_runtime(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if runtime != "bare":
+        pytest.importorskip("tensorflow" if runtime == "tensorflow" else "torch")
+    in_cells.new_main(monkeypatch)
+    with lab.Group(["a", "b"] if runtime != "tensorflow" else 1, runtime=runtime) as group:
+        run = group.run_cell(textwrap.dedent(LOOPS), "<cell 1 on the ranks>", "cell 1")
+        assert run.output.splitlines() == [f"[{name}] ([0, 2, 3], 0)" for name in group.names]
+
+
+def test_definitions_of_every_kind_persist(shell: Shell, cells: in_cells.Cells, shown: Callable[[], list[str]]) -> None:
+    cells("N = 3\nfactors = [1, 2]\npi = 'of the notebook'")
+    shell("group --on a", """
+        from __future__ import annotations
+        import contextlib, dataclasses, functools
+        from math import *
+        total: int = 0
+        def counted(function):
+            @functools.wraps(function)
+            def call(*args):
+                global total
+                total += 1
+                return function(*args)
+            return call
+        @counted
+        @functools.lru_cache
+        def tripled(x): return N * x
+        class Base:
+            size = N
+            def all(self): return [[tripled(a * b) for a in factors] for b in range(self.size)]
+        class Derived(Base):
+            def all(self): return super().all()[1:]
+        @dataclasses.dataclass
+        class Point:
+            x: Undefined
+            y: list[int] = dataclasses.field(default_factory=list)
+        @contextlib.contextmanager
+        def doubled(): yield 2 * N
+    """)  # fmt: skip
+    shell("group --on a", """
+        with doubled() as six: pass
+        def later(x: AlsoUndefined): return x  # the import from __future__ holds on
+        Derived().all(), Point(1).y, six, total, floor(2.5), later(1), (lambda n: [tripled(n) for _ in factors])(1)
+    """)  # fmt: skip
+    assert shown() == ["[a] ([[3, 6], [6, 12]], [], 6, 6, 2, 1, [3, 3])"]
+    shell("group --on a", "round(pi, 2), total")
+    assert shown() == ["[a] (3.14, 8)"], "what a star import, or a function, assigns is assigned on the ranks"
+
+
+def test_a_semicolon_shows_nothing(shell: Shell, shown: Callable[[], list[str]]) -> None:
+    shell("group --on a", "x = 1; x")
+    assert shown() == ["[a] 1"]
+    for source in ("x;", "x ;  # a comment", "'é'; x;", "(x,\n1);"):
+        shell("group --on a", source)
+        assert shown() == [], source
+    shell("group --on a", "'é'  # a comment;")
+    assert shown() == ["[a] 'é'"]
+
+
+# The line: a comment, the picture, the run
+
+
+def test_a_comment_stands_in_the_line(shell: Shell, shown: Callable[[], list[str]]) -> None:
+    shell("group --on a # on the first", "'here'")
+    assert shown() == ["[a] 'here'"]
+
+
+def test_some_ranks_may_stand_for_a_group(shell: Shell, cells: in_cells.Cells, shown: Callable[[], list[str]]) -> None:
+    cells("some = group[1:]")
+    shell("some", "'here'")
+    assert shown() == ["[b] 'here'", "[c] 'here'"]
+
+
+def test_a_cell_leaves_its_run(shell: Shell, cells: in_cells.Cells) -> None:
+    shell("group --run mine", "import labkit as lab\nwith lab.span('forward'): print('said')")
+    assert cells.mine is cells.group.last_run
+    assert cells.mine.output == "[a] said\n[b] said\n[c] said"
+    assert [[s.name for s in cells.mine.trace if s.rank == rank] for rank in range(3)] == [["cell", "forward"]] * 3
+    with pytest.raises(lab.RankError):
+        shell("group --run other", "1 / 0")
+    assert "other" not in cells._main.__dict__
+    assert cells.mine is cells.group.last_run, "a cell that failed has no run"
+    assert cells.group.run(int) is cells.group.last_run
+
+
+def test_a_cell_is_watched(shell: Shell, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+
+    class Picture:
+        interval_s = 100.0
+
+        def begin(self, ranks: tuple[str, ...], title: str, *_: Any) -> None:
+            told.append((ranks, title))
+
+        def update(self, *_: Any) -> None: ...
+
+        def end(self, trace: lab.Trace, stopped: str) -> None:
+            told.append((sorted({s.name for s in trace}), stopped))
+
+    monkeypatch.setattr(lab.Group, "picture", Picture)
+    shell("group", "import labkit as lab\nwith lab.span('forward'): pass")
+    assert told == []
+    shell("group --watch --on 0,2 --run mine", "with lab.span('forward'): pass")
+    assert told == [(("a", "b", "c"), "the cell on 2 ranks"), (["cell", "forward"], "")]
+    assert cells.mine.ranks == ("a", "c")
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "about"),
+    [
+        ("x = 1\n%time f()", 2, "To time ranks"),
+        ("%%time\nx = 1", 1, "To time ranks"),
+        ("took = %timeit -o f()", 1, "To time ranks"),
+        ("for i in range(3):\n    !ls", 2, "subprocess.run"),
+        ("files = !ls *.py", 1, "subprocess.run"),
+        ("%pip install einops", 1, "subprocess.run"),
+        ("%matplotlib inline\nimport os", 1, "figures of ranks are shown"),
+        ("%load_ext autoreload", 1, "cell of its own"),
+        ("print?", 1, "help"),
+        ("x = 1\nreturn x", 2, "group.run"),
+        ("for i in range(3):\n    await f(i)", 2, "asyncio.run"),
+        ("async with f() as x: pass", 1, "asyncio.run"),
+        ("yield 1", 1, "into a function"),
+    ],
+)
+def test_what_ranks_cannot_run_is_refused_in_one_line(shell: Shell, source: str, line: int, about: str) -> None:
+    with pytest.raises(lab.LabError) as caught:
+        shell("group", source)
+    assert type(caught.value) is lab.LabError
+    assert str(caught.value).startswith(f"cell 1, line {line}: ")
+    assert about in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "source", ["x = 5\ny = 5 \\\n% x", "def f():\n    return 1", "async def f():\n    await f()", "'''\n!ls\n%time\n'''"]
+)
+def test_what_only_looks_like_it_runs(shell: Shell, source: str) -> None:
+    shell("group", source)
+
+
+def test_a_syntax_error_is_shown_with_its_line_alone(shell: Shell) -> None:
+    with pytest.raises(CellSyntaxError) as caught:
+        shell("group", "x = 1\nif x:\n    print(1 +)")
+    assert caught.value._render_traceback_() == [
+        '  File "cell 1", line 3', "    print(1 +)", "             ^", "SyntaxError: invalid syntax",
+    ]  # fmt: skip
+    with pytest.raises(CellSyntaxError, match="'break' outside loop"):
+        shell("group", "break")
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("input('name?')", "input('name?'): a rank has no keyboard"),
+        ("breakpoint()", "breakpoint(): a rank has no keyboard"),
+        ("__import__('pdb').set_trace(); x = 1", "pdb: a rank has no keyboard"),
+    ],
+)
+def test_who_asks_a_rank_is_told(shell: Shell, cells: in_cells.Cells, call: str, said: str) -> None:
+    cells(f"def f():\n    {call}\n    return 1")
+    for ask in (lambda: shell("group", call), lambda: cells.group.run(cells.f)):
+        with pytest.raises(lab.RankError) as caught:
+            ask()
+        assert caught.value.failures[0].headline.startswith(f"LabError: {said}")
+        assert "labkit" not in caught.value.report()
+
+
+def test_breakpoints_can_be_switched_off(cells: in_cells.Cells) -> None:
+    cells("""
+        import os
+        def f():
+            os.environ["PYTHONBREAKPOINT"] = "0"
+            breakpoint()
+            del os.environ["PYTHONBREAKPOINT"]
+    """)
+    assert cells.group.run(cells.f).results == [None] * 3
+
+
+def test_an_error_shows_the_cells_line(shell: Shell, cells: in_cells.Cells) -> None:
+    cells("def helper(x):\n    return x['missing']\n")
+    with pytest.raises(lab.RankError) as caught:
+        shell("group", "a = 1\nb = helper({})\n")
+    assert caught.value.failures[0].traceback.splitlines() == [
+        "Traceback (most recent call last):",
+        '  File "cell 1", line 2, in <module>',
+        "    b = helper({})",
+        "        ^^^^^^^^^^",
+        '  File "<ipython-input-1-test>", line 2, in helper',
+        "    return x['missing']",
+        "           ~^^^^^^^^^^^",
+        "KeyError: 'missing'",
+    ]
+    with pytest.raises(lab.RankError, match='File "cell 2", line 1, in <module>'):
+        shell("group", "undefined")
+
+
+def test_what_is_no_python_reaches_no_rank(shell: Shell, cells: in_cells.Cells) -> None:
+    with pytest.raises(CellSyntaxError) as caught:
+        shell("group", "x = 1\nif x\n")
+    assert (caught.value.label, caught.value.lineno) == ("cell 1", 2)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", f"%%ranks: the following arguments are required: group. {USAGE}"),
+        ("nothing", "%%ranks nothing: 'nothing' is not defined; make a group first: nothing = lab.Group(2)"),
+        ("number", "%%ranks number: 'number' is of type int; make a group first: number = lab.Group(2)"),
+        ("group[0]", "%%ranks group[0]: expected a name; some of a group's ranks are given as %%ranks group --on 0,1"),
+        ("group 1", f"%%ranks: unrecognized arguments: 1. {USAGE}"),
+        ("group --all", f"%%ranks: unrecognized arguments: --all. {USAGE}"),
+        ("group --on", f"%%ranks: argument --on: expected one argument. {USAGE}"),
+        ("group --on 7", "no rank 7; this group has ranks 0 to 2"),
+        ("group --on 0,x", "no rank is called 'x'; this group has 'a', 'b', 'c'"),
+        ("group --run 1x", f"%%ranks: argument --run: '1x' is no name for a variable. {USAGE}"),
+        ("group --run if", f"%%ranks: argument --run: 'if' is no name for a variable. {USAGE}"),
+        ("group --on ''", "no rank is called ''; this group has 'a', 'b', 'c'"),
+        ("group --on 'a", f"%%ranks: No closing quotation. {USAGE}"),
+    ],
+)
+def test_a_line_that_cannot_be_meant(shell: Shell, cells: in_cells.Cells, line: str, words: str) -> None:
+    cells("number = 3")
+    with pytest.raises(lab.LabError) as caught:
+        shell(line, "1")
+    assert str(caught.value) == words
+
+
+def test_a_closed_group(shell: Shell, cells: in_cells.Cells) -> None:
+    closed = lab.Group(1, runtime="bare")
+    closed.close()
+    cells._main.__dict__["closed"] = closed
+    with pytest.raises(lab.LabError, match="this group is closed; make a new one"):
+        shell("closed", "1")
+
+
+def test_in_ipython_itself(tmp_path: Path) -> None:
+    """Registered by the import; as a line magic it says what it is."""
+    code = """
+import labkit as lab
+group = lab.Group(2, runtime="bare")
+get_ipython().run_cell_magic("ranks", "group", "x = 6\\nx * 7")
+get_ipython().run_line_magic("ranks", "group")
+"""
+    answer = subprocess.run(
+        [sys.executable, "-m", "IPython", "--no-banner", "--colors=NoColor", "-c", code],
+        env=os.environ | {"IPYTHONDIR": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert sorted(answer.stdout.splitlines()[:2]) == ["[rank 0] 42", "[rank 1] 42"]
+    assert "Line magic function `%ranks` not found (But cell magic `%%ranks` exists" in answer.stdout + answer.stderr
+
+
+# What code reads and assigns
+
+
+@pytest.mark.parametrize(
+    ("source", "read", "written"),
+    [
+        ("x", {"x"}, set()),
+        ("x = 1\nx", set(), {"x"}),
+        ("x = x + 1", {"x"}, {"x"}),
+        ("x += 1", {"x"}, {"x"}),
+        ("if c: x = 1\nx", {"c", "x"}, {"x"}),
+        ("for x, y in r: x, z\nx", {"r", "z"}, {"x", "y"}),
+        ("for x in x: pass", {"x"}, {"x"}),
+        ("while c: x = y\nx", {"c", "x", "y"}, {"x"}),
+        ("if c:\n x = 1\n x", {"c"}, {"x"}),
+        ("try: x = 1\nexcept E: y\nx", {"x", "y"}, {"x"}),
+        ("a.x.y", {"a"}, set()),
+        ("def f(): return x", {"x"}, {"f"}),
+        ("def f(x): return x", set(), {"f"}),
+        ("def f():\n global x\n x = 1", set(), {"f", "x"}),
+        ("f()\ndef f(): ...", {"f"}, {"f"}),
+        ("def f(a=x): ...", {"x"}, {"f"}),
+        ("class A:\n y = x\n def m(self): return z", {"x", "z"}, {"A"}),
+        ("import a.b, c as d\nfrom e import f", set(), {"a", "d", "f"}),
+        ("[x for x in y if z]", {"y", "z"}, set()),
+        ("lambda: x", {"x"}, set()),
+        ("with a as b: c = b\nb, c", {"a"}, {"b", "c"}),
+        ("(x := 1)", set(), {"x"}),
+        ("del x", set(), {"x"}),
+        ("x: int = 1\nx", set(), {"x"}),
+        ("for x in y:\n if z: break\n else: continue", {"y", "z"}, {"x"}),
+        ("while True:\n try:\n  with v: break\n finally: pass", {"v"}, set()),
+        ("from __future__ import annotations\nx: y = z", {"y", "z"}, {"annotations", "x"}),
+        ("from e import *\nx", {"x"}, set()),
+        ("x, (y, *z) = v\nx, y, z", {"v"}, {"x", "y", "z"}),
+        ("@d\ndef f(): ...", {"d"}, {"f"}),
+        ("f'{x}'", {"x"}, set()),
+    ],
+)
+def test_names_in_a_cell(source: str, read: set[str], written: set[str]) -> None:
+    home = dict.fromkeys("abcdefrvxyz", 0) | {"A": 0}
+    tree = ast.parse(source)
+    assert reads(tree, "<test>", home) == read
+    assert assigned(compile(source, "<test>", "exec")) == written
+
+
+def test_what_functions_and_classes_read_in_turn(cells: in_cells.Cells) -> None:
+    cells("""
+        import functools
+        def outer(): return middle()
+        @functools.lru_cache
+        def middle(): return Thing
+        class Thing:
+            @property
+            def a(self): return through_property
+            @staticmethod
+            def b(): return through_static
+            @classmethod
+            def c(cls): return through_class
+            def d(self): return circle()
+        def circle(): return outer, unknown
+        through_property = through_static = through_class = 1
+        unread = 2
+    """)
+    home = cells._main.__dict__
+    assert reads(ast.parse("outer()"), "<test>", home) == {
+        "outer", "middle", "Thing", "through_property", "through_static", "through_class", "circle",
+    }  # fmt: skip
+    assert "unknown" in names_read(home["circle"].__code__)
+
+
+def test_what_a_function_is_called() -> None:
+    from functools import partial
+
+    class Model:
+        def __call__(self) -> None: ...
+
+    assert [name_of(f) for f in (print, partial(partial(sorted)), Model, Model())] == ["print", "sorted", "Model", "Model"]

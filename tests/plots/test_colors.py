@@ -1,0 +1,86 @@
+"""The colours of the pictures, as people with each kind of colour blindness see them.
+
+Source: G. M. Machado, M. M. Oliveira and L. A. F. Fernandes, "A physiologically-based model for simulation of color vision
+deficiency", IEEE Transactions on Visualization and Computer Graphics 15, 2009: its matrices for a severity of 1, which work on
+linear RGB. Distances are those of CIE 1976 (L*a*b*, D65), where about 2.3 can just be noticed.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from labkit.plots.bars import STYLES
+from labkit.plots.colors import OPERATIONS
+from labkit.plots.traffic import OTHERS
+
+EYES = {
+    "full": np.eye(3),
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+TO_XYZ = np.array([[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]])
+WHITE = np.array([0.95047, 1.0, 1.08883])
+
+COMPUTE = ("data", "forward", "backward", "optimizer", "compute", "unlabelled")
+COMMUNICATION = ("exposed", "hidden", "waiting")  # what is issued has the colour of waiting, without its stripes
+
+
+def rgb(colour: str) -> np.ndarray:
+    return np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+
+
+def on_page(style: str) -> np.ndarray:
+    """The colour of a bar with the white page behind it."""
+    look = STYLES[style]
+    return look.alpha * rgb(look.colour) + 1 - look.alpha
+
+
+def seen(colour: np.ndarray, eye: str) -> np.ndarray:
+    """L*, a* and b* of what an eye makes of a colour."""
+    linear = np.where(colour <= 0.04045, colour / 12.92, ((colour + 0.055) / 1.055) ** 2.4)
+    xyz = TO_XYZ @ np.clip(np.array(EYES[eye]) @ linear, 0, 1) / WHITE
+    f = np.where(xyz > (6 / 29) ** 3, np.cbrt(xyz), xyz / (3 * (6 / 29) ** 2) + 4 / 29)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+def closest(colours: dict[str, np.ndarray], eye: str) -> tuple[float, str]:
+    lab = {name: seen(colour, eye) for name, colour in colours.items()}
+    return min((float(np.linalg.norm(lab[a] - lab[b])), f"{a} and {b}") for a, b in itertools.combinations(lab, 2))
+
+
+def test_the_arithmetic_knows_white_and_black():
+    assert seen(np.ones(3), "full") == pytest.approx([100, 0, 0], abs=0.02)
+    assert seen(np.zeros(3), "protanopia") == pytest.approx([0, 0, 0])
+
+
+def test_a_red_and_a_green_that_would_not_do():
+    apart = {eye: closest({"red": rgb("#C05A3C"), "green": rgb("#1A9933")}, eye)[0] for eye in EYES}
+    assert apart["full"] > 90
+    assert apart["deuteranopia"] < 2
+
+
+@pytest.mark.parametrize("eye", EYES)
+@pytest.mark.parametrize("lane", [COMPUTE, COMMUNICATION], ids=["compute", "communication"])
+def test_what_stands_in_one_lane_can_be_told_apart(lane, eye):
+    distance, pair = closest({name: on_page(name) for name in lane} | {"the page": np.ones(3)}, eye)
+    assert distance > 9, f"{pair}: {distance:.1f}"
+
+
+@pytest.mark.parametrize("eye", EYES)
+def test_what_matters_most_is_far_apart(eye):
+    """Forward, backward, the optimizer and exposed communication are what a timeline is read for."""
+    distance, pair = closest({name: on_page(name) for name in ("forward", "backward", "optimizer", "exposed")}, eye)
+    assert distance > 16, f"{pair}: {distance:.1f}"
+    for cool in ("data", "forward", "backward", "compute"):
+        distance, pair = closest({name: on_page(name) for name in (cool, "exposed")}, eye)
+        assert distance > 40, f"{pair}: {distance:.1f}"
+
+
+@pytest.mark.parametrize("eye", EYES)
+def test_operations_that_travel_can_be_told_apart(eye):
+    distance, pair = closest({colour: rgb(colour) for colour in (*OPERATIONS.values(), OTHERS, "#FFFFFF")}, eye)
+    assert distance > 12, f"{pair}: {distance:.1f}"

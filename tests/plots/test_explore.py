@@ -1,0 +1,373 @@
+"""The timeline that can be explored, without a browser: what is sent, what the notebook keeps, what the page says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from synthetic import MS, Book, data_parallel, many, master_and_workers
+
+import labkit as lab
+from labkit.errors.exceptions import LabError
+from labkit.errors.units import bytes_in_words, time_in_words
+from labkit.plots.bars import STYLES, blend, coverage, lanes
+from labkit.plots.explorer.window import EXACT, Windows
+from labkit.tracing.trace import Span, Trace
+
+pytest.importorskip("anywidget", reason="anywidget is not installed: the extra 'course' brings it")
+
+NODE = shutil.which("node")
+needs_node = pytest.mark.skipif(NODE is None, reason="no node on this machine")
+NUMBER = {name: i for i, name in enumerate(STYLES)}
+
+
+class Answer:
+    """What the kernel sent, unpacked as the page does it."""
+
+    def __init__(self, trace: Trace, start_ms: float, end_ms: float, columns: int = 1000, rank: int | None = None) -> None:
+        self.said, self.buffers = Windows(trace).look(start_ms * MS, end_ms * MS, columns, rank)
+        kinds: list[Any] = [np.float64, np.float64, np.int32, np.uint8, np.uint32, np.uint8, np.float64, np.float64]
+        arrays = [np.frombuffer(b, kind) for b, kind in zip(self.buffers, kinds, strict=True)]
+        self.edges, self.times, self.marks = arrays[0].reshape(-1, 2), arrays[1].reshape(-1, 6), arrays[2].reshape(-1, 6)
+        self.colours = arrays[3].reshape(-1, self.said["columns"], 4)
+        self.counts, self.most = (a.reshape(-1, self.said["columns"]) for a in arrays[4:6])
+        self.steps, self.numbers = arrays[6], arrays[7].reshape(-1, 3)
+        self.edges = self.edges / MS
+
+    def lane(self, rank: int, which: int) -> slice:
+        """Where the bars of a row's lane stand; of these traces each rank has one."""
+        before = 0
+        for row in self.said["rows"]:
+            for i, lane in enumerate(row["lanes"]):
+                if (row["row"], i) == (rank, which):
+                    return slice(before, before + lane["bars"])
+                before += lane["bars"]
+        raise AssertionError("no such lane")
+
+    def text(self, bar: int, mark: int) -> str:
+        return self.said["partners" if mark == 3 else "texts"][self.marks[bar, mark]]
+
+
+# What is sent
+
+
+def test_a_usual_run_is_sent_as_it_is() -> None:
+    trace = data_parallel()
+    answer = Answer(trace, 0, trace.duration_ns / MS)
+    assert answer.said["complete"]
+    assert not answer.counts.size
+    for rank in range(4):
+        for which, bars in enumerate(lanes(trace, rank)):
+            mine = answer.lane(rank, which)
+            expected = np.column_stack([bars.start_ns, bars.end_ns]) - trace.start_ns
+            assert (answer.edges[mine] * MS).round().tolist() == expected.tolist()
+            assert answer.marks[mine, 0].tolist() == bars.style.tolist()
+            assert [answer.text(b, 1) for b in range(mine.start, mine.stop)] == [
+                trace.columns.names[trace.columns.data["name"][span]] for span in bars.span
+            ]
+
+
+def test_of_a_part_of_the_time_only_what_touches_it_is_sent() -> None:
+    book = Book()
+    for start in range(10):
+        book.compute(0, "forward", start, start + 1)
+    answer = Answer(book.trace(1), 2, 4)
+    assert answer.edges.tolist() == [[2, 3], [3, 4]]
+
+
+def test_one_rank_alone() -> None:
+    answer = Answer(data_parallel(), 0, 60, rank=2)
+    assert [row["row"] for row in answer.said["rows"]] == [2]
+
+
+@pytest.mark.parametrize(("start_ms", "end_ms"), [(-1e9, 1e9), (1e9, 2e9), (5, 5), (60, 2)])
+def test_a_window_that_the_trace_does_not_fill_is_clipped(start_ms: float, end_ms: float) -> None:
+    answer = Answer(data_parallel(), start_ms, end_ms)
+    assert 0 <= answer.said["start"] < answer.said["end"] <= data_parallel().duration_ns
+
+
+def crowded() -> Trace:
+    """A rank that does ten thousand things in a second, among them a few long ones."""
+    book = Book()
+    for i in range(10_000):
+        book.compute(0, "forward" if i % 2 else "backward", i * 0.1, i * 0.1 + 0.08)
+    for i in range(5):
+        book.compute(0, "optimizer", 1000 + 20 * i, 1015 + 20 * i)
+    return book.trace(1)
+
+
+def test_what_is_as_wide_as_a_pixel_is_kept_and_the_rest_is_mixed() -> None:
+    trace = crowded()
+    answer = Answer(trace, 0, trace.duration_ns / MS, columns=500)  # of 2.2 ms
+    assert not answer.said["complete"]
+    assert len(lanes(trace, 0)[0]) > EXACT
+    assert [answer.text(bar, 1) for bar in range(len(answer.edges))] == ["optimizer"] * 5
+    narrow = lanes(trace, 0)[0]
+    narrow = narrow[narrow.style != NUMBER["optimizer"]]
+    edges = np.linspace(trace.start_ns, trace.end_ns, 501).astype(np.int64)
+    expected = np.round(255 * blend(coverage(narrow, edges), trace.duration_ns / 500))
+    assert answer.colours[0].tolist() == expected.tolist()
+    assert answer.counts.sum() == 10_000
+    assert {*answer.most[0][answer.counts[0] > 0].tolist()} <= {NUMBER["forward"], NUMBER["backward"]}
+    assert answer.said["seen"] == sorted(NUMBER[s] for s in ("forward", "backward", "optimizer"))
+
+
+def test_nearer_everything_is_told_apart() -> None:
+    answer = Answer(crowded(), 100, 120, columns=500)
+    assert answer.said["complete"]
+    assert len(answer.edges) == 200
+    assert not answer.counts.size
+
+
+def test_bars_between_the_two_are_sent_beside_their_colours() -> None:
+    """2,500 bars on 500 pixels: the colours are drawn, and zooming in asks for nothing."""
+    answer = Answer(crowded(), 0, 250, columns=500)
+    assert answer.said["complete"]
+    assert len(answer.edges) == 2500
+    assert answer.counts.sum() == 2500
+
+
+def test_an_answer_is_bounded_however_many_spans_and_ranks() -> None:
+    trace = many(96_000, ranks=32)
+    said, buffers = Windows(trace).look(0, trace.duration_ns, 100_000)
+    assert not said["complete"]
+    assert sum(map(len, buffers)) < 4.5e6
+    said, buffers = Windows(trace).look(0, trace.duration_ns / 50, 100_000)
+    assert said["complete"]
+    assert 0 < sum(map(len, buffers)) < 4.5e6
+
+
+def test_the_facts_of_a_collective() -> None:
+    book = Book()
+    for rank, start in enumerate((1.0, 3.0)):
+        book.travel(rank, "all_reduce", start, 5, wait=(start + 0.5, 5), nbytes=4096, group="g", match=7, line="cell 3, line 2")
+        book.travel(rank, "all_reduce", 6, 7, nbytes=4096, group="g", match=8)
+    answer = Answer(book.trace(2), 0, 7)
+    zero = 1.0  # the first span's start
+    first = answer.lane(0, 1).start
+    assert (answer.times[first, :5] / MS + zero).tolist() == [1, 3, 1.5, 5, 5]
+    assert answer.times[first, 5] == 4096
+    assert [answer.text(first, i) for i in (1, 2, 3)] == ["all_reduce", "cell 3, line 2", "among all 2 ranks"]
+    operations = [{*answer.marks[answer.lane(rank, 1), 4].tolist()} for rank in (0, 1)]
+    assert operations[0] == operations[1], "a bar and its partners have one number"
+    assert len(operations[0]) == 2
+    unwaited = answer.lane(0, 1).stop - 1
+    assert np.isnan(answer.times[unwaited, 2:4]).all()
+
+
+def test_the_facts_of_messages_groups_and_what_did_not_end() -> None:
+    spans = [
+        Span(0, "send", "communication", 0, 2 * MS, peer=2, group="0→2", nbytes=10, device="cuda"),
+        Span(2, "recv", "communication", 0, 3 * MS, peer=0, group="0→2", done=False),
+        *(Span(rank, "broadcast", "communication", 4 * MS, 5 * MS, group="pair", match=1) for rank in (0, 1)),
+        Span(1, "forward", "compute", 0, MS),
+    ]
+    answer = Answer(Trace(spans, ranks=["a", "b", "c"]), 0, 5)
+    told = {(answer.text(i, 1), answer.text(i, 3), answer.marks[i, 5]) for i in range(len(answer.edges))}
+    assert told == {
+        ("send", "with c", 2), ("recv", "with a", 1), ("broadcast", "among a, b", 0), ("forward", "", 0),
+    }  # fmt: skip
+
+
+def test_a_rank_with_rows_for_gpu_and_cpu_has_both() -> None:
+    spans = [
+        Span(0, "forward", "compute", 0, 4 * MS, device="cuda"),
+        Span(0, "data", "compute", 0, 3 * MS),
+        Span(1, "forward", "compute", 0, 4 * MS),
+    ]
+    trace = Trace(spans, ranks=["rank 0", "rank 1"])
+    explorer = lab.explore(trace)
+    assert explorer.about["rows"] == [
+        {"name": "rank 0 GPU", "rank": 0}, {"name": "CPU", "rank": 0}, {"name": "rank 1", "rank": 1},
+    ]  # fmt: skip
+    explorer.close()
+    answer = Answer(trace, 0, 4)
+    assert [answer.text(bar, 1) for bar in range(3)] == ["forward", "data", "forward"]
+    assert [row["row"] for row in Answer(trace, 0, 4, rank=0).said["rows"]] == [0, 1]
+    assert [row["row"] for row in Answer(trace, 0, 4, rank=1).said["rows"]] == [2]
+
+
+def test_steps_have_their_lines_and_numbers() -> None:
+    trace = data_parallel(ranks=2, steps=3)
+    answer = Answer(trace, 0, trace.duration_ns / MS)
+    own = trace.of(rank=0).step_bounds() - trace.start_ns
+    assert answer.numbers.tolist() == [[i, *bounds] for i, bounds in enumerate(own.tolist())]
+    assert [row["steps"] for row in answer.said["rows"]] == [4, 4]
+    assert answer.steps[:4].tolist() == np.unique(own).tolist()
+
+
+def test_a_rank_without_steps_stands_under_those_of_all() -> None:
+    trace = master_and_workers()
+    alone = Answer(trace, 0, trace.duration_ns / MS, rank=1)
+    assert len(alone.numbers) == 2
+    assert alone.said["rows"][0]["steps"] == 0
+
+
+def test_a_million_spans_are_drawn() -> None:
+    trace = many()
+    windows = Windows(trace)
+    said, _ = windows.look(0, trace.duration_ns, 1800)
+    assert not said["complete"]
+    near, buffers = windows.look(1e9, 1e9 + 100_000, 1800)  # 100 µs: ten spans of each rank
+    assert near["complete"]
+    assert 40 <= len(buffers[0]) / 16 <= 60
+
+
+# What the notebook keeps
+
+
+def test_the_output_is_the_image_of_timeline_and_names_no_widget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VSCODE_PID", raising=False)
+    explorer = lab.explore(data_parallel())
+    data, metadata = explorer._repr_mimebundle_()
+    assert sorted(data) == ["image/png", "text/plain"]
+    assert data["text/plain"] == "timeline of 4 ranks, 3 steps, 67.7 ms"
+    assert metadata == {"image/png": {"width": 900}}
+    assert data["image/png"].endswith(explorer.about["image"]), "the page finds the image by its end"
+    monkeypatch.setenv("VSCODE_PID", "1")  # there, a widget is loaded only if an output names it
+    named = explorer._repr_mimebundle_()[0]
+    assert named["application/vnd.jupyter.widget-view+json"]["model_id"] == explorer.model_id
+    assert named["image/png"] == data["image/png"]
+    explorer.close()
+
+
+def test_the_widgets_state_holds_no_spans() -> None:
+    small, large = lab.explore(data_parallel()), lab.explore(data_parallel(steps=40))
+    sizes = [len(json.dumps(e.about)) for e in (small, large)]
+    assert abs(sizes[0] - sizes[1]) < 100
+    assert sizes[1] < 5000
+    assert {key for key in large.get_state() if not key.startswith("_")} == {"about", "layout", "tabbable", "tooltip"}
+    small.close()
+    large.close()
+
+
+def test_the_view_begins_with_what_the_image_shows() -> None:
+    long = data_parallel(steps=40)
+    one, some, everything = (lab.explore(long, step=step) for step in (3, range(3, 6), "all"))
+    bounds = long.step_bounds() - long.start_ns
+    assert [one.about["begin"], one.about["end"]] == bounds[3].tolist()
+    assert [some.about["begin"], some.about["end"]] == [bounds[3, 0], bounds[5, 1]]
+    assert [everything.about["begin"], everything.about["end"]] == [0, long.duration_ns]
+    assert one.about["title"] == everything.about["title"] == "4 ranks, 40 steps, " + time_in_words(long.duration_ns)
+    assert "step 3" in repr(one)
+    for explorer in (one, some, everything):
+        explorer.close()
+
+
+def test_the_page_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    explorer, sent = lab.explore(data_parallel()), []
+    monkeypatch.setattr(explorer, "send", lambda content, buffers: sent.append((content, buffers)))
+    explorer._handle_custom_msg({"asked": "0.5", "start": 0, "end": 5 * MS, "columns": 700, "rank": None}, [])
+    ((content, buffers),) = sent
+    assert content["asked"] == "0.5"
+    assert json.loads(json.dumps(content)) == content
+    assert len(buffers) == 8
+    explorer.close()
+
+
+def test_without_anywidget_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "anywidget", None)
+    monkeypatch.delitem(sys.modules, "labkit.plots.explorer", raising=False)
+    with pytest.raises(LabError, match=r"anywidget is not installed; the extra 'course' brings it: .*labkit\[course\]"):
+        lab.explore(data_parallel())
+
+
+def test_what_cannot_be_explored_is_said() -> None:
+    with pytest.raises(TypeError, match=r"explore\(3\): expected a run"):
+        lab.explore(3)
+    with pytest.raises(LabError, match="explore: there is nothing to draw"):
+        lab.explore(Trace([], ranks=["rank 0"]))
+    with pytest.raises(LabError, match="this run has the steps 0 to 2"):
+        lab.explore(data_parallel(), step=3)
+
+
+# What the page says
+
+
+def in_node(folder: Path, program: str) -> Any:
+    """What a program of JavaScript prints as JSON; it has the widget's script as `page`."""
+    from labkit.plots.explorer import script
+
+    (folder / "page.mjs").write_text(script(), encoding="utf-8")
+    imports = "import * as page from './page.mjs';\nimport { readFileSync } from 'node:fs';\n"
+    (folder / "test.mjs").write_text(imports + program, encoding="utf-8")
+    assert NODE is not None
+    answer = subprocess.run(
+        [NODE, str(folder / "test.mjs")], cwd=folder, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
+    return json.loads(answer.stdout)
+
+
+@needs_node
+def test_the_page_says_times_and_sizes_as_the_still_picture(tmp_path: Path) -> None:
+    values = [int(1.37 * 10 ** (i / 7)) for i in range(84)]
+    said = in_node(tmp_path, f"console.log(JSON.stringify({values}.map((v) => [page.timeInWords(v), page.bytesInWords(v)])));")
+    assert said == [[time_in_words(v), bytes_in_words(v)] for v in values]
+
+
+@needs_node
+def test_the_page_says_what_a_bar_was(tmp_path: Path) -> None:
+    """From the trace to the words: what Python packs, JavaScript unpacks."""
+    trace = data_parallel()
+    explorer = lab.explore(trace)
+    said, buffers = Windows(trace).look(0, trace.duration_ns, 900)
+    for i, buffer in enumerate(buffers):
+        (tmp_path / f"{i}").write_bytes(buffer)
+    program = f"""
+        const buffers = [...Array(8).keys()].map((i) => new Uint8Array(readFileSync(String(i))));
+        const about = {json.dumps(explorer.about)};
+        const layer = new page.Layer({json.dumps(said)}, buffers);
+        const words = (rank, lane, ms) => {{
+            const found = layer.firstAfter(layer.lanes.get(rank)[lane], ms * 1e6);
+            return page.barInWords(layer.bar(found, rank), about);
+        }};
+        const crowd = page.crowdInWords({{ row: 1, count: 12, most: about.communication, length: 5e5 }}, about);
+        console.log(JSON.stringify([words(1, 0, 3), words(0, 1, 20), words(0, 1, 12), crowd]));"""
+    forward, last, hidden, crowd = in_node(tmp_path, program)
+    explorer.close()
+    assert forward == ["forward", "rank 1  ·  6.25 ms", "from 1.20 ms to 7.45 ms"]
+    assert last[0] == "all_reduce  1.05 MB"
+    assert last[2] == "exposed communication"
+    assert last[-1] == "among all 4 ranks  ·  cell 5, line 12"
+    assert last[4].startswith("the rank was blocked in it for ")
+    assert hidden[2] == "hidden behind compute"
+    assert hidden[4] == "the rank was not blocked in it"
+    assert crowd == [
+        "12 bars",
+        "rank 1  ·  in 500 µs, mostly: exposed communication",
+        "each narrower than a pixel: zoom in to tell them apart",
+    ]
+
+
+@needs_node
+def test_the_page_says_where_a_span_was_first_used(tmp_path: Path) -> None:
+    trace = Trace([Span(0, "forward", "compute", 0, 5 * MS, line="cell 2, line 3")], ranks=["rank 0"])
+    explorer = lab.explore(trace)
+    said, buffers = Windows(trace).look(0, trace.duration_ns, 900)
+    for i, buffer in enumerate(buffers):
+        (tmp_path / f"{i}").write_bytes(buffer)
+    program = f"""
+        const buffers = [...Array(8).keys()].map((i) => new Uint8Array(readFileSync(String(i))));
+        const bar = new page.Layer({json.dumps(said)}, buffers).bar(0, 0);
+        console.log(JSON.stringify(page.barInWords(bar, {json.dumps(explorer.about)})));"""
+    assert in_node(tmp_path, program)[-1] == "first used at cell 2, line 3"
+    explorer.close()
+
+
+@needs_node
+def test_the_axis_has_round_numbers(tmp_path: Path) -> None:
+    axes = [[0, 67.7, 7], [17.03, 28.2, 6], [0.8199, 0.8206, 5], [0, 1, 1]]
+    program = f"console.log(JSON.stringify({axes}.map((a) => page.ticks(...a))));"
+    whole, part, deep, one = in_node(tmp_path, program)
+    assert whole == {"at": [0, 10, 20, 30, 40, 50, 60], "decimals": 0}
+    assert part == {"at": [18, 20, 22, 24, 26, 28], "decimals": 0}
+    assert [round(v, 9) for v in deep["at"]] == [0.82, 0.8202, 0.8204, 0.8206]
+    assert deep["decimals"] == 4
+    assert one == {"at": [0, 1], "decimals": 0}

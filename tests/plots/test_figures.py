@@ -1,0 +1,741 @@
+"""The figures: where every bar lies, what it looks like, and that the numbers add up. No processes, no clock."""
+
+import random
+import subprocess
+import sys
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+
+mpl.use("agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.collections import PolyCollection
+from matplotlib.legend import Legend
+
+from labkit.errors.exceptions import LabError
+from labkit.plots.bars import COMMUNICATION_LANE, COMPUTE_LANE, STYLES, Bars, blend, caption, coverage, ink, lanes, style_of
+from labkit.plots.figures import breakdown, compare, scaling, timeline, traffic
+from labkit.tracing.ideal_pipeline import schedule
+from labkit.tracing.trace import Span, Trace
+
+from synthetic import MS, Book, alone, data_parallel, many, model_parallel  # isort: skip
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    plt.close("all")
+
+
+def drawn(ax, style):
+    """The bars of one style on the Axes, as (left, right, top, bottom), ascending."""
+    found = [c for c in ax.collections if isinstance(c, PolyCollection) and c.get_label() == style]
+    assert len(found) <= 1
+    corners = [path.vertices for c in found for path in c.get_paths()]
+    return sorted((*np.round([p[:, 0].min(), p[:, 0].max(), p[:, 1].min(), p[:, 1].max()], 6).tolist(),) for p in corners)
+
+
+def spans_of(ax, style, row=0):
+    """Left and right of the bars of one style in one row; asserts that they lie in their lane."""
+    top, height = (
+        COMPUTE_LANE if style in ("data", "forward", "backward", "optimizer", "compute", "unlabelled") else COMMUNICATION_LANE
+    )
+    bars = [bar for bar in drawn(ax, style) if row <= bar[2] < row + 1]
+    assert all(bar[2:] == pytest.approx((row + top, row + top + height)) for bar in bars)
+    return [bar[:2] for bar in bars]
+
+
+def book(*, ranks=1):
+    """An empty trace of 20 ms to write spans in."""
+    found = Book()
+    found.window = {"start_ns": 0, "end_ns": 20 * MS}
+    found.done = lambda: found.trace(ranks, **found.window)
+    return found
+
+
+# Geometry
+
+
+def test_a_span_is_a_bar_in_the_compute_lane_of_its_rank():
+    b = book(ranks=2)
+    b.compute(0, "forward", 2, 5)
+    b.compute(1, "backward", 4, 10)
+    ax = timeline(b.done())
+    assert spans_of(ax, "forward", 0) == [(2, 5)]
+    assert spans_of(ax, "backward", 1) == [(4, 10)]
+    assert not spans_of(ax, "forward", 1)
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["rank 0", "rank 1"]
+    assert ax.get_yticks().tolist() == [0.5, 1.5]
+    assert ax.yaxis_inverted()
+    assert ax.get_xlim() == (0, 20)
+    assert "[ms]" in ax.get_xlabel()
+
+
+def test_within_spans_the_innermost_shows_and_the_outer_one_goes_on_after_it():
+    b = book()
+    b.compute(0, "epoch", 0, 20)
+    b.compute(0, "forward", 2, 8)
+    b.compute(0, "data", 4, 5)
+    ax = timeline(b.done())
+    assert spans_of(ax, "compute") == [(0, 2), (8, 20)]
+    assert spans_of(ax, "forward") == [(2, 4), (5, 8)]
+    assert spans_of(ax, "data") == [(4, 5)]
+
+
+def test_of_spans_that_begin_together_the_shorter_is_the_inner_one():
+    b = book()
+    b.compute(0, "forward", 2, 4)
+    b.compute(0, "epoch", 2, 8)
+    ax = timeline(b.done())
+    assert spans_of(ax, "forward") == [(2, 4)]
+    assert spans_of(ax, "compute") == [(4, 8)]
+
+
+def test_of_spans_that_overlap_without_nesting_the_one_that_ends_first_shows():
+    b = book()
+    b.compute(0, "forward", 0, 6)
+    b.compute(0, "backward", 4, 10)
+    b.compute(0, "data", 12, 13)
+    ax = timeline(b.done())
+    assert spans_of(ax, "forward") == [(0, 6)]
+    assert spans_of(ax, "backward") == [(6, 10)]
+    assert spans_of(ax, "data") == [(12, 13)]
+
+
+def test_a_call_that_waits_for_its_turn_does_not_hide_the_one_that_is_computed():
+    b = book()
+    b.compute(0, "serve step", 0, 14)
+    b.compute(0, "forward", 1, 13)
+    b.compute(0, "serve step", 5, 19)  # on another thread, which waits for the lock
+    b.compute(0, "forward", 15, 18)
+    ax = timeline(b.done())
+    assert spans_of(ax, "forward") == [(1, 13), (15, 18)]
+    assert spans_of(ax, "compute") == [(0, 1), (13, 14), (14, 15), (18, 19)]
+
+
+def test_communication_is_hidden_where_the_rank_computes_and_exposed_where_it_waits():
+    b = book()
+    b.compute(0, "backward", 0, 12)
+    b.travel(0, "all_reduce", 4, 12, wait=(9, 12))
+    ax = timeline(b.done())
+    assert spans_of(ax, "backward") == [(0, 9)]  # blocked is not computing
+    assert spans_of(ax, "hidden") == [(4, 9)]
+    assert spans_of(ax, "exposed") == [(9, 12)]
+
+
+def test_waiting_lasts_until_the_last_rank_has_come():
+    b = book(ranks=2)
+    b.compute(0, "forward", 0, 3)
+    b.compute(0, "backward", 3, 5)
+    b.travel(0, "all_reduce", 3, 10, wait=(5, 10), group="g", match=7)
+    b.compute(1, "forward", 0, 8)
+    b.travel(1, "all_reduce", 8, 10, wait=(8, 10), group="g", match=7)
+    ax = timeline(b.done())
+    assert spans_of(ax, "issued", 0) == [(3, 5)]
+    assert spans_of(ax, "waiting", 0) == [(5, 8)]
+    assert spans_of(ax, "exposed", 0) == [(8, 10)]
+    assert not spans_of(ax, "waiting", 1)
+    assert spans_of(ax, "exposed", 1) == [(8, 10)]
+
+
+def test_what_never_completed_has_waited():
+    spans = [Span(0, "recv", "communication", 2 * MS, 20 * MS, 2 * MS, 20 * MS, done=False, group="1→0", match=1)]
+    ax = timeline(Trace(spans, ranks=["rank 0"], start_ns=0, end_ns=20 * MS))
+    assert spans_of(ax, "waiting") == [(2, 20)]
+    assert not spans_of(ax, "exposed")
+
+
+def test_the_rest_of_the_call_is_pale_and_idle_is_blank():
+    b = book()
+    b.whole(0, "call", 1, 15)
+    b.compute(0, "forward", 2, 5)
+    b.travel(0, "barrier", 6, 8, wait=(6, 8))
+    ax = timeline(b.done())
+    assert spans_of(ax, "unlabelled") == [(1, 2), (5, 6), (8, 15)]
+    assert "train" not in {t.get_text() for t in ax.texts}  # the function's name would label what has none
+
+
+def test_without_spans_the_call_still_hides_communication():
+    b = book()
+    b.whole(0, "call", 0, 20)
+    b.travel(0, "all_reduce", 4, 12, wait=(9, 12))
+    ax = timeline(b.done())
+    assert spans_of(ax, "unlabelled") == [(0, 9), (12, 20)]
+    assert spans_of(ax, "hidden") == [(4, 9)]
+    assert spans_of(ax, "exposed") == [(9, 12)]
+
+
+def test_steps_are_bounded_by_thin_lines_and_numbered():
+    b = book()
+    b.compute(0, "forward", 0, 20)
+    b.whole(0, "step", 0, 10)
+    b.whole(0, "step", 10, 20)
+    ax = timeline(b.done())
+    (lines,) = [c for c in ax.collections if c.get_label() == "step"]
+    assert [segment[0, 0] for segment in lines.get_segments()] == [0, 10, 20]
+    assert {"step 0", "step 1"} <= {t.get_text() for t in ax.texts}
+
+
+def test_step_numbers_stand_over_the_first_ranks_own_steps():
+    b = book(ranks=2)
+    for rank, length in ((0, 10), (1, 4)):  # rank 1 is done long before rank 0
+        for step in range(2):
+            b.whole(rank, "step", length * step, length * (step + 1))
+            b.compute(rank, "forward", length * step, length * (step + 1))
+    texts = {t.get_text(): t.get_position()[0] for t in timeline(b.done()).texts}
+    assert (texts["step 0"], texts["step 1"]) == (5, 15)
+
+
+def test_the_number_of_a_step_shown_in_part_stands_over_that_part():
+    b = book(ranks=1)
+    for step in range(2):
+        b.whole(0, "step", 10 * step, 10 * step + 10)
+        b.compute(0, "forward", 10 * step, 10 * step + 10)
+    trace = b.trace(1)
+    ax = timeline(trace.between(trace.start_ns + 4_000_000, trace.end_ns))
+    texts = {t.get_text(): round(t.get_position()[0], 6) for t in ax.texts}
+    assert (texts["step 0"], texts["step 1"]) == (3, 11)
+
+
+def test_step_numbers_are_there_though_the_first_rank_has_no_steps():
+    b = book(ranks=2)
+    b.compute(0, "serve", 0, 20)
+    for step in range(2):
+        b.whole(1, "step", 10 * step, 10 * step + 10)
+    texts = {t.get_text(): t.get_position()[0] for t in timeline(b.done()).texts}
+    assert (texts["step 0"], texts["step 1"]) == (5, 15)
+
+
+def test_step_lines_stay_inside_the_time_shown():
+    b = book(ranks=2)  # rank 1 is late: its step 1 goes on after all have ended step 0
+    for rank, late in ((0, 0), (1, 4)):
+        for step in range(2):
+            b.whole(rank, "step", 10 * step + late, 10 * step + 10 + late)
+            b.compute(rank, "forward", 10 * step + late, 10 * step + 10 + late)
+    ax = timeline(b.trace(2), b.trace(2), step=range(1))
+    lines = [c for c in ax.collections if c.get_label() == "step"]
+    assert [x for c in lines for segment in c.get_segments() for x in segment[:, 0]]
+    assert max(x for c in lines for segment in c.get_segments() for x in segment[:, 0]) <= 14
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_bars_add_up_to_the_shares(seed):
+    rng = random.Random(seed)
+    b = Book()
+    for rank in range(2):
+        b.whole(rank, "call", 0, 95)
+        for _ in range(rng.choice([0, 5, 25])):
+            start = rng.uniform(0, 90)
+            b.compute(rank, rng.choice(["forward", "data", "x"]), start, start + rng.uniform(0, 20))
+        for match in range(rng.choice([0, 4, 12])):
+            start = rng.uniform(0, 80)
+            wait = start + rng.uniform(0, 5)
+            end = wait + rng.uniform(0, 10)
+            b.travel(rank, "all_reduce", start, end, wait=(wait, end) if rng.random() < 0.7 else None, group="g", match=match)
+    trace = b.trace(2, start_ns=3 * MS, end_ns=90 * MS)
+    for share in trace.shares():
+        compute, communication = lanes(trace, share.rank)
+        for bars in (compute, communication):
+            assert (bars.end_ns > bars.start_ns).all()
+            assert (bars.start_ns[1:] >= bars.end_ns[:-1]).all()
+        total = {
+            style: int((bars.end_ns - bars.start_ns).sum())
+            for style in STYLES
+            for bars in (compute.of(style), communication.of(style))
+            if len(bars)
+        }
+        labelled = sum(total.get(s, 0) for s in ("data", "forward", "backward", "optimizer", "compute"))
+        assert (labelled or total.get("unlabelled", 0)) == share.compute_ns
+        assert total.get("exposed", 0) == share.exposed_ns
+        assert total.get("hidden", 0) == share.overlap_ns
+        assert total.get("waiting", 0) == share.waiting_ns
+
+
+# Looks
+
+
+def test_one_colour_per_kind():
+    b = book()
+    for i, name in enumerate(("data", "forward", "backward", "optimizer", "tokenize")):
+        b.compute(0, name, 2 * i, 2 * i + 1)
+    b.travel(0, "send", 12, 14, wait=(12, 14))
+    ax = timeline(b.done())
+    for style in ("data", "forward", "backward", "optimizer", "compute", "exposed"):
+        (bars,) = [c for c in ax.collections if c.get_label() == style]
+        assert bars.get_facecolor()[0].tolist() == pytest.approx(STYLES[style].rgba)
+    assert len({s.colour for s in STYLES.values() if s.alpha == 1}) == 6
+
+
+def test_only_waiting_is_hatched():
+    ax = timeline(model_parallel())
+    hatched = {c.get_label() for c in ax.collections if isinstance(c, PolyCollection) and c.get_hatch()}
+    assert hatched == {"waiting"}
+
+
+@pytest.mark.parametrize(
+    ("name", "style"),
+    [
+        ("forward", "forward"),
+        ("forward 3", "forward"),
+        ("Backward_stage1", "backward"),
+        ("optimizer.step", "optimizer"),
+        ("serve Decoder.forward", "forward"),
+        ("serve optimizer.step", "compute"),
+        ("dataset", "compute"),
+        ("", "compute"),
+        ("μ", "compute"),
+    ],
+)
+def test_a_span_is_coloured_by_the_first_word_of_its_name(name, style):
+    assert style_of(name) == style
+
+
+def test_text_on_a_bar_stands_out_from_it():
+    def luminance(rgb):
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb]
+        return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    for name, style in STYLES.items():
+        text = {"light": 1.0, "dark": 0.008, "page": 0.008}[ink(name)]
+        bar = luminance([a * style.alpha + 1 - style.alpha for a in style.rgba[:3]])
+        contrast = (max(text, bar) + 0.05) / (min(text, bar) + 0.05)
+        assert contrast > 3.8, f"{name}: {contrast:.1f}"
+
+
+def test_a_bar_says_what_it_is_as_far_as_there_is_room():
+    b = book()
+    b.compute(0, "forward", 0, 4)
+    b.travel(0, "all_reduce", 5, 9, nbytes=4_190_000)
+    trace = b.done()
+    compute, communication = lanes(trace, 0)
+    assert [caption(trace, 0, communication, n) for n in (5, 9, 10, 17, 18)] == [
+        "",
+        "all_redu…",
+        "all_reduce",
+        "all_reduce",
+        "all_reduce 4.19 MB",
+    ]
+    assert caption(trace, 0, compute, 7) == "forward"
+    assert {t.get_text() for t in timeline(trace).texts} >= {"forward", "all_reduce 4.19 MB"}
+
+
+def test_texts_are_left_out_where_rows_are_too_low():
+    assert not [t for t in timeline(data_parallel(24, 1)).texts if t.get_text() == "forward"]
+
+
+def legend_of(ax):
+    from matplotlib.legend import Legend
+
+    return [t.get_text() for a in ax.get_children() if isinstance(a, Legend) for t in a.get_texts()]
+
+
+def test_the_legend_explains_what_is_there_and_nothing_else():
+    assert legend_of(timeline(alone())) == [
+        "data",
+        "forward",
+        "backward",
+        "optimizer",
+        "in the function, in no span",
+        "step boundary",
+    ]
+    assert "waiting for another rank" in legend_of(timeline(model_parallel()))
+    assert "hidden behind compute" not in legend_of(timeline(model_parallel()))
+
+
+@pytest.mark.parametrize(("length_ms", "unit"), [(0.0012, "ns"), (0.9, "µs"), (900, "ms"), (5000, "s")])
+def test_the_unit_fits_the_length(length_ms, unit):
+    b = Book()
+    b.compute(0, "forward", 0, length_ms)
+    ax = timeline(b.trace(1))
+    assert f"[{unit}]" in ax.get_xlabel()
+    assert ax.get_xlim()[1] == pytest.approx(length_ms * {"ns": 1e6, "µs": 1e3, "ms": 1, "s": 1e-3}[unit])
+
+
+def test_the_look_stays_inside_the_figure(tmp_path):
+    before = dict(plt.rcParams)
+    timeline(data_parallel()).figure.savefig(tmp_path / "a.png")
+    assert dict(plt.rcParams) == before
+
+
+def test_the_axes_given_are_used():
+    figure, axes = plt.subplots(2)
+    assert timeline(alone(), ax=axes[1]) is axes[1]
+    assert breakdown(alone(), ax=axes[0]) is axes[0]
+    assert scaling({1: alone(), 2: alone()}, ax=axes[0]) is axes[0]
+    assert compare(a=alone(), b=alone(), ax=axes[1]) is axes[1]
+    figure.canvas.draw()
+
+
+# Steps
+
+
+def test_the_line_at_the_end_of_the_last_step_is_as_dark_as_the_others():
+    figure = timeline(schedule("gpipe", stages=2, micro_batches=1)).figure
+    figure.canvas.draw()
+    picture = np.asarray(figure.canvas.buffer_rgba())[..., :3]
+    box = figure.axes[0].get_window_extent()
+    row = picture.shape[0] - int(box.y0 + 0.97 * box.height)  # in the first row, near its upper edge: above the bars
+    ends = [picture[row, int(x) - 3 : int(x) + 4].sum(axis=1).min() for x in (box.x0, box.x1)]
+    assert max(ends) < 300
+    clipped = {lines.get_clip_on() for lines in figure.axes[0].collections}
+    assert clipped == {True}
+
+
+def test_a_run_of_many_steps_shows_one_of_median_length_below_the_whole():
+    trace = data_parallel(steps=40)
+    ax = timeline(trace)
+    bounds = trace.step_bounds()
+    lengths = bounds[:, 1] - bounds[:, 0]
+    number = int(np.argsort(lengths, kind="stable")[20])
+    assert f"step {number} " in ax.get_title(loc="left")
+    assert "of the steps 0 to 39" in ax.get_title(loc="left")
+    assert ax.get_xlim()[1] == pytest.approx(lengths[number] / MS)
+    (strip,) = ax.child_axes
+    assert len(strip.images) == 8  # two lanes for each of four ranks
+    (mark,) = strip.patches
+    assert mark.get_x() == pytest.approx((bounds[number, 0] - trace.start_ns) / trace.duration_ns)
+    assert mark.get_width() == pytest.approx(lengths[number] / trace.duration_ns)
+
+
+def test_a_run_of_few_steps_is_shown_whole():
+    ax = timeline(data_parallel(steps=12))
+    assert not ax.child_axes
+    assert "12 steps" in ax.get_title(loc="left")
+
+
+def test_steps_can_be_chosen():
+    trace = data_parallel(steps=5)
+    bounds = trace.step_bounds() / MS
+    assert timeline(trace, step=1).get_xlim()[1] == pytest.approx(bounds[1, 1] - bounds[1, 0])
+    assert timeline(trace, step=-1).get_xlim()[1] == pytest.approx(bounds[4, 1] - bounds[4, 0])
+    assert timeline(trace, step=range(1, 3)).get_xlim()[1] == pytest.approx(bounds[2, 1] - bounds[1, 0])
+    assert "steps 1 to 2 " in timeline(trace, step=range(1, 3)).get_title(loc="left")
+    assert not timeline(data_parallel(steps=40), step="all").child_axes
+
+
+def test_a_step_that_is_not_there_is_an_error_that_says_which_are():
+    trace = data_parallel(steps=3)
+    for step in (3, -4, range(2, 5)):
+        with pytest.raises(LabError, match="has the steps 0 to 2"):
+            timeline(trace, step=step)
+    with pytest.raises(LabError, match=r"no steps; wrap its loop: `for batch in lab.steps\(batches\):`"):
+        timeline(many(40), step=0)
+    for wrong in ("last", 1.5, range(0), range(0, 3, 2)):
+        with pytest.raises(TypeError, match=r"expected a number, a range such as range\(3, 6\), or 'all'"):
+            timeline(trace, step=wrong)
+
+
+# Several runs
+
+
+def test_several_runs_stand_under_one_another_on_one_scale():
+    class Run:
+        trace = model_parallel()
+
+    ax = timeline(alone(), Run(), labels=["one process", "two stages"])
+    assert ax.get_xlim()[1] == pytest.approx(69.6)  # of the longer one
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["rank 0", "rank 0", "rank 1"]
+    first, second, third = ax.get_yticks()
+    assert second - first > third - second  # a heading between the runs
+    headings = [t.get_text() for t in ax.texts if t.get_weight() == "bold"]
+    assert headings == ["one process:  rank 0, 4 steps, 63.5 ms", "two stages:  2 ranks, 2 steps, 69.6 ms"]
+    assert min(bar[0] for bar in drawn(ax, "data")) == 0  # each begins at its own start
+
+
+# Many spans
+
+
+def test_a_million_spans_become_pixels():
+    trace = many(1_000_000)
+    ax = timeline(trace)
+    assert len(ax.images) == 8
+    assert not [c for c in ax.collections if isinstance(c, PolyCollection)]
+    assert "their colours mix" in ax.get_xlabel()
+    pixels = ax.images[0].get_array()
+    assert pixels.shape[1] < 2500
+    # Of every 30 µs, 9 are forward and 9 backward: the colour lies halfway, and covers 60 % of the page.
+    middle = (np.array(STYLES["forward"].rgba[:3]) + STYLES["backward"].rgba[:3]) / 2
+    assert pixels[0].mean(axis=0).tolist() == pytest.approx([*middle, 0.6], abs=0.01)
+    ax.figure.canvas.draw()
+
+
+def test_coverage_is_exact():
+    bars = Bars(np.array([0, 10, 25]), np.array([5, 25, 40]), np.array([1, 2, 1], np.uint8), np.arange(3))
+    covered = coverage(bars, np.array([0, 4, 12, 30, 50]))
+    assert covered[1].tolist() == [4, 1, 5, 10]
+    assert covered[2].tolist() == [0, 2, 13, 0]
+    assert covered.sum() == 35
+
+
+def test_blended_colours_keep_their_parts():
+    covered = np.zeros((len(STYLES), 2))
+    covered[list(STYLES).index("forward"), 0] = 10
+    covered[list(STYLES).index("waiting"), 1] = 5
+    mixed = blend(covered, 10)
+    assert mixed[0].tolist() == pytest.approx(STYLES["forward"].rgba)
+    assert mixed[1].tolist() == pytest.approx([*STYLES["waiting"].rgba[:3], STYLES["waiting"].alpha / 2])
+
+
+# Where the time went
+
+
+def parts_of(ax):
+    """Per part, the widths of its bars from top to bottom; and what remains up to 100 %."""
+    found = {}
+    for container in ax.containers:
+        if not container.get_label().startswith("_"):
+            found[container.get_label()] = [patch.get_width() for patch in container]
+    return found
+
+
+def test_breakdown_of_a_hand_worked_case():
+    b = book(ranks=2)
+    b.compute(0, "backward", 0, 12)
+    b.travel(0, "all_reduce", 4, 14, wait=(9, 14), group="g", match=1)
+    b.compute(1, "backward", 0, 11)
+    b.travel(1, "all_reduce", 11, 14, wait=(11, 14), group="g", match=1)
+    ax = breakdown(b.done())
+    parts = parts_of(ax)
+    assert parts["compute"] == pytest.approx([45, 55, 50])
+    assert parts["exposed communication"] == pytest.approx([15, 15, 15])
+    assert parts["waiting"] == pytest.approx([10, 0, 5])
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["rank 0", "rank 1", "all ranks"]
+    assert {"45 %", "55 %", "50 %", "10 %", "30 %"} <= {t.get_text() for t in ax.texts}
+    assert ax.get_xlabel() == "share of the time [%]"
+
+
+def test_breakdown_shows_what_hides_communication():
+    b = book()
+    b.compute(0, "backward", 0, 12)
+    b.travel(0, "all_reduce", 4, 12)
+    parts = parts_of(breakdown(b.done()))
+    assert parts["compute"] == pytest.approx([20, 20])
+    assert parts["compute that hides communication"] == pytest.approx([40, 40])
+
+
+@pytest.mark.parametrize("trace", [data_parallel(), model_parallel(), alone()], ids=["data", "model", "alone"])
+def test_the_parts_add_up_to_one_hundred(trace):
+    ax = breakdown(trace)
+    outlines = [c for c in ax.containers if c.get_label().startswith("_") and c[0].get_facecolor()[3] == 0]
+    assert len(outlines) == 5
+    totals = np.sum([[patch.get_width() for patch in container] for container in outlines], axis=0)
+    assert totals == pytest.approx(np.full(len(trace.ranks) + 1, 100))
+    lefts = np.array([[patch.get_x() for patch in container] for container in outlines])
+    assert (np.diff(lefts, axis=0) >= -1e-9).all()
+
+
+def test_breakdown_of_one_step():
+    assert "step 2 " in breakdown(data_parallel(), step=2).get_title(loc="left")
+
+
+# What more ranks brought
+
+
+def lasting(seconds, ranks=1):
+    return Trace([Span(0, "forward", "compute", 0, int(seconds * 1e9))], ranks=[f"rank {i}" for i in range(ranks)])
+
+
+def lines_of(ax):
+    return {line.get_label().split(":")[0].split(",")[0]: np.array(line.get_xydata()) for line in ax.get_lines()}
+
+
+def test_strong_scaling_compares_times():
+    ax = scaling({1: lasting(8), 4: lasting(2.5), 2: lasting(5)})
+    lines = lines_of(ax)
+    assert lines["measured"].tolist() == pytest.approx(np.array([[1, 1], [2, 1.6], [4, 3.2]]))
+    assert lines["ideal"].tolist() == pytest.approx(np.array([[1, 1], [2, 2], [4, 4]]))
+    assert [t.get_text() for t in ax.texts] == ["100 %", "80 %", "80 %"]
+    assert ax.get_ylabel() == "speed-up over 1 rank"
+    assert "the same work (strong scaling)" in ax.get_title(loc="left")
+
+
+def test_wide_characters_take_the_room_of_two():
+    book = Book()
+    book.compute(0, "前向传播第一层", 0, 1)
+    trace = book.trace(1)
+    compute = lanes(trace, 0)[0]
+    assert [caption(trace, 0, compute, n) for n in (8, 9, 13, 14)] == ["", "前向传播…", "前向传播第一…", "前向传播第一层"]
+
+
+def test_the_legend_of_scaling_covers_no_point():
+    """Also where runs are far quicker than in proportion to their ranks, and stand where the legend usually does."""
+    ax = scaling({1: lasting(8), 2: lasting(1), 4: lasting(1), 8: lasting(1)}, predicted={1: 8, 2: 0.9, 8: 0.9})
+    ax.figure.canvas.draw()
+    legend = ax.get_legend().get_window_extent()
+    for points in lines_of(ax).values():
+        assert not any(legend.contains(x, y) for x, y in ax.transData.transform(points))
+
+
+def test_weak_scaling_counts_the_work_of_all_ranks():
+    ax = scaling({1: lasting(5), 2: lasting(6.25)}, weak=True)
+    assert lines_of(ax)["measured"][:, 1].tolist() == pytest.approx([1, 1.6])
+    assert [t.get_text() for t in ax.texts] == ["100 %", "80 %"]
+    assert "weak scaling" in ax.get_title(loc="left")
+
+
+def test_with_the_work_given_it_is_a_throughput():
+    ax = scaling({2: lasting(5), 4: lasting(5)}, work={2: 1000, 4: 1500}, unit="samples")
+    assert lines_of(ax)["measured"].tolist() == pytest.approx(np.array([[2, 200], [4, 300]]))
+    assert lines_of(ax)["ideal"].tolist() == pytest.approx(np.array([[2, 200], [4, 400]]))
+    assert [t.get_text() for t in ax.texts] == ["100 %", "75 %"]
+    assert ax.get_ylabel() == "throughput [samples/s]"
+    assert lines_of(scaling({1: lasting(2), 2: lasting(1)}, work=60))["measured"][:, 1].tolist() == pytest.approx([30, 60])
+
+
+def test_scaling_over_many_ranks_is_logarithmic():
+    ax = scaling({1: lasting(64), 16: lasting(5), 64: lasting(2)})
+    assert ax.get_xscale() == ax.get_yscale() == "log"
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["1", "16", "64"]
+
+
+def test_a_prediction_is_compared_with_the_measured_run_on_fewest_ranks():
+    ax = scaling({1: lasting(8), 2: lasting(5)}, predicted={1: 7.5, 2: 4, 4: 2.5})
+    lines = lines_of(ax)
+    assert lines["predicted"].tolist() == pytest.approx(np.array([[1, 8 / 7.5], [2, 2], [4, 3.2]]))
+    assert lines["ideal"].tolist() == pytest.approx(np.array([[1, 1], [2, 2], [4, 4]]))
+    assert lines["measured"].tolist() == pytest.approx(np.array([[1, 1], [2, 1.6]]))
+    assert ax.get_ylim()[1] > 4
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["1", "2", "4"]
+
+
+def test_a_prediction_of_throughput():
+    runs = {1: lasting(5), 2: lasting(5)}
+    ax = scaling(runs, work={1: 100, 2: 200, 16: 1600}, predicted={2: 4, 16: 8})
+    assert lines_of(ax)["predicted"].tolist() == pytest.approx(np.array([[2, 50], [16, 200]]))
+    assert ax.get_xscale() == "log"
+    assert lines_of(scaling(runs, weak=True, predicted={4: 10}))["predicted"].tolist() == pytest.approx(np.array([[4, 2]]))
+
+
+def test_without_predictions_there_is_no_line_of_them():
+    assert set(lines_of(scaling({1: lasting(2), 2: lasting(1)}))) == {"ideal", "measured"}
+
+
+def test_scaling_says_what_it_needs():
+    two = {1: lasting(2), 2: lasting(1)}
+    with pytest.raises(LabError, match="1 run given, at least two are needed"):
+        scaling({1: lasting(1)})
+    with pytest.raises(TypeError, match="expected runs by their number of ranks"):
+        scaling([lasting(1), lasting(2)])
+    with pytest.raises(ValueError, match="whole numbers from 1"):
+        scaling({0: lasting(1), 1: lasting(1)})
+    with pytest.raises(ValueError, match="says nothing of 2 ranks"):
+        scaling(two, work={1: 5})
+    with pytest.raises(ValueError, match="predictions are given for \\[0\\] ranks; expected whole numbers from 1"):
+        scaling(two, predicted={0: 1.0})
+    with pytest.raises(ValueError, match="expected seconds, more than 0"):
+        scaling(two, predicted={1: 0})
+    with pytest.raises(TypeError, match="expected seconds by number of ranks"):
+        scaling(two, predicted=[1, 2])
+    with pytest.raises(ValueError, match="says nothing of 4 ranks"):
+        scaling(two, work={1: 5, 2: 5}, predicted={4: 1})
+    with pytest.raises(ValueError, match="give one of them"):
+        scaling(two, work=5, weak=True)
+    with pytest.raises(ValueError, match="expected positive numbers"):
+        scaling(two, work=0)
+
+
+# Several runs compared
+
+
+def test_compare_of_a_hand_worked_case():
+    exposed, hidden = book(), book()
+    exposed.compute(0, "backward", 0, 12)
+    exposed.travel(0, "all_reduce", 12, 20, wait=(12, 20))
+    hidden.window["end_ns"] = 14 * MS
+    hidden.compute(0, "backward", 0, 12)
+    hidden.travel(0, "all_reduce", 5, 13)
+    ax = compare(naive=exposed.done(), overlapped=hidden.done())
+    parts = parts_of(ax)
+    assert parts["compute"] == pytest.approx([12, 5])
+    assert parts["compute that hides communication"] == pytest.approx([0, 7])
+    assert parts["exposed communication"] == pytest.approx([8, 1])
+    assert ax.get_xlabel() == "time, mean of the ranks [ms]"
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["naive\n1 rank", "overlapped\n1 rank"]
+    assert [t.get_text() for t in ax.texts if t.get_weight() == "bold"] == ["20.0 ms", "14.0 ms, 1.43 × as fast"]
+
+
+def test_compare_takes_the_mean_of_the_ranks():
+    b = book(ranks=2)
+    b.compute(0, "forward", 0, 20)
+    b.compute(1, "forward", 0, 10)
+    parts = parts_of(compare(a=b.done(), b=b.done()))
+    assert parts["compute"] == pytest.approx([15, 15])
+
+
+@pytest.mark.parametrize(
+    ("second", "words"), [(10, "10.0 s, as long"), (15, "15.0 s, 1.50 × as long"), (4, "4.00 s, 2.50 × as fast")]
+)
+def test_compare_says_how_much_faster_or_slower(second, words):
+    ax = compare({"1 rank": lasting(10), "2 ranks": lasting(second)})
+    assert [t.get_text() for t in ax.texts if t.get_weight() == "bold"] == ["10.0 s", words]
+
+
+def test_compare_of_the_same_steps_of_each():
+    ax = compare(slow=data_parallel(steps=5), fast=data_parallel(steps=3), step=range(1, 3))
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["slow\n4 ranks, steps 1 to 2", "fast\n4 ranks, steps 1 to 2"]
+    with pytest.raises(LabError, match="has the steps 0 to 2"):
+        compare(slow=data_parallel(steps=5), fast=data_parallel(steps=3), step=4)
+
+
+def test_compare_says_what_it_needs():
+    with pytest.raises(LabError, match="1 run given, at least two are needed"):
+        compare(naive=alone())
+    with pytest.raises(TypeError, match=r"expected runs by name, as in compare\(naive=a, overlapped=b\)"):
+        compare([alone(), alone()])
+    with pytest.raises(TypeError, match="expected a run"):
+        compare(a=alone(), b=3)
+
+
+# What can go wrong
+
+
+@pytest.mark.parametrize("figure", [timeline, breakdown, traffic])
+def test_an_empty_trace_is_said_to_be_empty(figure):
+    with pytest.raises(LabError, match="nothing to draw, since the ranks wrote nothing down"):
+        figure(Trace(ranks=["rank 0"], start_ns=0, end_ns=MS))
+    with pytest.raises(LabError, match="nothing to draw"):
+        figure(Trace([Span(0, "forward", "compute", 5, 5)], ranks=["rank 0"]))
+
+
+@pytest.mark.parametrize("figure", [timeline, breakdown, traffic])
+def test_something_else_than_a_run_is_refused(figure):
+    with pytest.raises(TypeError, match=r"expected a run, as group\.run and group\.watch return it, or a trace"):
+        figure(3)
+
+
+def test_timeline_of_nothing():
+    with pytest.raises(TypeError, match="expected at least one run"):
+        timeline()
+    with pytest.raises(ValueError, match="expected one for each of the 1 runs"):
+        timeline(alone(), labels=["a", "b"])
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for figure in (timeline, breakdown, traffic, lambda t: compare(a=t, b=t), lambda t: scaling({1: t, 2: t})):
+        with pytest.raises(LabError, match="matplotlib is not installed; the extra 'plot' brings it"):
+            figure(alone())
+
+
+def test_importing_the_figures_does_not_import_matplotlib():
+    code = "import labkit.plots.figures, labkit.plots.live.view, sys; assert 'matplotlib' not in sys.modules, 'imported'"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_style_sheet_ships_and_serves_a_lesson():
+    with plt.style.context("labkit.plots.labkit"):
+        assert plt.rcParams["figure.figsize"] == [9.0, 3.6]
+
+
+def test_a_notebook_that_trims_the_figure_keeps_the_legend():
+    ax = timeline(data_parallel())
+    figure = ax.figure
+    figure.canvas.draw()
+    kept = figure.get_tightbbox()
+    legends = [artist for artist in ax.artists if isinstance(artist, Legend)]
+    assert legends
+    for legend in legends:
+        assert legend.get_window_extent().y0 >= kept.y0 * figure.dpi

@@ -1,0 +1,64 @@
+"""What is narrower than a pixel of the timeline can be seen, and does not look longer than it was."""
+
+from __future__ import annotations
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+
+mpl.use("agg")
+
+import matplotlib.pyplot as plt
+
+from labkit.plots.figures import timeline
+
+from synthetic import Book  # isort: skip
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    plt.close("all")
+
+
+def orange_of(ax, row, rows):
+    """How strong the orange of communication is in a row's lane, per column of pixels, from 0 to 1."""
+    ax.figure.canvas.draw()
+    pixels = np.asarray(ax.figure.canvas.buffer_rgba())[..., :3].astype(float)
+    box = ax.get_window_extent()
+    y = len(pixels) - box.y1 + (row + 0.75) * box.height / rows
+    line = pixels[int(y), int(box.x0) + 2 : int(box.x1) - 2]
+    return (line[:, 0] - line[:, 2]) / (0xD5 - 0)
+
+
+def test_short_events_leave_a_hairline_and_no_more():
+    b = Book()
+    for at in (1000, 5000, 12_000):
+        b.travel(0, "all_reduce", at, at + 2, group="g", match=at)
+    b.whole(0, "call", 0, 17_000)
+    trace = b.trace(1)
+    before = trace.shares()
+    seen = orange_of(timeline(trace), 0, 1)
+    assert sum(seen > 0.3) >= 3
+    assert sum(seen) < 3 * 2  # a pixel or so for each
+    assert trace.shares() == before
+
+
+def test_many_short_events_close_together_do_not_look_like_one_long_one():
+    b = Book()
+    for at in range(0, 17_000, 20):
+        b.travel(0, "all_reduce", at, at + 0.1, group="g", match=at)
+    b.whole(0, "call", 0, 17_000)
+    seen = orange_of(timeline(b.trace(1)), 0, 1)
+    assert (seen > 0.02).mean() > 0.5  # something is to be seen nearly everywhere,
+    assert seen.mean() < 0.3  # and nowhere is there much
+
+
+def test_a_hairline_covers_nothing_as_important():
+    b = Book()
+    b.compute(0, "forward", 0, 5000)
+    b.compute(0, "optimizer", 5000, 5000.5)
+    b.compute(0, "backward", 5000.5, 17_000)
+    ax = timeline(b.trace(1))
+    (short,) = [p for c in ax.collections if c.get_label() == "optimizer" for p in c.get_paths()]
+    assert (short.vertices[:4, 0].min(), short.vertices[:4, 0].max()) == pytest.approx((5, 5.0005))

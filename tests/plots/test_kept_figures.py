@@ -1,0 +1,201 @@
+"""Every figure compared with one that somebody has looked at and kept, in tests/plots/pictures/.
+
+Where a figure was changed on purpose: `LABKIT_RENEW_PICTURES=1 pytest` with this file draws the kept ones again; look at
+each that git shows as changed before it is committed. A picture that differs is written to pytest's folder for the test, next to
+the one expected and the difference.
+
+Pictures are compared in squares of ten pixels, by their mean colour. What another version of matplotlib puts one pixel further
+does not count: the best of the nine positions does. A bar, a row, an arrow or a word that is absent or of another colour counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+
+mpl.use("agg")
+
+import matplotlib.pyplot as plt
+from PIL import Image
+
+from labkit.plots import bars
+from labkit.plots import timeline as gantt
+from labkit.plots.figures import breakdown, compare, scaling, timeline, traffic
+from labkit.plots.live.curves import beneath
+from labkit.plots.memory import memory
+from labkit.tracing.ideal_pipeline import schedule
+from labkit.tracing.trace import Span, Trace
+
+from synthetic import alone, data_parallel, gpu_and_cpu, many, model_parallel, remote_calls, sharded  # isort: skip
+
+KEPT = Path(__file__).with_name("pictures")
+RENEW = bool(os.environ.get("LABKIT_RENEW_PICTURES"))
+SQUARE_PX = 10
+LIMIT = 0.12  # of red, green or blue of a square; text that is smoothed in another way comes to 0.11, an absent arrow to 0.19
+
+
+def lasting(seconds):
+    return Trace([Span(0, "forward", "compute", 0, int(seconds * 1e9))], ranks=["rank 0"])
+
+
+def with_curve(trace):
+    axes = timeline(trace)
+    beneath(axes.figure, trace)
+    return axes
+
+
+def pipelines():
+    ideal = {"stages": 4, "micro_batches": 6}
+    return {"GPipe": schedule("gpipe", **ideal), "1F1B": schedule("1f1b", **ideal, communication=0.3)}
+
+
+FIGURES = {
+    "timeline_data_parallel": lambda: timeline(data_parallel()),
+    "timeline_zoomed": lambda: timeline(data_parallel(steps=30)),
+    "timeline_messages": lambda: timeline(model_parallel()),
+    "timeline_calls": lambda: timeline(remote_calls()),
+    "timeline_gpu_and_cpu": lambda: timeline(gpu_and_cpu()),
+    "timeline_pipelines": lambda: timeline(pipelines()),
+    "timeline_many": lambda: timeline(many(40_000)),
+    "breakdown": lambda: breakdown(data_parallel()),
+    "compare": lambda: compare(naive=model_parallel(), overlapped=data_parallel(2, 2), alone=alone()),
+    "timeline_and_curve": lambda: with_curve(data_parallel(steps=30)),
+    "memory": lambda: memory(sharded()),
+    "traffic_ring": lambda: traffic(data_parallel()),
+    "traffic_calls": lambda: traffic(remote_calls()),
+    "scaling": lambda: scaling({1: lasting(8), 2: lasting(5), 4: lasting(3)}, predicted={1: 8, 2: 4.4, 4: 2.6, 8: 1.7}),
+}
+
+
+pytestmark = pytest.mark.usefixtures("plain")
+
+
+def drawn(ax) -> np.ndarray:
+    """The figure as red, green and blue from 0 to 1, shape (height, width, 3)."""
+    file = io.BytesIO()
+    ax.figure.savefig(file, format="png", dpi=100)
+    return pixels(file)
+
+
+def pixels(file) -> np.ndarray:
+    with Image.open(file) as image:
+        return np.asarray(image.convert("RGB"), np.float64) / 255
+
+
+def keep(picture: np.ndarray, path: Path) -> None:
+    image = Image.fromarray(np.round(255 * picture).astype(np.uint8))
+    image.quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+def squares(picture: np.ndarray) -> np.ndarray:
+    height, width = (size // SQUARE_PX * SQUARE_PX for size in picture.shape[:2])
+    cut = picture[:height, :width].reshape(height // SQUARE_PX, SQUARE_PX, width // SQUARE_PX, SQUARE_PX, 3)
+    return cut.mean(axis=(1, 3))
+
+
+def difference(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Of each square, how far its colours are apart, in the best of the nine positions that lie within a pixel."""
+    height, width = (min(a, b) for a, b in zip(one.shape[:2], other.shape[:2], strict=True))
+    middle = squares(one[:height, :width])
+    moved = [np.roll(other[:height, :width], (down, right), (0, 1)) for down in (-1, 0, 1) for right in (-1, 0, 1)]
+    return np.min([np.abs(middle - squares(m)).max(axis=2) for m in moved], axis=0)
+
+
+def differs(one: np.ndarray, other: np.ndarray) -> str:
+    """Where two pictures differ, in words; "" where they do not."""
+    if any(abs(a - b) > 2 for a, b in zip(one.shape, other.shape, strict=True)):
+        return f"{other.shape[1]} × {other.shape[0]} pixels are now {one.shape[1]} × {one.shape[0]}"
+    found = difference(one, other)
+    if found.max() < LIMIT:
+        return ""
+    row, column = (int(i) for i in np.unravel_index(found.argmax(), found.shape))
+    x, y = (SQUARE_PX * i + SQUARE_PX // 2 for i in (column, row))
+    return f"{(found >= LIMIT).sum()} of {found.size} squares differ, most ({found.max():.2f}) at pixel x = {x}, y = {y}"
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_looks_as_the_one_that_was_kept(name, tmp_path):
+    now, path = drawn(FIGURES[name]()), KEPT / f"{name}.png"
+    if RENEW:
+        KEPT.mkdir(exist_ok=True)
+        if not path.exists() or differs(now, pixels(path)):
+            keep(now, path)
+        return
+    kept = pixels(path)
+    if told := differs(now, kept):
+        keep(now, tmp_path / "now.png")
+        keep(kept, tmp_path / "kept.png")
+        coarse = np.kron(np.minimum(difference(now, kept) / LIMIT, 1), np.ones((SQUARE_PX, SQUARE_PX)))
+        keep(np.repeat(1 - coarse[..., None], 3, axis=2), tmp_path / "difference.png")
+        pytest.fail(f"{name}: {told}. Look at now.png, kept.png and difference.png in {tmp_path}")
+
+
+def test_every_kept_picture_is_of_a_figure():
+    assert {path.stem for path in KEPT.glob("*.png")} == set(FIGURES)
+    assert sum(path.stat().st_size for path in KEPT.glob("*.png")) < 600_000
+
+
+# That the comparison sees what it must, and only that
+
+
+def without(trace, **which):
+    """A trace without some of its spans."""
+    spans = [s for s in trace if not all(getattr(s, name) == value for name, value in which.items())]
+    return Trace(spans, ranks=trace.ranks, start_ns=trace.start_ns, end_ns=trace.end_ns)
+
+
+def test_a_wrong_colour_is_seen(monkeypatch):
+    kept = pixels(KEPT / "timeline_data_parallel.png")
+    wrong = dataclasses.replace(bars.STYLES["optimizer"], colour="#5E9E00")
+    monkeypatch.setitem(bars.STYLES, "optimizer", wrong)
+    assert "squares differ" in differs(drawn(timeline(data_parallel())), kept)
+
+
+def test_an_empty_row_is_seen():
+    kept = pixels(KEPT / "timeline_data_parallel.png")
+    assert "squares differ" in differs(drawn(timeline(without(data_parallel(), rank=2))), kept)
+
+
+def test_a_row_that_is_not_there_is_seen():
+    kept = pixels(KEPT / "timeline_data_parallel.png")
+    assert "pixels are now" in differs(drawn(timeline(data_parallel(3))), kept)
+
+
+def test_one_short_bar_that_is_absent_is_seen():
+    trace = data_parallel()
+    (first, *_) = trace.of(rank=1, name="optimizer")
+    kept = pixels(KEPT / "timeline_data_parallel.png")
+    assert "squares differ" in differs(drawn(timeline(without(trace, rank=1, start_ns=first.start_ns))), kept)
+
+
+def test_absent_arrows_are_seen(monkeypatch):
+    kept = pixels(KEPT / "timeline_messages.png")
+    monkeypatch.setattr(gantt, "draw_messages", lambda *_: False)
+    assert "squares differ" in differs(drawn(timeline(model_parallel())), kept)
+
+
+def test_other_words_are_seen():
+    ax = timeline(model_parallel())
+    ax.set_title("3 ranks, 2 steps, 69.6 ms")
+    assert "squares differ" in differs(drawn(ax), pixels(KEPT / "timeline_messages.png"))
+
+
+@pytest.mark.parametrize("move", [(1, 0), (-1, 0), (0, 1), (0, -1), (1, 1)])
+def test_a_pixel_to_one_side_is_not_seen(move):
+    for name in ("timeline_data_parallel", "traffic_ring"):
+        kept = pixels(KEPT / f"{name}.png")
+        assert differs(np.roll(kept, move, (0, 1)), kept) == ""
+
+
+@pytest.mark.parametrize(
+    "rc", [{"text.hinting": "force_autohint"}, {"text.antialiased": False, "path.snap": False}], ids=lambda rc: next(iter(rc))
+)
+def test_another_way_to_smooth_edges_is_not_seen(rc):
+    plt.rcParams.update(rc)
+    assert differs(drawn(timeline(data_parallel())), pixels(KEPT / "timeline_data_parallel.png")) == ""

@@ -1,0 +1,840 @@
+"""The picture that moves: what it remembers, what it shows, what it leaves behind. Fake clocks, no ranks."""
+
+import base64
+import io
+import itertools
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import pytest
+import synthetic
+from PIL import Image
+
+import labkit
+from labkit.errors.units import time_in_words
+from labkit.plots import timeline as gantt
+from labkit.plots.bars import COMPUTE_LANE, STYLES, coverage, lanes
+from labkit.plots.live import recent as recent_module
+from labkit.plots.live import view as live_module
+from labkit.plots.live.curves import Curves, beneath
+from labkit.plots.live.frame import STILL, svg
+from labkit.plots.live.progress import Progress
+from labkit.plots.live.recent import Recent
+from labkit.plots.live.view import Live
+from labkit.recording.ring_buffer import MEMORY, STEPS_IN_ALL, Pending
+from labkit.tracing.trace import Scalar, Span, Trace
+from labkit.worker.gpus import Gpus
+from labkit.worker.resource_usage import Load, Usage, followed, gpus_of, own_bytes
+
+from synthetic import MS, Book, alone, data_parallel, feed, many, model_parallel  # isort: skip
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+class Album:
+    """A screen that keeps its frames."""
+
+    def __init__(self):
+        self.frames, self.pages, self.said, self.left = [], [], None, None
+
+    def begin(self, said):
+        self.said = said
+
+    def show(self, frame):
+        self.frames.append(frame)
+        self.pages.append(svg(frame, "labkit-x"))
+
+    def end(self, trace, title):
+        self.left = (trace, title)
+
+
+def watched(trace, moments, *, title="train on 4 ranks", clock=lambda: 0):
+    """An album of the run that left this trace, with an update at each moment (ms)."""
+    album = Album()
+    live = Live(album, clock)
+    live.begin(trace.ranks, title, trace.start_ns)
+    for now_ns, new, pending in feed(trace, moments):
+        live.update(now_ns, new, pending)
+        assert not live._broken
+    return album
+
+
+def drawing(page):
+    return ET.fromstring(page).find(f"{SVG}svg")
+
+
+def texts(page):
+    return [t.text for t in drawing(page).iter(f"{SVG}text")]
+
+
+def boxes(page, style, *, of_legend=False):
+    """The rectangles of one style, as (x, y, width, height); the legend has the last one."""
+    look = STYLES[style]
+    fill = f"url(#labkit-x-{style})" if look.hatch else look.colour
+    found = []
+    for path in drawing(page).iter(f"{SVG}path"):
+        if path.get("fill") == fill and float(path.get("fill-opacity", 1)) == pytest.approx(1 if look.hatch else look.alpha):
+            for box in re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)v([\d.]+)h", path.get("d")):
+                found.append(tuple(map(float, box)))
+    return [b for b in found if (b[2:] == (14, 9)) == of_legend]
+
+
+def pending(name, start_ms, wait_ms=0, **more):
+    values = {"nbytes": 0, "peer": -1, "group": "", "match": 0, "line": ""} | more
+    return Pending(name=name, start_ns=int(start_ms * MS), wait_start_ns=int(wait_ms * MS), **values)
+
+
+def part(*spans, scalars=(), ranks=2):
+    return Trace(spans, scalars, ranks=[f"rank {i}" for i in range(ranks)])
+
+
+def step(rank, start_ms, end_ms):
+    return Span(rank, "step", "step", int(start_ms * MS), int(end_ms * MS))
+
+
+# Frames
+
+
+def test_text_on_stripes_stands_on_the_page_s_own_colour():
+    book = Book()
+    book.compute(0, "forward", 0, 200)
+    book.travel(0, "recv", 200, 400, wait=(200, 400), peer=1, group="1→0", match=1)
+    book.travel(1, "send", 390, 400, wait=(390, 400), peer=0, group="1→0", match=1)
+    page = watched(book.trace(2), [410]).pages[-1]
+    halos = {t.text: "stroke" in (t.get("paint-order") or "") for t in drawing(page).iter(f"{SVG}text")}
+    assert halos["recv"]
+    assert not halos["forward"]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "told"),
+    [
+        (2.3, 0.4, {"2.3", "0.4"}),
+        (0.00133, 0.00127, {"0.00133", "0.00127"}),
+        (5, 5, {"5"}),
+        (0.69314, 0.69312, {"0.69314", "0.69312"}),
+    ],
+)
+def test_the_ends_of_the_curve_are_told_apart(first, last, told):
+    album = Album()
+    live = Live(album, lambda: 0)
+    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
+    live.update(400 * MS, part(scalars=[Scalar(0, "loss", 1 * MS, first), Scalar(0, "loss", 300 * MS, last)]), [[], []])
+    assert told <= set(texts(album.pages[-1]))
+
+
+def test_what_is_shortened_says_so():
+    album = Album()
+    live = Live(album, lambda: 0)
+    name = "accuracy_of_the_validation_set"
+    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
+    live.update(400 * MS, part(scalars=[Scalar(0, name, i * MS, 0.5) for i in range(1, 4)]), [[], []])
+    assert {t for t in texts(album.pages[-1]) if t.startswith("acc")} == {"accuracy_o…ation_set 0.5", "accuracy_of…dation_set"}
+
+
+def test_every_frame_is_well_formed_and_as_high_as_the_first():
+    trace = data_parallel(steps=60)
+    album = watched(trace, range(50, 1500, 50))
+    assert len(album.pages) == 30
+    assert len({drawing(page).get("viewBox") for page in album.pages}) == 1
+
+
+def test_the_first_frame_is_legible_before_anything_has_happened():
+    album = watched(data_parallel(), [])
+    (page,) = album.pages
+    assert {"train on 4 ranks", "0.0 s", "rank 0", "rank 3", "exposed communication", "waiting for another rank"} <= set(
+        texts(page)
+    )
+    assert "time since the start of the run [ms]" in texts(page)
+    assert album.said == "timeline of train on 4 ranks"
+
+
+def test_a_frame_that_stays_fades_and_says_why():
+    """As SVG alone, without a script: a saved notebook shows it as well."""
+    (page,) = watched(data_parallel(), []).pages
+    shown, hidden = drawing(page).findall(f"{SVG}g")
+    assert "train on 4 ranks" in [t.text for t in shown.iter(f"{SVG}text")]
+    assert hidden.get("visibility") == "hidden"
+    assert tuple(t.text for t in hidden.iter(f"{SVG}text")) == STILL
+    changes = [shown.find(f"{SVG}animate"), hidden.find(f"{SVG}set")]
+    assert [(c.get("attributeName"), c.get("to"), c.get("begin")) for c in changes] == [
+        ("opacity", ".2", "10s"), ("visibility", "visible", "10s"),
+    ]  # fmt: skip
+
+
+def test_colours_and_lanes_are_those_of_the_timeline():
+    book = Book()
+    book.compute(0, "forward", 100, 200)
+    book.compute(0, "backward", 200, 250)
+    trace = book.trace(1, start_ns=0, end_ns=400 * MS)
+    page = watched(trace, [300]).pages[-1]
+    (x, y, width, height), (x_2, y_2, _, _) = boxes(page, "forward") + boxes(page, "backward")
+    axis = [float(t.get("x")) for t in drawing(page).iter(f"{SVG}text") if t.text in ("0", "500")]
+    scale = (axis[1] - axis[0]) / 500  # the axis begins with half a second
+    assert x == pytest.approx(axis[0] + 100 * scale, abs=0.1)
+    assert x + width == pytest.approx(axis[0] + 200 * scale, abs=0.9)
+    assert x_2 == pytest.approx(axis[0] + 200 * scale, abs=0.1)
+    assert height == pytest.approx(40 * COMPUTE_LANE[1])
+    assert y == y_2
+
+
+def test_what_goes_on_reaches_up_to_now():
+    trace = part(Span(0, "forward", "compute", 0, 100 * MS), ranks=2)
+    album = Album()
+    live = Live(album, lambda: 0)
+    live.begin(trace.ranks, "f on 2 ranks", 0)
+    live.update(400 * MS, trace, [[pending("recv", 100, 100, group="a")], [pending("send", 300, group="b")]])
+    page = album.pages[-1]
+    ((x, _, width, _),) = boxes(page, "waiting")
+    ((x_0, _, before, _),) = boxes(page, "forward")
+    assert (x, width) == pytest.approx((x_0 + before + 0.7, 3 * (before + 0.7) - 0.7), abs=0.15)
+    ((x_2, _, width_2, _),) = boxes(page, "issued")
+    assert (x_2, width_2) == pytest.approx((x_0 + 3 * (before + 0.7), before), abs=0.15)
+    assert len(boxes(page, "unlabelled")) == 1  # the function of rank 1
+    assert "recv…" in texts(page)
+    assert "send…" in texts(page)
+
+
+def test_a_long_wait_is_shown_with_its_time_and_in_bold():
+    album = Album()
+    live = Live(album, lambda: 0)
+    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
+    live.update(4000 * MS, part(), [[pending("all_reduce", 400, 500), pending("recv", 100)], []])
+    assert "all_reduce… 3.50 s" in [t.text for t in drawing(album.pages[-1]).iter(f"{SVG}text") if t.get("font-weight")]
+    live.update(4200 * MS, part(Span(0, "f", "call", 0, 4100 * MS)), [[], []])
+    assert "returned" in texts(album.pages[-1])
+
+
+def test_a_rank_that_is_not_called_is_not_at_work():
+    album = Album()
+    live = Live(album, lambda: 0)
+    live.begin(("master", "worker"), "f on master", 0, called=[0])
+    work = Span(1, "forward", "compute", 100 * MS, 200 * MS)
+    live.update(400 * MS, part(work), [[], []])
+    assert len(boxes(album.pages[-1], "unlabelled")) == 1
+    assert "returned" not in texts(album.pages[-1])
+    live.update(600 * MS, part(), [[], []])
+    live.update(800 * MS, part(), [[], []])
+    assert not live._recent.binned(1)[0][list(STYLES).index("unlabelled")].any()
+    assert live._recent.binned(0)[0][list(STYLES).index("unlabelled")].any()
+
+
+def test_names_cannot_break_the_drawing():
+    book = Book()
+    book.compute(0, 'a <b> & "c"', 0, 400)
+    page = watched(book.trace(("<&>",), start_ns=0), [450], title="<lambda> on <&>").pages[-1]
+    assert {'a <b> & "c"', "<&>", "<lambda> on <&>"} <= set(texts(page))
+
+
+def test_text_takes_the_colours_of_the_theme():
+    page = watched(alone(), [30]).pages[-1]
+    assert "--jp-ui-font-color1" in ET.fromstring(page).get("style")
+    assert drawing(page).get("fill") == "currentColor"
+    assert "black" not in page
+
+
+# Words, curve, memory
+
+
+def slots(page):
+    return {t.text.split(" ")[-1]: float(t.get("x")) for t in drawing(page).iter(f"{SVG}text") if t.get("y") == "49.0"}
+
+
+def test_words_that_grow_move_nothing():
+    pages = watched(data_parallel(steps=120), range(300, 2600, 300)).pages[1:]
+    where = [slots(page) for page in pages]
+    assert {"steps", "steps/s", "left"} < set(where[0])
+    for kind in ("steps", "steps/s", "left"):
+        assert len({found[kind] for found in where}) == 1
+
+
+def polylines(page):
+    return list(drawing(page).iter(f"{SVG}polyline"))
+
+
+def test_the_recorded_value_is_a_curve_for_each_rank_and_their_mean():
+    album = watched(data_parallel(4, 60), [5, 600, 1200])
+    assert polylines(album.pages[0]) == polylines(album.pages[1]) == []
+    page = album.pages[-1]
+    *each, mean = polylines(page)
+    assert len(each) == 4
+    assert mean.get("stroke-width") == "1.8"
+    x, y = np.array([point.split(",") for point in mean.get("points").split()], float).T
+    assert (np.diff(x) > 0).all()
+    assert y[-1] > y[0]  # it falls
+    (box,) = [r for r in drawing(page).iter(f"{SVG}rect") if r.get("y") == "22"]
+    assert float(box.get("y")) < y.min() < y.max() < float(box.get("y")) + float(box.get("height"))
+    assert "loss" in texts(page)
+    assert len(polylines(watched(data_parallel(9, 20), [300]).pages[-1])) == 1  # of many ranks the mean
+
+
+def test_what_labkit_writes_itself_is_no_curve():
+    scalars = [Scalar(0, STEPS_IN_ALL, 0, 5.0), Scalar(0, f"{MEMORY}activations", 0, 5.0)]
+    curves = Curves(1, 0)
+    curves.add(scalars, 500 * MS)
+    assert curves.names == []
+    progress = Progress(1)
+    progress.add(part(scalars=scalars, ranks=1))
+    assert progress.parts() == ("0 of 5 steps", "", "")
+
+
+def test_a_curve_takes_the_same_memory_however_much_is_recorded():
+    curves = Curves(2, 0)
+    for i in range(20):
+        curves.add([Scalar(rank, f"a{k}", i * 100 * MS, i) for rank in (0, 1) for k in range(40)], (500 << max(i // 5, 0)) * MS)
+    assert len(curves.names) == 16
+    means = curves.means("a0")
+    assert means.shape == (3, 128)
+    assert np.nanmin(means) >= 0
+    assert np.nanmax(means) == 19
+    assert (np.diff(means[-1][~np.isnan(means[-1])]) > 0).all()
+
+
+def recorded(several):
+    """What two ranks recorded: a size once each, and a loss, if that has several values."""
+    losses = [Scalar(rank, "loss", (20 + 10 * i) * MS, 2.3 - i) for i in range(several) for rank in (0, 1)]
+    return [Scalar(rank, "size", 10 * MS, 1.724) for rank in (0, 1)] + losses
+
+
+@pytest.mark.parametrize(("several", "lines", "drawn"), [(0, 0, []), (1, 0, []), (3, 3, ["loss"])])
+def test_what_is_recorded_once_is_no_curve(several, lines, drawn):
+    trace = part(scalars=recorded(several))
+    album = Album()
+    live = Live(album, lambda: 0)
+    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
+    live.update(400 * MS, trace, [[], []])
+    assert len(polylines(album.pages[-1])) == lines
+    assert "size 1.724" in texts(album.pages[-1])  # the last value stands in the line above
+    assert [text for text in texts(album.pages[-1]) if text in ("size", "loss")] == drawn
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 7.0])
+def test_a_curve_of_any_value_can_be_drawn(value):
+    scalars = [Scalar(rank, "loss", ms * MS, value) for ms in (10, 20) for rank in (0, 1)]
+    album = Album()
+    live = Live(album, lambda: 0)
+    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
+    live.update(400 * MS, part(scalars=scalars), [[], []])
+    assert not live._broken
+    assert "nan" not in "".join(p.get("points") for p in polylines(album.pages[-1]))
+    assert f"loss {value:.4g}" in texts(album.pages[-1])
+
+
+def test_the_memory_of_each_rank_stands_beside_it():
+    album = Album()
+    live = Live(album, lambda: 0)
+    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
+    live.update(400 * MS, part(), [[], []], (Load(412_000_000), Load(1_230_000_000)))
+    live.update(600 * MS, part(), [[], []], ())  # nobody looked again
+    assert {"412 MB", "1.23 GB", "own memory"} < set(texts(album.pages[-1]))
+    assert "own memory" not in texts(album.pages[0])
+
+
+def test_looking_at_memory_costs_a_bounded_share():
+    cpu = iter(range(0, 10**12, 20 * MS))  # each look costs 20 ms
+    looks = []
+    usage = Usage([7], read=lambda pid: looks.append(pid) or 5, clock=lambda: next(cpu))
+    for now_ms in range(0, 13_000, 200):
+        assert usage.look(now_ms * MS) == (Load(5),)
+    assert looks == [7, 7, 7]  # every 6 s
+
+
+def test_the_memory_of_a_process_is_followed_from_what_it_has_for_itself(monkeypatch):
+    own, unshared = {7: 50, 8: 0}, {7: 200, 8: 0}
+    monkeypatch.setattr("labkit.worker.resource_usage.own_bytes", own.get)
+    monkeypatch.setattr("labkit.worker.resource_usage._unshared_bytes", unshared.get)
+    read = followed([7, 8])
+    own.clear()  # not asked again
+    assert (read(7), read(8)) == (50, 0)
+    unshared[7] = 230
+    assert read(7) == 80
+    unshared[7] = 0  # it has ended
+    assert read(7) == 0
+
+
+def test_a_real_process_that_takes_memory_is_seen_to_have_it():
+    code = "print('here', flush=True); input(); kept = bytearray(b'x') * (1 << 26); print('taken', flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-S", "-c", code], **pipes) as process:
+        assert process.stdout.readline() == "here\n"
+        read = followed([process.pid])
+        before = read(process.pid)
+        print(file=process.stdin, flush=True)
+        assert process.stdout.readline() == "taken\n"
+        assert read(process.pid) - before == pytest.approx(1 << 26, rel=0.1)
+        process.kill()
+    assert read(process.pid) == 0
+
+
+def test_a_process_that_has_ended_has_no_memory():
+    assert own_bytes(os.getpid()) > 1 << 20
+    assert own_bytes(2**22 + 1) == 0
+
+
+class Nvml:
+    """NVML as its reference describes it, pretended: this has not run on a GPU."""
+
+    def __init__(self, *uuids):
+        self.uuids = uuids
+
+    def nvmlInit_v2(self):  # noqa: N802
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index, handle):  # noqa: N802
+        if index.value >= len(self.uuids):
+            return 2
+        handle._obj.value = 100 + index.value
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid, handle):  # noqa: N802
+        handle._obj.value = 100 + self.uuids.index(uuid.decode())
+        return 0
+
+    def nvmlDeviceGetUtilizationRates(self, handle, rates):  # noqa: N802
+        rates._obj.gpu, rates._obj.memory = handle.value - 20, 3
+        return 0
+
+    def nvmlDeviceGetMemoryInfo(self, handle, memory):  # noqa: N802
+        memory._obj.total, memory._obj.free, memory._obj.used = 10**10, 0, handle.value * 10**6
+        return 0
+
+
+def test_each_ranks_gpus_are_looked_at(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    gpus = Gpus(Nvml("GPU-a", "GPU-b", "GPU-c", "GPU-d"))
+    usage = Usage([7, 8, 9], [[0, 1], [3], [4]], read=lambda pid: pid, gpus=gpus)
+    assert usage.look(0) == (Load(201_000_000, 80), Load(103_000_000, 83), Load(9))  # there is no GPU 4
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-b")
+    gpus = Gpus(Nvml("GPU-a", "GPU-b", "GPU-c", "GPU-d"))
+    assert [gpus.look(0), gpus.look(1)] == [(82, 102_000_000), (81, 101_000_000)]
+
+
+def test_which_gpus_a_rank_has(monkeypatch):
+    monkeypatch.setattr("labkit.worker.resource_usage.gpu_count", lambda: 4)
+    assert gpus_of(2, "auto") == [[0, 1], [2, 3]]
+    assert gpus_of(8, "cuda")[5] == [1]
+    assert gpus_of(2, "cpu") == [[], []]
+
+
+def test_gpus_stand_beside_their_ranks():
+    album = Album()
+    live = Live(album, lambda: 0)
+    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
+    live.update(400 * MS, part(), [[], []], (Load(8_000_000_000, 97), Load(1, 5)))
+    assert {"97 %", "8.00 GB", "5 %", "GPU busy, its memory"} < set(texts(album.pages[-1]))
+
+
+def test_the_finished_picture_has_the_curve_beneath():
+    trace = data_parallel(3, 5)
+    figure = gantt.figure_of(trace, "train on 3 ranks")
+    before, rows = figure.get_figheight(), figure.axes[0].get_position().height * figure.get_figheight()
+    beneath(figure, trace)
+    timeline, panel = figure.axes
+    assert timeline.get_position().height * figure.get_figheight() == pytest.approx(rows)
+    assert figure.get_figheight() > before
+    assert (panel.get_title("left"), panel.get_xlabel()) == ("loss", "time since the start of the run [ms]")
+    *each, mean = (line.get_ydata() for line in panel.lines)
+    assert len(each) == 3
+    assert mean == pytest.approx(np.mean(each, axis=0))
+    assert mean == pytest.approx([2.3 * 0.9**i + 0.01 for i in range(5)])
+
+
+@pytest.mark.parametrize(("of", "title"), [(1, ""), (1e-2, ""), (1e-3, "  [10⁻³]"), (2e9, "  [10⁹]"), (0, "")])
+def test_the_name_and_the_numbers_of_the_curve_are_inside_the_picture(of, title):
+    name = "cross entropy of the validation set, mean of all batches"
+    scalars = [Scalar(0, name, i * MS, of * (1.3251 + 0.0001 * i)) for i in range(5)]
+    trace = data_parallel(2, 5)
+    trace = Trace(trace.columns, scalars, ranks=("0", "1"))  # short names leave little room at the left
+    figure = gantt.figure_of(trace, "f")
+    beneath(figure, trace)
+    panel = figure.axes[1]
+    figure.canvas.draw()
+    assert panel.get_title("left") == name + title
+    assert panel.get_tightbbox().x0 >= 0
+    assert panel.get_tightbbox().x1 <= figure.bbox.width
+
+
+@pytest.mark.parametrize(("several", "drawn"), [(None, []), (0, []), (1, []), (3, ["loss"])])
+def test_the_finished_picture_has_a_curve_only_of_several_values(several, drawn):
+    trace = data_parallel(2, 5)
+    trace = Trace(trace.columns, [] if several is None else recorded(several), ranks=trace.ranks)
+    figure = gantt.figure_of(trace, "f")
+    beneath(figure, trace)
+    assert [panel.get_title("left") for panel in figure.axes[1:]] == drawn
+
+
+def test_a_rank_that_recorded_once_has_no_share_in_the_mean():
+    trace = data_parallel(2, 5)
+    scalars = [Scalar(0, "loss", i * MS, float(i)) for i in range(4)] + [Scalar(1, "loss", 0, 100.0)]
+    trace = Trace(trace.columns, scalars, ranks=trace.ranks)
+    figure = gantt.figure_of(trace, "f")
+    beneath(figure, trace)
+    (mean,) = figure.axes[1].lines
+    assert list(mean.get_ydata()) == [0, 1, 2, 3]
+
+
+# Long runs
+
+
+def test_the_time_axis_doubles_when_it_is_full():
+    trace = alone(4)
+    album = watched(trace, [400, 600, 1100])
+    assert [frame.detail.extent_ns / MS for frame in album.frames] == [500, 500, 1000, 2000]
+    assert "1000" in texts(album.pages[2])
+    assert {"2", "time since the start of the run [s]"} <= set(texts(album.pages[3]))
+
+
+def test_a_run_of_many_steps_shows_a_late_step_and_where_it_lies():
+    trace = data_parallel(steps=40)
+    album = watched(trace, [200, 500])
+    assert album.frames[1].detail.marked is None  # 8 steps: the whole
+    detail = album.frames[2].detail
+    bounds = trace.step_bounds()
+    number = int(np.flatnonzero(bounds[:, 1] <= 500 * MS)[-1])
+    assert detail.label == f"time since the start of step {number}"
+    assert detail.trace.start_ns == bounds[number, 0]
+    assert detail.marked[0] == bounds[number, 0] - trace.start_ns
+    assert detail.extent_ns >= bounds[number, 1] - bounds[number, 0]
+    assert detail.trace.end_ns == bounds[number, 1]  # not as far as the axis: what the next step is at is not complete
+    assert f"{number + 1} of 40 steps" in album.frames[2].progress
+    assert f"time since the start of step {number} [ms]" in texts(album.pages[2])
+
+
+def test_a_step_stays_long_enough_for_the_eye():
+    labels = [frame.detail.label for frame in watched(data_parallel(steps=120), range(400, 2400, 200)).frames[1:]]
+    changes = sum(a != b for a, b in itertools.pairwise(labels))
+    assert changes == 3  # every 0.6 s, though a step takes 22 ms
+
+
+def test_slow_steps_are_shown_while_they_are_made():
+    book = Book()
+    for i in range(20):
+        book.compute(0, "forward", 1000 * i, 1000 * i + 600)
+        book.compute(0, "backward", 1000 * i + 600, 1000 * (i + 1))
+        book.whole(0, "step", 1000 * i, 1000 * (i + 1))
+    frame = watched(book.trace(1), [15000, 15700]).frames[-1]
+    assert frame.detail.label == "time since the start of step 14"
+    assert frame.detail.extent_ns == 2000 * MS
+    assert frame.detail.trace.end_ns == 15700 * MS
+    compute, _ = lanes(frame.detail.trace, 0)
+    assert [list(STYLES)[s] for s in compute.style.tolist()] == ["forward", "backward", "forward", "unlabelled"]
+
+
+def test_frames_and_memory_are_bounded_whatever_the_number_of_spans():
+    trace = many(400_000)
+    album = Album()
+    live = Live(album, lambda: 0)
+    live.begin(trace.ranks, "f on 4 ranks", trace.start_ns)
+    for now_ns, new, operations in feed(trace, range(100, 1000, 100)):
+        live.update(now_ns, new, operations)
+        recent = live._recent
+        assert len(recent._rows) <= recent_module.KEPT
+        assert recent._rows.base is None  # it is no view of something larger
+    assert album.frames[-1].detail is None  # too many to be drawn one by one: the past in bins
+    assert max(map(len, album.pages)) < 100_000
+    assert "forward" in texts(album.pages[-1])  # in the legend
+    for page in album.pages:
+        drawing(page)
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 16, 64])
+def test_a_frame_of_the_worst_kind_is_bounded_too(ranks):
+    book = Book()
+    for rank in range(ranks):
+        for i in range(4000 // ranks - 1):
+            book.compute(rank, ("forward", "backward")[i % 2], i * ranks / 10, i * ranks / 10 + 0.07 * ranks)
+    album = watched(book.trace(ranks, start_ns=0), [200, 400])
+    assert album.frames[-1].detail is not None
+    assert max(map(len, album.pages)) < 150_000
+
+
+def test_drawing_takes_a_bounded_share_of_the_processor():
+    cost_ns = 20 * MS
+    ticks = iter(range(0, 10_000 * cost_ns, cost_ns))  # each look at the clock finds 20 ms gone
+    album = watched(data_parallel(steps=300), range(200, 6200, 200), clock=lambda: next(ticks))
+    assert len(album.frames) == 1 + 10  # 20 ms for a frame: one every 0.6 s, and not every 0.2 s
+
+
+# What is remembered
+
+
+def binned_exactly(trace, recent):
+    edges = (recent.start_ns + np.arange(recent_module.BINS + 1) * recent.bin_ns).astype(np.int64)
+    return [[coverage(bars, edges) for bars in lanes(trace, rank)] for rank in range(len(trace.ranks))]
+
+
+@pytest.mark.parametrize("trace", [data_parallel(4, 60), model_parallel(20), alone(60)], ids=["data", "model", "alone"])
+@pytest.mark.parametrize("every_ms", [37, 200])
+def test_the_bins_hold_what_the_timeline_shows(trace, every_ms):
+    recent = Recent(trace.ranks, trace.start_ns)
+    moments = np.arange(every_ms, trace.end_ns / MS + 3 * every_ms + 20, every_ms)
+    for now_ns, new, _ in feed(trace, moments):
+        recent.add(new, now_ns)
+    assert recent.shown_ns > recent_module.FIRST_NS  # the bins were folded on the way
+    for rank, exact in enumerate(binned_exactly(trace, recent)):
+        for lane in (0, 1):
+            found, expected = recent.binned(rank)[lane], exact[lane]
+            missed_ns = np.abs(found - expected).sum()
+            assert missed_ns <= 0.04 * trace.duration_ns, f"rank {rank}, lane {lane}: {missed_ns / trace.duration_ns:.1%}"
+
+
+def test_an_outer_span_takes_what_those_within_it_left():
+    recent = Recent(("rank 0",), 0)
+    recent.add(part(Span(0, "forward", "compute", 0, 100 * MS), ranks=1), 110 * MS)
+    recent.add(part(Span(0, "epoch", "compute", 0, 150 * MS), ranks=1), 160 * MS)
+    recent.add(part(ranks=1), 300 * MS)
+    recent.add(part(ranks=1), 310 * MS)
+    compute, _ = recent.binned(0)
+    total = dict(zip(STYLES, (compute.sum(axis=1) / MS).round(3).tolist(), strict=True))
+    assert total["forward"] == 100
+    assert total["compute"] == 50
+    assert total["unlabelled"] == pytest.approx(150, abs=2)  # up to where the bins are complete
+
+
+def test_very_many_spans_at_once_are_summed():
+    trace = many(200_000)
+    recent = Recent(trace.ranks, trace.start_ns)
+    for now_ns, new, _ in feed(trace, [250, 500, 520, 540]):
+        assert len(new) > recent_module.EXACT or now_ns > 510 * MS
+        recent.add(new, now_ns)
+    compute, communication = recent.binned(0)
+    third = trace.duration_ns * 9 / 30
+    assert compute[list(STYLES).index("forward")].sum() == pytest.approx(third, rel=0.01)
+    assert communication[list(STYLES).index("exposed")].sum() == pytest.approx(third, rel=0.01)
+
+
+def test_an_operation_whose_ranks_come_with_different_updates_is_one():
+    recent = Recent(("rank 0", "rank 1"), 0)
+    first = Span(0, "all_reduce", "communication", 0, 100 * MS, 0, 100 * MS, group="g", match=1)
+    second = Span(1, "all_reduce", "communication", 90 * MS, 101 * MS, 90 * MS, 101 * MS, group="g", match=1)
+    recent.add(part(first), 100 * MS)
+    recent.add(part(second), 200 * MS)
+    recent.add(part(), 300 * MS)
+    _, communication = recent.binned(0)
+    assert communication[list(STYLES).index("waiting")].sum() == pytest.approx(90 * MS)
+    assert communication[list(STYLES).index("exposed")].sum() == pytest.approx(10 * MS)
+
+
+# Progress
+
+
+def loop(rank, at_ms, length):
+    return Scalar(rank, STEPS_IN_ALL, int(at_ms * MS), float(length))
+
+
+def test_steps_rate_time_left_and_values():
+    progress = Progress(2)
+    progress.add(part(step(0, 0, 500), step(1, 0, 500), scalars=[loop(0, 0, 10), loop(1, 0, 10)]))
+    assert progress.in_words() == "1 of 10 steps  ·  2 steps/s  ·  4 s left"
+    values = [Scalar(0, "loss", 900 * MS, 2.0), Scalar(1, "loss", 900 * MS, 1.0), Scalar(0, "loss", 950 * MS, 0.5)]
+    progress.add(part(step(0, 500, 1000), step(0, 1000, 1500), step(1, 500, 1000), scalars=values))
+    assert progress.in_words() == "2 of 10 steps  ·  2 steps/s  ·  4 s left  ·  loss 0.75"  # the slowest rank, the mean value
+    assert progress.done == 2
+    assert progress.fraction == 0.2
+
+
+def test_ranks_without_steps_do_not_hold_the_others_up():
+    progress = Progress(3)
+    progress.add(part(step(0, 0, 100), ranks=3))
+    assert progress.done == 1
+    assert progress.fraction is None
+    assert progress.in_words() == "1 step  ·  10 steps/s"
+    assert Progress(2).in_words() == ""
+    assert Progress(2).last_step() is None
+
+
+def test_a_second_loop_begins_anew():
+    progress = Progress(1)
+    progress.add(part(step(0, 0, 10), step(0, 10, 20), scalars=[loop(0, 0, 2)], ranks=1))
+    progress.add(part(step(0, 30, 40), scalars=[loop(0, 30, 4)], ranks=1))
+    assert progress.in_words().startswith("1 of 4 steps")
+    assert progress.in_words().endswith("left in this loop")
+    assert progress.done == 3
+
+
+def test_the_step_of_a_loop_around_the_loop_does_not_count():
+    progress = Progress(1)
+    inner = [step(0, 10 * i, 10 * (i + 1)) for i in range(3)]
+    progress.add(part(*inner, scalars=[loop(0, 0, 1), loop(0, 0.1, 3)], ranks=1))
+    progress.add(part(step(0, 0, 30), ranks=1))
+    assert progress.done == 3
+    assert progress.last_step() == (20 * MS, 30 * MS)
+
+
+def test_the_last_step_spans_all_ranks_that_made_it():
+    progress = Progress(2)
+    progress.add(part(step(0, 0, 10), step(0, 10, 19), step(0, 19, 30), step(1, 1, 11), step(1, 11, 21)))
+    assert progress.last_step() == (10 * MS, 21 * MS)
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(0.2, "0 s"), (59.4, "59 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")])
+def test_the_time_left_in_words(seconds, words):
+    progress = Progress(1)
+    progress.add(part(step(0, 0, 1000 * seconds), scalars=[loop(0, 0, 2)], ranks=1))
+    assert progress.in_words().endswith(f"{words} left")
+
+
+# Where it is shown
+
+
+@pytest.fixture
+def displayed(monkeypatch):
+    """What IPython would have been given to display, in a cell of a notebook."""
+    calls = []
+
+    def display(data, *, raw, metadata, display_id, update):
+        assert raw
+        calls.append((display_id, update, data, metadata))
+
+    monkeypatch.setattr("IPython.display.display", display)
+    monkeypatch.setattr(live_module, "_screen_here", live_module._Cell)
+    return calls
+
+
+def run_through(trace, *, stopped=""):
+    live = Live(clock=lambda: 0)
+    live.begin(trace.ranks, "train on 4 ranks", trace.start_ns)
+    for now_ns, new, operations in feed(trace, [30, 60]):
+        live.update(now_ns, new, operations)
+    live.end(trace, stopped)
+
+
+def test_one_display_is_updated_and_ends_as_an_image(displayed):
+    run_through(data_parallel())
+    assert len({display_id for display_id, *_ in displayed}) == 1
+    assert [update for _, update, *_ in displayed] == [False, True, True, True, True]
+    # nbval compares the first with what the notebook holds, which is the last: the texts are the same, and images are left aside.
+    assert [data["text/plain"] for _, _, data, _ in displayed] == ["timeline of train on 4 ranks"] * 5
+    assert [min(data) for _, _, data, _ in displayed] == ["text/plain", "text/html", "text/html", "text/html", "image/png"]
+    _, _, last, metadata = displayed[-1]
+    assert set(last) == {"image/png", "text/plain"}
+    image = base64.b64decode(last["image/png"])
+    assert image.startswith(b"\x89PNG")
+    assert len(image) < 60_000
+    with Image.open(io.BytesIO(image)) as opened:
+        assert opened.mode == "P"
+        assert opened.convert("RGB").getpixel((2, 2)) == (255, 255, 255)  # white, so that a dark theme shows it too
+    assert metadata == {"image/png": {"width": 900}}
+    assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
+
+
+def test_two_runs_on_a_page_do_not_share_their_patterns(displayed):
+    run_through(alone())
+    run_through(alone())
+    pages = [data["text/html"] for _, _, data, _ in displayed if "text/html" in data]
+    assert len({re.search(r'pattern id="([^"]+)"', page)[1] for page in pages}) == 2
+
+
+def test_a_failed_run_says_so_in_its_picture(displayed, monkeypatch):
+    titles = []
+    figure_of = gantt.figure_of
+    monkeypatch.setattr(gantt, "figure_of", lambda trace, title: titles.append(title) or figure_of(trace, title))
+    run_through(data_parallel(), stopped="stopped by an error")
+    assert titles == ["train on 4 ranks, stopped by an error"]
+
+
+def test_a_run_without_a_span_leaves_its_text(displayed):
+    live = Live()
+    live.begin(("rank 0",), "f on rank 0", 0)
+    live.end(Trace(ranks=["rank 0"]), "")
+    assert displayed[-1][2] == {"text/plain": "timeline of f on rank 0"}
+
+
+def test_what_cannot_be_drawn_is_said_once_and_does_no_harm(capsys):
+    class Broken(Album):
+        def show(self, _):
+            raise ValueError("no ink")
+
+    album = Broken()
+    live = Live(album, lambda: 0)
+    trace = data_parallel()
+    live.begin(trace.ranks, "train on 4 ranks", 0)
+    for now_ns, new, operations in feed(trace, [10, 20, 30]):
+        live.update(now_ns, new, operations)
+    assert capsys.readouterr().err == "labkit could not draw the run, which is not affected by it. ValueError: no ink\n"
+    live.end(trace, "")
+    assert album.left == (trace, "train on 4 ranks")  # the finished picture may still succeed
+    assert not capsys.readouterr().err
+
+
+def test_stop_is_not_held_back():
+    class Stopped(Album):
+        def show(self, _):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Live(Stopped()).begin(("rank 0",), "f", 0)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_in_a_terminal_it_is_one_line(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setitem(sys.modules, "IPython", None)
+    monkeypatch.setenv("COLUMNS", "200")
+    trace = data_parallel(steps=4)
+    live = Live(clock=lambda: 0)
+    live.begin(trace.ranks, "train on 4 ranks", trace.start_ns)
+    for now_ns, new, _ in feed(trace, [50]):
+        live.update(now_ns, new, [[pending("all_reduce", 40, 41)], [], [], []])
+    live.end(trace, "")
+    lines = terminal.getvalue().replace("\x1b[K", "").split("\r")[1:]
+    assert lines[0] == "train on 4 ranks  ·  0.0 s"
+    assert lines[1].startswith("train on 4 ranks  ·  2 of 4 steps")
+    assert lines[1].endswith("loss 2.085  ·  rank 0: all_reduce…")
+    assert lines[2] == f"train on 4 ranks: {time_in_words(trace.duration_ns)}\n"
+
+
+def test_elsewhere_it_says_nothing(capsys):
+    run_through(data_parallel())
+    assert capsys.readouterr() == ("", "")
+
+
+NOTEBOOK_CELL = """
+import sys
+sys.path[:0] = {path!r}
+import synthetic
+from labkit.plots.live.view import Live
+
+trace = synthetic.data_parallel(steps=20)
+live = Live()
+live.begin(trace.ranks, "train on 4 ranks", trace.start_ns)
+for now_ns, new, pending in synthetic.feed(trace, range(50, 500, 50)):
+    live.update(now_ns, new, pending)
+live.end(trace, "")
+"""
+
+
+# In a process of its own, which takes with it what a kernel leaves.
+EXECUTE = """
+import sys, nbclient, nbformat
+notebook = nbformat.read(sys.argv[1], 4)
+nbclient.NotebookClient(notebook, kernel_name="python3").execute()
+nbformat.write(notebook, sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_a_saved_notebook_holds_one_image_and_nbval_agrees(tmp_path):
+    path = [str(Path(labkit.__file__).parent.parent), str(Path(synthetic.__file__).parent)]
+    file = tmp_path / "live.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(NOTEBOOK_CELL.format(path=path))]), file)
+    subprocess.run([sys.executable, "-c", EXECUTE, file.name], check=True, cwd=tmp_path, timeout=200)
+    (output,) = nbformat.read(file, 4).cells[0].outputs
+    assert set(output.data) == {"image/png", "text/plain"}
+    assert output.data["text/plain"] == "timeline of train on 4 ranks"
+    options = ["--nbval", "--nbval-current-env", "-q", "-p", "no:cacheprovider", file.name]
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", *options], check=False, cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    assert found.returncode == 0, found.stdout

@@ -1,0 +1,379 @@
+"""What fills a rank's memory: counted against arithmetic by hand and torch's own tracker, and drawn."""
+
+import gc
+import itertools
+import mmap
+from types import SimpleNamespace
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn.functional import mse_loss
+
+import labkit as lab
+from labkit.plots.memory import _thinned, memory, usages
+from labkit.recording.memory_tracker import Tracker, track_memory
+from labkit.recording.record import Recorder, here
+from labkit.recording.ring_buffer import MEMORY, MEMORY_KINDS, RING_BYTES, RingReader, RingWriter
+from labkit.tracing.load import load_trace
+from labkit.tracing.trace import from_records
+
+from synthetic import Book, alone  # isort: skip
+
+
+@pytest.fixture
+def rank():
+    """This process as a rank; `rank.usage()` is what it wrote down, by kind: the values in order."""
+    ring = mmap.mmap(-1, RING_BYTES)
+    reader = RingReader(ring)
+    here.start(Recorder(RingWriter(ring)))
+
+    def trace():
+        records = reader.read()
+        return from_records([records], [reader.names()], ["rank 0"])
+
+    def usage():
+        curves = {}
+        for scalar in trace().scalars:
+            curves.setdefault(scalar.name.removeprefix(MEMORY), []).append(scalar.value)
+        return curves
+
+    yield SimpleNamespace(trace=trace, usage=usage, ring=here.recorder.ring)
+    here.start(None)
+
+
+BATCH, WIDTHS = 32, (64, 128, 10)
+
+
+def mlp():
+    torch.manual_seed(0)
+    first, hidden, last = WIDTHS
+    return nn.Sequential(nn.Linear(first, hidden), nn.ReLU(), nn.Linear(hidden, last))
+
+
+def count(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+def loss_of(model):
+    return mse_loss(model(torch.ones(BATCH, WIDTHS[0])), torch.zeros(BATCH, WIDTHS[-1]))
+
+
+def test_an_mlp_with_adam_by_hand(rank):
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+    with track_memory(model, optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            optimizer.step()
+    n, (first, hidden, last) = count(model), WIDTHS
+    usage = rank.usage()
+    assert set(usage["parameters"]) == {4 * n}
+    assert max(usage["gradients"]) == usage["gradients"][-1] == 4 * n
+    assert 0 in usage["gradients"]  # zero_grad lets them go
+    # Two moments, and for each of the four parameters the number of steps, in four bytes.
+    assert usage["optimizer state"][-1] == 2 * 4 * n + 4 * 4
+    # The first layer keeps the batch; ReLU and the second layer the hidden values, once; the loss what it compares.
+    assert max(usage["activations"]) == 4 * BATCH * (first + hidden + 2 * last)
+    assert usage["activations"][-1] == 0
+    assert set(usage) == {"parameters", "gradients", "optimizer state", "activations"}
+
+
+def test_what_is_there_already_is_one_point_however_long_it_takes(rank):
+    model, clock = mlp(), itertools.count(0, 10**9)
+    with Tracker(rank.ring, [model], [], now=lambda: next(clock)).following():
+        loss_of(model).backward()
+    assert set(rank.usage()["parameters"]) == {4 * count(model)}
+
+
+def test_it_agrees_with_torchs_own_tracker(rank):
+    kinds = {"parameters": "Parameter", "gradients": "Gradient", "optimizer state": "Optstate"}
+    theirs = {}
+    for own in (True, False):
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters())
+        tracker = track_memory(model) if own else MemTracker()
+        with tracker:
+            loss_of(model).backward()
+            optimizer.step()
+            if not own:
+                snapshot = tracker.get_tracker_snapshot()[torch.device("cpu")]
+                theirs = {kind.value: value for kind, value in snapshot.items() if kind != "Total"}
+    usage = rank.usage()
+    assert {kind: usage[kind][-1] for kind in kinds} == {kind: theirs[name] for kind, name in kinds.items()}
+
+
+def test_nothing_counts_twice(rank):
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.BatchNorm1d(16, affine=False))
+    model.append(model[0])  # a layer that is there twice
+    data = torch.ones(1000, 16)
+    with track_memory(model, model):
+        kept = model(data[8:16])
+        model(data[8:16])  # the same part of the data again; its graph is gone at once
+    usage = rank.usage()
+    assert usage["parameters"][-1] == 4 * (16 * 16 + 2 * 16) + 8  # the layer, the two buffers, and how many batches there were
+    # The part of the data that is kept, not all of it; what BatchNorm takes and gives; its mean and deviation of the batch.
+    assert usage["activations"][-1] == 4 * (8 * 16 + 2 * 8 * 16 + 2 * 16)
+    del kept
+
+
+def test_gradients_in_buckets_and_states_that_were_there(rank):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    loss_of(model).backward()
+    optimizer.step()
+    bucket = torch.zeros(count(model))
+    for p, part in zip(model.parameters(), bucket.split([p.numel() for p in model.parameters()]), strict=True):
+        p.grad = part.view_as(p)
+    with track_memory(model, optimizer):
+        pass
+    usage = rank.usage()
+    assert usage["gradients"] == usage["optimizer state"] == [4 * count(model)] * len(usage["gradients"])
+
+
+def test_other_is_what_the_allocator_holds_besides(rank):
+    """On CUDA. Here the allocator is pretended."""
+    model, held = mlp(), itertools.count(500_000, 1000)
+    with Tracker(rank.ring, [model], [], allocated=lambda: next(held), now=itertools.count(step=10**9).__next__).following():
+        loss_of(model).backward()
+    by_time = {}
+    for scalar in rank.trace().scalars:
+        by_time.setdefault(scalar.time_ns, {})[scalar.name] = scalar.value
+    first, *_ = by_time.values()
+    assert sum(first.values()) == 500_000
+    last = list(by_time.values())[-1]
+    assert sum(last.values()) == next(held) - 1000
+
+
+def test_points_are_few_but_peaks_stay(rank):
+    now = itertools.count(0, 1000).__next__  # a thousand counts take a millisecond
+    tracker = Tracker(rank.ring, [], [], now=now)
+    with tracker.following():
+        for _ in range(3):
+            for _ in range(1037):
+                tracker.count("activations", 8)
+            for _ in range(1037):
+                tracker.count("activations", -8)
+    values = rank.usage()["activations"]
+    assert values.count(8 * 1037) == 3
+    assert 20 < len(values) < 80
+
+
+def test_an_inplace_change_of_what_was_saved_is_an_error_as_ever(rank):
+    x = torch.ones(3, requires_grad=True)
+    with track_memory(nn.Linear(1, 1)):
+        y = x.exp()
+        y.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_gradients_are_what_they_are_without_it(rank):
+    def gradients():
+        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.LazyLinear(3), nn.Dropout())
+        torch.manual_seed(1)
+        model(torch.ones(2, 1, 8, 8))
+        return model
+
+    model = gradients()
+    found = []
+    for follow in (True, False):
+        torch.manual_seed(2)
+        model.zero_grad()
+        with track_memory(model) if follow else torch.enable_grad():
+            loss = model(torch.ones(2, 1, 8, 8)).square().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_afterwards_nothing_is_written_and_nothing_is_held(rank):
+    model = mlp()
+    with track_memory(model):
+        loss = loss_of(model)
+    rank.trace()
+    loss.backward()
+    del loss
+    gc.collect()
+    assert not rank.trace().scalars
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters() if p._post_accumulate_grad_hooks is not None)
+    assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in model.modules())
+
+
+def test_outside_a_group_it_does_nothing():
+    with lab.track_memory("anything"):
+        pass
+
+
+@pytest.mark.parametrize("wrong", [(), ("model",), (mlp(), "optimizer"), (torch.optim.SGD(mlp().parameters()),)])
+def test_it_asks_for_modules(rank, wrong):
+    with pytest.raises(TypeError, match=r"track_memory\(.*expected modules and optimizers, as in track_memory\(model, optim"):
+        track_memory(*wrong)
+
+
+LAYERS, WIDTH, ROWS = 4, 64, 8
+WHOLE = 4 * LAYERS * WIDTH * WIDTH  # bytes of all parameters
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    with lab.Group(2, devices="cpu") as group:
+        yield group
+
+
+def sharded(one_group, reshard, make_optimizer, steps=2):
+    """Some steps of a model whose layers FSDP2 gathers all at once, or each by itself."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    for layer in () if one_group else model:
+        fully_shard(layer, reshard_after_forward=reshard)
+    fully_shard(model, reshard_after_forward=reshard)
+    optimizer = make_optimizer(model.parameters())
+    with lab.track_memory(model, optimizer):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = model(torch.ones(ROWS, WIDTH)).sum()
+            lab.record(forward_is_over=1)
+            loss.backward()
+            lab.record(backward_is_over=1)
+            optimizer.step()
+
+
+def at(run, name):
+    """What filled rank 0 by kind when something was recorded the last time."""
+    usage = usages(run.trace)[0]
+    moment = [s.time_ns for s in run.trace.scalars if s.name == name and s.rank == 0][-1]
+    values = usage.nbytes[:, np.searchsorted(usage.time_ns, moment) - 1].tolist()
+    return {kind: value for kind, value in zip(MEMORY_KINDS, values, strict=True) if value}
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
+@pytest.mark.parametrize("one_group", [True, False], ids=["one group", "a group per layer"])
+def test_gathered_parameters_are_gone_when_fsdp_frees_them(two_ranks, one_group, reshard, make_optimizer, tmp_path):
+    run = two_ranks.run(sharded, one_group, reshard, make_optimizer)
+    # Two moments, and for each parameter the number of steps, in four bytes.
+    state = {"optimizer state": WHOLE + 4 * LAYERS} if make_optimizer is torch.optim.AdamW else {}
+    stays = {"parameters": WHOLE / 2} | state
+    activations = {"activations": 4 * LAYERS * ROWS * WIDTH}
+    kept = {} if reshard else {"gathered parameters": WHOLE}
+    assert at(run, "forward_is_over") == stays | kept | activations
+    assert at(run, "backward_is_over") == stays | {"gradients": WHOLE / 2}
+    trace = load_trace(run.trace.save(tmp_path / "trace.json"))
+    assert [usage.rank for usage in usages(trace)] == [0, 1]
+    for usage in usages(trace):
+        gathered = usage.nbytes[MEMORY_KINDS.index("gathered parameters")]
+        assert gathered.max() == (WHOLE if one_group or not reshard else WHOLE / LAYERS)
+        assert gathered[-1] == 0
+
+
+def test_the_peak_of_a_first_step_with_adamw_is_at_the_optimizer(two_ranks):
+    usage = usages(two_ranks.run(sharded, True, True, torch.optim.AdamW, steps=1).trace)[0]
+    peak = dict(zip(MEMORY_KINDS, usage.nbytes[:, usage.peak].tolist(), strict=True))
+    expected = {"parameters": WHOLE / 2, "gradients": WHOLE / 2, "optimizer state": WHOLE + 4 * LAYERS}
+    assert {kind: value for kind, value in peak.items() if value} == expected
+
+
+def test_what_fsdp_keeps_of_gathered_parameters_counts_until_the_backward_pass():
+    with lab.Group(4, devices="cpu") as group:
+        run = group.run(sharded, True, 2, torch.optim.SGD)
+    activations = 4 * LAYERS * ROWS * WIDTH
+    assert at(run, "forward_is_over") == {"parameters": WHOLE / 4, "gathered parameters": WHOLE / 2, "activations": activations}
+    assert at(run, "backward_is_over") == {"parameters": WHOLE / 4, "gradients": WHOLE / 4}
+
+
+def test_what_changes_last_is_dated_when_it_does(rank):
+    now = SimpleNamespace(ns=0)
+    tracker = Tracker(rank.ring, [], [], now=lambda: now.ns)
+    with tracker.following():
+        now.ns = 10
+        tracker.count("activations", 8)
+        now.ns = 1000
+    assert [(s.time_ns, s.value) for s in rank.trace().scalars] == [(10, 8), (1000, 8)]
+
+
+# The figure
+
+
+def followed():
+    book = Book()
+    for rank in range(2):
+        book.whole(rank, "call", 0, 100)
+        book.scalar(rank, f"{MEMORY}parameters", 10, 2 << 20)
+        book.scalar(rank, f"{MEMORY}activations", 20, (3 + rank) << 20)
+        book.scalar(rank, f"{MEMORY}gradients", 30, 1 << 20)
+        book.scalar(rank, f"{MEMORY}activations", 30, 0)
+        book.scalar(rank, "loss", 30, 5)
+    return book.trace(2)
+
+
+def test_values_last_until_the_next():
+    first, second = usages(followed())
+    assert first.time_ns.tolist() == [10_000_000, 20_000_000, 30_000_000]
+    found = {kind: (row / 2**20).tolist() for kind, row in zip(MEMORY_KINDS, first.nbytes, strict=True) if row.any()}
+    assert found == {"parameters": [2, 2, 2], "gradients": [0, 0, 1], "activations": [0, 3, 0]}
+    assert (first.peak, second.peak) == (1, 1)
+
+
+def test_the_figure_says_the_peak_its_split_and_the_units():
+    ax = memory(followed())
+    assert [t.get_text() for t in ax.texts] == [
+        "rank 0: peak 5.00 MiB = parameters 2.00 + activations 3.00",
+        "rank 1: peak 6.00 MiB = parameters 2.00 + activations 4.00",
+    ]
+    assert ax.get_ylabel() == "memory of a rank [MiB]"
+    assert ax.get_xlabel() == "time since the start of the run [ms]"
+    legend = ax.figure.legends[0]
+    assert [t.get_text() for t in legend.get_texts()] == ["parameters", "gradients", "activations", "peak"]
+    heights = [np.ptp(area.get_paths()[0].vertices[:, 1]) for area in ax.collections]
+    assert heights == pytest.approx([2, 1, 3, 2, 1, 4])
+    plt.close(ax.figure)
+
+
+def test_a_step_begins_with_what_is_there():
+    book = Book()
+    book.whole(0, "step", 0, 50)
+    book.whole(0, "step", 50, 100)
+    book.scalar(0, f"{MEMORY}parameters", 10, 2 << 20)
+    book.scalar(0, f"{MEMORY}activations", 60, 1 << 20)
+    book.scalar(0, "loss", 40, 7)
+    trace = book.trace(1)
+    assert [(s.name, s.time_ns // 10**6) for s in trace.step(1).scalars] == [
+        (f"{MEMORY}parameters", 50),
+        (f"{MEMORY}activations", 60),
+    ]
+    ax = memory(trace, step=1)
+    assert ax.texts[0].get_text() == "rank 0: peak 3.00 MiB = parameters 2.00 + activations 1.00"
+    assert ax.get_xlabel() == "time since the start of the step [ms]"
+    plt.close(ax.figure)
+
+
+def test_many_points_are_drawn_by_their_extremes():
+    book = Book()
+    book.whole(0, "call", 0, 1000)
+    for i in range(40_000):
+        book.scalar(0, f"{MEMORY}activations", i / 40, (i * 7919 % 1000) * 1024)
+    (usage,) = usages(trace := book.trace(1))
+    thinned = _thinned(usage, trace)
+    assert len(thinned.time_ns) < 3100
+    assert thinned.nbytes.max() == usage.nbytes.max()
+    assert (thinned.time_ns[0], thinned.time_ns[-1]) == (usage.time_ns[0], usage.time_ns[-1])
+    assert (np.diff(thinned.time_ns) > 0).all()
+
+
+def test_the_figure_draws_where_it_is_told():
+    _, ax = plt.subplots()
+    assert memory(followed(), ax=ax) is ax
+    plt.close(ax.figure)
+
+
+def test_without_numbers_it_says_how_to_get_them():
+    with pytest.raises(lab.LabError, match=r"put `with lab.track_memory\(model, optimizer\):` around the training loop"):
+        memory(alone())

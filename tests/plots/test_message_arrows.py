@@ -1,0 +1,114 @@
+"""Messages as arrows of the timeline: which there are, where they begin and end, and when they are left out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import matplotlib as mpl
+import pytest
+
+mpl.use("agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.patches import FancyArrowPatch
+
+from labkit.plots.figures import timeline
+from labkit.plots.message_arrows import Message, messages
+from labkit.tracing.ideal_pipeline import schedule
+from labkit.tracing.trace import Trace
+
+from synthetic import MS, Book, data_parallel, gpu_and_cpu, master_and_workers, model_parallel, remote_calls  # isort: skip
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    plt.close("all")
+
+
+def arrows(ax):
+    """Their ends: x and y, twice."""
+    found = [patch for patch in ax.patches if isinstance(patch, FancyArrowPatch)]
+    return sorted(tuple(round(c, 3) for end in patch._posA_posB for c in end) for patch in found)
+
+
+def test_a_message_goes_from_the_moment_both_are_there_to_its_arrival():
+    found = messages(model_parallel(1))
+    assert found == [
+        Message(0, int(6.8 * MS), 1, int(7.8 * MS), span=7),
+        Message(1, int(21.8 * MS), 0, int(22.8 * MS), span=11),
+    ]
+    # from the middle of one rank's communication lane to that of the other
+    assert arrows(timeline(model_parallel(1))) == [(6.8, 0.75, 7.8, 1.75), (21.8, 1.75, 22.8, 0.75)]
+
+
+def test_a_message_sets_out_when_its_receiver_has_come():
+    book = Book()
+    book.travel(0, "send", 1, 8, peer=1, group="p2p", match=1)
+    book.travel(1, "recv", 6, 8, peer=0, group="p2p", match=1)
+    assert arrows(timeline(book.trace(2, start_ns=0))) == [(6, 0.75, 8, 1.75)]
+
+
+def test_a_call_arrives_when_it_is_served_and_its_result_when_the_call_is_over():
+    found = messages(remote_calls())
+    assert len(found) == 8
+    calls = [m for m in found if m.call]
+    assert [(m.source, m.destination) for m in calls] == [(0, 1), (0, 2)] * 2
+    assert [(m.arrived_ns - m.sent_ns) / MS for m in calls] == pytest.approx([0.7] * 4, abs=1e-5)
+    replies = [m for m in found if not m.call]
+    assert [(m.source, m.destination) for m in replies] == [(1, 0), (2, 0)] * 2
+    ends = arrows(timeline(remote_calls()))
+    assert (2.3, 0.75, 3.0, 1.35) in ends  # into the compute lane
+    assert (7.3, 1.75, 8.2, 0.75) in ends
+
+
+def test_collectives_and_calls_of_which_one_end_is_unknown_have_no_arrows():
+    assert messages(data_parallel()) == []
+    assert messages(master_and_workers()) == []
+    assert arrows(timeline(data_parallel())) == []
+
+
+def test_only_messages_of_the_stretch_shown_are_drawn():
+    trace = schedule("1f1b", stages=2, micro_batches=4, communication=0.5)
+    assert 0 < len(messages(trace.between(0, trace.end_ns // 2))) < len(messages(trace))
+
+
+def test_a_message_that_never_arrived_has_no_arrow():
+    spans = [dataclasses.replace(s, done=False) if s.name == "recv" else s for s in model_parallel()]
+    assert messages(Trace(spans, ranks=["rank 0", "rank 1"])) == []
+
+
+def test_arrows_that_could_not_be_told_apart_are_left_out():
+    few, many = (schedule("gpipe", stages=2, micro_batches=m, communication=0.5) for m in (8, 60))
+    assert len(arrows(timeline(few))) == 16
+    assert arrows(timeline(many)) == []
+
+
+def test_no_arrows_where_rows_are_too_low():
+    assert arrows(timeline(schedule("gpipe", stages=24, micro_batches=2, communication=0.5))) == []
+
+
+def test_the_legend_explains_arrows_only_where_there_are_any():
+    from matplotlib.legend import Legend
+
+    def words(trace):
+        return [t.get_text() for a in timeline(trace).artists if isinstance(a, Legend) for t in a.get_texts()]
+
+    assert "message" in words(model_parallel())
+    assert "message" not in words(gpu_and_cpu())
+
+
+def test_in_several_runs_arrows_stand_in_their_own():
+    ends = arrows(timeline(model_parallel(1), model_parallel(1)))
+    assert [round(end[1] - 0.75, 3) for end in ends] == [0.95, 3.9, 1.95, 4.9]  # under a heading of 0.95 rows each
+
+
+def test_between_gpus_messages_go_from_gpu_row_to_gpu_row():
+    book = Book()
+    for rank in range(2):
+        book.compute(rank, "data", 0, 2)
+        book.compute(rank, "forward", 2, 6, device="cuda")
+    shared = {"group": "p2p", "match": 1, "device": "cuda"}
+    book.travel(0, "send", 6, 8, peer=1, **shared)
+    book.travel(1, "recv", 5, 8, peer=0, **shared)
+    assert arrows(timeline(book.trace(2))) == [(6, 0.75, 8, 2.75)]

@@ -1,0 +1,160 @@
+"""The timeline of pipelines, of several runs by name, and of ranks with a GPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import matplotlib as mpl
+import pytest
+
+mpl.use("agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.collections import PolyCollection
+
+from labkit.plots.bars import caption, lanes
+from labkit.plots.figures import timeline
+from labkit.plots.rows import is_pipeline, rows_of
+from labkit.tracing.ideal_pipeline import schedule
+
+from synthetic import Book, alone, data_parallel, gpu_and_cpu, model_parallel  # isort: skip
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    plt.close("all")
+
+
+def bars_of(ax, style, row):
+    (found,) = [c for c in ax.collections if isinstance(c, PolyCollection) and c.get_label() == style]
+    corners = [path.vertices for path in found.get_paths()]
+    return sorted((round(c[:, 0].min(), 3), round(c[:, 0].max(), 3)) for c in corners if row <= c[:, 1].min() < row + 1)
+
+
+def rows(ax):
+    return [t.get_text() for t in ax.get_yticklabels()]
+
+
+def texts(ax):
+    return [t.get_text() for t in ax.texts]
+
+
+def test_a_micro_batch_has_its_number():
+    trace = schedule("gpipe", stages=2, micro_batches=12)
+    compute, _ = lanes(trace, 0)
+    assert [caption(trace, 10, compute, n) for n in (1, 2, 9, 10)] == ["", "10", "10", "10"]
+    assert [t for t in texts(timeline(trace)) if t.isdigit()] == [str(i) for i in range(12)] * 4
+
+
+def test_the_number_is_that_of_the_micro_batch_not_of_the_stage():
+    trace = schedule("interleaved 1f1b", stages=4, ranks=2, micro_batches=2)
+    compute, _ = lanes(trace, 1)
+    assert caption(trace, 0, compute, 4) == "0"
+    assert caption(trace, 0, compute, 40) == "forward 0 of stage 1"
+
+
+def test_the_title_of_a_pipeline_tells_its_bubble():
+    ideal = schedule("1f1b", stages=4, micro_batches=8)
+    assert timeline(ideal).get_title(loc="left") == "4 ranks, 33.0 s, bubble 27 %"
+    assert "GPipe:  2 ranks, 9.00 s, bubble 33 %" in texts(
+        timeline({"GPipe": schedule("gpipe", stages=2, micro_batches=2), "a": ideal})
+    )
+    for kind, more in itertools.product(("gpipe", "1f1b"), ({}, {"communication": 0.25})):
+        one = schedule(kind, stages=4, micro_batches=1, **more)
+        assert timeline(one).get_title(loc="left").endswith(f", bubble {100 * one.bubble:.0f} %")
+    assert "bubble" not in timeline(schedule("gpipe", stages=1, micro_batches=4)).get_title(loc="left")
+    for trace in (model_parallel(), data_parallel(), alone()):
+        assert not is_pipeline(trace)
+        assert "bubble" not in timeline(trace).get_title(loc="left")
+
+
+def test_numbers_alone_make_no_pipeline():
+    accumulating = Book()  # gradients over two micro-batches, on one rank or on several
+    for rank in range(2):
+        for i in range(2):
+            accumulating.compute(rank, f"forward {i}", i, i + 1)
+            if not rank:
+                assert not is_pipeline(accumulating.trace(1))
+        accumulating.travel(rank, "all_reduce", 2, 3, group="world", match=1)
+    assert not is_pipeline(accumulating.trace(2))
+    accumulating.travel(0, "send", 1, 2, peer=1)
+    assert is_pipeline(accumulating.trace(2))
+
+
+def test_ranks_that_work_on_the_same_number_at_once_are_no_pipeline():
+    beside = Book()
+    for rank in range(2):
+        for i in range(2):
+            beside.compute(rank, f"forward {i}", i, i + 1)
+    assert not is_pipeline(beside.trace(2))
+
+
+def test_numbers_in_a_run_without_messages_make_no_pipeline():
+    """Two ranks of which one began when the other was done, as when there is nothing to do for long."""
+    apart = Book()
+    for rank in range(2):
+        for i in range(2):
+            apart.compute(rank, f"forward {i}", 2 * rank + i, 2 * rank + i + 1)
+        apart.whole(rank, "call", 2 * rank, 2 * rank + 2)
+    assert not is_pipeline(apart.trace(2))
+
+
+def test_a_number_within_a_name_is_no_micro_batch():
+    for names, found in (
+        (("backward of NetShard1.forward", "backward of NetShard2.forward"), False),
+        (("forward of conv1d", "forward of conv2d"), False),
+        (("forward_0", "forward_1"), True),
+        (("forward of micro-batch 0", "forward of micro-batch 1"), True),
+        (("Forward0", "backward1"), True),
+    ):
+        book = Book()
+        for rank, name in enumerate(names):
+            book.compute(rank, name, rank, rank + 1)
+        book.travel(0, "send", 1, 2, peer=1)
+        assert is_pipeline(book.trace(2)) == found
+
+
+def test_runs_can_be_given_by_their_titles():
+    ax = timeline({"one process": alone(), "two stages": model_parallel()})
+    headings = [t.get_text() for t in ax.texts if t.get_weight() == "bold"]
+    assert headings == ["one process:  rank 0, 4 steps, 63.5 ms", "two stages:  2 ranks, 2 steps, 69.6 ms"]
+    assert timeline({"alone": alone()}).get_title(loc="left").startswith("alone  ·  ")
+    with pytest.raises(TypeError, match="expected at least one run"):
+        timeline({})
+
+
+def test_a_step_cut_out_of_a_run_is_one_step_though_its_neighbours_reach_into_it():
+    trace = data_parallel(steps=3)  # whose ranks begin a step at different times
+    assert timeline(trace.step(1)).get_title(loc="left") == "4 ranks, 22.8 ms"
+
+
+def test_a_rank_with_gpu_and_cpu_has_a_row_for_each():
+    trace = gpu_and_cpu()
+    ax = timeline(trace)
+    assert rows(ax) == ["rank 0 GPU", "CPU", "rank 1 GPU", "CPU"]
+    assert bars_of(ax, "forward", 0) == [(3, 9), (33, 39)]
+    assert bars_of(ax, "data", 1) == [(0.5, 2.5), (10, 13), (30.5, 32.5), (40, 43)]
+    assert bars_of(ax, "hidden", 0) == [(12, 21), (42, 51)]  # behind the GPU's own work
+    assert bars_of(ax, "exposed", 1) == [(25, 28), (55, 58)]  # from when rank 1 had come
+    assert bars_of(ax, "waiting", 1) == [(24, 25), (54, 55)]
+    assert bars_of(ax, "forward", 1) == bars_of(ax, "data", 0) == []
+
+
+def test_what_the_cpu_does_does_not_cut_what_the_gpu_does_beside_it():
+    assert bars_of(timeline(gpu_and_cpu(1)), "backward", 0) == [(9, 21)]  # data was loaded from 10 to 13
+
+
+def test_a_rank_that_only_calls_on_the_cpu_has_one_row():
+    book = Book()
+    book.compute(0, "forward", 1, 5, device="cuda")
+    book.compute(1, "forward", 1, 5)
+    for rank in range(2):
+        book.whole(rank, "call", 0, 6)
+    assert [row.name for row in rows_of(book.trace(2))] == ["rank 0", "rank 1"]
+
+
+def test_the_strip_has_all_rows():
+    (strip,) = timeline(gpu_and_cpu(20)).child_axes
+    assert len(strip.images) == 8
+    assert strip.get_ylim() == (4, 0)

@@ -1,0 +1,374 @@
+"""Bytes: who sent how many to whom and when, worked out by hand, and the figure of it."""
+
+from __future__ import annotations
+
+import itertools
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+
+mpl.use("agg")
+
+import matplotlib.pyplot as plt
+
+from labkit.comm.process_group import COLLECTIVES
+from labkit.errors.exceptions import LabError
+from labkit.plots.colors import OPERATIONS, colour_of
+from labkit.plots.figures import traffic
+from labkit.plots.flows import flows_of, over_time
+from labkit.plots.traffic import OTHERS, _cell
+from labkit.recording.ring_buffer import ROOTED
+
+from synthetic import MS, Book, alone, data_parallel, model_parallel, remote_calls  # isort: skip
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    plt.close("all")
+
+
+def collective(name, sizes, *, root=None):
+    """One collective of 1 ms; the bytes that each rank notes down."""
+    book = Book()
+    for rank, nbytes in enumerate(sizes):
+        if nbytes is not None:
+            book.travel(rank, name, 0, 1, nbytes=nbytes, group="world", match=1, peer=-1 if root is None else ROOTED - root)
+    return book.trace(len(sizes))
+
+
+@pytest.mark.parametrize(
+    ("name", "each"),
+    [
+        ("all_reduce", 1500.0),
+        ("all_reduce_coalesced", 1500.0),
+        ("all_gather", 750.0),
+        ("all_gather_into_tensor", 750.0),
+        ("reduce_scatter_tensor", 750.0),
+    ],
+)
+def test_a_collective_counts_as_a_ring_of_its_ranks(name, each):
+    matrix = flows_of(collective(name, [1000] * 4)).matrix()
+    assert matrix.tolist() == [[0, each, 0, 0], [0, 0, each, 0], [0, 0, 0, each], [each, 0, 0, 0]]
+
+
+def partly_of_unknown_size():
+    """A gradient of 1000 bytes is reduced, a loss of unknown size too, and a tensor of unknown size is sent."""
+    book = Book()
+    for rank in (0, 1):
+        book.travel(rank, "all_reduce", 0, 1, nbytes=1000, group="world", match=1)
+        book.travel(rank, "all_reduce", 1, 2, sized=False, group="world", match=2)
+    book.travel(0, "send", 2, 3, sized=False, group="messages", match=1, peer=1)
+    book.travel(1, "recv", 2, 3, sized=False, group="messages", match=1, peer=0)
+    return book.trace(2)
+
+
+def test_what_has_an_unknown_size_is_named():
+    flows = flows_of(partly_of_unknown_size())
+    assert flows.matrix().sum() == 2000
+    assert flows.unsized == (("all_reduce", 1), ("send", 1))
+    assert flows_of(collective("barrier", [0, 0])).unsized == ()
+
+
+def test_the_figure_says_what_is_missing_from_its_bytes():
+    ax = traffic(partly_of_unknown_size())
+    assert "at least 2.00 kB" in ax.get_title(loc="left")
+    entries = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert entries[-1] == "not counted, as of unknown size: 1 × all_reduce, 1 × send"
+    assert "at least" not in traffic(collective("all_reduce", [1000] * 2)).get_title(loc="left")
+
+
+def test_where_all_sizes_are_unknown_the_error_names_the_operations():
+    book = Book()
+    book.travel(0, "send", 2, 3, sized=False, group="messages", match=1, peer=1)
+    with pytest.raises(LabError, match="1 × send"):
+        traffic(book.trace(2))
+
+
+def test_the_ring_is_that_of_the_group():
+    matrix = flows_of(collective("all_reduce", [None, 1000, None, 1000])).matrix()
+    assert matrix[1, 3] == matrix[3, 1] == 1000
+    assert matrix.sum() == 2000
+
+
+def test_all_to_all_sends_a_part_to_each_other_rank():
+    matrix = flows_of(collective("all_to_all_single", [900] * 3)).matrix()
+    assert matrix.tolist() == [[0, 300, 300], [300, 0, 300], [300, 300, 0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "matrix"),
+    [
+        ("broadcast", [100, 100, 100], [[0, 0, 0], [100, 0, 100], [0, 0, 0]]),
+        ("scatter", [100, 300, 100], [[0, 0, 0], [100, 0, 100], [0, 0, 0]]),  # the root has all parts
+        ("reduce", [100, 100, 100], [[0, 100, 0], [0, 0, 0], [0, 100, 0]]),
+        ("gather", [100, 300, 100], [[0, 100, 0], [0, 0, 0], [0, 100, 0]]),
+        ("gather", [None, 200, 100], [[0, 0, 0], [0, 0, 0], [0, 100, 0]]),  # rank 0 takes no part
+    ],
+)
+def test_a_root_sends_to_each_other_rank_or_receives_from_it(name, sizes, matrix):
+    flows = flows_of(collective(name, sizes, root=1))
+    assert flows.matrix().tolist() == matrix
+    assert (flows.count, flows.rings, flows.roots) == ((1,), False, True)
+
+
+def test_each_collective_has_its_own_root():
+    book = Book()
+    for match, root in enumerate((0, 2, 2)):
+        for rank in range(3):
+            book.travel(rank, "broadcast", match, match + 1, nbytes=10, group="world", match=match, peer=ROOTED - root)
+    assert flows_of(book.trace(3)).matrix().tolist() == [[0, 10, 10], [0, 0, 0], [20, 20, 0]]
+
+
+def test_a_barrier_moves_nothing():
+    assert flows_of(collective("barrier", [0, 0])).name == ()
+
+
+def test_a_message_is_counted_once():
+    flows = flows_of(model_parallel(2))
+    assert flows.matrix().tolist() == [[0, 2 << 20], [2 << 20, 0]]
+    assert (flows.name, flows.count, flows.rings) == (("send",), (4,), False)
+
+
+def test_calls_and_replies_go_both_ways_and_arguments_travel_before_they_are_served():
+    flows = flows_of(remote_calls())
+    assert flows.matrix().tolist() == [[0, 400_000, 400_000], [80_000, 0, 0], [80_000, 0, 0]]
+    assert flows.name == ("rpc_async shard", "reply shard")
+    calls = flows.operation == 0
+    assert ((flows.end_ns - flows.start_ns)[calls] / MS).tolist() == pytest.approx([0.7] * 4, abs=1e-5)
+
+
+def test_what_is_fetched_comes_from_its_owner():
+    book = Book()
+    book.travel(1, "to_here", 0, 1, nbytes=70, peer=2)
+    assert flows_of(book.trace(3)).matrix()[2, 1] == 70
+
+
+def test_operations_are_counted_once_for_all_their_ranks():
+    flows = flows_of(data_parallel(4, 3))
+    assert flows.count == (9,)
+    assert flows.rings
+
+
+def test_a_stretch_has_what_completed_in_it():
+    trace = data_parallel(4, 3)
+    parts = [flows_of(trace.step(i)).matrix().sum() for i in range(3)]
+    assert sum(parts) == pytest.approx(flows_of(trace).matrix().sum())
+
+
+def test_bytes_are_spread_over_the_time_they_travel():
+    book = Book()
+    book.travel(0, "send", 2, 6, nbytes=4000, peer=1, group="a", match=1)
+    book.travel(1, "recv", 4, 6, nbytes=4000, peer=0, group="a", match=1)  # both are there from 4 on
+    book.travel(1, "send", 8, 9, nbytes=500, peer=0)
+    edges = (np.arange(0, 11) * MS).astype(np.int64)
+    moved = over_time(flows_of(book.trace(2, start_ns=0, end_ns=10 * MS)), edges)
+    assert moved.shape == (1, 10)
+    assert moved[0].tolist() == pytest.approx([0, 0, 0, 0, 2000, 2000, 0, 0, 500, 0], abs=0.1)
+
+
+def test_nothing_is_lost_between_bins():
+    trace = data_parallel(4, 3)
+    flows = flows_of(trace)
+    edges = np.linspace(trace.start_ns, trace.end_ns, 151).astype(np.int64)
+    assert over_time(flows, edges).sum() == pytest.approx(flows.nbytes.sum(), rel=1e-6)
+
+
+def test_what_takes_no_time_is_counted_too():
+    book = Book()
+    book.travel(0, "send", 3, 3, nbytes=100, peer=1)
+    flows = flows_of(book.trace(2, start_ns=0, end_ns=4 * MS))
+    assert over_time(flows, (np.arange(5) * MS).astype(np.int64)).sum() == pytest.approx(100)
+
+
+def matrix_of(ax):
+    return ax.figure.axes[1]
+
+
+def legend(ax):
+    return [t.get_text() for t in ax.get_legend().get_texts()]
+
+
+def test_the_figure_says_its_units_and_its_rule():
+    ax = traffic(data_parallel())
+    assert ax.get_xlabel() == "time since the start [ms]"
+    assert ax.get_ylabel() == "sent by all ranks [GB/s]"
+    assert legend(ax) == ["all_reduce: 9 ×, 132 MB"]
+    assert ax.get_title(loc="left") == "What travelled  ·  4 ranks, 3 steps, 67.7 ms, 132 MB in all"
+    beside = matrix_of(ax)
+    assert beside.get_title(loc="left") == "from rank to rank [MB]"
+    assert "counts as a ring" in beside.get_xlabel()
+    assert [t.get_text() for t in beside.texts].count("33.0") == 4
+    assert "ring" not in matrix_of(traffic(model_parallel())).get_xlabel()
+    beside = matrix_of(traffic(collective("broadcast", [8, 8], root=1)))
+    assert beside.get_xlabel() == "to rank\n(a collective counts as its root's messages)"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "told"),
+    [(5_000_000, "5.0"), (4_400_000, "4.4"), (16_040_000, "16.0"), (144_000_000, "144"), (120_000, "0.12"), (12_000, "12.0 kB")],
+)
+def test_numbers_of_one_unit_have_the_same_digits(nbytes, told):
+    assert _cell(nbytes, 1e6) == told
+    assert _cell(8, 1) == "8"
+
+
+def test_ranks_have_their_names():
+    beside = matrix_of(traffic(remote_calls()))
+    assert [t.get_text() for t in beside.get_yticklabels()] == ["master", "worker1", "worker2"]
+    assert beside.get_xlabel() == "to"
+
+
+def test_the_smallest_of_many_operations_are_one_and_many_ranks_have_a_scale():
+    book = Book()
+    for number in range(11):
+        for rank in range(12):
+            book.travel(rank, f"all_reduce_{number}", number, number + 1, nbytes=1000 * (11 - number), group="w", match=number)
+    ax = traffic(book.trace(12))
+    assert legend(ax)[-1] == "3 others: 132 kB"
+    assert len(legend(ax)) == 9
+    assert not matrix_of(ax).texts
+    assert len(ax.figure.axes) == 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shown"),
+    [
+        ([980, 11, 11, 8], ["a", "b", "c", "d"]),  # of 1,010 bytes: only the last is below a hundredth
+        ([1990, 10, 9, 8], ["a", "3 others"]),
+        ([1990, 10], ["a", "b"]),  # one name hides nothing behind another one
+    ],
+)
+def test_what_moved_next_to_nothing_is_one_of_the_others(sizes, shown):
+    book = Book()
+    for number, (name, nbytes) in enumerate(zip("abcd", sizes, strict=False)):
+        book.travel(0, name, number, number + 1, nbytes=nbytes, peer=1)
+    assert [text.partition(":")[0] for text in legend(traffic(book.trace(2)))] == shown
+
+
+def looks(ax):
+    """By the operations of the legend: colour and texture."""
+    handles = zip(*ax.get_legend_handles_labels(), strict=True)
+    return {text.partition(":")[0]: (handle.get_facecolor(), handle.get_hatch()) for handle, text in handles}
+
+
+def calls(names):
+    """Remote calls and the like, each smaller than the one before."""
+    book = Book()
+    for number, name in enumerate(names):
+        book.travel(0, name, number, number + 1, nbytes=1000 - number, peer=1)
+    return looks(traffic(book.trace(2)))
+
+
+def test_an_operation_has_the_same_colour_in_every_figure():
+    names = ["send", "rpc_async Shard.forward", "rpc_sync fetch", "remote Shard", "reply fetch", "gossip", "all_to_all_4"]
+    together = calls(names)
+    assert together == calls(reversed(names))
+    for name in names:
+        (of_name,) = calls([name]).values()
+        assert of_name[0] == together[name][0]
+
+
+def test_the_forms_of_an_operation_have_its_colour():
+    assert colour_of("reduce_scatter_tensor_coalesced") == colour_of("reduce_scatter") != colour_of("reduce")
+    assert colour_of("all_gather_into_tensor") == colour_of("all_gather") != colour_of("gather")
+    assert colour_of("rpc_async Net.forward") == colour_of("rpc_sync f") != colour_of("reply Net.forward")
+    assert len({colour_of(name) for name in ("CollectiveReduceV2", "gossip")} | {OPERATIONS["send"], OTHERS}) == 3
+
+
+def test_operations_of_one_colour_have_textures_of_their_own():
+    found = calls(["rpc_sync b", "rpc_sync a", "rpc_async c", "send"])
+    assert len({colour for colour, _ in found.values()}) == 2
+    assert len(set(found.values())) == 4
+    assert not found["send"][1]
+
+
+def test_every_operation_of_torch_has_a_colour_that_is_known():
+    named = {*COLLECTIVES.values(), "send"} - {"barrier"}
+    assert OPERATIONS[""] not in {colour_of(name) for name in named}
+    plain = {name for name in named if not name.endswith(("_coalesced", "_tensor", "_single"))}
+    assert len({colour_of(name) for name in plain}) == len(plain)
+
+
+def test_given_axes_are_divided():
+    figure, axes = plt.subplots(2)
+    assert traffic(data_parallel(), ax=axes[0]) is axes[0]
+    figure.canvas.draw()
+    boxes = [a.get_window_extent() for a in (axes[0], figure.axes[-1])]
+    assert boxes[0].x1 < boxes[1].x0
+    assert boxes[0].y0 == pytest.approx(boxes[1].y0)
+
+
+def test_one_step():
+    assert "step 1 " in traffic(data_parallel(), step=1).get_title(loc="left")
+
+
+def test_where_nothing_travelled_it_says_so():
+    with pytest.raises(LabError, match="nothing that labkit knows the size of travelled between ranks"):
+        traffic(alone())
+
+
+# Devices of ranks
+
+
+def reduced_by_devices(ranks: int, *, across: bool) -> Book:
+    """Each rank has two of TensorFlow's devices; they reduce 1000 bytes among themselves, or those of all ranks together."""
+    book = Book()
+    for rank in range(ranks):
+        for device in ("CPU:0", "CPU:1"):
+            group = "all" if across else f"of rank {rank}"
+            book.travel(rank, "all_reduce", 0, 1, nbytes=1000, group=group, match=1, device=device)
+    return book
+
+
+def test_devices_of_one_rank_send_to_one_another():
+    flows = flows_of(reduced_by_devices(1, across=False).trace(1))
+    assert flows.ends == ("CPU:0", "CPU:1")
+    assert flows.matrix().tolist() == [[0, 1000], [1000, 0]]
+    assert flows.between_ranks() == 0
+
+
+def test_devices_of_several_ranks_are_one_ring():
+    flows = flows_of(reduced_by_devices(2, across=True).trace(2))
+    assert flows.ends == ("rank 0 CPU:0", "rank 0 CPU:1", "rank 1 CPU:0", "rank 1 CPU:1")
+    assert flows.matrix().tolist() == [[0, 1500, 0, 0], [0, 0, 1500, 0], [0, 0, 0, 1500], [1500, 0, 0, 0]]
+    assert flows.between_ranks() == 3000
+    apart = flows_of(reduced_by_devices(2, across=False).trace(2))
+    assert apart.matrix().tolist() == [[0, 1000, 0, 0], [1000, 0, 0, 0], [0, 0, 0, 1000], [0, 0, 1000, 0]]
+    assert apart.between_ranks() == 0
+
+
+def test_messages_go_from_device_to_device():
+    book = Book()
+    shared = {"nbytes": 70, "group": "copies", "match": 1}  # one tensor is sent to two devices under one number
+    for device in (2, 1):
+        book.travel(0, "send", 0, 1, peer=0, device="CPU:0", **shared)
+        book.travel(0, "recv", 0, 1, peer=0, device=f"CPU:{device}", **shared)
+    book.travel(1, "send", 0, 1, nbytes=5, peer=0, group="messages", match=1)
+    book.travel(0, "recv", 0, 1, nbytes=5, group="messages", match=1, device="CPU:2")
+    book.travel(1, "send", 0, 1, nbytes=3, peer=0, group="messages", match=2)  # which device received it, nobody noted
+    flows = flows_of(book.trace(2))
+    assert flows.ends == ("rank 0", "rank 0 CPU:0", "rank 0 CPU:1", "rank 0 CPU:2", "rank 1")
+    found = {(flows.ends[a], flows.ends[b]): n for (a, b), n in np.ndenumerate(flows.matrix()) if n}
+    own, other = "rank 0 CPU:", "rank 1"
+    assert found == {(f"{own}0", f"{own}1"): 70, (f"{own}0", f"{own}2"): 70, (other, f"{own}2"): 5, (other, "rank 0"): 3}
+
+
+def test_a_broadcast_comes_from_the_roots_first_device():
+    book = Book()
+    for rank, device in itertools.product((0, 1), ("CPU:0", "CPU:1")):
+        book.travel(rank, "broadcast", 0, 1, nbytes=10, group="all", match=1, peer=ROOTED, device=device)
+    assert flows_of(book.trace(2)).matrix().tolist() == [[0, 10, 10, 10], [0] * 4, [0] * 4, [0] * 4]
+
+
+def test_the_figure_of_devices_speaks_of_devices():
+    ax = traffic(reduced_by_devices(1, across=False).trace(1))
+    beside = matrix_of(ax)
+    assert beside.get_title(loc="left") == "from device to device [kB]"
+    assert beside.get_xlabel() == "to device\n(a collective counts as a ring of its devices)"
+    assert beside.get_ylabel() == "from device"
+    assert ax.get_ylabel() == "sent by all devices [MB/s]"
+    assert ax.get_title(loc="left").endswith("2.00 kB in all")
+    several = traffic(reduced_by_devices(2, across=True).trace(2))
+    assert several.get_title(loc="left").endswith("6.00 kB in all, 3.00 kB between ranks")

@@ -1,0 +1,253 @@
+"""Figures of what is seldom drawn: texts that lie within the figure and not on one another, whatever the names and the times.
+
+The figures were looked at as well; this keeps what was mended then.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+
+mpl.use("agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.text import Text
+
+from labkit.costs.fit import fit
+from labkit.costs.link import Link
+from labkit.errors.exceptions import LabError
+from labkit.errors.units import time_in_words
+from labkit.plots.figures import breakdown, compare, scaling, timeline, traffic
+from labkit.plots.link_fit import MeasuredLink
+from labkit.plots.memory import memory
+from labkit.plots.style import shortened
+from labkit.recording.ring_buffer import MEMORY, MEMORY_KINDS
+from labkit.tracing.ideal_pipeline import schedule
+from labkit.tracing.trace import Span, Trace
+
+from synthetic import MS, Book, alone, data_parallel, gpu_and_cpu, model_parallel, remote_calls, sharded  # isort: skip
+
+LONG = ("parameter_server_of_embeddings", "trainer_number_one_of_the_two0", "trainer_number_two_of_the_two0")  # 30 characters
+US, HOUR = 1_000, 3_600_000_000_000  # ns
+NEAR_PX = 1.5  # by so much may the boxes of two texts overlap: around the letters they have a margin
+
+
+pytestmark = pytest.mark.usefixtures("plain")
+
+
+def stretched(trace, length_ns):
+    """The same run, in another time."""
+
+    def at(time_ns):
+        return int(time_ns * length_ns / trace.duration_ns)
+
+    times = ("start_ns", "end_ns", "wait_start_ns", "wait_end_ns")
+    spans = [replace(s, **{name: at(getattr(s, name)) for name in times}) for s in trace]
+    scalars = [replace(s, time_ns=at(s.time_ns)) for s in trace.scalars]
+    return Trace(spans, scalars, ranks=trace.ranks, start_ns=at(trace.start_ns), end_ns=at(trace.end_ns))
+
+
+def renamed(trace, ranks=None, characters=0):
+    """The same run with other names of ranks, and longer ones of what they do."""
+
+    def longer(name):
+        return f"{name} Outer.a_method_whose_name_says_everything.that_there_is_to_say"[:characters] if characters else name
+
+    spans = [s if s.kind in ("step", "call") else replace(s, name=longer(s.name)) for s in trace]
+    return Trace(spans, trace.scalars, ranks=ranks or trace.ranks, start_ns=trace.start_ns, end_ns=trace.end_ns)
+
+
+def stopped():
+    """One rank computed for ever, and the others waited for it until they were ended."""
+    book = Book()
+    for rank in range(3):
+        at = book.compute(rank, "forward", 0, 5 + rank)
+        if rank != 1:
+            book.travel(rank, "all_reduce", at, 60, wait=(at, 60), nbytes=1 << 20, group="world", match=1, done=False)
+        book.spans.append(Span(rank, "train", "call", 0, 60 * MS, done=False))
+    return book.trace(3)
+
+
+def silent(trace):
+    return Trace([s for s in trace if s.kind != "communication"], ranks=trace.ranks)
+
+
+def ranks_of(count):
+    return ("master", *(f"worker{i}" for i in range(1, count)))
+
+
+def lasting(seconds):
+    return Trace([Span(0, "forward", "compute", 0, int(seconds * 1e9))], ranks=["rank 0"])
+
+
+def measured(link, operations, sizes=(64, 4096, 1 << 18, 1 << 24)):
+    fits = [fit(name, 4, sizes, [link.seconds(name, n, 4) for n in sizes]) for name in operations]
+    return MeasuredLink(tuple(fits))
+
+
+def named(title):
+    runs = [data_parallel(4, 3), model_parallel(), alone(), remote_calls(), data_parallel(2, 5), gpu_and_cpu()]
+    return {f"{i} {title}".strip(): run for i, run in enumerate(runs)}
+
+
+def of_all_kinds(ranks):
+    """Ranks whose memory holds everything that there is a name for."""
+    book = Book()
+    for rank in range(len(ranks)):
+        for number, kind in enumerate(MEMORY_KINDS):
+            book.scalar(rank, MEMORY + kind, number, 1234 * 2**20 * (number + 1))
+        book.whole(rank, "call", 0, 20)
+    return book.trace(ranks)
+
+
+RUNS = {
+    "one_rank": alone,
+    "16_ranks": lambda: data_parallel(16, 3),
+    "16_names": lambda: renamed(remote_calls(), ranks_of(16)),
+    "4_names": lambda: renamed(remote_calls(), ranks_of(4)),
+    "without_communication": lambda: silent(data_parallel()),
+    "of_1_us": lambda: stretched(data_parallel(), US),
+    "of_1_hour": lambda: stretched(data_parallel(), HOUR),
+    "calls_of_1_hour": lambda: stretched(remote_calls(), HOUR),
+    "long_names": lambda: renamed(remote_calls(), LONG, 60),
+    "stopped": stopped,
+    "one_micro_batch": lambda: schedule("gpipe", stages=4, micro_batches=1, communication=0.3),
+}
+NOTHING_TRAVELS = ("one_rank", "without_communication", "stopped")
+FIGURES = {
+    **{f"timeline_{name}": lambda run=run: timeline(run()) for name, run in RUNS.items()},
+    **{f"breakdown_{name}": lambda run=run: breakdown(run()) for name, run in RUNS.items()},
+    **{
+        f"traffic_{name}": lambda run=run: traffic(run())
+        for name, run in RUNS.items()
+        if name not in (*NOTHING_TRAVELS, "one_micro_batch")
+    },
+    "timeline_six": lambda: timeline(named("what was changed in it")),
+    "timeline_six_of_16": lambda: timeline({f"run {i}": data_parallel(16, 3, seed=i) for i in range(6)}),
+    "compare_six": lambda: compare(named("what was changed in this one, in many words")),
+    "compare_far_apart": lambda: compare(hour=stretched(alone(), HOUR), microsecond=stretched(alone(), US)),
+    "compare_stopped": lambda: compare(stopped=stopped(), alone=alone()),
+    "memory_one": lambda: memory(sharded(1)),
+    "memory_16": lambda: memory(sharded(16)),
+    "memory_of_1_us": lambda: memory(stretched(sharded(), US)),
+    "memory_of_1_hour": lambda: memory(stretched(sharded(), HOUR)),
+    "memory_long_names": lambda: memory(renamed(sharded(3), LONG)),
+    "memory_of_all_kinds": lambda: memory(of_all_kinds(LONG)),
+    "scaling_16": lambda: scaling({n: lasting((1 + n / 40) / n) for n in range(1, 17)}),
+    "scaling_256": lambda: scaling({2**i: lasting((1 + i) / 2**i) for i in range(9)}, predicted={n: 1 / n for n in (1, 2, 512)}),
+    "scaling_far_apart": lambda: scaling({1: lasting(3600), 16: lasting(1e-6)}),
+    "link_six": lambda: measured(
+        Link(gbit_per_s=8, latency_us=40), ("send", "all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
+    ).plot(),
+    "link_slow": lambda: measured(Link(gbit_per_s=1e-5, latency_us=1e7), ("send",)).plot(),
+    "link_two_sizes": lambda: measured(Link(gbit_per_s=1, latency_us=50), ("send", "all_reduce"), (4, 8)).plot(),
+}
+
+
+def texts(figure):
+    """The texts that can be seen, with the boxes that they fill, in pixels."""
+    figure.canvas.draw()
+    hidden = set()
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks()):
+                slack = 1e-9 * (high - low)
+                outside = not low - slack <= tick.get_loc() <= high + slack
+                hidden |= {label for label in (tick.label1, tick.label2) if outside or not axes.axison}
+    seen = [t for t in figure.findobj(Text) if t.get_visible() and t.get_text().strip() and t not in hidden]
+    return [(t.get_text(), t.get_window_extent()) for t in seen]
+
+
+def overlap(one, other):
+    wide = min(one.x1, other.x1) - max(one.x0, other.x0)
+    high = min(one.y1, other.y1) - max(one.y0, other.y0)
+    return wide > NEAR_PX and high > NEAR_PX
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_texts_lie_within_the_figure_and_not_on_one_another(name):
+    figure = FIGURES[name]().figure
+    found, page = texts(figure), figure.bbox
+    assert found
+    cut = [text for text, box in found if not (box.x0 >= -1 and box.y0 >= -1 and box.x1 <= page.x1 + 1 and box.y1 <= page.y1 + 1)]
+    assert not cut, "reach beyond the figure"
+    on_one_another = [(one[0], other[0]) for one, other in itertools.combinations(found, 2) if overlap(one[1], other[1])]
+    assert not on_one_another
+
+
+def test_the_check_sees_what_it_must():
+    figure, ax = plt.subplots(figsize=(3, 2))
+    ax.text(0.1, 0.5, "a text")
+    assert not any(overlap(one[1], other[1]) for one, other in itertools.combinations(texts(figure), 2))
+    ax.text(0.12, 0.5, "another")
+    assert any(overlap(one[1], other[1]) for one, other in itertools.combinations(texts(figure), 2))
+
+
+@pytest.mark.parametrize("name", NOTHING_TRAVELS)
+def test_where_nothing_arrived_traffic_says_so(name):
+    """What ranks were waiting in when they were stopped did not travel."""
+    with pytest.raises(LabError, match="nothing that labkit knows the size of travelled"):
+        traffic(RUNS[name]())
+
+
+@pytest.mark.parametrize("figure", [timeline, breakdown, traffic, memory])
+@pytest.mark.parametrize("ranks", [(), ("rank 0", "rank 1")])
+def test_an_empty_trace_is_said(figure, ranks):
+    with pytest.raises(LabError, match="there is nothing to draw, since the ranks wrote nothing down"):
+        figure(Trace(ranks=ranks))
+
+
+def test_names_of_ranks_are_shortened_and_still_differ():
+    beside = traffic(RUNS["long_names"]()).figure.axes[1]
+    names = [t.get_text() for t in beside.get_yticklabels()]
+    assert len(set(names)) == 3
+    assert max(map(len, names)) < 30
+    assert names[0].startswith("parameter_")
+    assert names[0].endswith("embeddings")
+
+
+def test_what_rounds_up_has_three_digits_too():
+    assert [time_in_words(ms * MS) for ms in (9.994, 9.996, 99.94, 99.97)] == ["9.99 ms", "10.0 ms", "99.9 ms", "100 ms"]
+
+
+def test_shortened():
+    assert shortened("forward", 7) == "forward"
+    assert shortened("forward", 6) == "for…rd"
+    assert len(shortened("rpc_async Shard.forward", 18)) == 18
+
+
+def test_the_sizes_that_were_measured_are_named():
+    ax = FIGURES["link_two_sizes"]()
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["4 B", "8 B"]
+
+
+def test_all_points_of_a_link_are_within_its_figure():
+    for latency_us in np.geomspace(1, 10, 20):
+        ax = measured(Link(gbit_per_s=8, latency_us=latency_us), ("send",)).plot()
+        low, high = ax.get_ylim()
+        assert all(1.05 * low < y < high for line in ax.lines for y in line.get_ydata())
+        plt.close("all")
+
+
+@pytest.mark.parametrize("name", ["compare_six", "breakdown_16_ranks", "breakdown_narrow"])
+def test_a_number_in_a_bar_lies_within_it(name):
+    narrow = {"breakdown_narrow": lambda: breakdown(data_parallel(), ax=plt.subplots(1, 3)[1][0])}
+    ax = {**FIGURES, **narrow}[name]()
+    ax.figure.canvas.draw()
+    bars = [patch.get_window_extent() for patch in ax.patches]
+    numbers = [t.get_window_extent() for t in ax.texts if t.get_horizontalalignment() == "center" and t.get_text()]
+    assert len(numbers) > 5
+    for number in numbers:
+        middle = (number.x0 + number.x1) / 2, (number.y0 + number.y1) / 2
+        assert any(bar.contains(*middle) and bar.x0 <= number.x0 and number.x1 <= bar.x1 for bar in bars)
+
+
+def test_compare_says_large_numbers_in_few_digits():
+    words = [t.get_text() for t in FIGURES["compare_far_apart"]().texts]
+    assert "1000 ns, 3.6e+09 × as fast" in words
+    assert "3334" in words  # seconds of compute, not 3.33e+03

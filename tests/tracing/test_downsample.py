@@ -1,0 +1,108 @@
+"""What the moving picture is told of a rank that writes a million records a second: few, and sums that come out right."""
+
+import mmap
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+
+from labkit.plots.bars import STYLES
+from labkit.plots.live.progress import Progress
+from labkit.plots.live.recent import Recent
+from labkit.plots.timeline import timeline
+from labkit.recording.ring_buffer import RING_BYTES, STEPS_IN_ALL, SUM, RingReader, RingWriter
+from labkit.tracing.downsample import FEW, MOST, thin
+from labkit.tracing.trace import Trace, from_records
+
+from synthetic import alone  # isort: skip
+
+STEPS = 8000
+
+
+@pytest.fixture(scope="module")
+def written():
+    """A loop of 8,000 steps after one of 4,000: forward, backward and a pause in each, in 10 µs, and a loss."""
+    ring = mmap.mmap(-1, RING_BYTES)
+    writer, reader, at = RingWriter(ring), RingReader(ring), 0
+    for length in (STEPS // 2, STEPS):
+        writer.write_scalar(STEPS_IN_ALL, at, length)
+        for i in range(length):
+            writer.write("forward", 0, at, at + 3000)
+            writer.write("backward", 0, at + 3000, at + 8000)
+            writer.write_scalar("loss", at + 8000, i)
+            writer.write("step", 2, at, at + 10_000)
+            at += 10_000
+    return reader.read(), reader.names(), at
+
+
+def told(written):
+    rows, names, end_ns = written
+    few = thin(rows, names.index(STEPS_IN_ALL))
+    return few, from_records([few], [names], ["rank 0"], start_ns=0, end_ns=end_ns)
+
+
+def test_few_records_are_left_as_they_are(written):
+    rows, names, _ = written
+    some = rows[:FEW]
+    assert thin(some, names.index(STEPS_IN_ALL)) is some
+
+
+def test_spans_are_left_where_values_are_thinned(written):
+    rows, names, _ = written
+    some = rows[: 2 * MOST]
+    few = thin(some, names.index(STEPS_IN_ALL))
+    assert (few["kind"] == 0).sum() == MOST
+    assert not (few["flags"][few["kind"] == 0] & SUM).any()
+    assert (few["kind"] == 3).sum() < 25
+    assert few[few["kind"] == 3][-1] == some[some["kind"] == 3][-1]  # the last value is told
+
+
+def test_many_become_few(written):
+    few, _ = told(written)
+    assert len(few) < MOST + 200
+    assert len(written[0]) == 1.5 * STEPS * 4 + 2
+
+
+def test_the_latest_are_as_they_were(written):
+    few, _ = told(written)
+    rows = written[0]
+    assert np.array_equal(few[(few["kind"] == 0) & (few["flags"] & SUM == 0)], rows[rows["kind"] == 0][-MOST // 2 :])
+    assert few[-1] == rows[-1]
+
+
+def test_the_steps_of_each_loop_are_counted(written):
+    progress = Progress(1)
+    progress.add(told(written)[1])
+    assert progress.done == 1.5 * STEPS
+    assert progress.fraction == 1
+    assert progress.in_words().startswith("8000 of 8000 steps  ·  100000 steps/s")
+    assert progress.in_words().endswith("loss 7999")
+
+
+def test_the_picture_of_the_whole_says_how_much_of_what(written):
+    _, trace = told(written)
+    recent = Recent(("rank 0",), 0)
+    nothing = from_records([written[0][:0]], [[""]], ["rank 0"])
+    recent.add(trace, trace.end_ns)
+    recent.add(nothing, 3 * trace.end_ns)
+    compute, _ = recent.binned(0)
+    share = dict(zip(STYLES, compute.sum(axis=1) / trace.end_ns, strict=True))
+    assert share["forward"] == pytest.approx(0.3, abs=0.03)
+    assert share["backward"] == pytest.approx(0.5, abs=0.04)
+
+
+def test_lost_records_are_said():
+    trace = Trace(alone().columns, ranks=["rank 0"], dropped=[1234])
+    assert repr(trace) == f"<Trace of 1 ranks, {len(trace)} spans, 0 scalars, 1234 records lost>"
+    ax = timeline(trace)
+    assert ax.get_xlabel().endswith("[ms]   (1234 records were lost: written faster than read)")
+    plt.close(ax.figure)
+    assert "lost" not in repr(alone())
+
+
+def test_what_stands_for_many_is_not_drawn_as_one(written):
+    _, trace = told(written)
+    recent = Recent(("rank 0",), 0)
+    recent.add(trace, trace.end_ns)
+    assert not (recent._rows["flags"] & SUM).any()
+    assert 0 < recent.forgotten_ns < trace.end_ns

@@ -1,0 +1,667 @@
+"""The arithmetic of traces: against cases worked by hand, and against a second by nanosecond recount; and trace files."""
+
+import dataclasses
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from synthetic import many
+
+from labkit.errors.exceptions import LabError
+from labkit.recording.events import ProfilerEvent
+from labkit.recording.ring_buffer import COMMUNICATION, COMPUTE, ON_CUDA, STEP, Pending, record_dtype
+from labkit.tracing.intervals import Intervals, difference, intersection, length, union
+from labkit.tracing.load import load_trace
+from labkit.tracing.trace import Scalar, Share, Span, Trace, from_records
+
+TWO = ("rank 0", "rank 1")
+SEEDS = range(40)
+
+
+def compute(rank: int, start: int, end: int, name: str = "forward", **more: Any) -> Span:
+    return Span(rank, name, "compute", start, end, **more)
+
+
+def travel(
+    rank: int, start: int, end: int, *, wait: tuple[int, int] = (0, 0), match: int = 0, group: str = "", **more: Any
+) -> Span:
+    return Span(rank, "all_reduce", "communication", start, end, *wait, match=match, group=group, **more)
+
+
+# Intervals: boolean arrays, one element per nanosecond, are the oracle.
+
+
+def covered(start: Any, end: Any) -> NDArray[np.bool_]:
+    """Which nanoseconds lie in any of the intervals."""
+    moments = np.zeros(80, bool)
+    for a, b in zip(start, end, strict=True):
+        moments[a : max(a, b)] = True
+    return moments
+
+
+def as_intervals(moments: NDArray[np.bool_]) -> list[list[int]]:
+    """The disjoint ascending intervals of nanoseconds that are covered."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], moments, [False]])))
+    result: list[list[int]] = edges.reshape(-1, 2).tolist()
+    return result
+
+
+def some_intervals(rng: random.Random) -> tuple[list[int], list[int]]:
+    """Overlapping, touching, empty and reversed ones, in any order."""
+    count = rng.randrange(9)
+    start = [rng.randrange(60) for _ in range(count)]
+    return start, [s + rng.randrange(-3, 15) for s in start]
+
+
+def test_sets_of_intervals_agree_with_a_recount() -> None:
+    for seed in SEEDS:
+        rng = random.Random(seed)
+        (a_start, a_end), (b_start, b_end) = some_intervals(rng), some_intervals(rng)
+        a, b = union(a_start, a_end), union(b_start, b_end)
+        in_a, in_b = covered(a_start, a_end), covered(b_start, b_end)
+        assert a.tolist() == as_intervals(in_a), seed
+        assert intersection(a, b).tolist() == as_intervals(in_a & in_b), seed
+        assert difference(a, b).tolist() == as_intervals(in_a & ~in_b), seed
+        assert length(a) == in_a.sum(), seed
+
+
+def test_intervals_that_touch_become_one() -> None:
+    assert union([3, 0, 5], [5, 3, 6]).tolist() == [[0, 6]]
+
+
+def test_no_intervals() -> None:
+    nothing = union([], [])
+    assert nothing.shape == (0, 2)
+    assert length(nothing) == 0
+    assert intersection(nothing, union([1], [2])).shape == difference(nothing, union([1], [2])).shape == (0, 2)
+    assert difference(union([1], [2]), nothing).tolist() == [[1, 2]]
+
+
+def test_intervals_keep_the_nanoseconds_of_a_long_uptime() -> None:
+    year = 365 * 24 * 3600 * 10**9  # as a float it would be rounded to 4 ns
+    assert union([year + 1], [year + 2]).tolist() == [[year + 1, year + 2]]
+
+
+# Shares: worked by hand.
+
+
+def test_compute_hides_a_communication_that_nobody_waits_for() -> None:
+    trace = Trace([compute(0, 0, 100), travel(0, 40, 80)], ranks=["rank 0"])
+    assert trace.shares() == (
+        Share(0, window_ns=100, compute_ns=100, communication_ns=40, overlap_ns=40, idle_ns=0, waiting_ns=0),
+    )  # fmt: skip
+    assert trace.shares()[0].exposed_ns == 0
+
+
+def test_a_communication_that_the_rank_waits_for_is_exposed() -> None:
+    # backward 0-60, its gradients travel from 30 to 90; the rank is blocked in wait() from 60 to 90, all inside one span of 100
+    trace = Trace([compute(0, 0, 100, "train"), travel(0, 30, 90, wait=(60, 90))], ranks=["rank 0"])
+    (share,) = trace.shares()
+    assert (share.compute_ns, share.communication_ns, share.overlap_ns, share.idle_ns, share.exposed_ns) == (70, 60, 30, 0, 30)
+
+
+def test_waiting_for_a_slow_peer_is_idle_and_not_communication() -> None:
+    # rank 0 comes at 20, rank 1 at 70; the sum takes 10
+    spans = [
+        compute(0, 0, 20), travel(0, 20, 80, wait=(20, 80), group="world", match=1),
+        compute(1, 0, 70), travel(1, 70, 80, wait=(70, 80), group="world", match=1),
+    ]  # fmt: skip
+    fast, slow = Trace(spans, ranks=TWO).shares()
+    assert fast == Share(0, 80, compute_ns=20, communication_ns=10, overlap_ns=0, idle_ns=50, waiting_ns=50)
+    assert slow == Share(1, 80, compute_ns=70, communication_ns=10, overlap_ns=0, idle_ns=0, waiting_ns=0)
+
+
+def test_while_one_thread_of_a_rank_is_blocked_another_computes() -> None:
+    # An RPC worker serves two calls; each fetches something (0-20 and 5-60) and computes on it (20-50 and 60-70).
+    spans = [
+        compute(0, 0, 50), travel(0, 0, 20, wait=(0, 20)), compute(0, 20, 50),
+        compute(0, 5, 70), travel(0, 5, 60, wait=(5, 60)), compute(0, 60, 70),
+    ]  # fmt: skip
+    trace = Trace(spans, ranks=["worker"])
+    assert trace.blocked(0).tolist() == [[0, 20], [50, 60]]
+    assert trace.shares()[0].compute_ns == 40
+
+
+def test_what_the_function_waits_for_does_not_block_a_call_that_is_served() -> None:
+    """It was called before its function came to wait: in `rpc.shutdown`, say, until 100. It fetches something itself, 60-70."""
+    spans = [
+        Span(0, "run", "call", 0, 100), compute(0, 10, 90, automatic=True, served=True), travel(0, 20, 100, wait=(20, 100)),
+        travel(0, 60, 70, wait=(60, 70), served=True),
+    ]  # fmt: skip
+    assert Trace(spans, ranks=["worker"]).blocked(0).tolist() == [[60, 70], [90, 100]]
+
+
+def test_what_a_served_call_waits_for_does_not_block_the_function() -> None:
+    spans = [
+        Span(0, "run", "call", 0, 100), travel(0, 5, 10, wait=(5, 10)), travel(0, 60, 100, wait=(60, 100)),
+        compute(0, 20, 90, automatic=True, served=True), travel(0, 30, 80, wait=(30, 80), served=True),
+    ]  # fmt: skip
+    trace = Trace(spans, ranks=["worker"])
+    assert trace.blocked(0).tolist() == [[5, 10], [60, 80], [90, 100]]
+    assert trace.shares()[0].compute_ns == 65
+
+
+def around_an_operation() -> list[Span]:
+    """Rank 0 prepares, waits for rank 1, and sends; around all of it is a span of the program's own."""
+    return [
+        Span(0, "step", "compute", 0, 100),
+        Span(0, "exchange", "communication", 10, 90, 10, 90),
+        Span(0, "prepare", "compute", 10, 40),
+        Span(0, "all_reduce", "communication", 40, 80, 40, 80, nbytes=8, group="g", match=1),
+        Span(1, "step", "compute", 0, 100),
+        Span(1, "all_reduce", "communication", 60, 80, 60, 80, nbytes=8, group="g", match=1),
+    ]
+
+
+def test_of_a_span_around_a_recorded_operation_the_operation_counts() -> None:
+    labelled = around_an_operation()
+    alone = [span for span in labelled if span.name != "exchange"]
+    trace = Trace(labelled, ranks=["rank 0", "rank 1"])
+    assert trace.shares() == Trace(alone, ranks=["rank 0", "rank 1"]).shares()
+    share = trace.shares()[0]
+    assert (share.compute_ns, share.exposed_ns, share.overlap_ns, share.waiting_ns) == (60, 20, 0, 20)
+    assert [s.name for s in trace.of(name="exchange")] == ["exchange"]  # it stays in the trace
+
+
+def test_a_span_around_an_operation_is_no_communication_where_a_part_of_the_trace_lacks_the_operation() -> None:
+    trace = Trace(around_an_operation(), ranks=["rank 0", "rank 1"])
+    assert trace.between(10, 40).shares()[0].communication_ns == 0
+    assert trace.between(80, 90).shares()[0].communication_ns == 0
+
+
+def test_a_communication_of_the_programs_own_that_holds_no_operation_counts() -> None:
+    spans = [Span(0, "upload", "communication", 0, 30, 0, 30), Span(0, "send", "communication", 40, 50, group="g", match=1)]
+    (share,) = Trace(spans, ranks=["rank 0"]).shares()
+    assert share.communication_ns == 40
+
+
+def test_a_rank_without_compute_spans_computes_inside_its_function() -> None:
+    spans = [
+        Span(0, "train", "call", 10, 90),
+        travel(0, 20, 50, wait=(20, 50)),
+        Span(1, "train", "call", 0, 100),
+        compute(1, 5, 6),
+    ]
+    first, second = Trace(spans, ranks=TWO).shares()
+    assert (first.compute_ns, first.communication_ns, first.idle_ns) == (50, 30, 20)
+    assert second.compute_ns == 1, "who names some of it names all of it"
+
+
+def test_a_part_without_compute_spans_is_not_all_compute() -> None:
+    trace = Trace([Span(0, "train", "call", 0, 100), compute(0, 0, 10)], ranks=["rank 0"])
+    assert trace.between(50, 100).shares()[0].compute_ns == 0
+    assert trace.of(kind="call").shares()[0].compute_ns == 0
+
+
+def test_a_rank_that_did_nothing_is_idle() -> None:
+    assert Trace([compute(0, 0, 10)], ranks=TWO).shares()[1] == Share(1, 10, 0, 0, 0, 10, 0)
+
+
+def test_an_empty_trace() -> None:
+    trace = Trace(ranks=TWO)
+    assert (len(trace), trace.spans, trace.duration_ns, trace.dropped) == (0, (), 0, (0, 0))
+    assert trace.shares() == (Share(0, 0, 0, 0, 0, 0, 0), Share(1, 0, 0, 0, 0, 0, 0))
+    assert trace.step_bounds().shape == (0, 2)
+    assert trace.ready().tolist() == []
+    assert len(Trace(ranks=[]).shares()) == 0
+
+
+# Shares: random traces, recounted nanosecond by nanosecond.
+
+
+def some_trace(rng: random.Random) -> Trace:
+    spans = []
+    for rank in range(3):
+        if rng.random() < 0.8:
+            spans.append(Span(rank, "train", "call", rng.randrange(10), rng.randrange(40, 60)))
+        for _ in range(rng.randrange(5)):
+            start = rng.randrange(50)
+            spans.append(compute(rank, start, start + rng.randrange(12)))
+        for match in range(rng.randrange(4)):
+            start = rng.randrange(50)
+            end = start + rng.randrange(14)
+            wait = (rng.randint(start, end), end) if rng.random() < 0.7 else (0, 0)
+            group = rng.choice(["", "world", "pair"])
+            spans.append(travel(rank, start, end, wait=wait, group=group, match=match, done=rng.random() < 0.9))
+    rng.shuffle(spans)
+    return Trace(spans, ranks=["a", "b", "c"], start_ns=rng.randrange(10), end_ns=rng.randrange(45, 64))
+
+
+def is_label(trace: Trace, own: Span) -> bool:
+    """Whether the program has put a span around a recorded operation."""
+    if own.group or not own.done:
+        return False
+    recorded = [s for s in trace if s.rank == own.rank and s.kind == "communication" and s.group]
+    return any(own.start_ns <= s.start_ns <= own.end_ns and (s.start_ns + s.end_ns) // 2 <= own.end_ns for s in recorded)
+
+
+def recount(trace: Trace, rank: int) -> Share:
+    """The definition, in words of one nanosecond."""
+    compute_, communication, blocked = (np.zeros(80, bool) for _ in range(3))
+    kind = "compute" if any(s.kind == "compute" and s.rank == rank for s in trace) else "call"
+    waits = []
+    for span, ready_ns in zip(trace, trace.ready().tolist(), strict=True):
+        if span.rank == rank and span.kind == "communication" and not is_label(trace, span):
+            communication[ready_ns : span.end_ns] = True
+            blocked[span.wait_start_ns : span.wait_end_ns] = True
+            waits.append((span.wait_start_ns, span.wait_end_ns))
+    for span in trace:
+        if span.rank == rank and span.kind == kind:
+            alone = np.zeros(80, bool)
+            alone[span.start_ns : span.end_ns] = True
+            for start, end in waits:
+                if span.start_ns <= start:  # else it blocks another thread, if it still does
+                    alone[start:end] = False
+            compute_ |= alone
+    inside = slice(trace.start_ns, trace.end_ns)
+    compute_, communication, blocked = compute_[inside], communication[inside], (blocked & ~compute_)[inside]
+    return Share(
+        rank,
+        window_ns=trace.end_ns - trace.start_ns,
+        compute_ns=int(compute_.sum()),
+        communication_ns=int(communication.sum()),
+        overlap_ns=int((compute_ & communication).sum()),
+        idle_ns=int((~compute_ & ~communication).sum()),
+        waiting_ns=int((blocked & ~communication).sum()),
+    )
+
+
+def test_shares_agree_with_a_recount_and_add_up() -> None:
+    for seed in SEEDS:
+        trace = some_trace(random.Random(seed))
+        assert trace.shares() == tuple(recount(trace, rank) for rank in range(3)), seed
+        for share in trace.shares():
+            assert share.compute_ns + share.exposed_ns + share.idle_ns == share.window_ns == trace.duration_ns
+            assert share.overlap_ns <= min(share.compute_ns, share.communication_ns)
+            assert 0 <= share.waiting_ns <= share.idle_ns
+
+
+def test_the_parts_of_a_trace_add_up_to_the_whole() -> None:
+    for seed in SEEDS:
+        trace = some_trace(random.Random(seed))
+        cut = (trace.start_ns + trace.end_ns) // 2
+        parts = trace.between(trace.start_ns, cut).shares(), trace.between(cut, trace.end_ns).shares()
+        for field in dataclasses.fields(Share)[1:]:
+            whole = [getattr(s, field.name) for s in trace.shares()]
+            summed = [getattr(a, field.name) + getattr(b, field.name) for a, b in zip(*parts, strict=True)]
+            assert summed == whole, (seed, field.name)
+        assert [trace.of(rank=r).shares()[r] for r in range(3)] == list(trace.shares()), seed
+
+
+# When all ranks have come.
+
+
+def ready_of(*spans: Span, ranks: int = 3) -> dict[tuple[int, int], int]:
+    """By rank and start."""
+    trace = Trace(spans, ranks=[f"rank {i}" for i in range(ranks)])
+    return {(s.rank, s.start_ns): r for s, r in zip(trace, trace.ready().tolist(), strict=True)}
+
+
+def test_an_operation_is_ready_when_its_last_rank_has_come() -> None:
+    spans = [travel(r, start, 50, group="world", match=7) for r, start in enumerate([10, 30, 20])]
+    assert ready_of(*spans) == {(0, 10): 30, (1, 30): 30, (2, 20): 30}
+
+
+def test_operations_are_told_apart_by_group_and_number() -> None:
+    ready = ready_of(
+        travel(0, 10, 90, group="world", match=1), travel(1, 20, 90, group="world", match=1),
+        travel(0, 30, 90, group="world", match=2), travel(1, 40, 90, group="world", match=2),
+        travel(0, 50, 90, group="pair", match=1), travel(2, 60, 90, group="pair", match=1),
+    )  # fmt: skip
+    assert ready == {(0, 10): 20, (1, 20): 20, (0, 30): 40, (1, 40): 40, (0, 50): 60, (2, 60): 60}
+
+
+def test_the_same_number_in_two_groups_is_two_operations() -> None:
+    assert ready_of(travel(0, 10, 90, group="a", match=1), travel(1, 20, 90, group="b", match=1)) == {(0, 10): 10, (1, 20): 20}
+
+
+def test_who_communicates_alone_is_ready_at_once() -> None:
+    assert ready_of(travel(0, 10, 90), travel(1, 20, 90), compute(2, 5, 7)) == {(0, 10): 10, (1, 20): 20, (2, 5): 5}
+
+
+def test_a_rank_that_has_left_before_the_last_came_is_ready_at_its_end() -> None:
+    assert ready_of(travel(0, 10, 15, group="0 to 1", match=1), travel(1, 30, 40, group="0 to 1", match=1)) == {
+        (0, 10): 15,
+        (1, 30): 30,
+    }
+
+
+def test_an_operation_to_which_somebody_has_not_come_has_only_waited() -> None:
+    finished = [travel(r, 1, 5, group="world", match=1) for r in range(3)]
+    still = [travel(r, 10 + r, 90, group="world", match=2, done=False) for r in range(2)]
+    ready = ready_of(*finished, *still)
+    assert (ready[0, 10], ready[1, 11]) == (90, 90)
+    last = travel(2, 60, 90, group="world", match=2, done=False)
+    ready = ready_of(*finished, *still, last)
+    assert (ready[0, 10], ready[1, 11], ready[2, 60]) == (60, 60, 60), "all have come: now it travels"
+
+
+def test_the_first_operation_of_a_group_has_waited_until_it_completes() -> None:
+    assert set(ready_of(*(travel(r, 10 + r, 90, group="world", match=1, done=False) for r in range(2))).values()) == {90}
+
+
+def test_ready_agrees_with_a_search_through_all_spans() -> None:
+    for seed in SEEDS:
+        rng = random.Random(seed)
+        spans = []
+        for _ in range(30):
+            start = rng.randrange(50)
+            group, match = rng.choice(["", "a", "b"]), rng.randrange(4)
+            spans.append(travel(rng.randrange(4), start, start + rng.randrange(20), group=group, match=match))
+        trace = Trace(spans, ranks=["0", "1", "2", "3"])
+        for span, ready_ns in zip(trace, trace.ready().tolist(), strict=True):
+            same = [s.start_ns for s in spans if s.group and (s.group, s.match) == (span.group, span.match)]
+            assert ready_ns == min(max(same, default=span.start_ns), span.end_ns), seed
+
+
+# Parts of a trace.
+
+
+TRACE = Trace(
+    [
+        compute(0, 0, 10), compute(0, 20, 30, "backward"), compute(1, 5, 25), travel(0, 8, 28, group="world", match=1),
+        Span(0, "step", "step", 0, 12), Span(0, "step", "step", 12, 30),
+        Span(1, "step", "step", 2, 15), Span(1, "step", "step", 15, 40),
+    ],
+    [Scalar(0, "loss", 20, 0.25), Scalar(0, "loss", 10, 0.5), Scalar(1, "loss", 11, 0.75), Scalar(1, "accuracy", 12, 0.1)],
+    ranks=TWO,
+)  # fmt: skip
+
+
+def test_a_trace_lasts_from_its_first_span_to_its_last() -> None:
+    assert (TRACE.start_ns, TRACE.end_ns, TRACE.duration_ns) == (0, 40, 40)
+    assert [s.start_ns for s in TRACE.spans] == sorted(s.start_ns for s in TRACE)
+    assert [s.value for s in TRACE.scalars] == [0.5, 0.75, 0.1, 0.25], "by time"
+    assert repr(TRACE) == "<Trace of 2 ranks, 8 spans, 4 scalars>"
+    assert TRACE.spans[0].duration_ns == 10
+
+
+def test_the_time_looked_at_can_be_given() -> None:
+    assert (Trace(ranks=TWO, start_ns=5).end_ns, Trace(ranks=TWO, start_ns=5, end_ns=9).duration_ns) == (5, 4)
+    trace = Trace([compute(0, 10, 20)], ranks=["a"], start_ns=0, end_ns=30)
+    assert trace.shares() == (Share(0, 30, 10, 0, 0, 20, 0),)
+
+
+def test_of_keeps_spans_and_scalars_of_one_rank_kind_or_name() -> None:
+    assert {s.rank for s in TRACE.of(rank=1)} == {1}
+    assert [s.value for s in TRACE.of(rank=1).scalars] == [0.75, 0.1]
+    assert [s.name for s in TRACE.of(kind="compute")] == ["forward", "forward", "backward"]
+    assert TRACE.of(kind="compute").scalars == ()
+    assert [len(TRACE.of(name=n)) for n in ("forward", "loss")] == [2, 0]
+    assert len(Trace([compute(0, 0, 1, "")], ranks=["a"]).of(name="unheard of")) == 0, "not those without a name either"
+    assert [s.value for s in TRACE.of(name="loss").scalars] == [0.5, 0.75, 0.25]
+    assert [s.value for s in TRACE.of(name="loss", rank=0).scalars] == [0.5, 0.25]
+    assert len(TRACE.of(kind="scalar").scalars) == 4
+    assert (TRACE.of(rank=1).start_ns, TRACE.of(rank=1).end_ns) == (0, 40), "the time looked at stays"
+    with pytest.raises(ValueError, match="kind='comm': expected one of compute, communication, step, scalar, call"):
+        TRACE.of(kind="comm")
+
+
+def test_between_looks_at_a_stretch_of_time() -> None:
+    part = TRACE.between(10, 20)
+    assert (part.start_ns, part.end_ns, part.duration_ns) == (10, 20, 10)
+    assert [(s.rank, s.start_ns) for s in part.of(kind="compute")] == [(1, 5)], "what only touches it from outside is left out"
+    assert [s.time_ns for s in part.scalars] == [10, 11, 12, 20]
+    assert part.shares()[1] == Share(1, 10, 10, 0, 0, 0, 0)
+    assert part.activity(0)["communication"].tolist() == [[10, 20]]
+    with pytest.raises(ValueError, match="from 20 to 10 ns: the end lies before the start"):
+        TRACE.between(20, 10)
+
+
+def test_a_step_lasts_from_the_first_rank_to_the_last() -> None:
+    assert TRACE.step_bounds().tolist() == [[0, 15], [12, 40]]
+    assert (TRACE.step(1).start_ns, TRACE.step(-1).end_ns) == (12, 40)
+    with pytest.raises(LabError, match=r"step 2: all ranks of this trace have gone through 2 steps$"):
+        TRACE.step(2)
+    with pytest.raises(
+        LabError, match=r"step 0: all ranks of this trace have gone through 0 steps; they are marked by `for batch in lab"
+    ):
+        TRACE.of(kind="compute").step(0)
+
+
+def test_only_steps_that_all_ranks_made_are_counted() -> None:
+    steps = [Span(r, "step", "step", 10 * i + r, 10 * i + r + 9) for r, count in ((0, 3), (2, 2)) for i in range(count)]
+    assert Trace(steps, ranks=["a", "b", "c"]).step_bounds().tolist() == [[0, 11], [10, 21]], "b has no loop at all"
+
+
+def test_of_loops_in_loops_the_innermost_steps_count() -> None:
+    epochs = [Span(0, "step", "step", 0, 20), Span(0, "step", "step", 20, 40)]
+    batches = [Span(0, "step", "step", start, start + 5) for start in (0, 5, 10, 21, 26)]
+    assert Trace([*batches, *epochs], ranks=["a"]).step_bounds().tolist() == [[0, 5], [5, 10], [10, 15], [21, 26], [26, 31]]
+
+
+def test_a_span_of_a_rank_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a span of rank 2, but ranks=\['rank 0', 'rank 1'\] names 2"):
+        Trace([compute(2, 0, 1)], ranks=TWO)
+
+
+# From the ring.
+
+
+def test_records_become_a_trace() -> None:
+    records = np.zeros(4, record_dtype())
+    records["kind"] = [COMPUTE, COMMUNICATION, STEP, COMPUTE]
+    records["name"], records["flags"] = [1, 2, 3, 1], [ON_CUDA, 0, 0, 0]
+    records["start_ns"], records["end_ns"] = [0, 10, 0, 30], [10, 20, 20, 40]
+    for field, value in (("wait_start_ns", 11), ("wait_end_ns", 12), ("nbytes", 13), ("peer", 1), ("match", 14), ("group", 4)):
+        records[field] = value  # in all of them: what is no communication leaves there what an older record wrote
+    scalars = np.zeros(1, record_dtype())
+    scalars["kind"], scalars["start_ns"], scalars["end_ns"] = 3, 7, np.float64(-0.5).view(np.int64)
+    scalars["name"] = 1
+    trace = from_records([records, scalars], [["", "forward", "send", "step", "0 to 1"], ["", "loss"]], TWO, dropped=[0, 5])
+    assert trace.spans == (
+        Span(0, "forward", "compute", 0, 10, device="cuda"),
+        Span(0, "step", "step", 0, 20),
+        Span(0, "send", "communication", 10, 20, 11, 12, 13, 1, "0 to 1", 14),
+        Span(0, "forward", "compute", 30, 40),
+    )
+    assert trace.scalars == (Scalar(1, "loss", 7, -0.5),)
+    assert (trace.ranks, trace.dropped) == (TWO, (0, 5))
+
+
+def test_no_records_become_an_empty_trace() -> None:
+    nothing = np.zeros(0, record_dtype())
+    trace = from_records([nothing, nothing], [[], [""]], TWO, start_ns=5, end_ns=9)
+    assert (len(trace), trace.start_ns, trace.end_ns) == (0, 5, 9)
+
+
+def test_the_same_group_is_one_though_each_rank_numbers_names_its_own_way() -> None:
+    both = [np.zeros(1, record_dtype()) for _ in TWO]
+    for rank, (records, group) in enumerate(zip(both, (2, 1), strict=True)):
+        records["kind"], records["start_ns"], records["end_ns"], records["match"], records["group"] = (
+            COMMUNICATION,
+            5 * rank,
+            9,
+            1,
+            group,
+        )
+    assert from_records(both, [["", "x", "world"], ["", "world"]], TWO).ready().tolist() == [5, 5]
+
+
+def test_pending_operations_last_until_now() -> None:
+    records = np.zeros(1, record_dtype())
+    records["kind"], records["end_ns"] = COMPUTE, 10
+    blocked = Pending("recv", 10, 12, 400, 1, "1 to 0", 3, "cell 2, line 1")
+    beside = Pending("isend", 15, 0, 0, 1, "0 to 1", 1, "")
+    trace = from_records([records], [["", "forward"]], ["rank 0"], pending=[[blocked, beside]], end_ns=50)
+    assert trace.spans[1:] == (
+        Span(0, "recv", "communication", 10, 50, 12, 50, 400, 1, "1 to 0", 3, "cell 2, line 1", done=False),
+        Span(0, "isend", "communication", 15, 50, peer=1, group="0 to 1", match=1, done=False),
+    )
+    assert trace.shares()[0] == Share(0, 50, 10, 0, 0, 40, waiting_ns=38)
+
+
+# Trace files.
+
+
+def some_rich_trace(rng: random.Random) -> Trace:
+    start = rng.randrange(10**18)
+    times = [start + rng.randrange(10**13) for _ in range(40)]  # nearly three hours, in no round microseconds
+    spans = []
+    for i, at in enumerate(times):
+        kind = rng.choice(["compute", "communication", "step", "call"])
+        more: dict[str, Any] = {}
+        if kind == "communication":
+            more = {
+                "wait_start_ns": at + 3, "wait_end_ns": at + rng.randrange(10**6), "nbytes": rng.randrange(2**40), "match": i,
+                "peer": rng.choice([-1, 0, 1]), "group": "world", "line": "cell 5, line 12", "done": rng.random() < 0.8,
+            }  # fmt: skip
+        device = rng.choice(["cpu", "cuda"])
+        spans.append(Span(rng.randrange(2), f"span “{i % 5}”\n", kind, at, at + rng.randrange(10**9), device=device, **more))
+    values = [0.1, -3e-200, float("inf"), float("-inf"), 5.0]
+    scalars = [Scalar(rng.randrange(2), "loss", start + rng.randrange(10**13), rng.choice(values)) for _ in range(10)]
+    profile = [
+        ProfilerEvent(
+            rng.randrange(2), rng.choice(["thread 7", "stream 20"]), "aten::mm", "cpu_op", at, at + rng.randrange(10**6)
+        )
+        for at in times
+    ]
+    return Trace(
+        spans, scalars, ranks=["master", "größer"], start_ns=start, end_ns=start + 10**13 + 7, dropped=[0, 3],
+        notes=["rank 7 is missing"], profile=profile,
+    )  # fmt: skip
+
+
+def same(a: Trace, b: Trace) -> bool:
+    def key(span: Span) -> Any:
+        return dataclasses.astuple(span)
+
+    window = a.start_ns, a.end_ns, a.ranks, a.dropped, a.notes
+    return (
+        sorted(a, key=key) == sorted(b, key=key) and sorted(a.scalars, key=repr) == sorted(b.scalars, key=repr)
+        and window == (b.start_ns, b.end_ns, b.ranks, b.dropped, b.notes)
+        and sorted(a.profile, key=repr) == sorted(b.profile, key=repr)
+    )  # fmt: skip
+
+
+def test_a_saved_trace_comes_back_to_the_nanosecond(tmp_path: Path) -> None:
+    for seed in SEEDS:
+        trace = some_rich_trace(random.Random(seed))
+        path = trace.save(tmp_path / "x.json")
+        assert same(load_trace(str(path)), trace), seed
+
+
+@pytest.mark.parametrize("piece", [1, 2, 7, 1000])
+def test_a_file_is_written_in_pieces(piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("labkit.tracing.trace.PIECE", piece)
+    for trace in (some_rich_trace(random.Random(3)), Trace([], ranks=[])):
+        path = trace.save(tmp_path / "x.json")
+        assert json.loads(path.read_text(encoding="utf-8")) == json.loads(json.dumps(trace.to_chrome()))
+        assert same(load_trace(path), trace)
+
+
+def test_a_value_that_is_no_number_comes_back(tmp_path: Path) -> None:
+    trace = Trace([], [Scalar(0, "loss", 3, float("nan"))], ranks=["a"], start_ns=0, end_ns=9)
+    (scalar,) = load_trace(trace.save(tmp_path / "x.json")).scalars
+    assert np.isnan(scalar.value)
+
+
+def test_the_file_is_what_the_viewers_expect(tmp_path: Path) -> None:
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is not JSON")
+
+    trace = some_rich_trace(random.Random(1))
+    content = json.loads(trace.save(tmp_path / "x.json").read_text(encoding="utf-8"), parse_constant=refuse)
+    events = content["traceEvents"]
+    assert {e["ph"] for e in events} == {"M", "X", "C", "i"}  # no arrows: no message of this trace has two ends
+    for event in events:
+        assert {"ph", "pid", "tid", "ts", "name", "args"} <= set(event)
+        assert event["ph"] != "X" or (event["dur"] >= 0 and event["cat"])
+        assert event["ph"] == "M" or event["ts"] >= 0
+    titles = [e for e in events if e["name"] == "thread_name"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in titles}
+    assert len(names) == len(titles), "no two rows in one place"
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"master", "größer"}
+    rows = {"call", "step", "compute", "communication"}
+    seen = {"torch.profiler: thread 7", "torch.profiler: stream 20"}
+    assert {n.split(" (")[0] for n in names.values()} == rows | {f"{row} on cuda" for row in rows} | seen
+    assert {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"} == set(names)
+    assert {(e["pid"], e["name"]) for e in events if e["ph"] == "C" and "cat" not in e} == {(0, "loss"), (1, "loss")}
+
+
+def test_in_one_row_spans_nest_or_lie_apart() -> None:
+    for seed in SEEDS:
+        rng = random.Random(seed)
+        spans = [travel(0, start := rng.randrange(50), start + rng.randrange(20)) for _ in range(25)]
+        rows: dict[int, list[tuple[int, int]]] = {}
+        for event in Trace(spans, ranks=["a"], start_ns=0).to_chrome()["traceEvents"]:
+            if event["ph"] == "X":
+                start = round(event["ts"] * 1000)
+                rows.setdefault(event["tid"], []).append((start, start + round(event["dur"] * 1000)))
+        for row in rows.values():
+            for (start, end), (next_start, next_end) in itertools.combinations(row, 2):
+                assert next_start >= end or (next_start >= start and next_end <= end), "by start, the outer one first"
+
+
+def test_rows_stand_in_the_order_of_a_run() -> None:
+    spans = [
+        travel(0, 0, 10), travel(0, 5, 15), travel(0, 5, 15, device="cuda"), compute(0, 0, 5), compute(0, 3, 8),
+        Span(0, "step", "step", 0, 20), Span(0, "train", "call", 0, 20),
+    ]  # fmt: skip
+    events = Trace(spans, ranks=["a"]).to_chrome()["traceEvents"]
+    assert [(e["tid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"] == [
+        (1000, "call"), (1001, "step"), (1002, "compute"), (1003, "compute (2)"), (1004, "communication"),
+        (1005, "communication (2)"), (1006, "communication on cuda"),
+    ]  # fmt: skip
+
+
+def test_spans_that_do_not_cross_share_a_row() -> None:
+    spans = [compute(0, 10 * i, 10 * i + 10) for i in range(5)] + [compute(0, 11, 15), compute(0, 20, 24)]
+    assert {e["tid"] for e in Trace(spans, ranks=["a"]).to_chrome()["traceEvents"] if e["ph"] == "X"} == {1000}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"traceEvents": []}', '{"traceEvents": [{"ph": "X"}], "otherData": {"start_ns": 0}}', '"trace"', "1"],
+)
+def test_a_file_of_somebody_else_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(LabError, match=r"other.json' is not a trace that labkit wrote \(run.trace.save\(path\) writes one\)"):
+        load_trace(path)
+
+
+def test_a_file_that_is_not_there_is_told() -> None:
+    with pytest.raises(
+        LabError, match=r"no trace at 'nowhere.json': run.trace.save\(path\) writes a file, LABKIT_TRACE=folder torch"
+    ):
+        load_trace("nowhere.json")
+
+
+# Size.
+
+
+def test_a_million_spans_are_counted() -> None:
+    trace = many(1_000_000, ranks=4)  # 9 µs each, every third an all_reduce, to which each rank comes 300 ns after the one before
+    for rank, share in enumerate(trace.shares()):
+        waiting_ns = 83_333 * (3 - rank) * 300
+        assert share.compute_ns == 166_667 * 9_000
+        assert (share.communication_ns, share.waiting_ns) == (83_333 * 9_000 - waiting_ns, waiting_ns)
+    assert len(trace.between(trace.start_ns, trace.start_ns + 10**6)) == 4 * 100
+
+
+def are_sets(parts: dict[str, Intervals]) -> bool:
+    return all((p[:, 0] < p[:, 1]).all() and (p[1:, 0] > p[:-1, 1]).all() for p in parts.values())
+
+
+def test_activities_are_disjoint_and_ascending() -> None:
+    for seed in SEEDS:
+        trace = some_trace(random.Random(seed))
+        assert all(are_sets(trace.activity(rank)) for rank in range(3)), seed
+
+
+def test_a_step_cut_out_of_a_run_has_its_own_bounds():
+    spans = []
+    for rank, late in ((0, 0), (1, 4)):  # rank 1 enters each step later: at the edges of one, the ranks are in different steps
+        spans += [Span(rank, "step", "step", 10 * n + late, 10 * n + 10 + late) for n in range(4)]
+    trace = Trace(spans, ranks=["rank 0", "rank 1"])
+    bounds = trace.step_bounds().tolist()
+    assert bounds == [[0, 14], [10, 24], [20, 34], [30, 44]]
+    assert trace.step(1).step_bounds().tolist() == [bounds[1]]
+    assert trace.between(10, 34).step_bounds().tolist() == bounds[1:3]
+    assert trace.step(1).step(0).duration_ns == 14

@@ -1,0 +1,297 @@
+"""Broken trace files, of every kind: one clear error each, whatever is wrong; and where a trace is written to."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import gzip
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from labkit.errors.exceptions import LabError
+from labkit.recording.events import ProfilerEvent, Scalar
+from labkit.tracing.load import load_trace
+from labkit.tracing.trace import Span, Trace
+
+ROUNDS = 150  # of each loop of random damage
+
+
+def a_trace() -> Trace:
+    """One of everything."""
+    spans = [
+        Span(0, "forward", "compute", 10, 40, line="cell 1, line 2"),
+        Span(0, "all_reduce", "communication", 40, 70, wait_start_ns=45, wait_end_ns=70, nbytes=64, group="world", match=1),
+        Span(1, "all_reduce", "communication", 50, 70, nbytes=64, group="world", match=1, done=False),
+        Span(0, "send", "communication", 70, 80, peer=1, nbytes=8, group="p2p 0>1", match=1),
+        Span(1, "recv", "communication", 60, 80, peer=0, nbytes=8, group="p2p 0>1", match=1),
+        Span(1, "step", "step", 10, 90),
+        Span(1, "train", "call", 5, 95),
+    ]
+    return Trace(
+        spans,
+        [Scalar(0, "loss", 20, 0.5), Scalar(1, "loss", 30, float("nan"))],
+        ranks=["rank 0", "rank 1"],
+        notes=["a note"],
+        profile=[ProfilerEvent(0, "cpu", "aten::mm", "operator", 12, 30)],
+    )
+
+
+def use(trace: Trace) -> None:
+    """What figures and tables ask of a trace."""
+    assert repr(trace)
+    assert len(trace.shares()) == len(trace.ranks)
+    assert len(list(trace)) == len(trace)
+    trace.ready(), trace.step_bounds(), json.dumps(trace.to_chrome())
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    return a_trace().save(tmp_path / "good.json").read_text()
+
+
+def content_with(change: Callable[[Any], Any]) -> Callable[[str], str]:
+    def changed(text: str) -> str:
+        content = json.loads(text)
+        change(content)
+        return json.dumps(content)
+
+    return changed
+
+
+def spans_of(content: Any) -> list[Any]:
+    return [e for e in content["traceEvents"] if e["ph"] == "X" and e["cat"] in ("compute", "communication")]
+
+
+def each_span(**changes: Any) -> Callable[[str], str]:
+    return content_with(lambda content: [span.update(changes) for span in spans_of(content)])
+
+
+def each_argument(**changes: Any) -> Callable[[str], str]:
+    return content_with(lambda content: [span["args"].update(changes) for span in spans_of(content)])
+
+
+def each(event_is: Callable[[Any], bool], **changes: Any) -> Callable[[str], str]:
+    return content_with(lambda content: [event.update(changes) for event in content["traceEvents"] if event_is(event)])
+
+
+BROKEN: dict[str, tuple[Callable[[str], str | bytes], str]] = {
+    "empty": (lambda _: "", "it is empty"),
+    "blank": (lambda _: " \n", "it is empty"),
+    "cut": (lambda text: text[: len(text) // 2], "it (ends in the middle|is no JSON)"),
+    "cut at the end": (lambda text: text[:-1], "it ends in the middle"),
+    "no JSON": (lambda text: text.replace(":", "=", 1), "it is no JSON"),
+    "no text": (lambda _: bytes(range(128, 256)), "it is no text"),
+    "deep": (lambda _: "[" * 100_000, "it is nested too deeply"),
+    "a list": (lambda _: "[1, 2]", "no list of traceEvents"),
+    "another shape": (lambda _: '{"traceEvents": {}}', "no list of traceEvents"),
+    "another program's": (lambda _: '{"traceEvents": [], "otherData": {"version": 1}}', "it is a trace of another program"),
+    "lacks ranks": (content_with(lambda c: c["otherData"].pop("ranks")), "it lacks 'ranks'"),
+    "ranks are numbers": (content_with(lambda c: c["otherData"].update(ranks=[0, 1])), "the names of its ranks"),
+    "a rank less": (content_with(lambda c: c["otherData"].update(ranks=["a"], dropped=[0])), "it has a .* rank"),
+    "lost records": (content_with(lambda c: c["otherData"].update(dropped=["many", 0])), "lost records"),
+    "the end first": (content_with(lambda c: c["otherData"].update(start_ns=9, end_ns=1)), "its begin and end are no times"),
+    "begins at a word": (content_with(lambda c: c["otherData"].update(zero_ns="noon")), "its begin and end are no times"),
+    "an event is a word": (content_with(lambda c: c["traceEvents"].append("event")), "one of its events is no object"),
+    "lacks a time": (content_with(lambda c: [s.pop("dur") for s in spans_of(c)]), "it lacks 'dur'"),
+    "negative length": (each_span(dur=-5), "a span that ends before it begins"),
+    "time is a word": (each_span(ts="now"), "TypeError"),
+    "time is no number": (each_span(ts=float("nan")), "ValueError"),
+    "time is infinite": (each_span(ts=float("inf")), "OverflowError"),
+    "time is huge": (each_span(ts=1e300), "OverflowError|at no possible time"),
+    "rank is huge": (each_span(pid=10**30), "OverflowError|of a rank"),
+    "rank is negative": (each_span(pid=-1), "a span of a rank that it does not name"),
+    "name is a list": (each_span(name=[1]), "TypeError"),
+    "name is a number": (each_span(name=5), "a name that is no text"),
+    "arguments are a list": (each_span(args=[1]), "AttributeError|TypeError"),
+    "a value of no rank": (each(lambda e: "value" in e["args"], pid=9), "a value that fits none of its ranks"),
+    "a profiled event of no rank": (each(lambda e: "track" in e["args"], pid=9), "a profiled event that fits none of its ranks"),
+    "a profiled event of negative length": (each(lambda e: "track" in e["args"], dur=-1), "a profiled event that ends before"),
+    "negative size": (each_argument(nbytes=-1), "a span of a negative size"),
+    "peer is nobody": (each_argument(peer=7), "a peer that it does not name"),
+    "gzip of nonsense": (lambda _: gzip.compress(b"nonsense"), "it is no JSON"),
+    "gzip cut": (lambda text: gzip.compress(text.encode())[:-20], "its compressed data end in the middle"),
+    "gzip damaged": (lambda text: gzip.compress(text.encode())[:40] + b"\xff" * 300, "its compressed data are damaged"),
+    "gzip in name alone": (lambda _: b"\x1f\x8b", "its compressed data end in the middle"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_one_clear_error(name: str, text: str, tmp_path: Path) -> None:
+    change, says = BROKEN[name]
+    changed = change(text)
+    path = tmp_path / "broken.json"
+    path.write_bytes(changed if isinstance(changed, bytes) else changed.encode())
+    with pytest.raises(LabError, match=rf"broken.json' is not a trace that labkit wrote .*: .*({says})") as caught:
+        load_trace(path)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_what_a_later_version_adds_is_passed_over(text: str, tmp_path: Path) -> None:
+    content = json.loads(text)
+    content["later"] = content["otherData"]["later"] = 1
+    content["traceEvents"] += [{"ph": "Z"}, {"ph": "b", "cat": "other", "id": 1}]
+    for span in spans_of(content):
+        span["args"]["later"] = span["later"] = [1]
+    path = tmp_path / "later.json"
+    path.write_text(json.dumps(content))
+    assert load_trace(path).spans == a_trace().spans
+
+
+def test_a_file_that_may_not_be_read(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(text)
+
+    def refuse(*_: Any) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(LabError, match=r"mine.json' is not a trace .*: it cannot be read: Permission denied"):
+        load_trace(path)
+
+
+def damaged(content: Any, dice: random.Random) -> Any:
+    """The same with something else in some places."""
+    content = copy.deepcopy(content)
+    places: list[tuple[Any, Any]] = []
+
+    def look(part: Any) -> None:
+        for key, value in list(part.items() if isinstance(part, dict) else enumerate(part)):
+            places.append((part, key))
+            if isinstance(value, (dict, list)):
+                look(value)
+
+    look(content)
+    for part, key in dice.sample(places, dice.choice((1, 1, 2, 5))):
+        others: list[Any] = [None, -1, 0, 1 << 70, 1e400, float("nan"), "", "x", [], {}, True, -0.5, [[]]]
+        value = dice.choice([*others, "drop"])
+        if value == "drop" and isinstance(part, dict):
+            part.pop(key, None)
+        elif isinstance(part, dict) or key < len(part):
+            part[key] = value
+    return content
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_damage_to_the_values(seed: int, text: str, tmp_path: Path) -> None:
+    """What is read all the same can be used: nothing fails later, in a figure."""
+    dice, content, path = random.Random(seed), json.loads(text), tmp_path / "x.json"
+    refused = 0
+    for _ in range(ROUNDS):
+        path.write_text(json.dumps(damaged(content, dice)))
+        try:
+            trace = load_trace(path)
+        except LabError as error:
+            refused += len(str(error).splitlines())
+        else:
+            use(trace)
+    assert 0 < refused < ROUNDS
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_random_damage_to_the_bytes(packed: bool, text: str, tmp_path: Path) -> None:
+    dice, path = random.Random(5), tmp_path / "x.json"
+    data = gzip.compress(text.encode(), mtime=0) if packed else text.encode()
+    for _ in range(ROUNDS):
+        wrong = bytearray(data)
+        for _ in range(dice.choice((1, 2, 20))):
+            wrong[dice.randrange(len(wrong))] = dice.randrange(256)
+        path.write_bytes(wrong[: dice.randrange(len(wrong))] if dice.random() < 0.3 else wrong)
+        try:
+            use(load_trace(path))
+        except LabError:
+            continue
+
+
+# Where a trace is written to
+
+
+def test_home_and_compression(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    trace = a_trace()
+    plain, packed = trace.save("~/x.json"), trace.save("~/x.json.gz")
+    assert (plain, packed) == (tmp_path / "x.json", tmp_path / "x.json.gz")
+    assert gzip.decompress(packed.read_bytes()) == plain.read_bytes()
+    packed.rename(tmp_path / "renamed.json")  # the content tells, not the name
+    for path in ("~/x.json", "~/renamed.json"):
+        assert load_trace(path).spans == trace.spans
+
+
+@pytest.mark.parametrize("place", ["nowhere/x.json", "nowhere/x.json.gz", "."])
+def test_a_place_that_cannot_be_written_to(place: str, tmp_path: Path) -> None:
+    with pytest.raises(LabError, match=r"the trace cannot be written to '.*': (No such file|Is a directory)"):
+        a_trace().save(tmp_path / place)
+
+
+# Folders
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a script left."""
+    found = tmp_path_factory.mktemp("left") / "traces"
+    script = "import labkit as lab\nwith lab.span('mine'): lab.record(loss=1.0)"
+    environment = {**os.environ, "LABKIT_TRACE": str(found)}
+    subprocess.run([sys.executable, "-c", script], env=environment, timeout=200, check=True)
+    return found
+
+
+@pytest.fixture
+def copied(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def test_a_folder_without_files(tmp_path: Path) -> None:
+    with pytest.raises(LabError, match="no trace in the folder"):
+        load_trace(tmp_path)
+
+
+def test_a_folder_of_other_things(copied: Path) -> None:
+    (copied / "folder.json").mkdir()
+    (copied / "list.json").write_text("[1]")
+    (copied / "half.json").write_text('{"began_unix_ns": 1')
+    (copied / "bytes.json").write_bytes(b"\xff\xfe\x00")
+    (copied / "lacking.json").write_text('{"began_unix_ns": 1, "rank": 0}')
+    (copied / "lacking.ring").write_bytes(b"")
+    assert "mine" in [s.name for s in load_trace(copied)]
+
+
+def test_a_ring_that_was_cut_is_told(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (ring,) = copied.glob("*.ring")
+    ring.write_bytes(ring.read_bytes()[:1000])
+    assert len(load_trace(copied)) == 0
+    assert "what rank 0 left cannot be read" in capsys.readouterr().out
+
+
+def test_random_damage_to_what_describes_a_rank(copied: Path) -> None:
+    dice = random.Random(7)
+    (about,) = copied.glob("*.json")
+    description = json.loads(about.read_text())
+    for _ in range(25):
+        about.write_text(json.dumps(damaged(description, dice)))
+        with contextlib.suppress(LabError):
+            use(load_trace(copied))
+
+
+def test_random_damage_to_records(copied: Path) -> None:
+    dice = random.Random(7)
+    (ring,) = copied.glob("*.ring")
+    data = ring.read_bytes()
+    written = np.flatnonzero(np.frombuffer(data, np.int64)) * 8  # most of it never was
+    for _ in range(12):
+        wrong = bytearray(data)
+        for at in dice.sample(written.tolist(), dice.choice((1, 3, 10))):
+            wrong[at : at + 8] = dice.randbytes(8)
+        ring.write_bytes(wrong)
+        with contextlib.suppress(LabError):
+            use(load_trace(copied))

@@ -1,0 +1,102 @@
+"""When a rank counts as blocked inside TensorFlow: tested on frames and clocks of our own."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from labkit.recording.record import here, is_students
+from labkit.recording.ring_buffer import RING_BYTES, Pending, RingReader, RingWriter
+from labkit.worker.runtimes.tensorflow.blocked import Watch
+
+MS = 1_000_000
+EXECUTE = "/site-packages/tensorflow/python/eager/execute.py"
+
+
+class Rank:
+    """A rank that is looked at every 250 ms."""
+
+    def __init__(self) -> None:
+        memory = bytearray(RING_BYTES)
+        self.watch, self._reader = Watch(RingWriter(memory)), RingReader(memory)
+        self._now_ms = self._cpu_ms = 1000.0
+        self.look(None)  # the first look has nothing to compare with
+
+    def look(self, frame: FrameType | None, *, computed_ms: float = 1.0) -> list[Pending]:
+        self._now_ms += 250
+        self._cpu_ms += computed_ms
+        self.watch.look(int(self._now_ms * MS), int(self._cpu_ms * MS), frame)
+        return self._reader.pending()
+
+
+def while_in_a_call(filename: str, action: Callable[[FrameType], None]) -> None:
+    """Call `action` with the frame of a function of that file, which the student's cell 3 has called in its line 5."""
+    space: dict[str, Any] = {"sys": sys, "action": action}
+    exec(compile("def call():\n    action(sys._getframe())", filename, "exec"), space)
+    exec(compile("\n\n\ndef student():\n    call()", "/kernel/3.py", "exec"), space)
+    space["student"]()
+
+
+def call_of(filename: str) -> FrameType:
+    frames: list[FrameType] = []
+    while_in_a_call(filename, frames.append)
+    return frames[0]
+
+
+@pytest.fixture(autouse=True)
+def _cell_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(here, "files", {"/kernel/3.py": "cell 3"})
+    is_students.cache_clear()
+
+
+def test_the_same_call_at_two_looks_is_blocked_since_the_first() -> None:
+    rank, call = Rank(), call_of(EXECUTE)
+    assert rank.look(call) == []
+    (pending,) = rank.look(call)
+    assert (pending.name, pending.wait_start_ns) == ("TensorFlow's call", 1500 * MS)
+    assert rank.look(call) == [pending], "noted once, however long it lasts"
+
+
+def test_the_note_is_taken_back() -> None:
+    rank, call = Rank(), call_of(EXECUTE)
+    rank.look(call)
+    assert len(rank.look(call)) == 1
+    assert rank.look(call_of(EXECUTE)) == [], "another call"
+    assert len(rank.look(rank.watch._call)) == 1, "and this one is blocked in turn"
+
+
+@pytest.mark.parametrize(("filename", "computed_ms"), [(EXECUTE, 26.0), ("/kernel/3.py", 0.0), ("/lib/python/threading.py", 0.0)])
+def test_computing_sleeping_and_waiting_elsewhere_are_not_meant(filename: str, computed_ms: float) -> None:
+    rank, call = Rank(), call_of(filename)
+    assert [rank.look(call, computed_ms=computed_ms) for _ in range(4)] == [[]] * 4
+
+
+def test_the_line_is_the_students() -> None:
+    rank, lines = Rank(), []
+
+    def look(call: FrameType) -> None:
+        rank.look(call)
+        lines.extend(pending.line for pending in rank.look(call))
+
+    while_in_a_call(EXECUTE, look)
+    assert lines == ["cell 3, line 5"]
+
+
+def test_a_rank_that_is_gone_from_the_stack_is_not_blocked() -> None:
+    rank = Rank()
+    assert [rank.look(None) for _ in range(3)] == [[]] * 3
+
+
+def test_a_lock_of_pythons_within_tensorflow_is_tensorflows() -> None:
+    rank = Rank()
+    looks: list[list[Pending]] = []
+    space: dict[str, Any] = {"sys": sys, "look": lambda frame: looks.extend([rank.look(frame), rank.look(frame)])}
+    exec(compile("def wait():\n    look(sys._getframe())", threading.__file__, "exec"), space)
+    exec(compile("def join():\n    wait()", EXECUTE, "exec"), space)
+    space["join"]()
+    assert [[pending.name for pending in looked] for looked in looks] == [[], ["TensorFlow's join"]]

@@ -1,0 +1,246 @@
+"""Programs for TensorFlow that set or remove TF_CONFIG, in which all workers write the same files, or a worker is killed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from time_limits import some_limit_does
+
+import labkit as lab
+from labkit.group.collector import Records
+from labkit.ipc.tracebacks import HEADLINE_CHARACTERS, headline
+from labkit.recording.ring_buffer import record_dtype
+from labkit.worker.runtimes.tensorflow import callbacks as tf_callbacks
+from labkit.worker.runtimes.tensorflow.config import mistake
+from labkit.worker.runtimes.tensorflow.timeline import READING
+
+pytestmark = [pytest.mark.tf, pytest.mark.slow]
+if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
+    pytest.skip("needs TensorFlow", allow_module_level=True)
+
+EPOCHS, STEPS, BATCH = 3, 2, 8
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[lab.Group]:
+    with lab.Group(2, runtime="tensorflow", timeout_s=200) as group:
+        yield group
+
+
+# TF_CONFIG
+
+
+def replicas(how: str) -> int:
+    """As a tutorial begins that is pasted with its own TF_CONFIG."""
+    import tensorflow as tf
+
+    config = json.loads(os.environ.pop("TF_CONFIG"))
+    if how == "ports":
+        config["cluster"]["worker"] = ["localhost:12345", "localhost:23456"]
+        os.environ["TF_CONFIG"] = json.dumps(config)
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+
+    def count() -> Any:
+        return tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1))
+
+    @tf.function
+    def step() -> Any:
+        return strategy.run(count)
+
+    return int(strategy.experimental_local_results(step())[0])
+
+
+def test_without_tf_config_a_rank_says_that_it_trains_alone(two: lab.Group) -> None:
+    run = two.run(replicas, "none")
+    assert run.results == [1, 1]
+    for rank in range(2):
+        assert run.output.count(f"so that rank {rank} trains alone") == 1
+
+
+def test_the_ports_of_a_tutorial_are_as_good_in_a_network_of_the_ranks(two: lab.Group) -> None:
+    if not all(two.run(private).results):
+        pytest.skip("the ports would be the machine's")
+    run = two.run(replicas, "ports")
+    assert (run.results, run.output) == ([2, 2], "")
+
+
+def private() -> bool:
+    from processes import network_of_ranks
+
+    return bool(network_of_ranks().private)
+
+
+WORKERS = [("worker", 0), ("worker", 1)]
+
+
+@pytest.mark.parametrize(
+    ("jobs", "rank", "started", "words"),
+    [
+        (WORKERS, 1, ("worker", 0, 2), "makes this rank worker 0, but it is worker 1"),
+        (WORKERS, 1, ("worker", 1, 3), "names 3 tasks of the job 'worker', and this group has 2"),
+        ([("worker", 0)], 0, ("worker", 0, 2), "names 2 tasks of the job 'worker', and this group has 1"),
+        (WORKERS, 1, ("worker", 1, 2), ""),
+        (WORKERS, 0, ("chief", 0, 1), ""),  # it has started the cluster within this rank
+        ([("chief", 0), ("worker", 0), ("ps", 0)], 0, ("chief", 0, 1), ""),
+    ],
+)
+def test_a_place_in_a_cluster_that_cannot_be_right_is_named(
+    jobs: list[tuple[str, int]], rank: int, started: tuple[str, int, int], words: str
+) -> None:
+    said = mistake(*started, jobs, rank)
+    assert words in said
+    assert bool(words) == bool(said)
+
+
+def all_as_worker_0() -> None:
+    import tensorflow as tf
+
+    config = json.loads(os.environ["TF_CONFIG"])
+    os.environ["TF_CONFIG"] = json.dumps(config | {"task": {"type": "worker", "index": 0}})
+    tf.distribute.MultiWorkerMirroredStrategy()
+
+
+def test_ranks_that_all_start_as_the_same_worker_are_told_before_they_wait(capsys: pytest.CaptureFixture[str]) -> None:
+    def told_once(limit_s: float) -> bool:
+        with lab.Group(2, runtime="tensorflow", timeout_s=limit_s) as group, pytest.raises(lab.LabError):
+            group.run(all_as_worker_0)
+        out, err = capsys.readouterr()
+        return (out + err).count("TF_CONFIG makes this rank worker 0, but it is worker 1") == 1
+
+    assert some_limit_does(told_once)
+
+
+# Files
+
+
+def fit(folder: str, die_in: int | None = None, twice: bool = False, own: bool = False) -> Any:
+    """Keras's loop with backups and checkpoints, one path for all workers; a worker may be killed in an epoch."""
+    import keras
+    import tensorflow as tf
+
+    keras.utils.set_random_seed(1)
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    if own:
+        folder = f"{folder}/{os.environ['RANK']}"
+    begun: list[int] = []
+
+    class Epochs(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002  # Keras gives both
+            begun.append(epoch)
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+            if begun[-1] == die_in and batch == 1 and os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    random = np.random.RandomState(0)
+    data = tf.data.Dataset.from_tensor_slices((random.rand(BATCH * STEPS, 5), random.randint(0, 3, BATCH * STEPS))).batch(BATCH)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    for _ in range(1 + twice):
+        callbacks = [
+            keras.callbacks.ModelCheckpoint(f"{folder}/model-{{epoch}}.keras"),
+            keras.callbacks.BackupAndRestore(f"{folder}/backup"),
+            Epochs(),
+        ]
+        model.fit(data.with_options(options), epochs=EPOCHS, shuffle=False, verbose=0, callbacks=callbacks)
+    return begun, np.concatenate([v.numpy().ravel() for v in model.trainable_variables])
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+MODELS = [f"model-{epoch}.keras" for epoch in range(1, EPOCHS + 1)]
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["one path", "own paths"])
+def test_training_goes_on_from_the_backup_after_a_worker_was_killed(two: lab.Group, tmp_path: Path, own: bool) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = two.run(fit, str(tmp_path / "whole")).results
+    assert files(tmp_path / "whole") == MODELS
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    with pytest.raises(lab.RankError) as caught:
+        two.run(fit, str(tmp_path), die_in=1, own=own)
+    assert caught.value.failures[0].headline.startswith("killed by SIGKILL")
+    resumed = two.run(fit, str(tmp_path), own=own).results
+    assert [begun for begun, _ in resumed] == [[1, 2]] * 2
+    for (_, weights), (_, expected) in zip(resumed, whole, strict=True):
+        assert np.abs(weights - expected).max() < 1e-6
+    assert "backup" not in files(tmp_path / "0" if own else tmp_path), "it is removed at the end"
+
+
+def test_a_second_fit_begins_anew(two: lab.Group, tmp_path: Path) -> None:
+    runs = two.run(fit, str(tmp_path), twice=True).results
+    assert [begun for begun, _ in runs] == [[*range(EPOCHS), *range(EPOCHS)]] * 2
+    assert files(tmp_path) == MODELS
+
+
+class Backup:
+    """What is mended of BackupAndRestore; another worker removes a file of the folder during the first `disturbed` saves."""
+
+    delete_checkpoint = True
+    model = None
+
+    def __init__(self, folder: Path, disturbed: int) -> None:
+        self.backup_dir = str(folder)
+        self.disturbed = disturbed
+
+    def _load_model(self) -> None: ...
+
+    def on_train_end(self, logs: Any = None) -> None: ...
+
+    def _save_model(self) -> None:
+        written = Path(self.backup_dir) / "written"
+        written.touch()
+        if self.disturbed:
+            self.disturbed -= 1
+            written.unlink()
+        written.rename(written.with_name("weights"))
+
+
+def test_a_backup_is_saved_again_where_another_worker_was_removing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mended(Backup): ...
+
+    monkeypatch.setattr(tf_callbacks, "_task", lambda _: 0)
+    tf_callbacks._share_backups(Mended)
+    disturbed = Mended(tmp_path / "backup", disturbed=2)
+    disturbed._save_model()
+    assert files(tmp_path / "backup") == ["weights"]
+    disturbed.on_train_end()
+    assert files(tmp_path) == []
+    with pytest.raises(FileNotFoundError):  # not for ever
+        Mended(tmp_path / "other", disturbed=1000)._save_model()
+
+
+# What is said of a worker that is gone
+
+
+@pytest.mark.parametrize(
+    ("spans", "last"), [(["step", "compute", READING], "step"), ([READING], ""), (["step", "backward"], "backward")]
+)
+def test_what_a_dead_rank_did_last_is_not_what_labkit_did(spans: list[str], last: str) -> None:
+    rows = np.zeros(len(spans), record_dtype())
+    rows["name"] = range(len(spans))
+    reader = SimpleNamespace(dropped=0, read=lambda: rows, names=lambda: spans)
+    records = Records([SimpleNamespace(name="rank 0", reader=reader)])  # type: ignore[list-item]
+    records.drain()
+    assert records.last_span(0) == last
+
+
+def test_a_headline_is_not_cut_to_say_that_a_few_characters_were_left_out() -> None:
+    text = "x" * (HEADLINE_CHARACTERS + 20)
+    assert headline(ValueError(text)).count("x") == len(text)
+    assert "characters left out" in headline(ValueError(text * 2))

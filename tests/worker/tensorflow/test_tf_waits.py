@@ -1,0 +1,96 @@
+"""What a run says of ranks that wait inside TensorFlow for ever: in which call, collective or start, and for whom."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from time_limits import some_limit_does
+
+import labkit as lab
+from labkit.worker.runtimes.registry import TensorFlow
+
+pytestmark = [pytest.mark.tf, pytest.mark.slow]
+if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
+    pytest.skip("needs TensorFlow", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[lab.Group]:
+    with lab.Group(2, runtime="tensorflow", timeout_s=200) as group:
+        yield group
+
+
+def leave_alone(where: str) -> None:
+    """Rank 1 returns before the others are through."""
+    import tensorflow as tf
+
+    leaves = os.environ["RANK"] == "1"
+    if where == "start" and leaves:
+        return
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+
+    @tf.function
+    def step() -> Any:
+        return strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0)))
+
+    @tf.function
+    def train_twice() -> Any:
+        return step() + step()
+
+    train_twice()
+    if not leaves:
+        train_twice()
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("start", "TensorFlow's MultiWorkerMirroredStrategy (until all ranks have started their servers)"),
+        ("graph", "TensorFlow's train_twice (with 2 all-reduces)"),
+    ],
+)
+def test_a_rank_that_is_left_alone_says_what_it_waits_in(
+    two: lab.Group, monkeypatch: pytest.MonkeyPatch, where: str, words: str
+) -> None:
+    monkeypatch.setattr(TensorFlow, "certain_after_s", 1.0)
+    with pytest.raises(lab.RankError) as caught:
+        two.run(leave_alone, where)
+    headline, _, place = caught.value.failures[0].headline.rpartition(" (")
+    assert headline == f"returned while rank 0 still waits for it in {words}"
+    assert place.startswith("test_tf_waits.py, line")
+    assert "All ranks of a strategy must run the same steps" in caught.value.hint
+
+
+def schedule_what_never_ends() -> None:
+    import tensorflow as tf
+
+    strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+
+    def never() -> float:
+        time.sleep(1000)
+        return 0.0
+
+    @tf.function
+    def sleep() -> Any:
+        return tf.py_function(never, [], tf.float32)
+
+    for _ in range(3):
+        coordinator.schedule(sleep)
+    coordinator.join()
+
+
+def test_a_chief_says_how_many_functions_its_workers_have_not_finished() -> None:
+    jobs = {"chief": 1, "worker": 1, "ps": 1}
+
+    def counts_them(limit_s: float) -> bool:
+        with lab.Group(jobs, runtime="tensorflow", timeout_s=limit_s) as group, pytest.raises(lab.LabError) as caught:
+            group["chief"].run(schedule_what_never_ends)
+        return "TensorFlow's ClusterCoordinator.join (scheduled functions: 1 on workers, 2 in the queue)" in str(caught.value)
+
+    assert some_limit_does(counts_them)

@@ -1,0 +1,112 @@
+"""`python -m labkit script.py`, `torchrun -m labkit script.py`: scripts that do not know labkit are recorded, and run as ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from labkit.tracing.load import load_trace
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 200
+
+SHOWS = """
+import json, sys
+print(json.dumps([__name__, sys.argv, sys.path[0], __file__]))
+"""
+FAILS = """
+def inner():
+    raise ValueError("the script's own")
+inner()
+"""
+SPAWNS = """
+import multiprocessing
+def f(x):
+    return x + 1
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(f, [1]))
+"""
+TRAINS = """
+import os
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.ones(10)
+dist.all_reduce(x)
+dist.destroy_process_group()
+"""
+
+
+def run(folder: Path, *command: str, trace: str = "") -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "LABKIT_TRACE"))}
+    env = clean | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | ({"LABKIT_TRACE": trace} if trace else {})
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    for name, text in (("shows", SHOWS), ("fails", FAILS), ("spawns", SPAWNS), ("trains", TRAINS)):
+        (folder / f"{name}.py").write_text(text)
+    return folder
+
+
+def test_a_script_runs_as_ever(script: Path, tmp_path: Path) -> None:
+    plain = run(tmp_path, "scripts/shows.py", "--lr", "1", "-m")
+    recorded = run(tmp_path, "-m", "labkit", "scripts/shows.py", "--lr", "1", "-m", trace="traces")
+    assert (recorded.returncode, recorded.stdout, recorded.stderr) == (0, plain.stdout, "")
+    assert load_trace(tmp_path / "traces").ranks == ("rank 0",)
+    assert run(tmp_path, "-m", "labkit", "scripts/spawns.py", trace="traces").stdout == "[2]\n"
+
+
+def test_a_module_runs_as_ever(script: Path) -> None:
+    plain = json.loads(run(script, "-m", "shows", "x").stdout)
+    recorded = run(script, "-m", "labkit", "-m", "shows", "x", trace="traces")
+    assert json.loads(recorded.stdout) == plain
+
+
+def test_an_error_is_the_scripts_own(script: Path) -> None:
+    plain = run(script, "fails.py")
+    recorded = run(script, "-m", "labkit", "fails.py", trace="traces")
+    assert recorded.returncode == plain.returncode == 1
+    assert recorded.stderr == plain.stderr
+
+
+def test_without_the_variable_there_is_a_folder_and_a_line(script: Path) -> None:
+    recorded = run(script, "-m", "labkit", "shows.py")
+    (line,) = recorded.stderr.splitlines()
+    assert line.startswith("labkit: LABKIT_TRACE names no folder, so the trace lands in 'labkit-trace'")
+    assert load_trace(script / "labkit-trace").ranks == ("rank 0",)
+
+
+def test_what_cannot_be_run_is_refused(tmp_path: Path) -> None:
+    for command, words in ((["nothing.py"], "no file 'nothing.py'"), (["-m", "no.such"], "no module 'no.such'"), ([], "usage:")):
+        ended = run(tmp_path, "-m", "labkit", *command)
+        assert (ended.returncode, words in ended.stderr) == (2, True), ended.stderr
+    assert not list(tmp_path.iterdir())
+    assert run(tmp_path, "-m", "labkit", "--help").stdout.startswith("usage:")
+
+
+def test_torchrun_records_a_script_that_does_not_know_labkit(script: Path) -> None:
+    pytest.importorskip("torch")
+    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(script / "rendezvous"), "--rdzv-conf", "store_type=file"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", *meet]
+    ended = run(script, *torchrun, "-m", "labkit", "trains.py", trace="traces")
+    assert ended.returncode == 0, ended.stderr
+    assert "labkit" not in ended.stderr
+    trace = load_trace(script / "traces")
+    assert trace.ranks == ("rank 0", "rank 1")
+    assert [s.name for s in trace.of(kind="call")] == ["trains.py"] * 2
+    for rank in (0, 1):
+        assert [(s.name, s.nbytes, s.line) for s in trace.of(rank=rank, name="all_reduce")] == [
+            ("all_reduce", 40, "trains.py, line 7")
+        ]

@@ -1,0 +1,704 @@
+"""Processes start both ways, and surely end: with their group, their server, their notebook's process, however these die."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from processes import left_after
+
+import labkit as lab
+from labkit.group.options import FILES_PER_RANK, STARTING_FILES
+from labkit.group.output import Output
+from labkit.group.registry import Notebook, default_start, notebook
+from labkit.ipc.pickling import shared_memory
+from labkit.recording.ring_buffer import RING_BYTES
+from labkit.worker import fork_server
+from labkit.worker.descendants import _await_end
+from labkit.worker.launch import ForkStarter, RankProcess, SpawnStarter, _Pipes
+from labkit.worker.network_namespace import Network
+from labkit.worker.open_files import count_open_files, raise_limit
+
+pytestmark = pytest.mark.usefixtures("stop_works")
+
+START = ("fork", "spawn")
+ROOT = Path(__file__).resolve().parents[2]
+GONE_LIMIT_S = 60.0  # the promise is 2 s; a busy machine may take longer to look
+
+
+@pytest.fixture(scope="module", params=START)
+def start(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def ranks(start: str) -> Iterator[lab.Group]:
+    with lab.Group(2, runtime="bare", start=start, timeout_s=200) as group:
+        yield group
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a Python program that talks by lines; ended with the test."""
+    programs: list[subprocess.Popen[str]] = []
+
+    def run(source: str, **environment: str) -> subprocess.Popen[str]:
+        path = tmp_path / f"program{len(programs)}.py"
+        path.write_text(textwrap.dedent(source))
+        programs.append(
+            subprocess.Popen(
+                [sys.executable, str(path)],
+                env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+        return programs[-1]
+
+    yield run
+    for program in programs:
+        program.kill()
+        program.communicate()
+
+
+def told(program: subprocess.Popen[str]) -> Any:
+    """The next line that a program prints, as JSON; what comes before it that is none is shown if there is no such line."""
+    assert program.stdout is not None
+    before = []
+    while line := program.stdout.readline():
+        with contextlib.suppress(ValueError):
+            return json.loads(line)
+        before.append(line)
+    raise AssertionError("the program ended: " + "".join(before))
+
+
+def the_rest(program: subprocess.Popen[str]) -> str:
+    """What a program prints until it ends."""
+    assert program.stdout is not None
+    return program.stdout.read()
+
+
+# How ranks begin
+
+
+def test_every_rank_draws_its_own_random_numbers(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the server that they were forked from has numpy loaded."""
+    monkeypatch.setattr("labkit.worker.runtimes.registry.Runtime.preload", ("numpy.random", "labkit.worker.main_loop"))
+
+    def draw() -> tuple[float, float]:
+        return random.random(), float(np.random.rand())  # noqa: NPY002  # this is the generator that a fork copies
+
+    with lab.Group(2, runtime="bare", start=start) as group:
+        first, second = group.run(draw).results
+    assert not set(first) & set(second)
+    notebook.starters.pop(("numpy.random,labkit.worker.main_loop", start, "")).close()
+
+
+def test_a_slow_start_is_no_news_in_the_programs_of_the_tests() -> None:
+    """Their output is compared, as that of lessons is."""
+    code = "from labkit.group.processes import SLOW_START_S; print(SLOW_START_S)"
+    for more, expected in (({}, "180.0\n"), ({"LABKIT_SLOW_START_S": "20"}, "20.0\n")):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | more, cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        assert done.stdout == expected
+
+
+def test_a_slow_start_says_once_what_it_waits_for(start: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An import that goes on until the word has come."""
+    go_on = tmp_path / "go on"
+    source = f"""
+        import os, time
+        until = time.monotonic() + 150
+        while not os.path.exists({str(go_on)!r}) and time.monotonic() < until:
+            time.sleep(0.01)
+    """
+    (tmp_path / "a_framework.py").write_text(textwrap.dedent(source))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("labkit.worker.runtimes.registry.Runtime.preload", ("a_framework", "labkit.worker.main_loop"))
+    monkeypatch.setattr("labkit.worker.runtimes.registry.Runtime.package", "a_framework")
+    monkeypatch.setattr("labkit.group.processes.SLOW_START_S", 0.1)
+    said: list[str] = []
+
+    def put(text: str) -> None:
+        said.append(text)
+        go_on.touch()
+
+    monkeypatch.setattr("labkit.group.processes.put", put)
+    with lab.Group(2, runtime="bare", start=start) as group:
+        assert group.run(os.getpid).results
+        assert len(said) == 1
+        assert "importing a_framework" in said[0]
+        group.run(os.getpid)
+        assert len(said) == 1
+    notebook.starters.pop(("a_framework,labkit.worker.main_loop", start, "")).close()
+
+
+def test_a_rank_has_no_input_and_leads_its_own_process_group(ranks: lab.Group) -> None:
+    def look() -> tuple[bool, str, str, list[str]]:
+        answer = sys.stdin.readline() or "end of file"
+        return os.getpgid(0) == os.getpid(), answer, os.getcwd(), sys.argv
+
+    assert ranks.run(look).results == [(True, "end of file", os.getcwd(), [""])] * 2
+
+
+def test_variables_that_the_notebook_sets_or_removes_later_reach_new_ranks(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LABKIT_TEST_REMOVED", "there when the server started")
+    own = Notebook()
+    monkeypatch.setattr("labkit.group.group.notebook", own)
+    own.starter("bare", start)
+    monkeypatch.setenv("LABKIT_TEST_NEW", "set after the server started")
+    monkeypatch.delenv("LABKIT_TEST_REMOVED")
+    try:
+        with lab.Group(1, runtime="bare", start=start) as group:
+            names = ("LABKIT_TEST_NEW", "LABKIT_TEST_REMOVED")
+            assert group.run(lambda: [os.environ.get(n) for n in names]).results == [["set after the server started", None]]
+    finally:
+        own.close()
+
+
+def test_folder_and_path_of_the_notebook_are_the_ranks(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "helpers_of_a_student.py").write_text("def word(): return 'found'\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+
+    def f() -> str:
+        from helpers_of_a_student import word  # type: ignore[import-not-found]
+
+        return word() + Path("helpers_of_a_student.py").name
+
+    with lab.Group(1, runtime="bare", start=start) as group:
+        assert group.run(f).results == ["foundhelpers_of_a_student.py"]
+
+
+def test_the_default_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LABKIT_START", raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert default_start() == "fork"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert default_start() == "spawn"
+    with pytest.raises(lab.LabError, match="start='fork' needs Linux; elsewhere a forked process may hang"):
+        lab.Group(1, runtime="bare", start="fork")
+    monkeypatch.setenv("LABKIT_START", "fork")
+    assert default_start() == "fork"
+    monkeypatch.setenv("LABKIT_START", "frok")
+    with pytest.raises(lab.LabError, match="LABKIT_START='frok': expected 'fork' or 'spawn'"):
+        default_start()
+
+
+# What a group leaves behind
+
+
+def test_descriptors_and_threads_stay_the_same_over_many_groups(start: str) -> None:
+    def once() -> None:
+        with lab.Group(2, runtime="bare", start=start) as group:
+            assert group.run(os.getpid).results != [os.getpid()] * 2
+
+    def held() -> tuple[int, int]:
+        """Descriptors, without those of spares: they wait for the next group, as many as the last one had ranks; and threads."""
+        spares = sum(len(getattr(s, "_spares", [])) for s in notebook.starters.values())
+        return len(os.listdir("/proc/self/fd")) - 3 * spares, threading.active_count()
+
+    once()
+    gc.collect()
+    once()
+    descriptors, threads = held()
+    for _ in range(30 if start == "fork" else 5):
+        once()
+    until = time.monotonic() + 60
+    while (now := held()) and (now[0] > descriptors or now[1] > threads) and time.monotonic() < until:
+        gc.collect()  # a thread may just be about to end
+        time.sleep(0.05)
+    assert now[0] <= descriptors  # fewer, where what an earlier test left is collected only now
+    assert now[1] <= threads
+
+
+def test_a_group_that_nobody_holds_any_more_ends(start: str) -> None:
+    group: lab.Group | None = lab.Group(2, runtime="bare", start=start)
+    assert group is not None
+    pids = group.run(os.getpid).results
+    group = None
+    gc.collect()
+    assert not left_after(GONE_LIMIT_S, pids)
+
+
+def test_the_garbage_collector_may_end_a_group_while_another_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may run on this very thread while the starter is in use; ending there and then would wait for itself."""
+    old: list[lab.Group] = [lab.Group(1, runtime="bare", start="fork")]
+    pids = old[0].run(os.getpid).results
+    new = lab.Group(1, runtime="bare", start="fork")
+    starter = notebook.starter("bare", "fork")
+    ask = starter._ask
+
+    def ask_and_collect(what: str, *rest: Any) -> Any:
+        if what == "fork":
+            old.clear()
+            gc.collect()
+        return ask(what, *rest)
+
+    monkeypatch.setattr(starter, "_ask", ask_and_collect)
+    assert new.run(int).results == [0]
+    assert not left_after(GONE_LIMIT_S, pids)
+    new.close()
+
+
+def test_what_the_students_code_has_started_ends_with_its_rank(start: str) -> None:
+    def f() -> int:
+        return subprocess.Popen(["sleep", "600"]).pid
+
+    with lab.Group(2, runtime="bare", start=start) as group:
+        pids = group.run(f).results
+        assert len(pids) == len({*pids}) == 2
+        assert all(psutil.pid_exists(pid) for pid in pids)
+    assert not left_after(GONE_LIMIT_S, pids)
+
+
+DAEMON = """
+import os, time
+if os.fork(): os._exit(0)
+os.setsid()
+if os.fork(): os._exit(0)
+print(os.getpid(), flush=True)
+os.close(1)
+time.sleep(600)
+"""
+
+
+def start_daemons() -> list[int]:
+    """One that has forked twice, one in a session of its own, and one below that."""
+    forked = subprocess.run([sys.executable, "-c", DAEMON], stdout=subprocess.PIPE, text=True, check=True).stdout
+    below = subprocess.Popen(["sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert below.stdout is not None
+    return [int(forked), below.pid, int(below.stdout.readline())]
+
+
+def test_daemons_of_a_rank_end_with_the_group(start: str) -> None:
+    with lab.Group(2, runtime="bare", start=start) as group:
+        pids = [
+            pid
+            for found in group.run(
+                start_daemons,
+            ).results
+            for pid in found
+        ]
+        assert len(set(pids)) == 6
+        assert all(psutil.pid_exists(pid) for pid in pids)
+    assert not left_after(GONE_LIMIT_S, pids)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_CHILD_SUBREAPER")
+def test_daemons_of_a_rank_that_was_killed_end_too() -> None:
+    def f() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with lab.Group(2, runtime="bare", start="fork") as group:
+        pids = group[0].run(start_daemons).results[0]
+        with pytest.raises(lab.RankError):
+            group[0].run(f)
+        assert not left_after(GONE_LIMIT_S, pids)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+def test_processes_end_where_descriptors_have_high_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has started a thousand ranks."""
+    high = 1100
+    if raise_limit(high + 100) <= high:
+        pytest.skip("this process may not have so many open files")
+    pidfd_open = os.pidfd_open
+
+    def open_high(pid: int) -> int:
+        fd = pidfd_open(pid)
+        try:
+            return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, high)
+        finally:
+            os.close(fd)
+
+    monkeypatch.setattr(os, "pidfd_open", open_high)
+    child = subprocess.Popen(["sleep", "600"])
+    child.kill()
+    _await_end(child.pid, time.monotonic() + 60)
+    child.wait()
+
+
+def test_as_many_files_are_open_as_are_counted_before_a_start(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fewer, a process whose limit is low could not start the ranks that it was allowed."""
+    count, own = 16, 6  # and those of the group itself
+    with lab.Group(1, runtime="bare", start=start) as warm:
+        warm.run(int)
+    opened = []
+    pipes = _Pipes.__init__
+
+    def look(self: _Pipes, *arguments: Any) -> None:
+        pipes(self, *arguments)
+        opened.append(count_open_files())
+
+    monkeypatch.setattr(_Pipes, "__init__", look)
+    before = count_open_files()
+    with lab.Group(count, runtime="bare", start=start) as group:
+        group.run(int)
+        opened.append(count_open_files())
+    assert max(opened) - before <= count * (FILES_PER_RANK + STARTING_FILES) + own
+    assert count * (FILES_PER_RANK - 1) < opened[-1] - before <= count * FILES_PER_RANK + own
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_a_low_limit_of_open_files(hard: bool) -> None:
+    """It is raised where the system lets us: in ranks, and in the notebook as far as the ranks that are asked for need it."""
+    script = f"""
+        import resource
+        import labkit as lab
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256 if {hard} else 4096))
+        def limit(): return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        with lab.Group(2, runtime="bare") as group:
+            print(group.run(limit).results, limit())
+        try:
+            with lab.Group(64, runtime="bare") as group:
+                print(len(group.run(int).results), limit() > 256)
+        except lab.LabError as error:
+            print(error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=200, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    if hard:
+        assert first == "[256, 256] 256"
+        assert "the system's hard limit. Use at most" in second
+    else:
+        assert first == "[4096, 4096] 256"
+        assert second == "64 True"
+
+
+# Deaths
+
+
+def test_when_the_server_dies_the_run_says_so_and_the_next_one_works() -> None:
+    def f() -> int:
+        child = subprocess.Popen(["sleep", "600"])
+        print(child.pid)
+        return child.pid
+
+    def hang() -> None:
+        os.kill(server_pid, signal.SIGKILL)
+        threading.Event().wait()
+
+    with lab.Group(2, runtime="bare", start="fork", timeout_s=200) as group:
+        children = group.run(f).results
+        pids = group.run(os.getpid).results
+        server_pid = notebook.starter("bare", "fork")._process.pid
+        with pytest.raises(lab.RankError, match="rank 0 failed: killed by SIGKILL"):
+            group.run(hang)
+        assert not left_after(GONE_LIMIT_S, [*pids, *children])
+        assert group.run(int).results == [0, 0]
+        assert notebook.starter("bare", "fork")._process.pid != server_pid
+
+
+def test_a_server_that_died_between_two_runs_is_replaced() -> None:
+    with lab.Group(1, runtime="bare", start="fork") as group:
+        group.run(int)
+        process = notebook.starter("bare", "fork")._process
+        process.kill()
+        process.wait()
+        with contextlib.suppress(lab.RankError):  # its rank may be seen to die first
+            group.run(int)
+        assert group.run(int).results == [0]
+
+
+@pytest.mark.parametrize("make", [ForkStarter, SpawnStarter])
+def test_an_import_that_fails_is_reported(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_module.py").write_text("raise RuntimeError('broken at import')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    starter = make(["no_such_module", "broken_module"], {}, RING_BYTES, shared_memory)
+    try:
+        if make is ForkStarter:
+            with pytest.raises(lab.LabError, match=r"(?s)the process that starts ranks has ended.*RuntimeError: broken at"):
+                starter.start(1)
+        else:
+            (process,) = starter.start(1)
+            assert process.sock.recv(1) == b"", "the stream ends with it"
+            assert starter.end([process]) == {process.pid: 1}
+            process.close()
+    finally:
+        starter.close()
+
+
+def test_a_system_that_starts_no_more_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    buried: list[int] = []
+    pids = iter([11, 12])
+
+    def fork() -> int:
+        try:
+            return next(pids)
+        except StopIteration:
+            raise BlockingIOError(11, "Resource temporarily unavailable") from None
+
+    monkeypatch.setattr(os, "fork", fork)
+    monkeypatch.setattr(os, "setpgid", lambda *_: None)
+    monkeypatch.setattr(fork_server, "_watch", lambda _: -1)
+    near, far = socket.socketpair()
+    with socket.socket() as unused:
+        own = fork_server._Server(unused, Network())
+        monkeypatch.setattr(own, "_bury", buried.extend)
+        answer = own._fork(3, [near.detach(), far.detach()])
+    assert str(answer).startswith("this system does not let 3 more processes start: [Errno 11] Resource temporarily unavailable.")
+    assert buried == [11, 12]
+
+
+def test_a_spare_that_was_killed_is_not_handed_out() -> None:
+    starter = SpawnStarter([], {}, RING_BYTES, shared_memory)
+    try:
+        starter.warm(2)
+        first, second = starter._spares
+        os.kill(first.pid, signal.SIGKILL)
+        assert not left_after(GONE_LIMIT_S, [first.pid])
+        processes = starter.start(2)
+        assert first.pid not in [p.pid for p in processes]
+        assert second.pid in [p.pid for p in processes]
+        starter.end(processes)
+        for process in processes:
+            process.close()
+    finally:
+        starter.close()
+
+
+BUSY = """
+    import json, os, subprocess, sys
+    import torch.distributed as dist
+    import labkit as lab
+    from labkit.group.registry import notebook
+
+    def begin():
+        return os.getpid(), subprocess.Popen(["sleep", "600"]).pid
+
+    def hang():
+        print("ready", flush=True)
+        if dist.get_rank() == 0:
+            dist.barrier()                 # blocked in C++
+        else:
+            sum(range(10 ** 13))           # lets no other thread of Python run
+
+    group = lab.Group(3)
+    pids = [pid for pair in group.run(begin).results for pid in pair]
+    servers = [s._process.pid for s in notebook.starters.values()]
+    print(json.dumps(pids + servers), flush=True)
+    group.run(hang)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("start", "server_first"), [("fork", False), ("spawn", False), ("fork", True)])
+def test_nothing_is_left_when_the_notebooks_process_is_killed(start: str, server_first: bool, script: Callable[..., Any]) -> None:
+    """Its ranks are blocked in C++ and in a computation that lets no other thread run; each has started a process."""
+    pytest.importorskip("torch")
+    program = script(BUSY, LABKIT_START=start)
+    pids = told(program)
+    assert len(pids) >= 7
+    lines = [program.stdout.readline() for _ in range(3)]
+    assert all("ready" in line for line in lines), lines
+    if server_first:  # as when memory runs out: then nobody is left to end the ranks but the system
+        program.send_signal(signal.SIGSTOP)
+        os.kill(pids.pop(), signal.SIGKILL)
+        assert not left_after(GONE_LIMIT_S, pids[::2])
+        for pid in pids[1::2]:
+            os.kill(pid, signal.SIGKILL)  # what they have started is on its own
+    program.kill()
+    program.wait()
+    assert not left_after(GONE_LIMIT_S, pids)
+
+
+def test_nothing_is_left_when_the_notebooks_process_ends_by_itself(start: str, script: Callable[..., Any]) -> None:
+    """Without `if __name__ == "__main__"` and without `close`."""
+    program = script(
+        """
+        import json, os
+        import labkit as lab
+        group = lab.Group(2, runtime="bare")
+        from labkit.group.registry import notebook
+        print(json.dumps(group.run(os.getpid).results + [s._process.pid for s in notebook.starters.values()]))
+        raise SystemExit("the end")
+        """,
+        LABKIT_START=start,
+    )
+    pids = told(program)
+    assert the_rest(program) == "the end\n"
+    assert not left_after(GONE_LIMIT_S, pids)
+
+
+def test_a_fork_of_the_notebooks_process_has_no_part_in_its_groups(start: str, script: Callable[..., Any]) -> None:
+    program = script(
+        """
+        import json, os
+        import labkit as lab
+        group = lab.Group(1, runtime="bare")
+        pids = group.run(os.getpid).results
+        child = os.fork()
+        if child == 0:
+            try:
+                group.run(int)
+            except lab.LabError as error:
+                print(json.dumps(str(error)), flush=True)
+            group.close()
+            with lab.Group(1, runtime="bare") as own:
+                print(json.dumps(own.run(int).results), flush=True)
+            raise SystemExit
+        os.waitpid(child, 0)
+        print(json.dumps(group.run(os.getpid).results == pids), flush=True)
+        """,
+        LABKIT_START=start,
+    )
+    assert told(program) == "this process is a fork of the one that made the group; make a new group here"
+    assert told(program) == [0]
+    assert told(program) is True
+    assert the_rest(program) == ""
+
+
+def test_a_fork_of_a_rank_does_not_answer_for_it(ranks: lab.Group) -> None:
+    """A student's `os.fork()` whose child forgets to end: it must not go on as the rank."""
+
+    def f() -> int:
+        return os.fork()
+
+    def g() -> str:
+        return "the rank"
+
+    run = ranks.run(f)
+    assert all(pid > 0 for pid in run.results)
+    assert not left_after(GONE_LIMIT_S, run.results)
+    assert ranks.run(int).output == ""
+    assert ranks.run(g).results == ["the rank"] * 2
+
+
+# Stop
+
+
+def test_stop_while_the_server_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop arrives when the ranks are already there, and the notebook does not know them yet."""
+    starter = notebook.starter("bare", "fork")
+    ask = starter._ask
+    forked: list[int] = []
+
+    def stopped(what: str, *rest: Any) -> Any:
+        answer = ask(what, *rest)
+        if what == "fork" and not forked:
+            forked.extend(answer)
+            os.kill(os.getpid(), signal.SIGINT)
+        return answer
+
+    monkeypatch.setattr(starter, "_ask", stopped)
+    with lab.Group(2, runtime="bare", start="fork") as group:
+        with pytest.raises(KeyboardInterrupt):
+            group.run(int)
+        assert len(forked) == 2
+        assert not left_after(GONE_LIMIT_S, forked)
+        assert group.run(int).results == [0, 0]
+
+
+def test_stop_while_the_server_still_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever hears that it is ready, all know it; and there is nothing to end, and so to wait for, before it is."""
+    (tmp_path / "slow_module.py").write_text(
+        f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path)!r}, 'go').exists(): time.sleep(0.001)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("labkit.worker.runtimes.registry.Runtime.preload", ("slow_module", "labkit.worker.main_loop"))
+    receive = ForkStarter._receive
+
+    def stopped(starter: ForkStarter, number: int, limit_s: float) -> Any:
+        monkeypatch.setattr(ForkStarter, "_receive", receive)
+        os.kill(os.getpid(), signal.SIGINT)
+        return receive(starter, number, limit_s)
+
+    with lab.Group(2, runtime="bare", start="fork", timeout_s=200) as group:
+        starter = notebook.starter("bare", "fork")
+        monkeypatch.setattr(ForkStarter, "_receive", stopped)
+        with pytest.raises(KeyboardInterrupt, match="int was stopped"):
+            group.run(int)
+        (tmp_path / "go").touch()
+        assert starter.end([]) == {}, "once the start that was given up has heard that the server is ready"
+        assert group.run(int).results == [0, 0]
+    notebook.starters.pop(next(key for key, value in notebook.starters.items() if value is starter)).close()
+
+
+def test_stop_and_stop_again_while_ranks_end(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A student presses Stop several times: the first interrupts the run, the next one the tidying up."""
+    starter = notebook.starter("bare", start)
+    end = starter.end
+    main = threading.main_thread().ident
+    assert main is not None
+    with lab.Group(2, runtime="bare", start=start, timeout_s=200) as group:
+        pids = group.run(os.getpid).results
+        stops: list[int] = []
+
+        def hang() -> None:
+            print("hanging")
+            threading.Event().wait()
+
+        def stopped(processes: Any) -> Any:
+            stops.append(signal.SIGINT)
+            signal.pthread_kill(main, signal.SIGINT)
+            return end(processes)
+
+        def feed(output: Output, rank: int, data: bytes) -> None:
+            if not stops:
+                stops.append(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(starter, "end", stopped)
+        monkeypatch.setattr(Output, "feed", feed)
+        with pytest.raises(KeyboardInterrupt):
+            group.run(hang)
+        assert len(stops) >= 2
+        monkeypatch.undo()
+        assert not left_after(GONE_LIMIT_S, pids)
+        assert group.run(int).results == [0, 0]
+
+
+def test_stop_while_the_ranks_set_up(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from labkit.group.processes import Crew
+
+    with lab.Group(2, runtime="bare", start=start) as group:
+        answers = Crew._answers
+
+        def stopped(crew: Crew, expected: str) -> Any:
+            signal.raise_signal(signal.SIGINT)
+            return answers(crew, expected)
+
+        monkeypatch.setattr(Crew, "_answers", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            group.run(int)
+        monkeypatch.undo()
+        assert group.run(int).results == [0, 0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+def test_a_process_that_is_about_to_end_is_told_from_one_that_works() -> None:
+    child = subprocess.Popen(["sleep", "100"])
+    process = RankProcess.__new__(RankProcess)
+    process.pid = child.pid
+    try:
+        assert not process.exiting
+    finally:
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert process.exiting, "dead, and not yet buried"
+    child.wait()
+    assert process.exiting

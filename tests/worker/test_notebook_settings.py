@@ -1,0 +1,350 @@
+"""What the notebook has set up of `logging` and warnings holds in the ranks; what all ranks warn of is shown once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cells as in_cells
+import pytest
+
+import labkit as lab
+from labkit.group import output
+from labkit.group.output import WARNED_AFTER_S, Output
+from labkit.group.processes import Crew
+from labkit.group.repeated_warnings import GroupedWarnings
+from labkit.worker.warnings_capture import MOST
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def notebooks_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Python's own, as in a fresh notebook, whatever pytest has set up."""
+    root = logging.getLogger()
+    add = root.addHandler  # pytest adds its own again when the test begins
+    monkeypatch.setattr(root, "addHandler", lambda h: None if type(h).__module__.startswith("_pytest") else add(h))
+    root.handlers.clear()
+    level = root.level
+    root.setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        yield
+    logging.captureWarnings(False)
+    logging.disable(logging.NOTSET)
+    root.setLevel(level)
+    for name in ("", "train", "train.data", "new", "some.library"):
+        logger = logging.getLogger(name)
+        for handler in list(logger.handlers):
+            logger.removeHandler(handler)
+            handler.close()
+        logger.propagate = True
+        if name:
+            logger.setLevel(logging.NOTSET)
+
+
+@pytest.fixture
+def cells(monkeypatch: pytest.MonkeyPatch) -> Iterator[in_cells.Cells]:
+    cells = in_cells.Cells(in_cells.new_main(monkeypatch))
+    cells("""
+        import logging, os, sys, warnings
+        def log():
+            for name in (None, "train", "train.data"):
+                for level in (10, 20, 30):
+                    logging.getLogger(name).log(level, "%s %d", name, level)
+        def warn():
+            warnings.warn("careful")
+            if os.environ["RANK"] == "1":
+                warnings.warn("old", DeprecationWarning)
+    """)
+    with lab.Group(2, runtime="bare", timeout_s=200) as group:
+        cells._main.__dict__["group"] = group
+        yield cells
+
+
+# logging
+
+
+def test_the_root_loggers_level_and_format_hold(notebooks_settings: None, cells: in_cells.Cells) -> None:
+    assert cells.group[0].run(cells.log).output.splitlines() == [f"[rank 0] {n} 30" for n in ("None", "train", "train.data")]
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s:%(name)s:%(message)s")
+    assert cells.group[0].run(cells.log).output.splitlines() == [
+        f"[rank 0] {level}:{name or 'root'}:{name} {number}"
+        for name in (None, "train", "train.data") for level, number in (("INFO", 20), ("WARNING", 30))
+    ]  # fmt: skip
+    logging.getLogger("train").setLevel(logging.ERROR)
+    logging.getLogger("train.data").setLevel(logging.DEBUG)
+    assert [line.split(":")[2] for line in cells.group[0].run(cells.log).output.splitlines()] == [
+        "None 20", "None 30", "train.data 10", "train.data 20", "train.data 30",
+    ]  # fmt: skip
+    logging.disable(logging.INFO)
+    assert [line.split(":")[2] for line in cells.group[0].run(cells.log).output.splitlines()] == ["None 30", "train.data 30"]
+    logging.getLogger().handlers[0].setFormatter(logging.Formatter("%(message)s!"))
+    assert cells.group[0].run(cells.log).output.splitlines() == ["[rank 0] None 30!", "[rank 0] train.data 30!"]
+
+
+def test_handlers_of_ones_own_loggers_hold(notebooks_settings: None, cells: in_cells.Cells) -> None:
+    cells("""
+        class Loud(logging.Formatter):
+            def format(self, record): return super().format(record).upper()
+        train = logging.getLogger("train")
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(Loud("%(message)s"))
+        handler.setLevel(30)
+        handler.addFilter(lambda record: "data" not in record.name)
+        train.addHandler(handler)
+        train.propagate = False
+        def f():
+            train.warning("mine")
+            log()
+    """)
+    assert cells.group[0].run(cells.f).output.splitlines() == ["[rank 0] MINE", "[rank 0] None 30", "[rank 0] TRAIN 30"]
+
+
+def test_a_handler_that_writes_elsewhere_is_replaced_and_said(
+    notebooks_settings: None, cells: in_cells.Cells, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logging.basicConfig(filename=tmp_path / "train.log", level=logging.WARNING, format="%(message)s.")
+    for _ in range(2):
+        assert cells.group[0].run(cells.log).output.splitlines() == [
+            "[rank 0] None 30.",
+            "[rank 0] train 30.",
+            "[rank 0] train.data 30.",
+        ]
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("labkit") and "train.log" in line]
+    assert len(said) == 1
+    assert not (tmp_path / "train.log").read_text()
+    logging.getLogger().addHandler(logging.StreamHandler())
+    assert len(cells.group[0].run(cells.log).output.splitlines()) == 3, "one line each, where another handler prints"
+
+
+def test_formats_that_cannot_travel_are_left_out_and_said(
+    notebooks_settings: None, cells: in_cells.Cells, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logging.basicConfig(format="%(message)s!")
+    logging.getLogger().handlers[0].formatter.stream = sys.__stdout__  # type: ignore[union-attr]
+    assert cells.group[0].run(lambda: logging.getLogger().error("x")).output == "[rank 0] x"
+    assert "labkit: ranks log without the notebook's formats" in capsys.readouterr().out
+
+
+def test_what_did_not_change_is_not_sent(
+    notebooks_settings: None, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells.group.run(int)
+    asked: list[str] = []
+    send_all = Crew._send_all
+
+    def look(crew: Crew, kind: str, *rest: Any) -> Any:
+        asked.append(kind)
+        return send_all(crew, kind, *rest)
+
+    monkeypatch.setattr(Crew, "_send_all", look)
+    cells.group.run(int)
+    assert asked == []
+    for change in (
+        lambda: logging.getLogger("some.library").setLevel(10),
+        lambda: logging.getLogger("new").addHandler(logging.StreamHandler(sys.stderr)),
+        lambda: warnings.simplefilter("ignore"),
+    ):
+        change()
+        cells.group.run(int)
+        cells.group.run(int)
+        assert asked == ["settings"]
+        asked.clear()
+
+
+def test_settings_that_a_rank_cannot_take_over_are_said_by_the_next_call(notebooks_settings: None, cells: in_cells.Cells) -> None:
+    cells("""
+        def not_here(): raise RuntimeError("only in the notebook")
+        class Filter:
+            def filter(self, record): return True
+            def __reduce__(self): return not_here, ()
+        handler = logging.StreamHandler(sys.stderr)
+        handler.addFilter(Filter())
+        logging.getLogger("new").addHandler(handler)
+    """)
+    for _ in range(2):
+        with pytest.raises(lab.RankError, match="only in the notebook"):
+            cells.group.run(int)
+    logging.getLogger("new").removeHandler(cells.handler)
+    assert cells.group.run(int).results == [0, 0]
+
+
+# Warnings
+
+
+def test_the_notebooks_filters_hold(notebooks_settings: None, cells: in_cells.Cells) -> None:
+    assert "old" in cells.group.run(cells.warn).output
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", message="care")
+    assert cells.group.run(cells.warn).output == ""
+    warnings.filterwarnings("error", message="care")
+    with pytest.raises(lab.RankError, match="UserWarning: careful"):
+        cells.group.run(cells.warn)
+    cells("class Mine(UserWarning): ...\ndef g(): warnings.warn('x', Mine)")
+    warnings.simplefilter("error", cells.Mine)
+    with pytest.raises(lab.RankError, match="Mine: x"):
+        cells.group.run(cells.g)
+
+
+def test_captured_warnings_are_logged(notebooks_settings: None, cells: in_cells.Cells) -> None:
+    logging.captureWarnings(True)
+    logging.basicConfig(format="%(name)s")
+    assert cells.group[0].run(cells.warn).output == "[rank 0] py.warnings"
+
+
+def test_what_all_ranks_warn_of_is_shown_once(
+    notebooks_settings: None, cells: in_cells.Cells, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells("""
+        def f():
+            print("said")
+            warnings.simplefilter("always")
+            for _ in range(3):
+                warn()
+    """)
+    run = cells.group.run(cells.f)
+    said = [
+        "[ranks 0-1] <ipython-input-1-test>, line 8: UserWarning: careful (3 times)",
+        '[ranks 0-1]     warnings.warn("careful")',
+        "[rank 1] <ipython-input-1-test>, line 10: DeprecationWarning: old (3 times)",
+        '[rank 1]     warnings.warn("old", DeprecationWarning)',
+    ]
+    assert run.output.splitlines() == ["[rank 0] said", "[rank 1] said", *said]
+    out, err = capsys.readouterr()
+    assert sorted(line for line in out.splitlines() if line[0] == "[") == ["[rank 0] said", "[rank 1] said"]
+    assert err.splitlines() == said
+
+
+def test_many_warnings_are_bounded_and_others_ways_to_show_them_work(notebooks_settings: None, cells: in_cells.Cells) -> None:
+    cells(f"""
+        def f():
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                warnings.warn("recorded")
+            warnings.showwarning("shown", UserWarning, "file.py", 1, file=sys.stdout)
+            for i in range({MOST + 5}):
+                warnings.warn(str(i))
+            if not (child := os.fork()):
+                warnings.warn("of a child")
+                os._exit(0)
+            os.waitpid(child, 0)
+            return len(seen)
+    """)
+    run = cells.group[0].run(cells.f)
+    lines = run.output.splitlines()
+    assert run.results == [1]
+    assert lines[0].endswith("UserWarning: shown")
+    assert lines[1].endswith("UserWarning: of a child"), "what is no rank writes"
+    assert len(lines) == 3 + 2 * MOST + 1
+    assert lines[-1] == "[rank 0] ... 5 other warnings left out ..."
+
+
+@pytest.mark.parametrize(
+    ("names", "said", "label"),
+    [
+        ([f"rank {i}" for i in range(8)], [0, 1, 2, 3], "ranks 0-3"),
+        ([f"rank {i}" for i in range(8)], [0, 2, 3, 7], "ranks 0, 2-3, 7"),
+        (["master", "worker"], [0, 1], "master, worker"),
+        (["master", "worker"], [1], "worker"),
+        (list("abcdef"), [0, 1, 2, 3, 4, 5], "all 6 ranks"),
+        (list("abcdef"), [0, 1, 2, 3, 5], "a, b, c, d and 1 more"),
+    ],
+)
+def test_who_said_it(names: list[str], said: list[int], label: str) -> None:
+    grouped = GroupedWarnings(names)
+    for rank in reversed(said):
+        grouped.take(rank, "UserWarning: x\n", 1)
+    grouped.take(said[-1], "UserWarning: x\n", 4)
+    often = " (5 times)" if len(said) == 1 else " (up to 5 times)"
+    assert grouped.lines() == [f"[{label}] UserWarning: x{often}"]
+
+
+def test_a_terminal_waits_for_the_other_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now = [100.0]
+    monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
+    prints = Output(["rank 0", "rank 1"])
+    prints.take(1, "warned", ("x", 1))
+    prints.refresh()
+    prints.take(0, "warned", ("x", 1))
+    now[0] += 2 * WARNED_AFTER_S
+    assert capsys.readouterr().err == ""
+    prints.refresh()
+    assert capsys.readouterr().err == "[ranks 0-1] x\n"
+    prints.take(0, "warned", ("y", 1))
+    assert prints.finish() == "[ranks 0-1] x\n[rank 0] y"
+    assert capsys.readouterr().err == "[rank 0] y\n"
+
+
+def test_warnings_as_errors_from_the_beginning() -> None:
+    """In the notebook's process, in the one that ranks are forked from, and in the ranks."""
+    program = (
+        "import os, labkit as lab\n"
+        "def f():\n    import warnings\n    warnings.warn('careful')\n"
+        "with lab.Group(2, runtime='{}') as group:\n"
+        "    print(group.run(os.getenv, 'PYTHONWARNINGS').results)\n"
+        "    try: group.run(f)\n    except lab.RankError as error: print(error.failures[0].headline)\n"
+    )
+    for runtime in ("bare", "torch"):
+        answer = subprocess.run(
+            [sys.executable, "-c", program.format(runtime)],
+            env=os.environ | {"PYTHONWARNINGS": "error", "PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True, timeout=200, check=False,
+        )  # fmt: skip
+        assert (answer.stdout.splitlines(), answer.stderr) == (["['error', 'error']", "UserWarning: careful"], "")
+
+
+def test_a_notebook_that_ignores_its_childrens_ends() -> None:
+    program = (
+        "import os, signal, subprocess, labkit as lab\n"
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+        "def f(how):\n"
+        "    if how == 'die': os._exit(3)\n"
+        "    return subprocess.run(['false']).returncode\n"
+        "for start in ('fork', 'spawn'):\n"
+        "    with lab.Group(2, runtime='bare', start=start) as group:\n"
+        "        print(group.run(f, 'live').results)\n"
+        "        try: group[0].run(f, 'die')\n"
+        "        except lab.RankError as error: print(error.failures[0].headline)\n"
+        "        print(group.run(f, 'live').results)\n"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert answer.stderr == ""
+    lines = answer.stdout.splitlines()
+    assert [lines[i] for i in (0, 2, 3, 5)] == ["[1, 1]"] * 4
+    assert "exit code 3" in lines[1], "a forked rank's exit code is known"
+    assert "the process ended" in lines[4], "of a spawned one, a child of the notebook's, nobody can know it then"
+
+
+def test_a_librarys_warnings_import_no_library(notebooks_settings: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The filters of a notebook that has imported numpy name classes of numpy's, and a rank need not know these."""
+    (tmp_path / "slowly_imported.py").write_text("class OwnWarning(UserWarning): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    category = __import__("slowly_imported").OwnWarning
+    warnings.simplefilter("error", category)
+
+    def imported() -> bool:
+        return "slowly_imported" in sys.modules
+
+    def warn() -> None:
+        import slowly_imported  # type: ignore[import-not-found]
+
+        warnings.warn("own", slowly_imported.OwnWarning, stacklevel=1)
+
+    with lab.Group(1, runtime="bare") as group:
+        assert group.run(imported).results == [False]
+        group.run(warn)  # the library was not there when the filters came
+        warnings.simplefilter("always", ResourceWarning)  # they come anew
+        with pytest.raises(lab.RankError, match="OwnWarning: own"):
+            group.run(warn)
+    monkeypatch.delitem(sys.modules, "slowly_imported")
