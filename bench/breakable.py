@@ -139,7 +139,7 @@ def _what_there_is() -> dict[str, Any]:
     gc.collect()
     starters = list(notebook.starters.values())
     spares = [spare.pid for starter in starters for spare in getattr(starter, "_spares", [])]
-    ranks = [m.process.pid for group in notebook.groups if group._crew is not None for m in group._crew.members]
+    ranks = [m.process.pid for group in notebook.groups if group._pool is not None for m in group._pool.members]
     files = []
     for number in os.listdir("/proc/self/fd"):
         try:

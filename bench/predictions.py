@@ -71,7 +71,7 @@ def every_collective(nbytes: int) -> dict[str, Times]:
     whole = torch.ones(nbytes // 4)
     part, parts = whole[: len(whole) // ranks].clone(), [p.clone() for p in whole.chunk(ranks)]
     others, other = [p.clone() for p in parts], whole.clone()
-    deeds: dict[str, Callable[[], object]] = {
+    actions: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(whole),
         "all_gather": lambda: dist.all_gather(others, part),
         "reduce_scatter": lambda: dist.reduce_scatter(part, parts),
@@ -82,7 +82,7 @@ def every_collective(nbytes: int) -> dict[str, Times]:
         "scatter": lambda: dist.scatter(part, parts if rank == 0 else None),
         "barrier": dist.barrier,
     }
-    return {name: repeated(deed) for name, deed in deeds.items()}
+    return {name: repeated(action) for name, action in actions.items()}
 
 
 def collectives() -> Iterator[Row]:
@@ -106,13 +106,13 @@ def send_and_receive(nbytes: int, count: int) -> Times:
     """In a rank: so many messages from rank 0 to rank 1, all issued at once."""
     x = torch.ones(nbytes // 4)
 
-    def deed() -> None:
+    def action() -> None:
         issue = dist.isend if dist.get_rank() == 0 else dist.irecv
         for work in [issue(x, 1 - dist.get_rank()) for _ in range(count)]:
             assert work is not None
             work.wait()
 
-    return repeated(deed)
+    return repeated(action)
 
 
 def messages() -> Iterator[Row]:

@@ -15,23 +15,23 @@ REPEATS: Final = 9
 Times = list[tuple[int, int]]  # begin and end of each, in ns
 
 
-def repeated(deed: Callable[[], object], times: int = REPEATS + 1) -> Times:
+def repeated(action: Callable[[], object], times: int = REPEATS + 1) -> Times:
     """In a rank: when each of some repetitions began and ended; the first, which warms up, is left out."""
     made = []
     for _ in range(times):
         dist.barrier()
         begin_ns = time.perf_counter_ns()
-        deed()
+        action()
         made.append((begin_ns, time.perf_counter_ns()))
     return made[1:]
 
 
-def in_turns(deeds: dict[str, Callable[[], object]]) -> dict[str, Times]:
+def in_turns(actions: dict[str, Callable[[], object]]) -> dict[str, Times]:
     """In a rank: several things, repeated in turns, so that what one of them sees of the machine the others see, too."""
-    made: dict[str, Times] = {name: [] for name in deeds}
+    made: dict[str, Times] = {name: [] for name in actions}
     for _ in range(REPEATS):
-        for name, deed in deeds.items():
-            made[name] += repeated(deed, 2)
+        for name, action in actions.items():
+            made[name] += repeated(action, 2)
     return made
 
 

@@ -171,8 +171,8 @@ def _groups() -> list[Any]:
 
 
 def _ranks(groups: set[Any]) -> set[psutil.Process]:
-    crews = [group._crew for group in groups]  # read once: another thread may be closing the group
-    return _existing([member.process.pid for crew in crews if crew is not None for member in crew.members])
+    pools = [group._pool for group in groups]  # read once: another thread may be closing the group
+    return _existing([member.process.pid for pool in pools if pool is not None for member in pool.members])
 
 
 def _cached() -> set[psutil.Process]:

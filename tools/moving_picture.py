@@ -19,7 +19,7 @@ from PIL import Image
 import labkit as lab
 from labkit.plots.image import as_image
 from labkit.plots.live.curves import beneath
-from labkit.plots.live.frame import Frame, svg
+from labkit.plots.live.frame import LiveFrame, svg
 from labkit.plots.live.view import Live
 from labkit.plots.timeline import figure_of
 
@@ -41,7 +41,7 @@ class _Film:
     def begin(self, said: str) -> None:
         """Nothing yet."""
 
-    def show(self, frame: Frame) -> None:
+    def show(self, frame: LiveFrame) -> None:
         self.shown.append((time.perf_counter(), svg(frame, "film")))
 
     def end(self, trace: lab.Trace, title: str) -> None:

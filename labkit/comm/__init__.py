@@ -23,7 +23,7 @@ from labkit.comm.own_process_groups import watched_gloo
 from labkit.comm.pipelines import Pipelines
 from labkit.comm.process_group import watched_process_group
 from labkit.costs.link import Link
-from labkit.costs.shared_link import Ledger
+from labkit.costs.shared_link import SharedLink
 from labkit.recording.record import Recorder, here
 
 __all__ = ["slow_link", "watch_device", "watch_rpc", "watch_script", "watch_torch"]
@@ -35,12 +35,12 @@ def slow_link(link: Link, rank: int, fd: int) -> SlowLink:
     Args:
         link: the link.
         rank: this rank's number.
-        fd: the memory of the group's ledger, `costs.shared_link.LEDGER_BYTES` long, which all its ranks share; kept.
+        fd: the memory of the group's shared link, `costs.shared_link.SHARED_LINK_BYTES` long, which all its ranks share; kept.
     """
     wake_in_time()
-    ledger = Ledger(fd)
-    ledger.keep_from_forks()
-    return SlowLink(link, rank, ledger)
+    shared_link = SharedLink(fd)
+    shared_link.keep_from_forks()
+    return SlowLink(link, rank, shared_link)
 
 
 def watch_torch(recorder: Recorder, slow: SlowLink | None = None) -> Callable[[], None]:

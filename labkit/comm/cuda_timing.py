@@ -52,7 +52,7 @@ class Events(Protocol):
     def here(self, device: int) -> Event:
         """An event behind all that was enqueued on the device's current stream."""
 
-    def aside(self, device: int, wait: Callable[[], object] | None = None) -> Event:
+    def on_side_stream(self, device: int, wait: Callable[[], object] | None = None) -> Event:
         """An event on a stream of our own, behind what `wait`, called with that stream current, makes it wait for."""
 
 
@@ -76,7 +76,7 @@ class CudaEvents:
         event.record(torch.cuda.current_stream(device))
         return event
 
-    def aside(self, device: int, wait: Callable[[], object] | None = None) -> Event:
+    def on_side_stream(self, device: int, wait: Callable[[], object] | None = None) -> Event:
         """An event on a stream that nobody else uses, behind what `wait` makes it wait for."""
         stream = self._streams.get(device)
         if stream is None:
@@ -139,7 +139,7 @@ class DeviceClock:
     def mark_after(self, device: int, wait: Callable[[], object]) -> Mark:
         """The moment when that will have come which `wait` makes the current stream wait for."""
         anchor = self._anchor(device)
-        return Mark(self._events.aside(device, wait), anchor)
+        return Mark(self._events.on_side_stream(device, wait), anchor)
 
     def span(self, name: str, flags: int = 0) -> tuple[Callable[[], None], Callable[..., None]]:
         """What to call at the begin and at the end of a span; `flags` is 0 or `AUTOMATIC`."""
@@ -207,14 +207,14 @@ class DeviceClock:
         quickest, best = ANCHOR_LIMIT_NS, old
         for _ in range(ANCHOR_TRIES):
             asked_ns = clock()
-            event = self._events.aside(device)
+            event = self._events.on_side_stream(device)
             while not event.query() and clock() - asked_ns < ANCHOR_LIMIT_NS:
                 pass
             took_ns = clock() - asked_ns
             if took_ns < quickest:
                 quickest, best = took_ns, (event, asked_ns + took_ns)
         if best is None:
-            event = self._events.aside(device)
+            event = self._events.on_side_stream(device)
             event.synchronize()
             best = event, clock()
         self._anchors[device] = best

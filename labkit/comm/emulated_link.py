@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final
 import torch
 
 from labkit.costs.link import Link
-from labkit.costs.shared_link import Cost, Ledger
+from labkit.costs.shared_link import Cost, SharedLink
 from labkit.recording.record import clock
 
 __all__ = ["Booking", "SlowLink", "hold_until"]
@@ -43,19 +43,19 @@ class Booking:
     @property
     def due_ns(self) -> int:
         """When it ends by the model, on `recording.record.clock`; to be asked once the backend has ended it."""
-        return self._slow.ledger.due_ns(self._group, self._match)
+        return self._slow.shared_link.due_ns(self._group, self._match)
 
     def hold(self) -> None:
         """Sleep until it ends."""
         hold_until(self.due_ns)
 
-    def then(self, deed: Callable[[], None]) -> None:
-        """Do something when it ends, on a thread for such deeds."""
-        self._slow.at(self.due_ns, deed)
+    def then(self, action: Callable[[], None]) -> None:
+        """Do something when it ends, on a thread for such actions."""
+        self._slow.at(self.due_ns, action)
 
     def cancel(self) -> None:
         """It was refused, so it never was."""
-        self._slow.ledger.leave(self._group, self._match)
+        self._slow.shared_link.leave(self._group, self._match)
 
     def delayed(self, future: Any, tell: Callable[[Any, Callable[[Any], None]], None]) -> Any:
         """A future that completes as the given one does, but not before the operation ends.
@@ -75,13 +75,13 @@ class SlowLink:
     Args:
         link: the link.
         rank: this rank's number.
-        ledger: the group's book.
+        shared_link: the group's book.
     """
 
-    def __init__(self, link: Link, rank: int, ledger: Ledger) -> None:
-        self.link, self.rank, self.ledger = link, rank, ledger
+    def __init__(self, link: Link, rank: int, shared_link: SharedLink) -> None:
+        self.link, self.rank, self.shared_link = link, rank, shared_link
         self._due: list[tuple[int, int, Callable[[], None]]] = []
-        self._order = itertools.count()  # of deeds that are due at the same time
+        self._order = itertools.count()  # of actions that are due at the same time
         self._change = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -92,7 +92,7 @@ class SlowLink:
     def collective(self, name: str, nbytes: int, ranks: Sequence[int], group: str, match: int, at_ns: int) -> Booking:
         """This rank has come to a collective. Those of one rank go over its link one after the other, as on one NCCL stream."""
         cost_ns = round(self.link.seconds(name, nbytes, len(ranks)) * 1e9)
-        self.ledger.come(group, match, at_ns, Cost(cost_ns, cost_ns, ranks, ranks, len(ranks)))
+        self.shared_link.come(group, match, at_ns, Cost(cost_ns, cost_ns, ranks, ranks, len(ranks)))
         return Booking(self, group, match)
 
     def message(
@@ -111,13 +111,13 @@ class SlowLink:
         """
         busy_ns = round(nbytes / self.link.bytes_per_s * 1e9)
         cost_ns = round(self.link.latency_s * 1e9) + busy_ns
-        self.ledger.come(group, match, at_ns, Cost(cost_ns, busy_ns, [source], [destination], ends))
+        self.shared_link.come(group, match, at_ns, Cost(cost_ns, busy_ns, [source], [destination], ends))
         return Booking(self, group, match)
 
-    def at(self, due_ns: int, deed: Callable[[], None]) -> None:
+    def at(self, due_ns: int, action: Callable[[], None]) -> None:
         """Do something at a moment; at once, if that has passed and nothing is to be done before."""
         with self._change:
-            heapq.heappush(self._due, (due_ns, next(self._order), deed))
+            heapq.heappush(self._due, (due_ns, next(self._order), action))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="labkit-link", daemon=True)
                 self._thread.start()
@@ -130,9 +130,9 @@ class SlowLink:
                     self._change.wait((self._due[0][0] - clock()) / 1e9 if self._due else None)
                 if self._closed:
                     return
-                _, _, deed = heapq.heappop(self._due)
-            deed()
-            del deed  # and with it the tensors
+                _, _, action = heapq.heappop(self._due)
+            action()
+            del action  # and with it the tensors
 
     def _close(self) -> None:
         """A thread that calls into torch while the interpreter ends aborts the process."""

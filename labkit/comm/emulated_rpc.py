@@ -37,7 +37,7 @@ class SlowCalls:
 
     def arrives(self, pair: str, number: int) -> None:
         """On the callee: sleep until a call that is here has come over the link, too."""
-        hold_until(self._slow.ledger.due_ns(f"call {pair}", number))
+        hold_until(self._slow.shared_link.due_ns(f"call {pair}", number))
 
     def reply(self, caller: int, number: int, nbytes: int, at_ns: int, *, travels: bool) -> None:
         """On the callee: a result is there, and is sent back unless it stays as the value of an RRef."""
@@ -45,7 +45,7 @@ class SlowCalls:
         if travels:
             self._send(self._slow.rank, caller, nbytes, f"reply {pair}", number, at_ns)
         else:
-            self._slow.ledger.come(f"value {pair}", number, at_ns, self._slow.nothing)
+            self._slow.shared_link.come(f"value {pair}", number, at_ns, self._slow.nothing)
 
     def until_reply(self, operation: Operation, result: Any, pair: str, number: int) -> Any:
         """On the caller: a future that completes when the reply to a call has come over the link.
@@ -55,7 +55,7 @@ class SlowCalls:
         held: Any = torch.futures.Future()
 
         def came(done: Any) -> None:
-            due_ns = self._slow.ledger.due_ns(f"reply {pair}", number) if pair else self._there_and_back_ns(operation, done)
+            due_ns = self._slow.shared_link.due_ns(f"reply {pair}", number) if pair else self._there_and_back_ns(operation, done)
             self._slow.at(due_ns, lambda: complete(done))
 
         def complete(done: Any) -> None:
@@ -68,10 +68,10 @@ class SlowCalls:
     def fetched(self, operation: Operation, pair: str, number: int) -> None:
         """On the caller of `to_here`: sleep until the value, which is here, has come over the link, too."""
         asked_ns = operation.start_ns + round(self._slow.link.latency_s * 1e9)
-        there_ns = self._slow.ledger.due_ns(f"value {pair}", number) if pair else 0
+        there_ns = self._slow.shared_link.due_ns(f"value {pair}", number) if pair else 0
         group, number, start_ns = f"fetched by {self._slow.rank}", next(self._fetched), max(asked_ns, there_ns)
         self._send(operation.peer, self._slow.rank, operation.nbytes, group, number, start_ns)
-        hold_until(self._slow.ledger.due_ns(group, number))
+        hold_until(self._slow.shared_link.due_ns(group, number))
 
     def _there_and_back_ns(self, operation: Operation, done: Any) -> int:
         try:

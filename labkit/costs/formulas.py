@@ -15,7 +15,7 @@ from typing import Final
 from labkit.costs.link import Link, rounds_and_share
 from labkit.costs.prediction import Prediction, check_arguments, in_latex
 from labkit.costs.schedule_names import INTERLEAVED, schedule_name
-from labkit.errors.wrong_calls import edge
+from labkit.errors.wrong_calls import public_api
 
 __all__ = [
     "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "data_parallel_step", "gather", "message",
@@ -417,4 +417,4 @@ def _times(count: float) -> str:
     return rf"{count / 10**power:g} \cdot 10^{{{power}}}"
 
 
-globals().update({name: edge(globals()[name]) for name in __all__})
+globals().update({name: public_api(globals()[name]) for name in __all__})

@@ -11,7 +11,7 @@ import numbers
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
-from labkit.errors.wrong_calls import edge
+from labkit.errors.wrong_calls import public_api
 
 __all__ = ["Link", "as_float", "rounds_and_share"]
 
@@ -71,7 +71,7 @@ class Link:
         """Latency in seconds."""
         return self.latency_us * 1e-6
 
-    @edge
+    @public_api
     def seconds(self, operation: str, nbytes: float, ranks: int = 2) -> float:
         """How long an operation takes from the moment when all its ranks have come.
 
@@ -91,7 +91,7 @@ class Link:
         return rounds * self.latency_s + share * nbytes / self.bytes_per_s
 
 
-Link.__init__ = edge(Link.__init__)  # type: ignore[method-assign]  # dataclass makes it
+Link.__init__ = public_api(Link.__init__)  # type: ignore[method-assign]  # dataclass makes it
 
 
 def rounds_and_share(operation: str, ranks: int) -> tuple[int, float]:

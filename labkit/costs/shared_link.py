@@ -1,4 +1,4 @@
-"""The book in which the ranks of a group enter what goes over their slow links, so that all agree when each operation ends.
+"""The emulated links of a group, shared by its ranks: what goes over them and until when, so that all agree on each end.
 
 It lies in memory that all ranks share, and the clock is one for all. Whoever issues an operation enters when; the last of its
 ranks books it: it begins once all have come and their links are free, takes the model's time, and keeps the links meanwhile. What
@@ -18,16 +18,15 @@ from typing import Final, NamedTuple
 
 from labkit.recording.fork_isolation import keep_from_forks
 
-__all__ = ["LEDGER_BYTES", "Cost", "Ledger"]
+__all__ = ["SHARED_LINK_BYTES", "Cost", "SharedLink"]
 
 FREE: Final = struct.Struct("<q")  # when a direction of a link is free, ns
-ENTRY: Final = struct.Struct(
-    "<QiIqqqq"
-)  # key, ranks that came, (unused), last of them, cost and occupied in ns, due (0: not booked)
+# Key, ranks that came, (unused), last of them, cost and occupied in ns, due (0: not booked).
+ENTRY: Final = struct.Struct("<QiIqqqq")
 ENTRIES: Final = 1 << 14  # more than are ever under way: an entry is kept until another operation takes its place
 MAX_RANKS: Final = 1024
 ENTRIES_AT: Final = 2 * MAX_RANKS * FREE.size
-LEDGER_BYTES: Final = ENTRIES_AT + ENTRIES * ENTRY.size  # untouched pages cost nothing
+SHARED_LINK_BYTES: Final = ENTRIES_AT + ENTRIES * ENTRY.size  # untouched pages cost nothing
 
 
 class Cost(NamedTuple):
@@ -47,12 +46,12 @@ class Cost(NamedTuple):
     of: int
 
 
-class Ledger:
+class SharedLink:
     """One rank's view of the book. Any thread may use it.
 
     Args:
-        fd: the shared memory, `LEDGER_BYTES` of zeros at first; kept. No other descriptor of it may be closed in this process:
-            that would give up the lock.
+        fd: the shared memory, `SHARED_LINK_BYTES` of zeros at first; kept. No other descriptor of it may be closed in this
+            process: that would give up the lock.
     """
 
     def __init__(self, fd: int) -> None:
@@ -60,7 +59,7 @@ class Ledger:
 
         self._fd = fd
         self._take, self._give = partial(fcntl.lockf, fd, fcntl.LOCK_EX), partial(fcntl.lockf, fd, fcntl.LOCK_UN)
-        self._book = mmap.mmap(fd, LEDGER_BYTES)
+        self._book = mmap.mmap(fd, SHARED_LINK_BYTES)
         self._mine = threading.Lock()  # the lock of the file is one for all threads of a process
 
     def keep_from_forks(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["MemoryKiller", "Strikes", "explain_exit"]
+__all__ = ["MemoryKiller", "OutOfMemoryKills", "explain_exit"]
 
 LOOK_EVERY_S: Final = 1.0  # at the kernel's counters: a strike is told of if it was not older than twice that
 
@@ -28,7 +28,7 @@ _OUT_OF_MEMORY = {
 
 
 @dataclass(frozen=True, slots=True)
-class Strikes:
+class OutOfMemoryKills:
     """How often the kernel's memory killer has struck so far; None where this kernel does not say.
 
     Args:
@@ -39,7 +39,7 @@ class Strikes:
     group: int | None
     machine: int | None
 
-    def since(self, before: Strikes) -> str:
+    def since(self, before: OutOfMemoryKills) -> str:
         """Where it has struck since: "group", "machine", or "" where it has not, or that is not known."""
         if self.group is not None and before.group is not None:
             return "group" if self.group > before.group else ""  # it counts its own, whoever was short of memory
@@ -71,8 +71,8 @@ class MemoryKiller:
         """Where it struck a moment ago: "group", "machine", or ""."""
         return self._read().since(self._before)  # not the last: a large process takes a while to end once it is struck
 
-    def _read(self) -> Strikes:
-        return Strikes(*(_count(path) for path in self._counters))
+    def _read(self) -> OutOfMemoryKills:
+        return OutOfMemoryKills(*(_count(path) for path in self._counters))
 
 
 def explain_exit(code: int, struck: str = "") -> str:

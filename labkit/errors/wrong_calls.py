@@ -1,7 +1,7 @@
 """What a public function answers to a wrong call: one line about the argument, and none of labkit's own frames.
 
-`edge` stands above the functions that students call. Where Python is in a hurry (`span`, `steps`, `record`), `WrongTypeError` and
-`WrongValueError` are raised directly.
+`public_api` decorates the functions that students call. In those that must be fast (`span`, `steps`, `record`), `WrongTypeError`
+and `WrongValueError` are raised directly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 from labkit.errors.exceptions import LabError, Stopped
 from labkit.errors.own_code import LABKIT
 
-__all__ = ["WrongNameError", "WrongTypeError", "WrongValueError", "did_you_mean", "edge"]
+__all__ = ["WrongNameError", "WrongTypeError", "WrongValueError", "did_you_mean", "public_api"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -104,7 +104,7 @@ def _is_in_libraries(traceback: types.TracebackType | None) -> bool:
     return all(frame.f_code.co_filename.startswith(libraries) for frame, _ in walk_tb(traceback))
 
 
-def edge(function: Callable[P, T]) -> Callable[P, T]:
+def public_api(function: Callable[P, T]) -> Callable[P, T]:
     """Where the student's code calls labkit: what labkit has to say to them leaves it without the frames that led there.
 
     An error that labkit did not raise itself is explained where an argument is not of the kind that its annotation names;

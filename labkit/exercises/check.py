@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from labkit.errors.exceptions import RankError, RunTimeoutError, StuckError
-from labkit.errors.wrong_calls import edge
+from labkit.errors.wrong_calls import public_api
 from labkit.exercises import find
 from labkit.exercises.judging import AnswerError, Exercise
 from labkit.exercises.time_limit import OutOfTimeError, TimeLimit
@@ -69,7 +69,7 @@ class Verdict:
         )
 
 
-@edge
+@public_api
 def check(name: str, answer: Any = ...) -> Verdict:
     """Judge the answer to an exercise of the course.
 

@@ -29,12 +29,12 @@ class CellNames:
         self, home: Mapping[str, Any], read: Collection[str], written: Collection[str], label: str, members: Sequence[Member]
     ) -> None:
         self._home, self._written, self._label = home, written, label
-        known = [m.borrowed for m in members] or [{}]
+        known = [m.notebook_values for m in members] or [{}]
         self.due = {n: home[n] for n in read if any(n not in b or b[n] is not home[n] for b in known)}
 
     def send_to(self, member: Member) -> set[str]:
         """The cell goes to a rank: which of the names that are due it has already."""
-        known = member.borrowed
+        known = member.notebook_values
         there = {n for n, value in self.due.items() if n in known and known[n] is value}
         known.update(self.due)
         known.update({n: self._home.get(n) for n in self._written})  # as long as the rank has not told what it has assigned
@@ -43,7 +43,7 @@ class CellNames:
     def learn(self, members: Iterable[Member]) -> None:
         """The cell is over: what it has assigned there is the ranks' own."""
         for member in members:
-            member.borrowed.update({n: self._home.get(n) for n in member.assigned})
+            member.notebook_values.update({n: self._home.get(n) for n in member.assigned})
             member.made.update(dict.fromkeys(member.assigned, self._label))
             member.assigned = []
 

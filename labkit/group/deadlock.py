@@ -18,7 +18,7 @@ from labkit.recording.rendezvous_state import DIST_BACKWARD, HINTS, NEW_GROUP, W
 from labkit.recording.ring_buffer import PROMISE, RENDEZVOUS, SERVE, TENSORFLOW, UNSEEN_PROMISE, Pending
 
 __all__ = [
-    "SERVES_OTHERS", "Verdict", "amount", "doing", "listed", "mismatch", "missing", "operation_in_words", "place",
+    "SERVES_OTHERS", "Deadlock", "amount", "doing", "listed", "mismatch", "missing", "operation_in_words", "place",
     "serving_for_ever", "stuck",
 ]  # fmt: skip
 
@@ -44,7 +44,7 @@ CALLED: Final = "`group[0].run(f)` calls f on rank 0 alone; what ranks do togeth
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Deadlock:
     """Ranks that can never go on.
 
     Args:
@@ -90,7 +90,7 @@ def doing(
     return f"{name} was waiting in {operation_in_words(last, names, closely=closely)}{place(last)} for {seconds:.1f} s"
 
 
-def stuck(ranks: Sequence[Standing]) -> Verdict | None:
+def stuck(ranks: Sequence[Standing]) -> Deadlock | None:
     """Which ranks can never go on, and why; None where all still can.
 
     Args:
@@ -104,7 +104,7 @@ def stuck(ranks: Sequence[Standing]) -> Verdict | None:
     queued = {i for i, rank in enumerate(ranks) if any(_absent(ranks, hopeless, i, op) for op in rank.queued)}
     hopeless |= queued
     waiting = tuple(i for i in sorted(hopeless) if i in queued or ranks[i].blocked)
-    return Verdict(waiting, *_why(ranks, waiting, hopeless)) if waiting else None
+    return Deadlock(waiting, *_why(ranks, waiting, hopeless)) if waiting else None
 
 
 def serving_for_ever(names: Sequence[str]) -> str:

@@ -11,8 +11,8 @@ from typing import Final
 import psutil
 
 from labkit.group.collector import Records
-from labkit.group.deadlock import Verdict, stuck
-from labkit.group.processes import Crew, Member
+from labkit.group.deadlock import Deadlock, stuck
+from labkit.group.processes import Member, RankPool
 from labkit.group.rank_state import Standing
 from labkit.group.remote_calls import circle_of_calls, served_by
 from labkit.group.stack_dump import ask
@@ -55,7 +55,7 @@ class Watchdog:
     """Tells ranks that can never go on from those that only wait long.
 
     Args:
-        crew: the processes.
+        pool: the processes.
         on: the numbers of the ranks that call the function.
         records: what the ranks write down.
         results, failures: by the number of a rank, how it has answered so far; they grow while the run is under way.
@@ -67,14 +67,14 @@ class Watchdog:
 
     def __init__(
         self,
-        crew: Crew,
+        pool: RankPool,
         on: Sequence[int],
         records: Records,
         results: Collection[int],
         failures: Collection[int],
         serving: Collection[int] = (),
     ) -> None:
-        self._members, self._plan, self._on = crew.members, crew.plan, on
+        self._members, self._plan, self._on = pool.members, pool.plan, on
         self._records, self._results, self._failures, self._serving = records, results, failures, serving
         self._suspicion: _Suspicion | None = None
         self._places: dict[int, Look] = {}  # where the threads of ranks are that have not come
@@ -85,7 +85,7 @@ class Watchdog:
         self._unnoted = [m.reader.unnoted for m in self._members]
         self.notice = ""
 
-    def look(self, now_ns: int) -> Verdict | None:
+    def look(self, now_ns: int) -> Deadlock | None:
         """Which ranks can never go on, once that is certain.
 
         What each rank does is looked at one after the other. A verdict counts if it holds, in the very same operations, some time
@@ -107,16 +107,16 @@ class Watchdog:
         standings = [self._standing(m, p, blocked_in) for m, p in zip(self._members, pending, strict=True)]
         seeming = stuck(standings)
         hanging = [p for i in seeming.ranks for p in (*standings[i].blocked, *standings[i].queued)] if seeming is not None else []
-        verdict = None
+        deadlock = None
         if seeming is None:
             self._suspicion = None
         elif all(now_ns - p.wait_start_ns >= kind.certain_after_s * 1e9 for p in hanging):
-            verdict = self._confirmed(standings, now_ns)
-        if verdict is None:
+            deadlock = self._confirmed(standings, now_ns)
+        if deadlock is None:
             self.notice = self._word(standings, waited_ns, now_ns)
-        return verdict
+        return deadlock
 
-    def _confirmed(self, standings: Sequence[Standing], now_ns: int) -> Verdict | None:
+    def _confirmed(self, standings: Sequence[Standing], now_ns: int) -> Deadlock | None:
         """The verdict on ranks that seem to hang, once it is certain: none of their threads can act, and nothing has moved."""
         under_way = tuple((i, p.name, p.start_ns) for i, rank in enumerate(standings) for p in rank.pending)
         before = self._suspicion
@@ -128,12 +128,12 @@ class Watchdog:
         earlier = {} if before is None else before.looks
         found = {i: self._active(i, standings[i], now, earlier.get(i)) for i, now in looks.items()}
         acting = {i: active for i, active in found.items() if active is not None}
-        verdict = stuck([dataclasses.replace(rank, free=i in acting) for i, rank in enumerate(standings)])
-        if verdict is not None and before is not None and before.seemed_certain:
-            return verdict  # no thread could act, neither then nor now, and none has moved: so there was none that could
-        pause_ns = CONFIRM_NS if verdict is not None or before is None else min(2 * before.pause_ns, LONGEST_PAUSE_NS)
+        deadlock = stuck([dataclasses.replace(rank, free=i in acting) for i, rank in enumerate(standings)])
+        if deadlock is not None and before is not None and before.seemed_certain:
+            return deadlock  # no thread could act, neither then nor now, and none has moved: so there was none that could
+        pause_ns = CONFIRM_NS if deadlock is not None or before is None else min(2 * before.pause_ns, LONGEST_PAUSE_NS)
         end_ns = time.perf_counter_ns()
-        self._suspicion = _Suspicion(under_way, looks, acting, verdict is not None, pause_ns, end_ns + pause_ns)
+        self._suspicion = _Suspicion(under_way, looks, acting, deadlock is not None, pause_ns, end_ns + pause_ns)
         return None
 
     def _active(self, rank: int, standing: Standing, now: Look, before: Look | None) -> Active | None:

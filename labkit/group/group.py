@@ -13,15 +13,15 @@ from typing import Any, ClassVar, NoReturn, Self
 
 from labkit.costs.link import Link
 from labkit.errors.exceptions import LabError, RankError, Stopped
-from labkit.errors.wrong_calls import edge
+from labkit.errors.wrong_calls import public_api
 from labkit.group import stack_dump
 from labkit.group.cell_names import CellNames, lost_names
 from labkit.group.options import FixedArgument, Plan, check_place, chosen
 from labkit.group.output import cell_label, put
-from labkit.group.processes import Crew
+from labkit.group.processes import RankPool
 from labkit.group.rank_selection import Ranks
 from labkit.group.registry import notebook
-from labkit.group.run import Flight, Picture, Run
+from labkit.group.run import Execution, Picture, Run
 from labkit.group.spawn import WithRank, check_spawn, hint_for_rank
 from labkit.group.unfinished import still_unfinished
 from labkit.ipc import pickling
@@ -68,7 +68,7 @@ class Group:
     profiling = False  # set by `lab.profile`
     runtime, devices, threads, timeout_s, link = (FixedArgument() for _ in range(5))
 
-    @edge
+    @public_api
     def __init__(
         self,
         ranks: int | Sequence[str] | Mapping[str, int] = 2,
@@ -88,7 +88,7 @@ class Group:
             start=start, link=link, rpc_backend_options=rpc_backend_options,
         )  # fmt: skip
         self.names = self._plan.names
-        self._crew: Crew | None = None
+        self._pool: RankPool | None = None
         self._fit = False  # whether the processes may serve another run
         self._closed = False
         self._unheld: weakref.finalize[..., Group] | None = None
@@ -128,7 +128,7 @@ class Group:
             "a group lives in the notebook and cannot be sent to a rank; inside a rank use torch.distributed (or rpc) itself"
         )
 
-    @edge
+    @public_api
     def __getitem__(self, which: int | str | slice | Iterable[int | str]) -> Ranks:
         """Some of the ranks, by number, name, slice, or a list of these.
 
@@ -137,7 +137,7 @@ class Group:
         """
         return Ranks(self, chosen(self.names, which))
 
-    @edge
+    @public_api
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
         """Call `function(*args, **kwargs)` on every rank and wait for all of them.
 
@@ -156,12 +156,12 @@ class Group:
         """
         return self._run(function, args, kwargs, range(len(self)), None)
 
-    @edge
+    @public_api
     def watch(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
         """`run` with a picture that grows while the ranks work: what each computes, sends and waits for."""
         return self._run(function, args, kwargs, range(len(self)), self._new_picture())
 
-    @edge
+    @public_api
     def spawn(
         self, function: Callable[..., Any], args: Sequence[Any] = (), nprocs: int | None = None, join: bool = True, **_: Any
     ) -> Run:
@@ -169,7 +169,7 @@ class Group:
         check_spawn(function, args, nprocs, join, len(self))
         return self._run(WithRank(function), tuple(args), {}, range(len(self)), None)
 
-    @edge
+    @public_api
     def run_cell(self, source: str, filename: str, label: str, on: Sequence[int] | None = None, *, watch: bool = False) -> Run:
         """Run a cell's source in the ranks' `__main__`, where its names persist; what `%%ranks` does.
 
@@ -194,24 +194,24 @@ class Group:
             read = reads(tree, filename, home.__dict__)
             written = assigned(compile(tree, filename, "exec", dont_inherit=True))
         self._check()
-        there = self._crew.members if self._crew is not None and self._fit else []
+        there = self._pool.members if self._pool is not None and self._fit else []
         names = CellNames(home.__dict__, read, written, label, [there[i] for i in on] if there else [])
-        parcel = pickling.pack(Names(names.due), home=home, sent=self._sent, what="the notebook's names")
+        payload = pickling.pack(Names(names.due), home=home, sent=self._sent, what="the notebook's names")
         lines: Files = {filename: (label, source.splitlines(keepends=True))}
 
         def data(rank: int, files: Files) -> Any:
-            assert self._crew is not None
-            return source, filename, names.send_to(self._crew.members[rank]), files | lines
+            assert self._pool is not None
+            return source, filename, names.send_to(self._pool.members[rank]), files | lines
 
         try:
             picture = self._new_picture() if watch else None
             starts_rpc = self.runtime == "rpc" and "init_rpc" in source
-            return self._fly("cell", parcel, "the cell", on, picture, data, starts_rpc=starts_rpc)
+            return self._fly("cell", payload, "the cell", on, picture, data, starts_rpc=starts_rpc)
         finally:
-            parcel.close()
-            names.learn(self._crew.members if self._crew is not None else ())
+            payload.close()
+            names.learn(self._pool.members if self._pool is not None else ())
 
-    @edge
+    @public_api
     def stacks(self) -> stack_dump.Stacks:
         """Where every rank is at this moment, as Python stacks cut to the student's frames; also of one that is blocked in C++.
 
@@ -223,10 +223,10 @@ class Group:
         Raises:
             LabError: the group has no ranks: none has been started yet, or it is closed.
         """
-        crew = self._crew
-        if crew is None:
+        pool = self._pool
+        if pool is None:
             raise LabError("this group has no ranks at this moment: they start with the first run")
-        living = {m.name: m.process for m in crew.members if m.process.memory >= 0}
+        living = {m.name: m.process for m in pool.members if m.process.memory >= 0}
         texts = zip(living.items(), stack_dump.ask(living.values()), strict=True)
         return stack_dump.Stacks({name: stack_dump.readable(text, process.pid) for (name, process), text in texts})
 
@@ -240,8 +240,8 @@ class Group:
         try:
             if self._takes_turn(me):
                 self._end(graceful=True)
-            elif (crew := self._crew) is not None:
-                crew.kill()  # a run is under way in another thread: it will see that, and tidy up
+            elif (pool := self._pool) is not None:
+                pool.kill()  # a run is under way in another thread: it will see that, and tidy up
         finally:
             if self._holder is me:
                 self._holder = None
@@ -262,15 +262,15 @@ class Group:
             raise TypeError(f"run({function!r}): expected a function, given {type(function).__name__}. Pass f, not f().")
         self._check()
         name = name_of(function)
-        parcel = pickling.pack(Call(function, args, kwargs), home=sys.modules["__main__"], sent=self._sent, what=f"{name}()")
+        payload = pickling.pack(Call(function, args, kwargs), home=sys.modules["__main__"], sent=self._sent, what=f"{name}()")
         try:
-            starts_rpc = self.runtime == "rpc" and mentions("init_rpc", function, parcel.data)
-            return self._fly("call", parcel, name, on, picture, lambda _, files: files, starts_rpc=starts_rpc)
+            starts_rpc = self.runtime == "rpc" and mentions("init_rpc", function, payload.data)
+            return self._fly("call", payload, name, on, picture, lambda _, files: files, starts_rpc=starts_rpc)
         except RankError as error:
             error.hint = error.hint or hint_for_rank(function, args, kwargs)
             raise
         finally:
-            parcel.close()
+            payload.close()
 
     def _check(self) -> None:
         check_place()
@@ -282,7 +282,7 @@ class Group:
     def _fly(
         self,
         kind: str,
-        parcel: pickling.Parcel,
+        payload: pickling.Payload,
         name: str,
         on: Sequence[int],
         picture: Picture | None,
@@ -295,41 +295,41 @@ class Group:
         try:
             if not self._takes_turn(me):
                 raise LabError("this group is running already, in another thread; wait for it, close it, or make a second group")
-            if parcel.moved:
+            if payload.moved:
                 self._tell("CUDA tensors in arguments reach the ranks as CPU tensors.")
-            crew = self._fit_crew(kind, starts_rpc)
+            pool = self._usable_pool(kind, starts_rpc)
             home = sys.modules["__main__"]
-            for note in crew.follow():
+            for note in pool.follow():
                 self._tell(note)
-            crew.used, self._fit = True, False  # not fit until this run is known to have left nothing half done
-            for note in crew.share_settings(lambda settings: pickling.pack(settings, home=home, sent=self._sent)):
+            pool.used, self._fit = True, False  # not fit until this run is known to have left nothing half done
+            for note in pool.share_settings(lambda settings: pickling.pack(settings, home=home, sent=self._sent)):
                 self._tell(note)
-            files = self._new_files(crew, parcel)
+            files = self._new_files(pool, payload)
             if self._plan.kind.serving_threads:
-                crew.exchange("install", files, parcel, "installed")
+                pool.exchange("install", files, payload, "installed")
                 files = {}
             if self.profiling:
-                crew.exchange("profile", True, None, "profiled")
-            crew.observe(begin=True)
-            flight = Flight(crew, on, name, picture, show=True)
-            crew.begin(on, kind, lambda rank: data(rank, files), parcel)
+                pool.exchange("profile", True, None, "profiled")
+            pool.observe(begin=True)
+            execution = Execution(pool, on, name, picture, show=True)
+            pool.begin(on, kind, lambda rank: data(rank, files), payload)
             deadline_s = None if self._plan.timeout_s is None else time.monotonic() + self._plan.timeout_s
-            crew.called |= kind == "call"
+            pool.called |= kind == "call"
             try:
-                run = flight.wait(deadline_s)
-                run.profiled = crew.exchange("profile", False, None, "profiled") if self.profiling else []
+                run = execution.wait(deadline_s)
+                run.profiled = pool.exchange("profile", False, None, "profiled") if self.profiling else []
             except LabError:
-                self._fit = flight.intact and not self.profiling
+                self._fit = execution.intact and not self.profiling
                 raise
-            self._fit = flight.intact and not (flight.unfinished and kind == "call")
+            self._fit = execution.intact and not (execution.unfinished and kind == "call")
             self.last_run = run
-            for note in flight.notes:
+            for note in execution.notes:
                 self._tell(note)
-            if flight.unfinished is not None and self._fit:
-                crew.unfinished = flight.unfinished
-                self._tell(flight.unfinished.after_a_cell())
-            elif flight.unfinished is not None:
-                print(f"labkit: {flight.unfinished.after_a_run()}")
+            if execution.unfinished is not None and self._fit:
+                pool.unfinished = execution.unfinished
+                self._tell(execution.unfinished.after_a_cell())
+            elif execution.unfinished is not None:
+                print(f"labkit: {execution.unfinished.after_a_run()}")
             return run
         except KeyboardInterrupt as stop:  # while the ranks started, say: the frames of that tell the student nothing
             raise (stop if isinstance(stop, Stopped) else Stopped(name, [])) from None
@@ -356,51 +356,51 @@ class Group:
                 self._holder = who
         return self._holder is who
 
-    def _fit_crew(self, kind: str, starts_rpc: bool) -> Crew:
+    def _usable_pool(self, kind: str, starts_rpc: bool) -> RankPool:
         """The processes, fresh ones where there are none that may serve this run."""
-        crew = self._crew
-        if crew is not None and not (self._fit and crew.may_run(kind, starts_rpc)):
+        pool = self._pool
+        if pool is not None and not (self._fit and pool.may_run(kind, starts_rpc)):
             self._end(graceful=False)
-        elif crew is not None and kind == "call" and (left := still_unfinished(crew.unfinished, crew.members)) is not None:
+        elif pool is not None and kind == "call" and (left := still_unfinished(pool.unfinished, pool.members)) is not None:
             print(f"labkit: {left.before_a_run()}")
             self._end(graceful=False)
-        if self._crew is None:
-            crew = Crew(self._plan, notebook.starter(self.runtime, self._plan.start), self._sent, starts_rpc=starts_rpc)
-            self._crew = crew
-            self._unheld = weakref.finalize(self, _end_unheld, crew, self._owner)
+        if self._pool is None:
+            pool = RankPool(self._plan, notebook.starter(self.runtime, self._plan.start), self._sent, starts_rpc=starts_rpc)
+            self._pool = pool
+            self._unheld = weakref.finalize(self, _end_unheld, pool, self._owner)
             self._unheld.atexit = False
-            crew.start()
-            for note in crew.notes:
+            pool.start()
+            for note in pool.notes:
                 self._tell(note)
         if self._closed:
             raise LabError("the group was closed in another thread while its ranks started")
-        return self._crew
+        return self._pool
 
-    def _new_files(self, crew: Crew, parcel: pickling.Parcel) -> Files:
-        """The student's files that the parcel's functions come from and that the ranks do not know yet; all must learn them."""
-        new, known = Files(), crew.members[0].known_files
-        for filename in parcel.files:
+    def _new_files(self, pool: RankPool, payload: pickling.Payload) -> Files:
+        """The student's files that the payload's functions come from and that the ranks do not know yet; all must learn them."""
+        new, known = Files(), pool.members[0].known_files
+        for filename in payload.files:
             file = cell_label(filename), pickling.source_of(filename)
             if known.get(filename) != file:
                 new[filename] = known[filename] = file
         if new and not self._plan.kind.serving_threads:
-            crew.exchange("install", new, pickling.pack(None), "installed")
+            pool.exchange("install", new, pickling.pack(None), "installed")
             return {}
         return new
 
     def _end(self, *, graceful: bool) -> None:
         """End the processes; the next run starts fresh ones."""
-        crew = self._crew
-        if crew is None:
+        pool = self._pool
+        if pool is None:
             return
         self._fit = False
-        if not self._closed and (lost := lost_names(crew.members)):
+        if not self._closed and (lost := lost_names(pool.members)):
             put(f"labkit: {lost}\n")
         try:
-            crew.end(graceful=graceful)
+            pool.end(graceful=graceful)
         finally:
-            crew.end(wait=False)  # Stop may have come before that had begun
-            self._crew = None
+            pool.end(wait=False)  # Stop may have come before that had begun
+            self._pool = None
             if self._unheld is not None:
                 self._unheld.detach()
         if self._plan.start == "spawn" and not self._closed:
@@ -413,7 +413,7 @@ class Group:
             put(f"labkit: {note}\n")
 
 
-def _end_unheld(crew: Crew, owner: int) -> None:
+def _end_unheld(pool: RankPool, owner: int) -> None:
     """Nobody holds the group any more. The garbage collector runs at any moment, also while this thread starts other ranks."""
     if os.getpid() == owner:
-        crew.end(wait=False)
+        pool.end(wait=False)

@@ -10,23 +10,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from labkit.costs.shared_link import LEDGER_BYTES
+from labkit.costs.shared_link import SHARED_LINK_BYTES
 from labkit.errors.exceptions import LabError, RankError, RankFailure
 from labkit.errors.exit_reasons import MemoryKiller, explain_exit
 from labkit.group.options import Plan
 from labkit.group.output import notebook_shell, put
 from labkit.ipc.definitions import Sent
 from labkit.ipc.messages import Channel, encode
-from labkit.ipc.pickling import Parcel, shared_memory
+from labkit.ipc.pickling import Payload, shared_memory
 from labkit.ipc.process_memory import may_read
 from labkit.recording.ring_buffer import RingReader
 from labkit.worker.edited_modules import Imported, edited
-from labkit.worker.launch import RankProcess, Starter, aside
+from labkit.worker.launch import RankProcess, Starter, in_background
 from labkit.worker.notebook_settings import NotebookSettings, Settings
 from labkit.worker.process_state import ProcessState
-from labkit.worker.runtimes.registry import Seat
+from labkit.worker.runtimes.registry import RankConfig
 
-__all__ = ["Crew", "Member"]
+__all__ = ["Member", "RankPool"]
 
 # For all ranks to set up; 0.05 s if forked, but a spawned one may import TensorFlow from a cold disk.
 START_LIMIT_S: Final = 180.0
@@ -45,7 +45,7 @@ class Member:
         unshown: what it has printed while no run was under way.
         unseen: what it has shown, and warned of, meanwhile: each with its kind.
         known_files: the student's files that it has the names, and perhaps the lines, of.
-        borrowed: for `%%ranks`, what the notebook's names meant when they last travelled, or were assigned there.
+        notebook_values: for `%%ranks`, what the notebook's names meant when they last travelled, or were assigned there.
         gone: numbers of definitions that the notebook does not have any more, which the rank has not been told.
         assigned: the names that the last cell has assigned or deleted there.
         made: by name, the cell that assigned it last there.
@@ -59,13 +59,13 @@ class Member:
         self.unseen: list[tuple[str, Any]] = []
         self.output_open = True
         self.known_files: dict[str, tuple[str, list[str]]] = {}
-        self.borrowed: dict[str, Any] = {}
+        self.notebook_values: dict[str, Any] = {}
         self.gone: list[int] = []
         self.assigned: list[str] = []
         self.made: dict[str, str] = {}
 
 
-class Crew:
+class RankPool:
     """One generation of a group's processes.
 
     Args:
@@ -86,7 +86,7 @@ class Crew:
         memory_killer: tells whether the kernel has ended a rank because memory was short.
 
     It exists before its processes do, and they are started and ended on threads of their own: Stop interrupts the waiting, not
-    the deed, so there is never a process that nobody knows of. Whoever makes a crew ends it, also where `start` fails.
+    the action, so there is never a process that nobody knows of. Whoever makes a pool ends it, also where `start` fails.
     """
 
     def __init__(self, plan: Plan, starter: Starter, sent: Sent, *, starts_rpc: bool = False) -> None:
@@ -100,7 +100,7 @@ class Crew:
         self.memory_killer = MemoryKiller()
         self.modules: dict[str, Imported] = {}
         self._state: ProcessState | None = None
-        self._burying = threading.Lock()
+        self._reaping = threading.Lock()
         self._codes: dict[int, int] = {}
         self._changing = threading.Lock()  # held while processes come into `_processes`, or are taken out to be ended
         self._processes: list[RankProcess] = []
@@ -131,7 +131,7 @@ class Crew:
         """
         self._state = ProcessState.now()
         self._slow_s = time.monotonic() + SLOW_START_S
-        started = aside(self._start)
+        started = in_background(self._start)
         if not started.acquire(timeout=SLOW_START_S):
             self._tell_slow_start()
             started.acquire()
@@ -183,7 +183,7 @@ class Crew:
 
     def _set_up(self, plan: Plan) -> None:
         for member in self.members:
-            self.selector.register(member.channel, selectors.EVENT_READ, ("frame", member))
+            self.selector.register(member.channel, selectors.EVENT_READ, ("message", member))
             if member.process.sentinel >= 0:
                 self.selector.register(member.process.sentinel, selectors.EVENT_READ, ("end", member))
         changes = {
@@ -192,28 +192,28 @@ class Crew:
             if os.environ.get(name) != self._starter.environment.get(name)
         }
         lend = may_read(self.members[0].process.pid)
-        ledger = None if plan.link is None else Parcel(b"", fd=shared_memory(LEDGER_BYTES))
+        shared_link = None if plan.link is None else Payload(b"", fd=shared_memory(SHARED_LINK_BYTES))
         assert self._state is not None
         for member in self.members:
-            seat = _seat(plan, member.rank, lend, changes, self._state, self.starts_rpc)
+            rank_config = _rank_config(plan, member.rank, lend, changes, self._state, self.starts_rpc)
             with contextlib.suppress(OSError):  # as in `_send_all`
-                member.channel.send("seat", seat, ledger)
-        if ledger is not None:
-            ledger.close()
+                member.channel.send("rank_config", rank_config, shared_link)
+        if shared_link is not None:
+            shared_link.close()
         self._send_all("offers", self._answers("offer"))
         for notes in self._answers("ready"):
             self.notes += notes
 
-    def begin(self, on: Sequence[int], kind: str, data: Callable[[int], Any], parcel: Parcel) -> None:
+    def begin(self, on: Sequence[int], kind: str, data: Callable[[int], Any], payload: Payload) -> None:
         """Have ranks begin to run something; what they must know before goes first.
 
         Args:
             on: which.
-            kind: of the frame.
+            kind: of the message.
             data: what it says to a rank; where that is the object that the rank before got, it is pickled once for both.
-            parcel: what travels with it.
+            payload: what travels with it.
         """
-        all_called, last, frame = len(on) == len(self.members), None, None
+        all_called, last, message = len(on) == len(self.members), None, None
         if gone := self.sent.take_gone():
             for member in self.members:
                 member.gone += gone
@@ -223,32 +223,32 @@ class Crew:
                 if member.gone:
                     member.channel.send("forget", member.gone)
                     member.gone = []
-                if frame is None or own is not last:
-                    last, frame = own, encode(kind, (all_called, own), parcel)
-                member.channel.send_encoded(frame)
+                if message is None or own is not last:
+                    last, message = own, encode(kind, (all_called, own), payload)
+                member.channel.send_encoded(message)
             except OSError:  # it has just ended; the run will see that, and say why
                 pass
 
-    def exchange(self, kind: str, data: Any, parcel: Parcel | None, expected: str) -> list[Any]:
-        """Send a frame to every rank, outside a run, and wait until all have answered it: what they say, in rank order."""
-        self._send_all(kind, data, parcel)
+    def exchange(self, kind: str, data: Any, payload: Payload | None, expected: str) -> list[Any]:
+        """Send a message to every rank, outside a run, and wait until all have answered it: what they say, in rank order."""
+        self._send_all(kind, data, payload)
         return self._answers(expected)
 
-    def share_settings(self, pack: Callable[[Settings], Parcel]) -> list[str]:
+    def share_settings(self, pack: Callable[[Settings], Payload]) -> list[str]:
         """Tell the ranks what the notebook has set up of `logging` and warnings since this was called last; notes on it."""
         settings = self._settings.news()
         if settings is None:
             return []
         notes = [f"the logging handler {h} is the notebook's; ranks print their messages instead." for h in settings.replaced]
         try:
-            parcel = pack(settings)
+            payload = pack(settings)
         except LabError as error:
-            parcel = pack(settings.plain())
+            payload = pack(settings.plain())
             notes.append(f"ranks log without the notebook's formats: {str(error).splitlines()[0]}")
         try:
-            self._send_all("settings", None, parcel)  # without an answer, as in `follow`: the next call says what went wrong
+            self._send_all("settings", None, payload)  # without an answer, as in `follow`: the next call says what went wrong
         finally:
-            parcel.close()
+            payload.close()
         return notes
 
     def observe(self, *, begin: bool) -> list[str]:
@@ -257,13 +257,13 @@ class Crew:
             return []
         return [note for notes in self.exchange("observe", begin, None, "observed") for note in notes]
 
-    def _send_all(self, kind: str, data: Any, parcel: Parcel | None = None) -> None:
+    def _send_all(self, kind: str, data: Any, payload: Payload | None = None) -> None:
         for member in self.members:
             with contextlib.suppress(OSError):  # it has just ended; `_answers` will see that, and say why
-                member.channel.send(kind, data, parcel)
+                member.channel.send(kind, data, payload)
 
     def _answers(self, expected: str) -> list[Any]:
-        """One frame from every rank, outside a run."""
+        """One message from every rank, outside a run."""
         answers: dict[int, Any] = {}
         until = time.monotonic() + START_LIMIT_S
         while len(answers) < len(self.members):
@@ -282,20 +282,20 @@ class Crew:
 
     def _answer(self, member: Member, expected: str) -> Any:
         try:
-            frame = member.channel.receive()
-            while frame.kind in ("shown", "warned"):  # by a thread that goes on between two runs, or while it is set up
-                member.unseen.append((frame.kind, frame.data))
-                frame = member.channel.receive()
+            message = member.channel.receive()
+            while message.kind in ("shown", "warned"):  # by a thread that goes on between two runs, or while it is set up
+                member.unseen.append((message.kind, message.data))
+                message = member.channel.receive()
         except (EOFError, OSError):
             struck = self.memory_killer.struck()
-            headline = explain_exit(self.bury(member), struck)
+            headline = explain_exit(self.reap(member), struck)
             self._keep_output(member)
             last = member.unshown.decode(errors="replace").strip().splitlines()[-10:]
             raise RankError([RankFailure(member.rank, member.name, headline, "\n".join(last))]) from None
-        if frame.kind == "raised":
-            raise RankError([frame.data])
-        assert frame.kind == expected, f"{frame.kind!r} where {expected!r} was expected"
-        return frame.data
+        if message.kind == "raised":
+            raise RankError([message.data])
+        assert message.kind == expected, f"{message.kind!r} where {expected!r} was expected"
+        return message.data
 
     def printed(self, member: Member) -> Iterator[bytes]:
         """What a rank has printed and nobody has read yet, in pieces; not what it prints meanwhile, which may have no end."""
@@ -318,20 +318,20 @@ class Crew:
         member.unshown += b"".join(self.printed(member))
 
     def forget(self, member: Member) -> None:
-        """Look no more for frames from a rank, or for its end."""
+        """Look no more for messages from a rank, or for its end."""
         for thing in (member.channel, member.process.sentinel):
             with contextlib.suppress(KeyError, ValueError):  # never registered, or no more
                 self.selector.unregister(thing)
 
-    def bury(self, member: Member) -> int:
+    def reap(self, member: Member) -> int:
         """The exit code of a rank that has ended, or is ended by this."""
-        with self._burying:
+        with self._reaping:
             self._codes |= self._starter.end([member.process])
         return self._codes.get(member.process.pid, 0)
 
     def kill(self) -> None:
         """End the processes and leave the rest to the run that is under way on another thread."""
-        with self._burying:
+        with self._reaping:
             self._codes |= self._starter.end([m.process for m in self.members])
 
     def end(self, *, graceful: bool = False, wait: bool = True) -> None:
@@ -343,7 +343,7 @@ class Crew:
         """
         if self._over:
             return
-        done = aside(lambda: self._end(graceful))
+        done = in_background(lambda: self._end(graceful))
         if wait:
             with done:
                 pass
@@ -380,10 +380,10 @@ class Crew:
                 self.forget(member)
 
 
-def _seat(
+def _rank_config(
     plan: Plan, rank: int, lend: bool, environment: Mapping[str, str | None], state: ProcessState, starts_rpc: bool
-) -> Seat:
-    return Seat(
+) -> RankConfig:
+    return RankConfig(
         rank,
         plan.names,
         plan.runtime,

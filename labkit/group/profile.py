@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from labkit.errors.exceptions import LabError
-from labkit.errors.wrong_calls import edge
+from labkit.errors.wrong_calls import public_api
 
 if TYPE_CHECKING:
     from labkit.group.group import Group
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["profile"]
 
 
-@edge
+@public_api
 def profile(group: Group) -> AbstractContextManager[None]:
     """Have torch's profiler look at each rank in the runs of this block: operators, kernels, calls of CUDA.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from labkit.errors.wrong_calls import edge
+from labkit.errors.wrong_calls import public_api
 from labkit.group.run import Picture, Run
 
 __all__ = ["Ranks"]
@@ -52,12 +52,12 @@ class Ranks:
     def __hash__(self) -> int:
         return hash((id(self.group), self.on))
 
-    @edge
+    @public_api
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
         """Call `function(*args, **kwargs)` on these ranks; see `Group.run`."""
         return self.group._run(function, args, kwargs, self.on, None)
 
-    @edge
+    @public_api
     def watch(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
         """The same with the live picture; see `Group.watch`."""
         return self.group._run(function, args, kwargs, self.on, self.group._new_picture())

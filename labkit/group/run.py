@@ -1,4 +1,4 @@
-"""One run: under way (`Flight`: frames, prints, spans and failures come in) and over (`Run`: plain data)."""
+"""One run: under way (`Execution`: messages, prints, spans and failures come in) and over (`Run`: plain data)."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any, Final, Protocol
 from labkit.errors.exceptions import LabError, RankError, RankFailure, RunTimeoutError, Stopped, StuckError
 from labkit.errors.exit_reasons import explain_exit
 from labkit.group.collector import Records
-from labkit.group.deadlock import SERVES_OTHERS, Verdict, doing, mismatch, serving_for_ever
+from labkit.group.deadlock import SERVES_OTHERS, Deadlock, doing, mismatch, serving_for_ever
 from labkit.group.deadlock_monitor import Watchdog
 from labkit.group.mismatches import mismatch_error, mismatch_hint, shapes_note
 from labkit.group.output import Output
-from labkit.group.processes import Crew, Member
+from labkit.group.processes import Member, RankPool
 from labkit.group.stack_dump import crash
 from labkit.group.unfinished import Unfinished, left_unfinished, may_go_on
 from labkit.ipc import pickling
-from labkit.ipc.messages import Frame
+from labkit.ipc.messages import Message
 from labkit.ipc.tracebacks import lost_connection, unreadable
 from labkit.recording.events import ProfilerEvent
 from labkit.recording.ring_buffer import SERVE, Pending
 from labkit.tracing.missing_names import about_names
 from labkit.tracing.trace import Trace
-from labkit.worker.resource_usage import Cores, Load, Usage, gpus_of
+from labkit.worker.resource_usage import Cores, Load, ResourceMonitor, gpus_of
 
-__all__ = ["Flight", "Picture", "Run"]
+__all__ = ["Execution", "Picture", "Run"]
 
 LOOK_EVERY_S: Final = 0.05  # at rings and prints; the fastest writer takes twice as long to fill a ring
 FULL_BYTES: Final = 1 << 15  # a rank that has printed so much since the last look may soon be blocked: look again at once
@@ -84,11 +84,11 @@ def _these(ranks: Sequence[str]) -> str:
     return ranks[0] if len(ranks) == 1 else f"{len(ranks)} ranks"
 
 
-class Flight:
+class Execution:
     """One run while it is under way. Everything happens on the thread that called `run`.
 
     Args:
-        crew: the processes.
+        pool: the processes.
         on: the numbers of the ranks that call the function.
         name: what the function is called.
         picture: who watches, or None.
@@ -100,8 +100,8 @@ class Flight:
         unfinished: what it has left unfinished.
     """
 
-    def __init__(self, crew: Crew, on: Sequence[int], name: str, picture: Picture | None, *, show: bool) -> None:
-        self._crew, self._members, self._selector = crew, crew.members, crew.selector
+    def __init__(self, pool: RankPool, on: Sequence[int], name: str, picture: Picture | None, *, show: bool) -> None:
+        self._pool, self._members, self._selector = pool, pool.members, pool.selector
         self._on, self._name, self._picture = tuple(on), name, picture
         self._names = tuple(m.name for m in self._members)
         self._output = Output(self._names, show=show)
@@ -111,15 +111,17 @@ class Flight:
         self._serving: set[int] = set()  # called, and serving the others until they have returned
         self._released = False  # whether those have been told
         self._dead: set[int] = set()
-        self._watchdog = Watchdog(crew, self._on, self._records, self._results, self._failures, self._serving)
-        self._usage: Usage | None = None
+        self._watchdog = Watchdog(pool, self._on, self._records, self._results, self._failures, self._serving)
+        self._resources: ResourceMonitor | None = None
         if picture is not None:  # to look for GPUs takes a fifth of what a run of nothing does, and NVML's start milliseconds
-            self._usage = Usage([m.process.pid for m in self._members], gpus_of(len(self._members), crew.plan.devices))
+            self._resources = ResourceMonitor(
+                [m.process.pid for m in self._members], gpus_of(len(self._members), pool.plan.devices)
+            )
         self.notes: list[str] = []
         self.unfinished: Unfinished | None = None
         self.intact = True
         # Whether any rank has communicated, and whether any has left something unfinished, by what they say as they return.
-        self._communicated, self._unfinished = False, crew.plan.kind.serving_threads > 0
+        self._communicated, self._unfinished = False, pool.plan.kind.serving_threads > 0
         self._start_ns = time.perf_counter_ns()  # before a rank is told: nothing that belongs to the run happened earlier
 
     def wait(self, deadline_s: float | None) -> Run:
@@ -158,7 +160,7 @@ class Flight:
             error = self._error()
             self._finish("stopped by an error")
             raise error
-        self.notes += self._crew.observe(begin=False)
+        self.notes += self._pool.observe(begin=False)
         unequal, transposed = self._records.unequal() if self._communicated else ([], [])
         if unequal:
             self.intact = False
@@ -166,7 +168,7 @@ class Flight:
             raise mismatch_error(unequal)
         if transposed:
             self.notes.append(shapes_note(transposed))
-        if self._unfinished and not self._crew.plan.kind.fresh_each_run:
+        if self._unfinished and not self._pool.plan.kind.fresh_each_run:
             self.unfinished = left_unfinished(self._members, self._records)
         text = self._finish()
         self.notes += about_names(kind for m in self._members for kind in m.reader.no_room)
@@ -184,7 +186,7 @@ class Flight:
                 return
             if deadline_s is not None and now > deadline_s:
                 doings = self._doings(time.perf_counter_ns(), closely=True)
-                headline = f"{self._name} took longer than the group's timeout_s={self._crew.plan.timeout_s:g}"
+                headline = f"{self._name} took longer than the group's timeout_s={self._pool.plan.timeout_s:g}"
                 raise RunTimeoutError(headline, self._watchdog.notice, doings)
             if now - looked > LOOK_EVERY_S or hurry:
                 looked = now
@@ -194,7 +196,7 @@ class Flight:
                     for mine, fresh in zip(new, records, strict=True):
                         mine.append(fresh)
                 self._look_for_stuck(time.perf_counter_ns())
-                self._crew.memory_killer.look(now)
+                self._pool.memory_killer.look(now)
             if picture is not None and now - pictured > picture.interval_s:
                 self._show(picture, new)
                 new = [[] for _ in self._members]
@@ -223,30 +225,30 @@ class Flight:
             RankError: they wait for one that returned, or was not called.
             StuckError: they wait for one another.
         """
-        verdict = self._watchdog.look(now_ns)
+        deadlock = self._watchdog.look(now_ns)
         self._output.say(self._watchdog.notice)
-        if verdict is not None:
-            raise self._stuck_error(verdict)
+        if deadlock is not None:
+            raise self._stuck_error(deadlock)
 
     def _show(self, picture: Picture, new: list[list[Any]]) -> None:
-        assert self._usage is not None
+        assert self._resources is not None
         now_ns, pending = time.perf_counter_ns(), [m.reader.pending() for m in self._members]
-        picture.update(now_ns, self._records.part(new), pending, self._usage.look(now_ns))
+        picture.update(now_ns, self._records.part(new), pending, self._resources.look(now_ns))
 
     def _take(self, limit_s: float) -> None:
         """Wait for anything from any rank and take it."""
         events = self._selector.select(limit_s)
         # Reports before deaths: a failing rank's own words tell more than the fact that it ended.
-        for kind in ("frame", "end"):
+        for kind in ("message", "end"):
             for key, _ in events:
                 what, member = key.data
                 if what == kind and member.rank not in self._dead:
-                    self._take_frame(member) if what == "frame" else self._ended(member)
+                    self._take_message(member) if what == "message" else self._ended(member)
 
     def _answered(self, member: Member) -> bool:
         return member.rank in self._results or member.rank in self._failures
 
-    def _take_frame(self, member: Member) -> None:
+    def _take_message(self, member: Member) -> None:
         try:
             self._answer(member, member.channel.receive())
             while member.channel.received:
@@ -254,41 +256,41 @@ class Flight:
         except (EOFError, OSError):
             self._ended(member)
 
-    def _answer(self, member: Member, frame: Frame) -> None:
-        if frame.kind == "assigned":
-            member.assigned = frame.data
+    def _answer(self, member: Member, message: Message) -> None:
+        if message.kind == "assigned":
+            member.assigned = message.data
             return
-        if frame.kind in ("shown", "warned"):
-            self._output.take(member.rank, frame.kind, frame.data)
+        if message.kind in ("shown", "warned"):
+            self._output.take(member.rank, message.kind, message.data)
             return
         self._read_output(member)
-        if frame.kind == "raised":
-            self._failures[member.rank] = frame.data
-            self.intact = self.intact and not frame.data.broken
+        if message.kind == "raised":
+            self._failures[member.rank] = message.data
+            self.intact = self.intact and not message.data.broken
             return
-        if frame.kind == "serving":
+        if message.kind == "serving":
             self._serving.add(member.rank)
             self._release_servers()
             return
-        if frame.kind == "imported":
-            self._crew.modules |= {module.name: module for module in frame.data}
+        if message.kind == "imported":
+            self._pool.modules |= {module.name: module for module in message.data}
             return
-        assert frame.kind == "done" and frame.parcel is not None, f"an unexpected frame {frame.kind!r}"
-        communicated, unfinished, ending = frame.data
+        assert message.kind == "done" and message.payload is not None, f"an unexpected message {message.kind!r}"
+        communicated, unfinished, ending = message.data
         self._communicated |= communicated
         self._unfinished |= unfinished
         if ending is not None:
-            self._crew.spent |= ending.spent
+            self._pool.spent |= ending.spent
             self.notes += ending.notes
-        if frame.parcel.moved:
+        if message.payload.moved:
             self.notes.append("CUDA tensors in results come back as CPU tensors.")
         try:
-            self._results[member.rank] = pickling.unpack(frame.parcel, sent=self._crew.sent)
+            self._results[member.rank] = pickling.unpack(message.payload, sent=self._pool.sent)
         except EOFError:  # the rank has gone, and what it lent with it
             raise
         except Exception as error:  # noqa: BLE001  # what makes a result anew may raise anything
             self._failures[member.rank] = unreadable(error, member.rank, member.name)
-        if frame.parcel.lender:
+        if message.payload.lender:
             member.channel.send("read")
         self._release_servers()
 
@@ -314,7 +316,7 @@ class Flight:
         """A rank's process is no more: take its last words, if it had time for some."""
         self._dead.add(member.rank)
         self.intact = False
-        self._crew.forget(member)
+        self._pool.forget(member)
         try:
             while not self._answered(member):
                 self._answer(member, member.channel.receive())
@@ -322,15 +324,15 @@ class Flight:
             pass
         self._read_output(member)
         if member.rank not in self._failures:  # even one that has answered: a dead rank serves nobody
-            now_ns, struck = time.perf_counter_ns(), self._crew.memory_killer.struck()
-            headline = explain_exit(self._crew.bury(member), struck)
+            now_ns, struck = time.perf_counter_ns(), self._pool.memory_killer.struck()
+            headline = explain_exit(self._pool.reap(member), struck)
             text, last = crash(member.process), self._last_doing(member, now_ns)
             self._failures[member.rank] = RankFailure(member.rank, member.name, headline, text, at_ns=now_ns, last=last)
 
     def _read_output(self, member: Member) -> int:
         """Take what a rank has printed; how many bytes that was."""
         count = 0
-        for data in self._crew.printed(member):
+        for data in self._pool.printed(member):
             self._output.feed(member.rank, data)
             count += len(data)
         return count
@@ -349,21 +351,21 @@ class Flight:
                 found[m.rank] = doing(m.name, pending, now_ns, returned=returned, names=self._names, closely=closely)
         return dict(sorted(found.items()))
 
-    def _stuck_error(self, verdict: Verdict) -> LabError:
+    def _stuck_error(self, deadlock: Deadlock) -> LabError:
         now_ns = time.perf_counter_ns()
-        if verdict.culprit is None:
-            return StuckError(verdict.headline, verdict.hint, self._doings(now_ns, closely=True))
-        culprit = self._members[verdict.culprit]
+        if deadlock.culprit is None:
+            return StuckError(deadlock.headline, deadlock.hint, self._doings(now_ns, closely=True))
+        culprit = self._members[deadlock.culprit]
         doings = [line for line in self._doings(now_ns, closely=True) if not line.startswith(f"{culprit.name} ")]
-        failure = RankFailure(culprit.rank, culprit.name, verdict.headline, at_ns=now_ns, verb="")
-        return RankError([failure], doings, hint=verdict.hint)
+        failure = RankFailure(culprit.rank, culprit.name, deadlock.headline, at_ns=now_ns, verb="")
+        return RankError([failure], doings, hint=deadlock.hint)
 
     def _error(self) -> RankError:
         now_ns = time.perf_counter_ns()
         answered = all(self._answered(self._members[rank]) for rank in self._on)
         self._records.drain()
         safe = self.intact and answered and not self._dead
-        self.intact = safe and may_go_on(self._failures, self._members, self._records, self._crew.plan.kind)
+        self.intact = safe and may_go_on(self._failures, self._members, self._records, self._pool.plan.kind)
         # What came of another rank's end is never the cause of it. A death is the cause of many a failure, and only noticed a
         # little later; but libraries that find a peer dead may give up, and abort.
         ordered = sorted(
@@ -408,7 +410,7 @@ class Flight:
     def _finish(self, stopped: str = "") -> str:
         now_ns = time.perf_counter_ns()
         if not self.intact:
-            self._crew.kill()  # before the picture is drawn, which takes a moment
+            self._pool.kill()  # before the picture is drawn, which takes a moment
         if stopped:
             self._records.cut(self._start_ns, now_ns, [(rank, self._name) for rank in self._on])
         for member in self._members:

@@ -1,4 +1,4 @@
-"""Frames between notebook and ranks: messages on a socket of this machine, with a file descriptor beside them."""
+"""Messages between notebook and ranks, on a socket of this machine, with a file descriptor beside them where need be."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from labkit.ipc.pickling import Parcel
+from labkit.ipc.pickling import Payload
 
-__all__ = ["Channel", "Encoded", "Frame", "encode"]
+__all__ = ["Channel", "Encoded", "Message", "encode"]
 
 
 @dataclass(slots=True)
-class Frame:
-    """One message: a word that says what it is, small plain data, and perhaps a parcel."""
+class Message:
+    """One message: a word that says what it is, small plain data, and perhaps a payload."""
 
     kind: str
     data: Any = None
-    parcel: Parcel | None = None
+    payload: Payload | None = None
 
 
-_LENGTHS: Final = struct.Struct("<IQ")  # bytes of the head, bytes of the parcel's stream
-AT_ONCE: Final = 1 << 14  # bytes that one call asks for: nearly every frame is one call to send and one to receive
+_LENGTHS: Final = struct.Struct("<IQ")  # bytes of the head, bytes of the payload's stream
+AT_ONCE: Final = 1 << 14  # bytes that one call asks for: nearly every message is one call to send and one to receive
 _FD_SPACE: Final = socket.CMSG_LEN(struct.calcsize("i"))
 
 
 class Encoded(NamedTuple):
-    """A frame as it is sent.
+    """A message as it is sent.
 
     Args:
         parts: its bytes, one after the other.
@@ -41,12 +41,12 @@ class Encoded(NamedTuple):
     fd: int
 
 
-def encode(kind: str, data: Any = None, parcel: Parcel | None = None) -> Encoded:
-    """Put a frame into bytes; see `Frame` for the arguments."""
+def encode(kind: str, data: Any = None, payload: Payload | None = None) -> Encoded:
+    """Put a message into bytes; see `Message` for the arguments."""
     stream, fd, about = b"", -1, None
-    if parcel is not None:
-        stream, fd = parcel.data, parcel.fd
-        about = fd >= 0, parcel.spans, parcel.lender, parcel.moved
+    if payload is not None:
+        stream, fd = payload.data, payload.fd
+        about = fd >= 0, payload.spans, payload.lender, payload.moved
     head = pickle.dumps((kind, data, about))
     start = _LENGTHS.pack(len(head), len(stream)) + head
     return Encoded((start, stream) if len(stream) > AT_ONCE else (start + stream,), fd)
@@ -61,8 +61,8 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._rest = b""  # received, and part of the next frame
-        self._fds: list[int] = []  # received, perhaps with the bytes of an earlier frame
+        self._rest = b""  # received, and part of the next message
+        self._fds: list[int] = []  # received, perhaps with the bytes of an earlier message
 
     def fileno(self) -> int:
         """The socket's descriptor, for selectors."""
@@ -70,32 +70,32 @@ class Channel:
 
     @property
     def received(self) -> bool:
-        """Whether a frame has come with an earlier one, which a selector does not see; `receive` gives it."""
+        """Whether a message has come with an earlier one, which a selector does not see; `receive` gives it."""
         return len(self._rest) >= _LENGTHS.size  # all of it may not be there yet, but it is on its way
 
-    def send(self, kind: str, data: Any = None, parcel: Parcel | None = None) -> None:
-        """Send one frame; the parcel stays the caller's to close.
+    def send(self, kind: str, data: Any = None, payload: Payload | None = None) -> None:
+        """Send one message; the payload stays the caller's to close.
 
         Raises:
             OSError: the other side is gone.
         """
-        self.send_encoded(encode(kind, data, parcel))
+        self.send_encoded(encode(kind, data, payload))
 
-    def send_encoded(self, frame: Encoded) -> None:
-        """Send a frame that other channels may get as well.
+    def send_encoded(self, message: Encoded) -> None:
+        """Send a message that other channels may get as well.
 
         Raises:
             OSError: the other side is gone.
         """
-        first, *rest = frame.parts
-        if frame.fd >= 0:
-            first = first[socket.send_fds(self._socket, [first], [frame.fd]) :]
+        first, *rest = message.parts
+        if message.fd >= 0:
+            first = first[socket.send_fds(self._socket, [first], [message.fd]) :]
         self._socket.sendall(first)
         for part in rest:
             self._socket.sendall(part)
 
-    def receive(self) -> Frame:
-        """The next frame; waits for it.
+    def receive(self) -> Message:
+        """The next message; waits for it.
 
         Raises:
             EOFError: the other side is gone.
@@ -116,12 +116,12 @@ class Channel:
         if len(stream) < stream_size:
             stream = self._complete(stream, stream_size)
         if about is None:
-            return Frame(kind, plain)
+            return Message(kind, plain)
         with_fd, spans, lender, moved = about
-        return Frame(kind, plain, Parcel(stream, spans, self._fds.pop(0) if with_fd else -1, lender, moved))
+        return Message(kind, plain, Payload(stream, spans, self._fds.pop(0) if with_fd else -1, lender, moved))
 
     def close(self) -> None:
-        """Close the socket, and what came with frames that nobody has taken."""
+        """Close the socket, and what came with messages that nobody has taken."""
         self._socket.close()
         while self._fds:
             os.close(self._fds.pop())

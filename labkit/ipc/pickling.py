@@ -28,12 +28,12 @@ from labkit.errors.exceptions import LabError
 from labkit.ipc.array_views import SharedArrays
 from labkit.ipc.definitions import Received, Sent
 from labkit.ipc.notebook_builtins import reduce_ipython
-from labkit.ipc.pickling_errors import Call, blame
+from labkit.ipc.pickling_errors import Call, explain_unpicklable
 from labkit.ipc.process_memory import ALIGN, address_of, read
 from labkit.ipc.rank_only_objects import RankOnlyTypes
 from labkit.ipc.sync_objects import reduce_sync_object
 
-__all__ = ["Parcel", "install_source", "pack", "shared_memory", "source_of", "unpack"]
+__all__ = ["Payload", "install_source", "pack", "shared_memory", "source_of", "unpack"]
 
 OUT_OF_BAND_BYTES: Final = 1 << 16  # smaller arrays are cheaper inside the message than in a segment of their own
 _PLAIN: Final = frozenset({type(None), bool, int, float, str})  # what most functions return, and nothing has to be looked at
@@ -41,14 +41,14 @@ _Cached: Final = type(functools.lru_cache(len))
 
 
 @dataclass(slots=True)
-class Parcel:
+class Payload:
     """A pickled object: the stream, and its large buffers, in one shared-memory segment or still in the sender's memory.
 
     Args:
         data: the pickle stream: the object, and the definitions for the receiver's `__main__` that came up in it.
         spans: offset in the segment, or address in the lender's memory, and size in bytes of each buffer.
         fd: the segment; -1 without one. Whoever sends it closes it with `close`.
-        lender: the process that keeps the buffers until the parcel is unpacked; 0 where they lie in a segment.
+        lender: the process that keeps the buffers until the payload is unpacked; 0 where they lie in a segment.
         moved: whether CUDA tensors were copied to the CPU on the way.
         files: the student's files that its functions come from; this stays with the sender.
     """
@@ -77,7 +77,7 @@ def pack(
     received: Received | None = None,
     what: str = "the value",
     lend: bool = False,
-) -> Parcel:
+) -> Payload:
     """Pickle any Python object by value.
 
     Args:
@@ -93,7 +93,7 @@ def pack(
         LabError: something in it cannot be pickled; the message names it.
     """
     if type(value) in _PLAIN:  # a pickler of our own would take a tenth of what a run of nothing does
-        return Parcel(pickle.dumps((value, {}, {})))
+        return Payload(pickle.dumps((value, {}, {})))
     buffers: list[pickle.PickleBuffer] = []
 
     def keep_out_of_band(buffer: pickle.PickleBuffer) -> bool:
@@ -121,28 +121,28 @@ def pack(
         def attempt(part: Any) -> None:
             _Pickler(io.BytesIO(), home, None, received, lambda _: None).dump(part)
 
-        raise LabError(blame(value, what, error, attempt, result=received is not None)) from None
-    parcel = Parcel(stream.getvalue(), moved=pickler.moved, files=pickler.files)
+        raise LabError(explain_unpicklable(value, what, error, attempt, result=received is not None)) from None
+    payload = Payload(stream.getvalue(), moved=pickler.moved, files=pickler.files)
     views = [b.raw() for b in buffers]
     if views and lend:
-        parcel.lender, parcel._lent = os.getpid(), views
-        parcel.spans = [(address_of(view), view.nbytes) for view in views]
+        payload.lender, payload._lent = os.getpid(), views
+        payload.spans = [(address_of(view), view.nbytes) for view in views]
     elif views:
         try:
-            _fill(parcel, views)
+            _fill(payload, views)
         except BaseException:  # Stop, while much is copied
-            parcel.close()
+            payload.close()
             raise
-    return parcel
+    return payload
 
 
-def unpack(parcel: Parcel, *, sent: Sent | None = None, received: Received | None = None) -> Any:
+def unpack(payload: Payload, *, sent: Sent | None = None, received: Received | None = None) -> Any:
     """The object again. The definitions that came with it now live in `__main__`.
 
     Its arrays lie in memory of their own, or in the shared segment, mapped privately: writing to them is seen by nobody else.
 
     Args:
-        parcel: what `pack` made.
+        payload: what `pack` made.
         sent: in the notebook, what the functions and classes in a result are found by.
         received: in a rank, what learns the functions and classes that have come.
 
@@ -150,20 +150,20 @@ def unpack(parcel: Parcel, *, sent: Sent | None = None, received: Received | Non
         EOFError: the lender is gone.
     """
     buffers: list[memoryview] = []
-    if parcel.lender:
+    if payload.lender:
         try:
-            buffers = read(parcel.lender, parcel.spans)
+            buffers = read(payload.lender, payload.spans)
         except OSError as error:
             raise EOFError(str(error)) from None
-    elif parcel.fd >= 0:
-        size = max(offset + count for offset, count in parcel.spans)
-        view = memoryview(mmap.mmap(parcel.fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
-        buffers = [view[offset : offset + count] for offset, count in parcel.spans]
-        parcel.close()
-    if sent is not None and _REFERENCE in parcel.data:
-        value, defined, numbered = _Unpickler(parcel.data, buffers, sent).load()
+    elif payload.fd >= 0:
+        size = max(offset + count for offset, count in payload.spans)
+        view = memoryview(mmap.mmap(payload.fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+        buffers = [view[offset : offset + count] for offset, count in payload.spans]
+        payload.close()
+    if sent is not None and _REFERENCE in payload.data:
+        value, defined, numbered = _Unpickler(payload.data, buffers, sent).load()
     else:
-        value, defined, numbered = pickle.loads(parcel.data, buffers=buffers)
+        value, defined, numbered = pickle.loads(payload.data, buffers=buffers)
     if defined:
         sys.modules["__main__"].__dict__.update(defined)
     if received is not None:
@@ -182,15 +182,15 @@ def shared_memory(size: int) -> int:
     return fd
 
 
-def _fill(parcel: Parcel, views: Sequence[memoryview]) -> None:
+def _fill(payload: Payload, views: Sequence[memoryview]) -> None:
     at = 0
     for view in views:
-        parcel.spans.append((at, view.nbytes))
+        payload.spans.append((at, view.nbytes))
         at += -(-view.nbytes // ALIGN) * ALIGN
-    parcel.fd = shared_memory(at)
-    for (offset, _), view in zip(parcel.spans, views, strict=True):
+    payload.fd = shared_memory(at)
+    for (offset, _), view in zip(payload.spans, views, strict=True):
         while view.nbytes:  # written, not mapped and copied: fresh pages are then filled without being cleared first
-            done = os.pwrite(parcel.fd, view, offset)
+            done = os.pwrite(payload.fd, view, offset)
             view, offset = view[done:], offset + done
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from labkit.ipc.code_names import names_read
 from labkit.ipc.sync_objects import CannotTravelError
 
-__all__ = ["Call", "Names", "blame"]
+__all__ = ["Call", "Names", "explain_unpicklable"]
 
 DEEPEST: Final = 12  # levels of containers, attributes and functions; a longer path helps nobody
 
@@ -39,7 +39,7 @@ class Names(dict[str, Any]):
     """Values of the notebook by the names that they have there."""
 
 
-def blame(value: Any, what: str, error: Exception, pickle: Callable[[Any], object], *, result: bool = False) -> str:
+def explain_unpicklable(value: Any, what: str, error: Exception, pickle: Callable[[Any], object], *, result: bool = False) -> str:
     """The sentence that names the innermost thing that cannot be sent.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from labkit.costs.fit import fit
 from labkit.errors.exceptions import LabError
-from labkit.errors.wrong_calls import edge
+from labkit.errors.wrong_calls import public_api
 from labkit.group.group import Group
 from labkit.plots.link_fit import MeasuredLink
 
@@ -27,7 +27,7 @@ BUDGET_S: Final = 0.02  # for one size of one operation, in as many repetitions 
 FEWEST, MOST = 5, 20  # repetitions; the median of fewer says little, and of more no more
 
 
-@edge
+@public_api
 def measure_link(group: Group, *, operations: Sequence[str] | None = None, sizes: Sequence[int] = SIZES) -> MeasuredLink:
     """Fit latency and bandwidth to real messages of many sizes between the ranks of a group.
 
@@ -97,10 +97,10 @@ def _on_rank(operations: list[str], sizes: list[int]) -> Measured:
     device, rank, ranks = devices()[0], dist.get_rank(), dist.get_world_size()
     made = []
 
-    def timed(deed: Callable[[], object]) -> tuple[int, int]:
+    def timed(action: Callable[[], object]) -> tuple[int, int]:
         dist.barrier()
         begin_ns = time.perf_counter_ns()
-        deed()
+        action()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return begin_ns, time.perf_counter_ns()
@@ -109,15 +109,15 @@ def _on_rank(operations: list[str], sizes: list[int]) -> Measured:
         for size in sizes:
             part = max(1, size // (FLOAT * ranks))
             x, parts = torch.ones(part * ranks, device=device), torch.ones(part, device=device)
-            deed = _deed(operation, rank, x, parts)
-            timed(deed)
-            begin_ns, end_ns = timed(deed)
+            action = _action_of(operation, rank, x, parts)
+            timed(action)
+            begin_ns, end_ns = timed(action)
             plan = torch.tensor([(end_ns - begin_ns) / 1e9], device=device)
             dist.broadcast(plan, 0)  # how long it took rank 0 decides for all
             took_s = float(plan)
             if took_s > LONGEST_S and size != sizes[0]:
                 break
-            times = [timed(deed) for _ in range(_repetitions(took_s))]
+            times = [timed(action) for _ in range(_repetitions(took_s))]
             made.append((operation, x.nbytes, [b for b, _ in times], [e for _, e in times]))
     return made
 
@@ -155,7 +155,7 @@ def _repetitions(took_s: float) -> int:
     return min(MOST, max(FEWEST, int(BUDGET_S / max(took_s, 1e-9))))
 
 
-def _deed(operation: str, rank: int, whole: Any, part: Any) -> Callable[[], object]:
+def _action_of(operation: str, rank: int, whole: Any, part: Any) -> Callable[[], object]:
     """What a rank does once; `whole` is as large as the size says, `part` a rank's share of it."""
     import torch.distributed as dist
 
@@ -169,7 +169,7 @@ def _deed(operation: str, rank: int, whole: Any, part: Any) -> Callable[[], obje
 
     pieces = list(whole.chunk(dist.get_world_size()))
     others, other = [piece.clone() for piece in pieces], whole.clone()
-    deeds: dict[str, Callable[[], object]] = {
+    actions: dict[str, Callable[[], object]] = {
         "send": there_and_back,
         "all_reduce": lambda: dist.all_reduce(whole),
         "broadcast": lambda: dist.broadcast(whole, 0),
@@ -177,4 +177,4 @@ def _deed(operation: str, rank: int, whole: Any, part: Any) -> Callable[[], obje
         "reduce_scatter": lambda: dist.reduce_scatter(part, pieces),
         "all_to_all": lambda: dist.all_to_all_single(other, whole),  # torch 2.11: gloo exchanges no lists
     }
-    return deeds[operation]
+    return actions[operation]

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import time_in_words, unit_of
-from labkit.errors.wrong_calls import edge
+from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import STYLES
-from labkit.plots.style import GREY, INKS, WIDTH_IN, HasTrace, pyplot, sheet, shortened, trace_of
+from labkit.plots.style import GREY, INKS, WIDTH_IN, HasTrace, labkit_style, pyplot, shortened, trace_of
 from labkit.plots.timeline import HATCH, View, view_of
 from labkit.plots.waits import waiting_in_words
 from labkit.tracing.trace import Share, Trace
@@ -39,7 +39,7 @@ _PARTS: Final = {
 }
 
 
-@edge
+@public_api
 def breakdown(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes | None = None) -> Axes:
     """Draw where the time went, per rank and in all; the parts of each bar add up to 100 %.
 
@@ -61,7 +61,7 @@ def breakdown(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axe
     parts = np.array([_percent(share) for share in trace.shares()])
     parts = np.vstack([parts, parts.mean(axis=0)])  # the window is the same for all ranks, so the mean is the share of them all
     y = np.append(np.arange(len(trace.ranks)), len(trace.ranks) + 0.3)
-    with sheet():
+    with labkit_style():
         if ax is None:
             ax, wide_in = plt.subplots(figsize=(WIDTH_IN, 1.2 + 0.36 * len(y)), layout="constrained")[1], _wide_in(trace.ranks)
         else:
@@ -79,7 +79,7 @@ def breakdown(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axe
     return ax
 
 
-@edge
+@public_api
 def compare(
     runs: Mapping[str, HasTrace | Trace] | None = None,
     /,
@@ -119,7 +119,7 @@ def compare(
     y, left, longest = np.arange(len(views), dtype=np.float64), np.zeros(len(views)), lengths / unit_ns
     names = [f"{fill(shortened(view.label, LONGEST), LINE)}\n{_what(view)}" for view in views]
     lines, ratios = [name.split("\n") for name in names], _ratios(lengths)
-    with sheet():
+    with labkit_style():
         if ax is None:
             row_in = max(0.5, 0.1 + 0.15 * max(map(len, lines)))
             ax = plt.subplots(figsize=(WIDTH_IN, 1.2 + row_in * len(y)), layout="constrained")[1]

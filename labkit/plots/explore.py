@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from labkit.errors.exceptions import missing
-from labkit.errors.wrong_calls import edge
+from labkit.errors.wrong_calls import public_api
 from labkit.plots.style import HasTrace, trace_of
 from labkit.plots.timeline import view_of
 from labkit.tracing.trace import Trace
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["explore"]
 
 
-@edge
+@public_api
 def explore(run: HasTrace | Trace, *, step: int | range | str | None = None) -> Explorer:
     """The timeline of a run, to look into: point at a bar to read what it was, zoom, and look at one rank alone.
 

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.errors.exceptions import LabError
-from labkit.errors.wrong_calls import edge
+from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import STYLES
 from labkit.plots.breakdown import breakdown, compare
-from labkit.plots.style import GREY, WIDTH_IN, HasTrace, pyplot, sheet, trace_of
+from labkit.plots.style import GREY, WIDTH_IN, HasTrace, labkit_style, pyplot, trace_of
 from labkit.plots.timeline import timeline
 from labkit.plots.traffic import traffic
 from labkit.tracing.trace import Trace
@@ -30,7 +30,7 @@ PALE: Final = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 
 PREDICTED: Final = "#CC79A7"  # Okabe and Ito's purple, which no kind of span has
 
 
-@edge
+@public_api
 def scaling(
     runs: Mapping[int, HasTrace | Trace],
     *,
@@ -79,7 +79,7 @@ def scaling(
     every = np.union1d(counts, ahead)
     ideal = drawn[0] * every / counts[0]
     top = max(ideal.max(), drawn.max(), *foretold)
-    with sheet():
+    with labkit_style():
         if ax is None:
             ax = plt.subplots(figsize=(WIDTH_IN * 0.62, 3.6), layout="constrained")[1]
         ax.plot(every, ideal, linestyle=(0, (4, 3)), color=GREY, linewidth=1.2, label="ideal: proportional to the ranks")

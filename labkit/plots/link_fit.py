@@ -15,7 +15,7 @@ from labkit.costs.link import Link
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import in_words
 from labkit.plots.colors import colour_of
-from labkit.plots.style import WIDTH_IN, pyplot, sheet
+from labkit.plots.style import WIDTH_IN, labkit_style, pyplot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +34,7 @@ def _draw(fits: Sequence[Fit], ax: Axes | None = None) -> Axes:
         ax: where to draw; default: a figure of its own.
     """
     plt = pyplot()
-    with sheet():
+    with labkit_style():
         if ax is None:
             ax = plt.subplots(figsize=(WIDTH_IN, 4.2), layout="constrained")[1]
         for number, fit in enumerate(fits):

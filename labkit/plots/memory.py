@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import in_words, three_digits, unit_of, unit_of_bytes
-from labkit.errors.wrong_calls import edge
-from labkit.plots.style import GREY, WIDTH_IN, HasTrace, pyplot, sheet, trace_of
+from labkit.errors.wrong_calls import public_api
+from labkit.plots.style import GREY, WIDTH_IN, HasTrace, labkit_style, pyplot, trace_of
 from labkit.plots.timeline import view_of
 from labkit.recording.ring_buffer import MEMORY, MEMORY_KINDS
 from labkit.tracing.trace import Trace
@@ -20,7 +20,7 @@ from labkit.tracing.trace import Trace
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Usage", "memory", "usages"]
+__all__ = ["MemoryUse", "memory", "usages"]
 
 # The colours of what makes them in the timeline: activations are of the forward, gradients of the backward pass.
 _COLOURS: Final = dict(zip(MEMORY_KINDS, ("#7C93C9", "#009E73", "#0072B2", "#C9D3EA", "#56B4E9", "#C6CBD3"), strict=True))
@@ -30,7 +30,7 @@ _ROOM_IN: Final = 0.26  # above each rank's areas, for the words and the mark of
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class MemoryUse:
     """What filled one rank's memory: a value lasts until the next.
 
     Args:
@@ -49,7 +49,7 @@ class Usage:
         return int(self.nbytes.sum(axis=0).argmax())
 
 
-def usages(trace: Trace) -> list[Usage]:
+def usages(trace: Trace) -> list[MemoryUse]:
     """What `track_memory` wrote down, for each rank that did, in rank order."""
     of_rank: dict[int, list[tuple[int, int, float]]] = {}
     for scalar in trace.scalars:
@@ -64,11 +64,11 @@ def usages(trace: Trace) -> list[Usage]:
             nbytes[kind_number, place[time_ns]] = value
         nbytes[np.isnan(nbytes[:, 0]), 0] = 0
         known = np.maximum.accumulate(np.where(np.isnan(nbytes), 0, np.arange(len(times))), axis=1)
-        found.append(Usage(rank, np.array(times, np.int64), np.take_along_axis(nbytes, known, axis=1)))
+        found.append(MemoryUse(rank, np.array(times, np.int64), np.take_along_axis(nbytes, known, axis=1)))
     return found
 
 
-@edge
+@public_api
 def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes | None = None) -> Axes:
     """Draw what filled each rank's memory over time: parameters, optimizer state, gradients, activations, stacked, and the peak.
 
@@ -98,7 +98,7 @@ def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes |
     top = highest / size
     row_in = min(max(4.6 / len(found), 0.66), 1.9)
     pitch = top * row_in / (row_in - _ROOM_IN)
-    with sheet():
+    with labkit_style():
         if ax is None:
             ax, wide_in = plt.subplots(figsize=(WIDTH_IN, 1.15 + row_in * len(found)), layout="constrained")[1], WIDTH_IN - 0.75
         else:
@@ -127,7 +127,7 @@ def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes |
     return ax
 
 
-def _draw(ax: Axes, usage: Usage, trace: Trace, base: float, size: float, unit_ns: float) -> None:
+def _draw(ax: Axes, usage: MemoryUse, trace: Trace, base: float, size: float, unit_ns: float) -> None:
     """The areas of one rank, with its peak."""
     usage = _thinned(usage, trace)
     x = (usage.time_ns - trace.start_ns) / unit_ns
@@ -140,7 +140,7 @@ def _draw(ax: Axes, usage: Usage, trace: Trace, base: float, size: float, unit_n
     ax.plot(x[peak], edges[-1, peak], "v", color="#D55E00", markersize=5, markeredgecolor="white", markeredgewidth=0.5, zorder=4)
 
 
-def _thinned(usage: Usage, trace: Trace) -> Usage:
+def _thinned(usage: MemoryUse, trace: Trace) -> MemoryUse:
     """Of very many points, those with most and with least in each of `COLUMNS` stretches of time, the first and the last."""
     if len(usage.time_ns) <= 4 * COLUMNS:
         return usage
@@ -148,10 +148,10 @@ def _thinned(usage: Usage, trace: Trace) -> Usage:
     order = np.lexsort((usage.nbytes.sum(axis=0), column))
     edge = np.flatnonzero(np.diff(column[order]))
     kept = np.unique(np.concatenate([[0, len(column) - 1, usage.peak], order[edge], order[edge + 1]]))
-    return Usage(usage.rank, usage.time_ns[kept], usage.nbytes[:, kept])
+    return MemoryUse(usage.rank, usage.time_ns[kept], usage.nbytes[:, kept])
 
 
-def _words(usage: Usage, trace: Trace, unit: str, size: float) -> str:
+def _words(usage: MemoryUse, trace: Trace, unit: str, size: float) -> str:
     """A rank's peak and its split: "rank 0: peak 4.0 MiB = parameters 1.0 + gradients 1.0 + activations 2.0"."""
     at = usage.nbytes[:, usage.peak] / size
     parts = [f"{kind} {_part(value, size)}" for kind, value in zip(MEMORY_KINDS, at, strict=True) if value > 0]

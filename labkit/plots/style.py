@@ -17,9 +17,9 @@ __all__ = [
     "INKS",
     "WIDTH_IN",
     "HasTrace",
+    "labkit_style",
     "pyplot",
     "ranks_in_words",
-    "sheet",
     "shortened",
     "trace_of",
 ]
@@ -50,7 +50,7 @@ def pyplot() -> Any:
     return plt
 
 
-def sheet() -> AbstractContextManager[None]:
+def labkit_style() -> AbstractContextManager[None]:
     """Inside this context, figures have labkit's look."""
     import matplotlib.style
 

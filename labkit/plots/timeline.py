@@ -10,11 +10,11 @@ import numpy as np
 
 from labkit.errors.exceptions import LabError, missing
 from labkit.errors.units import time_in_words, unit_of
-from labkit.errors.wrong_calls import edge
+from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import IMPORTANCE, LANES, STYLES, Bars, blend, caption, coverage, crowded, hairlines, ink
 from labkit.plots.message_arrows import COLOUR, draw_messages
 from labkit.plots.rows import Row, is_pipeline, rows_of
-from labkit.plots.style import GREY, INKS, WIDTH_IN, HasTrace, pyplot, ranks_in_words, sheet, trace_of
+from labkit.plots.style import GREY, INKS, WIDTH_IN, HasTrace, labkit_style, pyplot, ranks_in_words, trace_of
 from labkit.plots.waits import legend_of, waiting_in_words
 from labkit.tracing.intervals import Intervals
 from labkit.tracing.trace import Trace
@@ -68,7 +68,7 @@ class View:
         return f"{some} ({length}) of the steps 0 to {self.steps - 1}"
 
 
-@edge
+@public_api
 def timeline(
     *runs: HasTrace | Trace | Mapping[str, HasTrace | Trace],
     step: int | range | str | None = None,
@@ -105,7 +105,7 @@ def timeline(
     traces = [trace_of(run, "timeline") for run in given]
     names = list(labels) or ([""] if len(given) == 1 else [f"run {i + 1}" for i in range(len(given))])
     views = [view_of(trace, step, name) for trace, name in zip(traces, names, strict=True)]
-    with sheet():
+    with labkit_style():
         return _Timeline(views, ax, plt.figure).draw()
 
 
@@ -119,7 +119,7 @@ def figure_of(trace: Trace, title: str, step: int | range | str | None = None) -
         from matplotlib.figure import Figure
     except ImportError:
         raise missing("matplotlib", "plot") from None
-    with sheet():
+    with labkit_style():
         axes = _Timeline([view_of(trace_of(trace, "timeline"), step, title)], None, Figure).draw()
     figure = axes.get_figure(root=True)
     assert figure is not None

@@ -10,10 +10,10 @@ import numpy as np
 
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import bytes_in_words, unit_of, unit_of_bytes
-from labkit.errors.wrong_calls import edge
+from labkit.errors.wrong_calls import public_api
 from labkit.plots.colors import colour_of
 from labkit.plots.flows import Flows, flows_of, over_time
-from labkit.plots.style import GREY, INKS, WIDTH_IN, HasTrace, pyplot, sheet, shortened, trace_of
+from labkit.plots.style import GREY, INKS, WIDTH_IN, HasTrace, labkit_style, pyplot, shortened, trace_of
 from labkit.plots.timeline import view_of
 from labkit.tracing.trace import Trace
 
@@ -43,7 +43,7 @@ MATRIX_IN: Final = 2.1  # its width in a figure of its own
 LONGEST: Final = 56  # characters of an operation's name
 
 
-@edge
+@public_api
 def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes | None = None) -> Axes:
     """Draw what travelled: on the left the bytes per second by operation over time, on the right the bytes from rank to rank.
 
@@ -83,7 +83,7 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
     upright = len(ranks) * (longest * CHARACTER_IN + 0.06) > MATRIX_IN and longest > 2
     # Two columns in the legend, if they leave room for what is written below the matrix.
     columns = 2 if len(entries) > 1 and max(map(len, entries)) <= (36 if rules or upright else 56) else 1
-    with sheet():
+    with labkit_style():
         if ax is None:
             names_in = 0.0 if len(ranks) > TITLED else longest * CHARACTER_IN if upright else 0.15
             below = max(0.75 + 0.19 * -(-len(entries) // columns), 0.45 + names_in + 0.17 * rules.count("\n"))

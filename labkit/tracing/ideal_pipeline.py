@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from labkit.costs.prediction import check_arguments
 from labkit.costs.schedule_names import GPIPE, INTERLEAVED, ONE_F_ONE_B, schedule_name
-from labkit.errors.wrong_calls import edge
+from labkit.errors.wrong_calls import public_api
 from labkit.tracing.trace import Span, Trace
 
 __all__ = ["schedule"]
@@ -30,7 +30,7 @@ class _Work(NamedTuple):
     microbatch: int
 
 
-@edge
+@public_api
 def schedule(
     kind: str,
     *,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from labkit.errors.exceptions import LabError
-from labkit.errors.wrong_calls import edge
+from labkit.errors.wrong_calls import public_api
 from labkit.tracing.script_traces import load_folder
 from labkit.tracing.trace import Trace
 from labkit.tracing.trace_file import read_file
@@ -13,7 +13,7 @@ from labkit.tracing.trace_file import read_file
 __all__ = ["load_trace"]
 
 
-@edge
+@public_api
 def load_trace(path: str | Path, *, run: int = -1) -> Trace:
     """Read a trace that `Trace.save` wrote, or that a script left in the folder that LABKIT_TRACE named.
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.errors.exceptions import LabError
-from labkit.errors.wrong_calls import edge
+from labkit.errors.wrong_calls import public_api
 from labkit.recording.events import COLUMNS, Columns, ProfilerEvent, Scalar, Span, under_way
 from labkit.recording.ring_buffer import (  # fmt: skip
     AUTOMATIC,
@@ -77,7 +77,7 @@ class Trace:
         profile: what torch's profiler saw, in any order; `save` writes it below each rank's own rows.
     """
 
-    @edge
+    @public_api
     def __init__(
         self,
         spans: Iterable[Span] | Columns = (),
@@ -126,7 +126,7 @@ class Trace:
         """All spans, by start."""
         return tuple(self)
 
-    @edge
+    @public_api
     def of(self, *, rank: int | None = None, kind: str | None = None, name: str | None = None) -> Trace:
         """The same trace with only the spans (and scalars) of one rank, kind or name; the time looked at stays."""
         data, keep = self.columns.data, np.ones(len(self), bool)
@@ -146,7 +146,7 @@ class Trace:
         part.profile = tuple(e for e in self.profile if rank in (None, e.rank) and name in (None, e.name) and kind is None)
         return part
 
-    @edge
+    @public_api
     def between(self, start_ns: int, end_ns: int) -> Trace:
         """The spans that touch a stretch of time, which becomes the time looked at; shares are taken inside it.
 
@@ -161,7 +161,7 @@ class Trace:
         part.profile = tuple(e for e in self.profile if e.end_ns > start_ns and e.start_ns < end_ns)
         return part
 
-    @edge
+    @public_api
     def step(self, number: int) -> Trace:
         """One step of `steps`, from the first rank's begin to the last rank's end; negative numbers count from the last one."""
         if not isinstance(number, numbers.Integral) or isinstance(number, bool):
@@ -215,7 +215,7 @@ class Trace:
             raise LabError("the bubble of a trace of no length")
         return 1 - sum(share.compute_ns for share in self.shares()) / (self.duration_ns * len(self.ranks))
 
-    @edge
+    @public_api
     def activity(self, rank: int) -> dict[str, Intervals]:
         """The intervals of one rank, clipped to the time looked at: "compute", "communication", "waiting", each (n, 2) in ns."""
         self._check_rank(rank, "activity")
@@ -230,7 +230,7 @@ class Trace:
         parts = {"compute": compute, "communication": transfer, "waiting": waiting}
         return {name: intersection(part, window) for name, part in parts.items()}
 
-    @edge
+    @public_api
     def blocked(self, rank: int) -> Intervals:
         """When a rank could do nothing but wait for a communication, shape (n, 2) in ns; see `tracing.waiting`."""
         self._check_rank(rank, "blocked")
@@ -240,7 +240,7 @@ class Trace:
         """For each span, in order: when the last of the ranks taking part had come (its own start, if it was the last)."""
         return self.columns.ready_ns
 
-    @edge
+    @public_api
     def save(self, path: str | Path) -> Path:
         """Write the Chrome trace format, which https://ui.perfetto.dev and chrome://tracing open and `load_trace` reads.
 

@@ -99,11 +99,11 @@ class _Server:
             going_on = True
             while going_on:
                 ready = {fd for fd, _ in self._poll.poll()}
-                self._bury([pid for pid, fd in self._ranks.items() if fd in ready])
+                self._reap([pid for pid, fd in self._ranks.items() if fd in ready])
                 if self._sock.fileno() in ready:
                     going_on = self._do_as_told()
                 going_on &= alive not in ready
-        self._bury(list(self._ranks))
+        self._reap(list(self._ranks))
 
     def _do_as_told(self) -> bool:
         """Do what the next request says; False where there is none any more."""
@@ -115,7 +115,7 @@ class _Server:
         if what == "fork":
             answer = self._fork(argument, received)
         else:
-            self._bury([pid for pid in argument if pid in self._ranks])
+            self._reap([pid for pid in argument if pid in self._ranks])
             answer = {pid: self._codes.pop(pid) for pid in argument if pid in self._codes}
         self._sock.send(pickle.dumps((number, answer)))
         return True
@@ -138,14 +138,14 @@ class _Server:
                 if self._ranks[pid] >= 0:
                     self._poll.register(self._ranks[pid], select.POLLIN)
         except OSError as error:
-            self._bury(pids)
+            self._reap(pids)
             return LabError(f"this system does not let {count} more processes start: {error}. Close other groups and notebooks.")
         finally:
             for fd in received:
                 os.close(fd)
         return pids
 
-    def _bury(self, pids: Sequence[int]) -> None:
+    def _reap(self, pids: Sequence[int]) -> None:
         """End ranks, and what they have started; what has ended by itself keeps its exit code."""
         kill_groups(pids)
         for pid in pids:

@@ -36,7 +36,7 @@ from labkit.worker.descendants import descendants, end_all
 from labkit.worker.fork_server import BATCH, READY, kill_groups
 from labkit.worker.stack_writer import held_back
 
-__all__ = ["ForkStarter", "RankProcess", "SpawnStarter", "Starter", "aside"]
+__all__ = ["ForkStarter", "RankProcess", "SpawnStarter", "Starter", "in_background"]
 
 READY_LIMIT_S: Final = 180.0  # a first import of TensorFlow from a cold disk has been seen to take a minute
 REPLY_LIMIT_S: Final = 60.0
@@ -306,7 +306,7 @@ class SpawnStarter:
                 while len(self._spares) < count:
                     self._spares.append(self._spawn())
 
-        aside(spawn).acquire()  # a Stop in the middle of it would leave open what the next spare was to have
+        in_background(spawn).acquire()  # a Stop in the middle of it would leave open what the next spare was to have
 
     def start(self, count: int) -> list[RankProcess]:
         """Hand out `count` ranks, spares first."""
@@ -364,7 +364,7 @@ class SpawnStarter:
         return RankProcess(child.pid, pipes.near, pipes.output, pipes.ring, pipes.memory)
 
 
-def aside(deed: Callable[[], None]) -> threading.Lock:
+def in_background(action: Callable[[], None]) -> threading.Lock:
     """Do something on a thread of its own; the lock is free once it is done.
 
     Not a `threading.Thread`: its `start` waits in Python code for the thread to begin, and breaks if Stop comes meanwhile.
@@ -374,7 +374,7 @@ def aside(deed: Callable[[], None]) -> threading.Lock:
 
     def do() -> None:
         try:
-            deed()
+            action()
         finally:
             done.release()
 

@@ -17,7 +17,7 @@ from labkit.errors.exceptions import LabError, RankFailure
 from labkit.ipc import notebook_builtins, pickling
 from labkit.ipc.code_names import name_of
 from labkit.ipc.definitions import Received
-from labkit.ipc.messages import Channel, Frame
+from labkit.ipc.messages import Channel, Message
 from labkit.ipc.ranks_cell import CellRunner
 from labkit.ipc.stdio import reopen_closed
 from labkit.ipc.tracebacks import headline, in_students_code, is_consequence, raised_by_student, students_traceback
@@ -30,7 +30,7 @@ from labkit.worker.network_namespace import Network
 from labkit.worker.notebook_settings import AppliedSettings
 from labkit.worker.process_state import Changes
 from labkit.worker.runtimes.base import Released
-from labkit.worker.runtimes.registry import RUNTIMES, Runtime, Seat, devices, quiet_stderr
+from labkit.worker.runtimes.registry import RUNTIMES, RankConfig, Runtime, devices, quiet_stderr
 from labkit.worker.runtimes.tensorflow import blocked
 from labkit.worker.torch_profiler import Row, TorchProfiler
 from labkit.worker.warnings_capture import RankWarnings
@@ -48,7 +48,7 @@ def main(sock: socket.socket, ring: mmap.mmap, network: Network) -> None:
     """Serve the notebook until it closes the stream or says so.
 
     Args:
-        sock: the stream of frames.
+        sock: the stream of messages.
         ring: where this rank records.
         network: where it talks to the other ranks.
     """
@@ -58,8 +58,8 @@ def main(sock: socket.socket, ring: mmap.mmap, network: Network) -> None:
     sys.modules["__main__"] = types.ModuleType("__main__")
     notebook_builtins.install()
     try:
-        frame = channel.receive()
-        rank = _Rank(channel, frame.data, RingWriter(ring), -1 if frame.parcel is None else frame.parcel.fd, network)
+        message = channel.receive()
+        rank = _Rank(channel, message.data, RingWriter(ring), -1 if message.payload is None else message.payload.fd, network)
         while rank.serve(channel.receive()):
             pass
     except (EOFError, ConnectionError):
@@ -73,22 +73,22 @@ def main(sock: socket.socket, ring: mmap.mmap, network: Network) -> None:
 class _Rank:
     """One rank: its place, its runtime, and its end of the channel."""
 
-    def __init__(self, channel: Channel, seat: Seat, ring: RingWriter, ledger: int, network: Network) -> None:
-        self._channel, self._seat, self._ring, self._ledger = channel, seat, ring, ledger
+    def __init__(self, channel: Channel, rank_config: RankConfig, ring: RingWriter, shared_link: int, network: Network) -> None:
+        self._channel, self._rank_config, self._ring, self._shared_link = channel, rank_config, ring, shared_link
         self._sending = threading.Lock()  # a thread of the student's may show something at any moment
-        self._name = seat.names[seat.rank]
+        self._name = rank_config.names[rank_config.rank]
         self._profiler = TorchProfiler()
         self._received = Received()  # what the notebook has defined here
         self._cells = CellRunner()
         self._notes: list[str] = []  # what the student should know of the run
         self._before = 0, 0  # communications that this rank had recorded when the function began, and that had failed
         self._imports = Imports()
-        self._not_taken_over: dict[str, BaseException] = {}  # what went wrong with the notebook's state, by the kind of frame
-        self._lent: pickling.Parcel | None = None  # a result that the notebook is reading
-        self._runtime: Runtime = RUNTIMES[seat.runtime](seat, network)
+        self._not_taken_over: dict[str, BaseException] = {}  # what went wrong with the notebook's state, by the kind of message
+        self._lent: pickling.Payload | None = None  # a result that the notebook is reading
+        self._runtime: Runtime = RUNTIMES[rank_config.runtime](rank_config, network)
         self._runtime.wait_for_release = self._wait_for_release
-        Changes(seat.folder, seat.path, tuple(sys.path), seat.environment).apply(())
-        self._display = RankDisplay(lambda shown: self._send("shown", shown), rich=seat.rich, size=seat.size)
+        Changes(rank_config.folder, rank_config.path, tuple(sys.path), rank_config.environment).apply(())
+        self._display = RankDisplay(lambda shown: self._send("shown", shown), rich=rank_config.rich, size=rank_config.size)
         self._display.install()
         self._warnings = RankWarnings(lambda said: self._send("warned", said))
         self._warnings.install()
@@ -98,44 +98,44 @@ class _Rank:
         self._variables: set[str] = set()  # that this rank was given, other than the notebook's
         self._attempt(lambda: channel.send("offer", self._runtime.offer()))
 
-    def serve(self, frame: Frame) -> bool:
-        """Do what one frame says; False where it was the last."""
+    def serve(self, message: Message) -> bool:
+        """Do what one message says; False where it was the last."""
         if self._lent is not None:  # whatever the notebook says next, it has read that
             self._lent.close()
             self._lent = None
-        if frame.kind == "read":
+        if message.kind == "read":
             return True
-        if frame.kind == "forget":
-            self._received.forget(frame.data)
+        if message.kind == "forget":
+            self._received.forget(message.data)
             return True
-        if frame.kind == "follow":
-            self._take_over(frame.kind, lambda: self._follow(frame.data))
+        if message.kind == "follow":
+            self._take_over(message.kind, lambda: self._follow(message.data))
             return True
-        if frame.kind == "settings":
-            self._take_over(frame.kind, lambda: self._settings.apply(self._take(frame.parcel)))
+        if message.kind == "settings":
+            self._take_over(message.kind, lambda: self._settings.apply(self._take(message.payload)))
             return True
-        if frame.kind == "close":
+        if message.kind == "close":
             self._runtime.tear_down()
             return False
-        if frame.kind == "offers":
-            self._attempt(lambda: self._set_up(frame.data))
-        elif frame.kind == "profile":
-            self._attempt(lambda: self._profile(frame.data))
-        elif frame.kind == "observe":
-            self._attempt(lambda: self._observe(frame.data))
-        elif frame.kind == "install":
-            self._attempt(lambda: self._install(frame))
-        elif frame.kind == "call":
-            self._attempt(lambda: self._call(frame))
-        elif frame.kind == "cell":
-            self._attempt(lambda: self._cell(frame))
+        if message.kind == "offers":
+            self._attempt(lambda: self._set_up(message.data))
+        elif message.kind == "profile":
+            self._attempt(lambda: self._profile(message.data))
+        elif message.kind == "observe":
+            self._attempt(lambda: self._observe(message.data))
+        elif message.kind == "install":
+            self._attempt(lambda: self._install(message))
+        elif message.kind == "call":
+            self._attempt(lambda: self._call(message))
+        elif message.kind == "cell":
+            self._attempt(lambda: self._cell(message))
         else:
-            raise AssertionError(f"a frame of unknown kind {frame.kind!r}")
+            raise AssertionError(f"a message of unknown kind {message.kind!r}")
         return True
 
-    def _send(self, kind: str, data: Any = None, parcel: pickling.Parcel | None = None) -> None:
+    def _send(self, kind: str, data: Any = None, payload: pickling.Payload | None = None) -> None:
         with self._sending:
-            self._channel.send(kind, data, parcel)
+            self._channel.send(kind, data, payload)
 
     def _attempt(self, action: Callable[[], None]) -> None:
         """Do it, or report why not."""
@@ -145,13 +145,15 @@ class _Rank:
             self._raised(error)
 
     def _set_up(self, offers: list[Any]) -> None:
-        recorder = Recorder(self._ring, self._seat.rank, self._seat.size)
+        recorder = Recorder(self._ring, self._rank_config.rank, self._rank_config.size)
         here.start(recorder)
-        if self._seat.runtime in ("torch", "rpc"):
+        if self._rank_config.runtime in ("torch", "rpc"):
             from labkit import comm
 
-            watch, link = comm.watch_torch if self._seat.runtime == "torch" else comm.watch_rpc, self._seat.link
-            watch_more = watch(recorder, None if link is None else comm.slow_link(link, self._seat.rank, self._ledger))
+            watch, link = comm.watch_torch if self._rank_config.runtime == "torch" else comm.watch_rpc, self._rank_config.link
+            watch_more = watch(
+                recorder, None if link is None else comm.slow_link(link, self._rank_config.rank, self._shared_link)
+            )
             notes = self._runtime.set_up(offers)
             self._runtime.watch_launch(recorder, watch_more)
             comm.watch_device(recorder, devices()[0])
@@ -173,10 +175,10 @@ class _Rank:
             is_students.cache_clear()
         here.forget_spans()  # a span knows where its name was first used: in this run
 
-    def _take(self, parcel: pickling.Parcel | None) -> Any:
-        """What is in a parcel; what it defines lives here now."""
-        assert parcel is not None
-        return pickling.unpack(parcel, received=self._received)
+    def _take(self, payload: pickling.Payload | None) -> Any:
+        """What is in a payload; what it defines lives here now."""
+        assert payload is not None
+        return pickling.unpack(payload, received=self._received)
 
     def _take_over(self, kind: str, action: Callable[[], None]) -> None:
         """Take over something of the notebook's state. There is no answer to this; the next call says what went wrong."""
@@ -193,10 +195,10 @@ class _Rank:
         except OSError as error:
             raise LabError(f"this rank cannot enter the notebook's working folder: {error}") from None
 
-    def _install(self, frame: Frame) -> None:
+    def _install(self, message: Message) -> None:
         """Take the definitions, so that RPC finds them here by name, before any rank begins to call."""
-        self._learn(frame.data)
-        self._take(frame.parcel)
+        self._learn(message.data)
+        self._take(message.payload)
         self._send("installed")
 
     def _profile(self, begin: bool) -> None:
@@ -216,10 +218,10 @@ class _Rank:
         notes, self._notes = self._notes, []
         self._send("observed", [] if begin else [*notes, *self._runtime.end_recording()])
 
-    def _call(self, frame: Frame) -> None:
-        all_called, files = frame.data
+    def _call(self, message: Message) -> None:
+        all_called, files = message.data
         self._learn(files)
-        function, args, kwargs = self._take(frame.parcel)
+        function, args, kwargs = self._take(message.payload)
         name = name_of(function)
         self._runtime.begin_run(keep=False, all_called=all_called)
         result = self._timed(name, lambda: function(*args, **kwargs))
@@ -232,12 +234,12 @@ class _Rank:
         self._wait_for_gpu(f"{name}()")
         self._done(result, f"the result of {name}()")
 
-    def _cell(self, frame: Frame) -> None:
+    def _cell(self, message: Message) -> None:
         """Run a cell's source in `__main__`; its last expression is shown as a notebook would."""
-        all_called, (source, filename, skip, files) = frame.data
+        all_called, (source, filename, skip, files) = message.data
         self._learn(files)
         space = sys.modules["__main__"].__dict__
-        space.update({name: value for name, value in self._take(frame.parcel).items() if name not in skip})
+        space.update({name: value for name, value in self._take(message.payload).items() if name not in skip})
         before = dict(space)
 
         def run() -> None:
@@ -255,8 +257,8 @@ class _Rank:
     def _wait_for_release(self) -> None:
         """Tell the notebook that this rank only serves from now on, and wait until nobody needs that any more."""
         self._send("serving")
-        frame = self._channel.receive()
-        assert frame.kind == "release", f"a frame of kind {frame.kind!r} while serving"
+        message = self._channel.receive()
+        assert message.kind == "release", f"a message of kind {message.kind!r} while serving"
 
     def _timed(self, name: str, action: Callable[[], Any]) -> Any:
         for error in self._not_taken_over.values():
@@ -304,15 +306,15 @@ class _Rank:
             ) from error
 
     def _done(self, result: Any, what: str) -> None:
-        parcel = pickling.pack(result, received=self._received, what=what, lend=self._seat.lend)
+        payload = pickling.pack(result, received=self._received, what=what, lend=self._rank_config.lend)
         self._flush()
         ring, (communications, failures) = self._ring, self._before
         communicated, unfinished = ring.communications != communications, ring.in_progress or ring.failures != failures
-        self._send("done", (communicated, unfinished, self._runtime.end_run()), parcel)
-        if parcel.lender:
-            self._lent = parcel
+        self._send("done", (communicated, unfinished, self._runtime.end_run()), payload)
+        if payload.lender:
+            self._lent = payload
         else:
-            parcel.close()
+            payload.close()
 
     def _raised(self, error: BaseException) -> None:
         at_ns = time.perf_counter_ns()
@@ -323,7 +325,7 @@ class _Rank:
                 recorder.device_clock.flush()
         self._flush()
         failure = RankFailure(
-            self._seat.rank, self._name, headline(error), text, at_ns=at_ns, consequence=is_consequence(error),
+            self._rank_config.rank, self._name, headline(error), text, at_ns=at_ns, consequence=is_consequence(error),
             broken=context_error() is not None, own=raised_by_student(error),
         )  # fmt: skip
         self._send("raised", failure)

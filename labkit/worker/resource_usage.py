@@ -14,7 +14,7 @@ from labkit.worker.gpus import Gpus
 from labkit.worker.launch import RankProcess
 from labkit.worker.runtimes.registry import gpu_count, share_of_devices
 
-__all__ = ["Cores", "Load", "Usage", "followed", "gpus_of", "own_bytes"]
+__all__ = ["Cores", "Load", "ResourceMonitor", "followed", "gpus_of", "own_bytes"]
 
 EVERY_NS: Final = 1_000_000_000
 SHARE: Final = 1 / 300  # of one core
@@ -94,7 +94,7 @@ class Cores:
         return any(p.wants_core and p.cpu_s - self._used_s[p.pid] < enough_s for p in processes)
 
 
-class Usage:
+class ResourceMonitor:
     """Looks at some ranks, one after the other.
 
     Args:

@@ -257,7 +257,7 @@ def test_a_group_takes_rpc_options(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         with lab.Group(2, runtime="rpc", rpc_backend_options=given) as group:
             assert group.run(rpc.get_rpc_timeout).results == [5.0, 5.0]
-            assert [m.reader.serving for m in group._crew.members] == [3, 3]  # type: ignore[union-attr]  # it has ranks
+            assert [m.reader.serving for m in group._pool.members] == [3, 3]  # type: ignore[union-attr]  # it has ranks
             assert group.run(takes_the_groups_options).results == [5.0, 5.0], "given none, the group's are kept"
         assert "init_rpc had nothing to do" in capsys.readouterr().out
 

@@ -64,7 +64,7 @@ class FakeGpu:
         self.enqueued.append(FakeEvent(self))
         return self.enqueued[-1]
 
-    def aside(self, device: int, wait: Callable[[], object] | None = None) -> FakeEvent:
+    def on_side_stream(self, device: int, wait: Callable[[], object] | None = None) -> FakeEvent:
         assert device == 0
         event = FakeEvent(self)
         if wait is None:

@@ -58,7 +58,7 @@ class Prompt:
         assert device == 0
         return self.Event()
 
-    def aside(self, device: int, wait: Callable[[], object] | None = None) -> Event:
+    def on_side_stream(self, device: int, wait: Callable[[], object] | None = None) -> Event:
         assert device == 0
         if wait is not None:
             wait()

@@ -10,17 +10,17 @@ import pytest
 
 import labkit as lab
 from labkit.costs.link import rounds_and_share
-from labkit.costs.shared_link import ENTRIES, LEDGER_BYTES, Cost, Ledger
+from labkit.costs.shared_link import ENTRIES, SHARED_LINK_BYTES, Cost, SharedLink
 from labkit.ipc.pickling import shared_memory
 
 SLOW = lab.Link(gbit_per_s=0.008, latency_us=1000)  # a million bytes per second, a millisecond
 
 
 @pytest.fixture
-def books() -> Iterator[tuple[Ledger, Ledger]]:
+def books() -> Iterator[tuple[SharedLink, SharedLink]]:
     """The same book as two ranks see it."""
-    fd = shared_memory(LEDGER_BYTES)
-    both = Ledger(fd), Ledger(os.dup(fd))
+    fd = shared_memory(SHARED_LINK_BYTES)
+    both = SharedLink(fd), SharedLink(os.dup(fd))
     yield both
     for book in both:
         book.close()
@@ -130,7 +130,7 @@ def test_links_by_name() -> None:
     assert all("the latency is assumed" in link.source for link in named)
 
 
-def test_an_operation_begins_when_the_last_of_its_ranks_has_come(books: tuple[Ledger, Ledger]) -> None:
+def test_an_operation_begins_when_the_last_of_its_ranks_has_come(books: tuple[SharedLink, SharedLink]) -> None:
     first, second = books
     first.come("world", 1, 1000, everybody(50, 0, 1))
     assert first.due_ns("world", 1) == 1050  # as far as anybody knows
@@ -138,7 +138,7 @@ def test_an_operation_begins_when_the_last_of_its_ranks_has_come(books: tuple[Le
     assert first.due_ns("world", 1) == second.due_ns("world", 1) == 4050
 
 
-def test_operations_queue_for_the_links_of_their_ranks(books: tuple[Ledger, Ledger]) -> None:
+def test_operations_queue_for_the_links_of_their_ranks(books: tuple[SharedLink, SharedLink]) -> None:
     for number in (1, 2):
         for book in books:
             book.come("world", number, 1000, everybody(50, 0, 1))
@@ -150,14 +150,14 @@ def test_operations_queue_for_the_links_of_their_ranks(books: tuple[Ledger, Ledg
     assert dues == [1050, 1100, 1050, 1150]
 
 
-def test_a_link_that_was_idle_begins_at_once(books: tuple[Ledger, Ledger]) -> None:
+def test_a_link_that_was_idle_begins_at_once(books: tuple[SharedLink, SharedLink]) -> None:
     for number, at_ns in ((1, 1000), (2, 9000)):
         for book in books:
             book.come("world", number, at_ns, everybody(50, 0, 1))
     assert books[0].due_ns("world", 2) == 9050
 
 
-def test_both_directions_work_at_once_and_latencies_overlap(books: tuple[Ledger, Ledger]) -> None:
+def test_both_directions_work_at_once_and_latencies_overlap(books: tuple[SharedLink, SharedLink]) -> None:
     for number in (1, 2):
         for source, destination in ((0, 1), (1, 0)):
             for book in books:
@@ -166,13 +166,13 @@ def test_both_directions_work_at_once_and_latencies_overlap(books: tuple[Ledger,
     assert dues == [1300, 1300, 1350, 1350]
 
 
-def test_where_ranks_disagree_the_most_counts(books: tuple[Ledger, Ledger]) -> None:
+def test_where_ranks_disagree_the_most_counts(books: tuple[SharedLink, SharedLink]) -> None:
     books[0].come("world", 1, 1000, everybody(70, 0, 1))
     books[1].come("world", 1, 1000, everybody(50, 0, 1))
     assert books[0].due_ns("world", 1) == 1070
 
 
-def test_what_was_refused_never_came(books: tuple[Ledger, Ledger]) -> None:
+def test_what_was_refused_never_came(books: tuple[SharedLink, SharedLink]) -> None:
     books[0].come("world", 1, 1000, everybody(50, 0, 1))
     books[0].leave("world", 1)
     books[1].come("world", 1, 2000, everybody(50, 0, 1))
@@ -180,7 +180,7 @@ def test_what_was_refused_never_came(books: tuple[Ledger, Ledger]) -> None:
     assert books[1].due_ns("world", 1) == 7050
 
 
-def test_an_entry_gives_way_to_a_later_operation(books: tuple[Ledger, Ledger]) -> None:
+def test_an_entry_gives_way_to_a_later_operation(books: tuple[SharedLink, SharedLink]) -> None:
     for number in (1, 1 + ENTRIES):
         for book in books:
             book.come("world", number, 1000 * number, everybody(50, 0, 1))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from processes import left_after
 
-from labkit.errors.exit_reasons import LOOK_EVERY_S, MemoryKiller, Strikes, explain_exit
+from labkit.errors.exit_reasons import LOOK_EVERY_S, MemoryKiller, OutOfMemoryKills, explain_exit
 
 
 def test_out_of_memory_is_told_where_it_is_known() -> None:
@@ -31,15 +31,15 @@ def test_out_of_memory_is_told_where_it_is_known() -> None:
 @pytest.mark.parametrize(
     ("now", "before", "where"),
     [
-        (Strikes(2, 5), Strikes(1, 4), "group"),
-        (Strikes(1, 5), Strikes(1, 4), ""),  # somebody else's process
-        (Strikes(None, 5), Strikes(None, 4), "machine"),
-        (Strikes(None, 4), Strikes(None, 4), ""),
-        (Strikes(None, None), Strikes(None, None), ""),
-        (Strikes(1, None), Strikes(None, None), ""),
+        (OutOfMemoryKills(2, 5), OutOfMemoryKills(1, 4), "group"),
+        (OutOfMemoryKills(1, 5), OutOfMemoryKills(1, 4), ""),  # somebody else's process
+        (OutOfMemoryKills(None, 5), OutOfMemoryKills(None, 4), "machine"),
+        (OutOfMemoryKills(None, 4), OutOfMemoryKills(None, 4), ""),
+        (OutOfMemoryKills(None, None), OutOfMemoryKills(None, None), ""),
+        (OutOfMemoryKills(1, None), OutOfMemoryKills(None, None), ""),
     ],
 )
-def test_where_it_struck(now: Strikes, before: Strikes, where: str) -> None:
+def test_where_it_struck(now: OutOfMemoryKills, before: OutOfMemoryKills, where: str) -> None:
     assert now.since(before) == where
 
 

@@ -18,7 +18,7 @@ from kernels import Kernel
 
 import labkit as lab
 from labkit.costs.formulas import pipeline_bubble
-from labkit.errors.wrong_calls import WrongTypeError, edge
+from labkit.errors.wrong_calls import WrongTypeError, public_api
 
 
 def started(folder: Path) -> Iterator[Kernel]:
@@ -113,8 +113,8 @@ def test_a_wrong_call_is_told_in_the_students_own_frame(kernel: Kernel, call: st
 def test_stop_while_labkit_prepares_something_shows_the_students_line_alone(kernel: Kernel) -> None:
     kernel("""
         import signal
-        from labkit.errors.wrong_calls import edge
-        prepare, call = edge(signal.raise_signal), edge(lambda f: f())
+        from labkit.errors.wrong_calls import public_api
+        prepare, call = public_api(signal.raise_signal), public_api(lambda f: f())
         def mine():
             prepare(signal.SIGINT)
     """)
@@ -143,7 +143,7 @@ def test_the_error_is_the_built_in_one_wherever_it_travels() -> None:
 
 
 def test_an_argument_that_works_is_never_refused_for_its_annotation() -> None:
-    @edge
+    @public_api
     def double(x: int) -> Any:
         return x + x
 
@@ -153,7 +153,7 @@ def test_an_argument_that_works_is_never_refused_for_its_annotation() -> None:
 
 
 def test_an_error_of_the_callers_own_is_left_alone() -> None:
-    @edge
+    @public_api
     def call(f: Any) -> Any:
         return f()
 

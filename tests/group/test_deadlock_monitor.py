@@ -39,8 +39,8 @@ class Looked:
     """A watchdog of two ranks, whose threads are as it is told."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        crew: Any = SimpleNamespace(members=[SimpleNamespace(reader=SimpleNamespace(unnoted=0))] * 2, plan=None)
-        self._watchdog = Watchdog(crew, [0, 1], None, {}, {})  # type: ignore[arg-type]
+        pool: Any = SimpleNamespace(members=[SimpleNamespace(reader=SimpleNamespace(unnoted=0))] * 2, plan=None)
+        self._watchdog = Watchdog(pool, [0, 1], None, {}, {})  # type: ignore[arg-type]
         self._next: list[Look] = []
         self._now_ns = 0
         self.looks = 0

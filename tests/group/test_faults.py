@@ -25,8 +25,8 @@ import labkit as lab
 from labkit.errors.exit_reasons import explain_exit
 from labkit.group.output import Output
 from labkit.group.processes import Member
-from labkit.group.run import GRACE_S, Flight
-from labkit.ipc.messages import Frame
+from labkit.group.run import GRACE_S, Execution
+from labkit.ipc.messages import Message
 from labkit.ipc.tracebacks import HEADLINE_CHARACTERS, TEXT_CHARACTERS
 from labkit.recording.ring_buffer import Pending
 from labkit.worker.launch import RankProcess
@@ -167,8 +167,8 @@ def test_a_rank_that_has_had_no_core_since_another_failed_is_waited_for(
 
 def test_what_a_process_has_had_of_a_core_and_whether_it_wants_one(ranks: lab.Group) -> None:
     ranks.run(int)
-    assert ranks._crew is not None
-    process = ranks._crew.members[0].process
+    assert ranks._pool is not None
+    process = ranks._pool.members[0].process
 
     def spin() -> None:
         until = time.process_time() + 0.2
@@ -312,13 +312,13 @@ def test_a_rank_that_dies_after_it_has_returned(ranks: lab.Group, cells: in_cell
             if os.environ["RANK"] != "0":
                 threading.Event().wait()
     """)
-    real = Flight._answer
+    real = Execution._answer
 
-    def kill_then(flight: Flight, member: Member, frame: Frame) -> None:
-        real(flight, member, frame)
+    def kill_then(execution: Execution, member: Member, frame: Message) -> None:
+        real(execution, member, frame)
         os.kill(member.process.pid, signal.SIGKILL)
 
-    monkeypatch.setattr(Flight, "_answer", kill_then)
+    monkeypatch.setattr(Execution, "_answer", kill_then)
     error = failure(ranks, cells.f)
     monkeypatch.undo()
     assert error.rank == 0

@@ -164,7 +164,7 @@ def test_a_closed_group_stays_closed(start: str) -> None:
 
 def test_a_group_that_was_never_used_starts_no_rank() -> None:
     group = lab.Group(2, runtime="bare")
-    assert group._crew is None
+    assert group._pool is None
     group.close()
 
 
@@ -411,7 +411,7 @@ def test_closing_a_group_that_runs_in_another_thread_ends_the_run(start: str, tm
     thread.join(60)
     assert len(caught) == 1
     assert str(caught[0]) == "the group was closed in another thread while f was running"
-    assert group._crew is None
+    assert group._pool is None
 
 
 def test_a_run_that_takes_too_long_says_what_the_ranks_were_doing(start: str) -> None:

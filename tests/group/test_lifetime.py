@@ -21,7 +21,7 @@ from lifetime_cases import rank, sum_of_ranks
 from processes import left_after
 
 import labkit as lab
-from labkit.group.processes import Crew
+from labkit.group.processes import RankPool
 
 START = ("fork", "spawn")
 NEEDS = {"bare": "os", "torch": "torch", "rpc": "torch", "tensorflow": "tensorflow"}
@@ -198,21 +198,21 @@ def test_closed_in_another_thread_while_the_ranks_start(
     """It must not be left with ranks that nobody will end."""
     group = lab.Group(2, timeout_s=200, **of_each_kind)
     pids: list[int] = []
-    real = getattr(Crew, step)
+    real = getattr(RankPool, step)
 
-    def close_then(crew: Crew, *args: Any) -> Any:
+    def close_then(pool: RankPool, *args: Any) -> Any:
         monkeypatch.undo()
-        pids.extend(p.pid for p in crew._processes)
+        pids.extend(p.pid for p in pool._processes)
         closing, _ = in_a_thread(group.close)
         closing.join(DONE_LIMIT_S)
-        answer = real(crew, *args)
-        pids.extend(p.pid for p in crew._processes)
+        answer = real(pool, *args)
+        pids.extend(p.pid for p in pool._processes)
         return answer
 
-    monkeypatch.setattr(Crew, step, close_then)
+    monkeypatch.setattr(RankPool, step, close_then)
     with pytest.raises(lab.LabError, match="the group was closed in another thread while "):
         group.run(rank)
-    assert group._crew is None
+    assert group._pool is None
     assert len(set(pids)) == 2
     assert not left_after(GONE_LIMIT_S, pids)
 
@@ -320,8 +320,8 @@ def test_a_fork_of_the_notebooks_process_ends_nothing_and_runs_nothing(of_each_k
     """It may close the group, forget it, or ask for a run: the ranks are its parent's, who goes on with them."""
     group = lab.Group(2, timeout_s=200, **of_each_kind)
     group.run(rank)
-    assert group._crew is not None
-    pids = [member.process.pid for member in group._crew.members]
+    assert group._pool is not None
+    pids = [member.process.pid for member in group._pool.members]
     child = os.fork()
     if child == 0:
         code = 1
@@ -336,7 +336,7 @@ def test_a_fork_of_the_notebooks_process_ends_nothing_and_runs_nothing(of_each_k
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
-    assert [member.process.pid for member in group._crew.members] == pids
+    assert [member.process.pid for member in group._pool.members] == pids
     assert all(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
     assert group.run(rank).results == [0, 1]
     group.close()

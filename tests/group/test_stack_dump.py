@@ -18,7 +18,7 @@ import pytest
 
 import labkit as lab
 from labkit.group.output import Output
-from labkit.group.processes import Crew
+from labkit.group.processes import RankPool
 from labkit.group.registry import notebook
 from labkit.group.stack_dump import ask, readable
 from labkit.recording.ring_buffer import Pending
@@ -179,13 +179,13 @@ def test_to_look_at_threads_that_run_python_does_not_hurt_them(ranks: lab.Group,
 def test_to_look_at_ranks_that_are_starting_does_not_end_them(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The signals that ask them would end a process that does not expect them yet."""
     monkeypatch.setattr("labkit.group.stack_dump.LIMIT_S", 0.1)
-    set_up, looks = Crew._set_up, []
+    set_up, looks = RankPool._set_up, []
 
-    def look_first(crew: Crew, plan: Any) -> None:
+    def look_first(pool: RankPool, plan: Any) -> None:
         looks.append(group.stacks())
-        set_up(crew, plan)
+        set_up(pool, plan)
 
-    monkeypatch.setattr(Crew, "_set_up", look_first)
+    monkeypatch.setattr(RankPool, "_set_up", look_first)
     with lab.Group(2, runtime="bare", start=start, timeout_s=200) as group:
         assert group.run(os.getpid).ranks == ("rank 0", "rank 1")
     assert [list(look) for look in looks] == [["rank 0", "rank 1"]]
@@ -223,8 +223,8 @@ def test_ranks_that_get_no_core_are_waited_for(ranks: lab.Group, monkeypatch: py
     monkeypatch.setattr("labkit.group.stack_dump.EACH_S", 0.0)
     monkeypatch.setattr("labkit.group.stack_dump.STARVED_S", 60.0)
     ranks.run(int)
-    assert ranks._crew is not None
-    for raw in ask(member.process for member in ranks._crew.members):
+    assert ranks._pool is not None
+    for raw in ask(member.process for member in ranks._pool.members):
         _, _, writer = raw.partition("Current thread")
         assert stack_writer.__file__ in writer.partition("\n\n")[0]
 

@@ -33,8 +33,8 @@ from processes import left_after
 import labkit as lab
 from labkit.errors.exceptions import Stopped
 from labkit.group.output import Output
-from labkit.group.processes import Crew
-from labkit.group.run import Flight
+from labkit.group.processes import RankPool
+from labkit.group.run import Execution
 from labkit.ipc import pickling
 from labkit.ipc.messages import Channel
 from labkit.plots.live.view import Live
@@ -95,7 +95,7 @@ class StopAt:
 
 
 def of_group(group: lab.Group) -> list[int]:
-    return [] if group._crew is None else [p.pid for p in group._crew._processes]
+    return [] if group._pool is None else [p.pid for p in group._pool._processes]
 
 
 def works_again(group: lab.Group, before: list[int], where: str) -> None:
@@ -187,16 +187,16 @@ def stop_in(patch: pytest.MonkeyPatch, owner: Any, name: str, *, after: bool = F
 
 
 KNOWN: dict[str, tuple[Any, str, bool, int]] = {
-    "ranks are started": (Crew, "_start", False, 1),
-    "ranks have been started": (Crew, "_start", True, 1),
-    "ranks say what they offer": (Crew, "_answers", False, 1),
-    "ranks are set up": (Crew, "_answers", False, 2),
+    "ranks are started": (RankPool, "_start", False, 1),
+    "ranks have been started": (RankPool, "_start", True, 1),
+    "ranks say what they offer": (RankPool, "_answers", False, 1),
+    "ranks are set up": (RankPool, "_answers", False, 2),
     "arguments are copied": (pickling, "_fill", False, 1),
     "arguments are sent": (Channel, "send", False, 5),
     "arguments have been sent to one rank": (Channel, "send", True, 5),
     "results come": (pickling, "unpack", False, 1),
     "results have come from one rank": (pickling, "unpack", True, 1),
-    "the run is being finished": (Flight, "_finish", False, 1),
+    "the run is being finished": (Execution, "_finish", False, 1),
     "prints are being shown": (Output, "finish", False, 1),
 }
 
@@ -222,7 +222,7 @@ def fail() -> None:
 def test_stop_while_the_ranks_of_a_failed_run_are_ended_has_no_frames_of_labkit(group: lab.Group) -> None:
     before = of_group(group)
     with pytest.MonkeyPatch.context() as patch:
-        stop_in(patch, Crew, "end", after=True, nth=1)
+        stop_in(patch, RankPool, "end", after=True, nth=1)
         with pytest.raises(KeyboardInterrupt) as caught:
             group.run(fail)
     assert isinstance(caught.value, Stopped)

@@ -159,7 +159,7 @@ def rank() -> Iterator[lab.Group]:
 
 def seen(group: lab.Group) -> Look:
     """What the threads of the only rank are in."""
-    (member,) = group._crew.members
+    (member,) = group._pool.members
     return look(stack_dump.ask([member.process])[0], member.process.pid)
 
 

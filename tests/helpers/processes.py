@@ -22,7 +22,7 @@ def left_after(limit_s: float, pids: Iterable[int]) -> list[psutil.Process]:
     """Wait until processes have ended; those that have not when the time is over.
 
     One that has ended and that its parent has not taken notice of is no process any more: where the parent has ended as well,
-    some systems take seconds to bury it.
+    some systems take seconds to reap it.
     """
     running: dict[int, int] = {}
     for pid in pids:

@@ -17,9 +17,9 @@ SIZES = (12, 120_000)  # within the message, and beside it
 
 def travel(value: Any) -> tuple[Any, int]:
     """There and back in one process, and how many bytes went."""
-    parcel = pickling.pack(value)
-    nbytes = len(parcel.data) + sum(count for _, count in parcel.spans)
-    return pickling.unpack(parcel), nbytes
+    payload = pickling.pack(value)
+    nbytes = len(payload.data) + sum(count for _, count in payload.spans)
+    return pickling.unpack(payload), nbytes
 
 
 def views(x: Any) -> dict[str, Any]:

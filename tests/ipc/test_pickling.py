@@ -49,17 +49,17 @@ def travel(value: Any) -> Any:
 def through_a_socket(value: Any) -> Any:
     """As between two processes; the reader is a thread, because the socket holds less than a large value."""
     near, far = (Channel(s) for s in socket.socketpair())
-    parcel = pickling.pack(value)
-    sender = threading.Thread(target=near.send, args=("value", {"some": "data"}, parcel))
+    payload = pickling.pack(value)
+    sender = threading.Thread(target=near.send, args=("value", {"some": "data"}, payload))
     sender.start()
     frame = far.receive()
     sender.join()
-    parcel.close()
+    payload.close()
     near.close()
     far.close()
     assert (frame.kind, frame.data) == ("value", {"some": "data"})
-    assert frame.parcel is not None
-    return pickling.unpack(frame.parcel)
+    assert frame.payload is not None
+    return pickling.unpack(frame.payload)
 
 
 # What cells define
@@ -337,11 +337,11 @@ def test_arrays(name: str, way: Callable[[Any], Any]) -> None:
 
 def test_many_large_arrays_lie_in_one_segment() -> None:
     sent = [np.full(LARGE, i, dtype=np.int8 if i % 2 else np.float64) for i in range(5)]
-    parcel = pickling.pack(sent)
-    assert len(parcel.spans) == 5
-    assert [offset % pickling.ALIGN for offset, _ in parcel.spans] == [0] * 5
-    assert len(parcel.data) < 2000, "large arrays are no part of the message"
-    for got, expected in zip(pickling.unpack(parcel), sent, strict=True):
+    payload = pickling.pack(sent)
+    assert len(payload.spans) == 5
+    assert [offset % pickling.ALIGN for offset, _ in payload.spans] == [0] * 5
+    assert len(payload.data) < 2000, "large arrays are no part of the message"
+    for got, expected in zip(pickling.unpack(payload), sent, strict=True):
         np.testing.assert_array_equal(got, expected)
 
 
@@ -396,13 +396,13 @@ def test_a_rank_that_dies_before_its_result_is_read(cells: in_cells.Cells, monke
     cells("import numpy as np\ndef f(): return np.ones(100_000)")
     unpack = pickling.unpack
 
-    def killed_first(parcel: pickling.Parcel, **options: Any) -> Any:
-        if parcel.lender:
-            os.kill(parcel.lender, signal.SIGKILL)
+    def killed_first(payload: pickling.Payload, **options: Any) -> Any:
+        if payload.lender:
+            os.kill(payload.lender, signal.SIGKILL)
             with contextlib.suppress(psutil.NoSuchProcess):
-                while psutil.Process(parcel.lender).status() != psutil.STATUS_ZOMBIE:
+                while psutil.Process(payload.lender).status() != psutil.STATUS_ZOMBIE:
                     os.sched_yield()
-        return unpack(parcel, **options)
+        return unpack(payload, **options)
 
     monkeypatch.setattr(pickling, "unpack", killed_first)
     with lab.Group(2, runtime="bare", timeout_s=200) as group:
@@ -518,9 +518,9 @@ def test_tensors_of_a_gpu_become_cpu_tensors() -> None:
         def cpu(self) -> Any:
             return torch.ones(4).untyped_storage()
 
-    parcel = pickling.pack(Far(16))
-    assert parcel.moved
-    got = pickling.unpack(parcel)
+    payload = pickling.pack(Far(16))
+    assert payload.moved
+    got = pickling.unpack(payload)
     assert got.device.type == "cpu"
     assert torch.empty(0).set_(got).tolist() == [1, 1, 1, 1]
     assert not pickling.pack(torch.ones(4)).moved
@@ -578,7 +578,7 @@ def test_what_cannot_be_sent_is_named(cells: in_cells.Cells, call: str, named: s
         eval(f"group.{call}", {"group": group} | vars(sys.modules["__main__"]))
     assert str(caught.value).startswith(f"{named} {LOCKED}")
     assert str(caught.value).splitlines()[1].startswith("Release it before the run")
-    assert group._crew is None, "nothing was started for it"
+    assert group._pool is None, "nothing was started for it"
 
 
 def test_the_remedy_fits_the_thing(cells: in_cells.Cells, tmp_path: Any) -> None:
@@ -683,24 +683,24 @@ def test_descriptors_come_with_their_own_frames() -> None:
     near, far = (Channel(s) for s in socket.socketpair())
     for i in range(3):
         near.send("small", i, pickling.pack(i))
-        parcel = pickling.pack(np.full(LARGE, i))
-        near.send("large", i, parcel)
-        parcel.close()
+        payload = pickling.pack(np.full(LARGE, i))
+        near.send("large", i, payload)
+        payload.close()
     for i in range(3):
         assert far.receive().data == i
         frame = far.receive()
-        assert frame.parcel is not None
-        assert pickling.unpack(frame.parcel)[0] == i
-    parcel = pickling.pack(np.ones(LARGE))
+        assert frame.payload is not None
+        assert pickling.unpack(frame.payload)[0] == i
+    payload = pickling.pack(np.ones(LARGE))
     gc.collect()  # what earlier tests have left
     before = len(os.listdir("/proc/self/fd"))
     near.send("small", None, None)
-    near.send("large", None, parcel)
+    near.send("large", None, payload)
     far.receive()
     far.close()
     near.close()
     assert len(os.listdir("/proc/self/fd")) == before - 2, "what nobody has taken is closed with the channel"
-    parcel.close()
+    payload.close()
 
 
 def test_the_end_of_the_stream_is_an_end_of_file_wherever_it_comes() -> None:
@@ -734,11 +734,11 @@ def test_what_the_system_copies_only_in_part(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(process_memory, "_reader", lambda: read_less)
     sent = [np.arange(LARGE), np.arange(LARGE, dtype=np.int16)]
     for lend in (False, True):
-        parcel = pickling.pack(sent, lend=lend)
-        assert bool(parcel.lender) is lend
-        for got, expected in zip(pickling.unpack(parcel), sent, strict=True):
+        payload = pickling.pack(sent, lend=lend)
+        assert bool(payload.lender) is lend
+        for got, expected in zip(pickling.unpack(payload), sent, strict=True):
             np.testing.assert_array_equal(got, expected)
-        parcel.close()
+        payload.close()
 
 
 def test_whose_memory_may_be_read() -> None:

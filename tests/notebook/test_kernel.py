@@ -165,7 +165,7 @@ def test_stop_while_ranks_hang_in_a_collective(tmp_path: Path) -> None:
             def waits(member):
                 return any(operation.wait_start_ns for operation in member.reader.pending())
             def look():
-                while not (group._crew and len(group._crew.members) == 2 and all(map(waits, group._crew.members))):
+                while not (group._pool and len(group._pool.members) == 2 and all(map(waits, group._pool.members))):
                     time.sleep(0.01)
                 print("both wait", flush=True)
         """)

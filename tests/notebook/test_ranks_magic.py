@@ -47,7 +47,7 @@ class Shell:
 def cells(monkeypatch: pytest.MonkeyPatch, group: lab.Group) -> in_cells.Cells:
     main = in_cells.new_main(monkeypatch)
     main.__dict__["group"] = group
-    for member in group._crew.members if group._crew is not None else ():
+    for member in group._pool.members if group._pool is not None else ():
         member.made.clear()  # nobody misses it
     group._fit = False  # fresh ranks: what an earlier test has defined there is gone
     return in_cells.Cells(main)

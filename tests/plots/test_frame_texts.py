@@ -15,7 +15,7 @@ mpl.use("agg")
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 
-from labkit.plots.live.frame import Frame, Past, Row, svg
+from labkit.plots.live.frame import LiveFrame, LiveRow, Past, svg
 from labkit.plots.live.recent import Recent
 from labkit.worker.resource_usage import Load
 
@@ -34,12 +34,12 @@ def character(which: str) -> float:
     return between - TextPath((0, 0), "||", size=1, prop=BOLD).get_extents().width
 
 
-def texts_of(rows: list[Row]) -> list[tuple[str, float, float, float]]:
+def texts_of(rows: list[LiveRow]) -> list[tuple[str, float, float, float]]:
     """Of each text: what it says, its left and right end and its height above the top, in the drawing's units."""
     names = tuple(row.name for row in rows)
     recent = Recent(names, 0)
     past = Past([recent.binned(i) for i in range(len(rows))], recent.shown_ns)
-    page = svg(Frame("train", 0, None, (), rows, past, None), "a")
+    page = svg(LiveFrame("train", 0, None, (), rows, past, None), "a")
     found = []
     for text in ET.fromstring(re.search(r"<svg.*</svg>", page)[0]).iter("{http://www.w3.org/2000/svg}text"):
         size = float(text.get("font-size", "11"))
@@ -52,7 +52,7 @@ def texts_of(rows: list[Row]) -> list[tuple[str, float, float, float]]:
 @pytest.mark.parametrize("ranks", [1, 4, 24])
 def test_a_status_of_any_length_leaves_room_for_what_the_rank_takes(ranks: int):
     for status, load in itertools.product(STATUSES, LOADS):
-        found = texts_of([Row(f"rank {i}", status, blocked=True, load=load) for i in range(ranks)])
+        found = texts_of([LiveRow(f"rank {i}", status, blocked=True, load=load) for i in range(ranks)])
         height = next(y for text, _, _, y in found if text == "rank 0")
         row = sorted((left, right, text) for text, left, right, y in found if y == height)
         assert len(row) == 1 + bool(status) + bool(load.nbytes) + (load.busy is not None)
@@ -62,7 +62,9 @@ def test_a_status_of_any_length_leaves_room_for_what_the_rank_takes(ranks: int):
 
 
 def test_a_status_that_is_cut_still_says_how_long():
-    found = texts_of([Row("rank 0", "TensorFlow's ClusterCoordinator.join… 12.3 s", blocked=True, load=Load(nbytes=123_000_000))])
+    found = texts_of(
+        [LiveRow("rank 0", "TensorFlow's ClusterCoordinator.join… 12.3 s", blocked=True, load=Load(nbytes=123_000_000))]
+    )
     (status,) = [text for text, *_ in found if text.startswith("Tensor")]
     assert status.endswith("… 12.3 s")
     assert status.count("…") == 1

@@ -30,7 +30,7 @@ from labkit.plots.live.view import Live
 from labkit.recording.ring_buffer import MEMORY, STEPS_IN_ALL, Pending
 from labkit.tracing.trace import Scalar, Span, Trace
 from labkit.worker.gpus import Gpus
-from labkit.worker.resource_usage import Load, Usage, followed, gpus_of, own_bytes
+from labkit.worker.resource_usage import Load, ResourceMonitor, followed, gpus_of, own_bytes
 
 from synthetic import MS, Book, alone, data_parallel, feed, many, model_parallel  # isort: skip
 
@@ -339,7 +339,7 @@ def test_the_memory_of_each_rank_stands_beside_it():
 def test_looking_at_memory_costs_a_bounded_share():
     cpu = iter(range(0, 10**12, 20 * MS))  # each look costs 20 ms
     looks = []
-    usage = Usage([7], read=lambda pid: looks.append(pid) or 5, clock=lambda: next(cpu))
+    usage = ResourceMonitor([7], read=lambda pid: looks.append(pid) or 5, clock=lambda: next(cpu))
     for now_ms in range(0, 13_000, 200):
         assert usage.look(now_ms * MS) == (Load(5),)
     assert looks == [7, 7, 7]  # every 6 s
@@ -408,7 +408,7 @@ class Nvml:
 def test_each_ranks_gpus_are_looked_at(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     gpus = Gpus(Nvml("GPU-a", "GPU-b", "GPU-c", "GPU-d"))
-    usage = Usage([7, 8, 9], [[0, 1], [3], [4]], read=lambda pid: pid, gpus=gpus)
+    usage = ResourceMonitor([7, 8, 9], [[0, 1], [3], [4]], read=lambda pid: pid, gpus=gpus)
     assert usage.look(0) == (Load(201_000_000, 80), Load(103_000_000, 83), Load(9))  # there is no GPU 4
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-b")
     gpus = Gpus(Nvml("GPU-a", "GPU-b", "GPU-c", "GPU-d"))

@@ -12,7 +12,7 @@ from matplotlib.text import Text
 
 from labkit.plots.explorer.window import about
 from labkit.plots.figures import breakdown, compare, timeline
-from labkit.plots.live.frame import Frame, Past, Row, svg
+from labkit.plots.live.frame import LiveFrame, LiveRow, Past, svg
 from labkit.plots.live.recent import Recent
 from labkit.plots.timeline import view_of
 from labkit.tracing.trace import Trace
@@ -75,5 +75,5 @@ def test_the_moving_picture_of_a_single_rank_waits_for_no_other(ranks: int):
     names = tuple(f"rank {i}" for i in range(ranks))
     recent = Recent(names, 0)
     past = Past([recent.binned(rank) for rank in range(ranks)], recent.shown_ns)
-    page = svg(Frame("train", 0, None, (), [Row(name, "", blocked=False) for name in names], past, None), "a")
+    page = svg(LiveFrame("train", 0, None, (), [LiveRow(name, "", blocked=False) for name in names], past, None), "a")
     assert ("another rank" in page) == (ranks > 1)

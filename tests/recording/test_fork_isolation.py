@@ -114,10 +114,10 @@ def test_what_a_rank_forks_enters_nothing_into_the_book_of_a_slow_link(two: lab.
     def enter() -> tuple[int, list[int]]:
         import os
 
-        from labkit.costs.shared_link import LEDGER_BYTES, Cost, Ledger
+        from labkit.costs.shared_link import SHARED_LINK_BYTES, Cost, SharedLink
         from labkit.ipc.pickling import shared_memory
 
-        book, alone = Ledger(shared_memory(LEDGER_BYTES)), Cost(1000, 1000, [0], [0], 1)
+        book, alone = SharedLink(shared_memory(SHARED_LINK_BYTES)), Cost(1000, 1000, [0], [0], 1)
         book.keep_from_forks()
         book.come("group", 1, 5, alone)
         pid = os.fork()

@@ -458,7 +458,7 @@ def test_a_system_that_starts_no_more_processes(monkeypatch: pytest.MonkeyPatch)
     near, far = socket.socketpair()
     with socket.socket() as unused:
         own = fork_server._Server(unused, Network())
-        monkeypatch.setattr(own, "_bury", buried.extend)
+        monkeypatch.setattr(own, "_reap", buried.extend)
         answer = own._fork(3, [near.detach(), far.detach()])
     assert str(answer).startswith("this system does not let 3 more processes start: [Errno 11] Resource temporarily unavailable.")
     assert buried == [11, 12]
@@ -673,16 +673,16 @@ def test_stop_and_stop_again_while_ranks_end(start: str, monkeypatch: pytest.Mon
 
 
 def test_stop_while_the_ranks_set_up(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from labkit.group.processes import Crew
+    from labkit.group.processes import RankPool
 
     with lab.Group(2, runtime="bare", start=start) as group:
-        answers = Crew._answers
+        answers = RankPool._answers
 
-        def stopped(crew: Crew, expected: str) -> Any:
+        def stopped(pool: RankPool, expected: str) -> Any:
             signal.raise_signal(signal.SIGINT)
-            return answers(crew, expected)
+            return answers(pool, expected)
 
-        monkeypatch.setattr(Crew, "_answers", stopped)
+        monkeypatch.setattr(RankPool, "_answers", stopped)
         with pytest.raises(KeyboardInterrupt):
             group.run(int)
         monkeypatch.undo()

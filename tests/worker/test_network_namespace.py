@@ -361,7 +361,7 @@ group = lab.Group(2, timeout_s=200)
 with tempfile.TemporaryDirectory() as folder:
     results = group.run(use, folder).results
 large = group.run(lambda: np.ones(1 << 21)).results
-pids = [member.process.pid for member in group._crew.members]
+pids = [member.process.pid for member in group._pool.members]
 opened = {one.inode for result in results for one in result[1]}
 print(json.dumps({
     "totals": [result[0] for result in results],

@@ -17,7 +17,7 @@ import pytest
 import labkit as lab
 from labkit.group import output
 from labkit.group.output import WARNED_AFTER_S, Output
-from labkit.group.processes import Crew
+from labkit.group.processes import RankPool
 from labkit.group.repeated_warnings import GroupedWarnings
 from labkit.worker.warnings_capture import MOST
 
@@ -138,13 +138,13 @@ def test_what_did_not_change_is_not_sent(
 ) -> None:
     cells.group.run(int)
     asked: list[str] = []
-    send_all = Crew._send_all
+    send_all = RankPool._send_all
 
-    def look(crew: Crew, kind: str, *rest: Any) -> Any:
+    def look(pool: RankPool, kind: str, *rest: Any) -> Any:
         asked.append(kind)
-        return send_all(crew, kind, *rest)
+        return send_all(pool, kind, *rest)
 
-    monkeypatch.setattr(Crew, "_send_all", look)
+    monkeypatch.setattr(RankPool, "_send_all", look)
     cells.group.run(int)
     assert asked == []
     for change in (

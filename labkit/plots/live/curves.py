@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.errors.units import unit_of
-from labkit.plots.style import GREY, sheet, shortened
+from labkit.plots.style import GREY, labkit_style, shortened
 from labkit.recording.ring_buffer import MEMORY, STEPS_IN_ALL
 from labkit.tracing.trace import Scalar, Trace
 
@@ -118,7 +118,7 @@ def beneath(figure: Figure, trace: Trace) -> None:
         axes.set_position((box.x0, (box.y0 * before + HIGH_IN) / height, box.width, box.height * before / height))
     figure.set_size_inches(width, height)
     box = timeline.get_position()
-    with sheet():
+    with labkit_style():
         panel = figure.add_axes((box.x0, 0.42 / height, box.width, (HIGH_IN - 0.5) / height))
         for points in each if 1 < len(each) <= EACH_RANK else []:
             panel.plot(*points.T, color=COLOUR, alpha=0.45, linewidth=0.8)

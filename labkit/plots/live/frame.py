@@ -27,7 +27,7 @@ from labkit.plots.widths import status_in, wide
 from labkit.tracing.trace import Trace
 from labkit.worker.resource_usage import Load
 
-__all__ = ["STILL", "Curve", "Detail", "Frame", "Past", "Row", "clock_time", "svg"]
+__all__ = ["STILL", "Curve", "Detail", "LiveFrame", "LiveRow", "Past", "clock_time", "svg"]
 
 Cells = tuple[NDArray[np.float64], NDArray[np.float64]]  # what fills the bins of the two lanes: shape (styles, bins), in ns
 
@@ -54,7 +54,7 @@ _NAMES: Final = tuple(STYLES)
 
 
 @dataclass(slots=True)
-class Row:
+class LiveRow:
     """A rank in a frame.
 
     Args:
@@ -118,7 +118,7 @@ class Detail:
 
 
 @dataclass(slots=True)
-class Frame:
+class LiveFrame:
     """What one frame shows.
 
     Args:
@@ -136,7 +136,7 @@ class Frame:
     elapsed_ns: int
     fraction: float | None
     progress: tuple[str, ...]
-    rows: list[Row]
+    rows: list[LiveRow]
     past: Past
     detail: Detail | None
     curve: Curve | None = None
@@ -147,7 +147,7 @@ class Frame:
         return "  ·  ".join(part for part in self.progress if part) or clock_time(self.elapsed_ns)
 
 
-def svg(frame: Frame, name: str) -> str:
+def svg(frame: LiveFrame, name: str) -> str:
     """The frame as HTML.
 
     Args:
@@ -187,7 +187,7 @@ class _Pen:
 class _Drawing:
     """A frame being drawn."""
 
-    def __init__(self, frame: Frame, name: str) -> None:
+    def __init__(self, frame: LiveFrame, name: str) -> None:
         self.frame, self.name, self.count = frame, name, len(frame.rows)
         self.left = max(14 + CHARACTER * max(min(len(row.name), 16) for row in frame.rows), 64)
         self.wide = WIDTH - self.left - RIGHT
@@ -227,7 +227,7 @@ class _Drawing:
             f"{self._still()}</svg></div>"
         )
 
-    def _load(self, row: Row, y: float, size: str) -> float:
+    def _load(self, row: LiveRow, y: float, size: str) -> float:
         """What the rank takes of the machine, at the right margin; how far to the left of it that reaches."""
         reaches, font = 4.0, min(11.0, self.row_high)
         if row.load.nbytes:

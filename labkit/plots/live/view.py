@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol, TextIO
 from labkit.errors.units import time_in_words
 from labkit.plots.image import as_image
 from labkit.plots.live.curves import Curves, beneath
-from labkit.plots.live.frame import Curve, Detail, Frame, Past, Row, svg
+from labkit.plots.live.frame import Curve, Detail, LiveFrame, LiveRow, Past, svg
 from labkit.plots.live.progress import Progress
 from labkit.plots.live.recent import Recent
 from labkit.recording.ring_buffer import Pending
@@ -42,7 +42,7 @@ class Screen(Protocol):
     def begin(self, said: str) -> None:
         """Make room; `said` is what a reader without pictures sees, from the beginning to the end."""
 
-    def show(self, frame: Frame) -> None:
+    def show(self, frame: LiveFrame) -> None:
         """Show a frame in place of the last one."""
 
     def end(self, trace: Trace, title: str) -> None:
@@ -130,17 +130,17 @@ class Live:
             self._screen.show(self._frame(now_ns, pending))
             self._next_frame_ns = now_ns + int((self._clock() - before) / SHARE)
 
-    def _frame(self, now_ns: int, pending: Sequence[Sequence[Pending]]) -> Frame:
+    def _frame(self, now_ns: int, pending: Sequence[Sequence[Pending]]) -> LiveFrame:
         recent, elapsed_ns = self._recent, now_ns - self._start_ns
         rows = []
         for rank, name in enumerate(recent.ranks):
             status, blocked = _status(pending[rank], now_ns, returned=(recent.returned_ns[rank] or 0) > self._start_ns)
-            rows.append(Row(name, status, blocked, self._loads[rank]))
+            rows.append(LiveRow(name, status, blocked, self._loads[rank]))
         if self._past is None or (self._past_at_ns, self._past.shown_ns) != (recent.whole_ns, recent.shown_ns):
             cells = [recent.binned(rank) for rank in range(len(rows))]
             self._past, self._past_at_ns = Past(cells, recent.shown_ns), recent.whole_ns
         curve = next((Curve(name, self._curves.means(name)) for name in self._curves.names), None)
-        return Frame(
+        return LiveFrame(
             self._title, elapsed_ns, self._progress.fraction, self._progress.parts(), rows, self._past,
             self._detail_at(now_ns, pending), curve,
         )  # fmt: skip
@@ -205,7 +205,7 @@ class _Cell:
         # The first import takes half a second: better now than when a student waits for the words of an error, or after Stop.
         threading.Thread(target=_import_matplotlib, daemon=True, name="labkit-import").start()
 
-    def show(self, frame: Frame) -> None:
+    def show(self, frame: LiveFrame) -> None:
         self._display({"text/html": svg(frame, self._name)}, update=True)
 
     def end(self, trace: Trace, title: str) -> None:
@@ -240,7 +240,7 @@ class _Line:
     def begin(self, said: str) -> None:
         """Nothing yet."""
 
-    def show(self, frame: Frame) -> None:
+    def show(self, frame: LiveFrame) -> None:
         waiting = [f"{row.name}: {row.status}" for row in frame.rows if row.blocked][:2]
         text = "  ·  ".join(part for part in (frame.title, frame.in_words, *waiting) if part)
         self._stream.write(f"\r{text[: shutil.get_terminal_size().columns - 1]}\x1b[K")
@@ -257,7 +257,7 @@ class _Nowhere:
     def begin(self, said: str) -> None:
         """Nothing."""
 
-    def show(self, frame: Frame) -> None:
+    def show(self, frame: LiveFrame) -> None:
         """Nothing."""
 
     def end(self, trace: Trace, title: str) -> None:

@@ -21,7 +21,7 @@ from labkit.worker.network_namespace import Network
 if TYPE_CHECKING:
     from labkit.comm.launch import Launch
 
-__all__ = ["LOOPBACK", "MIB", "Ending", "Released", "Runtime", "Seat", "has_server", "quiet_stderr"]
+__all__ = ["LOOPBACK", "MIB", "Ending", "RankConfig", "Released", "Runtime", "has_server", "quiet_stderr"]
 
 LOOPBACK: Final = "127.0.0.1"
 MIB: Final = 1 << 20
@@ -32,7 +32,7 @@ class Released(BaseException):
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RankConfig:
     """What one rank is told when it starts.
 
     Args:
@@ -124,13 +124,13 @@ class Runtime:
         """
         return cls.serving_threads or int(has_server([job for job, _ in jobs], jobs[rank][0]))
 
-    def __init__(self, seat: Seat, network: Network) -> None:
-        self.seat, self.network = seat, network
+    def __init__(self, rank_config: RankConfig, network: Network) -> None:
+        self.rank_config, self.network = rank_config, network
         self._launch: Launch | None = None  # once torch is there
 
     def offer(self) -> Any:
         """In the rank: what the other ranks must know before they set up."""
-        return _free_port() if self.seat.rank == 0 else None
+        return _free_port() if self.rank_config.rank == 0 else None
 
     def set_up(self, offers: Sequence[Any]) -> list[str]:
         """In the rank: make it ready for the student's function. Returns what the student should be told once."""
@@ -150,7 +150,7 @@ class Runtime:
             from labkit.comm.launch import Launch
 
             comm.watch_script(recorder, given=False)
-            self._launch = Launch(recorder, self.seat.rank, self.seat.size, watch_rpc)
+            self._launch = Launch(recorder, self.rank_config.rank, self.rank_config.size, watch_rpc)
 
         when_imported("torch", lambda _: watch())
 
@@ -186,18 +186,18 @@ class Runtime:
 
         Source: "Environment Variables", PyTorch's documentation of torchrun.
         """
-        seat = self.seat
+        rank_config = self.rank_config
         os.environ |= {
-            "RANK": str(seat.rank),
-            "LOCAL_RANK": str(seat.rank),
-            "WORLD_SIZE": str(seat.size),
-            "LOCAL_WORLD_SIZE": str(seat.size),
+            "RANK": str(rank_config.rank),
+            "LOCAL_RANK": str(rank_config.rank),
+            "WORLD_SIZE": str(rank_config.size),
+            "LOCAL_WORLD_SIZE": str(rank_config.size),
             "GROUP_RANK": "0",
             "GROUP_WORLD_SIZE": "1",
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": str(seat.threads),
-            "LABKIT_RANK": str(seat.rank),  # tells `Group` that it is in the wrong place
+            "OMP_NUM_THREADS": str(rank_config.threads),
+            "LABKIT_RANK": str(rank_config.rank),  # tells `Group` that it is in the wrong place
         }
 
 

@@ -11,17 +11,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
 
 from labkit.errors.exceptions import LabError, missing
-from labkit.errors.wrong_calls import edge
+from labkit.errors.wrong_calls import public_api
 from labkit.recording.record import Recorder
 from labkit.worker.network_namespace import INTERFACES, LOOPBACK_INTERFACE
-from labkit.worker.runtimes.base import LOOPBACK, MIB, Runtime, Seat, quiet_stderr
+from labkit.worker.runtimes.base import LOOPBACK, MIB, RankConfig, Runtime, quiet_stderr
 from labkit.worker.runtimes.tensorflow.runtime import TensorFlow
 
 __all__ = [
     "MIB",
     "RUNTIMES",
+    "RankConfig",
     "Runtime",
-    "Seat",
     "TensorFlow",
     "devices",
     "gpu_count",
@@ -52,17 +52,17 @@ class Torch(Runtime):
             from labkit.worker.runtimes import torch_sockets
 
             torch_sockets.open_in(self.network)
-        if self.seat.rank != 0:
+        if self.rank_config.rank != 0:
             return None
         from torch.distributed import TCPStore
 
         # The store would listen on every interface of the machine; this socket, which it takes over, does not.
-        listening = self.network.call(socket.create_server, (LOOPBACK, 0), backlog=max(128, self.seat.size))
+        listening = self.network.call(socket.create_server, (LOOPBACK, 0), backlog=max(128, self.rank_config.size))
         with quiet_stderr():  # where no name server answers, a warning that 127.0.0.1 has no name
             self._store = TCPStore(
                 LOOPBACK,
                 listening.getsockname()[1],
-                self.seat.size,
+                self.rank_config.size,
                 is_master=True,
                 wait_for_workers=False,
                 multi_tenant=True,
@@ -75,13 +75,13 @@ class Torch(Runtime):
         import torch.distributed as dist
 
         device, notes = self._prepare(offers[0])
-        store = self._store if self.seat.rank == 0 else self._connect()
+        store = self._store if self.rank_config.rank == 0 else self._connect()
         own_gpu = device is not None and not notes
         dist.init_process_group(
             "nccl" if own_gpu else "gloo",
             store=dist.PrefixStore("labkit", store),
-            rank=self.seat.rank,
-            world_size=self.seat.size,
+            rank=self.rank_config.rank,
+            world_size=self.rank_config.size,
             **({"device_id": device} if own_gpu else {}),
         )
         return notes
@@ -90,9 +90,9 @@ class Torch(Runtime):
         """The program meets the other ranks in the group's store, and finds its process group there when it begins."""
         from labkit.comm.launch import Launch
 
-        seat = self.seat
-        rpc = self._rpc_given(), seat.starts_rpc
-        self._launch = Launch(recorder, seat.rank, seat.size, watch_rpc, self._port, self._connect, *rpc)
+        rank_config = self.rank_config
+        rpc = self._rpc_given(), rank_config.starts_rpc
+        self._launch = Launch(recorder, rank_config.rank, rank_config.size, watch_rpc, self._port, self._connect, *rpc)
 
     def _rpc_given(self) -> tuple[str, Any] | None:
         """The name and the options with which this rank has initialised RPC."""
@@ -103,7 +103,7 @@ class Torch(Runtime):
         from torch.distributed import TCPStore
 
         with quiet_stderr():  # as above
-            return TCPStore(LOOPBACK, self._port, self.seat.size, is_master=False)
+            return TCPStore(LOOPBACK, self._port, self.rank_config.size, is_master=False)
 
     def tear_down(self) -> None:
         """Leave the process group: one that is left standing may abort the process at its end."""
@@ -120,23 +120,22 @@ class Torch(Runtime):
         self._torchrun_environment(port)
         for variable in INTERFACES:
             os.environ.setdefault(variable, LOOPBACK_INTERFACE)
-        torch.set_num_threads(self.seat.threads)
-        gpus = torch.cuda.device_count() if self.seat.devices != "cpu" else 0
-        own = share_of_devices(self.seat.rank, self.seat.size, gpus)
+        torch.set_num_threads(self.rank_config.threads)
+        gpus = torch.cuda.device_count() if self.rank_config.devices != "cpu" else 0
+        own = share_of_devices(self.rank_config.rank, self.rank_config.size, gpus)
         os.environ["LABKIT_DEVICES"] = ",".join(own)
         if not gpus:
-            if self.seat.devices == "cuda":
+            if self.rank_config.devices == "cuda":
                 raise LabError("devices='cuda': torch sees no GPU here. Leave `devices` out to run on the CPU.")
             return None, []
         device = torch.device(own[0])
         torch.cuda.set_device(device)
-        if gpus >= self.seat.size and self.seat.link is not None:
+        if gpus >= self.rank_config.size and self.rank_config.link is not None:
             return device, ["link=...: messages go through gloo and the host, where they can be held back; NCCL's cannot."]
-        if gpus >= self.seat.size:
+        if gpus >= self.rank_config.size:
             return device, []
-        return device, [
-            f"{self.seat.size} ranks share {gpus} GPU{'s' * (gpus > 1)}: NCCL needs one per rank, so messages go through gloo."
-        ]
+        shared = f"{self.rank_config.size} ranks share {gpus} GPU{'s' * (gpus > 1)}"
+        return device, [f"{shared}: NCCL needs one per rank, so messages go through gloo."]
 
 
 class Rpc(Torch):
@@ -154,14 +153,19 @@ class Rpc(Torch):
         _, notes = self._prepare(offers[0])
         _hide_optimizer_warning()
         name, options = self._rpc_given()
-        store = self._store if self.seat.rank == 0 else self._connect()
-        place = dist.PrefixStore("labkit", store), self.seat.rank, self.seat.size
+        store = self._store if self.rank_config.rank == 0 else self._connect()
+        place = dist.PrefixStore("labkit", store), self.rank_config.rank, self.rank_config.size
         dist.register_rendezvous_handler("labkit", lambda *_, **__: iter([place]))
         first_round = rpc.api._all_gather
-        if self.seat.starts_rpc:
+        if self.rank_config.starts_rpc:
             rpc.api._all_gather = lambda *_, **__: None  # no call is made before the program may start RPC itself
         with quiet_stderr():  # a warning about a deprecated constructor that torch itself calls (pytorch/pytorch#149393)
-            rpc.init_rpc(name, rank=self.seat.rank, world_size=self.seat.size, rpc_backend_options=options.for_torch("labkit://"))
+            rpc.init_rpc(
+                name,
+                rank=self.rank_config.rank,
+                world_size=self.rank_config.size,
+                rpc_backend_options=options.for_torch("labkit://"),
+            )
         rpc.api._all_gather = first_round
         return notes
 
@@ -173,7 +177,7 @@ class Rpc(Torch):
     def _rpc_given(self) -> tuple[str, Any]:
         from labkit.comm.rpc_launch import RpcOptions
 
-        return self.seat.names[self.seat.rank], RpcOptions(*self.seat.rpc_options)
+        return self.rank_config.names[self.rank_config.rank], RpcOptions(*self.rank_config.rpc_options)
 
     def tear_down(self) -> None:
         """Leave the RPC group without waiting for the others, who may have failed."""
@@ -199,7 +203,7 @@ def _hide_optimizer_warning() -> None:
 RUNTIMES: Final[dict[str, type[Runtime]]] = {"torch": Torch, "rpc": Rpc, "tensorflow": TensorFlow, "bare": Runtime}
 
 
-@edge
+@public_api
 def devices(n: int = 1) -> list[Any]:
     """The torch devices that are this rank's own: its GPUs where there are some, else the CPU.
 

@@ -24,7 +24,7 @@ from processes import network_of_ranks, who_listens
 
 import labkit as lab
 from labkit.worker.network_namespace import Network
-from labkit.worker.runtimes.registry import Seat, TensorFlow
+from labkit.worker.runtimes.registry import RankConfig, TensorFlow
 
 pytestmark = [pytest.mark.tf, pytest.mark.slow]
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
@@ -121,10 +121,10 @@ def test_a_port_is_held_until_tensorflow_serves_it(two: lab.Group) -> None:
 )
 def test_each_rank_gets_the_gpus_it_asked_for_or_none(ranks: int, each: int, gpus: str, own: str) -> None:
     names = tuple(map(str, range(ranks)))
-    share, notes = TensorFlow(Seat(ranks - 1, names, "tensorflow", devices_per_rank=each), Network())._share(gpus)
+    share, notes = TensorFlow(RankConfig(ranks - 1, names, "tensorflow", devices_per_rank=each), Network())._share(gpus)
     assert "".join(share) == own
     assert bool(notes) == (bool(gpus) and not own)
-    asked = TensorFlow(Seat(ranks - 1, names, "tensorflow", devices_per_rank=each, devices="cuda"), Network())
+    asked = TensorFlow(RankConfig(ranks - 1, names, "tensorflow", devices_per_rank=each, devices="cuda"), Network())
     if not own:
         with pytest.raises(lab.LabError, match=f"TensorFlow sees {len(gpus)} GPU"):
             asked._share(gpus)

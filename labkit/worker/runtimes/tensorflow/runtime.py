@@ -44,13 +44,13 @@ class TensorFlow(Runtime):
 
     def set_up(self, offers: Sequence[Any]) -> list[str]:
         """Set TF_CONFIG and the logical devices; runs no TensorFlow op."""
-        seat = self.seat
+        rank_config = self.rank_config
         self._torchrun_environment(offers[0])
-        job, task = seat.jobs[seat.rank]
+        job, task = rank_config.jobs[rank_config.rank]
         cluster: dict[str, list[str]] = {}
-        for (name, _), port in zip(seat.jobs, offers, strict=True):
+        for (name, _), port in zip(rank_config.jobs, offers, strict=True):
             cluster.setdefault(name, []).append(f"{LOOPBACK}:{port}")
-        if seat.size > 1:
+        if rank_config.size > 1:
             os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": job, "index": task}})
             if list(cluster) == ["worker"]:
                 os.environ |= _for_dtensor(cluster["worker"], task)
@@ -59,29 +59,33 @@ class TensorFlow(Runtime):
 
             cpu = tf.config.list_physical_devices("CPU")[0]
             gpus = tf.config.list_physical_devices("GPU")
-        between = threads_between(seat.threads, cluster)
-        own_threads = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=seat.threads, inter_op_parallelism_threads=between)
+        between = threads_between(rank_config.threads, cluster)
+        own_threads = tf.compat.v1.ConfigProto(
+            intra_op_parallelism_threads=rank_config.threads, inter_op_parallelism_threads=between
+        )
         patches.apply()
         servers.apply(self.network, own_threads, self.wait_for_release)
         roles.apply(cluster, job)
         unknown = strategies.apply()
-        config.apply(seat.jobs, seat.rank)
+        config.apply(rank_config.jobs, rank_config.rank)
         own, notes = self._share(gpus)
-        if seat.size > 1 and "ps" not in cluster:
+        if rank_config.size > 1 and "ps" not in cluster:
             notes = [*notes, *unknown]
-        self.resting_is_waiting = seat.size > 1 and not own  # while a GPU works, its process rests as well
+        self.resting_is_waiting = rank_config.size > 1 and not own  # while a GPU works, its process rests as well
         tf.config.set_visible_devices(own, "GPU")
         for gpu in own:
             tf.config.experimental.set_memory_growth(gpu, True)
-        if seat.devices_per_rank > 1 and not own:
-            logical = [tf.config.LogicalDeviceConfiguration()] * seat.devices_per_rank
+        if rank_config.devices_per_rank > 1 and not own:
+            logical = [tf.config.LogicalDeviceConfiguration()] * rank_config.devices_per_rank
             tf.config.set_logical_device_configuration(cpu, logical)
         # Both: operations side by side take cores as well as the threads within one.
-        tf.config.threading.set_intra_op_parallelism_threads(seat.threads)
+        tf.config.threading.set_intra_op_parallelism_threads(rank_config.threads)
         tf.config.threading.set_inter_op_parallelism_threads(between)
         if has_server(cluster, job):
             self._server = tf.distribute.Server(cluster, job_name=job, task_index=task, protocol="grpc")
-        place = Place(seat.rank, {}, seat.devices_per_rank, "ps" in cluster and job == "chief", has_server(cluster, job))
+        place = Place(
+            rank_config.rank, {}, rank_config.devices_per_rank, "ps" in cluster and job == "chief", has_server(cluster, job)
+        )
         return [*notes, *self._record(own, place)]
 
     def begin_recording(self) -> None:
@@ -99,19 +103,19 @@ class TensorFlow(Runtime):
             return ["TensorFlow's operations on GPUs are not in the pictures: use lab.span, or TensorFlow's own profiler."]
         if here.recorder is None:
             return []
-        ranks = {job: rank for rank, job in enumerate(self.seat.jobs)}
+        ranks = {job: rank for rank, job in enumerate(self.rank_config.jobs)}
         self._timeline = Timeline(here.recorder, place._replace(ranks=ranks))
         return self._timeline.install()
 
     def _share(self, gpus: Sequence[Any]) -> tuple[Sequence[Any], list[str]]:
         """The GPUs that are this rank's own, none where they do not suffice for all ranks; and what the student should know."""
-        seat, each = self.seat, self.seat.devices_per_rank
-        if seat.devices == "cpu" or (not gpus and seat.devices != "cuda"):
+        rank_config, each = self.rank_config, self.rank_config.devices_per_rank
+        if rank_config.devices == "cpu" or (not gpus and rank_config.devices != "cuda"):
             return [], []
-        if len(gpus) >= seat.size * each:
-            return gpus[seat.rank * each : (seat.rank + 1) * each], []
-        need = f"{seat.size} rank{'s' * (seat.size > 1)} with {each} device{'s' * (each > 1)} each"
-        if seat.devices == "cuda":
+        if len(gpus) >= rank_config.size * each:
+            return gpus[rank_config.rank * each : (rank_config.rank + 1) * each], []
+        need = f"{rank_config.size} rank{'s' * (rank_config.size > 1)} with {each} device{'s' * (each > 1)} each"
+        if rank_config.devices == "cuda":
             raise LabError(
                 f"devices='cuda': {need}, and TensorFlow sees {len(gpus)} GPUs. Leave `devices` out to run on the CPU."
             )
