@@ -65,8 +65,8 @@ ASK_NETWORK: Final = """
 import sys
 sys.path[:] = {0!r}
 import json, os
-from labkit.worker import network_namespace as private
-network = private.make(private.wanted(os.environ)).unless_asked_outside(os.environ)
+from labkit.worker.network_namespace import make, wanted
+network = make(wanted(os.environ)).unless_asked_outside(os.environ)
 print(json.dumps({{"private": network.private, "why": network.why}}))
 """
 

@@ -85,7 +85,7 @@ def test_a_collective_to_which_ranks_give_unlike_things_is_an_error(
     with pytest.raises(MismatchError) as caught:
         two.run(function, *arguments)
     line = caught.value.doings[0].rpartition(" (")[2]
-    assert line.startswith("test_unequal.py, line ")
+    assert line.startswith("test_mismatches.py, line ")
     assert caught.value.doings == [f"rank {rank}: {words} ({line}" for rank, words in enumerate(gave)]
     assert two.run(dist.get_rank).results == [0, 1], "fresh ranks serve the next run"
 

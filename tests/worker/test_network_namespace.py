@@ -129,7 +129,7 @@ def test_what_listens_outside_is_recognised() -> None:
 @functools.cache
 def why_not() -> str:
     """Why this system lets us make no network; "" if it does."""
-    command = [sys.executable, "-c", "from labkit.worker import network_namespace as private; private.make(private.PRIVATE)"]
+    command = [sys.executable, "-c", "from labkit.worker.network_namespace import PRIVATE, make; make(PRIVATE)"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     return "" if ran.returncode == 0 else ran.stderr.splitlines()[-1]
 
@@ -274,7 +274,7 @@ for name, text in ("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_
     open(f"/proc/self/{name}", "w").write(text)
 open("/proc/sys/user/max_net_namespaces", "w").write("0")  # of this user namespace
 import labkit as lab
-from labkit.worker import network_namespace as private
+from labkit.worker.network_namespace import PRIVATE, WHERE_ALLOWED, make
 from labkit.worker.runtimes.tensorflow.servers import duplicate
 
 def opened():
@@ -285,9 +285,9 @@ def opened():
 if sys.argv[1:]:
     with lab.Group(2, timeout_s=200) as group:
         print(set(group.run(opened).results) == {os.readlink("/proc/self/ns/net")})
-print(private.make(private.WHERE_ALLOWED).why)
+print(make(WHERE_ALLOWED).why)
 try:
-    private.make(private.PRIVATE)
+    make(PRIVATE)
 except lab.LabError as error:
     print(error)
 """
@@ -338,10 +338,10 @@ def test_spawned_ranks_cannot_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
 AS_ANOTHER_USER = """
 import json, os, signal, sys, tempfile
 import labkit as lab, numpy as np
-from labkit.ipc import process_memory as borrow
+from labkit.ipc import process_memory
 from labkit.group.registry import notebook
-sys.path.insert(0, "tests/helpers")
-from test_private import listening, of_this_machine
+sys.path[:0] = ["tests/helpers", "tests/worker"]
+from test_network_namespace import listening, of_this_machine
 
 def use(folder):
     import torch, torch.distributed as dist
@@ -369,7 +369,7 @@ print(json.dumps({
     "users": sorted({result[2] for result in results} | {os.getuid()}),
     "rights": [int(result[3], 16) for result in results],
     "writes where it must not": [result[4] for result in results],
-    "read from memory": [borrow.may_read(pid) for pid in pids],
+    "read from memory": [process_memory.may_read(pid) for pid in pids],
     "large": [float(array.sum()) for array in large],
     "processes": pids + [starter._process.pid for starter in notebook.starters.values()],
 }), flush=True)
@@ -399,9 +399,7 @@ def test_who_is_not_root_has_a_group_like_anybody() -> None:
     command, as_user = of_another_user()
     if not command:
         pytest.skip("no other user may run this Python, or read what is installed")
-    may = python(
-        "from labkit.worker import network_namespace as private; private.make(private.PRIVATE)", command=command, **as_user
-    )
+    may = python("from labkit.worker.network_namespace import PRIVATE, make; make(PRIVATE)", command=command, **as_user)
     if may.returncode:
         pytest.skip(may.stderr.splitlines()[-1])
     ran = python(AS_ANOTHER_USER, command=command, **as_user)

@@ -133,7 +133,7 @@ def test_ranks_that_wait_for_one_another(three: lab.Group, function: Callable[[]
         three.run(function)
     for words in STUCK[function]:
         assert words in caught.value.headline
-    assert "test_stuck_groups.py, line" in caught.value.headline
+    assert "test_deadlock_run.py, line" in caught.value.headline
     assert [line.split(" was ")[0].split(" had ")[0] for line in caught.value.doings] == ["rank 0", "rank 1", "rank 2"]
     assert three.run(total).results == [3.0] * 3
 
@@ -199,11 +199,11 @@ def slow(path: str) -> float:
 def test_who_waits_for_a_rank_that_computes_is_told_so_and_nothing_is_stopped(
     three: lab.Group, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    place = f"test_stuck_groups.py, line {slow.__code__.co_firstlineno + 2}: next(there for "
+    place = f"test_deadlock_run.py, line {slow.__code__.co_firstlineno + 2}: next(there for "
     enough = tmp_path / "enough"
 
     def say(_: Output, word: str) -> None:
-        waiting = "rank 0 and rank 2 have waited in all_reduce (test_stuck_groups.py, line"
+        waiting = "rank 0 and rank 2 have waited in all_reduce (test_deadlock_run.py, line"
         if word.startswith(waiting) and f"; rank 1 is at {place}" in word:  # one of them comes first: then another word is said
             enough.touch()
 
@@ -255,7 +255,7 @@ def test_a_future_that_nobody_completes() -> None:
         assert group.run(train, a=3, b=3).results == [6, 6, 0]
         with pytest.raises(StuckError) as caught:
             group.run(train, a=3, b=2)
-        place = f"test_stuck_groups.py, line {train.__code__.co_firstlineno + 2}"
+        place = f"test_deadlock_run.py, line {train.__code__.co_firstlineno + 2}"
         assert caught.value.headline == (
             f"a waits in rpc_sync add ({place}): on server it has returned a future that nobody will complete"
         )
@@ -407,7 +407,7 @@ def test_a_message_that_was_received_as_something_else_is_an_error(
     with pytest.raises(MismatchError) as caught:
         three.run(sends, *given)
     first = sends.__code__.co_firstlineno
-    places = (f"(test_stuck_groups.py, line {first + line})" for line in (3, 6))
+    places = (f"(test_deadlock_run.py, line {first + line})" for line in (3, 6))
     assert caught.value.headline == f"rank 0 sends {words.format(*places)}"
     assert caught.value.hint == FITTING
 
