@@ -61,8 +61,8 @@ class Launch:
 
     @property
     def spent(self) -> bool:
-        """Whether another program that uses RPC needs fresh processes."""
-        return self._rpc is not None and self._rpc.spent
+        """Whether another program needs fresh processes."""
+        return self._process_group.spent or (self._rpc is not None and self._rpc.spent)
 
     def notes(self) -> list[str]:
         """What the student should be told, since this was asked last."""

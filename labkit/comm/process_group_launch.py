@@ -85,6 +85,15 @@ class ProcessGroupLaunch:
                 self._own.set_timeout(None)
 
     @property
+    def spent(self) -> bool:
+        """Whether the next program could meet this one's: rank 0 still serves the store at the address that both name.
+
+        Each rank would end this program's group when it begins the next one, some before rank 0 does. They would find the old
+        store, and in it the addresses at which the ranks listened.
+        """
+        return not self._rendezvous.in_groups_store and c10d.GroupMember.WORLD is not None
+
+    @property
     def _own_in_place(self) -> bool:
         return self._own is not None and self._own.in_place
 

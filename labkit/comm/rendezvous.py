@@ -84,6 +84,11 @@ class Rendezvous:
             handlers[scheme] = partial(self._handler, handlers[scheme])
 
     @property
+    def in_groups_store(self) -> bool:
+        """Whether this rank's group has a store; else torch opens one at the address that the program names."""
+        return self._connect is not None
+
+    @property
     def under_way(self) -> bool:
         """Whether this rank is in such a call."""
         return self._operation is not None

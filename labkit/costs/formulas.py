@@ -66,7 +66,7 @@ def all_reduce(nbytes: float, ranks: int, link: Link, *, algorithm: str = "ring"
             power of two.
 
     Raises:
-        TypeError, ValueError: an argument that cannot be meant.
+        TypeError, ValueError: an invalid argument.
 
     Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH", 2005.
     """
@@ -109,7 +109,7 @@ def broadcast(nbytes: float, ranks: int, link: Link, *, algorithm: str = "tree")
             (⌈log₂ p⌉ + p − 1)·α + 2(p−1)/p·n/B, better for large tensors.
 
     Raises:
-        TypeError, ValueError: an argument that cannot be meant.
+        TypeError, ValueError: an invalid argument.
 
     Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH", 2005.
     """
@@ -193,7 +193,7 @@ def data_parallel_step(
             does it; where every core of a laptop has a rank, the processor time of one all-reduce.
 
     Raises:
-        TypeError, ValueError: an argument that cannot be meant.
+        TypeError, ValueError: an invalid argument.
 
     Source: buckets and overlap: S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020;
     overhead: D. Culler et al., "LogP: Towards a Realistic Model of Parallel Computation", 1993; the formula is ours, for equal
@@ -238,7 +238,7 @@ def pipeline_bubble(stages: int, micro_batches: int, *, schedule: str = "gpipe",
         chunks: v, how many parts of the model each rank has, for "interleaved 1f1b".
 
     Raises:
-        TypeError, ValueError: an argument that cannot be meant.
+        TypeError, ValueError: an invalid argument.
 
     Source: Y. Huang et al., "GPipe", 2019; D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
     Using Megatron-LM", 2021.
@@ -282,7 +282,7 @@ def pipeline_step(
             a receive when it comes to the micro-batch, and a message begins when both its ends have come.
 
     Raises:
-        TypeError, ValueError: an argument that cannot be meant.
+        TypeError, ValueError: an invalid argument.
 
     Source: Y. Huang et al., "GPipe", 2019, for the schedule; the terms of the link are ours.
     """
@@ -332,7 +332,7 @@ def tensor_parallel_layer(
         backward: whether the backward pass counts; else there are 2 all-reduces.
 
     Raises:
-        TypeError, ValueError: an argument that cannot be meant.
+        TypeError, ValueError: an invalid argument.
 
     Source: M. Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019.
     """
@@ -367,7 +367,7 @@ def zero_memory(
             variance), 8 for Adam in float32, 4 for SGD with momentum.
 
     Raises:
-        TypeError, ValueError: an argument that cannot be meant.
+        TypeError, ValueError: an invalid argument.
 
     Source: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
     """

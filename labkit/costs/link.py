@@ -35,7 +35,7 @@ class Link:
     programs see.
 
     Raises:
-        TypeError, ValueError: a number that cannot be meant.
+        TypeError, ValueError: an invalid number.
     """
 
     gbit_per_s: float
@@ -81,7 +81,7 @@ class Link:
             ranks: how many take part.
 
         Raises:
-            TypeError, ValueError: no operation is called so, or a number that cannot be meant.
+            TypeError, ValueError: no operation is called so, or an invalid number.
         """
         if not isinstance(nbytes, numbers.Real) or isinstance(nbytes, bool):
             raise TypeError(f"nbytes={nbytes!r}: expected a number from 0")
@@ -115,7 +115,7 @@ def rounds_and_share(operation: str, ranks: int) -> tuple[int, float]:
     barrier: D. Hensgen, R. Finkel, U. Manber, "Two algorithms for barrier synchronization", 1988.
 
     Raises:
-        TypeError, ValueError: no operation is called so, or a number of ranks that cannot be meant.
+        TypeError, ValueError: no operation is called so, or an invalid number of ranks.
     """
     if not isinstance(operation, str):
         raise TypeError(f"operation={operation!r}: expected the name of one, such as 'all_reduce'")

@@ -73,7 +73,7 @@ def in_latex(value: float, unit: str) -> str:
 
 
 def check_arguments(**arguments: Any) -> None:
-    """Refuse what cannot be meant: links, whole numbers from 1 for counts, and else numbers from 0."""
+    """Refuse invalid arguments. Valid are links, whole numbers from 1 for counts, and else numbers from 0."""
     for name, value in arguments.items():
         if name == "link":
             if not isinstance(value, Link):

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 __all__ = [
+    "DeadlockError",
     "LabError",
     "MismatchError",
     "RankError",
     "RankFailure",
     "RunTimeoutError",
     "Stopped",
-    "StuckError",
     "install_command",
     "missing",
 ]
@@ -123,7 +123,7 @@ class RankError(LabError):
         end = (
             "All ranks were stopped; the next run starts fresh ones."
             if self.stopped
-            else "The ranks go on, with all that they hold."
+            else "The ranks are still running and keep their state."
         )
         lines += ["", end, _RULE]
         return "\n".join(lines)
@@ -158,8 +158,8 @@ class _EndedByGroupError(LabError):
         return [f"{type(self).__name__}: {str(self).lstrip()}"]  # the rule beside the name, as in a `RankError`
 
 
-class StuckError(_EndedByGroupError):
-    """Ranks that can never go on were stopped.
+class DeadlockError(_EndedByGroupError):
+    """Ranks in a deadlock were stopped.
 
     Args:
         headline: who waits for whom.
@@ -167,7 +167,7 @@ class StuckError(_EndedByGroupError):
         doings: a line for each rank.
     """
 
-    why = "The ranks can never go on: {}."
+    why = "Deadlock: {}."
 
 
 class MismatchError(_EndedByGroupError):

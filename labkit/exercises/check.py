@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from labkit.errors.exceptions import RankError, RunTimeoutError, StuckError
+from labkit.errors.exceptions import DeadlockError, RankError, RunTimeoutError
 from labkit.errors.wrong_calls import public_api
 from labkit.exercises import find
 from labkit.exercises.judging import AnswerError, Exercise
@@ -137,9 +137,9 @@ def _on_ranks(ranks: Any, function: Callable[..., Any], *args: Any, **options: A
     with Group(ranks, devices="cpu", timeout_s=LIMIT_S, **options) as group:  # the same verdict with and without GPUs
         try:
             return list(group.run(function, *args).results)
-        except StuckError as stuck:
+        except DeadlockError as stuck:
             details = filter(None, (stuck.hint, *stuck.doings))
-            raise AnswerError(f"the ranks can never go on: {stuck.headline}", *details) from None
+            raise AnswerError(f"deadlock: {stuck.headline}", *details) from None
         except RunTimeoutError as late:
             hint = (
                 f"not finished after {LIMIT_S:.0f} s: does every loop come to its end, and do all ranks call the same operations "

@@ -1,4 +1,4 @@
-"""Who waits for whom, and since when: what a rank is doing in words, and which ranks can never go on, and why.
+"""Who waits for whom, and since when: what a rank is doing in words, and which ranks are in a deadlock, and why.
 
 A rank that is blocked needs others to come to the same operation. One that computes may still come; one that has returned, or is
 itself blocked for ever, will not. So "for ever" is not a matter of time: it follows from what each rank is blocked in.
@@ -45,7 +45,7 @@ CALLED: Final = "`group[0].run(f)` calls f on rank 0 alone; what ranks do togeth
 
 @dataclass(frozen=True, slots=True)
 class Deadlock:
-    """Ranks that can never go on.
+    """A deadlock: ranks that wait for one another, or for ranks that will never come.
 
     Args:
         ranks: their numbers.
@@ -91,7 +91,7 @@ def doing(
 
 
 def stuck(ranks: Sequence[Standing]) -> Deadlock | None:
-    """Which ranks can never go on, and why; None where all still can.
+    """The deadlock that ranks are in, and why; None where all can still go on.
 
     Args:
         ranks: in rank order, all looked at in one moment.

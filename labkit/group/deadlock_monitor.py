@@ -52,7 +52,7 @@ class _Suspicion:
 
 
 class Watchdog:
-    """Tells ranks that can never go on from those that only wait long.
+    """Tells ranks in a deadlock from those that only wait long.
 
     Args:
         pool: the processes.
@@ -86,7 +86,7 @@ class Watchdog:
         self.notice = ""
 
     def look(self, now_ns: int) -> Deadlock | None:
-        """Which ranks can never go on, once that is certain.
+        """Which ranks are in a deadlock, once that is certain.
 
         What each rank does is looked at one after the other. A verdict counts if it holds, in the very same operations, some time
         later: then nothing moved in between.

@@ -60,7 +60,7 @@ class Group:
         last_run: the `Run` of the last function or `%%ranks` cell that came to its end, with its results; None before that.
 
     Raises:
-        TypeError, ValueError: an argument that cannot be meant.
+        TypeError, ValueError: an invalid argument.
         LabError: what this machine or this installation lacks.
     """
 

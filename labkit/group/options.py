@@ -98,7 +98,7 @@ class Plan:
         """Check the arguments of `labkit.Group`, which explains them.
 
         Raises:
-            TypeError, ValueError: an argument that cannot be meant.
+            TypeError, ValueError: an invalid argument.
             LabError: what this machine or this installation lacks.
         """
         if not isinstance(runtime, str) or runtime not in RUNTIMES:
@@ -163,7 +163,7 @@ def _names(ranks: int | Sequence[str] | Mapping[str, int], runtime: str) -> tupl
             raise ValueError(f"Group({ranks!r}): RPC takes no {name!r}; expected letters, digits and _ : - (at most 127)")
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
-        raise ValueError(f"Group({ranks!r}): {twice[0]!r} stands there twice; every rank needs a name of its own")
+        raise ValueError(f"Group({ranks!r}): duplicate rank name {twice[0]!r}; every rank needs a name of its own")
     _check_count(len(names), f"Group({ranks!r})")
     return names, jobs
 
@@ -287,7 +287,7 @@ def chosen(names: Sequence[str], which: int | str | slice | Iterable[int | str])
     else:
         on = [_number(names, which)]
     if not on:
-        raise LabError(f"group[{_shown(which)}] is no rank at all; this group has ranks 0 to {len(names) - 1}")
+        raise LabError(f"group[{_shown(which)}] selects no ranks; this group has ranks 0 to {len(names) - 1}")
     return on
 
 

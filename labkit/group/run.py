@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from labkit.errors.exceptions import LabError, RankError, RankFailure, RunTimeoutError, Stopped, StuckError
+from labkit.errors.exceptions import DeadlockError, LabError, RankError, RankFailure, RunTimeoutError, Stopped
 from labkit.errors.exit_reasons import explain_exit
 from labkit.group.collector import Records
 from labkit.group.deadlock import SERVES_OTHERS, Deadlock, doing, mismatch, serving_for_ever
@@ -219,16 +219,16 @@ class Execution:
         return any(m.process.exiting for m in self._members if m.rank not in self._failures)
 
     def _look_for_stuck(self, now_ns: int) -> None:
-        """End a run in which ranks can never go on; tell of one in which they wait long.
+        """End a run whose ranks are in a deadlock; tell of one in which they wait long.
 
         Raises:
             RankError: they wait for one that returned, or was not called.
-            StuckError: they wait for one another.
+            DeadlockError: they wait for one another.
         """
         deadlock = self._watchdog.look(now_ns)
         self._output.say(self._watchdog.notice)
         if deadlock is not None:
-            raise self._stuck_error(deadlock)
+            raise self._deadlock_error(deadlock)
 
     def _show(self, picture: Picture, new: list[list[Any]]) -> None:
         assert self._resources is not None
@@ -298,7 +298,7 @@ class Execution:
         """Let the ranks go on that serve others for ever, once those have returned.
 
         Raises:
-            StuckError: all ranks that were called serve, so that none will return.
+            DeadlockError: all ranks that were called serve, so that none will return.
         """
         if self._released or not self._serving:
             return
@@ -306,7 +306,7 @@ class Execution:
             return
         if not self._results:
             names = [self._names[rank] for rank in sorted(self._serving)]
-            raise StuckError(serving_for_ever(names), SERVES_OTHERS, self._doings(time.perf_counter_ns()))
+            raise DeadlockError(serving_for_ever(names), SERVES_OTHERS, self._doings(time.perf_counter_ns()))
         self._released = True
         for rank in self._serving:
             with contextlib.suppress(OSError):  # it has just ended, which will be seen
@@ -351,10 +351,10 @@ class Execution:
                 found[m.rank] = doing(m.name, pending, now_ns, returned=returned, names=self._names, closely=closely)
         return dict(sorted(found.items()))
 
-    def _stuck_error(self, deadlock: Deadlock) -> LabError:
+    def _deadlock_error(self, deadlock: Deadlock) -> LabError:
         now_ns = time.perf_counter_ns()
         if deadlock.culprit is None:
-            return StuckError(deadlock.headline, deadlock.hint, self._doings(now_ns, closely=True))
+            return DeadlockError(deadlock.headline, deadlock.hint, self._doings(now_ns, closely=True))
         culprit = self._members[deadlock.culprit]
         doings = [line for line in self._doings(now_ns, closely=True) if not line.startswith(f"{culprit.name} ")]
         failure = RankFailure(culprit.rank, culprit.name, deadlock.headline, at_ns=now_ns, verb="")

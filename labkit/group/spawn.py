@@ -37,7 +37,7 @@ def check_spawn(function: Any, args: Any, nprocs: int | None, join: bool, size: 
     """Refuse what `mp.spawn` would take and a group cannot do.
 
     Raises:
-        TypeError, ValueError: an argument that cannot be meant.
+        TypeError, ValueError: an invalid argument.
     """
     if not callable(function):
         raise TypeError(f"spawn({function!r}): expected a function, given {type(function).__name__}. Pass f, not f(rank).")

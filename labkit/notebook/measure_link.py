@@ -46,7 +46,7 @@ def measure_link(group: Group, *, operations: Sequence[str] | None = None, sizes
         a table in the notebook; `.link`, `["all_reduce"]`, `.plot()`.
 
     Raises:
-        TypeError, ValueError: an argument that cannot be meant.
+        TypeError, ValueError: an invalid argument.
         LabError: a group of one rank, or of another runtime; or what `Group.run` raises.
 
     With NCCL the GPU is waited for after each operation, which adds to the latency. That has not been run on several GPUs yet.

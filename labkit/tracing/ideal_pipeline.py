@@ -60,7 +60,7 @@ def schedule(
         communication: seconds that activations or gradients travel between two ranks. Nobody computes less meanwhile.
 
     Raises:
-        TypeError, ValueError: an unknown kind, or numbers that cannot be meant or do not fit together.
+        TypeError, ValueError: an unknown kind, or numbers that are invalid or do not fit together.
 
     Source: Y. Huang et al., "GPipe", 2019; D. Narayanan et al., "PipeDream", 2019, for 1F1B, and "Efficient large-scale language
     model training on GPU clusters using Megatron-LM", 2021, for the interleaved one.

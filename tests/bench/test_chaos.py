@@ -50,12 +50,12 @@ def test_the_right_rank(bench: Any, turn: Any) -> None:
 
 def test_the_ranks_that_wait_for_one_another(bench: Any, turn: Any) -> None:
     named, two = bench("judge").named, replace(turn, fault="two send", runtime="torch")
-    assert named(two, told("StuckError", sentence="rank 1 waits in send for rank 2; rank 2 waits in send for rank 1"))
-    assert not named(two, told("StuckError", sentence="rank 0 waits in send for rank 2; rank 2 waits in send for rank 0"))
-    assert not named(two, told("StuckError", sentence="rank 1 waits for a message that nobody will send"))
+    assert named(two, told("DeadlockError", sentence="rank 1 waits in send for rank 2; rank 2 waits in send for rank 1"))
+    assert not named(two, told("DeadlockError", sentence="rank 0 waits in send for rank 2; rank 2 waits in send for rank 0"))
+    assert not named(two, told("DeadlockError", sentence="rank 1 waits for a message that nobody will send"))
     other = replace(two, fault="another shape")
-    assert named(other, told("StuckError", sentence="is all_reduce on rank 0, and all_reduce on rank 1"))
-    assert not named(other, told("StuckError", sentence="is all_reduce on rank 0, and all_reduce on rank 2"))
+    assert named(other, told("DeadlockError", sentence="is all_reduce on rank 0, and all_reduce on rank 1"))
+    assert not named(other, told("DeadlockError", sentence="is all_reduce on rank 0, and all_reduce on rank 2"))
 
 
 def test_stop_and_a_rank_that_is_frozen(bench: Any, turn: Any) -> None:
@@ -71,7 +71,7 @@ def test_a_healthy_run_that_is_said_to_be_stuck(bench: Any, turn: Any) -> None:
     named, healthy = bench("judge").named, replace(turn, fault="healthy: DDP")
     assert named(healthy, told("NoneType", results=[1.0, 1.0, 1.0]))
     assert not named(healthy, told("NoneType", results=[1.0, 1.0, 0.5]))
-    assert not named(healthy, told("StuckError", text="The ranks can never go on"))
+    assert not named(healthy, told("DeadlockError", text="Deadlock"))
 
 
 def test_a_group_that_did_not_recover_and_what_is_left_count(bench: Any, turn: Any) -> None:

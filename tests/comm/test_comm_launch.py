@@ -18,7 +18,7 @@ from time_limits import LIMITS_S, some_limit_does  # noqa: E402
 from torch.distributed import rpc  # noqa: E402
 
 import labkit as lab  # noqa: E402
-from labkit.errors.exceptions import RankError, StuckError  # noqa: E402
+from labkit.errors.exceptions import DeadlockError, RankError  # noqa: E402
 from labkit.worker.runtimes.registry import RUNTIMES  # noqa: E402
 
 NOTHING_TO_DO = "init_process_group had nothing to do"
@@ -319,12 +319,12 @@ def nobody_sets_what_one_gets(folder: str) -> None:
 
 
 FOR_EVER: dict[Callable[..., None], tuple[str, type[lab.LabError], str]] = {
-    other_ports: ("torch", StuckError, "init_process_group at localhost:29500 of 3 ranks"),
+    other_ports: ("torch", DeadlockError, "init_process_group at localhost:29500 of 3 ranks"),
     one_initialises: ("torch", RankError, "still waits for it in init_process_group"),
-    too_many_expected: ("torch", StuckError, "init_process_group at localhost:29500 of 4 ranks"),
+    too_many_expected: ("torch", DeadlockError, "init_process_group at localhost:29500 of 4 ranks"),
     one_looks_for_a_store: ("torch", RankError, "still waits for it in TCPStore"),
-    nobody_sets: ("torch", StuckError, "waits in store.wait for key 'key 0'"),
-    nobody_sets_what_one_gets: ("torch", StuckError, "rank 2 waits in store.get for key 'key'"),
+    nobody_sets: ("torch", DeadlockError, "waits in store.wait for key 'key 0'"),
+    nobody_sets_what_one_gets: ("torch", DeadlockError, "rank 2 waits in store.get for key 'key'"),
     one_starts_rpc: ("rpc", RankError, "still waits for it in init_rpc"),
     one_ends_rpc: ("rpc", RankError, "still waits for it in rpc.shutdown"),
 }
@@ -445,6 +445,21 @@ def test_a_bare_group_is_recorded_like_any_other() -> None:
             run = bare.run(calls_in_a_bare_rank)
             assert run.results == [1, 2, 3]
         assert {"init_rpc", "rpc_sync add", "rpc.shutdown"} <= set(names(run))
+
+
+def ends_its_group_or_not(end: bool) -> int:
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if end:
+        dist.destroy_process_group()
+    return os.getpid()
+
+
+def test_a_program_that_left_its_group_in_bare_ranks_does_not_meet_the_next() -> None:
+    with lab.Group(2, runtime="bare", timeout_s=200) as bare:
+        ended, left, last = (bare.run(ends_its_group_or_not, end).results for end in (True, False, True))
+    assert left == ended
+    assert not set(last) & set(left)
 
 
 def test_a_bare_group_that_one_rank_leaves_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

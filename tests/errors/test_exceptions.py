@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from labkit.errors.exceptions import LabError, RankError, RankFailure, StuckError, install_command, missing
+from labkit.errors.exceptions import DeadlockError, LabError, RankError, RankFailure, install_command, missing
 
 TRACEBACK = """Traceback (most recent call last):
   File "cell 5", line 3, in train
@@ -64,8 +64,8 @@ def test_a_rank_that_died_without_a_word() -> None:
 def test_a_notebook_shows_the_report_and_nothing_else() -> None:
     error = RankError([CRASH])
     assert error._render_traceback_() == [f"RankError: {error.report()}"]
-    stuck = StuckError("rank 0 waits in recv for rank 1", "", ["rank 0 was waiting in recv"])
-    assert stuck._render_traceback_()[0].startswith("StuckError: ───")
+    stuck = DeadlockError("rank 0 waits in recv for rank 1", "", ["rank 0 was waiting in recv"])
+    assert stuck._render_traceback_()[0].startswith("DeadlockError: ───")
     assert LabError("Group(0): at least one rank")._render_traceback_() == ["LabError: Group(0): at least one rank"]
 
 

@@ -81,7 +81,7 @@ def test_a_mistake_that_all_ranks_make_alike_costs_nothing(
     pytest.importorskip("torch")
     notebook = make(runtime="torch")
     notebook.cell("import torch, torch.distributed as dist\none = torch.ones(1)\ndist.all_reduce(one)")
-    with pytest.raises(lab.RankError, match="The ranks go on, with all that they hold"):
+    with pytest.raises(lab.RankError, match="The ranks are still running and keep their state"):
         notebook.cell("dist.all_reduce(one)\nlast = one.item()\nundefined")
     assert notebook.cell("dist.all_reduce(one)\nlast, one.item()") == "[rank 0] (4.0, 8.0)\n[rank 1] (4.0, 8.0)"
     assert said(capsys) == []

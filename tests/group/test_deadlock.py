@@ -1,4 +1,4 @@
-"""Who can never go on, and why: worked out by hand, without a process."""
+"""Deadlocks, and why: worked out by hand, without a process."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from time_limits import some_limit_does  # noqa: E402
 from torch.distributed import rpc  # noqa: E402
 
 import labkit as lab  # noqa: E402
-from labkit.errors.exceptions import MismatchError, StuckError  # noqa: E402
+from labkit.errors.exceptions import DeadlockError, MismatchError  # noqa: E402
 from labkit.group.deadlock import FITTING  # noqa: E402
 from labkit.group.deadlock_monitor import Watchdog  # noqa: E402
 from labkit.group.output import Output  # noqa: E402
@@ -129,7 +129,7 @@ def total() -> float:
 
 @pytest.mark.parametrize("function", STUCK, ids=lambda f: f.__name__)
 def test_ranks_that_wait_for_one_another(three: lab.Group, function: Callable[[], None]) -> None:
-    with pytest.raises(StuckError) as caught:
+    with pytest.raises(DeadlockError) as caught:
         three.run(function)
     for words in STUCK[function]:
         assert words in caught.value.headline
@@ -224,7 +224,7 @@ def call_back(name: str, depth: int) -> int:
 def test_calls_that_wait_for_one_another_for_want_of_threads() -> None:
     with lab.Group(["a", "b"], runtime="rpc", timeout_s=200) as group:
         assert group["a"].run(call_back, "a", 8).results == [8]
-        with pytest.raises(StuckError) as caught:
+        with pytest.raises(DeadlockError) as caught:
             group["a"].run(call_back, "a", 200)
         assert "a waits in rpc_sync call_back" in caught.value.headline
         assert group["a"].run(call_back, "a", 2).results == [2]
@@ -253,7 +253,7 @@ def train(**times: int) -> int:
 def test_a_future_that_nobody_completes() -> None:
     with lab.Group(["a", "b", "server"], runtime="rpc", timeout_s=60) as group:
         assert group.run(train, a=3, b=3).results == [6, 6, 0]
-        with pytest.raises(StuckError) as caught:
+        with pytest.raises(DeadlockError) as caught:
             group.run(train, a=3, b=2)
         place = f"test_deadlock_run.py, line {train.__code__.co_firstlineno + 2}"
         assert caught.value.headline == (
@@ -314,7 +314,7 @@ def test_a_verdict_that_does_not_hold_is_dropped(three: lab.Group, monkeypatch: 
         return look(watchdog, now_ns)
 
     monkeypatch.setattr(Watchdog, "look", look_and_forget)
-    with pytest.raises(StuckError):
+    with pytest.raises(DeadlockError):
         three.run(two_receive)
     assert len(looks) == 60
 

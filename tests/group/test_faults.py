@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("stop_works")
 START = ("fork", "spawn")
 RULE = "─" * 70
 STOPPED = "All ranks were stopped; the next run starts fresh ones."
-KEPT = "The ranks go on, with all that they hold."
+KEPT = "The ranks are still running and keep their state."
 
 
 @pytest.fixture(scope="module", params=START)

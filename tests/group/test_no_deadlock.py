@@ -19,7 +19,7 @@ import torch.distributed as dist  # noqa: E402
 from time_limits import some_limit_does  # noqa: E402
 
 import labkit as lab  # noqa: E402
-from labkit.errors.exceptions import StuckError  # noqa: E402
+from labkit.errors.exceptions import DeadlockError  # noqa: E402
 from labkit.group.deadlock import CREATED  # noqa: E402
 from labkit.group.output import Output  # noqa: E402
 from labkit.worker.runtimes.registry import RUNTIMES  # noqa: E402
@@ -207,7 +207,7 @@ def a_thread_that_waits() -> object:
 
 @pytest.mark.parametrize("start", [an_idle_executor, a_thread_that_waits], ids=lambda f: f.__name__)
 def test_a_thread_that_nothing_can_wake_changes_nothing(start: Callable[[], object], three: lab.Group) -> None:
-    with pytest.raises(StuckError) as caught:
+    with pytest.raises(DeadlockError) as caught:
         three.run(faces_another, start)
     assert re.search(r"rank 0 waits in recv .* for rank 1; rank 1 waits in recv", caught.value.headline)
 
@@ -300,7 +300,7 @@ def messages_whose_limit_was_set_too_late() -> None:
 
 
 def test_a_limit_that_gloo_does_not_know_puts_off_no_verdict(three: lab.Group) -> None:
-    with pytest.raises(StuckError, match="recv"):
+    with pytest.raises(DeadlockError, match="recv"):
         three.run(messages_whose_limit_was_set_too_late)
 
 
@@ -366,7 +366,7 @@ def test_a_group_too_many_of_the_run_before_is_named() -> None:
     first = creates_one_more.__code__.co_firstlineno + 2
     with lab.Group(3, timeout_s=200) as group:
         group.run(creates_one_more)
-        with pytest.raises(StuckError) as caught:
+        with pytest.raises(DeadlockError) as caught:
             group.run(creates_and_uses)
     assert "rank 0 waits in new_group (test_no_deadlock.py, line " in caught.value.headline
     assert f"its group number 2, after that of test_no_deadlock.py, line {first}) for rank 2" in caught.value.headline
@@ -416,6 +416,6 @@ def joins_a_thread_that_waits() -> None:
 
 
 def test_a_main_thread_that_joins_one_in_an_operation_is_stuck_with_it(three: lab.Group) -> None:
-    with pytest.raises(StuckError) as caught:
+    with pytest.raises(DeadlockError) as caught:
         three.run(joins_a_thread_that_waits)
     assert caught.value.headline.endswith("rank 1 waits in recv for rank 0")

@@ -188,7 +188,7 @@ def test_after_a_failure_fresh_ranks_know_nothing(shell: Shell, cells: in_cells.
 
 def test_after_an_error_that_stopped_nobody_names_persist(shell: Shell, shown: Callable[[], list[str]]) -> None:
     shell("group", "x = 1")
-    with pytest.raises(lab.RankError, match="The ranks go on, with all that they hold"):
+    with pytest.raises(lab.RankError, match="The ranks are still running and keep their state"):
         shell("group", "x = 2\n1 / 0")
     shell("group", "x")
     assert shown() == ["[a] 2", "[b] 2", "[c] 2"]

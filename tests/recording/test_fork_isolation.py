@@ -201,4 +201,4 @@ def test_many_names_of_spans_do_not_blind_a_group(capsys: pytest.CaptureFixture[
         assert {s.name for s in run.trace.scalars} == {"loss"}
         with pytest.raises(lab.LabError) as told:
             group.run(hang)
-    assert type(told.value).__name__ == "StuckError"
+    assert type(told.value).__name__ == "DeadlockError"
