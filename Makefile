@@ -55,7 +55,7 @@ gpu:  ## on a machine with GPUs: tests, lessons and a benchmark on them, into do
 notebooks: setup  ## execute the notebooks again from top to bottom (ONLY="02 10": these)
 	$(BIN)/python tools/notebooks.py $(ONLY)
 
-pictures: setup  ## draw the pictures of the readme again, from real runs (ONLY="pipeline": that one)
+pictures: setup  ## draw the pictures of README and docs again, from real runs (ONLY="pipeline": that one)
 	$(BIN)/python -m tools.pictures $(ONLY)
 
 lock: setup  ## write constraints.txt again from what .venv holds
