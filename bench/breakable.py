@@ -20,7 +20,7 @@ import numpy as np
 from faults import FAULTS, Round, work
 
 import labkit as lab
-from labkit.group.registry import notebook
+from labkit.group.open_groups import notebook
 
 SPARE_FILES: Final = 5  # descriptors that a spare rank holds: they come and go in the background
 

@@ -10,7 +10,7 @@ import numpy as np
 from work import ARRAY_BYTES, RANKS, children_pss, seconds, wait_until_children_rest
 
 import labkit as lab
-from labkit.group.registry import notebook
+from labkit.group.open_groups import notebook
 
 
 def add_up() -> float:

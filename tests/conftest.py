@@ -161,7 +161,7 @@ def _shared_memory() -> set[str]:
 
 def _notebook() -> Any:
     """What labkit holds for this process; None where no test has imported it."""
-    module = sys.modules.get("labkit.group.registry")
+    module = sys.modules.get("labkit.group.open_groups")
     return None if module is None else module.notebook
 
 

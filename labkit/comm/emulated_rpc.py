@@ -14,6 +14,7 @@ import torch
 from labkit.comm.emulated_link import SlowLink, hold_until, pass_on
 from labkit.comm.futures import Futures
 from labkit.comm.operation import Operation
+from labkit.recording.group_keys import call_key
 
 __all__ = ["SlowCalls"]
 
@@ -41,7 +42,7 @@ class SlowCalls:
 
     def reply(self, caller: int, number: int, nbytes: int, at_ns: int, *, travels: bool) -> None:
         """On the callee: a result is there, and is sent back unless it stays as the value of an RRef."""
-        pair = f"rpc {caller}>{self._slow.rank}"
+        pair = call_key(caller, self._slow.rank)
         if travels:
             self._send(self._slow.rank, caller, nbytes, f"reply {pair}", number, at_ns)
         else:

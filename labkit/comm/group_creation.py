@@ -15,8 +15,8 @@ import torch.distributed.distributed_c10d as c10d
 from labkit.comm.futures import in_place_of
 from labkit.comm.operation import Operation
 from labkit.comm.time_limits import ends_by_itself
+from labkit.recording.group_keys import creation_key
 from labkit.recording.record import Recorder, clock, student_line
-from labkit.recording.rendezvous_state import NEW_GROUP
 from labkit.recording.ring_buffer import TIMED, UNSHOWN
 
 __all__ = ["watch_creation"]
@@ -39,7 +39,7 @@ def watch_creation(recorder: Recorder) -> None:
         line = student_line()
         order = f"its group number {len(before) + 1}" + (f", after that of {before[-1]}" if before else "")
         before.append(line)
-        group = f"{NEW_GROUP}{given['group_name']} of ranks {','.join(map(str, ranks))}"
+        group = creation_key(given["group_name"], ranks)
         operation = Operation(recorder.ring, "new_group", clock(), group=group, match=1, line=f"{line}; {order}")
         operation.wait_begins(TIMED if ends_by_itself(given.get("timeout")) else 0)
         try:

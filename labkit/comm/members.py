@@ -14,6 +14,8 @@ from typing import Any, Final
 
 import torch.distributed.distributed_c10d as c10d
 
+from labkit.recording.group_keys import of_ranks
+
 __all__ = ["Members", "Numbering", "numbers_of"]
 
 KEY: Final = "labkit: process of rank {}"
@@ -73,14 +75,14 @@ class Members:
         """A group's name, the same in all its processes, with what tells them apart; and of each of its ranks the process."""
         processes = self.processes()  # which may tell the number of the default group
         ranks = [processes[number] for number in numbers_of(group)]
-        some = "" if ranks == list(range(self._numbering.size)) else f" of ranks {_listed(ranks)}"
         if group is c10d.GroupMember.WORLD:
-            return ("world" if self._world == 1 else f"world {self._world}") + some, ranks
+            name = "world" if self._world == 1 else f"world {self._world}"
+            return name if ranks == list(range(self._numbering.size)) else of_ranks(name, ranks), ranks
         # torch describes a part by the address at which this process keeps the whole: that differs from rank to rank.
         desc = group.group_desc.partition(":split:")[0]
         desc = "" if desc == "undefined" else f" {desc}"
         world = "" if self._world == 1 else f" of world {self._world}"
-        return f"group {group.group_name}{desc}{world} of ranks {_listed(ranks)}", ranks
+        return of_ranks(f"group {group.group_name}{desc}{world}", ranks), ranks
 
 
 class Given(Members):
@@ -125,8 +127,4 @@ class ByHand(Exchanged):
         ranks = list(self.processes())
         made = self._numbering.made_by_hand
         made[tuple(ranks)] += 1
-        return f"group {made[tuple(ranks)]} made by hand of ranks {_listed(ranks)}", ranks
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ",".join(map(str, ranks))
+        return of_ranks(f"group {made[tuple(ranks)]} made by hand", ranks), ranks

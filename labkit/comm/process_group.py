@@ -25,6 +25,7 @@ from labkit.comm.members import Numbering, numbers_of
 from labkit.comm.operation import Batch, Operation
 from labkit.comm.time_limits import backends_limit, ends_by_itself
 from labkit.comm.work import SilentWork, WatchedMessage, WatchedWork
+from labkit.recording.group_keys import pair_key
 from labkit.recording.record import Recorder, clock, student_line
 from labkit.recording.ring_buffer import OPEN, ROOTED, TIMED
 
@@ -282,8 +283,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
             label = self.label  # knows the ranks, from here on
             me, other = self._ranks[self.rank()], self._ranks[peer]
             source, destination = (me, other) if method == "send" else (other, me)
-            name = f"p2p {source}>{destination} tag {tag}" + ("" if label == "world" else f" {label}")
-            pair = self._pairs[method, peer, tag] = other, name, itertools.count(1)
+            pair = self._pairs[method, peer, tag] = other, pair_key(source, destination, tag, label), itertools.count(1)
         return pair
 
     def send(self, tensors: list[Any], dstRank: int, tag: int) -> Any:  # noqa: N803  # torch's names

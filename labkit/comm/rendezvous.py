@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from labkit.comm.operation import Operation
+from labkit.recording.group_keys import rendezvous_key
 from labkit.recording.record import Recorder, clock, student_line
-from labkit.recording.ring_buffer import RENDEZVOUS, TIMED
+from labkit.recording.ring_buffer import TIMED
 
 __all__ = ["Address", "Rendezvous"]
 
@@ -104,7 +105,7 @@ class Rendezvous:
             timed: whether the call fails by itself after a time that the program has set.
         """
         before = self._operation, self._timed
-        group = _group(where, size)
+        group = rendezvous_key(where, size)
         self._timed = timed
         self._operation = self._blocked(name, clock(), group, next(self._visits[group]))
         try:
@@ -136,7 +137,7 @@ class Rendezvous:
         if self._operation is None:
             with self.waiting("rendezvous", where, size):
                 return self.meet(where, size, value, timeout)
-        store, group = self._connect(), _group(where, size)
+        store, group = self._connect(), rendezvous_key(where, size)
         generation, place = divmod(store.add(f"{group}/came", 1) - 1, size)
         under_way = self._operation
         self._operation = self._blocked(under_way.name, under_way.start_ns, group, generation + 1)
@@ -167,11 +168,6 @@ class Rendezvous:
         store, _ = self.meet(asked.where, asked.size, [asked.rank, self._rank], timeout)
         yield store, asked.rank, asked.size
         raise RuntimeError(f"Unable to perform re-rendezvous using {asked.scheme}:// method")  # as torch says
-
-
-def _group(where: str, size: int) -> str:
-    """What all who meet call it."""
-    return f"{RENDEZVOUS}{where} of {size} ranks"
 
 
 def _is_here(where: str) -> bool:

@@ -13,8 +13,8 @@ import torch
 from torch.distributed import autograd as dist_autograd
 
 from labkit.comm.operation import Operation
+from labkit.recording.group_keys import DIST_BACKWARD
 from labkit.recording.record import clock, student_line
-from labkit.recording.rendezvous_state import DIST_BACKWARD
 from labkit.recording.ring_buffer import AUTOMATIC, COMPUTE, RingWriter
 
 __all__ = ["RpcBackwards", "tensors_in"]

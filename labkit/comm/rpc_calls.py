@@ -34,6 +34,7 @@ from labkit.comm.rpc_optimizer import step_in_python
 from labkit.comm.time_limits import ends_by_itself
 from labkit.ipc.rpc_errors import sent
 from labkit.ipc.tracebacks import headline, students_traceback
+from labkit.recording.group_keys import call_key
 from labkit.recording.record import Recorder, clock, student_line
 from labkit.recording.ring_buffer import AUTOMATIC, COMPUTE, PROMISE, SERVE, SERVED, UNSEEN_PROMISE
 
@@ -132,7 +133,7 @@ class RpcCalls:
         elif not function:
             return invoke(*args, **kwargs)  # torch's own business
         peer = to.id if hasattr(to, "id") else api.get_worker_info(to).id
-        pair, number = (_pair(call.caller, peer), call.number) if call is not None else ("", 0)
+        pair, number = (call_key(call.caller, peer), call.number) if call is not None else ("", 0)
         shared = (pair, number) if call is None or call.replies else ("", 0)
         operation = Operation(self._ring, f"{thread.api} {function}", start_ns, nbytes, peer, *shared, student_line())
         operation.timed = thread.timed
@@ -159,7 +160,7 @@ class RpcCalls:
         if not isinstance(call, _NumberedCall):
             return run(call)
         function = spoken(call.func, call.args) or ""
-        pair = _pair(call.caller, api.get_worker_info().id)
+        pair = call_key(call.caller, api.get_worker_info().id)
         if self._slow is not None:
             self._slow.arrives(pair, call.number)
         name, start_ns = f"{SERVE}{function}", clock()
@@ -213,7 +214,7 @@ class RpcCalls:
         def sent(nbytes: int) -> None:
             self._ring.write_communication(
                 f"reply {function}" if call.replies else f"value {function}", start_ns, clock(), nbytes=nbytes, peer=call.caller,
-                group=_pair(call.caller, api.get_worker_info().id), match=call.number,
+                group=call_key(call.caller, api.get_worker_info().id), match=call.number,
             )  # fmt: skip
             if self._slow is not None:
                 self._slow.reply(call.caller, call.number, nbytes, start_ns, travels=call.replies)
@@ -274,11 +275,6 @@ def _value(future: Any) -> Any:
         return future.value()
     except Exception as error:  # noqa: BLE001  # whatever the student's function raised
         return error
-
-
-def _pair(caller: int, callee: int) -> str:
-    """What both ends call the two of them."""
-    return f"rpc {caller}>{callee}"
 
 
 def _nbytes(value: Any) -> int:

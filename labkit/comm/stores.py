@@ -12,8 +12,9 @@ from torch.distributed.constants import default_pg_timeout
 from labkit.comm.futures import in_place_of
 from labkit.comm.rendezvous import Rendezvous
 from labkit.comm.time_limits import ends_by_itself
+from labkit.recording.group_keys import rendezvous_key, store_key
 from labkit.recording.record import Recorder, clock, student_line
-from labkit.recording.ring_buffer import RENDEZVOUS, STORE, TIMED
+from labkit.recording.ring_buffer import TIMED
 
 __all__ = ["Stores"]
 
@@ -43,20 +44,20 @@ class Stores:
     def _get(self, get: Callable[..., Any], store: Any, key: str) -> Any:
         if store.check([key]):
             return get(store, key)
-        return self._waited("store.get", f"{STORE}{key}", _sets_time(store), lambda: get(store, key))
+        return self._waited("store.get", store_key(key), _sets_time(store), lambda: get(store, key))
 
     def _wait(self, wait: Callable[..., Any], store: Any, keys: list[str], *timeout: timedelta, **named: timedelta) -> Any:
         if store.check(keys):
             return None
         timed = bool(timeout or named) or _sets_time(store)
-        return self._waited("store.wait", f"{STORE}{', '.join(keys)}", timed, lambda: wait(store, keys, *timeout, **named))
+        return self._waited("store.wait", store_key(", ".join(keys)), timed, lambda: wait(store, keys, *timeout, **named))
 
     def _open(self, init: Callable[..., None], store: Any, *args: Any, **kwargs: Any) -> None:
         given = dict(zip(("host_name", "port", "world_size", "is_master", "timeout"), args, strict=False)) | kwargs
         if self._rendezvous.under_way or given.get("port") in (None, self._own_port):
             init(store, *args, **kwargs)
             return
-        group = f"{RENDEZVOUS}{given.get('host_name')}:{given['port']} of {given.get('world_size') or 2} ranks"
+        group = rendezvous_key(f"{given.get('host_name')}:{given['port']}", given.get("world_size") or 2)
         self._waited("TCPStore", group, ends_by_itself(given.get("timeout")), lambda: init(store, *args, **kwargs), 1)
 
     def _waited(self, name: str, group: str, timed: bool, call: Callable[[], Any], match: int = 0) -> Any:

@@ -14,8 +14,9 @@ from typing import Final
 
 from labkit.group.rank_state import Standing
 from labkit.group.remote_calls import has_thread, promised, serves, thread_blocked
-from labkit.recording.rendezvous_state import DIST_BACKWARD, HINTS, NEW_GROUP, WAITS, hint_of, not_there, waits_for
-from labkit.recording.ring_buffer import PROMISE, RENDEZVOUS, SERVE, TENSORFLOW, UNSEEN_PROMISE, Pending
+from labkit.group.rendezvous import HINTS, hint_of, not_there
+from labkit.recording.group_keys import GroupKind, kind_of, ranks_of, where_of
+from labkit.recording.ring_buffer import PROMISE, SERVE, UNSEEN_PROMISE, Pending
 
 __all__ = [
     "SERVES_OTHERS", "Deadlock", "amount", "doing", "listed", "mismatch", "missing", "operation_in_words", "place",
@@ -33,6 +34,7 @@ ALL_OF_TENSORFLOW: Final = (
 )
 CREATED: Final = "Every rank calls new_group, in the same order, also one that does not belong to the group."
 FITTING: Final = "A receive needs a tensor of the size and type that is sent."
+USUALLY: Final = {GroupKind.TENSORFLOW: ALL_OF_TENSORFLOW, GroupKind.CREATION: CREATED}  # else `ALL`
 SERVES_OTHERS: Final = (
     "`join()` of a server ends when the others have returned: call the rank that they serve, such as the chief, as well."
 )
@@ -120,13 +122,13 @@ def mismatch(operations: Sequence[tuple[str, Pending]]) -> tuple[str, str]:
     """
     by_number: dict[tuple[str, int], list[tuple[str, Pending]]] = {}
     for name, operation in operations:
-        if operation.group and operation.match and not operation.group.startswith("rpc "):
+        if operation.group and operation.match and kind_of(operation.group) is not GroupKind.CALL:
             by_number.setdefault((operation.group, operation.match), []).append((name, operation))
     for together in by_number.values():
         (first, mine), *others = together
         for other, theirs in others:
             if _differs(mine, theirs):
-                if mine.group.startswith("p2p "):
+                if kind_of(mine.group) is GroupKind.PAIR:
                     return _misfit(*sorted([(first, mine), (other, theirs)], key=lambda side: side[1].name != "send")), FITTING
                 return _contrast(first, mine, other, theirs), SAME
     return "", ""
@@ -161,27 +163,30 @@ def missing(ranks: Sequence[Standing], me: int, operation: Pending) -> Iterator[
 
 
 def _not_entered(ranks: Sequence[Standing], me: int, operation: Pending) -> Iterator[int]:
-    group = operation.group
-    if group.startswith("rpc "):
+    group, kind = operation.group, kind_of(operation.group)
+    if kind is GroupKind.CALL:
         callee = ranks[operation.peer]
         served = [p for p in callee.pending if serves(p, operation)]
         if all(thread_blocked(callee, p) for p in served):
             yield operation.peer
-    elif group.startswith("p2p "):
+    elif kind is GroupKind.PAIR:
         peer = ranks[operation.peer]
         # What comes from anybody has no number before it has come.
         takes_any = operation.name == "send" and any(p.name == "recv" and not p.group for p in peer.pending)
         if peer.entered.get(group, 0) < operation.match and not takes_any:
             yield operation.peer
-    elif group.startswith(WAITS):
+    elif kind in HINTS:
         yield from not_there(group, operation.match, [rank.entered.get(group, 0) for rank in ranks])
-    elif group == TENSORFLOW:  # those that are not called may serve, as a "ps" does
+    elif kind is GroupKind.TENSORFLOW:  # those that are not called may serve, as a "ps" does
         yield from (i for i, rank in enumerate(ranks) if rank.returned and not rank.free and rank.called and not rank.serving)
-    elif group and group != DIST_BACKWARD:
-        for other in _members(group, len(ranks)):
+    elif kind in (GroupKind.COLLECTIVE, GroupKind.CREATION):
+        members = ranks_of(group)
+        for other in range(len(ranks)) if members is None else members:
             if other != me and ranks[other].entered.get(group, 0) < operation.match:
                 yield other
-    elif operation.name == "recv" and operation.what:  # from whoever sends; without a tensor it is a span of the student's own
+    elif (
+        kind is GroupKind.ALONE and operation.name == "recv" and operation.what
+    ):  # from whoever sends; without a tensor it is a span of the student's own
         sent = [p for rank in ranks for p in rank.pending if p.name == "send" and p.peer == me]
         if all(ranks[me].entered.get(p.group, 0) >= p.match for p in sent):
             yield -1
@@ -190,7 +195,7 @@ def _not_entered(ranks: Sequence[Standing], me: int, operation: Pending) -> Iter
 def _absent(ranks: Sequence[Standing], hopeless: Collection[int], me: int, operation: Pending) -> list[int]:
     """The ranks that have not come to an operation and take part in nothing any more."""
     not_here = (i for i in missing(ranks, me, operation) if i in hopeless)
-    apart = operation.group.startswith(RENDEZVOUS)  # a rank that serves calls does not come to this by that
+    apart = kind_of(operation.group) is GroupKind.RENDEZVOUS  # a rank that serves calls does not come to this by that
     return [i for i in not_here if ranks[i].returned and (apart or not ranks[i].serving)]
 
 
@@ -198,16 +203,11 @@ def _may_come(ranks: Sequence[Standing], hopeless: set[int], which: int, operati
     """Whether a rank may still come to an operation that it has not come to."""
     if which == -1:
         return any(_may_come(ranks, hopeless, i, operation) for i in range(len(ranks)) if operation not in ranks[i].pending)
-    if operation.group.startswith("rpc "):
+    if kind_of(operation.group) is GroupKind.CALL:
         future = promised(ranks, operation)
         may_be_answered = has_thread(ranks[which]) if future is None else future.name.startswith(UNSEEN_PROMISE)
         return which not in hopeless or may_be_answered
     return which not in hopeless
-
-
-def _members(group: str, size: int) -> Sequence[int]:
-    listed = re.search(r" of ranks ([\d,]+)$", group)
-    return [int(number) for number in listed[1].split(",")] if listed else range(size)
 
 
 def _unequal(ranks: Sequence[Standing]) -> set[int]:
@@ -215,7 +215,7 @@ def _unequal(ranks: Sequence[Standing]) -> set[int]:
     came: dict[tuple[str, int], list[tuple[int, Pending]]] = {}
     for i, rank in enumerate(ranks):
         for operation in (*rank.pending, *rank.done):
-            if operation.group and not operation.group.startswith("rpc "):
+            if operation.group and kind_of(operation.group) is not GroupKind.CALL:
                 came.setdefault((operation.group, operation.match), []).append((i, operation))
     return {
         i for i, rank in enumerate(ranks) for operation in rank.blocked
@@ -224,7 +224,7 @@ def _unequal(ranks: Sequence[Standing]) -> set[int]:
 
 
 def _differs(a: Pending, b: Pending) -> bool:
-    names_differ = a.name != b.name and not a.group.startswith("p2p ")
+    names_differ = a.name != b.name and kind_of(a.group) is not GroupKind.PAIR
     if a.name.startswith("all_to_all"):  # ranks may give different amounts; see `group.mismatches`
         return names_differ
     return names_differ or (a.what != b.what and amount(a.what) != amount(b.what))
@@ -249,8 +249,8 @@ def _why(ranks: Sequence[Standing], waiting: Sequence[int], hopeless: set[int]) 
     if in_vain:
         return _unkept(ranks, in_vain), PROMISED, None
     circle = _circle(ranks, waiting)
-    apart = [(ranks[i].name, p) for i in waiting for p in ranks[i].blocked if p.group.startswith(WAITS)]
-    if apart and (not circle or all(p.group.startswith(RENDEZVOUS) for _, p in circle)):
+    apart = [(ranks[i].name, p) for i in waiting for p in ranks[i].blocked if kind_of(p.group) in HINTS]
+    if apart and (not circle or all(kind_of(p.group) is GroupKind.RENDEZVOUS for _, p in circle)):
         hint = hint_of(apart[0][1].group, len(ranks))
         return "; ".join(f"{name} waits in {operation_in_words(p, ())}{place(p)}" for name, p in apart), hint, None
     if not circle:
@@ -272,7 +272,7 @@ def _deserted(ranks: Sequence[Standing], waiting: Sequence[int], gone: int) -> t
     who = f"{listed([name for name, _ in for_it])} still {'waits' if len(for_it) == 1 else 'wait'} for it"
     if not ranks[gone].called:
         return f"was not called, and {who} in {operation.name}{place(operation)}", CALLED, gone
-    usual = ALL_OF_TENSORFLOW if operation.group == TENSORFLOW else CREATED if operation.group.startswith(NEW_GROUP) else ALL
+    usual = USUALLY.get(kind_of(operation.group), ALL)
     return f"returned while {who} in {operation.name}{place(operation)}", usual, gone
 
 
@@ -310,10 +310,10 @@ def _way_back(start: int, waits: Mapping[int, Mapping[int, Pending]]) -> list[in
 
 def _usual(operations: Sequence[Pending]) -> str:
     kinds = {p.name.split()[0] for p in operations}
-    if any(p.group.startswith(NEW_GROUP) for p in operations):
+    if any(kind_of(p.group) is GroupKind.CREATION for p in operations):
         return CREATED
-    if any(p.group.startswith(RENDEZVOUS) and p.name != "rpc.shutdown" for p in operations):
-        return HINTS[RENDEZVOUS]
+    if any(kind_of(p.group) is GroupKind.RENDEZVOUS and p.name != "rpc.shutdown" for p in operations):
+        return HINTS[GroupKind.RENDEZVOUS]
     if kinds == {"send"}:
         return "A send ends only when the other side receives: one of them must receive first, or use isend."
     if kinds == {"recv"}:
@@ -345,8 +345,8 @@ def _given(operation: Pending) -> str:
 
 def operation_in_words(operation: Pending, names: Sequence[str], *, closely: bool = False) -> str:
     """Its name, what it waits for and with whom, as far as `names` are given; closely: its number and what it was given, too."""
-    details = [waits_for(operation.group)] if operation.name != "rpc.shutdown" else []
-    if closely and operation.match and not operation.group.startswith(WAITS):
+    details = [where_of(operation.group)] if operation.name != "rpc.shutdown" else []
+    if closely and operation.match and kind_of(operation.group) not in HINTS:
         details.append(f"number {operation.match}")
     if closely and operation.what:
         details.append(f"of {operation.what}")

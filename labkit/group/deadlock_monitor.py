@@ -18,7 +18,8 @@ from labkit.group.remote_calls import circle_of_calls, served_by
 from labkit.group.stack_dump import ask
 from labkit.group.thread_states import Active, Look, active, children_of, look
 from labkit.group.wait_notices import waiting_notice
-from labkit.recording.ring_buffer import TENSORFLOW, Pending
+from labkit.recording.group_keys import GroupKind, kind_of
+from labkit.recording.ring_buffer import Pending
 
 __all__ = ["Watchdog"]
 
@@ -139,7 +140,7 @@ class Watchdog:
     def _active(self, rank: int, standing: Standing, now: Look, before: Look | None) -> Active | None:
         """What of a rank may still act beside what it is blocked in."""
         # TensorFlow's waits are noted by a thread that looks at the main one; a server's main thread is one of those that serve.
-        unknown = rank in self._serving or any(p.group == TENSORFLOW for p in standing.blocked)
+        unknown = rank in self._serving or any(kind_of(p.group) is GroupKind.TENSORFLOW for p in standing.blocked)
         blocked = None if unknown else {p.thread for p in standing.blocked}
         return active(now, before, blocked=blocked, idle_main=standing.returned and not unknown)
 

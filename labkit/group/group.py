@@ -16,12 +16,13 @@ from labkit.errors.exceptions import LabError, RankError, Stopped
 from labkit.errors.wrong_calls import public_api
 from labkit.group import stack_dump
 from labkit.group.cell_names import CellNames, lost_names
+from labkit.group.open_groups import notebook
 from labkit.group.options import FixedArgument, Plan, check_place, chosen
 from labkit.group.output import cell_label, put
+from labkit.group.picture import Picture
 from labkit.group.processes import RankPool
 from labkit.group.rank_selection import Ranks
-from labkit.group.registry import notebook
-from labkit.group.run import Execution, Picture, Run
+from labkit.group.run import Execution, Run
 from labkit.group.spawn import WithRank, check_spawn, hint_for_rank
 from labkit.group.unfinished import still_unfinished
 from labkit.ipc import pickling

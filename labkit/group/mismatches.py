@@ -16,13 +16,16 @@ import numpy as np
 
 from labkit.errors.exceptions import MismatchError
 from labkit.group.deadlock import amount, mismatch
-from labkit.recording.ring_buffer import COMMUNICATION, OPEN, TENSORFLOW, Pending
+from labkit.recording.group_keys import GroupKind, kind_of
+from labkit.recording.ring_buffer import COMMUNICATION, OPEN, Pending
 
 __all__ = ["Place", "first_unequal", "mismatch_error", "mismatch_hint", "shapes_note"]
 
 _ANY_OTHER: Final = -1  # the number of a group in which nothing is compared
 _PAIRWISE: Final = "all_to_all"  # how operations begin in which each two ranks agree on what goes between them
 _PARTS: Final = re.compile(r"(?P<dtype>\w+) (?P<sent>[\d,]*) sent, (?P<received>[\d,]*) received")
+
+UNCOMPARED: Final = (GroupKind.ALONE, GroupKind.CALL, GroupKind.TENSORFLOW)  # what a rank gives to it alone
 
 
 _REDUCE: Final = ("all_reduce", "reduce")  # how operations begin in which elements of several ranks become one
@@ -105,7 +108,7 @@ def _numbers(column: Any, names: Sequence[str], texts: dict[str, int], make: Cal
 
 
 def _compared(group: str) -> str | None:
-    return None if not group or group == TENSORFLOW or group.startswith("rpc ") else group
+    return group if kind_of(group) not in UNCOMPARED else None
 
 
 def _alike(name: str) -> str:

@@ -17,7 +17,7 @@ from labkit.costs.link import Link
 from labkit.errors.exceptions import LabError, missing
 from labkit.errors.units import in_words
 from labkit.errors.wrong_calls import WrongNameError
-from labkit.group.registry import STARTS, default_start
+from labkit.group.open_groups import STARTS, default_start
 from labkit.worker.fork_server import BATCH
 from labkit.worker.open_files import count_open_files, raise_limit
 from labkit.worker.runtimes.registry import RUNTIMES, Runtime, gpu_count

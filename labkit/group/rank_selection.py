@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from labkit.errors.wrong_calls import public_api
-from labkit.group.run import Picture, Run
+from labkit.group.picture import Picture
+from labkit.group.run import Run
 
 __all__ = ["Ranks"]
 

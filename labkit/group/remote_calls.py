@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from labkit.group.rank_state import Standing
+from labkit.recording.group_keys import GroupKind, kind_of
 from labkit.recording.ring_buffer import PROMISE, SERVE, UNSEEN_PROMISE, Pending
 
 __all__ = ["circle_of_calls", "has_thread", "promised", "served_by", "serves", "thread_blocked"]
@@ -19,7 +20,7 @@ def circle_of_calls(ranks: Sequence[Standing]) -> str:
         for first in rank.blocked:
             links, at, call = [rank.name], start, first
             passed = {start}
-            while call.group.startswith("rpc "):
+            while kind_of(call.group) is GroupKind.CALL:
                 at = call.peer
                 links.append(ranks[at].name)
                 served = next((p for p in ranks[at].pending if serves(p, call)), None)
@@ -37,7 +38,7 @@ def circle_of_calls(ranks: Sequence[Standing]) -> str:
 
 def served_by(ranks: Sequence[Standing], call: Pending) -> tuple[int, Pending] | None:
     """Which rank computes an RPC at this moment, not being blocked in it, and its own note of that."""
-    if not call.group.startswith("rpc "):
+    if kind_of(call.group) is not GroupKind.CALL:
         return None
     callee = ranks[call.peer]
     served = next((p for p in callee.pending if serves(p, call)), None)
@@ -51,7 +52,7 @@ def serves(pending: Pending, call: Pending) -> bool:
 
 def promised(ranks: Sequence[Standing], call: Pending) -> Pending | None:
     """The callee's note of a future, not completed yet, that a called function has returned under `async_execution`."""
-    if not call.group.startswith("rpc "):
+    if kind_of(call.group) is not GroupKind.CALL:
         return None
     futures = (p for p in ranks[call.peer].pending if p.name.startswith((PROMISE, UNSEEN_PROMISE)))
     return next((p for p in futures if (p.group, p.match) == (call.group, call.match)), None)

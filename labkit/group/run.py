@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from labkit.errors.exceptions import DeadlockError, LabError, RankError, RankFailure, RunTimeoutError, Stopped
 from labkit.errors.exit_reasons import explain_exit
@@ -14,6 +15,7 @@ from labkit.group.deadlock import SERVES_OTHERS, Deadlock, doing, mismatch, serv
 from labkit.group.deadlock_monitor import Watchdog
 from labkit.group.mismatches import mismatch_error, mismatch_hint, shapes_note
 from labkit.group.output import Output
+from labkit.group.picture import Picture
 from labkit.group.processes import Member, RankPool
 from labkit.group.stack_dump import crash
 from labkit.group.unfinished import Unfinished, left_unfinished, may_go_on
@@ -21,33 +23,18 @@ from labkit.ipc import pickling
 from labkit.ipc.messages import Message
 from labkit.ipc.tracebacks import lost_connection, unreadable
 from labkit.recording.events import ProfilerEvent
-from labkit.recording.ring_buffer import SERVE, Pending
+from labkit.recording.ring_buffer import SERVE
 from labkit.tracing.missing_names import about_names
 from labkit.tracing.trace import Trace
-from labkit.worker.resource_usage import Cores, Load, ResourceMonitor, gpus_of
+from labkit.worker.resource_usage import Cores, ResourceMonitor, gpus_of
 
-__all__ = ["Execution", "Picture", "Run"]
+__all__ = ["Execution", "Run"]
 
 LOOK_EVERY_S: Final = 0.05  # at rings and prints; the fastest writer takes twice as long to fill a ring
 FULL_BYTES: Final = 1 << 15  # a rank that has printed so much since the last look may soon be blocked: look again at once
 GRACE_S: Final = 0.1  # after a failure, the others may come back by themselves before they are stopped
 CAUSE_S: Final = 0.4  # so long where it was a lost connection only: what another rank says may be the cause of that
 DEATH_S: Final = 5.0  # and so long where a process is about to end, which surely is
-
-
-class Picture(Protocol):
-    """What a run tells a watcher, on the thread that called `watch`."""
-
-    interval_s: float
-
-    def begin(self, ranks: tuple[str, ...], title: str, start_ns: int, called: Sequence[int]) -> None:
-        """The ranks start now; those with the numbers `called` call the function, the others serve."""
-
-    def update(self, now_ns: int, new: Trace, pending: Sequence[Sequence[Pending]], loads: Sequence[Load]) -> None:
-        """`new`: what was completed since the last update; `pending`: what each rank has under way; `loads`: what it takes."""
-
-    def end(self, trace: Trace, stopped: str) -> None:
-        """The run is over; `stopped` says what ended it before its time: "stopped by an error", or "" if nothing did."""
 
 
 class Run:
@@ -110,13 +97,12 @@ class Execution:
         self._failures: dict[int, RankFailure] = {}
         self._serving: set[int] = set()  # called, and serving the others until they have returned
         self._released = False  # whether those have been told
-        self._dead: set[int] = set()
+        self._dead: dict[int, int] = {}  # the ranks whose process is no more, and its exit code where that was asked for
         self._watchdog = Watchdog(pool, self._on, self._records, self._results, self._failures, self._serving)
         self._resources: ResourceMonitor | None = None
         if picture is not None:  # to look for GPUs takes a fifth of what a run of nothing does, and NVML's start milliseconds
-            self._resources = ResourceMonitor(
-                [m.process.pid for m in self._members], gpus_of(len(self._members), pool.plan.devices)
-            )
+            gpus = gpus_of(len(self._members), pool.plan.devices)
+            self._resources = ResourceMonitor([m.process.pid for m in self._members], gpus)
         self.notes: list[str] = []
         self.unfinished: Unfinished | None = None
         self.intact = True
@@ -314,7 +300,7 @@ class Execution:
 
     def _ended(self, member: Member) -> None:
         """A rank's process is no more: take its last words, if it had time for some."""
-        self._dead.add(member.rank)
+        self._dead[member.rank] = 0
         self.intact = False
         self._pool.forget(member)
         try:
@@ -325,7 +311,8 @@ class Execution:
         self._read_output(member)
         if member.rank not in self._failures:  # even one that has answered: a dead rank serves nobody
             now_ns, struck = time.perf_counter_ns(), self._pool.memory_killer.struck()
-            headline = explain_exit(self._pool.reap(member), struck)
+            self._dead[member.rank] = code = self._pool.reap(member)
+            headline = explain_exit(code, struck)
             text, last = crash(member.process), self._last_doing(member, now_ns)
             self._failures[member.rank] = RankFailure(member.rank, member.name, headline, text, at_ns=now_ns, last=last)
 
@@ -353,12 +340,12 @@ class Execution:
 
     def _deadlock_error(self, deadlock: Deadlock) -> LabError:
         now_ns = time.perf_counter_ns()
+        doings = self._doings_by_rank(now_ns, closely=True)
         if deadlock.culprit is None:
-            return DeadlockError(deadlock.headline, deadlock.hint, self._doings(now_ns, closely=True))
-        culprit = self._members[deadlock.culprit]
-        doings = [line for line in self._doings(now_ns, closely=True) if not line.startswith(f"{culprit.name} ")]
-        failure = RankFailure(culprit.rank, culprit.name, deadlock.headline, at_ns=now_ns, verb="")
-        return RankError([failure], doings, hint=deadlock.hint)
+            return DeadlockError(deadlock.headline, deadlock.hint, list(doings.values()))
+        doings.pop(deadlock.culprit, None)
+        failure = RankFailure(deadlock.culprit, self._names[deadlock.culprit], deadlock.headline, at_ns=now_ns, verb="")
+        return RankError([failure], list(doings.values()), hint=deadlock.hint)
 
     def _error(self) -> RankError:
         now_ns = time.perf_counter_ns()
@@ -370,7 +357,7 @@ class Execution:
         # little later; but libraries that find a peer dead may give up, and abort.
         ordered = sorted(
             self._failures.values(),
-            key=lambda f: (f.consequence, f.rank not in self._dead, "SIGABRT" in f.headline, f.at_ns),
+            key=lambda f: (f.consequence, f.rank not in self._dead, self._dead.get(f.rank) == -signal.SIGABRT, f.at_ns),
         )
         causes = ordered[:1] + sorted((f for f in ordered[1:] if not f.consequence), key=lambda f: f.rank)
         # Where several failed alike, the lowest speaks for them: a checked cell must read the same each time.

@@ -17,7 +17,8 @@ from labkit.group.collector import Records
 from labkit.group.deadlock import listed, missing, place
 from labkit.group.processes import Member
 from labkit.group.rank_state import Standing
-from labkit.recording.ring_buffer import PROMISE, SERVE, STORE, STREAM, TENSORFLOW, TIMED, UNSEEN_PROMISE, Pending
+from labkit.recording.group_keys import GroupKind, kind_of
+from labkit.recording.ring_buffer import PROMISE, SERVE, STREAM, TIMED, UNSEEN_PROMISE, Pending
 from labkit.worker.runtimes.base import Runtime
 
 __all__ = ["Unfinished", "left_unfinished", "may_go_on", "still_unfinished"]
@@ -135,13 +136,14 @@ def _with(entered: Mapping[str, int], pending: Sequence[Pending]) -> Mapping[str
 
 def _matters(operation: Pending) -> bool:
     """Whether the next run may meet it: not what a rank does for others, a wait for a key, or a span called communication."""
-    if operation.name.startswith((SERVE, PROMISE, UNSEEN_PROMISE)) or operation.group.startswith((TENSORFLOW, STORE)):
+    kind = kind_of(operation.group)
+    if operation.name.startswith((SERVE, PROMISE, UNSEEN_PROMISE)) or kind in (GroupKind.TENSORFLOW, GroupKind.STORE):
         return False
     return bool(operation.group) or operation.name == "recv" or _is_call(operation)
 
 
 def _is_call(operation: Pending) -> bool:
-    return operation.group.startswith("rpc ") or operation.name.startswith(("rpc_", "to_here"))
+    return kind_of(operation.group) is GroupKind.CALL or operation.name.startswith(("rpc_", "to_here"))
 
 
 def _goes_on(member: Member, operation: Pending) -> bool:

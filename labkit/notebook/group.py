@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from labkit.group import group
-from labkit.group.run import Picture
+from labkit.group.picture import Picture
 from labkit.plots.live.view import Live
 
 __all__ = ["Group"]

@@ -32,7 +32,7 @@ def begin() -> None:
 
     shell.register_magic_function(ranks, "cell", "ranks")
     if hasattr(shell, "kernel"):
-        from labkit.group.registry import warm_up
+        from labkit.group.open_groups import warm_up
 
         warm_up()
 

@@ -24,8 +24,8 @@ from labkit.recording.pending import Pending
 
 __all__ = [
     "AUTOMATIC", "CALL", "COMMUNICATION", "COMPUTE", "DEVICE_SHIFT", "KINDS", "MEASURED", "MEMORY", "MEMORY_KINDS", "ON_CUDA",
-    "OPEN", "PROMISE", "RENDEZVOUS", "RING_BYTES", "ROOTED", "SCALAR", "SERVE", "SERVED", "STEP", "STEPS_IN_ALL", "STORE",
-    "STREAM", "SUM", "TENSORFLOW", "TIMED", "UNSEEN_PROMISE", "UNSHOWN", "Pending", "RingReader", "RingWriter", "place_and_name",
+    "OPEN", "PROMISE", "RING_BYTES", "ROOTED", "SCALAR", "SERVE", "SERVED", "STEP", "STEPS_IN_ALL",
+    "STREAM", "SUM", "TIMED", "UNSEEN_PROMISE", "UNSHOWN", "Pending", "RingReader", "RingWriter", "place_and_name",
     "record_dtype",
 ]  # fmt: skip
 
@@ -37,9 +37,6 @@ ON_CUDA, OPEN, SUM, AUTOMATIC, MEASURED, UNSHOWN, UNSIZED, SERVED, DEVICE_SHIFT,
 SERVE: Final = "serve "  # how the entry begins that an RPC rank makes in the table of what is pending while it computes a call
 PROMISE: Final = "future of "  # and the next one, where the call has returned a future that is not completed (`async_execution`)
 UNSEEN_PROMISE: Final = "unseen future of "  # likewise, where C++ may complete it, as that of `torch.jit.fork`
-RENDEZVOUS: Final = "rendezvous at "  # how the groups begin of calls that wait until so many ranks are in them
-STORE: Final = "store key "  # and of waits for a key that somebody sets
-TENSORFLOW: Final = "tensorflow"  # the group of what TensorFlow waits in: who has come to it, TensorFlow alone knows
 STREAM: Final = 0xFFFFFFFF  # in place of the thread that is blocked: a GPU's stream is, and the rank goes on
 TIMED: Final = 0xFFFFFFFE  # likewise: it is blocked until a time is up
 ROOTED: Final = -2  # in place of a peer, of a collective from or to one rank, its root: this minus that rank

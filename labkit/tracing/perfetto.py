@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import Any, Final
 
 from labkit.recording.events import ProfilerEvent, Scalar, Span
+from labkit.recording.group_keys import GroupKind, kind_of, sender_of
 from labkit.recording.ring_buffer import ROOTED, SERVE, STEPS_IN_ALL
 
 __all__ = ["read_events", "write_events"]
@@ -197,7 +198,8 @@ def _arrows(spans: Sequence[Span], places: Sequence[int], ranks: Sequence[str], 
             continue  # one end is not in the trace
         replies = [i for i in pair if spans[i].name.startswith(("reply ", "value "))]
         if len(replies) != 1:
-            senders = [i for i in pair if spans[i].group.startswith(f"p2p {spans[i].rank}>")]
+            messages = [i for i in pair if kind_of(spans[i].group) is GroupKind.PAIR]
+            senders = [i for i in messages if sender_of(spans[i].group) == spans[i].rank]
             if len(senders) == 1:
                 arrow("message", senders[0], pair[pair[0] == senders[0]])
             continue

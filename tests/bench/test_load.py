@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import labkit as lab
-from labkit.group.registry import notebook
+from labkit.group.open_groups import notebook
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 BENCH = Path(__file__).resolve().parents[2] / "bench"

@@ -23,7 +23,7 @@ from time_limits import some_limit_does
 
 import labkit as lab
 from labkit.errors.exceptions import RunTimeoutError
-from labkit.group.registry import notebook
+from labkit.group.open_groups import notebook
 from labkit.worker.runtimes.registry import RUNTIMES, share_of_devices
 
 START = ("fork", "spawn")

@@ -70,7 +70,7 @@ PROGRAM = """
 import json, os, threading, time
 import numpy as np
 import labkit as lab
-from labkit.group.registry import notebook
+from labkit.group.open_groups import notebook
 
 def hold(array):
     print("ready", flush=True)

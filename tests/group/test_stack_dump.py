@@ -17,9 +17,9 @@ import cells as in_cells
 import pytest
 
 import labkit as lab
+from labkit.group.open_groups import notebook
 from labkit.group.output import Output
 from labkit.group.processes import RankPool
-from labkit.group.registry import notebook
 from labkit.group.stack_dump import ask, readable
 from labkit.recording.ring_buffer import Pending
 from labkit.worker import stack_writer

@@ -206,7 +206,7 @@ def test_nothing_is_left_of_a_kernel(how: str, kernel: Kernel) -> None:
     kernel("import subprocess")
     pids = eval(
         kernel("""
-        from labkit.group.registry import notebook
+        from labkit.group.open_groups import notebook
         pids = group.run(lambda: [os.getpid(), subprocess.Popen(["sleep", "600"]).pid]).results
         [pid for pair in pids for pid in pair] + [s._process.pid for s in notebook.starters.values()]
         """).result

@@ -25,9 +25,9 @@ import pytest
 from processes import left_after
 
 import labkit as lab
+from labkit.group.open_groups import Notebook, default_start, notebook
 from labkit.group.options import FILES_PER_RANK, STARTING_FILES
 from labkit.group.output import Output
-from labkit.group.registry import Notebook, default_start, notebook
 from labkit.ipc.pickling import shared_memory
 from labkit.recording.ring_buffer import RING_BYTES
 from labkit.worker import fork_server
@@ -485,7 +485,7 @@ BUSY = """
     import json, os, subprocess, sys
     import torch.distributed as dist
     import labkit as lab
-    from labkit.group.registry import notebook
+    from labkit.group.open_groups import notebook
 
     def begin():
         return os.getpid(), subprocess.Popen(["sleep", "600"]).pid
@@ -533,7 +533,7 @@ def test_nothing_is_left_when_the_notebooks_process_ends_by_itself(start: str, s
         import json, os
         import labkit as lab
         group = lab.Group(2, runtime="bare")
-        from labkit.group.registry import notebook
+        from labkit.group.open_groups import notebook
         print(json.dumps(group.run(os.getpid).results + [s._process.pid for s in notebook.starters.values()]))
         raise SystemExit("the end")
         """,

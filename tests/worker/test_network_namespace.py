@@ -339,7 +339,7 @@ AS_ANOTHER_USER = """
 import json, os, signal, sys, tempfile
 import labkit as lab, numpy as np
 from labkit.ipc import process_memory
-from labkit.group.registry import notebook
+from labkit.group.open_groups import notebook
 sys.path[:0] = ["tests/helpers", "tests/worker"]
 from test_network_namespace import listening, of_this_machine
 

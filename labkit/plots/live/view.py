@@ -50,7 +50,7 @@ class Screen(Protocol):
 
 
 class Live:
-    """Watches a run, as `group.run.Picture` describes it.
+    """Watches a run, as `group.picture.Picture` describes it.
 
     Args:
         screen: where to show it; default: the cell's output in a notebook, one line in a terminal, nowhere else.

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Final
 
+from labkit.recording.group_keys import TENSORFLOW
 from labkit.recording.record import Recorder, clock, here, student_line
-from labkit.recording.ring_buffer import TENSORFLOW, RingWriter
+from labkit.recording.ring_buffer import RingWriter
 from labkit.worker.runtimes.tensorflow.calls import call_within, describe
 
 __all__ = ["Watch", "starting_servers", "watch_tensorflow"]

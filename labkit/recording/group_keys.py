@@ -1,0 +1,103 @@
+"""What ranks call what they communicate through: a key, the same on all ranks that take part. It is made and read here alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from enum import Enum
+from functools import lru_cache
+from typing import Final
+
+__all__ = [
+    "DIST_BACKWARD", "TENSORFLOW", "GroupKind", "call_key", "creation_key", "kind_of", "of_ranks", "pair_key", "ranks_of",
+    "rendezvous_key", "sender_of", "size_of", "store_key", "where_of",
+]  # fmt: skip
+
+
+class GroupKind(Enum):
+    """What a key stands for."""
+
+    ALONE = "what one rank does alone: there is no key"
+    COLLECTIVE = "a process group"
+    PAIR = "messages from one rank to another"
+    CALL = "remote calls from one rank to another"
+    RENDEZVOUS = "a call that returns when so many ranks are in it"
+    STORE = "a wait for a key that somebody sets"
+    CREATION = "the creation of a sub-group, which waits for all its members"
+    BACKWARD = "a distributed backward pass"
+    TENSORFLOW = "what TensorFlow waits in: who has come to it, TensorFlow alone knows"
+
+
+TENSORFLOW: Final = "tensorflow"
+# Nobody comes to it: torch's own threads compute it on the other ranks, in C++, where no Python frame and no entry of what is
+# pending shows them, also on a rank that waits in rpc.shutdown.
+DIST_BACKWARD: Final = "dist_autograd.backward"
+
+_WHOLE: Final = {"": GroupKind.ALONE, TENSORFLOW: GroupKind.TENSORFLOW, DIST_BACKWARD: GroupKind.BACKWARD}
+_BEGIN: Final = {
+    GroupKind.PAIR: "p2p ",
+    GroupKind.CALL: "rpc ",
+    GroupKind.RENDEZVOUS: "rendezvous at ",
+    GroupKind.STORE: "store key ",
+    GroupKind.CREATION: "new group ",
+}
+
+
+def pair_key(source: int, destination: int, tag: int, group: str = "world") -> str:
+    """Of the messages from one rank to another with one tag; `group` is the key of the process group that they go through."""
+    return f"{_BEGIN[GroupKind.PAIR]}{source}>{destination} tag {tag}" + ("" if group == "world" else f" {group}")
+
+
+def call_key(caller: int, callee: int) -> str:
+    """Of the remote calls from one rank to another."""
+    return f"{_BEGIN[GroupKind.CALL]}{caller}>{callee}"
+
+
+def rendezvous_key(where: str, size: int) -> str:
+    """Of the calls that `size` ranks make to meet at an address."""
+    return f"{_BEGIN[GroupKind.RENDEZVOUS]}{where} of {size} ranks"
+
+
+def store_key(keys: str) -> str:
+    """Of the waits for keys of a store."""
+    return f"{_BEGIN[GroupKind.STORE]}{keys}"
+
+
+def creation_key(name: str, ranks: Iterable[int]) -> str:
+    """Of the creation of a sub-group that torch calls `name`."""
+    return of_ranks(f"{_BEGIN[GroupKind.CREATION]}{name}", ranks)
+
+
+def of_ranks(name: str, ranks: Iterable[int]) -> str:
+    """Of a process group of some ranks alone."""
+    return f"{name} of ranks {','.join(map(str, ranks))}"
+
+
+@lru_cache(maxsize=1 << 12)
+def kind_of(key: str) -> GroupKind:
+    """What a key stands for."""
+    return _WHOLE.get(key) or next((kind for kind, begin in _BEGIN.items() if key.startswith(begin)), GroupKind.COLLECTIVE)
+
+
+def ranks_of(key: str) -> list[int] | None:
+    """The ranks of a process group, or of one that is created; None for all."""
+    listed = re.search(r" of ranks ([\d,]+)$", key)
+    return [int(number) for number in listed[1].split(",")] if listed else None
+
+
+def sender_of(key: str) -> int:
+    """The rank that sends: of the key of a pair."""
+    return int(key.removeprefix(_BEGIN[GroupKind.PAIR]).partition(">")[0])
+
+
+def size_of(key: str) -> int:
+    """How many ranks meet: of the key of a rendezvous."""
+    return int(key.split()[-2])
+
+
+def where_of(key: str) -> str:
+    """Where ranks meet, or the key that they wait for, in words that stand behind the name of the call; else ""."""
+    kind = kind_of(key)
+    if kind is GroupKind.STORE:
+        return f"for key {key.removeprefix(_BEGIN[kind])!r}"
+    return key.removeprefix("rendezvous ") if kind is GroupKind.RENDEZVOUS else ""

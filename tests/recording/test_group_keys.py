@@ -1,0 +1,57 @@
+"""Keys of what ranks communicate through: what was put into one is read from it, and each kind is told from the others."""
+
+from __future__ import annotations
+
+import pytest
+
+from labkit.recording.group_keys import (
+    DIST_BACKWARD,
+    TENSORFLOW,
+    GroupKind,
+    call_key,
+    creation_key,
+    kind_of,
+    of_ranks,
+    pair_key,
+    ranks_of,
+    rendezvous_key,
+    sender_of,
+    size_of,
+    store_key,
+    where_of,
+)
+
+
+@pytest.mark.parametrize(
+    ("key", "kind"),
+    [
+        ("", GroupKind.ALONE),
+        ("world", GroupKind.COLLECTIVE),
+        (of_ranks("group 1 rpc p2p", [0, 2]), GroupKind.COLLECTIVE),
+        (pair_key(10, 2, 7), GroupKind.PAIR),
+        (pair_key(0, 1, 0, of_ranks("group 1", [0, 1])), GroupKind.PAIR),
+        (call_key(0, 11), GroupKind.CALL),
+        (rendezvous_key("localhost:29500", 4), GroupKind.RENDEZVOUS),
+        (store_key("rpc 0>1"), GroupKind.STORE),
+        (creation_key("5", [1, 2]), GroupKind.CREATION),
+        (TENSORFLOW, GroupKind.TENSORFLOW),
+        (DIST_BACKWARD, GroupKind.BACKWARD),
+    ],
+)
+def test_each_kind_is_told_from_the_others(key: str, kind: GroupKind) -> None:
+    assert kind_of(key) is kind
+
+
+def test_what_was_put_into_a_key_is_read_from_it() -> None:
+    assert sender_of(pair_key(10, 2, 7)) == 10
+    assert size_of(rendezvous_key("host of 3:29500", 12)) == 12
+    assert ranks_of(of_ranks("group 1", [0, 12])) == [0, 12]
+    assert ranks_of(creation_key("5", [3])) == [3]
+    assert ranks_of("world") is None
+    assert where_of(rendezvous_key("localhost:29500", 2)) == "at localhost:29500 of 2 ranks"
+    assert where_of(store_key("model/ready")) == "for key 'model/ready'"
+    assert where_of(call_key(0, 1)) == ""
+
+
+def test_ends_call_a_pair_alike_and_tags_and_groups_apart() -> None:
+    assert len({pair_key(0, 1, 0), pair_key(1, 0, 0), pair_key(0, 1, 1), pair_key(0, 1, 0, "group 1")}) == 4
