@@ -102,7 +102,7 @@ def test_runs_are_fresh_and_cells_share_processes(make: Callable[..., Notebook],
     notebook = make(runtime="tensorflow")
     group = notebook.group
     notebook.cell("import os, tensorflow as tf\nx = tf.ones(2)")
-    with pytest.raises(lab.RankError, match="The ranks go on"):
+    with pytest.raises(lab.RankError, match="The ranks are still running"):
         notebook.cell("y = x + 1\nundefined")
     assert notebook.cell("float(sum(y))") == "[rank 0] 4.0\n[rank 1] 4.0"
     pids = notebook.cell("os.getpid()")
