@@ -24,7 +24,8 @@ from labkit.recording.events import Span
 # torch's own call in a distributed optimizer; the ranks have the filters of their first run.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
 
-HERE = Path(__file__).resolve().parents[1] / "helpers"
+ROOT = Path(__file__).resolve().parents[2]
+HERE = ROOT / "tests" / "helpers"
 MASTER, WORKER = 0, 1
 X = 1000 * 4  # bytes of the tensor that travels
 
@@ -266,7 +267,7 @@ if rank == 0:
     store = tmp_path / "store"
     answer = subprocess.run(
         [sys.executable, "-c", program, str(store)],
-        capture_output=True, text=True, timeout=200, check=False, env=environment, cwd=HERE.parent,
+        capture_output=True, text=True, timeout=200, check=False, env=environment, cwd=ROOT,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stderr
     caller, callee = (json.loads(Path(f"{store}.{rank}").read_text()) for rank in (0, 1))

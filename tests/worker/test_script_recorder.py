@@ -18,14 +18,15 @@ from labkit.tracing.load import load_trace
 from labkit.tracing.trace import Trace
 from labkit.worker.script_recorder import MOVE_AT, _Script
 
-HERE = Path(__file__).resolve().parents[1] / "helpers"
+ROOT = Path(__file__).resolve().parents[2]
+HERE = ROOT / "tests" / "helpers"
 SCRIPT = HERE / "torchrun_script.py"
 LIMIT_S = 200
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "LABKIT_TRACE"))}
-    return clean | {"LABKIT_TRACE": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)} | more
+    return clean | {"LABKIT_TRACE": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | more
 
 
 def python(folder: Path, code: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -55,7 +56,7 @@ def torchrun(folder: Path, nodes: list[int], **more: str) -> list[tuple[int, str
 
 def test_two_nodes_leave_one_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "traces"
-    another = os.pathsep.join([str(HERE / "another_machine"), str(HERE.parent)])
+    another = os.pathsep.join([str(HERE / "another_machine"), str(ROOT)])
     ended = torchrun(folder, [2, 1], PYTHONPATH=another)
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert "labkit" not in "".join(err for _, _, err in ended), "nothing to complain of"
@@ -204,7 +205,7 @@ def test_a_torch_that_cannot_be_watched_does_not_end_the_script(tmp_path: Path) 
     """And torch is seen to come in also where somebody has looked before whether it is there."""
     (tmp_path / "torch.py").write_text("print('torch comes in')")
     code = "import labkit, importlib.util\nimportlib.util.find_spec('torch')\nimport torch\nprint('went on')"
-    ended = python(tmp_path / "traces", code, PYTHONPATH=os.pathsep.join([str(tmp_path), str(HERE.parent)]))
+    ended = python(tmp_path / "traces", code, PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
     assert (ended.returncode, ended.stdout) == (0, "torch comes in\nwent on\n")
     (line,) = ended.stderr.splitlines()
     assert line.startswith("labkit: communication is not recorded: ModuleNotFoundError: ")
