@@ -98,11 +98,11 @@ def with_its_own_profiler(in_a_thread: bool) -> list[str]:
 
     torch.mm(values, values)
     if in_a_thread:
-        thread = threading.Thread(target=torch_profiler)
+        thread = threading.Thread(target=profiled)
         thread.start()
         thread.join()
     else:
-        torch_profiler()
+        profiled()
     torch.mm(values, values)
     return [name for name in seen if name == "aten::mm"]
 

@@ -12,6 +12,7 @@ import pytest
 
 from labkit.recording.record import here, is_students
 from labkit.recording.ring_buffer import RING_BYTES, Pending, RingReader, RingWriter
+from labkit.worker.runtimes.tensorflow import blocked
 from labkit.worker.runtimes.tensorflow.blocked import Watch
 
 MS = 1_000_000
@@ -70,7 +71,14 @@ def test_the_note_is_taken_back() -> None:
     assert len(rank.look(rank.watch._call)) == 1, "and this one is blocked in turn"
 
 
-@pytest.mark.parametrize(("filename", "computed_ms"), [(EXECUTE, 26.0), ("/kernel/3.py", 0.0), ("/lib/python/threading.py", 0.0)])
+@pytest.mark.parametrize(
+    ("filename", "computed_ms"),
+    [
+        (EXECUTE, 26.0), ("/kernel/3.py", 0.0), ("/lib/python/threading.py", 0.0), ("/course/tensorflow/train.py", 0.0),
+        (blocked.__file__, 0.0),
+    ],
+    ids=["computes", "a cell", "Python's", "a program in a folder of that name", "labkit's"],
+)  # fmt: skip
 def test_computing_sleeping_and_waiting_elsewhere_are_not_meant(filename: str, computed_ms: float) -> None:
     rank, call = Rank(), call_of(filename)
     assert [rank.look(call, computed_ms=computed_ms) for _ in range(4)] == [[]] * 4

@@ -46,12 +46,17 @@ def call_within(innermost: FrameType | None) -> FrameType | None:
     frame = innermost
     while frame is not None:
         file = frame.f_code.co_filename
-        if _TENSORFLOW in file:
+        if _is_tensorflows(file):
             return frame
         if not (_LOCKS.search(file) or file.startswith(LABKIT)):
             return None
         frame = frame.f_back
     return None
+
+
+def _is_tensorflows(file: str) -> bool:
+    """Not a program that lies in a folder of that name, nor this package."""
+    return _TENSORFLOW in file and not is_students(file) and not file.startswith(LABKIT)
 
 
 def describe(innermost: FrameType) -> str:
@@ -64,7 +69,7 @@ def describe(innermost: FrameType) -> str:
     details: list[str] = []
     called = ""
     for frame in frames:
-        if _TENSORFLOW in frame.f_code.co_filename and not frame.f_code.co_filename.endswith(_WRAPPERS):
+        if _is_tensorflows(frame.f_code.co_filename) and not frame.f_code.co_filename.endswith(_WRAPPERS):
             called = frame.f_code.co_qualname
         with contextlib.suppress(Exception):  # what TensorFlow keeps in its frames may change
             details += [detail for detail in _details(frame) if detail not in details]  # frames of one call may say the same
