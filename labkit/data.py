@@ -168,9 +168,9 @@ def _words(text: str) -> list[str]:
     return re.findall(r"[a-z_]+", text.lower())
 
 
-def _check_framework(framework: str, what: str) -> None:
+def _check_framework(framework: str, caller: str) -> None:
     if framework not in ("torch", "tensorflow"):
-        raise ValueError(f"{what}({framework!r}): expected 'torch' or 'tensorflow'")
+        raise ValueError(f"{caller}({framework!r}): expected 'torch' or 'tensorflow'")
 
 
 def _split(inputs: NDArray[Any], labels: NDArray[Any], train: int, framework: str) -> tuple[Examples, Examples]:
