@@ -1,1 +1,1 @@
-"""What goes wrong, and how it is told: exceptions, why a process ended, wrong calls, units of numbers."""
+"""Errors as students see them: exceptions, why a process ended, wrong arguments, numbers with units."""

@@ -1,4 +1,4 @@
-"""What goes wrong, in words for the student: `LabError`, `RankError` and how a notebook shows them."""
+"""The exceptions that students see: `LabError`, `RankError` and others, and how a notebook displays them."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ WIDTH: Final = 110  # characters that fit beside a notebook's file browser
 
 
 class LabError(Exception):
-    """A use of labkit that cannot work; the message says what was given, what was expected and what to do."""
+    """Base class of labkit's errors. The message says what was given, what was expected and what to do."""
 
     def _render_traceback_(self) -> list[str]:
-        """IPython's hook: the message alone, since the frames between the cell and labkit teach nothing."""
+        """IPython's hook: show the message without a traceback, since labkit's frames do not help the student."""
         return [f"{type(self).__name__}: {self}"]
 
 
 def install_command(extra: str) -> str:
-    """What brings the libraries of one of labkit's extras: "torch", "tf", "plot", "course" or "test"."""
+    """Return the command that installs one of labkit's extras: "torch", "tf", "plot", "course" or "test"."""
     return f'pip install "labkit[{extra}]"'
 
 
-def missing(what: str, extra: str) -> LabError:
-    """The error for a library that is not installed: `raise missing("TensorFlow", "tf") from None`.
+def missing(library: str, extra: str) -> LabError:
+    """Return the error for a library that is not installed: `raise missing("TensorFlow", "tf") from None`.
 
     Args:
-        what: the library, as its users write it.
-        extra: the extra of labkit that brings it.
+        library: its name, as its users write it.
+        extra: the extra of labkit that installs it.
     """
     command = install_command(extra)
-    return LabError(f"{what} is not installed; the extra {extra!r} brings it:  {command}  (in a notebook cell: %{command})")
+    return LabError(f"{library} is not installed; the extra {extra!r} brings it:  {command}  (in a notebook cell: %{command})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +55,13 @@ class RankFailure:
         rank: its number.
         name: its name, as in "rank 2" or "master".
         headline: one line: the exception's type and message, or the signal and its likely cause.
-        traceback: the student's frames with their source lines; empty where a rank died without a report.
-        at_ns: when it happened, on `time.perf_counter_ns`.
-        verb: how the headline follows on the name: "failed:"; "" where it is a sentence with it.
-        consequence: whether it came of another rank's end.
-        own: whether a line of the student's own raised it, and no library.
-        last: of a rank that died without a report, what it was doing: a sentence.
-        broken: whether the process cannot be used again although it lives: CUDA no longer works in it.
+        traceback: the student's frames with their source lines; "" if the rank died without a report.
+        at_ns: when it happened, on the clock of `time.perf_counter_ns`.
+        verb: the words between name and headline, such as "failed:"; "" if name and headline form a sentence.
+        consequence: whether another rank's end caused this failure.
+        own: whether the student's own code raised the exception, rather than a library.
+        last: a sentence on what the rank was doing, if it died without a report.
+        broken: whether the process is alive but cannot be reused, because CUDA no longer works in it.
     """
 
     rank: int
@@ -80,19 +80,19 @@ class RankFailure:
 
 
 class RankError(LabError):
-    """One or more ranks failed; the first cause comes first, the consequences take one line each.
+    """One or more ranks failed. The report begins with the root cause; each consequence takes one line.
 
     Args:
-        failures: how the ranks failed, the first cause first.
-        others: one line for each rank that was stopped because of it: what it was doing.
-        stopped: whether the ranks were ended; where all came back and none had talked to another, they need not be.
-        hint: what is usually wrong then; "" where nothing is usual.
+        failures: how the ranks failed, the root cause first.
+        others: for each rank that was stopped because of it, one line on what it was doing.
+        stopped: whether all ranks were stopped. They keep running if all have returned and none had communicated.
+        hint: the usual mistake behind such a failure; "" if there is none.
     """
 
     def __init__(
         self, failures: list[RankFailure], others: list[str] | None = None, *, stopped: bool = True, hint: str = ""
     ) -> None:
-        assert failures, "an error without a failure"
+        assert failures, "a RankError needs at least one failure"
         self.failures, self.hint = failures, hint
         self.others = others or []
         self.stopped = stopped
@@ -108,7 +108,7 @@ class RankError(LabError):
         return self.failures[0].rank
 
     def report(self) -> str:
-        """The whole story as text: the first cause with its source lines, then a line for each other rank."""
+        """Return the full report: the root cause with its source lines, then one line for each other rank."""
         first = self.failures[0]
         same = [f for f in self.failures[1:] if f.headline == first.headline]
         lines = [_RULE, str(first)]
@@ -140,7 +140,7 @@ def _wrapped(text: str) -> str:
 
 
 class _EndedByGroupError(LabError):
-    """A run that the group ended although no rank had failed; the report has a line for each rank."""
+    """A run that the group stopped although no rank had failed; the report has a line for each rank."""
 
     why = "{}"
 
@@ -155,28 +155,28 @@ class _EndedByGroupError(LabError):
         return "\n" + "\n".join([_RULE, *why, "", *doings, "", end, _RULE])
 
     def _render_traceback_(self) -> list[str]:
-        return [f"{type(self).__name__}: {str(self).lstrip()}"]  # the rule beside the name, as in a `RankError`
+        return [f"{type(self).__name__}: {str(self).lstrip()}"]  # name and rule share a line, as in a `RankError`
 
 
 class DeadlockError(_EndedByGroupError):
-    """Ranks in a deadlock were stopped.
+    """The ranks were in a deadlock and have been stopped.
 
     Args:
-        headline: who waits for whom.
-        hint: what is usually wrong then; "" where nothing is usual.
-        doings: a line for each rank.
+        headline: which ranks wait for which.
+        hint: the usual mistake behind such a deadlock; "" if there is none.
+        doings: for each rank, one line on what it was doing.
     """
 
     why = "Deadlock: {}."
 
 
 class MismatchError(_EndedByGroupError):
-    """All ranks returned, but with wrong results: they came to one operation with different types, sizes or reductions.
+    """All ranks returned, but with wrong results: they called one operation with different dtypes, sizes or reductions.
 
     Args:
-        headline: what the operation was on which ranks.
-        hint: what must be alike.
-        doings: a line for each rank: what it gave.
+        headline: how the ranks called the operation.
+        hint: which arguments must agree.
+        doings: for each rank, one line on the arguments that it gave.
     """
 
     why = "The results are wrong: {}."
@@ -186,20 +186,20 @@ class RunTimeoutError(_EndedByGroupError):
     """A run took longer than the group's `timeout_s`, and its ranks were stopped.
 
     Args:
-        headline: what took longer than what.
-        hint: who waits for whom, where somebody does; else "".
-        doings: a line for each rank.
+        headline: the function and the time limit.
+        hint: which ranks wait for which; "" if none waits.
+        doings: for each rank, one line on what it was doing.
     """
 
     why = "{}."
 
 
 class Stopped(KeyboardInterrupt):
-    """Stop was pressed during a run: what each rank was doing then. It is a `KeyboardInterrupt`, so loops around it end as well.
+    """Stop was pressed during a run. It is a `KeyboardInterrupt`, so that loops around the run end as well.
 
     Args:
         name: the function that ran.
-        doings: a line for each rank.
+        doings: for each rank, one line on what it was doing.
     """
 
     def __init__(self, name: str, doings: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Why a process ended, in words; whether the kernel's memory killer was at work."""
+"""Explains why a process ended: its exit code, its signal, or the kernel's out-of-memory (OOM) killer."""
 
 from __future__ import annotations
 
@@ -8,89 +8,95 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["MemoryKiller", "OutOfMemoryKills", "explain_exit"]
+__all__ = ["OOMKillCounters", "OOMKills", "explain_exit"]
 
-LOOK_EVERY_S: Final = 1.0  # at the kernel's counters: a strike is told of if it was not older than twice that
+SAMPLE_EVERY_S: Final = 1.0  # seconds between reads of the counters; a kill counts as recent for up to twice as long
 
 _CAUSES = {
-    "SIGKILL": "killed from outside; if nobody did, the machine ran out of memory",
-    "SIGSEGV": "a crash in C or C++ code: an address that is not its own",
-    "SIGABRT": "C or C++ code gave up; what it said stands in the rank's output",
-    "SIGBUS": "shared memory or a mapped file that is no longer there, often because the disk or /dev/shm is full",
-    "SIGFPE": "an integer division by zero in C or C++ code",
-    "SIGILL": "an instruction this processor does not know",
+    "SIGKILL": "another process sent it; if you did not, the machine probably ran out of memory",
+    "SIGSEGV": "segmentation fault: C or C++ code accessed memory outside its address space",
+    "SIGABRT": "C or C++ code aborted; its message is in the rank's output",
+    "SIGBUS": "access to shared memory or a mapped file that no longer exists, often because the disk or /dev/shm is full",
+    "SIGFPE": "integer division by zero in C or C++ code",
+    "SIGILL": "an instruction that this processor does not support",
 }
-_REMEDY = "smaller batches, a smaller model or fewer ranks need less"
+_REMEDY = "use smaller batches, a smaller model or fewer ranks"
 _OUT_OF_MEMORY = {
-    "group": f"out of memory: the kernel's memory killer ended it; {_REMEDY}",
-    "machine": f"out of memory, by all signs: the kernel's memory killer ended a process of this machine just then; {_REMEDY}",
+    "group": f"out of memory: the kernel's OOM killer ended it; {_REMEDY}",
+    "machine": f"probably out of memory: the kernel's OOM killer ended a process on this machine just then; {_REMEDY}",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class OutOfMemoryKills:
-    """How often the kernel's memory killer has struck so far; None where this kernel does not say.
+class OOMKills:
+    """How many processes the kernel's OOM killer has ended so far; None if the kernel does not report it.
 
     Args:
-        group: in the control group that this process and its ranks belong to.
+        group: in the control group of this process and its ranks.
         machine: on the whole machine.
     """
 
     group: int | None
     machine: int | None
 
-    def since(self, before: OutOfMemoryKills) -> str:
-        """Where it has struck since: "group", "machine", or "" where it has not, or that is not known."""
+    def since(self, before: OOMKills) -> str:
+        """Return where processes were killed since `before`: "group", "machine", or "" if nowhere or not known."""
         if self.group is not None and before.group is not None:
-            return "group" if self.group > before.group else ""  # it counts its own, whoever was short of memory
+            return "group" if self.group > before.group else ""  # counts every kill in the group, whatever caused it
         if self.machine is not None and before.machine is not None and self.machine > before.machine:
             return "machine"
         return ""
 
 
-class MemoryKiller:
-    """The kernel's counters, looked at now and then, so that it is known whether they rose when a rank was killed.
+class OOMKillCounters:
+    """The kernel's counters of OOM kills, sampled regularly: did they rise when a rank was killed?
 
     Args:
-        root: where the file system begins; a test has one of its own.
+        root: the root of the file system; tests pass their own.
 
-    Source: "memory.events" in the kernel's Documentation/admin-guide/cgroup-v2.rst; "memory.oom_control" in cgroup-v1/memory.rst.
+    Source: "memory.events" in the kernel's Documentation/admin-guide/cgroup-v2.rst; "memory.oom_control" in
+    cgroup-v1/memory.rst.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._counters = _own_group(root), root / "proc/vmstat"
-        self._looked_s = 0.0
+        self._sampled_s = 0.0
         self._last = self._before = self._read()
 
-    def look(self, now_s: float) -> None:
-        """Take note of how things are, if it is time to."""
-        if now_s - self._looked_s >= LOOK_EVERY_S:
-            self._looked_s, self._before, self._last = now_s, self._last, self._read()
+    def sample(self, now_s: float) -> None:
+        """Read the counters, if the last sample is at least `SAMPLE_EVERY_S` old.
 
-    def struck(self) -> str:
-        """Where it struck a moment ago: "group", "machine", or ""."""
-        return self._read().since(self._before)  # not the last: a large process takes a while to end once it is struck
+        Args:
+            now_s: the time in seconds, on any monotonic clock.
+        """
+        if now_s - self._sampled_s >= SAMPLE_EVERY_S:
+            self._sampled_s, self._before, self._last = now_s, self._last, self._read()
 
-    def _read(self) -> OutOfMemoryKills:
-        return OutOfMemoryKills(*(_count(path) for path in self._counters))
+    def recent(self) -> str:
+        """Return where the OOM killer was active in the last seconds: "group", "machine" or ""."""
+        # Compared with the sample before the last: a large process takes a while to end after it was killed.
+        return self._read().since(self._before)
+
+    def _read(self) -> OOMKills:
+        return OOMKills(*(_count(path) for path in self._counters))
 
 
-def explain_exit(code: int, struck: str = "") -> str:
-    """Why a process ended.
+def explain_exit(code: int, oom_kills: str = "") -> str:
+    """Say why a process ended.
 
     Args:
-        code: its exit code: a negative one is the signal that ended it.
-        struck: where the memory killer struck at that moment; see `MemoryKiller.struck`.
+        code: its exit code; a negative one is the number of the signal that ended it.
+        oom_kills: where the OOM killer was active at that moment; see `OOMKillCounters.recent`.
     """
     if code >= 0:
-        return f"the process ended with exit code {code} (os._exit, or a library that gave up)"
+        return f"the process ended with exit code {code} (os._exit, or a library that ended the process)"
     name = signal.Signals(-code).name if -code in {s.value for s in signal.Signals} else f"signal {-code}"
-    cause = _OUT_OF_MEMORY[struck] if name == "SIGKILL" and struck else _CAUSES.get(name)
+    cause = _OUT_OF_MEMORY[oom_kills] if name == "SIGKILL" and oom_kills else _CAUSES.get(name)
     return f"killed by {name}" + (f" ({cause})" if cause else "")
 
 
 def _own_group(root: Path) -> Path | None:
-    """The file that counts the strikes in this process's control group."""
+    """Return the file that counts the OOM kills in this process's control group."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:  # not Linux

@@ -1,4 +1,4 @@
-"""Where labkit's own code lies: what a student sees of an error leaves its frames out."""
+"""The folder of labkit's own code: tracebacks that students see leave out the frames in it."""
 
 from __future__ import annotations
 

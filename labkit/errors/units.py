@@ -1,4 +1,4 @@
-"""How bytes, times and rates are said, everywhere: three digits, in the unit that suits the number."""
+"""Formats bytes, times and rates for all messages and figures: three digits, in a unit that suits the number."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ UNITS: Final = {
     "iB": ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B")),  # memory, in powers of two
     "bit/s": ((1e12, "Tbit/s"), (1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"), (1.0, "bit/s")),
 }
-ROUNDS_UP: Final = 0.9995  # of a unit, from where three digits would be 1000 of the smaller one
+ROUNDS_UP: Final = 0.9995  # share of a unit from which three digits would read "1000" in the next smaller unit
 
 
 def in_words(value: float, unit: str) -> str:
-    """A number with three digits and the unit that suits it: "16.1 ms", "4 MB", "27.3 %".
+    """Format a number with three digits and a suitable unit: "16.1 ms", "4 MB", "27.3 %".
 
     Args:
-        value: in units of `unit`; a share from 0 to 1 where that is "".
+        value: in units of `unit`; a fraction from 0 to 1 if `unit` is "".
         unit: "s", "B", "iB" (bytes in powers of two), "bit/s", or "".
     """
     figures, shown = scaled(value, unit)
@@ -27,7 +27,7 @@ def in_words(value: float, unit: str) -> str:
 
 
 def scaled(value: float, unit: str) -> tuple[str, str]:
-    """The two parts of `in_words`; a whole number has no digits after the point."""
+    """Return the number and the unit of `in_words`; whole numbers have no decimal places."""
     if not unit:
         return _whole_or_three_digits(100 * value), "%"
     sizes = UNITS[unit]
@@ -37,29 +37,32 @@ def scaled(value: float, unit: str) -> tuple[str, str]:
 
 
 def bytes_in_words(nbytes: float) -> str:
-    """A size in powers of ten: "4.19 MB", "94 B"."""
+    """Format a size in decimal units: "4.19 MB", "94 B"."""
     unit, size = unit_of_bytes(nbytes)
     return f"{nbytes:.0f} B" if unit == "B" else f"{three_digits(nbytes / size)} {unit}"
 
 
 def unit_of_bytes(nbytes: float, unit: str = "B") -> tuple[str, float]:
-    """The unit in which a size reads well, and how many bytes it is; `unit` is "B", or "iB" for powers of two."""
+    """Return a readable unit for a size, and its length in bytes; `unit` is "B", or "iB" for powers of two."""
     return next((shown, size) for size, shown in UNITS[unit] if nbytes >= ROUNDS_UP * size or size == 1)
 
 
 def unit_of(duration_ns: float) -> tuple[str, float]:
-    """The unit in which a time reads well, and its length in ns. An axis has some ticks in it, so one and a half are wanted."""
+    """Return a readable unit for a time, and its length in ns.
+
+    The unit is chosen for axes: the time is at least one and a half units long, so that the axis has several ticks.
+    """
     return next((shown, size * 1e9) for size, shown in UNITS["s"] if duration_ns >= 1.5e9 * size or shown == "ns")
 
 
 def time_in_words(duration_ns: float) -> str:
-    """A time with three digits and its unit: "67.7 ms"."""
+    """Format a time with three digits and its unit: "67.7 ms"."""
     unit, length_ns = unit_of(duration_ns)
     return f"{three_digits(duration_ns / length_ns)} {unit}"
 
 
 def three_digits(value: float) -> str:
-    """A number of three digits, or more where they stand before the point."""
+    """Format a number with three digits; numbers from 1,000 on keep all digits before the decimal point."""
     size = abs(value)
     return f"{value:.0f}" if size >= 99.95 else f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"
 

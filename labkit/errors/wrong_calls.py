@@ -1,7 +1,7 @@
-"""What a public function answers to a wrong call: one line about the argument, and none of labkit's own frames.
+"""Explains wrong arguments to public functions in one line, without labkit's own frames in the traceback.
 
-`public_api` decorates the functions that students call. In those that must be fast (`span`, `steps`, `record`), `WrongTypeError`
-and `WrongValueError` are raised directly.
+`public_api` decorates the functions that students call. Functions that must be fast (`span`, `steps`, `record`) raise
+`WrongTypeError` and `WrongValueError` directly.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = ["WrongNameError", "WrongTypeError", "WrongValueError", "did_you_mean"
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_LOOKED_AT: Final = 1000  # items of a list or dict whose types are compared with what was expected
-_LONGEST: Final = 20  # characters of a default value that is shown
+_MOST_CHECKED: Final = 1000  # items; in longer lists and dicts the types of the items are not checked
+_LONGEST: Final = 20  # characters; longer default values are shown as "..."
 _RAISE: Final = dis.opmap["RAISE_VARARGS"]
 _IN_WORDS: Final = {
     "Any": "anything", "Axes": "matplotlib Axes", "Callable": "a function", "Group": "a group (lab.Group)", "HasTrace": "a run",
@@ -40,7 +40,7 @@ _IN_WORDS: Final = {
 
 
 class _StudentsFrames:
-    """An error that a notebook shows as the built-in one it is, with the student's frames alone."""
+    """An error that a notebook shows under the name of its built-in base class, with the student's frames only."""
 
     shown_as: type[BaseException]
 
@@ -57,36 +57,36 @@ class _StudentsFrames:
         return lines
 
 
-class Interrupted(_StudentsFrames, KeyboardInterrupt):  # named as KeyboardInterrupt is
-    """Stop, while labkit or a library was at work for the student."""
+class Interrupted(_StudentsFrames, KeyboardInterrupt):  # no "Error" in its name, like KeyboardInterrupt
+    """Stop was pressed while labkit or a library was running."""
 
     shown_as = KeyboardInterrupt
 
 
 class WrongTypeError(_StudentsFrames, TypeError):
-    """A `TypeError` for the student."""
+    """A `TypeError` about an argument that the student gave."""
 
     shown_as = TypeError
 
 
 class WrongValueError(_StudentsFrames, ValueError):
-    """A `ValueError` for the student."""
+    """A `ValueError` about an argument that the student gave."""
 
     shown_as = ValueError
 
 
 class WrongNameError(_StudentsFrames, AttributeError):
-    """An `AttributeError` for the student."""
+    """An `AttributeError` about a name that the student used."""
 
     shown_as = AttributeError
 
 
-for _kind in (Interrupted, WrongTypeError, WrongValueError, WrongNameError):  # in a terminal as well they look like what they are
+for _kind in (Interrupted, WrongTypeError, WrongValueError, WrongNameError):  # so that a terminal shows the built-in name
     _kind.__module__, _kind.__name__, _kind.__qualname__ = "builtins", *[_kind.shown_as.__name__] * 2
 
 
 def _without_labkit(traceback: types.TracebackType | None) -> types.TracebackType | None:
-    """The same traceback without labkit's frames."""
+    """Return the traceback without labkit's frames."""
     kept = []
     while traceback is not None:
         if not traceback.tb_frame.f_code.co_filename.startswith(LABKIT):
@@ -99,46 +99,46 @@ def _without_labkit(traceback: types.TracebackType | None) -> types.TracebackTyp
 
 
 def _is_in_libraries(traceback: types.TracebackType | None) -> bool:
-    """Whether no frame is of the student's own code."""
+    """Whether all frames are in labkit, other libraries or Python itself, and none in the student's code."""
     libraries = (LABKIT, "<frozen ", *(os.path.join(prefix, "") for prefix in {sys.prefix, sys.base_prefix}))
     return all(frame.f_code.co_filename.startswith(libraries) for frame, _ in walk_tb(traceback))
 
 
 def public_api(function: Callable[P, T]) -> Callable[P, T]:
-    """Where the student's code calls labkit: what labkit has to say to them leaves it without the frames that led there.
+    """Decorate a public function: its errors reach the student without labkit's frames.
 
-    An error that labkit did not raise itself is explained where an argument is not of the kind that its annotation names;
-    arguments are compared only then, so a call that works costs nothing and is never refused. Any other error is a defect of
-    ours, and keeps its frames.
+    If an error comes from elsewhere, the arguments are compared with their annotations; an argument of a wrong type
+    becomes a `WrongTypeError`. Arguments are compared only then, so that a call that works costs nothing and is never
+    rejected. Any other error is a bug in labkit and keeps its frames.
     """
 
     @functools.wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return function(*args, **kwargs)
         except (LabError, Stopped, WrongTypeError, WrongValueError) as error:
-            told: BaseException = error.with_traceback(None)
+            shown: BaseException = error.with_traceback(None)
         except KeyboardInterrupt as stop:
             if not _is_in_libraries(stop.__traceback__):
-                raise  # their own function was called, and where it was is worth seeing
-            told = Interrupted(*stop.args)
+                raise  # it came while the student's own function ran: show where
+            shown = Interrupted(*stop.args)
         except Exception as error:
             better = _for_the_student(function, args, kwargs, error)
             if better is None:
                 raise
-            told = better
+            shown = better
         try:
-            raise told
+            raise shown
         finally:
-            del told  # the error holds this frame, which must not hold the error
+            del shown  # breaks a reference cycle: the error's traceback refers to this frame
 
-    return called
+    return wrapper
 
 
 def _for_the_student(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
 ) -> Exception | None:
-    """The error in one line that teaches something; None for a defect of ours."""
+    """Return an error that explains the wrong argument in one line; None for a bug in labkit."""
     if _is_raised_here(error):
         kind = {TypeError: WrongTypeError, ValueError: WrongValueError}.get(type(error))
         if kind is not None:
@@ -159,7 +159,7 @@ def _for_the_student(
 
 
 def _is_raised_here(error: BaseException) -> bool:
-    """Whether labkit itself raised it by a `raise`: what a library finds wrong, or Python, is not meant for the student."""
+    """Whether a `raise` statement in labkit raised it; other errors are not written for the student."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -169,7 +169,7 @@ def _is_raised_here(error: BaseException) -> bool:
 
 
 def _wrong_arguments(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WrongTypeError:
-    """The arguments do not fit the signature: too many, too few, or one that is called otherwise."""
+    """Explain arguments that do not fit the signature: too many, too few, or an unknown name."""
     parameters = list(signature.parameters.values())
     if parameters and parameters[0].name == "self":
         parameters, args = parameters[1:], args[1:]
@@ -177,7 +177,7 @@ def _wrong_arguments(name: str, signature: inspect.Signature, args: tuple[Any, .
     shown = inspect.Signature(plain)
     try:
         shown.bind(*args, **kwargs)
-        why = "its arguments do not fit"
+        why = "the arguments do not fit"
     except TypeError as error:
         why = str(error)
     hint = ""
@@ -189,7 +189,7 @@ def _wrong_arguments(name: str, signature: inspect.Signature, args: tuple[Any, .
 
 
 class _Written:
-    """A default value that is shown as it is written in Python, or in short."""
+    """A default value as a signature shows it: its `repr`, or "..." if that is long."""
 
     def __init__(self, value: Any) -> None:
         self.text = "..." if value is ... or len(repr(value)) > _LONGEST else repr(value)
@@ -199,20 +199,20 @@ class _Written:
 
 
 def _plain(parameter: inspect.Parameter) -> inspect.Parameter:
-    """A parameter as it is shown: its name and its default."""
+    """Return a parameter without its annotation: name and default only."""
     default = parameter.default if parameter.default is parameter.empty else _Written(parameter.default)
     return parameter.replace(annotation=parameter.empty, default=default)
 
 
 def did_you_mean(wrong: str, names: Sequence[str]) -> str:
-    """What to say of a name that does not exist: the one that was meant, or all there are."""
+    """Suggest a name instead of one that does not exist: a similar one, or else list all."""
     close = _close(wrong, names)
     return f"did you mean {close!r}?" if close else f"it has {', '.join(names)}"
 
 
 def _close(wrong: str, names: Sequence[str]) -> str:
-    """The name that was meant: one that is spelled alike, or that begins with what was given."""
-    import difflib  # only who errs waits for it
+    """Return a name with a similar spelling, or one that begins with `wrong`; "" if there is none."""
+    import difflib  # needed only after an error
 
     folded = {name.casefold(): name for name in names}
     wrong = wrong.casefold()
@@ -221,7 +221,7 @@ def _close(wrong: str, names: Sequence[str]) -> str:
 
 
 def _each(signature: inspect.Signature, given: Mapping[str, Any]) -> Iterator[tuple[inspect.Parameter, Any]]:
-    """Parameters and what was given for them; `*args` and `**kwargs` one by one."""
+    """Yield each parameter with its argument; those in `*args` and `**kwargs` one by one."""
     for name, value in given.items():
         parameter = signature.parameters[name]
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -233,11 +233,11 @@ def _each(signature: inspect.Signature, given: Mapping[str, Any]) -> Iterator[tu
 
 
 class _Absent:
-    """A class that is imported for type checkers only, such as matplotlib's Axes: known by its name."""
+    """Stands for a class that is imported for type checkers only, such as matplotlib's Axes; compared by name."""
 
 
 class _Names(dict[str, Any]):
-    """The names of a module, and placeholders for those that only type checkers import."""
+    """The names of a module, with placeholders for those that only type checkers import."""
 
     def __missing__(self, name: str) -> Any:
         import builtins
@@ -246,17 +246,17 @@ class _Names(dict[str, Any]):
 
 
 def _meaning(annotation: Any, function: Callable[..., Any]) -> Any:
-    """The type that an annotation names; `Any` where it cannot be known."""
+    """Return the type that an annotation names; `Any` if it cannot be evaluated."""
     if not isinstance(annotation, str):
         return Any if annotation is inspect.Parameter.empty else annotation
     try:
         return eval(annotation, {}, _Names(inspect.unwrap(function).__globals__))  # labkit's own annotations
-    except (TypeError, AttributeError):  # of a form that is not known here
+    except (TypeError, AttributeError):  # a form of annotation that this function does not support
         return Any
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value may be of a type; True in doubt."""
+    """Whether a value is of a type; True if that cannot be decided."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if hint is None or hint is type(None):
         return value is None
@@ -279,7 +279,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _items_fit(value: Any, origin: Any, parts: tuple[Any, ...]) -> bool:
-    if not isinstance(value, collections.abc.Collection) or len(value) > _LOOKED_AT:
+    if not isinstance(value, collections.abc.Collection) or len(value) > _MOST_CHECKED:
         return True
     if isinstance(value, Mapping) and len(parts) == 2:
         return all(_fits(key, parts[0]) and _fits(each, parts[1]) for key, each in value.items())
@@ -289,7 +289,7 @@ def _items_fit(value: Any, origin: Any, parts: tuple[Any, ...]) -> bool:
 
 
 def _words(hint: Any) -> list[str]:
-    """A type as a student would say it, or several of which one is meant."""
+    """Return a type in everyday words; for a union, the words for each of its types."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return [word for part in parts for word in _words(part)]
@@ -304,7 +304,7 @@ def _words(hint: Any) -> list[str]:
 
 
 def _choice(hint: Any) -> str:
-    """The words for a type, as in "a number, a list or None"."""
+    """Return the words for a type, as in "a number, a list or None"."""
     *first, last = dict.fromkeys(_words(hint))
     return f"{', '.join(first)} or {last}" if first else last
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from labkit.costs.shared_link import SHARED_LINK_BYTES
 from labkit.errors.exceptions import LabError, RankError, RankFailure
-from labkit.errors.exit_reasons import MemoryKiller, explain_exit
+from labkit.errors.exit_reasons import OOMKillCounters, explain_exit
 from labkit.group.options import Plan
 from labkit.group.output import notebook_shell, put
 from labkit.ipc.definitions import Sent
@@ -83,7 +83,7 @@ class RankPool:
             and then instead: to wake up at every print would cost the ranks, which print, more than the notebook.
         notes: what the student should be told once.
         modules: the student's modules that ranks have imported, by name.
-        memory_killer: tells whether the kernel has ended a rank because memory was short.
+        oom_kills: the kernel's counters of processes killed for lack of memory.
 
     It exists before its processes do, and they are started and ended on threads of their own: Stop interrupts the waiting, not
     the action, so there is never a process that nobody knows of. Whoever makes a pool ends it, also where `start` fails.
@@ -97,7 +97,7 @@ class RankPool:
         self.spent = self.used = self.called = False
         self.unfinished: Any = None
         self._settings = NotebookSettings()
-        self.memory_killer = MemoryKiller()
+        self.oom_kills = OOMKillCounters()
         self.modules: dict[str, Imported] = {}
         self._state: ProcessState | None = None
         self._reaping = threading.Lock()
@@ -287,8 +287,8 @@ class RankPool:
                 member.unseen.append((message.kind, message.data))
                 message = member.channel.receive()
         except (EOFError, OSError):
-            struck = self.memory_killer.struck()
-            headline = explain_exit(self.reap(member), struck)
+            oom_kills = self.oom_kills.recent()
+            headline = explain_exit(self.reap(member), oom_kills)
             self._keep_output(member)
             last = member.unshown.decode(errors="replace").strip().splitlines()[-10:]
             raise RankError([RankFailure(member.rank, member.name, headline, "\n".join(last))]) from None

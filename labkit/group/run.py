@@ -182,7 +182,7 @@ class Execution:
                     for mine, fresh in zip(new, records, strict=True):
                         mine.append(fresh)
                 self._look_for_stuck(time.perf_counter_ns())
-                self._pool.memory_killer.look(now)
+                self._pool.oom_kills.sample(now)
             if picture is not None and now - pictured > picture.interval_s:
                 self._show(picture, new)
                 new = [[] for _ in self._members]
@@ -310,9 +310,9 @@ class Execution:
             pass
         self._read_output(member)
         if member.rank not in self._failures:  # even one that has answered: a dead rank serves nobody
-            now_ns, struck = time.perf_counter_ns(), self._pool.memory_killer.struck()
+            now_ns, oom_kills = time.perf_counter_ns(), self._pool.oom_kills.recent()
             self._dead[member.rank] = code = self._pool.reap(member)
-            headline = explain_exit(code, struck)
+            headline = explain_exit(code, oom_kills)
             text, last = crash(member.process), self._last_doing(member, now_ns)
             self._failures[member.rank] = RankFailure(member.rank, member.name, headline, text, at_ns=now_ns, last=last)
 

@@ -1,4 +1,4 @@
-"""Why a process ended: its signal, the likely cause, and whether the kernel's memory killer was at work."""
+"""Why a process ended: its signal, the likely cause, and whether the kernel's OOM killer was at work."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ from pathlib import Path
 import pytest
 from processes import left_after
 
-from labkit.errors.exit_reasons import LOOK_EVERY_S, MemoryKiller, OutOfMemoryKills, explain_exit
+from labkit.errors.exit_reasons import SAMPLE_EVERY_S, OOMKillCounters, OOMKills, explain_exit
 
 
-def test_out_of_memory_is_told_where_it_is_known() -> None:
+def test_running_out_of_memory_is_reported_if_it_is_known() -> None:
     kill = -signal.SIGKILL
-    assert explain_exit(kill) == "killed by SIGKILL (killed from outside; if nobody did, the machine ran out of memory)"
-    assert explain_exit(kill, "group") == (
-        "killed by SIGKILL (out of memory: the kernel's memory killer ended it; "
-        "smaller batches, a smaller model or fewer ranks need less)"
+    assert (
+        explain_exit(kill)
+        == "killed by SIGKILL (another process sent it; if you did not, the machine probably ran out of memory)"
     )
-    assert explain_exit(kill, "machine").startswith("killed by SIGKILL (out of memory, by all signs: the kernel's memory killer")
+    assert explain_exit(kill, "group") == (
+        "killed by SIGKILL (out of memory: the kernel's OOM killer ended it; use smaller batches, a smaller model or fewer ranks)"
+    )
+    assert explain_exit(kill, "machine").startswith("killed by SIGKILL (probably out of memory: the kernel's OOM killer")
     assert "memory" not in explain_exit(-signal.SIGTERM, "group")
 
 
 @pytest.mark.parametrize(
     ("now", "before", "where"),
     [
-        (OutOfMemoryKills(2, 5), OutOfMemoryKills(1, 4), "group"),
-        (OutOfMemoryKills(1, 5), OutOfMemoryKills(1, 4), ""),  # somebody else's process
-        (OutOfMemoryKills(None, 5), OutOfMemoryKills(None, 4), "machine"),
-        (OutOfMemoryKills(None, 4), OutOfMemoryKills(None, 4), ""),
-        (OutOfMemoryKills(None, None), OutOfMemoryKills(None, None), ""),
-        (OutOfMemoryKills(1, None), OutOfMemoryKills(None, None), ""),
+        (OOMKills(2, 5), OOMKills(1, 4), "group"),
+        (OOMKills(1, 5), OOMKills(1, 4), ""),  # somebody else's process
+        (OOMKills(None, 5), OOMKills(None, 4), "machine"),
+        (OOMKills(None, 4), OOMKills(None, 4), ""),
+        (OOMKills(None, None), OOMKills(None, None), ""),
+        (OOMKills(1, None), OOMKills(None, None), ""),
     ],
 )
-def test_where_it_struck(now: OutOfMemoryKills, before: OutOfMemoryKills, where: str) -> None:
+def test_where_processes_were_killed(now: OOMKills, before: OOMKills, where: str) -> None:
     assert now.since(before) == where
 
 
@@ -58,21 +60,21 @@ def test_the_kernels_counters_are_read(kind: str, tmp_path: Path) -> None:
     counter = tmp_path / file
     counter.parent.mkdir(parents=True, exist_ok=True)
     counter.write_text(text.format(1))
-    killer = MemoryKiller(tmp_path)
-    killer.look(LOOK_EVERY_S)
-    assert killer.struck() == ""
+    counters = OOMKillCounters(tmp_path)
+    counters.sample(SAMPLE_EVERY_S)
+    assert counters.recent() == ""
     counter.write_text(text.format(2))
-    killer.look(1.5 * LOOK_EVERY_S)  # too early to look again
+    counters.sample(1.5 * SAMPLE_EVERY_S)  # too early for another sample
     where = "machine" if kind == "none" else "group"
-    assert killer.struck() == where
-    killer.look(2 * LOOK_EVERY_S)
-    assert killer.struck() == where, "a large process takes a while to end"
-    killer.look(3 * LOOK_EVERY_S)
-    assert killer.struck() == "", "that was another one"
+    assert counters.recent() == where
+    counters.sample(2 * SAMPLE_EVERY_S)
+    assert counters.recent() == where, "a large process takes a while to end"
+    counters.sample(3 * SAMPLE_EVERY_S)
+    assert counters.recent() == "", "that kill is too old"
 
 
 def test_a_system_without_counters(tmp_path: Path) -> None:
-    assert MemoryKiller(tmp_path).struck() == ""
+    assert OOMKillCounters(tmp_path).recent() == ""
 
 
 @contextlib.contextmanager
@@ -103,7 +105,7 @@ def limited(limit_bytes: int) -> Iterator[Path]:
         assert not left_after(60, map(int, (group / "cgroup.procs").read_text().split()))
         until = time.monotonic() + 60
         while group.exists() and time.monotonic() < until:
-            with contextlib.suppress(OSError):  # busy, until the last of them is buried
+            with contextlib.suppress(OSError):  # busy, until the last process is reaped
                 group.rmdir()
                 break
             time.sleep(0.1)
@@ -128,9 +130,9 @@ with lab.Group(2, runtime="bare", timeout_s=180) as group:
 
 
 @pytest.mark.slow
-def test_a_rank_that_the_memory_killer_ends() -> None:
+def test_a_rank_that_the_oom_killer_ends() -> None:
     with limited(400 << 20) as group:
         program = subprocess.run(
             [sys.executable, "-c", PROGRAM, str(group / "cgroup.procs")], capture_output=True, text=True, timeout=200, check=True
         )
-        assert program.stdout.startswith("rank 1 failed: killed by SIGKILL (out of memory: the kernel's memory killer ended it;")
+        assert program.stdout.startswith("rank 1 failed: killed by SIGKILL (out of memory: the kernel's OOM killer ended it;")

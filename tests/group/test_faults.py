@@ -251,7 +251,10 @@ def test_the_death_of_a_rank_comes_before_the_broken_connections_it_causes(gloo:
             dist.all_reduce(torch.ones(1))
     """)
     error = failure(gloo, cells.f)
-    assert error.failures[0].headline == "killed by SIGKILL (killed from outside; if nobody did, the machine ran out of memory)"
+    assert (
+        error.failures[0].headline
+        == "killed by SIGKILL (another process sent it; if you did not, the machine probably ran out of memory)"
+    )
     assert [f.name for f in error.failures] == ["rank 2"]
     assert {line[:6] for line in error.others} == {"rank 0", "rank 1"}
     assert all("was waiting in all_reduce (<ipython-input-1-test>, line 9) for " in line for line in error.others)
@@ -264,13 +267,16 @@ def test_the_death_of_a_rank_comes_before_the_broken_connections_it_causes(gloo:
 @pytest.mark.parametrize(
     ("end", "headline"),
     [
-        ("os._exit(3)", "the process ended with exit code 3 (os._exit, or a library that gave up)"),
+        ("os._exit(3)", "the process ended with exit code 3 (os._exit, or a library that ended the process)"),
         (
             "os.kill(os.getpid(), signal.SIGKILL)",
             "killed by SIGKILL (killed from outside; if nobody did, the machine ran out of m",
         ),
-        ("ctypes.string_at(0)", "killed by SIGSEGV (a crash in C or C++ code: an address that is not its own)"),
-        ("os.abort()", "killed by SIGABRT (C or C++ code gave up; what it said stands in the rank's output)"),
+        (
+            "ctypes.string_at(0)",
+            "killed by SIGSEGV (segmentation fault: C or C++ code accessed memory outside its address space)",
+        ),
+        ("os.abort()", "killed by SIGABRT (C or C++ code aborted; its message is in the rank's output)"),
         ("os.kill(os.getpid(), signal.SIGTERM)", "killed by SIGTERM"),
         ("os.kill(os.getpid(), signal.SIGBUS)", "killed by SIGBUS (shared memory or a mapped file that is no longer there"),
         ("os.execv('/bin/true', ['true'])", ""),
