@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-__all__ = ["first_tensor", "most_nbytes", "nbytes_of", "root_of", "tensor_in_words", "what_all_give"]
+__all__ = ["first_tensor", "most_nbytes", "nbytes_of", "root_of", "signature_of", "tensor_in_words"]
 
 # Which argument all ranks give alike in number and type. What is not here may differ from rank to rank.
 _ALIKE: Final = {
@@ -33,7 +33,7 @@ _REDUCES: Final = frozenset(
 )
 
 
-def what_all_give(name: str, arguments: tuple[Any, ...], root: int = -1) -> str:
+def signature_of(name: str, arguments: tuple[Any, ...], root: int = -1) -> str:
     """For example "float32 [4, 3], product, root 1"; "" for an operation that asks for nothing of the kind.
 
     Args:

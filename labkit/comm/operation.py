@@ -32,13 +32,13 @@ class Operation:
         ring: where it is written down.
         name: as the student knows it: "all_reduce".
         start_ns: when it was issued.
-        nbytes, peer, group, match, line, what: as in `recording.events.Span`.
+        nbytes, peer, group, match, line, signature: as in `recording.events.Span`.
         ready: where what is sent comes from a GPU: the rank neither communicates nor waits before that has computed it.
     """
 
     __slots__ = (
         "_once", "_ready", "_ring", "_served", "_slot", "booking", "end_ns", "future", "group", "line", "match", "name", "nbytes",
-        "peer", "start_ns", "timed", "wait_end_ns", "wait_start_ns", "waited_for", "what",
+        "peer", "signature", "start_ns", "timed", "wait_end_ns", "wait_start_ns", "waited_for",
     )  # fmt: skip
 
     def __init__(
@@ -52,10 +52,10 @@ class Operation:
         match: int = 0,
         line: str = "",
         ready: Ready | None = None,
-        what: str = "",
+        signature: str = "",
     ) -> None:
         self._ring, self.name, self.start_ns, self.nbytes = ring, name, start_ns, nbytes
-        self.peer, self.group, self.match, self.line, self.what = peer, group, match, line, what
+        self.peer, self.group, self.match, self.line, self.signature = peer, group, match, line, signature
         self.end_ns = self.wait_start_ns = self.wait_end_ns = 0
         self.future: Any = None  # until it completes, if somebody asked for it, and so may wait for it where we do not see it
         self.waited_for = False  # a thread of ours is blocked in it, and writes the record when it goes on
@@ -64,7 +64,7 @@ class Operation:
         self._ready = ready
         self._served = False  # it is waited for on a thread that does what another rank has called
         self._once = _thread.allocate_lock()
-        self._slot = ring.pend(name, start_ns, nbytes=nbytes, peer=peer, group=group, match=match, line=line, what=what)
+        self._slot = ring.pend(name, start_ns, nbytes=nbytes, peer=peer, group=group, match=match, line=line, signature=signature)
 
     @property
     def done(self) -> bool:
@@ -164,7 +164,7 @@ class Operation:
             flags |= SERVED
         self._ring.write_communication(
             self.name, start_ns, end_ns, wait_start_ns=wait_start_ns, wait_end_ns=wait_end_ns, nbytes=self.nbytes,
-            peer=self.peer, group=self.group, match=self.match, line=self.line, what=self.what, flags=flags,
+            peer=self.peer, group=self.group, match=self.match, line=self.line, signature=self.signature, flags=flags,
         )  # fmt: skip
         self._leave_slot()
 

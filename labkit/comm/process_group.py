@@ -18,7 +18,7 @@ from labkit.comm.backward import Backwards, in_backward
 from labkit.comm.collectives import COLLECTIVES, WITH_ROOT
 from labkit.comm.completion import Attendant
 from labkit.comm.cuda_timing import DeviceOperation
-from labkit.comm.descriptions import first_tensor, most_nbytes, nbytes_of, root_of, tensor_in_words, what_all_give
+from labkit.comm.descriptions import first_tensor, most_nbytes, nbytes_of, root_of, signature_of, tensor_in_words
 from labkit.comm.emulated_link import Booking, SlowLink
 from labkit.comm.futures import Futures
 from labkit.comm.members import Numbering, numbers_of
@@ -143,7 +143,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         root = root_of(arguments)
         return self._ranks[root] if 0 <= root < len(self._ranks) else -1  # torch will say that there is no such rank
 
-    def _issue(self, name: str, tensors: tuple[Any, ...], peer: int, group: str, match: int, what: str) -> Operation:
+    def _issue(self, name: str, tensors: tuple[Any, ...], peer: int, group: str, match: int, signature: str) -> Operation:
         """An operation issued now: timed by the GPU where NCCL moves the tensors, else by the host."""
         start_ns = clock()
         nbytes = most_nbytes(tensors)
@@ -154,13 +154,14 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         on_gpu = first_tensor(tensors) if device_clock is not None else None
         operation: Operation
         if on_gpu is None or not on_gpu.is_cuda:
-            operation = Operation(ring, name, start_ns, nbytes, peer, group, match, line, what=what)
+            operation = Operation(ring, name, start_ns, nbytes, peer, group, match, line, signature=signature)
         elif self.moves_on_gpu:
             device = on_gpu.device.index
-            operation = DeviceOperation(device_clock, device, ring, name, start_ns, nbytes, peer, group, match, line, None, what)
+            given = name, start_ns, nbytes, peer, group, match, line, None, signature
+            operation = DeviceOperation(device_clock, device, ring, *given)
         else:
             ready = device_clock.mark(on_gpu.device.index)
-            operation = Operation(ring, name, start_ns, nbytes, peer, group, match, line, ready, what)
+            operation = Operation(ring, name, start_ns, nbytes, peer, group, match, line, ready, signature)
         operation.timed = self.timed
         if number != -1:
             self.backwards.issued(number, operation)
@@ -171,9 +172,9 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
     ) -> Any:
         """An operation that its caller waits for at once: the same as `_issue` and the wait for it, in half the time."""
         start_ns, ring, group, line = clock(), self.recorder.ring, self._label, student_line()
-        nbytes, what = most_nbytes(arguments), what_all_give(name, arguments, root)
+        nbytes, signature = most_nbytes(arguments), signature_of(name, arguments, root)
         peer = ROOTED - root if root >= 0 else -1
-        slot = ring.pend(name, start_ns, nbytes=nbytes, peer=peer, group=group, match=match, line=line, what=what)
+        slot = ring.pend(name, start_ns, nbytes=nbytes, peer=peer, group=group, match=match, line=line, signature=signature)
         booking = self._booked(name, arguments, nbytes, match, start_ns)
         try:
             work = call(self._real, *args, **kwargs)
@@ -196,7 +197,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
             end_ns = clock()
             ring.write_communication(
                 name, start_ns, end_ns, wait_start_ns=wait_start_ns, wait_end_ns=end_ns, nbytes=nbytes, peer=peer, group=group,
-                match=match, line=line, what=what, flags=flags,
+                match=match, line=line, signature=signature, flags=flags,
             )  # fmt: skip
             ring.unpend(slot)
         return work
@@ -353,8 +354,8 @@ def _collective(method: str, name: str) -> Callable[..., Any]:
         at_once = arguments and not getattr(arguments[-1], "asyncOp", True)  # who asks for it so waits for it at once
         if at_once and self.recorder.device_clock is None:
             return self._carried_out(called, arguments, root, match, inherited, args, kwargs)
-        what = what_all_give(called, arguments, root)
-        operation = self._issue(called, arguments, ROOTED - root if root >= 0 else -1, label, match, what)
+        signature = signature_of(called, arguments, root)
+        operation = self._issue(called, arguments, ROOTED - root if root >= 0 else -1, label, match, signature)
         operation.booking = self._booked(called, arguments, operation.nbytes, match, operation.start_ns)
         try:
             work = inherited(self._real, *args, **kwargs)

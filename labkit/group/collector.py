@@ -141,7 +141,7 @@ class Records:
 
     def _operation(self, rank: int, row: Any) -> Pending:
         names = self._names_of(rank)
-        texts = names[row["group"]], int(row["match"]), names[row["line"]], names[row["what"]]
+        texts = names[row["group"]], int(row["match"]), names[row["line"]], names[row["signature"]]
         return Pending(names[row["name"]], int(row["start_ns"]), 0, int(row["nbytes"]), int(row["peer"]), *texts)
 
     def trace(self) -> Trace:

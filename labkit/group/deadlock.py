@@ -150,7 +150,7 @@ def _may_act(ranks: Sequence[Standing], hopeless: set[int], me: int) -> bool:
 
 def _encloses(span: Pending, blocked: Sequence[Pending]) -> bool:
     """Whether it is a span that the student marked as communication, and what the rank is blocked in began later, within it."""
-    return not (span.group or span.what) and any(op.start_ns > span.start_ns for op in blocked)
+    return not (span.group or span.signature) and any(op.start_ns > span.start_ns for op in blocked)
 
 
 def _may_end(ranks: Sequence[Standing], hopeless: set[int], me: int, operation: Pending) -> bool:
@@ -185,7 +185,7 @@ def _not_entered(ranks: Sequence[Standing], me: int, operation: Pending) -> Iter
             if other != me and ranks[other].entered.get(group, 0) < operation.match:
                 yield other
     elif (
-        kind is GroupKind.ALONE and operation.name == "recv" and operation.what
+        kind is GroupKind.ALONE and operation.name == "recv" and operation.signature
     ):  # from whoever sends; without a tensor it is a span of the student's own
         sent = [p for rank in ranks for p in rank.pending if p.name == "send" and p.peer == me]
         if all(ranks[me].entered.get(p.group, 0) >= p.match for p in sent):
@@ -227,12 +227,12 @@ def _differs(a: Pending, b: Pending) -> bool:
     names_differ = a.name != b.name and kind_of(a.group) is not GroupKind.PAIR
     if a.name.startswith("all_to_all"):  # ranks may give different amounts; see `group.mismatches`
         return names_differ
-    return names_differ or (a.what != b.what and amount(a.what) != amount(b.what))
+    return names_differ or (a.signature != b.signature and amount(a.signature) != amount(b.signature))
 
 
-def amount(what: str) -> str:
+def amount(signature: str) -> str:
     """The same words for tensors of as many elements: a backend sends elements, and [4] goes well with [2, 2]."""
-    return re.sub(r"\[([\d, ]*)\]", lambda shape: str(math.prod(int(n) for n in re.findall(r"\d+", shape[1]))), what)
+    return re.sub(r"\[([\d, ]*)\]", lambda shape: str(math.prod(int(n) for n in re.findall(r"\d+", shape[1]))), signature)
 
 
 def _why(ranks: Sequence[Standing], waiting: Sequence[int], hopeless: set[int]) -> tuple[str, str, int | None]:
@@ -336,11 +336,11 @@ def _contrast(first: str, mine: Pending, other: str, theirs: Pending) -> str:
 def _misfit(sender: tuple[str, Pending], receiver: tuple[str, Pending]) -> str:
     """Of a message."""
     (source, sent), (destination, received) = sender, receiver
-    return f"{source} sends {sent.what}{place(sent)}, and {destination} receives it as {received.what}{place(received)}"
+    return f"{source} sends {sent.signature}{place(sent)}, and {destination} receives it as {received.signature}{place(received)}"
 
 
 def _given(operation: Pending) -> str:
-    return f"{operation.name} of {operation.what}" if operation.what else operation.name
+    return f"{operation.name} of {operation.signature}" if operation.signature else operation.name
 
 
 def operation_in_words(operation: Pending, names: Sequence[str], *, closely: bool = False) -> str:
@@ -348,8 +348,8 @@ def operation_in_words(operation: Pending, names: Sequence[str], *, closely: boo
     details = [where_of(operation.group)] if operation.name != "rpc.shutdown" else []
     if closely and operation.match and kind_of(operation.group) not in HINTS:
         details.append(f"number {operation.match}")
-    if closely and operation.what:
-        details.append(f"of {operation.what}")
+    if closely and operation.signature:
+        details.append(f"of {operation.signature}")
     if 0 <= operation.peer < len(names):
         details.append(f"with {names[operation.peer]}")
     return " ".join(filter(None, [operation.name, *details]))

@@ -55,19 +55,17 @@ def first_unequal(chunks: Sequence[Sequence[Any]], names: Callable[[int], Sequen
     for rank, of_rank in enumerate(chunks):
         own = names(rank) if of_rank else []
         for number, chunk in enumerate(of_rank):
-            counts = (
-                (chunk["kind"] == COMMUNICATION) & (chunk["what"] != 0) & (chunk["match"] != 0) & (chunk["flags"] & OPEN == 0)
-            )
-            at = np.flatnonzero(counts)
+            complete = (chunk["kind"] == COMMUNICATION) & (chunk["flags"] & OPEN == 0)
+            at = np.flatnonzero(complete & (chunk["signature"] != 0) & (chunk["match"] != 0))
             if not len(at):
                 continue
             rows = chunk[at]
             group = _numbers(rows["group"], own, texts, _compared)
-            name, what = _numbers(rows["name"], own, texts, _alike), _numbers(rows["what"], own, texts, amount)
-            shape = _numbers(rows["what"], own, texts, _without_ones)
+            name, signature = _numbers(rows["name"], own, texts, _alike), _numbers(rows["signature"], own, texts, amount)
+            shape = _numbers(rows["signature"], own, texts, _without_ones)
             place = np.full_like(at, rank), np.full_like(at, number), at
             match, start_ns = rows["match"].astype(at.dtype), rows["start_ns"].astype(at.dtype)
-            parts.append(np.stack([*place, group, match, name, what, start_ns, shape]))
+            parts.append(np.stack([*place, group, match, name, signature, start_ns, shape]))
     if not parts:
         return [], []
     every = np.concatenate(parts, axis=1)
@@ -116,9 +114,9 @@ def _alike(name: str) -> str:
     return "message" if name in ("send", "recv") else name
 
 
-def _without_ones(what: str) -> str:
+def _without_ones(signature: str) -> str:
     """The same words for shapes that lie alike in memory but for dimensions of one: [4] is as good as [4, 1]."""
-    return re.sub(r"\[([\d, ]*)\]", lambda shape: str([n for n in re.findall(r"\d+", shape[1]) if n != "1"]), what)
+    return re.sub(r"\[([\d, ]*)\]", lambda shape: str([n for n in re.findall(r"\d+", shape[1]) if n != "1"]), signature)
 
 
 def _operation(every: Any, at: int) -> Any:
@@ -140,9 +138,9 @@ def _misfit(every: Any, which: Any, words: Sequence[str]) -> list[Any]:
     return []
 
 
-def _fits(whats: Sequence[str]) -> bool:
+def _fits(signatures: Sequence[str]) -> bool:
     """Whether what each rank of an all-to-all sends is what the others expect; ranks in the order of their group."""
-    sides = [_sides(what, len(whats)) for what in whats]
+    sides = [_sides(signature, len(signatures)) for signature in signatures]
     if None in sides or len({side["dtype"] for side in sides if side}) != 1:
         return None in sides  # not all of it is known
     for (i, a), (j, b) in itertools.permutations(enumerate(sides), 2):
@@ -151,12 +149,12 @@ def _fits(whats: Sequence[str]) -> bool:
     return True
 
 
-def _sides(what: str, size: int) -> Mapping[str, Any] | None:
-    parts = _PARTS.fullmatch(what)
+def _sides(signature: str, size: int) -> Mapping[str, Any] | None:
+    parts = _PARTS.fullmatch(signature)
     if parts is not None:
         sent, received = ([int(n) for n in parts[side].split(",") if n] for side in ("sent", "received"))
         return {"dtype": parts["dtype"], "sent": sent, "received": received}
-    even = re.fullmatch(r"(\w+) (\d+)", what)
+    even = re.fullmatch(r"(\w+) (\d+)", signature)
     if even is None:
         return None
     return {
@@ -183,15 +181,15 @@ def mismatch_hint(sides: Sequence[tuple[str, Pending]]) -> tuple[str, str]:
 
 def shapes_note(sides: Sequence[tuple[str, Pending]]) -> str:
     """What to tell of a reduction of unlike shapes; `sides` as for `mismatch_hint`."""
-    (first, mine), (other, theirs) = next((a, b) for a, b in itertools.pairwise(sides) if a[1].what != b[1].what)
+    (first, mine), (other, theirs) = next((a, b) for a, b in itertools.pairwise(sides) if a[1].signature != b[1].signature)
     place = f" ({mine.line})" if mine.line else ""
     return (
-        f"{mine.name}{place} combined {mine.what} of {first} with {theirs.what} of {other}, in the order in which their elements "
-        "lie in memory. Give tensors of one shape."
+        f"{mine.name}{place} combined {mine.signature} of {first} with {theirs.signature} of {other}, in the order in which "
+        "their elements lie in memory. Give tensors of one shape."
     )
 
 
 def mismatch_error(sides: Sequence[tuple[str, Pending]]) -> MismatchError:
     """The error for an operation to which ranks came with something different; `sides` as for `mismatch_hint`."""
-    lines = [f"{name}: {p.name} of {p.what}" + (f" ({p.line})" if p.line else "") for name, p in sides]
+    lines = [f"{name}: {p.name} of {p.signature}" + (f" ({p.line})" if p.line else "") for name, p in sides]
     return MismatchError(*mismatch_hint(sides), lines)

@@ -23,5 +23,5 @@ class Pending:
     group: str
     match: int
     line: str
-    what: str = ""
+    signature: str = ""
     thread: int = 0

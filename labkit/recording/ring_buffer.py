@@ -48,13 +48,13 @@ MEMORY_KINDS: Final = ("parameters", "optimizer state", "gradients", "gathered p
 # head, so that a reader in another process never takes a half-written record for a whole one.
 HEAD: Final = struct.Struct("<qqIIq")  # start_ns, end_ns, name, kind | flags << FLAGS_SHIFT, commit
 SPAN_HEAD: Final = struct.Struct("<qqQq")  # the same with name and kind in one: a fifteenth of a span's time
-TAIL: Final = struct.Struct("<qqqqIIiI")  # wait_start_ns, wait_end_ns, nbytes, match, line, group, peer, what
+TAIL: Final = struct.Struct("<qqqqIIiI")  # wait_start_ns, wait_end_ns, nbytes, match, line, group, peer, signature
 WORD: Final = struct.Struct("<q")
 RECORD_BYTES: Final = HEAD.size + TAIL.size
 COMMIT_OFFSET: Final = HEAD.size - WORD.size
 KIND_SHIFT: Final = 32  # of the kind in the word that it shares with the name
 
-# wait_start_ns, thread, what, nbytes, match, name, line, group, peer, start_ns. That comes last: unless 0, the slot is in use.
+# wait_start_ns, thread, signature, nbytes, match, name, line, group, peer, start_ns. That comes last: 0 in a free slot.
 PENDING: Final = struct.Struct("<qIIqqIIIiq")
 PENDING_WAIT: Final = struct.Struct("<qI")
 PENDING_START: Final = PENDING.size - 8
@@ -73,7 +73,7 @@ LONGEST_NAME: Final = 1000  # bytes; what is longer is cut
 # A student's program may make up any number of names for its spans. Those of operations, groups and lines must find room all the
 # same: without them nobody sees who waits for whom. So each kind of name is kept while less than this part of the area is in use.
 # Spans with their places in the code, spans by their names alone, curves, what ranks give to operations:
-PLACED_LIMIT, SPANS_LIMIT, SCALARS_LIMIT, WHAT_LIMIT = (NAMES_BYTES * eighths // 8 for eighths in (2, 4, 5, 6))
+PLACED_LIMIT, SPANS_LIMIT, SCALARS_LIMIT, SIGNATURES_LIMIT = (NAMES_BYTES * eighths // 8 for eighths in (2, 4, 5, 6))
 OTHER_SPANS, OTHER_SCALARS = "(other spans)", "(other values)"
 NO_ROOM: Final = ("spans", "values", "sizes", "groups")  # which names were not kept: a bit of the header each
 _AT: Final = "\0"  # between the place of a name and the name
@@ -166,17 +166,18 @@ class RingWriter:
         group: str = "",
         match: int = 0,
         line: str = "",
-        what: str = "",
+        signature: str = "",
         flags: int = 0,
     ) -> None:
         """Keep one finished communication; see `tracing.trace.Span` for the meaning of each number."""
         self.communications += 1
         self.failures += (flags & OPEN) != 0
         name_id, line_id, group_id = self.name(name), self.name(line), self.name(group)
-        what_id = self.name(self._known_or(what, WHAT_LIMIT, "", "sizes"))
+        signature_id = self.name(self._known_or(signature, SIGNATURES_LIMIT, "", "sizes"))
         number, at = self.next_slot()
         WORD.pack_into(self.buffer, at + COMMIT_OFFSET, 0)  # the record that was here loses its tail before its head
-        TAIL.pack_into(self.buffer, at + HEAD.size, wait_start_ns, wait_end_ns, nbytes, match, line_id, group_id, peer, what_id)
+        tail = wait_start_ns, wait_end_ns, nbytes, match, line_id, group_id, peer, signature_id
+        TAIL.pack_into(self.buffer, at + HEAD.size, *tail)
         HEAD.pack_into(self.buffer, at, start_ns, end_ns, name_id, COMMUNICATION | flags << FLAGS_SHIFT, number)
 
     def pend(
@@ -189,7 +190,7 @@ class RingWriter:
         group: str = "",
         match: int = 0,
         line: str = "",
-        what: str = "",
+        signature: str = "",
     ) -> int:
         """Note that an operation was issued.
 
@@ -204,8 +205,8 @@ class RingWriter:
             return -1
         at = PENDING_AT + slot * PENDING.size
         ids = self.name(name), self.name(line), self.name(group)
-        what_id = self.name(self._known_or(what, WHAT_LIMIT, "", "sizes"))
-        PENDING.pack_into(self.buffer, at, 0, get_native_id(), what_id, nbytes, match, *ids, peer, start_ns)
+        signature_id = self.name(self._known_or(signature, SIGNATURES_LIMIT, "", "sizes"))
+        PENDING.pack_into(self.buffer, at, 0, get_native_id(), signature_id, nbytes, match, *ids, peer, start_ns)
         return slot
 
     def waiting(self, slot: int, since_ns: int, thread: int = 0) -> None:
@@ -310,11 +311,12 @@ class RingReader:
         for slot in self._numpy.flatnonzero(self._pending_starts).tolist():
             at = PENDING_AT + slot * PENDING.size
             (before,) = WORD.unpack_from(self.buffer, at + PENDING_START)
-            wait_start_ns, thread, what, nbytes, match, name, line, group, peer, start_ns = PENDING.unpack_from(self.buffer, at)
+            values = PENDING.unpack_from(self.buffer, at)
+            wait_start_ns, thread, signature, nbytes, match, name, line, group, peer, start_ns = values
             (after,) = WORD.unpack_from(self.buffer, at + PENDING_START)
             if before and before == start_ns == after:  # else it was freed, and perhaps taken again, while we looked
                 names = self.names()
-                texts = names[group], match, names[line], names[what]
+                texts = names[group], match, names[line], names[signature]
                 found.append(Pending(names[name], start_ns, wait_start_ns, nbytes, peer, *texts, thread))
         return sorted(found, key=lambda p: p.start_ns)
 
@@ -405,6 +407,6 @@ def record_dtype() -> Any:
         [
             ("start_ns", "<i8"), ("end_ns", "<i8"), ("name", "<u4"), ("kind", "<u2"), ("flags", "<u2"), ("commit", "<i8"),
             ("wait_start_ns", "<i8"), ("wait_end_ns", "<i8"), ("nbytes", "<i8"), ("match", "<i8"),
-            ("line", "<u4"), ("group", "<u4"), ("peer", "<i4"), ("what", "<u4"),
+            ("line", "<u4"), ("group", "<u4"), ("peer", "<i4"), ("signature", "<u4"),
         ]
     )  # fmt: skip

@@ -180,7 +180,7 @@ def test_the_root_in_a_message_is_the_one_that_the_student_gave() -> None:
         me, part = dist.get_rank(), dist.new_group([1, 2])
         if me == 1:
             work = dist.broadcast(torch.ones(3), src=2, group=part, async_op=True)
-            words = [operation.what for operation in cases.operations()]
+            words = [operation.signature for operation in cases.operations()]
             dist.send(torch.ones(1), 2)
             work.wait()
             return words

@@ -18,9 +18,9 @@ THREADS = 4  # that serve calls in an RPC rank
 
 
 def op(
-    name: str, match: int = 1, *, group: str = "world", since: int = 1, peer: int = -1, what: str = "", thread: int = 0
+    name: str, match: int = 1, *, group: str = "world", since: int = 1, peer: int = -1, signature: str = "", thread: int = 0
 ) -> Pending:
-    return Pending(name, 1, since, 0, peer, group, match, f"cell 5, line {match}", what, thread)
+    return Pending(name, 1, since, 0, peer, group, match, f"cell 5, line {match}", signature, thread)
 
 
 def message(name: str, source: int, destination: int, match: int = 1, **rest: Any) -> Pending:
@@ -92,19 +92,23 @@ def test_a_message_of_another_tag_is_another_one() -> None:
 
 def test_as_many_elements_in_another_shape_are_no_mismatch() -> None:
     """[4] goes well with [2, 2]; while the third rank computes, the two wait for it and for nothing else."""
-    flat, square = op("all_reduce", what="float32 [4]"), op("all_reduce", what="float32 [2, 2]")
+    flat, square = op("all_reduce", signature="float32 [4]"), op("all_reduce", signature="float32 [2, 2]")
     assert verdict(standing(flat), standing(square), COMPUTES) is None
-    assert verdict(standing(flat), standing(op("all_reduce", what="float32 [2, 3]")), COMPUTES).ranks == (0, 1)
-    scalar, one = op("all_reduce", what="float32 []"), op("all_reduce", what="float32 [1]")
+    assert verdict(standing(flat), standing(op("all_reduce", signature="float32 [2, 3]")), COMPUTES).ranks == (0, 1)
+    scalar, one = op("all_reduce", signature="float32 []"), op("all_reduce", signature="float32 [1]")
     assert verdict(standing(scalar), standing(one), COMPUTES) is None
 
 
 def test_a_message_to_one_who_takes_any_is_on_its_way() -> None:
     """It has no number at the receiver before it is there, and a large one takes its time."""
-    assert verdict(standing(message("send", 0, 1)), standing(op("recv", 0, group="", what="float32 [1]"))) is None
-    taken = standing(op("recv", 0, group="", what="float32 [1]", since=0), returned=True)
+    assert verdict(standing(message("send", 0, 1)), standing(op("recv", 0, group="", signature="float32 [1]"))) is None
+    taken = standing(op("recv", 0, group="", signature="float32 [1]", since=0), returned=True)
     assert verdict(standing(message("send", 0, 1)), taken) is None, "it returned before what it takes was there"
-    other_way = standing(message("send", 0, 2)), standing(op("recv", 0, group="", what="float32 [1]")), standing(op("barrier"))
+    other_way = (
+        standing(message("send", 0, 2)),
+        standing(op("recv", 0, group="", signature="float32 [1]")),
+        standing(op("barrier")),
+    )
     assert verdict(*other_way).ranks == (0, 1, 2)
 
 
@@ -138,7 +142,9 @@ def test_a_rank_waits_for_one_that_waits_for_one_that_returned() -> None:
 
 
 def test_two_collectives_in_different_order() -> None:
-    found = verdict(standing(op("all_reduce", what="float32 [3]")), standing(op("broadcast", what="float32 [3], root 0")))
+    found = verdict(
+        standing(op("all_reduce", signature="float32 [3]")), standing(op("broadcast", signature="float32 [3], root 0"))
+    )
     assert found.ranks == (0, 1)
     assert found.culprit is None
     assert found.headline == (
@@ -149,8 +155,8 @@ def test_two_collectives_in_different_order() -> None:
 
 
 def test_different_shapes_also_where_the_other_one_is_through() -> None:
-    other = op("all_reduce", what="float32 [4]")
-    found = verdict(standing(op("all_reduce", what="float32 [5]")), standing(came={"world": 1}, done=[other]))
+    other = op("all_reduce", signature="float32 [4]")
+    found = verdict(standing(op("all_reduce", signature="float32 [5]")), standing(came={"world": 1}, done=[other]))
     assert found.ranks == (0,)
     assert "float32 [5] (cell 5, line 1) on rank 0, and all_reduce of float32 [4]" in found.headline
 
@@ -191,7 +197,7 @@ def test_a_message_and_a_collective() -> None:
 
 
 def test_a_message_from_anybody_when_all_have_returned() -> None:
-    anybody = op("recv", 0, group="", what="float32 [5]")
+    anybody = op("recv", 0, group="", signature="float32 [5]")
     assert verdict(standing(anybody), COMPUTES, RETURNED) is None
     found = verdict(standing(anybody), RETURNED, RETURNED)
     assert found.ranks == (0,)
@@ -210,7 +216,9 @@ def test_a_span_around_what_a_rank_is_blocked_in_brings_nothing_about() -> None:
 
 
 def test_messages_of_different_sizes() -> None:
-    found = verdict(standing(message("send", 0, 1, what="float32 [5]")), standing(message("recv", 0, 1, what="float32 [9]")))
+    found = verdict(
+        standing(message("send", 0, 1, signature="float32 [5]")), standing(message("recv", 0, 1, signature="float32 [9]"))
+    )
     assert found.ranks == (0, 1)
     assert found.headline == "rank 0 sends float32 [5] (cell 5, line 1), and rank 1 receives it as float32 [9] (cell 5, line 1)"
 
@@ -266,7 +274,7 @@ def test_one_thread_of_a_rank_goes_on_while_another_hangs() -> None:
 
 def test_many_ranks_with_much_under_way() -> None:
     """64 ranks, the most that is noted of each: looked at twenty times a second."""
-    under_way = [op("all_reduce", n, since=0, what="float32 [4]") for n in range(1, 60)]
+    under_way = [op("all_reduce", n, since=0, signature="float32 [4]") for n in range(1, 60)]
     found = verdict(*(standing(*under_way, op("barrier", 60)) for _ in range(63)), RETURNED)
     assert found.ranks == tuple(range(63))
     assert found.culprit == 63
@@ -426,10 +434,10 @@ def test_calls_in_a_circle() -> None:
 
 
 def test_mismatch_names_the_first_pair_that_differs() -> None:
-    same = op("all_reduce", what="float32 [2]")
+    same = op("all_reduce", signature="float32 [2]")
     assert mismatch([("rank 0", same), ("rank 1", same)]) == ("", "")
-    assert mismatch([("rank 0", same), ("rank 1", op("all_reduce", 2, what="float32 [3]"))])[0] == "", "another operation"
-    text, hint = mismatch([("rank 0", same), ("rank 1", same), ("rank 2", op("all_reduce", what="float64 [2]"))])
+    assert mismatch([("rank 0", same), ("rank 1", op("all_reduce", 2, signature="float32 [3]"))])[0] == "", "another operation"
+    text, hint = mismatch([("rank 0", same), ("rank 1", same), ("rank 2", op("all_reduce", signature="float64 [2]"))])
     assert text == (
         "collective number 1 is all_reduce of float32 [2] (cell 5, line 1) on rank 0, and all_reduce of float64 [2] (cell 5, "
         "line 1) on rank 2"
@@ -438,7 +446,7 @@ def test_mismatch_names_the_first_pair_that_differs() -> None:
 
 
 def test_a_message_that_does_not_fit_is_told_from_its_sender() -> None:
-    sent, received = message("send", 1, 0, what="float32 [8]"), message("recv", 1, 0, what="float32 [4]")
+    sent, received = message("send", 1, 0, signature="float32 [8]"), message("recv", 1, 0, signature="float32 [4]")
     text, hint = mismatch([("rank 0", received), ("rank 1", sent)])
     assert text == "rank 1 sends float32 [8] (cell 5, line 1), and rank 0 receives it as float32 [4] (cell 5, line 1)"
     assert hint == "A receive needs a tensor of the size and type that is sent."
@@ -459,7 +467,7 @@ def test_no_wait_is_shorter_than_nothing() -> None:
 
 
 def test_doing_closely() -> None:
-    waits = op("all_reduce", 3, since=3 * S, what="float32 [4]")
+    waits = op("all_reduce", 3, since=3 * S, signature="float32 [4]")
     assert doing("rank 0", [waits], 5 * S, closely=True) == (
         "rank 0 was waiting in all_reduce number 3 of float32 [4] (cell 5, line 3) for 2.0 s"
     )

@@ -345,7 +345,7 @@ def test_however_many_names_spans_and_curves_have_operations_keep_theirs(writer:
     writer.write(writer.placed("one more", "cell 2, line 3"), COMPUTE, 1, 2)
     writer.write(writer.placed("forward 20000", ""), COMPUTE, 1, 2)
     writer.write_scalar("one more", 1, 0.5)
-    writer.write_communication("all_reduce", 1, 2, group="world", line="cell 9, line 1", what="float32 [4]")
+    writer.write_communication("all_reduce", 1, 2, group="world", line="cell 9, line 1", signature="float32 [4]")
     rows, names = reader.read(), reader.names()
     assert [names[row["name"]] for row in rows] == [
         ring_buffer.OTHER_SPANS,
@@ -353,24 +353,24 @@ def test_however_many_names_spans_and_curves_have_operations_keep_theirs(writer:
         ring_buffer.OTHER_SCALARS,
         "all_reduce",
     ]
-    assert [names[rows[-1][field]] for field in ("group", "line", "what")] == ["world", "cell 9, line 1", "float32 [4]"]
+    assert [names[rows[-1][field]] for field in ("group", "line", "signature")] == ["world", "cell 9, line 1", "float32 [4]"]
 
 
 def test_however_many_shapes_there_are_groups_keep_their_names(writer: RingWriter, reader: RingReader) -> None:
-    fill(writer, ring_buffer.WHAT_LIMIT)
-    slot = writer.pend("send", 1, group="p2p 0>1 tag 7", what="float32 [4]")
-    assert [(p.group, p.what) for p in reader.pending()] == [("p2p 0>1 tag 7", "")]
+    fill(writer, ring_buffer.SIGNATURES_LIMIT)
+    slot = writer.pend("send", 1, group="p2p 0>1 tag 7", signature="float32 [4]")
+    assert [(p.group, p.signature) for p in reader.pending()] == [("p2p 0>1 tag 7", "")]
     writer.unpend(slot)
     assert reader.no_room == ["sizes"]
 
 
 def test_pending_operations_come_and_go(writer: RingWriter, reader: RingReader) -> None:
-    first = writer.pend("all_reduce", 10, nbytes=400, group="world", match=3, line="cell 2, line 1", what="float32 [100]")
+    first = writer.pend("all_reduce", 10, nbytes=400, group="world", match=3, line="cell 2, line 1", signature="float32 [100]")
     second = writer.pend("recv", 5, peer=2)
     assert [p.name for p in reader.pending()] == ["recv", "all_reduce"], "oldest first"
     assert reader.pending()[1] == ring_buffer.Pending(
         name="all_reduce", start_ns=10, wait_start_ns=0, nbytes=400, peer=-1, group="world", match=3, line="cell 2, line 1",
-        what="float32 [100]", thread=threading.get_native_id(),
+        signature="float32 [100]", thread=threading.get_native_id(),
     )  # fmt: skip
     other = threading.Thread(target=writer.waiting, args=(first, 12))
     other.start()
