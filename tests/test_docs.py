@@ -1,0 +1,70 @@
+"""The documentation agrees with the tree: links, files and make targets exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = {str(path.relative_to(ROOT)): path for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])}
+# Where a path in the text may begin: CONTRIBUTING.md names files of `labkit/` without that folder, and tests without `tests/`.
+FOLDERS = (".", "labkit", "labkit/worker", "labkit/worker/runtimes", "labkit/worker/runtimes/tensorflow", "tests")
+ELSEWHERE = {"train.py", "script.py", "build/gpu"}  # examples, and what a tool writes
+
+
+def prose(page: str) -> list[tuple[int, str]]:
+    """The lines of a page, numbered from 1, without blocks of code."""
+    lines, in_code = [], False
+    for number, line in enumerate(PAGES[page].read_text().splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            in_code = not in_code
+        elif not in_code:
+            lines.append((number, line))
+    return lines
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def file_exists(name: str) -> bool:
+    return name in ELSEWHERE or any(bool(list((ROOT / folder).glob(name))) for folder in FOLDERS)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    text = "\n".join(line for _, line in prose(page))
+    text += "\n".join(re.findall(r"!?\[[^]]*\]\([^)]*\)", PAGES[page].read_text()))  # links whose text is several lines long
+    broken = []
+    for target in set(re.findall(r"\]\(([^)\s]+)\)", text)):
+        if re.match(r"https?:|mailto:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = PAGES[page].parent / name if name else PAGES[page]
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            broken.append(target)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_files_exist(page: str) -> None:
+    text = PAGES[page].read_text()
+    quoted = re.findall(r"`([\w./*-]+(?:\.py|\.md|\.ipynb|\.toml|\.txt|\.yml|/))`", text)
+    in_drawings = [
+        name for block in re.findall(r"```mermaid.*?```", text, re.DOTALL) for name in re.findall(r"\w+/[\w/]+\.py", block)
+    ]
+    in_commands = re.findall(r"(?:python|pytest)\b[^`\n]* ((?:bench|tools|tests|notebooks)/[\w/]+\.(?:py|ipynb))", text)
+    missing = {name for name in [*quoted, *in_drawings, *in_commands] if not file_exists(name.rstrip("/"))}
+    assert missing == set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_make_targets_exist(page: str) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    text = PAGES[page].read_text()
+    named = set(re.findall(r"`make ([a-z-]+)", text)) | set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE))
+    assert named - targets == set()
