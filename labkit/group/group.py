@@ -197,7 +197,7 @@ class Group:
         self._check()
         there = self._pool.members if self._pool is not None and self._fit else []
         names = CellNames(home.__dict__, read, written, label, [there[i] for i in on] if there else [])
-        payload = pickling.pack(Names(names.due), home=home, sent=self._sent, what="the notebook's names")
+        payload = pickling.pack(Names(names.due), home=home, sent=self._sent, label="the notebook's names")
         lines: Files = {filename: (label, source.splitlines(keepends=True))}
 
         def data(rank: int, files: Files) -> Any:
@@ -263,7 +263,7 @@ class Group:
             raise TypeError(f"run({function!r}): expected a function, given {type(function).__name__}. Pass f, not f().")
         self._check()
         name = name_of(function)
-        payload = pickling.pack(Call(function, args, kwargs), home=sys.modules["__main__"], sent=self._sent, what=f"{name}()")
+        payload = pickling.pack(Call(function, args, kwargs), home=sys.modules["__main__"], sent=self._sent, label=f"{name}()")
         try:
             starts_rpc = self.runtime == "rpc" and mentions("init_rpc", function, payload.data)
             return self._fly("call", payload, name, on, picture, lambda _, files: files, starts_rpc=starts_rpc)
@@ -296,7 +296,7 @@ class Group:
         try:
             if not self._takes_turn(me):
                 raise LabError("this group is running already, in another thread; wait for it, close it, or make a second group")
-            if payload.moved:
+            if payload.copied_from_gpu:
                 self._tell("CUDA tensors in arguments reach the ranks as CPU tensors.")
             pool = self._usable_pool(kind, starts_rpc)
             home = sys.modules["__main__"]

@@ -191,11 +191,11 @@ class RankPool:
             for name in self._starter.environment.keys() | os.environ.keys()
             if os.environ.get(name) != self._starter.environment.get(name)
         }
-        lend = may_read(self.members[0].process.pid)
+        readable = may_read(self.members[0].process.pid)
         shared_link = None if plan.link is None else Payload(b"", fd=shared_memory(SHARED_LINK_BYTES))
         assert self._state is not None
         for member in self.members:
-            rank_config = _rank_config(plan, member.rank, lend, changes, self._state, self.starts_rpc)
+            rank_config = _rank_config(plan, member.rank, readable, changes, self._state, self.starts_rpc)
             with contextlib.suppress(OSError):  # as in `_send_all`
                 member.channel.send("rank_config", rank_config, shared_link)
         if shared_link is not None:
@@ -381,7 +381,7 @@ class RankPool:
 
 
 def _rank_config(
-    plan: Plan, rank: int, lend: bool, environment: Mapping[str, str | None], state: ProcessState, starts_rpc: bool
+    plan: Plan, rank: int, readable: bool, environment: Mapping[str, str | None], state: ProcessState, starts_rpc: bool
 ) -> RankConfig:
     return RankConfig(
         rank,
@@ -393,7 +393,7 @@ def _rank_config(
         plan.jobs,
         state.path,
         state.folder,
-        lend,
+        readable,
         dict(environment),
         plan.link,
         notebook_shell() is not None,

@@ -268,7 +268,7 @@ class Execution:
         if ending is not None:
             self._pool.spent |= ending.spent
             self.notes += ending.notes
-        if message.payload.moved:
+        if message.payload.copied_from_gpu:
             self.notes.append("CUDA tensors in results come back as CPU tensors.")
         try:
             self._results[member.rank] = pickling.unpack(message.payload, sent=self._pool.sent)
@@ -276,7 +276,7 @@ class Execution:
             raise
         except Exception as error:  # noqa: BLE001  # what makes a result anew may raise anything
             self._failures[member.rank] = unreadable(error, member.rank, member.name)
-        if message.payload.lender:
+        if message.payload.owner_pid:
             member.channel.send("read")
         self._release_servers()
 

@@ -1,1 +1,1 @@
-"""What travels between the notebook and its ranks: functions, arguments, results, errors, prints."""
+"""Sends functions, arguments, results, errors and printed output between the notebook and its ranks."""

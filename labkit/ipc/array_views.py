@@ -1,7 +1,7 @@
-"""numpy arrays that share memory keep sharing it where they are sent: by themselves, each pickles a copy of its own.
+"""Keeps numpy arrays that share memory sharing it after they are sent; pickle alone would copy each of them.
 
-A first pickling meets the arrays. Where some of one array's views share memory, with one another or with the array itself, the
-value is pickled once more, and those are taken apart into a block of memory, which goes once, and their places in it.
+The first pickling collects the arrays. If views of one array share memory with one another or with that array, the
+value is pickled a second time: the shared block of memory is then sent once, with the position of each view in it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any, Final
 
 __all__ = ["SharedArrays"]
 
-WORK: Final = 10_000  # at most so much for finding out whether two views overlap; beyond it they are taken to
+MAX_WORK: Final = 10_000  # `max_work` of numpy.shares_memory; two views that need more are taken to overlap
 
 
 class SharedArrays:
-    """The arrays that one pickling meets, by the array that owns their memory.
+    """Collects the arrays of one pickling, by the array that owns their memory.
 
     Args:
-        blocks: what `found` gave after the pickling before.
+        blocks: the result of `found` after the first pickling; None in the first.
     """
 
     def __init__(self, blocks: dict[int, tuple[Any, Any]] | None = None) -> None:
@@ -28,7 +28,7 @@ class SharedArrays:
         self._of_owner: dict[int, list[Any]] = {}
 
     def reduce(self, obj: Any) -> Any:
-        """How to take an array apart that shares memory with another; None for the usual way, and for everything else."""
+        """Return how to reduce an array that shares memory with another; None for any other object."""
         if type(obj) is not self._array_type:
             return None
         known, block = self._blocks.get(id(obj), (None, None))
@@ -40,9 +40,11 @@ class SharedArrays:
         return None
 
     def found(self) -> dict[int, tuple[Any, Any]]:
-        """By identity, each array that shares memory with another one of this pickling, and the block that both lie in.
+        """Return the arrays that share memory with another array of this pickling.
 
-        The array is held, since its identity must not become another's: some objects make arrays only to be pickled.
+        Returns:
+            by the array's `id`, the array and the block of memory that holds it. The array is kept alive, so that no
+            new object gets its `id`: some objects create arrays only while they are pickled.
         """
         blocks: dict[int, tuple[Any, Any]] = {}
         for arrays in self._of_owner.values():
@@ -52,36 +54,36 @@ class SharedArrays:
                 continue
             assert self._numpy is not None
             whole = owner.ravel(order="K").view(self._numpy.uint8)
-            for low, high, members in self._overlapping(distinct, owner):
+            for low, high, views in self._overlapping(distinct, owner):
                 block = whole[low - _address(whole) : high - _address(whole)]
-                blocks |= {id(member): (member, block) for member in members}
+                blocks |= {id(view): (view, block) for view in views}
         return blocks
 
     def _overlapping(self, arrays: list[Any], owner: Any) -> list[tuple[int, int, list[Any]]]:
-        """Those that share memory: first and last address of each lot, and its arrays."""
+        """Group the arrays that share memory: first and last address of each group, and its arrays."""
         numpy = self._numpy
         assert numpy is not None
         bounds = sorted(((*numpy.lib.array_utils.byte_bounds(a), a) for a in arrays), key=lambda b: b[:2])
         if any(a is owner for a in arrays):
             return [(bounds[0][0], max(high for _, high, _ in bounds), arrays)]
-        lots: list[tuple[int, int, list[Any]]] = []
+        groups: list[tuple[int, int, list[Any]]] = []
         for low, high, array in bounds:
-            touched = [lot for lot in lots if low < lot[1] and any(self._share(array, other) for other in lot[2])]
-            lots = [lot for lot in lots if not any(lot is t for t in touched)]
+            touched = [group for group in groups if low < group[1] and any(self._share(array, other) for other in group[2])]
+            groups = [group for group in groups if not any(group is t for t in touched)]
             first, last = min([low, *(t[0] for t in touched)]), max([high, *(t[1] for t in touched)])
-            lots.append((first, last, [array, *(a for t in touched for a in t[2])]))
-        return [lot for lot in lots if len(lot[2]) > 1]
+            groups.append((first, last, [array, *(a for t in touched for a in t[2])]))
+        return [group for group in groups if len(group[2]) > 1]
 
     def _share(self, one: Any, other: Any) -> bool:
         assert self._numpy is not None
         try:
-            return bool(self._numpy.shares_memory(one, other, max_work=WORK))
+            return bool(self._numpy.shares_memory(one, other, max_work=MAX_WORK))
         except self._numpy.exceptions.TooHardError:
             return True
 
 
 def _owner(array: Any) -> Any:
-    """The array whose memory it is, as far as numpy knows."""
+    """Return the array that owns the memory, as far as numpy knows."""
     while type(array.base) is type(array):
         array = array.base
     return array
@@ -93,7 +95,7 @@ def _address(array: Any) -> int:
 
 
 def _array_at(block: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, writeable: bool) -> Any:
-    """In the receiver: the array again, in the block's memory."""
+    """Rebuild an array in the receiver, in the block's memory."""
     array = type(block)(shape, dtype, block, offset, strides)
     array.flags.writeable = writeable and block.flags.writeable
     return array

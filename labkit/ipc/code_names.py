@@ -1,4 +1,4 @@
-"""Names in code: what it reads, what a cell assigns, and what a function is called."""
+"""Finds names in code: those it reads, those a cell assigns, and the name of a function."""
 
 from __future__ import annotations
 
@@ -15,59 +15,60 @@ __all__ = ["assigned", "mentions", "name_of", "names_read", "reads"]
 
 _READ = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
 _ASSIGN_GLOBAL = ("STORE_GLOBAL", "DELETE_GLOBAL")
-_ASSIGN_HERE = ("STORE_NAME", "DELETE_NAME")  # in a module's code; in the body of a class these are its attributes
-# After these statements their names are defined; after a `try` or a `match` they may not be.
-_SURE = (ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+_ASSIGN_HERE = ("STORE_NAME", "DELETE_NAME")  # globals in a module's code; in a class body these assign attributes
+# These statements always define their names; a `try` or a `match` may not.
+_ALWAYS_ASSIGN = (ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What the student calls something that can be called."""
+    """Return the name by which the student knows a function or another callable."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__name__", type(function).__name__)
 
 
 def mentions(name: str, function: Callable[..., Any], pickled: bytes) -> bool:
-    """Whether a name stands in the file that a function comes from, or in the code that was pickled with it."""
+    """Whether a name occurs in the source file of a function, or in the code that was pickled with it."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     lines = linecache.getlines(code.co_filename) if code is not None else []
     return name.encode() in pickled or any(name in line for line in lines)
 
 
 def names_read(code: types.CodeType) -> set[str]:
-    """The global names that code reads, the functions and classes inside it included; attributes are no names."""
+    """Return the global names that code reads, also in nested functions and classes; attributes do not count."""
     return {name for inner in _nested(code) for name in _names(inner, _READ)}
 
 
 def assigned(code: types.CodeType) -> set[str]:
-    """The global names that a cell's code assigns or deletes."""
+    """Return the global names that a cell's code assigns or deletes."""
     return _names(code, _ASSIGN_HERE) | {name for inner in _nested(code) for name in _names(inner, _ASSIGN_GLOBAL)}
 
 
 def reads(source: ast.Module, filename: str, home: Mapping[str, Any]) -> set[str]:
-    """What a cell takes from a namespace.
+    """Return the names that a cell needs from a namespace.
 
-    That is the names it reads before it has surely assigned them, and those that the functions and classes behind them read.
+    These are the names that it reads before it has certainly assigned them, and the names that the functions and
+    classes among them read in turn.
 
     Args:
-        source: the cell.
-        filename: what it is called.
+        source: the parsed cell.
+        filename: the cell's file name.
         home: the namespace.
     """
     found = _read_before_assigned(source.body, set(), filename)
-    waiting, found = found & home.keys(), set()
-    while waiting:
-        found |= waiting
-        waiting = {n for name in waiting for code in _codes(home[name]) for n in names_read(code)} & home.keys() - found
+    new, found = found & home.keys(), set()
+    while new:
+        found |= new
+        new = {n for name in new for code in _codes(home[name]) for n in names_read(code)} & home.keys() - found
     return found
 
 
 def _read_before_assigned(statements: Sequence[ast.stmt], own: set[str], filename: str) -> set[str]:
-    """The global names that statements read and that are not in `own`, to which those are added that are defined after them."""
+    """Return the global names that statements read and that are not in `own`; add names they define to `own`."""
     found: set[str] = set()
 
     def look(node: ast.stmt | ast.expr, own: set[str]) -> types.CodeType:
-        # In a loop of its own, because it may be a `break` or hold one.
+        # Compile it inside a loop, because it may be or contain a `break`.
         statement = node if isinstance(node, ast.stmt) else ast.Expr(node)
         tree = ast.Module([ast.While(ast.Constant(True), [statement], [])], [])
         code = compile(ast.fix_missing_locations(tree), filename, "exec", dont_inherit=True)
@@ -77,7 +78,7 @@ def _read_before_assigned(statements: Sequence[ast.stmt], own: set[str], filenam
     for statement in statements:
         if isinstance(statement, ast.For):
             look(statement.iter, own)
-            own |= _targets(statement.target)  # though a loop over nothing does not assign it
+            own |= _targets(statement.target)  # assumes that the loop runs at least once
             branches = [statement.body, statement.orelse]
         elif isinstance(statement, ast.If | ast.While):
             look(statement.test, own)
@@ -88,21 +89,23 @@ def _read_before_assigned(statements: Sequence[ast.stmt], own: set[str], filenam
                 own |= _targets(item.optional_vars)
             found |= _read_before_assigned(statement.body, own, filename)
             continue
-        elif isinstance(statement, ast.ImportFrom) and statement.module == "__future__":  # it must stand first in its file
+        elif (
+            isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+        ):  # allowed only at the beginning of a file
             own |= {alias.asname or alias.name for alias in statement.names}
             continue
         else:
             code = look(statement, own)
-            if isinstance(statement, _SURE):
+            if isinstance(statement, _ALWAYS_ASSIGN):
                 own |= _names(code, _ASSIGN_HERE)
             continue
-        for branch in branches:  # which one is taken, nobody knows yet
+        for branch in branches:  # each starts from the same names, since it is unknown which one will run
             found |= _read_before_assigned(branch, set(own), filename)
     return found
 
 
 def _targets(target: ast.expr | None) -> set[str]:
-    """The names in what a loop or a `with` assigns."""
+    """Return the names that a loop target or a `with` target assigns."""
     nodes = ast.walk(target) if target is not None else ()
     return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
@@ -112,7 +115,7 @@ def _names(code: types.CodeType, operations: tuple[str, ...]) -> set[str]:
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code and that of all functions and classes inside it."""
+    """Yield the code and that of all functions and classes inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -120,7 +123,7 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _codes(value: Any) -> Iterator[types.CodeType]:
-    """The code of a function or class of the notebook."""
+    """Yield the code of a function or class that was defined in the notebook."""
     if getattr(value, "__module__", None) != "__main__":
         return
     if isinstance(value, type):

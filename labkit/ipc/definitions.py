@@ -1,8 +1,7 @@
-"""The functions and classes that a notebook has sent: each has a number, by which a result refers to it.
+"""Numbers the functions and classes that a notebook has sent, so that a result can refer to them.
 
-A name would not do: the notebook may have given it to something else since, and an object that was made from the former class
-still belongs to that one. Both sides hold the definitions weakly. Where the notebook's own is gone, the ranks are told, and send
-theirs by value.
+A name would not be enough: the notebook may have redefined it since, while objects of the old class still exist. Both
+sides hold weak references. When the notebook's definition is gone, the ranks are notified and send theirs by value.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ __all__ = ["Received", "Sent"]
 
 
 class Sent:
-    """What the notebook has sent to the ranks of one group."""
+    """The functions and classes that the notebook has sent to the ranks of one group."""
 
     def __init__(self) -> None:
         self._next = itertools.count(1)
         self._numbers: dict[int, int] = {}  # by identity
         self._references: dict[int, weakref.ref[Any]] = {}  # by number
-        self._gone: deque[int] = deque()  # filled by the garbage collector, at any moment and on any thread
+        self._gone: deque[int] = deque()  # numbers; the garbage collector appends to it at any time, on any thread
 
     def number_of(self, definition: Any) -> int:
-        """Its number; a new one where it has none yet."""
+        """Return the number of a definition; assign a new one if it has none yet."""
         number = self._numbers.get(id(definition))
         if number is None:
             number, identity = next(self._next), id(definition)
@@ -42,34 +41,38 @@ class Sent:
             self._numbers[identity] = number
         return number
 
-    def named(self, number: int, name: str) -> Any:
-        """What has this number.
+    def look_up(self, number: int, name: str) -> Any:
+        """Return the definition with this number.
+
+        Args:
+            number: its number.
+            name: its name, for the error.
 
         Raises:
-            LabError: it is gone, and went while a result that refers to it was under way.
+            LabError: it was deleted while a result that refers to it was on its way.
         """
         reference = self._references.get(number)
         definition = None if reference is None else reference()
         if definition is None:
-            raise LabError(f"{name}, which the ranks know, is no longer defined here; run the cell that defines it again")
+            raise LabError(f"the result refers to {name}, which is no longer defined; run the cell that defines it again")
         return definition
 
     def take_gone(self) -> list[int]:
-        """The numbers of what is gone since this was asked before."""
+        """Return the numbers of the definitions that were deleted since the last call."""
         gone = []
-        while self._gone:  # other threads only add to it
+        while self._gone:  # other threads only append
             gone.append(self._gone.popleft())
         return gone
 
 
 class Received:
-    """What a rank has of the notebook's definitions."""
+    """The definitions that a rank has received from the notebook."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}  # by identity
 
-    def learn(self, definitions: Mapping[int, Any]) -> None:
-        """These have come, by number. A function comes anew with each run, and all its forms have the same number."""
+    def add(self, definitions: Mapping[int, Any]) -> None:
+        """Add definitions by number. A function is sent with every run; all its copies have the same number."""
         for number, definition in definitions.items():
             identity = id(definition)
 
@@ -80,11 +83,11 @@ class Received:
             self._known[identity] = weakref.ref(definition, forget), number
 
     def number_of(self, definition: Any) -> int | None:
-        """What the notebook knows it by; None where it does not."""
+        """Return the number of a definition; None if the notebook has not sent it or has deleted its own."""
         known = self._known.get(id(definition))
         return None if known is None else known[1]
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """The notebook does not have these any more."""
+        """Remove definitions that the notebook has deleted."""
         gone = set(numbers)
         self._known = {identity: known for identity, known in self._known.items() if known[1] not in gone}

@@ -1,4 +1,4 @@
-"""What `input`, `breakpoint`, `exit`, `get_ipython` and the like, which a notebook gives to everybody, mean in a rank."""
+"""`input`, `breakpoint`, `exit` and `get_ipython` in a rank: what they do there in place of the notebook's versions."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ _NO_DEBUGGER: Final = "{}: a rank has no keyboard for a debugger. Print instead,
 
 
 def install() -> None:
-    """Put them into this process, which is a rank."""
+    """Install them in this process, which is a rank."""
     builtins.input = _input
     sys.breakpointhook = _breakpoint
     vars(builtins).update(exit=_Exit("exit"), quit=_Exit("quit"), get_ipython=_Shell)
 
 
 def reduce_ipython(thing: Any) -> Any:
-    """For pickle: what stands in a rank for IPython's shell and for what it puts into every notebook; None for anything else."""
+    """Reduce IPython's shell, and the names that it defines in every notebook, to a rank's versions of them.
+
+    Returns:
+        the constructor in the rank and its arguments, for pickle; None if `thing` is no object of IPython's.
+    """
     kind = type(thing)
     if kind is types.MethodType:
         return (_builtin, ("get_ipython",)) if thing.__func__.__name__ == "get_ipython" else None
@@ -41,7 +45,7 @@ def _builtin(name: str) -> Any:
 
 
 def _input(prompt: object = "", /) -> NoReturn:
-    if sys._getframe(1).f_globals.get("__name__") == "cmd":  # `pdb.set_trace()` reads its commands with it
+    if sys._getframe(1).f_globals.get("__name__") == "cmd":  # `pdb.set_trace()` reads its commands with `input`
         raise LabError(_NO_DEBUGGER.format("pdb"))
     raise LabError(
         f"input({str(prompt)!r}): a rank has no keyboard. Ask in the notebook, and pass the answer: group.run(f, answer)"
@@ -49,12 +53,12 @@ def _input(prompt: object = "", /) -> NoReturn:
 
 
 def _breakpoint(*_: Any, **__: Any) -> None:
-    if os.environ.get("PYTHONBREAKPOINT") != "0":  # then Python ignores it everywhere
+    if os.environ.get("PYTHONBREAKPOINT") != "0":  # with "0", Python ignores breakpoints everywhere
         raise LabError(_NO_DEBUGGER.format("breakpoint()"))
 
 
 class _Exit:
-    """Ends what this rank runs, and not the rank: `exit()` and `exit(0)` end it well, any other code is a failure."""
+    """Ends the function that this rank runs, but not the rank: `exit()` and `exit(0)` succeed, other codes fail."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -63,11 +67,11 @@ class _Exit:
         raise SystemExit(code)
 
     def __repr__(self) -> str:
-        return f"{self._name}() ends what this rank runs"
+        return f"{self._name}() ends the function that this rank runs"
 
 
 class _Shell:
-    """What `get_ipython()` gives in a rank: shell commands work (`!ls` in a function), magics are refused in words."""
+    """The result of `get_ipython()` in a rank: shell commands work (`!ls` in a function), magics raise an error."""
 
     def __init__(self) -> None:
         self.config: dict[str, Any] = {}
@@ -83,12 +87,14 @@ class _Shell:
 
     def run_line_magic(self, name: str, line: str = "", *_: Any, **__: Any) -> None:
         """`%name line`."""
-        if name != "matplotlib":  # which chooses where figures are shown: ranks have one place
-            raise LabError(f"{f'%{name} {line}'.strip()!r} is IPython's, and ranks run plain Python. {instead_of_magic(name)}")
+        if name != "matplotlib":  # it chooses where figures appear; those of ranks always appear under the cell
+            raise LabError(
+                f"{f'%{name} {line}'.strip()!r} is IPython syntax, and ranks run plain Python. {instead_of_magic(name)}"
+            )
 
     def run_cell_magic(self, name: str, line: str = "", *_: Any) -> None:
         """`%%name line`."""
         self.run_line_magic(f"%{name}", line)
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"get_ipython().{name}: IPython lives in the notebook, and this is a rank")
+        raise AttributeError(f"get_ipython().{name}: IPython runs in the notebook, and this is a rank")

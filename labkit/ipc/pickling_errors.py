@@ -1,4 +1,4 @@
-"""Which part of an object cannot be sent, by name, and what to do instead."""
+"""Explains which part of an object cannot be sent, by name, and what to do instead."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 from labkit.ipc.code_names import names_read
-from labkit.ipc.sync_objects import CannotTravelError
+from labkit.ipc.sync_objects import CannotSendError
 
 __all__ = ["Call", "Names", "explain_unpicklable"]
 
-DEEPEST: Final = 12  # levels of containers, attributes and functions; a longer path helps nobody
+DEEPEST: Final = 12  # levels of containers, attributes and functions; a longer path would not help the student
 
-# Of Python's own, modules whose objects have an inside that is nobody's business: the variable that holds one is named instead.
+# Modules of Python whose objects' internals a student does not know: the error names the variable that holds one.
 _OPAQUE: Final = frozenset(
     {
         "_asyncio", "_queue", "_thread", "asyncio", "concurrent", "http", "logging", "multiprocessing", "queue", "select",
@@ -28,7 +28,7 @@ _OPAQUE: Final = frozenset(
 
 
 class Call(NamedTuple):
-    """A function and what to call it with."""
+    """A function and its arguments."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -36,23 +36,25 @@ class Call(NamedTuple):
 
 
 class Names(dict[str, Any]):
-    """Values of the notebook by the names that they have there."""
+    """Values of the notebook, by their names."""
 
 
-def explain_unpicklable(value: Any, what: str, error: Exception, pickle: Callable[[Any], object], *, result: bool = False) -> str:
-    """The sentence that names the innermost thing that cannot be sent.
+def explain_unpicklable(
+    value: Any, label: str, error: Exception, pickle: Callable[[Any], object], *, result: bool = False
+) -> str:
+    """Return a message that names the innermost part that cannot be sent, and says what to do.
 
     Args:
-        value: what was to be sent.
-        what: how to call it.
-        error: what pickling it raised.
-        pickle: pickles one object; raises where that cannot be done.
-        result: whether a rank was to send it, to the notebook.
+        value: the object that was to be sent.
+        label: its name in the message.
+        error: the error that pickling it raised.
+        pickle: a function that pickles one object, or raises.
+        result: whether the value is a rank's result, on its way to the notebook.
     """
     seen: set[int] = set()  # a function may refer to itself
-    path, culprit, reason = what, value, error
+    path, culprit, reason = label, value, error
     for _ in range(DEEPEST):
-        if isinstance(reason, CannotTravelError) and reason.culprit is culprit:
+        if isinstance(reason, CannotSendError) and reason.culprit is culprit:
             break
         seen.add(id(culprit))
         for name, part in _parts(culprit, path):
@@ -65,7 +67,7 @@ def explain_unpicklable(value: Any, what: str, error: Exception, pickle: Callabl
                 break
         else:
             break
-    if isinstance(reason, CannotTravelError):
+    if isinstance(reason, CannotSendError):
         return f"{path} cannot be sent: this {type(reason.culprit).__name__} {reason.reason}.\n{reason.remedy}"
     words = " ".join(str(reason).split()) or type(reason).__name__
     return f"{path} cannot be sent: {type(culprit).__name__} objects cannot be pickled ({words}).\n{_remedy(culprit, result)}"
@@ -79,20 +81,20 @@ def _remedy(culprit: Any, result: bool) -> str:
         return "Connect inside the function that the ranks run."
     if kind.startswith("multiprocessing"):
         return (
-            "It is shared by processes that this one starts, and ranks are none of these: let ranks send one another messages "
-            "(dist.send, rpc), or wait for one another (dist.barrier)."
+            "Only processes that multiprocessing starts can share it, and ranks are started otherwise: let ranks exchange "
+            "messages (dist.send, rpc), or wait for one another (dist.barrier)."
         )
     if kind.startswith(("tensorflow", "keras", "tf_keras")):
         return "Send numpy arrays (tensor.numpy(), model.get_weights()), and build TensorFlow's objects inside the function."
     if isinstance(culprit, types.GeneratorType):
-        return f"A generator computes its items one by one, where it was made: {'return' if result else 'send'} list(...) of it."
+        return f"A generator runs only in the process that made it: {'return' if result else 'send'} list(...) of it instead."
     if result:
         return "Return plain data (numbers, arrays, tensors, state_dict()) instead."
     return "Make it inside the function that the ranks run, or send plain data (numbers, arrays, tensors, state_dict()) instead."
 
 
 def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """What an object is made of, each part with its name, in an order that is the same each time."""
+    """Yield the parts of an object with their names, always in the same order."""
     if isinstance(value, Call):
         yield path, value.function
         yield from ((f"argument {number} of {path}", item) for number, item in enumerate(value.args, 1))
@@ -125,30 +127,30 @@ def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _is_opaque(kind: type) -> bool:
-    """Whether what objects of this class are made of is nothing that the student would know."""
+    """Whether the student would not know the attributes of this class's objects."""
     return kind.__module__.partition(".")[0] in _OPAQUE
 
 
 def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
-    """What a class of the student's holds, and what its methods use."""
+    """Yield the attributes, methods and base classes of a class that the student defined."""
     if kind.__module__ != "__main__":
         return
     for name, member in vars(kind).items():
-        inside = getattr(member, "__func__", getattr(member, "fget", member))  # of static and class methods, of properties
-        if isinstance(inside, types.FunctionType):
-            yield f"{kind.__qualname__}.{name}()", inside
+        function = getattr(member, "__func__", getattr(member, "fget", member))  # of static and class methods, properties
+        if isinstance(function, types.FunctionType):
+            yield f"{kind.__qualname__}.{name}()", function
         elif not name.startswith("__"):
             yield f"the class attribute {kind.__qualname__}.{name}", member
     yield from ((f"the class {base.__qualname__}", base) for base in kind.__bases__)
 
 
 def _used(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    words = f"used by {_shown(function)}()"
+    used_by = f"used by {_shown(function)}()"
     for name in sorted(names_read(function.__code__) & function.__globals__.keys()):
-        yield f"the variable {name!r} {words}", function.__globals__[name]
+        yield f"the variable {name!r} {used_by}", function.__globals__[name]
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # an empty cell
-            yield f"the variable {name!r} {words}", cell.cell_contents
+            yield f"the variable {name!r} {used_by}", cell.cell_contents
     for i, default in enumerate(function.__defaults__ or ()):
         yield f"the default value {i + 1} of {_shown(function)}()", default
     for name, default in (function.__kwdefaults__ or {}).items():
@@ -158,5 +160,5 @@ def _used(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _shown(function: types.FunctionType) -> str:
-    """A function's name, with its class but without the function that it was defined in."""
+    """Return a function's name with its class, but without the function that encloses it."""
     return function.__qualname__.rpartition("<locals>.")[2]

@@ -1,6 +1,7 @@
-"""Objects that exist in a rank alone, and what to return instead: wrapped models, process groups, futures, distributed tensors.
+"""Objects that exist only inside a rank, and what to return instead: wrapped models, process groups, futures, DTensors.
 
-Some cannot be pickled. Others can, and fail in the notebook, or look whole there and are a rank's part.
+Some of them cannot be pickled. Others can, but fail in the notebook, or look complete there and are only a rank's
+shard.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any, Final
 
-from labkit.ipc.sync_objects import CannotTravelError
+from labkit.ipc.sync_objects import CannotSendError
 
 __all__ = ["RankOnlyTypes"]
 
@@ -21,7 +22,7 @@ _GROUP: Final = "Return plain data about it, such as dist.get_process_group_rank
 _VARIABLE: Final = "Return numpy arrays: variable.numpy(), [w.numpy() for w in weights]."
 _PER_REPLICA: Final = "Return [v.numpy() for v in strategy.experimental_local_results(value)], or strategy.reduce(...) of it."
 
-# By the module that defines the class and the class's name, what to return instead. Subclasses count too.
+# By the class's module and name, what to return instead; subclasses count too.
 _ADVICE: Final = {
     ("torch.nn.parallel.distributed", "DistributedDataParallel"): _MODEL,
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"): _SHARDED,
@@ -29,7 +30,7 @@ _ADVICE: Final = {
     (
         "torch.distributed.tensor",
         "DTensor",
-    ): "Return tensor.full_tensor(), called on all ranks, or this rank's part: tensor.to_local().",
+    ): "Return tensor.full_tensor(), called on all ranks, or this rank's shard: tensor.to_local().",
     ("torch.distributed.device_mesh", "DeviceMesh"): "Return mesh.mesh, the tensor of its ranks.",
     ("torch._C._distributed_c10d", "ProcessGroup"): _GROUP,
     ("torch._C._distributed_c10d", "Backend"): _GROUP,
@@ -43,22 +44,22 @@ _ADVICE: Final = {
         "torch.distributed.pipelining.stage",
         "_PipelineStageBase",
     ): "Return stage.submod.state_dict(), this rank's part of the model.",
-    ("torch.cuda.streams", "Stream"): "It means nothing in another process; leave it out.",
+    ("torch.cuda.streams", "Stream"): "It is of no use in another process; leave it out.",
     ("torch.cuda.streams", "Event"): "Return the time: start.elapsed_time(end), in milliseconds.",
     ("torch.cuda.graphs", "CUDAGraph"): "Return the tensors that it computes.",
     ("tensorflow.python.ops.variables", "Variable"): _VARIABLE,
     ("tensorflow.python.distribute.values", "DistributedValues"): _PER_REPLICA,
     ("tensorflow.python.distribute.distribute_lib", "StrategyBase"): "Make the strategy inside the function, and return arrays.",
-    ("tensorflow.python.data.ops.dataset_ops", "DatasetV2"): "Return what it gives: list(dataset.as_numpy_iterator()).",
+    ("tensorflow.python.data.ops.dataset_ops", "DatasetV2"): "Return its elements: list(dataset.as_numpy_iterator()).",
     (
         "tensorflow.python.eager.polymorphic_function.polymorphic_function",
         "Function",
-    ): "Return what it computes, as numpy arrays.",
+    ): "Return its result, as numpy arrays.",
 }
 
 
 class RankOnlyTypes:
-    """Those of the classes above that this process has imported."""
+    """The classes of rank-only objects that this process has imported."""
 
     def __init__(self) -> None:
         self._advice: dict[type, str] = {}
@@ -68,12 +69,12 @@ class RankOnlyTypes:
                 self._advice.setdefault(found, advice)
         self._types = tuple(self._advice)
 
-    def refuse(self, obj: Any) -> None:
-        """Let pass what may leave a rank.
+    def check(self, obj: Any) -> None:
+        """Check that an object can be sent to the notebook.
 
         Raises:
-            CannotTravelError: it may not.
+            CannotSendError: it exists only inside its rank.
         """
         if isinstance(obj, self._types):
             kind = next(k for k in self._types if isinstance(obj, k))
-            raise CannotTravelError(obj, "exists in its rank alone", self._advice[kind])
+            raise CannotSendError(obj, "exists only inside its rank", self._advice[kind])

@@ -1,4 +1,4 @@
-"""A `%%ranks` cell: checked before it travels, and run in a rank's `__main__`."""
+"""Checks a `%%ranks` cell in the notebook, and runs it in a rank's `__main__`."""
 
 from __future__ import annotations
 import __future__
@@ -16,7 +16,7 @@ __all__ = ["CellRunner", "CellSyntaxError", "instead_of_magic", "parse"]
 
 _ASYNC: Final = "Put it into an `async def main()`, and call `asyncio.run(main())`."
 _FUNCTION: Final = "Put it into a function."
-# What only a function may hold, and what to write instead.
+# Statements and expressions that are allowed only in functions, and what to write instead.
 _IN_FUNCTIONS: Final[dict[type[ast.AST], tuple[str, str]]] = {
     ast.Return: ("return", "The value of the last line is shown; `group.run(f)` brings what a function returns."),
     ast.Await: ("await", _ASYNC),
@@ -25,16 +25,16 @@ _IN_FUNCTIONS: Final[dict[type[ast.AST], tuple[str, str]]] = {
     ast.Yield: ("yield", _FUNCTION),
     ast.YieldFrom: ("yield from", _FUNCTION),
 }
-# A line of IPython's own: `%time f()`, `%%time`, `!ls`, `files = !ls`, `result = %timeit -o f()`, `f?`, `?f`.
+# IPython's own syntax: `%time f()`, `%%time`, `!ls`, `files = !ls`, `result = %timeit -o f()`, `f?`, `?f`.
 _MAGIC: Final = re.compile(
-    r"\s*(?:[\w.\[\], ]+=\s*)?(?P<sign>%%|%|!!|!)(?P<what>\w*)|\s*(?P<help>\?{1,2}[\w.]+|[\w.]+\?{1,2})\s*$"
+    r"\s*(?:[\w.\[\], ]+=\s*)?(?P<sign>%%|%|!!|!)(?P<name>\w*)|\s*(?P<help>\?{1,2}[\w.]+|[\w.]+\?{1,2})\s*$"
 )
 _INSTEAD: Final = {
     "time": "To time ranks, write `with lab.span(...):` or use time.perf_counter().",
     "!": "To start a program from a rank, use subprocess.run(...).",
     "matplotlib": "Leave it out: the figures of ranks are shown under the cell.",
-    "?": "Write help(...), or ask in a cell of its own.",
-    "": "Leave it out, or put it into a cell of its own.",
+    "?": "Write help(...), or ask in a cell without %%ranks.",
+    "": "Leave it out, or put it into a cell without %%ranks.",
 }
 _FUTURE: Final = functools.reduce(
     operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
@@ -42,11 +42,11 @@ _FUTURE: Final = functools.reduce(
 
 
 class CellSyntaxError(LabError):
-    """A cell that is no Python, shown with its line and without labkit's frames.
+    """A cell with a syntax error, shown with its line and without labkit's frames.
 
     Args:
-        error: what Python says.
-        label: what the student calls the cell.
+        error: Python's error.
+        label: the cell's name in messages.
     """
 
     def __init__(self, error: SyntaxError, label: str) -> None:
@@ -67,24 +67,24 @@ class CellSyntaxError(LabError):
 
 
 def parse(source: str, filename: str, label: str) -> ast.Module:
-    """A cell's source as a tree, if ranks can run it.
+    """Parse a cell, and check that ranks can run it.
 
     Args:
-        source: what the cell holds.
-        filename: what tracebacks call it.
-        label: what the student calls it.
+        source: the cell's text.
+        filename: the cell's file name in tracebacks.
+        label: the cell's name in messages.
 
     Raises:
-        CellSyntaxError: it is no Python.
-        LabError: it holds a magic, or what only a function may hold.
+        CellSyntaxError: the cell is not valid Python.
+        LabError: the cell contains a magic, or a statement that is allowed only in functions.
     """
     try:
         tree = ast.parse(source, filename)
         for node in _outside_functions(tree):
             if type(node) in _IN_FUNCTIONS:
-                what, instead = _IN_FUNCTIONS[type(node)]
-                raise LabError(f"{label}, line {getattr(node, 'lineno', 1)}: {what!r} outside a function. {instead}")
-        compile(tree, filename, "exec", dont_inherit=True)  # finds the rest: a `break` outside a loop, say
+                keyword, instead = _IN_FUNCTIONS[type(node)]
+                raise LabError(f"{label}, line {getattr(node, 'lineno', 1)}: {keyword!r} outside a function. {instead}")
+        compile(tree, filename, "exec", dont_inherit=True)  # finds other errors, such as a `break` outside a loop
     except SyntaxError as error:
         refused = _magic(source, error.lineno or 0, label)
         raise (refused or CellSyntaxError(error, label)) from None
@@ -94,7 +94,7 @@ def parse(source: str, filename: str, label: str) -> ast.Module:
 
 
 def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
-    """All of a tree but what functions hold."""
+    """Yield the nodes of a tree that are not inside functions."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             yield child
@@ -102,19 +102,19 @@ def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _magic(source: str, lineno: int, label: str) -> LabError | None:
-    """What to say of a line that is IPython's own; None where it is none."""
+    """Return the error for a line in IPython's own syntax; None for any other line."""
     line = source.splitlines()[lineno - 1] if 0 < lineno <= len(source.splitlines()) else ""
     match = _MAGIC.match(line)
     if match is None:
         return None
-    name = "?" if match["help"] else f"{match['sign'].strip('%')}{match['what']}"
+    name = "?" if match["help"] else f"{match['sign'].strip('%')}{match['name']}"
     return LabError(
-        f"{label}, line {lineno}: {line.strip()!r} is IPython's, and ranks run plain Python. {instead_of_magic(name)}"
+        f"{label}, line {lineno}: {line.strip()!r} is IPython syntax, and ranks run plain Python. {instead_of_magic(name)}"
     )
 
 
 def instead_of_magic(name: str) -> str:
-    """What to write in a rank instead of a magic, given by its name; "!ls" and "?" are names as well."""
+    """Say what to write in a rank instead of a magic, given its name; "!ls" and "?" count as names."""
     name = name.lstrip("%")
     if name[:1] == "!" or name in ("sx", "system", "pip", "conda"):
         name = "!"
@@ -124,16 +124,25 @@ def instead_of_magic(name: str) -> str:
 
 
 class CellRunner:
-    """Runs cells in a rank, one after another in the same namespace."""
+    """Runs cells in a rank, one after another, in the same namespace."""
 
     def __init__(self) -> None:
-        self._future = 0  # what earlier cells have imported from `__future__` holds on, as in a notebook
+        self._future = 0  # compiler flags: a `__future__` import also applies to later cells, as in a notebook
 
     def run(self, source: str, filename: str, space: dict[str, Any]) -> Any:
-        """Run a cell; the value of its last line, if that is an expression and does not end in a semicolon, else None."""
+        """Run a cell.
+
+        Args:
+            source: the cell's text.
+            filename: the cell's file name in tracebacks.
+            space: the namespace.
+
+        Returns:
+            the value of the last line, if that is an expression that does not end in a semicolon; else None.
+        """
         tree = ast.parse(source, filename)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        code = compile(tree, filename, "exec", self._future, dont_inherit=True)  # else it would inherit this file's __future__
+        code = compile(tree, filename, "exec", self._future, dont_inherit=True)  # not this file's __future__
         self._future |= code.co_flags & _FUTURE
         exec(code, space)
         if not isinstance(last, ast.Expr):
@@ -143,7 +152,7 @@ class CellRunner:
 
 
 def _ends_in_semicolon(source: str, last: ast.Expr) -> bool:
-    """Whether a semicolon follows on the last expression, which says that it shall not be shown."""
+    """Whether a semicolon follows the last expression, so that its value is not shown."""
     assert last.end_lineno is not None and last.end_col_offset is not None
     rest = source.encode().splitlines()[last.end_lineno - 1][last.end_col_offset :]  # the offset counts bytes
     return rest.lstrip().startswith(b";")

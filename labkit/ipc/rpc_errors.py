@@ -1,7 +1,7 @@
-"""The error of a function that was called by RPC: how the callee sends it, and what the caller makes of it.
+"""Errors of functions called by RPC: the text that the callee sends, and how the caller parses it.
 
-torch sends an error as text, which begins with the callee's `WorkerInfo` and holds its traceback, and wraps it once more at every
-call that it passes through. The text is made and taken apart here, so that one traceback leads from the caller to the callee.
+torch sends an error as text: the callee's `WorkerInfo`, then its traceback. Each RPC call that the error passes through
+wraps the text once more. This file formats and parses it, so that one traceback leads from the caller to the callee.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ __all__ = ["RemoteError", "remote_error", "sent"]
 _ON = re.compile(r"On WorkerInfo\(id=\d+, name=(?P<name>[^)]*)\):\n")
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line ')
 _BEGIN = "Traceback (most recent call last):\n"
-_PASSED_THROUGH = re.compile(r"\s*(\n\nAt:\n  \S+\(\d+\): _handle_exception\s*)?$")  # where the caller's own C++ raised it anew
-_DEEPEST: Final = 8  # of quotations within quotations: a KeyError quotes its message, and once more wherever it is raised anew
+_PASSED_THROUGH = re.compile(r"\s*(\n\nAt:\n  \S+\(\d+\): _handle_exception\s*)?$")  # added by the caller's C++ code
+_DEEPEST: Final = 8  # levels of nested quoting: a KeyError quotes its message each time it is raised
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteError:
-    """An error of a callee, as its caller reads it.
+    """An error of a callee, as its caller sees it.
 
     Args:
-        headline: one line: its type and message, and on which rank it was raised.
+        headline: one line: its type and message, and the rank on which it was raised.
         traceback: "on shard1:", the callee's frames, and the error.
     """
 
@@ -36,15 +36,20 @@ class RemoteError:
 
 
 def sent(worker: object, headline: str, traceback: str) -> str:
-    """What a callee sends: torch's form, which begins with its `WorkerInfo`.
+    """Return the text that a callee sends, in torch's format, which begins with its `WorkerInfo`.
 
-    Whoever receives it decodes escapes in it, of which a message may have some of its own.
+    The text is escaped, because the receiver decodes escape sequences, and the message may contain some.
+
+    Args:
+        worker: the callee's `WorkerInfo`.
+        headline: the error's type and message in one line.
+        traceback: the error's traceback.
     """
     return f"On {worker}:\n{headline}\n{traceback}".encode("unicode_escape").decode()
 
 
 def remote_error(text: str) -> RemoteError | None:
-    """What a callee has said, if an error's message holds something of the kind."""
+    """Parse a callee's error from the message of an error; None if the message contains none."""
     if "On WorkerInfo(" not in text:
         return None
     quoted = 0
@@ -57,16 +62,16 @@ def remote_error(text: str) -> RemoteError | None:
         rest = _PASSED_THROUGH.sub("", rest.removesuffix("'").removesuffix('"'), count=1)
     headline, _, whole = rest.partition("\n")
     before, _, frames = whole.partition(_BEGIN)
-    if before or _BEGIN in frames:  # several errors, one of which led to another: each has a traceback of its own
+    if before or _BEGIN in frames:  # a chain of errors, each with its own traceback
         frames = whole
     place = f"on {on['name']}"
-    if not re.search(r" \(on [^)]*\)$", headline):  # else that one had called somebody itself
+    if not re.search(r" \(on [^)]*\)$", headline):  # else the callee had itself made the call that failed
         headline = f"{headline} ({place})"
     return RemoteError(headline, f"{place}:\n{_students(frames)}".rstrip())
 
 
 def _students(traceback: str) -> str:
-    """Without the frames of libraries that torch itself lists."""
+    """Drop the frames of libraries, which torch lists as well."""
     kept, skipping = [], False
     for line in traceback.splitlines():
         frame = _FRAME.match(line)

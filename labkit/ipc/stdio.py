@@ -1,4 +1,4 @@
-"""What a rank prints goes out at once: Python's streams and C's, on the pipe that the notebook reads."""
+"""Unbuffered output of a rank: Python's and C's standard streams, written to the pipe that the notebook reads."""
 
 from __future__ import annotations
 
@@ -12,29 +12,33 @@ from collections.abc import Iterator
 
 __all__ = ["print_to", "quiet_stderr", "reopen_closed"]
 
-_IONBF = 2  # of <stdio.h>, in glibc, musl and macOS alike
+_IONBF = 2  # <stdio.h>: unbuffered; the same value in glibc, musl and macOS
 
 
 def print_to(output: int) -> None:
-    """From now on all that this process prints goes to a descriptor, which is used up; its standard input is empty."""
+    """Redirect all output of this process to a pipe, and make its standard input empty.
+
+    Args:
+        output: the pipe's file descriptor; it is closed after it has been duplicated.
+    """
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
     sys.stdin = open(os.devnull)  # noqa: SIM115  # for the rank's whole life
-    sys.stdout, sys.stderr = _Prompt(1), _Prompt(2)
+    sys.stdout, sys.stderr = _Unbuffered(1), _Unbuffered(2)
     _unbuffer_c_output()
 
 
 def reopen_closed() -> None:
-    """Give a rank back what its program has closed, such as `sys.stdout`: no later run could print, nor say why."""
+    """Reopen `sys.stdout` and `sys.stderr` if the student's program has closed them, so that later runs can print."""
     if getattr(sys.stdout, "closed", False):
-        sys.stdout = _Prompt(1)
+        sys.stdout = _Unbuffered(1)
     if getattr(sys.stderr, "closed", False):
-        sys.stderr = _Prompt(2)
+        sys.stderr = _Unbuffered(2)
 
 
-class _Prompt(io.TextIOWrapper):
-    """A text stream on a descriptor that holds nothing back, so that a line without its end is seen as well."""
+class _Unbuffered(io.TextIOWrapper):
+    """A text stream that writes at once, so that a line is visible before it ends."""
 
     def __init__(self, fd: int) -> None:
         super().__init__(open(fd, "wb", closefd=False), encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
@@ -46,18 +50,18 @@ class _Prompt(io.TextIOWrapper):
 
 
 def _unbuffer_c_output() -> None:
-    """C and C++ hold back what they print into a pipe until 4 KiB are full; make them give it out at once."""
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # a C library that names its stream otherwise
+    """Make C and C++ code print at once; into a pipe it would buffer 4 KiB."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # a C library with another name for its stream
         libc = ctypes.CDLL(None)
         libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, _IONBF, 0)
 
 
 @contextlib.contextmanager
 def quiet_stderr() -> Iterator[None]:
-    """Send what C++ code writes to descriptor 2, and Python's warnings, nowhere for a while."""
+    """Discard what C++ code writes to file descriptor 2, and Python's warnings, inside the `with` block."""
     _flush_stderr()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    kept, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 2)
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
@@ -65,9 +69,9 @@ def quiet_stderr() -> Iterator[None]:
         _flush_stderr()
         os.dup2(kept, 2)
         os.close(kept)
-        os.close(nowhere)
+        os.close(devnull)
 
 
 def _flush_stderr() -> None:
-    with contextlib.suppress(AttributeError, ValueError):  # the student's code has closed it, or put None there
+    with contextlib.suppress(AttributeError, ValueError):  # the student's code has closed it or set it to None
         sys.stderr.flush()

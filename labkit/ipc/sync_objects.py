@@ -1,7 +1,7 @@
-"""Locks, events, queues and executors: unused ones travel as fresh ones, those in use are refused with a reason.
+"""Sends locks, events, queues and executors as new ones, if they are not in use; otherwise an error says why not.
 
-They belong to the threads of one process, so each rank gets one of its own, as a script's every process makes its own. A module's
-global lock is the usual case: it is there for threads, and nobody holds it while a run is being sent.
+They serve the threads of one process, so each rank gets a new one, as each process of a script creates its own. The
+usual case is a module's global lock, which no thread holds while a run is being sent.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, Final
 
-__all__ = ["CannotTravelError", "reduce_sync_object"]
+__all__ = ["CannotSendError", "reduce_sync_object"]
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-class CannotTravelError(pickle.PicklingError):
-    """An object that is known not to travel, or not now.
+class CannotSendError(pickle.PicklingError):
+    """An object of a kind that cannot be sent, or not in its current state.
 
     Args:
         culprit: the object.
-        reason: what is the matter with it, as the rest of a sentence: "is locked".
-        remedy: what to do, a sentence.
+        reason: the predicate of the sentence that says why: "is locked".
+        remedy: a sentence on what to do.
     """
 
     def __init__(self, culprit: Any, reason: str, remedy: str) -> None:
@@ -36,14 +36,14 @@ class CannotTravelError(pickle.PicklingError):
         self.culprit, self.reason, self.remedy = culprit, reason, remedy
 
 
-_OWN: Final = "each rank gets one of its own, since threads of different processes share nothing."
+_OWN: Final = "each rank gets a new one, since processes share no locks."
 
 
 def reduce_sync_object(obj: Any) -> Reduced | None:
-    """How to make a fresh one elsewhere; None where it is nothing of the kind.
+    """Return how to create a new one in the receiver; None for other kinds of object.
 
     Raises:
-        CannotTravelError: threads of this process hold it, or wait for it.
+        CannotSendError: threads of this process hold the object or wait for it.
     """
     reduce = _REDUCERS.get(type(obj))
     if reduce is None and isinstance(obj, _BOUND):
@@ -53,15 +53,15 @@ def reduce_sync_object(obj: Any) -> Reduced | None:
 
 def _refuse_if_locked(obj: Any, locked: bool) -> None:
     if locked:
-        raise CannotTravelError(obj, "is locked at this moment", f"Release it before the run; unlocked it travels, and {_OWN}")
+        raise CannotSendError(obj, "is locked at this moment", f"Release it before the run. If it is unlocked, {_OWN}")
 
 
 def _refuse_if_awaited(obj: Any, *conditions: Any) -> None:
     if any(condition._waiters for condition in conditions):
-        raise CannotTravelError(
+        raise CannotSendError(
             obj,
-            "has a thread of the notebook that waits for it",
-            f"Let that thread end before the run; then it travels, and {_OWN}",
+            "is in use: a thread of the notebook waits for it",
+            f"End that thread before the run. If no thread waits, {_OWN}",
         )
 
 
@@ -107,7 +107,7 @@ def _semaphore(semaphore: Any) -> Reduced:
 def _barrier(barrier: Any) -> Reduced:
     _refuse_if_awaited(barrier, barrier._cond)
     if barrier.broken:
-        raise CannotTravelError(barrier, "is broken", "Call its reset() before the run, or make a new one.")
+        raise CannotSendError(barrier, "is broken", "Call its reset() before the run, or make a new one.")
     return threading.Barrier, (barrier._parties, barrier._action, barrier._timeout)
 
 
@@ -126,8 +126,8 @@ def _make_queue(kind: Callable[[int], Any], maxsize: int, items: Sequence[Any], 
 
 def _simple_queue(given: Any) -> Reduced:
     if not given.empty():
-        raise CannotTravelError(
-            given, "holds items, which nobody can read without taking them", "Send a list of the items, or a queue.Queue."
+        raise CannotSendError(
+            given, "holds items, which cannot be read without removing them", "Send a list of the items, or a queue.Queue."
         )
     return queue.SimpleQueue, ()
 
@@ -143,13 +143,11 @@ def _make_local(values: dict[str, Any]) -> threading.local:
 
 
 def _executor(executor: Any) -> Reduced:
-    """A new one with the same settings. What its threads are doing stays with them."""
+    """Reduce an idle executor to a new one with the same settings."""
     if executor._shutdown or executor._broken:
-        raise CannotTravelError(executor, "has been shut down", "Make it inside the function that the ranks run.")
+        raise CannotSendError(executor, "has been shut down", "Make it inside the function that the ranks run.")
     if not executor._work_queue.empty():
-        raise CannotTravelError(
-            executor, "has work that is not done", "Wait for its futures before the run; idle it travels, and " + _OWN
-        )
+        raise CannotSendError(executor, "has unfinished work", "Wait for its futures before the run. If it is idle, " + _OWN)
     make = functools.partial(
         ThreadPoolExecutor, executor._max_workers, executor._thread_name_prefix, executor._initializer, executor._initargs
     )
@@ -158,9 +156,9 @@ def _executor(executor: Any) -> Reduced:
 
 def _future(future: Any) -> Reduced:
     if not future.done():
-        raise CannotTravelError(future, "has no result yet", "Send the result itself: future.result() waits for it.")
+        raise CannotSendError(future, "has no result yet", "Send the result itself: future.result() waits for it.")
     if future.cancelled():
-        raise CannotTravelError(future, "was cancelled", "Leave it out.")
+        raise CannotSendError(future, "was cancelled", "Leave it out.")
     return _make_future, (future._result, future._exception)
 
 
@@ -171,7 +169,7 @@ def _make_future(result: Any, error: BaseException | None) -> Future[Any]:
 
 
 def _process_or_thread(obj: Any) -> Reduced:
-    raise CannotTravelError(obj, "belongs to the process that made it", "Start it inside the function that the ranks run.")
+    raise CannotSendError(obj, "belongs to the process that made it", "Start it inside the function that the ranks run.")
 
 
 _REDUCERS: Final[dict[type, Callable[[Any], Reduced]]] = {
@@ -190,5 +188,5 @@ _REDUCERS: Final[dict[type, Callable[[Any], Reduced]]] = {
     ThreadPoolExecutor: _executor,
     Future: _future,
 }
-# Also of classes of the student's own. Their locks and events alone could travel, and make something that only looks like them.
+# Also for subclasses by the student. Their locks and events could be sent, but the result would be no working thread.
 _BOUND: Final = (threading.Thread, subprocess.Popen, multiprocessing.process.BaseProcess, Executor)

@@ -84,7 +84,7 @@ class _Rank:
         self._before = 0, 0  # communications that this rank had recorded when the function began, and that had failed
         self._imports = Imports()
         self._not_taken_over: dict[str, BaseException] = {}  # what went wrong with the notebook's state, by the kind of message
-        self._lent: pickling.Payload | None = None  # a result that the notebook is reading
+        self._unread_result: pickling.Payload | None = None  # a result that the notebook is reading
         self._runtime: Runtime = RUNTIMES[rank_config.runtime](rank_config, network)
         self._runtime.wait_for_release = self._wait_for_release
         Changes(rank_config.folder, rank_config.path, tuple(sys.path), rank_config.environment).apply(())
@@ -100,9 +100,9 @@ class _Rank:
 
     def serve(self, message: Message) -> bool:
         """Do what one message says; False where it was the last."""
-        if self._lent is not None:  # whatever the notebook says next, it has read that
-            self._lent.close()
-            self._lent = None
+        if self._unread_result is not None:  # whatever the notebook says next, it has read that
+            self._unread_result.close()
+            self._unread_result = None
         if message.kind == "read":
             return True
         if message.kind == "forget":
@@ -306,13 +306,13 @@ class _Rank:
             ) from error
 
     def _done(self, result: Any, what: str) -> None:
-        payload = pickling.pack(result, received=self._received, what=what, lend=self._rank_config.lend)
+        payload = pickling.pack(result, received=self._received, label=what, in_place=self._rank_config.readable_memory)
         self._flush()
         ring, (communications, failures) = self._ring, self._before
         communicated, unfinished = ring.communications != communications, ring.in_progress or ring.failures != failures
         self._send("done", (communicated, unfinished, self._runtime.end_run()), payload)
-        if payload.lender:
-            self._lent = payload
+        if payload.owner_pid:
+            self._unread_result = payload
         else:
             payload.close()
 

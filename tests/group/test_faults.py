@@ -270,7 +270,7 @@ def test_the_death_of_a_rank_comes_before_the_broken_connections_it_causes(gloo:
         ("os._exit(3)", "the process ended with exit code 3 (os._exit, or a library that ended the process)"),
         (
             "os.kill(os.getpid(), signal.SIGKILL)",
-            "killed by SIGKILL (killed from outside; if nobody did, the machine ran out of m",
+            "killed by SIGKILL (another process sent it; if you did not, the machine",
         ),
         (
             "ctypes.string_at(0)",
@@ -278,7 +278,10 @@ def test_the_death_of_a_rank_comes_before_the_broken_connections_it_causes(gloo:
         ),
         ("os.abort()", "killed by SIGABRT (C or C++ code aborted; its message is in the rank's output)"),
         ("os.kill(os.getpid(), signal.SIGTERM)", "killed by SIGTERM"),
-        ("os.kill(os.getpid(), signal.SIGBUS)", "killed by SIGBUS (shared memory or a mapped file that is no longer there"),
+        (
+            "os.kill(os.getpid(), signal.SIGBUS)",
+            "killed by SIGBUS (access to shared memory or a mapped file that no longer exists",
+        ),
         ("os.execv('/bin/true', ['true'])", ""),
     ],
 )
@@ -371,8 +374,8 @@ def test_a_rank_that_only_serves_dies(ranks: lab.Group) -> None:
 
 def test_exit_codes_in_words() -> None:
     assert explain_exit(0).startswith("the process ended with exit code 0")
-    assert explain_exit(-signal.SIGILL) == "killed by SIGILL (an instruction this processor does not know)"
-    assert explain_exit(-signal.SIGFPE).startswith("killed by SIGFPE (an integer division by zero")
+    assert explain_exit(-signal.SIGILL) == "killed by SIGILL (an instruction that this processor does not support)"
+    assert explain_exit(-signal.SIGFPE).startswith("killed by SIGFPE (integer division by zero")
     assert explain_exit(-64) in ("killed by SIGRTMAX", "killed by signal 64")
     assert explain_exit(-99) == "killed by signal 99"
 

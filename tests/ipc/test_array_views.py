@@ -18,7 +18,7 @@ SIZES = (12, 120_000)  # within the message, and beside it
 def travel(value: Any) -> tuple[Any, int]:
     """There and back in one process, and how many bytes went."""
     payload = pickling.pack(value)
-    nbytes = len(payload.data) + sum(count for _, count in payload.spans)
+    nbytes = len(payload.data) + sum(count for _, count in payload.regions)
     return pickling.unpack(payload), nbytes
 
 

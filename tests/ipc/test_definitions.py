@@ -181,13 +181,13 @@ def test_numbers_are_kept_and_never_given_twice() -> None:
     class Other: ...
 
     assert [sent.number_of(x) for x in (One, Other, One)] == [1, 2, 1]
-    assert sent.named(2, "Other") is Other
+    assert sent.look_up(2, "Other") is Other
     del Other
     gc.collect()
     assert sent.take_gone() == [2]
     assert sent.take_gone() == []
-    with pytest.raises(LabError, match="Other, which the ranks know, is no longer defined here"):
-        sent.named(2, "Other")
+    with pytest.raises(LabError, match="the result refers to Other, which is no longer defined"):
+        sent.look_up(2, "Other")
     assert sent.number_of(lambda: None) == 3
 
 
@@ -198,8 +198,8 @@ def test_a_rank_knows_every_form_of_a_definition_by_the_same_number() -> None:
 
     def again() -> None: ...
 
-    received.learn({7: one})
-    received.learn({7: again, 8: int})
+    received.add({7: one})
+    received.add({7: again, 8: int})
     assert [received.number_of(x) for x in (one, again, int, str)] == [7, 7, 8, None]
     received.forget([7])
     assert [received.number_of(x) for x in (one, again, int)] == [None, None, 8]

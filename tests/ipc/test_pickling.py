@@ -338,8 +338,8 @@ def test_arrays(name: str, way: Callable[[Any], Any]) -> None:
 def test_many_large_arrays_lie_in_one_segment() -> None:
     sent = [np.full(LARGE, i, dtype=np.int8 if i % 2 else np.float64) for i in range(5)]
     payload = pickling.pack(sent)
-    assert len(payload.spans) == 5
-    assert [offset % pickling.ALIGN for offset, _ in payload.spans] == [0] * 5
+    assert len(payload.regions) == 5
+    assert [offset % pickling.ALIGN for offset, _ in payload.regions] == [0] * 5
     assert len(payload.data) < 2000, "large arrays are no part of the message"
     for got, expected in zip(pickling.unpack(payload), sent, strict=True):
         np.testing.assert_array_equal(got, expected)
@@ -397,10 +397,10 @@ def test_a_rank_that_dies_before_its_result_is_read(cells: in_cells.Cells, monke
     unpack = pickling.unpack
 
     def killed_first(payload: pickling.Payload, **options: Any) -> Any:
-        if payload.lender:
-            os.kill(payload.lender, signal.SIGKILL)
+        if payload.owner_pid:
+            os.kill(payload.owner_pid, signal.SIGKILL)
             with contextlib.suppress(psutil.NoSuchProcess):
-                while psutil.Process(payload.lender).status() != psutil.STATUS_ZOMBIE:
+                while psutil.Process(payload.owner_pid).status() != psutil.STATUS_ZOMBIE:
                     os.sched_yield()
         return unpack(payload, **options)
 
@@ -519,11 +519,11 @@ def test_tensors_of_a_gpu_become_cpu_tensors() -> None:
             return torch.ones(4).untyped_storage()
 
     payload = pickling.pack(Far(16))
-    assert payload.moved
+    assert payload.copied_from_gpu
     got = pickling.unpack(payload)
     assert got.device.type == "cpu"
     assert torch.empty(0).set_(got).tolist() == [1, 1, 1, 1]
-    assert not pickling.pack(torch.ones(4)).moved
+    assert not pickling.pack(torch.ones(4)).copied_from_gpu
 
 
 # What cannot travel
@@ -583,7 +583,7 @@ def test_what_cannot_be_sent_is_named(cells: in_cells.Cells, call: str, named: s
 
 def test_the_remedy_fits_the_thing(cells: in_cells.Cells, tmp_path: Any) -> None:
     with open(tmp_path / "file", "wb") as file, pytest.raises(lab.LabError, match="Open the file inside the function"):
-        pickling.pack(Call(print, (file,), {}), what="print()")
+        pickling.pack(Call(print, (file,), {}), label="print()")
 
 
 def test_a_group_is_not_sent(cells: in_cells.Cells) -> None:
@@ -733,9 +733,9 @@ def test_what_the_system_copies_only_in_part(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(process_memory, "_reader", lambda: read_less)
     sent = [np.arange(LARGE), np.arange(LARGE, dtype=np.int16)]
-    for lend in (False, True):
-        payload = pickling.pack(sent, lend=lend)
-        assert bool(payload.lender) is lend
+    for in_place in (False, True):
+        payload = pickling.pack(sent, in_place=in_place)
+        assert bool(payload.owner_pid) is in_place
         for got, expected in zip(pickling.unpack(payload), sent, strict=True):
             np.testing.assert_array_equal(got, expected)
         payload.close()

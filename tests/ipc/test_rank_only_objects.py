@@ -78,9 +78,9 @@ def test_references_and_futures_of_rpc(cells: in_cells.Cells) -> None:
         def asked(): return rpc.rpc_async(rpc.get_worker_info().name, int)
     """)
     with lab.Group(1, runtime="rpc", timeout_s=200) as group:
-        with pytest.raises(lab.RankError, match=r"this RRef exists in its rank alone. Return its value: rref.to_here\(\)"):
+        with pytest.raises(lab.RankError, match=r"this RRef exists only inside its rank. Return its value: rref.to_here\(\)"):
             group.run(cells.reference)
-        with pytest.raises(lab.RankError, match=r"this Future exists in its rank alone. Return its value: future.wait\(\)"):
+        with pytest.raises(lab.RankError, match=r"this Future exists only inside its rank. Return its value: future.wait\(\)"):
             group.run(cells.asked)
 
 

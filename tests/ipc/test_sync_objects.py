@@ -136,10 +136,10 @@ IN_USE: dict[str, tuple[Callable[[], Iterator[Any]], str, str]] = {
     "lock": (of(lambda: locked(threading.Lock())), "this lock is locked at this moment", "Release it before the run"),
     "rlock": (of(lambda: locked(threading.RLock())), "this RLock is locked at this moment", "Release it before the run"),
     "bounded": (of(lambda: locked(threading.BoundedSemaphore())), "this BoundedSemaphore is locked", "Release it before the run"),
-    "event": (awaited_event, "this Event has a thread of the notebook that waits", "Let that thread end"),
+    "event": (awaited_event, "this Event is in use: a thread of the notebook waits", "End that thread"),
     "barrier": (of(lambda: (b := threading.Barrier(2), b.abort())[0]), "this Barrier is broken", "Call its reset"),
     "simple": (of(lambda: (q := queue.SimpleQueue(), q.put(1))[0]), "this SimpleQueue holds items", "Send a list of the items"),
-    "busy": (busy_executor, "this ThreadPoolExecutor has work that is not done", "Wait for its futures"),
+    "busy": (busy_executor, "this ThreadPoolExecutor has unfinished work", "Wait for its futures"),
     "ended": (ended_executor, "this ThreadPoolExecutor has been shut down", "Make it inside the function"),
     "future": (of(Future), "this Future has no result yet", "Send the result itself"),
     "thread": (of(threading.Thread), "this Thread belongs to the process that made it", "Start it inside the function"),
@@ -188,9 +188,9 @@ def test_the_innermost_name_is_told(source: str, named: str, cells: in_cells.Cel
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("import multiprocessing\nthing = multiprocessing.Lock()", "It is shared by processes that this one starts"),
+        ("import multiprocessing\nthing = multiprocessing.Lock()", "Only processes that multiprocessing starts can share it"),
         ("import socket\nthing = socket.socket()\nthing.close()", "Connect inside the function"),
-        ("thing = (i for i in range(3))", r"A generator computes its items .*: send list\(...\) of it"),
+        ("thing = (i for i in range(3))", r"A generator runs only in the process that made it: send list\(...\) of it"),
         ("thing = open(__import__('os').devnull, 'wb')\nthing.close()", "Open the file inside the function"),
     ],
 )

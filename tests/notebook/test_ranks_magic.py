@@ -337,7 +337,7 @@ def test_a_cell_is_watched(shell: Shell, cells: in_cells.Cells, monkeypatch: pyt
         ("files = !ls *.py", 1, "subprocess.run"),
         ("%pip install einops", 1, "subprocess.run"),
         ("%matplotlib inline\nimport os", 1, "figures of ranks are shown"),
-        ("%load_ext autoreload", 1, "cell of its own"),
+        ("%load_ext autoreload", 1, "a cell without %%ranks"),
         ("print?", 1, "help"),
         ("x = 1\nreturn x", 2, "group.run"),
         ("for i in range(3):\n    await f(i)", 2, "asyncio.run"),

@@ -356,7 +356,7 @@ def test_what_ipython_puts_into_a_notebook_travels_as_what_a_rank_has(cells: in_
     shell = object.__new__(interactiveshell.InteractiveShell)
     cells._main.__dict__.update(exit=autocall.ExitAutocall(), get_ipython=shell.get_ipython, ip=shell)
     cells("def f(): return repr(exit), type(get_ipython()) is type(ip), ip.config\ndef g(): exit()")
-    assert cells.group[0].run(cells.f).results == [("exit() ends what this rank runs", True, {})]
+    assert cells.group[0].run(cells.f).results == [("exit() ends the function that this rank runs", True, {})]
     assert cells.group[0].run(cells.g).results == [None]
     assert reduce_ipython([].append) is None
     assert reduce_ipython(3) is None

@@ -44,7 +44,7 @@ class RankConfig:
         devices_per_rank: logical devices of a TensorFlow rank.
         jobs: TensorFlow's job and task number of each rank, in rank order.
         path, folder: where it finds the student's modules and files.
-        lend: whether the notebook may read this rank's memory, so that large results can stay there until it does.
+        readable_memory: whether the notebook may read this rank's memory, so that large results can stay there until it does.
         environment: variables that the notebook has changed since the process that the rank comes from was started; None removes.
         link: over which what the ranks send shall seem to go; None: as it goes.
         rich: whether the notebook can show more than text.
@@ -61,7 +61,7 @@ class RankConfig:
     jobs: tuple[tuple[str, int], ...] = ()
     path: tuple[str, ...] = field(default=(), repr=False)
     folder: str = ""
-    lend: bool = False
+    readable_memory: bool = False
     environment: dict[str, str | None] = field(default_factory=dict, repr=False)
     link: Link | None = None
     rich: bool = False
