@@ -42,10 +42,10 @@ format: setup  ## let ruff lay out the code and mend what it safely can
 	$(BIN)/python -m ruff format .
 
 bench: setup  ## print the benchmarks, each beside its floor (ARGS="--help" lists options)
-	$(BIN)/python bench/run.py $(ARGS)
+	$(BIN)/python -m bench.speed $(ARGS)
 
 chaos: setup  ## 300 random faults at random moments, and what was left (ARGS="--help" lists options)
-	$(BIN)/python bench/chaos.py $(ARGS)
+	$(BIN)/python -m bench.chaos $(ARGS)
 
 gpu:  ## on a machine with GPUs: tests, lessons and a benchmark on them, into docs/gpu.md; installs nothing
 	@for python in "$(PYTHON)" $(BIN)/python python3; do \

@@ -19,7 +19,7 @@ from jupyter_client.manager import KernelManager
 
 __all__ = ["Kernel"]
 
-FOLDER: Final = Path(__file__).parent
+ROOT: Final = Path(__file__).resolve().parents[1]
 LIMIT_S: Final = 120.0
 
 
@@ -40,7 +40,7 @@ class Kernel:
         self._manager = KernelManager(kernel_name="bench", kernel_spec_manager=specs)
         self._log = (Path(self._folder.name) / "log").open("wb")  # ipykernel warns about TCP
         variables = os.environ | {"IPYTHONDIR": self._folder.name}
-        self._manager.start_kernel(cwd=str(FOLDER), env=variables, stdout=self._log, stderr=self._log)
+        self._manager.start_kernel(cwd=str(ROOT), env=variables, stdout=self._log, stderr=self._log)
         self.client: BlockingKernelClient = self._manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(LIMIT_S)

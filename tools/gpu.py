@@ -128,7 +128,7 @@ def _command(stage: str) -> list[str]:
         return ["-m", "pytest", "-o", "addopts=", "-m", "gpu", "-ra", "-q", f"--junitxml={BUILD / 'tests.xml'}", *files]
     if stage == "lessons":
         return ["-m", "tools.gpu_lessons", str(BUILD)]
-    return ["bench/on_gpu.py", str(BUILD)]
+    return ["-m", "bench.speed.gpu", str(BUILD)]
 
 
 def _read(path: Path) -> Any:

@@ -1,0 +1,1 @@
+"""Random faults at random moments, and whether a group recovers from them."""

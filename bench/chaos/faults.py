@@ -1,0 +1,284 @@
+"""The faults of `make chaos`: what each rank does in a round in which one of them, or all, go wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+from bench.chaos import healthy_programs
+
+__all__ = ["FAULTS", "RUNTIMES", "Fault", "Round", "work"]
+
+RUNTIMES: Final = {"torch": 3, "rpc": 3, "tensorflow": 2, "bare": 3}  # how many ranks
+LIMIT_S: Final = 60.0  # a rank that waits longer than that for its fault has not met it
+FLOOD_LINES: Final = 200_000
+SIGNALS: Final = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGTERM", "SIGFPE", "SIGILL", "SIGHUP")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One kind of thing that goes wrong.
+
+    Args:
+        name: as the table shows it.
+        expect: how the student is told: "rank" (a `RankError` that names the victim), "pair" (a sentence that names the victim
+            and the one that it waits for, or differs from), "words" (a `LabError` that says which object), "stop" (the prompt is
+            back), "line" (the same, and the victim's line says what is the matter), "gone" (the notebook's process is killed),
+            "nothing" (nothing is wrong, and nothing is said).
+        runtimes: those that it is tried with.
+        weight: how often it is drawn.
+    """
+
+    name: str
+    expect: str
+    runtimes: tuple[str, ...] = tuple(RUNTIMES)
+    weight: float = 1.0
+
+
+TORCH: Final = ("torch",)
+MORTAL: Final = ("torch", "rpc", "bare")  # TensorFlow's strategies take SIGTERM as word of a coming preemption, and go on
+FAULTS: Final = {
+    fault.name: fault
+    for fault in (
+        Fault("raise", "rank", weight=2),
+        Fault("sys.exit", "rank"),
+        Fault("os._exit", "rank"),
+        *(Fault(name, "rank", MORTAL if name == "SIGTERM" else tuple(RUNTIMES), 0.7) for name in SIGNALS),
+        Fault("freeze", "line", MORTAL),
+        Fault("early return", "rank", ("torch", "tensorflow"), 2),
+        Fault("another order", "pair", TORCH),
+        Fault("another shape", "pair", TORCH),
+        Fault("another dtype", "pair", TORCH),
+        Fault("another root", "pair", TORCH),
+        Fault("two send", "pair", TORCH),
+        Fault("two receive", "pair", TORCH),
+        Fault("calls without a thread left", "pair", ("rpc",)),
+        Fault("unpicklable result", "rank"),
+        Fault("unpicklable argument", "words"),
+        Fault("flood", "rank", ("torch", "rpc", "bare")),
+        Fault("interrupt", "stop", weight=2),
+        Fault("interrupt at the start", "stop", weight=1.5),
+        Fault("two interrupts", "stop", weight=1.5),
+        Fault("kernel killed", "gone", weight=2),
+        Fault("healthy: a slow rank", "nothing", weight=1.5),
+        Fault("healthy: asynchronous", "nothing", TORCH, 0.7),
+        Fault("healthy: groups", "nothing", TORCH, 0.7),
+        Fault("healthy: messages", "nothing", TORCH, 0.7),
+        Fault("healthy: large messages", "nothing", TORCH, 0.7),
+        Fault("healthy: threads", "nothing", TORCH, 0.7),
+        Fault("healthy: library threads", "nothing", TORCH, 0.7),
+        Fault("healthy: time limit", "nothing", TORCH, 0.7),
+        Fault("healthy: DDP", "nothing", TORCH, 0.7),
+        Fault("healthy: FSDP2", "nothing", TORCH, 0.7),
+        Fault("healthy: DTensor", "nothing", TORCH, 0.7),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round, drawn from a seed and its number alone.
+
+    Args:
+        seed, number: what it is drawn from.
+        fault: a key of `FAULTS`.
+        runtime, start: of the group.
+        size: how many ranks.
+        victim: the rank that goes wrong.
+        delay_s: how long after the beginning.
+    """
+
+    seed: int
+    number: int
+    fault: str
+    runtime: str
+    start: str
+    size: int
+    victim: int
+    delay_s: float
+
+    @classmethod
+    def of(cls, seed: int, number: int) -> Round:
+        """The round of that number."""
+        random = Random(f"{seed} {number}")
+        names = list(FAULTS)
+        fault = random.choices(names, [FAULTS[name].weight for name in names])[0]
+        possible = FAULTS[fault].runtimes
+        # A TensorFlow rank, and a spawned one, take seconds to start: they are drawn less often.
+        runtime = random.choices(possible, [0.2 if name == "tensorflow" else 1.0 for name in possible])[0]
+        spawned = {"bare": 0.3, "torch": 0.06, "rpc": 0.04, "tensorflow": 0.0}[runtime]
+        start = "spawn" if random.random() < spawned else "fork"
+        size = RUNTIMES[runtime]
+        # Long enough that TensorFlow's ranks are up, and at work.
+        delay_s = random.uniform(0, 2.5 if runtime == "tensorflow" else 0.4)
+        return cls(seed, number, fault, runtime, start, size, random.randrange(size), delay_s)
+
+    def facing(self) -> tuple[int, int]:
+        """The victim, and whom it faces."""
+        return (0, 1) if self.runtime == "rpc" else (self.victim, (self.victim + 1) % self.size)
+
+    def name_of(self, rank: int) -> str:
+        """What the group calls a rank."""
+        return f"worker{rank}" if self.runtime == "rpc" else f"rank {rank}"
+
+
+def work(turn: Round, folder: str) -> Any:
+    """What every rank calls in a round: the victim goes wrong, the others work on with it."""
+    moment = Path(folder, os.environ["RANK"])
+    if turn.fault.startswith("healthy: ") and turn.fault != "healthy: a slow rank":
+        return healthy_programs.HEALTHY[turn.fault.removeprefix("healthy: ")](turn.size, turn.victim)
+    step = {"torch": _torch_step, "rpc": _rpc_step, "tensorflow": _tensorflow_step(turn), "bare": _bare_step}[turn.runtime]
+    if turn.fault == "healthy: a slow rank":
+        step(turn)
+        time.sleep(1.3 if int(os.environ["RANK"]) == turn.victim else 0)
+        step(turn)
+        return 1.0
+    if turn.fault in _TOGETHER:
+        step(turn)
+        moment.write_text(str(time.perf_counter_ns()))
+        return _TOGETHER[turn.fault](turn)
+    if int(os.environ["RANK"]) != turn.victim or FAULTS[turn.fault].expect in ("stop", "gone"):
+        return _work_on(step, turn, lambda: False)
+    if turn.fault in ("os._exit", "freeze", *SIGNALS):  # at any moment, also in the middle of C++
+        threading.Timer(turn.delay_s, _strike, (turn.fault, moment)).start()
+        return _work_on(step, turn, lambda: False)
+    until = time.monotonic() + turn.delay_s
+    _work_on(step, turn, lambda: time.monotonic() > until)
+    moment.write_text(str(time.perf_counter_ns()))
+    return _go_wrong(turn)
+
+
+def _work_on(step: Callable[[Round], Any], turn: Round, enough: Callable[[], bool]) -> None:
+    until = time.monotonic() + LIMIT_S
+    while not enough() and time.monotonic() < until:
+        step(turn)
+
+
+def _strike(fault: str, moment: Path) -> None:
+    moment.write_text(str(time.perf_counter_ns()))
+    if fault == "os._exit":
+        os._exit(7)
+    os.kill(os.getpid(), signal.SIGSTOP if fault == "freeze" else signal.Signals[fault])
+
+
+def _go_wrong(turn: Round) -> Any:
+    if turn.fault == "raise":
+        raise ValueError(f"round {turn.number}")
+    if turn.fault == "sys.exit":
+        raise SystemExit(3)
+    if turn.fault == "unpicklable result":
+        return [(number for number in ())]  # a generator holds a frame
+    if turn.fault == "flood":
+        for number in range(FLOOD_LINES):
+            print(f"line {number} of a rank that prints and prints and prints")
+        raise ValueError(f"round {turn.number}")
+    assert turn.fault == "early return", turn.fault
+    return None
+
+
+# A step of work in each runtime. A rank that is not there, or stuck, holds up the others.
+
+
+def _bare_step(turn: Round) -> float:
+    return sum(i * i for i in range(20_000)) / turn.size
+
+
+def _torch_step(turn: Round) -> float:
+    import torch
+    import torch.distributed as dist
+
+    total = torch.ones(8, 8) @ torch.ones(8, 8)
+    dist.all_reduce(total)
+    return float(total[0, 0]) / turn.size
+
+
+def _rpc_step(turn: Round) -> int:
+    from torch.distributed import rpc
+
+    to = (int(os.environ["RANK"]) + 1) % turn.size
+    answer: int = rpc.rpc_sync(f"worker{to}", _served, args=(to,))
+    return answer
+
+
+def _served(number: int) -> int:
+    return number + sum(range(1000)) * 0
+
+
+def _tensorflow_step(turn: Round) -> Callable[[Round], float]:
+    made: list[Callable[[], Any]] = []  # the strategy, with the first step
+
+    def step(_: Round) -> float:
+        import tensorflow as tf
+
+        if not made:
+            strategy = tf.distribute.MultiWorkerMirroredStrategy()
+
+            @tf.function
+            def total() -> Any:
+                return strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0)))
+
+            made.append(total)
+        return float(made[0]()) / turn.size
+
+    return step
+
+
+# What goes wrong between ranks.
+
+
+def _another(turn: Round) -> None:
+    import torch
+    import torch.distributed as dist
+
+    mine = dist.get_rank() == turn.victim
+    if turn.fault == "another order":
+        calls = [lambda: dist.all_reduce(torch.ones(3)), lambda: dist.broadcast(torch.ones(3), 0)]
+        for call in reversed(calls) if mine else calls:
+            call()
+    elif turn.fault == "another shape":
+        dist.all_reduce(torch.ones(5 if mine else 4))
+    elif turn.fault == "another dtype":
+        dist.all_reduce(torch.ones(4, dtype=torch.float64 if mine else torch.float32))
+    else:
+        dist.broadcast(torch.ones(4), turn.victim if mine else turn.facing()[1])
+
+
+def _facing(turn: Round) -> None:
+    import torch
+    import torch.distributed as dist
+
+    pair = turn.facing()
+    if dist.get_rank() in pair:
+        peer = sum(pair) - dist.get_rank()
+        first, second = (dist.send, dist.recv) if turn.fault == "two send" else (dist.recv, dist.send)
+        first(torch.ones(5), peer)
+        second(torch.ones(5), peer)
+
+
+def _call_back(to: int, depth: int) -> int:
+    from torch.distributed import rpc
+
+    return depth and 1 + int(rpc.rpc_sync(f"worker{to}", _call_back, args=(1 - to, depth - 1)))
+
+
+def _threads_used_up(_: Round) -> int:
+    me = int(os.environ["RANK"])
+    return _call_back(1 - me, 60) if me < 2 else 0
+
+
+_TOGETHER: Final[dict[str, Callable[[Round], Any]]] = {
+    "another order": _another,
+    "another shape": _another,
+    "another dtype": _another,
+    "another root": _another,
+    "two send": _facing,
+    "two receive": _facing,
+    "calls without a thread left": _threads_used_up,
+}

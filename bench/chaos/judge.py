@@ -1,0 +1,90 @@
+"""Whether a round of `make chaos` went as it should, and the table of many. Nothing is started here."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.chaos.faults import FAULTS, Round
+from bench.table import duration, table
+
+__all__ = ["Outcome", "closing_line", "named", "rows"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one round came to.
+
+    Args:
+        turn: the round.
+        problem: why the next run did not succeed; "" if it did.
+        named: whether the right rank was named, and for what has no rank, the right thing said.
+        report_s: from the fault to the report; None where there is none, or the moment of the fault is not known.
+        left: what was left behind.
+        told: what the student saw.
+    """
+
+    turn: Round
+    problem: str
+    named: bool
+    report_s: float | None
+    left: Sequence[str]
+    told: str = ""
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing is to be said against it."""
+        return self.named and not self.problem and not self.left
+
+
+def named(turn: Round, told: dict[str, Any]) -> bool:
+    """Whether the student was told the right thing, of the right rank.
+
+    Args:
+        turn: the round.
+        told: how the run ended: the exception's `kind`, `text`, `sentence` (the one that says why) and `rank`, and `results`.
+    """
+    kind, expect = told["kind"], FAULTS[turn.fault].expect
+    if expect == "rank":
+        return kind == "RankError" and told["rank"] == turn.victim
+    if expect == "pair":
+        concerned = set(re.findall(r"\b(?:rank |worker)\d+", told["sentence"]))
+        if turn.fault.startswith("another"):  # the victim, and any of those that did it right
+            return turn.name_of(turn.victim) in concerned and len(concerned) == 2
+        return concerned == {turn.name_of(rank) for rank in turn.facing()}
+    if expect == "words":
+        return kind == "LabError" and "argument 'odd' of work() cannot be sent" in told["text"]
+    if expect == "nothing":
+        return kind == "NoneType" and all(result == 1 for result in told["results"])
+    lines = [line for line in told["text"].splitlines() if line.strip().startswith(f"{turn.name_of(turn.victim)} ")]
+    return kind in ("Stopped", "KeyboardInterrupt") and (expect == "stop" or any("SIGSTOP" in line for line in lines))
+
+
+def rows(outcomes: Sequence[Outcome]) -> str:
+    """A row for each fault that was drawn."""
+    head = ["fault", "rounds", "recovered", "told right", "to the report: median", "worst", "left behind"]
+    lines = []
+    for name in FAULTS:
+        mine = [outcome for outcome in outcomes if outcome.turn.fault == name]
+        if mine:
+            times = [outcome.report_s for outcome in mine if outcome.report_s is not None]
+            lines.append(
+                [
+                    name, str(len(mine)), str(sum(not o.problem for o in mine)), str(sum(o.named for o in mine)),
+                    duration(statistics.median(times) if times else None), duration(max(times, default=None)),
+                    str(sum(len(o.left) for o in mine)),
+                ]
+            )  # fmt: skip
+    return table(head, lines)
+
+
+def closing_line(outcomes: Sequence[Outcome]) -> str:
+    """All of it in one line."""
+    whole = len(outcomes)
+    return (
+        f"{sum(not o.problem for o in outcomes)} of {whole} recovered, the right rank named (or the right thing said) in "
+        f"{sum(o.named for o in outcomes)} of {whole}, {sum(len(o.left) for o in outcomes)} left behind"
+    )

@@ -1,0 +1,154 @@
+"""The notebook's process of `make chaos`, which is there to be interrupted and killed: it plays one round after the other.
+
+It reads rounds, a line each, and answers each with three lines: what there is before the fault, how the fault was told, and
+what there is after the next run.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Final
+
+import numpy as np
+
+import labkit as lab
+from bench.chaos.faults import FAULTS, Round, work
+from labkit.group.open_groups import notebook
+
+SPARE_FILES: Final = 5  # descriptors that a spare rank holds: they come and go in the background
+
+
+class Stop:
+    """What SIGINT does: `KeyboardInterrupt` while a fault is under way; before and after it nobody presses Stop.
+
+    Attributes:
+        armed: whether one is under way.
+    """
+
+    def __init__(self) -> None:
+        self.armed = False
+
+    def __call__(self, _: int, __: FrameType | None) -> None:
+        """A handler for `signal.signal`."""
+        if self.armed:
+            raise KeyboardInterrupt
+
+
+def main(commands: int, answers: int) -> None:
+    """Play rounds until there are no more.
+
+    Args:
+        commands: descriptor to read from.
+        answers: descriptor to write to.
+    """
+    stop = Stop()
+    signal.signal(signal.SIGINT, stop)
+    groups: dict[tuple[str, str], lab.Group] = {}
+    with os.fdopen(commands) as lines, os.fdopen(answers, "w", buffering=1) as out:
+
+        def say(**answer: Any) -> None:
+            out.write(json.dumps(answer) + "\n")
+
+        for line in lines:
+            folder, fields = json.loads(line)
+            _play(Round(**fields), folder, groups, stop, say)
+    for group in groups.values():
+        group.close()
+
+
+def _play(turn: Round, folder: str, groups: dict[tuple[str, str], lab.Group], stop: Stop, say: Callable[..., None]) -> None:
+    key = turn.runtime, turn.start
+    if key not in groups:
+        groups[key] = lab.Group(turn.size, runtime=turn.runtime, start=turn.start)
+    group = groups[key]
+    group.run(os.getpid)
+    say(**_what_there_is())
+    if turn.fault == "interrupt at the start":
+        group._end(graceful=False)  # what a failure before would have done; the group's next run starts ranks
+    error, results, at_ns = _told(group, turn, folder, stop, say)
+    text = "" if error is None else str(error)
+    rank = getattr(error, "rank", None)
+    sentence = getattr(error, "headline", "") or getattr(error, "hint", "")
+    say(kind=type(error).__name__, text=text, sentence=sentence, rank=rank, results=results, at_ns=at_ns)
+    del error
+    try:
+        recovered = ""
+        if sorted(group.run(_rank).results) != list(range(turn.size)):
+            recovered = "another answer"
+        if turn.runtime == "torch" and group.run(_sum).results != [float(turn.size)] * turn.size:
+            recovered = "another sum"
+    except BaseException as again:  # noqa: BLE001  # whatever it is, the judge is to hear of it
+        recovered = f"{type(again).__name__}: {again}"
+    say(problem=recovered, **_what_there_is())
+
+
+def _told(
+    group: lab.Group, turn: Round, folder: str, stop: Stop, say: Callable[..., None]
+) -> tuple[BaseException | None, Any, int]:
+    """What the student sees, and when."""
+    error: BaseException | None = None
+    results = None
+    start_ns = time.perf_counter_ns()
+    say(start_ns=start_ns)
+    try:
+        try:
+            stop.armed = FAULTS[turn.fault].expect in ("stop", "line")
+            if turn.fault == "unpicklable argument":
+                results = group.run(work, turn, folder, odd=(number for number in ())).results
+            elif turn.fault == "interrupt" and turn.number % 2:
+                much = np.ones(1 << 20)
+                while True:  # so that Stop meets arguments and results on their way
+                    group.run(_back, much)
+            else:
+                results = group.run(work, turn, folder).results
+        except BaseException as told:  # noqa: BLE001  # that is what the judge is to see
+            error = told
+        stop.armed = False
+    except KeyboardInterrupt as second:  # pressed again, when the prompt was back
+        stop.armed = False
+        error = error or second
+    return error, results, time.perf_counter_ns()
+
+
+def _back(value: Any) -> Any:
+    return value
+
+
+def _rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def _sum() -> float:
+    import torch
+    import torch.distributed as dist
+
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    return float(one)
+
+
+def _what_there_is() -> dict[str, Any]:
+    """The processes that may be there, and the files that this one has open."""
+    gc.collect()
+    starters = list(notebook.starters.values())
+    spares = [spare.pid for starter in starters for spare in getattr(starter, "_spares", [])]
+    ranks = [m.process.pid for group in notebook.groups if group._pool is not None for m in group._pool.members]
+    files = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            files.append(os.readlink(f"/proc/self/fd/{number}").partition(":")[0])
+        except FileNotFoundError:  # what listed them
+            continue
+    kept = [os.getpid(), *(starter._process.pid for starter in starters), *spares, *ranks]
+    return {"kept": kept, "files": len(files) - SPARE_FILES * len(spares)}
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,1 @@
+"""Heavy loads, and whether what a process holds grows under them."""

@@ -1,0 +1,273 @@
+"""Heavy loads on groups, each at any size: full size in `python -m bench.load`, small in the tests."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import psutil
+
+import labkit as lab
+from bench.load.footprint import Footprint, watch_growth
+
+__all__ = ["Flooded", "Moved", "Notebook", "Spans", "flood", "many_groups", "many_notebooks", "many_ranks", "many_runs",
+           "many_spans", "move"]  # fmt: skip
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+NOTEBOOK: Final = "import sys; from bench.load.loads import live_as_notebook; live_as_notebook(int(sys.argv[1]))"
+TOGETHER_LIMIT_S: Final = 300.0  # for all notebooks' processes to come up: forty of them import torch on two cores
+LINE: Final = b"x" * 99 + b"\n"
+
+
+def many_runs(count: int, *, warm: int, runtime: str = "torch") -> Footprint:
+    """By how much what is held grows with each run on one group of two."""
+    with lab.Group(2, runtime=runtime) as group:
+        return watch_growth(lambda: group.run(_summed), count, warm=warm)
+
+
+def many_groups(count: int, *, warm: int, runtime: str = "torch") -> Footprint:
+    """By how much what is held grows with each group that is opened, used and closed."""
+
+    def one() -> None:
+        with lab.Group(2, runtime=runtime) as group:
+            group.run(_summed)
+
+    return watch_growth(one, count, warm=warm)
+
+
+def many_ranks(count: int) -> list[float]:
+    """What one all_reduce of each rank's number gives on every rank."""
+    with lab.Group(count) as group:
+        return group.run(_summed).results
+
+
+def _summed() -> float:
+    """The sum of all ranks' numbers; a rank's own without torch."""
+    if "torch" not in sys.modules:
+        return float(os.environ["RANK"])
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return float(os.environ["RANK"])
+    number = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(number)
+    return float(number)
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Arguments and results.
+
+    Args:
+        seconds: until all results were there.
+        right: whether they were what was sent.
+        left: bytes of memory more than before, here, once arguments and results were let go.
+    """
+
+    seconds: float
+    right: bool
+    left: float
+
+
+def move(nbytes: int, ranks: int = 4) -> Moved:
+    """Send an array to all ranks, half of `nbytes`, and get from each its share of as much back."""
+    with lab.Group(ranks, runtime="bare") as group:
+        group.run(_share, np.zeros(ranks), ranks)
+        before = psutil.Process().memory_info().rss
+        given = np.arange(nbytes // 16, dtype=np.float64)
+        start = time.perf_counter()
+        results = group.run(_share, given, ranks).results
+        seconds = time.perf_counter() - start
+        right = bool((np.concatenate(results) == given[: len(given) // ranks * ranks]).all())
+        del results, given
+        group.run(_share, np.zeros(ranks), ranks)  # a group holds its last run
+        return Moved(seconds, right, psutil.Process().memory_info().rss - before)
+
+
+def _share(given: Any, ranks: int) -> Any:
+    each, rank = len(given) // ranks, int(os.environ["RANK"])
+    return given[rank * each : (rank + 1) * each]
+
+
+@dataclass(frozen=True, slots=True)
+class Flooded:
+    """A rank that prints very much.
+
+    Args:
+        seconds: until the run was over.
+        kept: characters of it that the notebook keeps.
+        said: the line that tells of the rest, "" if there is none.
+        most: bytes of memory that the notebook's process took meanwhile, at most.
+    """
+
+    seconds: float
+    kept: int
+    said: str
+    most: float
+
+
+def flood(nbytes: int) -> Flooded:
+    """One rank of two prints `nbytes` in lines of 100 bytes; what a terminal would show goes nowhere."""
+    with lab.Group(2, runtime="bare") as group, contextlib.redirect_stdout(_Nowhere()) as nowhere:
+        group.run(_print_much, 100 * len(LINE))
+        before = nowhere.most = psutil.Process().memory_info().rss
+        start = time.perf_counter()
+        output = group[0].run(_print_much, nbytes).output
+        seconds = time.perf_counter() - start
+        said = [line for line in output.splitlines() if "left out" in line]
+        return Flooded(
+            seconds, len(output), said[0] if said else "", max(nowhere.most, psutil.Process().memory_info().rss) - before
+        )
+
+
+class _Nowhere(io.StringIO):
+    """Takes text and keeps nothing; looks at this process's memory when it is given some."""
+
+    most = 0
+
+    def write(self, text: str) -> int:
+        self.most = max(self.most, psutil.Process().memory_info().rss)
+        return len(text)
+
+
+def _print_much(nbytes: int) -> None:
+    lines = LINE * 100
+    for _ in range(nbytes // len(lines)):
+        sys.stdout.write(lines.decode())
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Very many spans in one run.
+
+    Args:
+        seen, dropped: how many came through, and how many are known not to have.
+        run_s, trace_s, shares_s, timeline_s: what the run, its trace, shares and picture took.
+    """
+
+    seen: int
+    dropped: int
+    run_s: float
+    trace_s: float
+    shares_s: float
+    timeline_s: float
+
+
+def many_spans(count: int, ranks: int = 2) -> Spans:
+    """`count` spans, each rank its part, as fast as a loop can."""
+    from matplotlib import pyplot
+
+    with lab.Group(ranks, runtime="bare") as group:
+        clock = [time.perf_counter()]
+        run = group.run(_record, count // ranks)
+        clock.append(time.perf_counter())
+        trace = run.trace
+        clock.append(time.perf_counter())
+        trace.shares()
+        clock.append(time.perf_counter())
+        figure = lab.timeline(run).figure
+        figure.savefig(io.BytesIO(), format="png")
+        clock.append(time.perf_counter())
+        pyplot.close(figure)
+        return Spans(len(trace.of(name="tick")), sum(trace.dropped), *np.diff(clock).tolist())
+
+
+def _record(count: int) -> None:
+    for _ in range(count):
+        with lab.span("tick"):
+            pass
+
+
+@dataclass(frozen=True, slots=True)
+class Notebook:
+    """What one of many notebooks' processes saw.
+
+    Args:
+        number: its own.
+        numbers: what its ranks gathered from one another: its number, once for each.
+        pids: its ranks.
+        place: where its ranks' store listens: in which networks its threads are, and the port.
+        seconds: from the signal to start until the first result.
+    """
+
+    number: int
+    numbers: list[list[int]]
+    pids: list[int]
+    place: str
+    seconds: float
+
+
+def many_notebooks(count: int) -> list[Notebook]:
+    """As many notebooks' processes, which start a group of two at one signal and keep it until all have theirs."""
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", NOTEBOOK, str(i)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": paths},
+        )
+        for i in range(count)
+    ]
+    try:
+        for process in started:
+            assert _answer(process) == "here"
+        for process in started:
+            _tell(process)
+        answers = [Notebook(**_answer(process)) for process in started]
+        for process in started:
+            _tell(process)
+        return answers
+    finally:
+        for process in started:
+            process.communicate(timeout=TOGETHER_LIMIT_S)  # closes its input: it ends, whatever it was about to wait for
+
+
+def _tell(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("go on\n")
+    process.stdin.flush()
+
+
+def _answer(process: subprocess.Popen[str]) -> Any:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if not line.startswith("labkit: "):  # a slow start is told as well
+            return json.loads(line)
+    raise AssertionError(f"a notebook's process has ended with exit code {process.wait()}")
+
+
+def live_as_notebook(number: int) -> None:
+    """The life of one of many notebooks' processes: say that labkit is here, start a group when told, keep it until the end."""
+    print(json.dumps("here"), flush=True)
+    sys.stdin.readline()
+    start = time.perf_counter()
+    with lab.Group(2) as group:
+        results = group.run(_gathered, number).results
+        seconds = time.perf_counter() - start
+        numbers, pids, places = zip(*results, strict=True)
+        print(
+            json.dumps({"number": number, "numbers": numbers, "pids": pids, "place": places[0], "seconds": seconds}), flush=True
+        )
+        sys.stdin.readline()
+
+
+def _gathered(number: int) -> tuple[list[int], int, str]:
+    import torch.distributed as dist
+
+    numbers = [-1] * dist.get_world_size()
+    dist.all_gather_object(numbers, number)
+    networks = {os.readlink(link) for link in glob.glob("/proc/self/task/*/ns/net")}  # of the student's thread, and of gloo's
+    return numbers, os.getpid(), " ".join([*sorted(networks), os.environ["MASTER_PORT"]])

@@ -1,0 +1,127 @@
+"""`python -m bench.load`: heavy loads at full size, as a table of what was seen, what was allowed, and whether that held."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from bench import machine
+from bench.load import loads
+from bench.load.footprint import GROWTH, Footprint, too_much
+from bench.table import duration, mib, table
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table: the load, what was seen, what is allowed, and whether it held."""
+
+    load: str
+    seen: str
+    allowed: str
+    held: bool
+
+    def cells(self) -> list[str]:
+        """As the table shows it."""
+        return [self.load, self.seen, self.allowed, "yes" if self.held else "**no**"]
+
+
+FLAT: Final = (
+    f"each time, once warm: {GROWTH.descriptors:g} descriptors, segments and processes, "
+    f"{GROWTH.resident / 1024:g} KiB here and in all below"
+)
+
+
+def runs() -> list[Row]:
+    """1,000 runs on one group."""
+    return [
+        _flat("1,000 runs on one group of 2", loads.many_runs(1_000, warm=100)),
+        _flat("1,000 runs on one group of 2, rpc", loads.many_runs(1_000, warm=100, runtime="rpc")),
+    ]
+
+
+def groups() -> list[Row]:
+    """200 groups, one after the other."""
+    return [
+        _flat("200 groups of 2, one after the other", loads.many_groups(200, warm=20)),
+        _flat("200 groups of 2, one after the other, tensorflow", loads.many_groups(200, warm=20, runtime="tensorflow")),
+    ]
+
+
+def ranks() -> list[Row]:
+    """16 ranks on however few cores."""
+    sums = loads.many_ranks(16)
+    return [Row("an all_reduce of 16 ranks", f"{sums[0]:g} on {len(sums)} ranks", "120 on each", sums == [120.0] * 16)]
+
+
+def move() -> list[Row]:
+    """Arguments and results of 1 GiB in all."""
+    m = loads.move(1 << 30)
+    seen = f"{'equal' if m.right else 'not equal'}, {duration(m.seconds)}, {mib(m.left)} left"
+    return [Row("512 MiB to 4 ranks, 128 MiB from each", seen, "equal, 16 MiB left", m.right and m.left <= 16 << 20)]
+
+
+def flood() -> list[Row]:
+    """A rank that prints 100 MB."""
+    f = loads.flood(100_000_000)
+    seen = f"{f.kept:,} characters kept, {mib(f.most)} more at most, {duration(f.seconds)}; {f.said!r}"
+    held = f.kept < 500_000 and f.most < 32 << 20 and bool(f.said)
+    return [Row("a rank prints 100 MB", seen, "500,000 characters, 32 MiB more, the cut is said", held)]
+
+
+def spans() -> list[Row]:
+    """1,000,000 spans in one run."""
+    s = loads.many_spans(1_000_000)
+    took = (
+        f"run {duration(s.run_s)}, trace {duration(s.trace_s)}, shares {duration(s.shares_s)}, timeline {duration(s.timeline_s)}"
+    )
+    seen = f"{s.seen:,} seen, {s.dropped:,} counted as dropped; {took}"
+    return [Row("1,000,000 spans on 2 ranks in one run", seen, "none lost uncounted", s.seen + s.dropped == 1_000_000)]
+
+
+def notebooks() -> list[Row]:
+    """Forty notebooks' processes that start a group at once."""
+    seen = loads.many_notebooks(40)
+    own = sum(n.numbers == [[n.number] * 2] * 2 for n in seen)
+    pids, places = {pid for n in seen for pid in n.pids}, {n.place for n in seen}
+    slow = f"{duration(statistics.median(n.seconds for n in seen))} median, {duration(max(n.seconds for n in seen))} worst"
+    return [
+        Row(
+            "40 notebooks' processes start a group at once",
+            f"{own} saw their own 2 ranks alone, {len(places)} stores, {len(pids)} ranks; first result after {slow}",
+            "40, 40, 80",
+            (own, len(places), len(pids)) == (40, 40, 80),
+        )
+    ]
+
+
+PARTS: Final[dict[str, Callable[[], list[Row]]]] = {
+    part.__name__: part for part in (runs, groups, ranks, move, flood, spans, notebooks)
+}
+
+
+def _flat(load: str, grown: Footprint) -> Row:
+    seen = (
+        f"{grown.descriptors:.3f} descriptors, {grown.segments:.3f} segments, {grown.processes:.3f} processes, "
+        f"{grown.resident / 1024:+.2f} KiB here, {grown.below / 1024:+.2f} KiB below"
+    )
+    return Row(load, seen, FLAT, not too_much(grown))
+
+
+def main() -> None:
+    """Load, and print."""
+    parser = argparse.ArgumentParser("python -m bench.load", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="these parts alone")
+    arguments = parser.parse_args()
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that what was started ends with this
+    lines = [f"- {line}" for line in machine.describe()]
+    rows = []
+    for part in arguments.only:
+        print(part, file=sys.stderr, flush=True)
+        rows += PARTS[part]()
+    print("\n".join([*lines, "", table(["load", "seen", "allowed", "held"], [row.cells() for row in rows])]))

@@ -1,0 +1,1 @@
+"""How long things take beside their floors, and predictions beside measurements."""

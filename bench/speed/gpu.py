@@ -1,0 +1,204 @@
+"""A short benchmark for machines with GPUs, a stage of `make gpu`: `python -m bench.speed.gpu FOLDER`.
+
+Everything is timed by labkit's own spans, which CUDA events time on a GPU; beside them stand the times of torch's profiler.
+What is predicted comes from measurements of other sizes in the same run. FOLDER gets `benchmark.json` and the figures.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import matplotlib as mpl
+import torch
+from torch import nn
+
+import labkit as lab
+from bench import machine
+
+REHEARSAL: Final = os.environ.get("LABKIT_GPU_REHEARSAL") == "1"
+DEVICES: Final = "cpu" if REHEARSAL else "cuda"
+MIB: Final = 1 << 20
+REPEATS: Final = 9
+WARM_UP_STEPS: Final = 5
+COPIED: Final = (1, 4, 16) if REHEARSAL else (4, 64, 256)  # MiB: the smallest and the largest predict the one between
+WIDTHS: Final = (128, 256, 512) if REHEARSAL else (2048, 4096, 8192)  # of the matrices: the middle one predicts the others
+DPI: Final = 110
+
+
+def step_in_a_picture(folder: Path) -> dict[str, Any]:
+    """Two ranks train with DistributedDataParallel: the timeline of two steps, its parts, and memory."""
+    with lab.Group(2, devices=DEVICES) as group:
+        run = group.run(train, 20 if REHEARSAL else 40)
+    save(lab.timeline(run, step=quickest(run.trace)), folder / "timeline.png")
+    save(lab.breakdown(run), folder / "breakdown.png")
+    save(lab.traffic(run), folder / "traffic.png")
+    with lab.Group(1, devices=DEVICES) as group:
+        save(lab.memory(group.run(fill_memory)), folder / "memory.png")
+    lengths = run.trace.step_bounds()[WARM_UP_STEPS:]
+    return {
+        "step_ms": statistics.median((lengths[:, 1] - lengths[:, 0]).tolist()) / 1e6,
+        "spans_on_gpu": sum(s.device == "cuda" for s in run.trace),
+        "spans": len(run.trace),
+        "gradients_mib": sum(s.nbytes for s in run.trace.of(rank=0, name="all_reduce")) / len(run.trace.step_bounds()) / MIB,
+    }
+
+
+def train(steps: int) -> None:
+    """In a rank."""
+    device = lab.devices()[0]
+    torch.manual_seed(0)
+    width = 256 if REHEARSAL else 2048
+    layers = [module for _ in range(4) for module in (nn.Linear(width, width), nn.ReLU())]
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers).to(device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(64 if REHEARSAL else 8192, width)
+    for _ in lab.steps(range(steps)):
+        with lab.span("copy to the device"):
+            batch = x.to(device)
+        with lab.span("forward"):
+            loss = model(batch).square().mean()
+        with lab.span("backward"):
+            optimizer.zero_grad()
+            loss.backward()
+        with lab.span("optimizer"):
+            optimizer.step()
+
+
+def fill_memory() -> None:
+    """In a rank."""
+    device = lab.devices()[0]
+    width = 256 if REHEARSAL else 4096
+    model = nn.Sequential(*[module for _ in range(4) for module in (nn.Linear(width, width), nn.ReLU())]).to(device)
+    optimizer = torch.optim.Adam(model.parameters())
+    with lab.track_memory(model, optimizer):
+        for _ in lab.steps(range(2)):
+            optimizer.zero_grad()
+            model(torch.randn(1024, width, device=device)).square().mean().backward()
+            optimizer.step()
+
+
+def quickest(trace: lab.Trace) -> range:
+    """The two neighbouring steps that took the least time, after those that warm up."""
+    bounds = trace.step_bounds()[WARM_UP_STEPS:]
+    lengths = (bounds[1:, 1] - bounds[:-1, 0]).tolist()
+    first = lengths.index(min(lengths)) + WARM_UP_STEPS
+    return range(first, first + 2)
+
+
+def save(axes: Any, path: Path) -> None:
+    """Write the figure of some axes."""
+    axes.figure.savefig(path, dpi=DPI, bbox_inches="tight")
+
+
+def copies_and_kernels() -> None:
+    """In a rank: each copy and kernel `REPEATS` times, a span each."""
+    device = lab.devices()[0]
+    pinned = device.type == "cuda"
+    for mib in COPIED:
+        n = mib * MIB
+        host, there = torch.empty(n, dtype=torch.uint8, pin_memory=pinned), torch.empty(n, dtype=torch.uint8, device=device)
+        pageable, other = torch.ones(n, dtype=torch.uint8), torch.empty_like(there)
+        repeat(f"to the device, pinned {mib}", lambda a=there, b=host: a.copy_(b, non_blocking=True))
+        repeat(f"to the device, pageable {mib}", lambda a=there, b=pageable: a.copy_(b))
+        repeat(f"from the device, pinned {mib}", lambda a=host, b=there: a.copy_(b, non_blocking=True))
+        repeat(f"on the device {mib}", lambda a=other, b=there: a.copy_(b))
+    for width in WIDTHS:
+        x = torch.randn(width, width, device=device)
+        repeat(f"matrix product {width}", lambda x=x: x @ x)
+
+
+def repeat(name: str, work: Any) -> None:
+    """In a rank: work once to warm up, and then `REPEATS` times with a span around it, and nothing beside it."""
+    work()
+    for _ in range(REPEATS):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        with lab.span(name):
+            work()
+
+
+def predictions() -> list[dict[str, Any]]:
+    """Copies by latency and bandwidth, and matrix products by the rate of another size, beside what they take."""
+    with lab.Group(1, devices=DEVICES) as group:
+        trace = group.run(copies_and_kernels).trace
+    median_s: dict[str, float] = {}
+    for name in sorted({s.name for s in trace.of(kind="compute")}):
+        median_s[name] = statistics.median((s.end_ns - s.start_ns) / 1e9 for s in trace.of(name=name))
+    rows = []
+    small, middle, large = COPIED
+    for kind in ("to the device, pinned", "to the device, pageable", "from the device, pinned", "on the device"):
+        at_small, measured, at_large = (median_s[f"{kind} {mib}"] for mib in COPIED)
+        bytes_per_s = (large - small) * MIB / max(at_large - at_small, 1e-12)
+        predicted = max(at_small - small * MIB / bytes_per_s, 0.0) + middle * MIB / bytes_per_s
+        rows.append(row(f"copy {kind}, {middle} MiB", predicted, measured, f"{bytes_per_s / 1e9:.0f} GB/s"))
+    flop_per_s = 2 * WIDTHS[1] ** 3 / median_s[f"matrix product {WIDTHS[1]}"]
+    for width in (WIDTHS[0], WIDTHS[2]):
+        rate = f"{flop_per_s / 1e12:.2g} TFLOP/s"
+        rows.append(row(f"float32 product, {width}²", 2 * width**3 / flop_per_s, median_s[f"matrix product {width}"], rate))
+    return rows
+
+
+def row(case: str, predicted_s: float, measured_s: float, rate: str) -> dict[str, Any]:
+    """One line of the page's table of predictions."""
+    return {"case": case, "predicted_s": predicted_s, "measured_s": measured_s, "rate": rate}
+
+
+def events_beside_profiler() -> dict[str, float]:
+    """How long kernels took by labkit's events, and by the timestamps that torch's profiler gives them."""
+    with lab.Group(1, devices=DEVICES) as group, lab.profile(group):
+        run = group.run(products)
+    spans = list(run.trace.of(name="products"))
+    kernels = [e for e in run.trace.profile if e.category == "kernel"]
+    within = [e for e in kernels if any(s.start_ns <= (e.start_ns + e.end_ns) / 2 <= s.end_ns for s in spans)]
+    return {
+        "by_events_ms": sum(s.end_ns - s.start_ns for s in spans) / 1e6,
+        "by_profiler_ms": sum(e.end_ns - e.start_ns for e in within) / 1e6,
+        "kernels": len(kernels),
+        "kernels_within": len(within),
+    }
+
+
+def products() -> None:
+    """In a rank."""
+    x = torch.ones(WIDTHS[1], WIDTHS[1], device=lab.devices()[0])
+    for _ in range(10):
+        with lab.span("products"):
+            for _ in range(10):
+                x = x @ x / len(x)
+
+
+def watch_beside_run() -> dict[str, float] | None:
+    """What the live picture costs a training run; None where there is no kernel to show it in."""
+    if importlib.util.find_spec("ipykernel") is None or importlib.util.find_spec("jupyter_client") is None:
+        return None
+    from bench.speed import live_picture
+
+    cost = live_picture.measure(5 if REHEARSAL else 400, rounds=1 if REHEARSAL else 5, spans=10_000 if REHEARSAL else 100_000)
+    return {"run_s": cost.run_s, "ratio": cost.ratio}
+
+
+def main(folder: Path) -> None:
+    """Measure, keep what was measured, and draw."""
+    mpl.use("agg")
+    found: dict[str, Any] = {"machine": machine.describe()}
+    parts: dict[str, Callable[[], Any]] = {
+        "step": lambda: step_in_a_picture(folder),
+        "predictions": predictions,
+        "clocks": events_beside_profiler,
+        "watch": watch_beside_run,
+    }
+    for name, part in parts.items():
+        print(name, flush=True)
+        found[name] = part()
+        (folder / "benchmark.json").write_text(json.dumps(found, indent=1))  # after each, should the time for all be over
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

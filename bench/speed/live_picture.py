@@ -1,0 +1,133 @@
+"""What the live picture costs: the training that it shows, the same cell with `run` and with `watch` in turns; and the kernel."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from dataclasses import dataclass
+from typing import Final
+
+from bench.kernel import Kernel
+
+__all__ = ["Cost", "measure"]
+
+ROUNDS: Final = 9
+SPANS: Final = 1_000_000
+
+PREPARE: Final = """
+import time
+import labkit as lab
+import labkit.plots.live.view
+import torch
+import torch.distributed as dist
+from labkit.models import CNN
+from torch.nn.parallel import DistributedDataParallel
+
+def train(steps):
+    torch.manual_seed(0)
+    device = lab.devices()[0]
+    model = DistributedDataParallel(CNN().to(device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    images, labels = torch.randn(64, 1, 28, 28, device=device), torch.randint(10, (64,), device=device)
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in lab.steps(range(steps)):
+        with lab.span("forward"):
+            loss = torch.nn.functional.cross_entropy(model(images), labels)
+        with lab.span("backward"):
+            optimizer.zero_grad()
+            loss.backward()
+        with lab.span("optimizer"):
+            optimizer.step()
+        lab.record(loss=loss)
+    return time.perf_counter() - start
+
+def write(spans):
+    for _ in range(spans):
+        with lab.span("forward"):
+            pass
+
+group = lab.Group(2)
+def timed(go):
+    return max(go(train, STEPS).results)
+
+# Keeps the kernel's processor time from the beginning to the last look, per second: without the finished picture.
+class Counted(labkit.plots.live.view.Live):
+    def begin(self, *arguments):
+        self.since = time.process_time(), time.perf_counter()
+        super().begin(*arguments)
+
+    def update(self, *arguments):
+        super().update(*arguments)
+        cpu, now = time.process_time(), time.perf_counter()
+        Counted.share = (cpu - self.since[0]) / (now - self.since[1])
+
+def share_of(function, argument):
+    lab.Group.picture = staticmethod(Counted)
+    try:
+        trace = group.watch(function, argument).trace
+    finally:
+        lab.Group.picture = staticmethod(labkit.plots.live.view.Live)
+    return Counted.share, len(trace), sum(trace.dropped)
+
+def share_of_run(function, argument):
+    cpu, now = time.process_time(), time.perf_counter()
+    group.run(function, argument)
+    return (time.process_time() - cpu) / (time.perf_counter() - now)
+
+def draw(spans):
+    trace = group.run(write, spans).trace
+    now = time.perf_counter()
+    lab.timeline(trace).figure.canvas.draw()
+    return time.perf_counter() - now
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What was measured.
+
+    Args:
+        run_s: of training with `run`, a median.
+        ratio: of `watch` to that, the median of neighbours.
+        run_share: the kernel's processor time per second while two ranks train with `run`.
+        watch_share: the same with `watch`.
+        spans_share: the same while they write a million spans each, as fast as they can.
+        dropped: how much of these was lost, from 0 to 1.
+        draw_s: to draw a million spans.
+    """
+
+    run_s: float
+    ratio: float
+    run_share: float
+    watch_share: float
+    spans_share: float
+    dropped: float
+    draw_s: float
+
+
+def measure(steps: int = 100, *, rounds: int = ROUNDS, spans: int = SPANS) -> Cost:
+    """Measure in one kernel.
+
+    Args:
+        steps: of the training run.
+        rounds: how many pairs of `run` and `watch` the ratio is the median of.
+        spans: how many spans each rank writes as fast as it can.
+    """
+    with Kernel(sys.executable) as kernel:
+        kernel.run(PREPARE.replace("STEPS", str(steps)))
+        kernel.run("timed(group.run); timed(group.watch)")
+        run_s: list[float] = []
+        watch_s: list[float] = []
+        for number in range(rounds):
+            kinds = [("group.run", run_s), ("group.watch", watch_s)]
+            for how, samples in kinds if number % 2 else kinds[::-1]:
+                samples.append(kernel.run("", value=f"timed({how})"))
+        run_share = kernel.run("", value=f"share_of_run(train, {steps})")
+        watch_share, _, _ = kernel.run("", value=f"share_of(train, {steps})")
+        spans_share, kept, dropped = kernel.run("", value=f"share_of(write, {spans})")
+        draw_s = kernel.run("", value=f"draw({spans // 2})")
+        kernel.run("group.close()")
+    ratio = statistics.median(w / r for r, w in zip(run_s, watch_s, strict=True))
+    lost = dropped / max(kept + dropped, 1)
+    return Cost(statistics.median(run_s), ratio, run_share, watch_share, spans_share, lost, draw_s)

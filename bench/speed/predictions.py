@@ -1,0 +1,303 @@
+"""What `lab.predict` says beside what ranks over a modelled link take, side by side in one run."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import rpc
+
+import labkit as lab
+from bench import machine
+from bench.speed import sharded_models
+from bench.speed.repetitions import REPEATS, Times, in_turns, repeated, seconds
+from bench.table import duration, table
+from labkit.errors.units import in_words
+
+LINK: Final = lab.Link(gbit_per_s=1, latency_us=50)
+FAR: Final = lab.Link(gbit_per_s=1, latency_us=5000)  # where latency is what counts
+LARGE: Final = 1_000_000  # bytes
+SMALL: Final = 4_000
+Row = tuple[str, float, float]  # the case; seconds or bytes, predicted and measured
+
+
+def main() -> None:
+    """Measure and print; keep the table in a file if asked to."""
+    parser = argparse.ArgumentParser("python -m bench.speed.predictions", description=__doc__)
+    parser.add_argument("--write", metavar="FILE", type=Path, help="keep the table in this file as well")
+    arguments = parser.parse_args()
+    about = [f"- {line}" for line in [*machine.describe(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"]]
+    cells, ratios = [], []
+    timed = (collectives, messages, overlapped, data_parallel, pipeline, sharded_models.tensor_parallel)
+    for part in (*timed, sharded_models.memory, echo):
+        print(part.__name__, file=sys.stderr, flush=True)
+        for name, predicted, measured in part():
+            ratios.append(measured / predicted)
+            unit = "B" if part is sharded_models.memory else "s"
+            cells.append([name, in_words(predicted, unit), in_words(measured, unit), f"{ratios[-1]:.2f}"])
+    inside = sum(0.8 <= ratio <= 1.25 for ratio in ratios)
+    lines = [*about, "", table(["case", "predicted", "measured", "ratio"], cells), ""]
+    lines += [f"{inside} of {len(ratios)} ratios lie between 0.8 and 1.25."]
+    print("\n".join(lines))
+    if arguments.write:
+        arguments.write.write_text("\n".join([INTRODUCTION, *lines, ""]), encoding="utf-8")
+
+
+INTRODUCTION: Final = """# Predicted and measured
+
+Printed by `python -m bench.speed.predictions`, and kept here with `--write docs/predictions.md`. Ranks of one machine over a
+`lab.Link`; what is predicted comes from `lab.predict`, from the link's two numbers and, where ranks compute, from how
+long they compute alone, measured in the same run; where they have all cores, also from how much processor time an
+all-reduce takes from them. A time is from the moment when the last rank has begun to the moment when the last has ended;
+medians of nine. On a machine with other work, or with fewer cores than ranks, gloo's own time comes on top, and where it
+is longer than the link's it is what is measured. Memory is what `lab.track_memory` counts of parameters, gradients and
+optimizer state.
+"""
+
+
+# ---------------------------------------------------------------------------------------------- collectives and messages
+
+
+def every_collective(nbytes: int) -> dict[str, Times]:
+    """In a rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    whole = torch.ones(nbytes // 4)
+    part, parts = whole[: len(whole) // ranks].clone(), [p.clone() for p in whole.chunk(ranks)]
+    others, other = [p.clone() for p in parts], whole.clone()
+    actions: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: dist.all_gather(others, part),
+        "reduce_scatter": lambda: dist.reduce_scatter(part, parts),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole),
+        "broadcast": lambda: dist.broadcast(whole, 0),
+        "reduce": lambda: dist.reduce(whole, 0),
+        "gather": lambda: dist.gather(part, others if rank == 0 else None),
+        "scatter": lambda: dist.scatter(part, parts if rank == 0 else None),
+        "barrier": dist.barrier,
+    }
+    return {name: repeated(action) for name, action in actions.items()}
+
+
+def collectives() -> Iterator[Row]:
+    """Every collective on two and four ranks, large over a quick link and small over a far one."""
+    for ranks in (2, 4):
+        # Four times as much among four ranks: where they share two cores, gloo's own time for less is longer than the link's.
+        for link, nbytes in ((LINK, LARGE if ranks == 2 else 4 * LARGE), (FAR, SMALL)):
+            with lab.Group(ranks, link=link) as group:
+                results = group.run(every_collective, nbytes).results
+            for name in results[0]:
+                if name == "barrier":
+                    if link is FAR:
+                        took_s = seconds([r[name] for r in results])
+                        yield f"barrier, {ranks} ranks, {link}", lab.predict.barrier(ranks, link), took_s
+                    continue
+                predicted = getattr(lab.predict, name)(nbytes, ranks, link)
+                yield f"{name}, {in_words(nbytes, 'B')}, {ranks} ranks, {link}", predicted, seconds([r[name] for r in results])
+
+
+def send_and_receive(nbytes: int, count: int) -> Times:
+    """In a rank: so many messages from rank 0 to rank 1, all issued at once."""
+    x = torch.ones(nbytes // 4)
+
+    def action() -> None:
+        issue = dist.isend if dist.get_rank() == 0 else dist.irecv
+        for work in [issue(x, 1 - dist.get_rank()) for _ in range(count)]:
+            assert work is not None
+            work.wait()
+
+    return repeated(action)
+
+
+def messages() -> Iterator[Row]:
+    """One message, and four that queue."""
+    for link, nbytes, count in ((LINK, LARGE, 1), (LINK, LARGE, 4), (FAR, SMALL, 1)):
+        with lab.Group(2, link=link) as group:
+            results = group.run(send_and_receive, nbytes, count).results
+        busy_s = nbytes / link.bytes_per_s
+        words = "a message" if count == 1 else f"{count} messages at once"
+        predicted = lab.predict.message(nbytes, link) + (count - 1) * busy_s
+        yield f"{words}, {in_words(nbytes, 'B')}, {link}", predicted, seconds(results)
+
+
+# ---------------------------------------------------------------------------------------------------- beside computing
+
+
+def compute(rounds: int) -> None:
+    """Some work for one core."""
+    x = torch.ones(256, 256)
+    for _ in range(rounds):
+        x = torch.tanh(x @ x)
+
+
+def beside_computing(nbytes: int) -> tuple[Times, Times]:
+    """In a rank: the computing alone; and with an all-reduce under way."""
+    x = torch.ones(nbytes // 4)
+    compute(20)
+    start = time.perf_counter()
+    compute(50)
+    rounds = max(1, int(50 * 0.02 / (time.perf_counter() - start)))
+    count = torch.tensor([rounds])
+    dist.broadcast(count, 0)
+
+    def both() -> None:
+        work = dist.all_reduce(x, async_op=True)
+        compute(int(count))
+        assert work is not None
+        work.wait()
+
+    made = in_turns({"alone": lambda: compute(int(count)), "both": both})
+    return made["alone"], made["both"]
+
+
+def overlapped() -> Iterator[Row]:
+    """An all-reduce beside computing: whichever takes longer; and what it would be one after the other, for comparison."""
+    for nbytes in (LARGE, 4 * LARGE):
+        with lab.Group(2, link=LINK) as group:
+            results = group.run(beside_computing, nbytes).results
+        alone_s, both_s = (seconds([r[i] for r in results]) for i in (0, 1))
+        predicted = max(alone_s, lab.predict.all_reduce(nbytes, 2, LINK))
+        yield f"all_reduce, {in_words(nbytes, 'B')}, beside {duration(alone_s)} of computing, 2 ranks", predicted, both_s
+
+
+LAYERS: Final = 8
+WIDTH: Final = 512
+BUCKETS: Final = LAYERS // 2  # of two layers each
+BUCKET_BYTES: Final = 2 * (WIDTH * WIDTH + WIDTH) * 4
+
+
+def network() -> nn.Module:
+    """Layers of equal size, so that buckets of gradients are equal too."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+def training() -> tuple[dict[str, Times], float]:
+    """In a rank: forward and backward alone; with DistributedDataParallel; with the same all-reduces after the backward pass.
+
+    And the processor time of one of these all-reduces, in seconds.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    plain, model = network(), DistributedDataParallel(network(), bucket_cap_mb=1.1)
+    x = torch.randn(192, WIDTH)
+    loss: Any = None
+
+    def forward(model: nn.Module) -> None:
+        nonlocal loss
+        loss = model(x).square().mean()
+
+    def step(model: nn.Module) -> None:
+        forward(model)
+        loss.backward()
+
+    def then_reduce() -> None:
+        step(plain)
+        for a, b in zip(plain[::2], plain[1::2], strict=True):  # type: ignore[index]
+            together = torch.cat([p.grad.flatten() for p in (*a.parameters(), *b.parameters())])
+            dist.all_reduce(together)
+
+    made = in_turns(
+        {
+            "forward": lambda: forward(plain),
+            "step": lambda: step(plain),
+            "overlapped": lambda: step(model),
+            "one after the other": then_reduce,
+        }
+    )
+    bucket = torch.ones(BUCKET_BYTES // 4)
+    begin_s = time.process_time()  # of all threads, gloo's too
+    for _ in range(REPEATS):
+        dist.all_reduce(bucket)
+    return made, (time.process_time() - begin_s) / REPEATS
+
+
+def data_parallel() -> Iterator[Row]:
+    """A step of data-parallel training with and without overlap, from a rank's own compute times.
+
+    Where the ranks have all cores, gloo takes its time from their computing: LogP's overhead.
+    """
+    for link in (LINK, lab.Link(gbit_per_s=4, latency_us=50)):
+        with lab.Group(2, link=link, threads=1) as group:
+            made, overhead_s = zip(*group.run(training).results, strict=True)
+        took = {name: seconds([times[name] for times in made]) for name in made[0]}
+        forward_s, backward_s = took["forward"], took["step"] - took["forward"]
+        for name, overlap in (("overlapped", True), ("one after the other", False)):
+            predicted = lab.predict.data_parallel_step(
+                forward_s, backward_s, BUCKETS * BUCKET_BYTES, 2, link, overlap=overlap, buckets=BUCKETS,
+                overhead_s=max(overhead_s) if machine.cores() <= 2 else 0.0,
+            )  # fmt: skip
+            yield f"data-parallel step, {name}, 2 ranks, {link}", predicted, took[name]
+
+
+MICRO_BATCHES: Final = 8
+ROWS: Final = 64  # of a micro-batch
+
+
+def pipelined() -> dict[str, Any]:
+    """In a rank: its stage alone on one micro-batch, forward and both ways; and a GPipe step."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    rank = dist.get_rank()
+    x, target = torch.randn(MICRO_BATCHES * ROWS, WIDTH), torch.zeros(MICRO_BATCHES * ROWS, WIDTH)
+    alone, one = network(), torch.randn(ROWS, WIDTH, requires_grad=True)
+
+    def both_ways() -> None:
+        alone(one).square().mean().backward()
+
+    stage = PipelineStage(network(), rank, 2, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, n_microbatches=MICRO_BATCHES, loss_fn=nn.MSELoss())
+
+    def step() -> None:
+        if rank == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=target, losses=[])
+
+    return in_turns({"forward": lambda: alone(one), "both": both_ways, "step": step})
+
+
+def pipeline() -> Iterator[Row]:
+    """A GPipe step of two stages, where computing is slower than the link, and where the link is."""
+    nbytes = ROWS * WIDTH * 4
+    for link in (lab.Link(gbit_per_s=4, latency_us=50), lab.Link(gbit_per_s=0.25, latency_us=50)):
+        with lab.Group(2, link=link, threads=1) as group:
+            results = group.run(pipelined).results
+        took = {name: seconds([r[name] for r in results]) for name in results[0]}
+        compute_s = took["forward"], took["both"] - took["forward"]
+        predicted = lab.predict.pipeline_step(2, MICRO_BATCHES, *compute_s, link=link, nbytes=nbytes)
+        yield f"GPipe step, 2 stages, {MICRO_BATCHES} micro-batches, {link}", predicted, took["step"]
+
+
+def same(x: torch.Tensor) -> torch.Tensor:
+    """What the worker does."""
+    return x
+
+
+def call(nbytes: int) -> Times:
+    """In the caller."""
+    x, made = torch.ones(nbytes // 4), []
+    for _ in range(REPEATS + 1):
+        begin_ns = time.perf_counter_ns()
+        rpc.rpc_sync("worker", same, args=(x,))
+        made.append((begin_ns, time.perf_counter_ns()))
+    return made[1:]
+
+
+def echo() -> Iterator[Row]:
+    """A remote call there and back."""
+    for link, nbytes in ((LINK, LARGE), (FAR, SMALL)):
+        with lab.Group(["master", "worker"], runtime="rpc", link=link) as group:
+            took_s = seconds(group["master"].run(call, nbytes).results)
+        yield f"remote call, {in_words(nbytes, 'B')} there and back, {link}", lab.predict.rpc(nbytes, nbytes, link), took_s
+
+
+if __name__ == "__main__":
+    main()

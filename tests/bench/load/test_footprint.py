@@ -1,0 +1,76 @@
+"""What grows with each repetition is seen, and what does not is called flat."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bench.load.footprint import Footprint, growth, too_much, watch_growth
+from labkit.group.open_groups import notebook
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+# A short look is less exact: an allocator's pool that grows once counts for more. What leaks one page each time is still seen.
+MANY = 4
+
+
+def test_what_does_not_grow_is_flat(nothing_imports: None) -> None:
+    assert too_much(watch_growth(lambda: None, 20, warm=2), MANY) == []
+
+
+@pytest.fixture
+def spares() -> None:
+    """As a test before this one may have left them."""
+    pytest.importorskip("torch")
+    notebook.starter("torch", "spawn").warm(2)
+
+
+def test_what_imports_by_itself_is_no_growth(spares: None, nothing_imports: None) -> None:
+    assert too_much(watch_growth(lambda: None, 20, warm=2), MANY) == []
+
+
+def test_a_descriptor_left_each_time_is_seen(nothing_imports: None) -> None:
+    left: list[int] = []
+    try:
+        grown = watch_growth(lambda: left.append(os.open(os.devnull, os.O_RDONLY)), 20, warm=2)
+        assert grown.descriptors == 1
+        assert too_much(grown) == ["descriptors"]
+    finally:
+        for fd in left:
+            os.close(fd)
+
+
+def test_a_segment_left_each_time_is_seen(nothing_imports: None) -> None:
+    left: list[int] = []
+    try:
+        grown = watch_growth(lambda: left.append(os.memfd_create("left")), 20, warm=2)
+        assert too_much(grown) == ["descriptors", "segments"]
+    finally:
+        for fd in left:
+            os.close(fd)
+
+
+def test_memory_left_each_time_is_seen(nothing_imports: None) -> None:
+    left: list[bytes] = []  # of random bytes: zeros take memory only when they are written to
+    grown = watch_growth(lambda: left.append(os.urandom(8 << 20)), 20, warm=2)
+    assert too_much(grown, MANY) == ["resident"]
+
+
+def test_a_process_left_each_time_is_seen(nothing_imports: None) -> None:
+    left: list[subprocess.Popen[bytes]] = []
+    try:
+        grown = watch_growth(lambda: left.append(subprocess.Popen(["sleep", "600"])), 6, warm=1)
+        assert "processes" in too_much(grown)
+        assert "below" in too_much(grown)
+    finally:
+        for process in left:
+            process.kill()
+            process.wait()
+
+
+def test_one_jump_is_no_growth() -> None:
+    seen = [Footprint(10 + 5 * (i > 1), 10 + 5 * (i == 7), 0, 0, 0) for i in range(10)]
+    grown = growth(list(range(10)), seen)
+    assert (grown.descriptors, grown.segments) == (0, 0)

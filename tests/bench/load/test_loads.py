@@ -1,0 +1,85 @@
+"""Heavy loads at a small size, by the code that `python -m bench.load` runs at full size."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+
+import pytest
+
+import labkit as lab
+from bench.load import loads
+from bench.load.footprint import too_much
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+    pytest.mark.usefixtures("nothing_imports"),
+]
+MANY = 4  # as in test_footprint
+
+
+@pytest.mark.parametrize("runtime", ["torch", "bare"])
+def test_many_runs_on_one_group_leave_nothing(runtime: str) -> None:
+    if runtime == "torch":
+        pytest.importorskip("torch")
+    assert too_much(loads.many_runs(60, warm=20, runtime=runtime), MANY) == []
+
+
+def test_many_groups_leave_nothing() -> None:
+    pytest.importorskip("torch")
+    assert too_much(loads.many_groups(12, warm=6), MANY) == []
+
+
+def test_sixteen_ranks() -> None:
+    pytest.importorskip("torch")
+    assert loads.many_ranks(16) == [120.0] * 16
+
+
+def test_large_arguments_and_results_are_let_go() -> None:
+    moved = loads.move(64 << 20)
+    assert moved.right
+    assert moved.left < 16 << 20
+
+
+def test_a_rank_that_prints_very_much_is_cut_and_not_blocked() -> None:
+    flooded = loads.flood(10_000_000)
+    assert flooded.said == "[rank 0] ... 98,000 lines left out ..."
+    assert flooded.kept < 500_000
+    assert flooded.most < 32 << 20
+
+
+def print_for_ever() -> None:
+    for block in itertools.repeat(b"x" * 99 + b"\n"):
+        os.write(1, block * 650)
+
+
+def test_a_rank_that_prints_for_ever_does_not_keep_the_notebook_from_ending_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with (
+        lab.Group(2, runtime="bare", timeout_s=0.5) as group,
+        pytest.raises(lab.LabError, match="longer than the group's timeout_s"),
+    ):
+        group.run(print_for_ever)
+    capsys.readouterr()
+
+
+def test_very_many_spans_are_read_counted_and_drawn() -> None:
+    pytest.importorskip("matplotlib")
+    spans = loads.many_spans(200_000)
+    assert spans.seen + spans.dropped == 200_000
+    assert spans.seen > 0
+
+
+@pytest.mark.slow
+def test_notebooks_that_start_at_once_see_their_own_ranks_alone() -> None:
+    pytest.importorskip("torch")
+    seen = loads.many_notebooks(6)
+    assert [n.numbers for n in seen] == [[[i, i]] * 2 for i in range(6)]
+    assert len({n.place for n in seen}) == 6
+    assert len({pid for n in seen for pid in n.pids}) == 12
+
+
+def test_a_notebook_that_does_not_come_up_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loads, "NOTEBOOK", "raise SystemExit(1)")
+    with pytest.raises(AssertionError, match="a notebook's process has ended with exit code 1"):
+        loads.many_notebooks(1)
