@@ -7,6 +7,7 @@ default group, as it expects; the group's own is kept, and is back when the prog
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sys
@@ -44,7 +45,7 @@ class ProcessGroupLaunch:
         self._rank, self._size, self._rendezvous, self._tell = rank, size, rendezvous, tell
         self._own: DefaultGroup | None = None  # None in a rank that is given no process group, of RPC or bare
         self._initialised = False  # by this run's program, and not destroyed since
-        self._destroy: Callable[..., None] = c10d.destroy_process_group
+        self._destroy: Callable[..., None] = functools.partial(_destroy, c10d.destroy_process_group)
         self._environment: dict[str, str] = {}
         self._used = False  # by this run's program
 
@@ -151,7 +152,7 @@ class ProcessGroupLaunch:
         self._initialised = True
         self._tell(NOTHING_TO_DO)
 
-    def _destroyed(self, destroy: Callable[..., None], group: Any = None) -> None:
+    def _destroyed(self, _: Callable[..., None], group: Any = None) -> None:
         """In place of torch's."""
         self._used = True
         world = c10d.GroupMember.WORLD
@@ -159,9 +160,22 @@ class ProcessGroupLaunch:
             self._initialised = False
             if world is not None and self._own_in_place:
                 assert self._own is not None
-                self._own.set_aside(destroy)
+                self._own.set_aside(self._destroy)
                 return
-        destroy(group)
+        self._destroy(group)
+
+
+def _destroy(destroy: Callable[..., None], group: Any = None) -> None:
+    """torch's `destroy_process_group`, after which DTensor does not look for groups that are gone.
+
+    DTensor remembers by an operation's shapes and mesh what to do, and which groups do it. A mesh of the next program's groups
+    equals the old one, so that the same model would find the old groups.
+    """
+    destroy(group)
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def _asked(given: dict[str, Any]) -> Address:

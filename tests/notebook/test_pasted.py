@@ -26,6 +26,8 @@ from collections import Counter
 def counts(*names):
     spans = [s for s in group.last_run.trace if s.kind == "communication"]
     return [[Counter(s.name for s in spans if s.rank == rank)[name] for name in names] for rank in range(len(group))]
+def nbytes(name):
+    return [sum(s.nbytes for s in group.last_run.trace.of(rank=rank) if s.name == name) for rank in range(len(group))]
 def gradients():
     found = Counter()  # by the rank that sends and the one that receives, bytes
     for s in group.last_run.trace:
@@ -112,6 +114,18 @@ CASES: Final = [
             RESULTS: [(True, True)] * 2,
             "counts('all_reduce', 'barrier')": [[3, 1]] * 2,
             "[n > 0 and m > 0 for n, m in counts('all_gather_into_tensor', 'reduce_scatter_tensor')]": [True, True],
+        },
+    ),
+    Case(
+        "hybrid_sharded", "lab.Group(4)", SPAWN,
+        values={
+            f"len({{tuple(r) for r in {RESULTS}}}), len({RESULTS}[0])": (1, 3),
+            # In each of three steps two layers are gathered, forward and backward, and their gradients reduced over the shards,
+            # then over the copies; and the squares of their norms.
+            "counts('all_gather_into_tensor', 'reduce_scatter_tensor', 'all_reduce')": [[12, 6, 9]] * 4,
+            "nbytes('all_gather_into_tensor')": [12 * 8 * 16 * 4] * 4,
+            "nbytes('reduce_scatter_tensor')": [6 * 8 * 16 * 4] * 4,
+            "nbytes('all_reduce')": [6 * 8 * 16 * 4 // 2 + 3 * 2 * 4] * 4,
         },
     ),
     Case("data_parallel", "lab.Group(2)", magic="%%ranks group --on 0", printed=("Outside: output size torch.Size([30, 2])",)),
