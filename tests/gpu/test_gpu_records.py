@@ -154,6 +154,7 @@ class Loads:
 
 @needs_cuda
 def test_the_live_picture_is_told_how_busy_the_gpus_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pynvml")
     loads = Loads()
     monkeypatch.setattr(lab.Group, "picture", staticmethod(lambda: loads))
 
@@ -175,6 +176,8 @@ def test_the_live_picture_is_told_how_busy_the_gpus_are(monkeypatch: pytest.Monk
 
 @needs_cuda
 def test_nvml_sees_what_a_rank_holds(alone: lab.Group) -> None:
+    pytest.importorskip("pynvml")
+
     def held() -> tuple[int, int]:
         from labkit.worker.gpus import Gpus
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import numpy as np
@@ -378,31 +379,31 @@ def test_a_process_that_has_ended_has_no_memory():
 
 
 class Nvml:
-    """NVML as its reference describes it, pretended: this has not run on a GPU."""
+    """The module `pynvml`, pretended: this has not run on a GPU. A handle is 100 and the number of the GPU."""
+
+    class NVMLError(Exception):
+        pass
 
     def __init__(self, *uuids):
         self.uuids = uuids
 
-    def nvmlInit_v2(self):  # noqa: N802
-        return 0
+    def nvmlInit(self):  # noqa: N802
+        if not self.uuids:
+            raise self.NVMLError("NVML Shared Library Not Found")
 
-    def nvmlDeviceGetHandleByIndex_v2(self, index, handle):  # noqa: N802
-        if index.value >= len(self.uuids):
-            return 2
-        handle._obj.value = 100 + index.value
-        return 0
+    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
+        if index >= len(self.uuids):
+            raise self.NVMLError("Invalid Argument")
+        return 100 + index
 
-    def nvmlDeviceGetHandleByUUID(self, uuid, handle):  # noqa: N802
-        handle._obj.value = 100 + self.uuids.index(uuid.decode())
-        return 0
+    def nvmlDeviceGetHandleByUUID(self, uuid):  # noqa: N802
+        return 100 + self.uuids.index(uuid)
 
-    def nvmlDeviceGetUtilizationRates(self, handle, rates):  # noqa: N802
-        rates._obj.gpu, rates._obj.memory = handle.value - 20, 3
-        return 0
+    def nvmlDeviceGetUtilizationRates(self, handle):  # noqa: N802
+        return SimpleNamespace(gpu=handle - 20, memory=3)
 
-    def nvmlDeviceGetMemoryInfo(self, handle, memory):  # noqa: N802
-        memory._obj.total, memory._obj.free, memory._obj.used = 10**10, 0, handle.value * 10**6
-        return 0
+    def nvmlDeviceGetMemoryInfo(self, handle):  # noqa: N802
+        return SimpleNamespace(total=10**10, free=0, used=handle * 10**6)
 
 
 def test_each_ranks_gpus_are_looked_at(monkeypatch):
@@ -413,6 +414,12 @@ def test_each_ranks_gpus_are_looked_at(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-b")
     gpus = Gpus(Nvml("GPU-a", "GPU-b", "GPU-c", "GPU-d"))
     assert [gpus.look(0), gpus.look(1)] == [(82, 102_000_000), (81, 101_000_000)]
+
+
+@pytest.mark.parametrize("module", [None, Nvml()], ids=["not installed", "no driver"])
+def test_without_nvml_the_memory_of_the_processes_is_shown(module, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    assert ResourceMonitor([7], [[0]], read=lambda pid: pid).look(0) == (Load(7),)
 
 
 def test_which_gpus_a_rank_has(monkeypatch):
