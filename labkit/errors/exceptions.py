@@ -7,6 +7,8 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any, Final
 
+from labkit.errors.causes import Cause
+
 __all__ = [
     "DeadlockError",
     "LabError",
@@ -58,7 +60,7 @@ class RankFailure:
         traceback: the student's frames with their source lines; "" if the rank died without a report.
         at_ns: when it happened, on the clock of `time.perf_counter_ns`.
         verb: the words between name and headline, such as "failed:"; "" if name and headline form a sentence.
-        consequence: whether another rank's end caused this failure.
+        cause: why, as a value.
         own: whether the student's own code raised the exception, rather than a library.
         last: a sentence on what the rank was doing, if it died without a report.
         broken: whether the process is alive but cannot be reused, because CUDA no longer works in it.
@@ -70,10 +72,15 @@ class RankFailure:
     traceback: str = ""
     at_ns: int = 0
     verb: str = "failed:"
-    consequence: bool = False
+    cause: Cause = Cause.RAISED
     last: str = ""
     own: bool = False
     broken: bool = False
+
+    @property
+    def consequence(self) -> bool:
+        """Whether another rank's end caused this failure."""
+        return self.cause.is_consequence
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.name, self.verb, self.headline)))

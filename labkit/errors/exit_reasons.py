@@ -8,11 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["OOMKillCounters", "OOMKills", "explain_exit"]
+from labkit.errors.causes import Cause
+
+__all__ = ["OOMKillCounters", "OOMKills", "exit_cause", "explain_exit"]
 
 SAMPLE_EVERY_S: Final = 1.0  # seconds between reads of the counters; a kill counts as recent for up to twice as long
 
-_CAUSES = {
+_CAUSES: Final = {
+    "SIGKILL": Cause.KILLED,
+    "SIGABRT": Cause.ABORTED,
+    "SIGSEGV": Cause.CRASHED,
+    "SIGBUS": Cause.CRASHED,
+    "SIGFPE": Cause.CRASHED,
+    "SIGILL": Cause.CRASHED,
+}
+_REASONS: Final = {
     "SIGKILL": "another process sent it; if you did not, the machine probably ran out of memory",
     "SIGSEGV": "segmentation fault: C or C++ code accessed memory outside its address space",
     "SIGABRT": "C or C++ code aborted; its message is in the rank's output",
@@ -81,6 +91,14 @@ class OOMKillCounters:
         return OOMKills(*(_count(path) for path in self._counters))
 
 
+def exit_cause(code: int, oom_kills: str = "") -> Cause:
+    """Why a process ended, as a value; the arguments are those of `explain_exit`."""
+    if code >= 0:
+        return Cause.EXITED
+    cause = _CAUSES.get(_signal_name(code), Cause.SIGNALLED)
+    return Cause.OUT_OF_MEMORY if cause is Cause.KILLED and oom_kills else cause
+
+
 def explain_exit(code: int, oom_kills: str = "") -> str:
     """Say why a process ended.
 
@@ -90,9 +108,13 @@ def explain_exit(code: int, oom_kills: str = "") -> str:
     """
     if code >= 0:
         return f"the process ended with exit code {code} (os._exit, or a library that ended the process)"
-    name = signal.Signals(-code).name if -code in {s.value for s in signal.Signals} else f"signal {-code}"
-    cause = _OUT_OF_MEMORY[oom_kills] if name == "SIGKILL" and oom_kills else _CAUSES.get(name)
-    return f"killed by {name}" + (f" ({cause})" if cause else "")
+    name = _signal_name(code)
+    reason = _OUT_OF_MEMORY[oom_kills] if name == "SIGKILL" and oom_kills else _REASONS.get(name)
+    return f"killed by {name}" + (f" ({reason})" if reason else "")
+
+
+def _signal_name(code: int) -> str:
+    return signal.Signals(-code).name if -code in {s.value for s in signal.Signals} else f"signal {-code}"
 
 
 def _own_group(root: Path) -> Path | None:

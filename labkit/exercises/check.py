@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from labkit.errors.causes import Cause
 from labkit.errors.exceptions import DeadlockError, RankError, RunTimeoutError
 from labkit.errors.wrong_calls import public_api
 from labkit.exercises import find
@@ -117,7 +118,7 @@ def check(name: str, answer: Any = ...) -> Verdict:
         return _not_written(exercise)
     except RankError as error:
         first = error.failures[0]
-        if first.headline.startswith("NotImplementedError"):
+        if first.cause is Cause.NOT_IMPLEMENTED:
             return _not_written(exercise)
         details = [error.hint, *(first.traceback.splitlines() or error.others)]
         return Verdict(name, False, str(first), tuple(filter(None, details)))

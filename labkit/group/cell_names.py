@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from labkit.group.processes import Member
+from labkit.group.member import Member
 
 __all__ = ["CellNames", "lost_names"]
 

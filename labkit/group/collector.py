@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from labkit.group.member import Member
 from labkit.group.mismatches import Place, first_unequal
-from labkit.group.processes import Member
 from labkit.recording.ring_buffer import CALL, COMMUNICATION, COMPUTE, OPEN, STEPS_IN_ALL, Pending, place_and_name, record_dtype
 from labkit.tracing.downsample import thin
 from labkit.tracing.trace import Trace, from_records

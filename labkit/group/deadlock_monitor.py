@@ -12,7 +12,8 @@ import psutil
 
 from labkit.group.collector import Records
 from labkit.group.deadlock import Deadlock, stuck
-from labkit.group.processes import Member, RankPool
+from labkit.group.member import Member
+from labkit.group.processes import RankPool
 from labkit.group.rank_state import Standing
 from labkit.group.remote_calls import circle_of_calls, served_by
 from labkit.group.stack_dump import ask

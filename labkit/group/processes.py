@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from labkit.costs.shared_link import SHARED_LINK_BYTES
 from labkit.errors.exceptions import LabError, RankError, RankFailure
-from labkit.errors.exit_reasons import OOMKillCounters, explain_exit
+from labkit.errors.exit_reasons import OOMKillCounters, exit_cause, explain_exit
+from labkit.group.member import Member
+from labkit.group.message_loop import MessageLoop
 from labkit.group.options import Plan
 from labkit.group.output import notebook_shell, put
+from labkit.group.stack_dump import crash
 from labkit.ipc.definitions import Sent
-from labkit.ipc.messages import Channel, encode
+from labkit.ipc.messages import Message, encode
 from labkit.ipc.pickling import Payload, shared_memory
 from labkit.ipc.process_memory import may_read
-from labkit.recording.ring_buffer import RingReader
 from labkit.worker.edited_modules import Imported, edited
 from labkit.worker.launch import RankProcess, Starter, in_background
 from labkit.worker.notebook_settings import NotebookSettings, Settings
 from labkit.worker.process_state import ProcessState
 from labkit.worker.runtimes.registry import RankConfig
 
-__all__ = ["Member", "RankPool"]
+__all__ = ["RankPool"]
 
 # For all ranks to set up; 0.05 s if forked, but a spawned one may import TensorFlow from a cold disk.
 START_LIMIT_S: Final = 180.0
@@ -34,35 +35,7 @@ CLOSE_LIMIT_S: Final = 0.5  # for a rank to leave its process group by itself, b
 # A start that takes longer says what it waits for; a lesson's first, whose output is checked, must not.
 SLOW_START_S: Final = float(os.environ.get("LABKIT_SLOW_START_S", "20"))  # the variable is for tests of checked output
 LOOK_EVERY_S: Final = 0.1  # at what ranks print while they set up: they would be blocked when nobody reads it
-READ_BYTES: Final = 1 << 16
-PIPE_BYTES: Final = 1 << 20  # the most that a rank's pipe holds, and so the most that it has printed when we begin to look
-
-
-class Member:
-    """A rank while its process lives: the process and what this side knows of it.
-
-    Attributes:
-        unshown: what it has printed while no run was under way.
-        unseen: what it has shown, and warned of, meanwhile: each with its kind.
-        known_files: the student's files that it has the names, and perhaps the lines, of.
-        notebook_values: for `%%ranks`, what the notebook's names meant when they last travelled, or were assigned there.
-        gone: numbers of definitions that the notebook does not have any more, which the rank has not been told.
-        assigned: the names that the last cell has assigned or deleted there.
-        made: by name, the cell that assigned it last there.
-    """
-
-    def __init__(self, rank: int, name: str, process: RankProcess) -> None:
-        self.rank, self.name, self.process = rank, name, process
-        self.channel = Channel(process.sock)
-        self.reader = RingReader(process.ring)
-        self.unshown = b""
-        self.unseen: list[tuple[str, Any]] = []
-        self.output_open = True
-        self.known_files: dict[str, tuple[str, list[str]]] = {}
-        self.notebook_values: dict[str, Any] = {}
-        self.gone: list[int] = []
-        self.assigned: list[str] = []
-        self.made: dict[str, str] = {}
+LAST_LINES: Final = 10  # of what a rank has printed are shown where it died outside a run
 
 
 class RankPool:
@@ -79,8 +52,7 @@ class RankPool:
         used: whether a run has begun in them; `called`: one of a function, and not of a cell.
         unfinished: what a `%%ranks` cell has left unfinished, which a later one may finish; a `group.unfinished.Unfinished`.
         members: the ranks, in rank order.
-        selector: has channels and ends of the members registered, with `(what, member)` as data. Their output is looked at now
-            and then instead: to wake up at every print would cost the ranks, which print, more than the notebook.
+        loop: takes what they send.
         notes: what the student should be told once.
         modules: the student's modules that ranks have imported, by name.
         oom_kills: the kernel's counters of processes killed for lack of memory.
@@ -92,7 +64,7 @@ class RankPool:
     def __init__(self, plan: Plan, starter: Starter, sent: Sent, *, starts_rpc: bool = False) -> None:
         self.plan, self._starter, self.sent, self.starts_rpc = plan, starter, sent, starts_rpc
         self.members: list[Member] = []
-        self.selector = selectors.DefaultSelector()
+        self.loop = MessageLoop()
         self.notes: list[str] = []
         self.spent = self.used = self.called = False
         self.unfinished: Any = None
@@ -142,15 +114,6 @@ class RankPool:
         self._set_up(self.plan)
         self._slow_s = float("inf")
 
-    def _tell_slow_start(self) -> None:
-        """Once: what a start is waiting for."""
-        self._slow_s = float("inf")
-        package, seconds = self.plan.kind.package, f"more than {SLOW_START_S:.0f} s"
-        if package and self._starter.importing:
-            put(f"labkit: importing {package} for the ranks takes {seconds}: a first time, from a disk, it may be a minute\n")
-        else:
-            put(f"labkit: the ranks take {seconds} to start; this machine is busy\n")
-
     def follow(self) -> list[str]:
         """Have the ranks take over what the notebook's process has changed.
 
@@ -183,9 +146,7 @@ class RankPool:
 
     def _set_up(self, plan: Plan) -> None:
         for member in self.members:
-            self.selector.register(member.channel, selectors.EVENT_READ, ("message", member))
-            if member.process.sentinel >= 0:
-                self.selector.register(member.process.sentinel, selectors.EVENT_READ, ("end", member))
+            self.loop.add(member)
         changes = {
             name: os.environ.get(name)
             for name in self._starter.environment.keys() | os.environ.keys()
@@ -264,64 +225,37 @@ class RankPool:
 
     def _answers(self, expected: str) -> list[Any]:
         """One message from every rank, outside a run."""
-        answers: dict[int, Any] = {}
-        until = time.monotonic() + START_LIMIT_S
-        while len(answers) < len(self.members):
-            if time.monotonic() > until:
-                late = [m.name for m in self.members if m.rank not in answers]
-                raise LabError(f"{', '.join(late)} did not answer within {START_LIMIT_S:.0f} s while the group was starting")
-            for key, _ in self.selector.select(LOOK_EVERY_S):
-                _, member = key.data
-                if member.rank not in answers:
-                    answers[member.rank] = self._answer(member, expected)
-            for member in self.members:
-                self._keep_output(member)
-            if time.monotonic() > self._slow_s:
-                self._tell_slow_start()
-        return [answers[m.rank] for m in self.members]
+        answers = _Answers(self, expected)
+        self.loop.run(answers)
+        return [answers.data[m.rank] for m in self.members]
 
-    def _answer(self, member: Member, expected: str) -> Any:
-        try:
-            message = member.channel.receive()
-            while message.kind in ("shown", "warned"):  # by a thread that goes on between two runs, or while it is set up
-                member.unseen.append((message.kind, message.data))
-                message = member.channel.receive()
-        except (EOFError, OSError):
-            oom_kills = self.oom_kills.recent()
-            headline = explain_exit(self.reap(member), oom_kills)
-            self._keep_output(member)
-            last = member.unshown.decode(errors="replace").strip().splitlines()[-10:]
-            raise RankError([RankFailure(member.rank, member.name, headline, "\n".join(last))]) from None
-        if message.kind == "raised":
-            raise RankError([message.data])
-        assert message.kind == expected, f"{message.kind!r} where {expected!r} was expected"
-        return message.data
+    def tell_if_slow(self) -> None:
+        """Say once of a start that is under way and takes long what it is waiting for."""
+        if time.monotonic() > self._slow_s:
+            self._tell_slow_start()
 
-    def printed(self, member: Member) -> Iterator[bytes]:
-        """What a rank has printed and nobody has read yet, in pieces; not what it prints meanwhile, which may have no end."""
-        count = 0
-        while member.output_open and count < PIPE_BYTES:
-            try:
-                data = os.read(member.process.output, READ_BYTES)
-            except BlockingIOError:
-                return
-            if not data:
-                member.output_open = False
-                return
-            yield data
-            count += len(data)
-            if len(data) < READ_BYTES:
-                return
+    def _tell_slow_start(self) -> None:
+        self._slow_s = float("inf")
+        package, seconds = self.plan.kind.package, f"more than {SLOW_START_S:.0f} s"
+        if package and self._starter.importing:
+            put(f"labkit: importing {package} for the ranks takes {seconds}: a first time, from a disk, it may be a minute\n")
+        else:
+            put(f"labkit: the ranks take {seconds} to start; this machine is busy\n")
 
-    def _keep_output(self, member: Member) -> None:
-        """Leave it for the next run to show."""
-        member.unshown += b"".join(self.printed(member))
+    def death(self, member: Member, *, at_ns: int = 0, last: str = "") -> RankFailure:
+        """How a rank's process ended: exit code, OOM killer, where C code crashed, what it printed and nobody has shown.
 
-    def forget(self, member: Member) -> None:
-        """Look no more for messages from a rank, or for its end."""
-        for thing in (member.channel, member.process.sentinel):
-            with contextlib.suppress(KeyError, ValueError):  # never registered, or no more
-                self.selector.unregister(thing)
+        Args:
+            member: the rank.
+            at_ns: when that was noticed, on `time.perf_counter_ns`.
+            last: what it was doing: a sentence.
+        """
+        oom_kills = self.oom_kills.recent()
+        code = self.reap(member)
+        printed = member.unshown.decode(errors="replace").strip().splitlines()[-LAST_LINES:]
+        text = "\n".join(filter(None, (crash(member.process), *printed)))
+        cause = exit_cause(code, oom_kills)
+        return RankFailure(member.rank, member.name, explain_exit(code, oom_kills), text, at_ns=at_ns, last=last, cause=cause)
 
     def reap(self, member: Member) -> int:
         """The exit code of a rank that has ended, or is ended by this."""
@@ -360,9 +294,9 @@ class RankPool:
                     member.channel.send("close")
                 except OSError:
                     continue  # it has gone already
-            self._await_end()
+            self.loop.run(_Ends(self.members))
         self._let_go(processes)
-        self.selector.close()
+        self.loop.close()
 
     def _let_go(self, processes: Sequence[RankProcess]) -> None:
         if processes:  # else what should have started them may be busy importing
@@ -370,14 +304,70 @@ class RankPool:
         for process in processes:
             process.close()
 
-    def _await_end(self) -> None:
-        left = {m.rank for m in self.members}
-        until = time.monotonic() + CLOSE_LIMIT_S
-        while left and time.monotonic() < until:
-            for key, _ in self.selector.select(max(0.0, until - time.monotonic())):
-                _, member = key.data
-                left.discard(member.rank)
-                self.forget(member)
+
+class _Answers:
+    """Takes one answer from every rank, outside a run: see `Receiver`.
+
+    Args:
+        pool: the processes.
+        kind: of the messages that answer.
+
+    Attributes:
+        data: by the number of a rank, what it has answered so far.
+    """
+
+    def __init__(self, pool: RankPool, kind: str) -> None:
+        self._pool, self._kind = pool, kind
+        self._until_s = time.monotonic() + START_LIMIT_S
+        self.data: dict[int, Any] = {}
+
+    def pause_s(self) -> float | None:
+        for member in self._pool.members:
+            member.keep_output()
+        if len(self.data) == len(self._pool.members):
+            return None
+        self._pool.tell_if_slow()
+        if time.monotonic() > self._until_s:
+            late = ", ".join(m.name for m in self._pool.members if self.expects(m))
+            raise LabError(f"{late} did not answer within {START_LIMIT_S:.0f} s while the group was starting")
+        return LOOK_EVERY_S
+
+    def expects(self, member: Member) -> bool:
+        return member.rank not in self.data
+
+    def message(self, member: Member, message: Message) -> None:
+        if message.kind in ("shown", "warned"):  # by a thread that goes on between two runs, or while it is set up
+            member.unseen.append((message.kind, message.data))
+            return
+        if message.kind == "raised":
+            raise RankError([message.data])
+        assert message.kind == self._kind, f"{message.kind!r} where {self._kind!r} was expected"
+        self.data[member.rank] = message.data
+
+    def died(self, member: Member) -> None:
+        member.keep_output()
+        raise RankError([self._pool.death(member)])
+
+
+class _Ends:
+    """Waits until ranks that were told to have ended by themselves, but not long: see `Receiver`."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._left = {m.rank for m in members}
+        self._until_s = time.monotonic() + CLOSE_LIMIT_S
+
+    def pause_s(self) -> float | None:
+        left_s = self._until_s - time.monotonic()
+        return left_s if self._left and left_s > 0 else None
+
+    def expects(self, _: Member) -> bool:
+        return False
+
+    def message(self, _: Member, __: Message) -> None:
+        """What a thread shows or warns of now, nobody reads any more."""
+
+    def died(self, member: Member) -> None:
+        self._left.discard(member.rank)
 
 
 def _rank_config(

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import time
 from collections.abc import Sequence
 from typing import Any, Final
 
+from labkit.errors.causes import Cause
 from labkit.errors.exceptions import DeadlockError, LabError, RankError, RankFailure, RunTimeoutError, Stopped
-from labkit.errors.exit_reasons import explain_exit
 from labkit.group.collector import Records
 from labkit.group.deadlock import SERVES_OTHERS, Deadlock, doing, mismatch, serving_for_ever
 from labkit.group.deadlock_monitor import Watchdog
+from labkit.group.member import Member
 from labkit.group.mismatches import mismatch_error, mismatch_hint, shapes_note
 from labkit.group.output import Output
 from labkit.group.picture import Picture
-from labkit.group.processes import Member, RankPool
-from labkit.group.stack_dump import crash
+from labkit.group.processes import RankPool
 from labkit.group.unfinished import Unfinished, left_unfinished, may_go_on
 from labkit.ipc import pickling
 from labkit.ipc.messages import Message
-from labkit.ipc.tracebacks import lost_connection, unreadable
+from labkit.ipc.tracebacks import unreadable
 from labkit.recording.events import ProfilerEvent
 from labkit.recording.ring_buffer import SERVE
 from labkit.tracing.missing_names import about_names
@@ -88,7 +87,7 @@ class Execution:
     """
 
     def __init__(self, pool: RankPool, on: Sequence[int], name: str, picture: Picture | None, *, show: bool) -> None:
-        self._pool, self._members, self._selector = pool, pool.members, pool.selector
+        self._pool, self._members = pool, pool.members
         self._on, self._name, self._picture = tuple(on), name, picture
         self._names = tuple(m.name for m in self._members)
         self._output = Output(self._names, show=show)
@@ -97,7 +96,7 @@ class Execution:
         self._failures: dict[int, RankFailure] = {}
         self._serving: set[int] = set()  # called, and serving the others until they have returned
         self._released = False  # whether those have been told
-        self._dead: dict[int, int] = {}  # the ranks whose process is no more, and its exit code where that was asked for
+        self._dead: set[int] = set()  # the ranks whose process is no more
         self._watchdog = Watchdog(pool, self._on, self._records, self._results, self._failures, self._serving)
         self._resources: ResourceMonitor | None = None
         if picture is not None:  # to look for GPUs takes a fifth of what a run of nothing does, and NVML's start milliseconds
@@ -108,6 +107,12 @@ class Execution:
         self.intact = True
         # Whether any rank has communicated, and whether any has left something unfinished, by what they say as they return.
         self._communicated, self._unfinished = False, pool.plan.kind.serving_threads > 0
+        self._deadline_s: float | None = None
+        self._looked_s = self._pictured_s = 0.0
+        self._hurry = False  # whether a rank prints so much that its output must be read at once
+        self._failed_s = 0.0  # when the first failure was told
+        self._cores = Cores([])
+        self._new: list[list[Any]] = [[] for _ in self._members]  # records that the picture has not shown
         self._start_ns = time.perf_counter_ns()  # before a rank is told: nothing that belongs to the run happened earlier
 
     def wait(self, deadline_s: float | None) -> Run:
@@ -121,18 +126,21 @@ class Execution:
             RunTimeoutError: the time is over.
             Stopped: the student pressed Stop.
         """
-        picture = self._picture
         for member in self._members:
             if member.unshown:
                 self._output.feed(member.rank, member.unshown)
                 member.unshown = b""
             while member.unseen:
                 self._output.take(member.rank, *member.unseen.pop(0))
-        if picture is not None:
+        if self._picture is not None:
             title = f"{self._name} on {_these([self._names[i] for i in self._on])}"
-            picture.begin(self._names, title, self._start_ns, self._on)
+            self._picture.begin(self._names, title, self._start_ns, self._on)
+        self._deadline_s = deadline_s
+        self._looked_s = self._pictured_s = time.monotonic()
         try:
-            self._collect(picture, deadline_s)
+            self._pool.loop.run(self)
+            if not self._failures:
+                self.notes += self._pool.observe(begin=False)
         except KeyboardInterrupt:
             doings = self._doings(time.perf_counter_ns())
             self.intact = False
@@ -146,7 +154,6 @@ class Execution:
             error = self._error()
             self._finish("stopped by an error")
             raise error
-        self.notes += self._pool.observe(begin=False)
         unequal, transposed = self._records.unequal() if self._communicated else ([], [])
         if unequal:
             self.intact = False
@@ -160,37 +167,33 @@ class Execution:
         self.notes += about_names(kind for m in self._members for kind in m.reader.no_room)
         return Run(self._name, tuple(self._names[i] for i in self._on), [self._results[i] for i in self._on], text, self._records)
 
-    def _collect(self, picture: Picture | None, deadline_s: float | None) -> None:
-        looked = pictured = time.monotonic()
-        hurry, failed_s = False, 0.0  # when the first failure was told
-        cores = Cores([])
-        new: list[list[Any]] = [[] for _ in self._members]
-        while not all(self._answered(self._members[rank]) for rank in self._on) or self._end_to_come():
-            now = time.monotonic()
-            late = (m.process for m in self._members if m.rank in self._on and not self._answered(m))
-            if failed_s and now - failed_s > self._grace_s() and not cores.lacked(late, GRACE_S / 2):
-                return
-            if deadline_s is not None and now > deadline_s:
-                doings = self._doings(time.perf_counter_ns(), closely=True)
-                headline = f"{self._name} took longer than the group's timeout_s={self._pool.plan.timeout_s:g}"
-                raise RunTimeoutError(headline, self._watchdog.notice, doings)
-            if now - looked > LOOK_EVERY_S or hurry:
-                looked = now
-                hurry = max(self._read_output(m) for m in self._members) >= FULL_BYTES
-                records = self._records.drain()
-                if picture is not None:
-                    for mine, fresh in zip(new, records, strict=True):
-                        mine.append(fresh)
-                self._look_for_stuck(time.perf_counter_ns())
-                self._pool.oom_kills.sample(now)
-            if picture is not None and now - pictured > picture.interval_s:
-                self._show(picture, new)
-                new = [[] for _ in self._members]
-                pictured = time.monotonic()
-            self._output.refresh()
-            self._take(0 if hurry else GRACE_S / 10 if failed_s else LOOK_EVERY_S)
-            if self._failures and not failed_s:
-                failed_s, cores = time.monotonic(), Cores([m.process for m in self._members])
+    def pause_s(self) -> float | None:
+        """See `Receiver`: look at output, records, deadlocks and time limits as far as it is time to."""
+        now = time.monotonic()
+        if self._failures and not self._failed_s:
+            self._failed_s, self._cores = now, Cores([m.process for m in self._members])
+        if all(self._answered(self._members[rank]) for rank in self._on) and not self._end_to_come():
+            return None
+        late = (m.process for m in self._members if m.rank in self._on and not self._answered(m))
+        if self._failed_s and now - self._failed_s > self._grace_s() and not self._cores.lacked(late, GRACE_S / 2):
+            return None
+        if self._deadline_s is not None and now > self._deadline_s:
+            doings = self._doings(time.perf_counter_ns(), closely=True)
+            headline = f"{self._name} took longer than the group's timeout_s={self._pool.plan.timeout_s:g}"
+            raise RunTimeoutError(headline, self._watchdog.notice, doings)
+        if now - self._looked_s > LOOK_EVERY_S or self._hurry:
+            self._looked_s = now
+            self._hurry = max(self._read_output(m) for m in self._members) >= FULL_BYTES
+            records = self._records.drain()
+            if self._picture is not None:
+                for mine, fresh in zip(self._new, records, strict=True):
+                    mine.append(fresh)
+            self._look_for_stuck(time.perf_counter_ns())
+            self._pool.oom_kills.sample(now)
+        if self._picture is not None and now - self._pictured_s > self._picture.interval_s:
+            self._show(self._picture)
+        self._output.refresh()
+        return 0 if self._hurry else GRACE_S / 10 if self._failed_s else LOOK_EVERY_S
 
     def _grace_s(self) -> float:
         """How long after the first failure the run ends."""
@@ -216,33 +219,22 @@ class Execution:
         if deadlock is not None:
             raise self._deadlock_error(deadlock)
 
-    def _show(self, picture: Picture, new: list[list[Any]]) -> None:
+    def _show(self, picture: Picture) -> None:
         assert self._resources is not None
         now_ns, pending = time.perf_counter_ns(), [m.reader.pending() for m in self._members]
-        picture.update(now_ns, self._records.part(new), pending, self._resources.look(now_ns))
-
-    def _take(self, limit_s: float) -> None:
-        """Wait for anything from any rank and take it."""
-        events = self._selector.select(limit_s)
-        # Reports before deaths: a failing rank's own words tell more than the fact that it ended.
-        for kind in ("message", "end"):
-            for key, _ in events:
-                what, member = key.data
-                if what == kind and member.rank not in self._dead:
-                    self._take_message(member) if what == "message" else self._ended(member)
+        picture.update(now_ns, self._records.part(self._new), pending, self._resources.look(now_ns))
+        self._new = [[] for _ in self._members]
+        self._pictured_s = time.monotonic()
 
     def _answered(self, member: Member) -> bool:
         return member.rank in self._results or member.rank in self._failures
 
-    def _take_message(self, member: Member) -> None:
-        try:
-            self._answer(member, member.channel.receive())
-            while member.channel.received:
-                self._answer(member, member.channel.receive())
-        except (EOFError, OSError):
-            self._ended(member)
+    def expects(self, member: Member) -> bool:
+        """See `Receiver`."""
+        return not self._answered(member)
 
-    def _answer(self, member: Member, message: Message) -> None:
+    def message(self, member: Member, message: Message) -> None:
+        """See `Receiver`: a print, a result, an error, or what else a rank has to say in a run."""
         if message.kind == "assigned":
             member.assigned = message.data
             return
@@ -298,28 +290,19 @@ class Execution:
             with contextlib.suppress(OSError):  # it has just ended, which will be seen
                 self._members[rank].channel.send("release")
 
-    def _ended(self, member: Member) -> None:
-        """A rank's process is no more: take its last words, if it had time for some."""
-        self._dead[member.rank] = 0
+    def died(self, member: Member) -> None:
+        """See `Receiver`: a failure even of a rank that has answered, for a dead rank serves nobody."""
+        self._dead.add(member.rank)
         self.intact = False
-        self._pool.forget(member)
-        try:
-            while not self._answered(member):
-                self._answer(member, member.channel.receive())
-        except (EOFError, OSError):
-            pass
         self._read_output(member)
-        if member.rank not in self._failures:  # even one that has answered: a dead rank serves nobody
-            now_ns, oom_kills = time.perf_counter_ns(), self._pool.oom_kills.recent()
-            self._dead[member.rank] = code = self._pool.reap(member)
-            headline = explain_exit(code, oom_kills)
-            text, last = crash(member.process), self._last_doing(member, now_ns)
-            self._failures[member.rank] = RankFailure(member.rank, member.name, headline, text, at_ns=now_ns, last=last)
+        if member.rank not in self._failures:
+            now_ns = time.perf_counter_ns()
+            self._failures[member.rank] = self._pool.death(member, at_ns=now_ns, last=self._last_doing(member, now_ns))
 
     def _read_output(self, member: Member) -> int:
         """Take what a rank has printed; how many bytes that was."""
         count = 0
-        for data in self._pool.printed(member):
+        for data in member.printed():
             self._output.feed(member.rank, data)
             count += len(data)
         return count
@@ -344,7 +327,8 @@ class Execution:
         if deadlock.culprit is None:
             return DeadlockError(deadlock.headline, deadlock.hint, list(doings.values()))
         doings.pop(deadlock.culprit, None)
-        failure = RankFailure(deadlock.culprit, self._names[deadlock.culprit], deadlock.headline, at_ns=now_ns, verb="")
+        name, cause = self._names[deadlock.culprit], Cause.DEADLOCK
+        failure = RankFailure(deadlock.culprit, name, deadlock.headline, at_ns=now_ns, cause=cause, verb="")
         return RankError([failure], list(doings.values()), hint=deadlock.hint)
 
     def _error(self) -> RankError:
@@ -357,7 +341,7 @@ class Execution:
         # little later; but libraries that find a peer dead may give up, and abort.
         ordered = sorted(
             self._failures.values(),
-            key=lambda f: (f.consequence, f.rank not in self._dead, self._dead.get(f.rank) == -signal.SIGABRT, f.at_ns),
+            key=lambda f: (f.consequence, f.rank not in self._dead, f.cause is Cause.ABORTED, f.at_ns),
         )
         causes = ordered[:1] + sorted((f for f in ordered[1:] if not f.consequence), key=lambda f: f.rank)
         # Where several failed alike, the lowest speaks for them: a checked cell must read the same each time.
@@ -375,7 +359,7 @@ class Execution:
 
     def _consequence(self, failure: RankFailure) -> str:
         """One line for a rank that failed because another one was gone."""
-        if not lost_connection(failure.headline):  # the student's code has caught that, and raised something of its own
+        if failure.cause is not Cause.LOST_CONNECTION:  # the student's code has caught that, and raised something of its own
             return f"{failure.name}: {failure.headline}"
         last = self._records.last_wait(failure.rank)
         if last is None:

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from labkit.errors.exceptions import RankFailure
 from labkit.group.collector import Records
 from labkit.group.deadlock import listed, missing, place
-from labkit.group.processes import Member
+from labkit.group.member import Member
 from labkit.group.rank_state import Standing
 from labkit.recording.group_keys import GroupKind, kind_of
 from labkit.recording.ring_buffer import PROMISE, SERVE, STREAM, TIMED, UNSEEN_PROMISE, Pending

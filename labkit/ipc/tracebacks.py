@@ -11,14 +11,14 @@ import traceback
 from collections.abc import Iterator
 from typing import Final
 
+from labkit.errors.causes import Cause
 from labkit.errors.exceptions import LabError, RankFailure
 from labkit.errors.own_code import LABKIT
 from labkit.ipc.rpc_errors import remote_error
 from labkit.recording.record import here, is_students, label
 
 __all__ = [
-    "headline", "in_students_code", "is_consequence", "lost_connection", "raised_by_student", "students_traceback", "unreadable",
-    "warning",
+    "cause_of", "headline", "in_students_code", "raised_by_student", "students_traceback", "unreadable", "warning",
 ]  # fmt: skip
 
 FRAMES: Final = 12  # most frames in a traceback, so that endless recursion does not fill the notebook
@@ -137,19 +137,26 @@ def students_traceback(error: BaseException) -> str:
     return _cut_text(_readable(_GAPS.sub(r"[\1]", text)), TEXT_CHARACTERS)
 
 
-def is_consequence(error: BaseException) -> bool:
+def cause_of(error: BaseException) -> Cause:
+    """Return why a rank failed that raised this error. Only here is the text of libraries searched."""
+    if _came_of_lost_connection(error):
+        return Cause.LOST_CONNECTION if _lost_connection(headline(error)) else Cause.AFTER_LOST_CONNECTION
+    return Cause.NOT_IMPLEMENTED if isinstance(error, NotImplementedError) else Cause.RAISED
+
+
+def _came_of_lost_connection(error: BaseException) -> bool:
     """Whether another rank's end caused the error: its message says so, or that of an error that led to it."""
     seen: set[int] = set()
     part: BaseException | None = error
     while part is not None and id(part) not in seen:
-        if lost_connection("".join(traceback.format_exception_only(part))):
+        if _lost_connection("".join(traceback.format_exception_only(part))):
             return True
         seen.add(id(part))
         part = part.__cause__ or part.__context__  # even if `from None` hides it
     return False
 
 
-def lost_connection(text: str) -> bool:
+def _lost_connection(text: str) -> bool:
     """Whether an error's message says that the connection to another rank was lost."""
     return any(words in text for words in _LOST)
 
@@ -157,7 +164,8 @@ def lost_connection(text: str) -> bool:
 def unreadable(error: Exception, rank: int, name: str) -> RankFailure:
     """Return the failure of a rank whose result arrived, but cannot be unpickled in the notebook."""
     text = f"{headline(error)}. Return plain data instead (numbers, arrays, tensors, state_dict())."
-    return RankFailure(rank, name, text, at_ns=time.perf_counter_ns(), verb="returned what the notebook cannot read:")
+    cause, verb = Cause.UNREADABLE_RESULT, "returned what the notebook cannot read:"
+    return RankFailure(rank, name, text, at_ns=time.perf_counter_ns(), cause=cause, verb=verb)
 
 
 def _parts(whole: traceback.TracebackException) -> Iterator[traceback.TracebackException]:

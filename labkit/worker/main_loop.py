@@ -20,7 +20,7 @@ from labkit.ipc.definitions import Received
 from labkit.ipc.messages import Channel, Message
 from labkit.ipc.ranks_cell import CellRunner
 from labkit.ipc.stdio import reopen_closed
-from labkit.ipc.tracebacks import headline, in_students_code, is_consequence, raised_by_student, students_traceback
+from labkit.ipc.tracebacks import cause_of, headline, in_students_code, raised_by_student, students_traceback
 from labkit.recording.record import Recorder, here, is_students
 from labkit.recording.ring_buffer import RingWriter
 from labkit.worker.cuda_context import context_error
@@ -325,7 +325,7 @@ class _Rank:
                 recorder.device_clock.flush()
         self._flush()
         failure = RankFailure(
-            self._rank_config.rank, self._name, headline(error), text, at_ns=at_ns, consequence=is_consequence(error),
+            self._rank_config.rank, self._name, headline(error), text, at_ns=at_ns, cause=cause_of(error),
             broken=context_error() is not None, own=raised_by_student(error),
         )  # fmt: skip
         self._send("raised", failure)

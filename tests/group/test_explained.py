@@ -14,7 +14,7 @@ import cells as in_cells
 import pytest
 
 import labkit as lab
-from labkit.ipc.tracebacks import headline, is_consequence, students_traceback
+from labkit.ipc.tracebacks import cause_of, headline, students_traceback
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_a_lost_connection_without_a_known_cause_is_told_itself(ranks: lab.Group
     ],
 )
 def test_words_for_a_lost_connection(words: str, lost: bool) -> None:
-    assert is_consequence(RuntimeError(words)) is lost
+    assert cause_of(RuntimeError(words)).is_consequence is lost
 
 
 def test_what_a_rank_that_was_killed_had_done_last(ranks: lab.Group, cells: in_cells.Cells) -> None:

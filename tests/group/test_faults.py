@@ -23,8 +23,8 @@ from processes import left_after
 
 import labkit as lab
 from labkit.errors.exit_reasons import explain_exit
+from labkit.group.member import Member
 from labkit.group.output import Output
-from labkit.group.processes import Member
 from labkit.group.run import GRACE_S, Execution
 from labkit.ipc.messages import Message
 from labkit.ipc.tracebacks import HEADLINE_CHARACTERS, TEXT_CHARACTERS
@@ -321,13 +321,13 @@ def test_a_rank_that_dies_after_it_has_returned(ranks: lab.Group, cells: in_cell
             if os.environ["RANK"] != "0":
                 threading.Event().wait()
     """)
-    real = Execution._answer
+    real = Execution.message
 
     def kill_then(execution: Execution, member: Member, frame: Message) -> None:
         real(execution, member, frame)
         os.kill(member.process.pid, signal.SIGKILL)
 
-    monkeypatch.setattr(Execution, "_answer", kill_then)
+    monkeypatch.setattr(Execution, "message", kill_then)
     error = failure(ranks, cells.f)
     monkeypatch.undo()
     assert error.rank == 0
