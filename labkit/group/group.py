@@ -21,6 +21,7 @@ from labkit.group.options import FixedArgument, Plan, check_place, chosen
 from labkit.group.output import cell_label, put
 from labkit.group.picture import Picture
 from labkit.group.processes import RankPool
+from labkit.group.profiling import Profiling
 from labkit.group.rank_selection import Ranks
 from labkit.group.run import Execution, Run
 from labkit.group.spawn import WithRank, check_spawn, hint_for_rank
@@ -66,7 +67,6 @@ class Group:
     """
 
     picture: ClassVar[Callable[[], Picture] | None] = None  # who shows a run that is watched; this package knows no drawing
-    profiling = False  # set by `lab.profile`
     runtime, devices, threads, timeout_s, link = (FixedArgument() for _ in range(5))
 
     @public_api
@@ -98,6 +98,7 @@ class Group:
         self._told: set[str] = set()
         self._sent = Sent()
         self.last_run: Run | None = None
+        self.profiling = Profiling()
         self._owner = os.getpid()
         notebook.starter(runtime, self._plan.start)  # begins to import the framework
         notebook.groups.add(self)
@@ -155,12 +156,12 @@ class Group:
             LabError: something cannot be sent (the message names it), `timeout_s` is over, or ranks would wait for ever.
             KeyboardInterrupt: Stop. The ranks are stopped; the next run starts fresh ones.
         """
-        return self._run(function, args, kwargs, range(len(self)), None)
+        return self._run(function, args, kwargs, range(len(self)), watch=False)
 
     @public_api
     def watch(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
         """`run` with a picture that grows while the ranks work: what each computes, sends and waits for."""
-        return self._run(function, args, kwargs, range(len(self)), self._new_picture())
+        return self._run(function, args, kwargs, range(len(self)), watch=True)
 
     @public_api
     def spawn(
@@ -168,7 +169,7 @@ class Group:
     ) -> Run:
         """Call `function(rank, *args)` on every rank, as `torch.multiprocessing.spawn` does, whose other arguments may stay."""
         check_spawn(function, args, nprocs, join, len(self))
-        return self._run(WithRank(function), tuple(args), {}, range(len(self)), None)
+        return self._run(WithRank(function), tuple(args), {}, range(len(self)), watch=False)
 
     @public_api
     def run_cell(self, source: str, filename: str, label: str, on: Sequence[int] | None = None, *, watch: bool = False) -> Run:
@@ -205,9 +206,8 @@ class Group:
             return source, filename, names.send_to(self._pool.members[rank]), files | lines
 
         try:
-            picture = self._new_picture() if watch else None
             starts_rpc = self.runtime == "rpc" and "init_rpc" in source
-            return self._fly("cell", payload, "the cell", on, picture, data, starts_rpc=starts_rpc)
+            return self._fly("cell", payload, "the cell", on, data, watch=watch, starts_rpc=starts_rpc)
         finally:
             payload.close()
             names.learn(self._pool.members if self._pool is not None else ())
@@ -247,17 +247,8 @@ class Group:
             if self._holder is me:
                 self._holder = None
 
-    def _new_picture(self) -> Picture | None:
-        make = type(self).picture
-        return make() if make is not None else None
-
     def _run(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        on: Sequence[int],
-        picture: Picture | None,
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], on: Sequence[int], *, watch: bool
     ) -> Run:
         if not callable(function):
             raise TypeError(f"run({function!r}): expected a function, given {type(function).__name__}. Pass f, not f().")
@@ -266,7 +257,7 @@ class Group:
         payload = pickling.pack(Call(function, args, kwargs), home=sys.modules["__main__"], sent=self._sent, label=f"{name}()")
         try:
             starts_rpc = self.runtime == "rpc" and mentions("init_rpc", function, payload.data)
-            return self._fly("call", payload, name, on, picture, lambda _, files: files, starts_rpc=starts_rpc)
+            return self._fly("call", payload, name, on, lambda _, files: files, watch=watch, starts_rpc=starts_rpc)
         except RankError as error:
             error.hint = error.hint or hint_for_rank(function, args, kwargs)
             raise
@@ -286,9 +277,9 @@ class Group:
         payload: pickling.Payload,
         name: str,
         on: Sequence[int],
-        picture: Picture | None,
         data: Callable[[int, Files], Any],
         *,
+        watch: bool,
         starts_rpc: bool,
     ) -> Run:
         """Send, wait, and leave the group fit for the next run whatever happens."""
@@ -296,6 +287,8 @@ class Group:
         try:
             if not self._takes_turn(me):
                 raise LabError("this group is running already, in another thread; wait for it, close it, or make a second group")
+            make_picture = type(self).picture if watch else None
+            picture = make_picture() if make_picture is not None else None
             if payload.copied_from_gpu:
                 self._tell("CUDA tensors in arguments reach the ranks as CPU tensors.")
             pool = self._usable_pool(kind, starts_rpc)
@@ -309,7 +302,7 @@ class Group:
             if self._plan.kind.serving_threads:
                 pool.exchange("install", files, payload, "installed")
                 files = {}
-            if self.profiling:
+            if self.profiling.on:
                 pool.exchange("profile", True, None, "profiled")
             pool.observe(begin=True)
             execution = Execution(pool, on, name, picture, show=True)
@@ -318,9 +311,9 @@ class Group:
             pool.called |= kind == "call"
             try:
                 run = execution.wait(deadline_s)
-                run.profiled = pool.exchange("profile", False, None, "profiled") if self.profiling else []
+                run.profiled = pool.exchange("profile", False, None, "profiled") if self.profiling.on else []
             except LabError:
-                self._fit = execution.intact and not self.profiling
+                self._fit = execution.intact and not self.profiling.on
                 raise
             self._fit = execution.intact and not (execution.unfinished and kind == "call")
             self.last_run = run

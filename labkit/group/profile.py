@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from labkit.errors.exceptions import LabError
@@ -37,13 +36,4 @@ def profile(group: Group) -> AbstractContextManager[None]:
         raise TypeError(f"profile({group!r}): expected a group, as in `with lab.profile(group):`")
     if group.runtime not in ("torch", "rpc"):
         raise LabError(f"lab.profile looks at torch; this is a group of the runtime {group.runtime!r}")
-    return _profiling(group)
-
-
-@contextmanager
-def _profiling(group: Group) -> Iterator[None]:
-    before, group.profiling = group.profiling, True
-    try:
-        yield
-    finally:
-        group.profiling = before
+    return group.profiling.block()

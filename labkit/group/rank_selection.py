@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from labkit.errors.wrong_calls import public_api
-from labkit.group.picture import Picture
 from labkit.group.run import Run
 
 __all__ = ["Ranks"]
@@ -18,15 +17,8 @@ class OfRanks(Protocol):
     names: tuple[str, ...]
 
     def _run(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        on: Sequence[int],
-        picture: Picture | None,
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], on: Sequence[int], *, watch: bool
     ) -> Run: ...
-
-    def _new_picture(self) -> Picture | None: ...
 
 
 class Ranks:
@@ -56,12 +48,12 @@ class Ranks:
     @public_api
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
         """Call `function(*args, **kwargs)` on these ranks; see `Group.run`."""
-        return self.group._run(function, args, kwargs, self.on, None)
+        return self.group._run(function, args, kwargs, self.on, watch=False)
 
     @public_api
     def watch(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
         """The same with the live picture; see `Group.watch`."""
-        return self.group._run(function, args, kwargs, self.on, self.group._new_picture())
+        return self.group._run(function, args, kwargs, self.on, watch=True)
 
     def __repr__(self) -> str:
         return f"<{', '.join(self.group.names[i] for i in self.on)} of {self.group!r}>"

@@ -22,15 +22,10 @@ class Gpus:
     """
 
     def __init__(self, nvml: Any = None) -> None:
-        if nvml is None:
-            try:
-                import pynvml as nvml
-            except ImportError as error:  # a machine where nothing may be installed
-                raise OSError(str(error)) from None
-        self._nvml = nvml
+        self._nvml = nvml if nvml is not None else _pynvml()
         try:
-            nvml.nvmlInit()
-        except nvml.NVMLError as error:
+            self._nvml.nvmlInit()
+        except self._nvml.NVMLError as error:
             raise OSError(str(error)) from None
         self._handles: dict[int, Any] = {}
 
@@ -51,3 +46,11 @@ class Gpus:
             by_index, by_uuid = self._nvml.nvmlDeviceGetHandleByIndex, self._nvml.nvmlDeviceGetHandleByUUID
             self._handles[number] = by_index(int(name)) if name.isdecimal() else by_uuid(name)
         return self._handles[number]
+
+
+def _pynvml() -> Any:
+    try:
+        import pynvml
+    except ImportError as error:  # a machine where nothing may be installed
+        raise OSError(str(error)) from None
+    return pynvml

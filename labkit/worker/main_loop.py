@@ -85,8 +85,7 @@ class _Rank:
         self._imports = Imports()
         self._not_taken_over: dict[str, BaseException] = {}  # what went wrong with the notebook's state, by the kind of message
         self._unread_result: pickling.Payload | None = None  # a result that the notebook is reading
-        self._runtime: Runtime = RUNTIMES[rank_config.runtime](rank_config, network)
-        self._runtime.wait_for_release = self._wait_for_release
+        self._runtime: Runtime = RUNTIMES[rank_config.runtime](rank_config, network, self._wait_for_release)
         Changes(rank_config.folder, rank_config.path, tuple(sys.path), rank_config.environment).apply(())
         self._display = RankDisplay(lambda shown: self._send("shown", shown), rich=rank_config.rich, size=rank_config.size)
         self._display.install()

@@ -197,7 +197,7 @@ def test_a_mistaken_argument_shows_no_wall_of_frames(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [KeyError, ValueError])
 def test_what_labkit_has_not_said_itself_keeps_its_frames(kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise kind("a defect, or a library's")
 
     monkeypatch.setattr(lab.Group, "_run", broken)

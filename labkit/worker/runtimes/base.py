@@ -112,7 +112,6 @@ class Runtime:
     fresh_each_run: ClassVar[bool] = False
     certain_after_s: ClassVar[float] = 0.5
     resting_is_waiting: bool = False
-    wait_for_release: Callable[[], None]
 
     @classmethod
     def serves(cls, jobs: Sequence[tuple[str, int]], rank: int) -> int:
@@ -124,8 +123,8 @@ class Runtime:
         """
         return cls.serving_threads or int(has_server([job for job, _ in jobs], jobs[rank][0]))
 
-    def __init__(self, rank_config: RankConfig, network: Network) -> None:
-        self.rank_config, self.network = rank_config, network
+    def __init__(self, rank_config: RankConfig, network: Network, wait_for_release: Callable[[], None]) -> None:
+        self.rank_config, self.network, self.wait_for_release = rank_config, network, wait_for_release
         self._launch: Launch | None = None  # once torch is there
 
     def offer(self) -> Any:

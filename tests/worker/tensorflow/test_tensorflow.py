@@ -121,10 +121,14 @@ def test_a_port_is_held_until_tensorflow_serves_it(two: lab.Group) -> None:
 )
 def test_each_rank_gets_the_gpus_it_asked_for_or_none(ranks: int, each: int, gpus: str, own: str) -> None:
     names = tuple(map(str, range(ranks)))
-    share, notes = TensorFlow(RankConfig(ranks - 1, names, "tensorflow", devices_per_rank=each), Network())._share(gpus)
+
+    def runtime(**more: Any) -> TensorFlow:
+        return TensorFlow(RankConfig(ranks - 1, names, "tensorflow", devices_per_rank=each, **more), Network(), lambda: None)
+
+    share, notes = runtime()._share(gpus)
     assert "".join(share) == own
     assert bool(notes) == (bool(gpus) and not own)
-    asked = TensorFlow(RankConfig(ranks - 1, names, "tensorflow", devices_per_rank=each, devices="cuda"), Network())
+    asked = runtime(devices="cuda")
     if not own:
         with pytest.raises(lab.LabError, match=f"TensorFlow sees {len(gpus)} GPU"):
             asked._share(gpus)
