@@ -18,7 +18,7 @@ from PIL import Image
 
 import labkit as lab
 from labkit.plots.image import as_image
-from labkit.plots.live.curves import beneath
+from labkit.plots.live.curves import draw_below
 from labkit.plots.live.frame import LiveFrame, svg
 from labkit.plots.live.view import Live
 from labkit.plots.timeline import figure_of
@@ -38,7 +38,7 @@ class _Film:
     def __init__(self) -> None:
         self.shown: list[tuple[float, str]] = []  # when, and as HTML
 
-    def begin(self, said: str) -> None:
+    def begin(self, alt_text: str) -> None:
         """Nothing yet."""
 
     def show(self, frame: LiveFrame) -> None:
@@ -46,7 +46,7 @@ class _Film:
 
     def end(self, trace: lab.Trace, title: str) -> None:
         figure = figure_of(trace, title)
-        beneath(figure, trace)
+        draw_below(figure, trace)
         data, _ = as_image(figure)
         self.shown.append((time.perf_counter(), f"<img src='data:image/png;base64,{data['image/png']}' width='{WIDTH}'>"))
 

@@ -12,7 +12,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 
 import labkit as lab
 from bench.speed.repetitions import Times, in_turns, seconds
-from labkit.plots.memory import usages
+from labkit.plots.memory import memory_uses
 from labkit.recording.ring_buffer import MEMORY_KINDS
 
 __all__ = ["memory", "tensor_parallel"]
@@ -94,7 +94,7 @@ def memory() -> Iterator[tuple[str, float, float]]:
         for stage, name in ((0, "DistributedDataParallel"), (1, "ZeroRedundancyOptimizer"), (3, "fully_shard")):
             run = group.run(train, stage)
             kinds = [MEMORY_KINDS.index(kind) for kind in KEPT]
-            measured = max(usage.nbytes[kinds].sum(axis=0).max() for usage in usages(run.trace))
+            measured = max(usage.nbytes[kinds].sum(axis=0).max() for usage in memory_uses(run.trace))
             predicted = lab.predict.zero_memory(
                 run.results[0], 2, stage, parameter_bytes=FLOAT, gradient_bytes=FLOAT, optimizer_bytes=2 * FLOAT
             )

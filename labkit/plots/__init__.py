@@ -1,1 +1,4 @@
-"""Figures: the timeline, breakdown, traffic, memory, and what they share."""
+"""Draws runs: a trace in, a figure out.
+
+The live picture is in `live`, the interactive timeline's widget in `explorer`.
+"""

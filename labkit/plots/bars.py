@@ -1,8 +1,8 @@
-"""The geometry and the colours that the still and the moving picture share: what lies where in a rank's row, and how it looks.
+"""Bars: the geometry and colours shared by the timeline, the live picture and the explorer.
 
-A rank's row has two lanes, so that overlap can be seen: compute above, communication beneath it at about half the height. From
-spans that nest and overlap come disjoint bars, by the same arithmetic as `Trace.activity`, so that what a picture shows adds up
-to what `breakdown` says.
+A rank's row has two lanes, so that overlap is visible: compute above, communication below it at about half the height.
+Spans nest and overlap; they become disjoint bars by the same arithmetic as `Trace.activity`, so that the bars add up to
+the shares that `breakdown` shows.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Style:
 
     Args:
         colour: "#rrggbb".
-        alpha: 1 for opaque; less where the page, light or dark, shall show through.
+        alpha: opacity, 1 for opaque; lower values let the page, light or dark, show through.
         hatch: True for stripes of the colour.
-        legend: what it means, in the words of the legend.
+        legend: its text in the legend.
     """
 
     colour: str
@@ -51,9 +51,9 @@ class Style:
         return red, green, blue, self.alpha
 
 
-# The colours are Okabe and Ito's, which people with any colour blindness tell apart ("Color Universal Design", 2008,
-# https://jfly.uni-koeln.de/color/): what a rank computes is cool, what travels between ranks is warm.
-_TRAVEL: Final = "#D55E00"
+# Okabe and Ito's palette, which remains distinguishable with any colour blindness ("Color Universal Design", 2008,
+# https://jfly.uni-koeln.de/color/): compute has cool colours, communication warm ones.
+_COMMUNICATION_COLOUR: Final = "#D55E00"
 STYLES: Final[dict[str, Style]] = {
     "data": Style("#8FD3C0", 1, False, "data"),
     "forward": Style("#56B4E9", 1, False, "forward"),
@@ -61,21 +61,22 @@ STYLES: Final[dict[str, Style]] = {
     "optimizer": Style("#009E73", 1, False, "optimizer"),
     "compute": Style("#7C93C9", 1, False, "compute"),
     "unlabelled": Style("#8A93A5", 0.28, False, "in the function, in no span"),
-    "exposed": Style(_TRAVEL, 1, False, "exposed communication"),
-    "hidden": Style(_TRAVEL, 0.5, False, "hidden behind compute"),
-    "waiting": Style(_TRAVEL, 0.16, True, "waiting for another rank"),
-    "issued": Style(_TRAVEL, 0.16, False, "issued, others not there yet"),
+    "exposed": Style(_COMMUNICATION_COLOUR, 1, False, "exposed communication"),
+    "hidden": Style(_COMMUNICATION_COLOUR, 0.5, False, "hidden behind compute"),
+    "waiting": Style(_COMMUNICATION_COLOUR, 0.16, True, "waiting for another rank"),
+    "issued": Style(_COMMUNICATION_COLOUR, 0.16, False, "issued, others not there yet"),
 }
 _MICRO_BATCH: Final = re.compile(r"(?i)(?:forward|backward) (\d+)")  # "forward 3 of stage 1"
 _NUMBER: Final = {name: i for i, name in enumerate(STYLES)}
-IMPORTANCE: Final = {"unlabelled": 0, "issued": 1, "waiting": 2}  # 3 for the others: a hairline covers what is less important
-_HAPPENS: Final = np.array([IMPORTANCE.get(name, 3) == 3 for name in STYLES])
-HAIRLINE_PX: Final = 0.7  # a bar is drawn at least so wide, where there is room
-CLOSE_PX: Final = 2.0  # narrower bars that lie no further apart
-CROWD: Final = 8  # and are at least so many would look like one wide bar: their colours mix
-SEEN: Final = 0.25  # and where bars share a pixel, what happens in it is at least so opaque
+IMPORTANCE: Final = {"unlabelled": 0, "issued": 1, "waiting": 2}  # 3 for the others: a hairline covers less important styles
+_ACTIVE: Final = np.array([IMPORTANCE.get(name, 3) == 3 for name in STYLES])
+HAIRLINE_PX: Final = 0.7  # the minimum width of a bar, where there is room
+CLOSE_PX: Final = 2.0  # narrower bars with gaps of at most this width
+CROWD: Final = 8  # would look like one wide bar where there are at least this many: their colours are mixed instead
+MIN_OPACITY: Final = 0.25  # of activity in a pixel that several bars share
 
-# Top and height of the lanes, as shares of the row, measured from its top. Tenths, so that coarse pixels hit them.
+# Top and height of the lanes, as fractions of the row, measured from its top. Tenths, so that they fall on coarse
+# pixels.
 COMPUTE_LANE: Final = (0.1, 0.5)
 COMMUNICATION_LANE: Final = (0.6, 0.3)
 LANES: Final = (COMPUTE_LANE, COMMUNICATION_LANE)
@@ -83,13 +84,13 @@ LANES: Final = (COMPUTE_LANE, COMMUNICATION_LANE)
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Disjoint stretches of one lane, ascending; four arrays of one length.
+    """Disjoint bars of one lane in ascending order; four arrays of shape (bars,).
 
     Args:
-        start_ns: where each begins.
-        end_ns: where it ends.
-        style: its place in `STYLES`.
-        span: the span it comes from, as a row of the trace's columns.
+        start_ns: start of each bar.
+        end_ns: end of each bar.
+        style: index into `STYLES`.
+        span: index of the bar's span in the trace's columns.
     """
 
     start_ns: NDArray[np.int64]
@@ -101,7 +102,7 @@ class Bars:
         return len(self.start_ns)
 
     def __getitem__(self, keep: Any) -> Bars:
-        """Some of the bars: a slice, a mask or their numbers."""
+        """Select bars by a slice, a mask or indices."""
         return Bars(self.start_ns[keep], self.end_ns[keep], self.style[keep], self.span[keep])
 
     def of(self, style: str) -> Bars:
@@ -111,9 +112,9 @@ class Bars:
 
 @functools.lru_cache(maxsize=4096)
 def style_of(name: str) -> str:
-    """The style of a compute span: by the first word of its name, so that "forward 3" and "forward_stage1" are forward.
+    """The style of a compute span, from the first word of its name: "forward 3" and "forward_stage1" are forward.
 
-    Of a call that is served, by that of the function or method: "serve Decoder.forward" is forward.
+    A served call takes the style of its function or method: "serve Decoder.forward" is forward.
     """
     if name.startswith(SERVE):
         name = name.removeprefix(SERVE).partition(" ")[0].rpartition(".")[2]
@@ -122,7 +123,7 @@ def style_of(name: str) -> str:
 
 
 def lanes(trace: Trace, rank: int) -> tuple[Bars, Bars]:
-    """The bars of a rank's two lanes, compute and communication, clipped to the time that the trace looks at."""
+    """The bars of a rank's two lanes, compute and communication, clipped to the trace's window."""
     columns = trace.columns  # a million spans are drawn as arrays; as objects they would take seconds
     data = columns.data
     mine, kind = data["rank"] == rank, data["kind"]
@@ -148,43 +149,43 @@ def lanes(trace: Trace, rank: int) -> tuple[Bars, Bars]:
     each = np.arange(len(rows))
     moving = _flatten(ready, rows["end_ns"], each)
     waiting = _clip(_flatten(rows["wait_start_ns"], rows["wait_end_ns"], each), difference(blocked, transfer), inside=True)
-    told = union(np.append(transfer[:, 0], waiting.start_ns), np.append(transfer[:, 1], waiting.end_ns))
+    shown = union(np.append(transfer[:, 0], waiting.start_ns), np.append(transfer[:, 1], waiting.end_ns))
     communication = _merge(
         _styled(_clip(moving, busy, inside=False), "exposed"),
         _styled(_clip(moving, busy, inside=True), "hidden"),
         _styled(waiting, "waiting"),
-        _styled(_clip(_flatten(rows["start_ns"], ready, each), told, inside=False), "issued"),
+        _styled(_clip(_flatten(rows["start_ns"], ready, each), shown, inside=False), "issued"),
     )
     communication = replace(communication, span=travelling[communication.span])
     return _clip(_merge(labelled, rest), window, inside=True), _clip(communication, window, inside=True)
 
 
 def coverage(bars: Bars, edges: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How much of each bin each style fills.
+    """The time that each style covers in each bin.
 
     Args:
-        bars: of one lane.
-        edges: ascending, shape (bins + 1,), in ns.
+        bars: the bars of one lane.
+        edges: bin edges in ns, ascending, shape (bins + 1,).
 
     Returns:
-        shape (styles, bins), in ns.
+        covered time in ns, shape (styles, bins).
     """
     covered = np.zeros((len(STYLES), len(edges) - 1), np.int64)
     for number in np.flatnonzero(np.bincount(bars.style)):
         of_style = bars.style == number
         start, end = bars.start_ns[of_style], bars.end_ns[of_style]
         before = np.concatenate([[0], np.cumsum(end - start)])
-        last = np.searchsorted(start, edges, side="right")  # bars begun by each edge; the last of them may reach beyond it
+        last = np.searchsorted(start, edges, side="right")  # bars started before each edge; the last may cross it
         beyond = np.where(last > 0, np.maximum(end[np.maximum(last - 1, 0)] - edges, 0), 0)
         covered[number] = np.diff(before[last] - beyond)
     return covered
 
 
 def hairlines(bars: Bars, px_per_ns: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Where each bar is drawn, from and to, in ns: as it lies, or as a hairline where nothing as important is beside it.
+    """The drawn start and end of each bar in ns: its own, or those of a hairline where that hides nothing as important.
 
-    A bar of a tenth of a pixel would be a tenth as strong, which nobody sees: two milliseconds in a run of seconds. It grows into
-    what is empty or less important, half of the way to the next bar at most; the time that it took is not looked up here.
+    A bar of a tenth of a pixel would be drawn at a tenth of its opacity, which is invisible: two milliseconds in a run
+    of seconds, say. It grows into empty or less important space, at most half of the way to the next bar.
     """
     left, right = bars.start_ns.astype(np.float64), bars.end_ns.astype(np.float64)
     importance = np.array([IMPORTANCE.get(name, 3) for name in STYLES])[bars.style]
@@ -200,7 +201,7 @@ def hairlines(bars: Bars, px_per_ns: float) -> tuple[NDArray[np.float64], NDArra
 
 
 def crowded(bars: Bars, px_per_ns: float) -> NDArray[np.bool_]:
-    """Which bars are so narrow, so many and so close together that hairlines would make them a wide bar."""
+    """A mask of the bars that are so narrow, many and close together that hairlines would merge into a wide bar."""
     narrow = (bars.end_ns - bars.start_ns) * px_per_ns < HAIRLINE_PX
     found = np.zeros(len(bars), bool)
     at = np.flatnonzero(narrow & (bars.style != _NUMBER["unlabelled"]))
@@ -216,12 +217,12 @@ def crowded(bars: Bars, px_per_ns: float) -> NDArray[np.bool_]:
 
 
 def blend(covered: NDArray[Any], bin_ns: float) -> NDArray[np.float64]:
-    """The colour of each bin as the eye would see it from afar: its styles mixed, the uncovered part transparent.
+    """The colour of each bin: the mean of its styles' colours, weighted by time; uncovered time is transparent.
 
-    What happens for a small part of a bin only is made as strong as it takes to be seen.
+    Activity that fills a small part of a bin gets at least the opacity `MIN_OPACITY`.
 
     Args:
-        covered: shape (styles, bins), in ns, as `coverage` gives it.
+        covered: covered time in ns, shape (styles, bins), from `coverage`.
         bin_ns: width of a bin.
 
     Returns:
@@ -229,21 +230,21 @@ def blend(covered: NDArray[Any], bin_ns: float) -> NDArray[np.float64]:
     """
     colours = np.array([style.rgba for style in STYLES.values()])
     weights = covered.T * (colours[:, 3] / bin_ns)
-    happens = weights[:, _HAPPENS].sum(axis=1)
-    weights[:, _HAPPENS] *= np.where((happens > 0) & (happens < SEEN), SEEN / np.maximum(happens, 1e-12), 1)[:, None]
+    active = weights[:, _ACTIVE].sum(axis=1)
+    weights[:, _ACTIVE] *= np.where((active > 0) & (active < MIN_OPACITY), MIN_OPACITY / np.maximum(active, 1e-12), 1)[:, None]
     opacity = weights.sum(axis=1)
     mixed = weights @ colours[:, :3] / np.maximum(opacity, 1e-12)[:, None]
     return np.column_stack([mixed, np.minimum(opacity, 1)])
 
 
 def caption(trace: Trace, bar: int, bars: Bars, characters: float) -> str:
-    """The text inside a bar: what it is, with its size where there is room, and of a micro-batch its number; else "".
+    """The text inside a bar: its name, with its size where there is room, or a micro-batch's number; "" if none fits.
 
     Args:
-        trace: where the bars come from.
-        bar: which of them.
-        bars: of one lane.
-        characters: how many fit.
+        trace: the trace that the bars come from.
+        bar: index of the bar.
+        bars: the bars of one lane.
+        characters: how many characters fit.
     """
     style = list(STYLES)[bars.style[bar]]
     if style == "unlabelled":
@@ -253,23 +254,23 @@ def caption(trace: Trace, bar: int, bars: Bars, characters: float) -> str:
     texts = [name]
     if row["nbytes"] and style in ("exposed", "hidden"):
         texts.insert(0, f"{name} {bytes_in_words(int(row['nbytes']))}")
-    if number := _MICRO_BATCH.match(name):  # the colour says which way it goes
+    if number := _MICRO_BATCH.match(name):  # the colour tells forward from backward
         texts = [number[1]] if number.end() == len(name) else [name, number[1]]
     shortest, kept = "", len(name)
     if characters >= 9:
-        while kept and _columns(name[:kept]) > characters - 1:
+        while kept and _display_width(name[:kept]) > characters - 1:
             kept -= 1
         shortest = f"{name[:kept]}…"
-    return next((text for text in texts if _columns(text) <= characters), shortest)
+    return next((text for text in texts if _display_width(text) <= characters), shortest)
 
 
-def _columns(text: str) -> int:
-    """How wide a text is, in characters of usual width: those of East Asia and emoji take two."""
+def _display_width(text: str) -> int:
+    """The width of a text in character cells: East Asian characters and emoji take two."""
     return len(text) + sum(east_asian_width(c) in "FW" for c in text)
 
 
 def ink(style: str) -> str:
-    """The text colour on a style: "light", "dark", or, where the page shows through, "page" for the page's own."""
+    """The text colour on a style: "light", "dark", or "page" (the page's own) where the page shows through."""
     look = STYLES[style]
     if look.alpha < 1:
         return "page"
@@ -279,53 +280,53 @@ def ink(style: str) -> str:
 
 
 def _flatten(start_ns: Any, end_ns: Any, rows: NDArray[np.int64]) -> Bars:
-    """Disjoint bars from spans that nest and overlap: at each moment the span that ends first, of those the one that began last.
+    """Disjoint bars from spans that nest and overlap: at any time, the span that ends first (of several, the newest).
 
-    So an inner span covers an outer one; a call that a thread of an RPC rank is computing, one that waits for its turn; and an
-    operation that is under way, those queued behind it.
+    So an inner span covers an outer one, a call that a thread of an RPC rank computes covers one that waits for its
+    turn, and a running operation covers those queued behind it.
 
     Args:
-        start_ns: of all spans.
-        end_ns: of all spans.
-        rows: which of them to look at.
+        start_ns: starts of all spans.
+        end_ns: ends of all spans.
+        rows: indices of the spans to use.
     """
     start, end = start_ns[rows], end_ns[rows]
     order = np.lexsort((-end, start))
     order = order[end[order] > start[order]]
     rows, start, end = rows[order], start[order], end[order]
     if (start[1:] < end[:-1]).any():
-        begin, over, owner = _uncover(start.tolist(), end.tolist())
-        start, end, rows = np.array(begin, np.int64), np.array(over, np.int64), rows[np.array(owner, np.int64)]
+        starts, ends, owners = _visible_pieces(start.tolist(), end.tolist())
+        start, end, rows = np.array(starts, np.int64), np.array(ends, np.int64), rows[np.array(owners, np.int64)]
     return Bars(start, end, np.zeros(len(start), np.uint8), rows)
 
 
-def _uncover(start: list[int], end: list[int]) -> tuple[list[int], list[int], list[int]]:
-    """Sweep over the spans in the order of their start; the heap holds those that have begun, on top the one to be seen."""
-    begin: list[int] = []
-    over: list[int] = []
-    owner: list[int] = []
-    under_way: list[tuple[int, int]] = []  # end and, negative so that the one that began last comes first, the number
+def _visible_pieces(start: list[int], end: list[int]) -> tuple[list[int], list[int], list[int]]:
+    """Sweep over spans in the order of their start; returns starts, ends and span index of each visible piece."""
+    starts: list[int] = []
+    ends: list[int] = []
+    owners: list[int] = []
+    running: list[tuple[int, int]] = []  # a heap of (end, -index): its top is the visible span
     for i, now in enumerate([*start, max(end)]):
         since = start[i - 1] if i else now
-        while under_way and since < now:
-            stop, number = under_way[0]
+        while running and since < now:
+            stop, number = running[0]
             if stop > since:
-                if owner and owner[-1] == -number and over[-1] == since:
-                    over[-1] = min(stop, now)
+                if owners and owners[-1] == -number and ends[-1] == since:
+                    ends[-1] = min(stop, now)
                 else:
-                    begin.append(since)
-                    over.append(min(stop, now))
-                    owner.append(-number)
-                since = over[-1]
+                    starts.append(since)
+                    ends.append(min(stop, now))
+                    owners.append(-number)
+                since = ends[-1]
             if stop <= now:
-                heapq.heappop(under_way)
+                heapq.heappop(running)
         if i < len(start):
-            heapq.heappush(under_way, (end[i], -i))
-    return begin, over, owner
+            heapq.heappush(running, (end[i], -i))
+    return starts, ends, owners
 
 
 def _clip(bars: Bars, intervals: Intervals, *, inside: bool) -> Bars:
-    """The parts of bars that lie inside, or outside, of disjoint ascending intervals."""
+    """The parts of bars inside, or outside, disjoint ascending intervals."""
     if not len(bars) or not len(intervals):
         return bars[:0] if inside else bars
     edges = np.sort(np.concatenate([bars.start_ns, bars.end_ns, intervals.ravel()]), kind="stable")
@@ -336,7 +337,7 @@ def _clip(bars: Bars, intervals: Intervals, *, inside: bool) -> Bars:
     keep = (bar >= 0) & (left < bars.end_ns[bar]) & (within == inside) & (left < right)
     left, right, bar = left[keep], right[keep], bar[keep]
     first = np.ones(len(left), bool)
-    first[1:] = (left[1:] != right[:-1]) | (bar[1:] != bar[:-1])  # pieces of one bar that still touch become one again
+    first[1:] = (left[1:] != right[:-1]) | (bar[1:] != bar[:-1])  # rejoin touching pieces of one bar
     last = np.append(first[1:], True)[: len(left)]
     return Bars(left[first], right[last], bars.style[bar[first]], bars.span[bar[first]])
 
@@ -346,7 +347,7 @@ def _styled(bars: Bars, style: str) -> Bars:
 
 
 def _merge(*parts: Bars) -> Bars:
-    """Several sets of bars that do not overlap, as one."""
+    """Join sets of bars that do not overlap each other."""
     every = Bars(
         np.concatenate([part.start_ns for part in parts]),
         np.concatenate([part.end_ns for part in parts]),

@@ -1,4 +1,4 @@
-"""Where the time went: the parts of one run rank by rank (`breakdown`), and of several runs next to each other (`compare`)."""
+"""Where the time went: one run rank by rank (`breakdown`), or several runs side by side (`compare`)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = ["breakdown", "compare"]
 
-LINE: Final = 28  # characters of a run's name in one line, and in all
-LONGEST: Final = 80
+LINE: Final = 28  # characters per line of a run's name
+LONGEST: Final = 80  # characters of a run's name in all
 CHARACTER_IN: Final = 0.075
 
 WAITING: Final = "waiting"
-# The parts of a bar of `breakdown`, and what fills them: styles with the top and the height of their share of the bar. What
-# overlaps shows both its colours, one above the other as in the timeline.
+# The parts of a bar, and their fill: styles, each with its top and height as fractions of the bar. Overlap shows both
+# colours, compute above communication as in the timeline.
 _PARTS: Final = {
     "compute": [("compute", 0.0, 1.0)],
     "compute that hides communication": [("compute", 0.0, 0.6), ("hidden", 0.6, 0.4)],
@@ -41,25 +41,28 @@ _PARTS: Final = {
 
 @public_api
 def breakdown(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes | None = None) -> Axes:
-    """Draw where the time went, per rank and in all; the parts of each bar add up to 100 %.
+    """Draw where the time went, per rank and for all ranks; the parts of each bar add up to 100 %.
 
-    Compute, with the part of it that hides communication; exposed communication, which nothing hides; waiting for another rank to
-    come, or another device of the same rank; and idle, the rest. `Trace.shares` says how they are told apart.
+    The parts are compute, compute that hides communication, exposed communication, waiting for another rank (or for
+    another device of the same rank), and idle time. `Trace.shares` defines them.
 
     Args:
         run: a run or a trace.
-        step: a step's number, a range of them, or "all" for the whole run.
-        ax: where to draw; default: a figure of its own.
+        step: a step number, a range of steps, or "all" for the whole run.
+        ax: the axes to draw into; default: a new figure.
+
+    Returns:
+        the Axes.
 
     Raises:
-        LabError: there is nothing to draw, or no such step.
-        TypeError: something else than a run or a trace was given.
+        LabError: the trace is empty, has no such step, or matplotlib is not installed.
+        TypeError: `run` is neither a run nor a trace.
     """
     plt = pyplot()
     view = view_of(trace_of(run, "breakdown"), step, "")
     trace = view.shown
     parts = np.array([_percent(share) for share in trace.shares()])
-    parts = np.vstack([parts, parts.mean(axis=0)])  # the window is the same for all ranks, so the mean is the share of them all
+    parts = np.vstack([parts, parts.mean(axis=0)])  # all ranks have the same window, so the mean is the share of all ranks
     y = np.append(np.arange(len(trace.ranks)), len(trace.ranks) + 0.3)
     with labkit_style():
         if ax is None:
@@ -68,7 +71,7 @@ def breakdown(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axe
             wide_in = ax.get_window_extent().width / ax.figure.dpi
         left = np.zeros(len(y))
         for part, width in zip(_PARTS, parts.T, strict=True):
-            _lay(ax, part, y, left, width, _fitting([f"{percent:.0f} %" for percent in width], width * wide_in / 100))
+            _draw_part(ax, part, y, left, width, _fitting([f"{percent:.0f} %" for percent in width], width * wide_in / 100))
             left += width
         ax.set(xlim=(0, 100), ylim=(y[-1] + 0.5, -0.5), yticks=y, yticklabels=[*trace.ranks, "all ranks"])
         ax.set_xlabel("share of the time [%]")
@@ -88,22 +91,26 @@ def compare(
     ax: Axes | None = None,
     **named: HasTrace | Trace,
 ) -> Axes:
-    """Draw several runs next to each other: how long each took, against the first, and which part of it is longer or shorter.
+    """Draw several runs side by side: how long each took compared with the first, and which parts grew or shrank.
 
         lab.compare(naive=a, overlapped=b)
 
-    A bar is as long as the run. Its parts are those of `breakdown`, the mean of the ranks; so what one run took longer than
-    another is the sum of what its parts did.
+    The length of a bar is the run's duration. Its parts are those of `breakdown`, averaged over the ranks, so the
+    difference between two runs is the sum of the differences of their parts.
 
     Args:
-        runs: runs or traces by name, where a name is not a Python word: `compare({"2 ranks": a, "4 ranks": b})`.
-        step: a step's number, a range of them, or "all" for whole runs: the same of each.
-        ax: where to draw; default: a figure of its own.
+        runs: runs or traces by name, for names that are not Python identifiers: `compare({"2 ranks": a, "4 ranks":
+            b})`.
+        step: a step number, a range of steps, or "all" for whole runs; the same for every run.
+        ax: the axes to draw into; default: a new figure.
         named: runs or traces by name.
 
+    Returns:
+        the Axes.
+
     Raises:
-        LabError: fewer than two runs, one with nothing in it, or no such step.
-        TypeError: something else than runs or traces was given.
+        LabError: fewer than two runs, an empty trace, no such step, or matplotlib is not installed.
+        TypeError: a value is neither a run nor a trace.
     """
     plt = pyplot()
     if runs is not None and not isinstance(runs, Mapping):
@@ -117,7 +124,7 @@ def compare(
     parts = np.array([np.mean([_percent(share) for share in view.shown.shares()], axis=0) for view in views])
     parts *= lengths[:, None] / unit_ns / 100
     y, left, longest = np.arange(len(views), dtype=np.float64), np.zeros(len(views)), lengths / unit_ns
-    names = [f"{fill(shortened(view.label, LONGEST), LINE)}\n{_what(view)}" for view in views]
+    names = [f"{fill(shortened(view.label, LONGEST), LINE)}\n{_ranks_and_steps(view)}" for view in views]
     lines, ratios = [name.split("\n") for name in names], _ratios(lengths)
     with labkit_style():
         if ax is None:
@@ -126,12 +133,12 @@ def compare(
             wide_in = _wide_in([line for of_name in lines for line in of_name])
         else:
             wide_in = ax.get_window_extent().width / ax.figure.dpi
-        # Beyond each bar there is room for what is said of it.
+        # Leave room for the text to the right of each bar.
         room_in = wide_in - 0.1 - 1.15 * CHARACTER_IN * np.array([len(words) for words in ratios])
         right = max(1.3 * longest.max(), (longest * wide_in / np.maximum(room_in, 0.2 * wide_in)).max())
         for part, width in zip(_PARTS, parts.T, strict=True):
             texts = [f"{time:#.3g}".rstrip(".") if time < 1000 else f"{time:.0f}" for time in width]
-            _lay(ax, part, y, left, width, _fitting(texts, width * wide_in / right))
+            _draw_part(ax, part, y, left, width, _fitting(texts, width * wide_in / right))
             left += width
         for row, words in enumerate(ratios):
             ax.text(left[row] + 0.006 * right, y[row], words, va="center", fontsize=8.5, weight="bold")
@@ -145,23 +152,23 @@ def compare(
 
 
 def _wide_in(names: Sequence[str]) -> float:
-    """About how wide the axes will be in a figure of their own, beside the names of rows."""
+    """The approximate width of the axes in a new figure, beside the row names."""
     return WIDTH_IN - 0.2 - CHARACTER_IN * max(map(len, names))
 
 
 def _fitting(texts: Sequence[str], room_in: NDArray[np.float64]) -> list[str]:
-    """The texts for which a part of a bar has room; "" for the others."""
+    """The texts that fit into their part of a bar; "" for the others."""
     return [text if room > 0.05 + 0.85 * CHARACTER_IN * len(text) else "" for text, room in zip(texts, room_in, strict=True)]
 
 
 def _ratios(lengths_ns: NDArray[np.float64]) -> list[str]:
-    """How long each run took, and how that compares with the first."""
+    """Each run's duration, and how it compares with the first run's."""
     words = [time_in_words(lengths_ns[0])]
     for length_ns in lengths_ns[1:].tolist():
         faster = float(lengths_ns[0]) / length_ns
         longer = 1 / faster
-        told = f"{_times(faster)} as fast" if faster >= 1.005 else f"{_times(longer)} as long" if faster <= 0.995 else "as long"
-        words.append(f"{time_in_words(length_ns)}, {told}")
+        ratio = f"{_times(faster)} as fast" if faster >= 1.005 else f"{_times(longer)} as long" if faster <= 0.995 else "as long"
+        words.append(f"{time_in_words(length_ns)}, {ratio}")
     return words
 
 
@@ -169,28 +176,27 @@ def _times(factor: float) -> str:
     return f"{factor:.2f} ×" if factor < 100 else f"{factor:.3g} ×"
 
 
-def _what(view: View) -> str:
-    """What a bar is of."""
-    ranks = len(view.shown.ranks)
-    who = f"{ranks} ranks" if ranks > 1 else "1 rank"
+def _ranks_and_steps(view: View) -> str:
+    count = len(view.shown.ranks)
+    ranks = f"{count} ranks" if count > 1 else "1 rank"
     if view.zoomed:
         first, last = view.chosen[0], view.chosen[-1]
-        return f"{who}, step {first}" if first == last else f"{who}, steps {first} to {last}"
-    return f"{who}, {view.steps} steps" if view.steps > 1 else who
+        return f"{ranks}, step {first}" if first == last else f"{ranks}, steps {first} to {last}"
+    return f"{ranks}, {view.steps} steps" if view.steps > 1 else ranks
 
 
 def _percent(share: Share) -> NDArray[np.float64]:
-    """The five parts in the order of `_PARTS`, in % of the time looked at."""
+    """The five parts in the order of `_PARTS`, in % of the trace's window."""
     computing = share.compute_ns - share.overlap_ns
     rest = share.idle_ns - share.waiting_ns
     parts = np.array([computing, share.overlap_ns, share.exposed_ns, share.waiting_ns, rest], np.float64)
     return 100 * parts / share.window_ns
 
 
-def _lay(
+def _draw_part(
     ax: Axes, part: str, y: NDArray[np.float64], left: NDArray[np.float64], width: NDArray[np.float64], texts: list[str]
 ) -> None:
-    """Add one part to all bars, with its text where there is one."""
+    """Add one part to all bars, with its texts."""
     tall = 0.72
     for style, top, height in _PARTS[part]:
         ax.barh(

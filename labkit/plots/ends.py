@@ -1,4 +1,4 @@
-"""Who sends and receives: the ranks; of a rank with several of TensorFlow's devices, each of them."""
+"""Endpoints of communication: the ranks, or, for a rank with several TensorFlow devices, each of its devices."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["Ends", "devices_of", "ends_of"]
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The ends of what travels.
+    """The endpoints of a trace's communication.
 
     Args:
-        names: of each.
-        rank: the number of each one's rank.
-        place: by rank and by device as a span's flags number it, where in `names` it is; shape (ranks, devices + 1). The first
-            of a rank is the rank as a whole.
+        names: name of each endpoint.
+        rank: rank number of each endpoint, shape (endpoints,).
+        place: index into `names` by rank and by device number (as in a span's flags), shape (ranks, devices + 1).
+            Device 0 is the rank as a whole.
     """
 
     names: tuple[str, ...]
@@ -32,19 +32,19 @@ class Ends:
 
     @property
     def devices(self) -> bool:
-        """Whether there are devices among them."""
+        """Whether any endpoint is a device."""
         return bool(self.place.shape[1] > 1)
 
     def of(self, rows: Any) -> NDArray[np.int64]:
-        """At which each of these operations was."""
+        """The endpoint that recorded each of these rows."""
         return np.asarray(self.place[rows["rank"], rows["flags"] >> DEVICE_SHIFT])
 
     def root(self, ranks: NDArray[Any]) -> NDArray[np.int64]:
-        """From or to which an operation with a root goes, given the root's rank: TensorFlow's root is a rank's first device."""
+        """The endpoint of a collective's root, given the root's rank: in TensorFlow, the rank's first device."""
         return np.asarray(self.place[ranks, min(1, self.place.shape[1] - 1)])
 
     def opposite(self, sent: Any, received: Any) -> NDArray[np.int64]:
-        """To which each of these messages goes: the device of the rank that noted the same one; the rank where none did."""
+        """The peer endpoint of each message: the device that recorded the matching row; the rank if none did."""
         found = np.array(self.place[sent["peer"], 0])
         if self.devices:
             at = defaultdict(list)
@@ -56,7 +56,7 @@ class Ends:
         return found
 
     def matter(self, ends: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which there are to be shown, given some that occur: all, but no rank as a whole that has devices and does not occur."""
+        """A mask of the endpoints to show: all but ranks that have devices and do not occur in `ends` as a whole."""
         shown = np.ones(len(self.names), bool)
         with_devices = (self.place != self.place[:, :1]).any(axis=1)
         shown[self.place[with_devices, 0]] = False
@@ -65,16 +65,16 @@ class Ends:
 
 
 def devices_of(trace: Trace, rank: int) -> list[int]:
-    """The devices of a rank that did something, as spans' flags number them; [] where it has no more than one."""
+    """The active devices of a rank, as numbered in spans' flags; [] if there is at most one."""
     data = trace.columns.data
-    told = (data["rank"] == rank) & ((data["kind"] == COMPUTE) | (data["kind"] == COMMUNICATION))
-    numbers = np.unique(data["flags"][told] >> DEVICE_SHIFT)
+    active = (data["rank"] == rank) & ((data["kind"] == COMPUTE) | (data["kind"] == COMMUNICATION))
+    numbers = np.unique(data["flags"][active] >> DEVICE_SHIFT)
     found: list[int] = numbers[numbers > 0].tolist()
     return found if len(found) > 1 else []
 
 
 def ends_of(trace: Trace) -> Ends:
-    """Those of a trace."""
+    """The endpoints of a trace."""
     devices = [devices_of(trace, rank) for rank in range(len(trace.ranks))]
     place = np.zeros((len(devices), 1 + max((d[-1] for d in devices if d), default=0)), np.int64)
     names: list[str] = []

@@ -1,4 +1,4 @@
-"""The timeline under the pointer: `explore`."""
+"""`explore`: the interactive timeline."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ __all__ = ["explore"]
 
 @public_api
 def explore(run: HasTrace | Trace, *, step: int | range | str | None = None) -> Explorer:
-    """The timeline of a run, to look into: point at a bar to read what it was, zoom, and look at one rank alone.
+    """Draw an interactive timeline of a run: hover over a bar to read its details, zoom, and isolate a rank.
 
-    The cell's output is the image that `timeline` draws. While the notebook's kernel lives, the page lays over it what can be
-    explored, and asks the kernel for what a zoom needs; the notebook's file holds the image only.
+    The cell's output is the image that `timeline` draws. While the kernel is alive, the page covers the image with the
+    interactive timeline and requests data from the kernel as you zoom. The notebook file stores the image only.
 
     Args:
         run: a run or a trace.
-        step: where to begin: a number of a step (negative: from the end), a range, or "all", as in `timeline`. Default: as there.
+        step: the steps to show first: a step number (negative: from the end), a range, or "all". Default: as in
+            `timeline`.
 
     Returns:
-        A widget, which a cell's last line shows. It holds the trace until its `close()`, after which the image stays.
+        a widget, shown when it is a cell's last expression. It keeps the trace in memory until its `close()`; the image
+        remains after that.
 
     Raises:
-        LabError: there is nothing to draw, no such step, or a library is not installed.
-        TypeError: something else than a run or a trace was given.
+        LabError: the trace is empty, has no such step, or a library is not installed.
+        TypeError: `run` is neither a run nor a trace.
     """
     view = view_of(trace_of(run, "explore"), step, "")
     try:

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["breakdown", "compare", "scaling", "timeline", "traffic"]
 
-LABEL: Final = 0.075  # the width of a text such as "100 %", as a share of the axis
+LABEL: Final = 0.075  # width of a text such as "100 %", as a fraction of the axis
 PALE: Final = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.5}  # behind a text that a line may cross
-PREDICTED: Final = "#CC79A7"  # Okabe and Ito's purple, which no kind of span has
+PREDICTED: Final = "#CC79A7"  # Okabe and Ito's purple, which no kind of span uses
 
 
 @public_api
@@ -40,32 +40,39 @@ def scaling(
     predicted: Mapping[int, float] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw what more ranks brought: speed-up, or throughput, as measured, ideal and predicted, with the efficiency of each point.
+    """Draw how a run scales with its ranks: speed-up or throughput, measured, ideal and predicted, and the efficiency.
 
-    With T(n) the time that the run on n ranks took from its start to its end, and W(n) the work that it did, all ranks together:
+    With T(n) the duration of the run on n ranks, and W(n) the work of all its ranks together:
 
-        throughput(n) = W(n) / T(n)      speed-up(n) = throughput(n) / throughput(n₀)      efficiency(n) = speed-up(n) · n₀ / n
+        throughput(n) = W(n) / T(n)
+        speed-up(n) = throughput(n) / throughput(n₀)
+        efficiency(n) = speed-up(n) · n₀ / n
 
-    where n₀ is the smallest number of ranks given. Strong scaling, the default, divides the same work among the ranks: W is the
-    same for all n, and the speed-up is T(n₀) / T(n). Weak scaling gives every rank the same work: W is proportional to n.
+    where n₀ is the smallest number of ranks given. Strong scaling, the default, divides the same work among the ranks:
+    W is the same for all n, and the speed-up is T(n₀) / T(n). Weak scaling gives every rank the same work: W is
+    proportional to n.
 
     Args:
         runs: runs or traces by their number of ranks (or of devices).
-        work: how many items a run processed in all: one number for all runs, or one per number of ranks. Then the throughput is
-            drawn; without it the speed-up, for which only the proportions count.
-        unit: what an item is, in the plural: "samples".
-        weak: True where `work` is not given and each rank had the same work to do.
-        predicted: seconds that a model of yours says the run takes, by number of ranks; also numbers that were not run. They are
-            compared with the same measured run as the others are.
-        ax: where to draw; default: a figure of its own.
+        work: how many items a run processed in all: one number for all runs, or a number per number of ranks. With it,
+            the figure shows throughput; without it, speed-up, which needs only proportions.
+        unit: the name of the items, in the plural: "samples".
+        weak: True for weak scaling where `work` is not given.
+        predicted: predicted seconds by number of ranks, which may include numbers that were not run. Their speed-up is
+            relative to the same measured run.
+        ax: the axes to draw into; default: a new figure.
+
+    Returns:
+        the Axes.
 
     Raises:
-        LabError: fewer than two runs, or one with nothing in it.
-        ValueError: a number of ranks below 1, work or predicted seconds that are not positive, work that is not given for each
-            number of ranks, or both `work` and `weak`.
+        LabError: fewer than two runs, an empty trace, or matplotlib is not installed.
+        TypeError: `runs` or `predicted` is not a mapping, or a value is neither a run nor a trace.
+        ValueError: a number of ranks is below 1, `work` or `predicted` is not positive, `work` lacks a number of ranks,
+            or both `work` and `weak` are given.
 
-    Source: G. M. Amdahl, "Validity of the single processor approach …", 1967, for the same work on more processors;
-    J. L. Gustafson, "Reevaluating Amdahl's law", 1988, for work that grows with them.
+    Source: strong scaling: G. M. Amdahl, "Validity of the single processor approach …", 1967;
+    weak scaling: J. L. Gustafson, "Reevaluating Amdahl's law", 1988.
     """
     plt = pyplot()
     counts, time_s = _measured(runs)
@@ -75,48 +82,48 @@ def scaling(
     measure = throughput[0] if work is None else 1.0
     drawn = throughput / measure
     ahead, ahead_s = _predicted(predicted or {})
-    foretold = _done(ahead, work, weak) / ahead_s / measure
+    expected = _done(ahead, work, weak) / ahead_s / measure
     every = np.union1d(counts, ahead)
     ideal = drawn[0] * every / counts[0]
-    top = max(ideal.max(), drawn.max(), *foretold)
+    top = max(ideal.max(), drawn.max(), *expected)
     with labkit_style():
         if ax is None:
             ax = plt.subplots(figsize=(WIDTH_IN * 0.62, 3.6), layout="constrained")[1]
         ax.plot(every, ideal, linestyle=(0, (4, 3)), color=GREY, linewidth=1.2, label="ideal: proportional to the ranks")
         if len(ahead):
             look: dict[str, Any] = {"marker": "D", "markersize": 5, "markerfacecolor": "white", "linestyle": (0, (1, 1.5))}
-            ax.plot(ahead, foretold, color=PREDICTED, label="predicted", **look)
+            ax.plot(ahead, expected, color=PREDICTED, label="predicted", **look)
         ax.plot(counts, drawn, marker="o", color=STYLES["backward"].colour, label="measured, with its efficiency")
         logarithmic = bool(every[-1] > 8 * every[0])
         place = (np.log if logarithmic else np.asarray)(np.append(every, counts).astype(np.float64))
         place = (place - place.min()) / np.ptp(place)
         of_ticks, of_points = place[: len(every)], place[len(every) :]
-        for i in _apart(of_points):
+        for i in _labelled_points(of_points):
             there: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8.5, "bbox": PALE}
             ax.annotate(f"{100 * efficiency[i]:.0f} %", (counts[i], drawn[i]), (0, -14), **there)
         if logarithmic:
             ax.set_xscale("log", base=2)
             ax.set_yscale("log", base=2)
             ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}" if value < 1e5 else f"{value:.3g}")
-            low = min(drawn.min(), *foretold, drawn[0])
+            low = min(drawn.min(), *expected, drawn[0])
             ax.set_ylim(low / max(1.4, (top / low) ** 0.12), top * max(1.2, (top / low) ** 0.05))
         else:
             ax.set_xlim(every[0] - 0.06 * np.ptp(every), every[-1] + 0.08 * np.ptp(every))
             ax.set_ylim(0, top * 1.08)
-        named = every[_apart(of_ticks)]
+        named = every[_labelled_points(of_ticks)]
         ax.set_xticks(named, [str(n) for n in named.tolist()])
         ax.minorticks_off()
         ax.grid(axis="y")
         ax.set_xlabel("ranks")
         base = "1 rank" if counts[0] == 1 else f"{counts[0]} ranks"
         ax.set_ylabel(f"speed-up over {base}" if work is None else f"throughput [{unit}/s]")
-        ax.set_title(f"{'Speed-up' if work is None else 'Throughput'}, {_kind(counts, done)}")
+        ax.set_title(f"{'Speed-up' if work is None else 'Throughput'}, {_scaling_in_words(counts, done)}")
         ax.legend(loc="best")  # the upper left corner, where the ideal leaves it free, but for runs that are better than that
     return ax
 
 
-def _apart(places: NDArray[np.float64]) -> list[int]:
-    """Which of these places on an axis get a text: the first, the last, and between them those that leave it room."""
+def _labelled_points(places: NDArray[np.float64]) -> list[int]:
+    """The indices of the points that get a text: the first, the last, and those between them with enough room."""
     kept = [0]
     for i, place in enumerate(places[:-1].tolist()):
         if min(place - places[kept[-1]], places[-1] - place) >= LABEL:
@@ -124,8 +131,8 @@ def _apart(places: NDArray[np.float64]) -> list[int]:
     return [*kept, len(places) - 1]
 
 
-def _kind(counts: NDArray[np.int64], done: NDArray[np.float64]) -> str:
-    """What the work has to do with the number of ranks."""
+def _scaling_in_words(counts: NDArray[np.int64], done: NDArray[np.float64]) -> str:
+    """For the title: strong or weak scaling, or neither."""
     if np.allclose(done, done[0]):
         return "all runs do the same work (strong scaling)"
     if np.allclose(done / counts, done[0] / counts[0]):
@@ -134,7 +141,7 @@ def _kind(counts: NDArray[np.int64], done: NDArray[np.float64]) -> str:
 
 
 def _measured(runs: Mapping[int, HasTrace | Trace]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Numbers of ranks, ascending, and seconds."""
+    """Numbers of ranks in ascending order, and measured seconds."""
     if not isinstance(runs, Mapping):
         raise TypeError(f"scaling({runs!r}): expected runs by their number of ranks, as in scaling({{1: run1, 2: run2}})")
     if len(runs) < 2:
@@ -144,7 +151,7 @@ def _measured(runs: Mapping[int, HasTrace | Trace]) -> tuple[NDArray[np.int64], 
 
 
 def _predicted(seconds: Mapping[int, float]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Numbers of ranks, ascending, and seconds."""
+    """Numbers of ranks in ascending order, and predicted seconds."""
     if not isinstance(seconds, Mapping):
         raise TypeError(
             f"scaling: predicted={seconds!r}: expected seconds by number of ranks, as in predicted={{1: 8.0, 2: 4.3}}"
@@ -156,26 +163,26 @@ def _predicted(seconds: Mapping[int, float]) -> tuple[NDArray[np.int64], NDArray
     return counts, time_s
 
 
-def _counts(given: Mapping[int, object], what: str) -> NDArray[np.int64]:
-    if any(not isinstance(n, int) or n < 1 for n in given):
-        raise ValueError(f"scaling: {what} for {list(given)} ranks; expected whole numbers from 1")
-    return np.array(sorted(given), np.int64)
+def _counts(by_ranks: Mapping[int, object], given: str) -> NDArray[np.int64]:
+    if any(not isinstance(n, int) or n < 1 for n in by_ranks):
+        raise ValueError(f"scaling: {given} for {list(by_ranks)} ranks; expected whole numbers from 1")
+    return np.array(sorted(by_ranks), np.int64)
 
 
 def _done(counts: NDArray[np.int64], work: float | Mapping[int, float] | None, weak: bool) -> NDArray[np.float64]:
-    """The work done by so many ranks, in items or in units of one rank's work."""
+    """The work done by each number of ranks, in items or in units of one rank's work."""
     if work is None:
         return counts.astype(np.float64) if weak else np.ones(len(counts))
     if weak:
         raise ValueError(
-            "scaling: weak=True says that the work grows with the ranks, and work=... how much it is: give one of them"
+            "scaling: both weak=True (work grows with the ranks) and work=... (how much there is) were given: give one of them"
         )
     if isinstance(work, Mapping):
         if absent := [n for n in counts.tolist() if n not in work]:
-            raise ValueError(f"scaling: work={dict(work)} says nothing of {', '.join(map(str, absent))} ranks")
+            raise ValueError(f"scaling: work={dict(work)} has no entry for {', '.join(map(str, absent))} ranks")
         done = np.array([work[n] for n in counts.tolist()], np.float64)
     else:
         done = np.full(len(counts), work, np.float64)
     if not (done > 0).all():
-        raise ValueError(f"scaling: work={work!r}: expected positive numbers, the items that the ranks processed together")
+        raise ValueError(f"scaling: work={work!r}: expected positive numbers of items, all ranks together")
     return done

@@ -1,4 +1,4 @@
-"""A figure as the image that a notebook keeps: a PNG with a palette, and its width on the page."""
+"""A figure as the image stored in a notebook: a PNG with a palette, and its width on the page."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 __all__ = ["as_image"]
 
-SHOWN_DPI: Final = 100  # of the picture on the page
-PNG_DPI: Final = 150  # of its pixels: sharp on fine screens too
-COLOURS: Final = 128  # of its palette: those of the bars and the shades of text and edges
+SHOWN_DPI: Final = 100  # of the image on the page
+PNG_DPI: Final = 150  # of its pixels, for sharp text on high-resolution screens
+COLOURS: Final = 128  # of its palette: those of the bars, and the shades of text and antialiasing
 
 
 def as_image(figure: Figure) -> tuple[dict[str, str], dict[str, Any]]:
-    """The data and the metadata of a display that shows the figure. The palette makes it a quarter of the size."""
+    """Data and metadata of a display that shows the figure. The palette cuts its size to a quarter."""
     from PIL import Image
 
     full, small = io.BytesIO(), io.BytesIO()

@@ -1,4 +1,4 @@
-"""A measured link: the fit of each operation, and its figure: times by size as points, the fit as a line."""
+"""A measured link: the fit of each operation, and its figure with measured times as points and fits as lines."""
 
 from __future__ import annotations
 
@@ -23,16 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["MeasuredLink"]
 
-MARKERS: Final = "osD^vP*X"  # colours alone do not tell six apart in print
+MARKERS: Final = "osD^vP*X"  # six colours alone are not distinguishable in print
 
 
 def _draw(fits: Sequence[Fit], ax: Axes | None = None) -> Axes:
-    """Draw them, both axes logarithmic.
-
-    Args:
-        fits: at least one.
-        ax: where to draw; default: a figure of its own.
-    """
+    """Draw at least one fit on logarithmic axes; without `ax`, in a new figure."""
     plt = pyplot()
     with labkit_style():
         if ax is None:
@@ -46,10 +41,10 @@ def _draw(fits: Sequence[Fit], ax: Axes | None = None) -> Axes:
         ax.set_xscale("log")
         ax.set_yscale("log")
         times = [s for fit in fits for s in fit.seconds]
-        # Room for the lowest points, and for the legend above the highest.
+        # Room below the lowest points, and for the legend above the highest.
         ax.set_ylim(10 ** math.floor(math.log10(min(times) / 1.2)), max(times) * 12)
         measured = sorted({n for fit in fits for n in fit.nbytes})
-        if measured[-1] < 100 * measured[0]:  # there may be no power of ten among them
+        if measured[-1] < 100 * measured[0]:  # the range may contain no power of ten
             ax.set_xticks(measured)
         ax.xaxis.set_major_formatter(lambda nbytes, _: in_words(nbytes, "B"))
         ax.yaxis.set_major_formatter(lambda s, _: in_words(s, "s").replace(".00", ""))
@@ -65,10 +60,10 @@ def _draw(fits: Sequence[Fit], ax: Axes | None = None) -> Axes:
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """What `labkit.measure_link` found: `.link` to predict with, `[operation]` for one of its fits, `.plot()` for the picture.
+    """The result of `labkit.measure_link`: `.link` for predictions, `[operation]` for a fit, `.plot()` for the figure.
 
     Args:
-        fits: one for each operation.
+        fits: one fit for each operation.
     """
 
     fits: tuple[Fit, ...]
@@ -79,7 +74,7 @@ class MeasuredLink:
 
     def __getitem__(self, operation: str) -> Fit:
         if operation not in self._by_name:
-            raise LabError(f"{operation!r} was not measured; there are {', '.join(self._by_name)}")
+            raise LabError(f"{operation!r} was not measured; the measured operations are {', '.join(self._by_name)}")
         return self._by_name[operation]
 
     def __iter__(self) -> Iterator[Fit]:
@@ -87,14 +82,20 @@ class MeasuredLink:
 
     @property
     def link(self) -> Link:
-        """Latency and bandwidth of messages or calls between two ranks; of the first operation, where none were measured."""
+        """Latency and bandwidth of messages or calls between two ranks; of the first operation if there are none."""
         return self._by_name.get("send", self.fits[0]).link
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw what was measured as points and the fits as lines, both axes logarithmic.
+        """Draw the measured times as points and the fits as lines, on logarithmic axes.
 
         Args:
-            ax: where to draw; default: a figure of its own.
+            ax: the axes to draw into; default: a new figure.
+
+        Returns:
+            the Axes.
+
+        Raises:
+            LabError: matplotlib is not installed.
         """
         return _draw(self.fits, ax)
 

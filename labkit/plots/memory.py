@@ -1,4 +1,4 @@
-"""Memory: what filled each rank's, from moment to moment, as `track_memory` wrote it down."""
+"""`memory`: what filled each rank's memory over time, as recorded by `track_memory`."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from labkit.tracing.trace import Trace
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["MemoryUse", "memory", "usages"]
+__all__ = ["MemoryUse", "memory", "memory_uses"]
 
-# The colours of what makes them in the timeline: activations are of the forward, gradients of the backward pass.
+# The timeline's colours of what produces them: activations come from the forward pass, gradients from the backward
+# pass.
 _COLOURS: Final = dict(zip(MEMORY_KINDS, ("#7C93C9", "#009E73", "#0072B2", "#C9D3EA", "#56B4E9", "#C6CBD3"), strict=True))
 COLUMNS: Final = 1500  # more than the figure has pixels
-CHARACTER_PT_IN: Final = 0.0082  # the width of a character, in inches for each point of its size
-_ROOM_IN: Final = 0.26  # above each rank's areas, for the words and the mark of the peak
+CHARACTER_PT_IN: Final = 0.0082  # width of a character, in inches per point of font size
+_HEADROOM_IN: Final = 0.26  # above each rank's areas, for the text and the marker of the peak
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """What filled one rank's memory: a value lasts until the next.
+    """What filled one rank's memory; each value holds until the next.
 
     Args:
-        rank: its number.
-        time_ns: ascending, shape (points,).
-        nbytes: by kind, shape (kinds, points), in the order of `MEMORY_KINDS`.
+        rank: the rank's number.
+        time_ns: times in ns, ascending, shape (points,).
+        nbytes: bytes by kind, shape (kinds, points), in the order of `MEMORY_KINDS`.
     """
 
     rank: int
@@ -45,12 +46,12 @@ class MemoryUse:
 
     @property
     def peak(self) -> int:
-        """The point with most in all."""
+        """Index of the point with the most bytes, all kinds together."""
         return int(self.nbytes.sum(axis=0).argmax())
 
 
-def usages(trace: Trace) -> list[MemoryUse]:
-    """What `track_memory` wrote down, for each rank that did, in rank order."""
+def memory_uses(trace: Trace) -> list[MemoryUse]:
+    """What `track_memory` recorded, in rank order, for each rank that used it."""
     of_rank: dict[int, list[tuple[int, int, float]]] = {}
     for scalar in trace.scalars:
         if scalar.name.startswith(MEMORY) and (kind := scalar.name.removeprefix(MEMORY)) in MEMORY_KINDS:
@@ -70,26 +71,30 @@ def usages(trace: Trace) -> list[MemoryUse]:
 
 @public_api
 def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes | None = None) -> Axes:
-    """Draw what filled each rank's memory over time: parameters, optimizer state, gradients, activations, stacked, and the peak.
+    """Draw what filled each rank's memory over time: parameters, optimizer state, gradients, activations; and the peak.
 
-    The ranks ask for it: `with lab.track_memory(model, optimizer):` around the training loop; there it says what is counted.
+    Only ranks that put `with lab.track_memory(model, optimizer):` around their training loop are shown; `track_memory`
+    documents what is counted.
 
     Args:
         run: a run or a trace.
-        step: a step's number, a range of them, or "all" for the whole run.
-        ax: where to draw; default: a figure of its own.
+        step: a step number, a range of steps, or "all" for the whole run.
+        ax: the axes to draw into; default: a new figure.
+
+    Returns:
+        the Axes.
 
     Raises:
-        LabError: no rank followed its memory, there is nothing to draw, or no such step.
-        TypeError: something else than a run or a trace was given.
+        LabError: no rank tracked its memory, the trace is empty, has no such step, or matplotlib is not installed.
+        TypeError: `run` is neither a run nor a trace.
     """
     plt = pyplot()
     view = view_of(trace_of(run, "memory"), step, "")
     trace = view.shown
-    found = usages(trace)
+    found = memory_uses(trace)
     if not found:
         raise LabError(
-            "memory: no rank of this run followed its memory; "
+            "memory: no rank of this run tracked its memory; "
             "put `with lab.track_memory(model, optimizer):` around the training loop"
         )
     highest = max(usage.nbytes.sum(axis=0).max() for usage in found) or 1.0
@@ -97,14 +102,14 @@ def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes |
     time_unit, unit_ns = unit_of(trace.duration_ns)
     top = highest / size
     row_in = min(max(4.6 / len(found), 0.66), 1.9)
-    pitch = top * row_in / (row_in - _ROOM_IN)
+    pitch = top * row_in / (row_in - _HEADROOM_IN)
     with labkit_style():
         if ax is None:
             ax, wide_in = plt.subplots(figsize=(WIDTH_IN, 1.15 + row_in * len(found)), layout="constrained")[1], WIDTH_IN - 0.75
         else:
             wide_in = ax.get_window_extent().width / ax.figure.dpi
         peaks = [_words(usage, trace, unit, size) for usage in found]
-        small = min(8.0, wide_in / max(map(len, peaks)) / CHARACTER_PT_IN)  # so that they fit into one line
+        small = min(8.0, wide_in / max(map(len, peaks)) / CHARACTER_PT_IN)  # so that each fits into one line
         ticks, labels = [], []
         stride = _stride(top, 2 if len(found) > 4 else 4)
         for row, usage in enumerate(found):
@@ -128,7 +133,7 @@ def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes |
 
 
 def _draw(ax: Axes, usage: MemoryUse, trace: Trace, base: float, size: float, unit_ns: float) -> None:
-    """The areas of one rank, with its peak."""
+    """Draw the areas of one rank, and its peak."""
     usage = _thinned(usage, trace)
     x = (usage.time_ns - trace.start_ns) / unit_ns
     edges = base + np.vstack([np.zeros(len(x)), np.cumsum(usage.nbytes, axis=0)]) / size
@@ -141,13 +146,13 @@ def _draw(ax: Axes, usage: MemoryUse, trace: Trace, base: float, size: float, un
 
 
 def _thinned(usage: MemoryUse, trace: Trace) -> MemoryUse:
-    """Of very many points, those with most and with least in each of `COLUMNS` stretches of time, the first and the last."""
+    """Reduce many points to the minimum and maximum in each of `COLUMNS` intervals, and the first and last point."""
     if len(usage.time_ns) <= 4 * COLUMNS:
         return usage
     column = (usage.time_ns - trace.start_ns) * COLUMNS // max(trace.duration_ns, 1)
     order = np.lexsort((usage.nbytes.sum(axis=0), column))
-    edge = np.flatnonzero(np.diff(column[order]))
-    kept = np.unique(np.concatenate([[0, len(column) - 1, usage.peak], order[edge], order[edge + 1]]))
+    last = np.flatnonzero(np.diff(column[order]))  # of each interval
+    kept = np.unique(np.concatenate([[0, len(column) - 1, usage.peak], order[last], order[last + 1]]))
     return MemoryUse(usage.rank, usage.time_ns[kept], usage.nbytes[:, kept])
 
 
@@ -159,12 +164,12 @@ def _words(usage: MemoryUse, trace: Trace, unit: str, size: float) -> str:
 
 
 def _part(value: float, size: float) -> str:
-    """A part of a peak, in units of `size` bytes; what is next to nothing of it has a unit of its own."""
+    """A part of a peak in units of `size` bytes; a very small part has its own unit."""
     return three_digits(value) if value >= 0.00995 else in_words(value * size, "iB")
 
 
 def _stride(top: float, most: int) -> float:
-    """A round distance of ticks, at most so many of them up to `top`."""
+    """A round distance between ticks, with at most `most` of them up to `top`."""
     power = 10.0 ** np.floor(np.log10(top / most))
     return float(next(m * power for m in (1, 2, 5, 10) if m * power >= top / most))
 

@@ -1,4 +1,4 @@
-"""Messages as arrows of a timeline: from the rank that sends to the one that receives, where they can be told apart."""
+"""Messages as arrows in a timeline, from sender to receiver, where there are few enough to distinguish them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 __all__ = ["COLOUR", "Message", "draw_messages", "messages"]
 
 COLOUR: Final = "#22262E"
-APART_PX: Final = 16  # as many pixels of width per message between the same two ranks, or there are no arrows at all
-MOST: Final = 200  # arrows in one picture
+APART_PX: Final = 16  # with fewer pixels of width per message between the same two ranks, no arrows are drawn
+MOST: Final = 200  # arrows in one figure
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What went from one rank to another.
+    """A message, a remote call or its reply, from one rank to another.
 
     Args:
-        source: the rank that sent it.
-        sent_ns: when it set out.
-        destination: the rank that received it.
-        arrived_ns: when it was there.
-        call: True for a remote procedure call that arrives as the callee begins to compute it.
-        on_cuda: whether it travelled between GPUs.
-        span: the sender's, as a row of the trace's columns.
+        source: the sending rank.
+        sent_ns: when it was sent.
+        destination: the receiving rank.
+        arrived_ns: when it arrived.
+        call: True for a remote procedure call, which arrives when the callee starts to execute it.
+        on_cuda: whether it was sent between GPUs.
+        span: index of the sender's span in the trace's columns.
     """
 
     source: int
@@ -46,15 +46,15 @@ class Message:
 
 
 def messages(trace: Trace) -> list[Message]:
-    """The messages and remote procedure calls of which the trace has both ends."""
+    """The messages and remote procedure calls whose two ends are both in the trace."""
     data, names, ready = trace.columns.data, trace.columns.names, trace.ready()
     complete = (data["kind"] == COMMUNICATION) & (data["peer"] >= 0) & (data["group"] != 0) & (data["flags"] & OPEN == 0)
     ends: dict[tuple[int, int], dict[str, int]] = {}
     for i in np.flatnonzero(complete).tolist():
         row = data[i]
         name = names[row["name"]]
-        what = "recv" if name.startswith("recv") else name.partition(" ")[0]  # of "reply forward" and the like, the first word
-        ends.setdefault((int(row["group"]), int(row["match"])), {})[what] = i
+        operation = "recv" if name.startswith("recv") else name.partition(" ")[0]  # "reply" of "reply forward"
+        ends.setdefault((int(row["group"]), int(row["match"])), {})[operation] = i
     found = []
     for both in ends.values():
         if "send" in both and "recv" in both:
@@ -63,18 +63,18 @@ def messages(trace: Trace) -> list[Message]:
             found.append(
                 Message(int(send["rank"]), int(ready[at]), int(recv["rank"]), int(recv["end_ns"]), on_cuda=cuda, span=at)
             )
-        elif "value" in both and "to_here" in both:  # of a remote call: it is there, and somebody fetches it
+        elif "value" in both and "to_here" in both:  # a remote call's value, fetched from its owner
             value, fetch, since = data[both["value"]], data[both["to_here"]], ready[both["to_here"]]
-            way = int(value["rank"]), int(since), int(fetch["rank"]), int(fetch["end_ns"])
-            found.append(Message(*way, span=both["value"]))
+            fetched = int(value["rank"]), int(since), int(fetch["rank"]), int(fetch["end_ns"])
+            found.append(Message(*fetched, span=both["value"]))
         elif "reply" in both and len(both) > 1:
-            call = next(i for what, i in both.items() if what != "reply")
+            call = next(i for operation, i in both.items() if operation != "reply")
             found += _call_and_reply(trace, call, both["reply"])
     return [m for m in found if m.source != m.destination and trace.start_ns <= m.sent_ns <= m.arrived_ns <= trace.end_ns]
 
 
 def _call_and_reply(trace: Trace, call_at: int, reply_at: int) -> list[Message]:
-    """The call arrives when the callee begins to serve it: with the last such span that was over when it replied."""
+    """A call arrives when the callee starts to serve it: in the last matching span that ended before the reply."""
     data, names = trace.columns.data, trace.columns.names
     call, reply = data[call_at], data[reply_at]
     caller, callee = int(call["rank"]), int(reply["rank"])
@@ -90,25 +90,25 @@ def _call_and_reply(trace: Trace, call_at: int, reply_at: int) -> list[Message]:
 
 
 def draw_messages(ax: Axes, trace: Trace, rows: list[Row], top: float, unit_ns: float, width_px: float) -> bool:
-    """Draw arrows between the rows of a trace, where they can be told apart.
+    """Draw arrows between the rows of a trace, if there are few enough to distinguish them.
 
     Args:
-        ax: where; its x is in units of `unit_ns` since the trace's start, its y in rows.
-        trace: whose messages.
-        rows: from top to bottom.
-        top: y of the first row's top.
+        ax: the axes; x in units of `unit_ns` since the trace's start, y in rows.
+        trace: the trace whose messages to draw.
+        rows: the rows from top to bottom.
+        top: y of the top of the first row.
         unit_ns: length of the unit of x.
-        width_px: width of the trace's time in the picture.
+        width_px: width of the trace's duration in the figure.
 
     Returns:
-        whether there are any.
+        whether any arrow was drawn.
     """
     from matplotlib.patches import FancyArrowPatch
     from matplotlib.patheffects import withStroke
 
     data = trace.columns.data
     if ((data["kind"] == COMMUNICATION) & (data["peer"] >= 0)).sum() > 3 * MOST:
-        return False  # two or three spans each
+        return False  # a message has two or three spans
     found = messages(trace)
     pairs = [tuple(sorted((m.source, m.destination))) for m in found]
     if not found or max(pairs.count(pair) for pair in set(pairs)) > width_px / APART_PX or len(found) > MOST:

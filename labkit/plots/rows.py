@@ -1,4 +1,4 @@
-"""The rows of a timeline: one per rank, or several where a rank's GPU and CPU, or several devices, have something to show."""
+"""The rows of a timeline: one per rank, or several for a rank that is active on several devices."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ _NUMBERED: Final = re.compile(r"(?i)(?:forward|backward)(?:\D*[\W_])?(\d+)")  # 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row.
+    """One row of a timeline.
 
     Args:
-        name: the rank's, with its device where it has two rows.
-        rank: its number.
+        name: the rank's name, with the device where the rank has two rows.
+        rank: the rank's number.
         device: "GPU" or "CPU" where the rank has two rows, else "".
-        number: where it has a row for each of TensorFlow's devices, which of them: 1 is "CPU:0", 0 what is of none; else -1.
+        number: the TensorFlow device where the rank has a row for each: 1 for "CPU:0", 0 for spans of no device; else
+            -1.
     """
 
     name: str
@@ -35,7 +36,7 @@ class Row:
     number: int = -1
 
     def lanes(self, trace: Trace) -> tuple[Bars, Bars]:
-        """The bars of its two lanes, compute and communication; their spans are rows of the trace's columns."""
+        """The bars of the row's two lanes, compute and communication; `span` is an index into the trace's columns."""
         if self.number >= 0:
             data = trace.columns.data
             kept = np.flatnonzero((data["rank"] == self.rank) & (data["flags"] >> DEVICE_SHIFT == self.number))
@@ -45,7 +46,7 @@ class Row:
         compute, communication = lanes(trace, self.rank)
         if not self.device:
             return compute, communication
-        # What hides a communication counts for the whole rank; what lies within or over one another, for each device.
+        # Compute on either device hides communication; nesting and overlap are resolved for each device alone.
         mine = (trace.columns.data["flags"] & ON_CUDA != 0) == (self.device == "GPU")
         kept = np.flatnonzero(mine)
         part = Trace(trace.columns.where(mine), ranks=trace.ranks, start_ns=trace.start_ns, end_ns=trace.end_ns)
@@ -53,16 +54,16 @@ class Row:
         return replace(own, span=kept[own.span]), communication[mine[communication.span]]
 
     def shows(self, rank: int, on_cuda: bool) -> bool:
-        """Whether a span is in this row."""
+        """Whether spans of this rank and device are in this row."""
         return rank == self.rank and (not self.device or on_cuda == (self.device == "GPU"))
 
 
 def rows_of(trace: Trace) -> list[Row]:
     """The rows of all ranks, from top to bottom."""
     data, found = trace.columns.data, []
-    told = (data["kind"] == COMPUTE) | (data["kind"] == COMMUNICATION)
+    active = (data["kind"] == COMPUTE) | (data["kind"] == COMMUNICATION)
     on_cuda = data["flags"] & ON_CUDA != 0
-    both = {int(rank) for rank in np.intersect1d(data["rank"][told & on_cuda], data["rank"][told & ~on_cuda])}
+    both = {int(rank) for rank in np.intersect1d(data["rank"][active & on_cuda], data["rank"][active & ~on_cuda])}
     for rank, name in enumerate(trace.ranks):
         if devices := devices_of(trace, rank):
             found.append(Row(name, rank, number=0))
@@ -75,15 +76,15 @@ def rows_of(trace: Trace) -> list[Row]:
 
 
 def is_pipeline(trace: Trace) -> bool:
-    """Whether several ranks compute numbered micro-batches, spans such as "forward 3", and hand them on to one another.
+    """Whether several ranks compute numbered micro-batches (spans such as "forward 3") and pass them on to one another.
 
-    They send messages; or in an ideal pipeline, which may do without, no micro-batch is on two ranks at once, be it the only one.
-    Collectives alone are gradients that are accumulated over micro-batches.
+    A pipeline's ranks send messages. An ideal pipeline may have none: there, a micro-batch is never on two ranks at
+    once. A run with collectives only accumulates gradients over micro-batches, which is not a pipeline.
     """
     data, names = trace.columns.data, trace.columns.names
     travels = data["kind"] == COMMUNICATION
     messages = bool((data["peer"][travels] >= 0).any())
-    if not messages and (travels.any() or (data["kind"] == CALL).any()):  # of an ideal pipeline nothing called a function
+    if not messages and (travels.any() or (data["kind"] == CALL).any()):  # an ideal pipeline has no calls
         return False
     rows = data[data["kind"] == COMPUTE]
     numbers = {i: int(match[1]) for i in np.unique(rows["name"]).tolist() if (match := _NUMBERED.match(names[i]))}

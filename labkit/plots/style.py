@@ -1,4 +1,4 @@
-"""What all figures share: the style sheet, and what they accept."""
+"""Shared by all figures: the style sheet, and the check of the run or trace that they are given."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _STYLE_SHEET: Final = Path(__file__).with_name("labkit.mplstyle")
 
 
 class HasTrace(Protocol):
-    """A `Run`, or whatever else has a trace."""
+    """A `Run`, or any other object with a trace."""
 
     @property
     def trace(self) -> Trace:
@@ -39,53 +39,55 @@ class HasTrace(Protocol):
 
 
 def pyplot() -> Any:
-    """matplotlib.pyplot, which only those who draw pay for."""
+    """Import matplotlib.pyplot, which is only needed to draw.
+
+    Raises:
+        LabError: matplotlib is not installed.
+    """
     try:
         import matplotlib.pyplot as plt
     except ImportError:
         raise missing("matplotlib", "plot") from None
-    # Wakes the backend. Jupyter's turns interactive mode on as it wakes; if that happened inside `sheet`, leaving it would turn
-    # the mode off again, and the notebook would show its first figure and no other.
+    # Initializes the backend. Jupyter's turns interactive mode on at that moment; inside `labkit_style`, leaving the
+    # context would turn it off again, and the notebook would show only its first figure.
     plt.draw_if_interactive()
     return plt
 
 
 def labkit_style() -> AbstractContextManager[None]:
-    """Inside this context, figures have labkit's look."""
+    """A context in which figures have labkit's style."""
     import matplotlib.style
 
     return matplotlib.style.context(_STYLE_SHEET)
 
 
 def trace_of(run: HasTrace | Trace, figure: str) -> Trace:
-    """The trace of a run, if there is something in it to draw.
+    """The trace of a run, which must not be empty.
 
     Args:
         run: a run or a trace.
-        figure: the name of the function that asks, for the messages.
+        figure: the name of the calling function, for error messages.
 
     Raises:
         LabError: the trace is empty.
-        TypeError: `run` is neither.
+        TypeError: `run` is neither a run nor a trace.
     """
     trace = run if isinstance(run, Trace) else getattr(run, "trace", None)
     if not isinstance(trace, Trace):
         if isinstance(run, list | tuple):
-            hint = f"; several are given one by one, {figure}(a, b)" if figure == "timeline" else "; give one"
+            hint = f"; pass several runs as {figure}(a, b)" if figure == "timeline" else "; pass one run"
         else:
-            hint = "; group.last_run is a group's last one" if hasattr(run, "last_run") else ""
+            hint = "; a group's last run is group.last_run" if hasattr(run, "last_run") else ""
         raise TypeError(
             f"{figure}({reprlib.repr(run)}): expected a run, as group.run and group.watch return it, or a trace{hint}"
         )
     if not len(trace) or trace.duration_ns <= 0:
-        raise LabError(
-            f"{figure}: there is nothing to draw, since the ranks wrote nothing down (run.trace holds {len(trace)} spans)"
-        )
+        raise LabError(f"{figure}: there is nothing to draw, since the ranks recorded nothing (run.trace has {len(trace)} spans)")
     return trace
 
 
 def shortened(text: str, most: int) -> str:
-    """A text of at most so many characters: both ends of a longer one, since names of methods differ in their last words."""
+    """Shorten a text in its middle to at most `most` characters: names of methods often differ in their last words."""
     if len(text) <= most:
         return text
     end = (most - 1) // 2
@@ -93,5 +95,5 @@ def shortened(text: str, most: int) -> str:
 
 
 def ranks_in_words(trace: Trace) -> str:
-    """How many ranks: "4 ranks", or the name of the only one."""
+    """The number of ranks, as in "4 ranks"; of a single rank, its name."""
     return f"{len(trace.ranks)} ranks" if len(trace.ranks) > 1 else trace.ranks[0]

@@ -1,4 +1,4 @@
-"""The timeline: what every rank did when."""
+"""`timeline`: what each rank did over time."""
 
 from __future__ import annotations
 
@@ -27,16 +27,24 @@ if TYPE_CHECKING:
 
 __all__ = ["View", "bubble_in_words", "figure_of", "numbered_steps", "timeline", "view_of"]
 
-ZOOM_BEYOND: Final = 12  # steps: more of them are too narrow for their parts to be told apart at notebook width
+ZOOM_BEYOND: Final = 12  # steps: with more, their parts are too narrow to distinguish at notebook width
 TEXT_PT: Final = 7.0  # inside bars
 HATCH: Final = "//////"
-HEADING: Final = 0.95  # height of what stands above each of several runs, in rows,
-HEADING_IN: Final = 0.3  # and in inches where rows are low: its title, and the numbers of steps
+HEADING: Final = 0.95  # height of the title and step numbers above each of several runs, in rows
+HEADING_IN: Final = 0.3  # the same in inches, where rows are low
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a timeline shows of one run: a stretch of it, which is the whole unless steps were chosen."""
+    """What a timeline shows of one run.
+
+    Args:
+        label: the run's title; "" if it has none.
+        whole: the trace of the whole run.
+        shown: the trace clipped to the chosen steps; the whole trace if none were chosen.
+        chosen: the numbers of the chosen steps; empty for the whole run.
+        steps: how many steps the run has.
+    """
 
     label: str
     whole: Trace
@@ -46,7 +54,7 @@ class View:
 
     @property
     def rows(self) -> list[Row]:
-        """What stands in it from top to bottom; the same whichever steps are chosen."""
+        """The rows from top to bottom, independent of the chosen steps."""
         return rows_of(self.whole)
 
     @property
@@ -55,11 +63,11 @@ class View:
         return bool(self.chosen)
 
     def in_words(self) -> str:
-        """How many ranks and which steps these are, and how long they took."""
+        """The number of ranks, the steps shown, and their duration."""
         return f"{ranks_in_words(self.shown)}, {self.steps_in_words()}"
 
     def steps_in_words(self) -> str:
-        """Which steps these are, and how long they took."""
+        """The steps shown, and their duration."""
         length = time_in_words(self.shown.duration_ns)
         if not self.zoomed:
             return f"{self.steps} steps, {length}" if self.steps > 1 else length
@@ -75,24 +83,28 @@ def timeline(
     labels: Sequence[str] = (),
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw what every rank did when: a row per rank, compute above and communication beneath it, so that overlap is visible.
+    """Draw what each rank did over time: a row per rank, compute above communication, so that overlap is visible.
 
-    What is narrower than a pixel is drawn as a hairline where nothing more important is. A rank of which both the GPU and the CPU
-    have something to show has a row for each; one with several of TensorFlow's devices has a row for each of them too. Messages
-    are arrows from sender to receiver, where they are few enough. Of a pipeline, whose ranks compute numbered micro-batches (as
-    in "forward 3") and hand them on, the title tells the bubble: the share of all ranks' time in which they compute nothing.
+    Bars narrower than a pixel are drawn as hairlines where they cover nothing more important. A rank with activity on
+    both GPU and CPU has a row for each; so has each of a rank's several TensorFlow devices. Messages are drawn as
+    arrows from sender to receiver if there are few enough. For a pipeline, whose ranks compute numbered micro-batches
+    ("forward 3") and pass them on, the title shows the bubble: the share of all ranks' time without compute.
 
     Args:
-        runs: one or more runs or traces, or runs by their titles, as in `timeline({"naive": a, "overlapped": b})`; several stand
-            under one another, each from its own start, on one time scale.
-        step: which of the loop's steps: a number (negative: from the end), a range, or "all". Default: everything, or in a run of
-            more than 12 steps the one of median length, under a strip that shows the whole run.
-        labels: a title per run, where they have none yet.
-        ax: where to draw; default: a figure of its own.
+        runs: one or more runs or traces, or runs by title, as in `timeline({"naive": a, "overlapped": b})`. Several are
+            drawn below one another on one time scale, each from its own start.
+        step: the steps to show: a step number (negative: from the end), a range, or "all". Default: everything; in a
+            run of more than 12 steps, the step of median length below a strip that shows the whole run.
+        labels: a title for each run, if `runs` has none.
+        ax: the axes to draw into; default: a new figure.
+
+    Returns:
+        the Axes.
 
     Raises:
-        LabError: there is nothing to draw, or no such step.
-        TypeError: something else than runs or traces was given.
+        LabError: a trace is empty, has no such step, or matplotlib is not installed.
+        TypeError: a value is neither a run nor a trace, or `step` has a wrong type.
+        ValueError: `labels` does not have one title for each run.
     """
     plt = pyplot()
     given: list[Any] = list(runs)
@@ -110,10 +122,10 @@ def timeline(
 
 
 def figure_of(trace: Trace, title: str, step: int | range | str | None = None) -> Figure:
-    """The timeline of one trace as a figure that pyplot, and so the notebook, knows nothing of.
+    """The timeline of one trace as a figure that is unknown to pyplot, so that a notebook does not show it by itself.
 
     Raises:
-        LabError: there is nothing to draw, or no such step.
+        LabError: the trace is empty, has no such step, or matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -127,7 +139,12 @@ def figure_of(trace: Trace, title: str, step: int | range | str | None = None) -
 
 
 def view_of(trace: Trace, step: int | range | str | None, label: str) -> View:
-    """The stretch of a trace that `step` asks for; see `timeline`."""
+    """The part of a trace that `step` selects, as documented in `timeline`.
+
+    Raises:
+        LabError: the trace has no such step.
+        TypeError: `step` is neither a number, a range with step 1, nor "all".
+    """
     bounds = trace.step_bounds()
     count = len(bounds)
     if step == "all" or (step is None and count <= ZOOM_BEYOND):
@@ -140,7 +157,7 @@ def view_of(trace: Trace, step: int | range | str | None, label: str) -> View:
     elif isinstance(step, range) and step.step == 1 and step:
         chosen = step
     else:
-        raise TypeError(f"step={step!r}: expected a number, a range such as range(3, 6), or 'all'")
+        raise TypeError(f"step={step!r}: expected a step number, a range such as range(3, 6), or 'all'")
     if not count:
         raise LabError(f"step={step!r}: this run has no steps; wrap its loop: `for batch in lab.steps(batches):`")
     if chosen[0] < 0 or chosen[-1] >= count:
@@ -150,22 +167,23 @@ def view_of(trace: Trace, step: int | range | str | None, label: str) -> View:
 
 
 def numbered_steps(trace: Trace, rank: int) -> Intervals:
-    """Start and end of the steps whose numbers stand above a rank's row, shape (steps, 2), in ns: its own that all have made.
+    """Start and end in ns of the steps numbered above a rank's row, shape (steps, 2).
 
-    A rank may have none, as a master that only serves: then those of all together.
+    These are the rank's own steps, as far as all ranks have completed them. A rank may have no steps, such as a master
+    that only serves: then the steps of all ranks together.
     """
-    everybody = trace.step_bounds()
+    common = trace.step_bounds()
     own = trace.of(rank=rank).step_bounds()
-    return own[: len(everybody)] if len(own) >= len(everybody) else everybody
+    return own[: len(common)] if len(own) >= len(common) else common
 
 
 class _Timeline:
-    """One timeline being drawn.
+    """Draws one timeline.
 
     Args:
-        views: what to show, from top to bottom.
-        ax: where; None for a figure of its own.
-        new_figure: makes one, given its `figsize`.
+        views: the runs to show, from top to bottom.
+        ax: the axes to draw into; None for a new figure.
+        new_figure: makes a figure of the given `figsize`.
     """
 
     def __init__(self, views: list[View], ax: Axes | None, new_figure: Callable[..., Figure]) -> None:
@@ -180,15 +198,15 @@ class _Timeline:
         self.width_px, self.dpi = box.width, self.ax.figure.dpi
         self.height_in = box.height / self.dpi
         row_in = (self.height_in - HEADING_IN * len(views)) / self.rows
-        if self.several and row_in > 0.08:  # else the axes that were given are too low for both
+        if self.several and row_in > 0.08:  # else the given axes are too low for headings and rows
             self.heading = max(HEADING, HEADING_IN / row_in)
         self.polygons: dict[str, list[Any]] = {}  # per style: corners, shape (bars, 4, 2), in units of the axes
-        self.seen: set[str] = set()
-        self.mixed = False  # whether bars are so many that a pixel shows several
+        self.drawn: set[str] = set()  # styles, "step" and "message": what the legend has to explain
+        self.mixed = False  # whether there are so many bars that a pixel shows several
 
     @property
     def height(self) -> float:
-        """Of all rows and headings, in rows."""
+        """Height of all rows and headings, in rows."""
         return self.rows + self.heading * len(self.views)
 
     def draw(self) -> Axes:
@@ -206,7 +224,7 @@ class _Timeline:
                 y += 1
             self._step_numbers(view, top)
             self._arrows(view, top)
-        self._lay_polygons()
+        self._add_polygons()
         ax = self.ax
         ax.set(xlim=(0, self.longest_ns / self.unit_ns), ylim=(self.height, 0), yticks=ticks, yticklabels=names)
         mixed = "   (where bars are narrower than a pixel, their colours mix)" if self.mixed else ""
@@ -225,7 +243,7 @@ class _Timeline:
         return ax
 
     def _axes(self, new_figure: Callable[..., Figure]) -> Axes:
-        """Axes whose margins are known in inches, so that bars know their width in pixels before they get a text."""
+        """Axes with margins in inches, so that the width of bars in pixels is known before their texts are chosen."""
         row_in = min(max((2.4 + 0.8 * len(self.views)) / self.height, 0.16), 0.56)
         if self.several:
             self.heading = max(HEADING, HEADING_IN / row_in)
@@ -238,16 +256,16 @@ class _Timeline:
 
     def _row(self, trace: Trace, row: Row, y: float) -> None:
         for bars, (top, height) in zip(row.lanes(trace), LANES, strict=True):
-            self.seen.update(np.array(list(STYLES))[np.unique(bars.style)])
+            self.drawn.update(np.array(list(STYLES))[np.unique(bars.style)])
             if len(bars) > 1.5 * self.width_px:
-                self._image(bars, trace, y + top, height)
+                self._mixed_bars(bars, trace, y + top, height)
                 continue
             crowd = crowded(bars, self._px_per_unit() / self.unit_ns)
             if crowd.any():
-                self._image(bars[crowd], trace, y + top, height)
+                self._mixed_bars(bars[crowd], trace, y + top, height)
                 bars = bars[~crowd]
-            drawn = hairlines(bars, self._px_per_unit() / self.unit_ns)
-            left, right = ((times_ns - trace.start_ns) / self.unit_ns for times_ns in drawn)
+            drawn_ns = hairlines(bars, self._px_per_unit() / self.unit_ns)
+            left, right = ((times_ns - trace.start_ns) / self.unit_ns for times_ns in drawn_ns)
             for number, style in enumerate(STYLES):
                 of_style = bars.style == number
                 if of_style.any():
@@ -261,12 +279,12 @@ class _Timeline:
 
     def _arrows(self, view: View, top: float) -> None:
         if self.height_in / self.height < 0.2:
-            return  # rows too low for an arrow to have a direction
+            return  # an arrow's direction is invisible in such low rows
         width_px = self.width_px * view.shown.duration_ns / self.longest_ns
         if draw_messages(self.ax, view.shown, view.rows, top, self.unit_ns, width_px):
-            self.seen.add("message")
+            self.drawn.add("message")
 
-    def _lay_polygons(self) -> None:
+    def _add_polygons(self) -> None:
         from matplotlib.collections import PolyCollection
 
         for style, parts in self.polygons.items():
@@ -279,8 +297,8 @@ class _Timeline:
             )  # fmt: skip
             self.ax.add_collection(bars, autolim=False)
 
-    def _image(self, bars: Bars, trace: Trace, top: float, height: float) -> None:
-        """More bars than pixels: mix in each pixel what lies there."""
+    def _mixed_bars(self, bars: Bars, trace: Trace, top: float, height: float) -> None:
+        """Draw more bars than pixels as an image that mixes their colours in each pixel."""
         count = max(int(2 * self.width_px * trace.duration_ns / self.longest_ns), 1)
         edges = np.linspace(trace.start_ns, trace.end_ns, count + 1).astype(np.int64)
         pixels = blend(coverage(bars, edges), trace.duration_ns / count)
@@ -300,46 +318,40 @@ class _Timeline:
                 x = (left[i] + right[i]) / 2
                 pale = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.6} if STYLES[style].hatch else None
                 self.ax.text(
-                    x,
-                    top + height / 2,
-                    text,
-                    color=INKS[ink(style)],
-                    fontsize=TEXT_PT,
-                    ha="center",
-                    va="center",
-                    clip_on=True,
+                    x, top + height / 2, text, color=INKS[ink(style)], fontsize=TEXT_PT, ha="center", va="center", clip_on=True,
                     bbox=pale,
-                )
+                )  # fmt: skip
 
     def _step_lines(self, trace: Trace, rank: int, y: float) -> None:
         from matplotlib.transforms import Bbox, TransformedBbox
 
         edges = trace.of(rank=rank, kind="step").columns.data
         times_ns = np.unique([edges["start_ns"], edges["end_ns"]])
-        # A step that touches the time looked at may begin before it or end after it, where another run's row goes on.
+        # A step at the edge of the window may start before it or end after it, where the row of another run continues.
         at = (times_ns[(times_ns >= trace.start_ns) & (times_ns <= trace.end_ns)] - trace.start_ns) / self.unit_ns
         if 0 < len(at) < self.width_px / 6:
             lines = self.ax.vlines(at, y + 0.02, y + 0.98, color="#22262E", linewidth=0.9, zorder=3, label="step")
-            # The whole width also of those at the very ends of the axis.
+            # Lines at the ends of the axis are drawn in their whole width.
             lines.set_clip_box(TransformedBbox(Bbox.from_extents(-0.002, 0, 1.002, 1), self.ax.transAxes))
-            self.seen.add("step")
+            self.drawn.add("step")
 
     def _step_numbers(self, view: View, y: float) -> None:
-        """Above the first row: the number of each step, as `step=` takes it, in the middle of that row's own step.
+        """Above the first row: the number of each step, as passed to `step=`, centred over that row's own step.
 
-        The steps of the ranks need not coincide: a label in the middle of all would hang over another step of the first rank.
+        The steps of the ranks need not coincide: a label centred over the step of all ranks could be above another step
+        of the first rank.
         """
         bounds, found = numbered_steps(view.whole, 0), []
         for number in view.chosen or range(min(len(bounds), 100)):
-            # Of a step that begins before what is shown, or ends after it, the part that is.
+            # Only the visible part of a step that crosses the edge of the window.
             start, end = (int(t) - view.shown.start_ns for t in np.clip(bounds[number], view.shown.start_ns, view.shown.end_ns))
             if (end - start) / self.unit_ns * self._px_per_unit() > 45:
                 found.append((f"step {number}", (start + end) / 2 / self.unit_ns))
-        for text, x in found if len(found) > 1 else []:  # of a single one the title tells
+        for text, x in found if len(found) > 1 else []:  # the title says which, if there is one
             self.ax.text(x, y + 0.01, text, fontsize=TEXT_PT, color=GREY, ha="center", va="bottom")
 
     def _strip(self, view: View) -> None:
-        """The whole run in small, above, with the shown part marked."""
+        """Above the rows: a strip of the whole run with the shown part marked."""
         trace = view.whole
         gap, tall = 0.14 / self.height_in, self.strip_in / self.height_in
         strip = self.ax.inset_axes((0, 1 + gap, 1, tall))
@@ -357,7 +369,7 @@ class _Timeline:
         strip.set_ylabel("whole run", rotation=0, ha="right", va="center", fontsize=TEXT_PT + 0.5, color=GREY)
 
     def _legend(self) -> None:
-        """Two lines beneath the axis: what the upper lane shows, and what the lower one."""
+        """Two lines below the axis: the styles of the upper lane, and those of the lower lane."""
         from matplotlib.legend import Legend
         from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
@@ -365,17 +377,17 @@ class _Timeline:
 
         waiting = waiting_in_words(view.whole for view in self.views)
         of_compute = ["data", "forward", "backward", "optimizer", "compute", "unlabelled"]
-        lines: dict[float, Legend] = {}  # by how far they lie below the axis
+        lines: dict[float, Legend] = {}  # by their distance below the axis, in inches
         for upper, styles in ((True, of_compute), (False, [style for style in STYLES if style not in of_compute])):
             handles: list[Any] = []
             for style in styles:
-                if style in self.seen:
+                if style in self.drawn:
                     look = STYLES[style]
-                    edge = {"edgecolor": look.colour, "hatch": HATCH, "linewidth": 0.0} if look.hatch else {"linewidth": 0.0}
-                    handles.append(Patch(facecolor=look.rgba, label=legend_of(style, waiting), **edge))
-            if "step" in self.seen and upper:
+                    stripes = {"edgecolor": look.colour, "hatch": HATCH, "linewidth": 0.0} if look.hatch else {"linewidth": 0.0}
+                    handles.append(Patch(facecolor=look.rgba, label=legend_of(style, waiting), **stripes))
+            if "step" in self.drawn and upper:
                 handles.append(Line2D([], [], color="#22262E", linewidth=0.9, label="step boundary"))
-            if "message" in self.seen and not upper:
+            if "message" in self.drawn and not upper:
                 handles.append(Line2D([], [], color=COLOUR, linewidth=0.7, marker=">", markersize=3, label="message"))
             if handles:
                 lines[0.46 if upper else 0.67] = Legend(
@@ -386,17 +398,17 @@ class _Timeline:
         assert figure is not None
         wide_in = max((line.get_window_extent().width for line in lines.values()), default=0) / self.dpi
         left_in = self.ax.get_window_extent().x0 / self.dpi
-        # Further to the left where they would reach beyond the figure.
+        # Moved to the left if they would extend beyond the figure.
         shift_in = min(max(left_in + wide_in + 0.05 - figure.get_figwidth(), 0), max(left_in - 0.05, 0))
         for down_in, line in lines.items():
             place = ScaledTranslation(-shift_in, -down_in, self.ax.figure.dpi_scale_trans)
             line.set_bbox_to_anchor((0, 0), self.ax.transAxes + place)
-            self.ax.add_artist(line).set_clip_on(False)  # else a notebook, which trims figures, cuts it off
+            self.ax.add_artist(line).set_clip_on(False)  # a notebook trims figures, and would cut it off
 
     def _px_per_unit(self) -> float:
         return float(self.width_px * self.unit_ns / self.longest_ns)
 
 
 def bubble_in_words(trace: Trace) -> str:
-    """For a title; "" of what is no pipeline."""
+    """The bubble for a title, as in ", bubble 27 %"; "" if the trace is no pipeline."""
     return f", bubble {100 * trace.bubble:.0f} %" if is_pipeline(trace) else ""

@@ -1,4 +1,4 @@
-"""The picture of `traffic`: bytes by operation over time, and from rank to rank."""
+"""`traffic`: bytes by operation over time, and from rank to rank."""
 
 from __future__ import annotations
 
@@ -32,40 +32,46 @@ TEXTURES: Final = (
     "||||",
     "++++",
 )  # of the operations of one colour, in one figure
-MOST: Final = len(TEXTURES)  # operations with a look of their own; the grey is for all others
-SMALL: Final = 0.01  # of all bytes: what moved less is one of the others
+MOST: Final = len(TEXTURES)  # operations with a colour and texture of their own; all others are grey
+SMALL: Final = 0.01  # operations with a smaller share of the bytes are drawn with the others
 OTHERS: Final = "#B4BAC4"
 BINS: Final = 150
-NUMBERED: Final = 8  # ranks: beyond it the matrix has no room for numbers
-TITLED: Final = 2 * NUMBERED  # beyond it there is none for their names either
+NUMBERED: Final = 8  # ranks: with more, the matrix has no room for numbers
+TITLED: Final = 2 * NUMBERED  # ranks: with more, it has no room for their names either
 CHARACTER_IN: Final = 0.07
-MATRIX_IN: Final = 2.1  # its width in a figure of its own
+MATRIX_IN: Final = 2.1  # width of the matrix in a new figure
 LONGEST: Final = 56  # characters of an operation's name
 
 
 @public_api
 def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes | None = None) -> Axes:
-    """Draw what travelled: on the left the bytes per second by operation over time, on the right the bytes from rank to rank.
+    """Draw the communicated bytes: on the left by operation over time, on the right from rank to rank.
 
-    A message or a remote call goes from the one who sends to the one who receives. A collective is counted in one way, whatever
-    the backend does: a broadcast and a scatter as messages from their root to each other rank, a gather and a reduce as messages
-    from each to the root; an all-to-all as one from each to each; the others as a ring of their ranks would move them: in an
-    all-reduce of S bytes on n ranks, each sends 2·(n - 1)/n·S to the next. Of a rank with several of TensorFlow's devices, each
-    device sends and receives as a rank does. Bytes are those of tensors (of remote calls, of what is pickled), spread evenly from
-    the moment when all ranks had come to the end. An operation has one colour in all figures; those that moved less than a
-    hundredth of the bytes are drawn as one. Operations whose size is not known are named below.
+    A message or remote call counts from its sender to its receiver. Collectives are counted independently of the
+    backend's
+    algorithm: a broadcast or scatter as messages from the root to each other rank; a gather or reduce as messages from
+        each
+    rank to the root; an all-to-all as messages between all pairs; the others as a ring algorithm moves them: in an
+    all-reduce of S bytes on n ranks, each rank sends 2·(n - 1)/n·S to the next. Each of a rank's several TensorFlow
+    devices counts as a rank.
+
+    Bytes are those of tensors, and for remote calls those of the pickled data. They are spread evenly over the time
+    from the arrival of the last rank to the end of the operation. An operation has the same colour in all figures;
+    operations with less than a hundredth of the bytes are drawn as one. Operations of unknown size are listed below the
+    figure.
 
     Args:
         run: a run or a trace.
-        step: a step's number, a range of them, or "all" for the whole run.
-        ax: where to draw both, next to each other; default: a figure of its own.
+        step: a step number, a range of steps, or "all" for the whole run.
+        ax: the axes to draw both parts into, side by side; default: a new figure.
 
     Returns:
-        the left Axes; the matrix is the next one of its figure.
+        the left Axes; the matrix is the next Axes of its figure.
 
     Raises:
-        LabError: there is nothing to draw, no such step, or nothing travelled between ranks or devices.
-        TypeError: something else than a run or a trace was given.
+        LabError: the trace is empty, has no such step or no communication of known size, or matplotlib is not
+            installed.
+        TypeError: `run` is neither a run nor a trace.
 
     Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
     """
@@ -73,15 +79,15 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
     view = view_of(trace_of(run, "traffic"), step, "")
     trace, flows = view.shown, flows_of(view.shown)
     if not len(flows.name) and flows.unsized:
-        raise LabError(f"traffic: nobody knows the size of what travelled ({_unsized(flows)})")
+        raise LabError(f"traffic: there is nothing to draw: the sizes of all operations are unknown ({_unsized(flows)})")
     if not len(flows.name):
-        raise LabError("traffic: nothing that labkit knows the size of travelled between ranks")
+        raise LabError("traffic: there is nothing to draw: labkit recorded no bytes between ranks")
     matrix, labels = flows.matrix(), _labels(flows)
     entries = [*labels, *([f"not counted, as of unknown size: {_unsized(flows)}"] if flows.unsized else [])]
     ranks, rules = _short(flows.ends), _rules(flows)
     longest = max(len(name.removeprefix("rank ")) for name in ranks)
     upright = len(ranks) * (longest * CHARACTER_IN + 0.06) > MATRIX_IN and longest > 2
-    # Two columns in the legend, if they leave room for what is written below the matrix.
+    # Two columns in the legend, if they leave room for the text below the matrix.
     columns = 2 if len(entries) > 1 and max(map(len, entries)) <= (36 if rules or upright else 56) else 1
     with labkit_style():
         if ax is None:
@@ -107,20 +113,20 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
 
 
 def _short(ranks: Sequence[str]) -> list[str]:
-    """The names of ranks, as short as they may be and still differ."""
+    """The names of ranks, shortened as far as they remain distinct."""
     tried = ([shortened(name, most) for name in ranks] for most in range(18, max(map(len, ranks))))
     return next((names for names in tried if len(set(names)) == len(names)), list(ranks))
 
 
 def _shown(flows: Flows) -> int:
-    """How many operations, those with most bytes first, have a look of their own: no single one is left over."""
+    """How many operations, those with the most bytes first, have a look of their own; never all but one."""
     nbytes = flows.by_operation()
     large = max(int((nbytes >= SMALL * nbytes.sum()).sum()), 1)
     return min(large + (len(nbytes) == large + 1), MOST)
 
 
 def _labels(flows: Flows) -> list[str]:
-    """Of each operation that has a look of its own, and of all others together."""
+    """Legend texts: of each operation with a look of its own, and of all others together."""
     nbytes, shown = flows.by_operation(), _shown(flows)
     each = zip(flows.name[:shown], flows.count, nbytes.tolist(), strict=False)
     labels = [f"{shortened(name, LONGEST)}: {count} ×, {bytes_in_words(n)}" for name, count, n in each]
@@ -133,14 +139,14 @@ def _unsized(flows: Flows) -> str:
     return ", ".join(f"{count} × {shortened(name, LONGEST)}" for name, count in flows.unsized)
 
 
-def _ends(flows: Flows) -> str:
-    """What sends and receives, in one word."""
+def _endpoint(flows: Flows) -> str:
+    """The word for what sends and receives."""
     return "device" if flows.devices else "rank"
 
 
 def _rules(flows: Flows) -> str:
-    """How the collectives are counted."""
-    rules = [f"as a ring of its {_ends(flows)}s"] * flows.rings + ["as its root's messages"] * flows.roots
+    """How collectives are counted."""
+    rules = [f"as a ring of its {_endpoint(flows)}s"] * flows.rings + ["as its root's messages"] * flows.roots
     return "\n(a collective counts " + "\nor ".join(rules) + ")" if rules else ""
 
 
@@ -163,24 +169,24 @@ def _draw_rates(ax: Axes, trace: Trace, flows: Flows, labels: list[str]) -> None
     ax.stairs(floor, x, color=GREY, linewidth=0.5)
     ax.set(xlim=(0, x[-1]), ylim=(0, 1.06 * floor.max()))
     ax.set_xlabel(f"time since the start [{time_unit}]")
-    ax.set_ylabel(f"sent by all {_ends(flows)}s [{unit}/s]")
+    ax.set_ylabel(f"sent by all {_endpoint(flows)}s [{unit}/s]")
 
 
 def _looks(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Of each operation: the colour of its kind, and a texture where it is not the first of them by its name."""
-    found, taken = {}, Counter[str]()
+    """The colour of each operation, with a texture if an operation earlier in the alphabet has the same colour."""
+    found, used = {}, Counter[str]()
     for name in sorted(names):
         colour = colour_of(name)
         light = sum(int(colour[i : i + 2], 16) for i in (1, 3, 5)) > 3 * 128
-        found[name] = {"facecolor": colour, "hatch": TEXTURES[taken[colour]], "edgecolor": INKS["dark" if light else "light"]}
-        taken[colour] += 1
+        found[name] = {"facecolor": colour, "hatch": TEXTURES[used[colour]], "edgecolor": INKS["dark" if light else "light"]}
+        used[colour] += 1
     return [found[name] for name in names]
 
 
 def _draw_matrix(ax: Axes, scale: Axes | None, flows: Flows, ranks: list[str], rules: str, upright: bool) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
-    matrix, what = flows.matrix(), _ends(flows)
+    matrix, endpoint = flows.matrix(), _endpoint(flows)
     unit, size = unit_of_bytes(matrix.max())
     colours: Any = LinearSegmentedColormap.from_list("sent", ["#FFFFFF", "#F3B58A", "#D55E00"])
     n = len(ranks)
@@ -196,9 +202,9 @@ def _draw_matrix(ax: Axes, scale: Axes | None, flows: Flows, ranks: list[str], r
         ax.tick_params(axis="x", labelrotation=90)
     ax.tick_params(length=0)
     numbered = short != ranks or flows.devices
-    ax.set_xlabel((f"to {what}" if numbered else "to") + rules)
-    ax.set_ylabel(f"from {what}" if numbered else "from")
-    ax.set_title(f"from {what} to {what} [{unit}]")
+    ax.set_xlabel((f"to {endpoint}" if numbered else "to") + rules)
+    ax.set_ylabel(f"from {endpoint}" if numbered else "from")
+    ax.set_title(f"from {endpoint} to {endpoint} [{unit}]")
     for spine in ax.spines.values():
         spine.set(visible=True, color="#C6CBD3", linewidth=0.6)
     if scale is not None:
@@ -213,7 +219,7 @@ def _draw_matrix(ax: Axes, scale: Axes | None, flows: Flows, ranks: list[str], r
 
 
 def _cell(nbytes: float, size: float) -> str:
-    """Two digits after the point at most, in units of `size` bytes; what is less than a tenth of it has a unit of its own."""
+    """At most two decimals, in units of `size` bytes; less than a tenth of the unit is written with a smaller one."""
     value = nbytes / size
     if 0 < value < 0.0995:
         return bytes_in_words(nbytes)

@@ -1,4 +1,4 @@
-"""What ranks wait for, in the words of a legend: other ranks, or other devices of the same rank."""
+"""What ranks wait for, as a legend says it: for other ranks, or for other devices of the same rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from labkit.tracing.trace import Trace
 
 __all__ = ["ALONE", "legend_of", "waiting_in_words"]
 
-ALONE: Final = "waiting"  # of one rank of which no device is known: certainly not for another rank
+ALONE: Final = "waiting"  # of a single rank without known devices, which cannot wait for another rank
 _WORDS: Final = {
     (True, False): STYLES["waiting"].legend,
     (False, True): "waiting for another device",
@@ -22,26 +22,26 @@ _WORDS: Final = {
 
 
 def waiting_in_words(traces: Iterable[Trace]) -> str:
-    """For whom somebody waits in these traces: "waiting for another rank", "waiting for another device", or for either."""
+    """The legend's text for waiting: "waiting for another rank", "waiting for another device", or both."""
     found = [_waits_for(trace) for trace in traces]
-    several = any(ranks for ranks, _ in found), any(devices for _, devices in found)
-    return _WORDS.get(several, ALONE)
+    waits = any(ranks for ranks, _ in found), any(devices for _, devices in found)
+    return _WORDS.get(waits, ALONE)
 
 
 def legend_of(style: str, waiting: str) -> str:
-    """The words of a style, where `waiting_in_words` gave those of waiting."""
+    """The legend's text for a style, given that of `waiting_in_words` for waiting."""
     return waiting if style == "waiting" else STYLES[style].legend
 
 
 def _waits_for(trace: Trace) -> tuple[bool, bool]:
-    """Whether somebody may wait for another rank, and whether for another device of the same rank."""
+    """Whether a rank may wait for another rank, and whether for another device of its own."""
     data = trace.columns.data
     travels = data[data["kind"] == COMMUNICATION]
     waits = travels["wait_end_ns"] > travels["wait_start_ns"]
-    of_device = waits & (travels["flags"] >> DEVICE_SHIFT > 0)  # numbered where a rank has several
+    of_device = waits & (travels["flags"] >> DEVICE_SHIFT > 0)  # devices are numbered if a rank has several
     if not of_device.any():
         return len(trace.ranks) > 1, False
-    # In a group that only devices of one rank belong to, nobody waits for another rank.
+    # In a group of devices of a single rank, no operation waits for another rank.
     groups = np.unique(travels["group"][of_device]).tolist()
     across = any(len(np.unique(travels["rank"][travels["group"] == group])) > 1 for group in groups)
     return len(trace.ranks) > 1 and (across or bool((waits & ~of_device).any())), True

@@ -1,26 +1,26 @@
-"""How wide texts are in a drawing that does not know its font, and how a status is cut to the room there is."""
+"""Estimated widths of texts in a drawing whose font is unknown, and statuses shortened to fit."""
 
 from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["status_in", "wide"]
+__all__ = ["fitting_status", "text_width"]
 
-# Widths as shares of the font's size: those of the bold type of DejaVu Sans, the widest that systems use for their menus.
+# Widths relative to the font size, those of DejaVu Sans Bold: the widest font that systems use for their interfaces.
 NARROW: Final = frozenset("ijlIft.,:;'|![]() -")
 WIDEST: Final = frozenset("mwMW@%…")
 
 
-def wide(text: str) -> float:
-    """How wide a text is at most, in units of its font's size."""
+def text_width(text: str) -> float:
+    """The maximum width of a text, in units of its font size."""
     return sum(0.46 if c in NARROW else 1.13 if c in WIDEST else 0.86 if c.isupper() else 0.72 for c in text)
 
 
-def status_in(room: float, status: str) -> str:
-    """A rank's status in so much room, in units of its font's size: the operation's name is cut, not how long it lasts."""
+def fitting_status(room: float, status: str) -> str:
+    """A rank's status, shortened to `room` units of its font size: the operation's name is cut, never the duration."""
     name, dots, since = status.rpartition("…")
     if not dots:
         name, since = since, ""
-    while name and wide(name + dots + since) > room:
+    while name and text_width(name + dots + since) > room:
         name, dots = name[:-1], "…"
     return name.rstrip() + dots + since

@@ -115,7 +115,7 @@ def test_what_is_as_wide_as_a_pixel_is_kept_and_the_rest_is_mixed() -> None:
     assert answer.colours[0].tolist() == expected.tolist()
     assert answer.counts.sum() == 10_000
     assert {*answer.most[0][answer.counts[0] > 0].tolist()} <= {NUMBER["forward"], NUMBER["backward"]}
-    assert answer.said["seen"] == sorted(NUMBER[s] for s in ("forward", "backward", "optimizer"))
+    assert answer.said["styles"] == sorted(NUMBER[s] for s in ("forward", "backward", "optimizer"))
 
 
 def test_nearer_everything_is_told_apart() -> None:
@@ -263,9 +263,9 @@ def test_the_view_begins_with_what_the_image_shows() -> None:
 def test_the_page_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     explorer, sent = lab.explore(data_parallel()), []
     monkeypatch.setattr(explorer, "send", lambda content, buffers: sent.append((content, buffers)))
-    explorer._handle_custom_msg({"asked": "0.5", "start": 0, "end": 5 * MS, "columns": 700, "rank": None}, [])
+    explorer._handle_custom_msg({"id": "0.5", "start": 0, "end": 5 * MS, "columns": 700, "rank": None}, [])
     ((content, buffers),) = sent
-    assert content["asked"] == "0.5"
+    assert content["id"] == "0.5"
     assert json.loads(json.dumps(content)) == content
     assert len(buffers) == 8
     explorer.close()
@@ -342,7 +342,7 @@ def test_the_page_says_what_a_bar_was(tmp_path: Path) -> None:
     assert crowd == [
         "12 bars",
         "rank 1  ·  in 500 µs, mostly: exposed communication",
-        "each narrower than a pixel: zoom in to tell them apart",
+        "each narrower than a pixel: zoom in to see them",
     ]
 
 

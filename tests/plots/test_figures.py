@@ -620,7 +620,7 @@ def test_scaling_says_what_it_needs():
         scaling([lasting(1), lasting(2)])
     with pytest.raises(ValueError, match="whole numbers from 1"):
         scaling({0: lasting(1), 1: lasting(1)})
-    with pytest.raises(ValueError, match="says nothing of 2 ranks"):
+    with pytest.raises(ValueError, match="has no entry for 2 ranks"):
         scaling(two, work={1: 5})
     with pytest.raises(ValueError, match="predictions are given for \\[0\\] ranks; expected whole numbers from 1"):
         scaling(two, predicted={0: 1.0})
@@ -628,7 +628,7 @@ def test_scaling_says_what_it_needs():
         scaling(two, predicted={1: 0})
     with pytest.raises(TypeError, match="expected seconds by number of ranks"):
         scaling(two, predicted=[1, 2])
-    with pytest.raises(ValueError, match="says nothing of 4 ranks"):
+    with pytest.raises(ValueError, match="has no entry for 4 ranks"):
         scaling(two, work={1: 5, 2: 5}, predicted={4: 1})
     with pytest.raises(ValueError, match="give one of them"):
         scaling(two, work=5, weak=True)
@@ -693,7 +693,7 @@ def test_compare_says_what_it_needs():
 
 @pytest.mark.parametrize("figure", [timeline, breakdown, traffic])
 def test_an_empty_trace_is_said_to_be_empty(figure):
-    with pytest.raises(LabError, match="nothing to draw, since the ranks wrote nothing down"):
+    with pytest.raises(LabError, match="nothing to draw, since the ranks recorded nothing"):
         figure(Trace(ranks=["rank 0"], start_ns=0, end_ns=MS))
     with pytest.raises(LabError, match="nothing to draw"):
         figure(Trace([Span(0, "forward", "compute", 5, 5)], ranks=["rank 0"]))

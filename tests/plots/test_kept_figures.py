@@ -27,7 +27,7 @@ from PIL import Image
 from labkit.plots import bars
 from labkit.plots import timeline as gantt
 from labkit.plots.figures import breakdown, compare, scaling, timeline, traffic
-from labkit.plots.live.curves import beneath
+from labkit.plots.live.curves import draw_below
 from labkit.plots.memory import memory
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.trace import Span, Trace
@@ -46,7 +46,7 @@ def lasting(seconds):
 
 def with_curve(trace):
     axes = timeline(trace)
-    beneath(axes.figure, trace)
+    draw_below(axes.figure, trace)
     return axes
 
 

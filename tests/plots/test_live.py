@@ -23,7 +23,7 @@ from labkit.plots import timeline as gantt
 from labkit.plots.bars import COMPUTE_LANE, STYLES, coverage, lanes
 from labkit.plots.live import recent as recent_module
 from labkit.plots.live import view as live_module
-from labkit.plots.live.curves import Curves, beneath
+from labkit.plots.live.curves import Curves, draw_below
 from labkit.plots.live.frame import STILL, svg
 from labkit.plots.live.progress import Progress
 from labkit.plots.live.recent import Recent
@@ -42,10 +42,10 @@ class Album:
     """A screen that keeps its frames."""
 
     def __init__(self):
-        self.frames, self.pages, self.said, self.left = [], [], None, None
+        self.frames, self.pages, self.alt_text, self.left = [], [], None, None
 
-    def begin(self, said):
-        self.said = said
+    def begin(self, alt_text):
+        self.alt_text = alt_text
 
     def show(self, frame):
         self.frames.append(frame)
@@ -62,7 +62,7 @@ def watched(trace, moments, *, title="train on 4 ranks", clock=lambda: 0):
     live.begin(trace.ranks, title, trace.start_ns)
     for now_ns, new, pending in feed(trace, moments):
         live.update(now_ns, new, pending)
-        assert not live._broken
+        assert not live._failed
     return album
 
 
@@ -153,7 +153,7 @@ def test_the_first_frame_is_legible_before_anything_has_happened():
         texts(page)
     )
     assert "time since the start of the run [ms]" in texts(page)
-    assert album.said == "timeline of train on 4 ranks"
+    assert album.alt_text == "timeline of train on 4 ranks"
 
 
 def test_a_frame_that_stays_fades_and_says_why():
@@ -322,7 +322,7 @@ def test_a_curve_of_any_value_can_be_drawn(value):
     live = Live(album, lambda: 0)
     live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
     live.update(400 * MS, part(scalars=scalars), [[], []])
-    assert not live._broken
+    assert not live._failed
     assert "nan" not in "".join(p.get("points") for p in polylines(album.pages[-1]))
     assert f"loss {value:.4g}" in texts(album.pages[-1])
 
@@ -441,7 +441,7 @@ def test_the_finished_picture_has_the_curve_beneath():
     trace = data_parallel(3, 5)
     figure = gantt.figure_of(trace, "train on 3 ranks")
     before, rows = figure.get_figheight(), figure.axes[0].get_position().height * figure.get_figheight()
-    beneath(figure, trace)
+    draw_below(figure, trace)
     timeline, panel = figure.axes
     assert timeline.get_position().height * figure.get_figheight() == pytest.approx(rows)
     assert figure.get_figheight() > before
@@ -459,7 +459,7 @@ def test_the_name_and_the_numbers_of_the_curve_are_inside_the_picture(of, title)
     trace = data_parallel(2, 5)
     trace = Trace(trace.columns, scalars, ranks=("0", "1"))  # short names leave little room at the left
     figure = gantt.figure_of(trace, "f")
-    beneath(figure, trace)
+    draw_below(figure, trace)
     panel = figure.axes[1]
     figure.canvas.draw()
     assert panel.get_title("left") == name + title
@@ -472,7 +472,7 @@ def test_the_finished_picture_has_a_curve_only_of_several_values(several, drawn)
     trace = data_parallel(2, 5)
     trace = Trace(trace.columns, [] if several is None else recorded(several), ranks=trace.ranks)
     figure = gantt.figure_of(trace, "f")
-    beneath(figure, trace)
+    draw_below(figure, trace)
     assert [panel.get_title("left") for panel in figure.axes[1:]] == drawn
 
 
@@ -481,7 +481,7 @@ def test_a_rank_that_recorded_once_has_no_share_in_the_mean():
     scalars = [Scalar(0, "loss", i * MS, float(i)) for i in range(4)] + [Scalar(1, "loss", 0, 100.0)]
     trace = Trace(trace.columns, scalars, ranks=trace.ranks)
     figure = gantt.figure_of(trace, "f")
-    beneath(figure, trace)
+    draw_below(figure, trace)
     (mean,) = figure.axes[1].lines
     assert list(mean.get_ydata()) == [0, 1, 2, 3]
 
@@ -764,7 +764,7 @@ def test_what_cannot_be_drawn_is_said_once_and_does_no_harm(capsys):
     live.begin(trace.ranks, "train on 4 ranks", 0)
     for now_ns, new, operations in feed(trace, [10, 20, 30]):
         live.update(now_ns, new, operations)
-    assert capsys.readouterr().err == "labkit could not draw the run, which is not affected by it. ValueError: no ink\n"
+    assert capsys.readouterr().err == "labkit could not draw the run. The run itself is not affected. ValueError: no ink\n"
     live.end(trace, "")
     assert album.left == (trace, "train on 4 ranks")  # the finished picture may still succeed
     assert not capsys.readouterr().err

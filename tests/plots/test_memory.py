@@ -14,7 +14,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.functional import mse_loss
 
 import labkit as lab
-from labkit.plots.memory import _thinned, memory, usages
+from labkit.plots.memory import _thinned, memory, memory_uses
 from labkit.recording.memory_tracker import Tracker, track_memory
 from labkit.recording.record import Recorder, here
 from labkit.recording.ring_buffer import MEMORY, MEMORY_KINDS, RING_BYTES, RingReader, RingWriter
@@ -248,7 +248,7 @@ def sharded(one_group, reshard, make_optimizer, steps=2):
 
 def at(run, name):
     """What filled rank 0 by kind when something was recorded the last time."""
-    usage = usages(run.trace)[0]
+    usage = memory_uses(run.trace)[0]
     moment = [s.time_ns for s in run.trace.scalars if s.name == name and s.rank == 0][-1]
     values = usage.nbytes[:, np.searchsorted(usage.time_ns, moment) - 1].tolist()
     return {kind: value for kind, value in zip(MEMORY_KINDS, values, strict=True) if value}
@@ -267,15 +267,15 @@ def test_gathered_parameters_are_gone_when_fsdp_frees_them(two_ranks, one_group,
     assert at(run, "forward_is_over") == stays | kept | activations
     assert at(run, "backward_is_over") == stays | {"gradients": WHOLE / 2}
     trace = load_trace(run.trace.save(tmp_path / "trace.json"))
-    assert [usage.rank for usage in usages(trace)] == [0, 1]
-    for usage in usages(trace):
+    assert [usage.rank for usage in memory_uses(trace)] == [0, 1]
+    for usage in memory_uses(trace):
         gathered = usage.nbytes[MEMORY_KINDS.index("gathered parameters")]
         assert gathered.max() == (WHOLE if one_group or not reshard else WHOLE / LAYERS)
         assert gathered[-1] == 0
 
 
 def test_the_peak_of_a_first_step_with_adamw_is_at_the_optimizer(two_ranks):
-    usage = usages(two_ranks.run(sharded, True, True, torch.optim.AdamW, steps=1).trace)[0]
+    usage = memory_uses(two_ranks.run(sharded, True, True, torch.optim.AdamW, steps=1).trace)[0]
     peak = dict(zip(MEMORY_KINDS, usage.nbytes[:, usage.peak].tolist(), strict=True))
     expected = {"parameters": WHOLE / 2, "gradients": WHOLE / 2, "optimizer state": WHOLE + 4 * LAYERS}
     assert {kind: value for kind, value in peak.items() if value} == expected
@@ -315,7 +315,7 @@ def followed():
 
 
 def test_values_last_until_the_next():
-    first, second = usages(followed())
+    first, second = memory_uses(followed())
     assert first.time_ns.tolist() == [10_000_000, 20_000_000, 30_000_000]
     found = {kind: (row / 2**20).tolist() for kind, row in zip(MEMORY_KINDS, first.nbytes, strict=True) if row.any()}
     assert found == {"parameters": [2, 2, 2], "gradients": [0, 0, 1], "activations": [0, 3, 0]}
@@ -360,7 +360,7 @@ def test_many_points_are_drawn_by_their_extremes():
     book.whole(0, "call", 0, 1000)
     for i in range(40_000):
         book.scalar(0, f"{MEMORY}activations", i / 40, (i * 7919 % 1000) * 1024)
-    (usage,) = usages(trace := book.trace(1))
+    (usage,) = memory_uses(trace := book.trace(1))
     thinned = _thinned(usage, trace)
     assert len(thinned.time_ns) < 3100
     assert thinned.nbytes.max() == usage.nbytes.max()

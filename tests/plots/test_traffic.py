@@ -305,7 +305,7 @@ def test_one_step():
 
 
 def test_where_nothing_travelled_it_says_so():
-    with pytest.raises(LabError, match="nothing that labkit knows the size of travelled between ranks"):
+    with pytest.raises(LabError, match="labkit recorded no bytes between ranks"):
         traffic(alone())
 
 

@@ -191,14 +191,14 @@ def test_the_check_sees_what_it_must():
 @pytest.mark.parametrize("name", NOTHING_TRAVELS)
 def test_where_nothing_arrived_traffic_says_so(name):
     """What ranks were waiting in when they were stopped did not travel."""
-    with pytest.raises(LabError, match="nothing that labkit knows the size of travelled"):
+    with pytest.raises(LabError, match="labkit recorded no bytes between ranks"):
         traffic(RUNS[name]())
 
 
 @pytest.mark.parametrize("figure", [timeline, breakdown, traffic, memory])
 @pytest.mark.parametrize("ranks", [(), ("rank 0", "rank 1")])
 def test_an_empty_trace_is_said(figure, ranks):
-    with pytest.raises(LabError, match="there is nothing to draw, since the ranks wrote nothing down"):
+    with pytest.raises(LabError, match="there is nothing to draw, since the ranks recorded nothing"):
         figure(Trace(ranks=ranks))
 
 

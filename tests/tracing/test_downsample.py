@@ -105,4 +105,4 @@ def test_what_stands_for_many_is_not_drawn_as_one(written):
     recent = Recent(("rank 0",), 0)
     recent.add(trace, trace.end_ns)
     assert not (recent._rows["flags"] & SUM).any()
-    assert 0 < recent.forgotten_ns < trace.end_ns
+    assert 0 < recent.dropped_ns < trace.end_ns

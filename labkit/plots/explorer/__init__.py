@@ -1,9 +1,10 @@
-"""The widget in which a timeline is explored: it answers what the page asks, and takes the place of its own image there.
+"""The interactive timeline's widget: the kernel's half, which answers the page's queries.
 
-The page's half are the scripts beside this file. What the notebook keeps is the image alone: the widget's own state holds no
-span, and the output names no widget, since JupyterLab shows an error where a widget's kernel is gone, and not the image beside
-it. So the widget begins with its model (anywidget's `initialize`), finds the image by the end of its data, and lies over it as
-long as the kernel lives. In a front end that shows widgets only where an output names them, the output does.
+The browser's half are the scripts in this folder. The notebook stores the image only: the widget's state contains no
+spans, and the output does not reference the widget, because JupyterLab would show an error instead of the image once
+the kernel is gone. The widget starts with its model (anywidget's `initialize`), finds the image by the end of its data,
+and covers it while the kernel is alive. In front ends that only show widgets referenced by an output, the output
+references it.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from labkit.plots.timeline import View, figure_of
 
 __all__ = ["Explorer"]
 
-END: Final = 40  # characters of base64 that tell one PNG from another: they hold its check sum
+END: Final = 40  # characters of base64 that identify a PNG: they contain its checksum
 _HERE: Final = Path(__file__).parent
-_SCRIPTS: Final = ("words", "layer", "picture", "hands", "explorer", "place")
+_SCRIPTS: Final = ("texts", "layer", "picture", "input", "explorer", "placement")
 
 
 def script() -> str:
-    """The scripts as the one module that a widget may bring: each file has one idea, and they stand behind one another."""
+    """The scripts, concatenated into the single module that a widget may have."""
     return "\n".join((_HERE / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS)
 
 
 class Explorer(anywidget.AnyWidget):
-    """A timeline to be explored; see `plots.explore.explore`.
+    """An interactive timeline; see `plots.explore.explore`.
 
     Args:
         view: what to show first.
-        step: that, as `timeline` takes it.
+        step: the steps of `view`, as passed to `timeline`.
     """
 
     _esm = script()
@@ -46,28 +47,28 @@ class Explorer(anywidget.AnyWidget):
 
     def __init__(self, view: View, step: int | range | str | None) -> None:
         self._image, self._metadata = as_image(figure_of(view.whole, "", step))
-        self._said = f"timeline of {view.in_words()}"
+        self._alt_text = f"timeline of {view.in_words()}"
         self._windows = Windows(view.whole)
         super().__init__(about=about(view, self._image["image/png"][-END:]))
-        self.on_msg(self._asked)
+        self.on_msg(self._answer)
 
     def __repr__(self) -> str:
-        return f"<{self._said}>"
+        return f"<{self._alt_text}>"
 
-    def _asked(self, _: Any, question: dict[str, Any], __: Any) -> None:
-        """The page asks for a stretch of time; it numbers its questions, since several pages may ask."""
-        seen, buffers = self._windows.look(question["start"], question["end"], question["columns"], question["rank"])
-        self.send({"asked": question["asked"], **seen}, buffers)
+    def _answer(self, _: Any, query: dict[str, Any], __: Any) -> None:
+        """Answer a page's query for a time window. Queries have ids, since several pages may send them."""
+        header, buffers = self._windows.look(query["start"], query["end"], query["columns"], query["rank"])
+        self.send({"id": query["id"], **header}, buffers)
 
     def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        data: dict[str, Any] = self._image | {"text/plain": self._said}
+        data: dict[str, Any] = self._image | {"text/plain": self._alt_text}
         if needs_a_view():
-            named = super()._repr_mimebundle_(**kwargs)
-            assert named is not None, "a widget without a view"
-            data = named[0] | data
+            reference = super()._repr_mimebundle_(**kwargs)
+            assert reference is not None, "a widget without a view"
+            data = reference[0] | data
         return data, self._metadata
 
 
 def needs_a_view() -> bool:
-    """Whether the front end loads a widget only where an output names it: VS Code and Colab do."""
+    """Whether the front end loads a widget only if an output references it, as VS Code and Colab do."""
     return "VSCODE_PID" in os.environ or "google.colab" in sys.modules

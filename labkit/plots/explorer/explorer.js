@@ -1,30 +1,30 @@
-// The explorer: a picture whose view can be changed, and which asks the kernel for what it lacks then.
+// The explorer: a picture whose view can be changed, and which queries the kernel for missing data.
 
-const SHORTEST_NS = 100; // of what is shown
-const REST_MS = 60; // a view that has not changed for so long is worth asking for
-const PATIENCE_MS = 1500; // then the page says that the kernel is busy, and no longer waits before it asks again
+const SHORTEST_NS = 100; // the shortest view
+const REST_MS = 60; // query once the view has not changed for this long
+const PATIENCE_MS = 1500; // after this time, say that the kernel is busy, and allow the next query
 
 class Explorer extends Picture {
-  /** `host` gets the picture once there is something in it; `arrived` is called then. */
+  /** `host` shows the picture once the first answer is there; `arrived` is called at that moment. */
   constructor(model, host, arrived = () => {}) {
     super(host, model.get("about"));
     this.model = model;
     this.arrived = arrived;
-    this.questions = new Map(); // by a number of their own: whether about the whole, and which rank was alone
-    this.asking = false;
-    this.hands = new Hands(this);
-    this.onAnswer = (said, buffers) => this.answer(said, buffers);
+    this.queries = new Map(); // by id: whether it is for the whole run, and which rank was isolated
+    this.querying = false;
+    this.input = new Input(this);
+    this.onAnswer = (header, buffers) => this.answer(header, buffers);
     model.on("msg:custom", this.onAnswer);
     this.sizes = new ResizeObserver(() => this.redraw());
     this.sizes.observe(this.plot);
     this.listeners = new AbortController();
-    this.watchTheme();
-    this.ask(true);
+    this.followTheme();
+    this.query(true);
   }
 
   remove() {
     this.model.off("msg:custom", this.onAnswer);
-    this.hands.remove();
+    this.input.remove();
     this.sizes.disconnect();
     this.themes.disconnect();
     this.listeners.abort();
@@ -33,10 +33,10 @@ class Explorer extends Picture {
     this.root.remove();
   }
 
-  /** The canvas has the theme's ink. A theme comes as style sheets that are loaded and removed, and as attributes, in any order. */
-  watchTheme() {
-    const look = () => this.base && getComputedStyle(this.root).color != this.ink && this.draw();
-    const soon = () => requestAnimationFrame(look);
+  /** Redraw in the theme's text colour. A theme changes by style sheets and attributes that come and go in any order. */
+  followTheme() {
+    const update = () => this.base && getComputedStyle(this.root).color != this.ink && this.draw();
+    const soon = () => requestAnimationFrame(update);
     this.themes = new MutationObserver(soon);
     const attributes = ["class", "data-jp-theme-name", "data-jp-theme-light", "data-vscode-theme-id"];
     this.themes.observe(document.body, { attributeFilter: attributes });
@@ -44,7 +44,7 @@ class Explorer extends Picture {
     document.addEventListener("load", soon, { capture: true, signal: this.listeners.signal });
   }
 
-  // What is looked at
+  // The view
 
   look(start, end) {
     const length = Math.min(Math.max(end - start, SHORTEST_NS), this.about.duration);
@@ -66,13 +66,13 @@ class Explorer extends Picture {
   }
 
   isolate(rank) {
-    this.alone = rank;
+    this.isolated = rank;
     this.fine = null;
     this.changed();
   }
 
   changed() {
-    this.hands.forget();
+    this.input.hideTip();
     this.redraw();
   }
 
@@ -80,52 +80,52 @@ class Explorer extends Picture {
     this.place();
     this.draw();
     this.refine();
-    this.hands.again();
+    this.input.updateTip();
   }
 
-  // Questions and answers
+  // Queries and answers
 
-  /** Ask for what the picture lacks, once the view has come to rest. */
+  /** Query the kernel for missing detail, once the view has come to rest. */
   refine() {
     clearTimeout(this.later);
-    if (this.lacks() && !this.asking) this.later = setTimeout(() => this.ask(false), REST_MS);
+    if (this.lacksDetail() && !this.querying) this.later = setTimeout(() => this.query(false), REST_MS);
   }
 
-  lacks() {
+  lacksDetail() {
     const good = (layer) => layer && layer.start <= this.view.start && layer.end >= this.view.end &&
       (layer.complete || layer.columnNs <= 1.1 * this.nsPerPixel);
     return this.base && !this.base.complete && !good(this.base) && !good(this.fine);
   }
 
-  ask(whole) {
+  query(whole) {
     const { start, end } = whole ? this.whole : this.view;
-    const margin = whole ? 0 : (end - start) / 2; // a little more, so that moving on needs no answer
+    const margin = whole ? 0 : (end - start) / 2; // so that moving a little needs no query
     const pixels = Math.max(this.width, 100) * Math.min(window.devicePixelRatio || 1, 2);
-    const asked = `${Math.random()}`; // other pages of the same kernel get the answer as well
-    this.questions.set(asked, { whole, rank: this.alone });
-    const [rank, columns] = [whole ? null : this.alone, Math.round(pixels * (whole ? 1 : 2))];
-    this.model.send({ asked, start: start - margin, end: end + margin, rank, columns });
-    this.asking = true;
+    const id = `${Math.random()}`; // other pages of the same kernel receive the answer as well
+    this.queries.set(id, { whole, rank: this.isolated });
+    const [rank, columns] = [whole ? null : this.isolated, Math.round(pixels * (whole ? 1 : 2))];
+    this.model.send({ id, start: start - margin, end: end + margin, rank, columns });
+    this.querying = true;
     clearTimeout(this.patience);
     this.patience = setTimeout(() => {
-      this.asking = false;
-      this.say("  ·  finer bars follow when the kernel has time");
+      this.querying = false;
+      this.showWindow("  ·  details will follow when the kernel is idle");
     }, PATIENCE_MS);
   }
 
-  answer(said, buffers) {
-    const question = this.questions.get(said.asked);
-    if (!question) return;
-    this.questions.delete(said.asked);
-    this.asking = false;
+  answer(header, buffers) {
+    const query = this.queries.get(header.id);
+    if (!query) return;
+    this.queries.delete(header.id);
+    this.querying = false;
     clearTimeout(this.patience);
-    if (question.whole) {
-      this.base = new Layer(said, buffers);
+    if (query.whole) {
+      this.base = new Layer(header, buffers);
       this.root.classList.remove("labkit-unseen");
       this.arrived();
       this.drawLegend();
-    } else if (question.rank == this.alone) {
-      this.fine = new Layer(said, buffers);
+    } else if (query.rank == this.isolated) {
+      this.fine = new Layer(header, buffers);
     }
     this.redraw();
   }

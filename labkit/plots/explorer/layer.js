@@ -1,9 +1,9 @@
-// What the kernel answers: bars, colours and steps between two moments, as labkit/plots/explorer/window.py packs them.
+// The kernel's answer: bars, colours and steps of a time window, as packed by labkit/plots/explorer/window.py.
 
-/** One answer of the kernel: what lies between two moments. */
+/** One answer of the kernel: the data of a time window. */
 export class Layer {
-  constructor(said, buffers) {
-    Object.assign(this, said); // start, end, columns, complete, rows, seen, texts, partners
+  constructor(header, buffers) {
+    Object.assign(this, header); // start, end, columns, complete, rows, styles, texts, partners
     const bytes = buffers.map((b) => (b.buffer ? b.buffer.slice(b.byteOffset, b.byteOffset + b.byteLength) : b));
     const [edges, times, marks, colours, counts, most, steps, numbers] = bytes;
     this.edges = new Float64Array(edges);
@@ -16,7 +16,7 @@ export class Layer {
     this.steps = new Map();
     const allSteps = new Float64Array(steps);
     let [bar, mixed, step] = [0, 0, 0];
-    for (const row of said.rows) {
+    for (const row of header.rows) {
       this.lanes.set(row.row, row.lanes.map((lane) => {
         const own = { first: bar, last: bar + lane.bars, complete: lane.complete, mixed: lane.mixed ? mixed++ : -1 };
         bar = own.last;
@@ -32,7 +32,7 @@ export class Layer {
     return (this.end - this.start) / this.columns;
   }
 
-  /** The number of the first bar of a lane that ends after a moment. */
+  /** The number of the first bar of a lane that ends after a point in time. */
   firstAfter(lane, ns) {
     let [low, high] = [lane.first, lane.last];
     while (low < high) {
@@ -43,12 +43,12 @@ export class Layer {
     return low;
   }
 
-  /** Whether a lane's mixed colours say more than its bars, at a scale. */
+  /** Whether a lane is drawn with mixed colours at this scale, rather than with its bars. */
   mixes(lane, nsPerPixel) {
     return lane.mixed >= 0 && (!lane.complete || nsPerPixel > 0.7 * this.columnNs);
   }
 
-  /** The bars that are not sent one by one, at a moment; null where there are none. */
+  /** The bars at a point in time that were not sent one by one; null if there are none. */
   crowd(lane, row, ns) {
     const column = Math.min(Math.max(Math.floor((ns - this.start) / this.columnNs), 0), this.columns - 1);
     const cell = lane.mixed * this.columns + column;

@@ -1,11 +1,11 @@
-// The picture: what stands where on the page, and how layers are drawn. It knows what to show, not how that came about.
+// The picture: the layout of the page, and how layers are drawn.
 
-const GUTTER = 12; // between the strip of the whole run and the rows: room for the numbers of the steps
-const NARROW_PX = 1; // a bar below this shares its pixel with others
-const MICRO_BATCH = /^(?:forward|backward) (\d+)/i; // the number stays where the name has no room; as bars.py has it
+const GUTTER = 12; // between the strip of the whole run and the rows: room for the step numbers
+const NARROW_PX = 1; // a narrower bar shares its pixel with others
+const MICRO_BATCH = /^(?:forward|backward) (\d+)/i; // shown as its number where the name does not fit; as in bars.py
 const HINT =
-  "Point at a bar to read what it was; click keeps the words. Drag: zoom to that stretch, with Shift: move. Wheel: zoom, once you " +
-  "have clicked into the picture (or with Ctrl). Keys: ← → + −. Double-click or Esc: the whole run. A rank’s name: only that rank.";
+  "Point at a bar for its details; click to keep them open. Drag to zoom in, Shift+drag to move. The wheel zooms after a click into " +
+  "the picture, or with Ctrl. Keys: ← → + −. Double-click or Esc: whole run. Click a rank’s name to show only that rank.";
 
 function element(tag, name, parent, text = "") {
   const made = Object.assign(document.createElement(tag), { className: name, textContent: text });
@@ -16,11 +16,11 @@ function element(tag, name, parent, text = "") {
 class Picture {
   constructor(host, about) {
     this.about = about;
-    this.everybody = about.rows.map((_, row) => row); // a rank has a row, or one for its GPU and one for its CPU
+    this.allRows = about.rows.map((_, row) => row); // a rank has one row, or one each for its GPU and its CPU
     this.whole = { start: 0, end: about.duration };
     this.view = { start: about.begin, end: about.end };
-    this.alone = null; // the rank that is isolated
-    this.base = this.fine = this.pointed = null; // the whole, the part in more detail, what the pointer is at
+    this.isolated = null; // the only rank that is shown; null: all
+    this.base = this.fine = this.pointed = null; // the whole run, a part in more detail, the bar under the pointer
     this.build(host);
   }
 
@@ -38,14 +38,14 @@ class Picture {
     this.stripName = element("span", "labkit-strip-name", this.names, "whole run");
     this.buttons = about.rows.map(({ name, rank }) => {
       const button = element("button", "labkit-rank", this.names, name);
-      return Object.assign(button, { type: "button", title: `only ${about.ranks[rank]}; again: all ranks` });
+      return Object.assign(button, { type: "button", title: `show only ${about.ranks[rank]}; click again for all ranks` });
     });
     this.plot = element("div", "labkit-plot", body);
     this.plot.tabIndex = 0;
     this.plot.setAttribute("role", "application");
     const keys = "arrow keys move, plus and minus zoom, Escape shows the whole run";
     this.plot.setAttribute("aria-label", `timeline of ${about.title}: ${keys}`);
-    // JupyterLab's own keys mean other things: "a" makes a cell. It looks for this on what has the focus.
+    // Turns off JupyterLab's own keys, such as "a" for a new cell, while one of these elements has the focus.
     for (const focused of [this.plot, ...this.buttons]) focused.dataset.lmSuppressShortcuts = "true";
     this.canvas = element("canvas", "", this.plot);
     this.selection = element("div", "labkit-selection", this.plot);
@@ -61,7 +61,7 @@ class Picture {
 
   /** The rows that are shown. */
   get shown() {
-    return this.everybody.filter((row) => this.alone == null || this.about.rows[row].rank == this.alone);
+    return this.allRows.filter((row) => this.isolated == null || this.about.rows[row].rank == this.isolated);
   }
 
   get rowHigh() {
@@ -76,13 +76,13 @@ class Picture {
     return (this.view.end - this.view.start) / Math.max(this.width, 1);
   }
 
-  /** Put the ranks' names beside their rows. */
+  /** Place the ranks' names beside their rows. */
   place() {
     const shown = this.shown;
     this.buttons.forEach((button, row) => {
       const place = shown.indexOf(row);
       button.hidden = place < 0;
-      button.setAttribute("aria-pressed", String(this.alone != null && place >= 0));
+      button.setAttribute("aria-pressed", String(this.isolated != null && place >= 0));
       button.style.top = `${this.top + (place + 0.5) * this.rowHigh}px`;
     });
     this.high = this.top + shown.length * this.rowHigh;
@@ -92,11 +92,12 @@ class Picture {
     this.plot.style.height = `${this.high + 20}px`;
   }
 
-  say(more = "") {
+  /** Show which part of the run is in view, and a note. */
+  showWindow(note = "") {
     const { view, about } = this;
     const length = view.end - view.start;
     const part = `${timeInWords(length)} of it, from ${momentInWords(view.start, length, about.duration)}`;
-    this.where.textContent = (length < 0.999 * about.duration ? `  ·  ${part}` : "") + more;
+    this.where.textContent = (length < 0.999 * about.duration ? `  ·  ${part}` : "") + note;
   }
 
   draw() {
@@ -114,8 +115,8 @@ class Picture {
     this.font = style.fontFamily;
     this.paper = style.getPropertyValue("--labkit-paper");
     this.fills = this.about.styles.map((look) => fillOf(pen, look));
-    const { whole, view, base, fine, everybody } = this;
-    this.rows(pen, base, whole, everybody, 0, this.stripHigh / everybody.length, false);
+    const { whole, view, base, fine, allRows } = this;
+    this.rows(pen, base, whole, allRows, 0, this.stripHigh / allRows.length, false);
     this.frame(pen);
     this.mixed = false;
     pen.save();
@@ -131,7 +132,7 @@ class Picture {
     this.outline(pen, x);
     pen.restore();
     this.drawAxis();
-    this.say();
+    this.showWindow();
   }
 
   clipped(pen, from, to, draw) {
@@ -173,7 +174,7 @@ class Picture {
 
   caption(pen, bar, x, y, w, h) {
     const style = this.about.styles[bar.style];
-    if (!bar.name || bar.style == this.about.communication - 1) return; // the bar of no span needs no name
+    if (!bar.name || bar.style == this.about.communication - 1) return; // no span, no name
     pen.font = `10px ${this.font}`;
     const [left, right] = [Math.max(x, 0), Math.min(x + w, this.width)];
     const room = right - left - 4;
@@ -208,7 +209,7 @@ class Picture {
     for (const ns of shown) pen.fillRect((ns - view.start) * scale - 0.5, y + 1, 1, high - 2);
   }
 
-  /** The number of each step above the first row's own. */
+  /** The step numbers above the first row. */
   numbers(pen, layer, x) {
     pen.font = `10px ${this.font}`;
     pen.textAlign = "center";
@@ -221,7 +222,7 @@ class Picture {
     }
   }
 
-  /** Round the strip, and round the part of it that the rows show. */
+  /** Frames around the strip, and around the part of it that the rows show. */
   frame(pen) {
     const { start, end } = this.view;
     const x = (start / this.about.duration) * this.width;
@@ -234,7 +235,7 @@ class Picture {
     if (w < this.width - 1) pen.strokeRect(x + 0.5, 0.75, w - 1, this.stripHigh);
   }
 
-  /** Round what is pointed at, and the other ranks' part in the same operation. */
+  /** Outline the bar under the pointer, and the other ranks' bars of the same operation. */
   outline(pen, x) {
     if (!this.pointed?.layer) return;
     const { layer, number, operation } = this.pointed;
@@ -265,13 +266,13 @@ class Picture {
     this.unit.textContent = `time since the start of the run [${unit}]${mixed}`;
   }
 
-  /** Two lines: what the upper lane shows, and what the lower one. */
+  /** Two lines: the styles of the upper lane, and those of the lower lane. */
   drawLegend() {
     const { about } = this;
     const high = 10;
     const lines = [(n) => n < about.communication, (n) => n >= about.communication].map((mine) => {
       const line = element("div", "", null);
-      for (const number of this.base.seen.filter(mine)) {
+      for (const number of this.base.styles.filter(mine)) {
         const entry = element("span", "labkit-entry", line);
         const swatch = element("canvas", "", entry);
         const ratio = window.devicePixelRatio || 1;
@@ -287,19 +288,20 @@ class Picture {
     });
     this.legend.replaceChildren(...lines.filter((line) => line.childNodes.length));
   }
-  // What is where
+
+  // Positions
 
   moment(x) {
     return this.view.start + x * this.nsPerPixel;
   }
 
-  /** Mark a stretch of the plot that is being chosen; none if it is empty. */
+  /** Mark the part of the plot that is being selected. */
   select(from, to) {
     const [left, width, top, height] = [from, to - from, this.top, this.high - this.top].map((px) => `${px}px`);
     Object.assign(this.selection.style, { display: to > from ? "block" : "none", left, width, top, height });
   }
 
-  /** What lies at a place of the plot: a bar, a crowd of them narrower than a pixel, or nothing. */
+  /** What is drawn at a position of the plot: a bar, a crowd of bars narrower than a pixel, or null. */
   at(x, y) {
     const place = Math.floor((y - this.top) / this.rowHigh);
     const row = this.shown[place];

@@ -1,6 +1,6 @@
-"""What a browser needs to draw a stretch of a trace: bars with their facts, colours where many share a pixel, and not too much.
+"""The data that a browser needs to draw a time window of a trace: bars with their details, colours of shared pixels.
 
-All times are nanoseconds since the trace's start, as float64: exact for 104 days.
+All times are nanoseconds since the trace's start, as float64, which is exact up to 104 days.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from labkit.tracing.trace import Trace
 
 __all__ = ["Windows", "about"]
 
-EXACT: Final = 3000  # bars of a lane that travel as they are, however narrow: a usual run is sent once and as a whole
+EXACT: Final = 3000  # bars of a lane that are sent one by one, however narrow: a usual run is sent once, as a whole
 BARS_IN_ALL: Final = 40_000  # of an answer, at 104 bytes each: 4 MB
 COLUMNS: Final = 6000  # of an answer: two pixels each on the widest screens
 
 
 def about(view: View, image_end: str) -> dict[str, Any]:
-    """What stays the same while a trace is explored: its ranks, the stretch to begin with, and how everything looks.
+    """The constant data of an explorer: the ranks, the initial window, and the styles.
 
     Args:
-        view: what the still picture shows.
-        image_end: the end of that picture's data, by which it is found in the page.
+        view: what the still image shows.
+        image_end: the end of that image's data, by which the page finds it.
     """
     whole = view.whole
     waiting = waiting_in_words([whole])
@@ -49,22 +49,22 @@ def about(view: View, image_end: str) -> dict[str, Any]:
             for name, s in STYLES.items()
         ],
         "inks": INKS,
-        "communication": list(STYLES).index("exposed"),  # from this style on the legend is the lower lane's
+        "communication": list(STYLES).index("exposed"),  # from this style on, styles belong to the lower lane
         "image": image_end,
     }
 
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """What is sent of one lane: bars one by one, and colours for those narrower than a column.
+    """The data sent for one lane: bars one by one, and colours for bars narrower than a column.
 
     Args:
-        bars: one by one.
-        complete: whether these are all.
-        colours: red, green, blue, opacity from 0 to 255 per column, shape (columns, 4); None: there are bars for everything.
-        counts: how many narrow bars begin in each column.
-        most: the style that fills most of it.
-        styles: all that occur, bar by bar or in a colour.
+        bars: the bars that are sent one by one.
+        complete: whether these are all bars.
+        colours: red, green, blue, opacity from 0 to 255, shape (columns, 4); None if `bars` suffices.
+        counts: how many narrow bars start in each column.
+        most: the style that covers most of each column.
+        styles: all styles that occur, in a bar or in a colour.
     """
 
     bars: Bars
@@ -76,10 +76,10 @@ class _Lane:
 
 
 class Windows:
-    """A trace seen through windows of time.
+    """A trace, served window by window.
 
     Args:
-        trace: what to look at.
+        trace: the trace.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -90,19 +90,20 @@ class Windows:
         self._partners = _groups_in_words(trace)
 
     def look(self, start_ns: float, end_ns: float, columns: int, rank: int | None = None) -> tuple[dict[str, Any], list[bytes]]:
-        """What lies between two moments.
+        """The data between two times.
 
         Args:
             start_ns: since the trace's start.
             end_ns: since the trace's start.
-            columns: how many pixels there are for this stretch.
-            rank: only this one; default: all.
+            columns: the width of the window in pixels.
+            rank: only this rank; default: all.
 
         Returns:
-            what the buffers hold, in words of JSON; and the buffers. Of bars: begin and end, float64 (bars, 2); times of their
-            spans and bytes, float64 (bars, 6); style, name, line, partner, operation and flags, int32 (bars, 6). Of lanes with
-            colours, one after the other: colours, uint8 (columns, 4); counts, uint32 (columns,); most, uint8 (columns,). Of
-            rows: edges of steps, float64. Of the first: numbers, begins and ends of steps, float64 (n, 3).
+            a header that describes the buffers, and the buffers. For bars: start and end, float64 (bars, 2); times of
+            their spans and bytes, float64 (bars, 6); style, name, line, partner, operation and flags, int32 (bars, 6).
+            For lanes with colours, one after the other: colours, uint8 (columns, 4); counts, uint32 (columns,); most,
+            uint8 (columns,). For rows: boundaries of steps, float64. For the first row: numbers, starts and ends of
+            steps, float64 (n, 3).
         """
         trace, zero = self._trace, self._trace.start_ns
         start = zero + int(np.clip(start_ns, 0, trace.duration_ns - 1))
@@ -125,10 +126,10 @@ class Windows:
             rows.append({"row": number, "lanes": kinds, "steps": len(steps)})
             sent += both
             step_edges.append(steps)
-        said, facts = self._facts([lane.bars for lane in sent])
+        texts, details = self._details([lane.bars for lane in sent])
         mixed = [lane for lane in sent if lane.colours is not None]
         buffers = [
-            *facts,
+            *details,
             b"".join(lane.colours.tobytes() for lane in mixed if lane.colours is not None),
             b"".join(lane.counts.tobytes() for lane in mixed),
             b"".join(lane.most.tobytes() for lane in mixed),
@@ -136,9 +137,9 @@ class Windows:
             numbers[: limit if complete else 0].tobytes(),
         ]
         complete &= all(lane.complete for lane in sent)
-        seen = frozenset[int]().union(*(lane.styles for lane in sent))
-        where = {"start": start - zero, "end": end - zero, "columns": columns, "complete": complete}
-        return {**where, "rows": rows, "seen": sorted(seen), **said}, buffers
+        styles = frozenset[int]().union(*(lane.styles for lane in sent))
+        window = {"start": start - zero, "end": end - zero, "columns": columns, "complete": complete}
+        return {**window, "rows": rows, "styles": sorted(styles), **texts}, buffers
 
     def _lanes_of(self, row: int) -> tuple[Bars, Bars]:
         if row not in self._lanes:
@@ -146,7 +147,7 @@ class Windows:
         return self._lanes[row]
 
     def _steps_of(self, rank: int) -> tuple[NDArray[np.int64], Intervals]:
-        """The edges of a rank's steps, and the numbered steps above its row."""
+        """The boundaries of a rank's steps, and the numbered steps above its row."""
         if rank not in self._steps:
             data = self._trace.columns.data
             own = data[(data["rank"] == rank) & (data["kind"] == STEP)]
@@ -155,13 +156,13 @@ class Windows:
         return self._steps[rank]
 
     def _numbers(self, rank: int, start_ns: int, end_ns: int) -> NDArray[np.float64]:
-        """Number, begin and end of the numbered steps that touch a stretch of time."""
+        """Number, start and end of the numbered steps that overlap a window."""
         steps = self._steps_of(rank)[1]
         touch = np.flatnonzero((steps[:, 1] > start_ns) & (steps[:, 0] < end_ns))
         return np.column_stack([touch, steps[touch] - self._trace.start_ns]).astype(np.float64)
 
-    def _facts(self, parts: list[Bars]) -> tuple[dict[str, Any], list[bytes]]:
-        """What there is to say of each bar, as numbers and the texts that they stand for."""
+    def _details(self, parts: list[Bars]) -> tuple[dict[str, Any], list[bytes]]:
+        """The details of each bar: tables of texts, and buffers of times, bytes and indices into these tables."""
         trace, columns = self._trace, self._trace.columns
         start, end, style, span = (
             np.concatenate([getattr(bars, f) for bars in parts]) for f in ("start_ns", "end_ns", "style", "span")
@@ -185,28 +186,28 @@ class Windows:
         operation = np.unique(shared, axis=0, return_inverse=True)[1].reshape(-1)
         flags = (rows["flags"] & OPEN != 0) + 2 * (rows["flags"] & ON_CUDA != 0)
         marks = np.column_stack([style, name, line, partner, np.where(rows["group"] > 0, operation, -1), flags])
-        said = {"texts": [columns.names[i] for i in used], "partners": [self._partner_in_words(k) for k in keys.tolist()]}
-        edges = np.column_stack([start - zero, end - zero]).astype(np.float64)
-        return said, [edges.tobytes(), times.tobytes(), marks.astype(np.int32).tobytes()]
+        texts = {"texts": [columns.names[i] for i in used], "partners": [self._partner_in_words(k) for k in keys.tolist()]}
+        bounds = np.column_stack([start - zero, end - zero]).astype(np.float64)
+        return texts, [bounds.tobytes(), times.tobytes(), marks.astype(np.int32).tobytes()]
 
     def _partner_in_words(self, key: int) -> str:
-        """Of a rank's number, or, beyond those, of a group's name."""
+        """The text for a key: a rank's number, or the number of ranks plus the number of a group's name."""
         count = len(self._trace.ranks)
         return "" if key < 0 else f"with {self._trace.ranks[key]}" if key < count else self._partners.get(key - count, "")
 
 
 def _within(bars: Bars, start_ns: int, end_ns: int) -> Bars:
-    """The bars that touch a stretch of time."""
+    """The bars that overlap a window."""
     return bars[int(np.searchsorted(bars.end_ns, start_ns, "right")) : int(np.searchsorted(bars.start_ns, end_ns, "left"))]
 
 
 def _resolved(bars: Bars, edges: NDArray[np.int64], limit: int) -> _Lane:
-    """Bars as they are while each has room; beside that, colours in place of those narrower than a column.
+    """The data of one lane at the window's resolution: bars, and colours that stand in for bars narrower than a column.
 
     Args:
-        bars: of one lane, touching the window.
-        edges: of the columns, shape (columns + 1,).
-        limit: how many bars are sent in any case.
+        bars: the bars of one lane that overlap the window.
+        edges: edges of the columns, shape (columns + 1,).
+        limit: up to this number, all bars are sent.
     """
     columns = len(edges) - 1
     column_ns = (edges[-1] - edges[0]) / columns
@@ -224,7 +225,7 @@ def _resolved(bars: Bars, edges: NDArray[np.int64], limit: int) -> _Lane:
 
 
 def _groups_in_words(trace: Trace) -> dict[int, str]:
-    """Who takes part in the collectives of each group, by the number of its name."""
+    """The participants in the collectives of each group, by the number of the group's name."""
     data = trace.columns.data
     rows = data[(data["kind"] == COMMUNICATION) & (data["group"] > 0) & (data["peer"] < 0)]
     words = {}

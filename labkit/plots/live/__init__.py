@@ -1,1 +1,1 @@
-"""The live picture under a cell, frame by frame."""
+"""The live picture under a cell: what `group.watch` shows while a run goes on."""

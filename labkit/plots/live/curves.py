@@ -1,6 +1,6 @@
-"""Recorded values over time, per rank and averaged: remembered while a run goes on, and drawn under its timeline.
+"""Curves: values from `lab.record` over time, per rank and averaged, in the live picture and below the timeline.
 
-A single value is no curve: a size, say, that a rank noted once. Where another name has several, that one is drawn.
+The first name with several values is drawn. A name that was recorded only once (a size, say) is no curve.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLOUR", "EACH_RANK", "Curves", "beneath", "recorded"]
+__all__ = ["COLOUR", "EACH_RANK", "Curves", "draw_below", "recorded"]
 
-COLOUR: Final = "#CC79A7"  # the one of Okabe and Ito's that no bar of the timeline has
-EACH_RANK: Final = 8  # up to here the ranks are drawn one by one beside their mean
+COLOUR: Final = "#CC79A7"  # the colour of Okabe and Ito's palette that no bar of the timeline has
+EACH_RANK: Final = 8  # up to this many ranks are drawn one by one beside their mean
 BINS: Final = 128  # over the time shown
-CURVES: Final = 16  # names that are remembered: some of them may come once only
-POINTS: Final = 500  # of one line under a timeline
+CURVES: Final = 16  # names that are kept, since some may have a single value
+POINTS: Final = 500  # of one line below a timeline
 NAME: Final = 80  # characters of a curve's name
 SUPERSCRIPTS: Final = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-HIGH_IN: Final = 1.15  # of the panel under a timeline, with its axis
+HEIGHT_IN: Final = 1.15  # of the panel below a timeline, with its axis
 
 
 def recorded(scalars: Sequence[Scalar]) -> list[Scalar]:
-    """Those that the student's code wrote down."""
+    """The values recorded by the student's code, without labkit's own."""
     return [s for s in scalars if s.name != STEPS_IN_ALL and not s.name.startswith(MEMORY)]
 
 
 class Curves:
-    """A bounded memory of what the ranks record.
+    """The values recorded during a run, averaged in a fixed number of bins.
 
     Args:
-        ranks: how many there are.
-        start_ns: when the run began.
+        ranks: the number of ranks.
+        start_ns: start of the run.
     """
 
     def __init__(self, ranks: int, start_ns: int) -> None:
@@ -52,11 +52,11 @@ class Curves:
         self._sums: dict[str, NDArray[np.float64]] = {}  # by name: sums and numbers of values, shape (2, ranks, bins)
 
     def add(self, new: Sequence[Scalar], shown_ns: int) -> None:
-        """Take what was recorded since the last time.
+        """Add newly recorded values.
 
         Args:
             new: the values.
-            shown_ns: the time over which the bins extend: as before, or doubled, perhaps several times.
+            shown_ns: the time that the bins cover: as before, or doubled once or several times.
         """
         while self._shown_ns and self._shown_ns < shown_ns:
             for name, sums in self._sums.items():
@@ -75,13 +75,13 @@ class Curves:
 
     @property
     def names(self) -> list[str]:
-        """What a rank recorded more than once, in the order in which it came."""
+        """The names that a rank recorded more than once, in the order in which they first appeared."""
         return [name for name, (_, numbers) in self._sums.items() if (numbers.sum(axis=1) > 1).any()]
 
     def means(self, name: str) -> NDArray[np.float64]:
-        """The mean of each bin per rank, and at the end over all ranks, shape (ranks + 1, bins); NaN where there is nothing.
+        """The mean of each bin per rank, then over all ranks, shape (ranks + 1, bins); NaN for empty bins.
 
-        Ranks come to the same step at different times, so the mean over them takes the last value of each.
+        Ranks reach the same step at different times, so the mean over the ranks uses the last value of each.
         """
         sums, numbers = self._sums[name]
         with np.errstate(invalid="ignore"):
@@ -93,12 +93,12 @@ class Curves:
         return np.vstack([each, np.where(present.any(axis=0), over_ranks, np.nan)])
 
 
-def beneath(figure: Figure, trace: Trace) -> None:
-    """Put what the ranks recorded under their timeline, over the time of the whole run; nothing if there is no curve.
+def draw_below(figure: Figure, trace: Trace) -> None:
+    """Draw the first curve below the timeline, over the time of the whole run; nothing if there is no curve.
 
     Args:
-        figure: the timeline; it becomes higher.
-        trace: of the whole run.
+        figure: the timeline, whose height is increased.
+        trace: the trace of the whole run.
     """
     unit, unit_ns = unit_of(trace.duration_ns)
     by_name: dict[str, dict[int, list[tuple[float, float]]]] = {}
@@ -109,24 +109,24 @@ def beneath(figure: Figure, trace: Trace) -> None:
     name = next((name for name, lines in curves.items() if lines), None)
     if name is None or trace.duration_ns <= 0:
         return
-    each = [_few(np.array(points)) for points in curves[name]]
+    each = [_downsampled(np.array(points)) for points in curves[name]]
     timeline = figure.axes[0]
     width, before = figure.get_size_inches()
-    height = before + HIGH_IN
+    height = before + HEIGHT_IN
     for axes in figure.axes:
         box = axes.get_position()
-        axes.set_position((box.x0, (box.y0 * before + HIGH_IN) / height, box.width, box.height * before / height))
+        axes.set_position((box.x0, (box.y0 * before + HEIGHT_IN) / height, box.width, box.height * before / height))
     figure.set_size_inches(width, height)
     box = timeline.get_position()
     with labkit_style():
-        panel = figure.add_axes((box.x0, 0.42 / height, box.width, (HIGH_IN - 0.5) / height))
+        panel = figure.add_axes((box.x0, 0.42 / height, box.width, (HEIGHT_IN - 0.5) / height))
         for points in each if 1 < len(each) <= EACH_RANK else []:
             panel.plot(*points.T, color=COLOUR, alpha=0.45, linewidth=0.8)
         count = min(map(len, each))
-        mean = np.mean([points[:count] for points in each], axis=0)  # of the ranks' first values, of their second ones, …
+        mean = np.mean([points[:count] for points in each], axis=0)  # of the ranks' first values, of their second, …
         panel.plot(*mean.T, color=COLOUR, linewidth=1.6, marker="o" if count < 20 else "", markersize=3)
         panel.set(xlim=(0, trace.duration_ns / unit_ns), xlabel=f"time since the start of the run [{unit}]")
-        # Above, where it is seen whole: beside the numbers there may be no room for it.
+        # Above the panel: beside the numbers there may be no room for a long name.
         panel.set_title(shortened(name, NAME) + _scaled(panel), fontsize=8.5, pad=2)
         panel.locator_params(axis="y", nbins=3)
         panel.grid(axis="y")
@@ -136,13 +136,13 @@ def beneath(figure: Figure, trace: Trace) -> None:
         around = panel.get_tightbbox()
         assert around is not None
         beyond = 2 - around.x0
-        if beyond > 0:  # long numbers beside short names of ranks
+        if beyond > 0:  # long numbers need more room than the ranks' names above
             inside, moved = panel.get_position(), beyond / figure.bbox.width
             panel.set_position((inside.x0 + moved, inside.y0, inside.width - moved, inside.height))
 
 
 def _scaled(panel: Axes) -> str:
-    """Label an axis of long numbers in units of a power of ten, and return what then stands beside the curve's name."""
+    """Scale long numbers of an axis by a power of ten, and return that factor as the suffix of the curve's name."""
     largest = max(map(abs, panel.get_ylim()))
     power = math.floor(math.log10(largest)) if largest else 0
     if -3 < power < 5:
@@ -151,7 +151,7 @@ def _scaled(panel: Axes) -> str:
     return f"  [10{str(power).translate(SUPERSCRIPTS)}]"
 
 
-def _few(points: NDArray[np.float64]) -> NDArray[np.float64]:
-    """At most `POINTS` of many: the means of so many neighbours each, in time and value; shape (points, 2)."""
-    several = -(-len(points) // POINTS)
-    return np.array([points[i : i + several].mean(axis=0) for i in range(0, len(points), several)])
+def _downsampled(points: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Reduce points to at most `POINTS`: means over neighbours, in time and value; shape (points, 2)."""
+    stride = -(-len(points) // POINTS)
+    return np.array([points[i : i + stride].mean(axis=0) for i in range(0, len(points), stride)])

@@ -1,10 +1,10 @@
 """One frame of the live picture: an SVG in a string, with the colours and the geometry of the timeline.
 
-It is built by hand because it must be cheap: a figure of matplotlib takes 100 ms, this about 2. Its size is bounded, its height
-is fixed from the first frame to the last, and what it does not colour itself takes the theme's colours, light or dark.
+The SVG is built by hand: a matplotlib figure takes 100 ms, this about 2 ms. Its size is bounded, its height is the same
+in all frames of a run, and everything but the bars has the theme's colours, light or dark.
 
-A frame that no other takes the place of fades, and says so: it was saved while the ranks worked. A page that is loaded anew gets
-no further frames, since a front end drops what belongs to a cell that it did not run itself.
+A frame that is not replaced fades, and says that it was saved while the ranks were running: a reloaded page gets no
+further frames, because a front end drops the updates of a cell that it did not run itself.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from labkit.plots.bars import LANES, STYLES, Bars, blend, caption, coverage, ink
 from labkit.plots.live.curves import COLOUR, EACH_RANK
 from labkit.plots.style import shortened
 from labkit.plots.waits import ALONE
-from labkit.plots.widths import status_in, wide
+from labkit.plots.widths import fitting_status, text_width
 from labkit.tracing.trace import Trace
 from labkit.worker.resource_usage import Load
 
 __all__ = ["STILL", "Curve", "Detail", "LiveFrame", "LiveRow", "Past", "clock_time", "svg"]
 
-Cells = tuple[NDArray[np.float64], NDArray[np.float64]]  # what fills the bins of the two lanes: shape (styles, bins), in ns
+Cells = tuple[NDArray[np.float64], NDArray[np.float64]]  # covered time in ns of each lane, shape (styles, bins)
 
 WIDTH: Final = 900.0  # of the drawing, in its own units: pixels in a notebook of usual width
-RIGHT: Final = 215.0  # right of the rows: what a rank is waiting in, and its memory; above that, the curve
-SLOTS: Final = (0.0, 150.0, 245.0, 395.0, 505.0)  # where steps, rate, time left and values stand: numbers that grow move nothing
+RIGHT: Final = 215.0  # right of the rows: the ranks' statuses and memory; above them, the curve
+SLOTS: Final = (0.0, 150.0, 245.0, 395.0, 505.0)  # x of steps, rate, time left, values: fixed, whatever the length of texts
 CHARACTER: Final = 6.1  # mean width of a character at 11 units
-BARS_IN_ALL: Final = 1600  # more than that are drawn as cells, so that a frame stays below 100 kB
+BARS_IN_ALL: Final = 1600  # more bars are drawn as cells, so that a frame stays below 100 kB
 CELLS_IN_ALL: Final = 2048
 TEXTS_PER_LANE: Final = 12
-COARSE: Final = 15  # steps from 0 to 1 to which mixed colours are rounded, so that neighbours become one
-HEAD: Final = 58.0  # height of title, progress and words
-FOOT: Final = 66.0  # of axis and legend
-STILL_S: Final = 10  # without another frame: so long it never takes while the page gets them, however busy the machine
+COARSE: Final = 15  # mixed colours are rounded to this many steps from 0 to 1, so that similar neighbours are merged
+HEAD: Final = 58.0  # height of title and progress
+FOOT: Final = 66.0  # height of axis and legend
+STILL_S: Final = 10  # no live frame takes this long to be replaced, however busy the machine
 STILL: Final = (
-    "This picture no longer moves: it was saved while the ranks worked.",
+    "This picture is no longer live: it was saved while the ranks were running.",
     "When the run is over, lab.timeline(run) draws it, and run.output has the prints.",
 )
-GAP: Final = 8.0  # at least, between a rank's status and what it takes of the machine
+GAP: Final = 8.0  # minimum between a rank's status and its resource usage
 _SOFT: Final = ' opacity=".65"'
 _HALO: Final = ' paint-order="stroke" stroke-width="3" stroke="var(--jp-layout-color0,var(--vscode-editor-background,white))"'
 _LINE: Final = 'fill="currentColor" fill-opacity=".5"'
@@ -58,10 +58,10 @@ class LiveRow:
     """A rank in a frame.
 
     Args:
-        name: the rank's.
-        status: what it is doing, in few words.
+        name: the rank's name.
+        status: what it is doing, in a few words.
         blocked: whether it waits.
-        load: what it takes of the machine.
+        load: its resource usage.
     """
 
     name: str
@@ -75,8 +75,8 @@ class Curve:
     """A recorded value over the time that the strip shows.
 
     Args:
-        name: what it is.
-        means: of its bins, per rank and at the end over all ranks, shape (ranks + 1, bins); NaN where there is nothing.
+        name: the name given to `lab.record`.
+        means: the mean of each bin, per rank and then over all ranks, shape (ranks + 1, bins); NaN for empty bins.
     """
 
     name: str
@@ -88,9 +88,10 @@ class Past:
     """The run so far, in bins.
 
     Args:
-        cells: per rank, what filled the bins of its lanes.
-        shown_ns: the time over which they extend.
-        drawn: the strip and the rows as SVG once they were drawn, since bins are filled less often than frames are drawn.
+        cells: per rank, the covered time of its lanes' bins.
+        shown_ns: the time that the bins cover.
+        drawn: the strip and the rows as SVG once drawn: a cache, since bins are filled less often than frames are
+            drawn.
     """
 
     cells: list[Cells]
@@ -103,11 +104,11 @@ class Detail:
     """A part of the run that is drawn bar by bar.
 
     Args:
-        trace: that part.
-        extent_ns: width of the rows' time axis.
-        label: of that axis.
-        marked: where on the run's own axis the part lies, begin and end in ns; None where it is the whole.
-        drawn: the rows as SVG once they were drawn, since a part may stay for several frames.
+        trace: the part.
+        extent_ns: length of the rows' time axis.
+        label: label of that axis.
+        marked: start and end of the part in ns since the run's start; None if it is the whole run.
+        drawn: the rows as SVG once drawn: a cache, since a part may be shown for several frames.
     """
 
     trace: Trace
@@ -122,14 +123,14 @@ class LiveFrame:
     """What one frame shows.
 
     Args:
-        title: what runs, and where.
-        elapsed_ns: since the run's start.
-        fraction: of the loop that is done, from 0 to 1; None where that is not known.
-        progress: steps, rate, time left, and values, in words; "" for what is not known.
+        title: what runs where.
+        elapsed_ns: time since the run's start.
+        fraction: completed fraction of the loop, from 0 to 1; None if unknown.
+        progress: texts for steps, rate, time left, and values; "" if unknown.
         rows: the ranks.
         past: what the strip shows.
-        detail: what the rows show; None: the past as well.
-        curve: the first of the recorded values; None: there is none yet.
+        detail: what the rows show; None: the same as the strip.
+        curve: the first recorded value with several points; None if there is none yet.
     """
 
     title: str
@@ -143,7 +144,7 @@ class LiveFrame:
 
     @property
     def in_words(self) -> str:
-        """How far it is, in one line."""
+        """The progress in one line."""
         return "  ·  ".join(part for part in self.progress if part) or clock_time(self.elapsed_ns)
 
 
@@ -152,40 +153,40 @@ def svg(frame: LiveFrame, name: str) -> str:
 
     Args:
         frame: what to show.
-        name: of the display, for the ids in the drawing, which are the page's.
+        name: prefix that makes the SVG's ids unique in the page.
     """
     return _Drawing(frame, name).html()
 
 
 def clock_time(elapsed_ns: int) -> str:
-    """Time since the start, in tenths of a second, later in minutes."""
+    """Elapsed time, in tenths of a second up to a minute: "12.3 s", "3 min 05 s"."""
     seconds = elapsed_ns / 1e9
     return f"{seconds:.1f} s" if seconds < 60 else f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
 
 
 @dataclass(slots=True)
 class _Pen:
-    """Collects shapes by colour, so that a drawing has few elements; texts lie above them."""
+    """Collects shapes by fill, so that a drawing has few elements; texts are drawn above them."""
 
     paths: dict[str, list[str]] = field(default_factory=dict)
     above: list[str] = field(default_factory=list)
 
     def box(self, fill: str, x: float, y: float, width: float, height: float) -> None:
-        """Add a rectangle."""
+        """Add a rectangle with this fill attribute."""
         self.paths.setdefault(fill, []).append(f"M{x:.1f} {y:.1f}h{width:.1f}v{height:.1f}h-{width:.1f}z")
 
     def text(self, x: float, y: float, text: str, more: str = "") -> None:
-        """Add a text."""
+        """Add a text with more attributes."""
         if text:
             self.above.append(f'<text x="{x:.1f}" y="{y:.1f}"{more}>{escape(text)}</text>')
 
     def drawn(self) -> str:
-        """All of it as SVG."""
+        """All shapes and texts as SVG."""
         return "".join(f'<path {fill} d="{"".join(parts)}"/>' for fill, parts in self.paths.items()) + "".join(self.above)
 
 
 class _Drawing:
-    """A frame being drawn."""
+    """Draws one frame."""
 
     def __init__(self, frame: LiveFrame, name: str) -> None:
         self.frame, self.name, self.count = frame, name, len(frame.rows)
@@ -206,18 +207,18 @@ class _Drawing:
             size = f' font-size="{min(11.0, self.row_high):g}"'
             self.pen.text(self.left - 8, middle, shortened(row.name, 16), ' text-anchor="end"' + size)
             at = self.left + self.wide + 8
-            text = status_in((WIDTH - self._load(row, middle, size) - at - GAP) / min(11.0, self.row_high), row.status)
+            text = fitting_status((WIDTH - self._load(row, middle, size) - at - GAP) / min(11.0, self.row_high), row.status)
             self.pen.text(at, middle, text, size + (' font-weight="600"' if row.blocked else _SOFT))
         if any(row.load.nbytes for row in frame.rows):
-            taken = "own memory" if all(row.load.busy is None for row in frame.rows) else "GPU busy, its memory"
-            self.pen.text(WIDTH - 4, self.bottom + 14, taken, ' text-anchor="end" font-size="9.5"' + _SOFT)
+            label = "own memory" if all(row.load.busy is None for row in frame.rows) else "GPU busy, its memory"
+            self.pen.text(WIDTH - 4, self.bottom + 14, label, ' text-anchor="end" font-size="9.5"' + _SOFT)
         if frame.curve is not None:
             self._curve(frame.curve)
         self._axis()
         label = escape(f"{frame.title}: {frame.in_words}", quote=True)
         fonts = "font-family:var(--jp-ui-font-family,system-ui,sans-serif);font-size:11px"
         return (
-            # The theme's text colour in JupyterLab and in VS Code, else what the page has.
+            # The theme's text colour in JupyterLab and in VS Code, else that of the page.
             '<div style="color:var(--jp-ui-font-color1,var(--vscode-editor-foreground,inherit));max-width:1000px">'
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {self.bottom + FOOT:g}" role="img" '
             f'aria-label="{label}" fill="currentColor" style="display:block;width:100%;{fonts}">'
@@ -228,19 +229,19 @@ class _Drawing:
         )
 
     def _load(self, row: LiveRow, y: float, size: str) -> float:
-        """What the rank takes of the machine, at the right margin; how far to the left of it that reaches."""
+        """Draw the rank's resource usage at the right margin, and return its width."""
         reaches, font = 4.0, min(11.0, self.row_high)
         if row.load.nbytes:
             text = bytes_in_words(row.load.nbytes)
             self.pen.text(WIDTH - 4, y, text, ' text-anchor="end"' + size)
-            reaches += wide(text) * font
+            reaches += text_width(text) * font
         if row.load.busy is not None:
             self.pen.text(WIDTH - 58, y, f"{row.load.busy} %", ' text-anchor="end"' + size)
-            reaches = 58 + wide(f"{row.load.busy} %") * font
+            reaches = 58 + text_width(f"{row.load.busy} %") * font
         return reaches
 
     def _still(self) -> str:
-        """What a frame says once it has stood for long."""
+        """The text of a frame that was not replaced."""
         pen, x, y = _Pen(), self.left + self.wide / 2, (self.top + self.bottom) / 2
         for line, text in enumerate(STILL):
             pen.text(x, y + 18 * line, text, ' text-anchor="middle" font-size="13" font-weight="600"')
@@ -259,7 +260,7 @@ class _Drawing:
             pen.text(self.left + x, 49, part)
 
     def _curve(self, curve: Curve) -> None:
-        """A small panel in the upper right corner: thin lines for the ranks, a thick one for their mean."""
+        """A small panel in the upper right corner: thin lines for the ranks, a thick line for their mean."""
         left, top, bottom = self.left + self.wide + 48, 22.0, HEAD + self.strip_high
         wide = WIDTH - 4 - left
         self.pen.text(left, 14, shortened(curve.name, 22), ' font-size="10" font-weight="600"')
@@ -270,7 +271,7 @@ class _Drawing:
         if np.isnan(curve.means).all():
             return
         low, high = float(np.nanmin(curve.means)), float(np.nanmax(curve.means))
-        digits = next((n for n in range(2, 6) if f"{low:.{n}g}" != f"{high:.{n}g}"), 2)  # that tell both ends apart
+        digits = next((n for n in range(2, 6) if f"{low:.{n}g}" != f"{high:.{n}g}"), 2)  # enough to distinguish both
         middle, half = (low + high) / 2, max((high - low) / 2, abs(high) * 1e-6, 1e-12) * 1.12
         for value, y in ((high, top + 8), (low, bottom - 1)) if high > low else ((high, (top + bottom) / 2 + 3),):
             self.pen.text(left - 4, y, f"{value:.{digits}g}", ' text-anchor="end" font-size="9"' + _SOFT)
@@ -282,13 +283,11 @@ class _Drawing:
             y = (top + bottom) / 2 - (row[there] - middle) / half * (bottom - top) / 2
             points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(each[there].tolist(), y.tolist(), strict=True))
             if points.count(" ") == 0 and points:
-                points = f"{points} {points}"  # a line of one point is a dot
+                points = f"{points} {points}"  # a line needs two points; two equal ones draw a dot
             self.pen.above.append(f'<polyline points="{points}" fill="none" stroke="{COLOUR}"{look}/>')
 
     def _strip(self) -> str:
-        """The whole run in small, with the part marked that the rows show."""
-        frame = self.frame
-        columns = min(128, max(CELLS_IN_ALL // (4 * self.count), 16))
+        frame, columns = self.frame, min(128, max(CELLS_IN_ALL // (4 * self.count), 16))
         strip = self._past("strip", columns, HEAD, self.strip_high / self.count)
         self.pen.text(self.left - 8, HEAD + self.strip_high / 2 + 3.5, "whole run", ' text-anchor="end" font-size="9.5"' + _SOFT)
         self._outline(self.left, self.wide, 1, ' stroke-opacity=".25"')
@@ -322,13 +321,13 @@ class _Drawing:
         return past.drawn[where]
 
     def _cells(self, pen: _Pen, cells: Cells, columns: int, shown_ns: int, y: float, high: float) -> None:
-        """The bins of a rank's lanes as coloured cells; neighbours of one colour are one."""
+        """The bins of a rank's lanes as coloured cells; neighbours of the same colour are merged."""
         pixel = self.wide / columns
         for covered, (top, height) in zip(cells, LANES, strict=True):
             fold = covered.shape[1] // columns
             sums = covered[:, : fold * columns].reshape(len(covered), columns, fold).sum(axis=2)
             steps = np.round(blend(sums, shown_ns / columns) * COARSE).astype(np.int64)
-            mixed = steps @ (16**3, 16**2, 16, 1)  # red, green, blue and opacity in a hexadecimal digit each
+            mixed = steps @ (16**3, 16**2, 16, 1)  # a hexadecimal digit each for red, green, blue and opacity
             first = np.append(0, np.flatnonzero(mixed[1:] != mixed[:-1]) + 1)
             for colour, a, b in zip(mixed[first].tolist(), first.tolist(), [*first[1:].tolist(), columns], strict=True):
                 if alpha := colour & 15:
@@ -336,7 +335,7 @@ class _Drawing:
                     pen.box(fill, self.left + a * pixel, y + top * high, (b - a) * pixel + 0.1, height * high)
 
     def _bars(self, pen: _Pen, detail: Detail, rank: int, y: float) -> None:
-        """A rank's row, bar by bar; cells where there are too many bars."""
+        """A rank's row, bar by bar, or as cells if there are too many bars."""
         limit, start_ns = BARS_IN_ALL // (2 * self.count), detail.trace.start_ns
         both = lanes(detail.trace, rank)
         if max(len(bars) for bars in both) > limit:
@@ -350,7 +349,7 @@ class _Drawing:
             at, tall = y + top * self.row_high, height * self.row_high
             x = (self.left + (bars.start_ns - start_ns) * scale).tolist()
             width = np.maximum((bars.end_ns - bars.start_ns) * scale, 0.3)
-            gap = np.where(width > 4, 0.7, 0)  # a hair of the page between neighbours, so that buckets can be counted
+            gap = np.where(width > 4, 0.7, 0)  # between neighbours, so that buckets can be counted
             for style, a, w in zip(bars.style.tolist(), x, (width - gap).tolist(), strict=True):
                 pen.box(fills[style], a, at, w, tall)
             if tall >= 9:
@@ -361,7 +360,7 @@ class _Drawing:
             text = caption(trace, i, bars, (width[i] - 5) / 5.6) if width[i] > 12 else ""
             if text:
                 colour = {"light": "white", "dark": "#16191F", "page": "currentColor"}[ink(_NAMES[bars.style[i]])]
-                halo = _HALO if STYLES[_NAMES[bars.style[i]]].hatch else ""  # else the stripes strike the text through
+                halo = _HALO if STYLES[_NAMES[bars.style[i]]].hatch else ""  # else stripes cross the text
                 pen.text(x[i] + width[i] / 2, y, text, f' text-anchor="middle" font-size="10" fill="{colour}"{halo}')
 
     def _axis(self) -> None:
@@ -387,7 +386,7 @@ def _fill(name: str, style: str) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _hatch(name: str) -> str:
-    """The patterns of stripes."""
+    """The SVG patterns of striped styles."""
     found = ""
     for style, look in STYLES.items():
         if look.hatch:
@@ -400,7 +399,7 @@ def _hatch(name: str) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _legend(name: str, left: float, y: float, *, alone: bool) -> str:
-    """Two lines: what the upper lane shows, and what the lower one. A single rank waits for no other."""
+    """Two lines: the styles of the upper lane, and those of the lower. `alone`: there is no other rank to wait for."""
     pen, x = _Pen(), left
     for style, look in STYLES.items():
         if style == "exposed":
@@ -413,7 +412,7 @@ def _legend(name: str, left: float, y: float, *, alone: bool) -> str:
 
 
 def _ticks(extent: float) -> list[float]:
-    """Round numbers from 0 to `extent`, about six."""
+    """About six round numbers from 0 to `extent`."""
     rough = extent / 6
     power = 10.0 ** math.floor(math.log10(rough))
     stride = next(m * power for m in (1, 2, 5, 10) if m * power >= rough)

@@ -1,4 +1,4 @@
-"""How far a run is: steps done and to come, steps per second, the last values that the ranks recorded."""
+"""Progress of a run: steps done and left, steps per second, and the last recorded values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from labkit.tracing.trace import Trace
 
 __all__ = ["Progress"]
 
-REMEMBERED: Final = 100  # steps per rank: the rate is their mean
+KEPT_STEPS: Final = 100  # per rank; the rate is their mean
 NAMES_SHOWN: Final = 4  # recorded values beside the bar
 
 
@@ -20,14 +20,14 @@ class _Steps:
     """The steps of one rank."""
 
     def __init__(self) -> None:
-        self.last: deque[tuple[int, int]] = deque(maxlen=REMEMBERED)  # start and end in ns
+        self.last: deque[tuple[int, int]] = deque(maxlen=KEPT_STEPS)  # start and end in ns
         self.count = 0  # in the whole run
-        self.in_loop = 0  # in the loop under way
+        self.in_loop = 0  # in the current loop
         self.loops = 0
         self.loop_length = 0  # 0: unknown
 
     def add(self, loops: list[tuple[int, int]], steps: list[tuple[int, int]], sums: list[tuple[int, int]]) -> None:
-        """Take what is new: loops as (begin in ns, length), steps as (start, end) in ns, many at once as (start, how many)."""
+        """Add new loops as (start in ns, length), steps as (start, end), and sums of steps as (start, count)."""
         since = 0
         if loops:
             self.loops += len(loops)
@@ -38,17 +38,17 @@ class _Steps:
             self.in_loop += count * (start >= since)
         for start, end in steps:
             if self.last and start < self.last[-1][1]:
-                continue  # the step of a loop around this one
+                continue  # a step of an outer loop
             self.last.append((start, end))
             self.count += 1
             self.in_loop += start >= since
 
 
 class Progress:
-    """Follows the steps and the recorded values of a run.
+    """The steps and recorded values of a run so far.
 
     Args:
-        ranks: how many there are.
+        ranks: the number of ranks.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -56,7 +56,7 @@ class Progress:
         self._values: dict[str, dict[int, float]] = {}
 
     def add(self, new: Trace) -> None:
-        """Take what was completed since the last time."""
+        """Add the newly completed spans and values."""
         loops: dict[int, list[tuple[int, int]]] = {}
         for scalar in new.scalars:
             if scalar.name == STEPS_IN_ALL:
@@ -78,33 +78,33 @@ class Progress:
 
     @property
     def done(self) -> int:
-        """Steps that all ranks have made, of those that make any."""
+        """The number of steps completed by all ranks that have any."""
         slowest = self._slowest()
         return slowest.count if slowest else 0
 
     @property
     def fraction(self) -> float | None:
-        """How much of the loop under way is done, from 0 to 1; None where its length is not known."""
+        """The completed fraction of the current loop, from 0 to 1; None if its length is unknown."""
         slowest = self._slowest()
         return min(slowest.in_loop / slowest.loop_length, 1.0) if slowest and slowest.loop_length else None
 
     def last_step(self) -> tuple[int, int] | None:
-        """Begin and end in ns, over all ranks, of the last step that all have made."""
-        done, stretch = self.done, []
+        """Start and end in ns, over all ranks, of the last step that all ranks have completed."""
+        done, found = self.done, []
         for own in self._steps:
-            back = own.count - done  # the rank is that many steps ahead
-            if own.count and back < len(own.last):
-                stretch.append(own.last[-1 - back])
-        if not done or not stretch:
+            ahead = own.count - done
+            if own.count and ahead < len(own.last):
+                found.append(own.last[-1 - ahead])
+        if not done or not found:
             return None
-        return min(start for start, _ in stretch), max(end for _, end in stretch)
+        return min(start for start, _ in found), max(end for _, end in found)
 
     def in_words(self) -> str:
-        """Step, rate, time left and the last values: "37 of 500 steps  ·  12.4 steps/s  ·  37 s left  ·  loss 0.412"."""
+        """Steps, rate, time left and last values: "37 of 500 steps  ·  12.4 steps/s  ·  37 s left  ·  loss 0.412"."""
         return "  ·  ".join(part for part in self.parts() if part)
 
     def parts(self) -> tuple[str, ...]:
-        """The same one by one: three texts, "" for what is not known, and one for each value."""
+        """Steps, rate and time left ("" if unknown), and a text for each of the last values."""
         steps, rate, left, slowest = "", "", "", self._slowest()
         if slowest is not None:
             length = slowest.loop_length
@@ -138,7 +138,7 @@ def _rate(per_s: float) -> str:
 
 
 def _clock_time(seconds: float) -> str:
-    """A time to come: "12 s", "3 min 20 s", "2 h 5 min"."""
+    """A duration: "12 s", "3 min 20 s", "2 h 5 min"."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

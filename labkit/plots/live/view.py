@@ -1,9 +1,9 @@
-"""The picture that moves: `Live` watches a run from the notebook's main thread, and leaves the finished timeline behind.
+"""`Live`: the live picture of a run, which leaves the finished timeline behind.
 
-A run tells it three things: `begin`, `update` (what was completed since the last time, what is under way) and `end`. It keeps
-a bounded memory of that, draws a frame from it and puts it in place of the last one (`plots.live.recent` and `frame`).
-When the run is over, the timeline as an image takes its place, so that a saved notebook holds one picture and every viewer
-shows it.
+A run calls `begin`, `update` (with newly completed spans and pending operations) and `end`, on the notebook's main
+thread. `Live` keeps a bounded memory of the run (`recent`), draws frames from it (`frame`), and replaces the last frame
+with each new one. After the run, an image of the timeline takes the place of the frames, so that a saved notebook
+contains one picture, which every viewer can show.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol, TextIO
 
 from labkit.errors.units import time_in_words
 from labkit.plots.image import as_image
-from labkit.plots.live.curves import Curves, beneath
+from labkit.plots.live.curves import Curves, draw_below
 from labkit.plots.live.frame import Curve, Detail, LiveFrame, LiveRow, Past, svg
 from labkit.plots.live.progress import Progress
 from labkit.plots.live.recent import Recent
@@ -29,32 +29,32 @@ from labkit.worker.resource_usage import Load
 
 __all__ = ["Live"]
 
-SHARE: Final = 1 / 30  # of one core that drawing may take: where a frame is dear, there are fewer
-FEW_STEPS: Final = 12  # up to here the whole run is drawn; beyond it, one step
-SLOW_STEP_NS: Final = 400_000_000  # a step that takes longer is shown while it is made
+SHARE: Final = 1 / 30  # of one core that drawing may take: the more a frame costs, the fewer frames are drawn
+FEW_STEPS: Final = 12  # up to this many steps, the whole run is drawn; beyond it, one step
+SLOW_STEP_NS: Final = 400_000_000  # a longer step is shown while it runs
 HOLD_NS: Final = 600_000_000  # how long a step stays in the picture, so that the eye can follow
-WORTH_SAYING_NS: Final = 500_000_000  # a wait that is longer is shown with its time
+LONG_WAIT_NS: Final = 500_000_000  # a longer wait is shown with its duration
 
 
 class Screen(Protocol):
-    """Where frames go."""
+    """Shows frames."""
 
-    def begin(self, said: str) -> None:
-        """Make room; `said` is what a reader without pictures sees, from the beginning to the end."""
+    def begin(self, alt_text: str) -> None:
+        """Open the display; `alt_text` is what a viewer without images shows, throughout the run."""
 
     def show(self, frame: LiveFrame) -> None:
-        """Show a frame in place of the last one."""
+        """Replace the last frame."""
 
     def end(self, trace: Trace, title: str) -> None:
-        """Leave the finished picture behind."""
+        """Replace the last frame with the finished timeline."""
 
 
 class Live:
-    """Watches a run, as `group.picture.Picture` describes it.
+    """The live picture of a run; implements `group.picture.Picture`.
 
     Args:
-        screen: where to show it; default: the cell's output in a notebook, one line in a terminal, nowhere else.
-        clock: gives the processor time of this thread in ns, to know what drawing costs.
+        screen: where to show it; default: the cell's output in a notebook, one line in a terminal, else nowhere.
+        clock: returns this thread's CPU time in ns, to measure the cost of drawing.
     """
 
     interval_s = 0.2  # five frames a second look like movement
@@ -63,13 +63,13 @@ class Live:
         self._given, self._clock = screen, clock
 
     def begin(self, ranks: tuple[str, ...], title: str, start_ns: int, called: Sequence[int] | None = None) -> None:
-        """The ranks start now; the first frame appears at once.
+        """Start the picture of a run with its first frame.
 
         Args:
-            ranks: their names.
-            title: what runs, and where: "train on 4 ranks".
-            start_ns: the moment.
-            called: the numbers of those that call the function, the others serve; default: all.
+            ranks: names of the ranks.
+            title: what runs where: "train on 4 ranks".
+            start_ns: start of the run.
+            called: the numbers of the ranks that call the function, while the others serve; default: all.
         """
         self._title, self._start_ns = title, start_ns
         self._screen = self._given or _screen_here()
@@ -80,42 +80,42 @@ class Live:
         self._detail_until_ns = 0
         self._past: Past | None = None
         self._past_at_ns = 0
-        self._broken = False
-        self._carefully(lambda: self._first_frame(ranks))
+        self._failed = False
+        self._safely(lambda: self._first_frame(ranks))
 
     def update(self, now_ns: int, new: Trace, pending: Sequence[Sequence[Pending]], loads: Sequence[Load] = ()) -> None:
-        """Show what has happened.
+        """Show the state of the run.
 
         Args:
-            now_ns: the moment.
-            new: what was completed since the last update.
-            pending: per rank, the operations under way.
-            loads: per rank, what it takes of the machine.
+            now_ns: the current time.
+            new: the spans completed since the last update.
+            pending: per rank, its pending operations.
+            loads: per rank, its resource usage.
         """
         self._loads = tuple(loads) or self._loads
-        self._carefully(lambda: self._next_frame(now_ns, new, pending))
+        self._safely(lambda: self._next_frame(now_ns, new, pending))
 
     def end(self, trace: Trace, stopped: str) -> None:
-        """The run is over: the timeline takes the place of the frames.
+        """Replace the frames with the timeline of the finished run.
 
         Args:
-            trace: of the whole run.
-            stopped: what ended it before its time: "stopped by an error"; "" if nothing did.
+            trace: the trace of the whole run.
+            stopped: why the run ended early, as in "stopped by an error"; "" if it did not.
         """
-        self._broken = False  # what went wrong with a frame need not go wrong with the timeline
+        self._failed = False  # the timeline can be drawn even if a frame could not
         title = f"{self._title}, {stopped}" if stopped else self._title
-        self._carefully(lambda: self._screen.end(trace, title))
+        self._safely(lambda: self._screen.end(trace, title))
 
-    def _carefully(self, draw: Callable[[], None]) -> None:
-        """A picture must not end a run; but it says so, once, when it cannot be drawn."""
-        if self._broken:
+    def _safely(self, draw: Callable[[], None]) -> None:
+        """Draw; on failure, say so once and let the run continue."""
+        if self._failed:
             return
         try:
             draw()
-        except Exception as error:  # noqa: BLE001  # whatever it is, the run is worth more
-            self._broken = True
-            what = f"{type(error).__name__}: {error}"
-            print(f"labkit could not draw the run, which is not affected by it. {what}", file=sys.stderr)
+        except Exception as error:  # noqa: BLE001  # no error of a picture may end a run
+            self._failed = True
+            reason = f"{type(error).__name__}: {error}"
+            print(f"labkit could not draw the run. The run itself is not affected. {reason}", file=sys.stderr)
 
     def _first_frame(self, ranks: tuple[str, ...]) -> None:
         self._screen.begin(f"timeline of {self._title}")
@@ -136,9 +136,9 @@ class Live:
         for rank, name in enumerate(recent.ranks):
             status, blocked = _status(pending[rank], now_ns, returned=(recent.returned_ns[rank] or 0) > self._start_ns)
             rows.append(LiveRow(name, status, blocked, self._loads[rank]))
-        if self._past is None or (self._past_at_ns, self._past.shown_ns) != (recent.whole_ns, recent.shown_ns):
+        if self._past is None or (self._past_at_ns, self._past.shown_ns) != (recent.complete_ns, recent.shown_ns):
             cells = [recent.binned(rank) for rank in range(len(rows))]
-            self._past, self._past_at_ns = Past(cells, recent.shown_ns), recent.whole_ns
+            self._past, self._past_at_ns = Past(cells, recent.shown_ns), recent.complete_ns
         curve = next((Curve(name, self._curves.means(name)) for name in self._curves.names), None)
         return LiveFrame(
             self._title, elapsed_ns, self._progress.fraction, self._progress.parts(), rows, self._past,
@@ -146,19 +146,19 @@ class Live:
         )  # fmt: skip
 
     def _detail_at(self, now_ns: int, pending: Sequence[Sequence[Pending]]) -> Detail | None:
-        """What is drawn bar by bar: the whole run while it is short; a late step of a long one, as long as it is remembered."""
+        """The part drawn bar by bar: all of a short run; of a long one, a recent step if its spans are still kept."""
         recent = self._recent
-        if not recent.forgotten_ns and self._progress.done <= FEW_STEPS:
+        if not recent.dropped_ns and self._progress.done <= FEW_STEPS:
             return Detail(recent.trace(now_ns, pending), recent.shown_ns, "time since the start of the run")
         if now_ns < self._detail_until_ns:
             return self._detail
         last = self._progress.last_step()
-        if last is None or last[0] < recent.forgotten_ns:
+        if last is None or last[0] < recent.dropped_ns:
             return None
         begin, end = last
-        grows = end - begin > SLOW_STEP_NS  # then the step under way is shown beside it
+        grows = end - begin > SLOW_STEP_NS  # then the current step is shown beside it
         extent_ns = _round_up((end - begin) * (2 if grows else 1), self._detail.extent_ns if self._detail else 0)
-        # Of a quick step nothing beyond its end: what is not complete there would look like no work at all.
+        # A quick step is cut at its end: incomplete spans beyond it would look like idle time.
         until = min(begin + extent_ns, now_ns) if grows else end
         self._detail = Detail(
             recent.trace(now_ns, pending).between(begin, until), extent_ns,
@@ -169,7 +169,7 @@ class Live:
 
 
 def _round_up(length_ns: int, before_ns: int) -> int:
-    """A round length for an axis on which something of this length fits; the one before, while it still serves."""
+    """A round length for an axis, at least `length_ns`; the previous length as long as it fits."""
     if 0.55 * before_ns <= length_ns <= before_ns:
         return before_ns
     power = 10 ** (len(str(length_ns)) - 1)
@@ -177,12 +177,12 @@ def _round_up(length_ns: int, before_ns: int) -> int:
 
 
 def _status(pending: Sequence[Pending], now_ns: int, *, returned: bool) -> tuple[str, bool]:
-    """What a rank is doing, as far as it is known, and whether it waits."""
+    """What a rank is doing, if known, and whether it is blocked."""
     waits = [p for p in pending if p.wait_start_ns]
     if waits:
         oldest = min(waits, key=lambda p: p.wait_start_ns)
         waited_ns = now_ns - oldest.wait_start_ns
-        return oldest.name + ("…" if waited_ns < WORTH_SAYING_NS else f"… {time_in_words(waited_ns)}"), True
+        return oldest.name + ("…" if waited_ns < LONG_WAIT_NS else f"… {time_in_words(waited_ns)}"), True
     if pending:
         return f"{pending[0].name}…", False
     return ("returned", False) if returned else ("", False)
@@ -191,18 +191,18 @@ def _status(pending: Sequence[Pending], now_ns: int, *, returned: bool) -> tuple
 class _Cell:
     """The output of a notebook's cell: one display, which is updated.
 
-    The display is born as text alone, and dies with that text beside the image: nbval 0.11 compares what a display was at its
-    birth with what the saved notebook holds, and leaves images aside.
+    The display starts as text alone, and ends with the same text beside the image: nbval 0.11 compares the first
+    version of a display with the saved notebook, and ignores images.
     """
 
     def __init__(self) -> None:
-        self._name = f"labkit-{uuid.uuid4().hex[:12]}"  # ids in a drawing are the page's
-        self._said = ""
+        self._name = f"labkit-{uuid.uuid4().hex[:12]}"  # ids in an SVG must be unique in the page
+        self._alt_text = ""
 
-    def begin(self, said: str) -> None:
-        self._said = said
+    def begin(self, alt_text: str) -> None:
+        self._alt_text = alt_text
         self._display({})
-        # The first import takes half a second: better now than when a student waits for the words of an error, or after Stop.
+        # The first import takes half a second, which would delay an error message or Stop if it came later.
         threading.Thread(target=_import_matplotlib, daemon=True, name="labkit-import").start()
 
     def show(self, frame: LiveFrame) -> None:
@@ -215,30 +215,30 @@ class _Cell:
         from labkit.plots.timeline import figure_of
 
         figure = figure_of(trace, title)
-        beneath(figure, trace)
+        draw_below(figure, trace)
         data, metadata = as_image(figure)
         self._display(data, metadata, update=True)
 
     def _display(self, data: dict[str, Any], metadata: dict[str, Any] | None = None, *, update: bool = False) -> None:
         from IPython.display import display
 
-        display(data | {"text/plain": self._said}, raw=True, metadata=metadata or {}, display_id=self._name, update=update)
+        display(data | {"text/plain": self._alt_text}, raw=True, metadata=metadata or {}, display_id=self._name, update=update)
 
 
 def _import_matplotlib() -> None:
-    with contextlib.suppress(ImportError):  # the last picture says what is missing
+    with contextlib.suppress(ImportError):  # drawing the timeline will say what is missing
         import matplotlib.backends.backend_agg
         import matplotlib.figure  # noqa: F401
 
 
 class _Line:
-    """One line of a terminal, written over and over."""
+    """One line of a terminal, overwritten with each frame."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
-    def begin(self, said: str) -> None:
-        """Nothing yet."""
+    def begin(self, alt_text: str) -> None:
+        """Does nothing."""
 
     def show(self, frame: LiveFrame) -> None:
         waiting = [f"{row.name}: {row.status}" for row in frame.rows if row.blocked][:2]
@@ -252,20 +252,20 @@ class _Line:
 
 
 class _Nowhere:
-    """No one is looking."""
+    """Discards all frames."""
 
-    def begin(self, said: str) -> None:
-        """Nothing."""
+    def begin(self, alt_text: str) -> None:
+        """Does nothing."""
 
     def show(self, frame: LiveFrame) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def end(self, trace: Trace, title: str) -> None:
-        """Nothing: the run keeps its trace."""
+        """Does nothing."""
 
 
 def _screen_here() -> Screen:
-    """The cell's output in a notebook's kernel, a line where standard error is a terminal, else nowhere."""
+    """The cell's output in a notebook kernel, a line if standard error is a terminal, else nowhere."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if hasattr(shell, "kernel"):

@@ -1,6 +1,6 @@
-// Where a picture stands in the notebook: over the image that the notebook keeps, as long as the kernel lives.
+// Where the explorer is placed in the page: over the notebook's image, while the kernel is alive.
 
-/** Over each image of the page that is this widget's own, for as long as the kernel lives. */
+/** Cover each of the page's images that belongs to this widget, while the kernel is alive. */
 function initialize({ model }) {
   const covers = new Map(); // by image
   const search = () => {
@@ -12,16 +12,16 @@ function initialize({ model }) {
     }
   };
   let due = 0;
-  const watch = new MutationObserver(() => {
+  const observer = new MutationObserver(() => {
     due ||= requestAnimationFrame(() => {
       due = 0;
       search();
     });
   });
-  watch.observe(document.body, { childList: true, subtree: true });
+  observer.observe(document.body, { childList: true, subtree: true });
   search();
   return () => {
-    watch.disconnect();
+    observer.disconnect();
     cancelAnimationFrame(due);
     for (const [image, explorer] of covers) {
       explorer.remove();
@@ -31,7 +31,7 @@ function initialize({ model }) {
   };
 }
 
-/** Where the front end gives the widget a place of its own. */
+/** In front ends that provide an element for the widget. */
 function render({ model, el }) {
   const explorer = new Explorer(model, el);
   return () => explorer.remove();

@@ -1,10 +1,10 @@
-// What the page says of a bar, a crowd of bars, a time and a size. Times are nanoseconds since the start of the trace.
-// The texts of the styles come from Python; how times and sizes are said is as in labkit/plots/style.py, and a test compares.
+// Texts: the details of a bar or a crowd of bars, times and sizes. Times are nanoseconds since the start of the trace.
+// The texts of the styles come from Python. Times and sizes are formatted as in labkit/errors/units.py; a test compares.
 
 const OPEN = 1; // flags of a bar, as window.py sends them
 const ON_CUDA = 2;
 
-/** The unit in which a time reads well, and its length in ns; as labkit/plots/style.py has it. */
+/** A suitable unit for a time, and its length in ns; as in labkit/errors/units.py. */
 export function unitOf(ns) {
   return [["s", 1e9], ["ms", 1e6], ["µs", 1e3]].find(([, length]) => ns >= 1.5 * length) ?? ["ns", 1];
 }
@@ -23,7 +23,7 @@ export function bytesInWords(bytes) {
   return unit == "B" ? `${bytes.toFixed(0)} B` : `${threeDigits(bytes / size)} ${unit}`;
 }
 
-/** A moment, in the unit of the axis and as exactly as a stretch of `near` ns needs it. */
+/** A point in time, in the unit of the axis, with the precision that an interval of `near` ns needs. */
 export function momentInWords(ns, near, whole) {
   const [unit, length] = unitOf(whole);
   return `${(ns / length).toFixed(decimals(near / 99 / length))} ${unit}`;
@@ -31,7 +31,7 @@ export function momentInWords(ns, near, whole) {
 
 const decimals = (smallest) => Math.min(Math.max(Math.ceil(-Math.log10(smallest)), 0), 9);
 
-/** What there is to say of one bar, a line each; the first is its name. */
+/** The details of one bar, as lines; the first is its name. */
 export function barInWords(bar, about) {
   const style = about.styles[bar.style];
   const took = bar.completed - bar.issued;
@@ -45,31 +45,31 @@ export function barInWords(bar, about) {
   } else {
     const later = (ns) => `${timeInWords(ns - bar.issued)} later`;
     const moments = [`issued at ${at(bar.issued)}`];
-    if (bar.ready > bar.issued && bar.ready < bar.completed) moments.push(`others there ${later(bar.ready)}`);
+    if (bar.ready > bar.issued && bar.ready < bar.completed) moments.push(`others arrived ${later(bar.ready)}`);
     if (!(bar.flags & OPEN)) moments.push(`completed ${later(bar.completed)}`);
     lines.push(moments.join("  ·  "));
     const waited = bar.waitEnd - bar.waitStart;
     const since = bar.waitStart - bar.issued > 0.05 * took ? `, from ${later(bar.waitStart)}` : "";
     lines.push(waited > 0 ? `the rank was blocked in it for ${timeInWords(waited)}${since}` : "the rank was not blocked in it");
   }
-  if (bar.flags & OPEN) lines.push("had not come to its end when the run had");
+  if (bar.flags & OPEN) lines.push("not completed when the run ended");
   if (bar.flags & ON_CUDA) lines.push("timed by the GPU");
-  const line = bar.line && bar.style < about.communication ? `first used at ${bar.line}` : bar.line; // of a name, once a run
+  const line = bar.line && bar.style < about.communication ? `first used at ${bar.line}` : bar.line; // lines are recorded once per name and run
   const where = [bar.partner, line].filter(Boolean).join("  ·  ");
   return where ? [...lines, where] : lines;
 }
 
-/** The same for bars that are narrower than a pixel. */
+/** The details of bars narrower than a pixel, as lines. */
 export function crowdInWords(crowd, about) {
   const style = about.styles[crowd.most].legend;
   return [
     `${crowd.count} bars`,
     `${about.ranks[about.rows[crowd.row].rank]}  ·  in ${timeInWords(crowd.length)}, mostly: ${style}`,
-    "each narrower than a pixel: zoom in to tell them apart",
+    "each narrower than a pixel: zoom in to see them",
   ];
 }
 
-/** Round numbers between two, about `count` of them. */
+/** About `count` round numbers between two values. */
 export function ticks(from, to, count) {
   const rough = (to - from) / Math.max(count, 1);
   const power = 10 ** Math.floor(Math.log10(rough));
