@@ -423,7 +423,7 @@ def test_a_step_that_is_not_there_is_an_error_that_says_which_are():
     with pytest.raises(LabError, match=r"no steps; wrap its loop: `for batch in lab.steps\(batches\):`"):
         timeline(many(40), step=0)
     for wrong in ("last", 1.5, range(0), range(0, 3, 2)):
-        with pytest.raises(TypeError, match=r"expected a number, a range such as range\(3, 6\), or 'all'"):
+        with pytest.raises(TypeError, match=r"expected a step number, a range such as range\(3, 6\), or 'all'"):
             timeline(trace, step=wrong)
 
 
