@@ -1,6 +1,6 @@
-"""After every test: no process, no listening port and no shared memory of ours is left, and this process is as it was.
+"""Checks after every test that no process, listening port or shared memory of ours is left, and that this process is unchanged.
 
-Two things may stay, kept on purpose for the next group: the server that forks ranks, and spare spawned ranks.
+Two things may stay for the next group: the server that forks ranks, and spare spawned ranks.
 A group that a wider fixture opened before the test may keep its ranks.
 """
 
@@ -24,18 +24,18 @@ from processes import left_after
 
 SESSION = "LABKIT_TEST_SESSION"  # inherited by every process that a test starts, also by one that has lost its parent
 os.environ[SESSION] = str(os.getpid())
-# On a busy machine any test, program or notebook may be the one that waits for a framework to be imported, and hear of it.
+# On a busy machine, any test, program or notebook may wait for a framework to be imported and print the notice.
 os.environ["LABKIT_SLOW_START_S"] = "180"
 
 SETTLE_LIMIT_S = 60.0  # for processes that were told to end
 
 VARIABLES = ("PATH", "HOME", "PYTHONPATH", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG")
 
-foreign: set[int] = set()  # processes looked at and found to be none of ours: reading 200 environments at every test takes 40 ms
+foreign: set[int] = set()  # processes found not to be ours: reading 200 environments at every test takes 40 ms
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def no_leftovers() -> Iterator[None]:
     """Compare what exists after the test with what existed before it."""
     groups, processes, ports, memory = set(_groups()), _processes(), _listening(), _shared_memory()
     state = _state()
@@ -50,21 +50,21 @@ def nothing_is_left() -> Iterator[None]:
     assert not [_describe(p) for p in _at_last(lambda: left_after(1, [p.pid for p in left()]))], "the test left processes"
     assert not _at_last(lambda: _listening() - ports), "the test left listening ports"
     assert not _at_last(lambda: _shared_memory() - memory), "the test left shared memory"
-    assert _state() == state, "the test left this process changed, for all tests after it"
+    assert _state() == state, "the test changed this process for all later tests"
 
 
 @pytest.fixture(autouse=True)
-def pytests_own_settings_stay_here(
-    nothing_is_left: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+def pytests_own_settings_stay_out_of_ranks(
+    no_leftovers: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its filter that makes warnings errors, and its logging handlers, are no student's: those have a test file of their own."""
+    """pytest's warnings filter and logging handlers must not reach ranks; the student's have a test file of their own."""
     if "labkit.worker.notebook_settings" in sys.modules and "notebooks_settings" not in request.fixturenames:
         monkeypatch.setattr("labkit.worker.notebook_settings.NotebookSettings.news", lambda _: None)
 
 
 @pytest.fixture
 def cells(monkeypatch: pytest.MonkeyPatch) -> Cells:
-    """A notebook's namespace: what its cells define travels as a notebook's does."""
+    """A notebook's namespace: what its cells define is pickled as a notebook's definitions are."""
     return Cells(new_main(monkeypatch))
 
 
@@ -80,7 +80,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture
 def plain() -> Iterator[None]:
-    """Figures whatever the user's own settings are, in the font that matplotlib brings along; closed afterwards."""
+    """Figures independent of the user's settings, in matplotlib's bundled font; closed afterwards."""
     import matplotlib as mpl
     import matplotlib.pyplot as plt
 
@@ -93,14 +93,14 @@ def plain() -> Iterator[None]:
 
 @pytest.fixture
 def stop_works() -> Iterator[None]:
-    """SIGINT is a KeyboardInterrupt, also where the tests were started in the background, which ignores it."""
+    """SIGINT raises KeyboardInterrupt, also if the tests run in the background, where it is ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def _at_last(look: Callable[[], Collection[Any]]) -> Collection[Any]:
-    """What there still is when threads and processes that were told to end have had time to."""
+    """What is still there after ending threads and processes have had time to end."""
     until = time.monotonic() + SETTLE_LIMIT_S
     while (found := look()) and time.monotonic() < until:
         time.sleep(0.01)
@@ -144,7 +144,7 @@ def _listening() -> set[int]:
 
 
 def _state() -> dict[str, Any]:
-    """What the tests to come take for granted of this process."""
+    """The state of this process that later tests rely on."""
     hard_limits = {name: resource.getrlimit(getattr(resource, name))[1] for name in dir(resource) if name.startswith("RLIMIT_")}
     variables = {name: value for name, value in os.environ.items() if name in VARIABLES or name.startswith("LABKIT_")}
     return {"folder": os.getcwd(), **hard_limits, "SIGCHLD": signal.getsignal(signal.SIGCHLD), **variables}

@@ -1,4 +1,4 @@
-"""labkit with nothing but its base dependencies: it imports, and what is missing names the extra and the command."""
+"""labkit with only its base dependencies: it imports, and errors for missing packages name the extra and the command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEAVY = ("torch", "tensorflow", "keras", "matplotlib", "ipywidgets", "anywidget"
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of packages that holds labkit and its base dependencies, and nothing else."""
+    """A folder of packages that holds only labkit and its base dependencies."""
     folder = tmp_path_factory.mktemp("base")
     (folder / "labkit").symlink_to(ROOT / "labkit")
     for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]:
@@ -32,7 +32,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(base: Path, program: str) -> Any:
-    """Run a program that sees only these packages and the standard library; what it prints, read as JSON."""
+    """Run a program that sees only these packages and the standard library; returns its output, read as JSON."""
     program = f"import sys; sys.path.append({str(base)!r})\nimport json\n{program}"
     answer = subprocess.run(
         [sys.executable, "-I", "-S", "-c", program], cwd=base, capture_output=True, text=True, timeout=200, check=False
@@ -56,7 +56,7 @@ def test_the_fixture_hides_the_frameworks(base: Path) -> None:
     assert run(base, program) == ["numpy", "psutil"]
 
 
-def test_every_public_name_is_there_or_names_its_extra(base: Path) -> None:
+def test_every_public_name_exists_or_names_its_extra(base: Path) -> None:
     program = """
 import labkit
 answers = {}
@@ -80,7 +80,7 @@ print(json.dumps(answers))
         ("lab.timeline(lab.Trace(ranks=['rank 0']))", "plot"),
     ],
 )
-def test_using_what_is_missing_names_the_extra(base: Path, call: str, extra: str) -> None:
+def test_using_a_missing_package_names_the_extra(base: Path, call: str, extra: str) -> None:
     program = f"""
 import labkit as lab
 try:
@@ -91,7 +91,7 @@ except lab.LabError as error:
     assert f'pip install "labkit[{extra}]"' in run(base, program)
 
 
-def test_ranks_and_traces_work(base: Path) -> None:
+def test_ranks_and_traces_work_without_extras(base: Path) -> None:
     program = """
 import labkit as lab
 def work(n):
@@ -106,7 +106,7 @@ if __name__ == "__main__":
     assert run(base, program) == [[7, 7], ["forward"]]
 
 
-def test_the_sentence() -> None:
+def test_the_message_for_a_missing_package() -> None:
     assert str(missing("TensorFlow", "tf")) == (
         "TensorFlow is not installed; the extra 'tf' brings it:  pip install \"labkit[tf]\"  "
         '(in a notebook cell: %pip install "labkit[tf]")'

@@ -25,19 +25,32 @@ def test_digits_have_the_promised_shapes_and_types() -> None:
     assert np.array_equal(labels, train.labels.numpy())
 
 
-def test_digits_are_normalised_and_all_ten_are_there_in_both_parts() -> None:
+def test_digits_are_normalised_and_both_parts_have_all_ten() -> None:
     train, test = digits()
     assert abs(train.inputs.mean()) < 1e-6
     assert abs(train.inputs.std() - 1) < 1e-5
     assert set(train.labels.tolist()) == set(test.labels.tolist()) == set(range(10))
 
 
-def test_the_seed_decides_which_digits_go_where() -> None:
+def test_the_seed_decides_the_split_of_the_digits() -> None:
     one, same, other = digits()[1], digits()[1], digits(seed=1)[1]
     assert one.inputs.equal(same.inputs)
     assert one.labels.equal(same.labels)
     assert not one.labels.equal(other.labels)
-    assert one.labels[:12].tolist() == [9, 9, 7, 2, 3, 3, 3, 7, 2, 7, 8, 1]  # RandomState keeps its word
+    assert one.labels[:12].tolist() == [
+        9,
+        9,
+        7,
+        2,
+        3,
+        3,
+        3,
+        7,
+        2,
+        7,
+        8,
+        1,
+    ]  # RandomState guarantees the same numbers in all versions
 
 
 def test_no_digit_is_in_both_parts() -> None:
@@ -53,7 +66,7 @@ def test_enlarging_keeps_flat_pictures_flat_and_ramps_straight() -> None:
     assert flat.shape == (1, 28, 28)
     assert np.allclose(flat, 3.0)
     ramp = data._enlarge(np.broadcast_to(np.arange(8.0), (1, 8, 8)), 28)[0, 0]
-    inner = ramp[2:-2]  # beyond the outermost centres the border's value goes on
+    inner = ramp[2:-2]  # beyond the outermost centres the border's value continues
     assert np.allclose(np.diff(inner), 8 / 28)
     assert (ramp[0], ramp[-1]) == (0.0, 7.0)
 
@@ -88,19 +101,19 @@ def test_sentences_are_balanced_and_have_the_promised_shapes() -> None:
     assert len(TOPICS) == 4
 
 
-def test_sentences_are_the_same_every_time_and_another_seed_gives_others() -> None:
+def test_sentences_depend_only_on_the_seed() -> None:
     one, same, other = (sentences("tensorflow", seed=s)[0] for s in (0, 0, 1))
     assert np.array_equal(one.inputs, same.inputs)
     assert np.array_equal(one.labels, same.labels)
     assert not np.array_equal(one.labels, other.labels)
 
 
-def test_any_first_stretch_of_sentences_has_as_many_of_each_topic() -> None:
+def test_any_prefix_of_the_sentences_has_equally_many_of_each_topic() -> None:
     labels = sentences("tensorflow")[0].labels
     assert np.bincount(labels[:64]).tolist() == [16] * 4
 
 
-def test_a_sentence_found_twice_or_in_two_topics_is_not_drawn_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_sentence_is_drawn_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "_CHAPTERS", {"one": ("a", "b"), "two": ("c",)})
     monkeypatch.setattr(data, "TOPICS", ("one", "two"))
     chapters = {
@@ -126,7 +139,7 @@ def test_sentences_are_prose() -> None:
     assert data._sentences(chapter) == ['"yield" gives a value back to its caller.']
 
 
-def test_the_vocabulary_pads_in_front_and_marks_what_it_does_not_know() -> None:
+def test_the_vocabulary_pads_in_front_and_marks_unknown_words() -> None:
     vocabulary = Vocabulary(("<pad>", "<unknown>", "the", "loop", "ends"), length=4)
     numbers = vocabulary.encode(["The loop ends.", "the the the the loop", "A loop!"])
     assert numbers.tolist() == [[0, 2, 3, 4], [2, 2, 2, 2], [0, 0, 1, 3]]
@@ -154,13 +167,13 @@ def test_the_text_classifier_learns_the_topics() -> None:
     assert (model(test.inputs).argmax(1) == test.labels).float().mean() > 0.45  # guessing gives 0.25
 
 
-def test_a_manual_with_too_few_sentences_is_said() -> None:
+def test_a_manual_with_too_few_sentences_is_reported() -> None:
     with pytest.raises(LookupError, match=r"the manual of this Python has \d+ sentences on strings; 10000 are needed|statements"):
         data._manual(10_000, seed=0)
 
 
 @pytest.mark.parametrize("read", [digits, sentences])
-def test_an_unknown_framework_names_the_known_ones(read) -> None:
+def test_an_unknown_framework_lists_the_known_ones(read) -> None:
     with pytest.raises(ValueError, match=rf"{read.__name__}\('jax'\): expected 'torch' or 'tensorflow'"):
         read("jax")
 

@@ -1,4 +1,4 @@
-"""The rules of the house that a program can hold: what may import what, how long a file is, what no file names."""
+"""The rules of the code base that a program can check: imports, length of files, names, no paths of a machine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ FILES = {
 }
 LIMIT_LINES = 420  # "about 400"
 
-# Each may import those before it, and no other.
+# Each package may import only those before it.
 LAYERS = (
     "errors", "recording", "costs", "tracing", "ipc", "comm", "worker", "group", "plots", "notebook", "exercises",
 )  # fmt: skip
 BESIDE = {"__init__", "__main__", "data", "models", "py.typed"}  # what students import by name
-LAZY = "labkit"  # the package itself names all its parts, and imports one when it is first asked for
+LAZY = "labkit"  # the package itself names all its parts and imports each on first use
 
-# Words that once stood for things that have a name in the field, or that say nothing about the thing that they name.
+# Words that were used for things with a standard name, or that say nothing about the thing.
 METAPHORS = {
     "aside", "blame", "borrow", "bury", "carried", "crew", "deed", "edge", "flight", "hands", "ledger", "mends", "parcel", "seat",
     "sheet", "strike", "told", "what", "wire",
@@ -37,7 +37,7 @@ NOT_YET_RENAMED = {
 
 
 def imports(module: str) -> set[str]:
-    """The files of labkit that a file imports, also inside its functions and for types alone."""
+    """The files of labkit that a file imports, also inside functions and only for types."""
     found = set()
     for node in ast.walk(ast.parse(FILES[module].read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -48,7 +48,7 @@ def imports(module: str) -> set[str]:
 
 
 def names_given(tree: ast.AST) -> set[str]:
-    """The names that a file gives: of its classes, functions, arguments, attributes and variables."""
+    """The names that a file defines: classes, functions, arguments, attributes and variables."""
     found: set[str | None] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler | ast.MatchAs):
@@ -77,13 +77,13 @@ def layer(module: str) -> int:
     return LAYERS.index(room) if room in LAYERS else len(LAYERS)
 
 
-def test_the_package_has_these_rooms_and_no_others() -> None:
+def test_the_package_has_exactly_these_parts() -> None:
     found = {path.name.removesuffix(".py") for path in (ROOT / "labkit").iterdir() if path.name != "__pycache__"}
     assert found == {*LAYERS} | BESIDE
 
 
-def test_no_circles() -> None:
-    graphlib.TopologicalSorter(GRAPH).prepare()  # raises CycleError, which names the circle
+def test_no_import_cycles() -> None:
+    graphlib.TopologicalSorter(GRAPH).prepare()  # raises CycleError, which names the cycle
 
 
 def test_imports_run_one_way() -> None:
@@ -92,7 +92,7 @@ def test_imports_run_one_way() -> None:
 
 
 @pytest.mark.parametrize("module", FILES)
-def test_a_file_says_its_idea_first_and_is_short(module: str) -> None:
+def test_a_file_is_short_and_its_first_line_states_its_idea(module: str) -> None:
     text = FILES[module].read_text()
     first = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
     assert re.search(r"[.:`)]$", first), f"the first line is no sentence: {first!r}"
@@ -111,8 +111,8 @@ def test_no_name_is_a_private_metaphor() -> None:
 
 
 @pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="not a git checkout")
-def test_no_committed_file_names_somebodys_machine() -> None:
-    """A path of the machine that a notebook ran on stands easily in a traceback or in the name of a file."""
+def test_no_committed_file_contains_a_path_of_a_machine() -> None:
+    """Paths of the machine that a notebook ran on easily get into a traceback or a file name."""
     machine = re.compile(rf"{re.escape(str(ROOT))}\b|/(home|Users|root)/(?!ada/)\w+")  # ada is an example in the tests
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
     found = []

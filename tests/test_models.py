@@ -39,7 +39,7 @@ def test_a_missing_framework_is_named_with_the_command_that_installs_it(missing:
     assert python(code) == f'{name} needs {missing}, which is not installed; this command installs it: pip install "{command}"'
 
 
-def test_an_unknown_model_names_the_known_ones() -> None:
+def test_an_unknown_model_lists_the_known_ones() -> None:
     with pytest.raises(AttributeError, match=r"labkit\.models has no 'ResNet'; it has CNN, TextClassifier, keras_cnn"):
         _ = labkit.models.ResNet
     assert dir(labkit.models) == ["CNN", "TextClassifier", "keras_cnn"]
@@ -58,7 +58,7 @@ def test_the_cnn_has_the_sizes_of_the_classic_tutorial() -> None:
     assert cnn(torch.zeros(3, 1, 28, 28)).shape == (3, 10)
 
 
-def test_pooling_before_relu_gives_what_relu_before_pooling_gives() -> None:
+def test_pooling_before_relu_equals_relu_before_pooling() -> None:
     import torch
     import torch.nn.functional as F
 
@@ -74,7 +74,7 @@ def test_a_lesson_can_show_the_code() -> None:
     assert inspect.getsource(labkit.models.TextClassifier).startswith("class TextClassifier(nn.Module):")
 
 
-def test_the_text_classifier_hears_every_word_and_ignores_the_padding() -> None:
+def test_the_text_classifier_uses_every_word_and_ignores_the_padding() -> None:
     import torch
 
     torch.manual_seed(0)

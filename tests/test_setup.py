@@ -1,4 +1,4 @@
-"""The way to a working environment: the make file, the versions, and a labkit without the frameworks."""
+"""The way to a working environment: the Makefile, the versions, and the search for a Python."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 
 def outside_make() -> dict[str, str]:
-    """The environment without what an outer make hands on: `make test` runs these tests, and its options are not theirs."""
+    """The environment without the variables of an outer make: `make test` runs these tests."""
     return {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES", "PYTHON")}
 
 
@@ -54,8 +54,8 @@ def test_constraints_are_exact_and_leave_the_build_open() -> None:
     assert len(lines) == len(PINNED)
 
 
-def test_what_is_needed_indirectly_is_pinned_too() -> None:
-    """On Linux the constraints hold everything that the direct dependencies bring along."""
+def test_indirect_dependencies_are_pinned_too() -> None:
+    """On Linux the constraints contain everything that the direct dependencies require."""
     seen: set[str] = set()
     waiting = [(r.name, r.extras) for r in DIRECT]
     while waiting:
@@ -83,7 +83,7 @@ def test_conda_installs_what_make_installs() -> None:
     assert shlex.split(install.split(" pip install ")[1]) == [word for line in conda for word in line.split()]
 
 
-def test_condas_python_is_one_that_make_accepts(tmp_path: Path) -> None:
+def test_make_accepts_condas_python(tmp_path: Path) -> None:
     (python,) = [d for d in ENVIRONMENT["dependencies"] if isinstance(d, str) and d.startswith("python=")]
     version = python.removeprefix("python=")
     assert Version(version) in Requirement(f"python{PROJECT['requires-python']}").specifier
@@ -94,7 +94,7 @@ def test_condas_python_is_one_that_make_accepts(tmp_path: Path) -> None:
 
 
 def fake_python(path: Path, version: str, *, works: bool = True, venv: bool = True) -> None:
-    """A program that answers as Python does to the questions of tools/find-python, and notes down what it is asked to do."""
+    """A fake Python that answers the queries of tools/find-python and logs its arguments."""
     path.write_text(f"""#!/bin/sh
 echo "$@" >> "${{0%/*}}/asked"
 case "$*" in
@@ -140,7 +140,9 @@ def test_a_python_is_found(tmp_path: Path, versions: dict[str, str], chosen: str
         ({"python3.11": "3.11.4"}, "nowhere", "nowhere does not run"),
     ],
 )
-def test_no_python_is_said_in_one_sentence(tmp_path: Path, versions: dict[str, str], named: str | None, found: str) -> None:
+def test_a_missing_python_is_reported_in_one_sentence(
+    tmp_path: Path, versions: dict[str, str], named: str | None, found: str
+) -> None:
     answer = find_python(tmp_path, versions, **({} if named is None else {"PYTHON": named}))
     assert answer.returncode == 1
     assert answer.stdout == ""
@@ -149,7 +151,7 @@ def test_no_python_is_said_in_one_sentence(tmp_path: Path, versions: dict[str, s
     )
 
 
-def test_a_name_that_does_not_run_is_passed_over(tmp_path: Path) -> None:
+def test_a_python_that_does_not_run_is_skipped(tmp_path: Path) -> None:
     fake_python(tmp_path / "python3.11", "", works=False)
     assert find_python(tmp_path, {"python3.12": "3.12.1"}).stdout.strip() == str(tmp_path / "python3.12")
 
@@ -164,12 +166,12 @@ def test_a_python_without_venv_says_what_to_install(tmp_path: Path) -> None:
     )
 
 
-# The make file
+# The Makefile
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A copy of what `make setup` reads, with a Python that only notes down what it is asked."""
+    """A copy of the files that `make setup` reads, with a Python that only logs its arguments."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt", "tools/find-python"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy2(ROOT / name, tmp_path / name)
@@ -178,7 +180,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def installs(tree: Path) -> int:
-    asked = tree / ".venv" / "bin" / "asked"  # the copy in .venv notes down in its own folder what pip is asked
+    asked = tree / ".venv" / "bin" / "asked"  # the copy in .venv logs pip's arguments in its own folder
     return asked.read_text().count("-m pip install") if asked.exists() else 0
 
 
@@ -190,14 +192,14 @@ def test_a_second_make_installs_nothing(tree: Path) -> None:
     assert installs(tree) == 1
     assert make("setup", python, folder=tree).stdout == "make: Nothing to be done for 'setup'.\n"
     assert installs(tree) == 1
-    edited_s = (tree / ".venv" / "installed").stat().st_mtime + 1  # a clock of file times may stand still for milliseconds
+    edited_s = (tree / ".venv" / "installed").stat().st_mtime + 1  # the clock of file times may advance in steps of milliseconds
     os.utime(tree / "pyproject.toml", (edited_s, edited_s))
     make("setup", python, folder=tree)
     assert installs(tree) == 2
 
 
 @needs_make
-def test_make_says_what_is_wrong_with_python(tree: Path) -> None:
+def test_make_reports_an_unsuitable_python(tree: Path) -> None:
     fake_python(tree / "python", "3.9.18")
     answer = make("setup", f"PYTHON={tree / 'python'}", folder=tree)
     assert answer.returncode != 0

@@ -1,4 +1,4 @@
-"""Latency and bandwidth found again in times that were made of them; and in those of real ranks."""
+"""Latency and bandwidth are recovered from times computed with them, and from real ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def no_figures_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("operation", "ranks"), [*itertools.product(OPERATIONS, (2, 4))])
-def test_what_the_times_were_made_of_is_found(operation: str, ranks: int) -> None:
+def test_the_parameters_of_the_times_are_recovered(operation: str, ranks: int) -> None:
     found = fit(operation, ranks, SIZES, times(operation, ranks))
     assert found.latency_us == pytest.approx(41.7)
     assert found.gbit_per_s == pytest.approx(8.3)
@@ -42,7 +42,7 @@ def test_what_the_times_were_made_of_is_found(operation: str, ranks: int) -> Non
     assert found.link == Link(gbit_per_s=found.gbit_per_s, latency_us=found.latency_us)
 
 
-def test_times_that_the_system_has_spoilt_do_not_move_it() -> None:
+def test_outliers_do_not_change_the_fit() -> None:
     seconds = times("send", 2)
     seconds[1] *= 100
     seconds[7] *= 10
@@ -53,7 +53,7 @@ def test_times_that_the_system_has_spoilt_do_not_move_it() -> None:
     assert found.worst == pytest.approx(99, rel=0.02)
 
 
-def test_noise_of_a_tenth() -> None:
+def test_noise_of_ten_percent() -> None:
     noise = itertools.cycle([1.1, 0.9, 1.0, 0.95, 1.05])
     found = fit("all_reduce", 4, SIZES, [s * x for s, x in zip(times("all_reduce", 4), noise, strict=False)])
     assert found.latency_us == pytest.approx(41.7, rel=0.1)
@@ -90,10 +90,10 @@ def test_the_table() -> None:
         _ = measured["gather"]
 
 
-def test_a_repetition_lasts_from_the_last_begin_to_the_last_end() -> None:
+def test_a_repetition_lasts_from_the_last_start_to_the_last_end() -> None:
     of_ranks: Any = [[[0, 100, 200], [90, 190, 990]], [[10, 110, 210], [60, 160, 260]]]
     assert _median_s("all_reduce", of_ranks) == 80e-9
-    assert _median_s("send", of_ranks) == 45e-9  # rank 0's way there and back
+    assert _median_s("send", of_ranks) == 45e-9  # rank 0's round trip
 
 
 def test_the_picture() -> None:
@@ -114,7 +114,7 @@ def test_the_picture() -> None:
 
 
 def test_real_ranks() -> None:
-    link = Link(gbit_per_s=0.005, latency_us=1000)  # the largest takes 26 ms, which no other program's turn hides
+    link = Link(gbit_per_s=0.005, latency_us=1000)  # the largest takes 26 ms, more than another program's time slice
     with lab.Group(2, link=link) as group:
         measured = lab.measure_link(group, operations=["send", "all_gather"], sizes=[64, 4096, 16384])
     assert [f.operation for f in measured] == ["send", "all_gather"]
@@ -126,7 +126,7 @@ def test_real_ranks() -> None:
 
 
 def test_real_calls() -> None:
-    link = Link(gbit_per_s=0.005, latency_us=1000)  # the largest takes 26 ms, which no other program's turn hides
+    link = Link(gbit_per_s=0.005, latency_us=1000)  # the largest takes 26 ms, more than another program's time slice
     with lab.Group(["master", "worker"], runtime="rpc", link=link) as group:
         measured = lab.measure_link(group, sizes=[64, 4096, 16384])
         with pytest.raises(ValueError, match="'send' is none of rpc"):
@@ -134,7 +134,7 @@ def test_real_calls() -> None:
     (found,) = measured
     assert (found.operation, found.ranks, found.nbytes) == ("rpc", 2, (64, 4096, 16384))
     for n, s in zip(found.nbytes, found.seconds, strict=True):
-        assert s >= link.seconds("rpc", n) - 1e-9  # half of a call there and back
+        assert s >= link.seconds("rpc", n) - 1e-9  # half of a call's round trip
     assert measured.link.name == "measured by rpc"
 
 
@@ -159,7 +159,7 @@ def test_what_cannot_be_measured(group: Any, options: dict[str, Any], error: typ
             given.close()
 
 
-def test_sizes_in_words() -> None:
+def test_sizes_as_text() -> None:
     assert in_words(64 * 4**9, "B") == "16.8 MB"
 
 

@@ -1,4 +1,4 @@
-"""Closed forms against cases worked by hand, and against each other."""
+"""Closed forms compared with cases worked by hand, and with each other."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def test_times_worked_by_hand(predicted: formulas.Prediction, ms: float) -> None
     assert predicted.unit == "s"
 
 
-def test_what_one_rank_has_nobody_to_send_to() -> None:
+def test_one_rank_sends_nothing() -> None:
     for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter"):
         assert getattr(formulas, name)(8000, 1, LINK) == 0
 
 
-def test_predictions_and_slow_links_follow_the_same_formulas() -> None:
+def test_predictions_and_emulated_links_use_the_same_formulas() -> None:
     for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter"):
         for ranks in (1, 2, 3, 8):
             assert getattr(formulas, name)(12345, ranks, LINK) == pytest.approx(LINK.seconds(name, 12345, ranks))
@@ -75,7 +75,7 @@ def test_predictions_and_slow_links_follow_the_same_formulas() -> None:
 
 @pytest.mark.parametrize("name", sorted(formulas._FORMULAS))
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 16])
-def test_the_formula_shown_is_the_one_calculated(name: str, ranks: int) -> None:
+def test_the_formula_shown_is_the_one_evaluated(name: str, ranks: int) -> None:
     """The LaTeX, read back as Python."""
     import math
     import re
@@ -100,12 +100,12 @@ def test_bubbles() -> None:
     assert formulas.pipeline_bubble(4, 8, schedule="1f1b") == formulas.pipeline_bubble(4, 8)
     assert formulas.pipeline_bubble(4, 8, schedule="interleaved 1f1b", chunks=2) == pytest.approx(3 / 19)
     assert formulas.pipeline_bubble(1, 8) == 0
-    # Its share of the step whose length is predicted, too.
+    # Also its share of the predicted step.
     step = formulas.pipeline_step(4, 8, 0.01, 0.02)
     assert 1 - 8 * 0.03 / step == pytest.approx(formulas.pipeline_bubble(4, 8))
 
 
-def test_overlap_never_costs_and_hides_at_most_the_backward_pass() -> None:
+def test_overlap_costs_nothing_and_hides_at_most_the_backward_pass() -> None:
     for buckets in (1, 2, 5):
         for nbytes in (0, 4000, 80_000):
             apart = formulas.data_parallel_step(0.01, 0.02, nbytes, 4, LINK, buckets=buckets, overlap=False)
@@ -164,7 +164,7 @@ def test_words(value: float, unit: str, words: str) -> None:
         (lambda: formulas.data_parallel_step(-1, 1, 1, 2, LINK), ValueError, "forward_s=-1"),
     ],
 )
-def test_what_cannot_be_meant(call: Any, error: type[Exception], says: str) -> None:
+def test_invalid_arguments(call: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         call()
 
@@ -190,8 +190,8 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("function", NUMBERS, ids=lambda f: f.__name__)
-def test_no_number_that_cannot_be_meant_is_accepted_anywhere(function: Any) -> None:
-    """Each argument in turn: negative, not a number, infinite, no rank at all, of another kind."""
+def test_no_prediction_accepts_an_invalid_number(function: Any) -> None:
+    """Each argument in turn: negative, not a number, infinite, zero ranks, of another type."""
     good = NUMBERS[function]
     assert {f.__name__ for f in NUMBERS} == set(formulas.__all__)
     function(*good)
@@ -208,13 +208,13 @@ SPELLINGS = ("interleaved 1f1b", "Interleaved 1F1B", "interleaved_1f1b", "interl
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_a_schedule_is_called_the_same_everywhere(name: str) -> None:
+def test_a_schedule_has_the_same_name_everywhere(name: str) -> None:
     drawn = schedule(name, stages=8, ranks=4, micro_batches=8)
     assert drawn.bubble == pytest.approx(formulas.pipeline_bubble(4, 8, schedule=name, chunks=2))
 
 
 @pytest.mark.parametrize(("name", "error"), [("zigzag", ValueError), ("", ValueError), (None, TypeError), (1, TypeError)])
-def test_a_name_that_no_schedule_has_is_refused_alike(name: Any, error: type[Exception]) -> None:
+def test_an_unknown_schedule_is_refused_everywhere(name: Any, error: type[Exception]) -> None:
     expected = "expected 'gpipe', '1f1b' or 'interleaved 1f1b'"
     with pytest.raises(error, match=expected):
         schedule(name, stages=4, micro_batches=8)

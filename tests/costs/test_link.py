@@ -1,4 +1,4 @@
-"""A link's numbers, and the book of what goes over it: arithmetic, without a rank."""
+"""A link's numbers, and the times of operations on it: arithmetic, without ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLOW = lab.Link(gbit_per_s=0.008, latency_us=1000)  # a million bytes per second
 
 @pytest.fixture
 def books() -> Iterator[tuple[SharedLink, SharedLink]]:
-    """The same book as two ranks see it."""
+    """The same shared link as two ranks see it."""
     fd = shared_memory(SHARED_LINK_BYTES)
     both = SharedLink(fd), SharedLink(os.dup(fd))
     yield both
@@ -68,7 +68,7 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
         assert rounds_and_share("all_reduce", ranks) == pytest.approx([sum(part) for part in zip(*parts, strict=True)])
 
 
-def test_every_collective_that_is_watched_has_a_cost() -> None:
+def test_every_recorded_collective_has_a_cost() -> None:
     from labkit.comm.process_group import COLLECTIVES
 
     assert all(SLOW.seconds(name, 1000, 4) > 0 for name in COLLECTIVES.values())
@@ -93,7 +93,7 @@ def test_an_unknown_operation() -> None:
         ((None, 1), TypeError, "operation=None: expected the name of one, such as 'all_reduce'"),
     ],
 )
-def test_a_cost_that_cannot_be_asked_for(arguments: tuple[Any, ...], error: type[Exception], says: str) -> None:
+def test_a_cost_with_invalid_arguments(arguments: tuple[Any, ...], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         SLOW.seconds(*arguments)
 
@@ -115,7 +115,7 @@ def test_a_cost_that_cannot_be_asked_for(arguments: tuple[Any, ...], error: type
         ({"gbit_per_s": 1, "latency_us": None}, TypeError, r"Link\(latency_us=None\)"),
     ],
 )
-def test_a_link_that_cannot_be(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_an_impossible_link(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         lab.Link(**arguments)
 
@@ -130,7 +130,7 @@ def test_links_by_name() -> None:
     assert all("the latency is assumed" in link.source for link in named)
 
 
-def test_an_operation_begins_when_the_last_of_its_ranks_has_come(books: tuple[SharedLink, SharedLink]) -> None:
+def test_an_operation_begins_when_its_last_rank_has_arrived(books: tuple[SharedLink, SharedLink]) -> None:
     first, second = books
     first.come("world", 1, 1000, everybody(50, 0, 1))
     assert first.due_ns("world", 1) == 1050  # as far as anybody knows
@@ -150,7 +150,7 @@ def test_operations_queue_for_the_links_of_their_ranks(books: tuple[SharedLink, 
     assert dues == [1050, 1100, 1050, 1150]
 
 
-def test_a_link_that_was_idle_begins_at_once(books: tuple[SharedLink, SharedLink]) -> None:
+def test_an_idle_link_begins_at_once(books: tuple[SharedLink, SharedLink]) -> None:
     for number, at_ns in ((1, 1000), (2, 9000)):
         for book in books:
             book.come("world", number, at_ns, everybody(50, 0, 1))
@@ -166,13 +166,13 @@ def test_both_directions_work_at_once_and_latencies_overlap(books: tuple[SharedL
     assert dues == [1300, 1300, 1350, 1350]
 
 
-def test_where_ranks_disagree_the_most_counts(books: tuple[SharedLink, SharedLink]) -> None:
+def test_if_ranks_disagree_the_largest_value_counts(books: tuple[SharedLink, SharedLink]) -> None:
     books[0].come("world", 1, 1000, everybody(70, 0, 1))
     books[1].come("world", 1, 1000, everybody(50, 0, 1))
     assert books[0].due_ns("world", 1) == 1070
 
 
-def test_what_was_refused_never_came(books: tuple[SharedLink, SharedLink]) -> None:
+def test_a_refused_operation_does_not_count(books: tuple[SharedLink, SharedLink]) -> None:
     books[0].come("world", 1, 1000, everybody(50, 0, 1))
     books[0].leave("world", 1)
     books[1].come("world", 1, 2000, everybody(50, 0, 1))
@@ -180,7 +180,7 @@ def test_what_was_refused_never_came(books: tuple[SharedLink, SharedLink]) -> No
     assert books[1].due_ns("world", 1) == 7050
 
 
-def test_an_entry_gives_way_to_a_later_operation(books: tuple[SharedLink, SharedLink]) -> None:
+def test_an_entry_is_reused_by_a_later_operation(books: tuple[SharedLink, SharedLink]) -> None:
     for number in (1, 1 + ENTRIES):
         for book in books:
             book.come("world", number, 1000 * number, everybody(50, 0, 1))

@@ -1,4 +1,4 @@
-"""What the student reads when something goes wrong: the wording of reports, in a notebook, in a log and after a journey."""
+"""What the student reads when something goes wrong: the wording of reports, in a notebook, in a log and after pickling."""
 
 import os
 import pickle
@@ -43,7 +43,7 @@ def test_the_first_cause_comes_first_and_the_others_take_a_line_each() -> None:
     assert error.rank == 2
 
 
-def test_the_same_failure_on_several_ranks_is_told_once() -> None:
+def test_the_same_failure_on_several_ranks_is_reported_once() -> None:
     headline = CRASH.headline
     same = [RankFailure(0, "master", headline, TRACEBACK), RankFailure(1, "shard 1", headline, TRACEBACK)]
     report = RankError([CRASH, *same]).report()
@@ -52,7 +52,7 @@ def test_the_same_failure_on_several_ranks_is_told_once() -> None:
     assert "Meanwhile" not in report
 
 
-def test_a_rank_that_died_without_a_word() -> None:
+def test_a_rank_that_died_without_a_report() -> None:
     report = RankError([RankFailure(0, "rank 0", "killed by SIGKILL (the machine ran out of memory)")]).report()
     assert report.splitlines()[1:-1] == [
         "rank 0 failed: killed by SIGKILL (the machine ran out of memory)",
@@ -93,7 +93,7 @@ def test_a_log_has_the_report_below_the_name_of_the_error() -> None:
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_an_error_survives_a_journey(protocol: int) -> None:
+def test_an_error_survives_pickling(protocol: int) -> None:
     error = RankError([CRASH], ["rank 1 had returned"])
     copy = pickle.loads(pickle.dumps(error, protocol))
     assert type(copy) is RankError
@@ -102,12 +102,12 @@ def test_an_error_survives_a_journey(protocol: int) -> None:
     assert (type(plain), str(plain)) == (LabError, "no group")
 
 
-def test_a_rank_error_can_be_caught_as_what_it_is() -> None:
+def test_a_rank_error_can_be_caught_as_a_lab_error() -> None:
     with pytest.raises(LabError):
         raise RankError([CRASH])
 
 
-def test_what_is_missing_names_the_extra_and_the_command() -> None:
+def test_a_missing_package_names_the_extra_and_the_command() -> None:
     error = missing("TensorFlow", "tf")
     assert isinstance(error, LabError)
     assert install_command("tf") == 'pip install "labkit[tf]"'

@@ -1,4 +1,4 @@
-"""How bytes, times and rates are said: a unit fits its number, in every table and figure."""
+"""How bytes, times and rates are formatted: the unit fits the number, in every table and figure."""
 
 import matplotlib.pyplot as plt
 import pytest
@@ -70,7 +70,7 @@ def test_a_few_bytes_beside_many_keep_their_digits_in_memory() -> None:
     plt.close(ax.figure)
 
 
-def test_slow_steps_are_told_by_their_length() -> None:
+def test_slow_steps_are_shown_by_their_duration() -> None:
     book, progress = Book(), Progress(1)
     for step in range(2):
         book.whole(0, "step", step * 400_000, (step + 1) * 400_000)

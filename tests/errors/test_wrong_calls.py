@@ -55,11 +55,11 @@ def seen(kernel: Kernel, call: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", error[2])
 
 
-def test_each_public_function_answers_a_wrong_call_in_a_line(kernel_of_its_own: Kernel) -> None:
-    """A new public function is tried here without an entry."""
+def test_each_public_function_explains_a_wrong_call_in_one_line(kernel_of_its_own: Kernel) -> None:
+    """A new public function is tested here without an entry."""
     tried: set[str] = set()
     refused = 0
-    for part in range(4):  # a cell each, since an answer is waited for so long and no longer
+    for part in range(4):  # a cell each, because each cell has a time limit
         cell = kernel_of_its_own(f"""
             import wrong_calls_program
             report = wrong_calls_program.complaints(group, run, get_ipython(), slice({part}, None, 4))
@@ -102,7 +102,7 @@ def test_each_public_function_answers_a_wrong_call_in_a_line(kernel_of_its_own: 
         ("lab.Timeline(run)", "AttributeError", "did you mean 'timeline'"),
     ],
 )  # fmt: skip
-def test_a_wrong_call_is_told_in_the_students_own_frame(kernel: Kernel, call: str, kind: str, message: str) -> None:
+def test_a_wrong_call_is_reported_in_the_students_own_frame(kernel: Kernel, call: str, kind: str, message: str) -> None:
     text = seen(kernel, call)
     assert re.search(message, text.splitlines()[-1]), text
     assert text.splitlines()[-1].startswith(f"{kind}: ")
@@ -110,7 +110,7 @@ def test_a_wrong_call_is_told_in_the_students_own_frame(kernel: Kernel, call: st
     assert "labkit/" not in text
 
 
-def test_stop_while_labkit_prepares_something_shows_the_students_line_alone(kernel: Kernel) -> None:
+def test_stop_while_labkit_works_shows_only_the_students_line(kernel: Kernel) -> None:
     kernel("""
         import signal
         from labkit.errors.wrong_calls import public_api
@@ -133,7 +133,7 @@ def test_a_defect_of_labkit_keeps_its_frames(kernel: Kernel) -> None:
     assert "labkit/tracing/ideal_pipeline.py" in text
 
 
-def test_the_error_is_the_built_in_one_wherever_it_travels() -> None:
+def test_the_error_stays_a_built_in_one_when_pickled() -> None:
     with pytest.raises(TypeError, match="expected a name") as caught:
         lab.span(3)  # type: ignore[arg-type]
     assert type(caught.value).__name__ == "TypeError"
@@ -142,7 +142,7 @@ def test_the_error_is_the_built_in_one_wherever_it_travels() -> None:
     assert back.args == caught.value.args
 
 
-def test_an_argument_that_works_is_never_refused_for_its_annotation() -> None:
+def test_a_working_argument_is_never_refused_for_its_annotation() -> None:
     @public_api
     def double(x: int) -> Any:
         return x + x
@@ -152,7 +152,7 @@ def test_an_argument_that_works_is_never_refused_for_its_annotation() -> None:
         double(None)  # type: ignore[arg-type]
 
 
-def test_an_error_of_the_callers_own_is_left_alone() -> None:
+def test_an_error_of_the_caller_is_unchanged() -> None:
     @public_api
     def call(f: Any) -> Any:
         return f()
@@ -172,8 +172,8 @@ def test_importing_it_is_cheap() -> None:
 
 
 @pytest.mark.parametrize("name", ["runtime", "devices", "threads", "timeout_s", "link"])
-def test_a_group_stays_as_it_was_made(name: str) -> None:
-    """Set later, a time limit would never end anything."""
+def test_a_groups_options_cannot_be_set_later(name: str) -> None:
+    """A time limit that is set later would have no effect."""
     group = lab.Group(2, runtime="bare", timeout_s=3)
     before = getattr(group, name)
     with pytest.raises(AttributeError, match=rf"^group.{name} = 9: a group stays as it was made; lab.Group\(2, {name}=...\)"):

@@ -1,4 +1,4 @@
-"""Cells for tests: code that is defined in `__main__`, as in a notebook, so that it travels as a notebook's does."""
+"""Cells for tests: code that is defined in `__main__`, as in a notebook, so that it is pickled as a notebook's would be."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Cells:
-    """A notebook's namespace. `cells(source)` runs a cell; `cells.name` is what a cell has defined.
+    """A notebook's namespace. `cells(source)` runs a cell; `cells.name` is the object that a cell has defined.
 
     Args:
         main: the module that stands for the notebook.
@@ -33,7 +33,7 @@ class Cells:
 
 
 def new_main(monkeypatch: Any) -> types.ModuleType:
-    """An empty `__main__` for the length of a test."""
+    """An empty `__main__` for the duration of a test."""
     main = types.ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", main)
     return main

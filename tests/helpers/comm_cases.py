@@ -1,4 +1,4 @@
-"""What the ranks of the tests of communication do: code as students write it, on a process group that is given."""
+"""Functions that ranks run in the communication tests: code as students write it, on a given process group."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dis
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """Groups made here are torch's own."""
+    """Groups made here use torch's own class."""
     ours = c10d.ProcessGroup
     c10d.ProcessGroup = TorchsOwn
     try:
@@ -43,7 +43,7 @@ def unwatched() -> Iterator[None]:
 
 
 def watched_and_bare(case: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    """What a case gives on a group of ours, and then on one of torch's own."""
+    """The results of a case on a group of ours and on one of torch's own."""
     watched = dist.new_group()
     with unwatched():
         bare = dist.new_group()
@@ -68,7 +68,7 @@ def pending() -> list[str]:
 
 
 def collectives(group: Any) -> list[Any]:
-    """Every collective once, on 2 ranks, but for `exchange`."""
+    """Every collective once, on 2 ranks, except those of `exchange`."""
     rank = dist.get_rank(group)
     x = torch.arange(4.0) + 10 * rank
     made: list[Any] = []
@@ -119,7 +119,7 @@ def exchange(group: Any) -> list[torch.Tensor]:
 
 
 def objects(group: Any) -> list[Any]:
-    """Collectives of objects, which are made of those of tensors."""
+    """Collectives of objects, which are built from those of tensors."""
     rank = dist.get_rank(group)
     everyone: list[Any] = [None, None]
     dist.all_gather_object(everyone, {"rank": rank}, group=group)
@@ -131,7 +131,7 @@ def objects(group: Any) -> list[Any]:
 
 
 def asynchronous(group: Any) -> list[Any]:
-    """The same with `async_op=True`, waited for by the work, by its future, and by a future made of that."""
+    """The same with `async_op=True`, waited for by the work, by its future, and by a future derived from that."""
     x = torch.ones(3)
     work = dist.all_reduce(x, group=group, async_op=True)
     assert work is not None
@@ -171,7 +171,7 @@ def functional(group: Any) -> list[Any]:
 
 
 def ring_of_messages(group: Any) -> list[Any]:
-    """Messages of every kind around a ring of ranks; `group` may hold some of the ranks only."""
+    """Messages of every kind around a ring of ranks; `group` may hold only some of the ranks."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     after, before = (rank + 1) % size, (rank - 1) % size
     x, y = torch.full((3,), float(rank)), torch.zeros(3)
@@ -204,14 +204,14 @@ def ring_of_messages(group: Any) -> list[Any]:
 
 
 def late_wait(group: Any) -> list[str]:
-    """A message for which its receiver waits only when it has long arrived; what was pending before the wait."""
+    """A message whose receiver waits long after it has arrived; returns what was pending before the wait."""
     if dist.get_rank(group) == 0:
         dist.send(torch.ones(2), group_dst=1, group=group)
         return []
     y = torch.zeros(2)
     work = dist.irecv(y, group_src=0, group=group)
     assert work is not None
-    while pending():  # its attendant sees it come
+    while pending():  # the thread that waits for it has noticed its arrival
         pass
     before = y.tolist()
     assert work.wait()
@@ -219,7 +219,7 @@ def late_wait(group: Any) -> list[str]:
 
 
 class Net(nn.Module):
-    """A small network with a buffer, and a part that not every pass uses."""
+    """A small network with a buffer and a part that only some passes use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,13 +227,13 @@ class Net(nn.Module):
         self.first, self.norm, self.last, self.unused = nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Linear(32, 4), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor, *, every_part: bool = True) -> torch.Tensor:
-        """A pass; `every_part` uses all of it."""
+        """A forward pass; `every_part` uses all parts."""
         y: torch.Tensor = self.last(torch.relu(self.norm(self.first(x))))
         return self.unused(y) if every_part else y
 
 
 def data_parallel(group: Any, how: str) -> list[torch.Tensor]:
-    """Two steps of DistributedDataParallel; its gradients."""
+    """Two steps of DistributedDataParallel; returns its gradients."""
     rank = dist.get_rank(group)
     options: dict[str, Any] = {"bucket_cap_mb": 0.001}
     if how == "static_graph":
@@ -257,7 +257,7 @@ def data_parallel(group: Any, how: str) -> list[torch.Tensor]:
 
 
 def backward_beside_a_late_rank() -> list[bool]:
-    """Rank 1 begins its backward pass only when rank 0 is seen to wait in its own; what was seen."""
+    """Rank 1 begins its backward pass only once rank 0 waits in its own; returns what was observed."""
     store = c10d._get_default_store()
     model = DistributedDataParallel(nn.Linear(4, 4))
     loss = model(torch.ones(2, 4)).sum()
@@ -282,7 +282,7 @@ def backward_beside_a_late_rank() -> list[bool]:
 
 
 def gradients_by_hand(group: Any) -> list[torch.Tensor]:
-    """Overlap as a student builds it: an all-reduce for each gradient as it comes, waited for after the pass."""
+    """Overlap as a student builds it: one all-reduce per gradient as soon as it exists, waited for after the pass."""
     model, works = Net(), []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: works.append(dist.all_reduce(p.grad, group=group, async_op=True)))
@@ -298,7 +298,7 @@ def mesh_of(group: Any, name: str) -> DeviceMesh:
 
 
 def fully_sharded(group: Any) -> list[torch.Tensor]:
-    """Two steps with FSDP2; its parameters, gathered."""
+    """Two steps with FSDP2; returns its gathered parameters."""
     model, mesh = Net(), mesh_of(group, "dp")
     fully_shard(model.first, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -327,7 +327,7 @@ def tensor_parallel(group: Any) -> list[torch.Tensor]:
 
 
 def sharded_optimizer(group: Any) -> list[torch.Tensor]:
-    """DistributedDataParallel with the optimizer's state cut in two."""
+    """DistributedDataParallel with the optimizer's state divided in two."""
     # Here, because importing it warns, and pytest takes that for an error.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 

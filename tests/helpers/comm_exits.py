@@ -1,4 +1,4 @@
-"""Ranks that leave operations behind: each way to end, in two processes that end as a script does. Prints their exit codes."""
+"""Ranks that end with operations under way: each way to end, in two processes that exit as a script does. Prints exit codes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
 
 def received_never(rank: int) -> object:
     work = dist.irecv(torch.zeros(1), 1 - rank)
-    time.sleep(0.01)  # until its attendant has it
+    time.sleep(0.01)  # until the thread that waits for it has received it
     return work
 
 
@@ -64,7 +64,7 @@ WAYS: list[Callable[[int], object]] = [
 
 
 def join(way: Callable[[int], object], rank: int, store: Path) -> object:
-    """What a rank does until it ends; what it leaves is what this returns."""
+    """What a rank does until it ends; returns the operations that it leaves unfinished."""
     faulthandler.dump_traceback_later(150, exit=True)
     torch.set_num_threads(1)
     recorder = Recorder(RingWriter(mmap.mmap(-1, RING_BYTES)))

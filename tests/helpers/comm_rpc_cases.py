@@ -1,4 +1,4 @@
-"""What the ranks of the tests of RPC call on each other."""
+"""Functions that ranks call on each other in the RPC tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fail(word: str) -> None:
 
 @rpc.functions.async_execution
 def add_later(x: torch.Tensor) -> Any:
-    """A function that another one completes: here, one of the same worker."""
+    """A function whose future another function completes: here, one of the same worker."""
     return rpc.rpc_async(WORKER, add, args=(x, 1.0)).then(lambda done: done.wait() * 2)
 
 
@@ -39,7 +39,7 @@ class Shard(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A pass."""
+        """A forward pass."""
         return torch.relu(self.linear(x))
 
     def parameter_rrefs(self) -> list[Any]:
@@ -48,13 +48,13 @@ class Shard(nn.Module):
 
 
 def fetch(rref: Any) -> torch.Tensor:
-    """Get what somebody else had computed."""
+    """Fetch what another worker has computed."""
     value: torch.Tensor = rref.to_here()
     return value
 
 
 def passed_on(other: str) -> torch.Tensor:
-    """A result that stays with one worker, and is fetched by another one."""
+    """A result that stays with one worker and is fetched by another."""
     reference = rpc.remote(WORKER, add, args=(torch.ones(1000), 1.0))
     fetched: torch.Tensor = rpc.rpc_sync(other, fetch, args=(reference,))
     return fetched
@@ -67,7 +67,7 @@ def pending() -> list[str]:
 
 
 def calls() -> list[Any]:
-    """A call of every kind; what comes back."""
+    """A call of every kind; returns the results."""
     x = torch.ones(1000)
     pair = [rpc.rpc_async(WORKER, add, args=(x, float(i))) for i in range(2)]
     return [
@@ -127,7 +127,7 @@ def train(optimizer_class: Any, steps: int) -> list[torch.Tensor]:
 
 
 class Descent(torch.optim.SGD):
-    """Gradient descent that torch does not turn into a script."""
+    """Gradient descent that torch does not compile into a script."""
 
 
 def train_alone(steps: int) -> list[torch.Tensor]:
@@ -143,7 +143,7 @@ def train_alone(steps: int) -> list[torch.Tensor]:
 
 
 def both_ways() -> None:
-    """A pass through two shards of the worker and back: what the second one gets is the output of the first."""
+    """A forward and backward pass through two shards of the worker; the second gets the output of the first."""
     shards = [rpc.remote(WORKER, Shard) for _ in range(2)]
     with dist_autograd.context() as context:
         x = torch.ones(4, 8)
@@ -161,7 +161,7 @@ class Fetching(nn.Linear):
 
 
 def pass_references_on() -> None:
-    """A pass through two shards on two workers: what the second one computes from, it fetches from the first."""
+    """A pass through two shards on two workers: the second fetches its input from the first."""
     first, second = rpc.remote("one", Fetching, args=(8, 16)), rpc.remote("two", Fetching, args=(16, 2))
     with dist_autograd.context() as context:
         y = first.remote().forward(rpc.RRef(torch.ones(4, 8)))
@@ -169,7 +169,7 @@ def pass_references_on() -> None:
 
 
 class Embedding(nn.Embedding):
-    """A table of words."""
+    """An embedding table."""
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         """Their vectors."""
@@ -185,13 +185,13 @@ class Decoder(nn.Linear):
 
 
 def _call_method(method: Any, rref: Any, *args: Any) -> Any:
-    """The helper of many tutorials."""
+    """The helper function of many tutorials."""
     held = rref.local_value()
     return getattr(held, method)(*args) if isinstance(method, str) else method(held, *args)
 
 
 def scaled(rref: Any, kind: str) -> str:
-    """A function of a reference and a word that is no method's name."""
+    """A function of a reference and a string that is not a method's name."""
     return f"{type(rref.local_value()).__name__} {kind}"
 
 
@@ -201,7 +201,7 @@ def made(rref: Any, kind: type) -> str:
 
 
 def call_helpers_that_call_no_method() -> list[Any]:
-    """Functions that are given a reference and something else; and a module that torch stands for."""
+    """Functions that take a reference and another argument; and a module behind torch's `RemoteModule`."""
     decoder = rpc.remote(WORKER, Decoder, args=(4, 10))
     module = RemoteModule(WORKER, Decoder, args=(4, 10))
     return [
@@ -220,7 +220,7 @@ def through_a_helper(how: str) -> None:
 
 
 def call_each_other() -> None:
-    """Each rank calls the other, and has no span."""
+    """Each rank calls the other and records no span of its own."""
     name = rpc.get_worker_info().name
     rpc.rpc_sync("master" if name == WORKER else WORKER, add, args=(torch.ones(10), 1.0))
     for _ in range(100):

@@ -1,6 +1,6 @@
 """What the tests marked `gpu` run on: the machine's GPUs, or, in a rehearsal, its CPU.
 
-`LABKIT_GPU_REHEARSAL=1` runs those of them that a CPU can run as well, so that most of their code is executed where no GPU is.
+`LABKIT_GPU_REHEARSAL=1` runs those that a CPU can run as well, so that most of their code runs without a GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 REHEARSAL: Final = os.environ.get("LABKIT_GPU_REHEARSAL") == "1"
 GPUS: Final = torch.cuda.device_count()
-DEVICES: Final = "cpu" if REHEARSAL else "cuda"  # what a group is asked for
+DEVICES: Final = "cpu" if REHEARSAL else "cuda"  # the `devices` argument of a group
 
 gpu: Final = [
     pytest.mark.gpu,

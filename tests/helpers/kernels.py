@@ -1,4 +1,4 @@
-"""A real Jupyter kernel, and what the cells that it runs have sent."""
+"""A real Jupyter kernel, and the messages that its cells have sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ANSWER_LIMIT_S = 200.0
 
 
 class Cell:
-    """What one execution has sent."""
+    """The messages of one execution."""
 
     def __init__(self) -> None:
         self.stdout = self.stderr = ""
@@ -60,7 +60,7 @@ class Kernel:
         self.client.wait_for_ready(timeout=ANSWER_LIMIT_S)
 
     def __call__(self, source: str, when: Callable[[Cell], bool] | None = None, then: Callable[[], None] | None = None) -> Cell:
-        """Run a cell; as soon as `when` holds of what it has sent so far, do `then`."""
+        """Run a cell; as soon as `when` is true of its messages so far, call `then`."""
         number = self.client.execute(textwrap.dedent(source))
         cell = Cell()
         until = time.monotonic() + ANSWER_LIMIT_S

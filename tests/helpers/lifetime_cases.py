@@ -1,4 +1,4 @@
-"""What ranks do in the tests of Stop and of lifetimes. Fresh ranks import this by name, so it imports next to nothing."""
+"""Functions that ranks run in the tests of Stop and of lifetimes. Fresh ranks import this by name, so it imports little."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def hang() -> None:
 
 
 def measure_and_make(*given: Any) -> Any:
-    """Takes large arguments, gives large results."""
+    """Takes large arguments and returns large results."""
     import numpy as np
 
     return sum(map(len, given)), np.ones(LARGE, np.uint8), bytes(LARGE)
@@ -76,7 +76,7 @@ def computing() -> None:
 
 
 def sum_of_ranks(runtime: str) -> int:
-    """Through the runtime's own communication where it has some."""
+    """Uses the runtime's own communication if it has any."""
     rank = int(os.environ["RANK"])
     if runtime == "torch":
         import torch

@@ -1,4 +1,4 @@
-"""What tests want to know of processes: what is left of those that were to end, and how ranks talk to one another."""
+"""Facts about processes: which have not ended, and over which network ranks communicate."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LISTEN = "0A"  # in the tables of /proc/net
 
 
 def left_after(limit_s: float, pids: Iterable[int]) -> list[psutil.Process]:
-    """Wait until processes have ended; those that have not when the time is over.
+    """Wait until processes have ended; returns those still running at the time limit.
 
-    One that has ended and that its parent has not taken notice of is no process any more: where the parent has ended as well,
+    A process that has ended but is not yet reaped does not count: if its parent has ended as well,
     some systems take seconds to reap it.
     """
     running: dict[int, int] = {}
@@ -49,7 +49,7 @@ def left_after(limit_s: float, pids: Iterable[int]) -> list[psutil.Process]:
 
 
 def network_of_ranks() -> Network:
-    """Called in a rank: the network over which it talks to the others, which its own code is not in."""
+    """Called in a rank: the network over which it communicates with the others, which its own code does not use."""
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # the listing's own
             if os.readlink(f"/proc/self/fd/{fd}").startswith("net:"):

@@ -1,4 +1,4 @@
-"""Traces made by hand, as real runs look, for the tests of the pictures: no process, no clock."""
+"""Traces made by hand that look like real runs, for the tests of figures: no processes, no clock."""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -131,7 +131,7 @@ def master_and_workers(steps: int = 2) -> Trace:
 
 
 def remote_calls() -> Trace:
-    """RPC as it is written down: the caller's operation, what the callee serves, and its reply, of which both know the number."""
+    """RPC as it is recorded: the caller's operation, the call that the callee serves, and its reply, linked by number."""
     book, t = Book(), 0.0
     for number in (1, 2):
         book.compute(0, "forward", t, t + 2)
@@ -169,7 +169,7 @@ def gpu_and_cpu(steps: int = 2) -> Trace:
 
 
 def alone(steps: int = 4) -> Trace:
-    """One process without communication; between the spans it does things that have no name."""
+    """One process without communication; between its spans it does unnamed work."""
     book, at = Book(), 0.5
     for _ in range(steps):
         start = at
@@ -239,7 +239,7 @@ def many(spans: int = 1_000_000, ranks: int = 4) -> Trace:
 
 
 def feed(trace: Trace, moments_ms: Iterable[float]) -> Iterator[tuple[int, Trace, list[list[Pending]]]]:
-    """What a watcher of the run that left this trace would have been told: moment, what was completed, what goes on."""
+    """What a live view of this run would have received: time, completed spans, operations under way."""
     data, before = trace.columns.data, trace.start_ns
     names = trace.columns.names
     for moment in moments_ms:

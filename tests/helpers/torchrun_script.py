@@ -1,4 +1,4 @@
-"""A script as students write it, started by torchrun. With a folder's name, one that lasts until its ranks have met there."""
+"""A script as students write it, started by torchrun. With a folder's name, it runs until its ranks have met there."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Calls each public function of labkit wrongly, inside a real kernel, and tells what a student would see of each call."""
+"""Calls each public function of labkit wrongly, inside a real kernel, and reports what a student would see for each call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WRONG: dict[str, Any] = {
     "None": None, "3": 3, "nan": math.nan, "'x'": "x", "object()": object(), "[3]": [3], "{'a': 3}": {"a": 3},
     "lambda: 1": lambda: 1,
 }  # fmt: skip
-# What is right, by how it is annotated: so that one argument alone is wrong. Where none is known, all are wrong.
+# Valid values by annotation, so that only one argument is wrong. If none is known, all arguments are wrong.
 RIGHT: dict[str, Any] = {
     "int": 2, "float": 2.0, "str": "pass", "Link": lab.Link.ethernet_1g, "Callable[..., Any]": lambda: 1, "int | None": 1,
 }  # fmt: skip
@@ -28,7 +28,7 @@ SKIPPED = {"labkit.Run", "labkit.Span", "labkit.RankError", "labkit.LabError"}  
 
 
 def public(group: Any, run: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Each public function, and each public method of what they give."""
+    """Each public function, and each public method of what they return."""
     for name in lab.__all__:
         value = getattr(lab, name)
         if isinstance(value, types.ModuleType):
@@ -43,7 +43,7 @@ def public(group: Any, run: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def calls(function: Callable[..., Any], trace: Any, group: Any) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """Wrong calls of a function: in words, and their arguments."""
+    """Wrong calls of a function: a description, and the arguments."""
     yield "too many", (1,) * 15, {}
     yield "no_such_argument=1", (), {"no_such_argument": 1}
     try:
@@ -71,7 +71,7 @@ def calls(function: Callable[..., Any], trace: Any, group: Any) -> Iterator[tupl
 
 
 def files(error: BaseException, shell: Any) -> list[str]:
-    """Those of which the notebook would show lines."""
+    """The frames of which the notebook would show lines."""
 
     def listed(_type: Any, _error: Any, traceback: Any) -> list[str]:
         return [frame.f_code.co_filename for frame, _ in walk_tb(traceback)]
@@ -86,7 +86,7 @@ def files(error: BaseException, shell: Any) -> list[str]:
 
 
 def complaints(group: Any, run: Any, shell: Any, part: slice) -> str:
-    """JSON, of a part of the functions: which were tried, how many calls were refused, and of which a student sees too much."""
+    """As JSON, for a part of the functions: which were tried, how many calls were refused, which show too much."""
     from matplotlib import pyplot
 
     trace, tried, refused, wrong = data_parallel(), [], 0, []

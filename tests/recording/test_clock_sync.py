@@ -1,4 +1,4 @@
-"""How clocks of two machines are compared: with clocks and ways that the test makes up, and once through a socket."""
+"""How the clocks of two machines are compared: with simulated clocks and delays, and once through a socket."""
 
 import random
 import time
@@ -12,7 +12,7 @@ SECRET = b"0123456789abcdef"
 SEEDS = range(200)
 
 
-def test_the_truth_lies_within_the_bounds_however_long_the_ways() -> None:
+def test_the_true_offset_is_within_the_bounds_for_any_delays() -> None:
     for seed in SEEDS:
         rng = random.Random(seed)
         truth, now = rng.randrange(-(10**15), 10**15), rng.randrange(10**15)
@@ -29,12 +29,12 @@ def test_the_truth_lies_within_the_bounds_however_long_the_ways() -> None:
 
 
 def test_several_exchanges_bound_the_offset_from_both_sides() -> None:
-    # The way there took all the time once, the way back the other time: together they leave no doubt.
+    # Once the request took all the time, once the reply: together they fix the offset.
     assert bounds([(0, 1000, 1000), (2000, 2000, 3000)]) == Reading(3000, 0, 0)
     assert bounds([(0, 1000, 1000)]) == Reading(1000, 500, 500)
 
 
-def test_a_clock_that_was_set_meanwhile_gives_the_quickest_exchange() -> None:
+def test_after_a_clock_was_set_the_quickest_exchange_counts() -> None:
     assert bounds([(0, 50, 100), (200, 1_000_205, 210)]) == Reading(210, 1_000_000, 5)
 
 
@@ -46,13 +46,13 @@ def test_a_clock_is_read_through_a_connection(monkeypatch: pytest.MonkeyPatch) -
         reading = ask(["127.0.0.1"], server.port, SECRET)
         assert reading is not None
         assert abs(reading.offset_ns - ahead_ns) <= reading.within_ns
-        assert ask(["127.0.0.1"], server.port, b"wrong"[:1] * 16) is None, "it tells only who knows the secret"
+        assert ask(["127.0.0.1"], server.port, b"wrong"[:1] * 16) is None, "it answers only who knows the secret"
     finally:
         server.close()
     assert ask(["127.0.0.1"], server.port, SECRET) is None, "nobody there"
 
 
-def test_drift_is_taken_out() -> None:
+def test_drift_is_removed() -> None:
     began, rate = 10**15, 1 + 40e-6  # a clock that is an hour ahead and 40 µs a second too fast
 
     def theirs(true_ns: int) -> int:
@@ -65,7 +65,7 @@ def test_drift_is_taken_out() -> None:
     assert on_reference(np.array([5]), readings[:1])[0] == 5 + readings[0].offset_ns
 
 
-def test_all_processes_of_a_machine_know_it_by_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_processes_of_a_machine_use_one_name_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = machine()
     assert mine == machine()
     monkeypatch.setattr("socket.gethostname", lambda: "another")

@@ -1,4 +1,4 @@
-"""Ranks are forked, and fork: each draws its own random numbers, and what a rank forks leaves no trace in its records."""
+"""Forked ranks draw their own random numbers, and processes that a rank forks do not write into its records."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def draw() -> tuple[float, ...]:
 
 
 def test_ranks_and_groups_draw_different_random_numbers(two: lab.Group) -> None:
-    """As under torchrun: else weights that nobody has broadcast would be the same on all ranks by chance."""
+    """As under torchrun: otherwise weights that were not broadcast would be equal on all ranks by chance."""
     with lab.Group(2) as other:
         drawn = [*two.run(draw).results, *other.run(draw).results]
     for numbers in zip(*drawn, strict=True):
         assert len(set(numbers)) == 4
 
 
-def test_a_seed_gives_the_numbers_of_a_plain_process(two: lab.Group) -> None:
+def test_a_seed_gives_the_same_numbers_as_in_a_plain_process(two: lab.Group) -> None:
     def seeded() -> list[float]:
         torch.manual_seed(0)
         return torch.rand(4).tolist()  # type: ignore[no-any-return]
@@ -55,7 +55,7 @@ def kinds(run: lab.Run, rank: int) -> Counter[str]:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # from Python 3.12
-def test_what_a_rank_forks_leaves_no_trace_in_its_records(two: lab.Group) -> None:
+def test_children_of_a_rank_do_not_write_into_its_records(two: lab.Group) -> None:
     """A worker of a DataLoader, a child of multiprocessing, a plain fork: with spans, values and collectives."""
 
     def train() -> tuple[int, ...]:
@@ -110,7 +110,7 @@ def test_what_a_rank_forks_leaves_no_trace_in_its_records(two: lab.Group) -> Non
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_what_a_rank_forks_enters_nothing_into_the_book_of_a_slow_link(two: lab.Group) -> None:
+def test_children_of_a_rank_do_not_use_its_emulated_link(two: lab.Group) -> None:
     def enter() -> tuple[int, list[int]]:
         import os
 
@@ -134,8 +134,8 @@ def test_what_a_rank_forks_enters_nothing_into_the_book_of_a_slow_link(two: lab.
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("how", ["closed", "dropped"])
-def test_what_lies_where_kept_memory_was_is_left_alone(two: lab.Group, how: str) -> None:
-    """A hook at fork stays for the life of a process: it put zeros over whatever came to lie there, and the child crashed."""
+def test_memory_mapped_later_at_the_same_address_is_left_alone(two: lab.Group, how: str) -> None:
+    """A fork hook stays for the life of a process: it overwrote later mappings with zeros, and the child crashed."""
 
     def reuse(how: str) -> tuple[int, int]:
         import ctypes
@@ -170,8 +170,8 @@ def test_what_lies_where_kept_memory_was_is_left_alone(two: lab.Group, how: str)
     assert two.run(reuse, how).results == [(0, 0)] * 2
 
 
-def test_many_names_of_spans_do_not_blind_a_group(capsys: pytest.CaptureFixture[str]) -> None:
-    """14,000 short names, or 2,000 long ones, used to fill the table: collectives lost theirs, and deadlocks were not found."""
+def test_deadlocks_are_found_with_any_number_of_span_names(capsys: pytest.CaptureFixture[str]) -> None:
+    """14,000 short names, or 2,000 long ones, once filled the table: collectives lost theirs, and deadlocks were not found."""
 
     def train() -> None:
         import torch.distributed as dist

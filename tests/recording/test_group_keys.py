@@ -1,4 +1,4 @@
-"""Keys of what ranks communicate through: what was put into one is read from it, and each kind is told from the others."""
+"""Keys of communication groups: what was put into one is read from it, and the kinds are distinguished."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from labkit.recording.group_keys import (
         (DIST_BACKWARD, GroupKind.BACKWARD),
     ],
 )
-def test_each_kind_is_told_from_the_others(key: str, kind: GroupKind) -> None:
+def test_the_kinds_are_distinguished(key: str, kind: GroupKind) -> None:
     assert kind_of(key) is kind
 
 
@@ -53,5 +53,5 @@ def test_what_was_put_into_a_key_is_read_from_it() -> None:
     assert where_of(call_key(0, 1)) == ""
 
 
-def test_ends_call_a_pair_alike_and_tags_and_groups_apart() -> None:
+def test_both_ends_of_a_pair_have_one_key_and_tags_and_groups_differ() -> None:
     assert len({pair_key(0, 1, 0), pair_key(1, 0, 0), pair_key(0, 1, 1), pair_key(0, 1, 0, "group 1")}) == 4

@@ -1,4 +1,4 @@
-"""Something is called as soon as a module has been imported, once, whoever else looks for modules."""
+"""A callback runs once, as soon as a module has been imported, with other finders present."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     return NAME
 
 
-def test_it_is_called_once_the_module_is_whole(module: str) -> None:
+def test_it_is_called_when_the_module_is_complete(module: str) -> None:
     seen: list[ModuleType] = []
     before = list(sys.meta_path)
     when_imported(module, lambda m: seen.append(m.value))
@@ -43,7 +43,7 @@ def test_several_may_wait_for_the_same_module(module: str) -> None:
     assert sorted(seen) == ["first", "second"]
 
 
-def test_a_module_that_is_there_is_not_waited_for() -> None:
+def test_an_imported_module_is_not_waited_for() -> None:
     seen: list[ModuleType] = []
     when_imported("sys", seen.append)
     assert seen == [sys]

@@ -1,4 +1,4 @@
-"""What a rank writes down: spans, steps and scalars, with a clock that the test moves; and nothing outside a group."""
+"""What a rank records: spans, steps and scalars, with a simulated clock; and nothing outside a group."""
 
 import bisect
 import copy
@@ -29,7 +29,7 @@ here = recording.here
 
 
 class Clock:
-    """Says what the test set; each look at it takes one nanosecond."""
+    """Returns the time that the test set; each reading takes one nanosecond."""
 
     def __init__(self) -> None:
         self.ns = 1000
@@ -43,7 +43,7 @@ class Clock:
 
 
 class Rank:
-    """This process as a rank, and what it has written."""
+    """This process as a rank, and its records."""
 
     def __init__(self) -> None:
         memory = mmap.mmap(-1, RING_BYTES)
@@ -72,13 +72,13 @@ def rank(clock: Clock) -> Iterator[Rank]:
     here.start(None)
 
 
-def test_a_span_lasts_from_its_begin_to_its_end(rank: Rank, clock: Clock) -> None:
+def test_a_span_lasts_from_its_start_to_its_end(rank: Rank, clock: Clock) -> None:
     with lab.span("forward"):
         clock.sleep(100)
     assert rank.spans() == [("forward", 1001, 1102)]
 
 
-def test_spans_lie_within_each_other(rank: Rank, clock: Clock) -> None:
+def test_spans_nest(rank: Rank, clock: Clock) -> None:
     with lab.span("step"):
         with lab.span("forward"):
             clock.sleep(10)
@@ -87,7 +87,7 @@ def test_spans_lie_within_each_other(rank: Rank, clock: Clock) -> None:
     assert rank.spans() == [("forward", 1002, 1013), ("backward", 1014, 1035), ("step", 1001, 1036)]
 
 
-def test_a_span_contains_itself(rank: Rank, clock: Clock) -> None:
+def test_a_span_may_contain_one_of_its_own_name(rank: Rank, clock: Clock) -> None:
     @lab.span("fib")
     def fib(n: int) -> int:
         clock.sleep(10)
@@ -101,7 +101,7 @@ def test_a_span_contains_itself(rank: Rank, clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("kind", ["compute", "communication"])
-def test_an_exception_ends_the_span_and_goes_on(rank: Rank, clock: Clock, kind: str) -> None:
+def test_an_exception_ends_the_span_and_propagates(rank: Rank, clock: Clock, kind: str) -> None:
     def outer() -> None:
         with lab.span("outer", kind), lab.span("inner", kind):
             clock.sleep(10)
@@ -120,7 +120,7 @@ def test_the_same_name_in_two_kinds(rank: Rank, clock: Clock) -> None:
     assert len(rank.trace().of(name="exchange")) == 2
 
 
-def test_a_communication_of_ones_own_is_pending_and_the_rank_blocked_in_it(rank: Rank, clock: Clock) -> None:
+def test_a_communication_span_is_pending_and_blocks_the_rank(rank: Rank, clock: Clock) -> None:
     with lab.span("all_reduce", kind="communication"):
         clock.sleep(100)
         (pending,) = rank.reader.pending()
@@ -134,7 +134,7 @@ def test_a_communication_of_ones_own_is_pending_and_the_rank_blocked_in_it(rank:
     )
 
 
-def test_a_decorated_function_is_still_itself(rank: Rank, clock: Clock) -> None:
+def test_a_decorated_function_keeps_its_name_and_signature(rank: Rank, clock: Clock) -> None:
     @lab.span("forward")
     def forward(x: int, *, scale: float = 2.0) -> float:
         """Make it larger."""
@@ -147,7 +147,7 @@ def test_a_decorated_function_is_still_itself(rank: Rank, clock: Clock) -> None:
     assert rank.spans() == [("forward", 1001, 1009)]
 
 
-def test_a_function_can_be_a_communication(rank: Rank) -> None:
+def test_a_function_can_be_a_communication_span(rank: Rank) -> None:
     @lab.span("upload", kind="communication")
     def upload() -> None:
         assert [p.name for p in rank.reader.pending()] == ["upload"]
@@ -183,7 +183,7 @@ def test_a_function_decorated_in_the_notebook_is_timed_in_a_rank(clock: Clock) -
 
 
 @pytest.mark.parametrize("carry", [copy.deepcopy, lambda span: pickle.loads(pickle.dumps(span))], ids=["copied", "pickled"])
-def test_a_span_kept_in_a_variable_records_where_it_arrives(carry: Callable[[Any], Any], clock: Clock) -> None:
+def test_a_span_in_a_variable_records_in_the_rank_that_receives_it(carry: Callable[[Any], Any], clock: Clock) -> None:
     outside = lab.span("forward")
     rank = Rank()
     try:
@@ -222,9 +222,9 @@ def test_threads_use_the_same_name_at_the_same_time(clock: Clock) -> None:
         here.start(None)
 
 
-def test_threads_that_take_turns_at_any_moment_record_their_own_times() -> None:
+def test_threads_that_switch_at_any_moment_record_their_own_times() -> None:
     rank = Rank()
-    seen: list[tuple[int, int, int, int]] = []  # of each span: before and after its begin, before and after its end
+    seen: list[tuple[int, int, int, int]] = []  # of each span: before and after its start, before and after its end
 
     def work() -> None:
         now = time.perf_counter_ns
@@ -259,7 +259,7 @@ def test_threads_that_take_turns_at_any_moment_record_their_own_times() -> None:
 
 
 @pytest.mark.parametrize("kind", ["compute", "communication"])
-def test_a_span_ended_twice_costs_no_other_record(rank: Rank, clock: Clock, kind: str) -> None:
+def test_a_span_ended_twice_loses_no_other_record(rank: Rank, clock: Clock, kind: str) -> None:
     misused = lab.span("forward", kind)
     misused.__enter__()
     misused.__exit__(None, None, None)
@@ -270,7 +270,7 @@ def test_a_span_ended_twice_costs_no_other_record(rank: Rank, clock: Clock, kind
     assert rank.spans(kind) == [("forward", 1001, 1002), ("backward", 1004, 1015)]
 
 
-def test_a_span_ended_by_another_thread_is_none_of_that_threads(rank: Rank, clock: Clock) -> None:
+def test_a_span_ended_by_another_thread_does_not_end_that_threads_span(rank: Rank, clock: Clock) -> None:
     begun_here = lab.span("forward")
     begun_here.__enter__()
 
@@ -296,7 +296,7 @@ def test_spans_ended_in_another_order_keep_their_own_times(rank: Rank) -> None:
     assert rank.spans() == [("first", 1001, 1003), ("second", 1002, 1004)]
 
 
-def test_bad_names_and_kinds_are_refused(rank: Rank) -> None:
+def test_invalid_names_and_kinds_are_refused(rank: Rank) -> None:
     with pytest.raises(TypeError, match=r"span\(3\): expected a name, as in span\('forward'\)"):
         lab.span(3)  # type: ignore[arg-type]
     for name in ([1], {"forward": 1}, b"x", None):
@@ -310,7 +310,7 @@ def test_bad_names_and_kinds_are_refused(rank: Rank) -> None:
         lab.span("x", "step")
 
 
-def test_spans_are_made_once_and_not_without_end(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_span_objects_are_cached_up_to_a_limit(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lab.span("forward") is lab.span("forward", kind="compute")
     assert lab.span("forward", "communication") is lab.span("forward", "communication")
     assert lab.span("forward", "communication") is not lab.span("forward")
@@ -322,14 +322,14 @@ def test_spans_are_made_once_and_not_without_end(rank: Rank, monkeypatch: pytest
     assert len(here.communication_spans) <= 10
 
 
-def test_a_forgotten_name_is_told(rank: Rank) -> None:
+def test_a_forgotten_name_is_reported(rank: Rank) -> None:
     with pytest.raises(TypeError, match="expected a name"):
 
         @lab.span  # type: ignore[arg-type]
         def forward() -> None: ...
 
 
-def test_a_decorator_above_what_it_cannot_time_is_refused() -> None:
+def test_decorating_what_cannot_be_timed_is_refused() -> None:
     with pytest.raises(TypeError, match=r"@span\('x'\) stands above 3: expected a function"):
         lab.span("x")(3)
     with pytest.raises(TypeError, match="expected a function"):
@@ -344,7 +344,7 @@ def test_a_decorator_above_what_it_cannot_time_is_refused() -> None:
             yield 1
 
 
-def test_steps_are_marked_one_after_the_other(rank: Rank, clock: Clock) -> None:
+def test_steps_are_recorded_one_after_the_other(rank: Rank, clock: Clock) -> None:
     seen = []
     for batch in lab.steps([10, 20, 30]):
         clock.sleep(batch)
@@ -379,14 +379,14 @@ def test_steps_without_a_length(rank: Rank) -> None:
     assert trace.scalars == ()
 
 
-def test_steps_can_be_gone_through_in_every_epoch(rank: Rank) -> None:
+def test_steps_can_be_iterated_in_every_epoch(rank: Rank) -> None:
     steps = lab.steps(range(3))
     assert len(steps) == 3  # type: ignore[arg-type]
     assert [list(steps), list(steps)] == [[0, 1, 2], [0, 1, 2]]
     assert len(rank.trace().of(kind="step")) == 6
 
 
-def test_a_step_that_the_loop_leaves_is_not_marked(rank: Rank) -> None:
+def test_a_step_that_the_loop_leaves_is_not_recorded(rank: Rank) -> None:
     for batch in lab.steps(range(5)):
         if batch == 2:
             break
@@ -395,7 +395,7 @@ def test_a_step_that_the_loop_leaves_is_not_marked(rank: Rank) -> None:
     assert len(rank.spans("step")) == 2 + 1
 
 
-def test_an_object_with_only_getitem_is_gone_through(rank: Rank) -> None:
+def test_an_object_with_only_getitem_can_be_iterated(rank: Rank) -> None:
     class Dataset:
         def __getitem__(self, i: int) -> int:
             if i > 1:
@@ -405,7 +405,7 @@ def test_an_object_with_only_getitem_is_gone_through(rank: Rank) -> None:
     assert list(lab.steps(Dataset())) == [0, 1]  # type: ignore[arg-type]
 
 
-def test_steps_of_a_number_are_refused(rank: Rank) -> None:
+def test_steps_refuses_a_number(rank: Rank) -> None:
     with pytest.raises(TypeError, match=r"steps\(10\): expected something to loop over"):
         lab.steps(10)  # type: ignore[arg-type]
 
@@ -419,24 +419,24 @@ def test_scalars_become_curves(rank: Rank, clock: Clock) -> None:
     )  # fmt: skip
 
 
-def test_a_tensor_that_has_a_gradient_is_a_number_too(rank: Rank) -> None:
+def test_a_tensor_with_a_gradient_is_a_number_too(rank: Rank) -> None:
     torch = pytest.importorskip("torch")
     lab.record(loss=torch.tensor([0.5], requires_grad=True).sum())
     assert [s.value for s in rank.trace().scalars] == [0.5]
     with pytest.raises(TypeError, match=r"record\(loss=tensor.*expected a number, or a tensor with one element"):
         lab.record(loss=torch.zeros(2))
-    with pytest.raises(RuntimeError, match="meta"):  # torch's own words, since an error of a GPU may come to light here
+    with pytest.raises(RuntimeError, match="meta"):  # torch's own message, since an error of a GPU may first show here
         lab.record(loss=torch.zeros(1, device="meta"))
 
 
 @pytest.mark.parametrize("value", [None, "low", [1.0], np.zeros(2), 1j], ids=["None", "text", "list", "array", "complex"])
-def test_what_is_no_number_is_refused(rank: Rank, value: Any) -> None:
+def test_values_that_are_not_numbers_are_refused(rank: Rank, value: Any) -> None:
     with pytest.raises(TypeError, match=r"record\(loss=.*\): expected a number, or a tensor with one element"):
         lab.record(loss=value)
     assert rank.trace().scalars == ()
 
 
-def test_outside_a_group_nothing_is_done() -> None:
+def test_outside_a_group_nothing_is_recorded() -> None:
     batches = [1, 2]
     assert lab.steps(batches) is batches
     lab.record(loss=object())  # type: ignore[arg-type]  # not even looked at
@@ -452,14 +452,14 @@ def test_outside_a_group_nothing_is_done() -> None:
     assert lab.span("forward") is lab.span("forward"), "and nothing is made for it"
 
 
-def test_a_call_of_the_students_function_is_kept(rank: Rank) -> None:
+def test_a_call_of_the_students_function_is_recorded(rank: Rank) -> None:
     here.recorder.call("train", 5, 9)
     assert rank.spans("call") == [("train", 5, 9)]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # from Python 3.12
-def test_a_worker_that_a_rank_forks_writes_nothing(rank: Rank) -> None:
+def test_a_worker_that_a_rank_forks_records_nothing(rank: Rank) -> None:
     with lab.span("before"):
         pass
     child = os.fork()
@@ -475,7 +475,7 @@ def test_a_worker_that_a_rank_forks_writes_nothing(rank: Rank) -> None:
     assert [name for name, _, _ in rank.spans()] == ["before", "after"]
 
 
-def test_the_students_code_is_known_by_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_students_code_is_recognised_by_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
     students = recording.is_students
     assert students(__file__)
     assert students("<stdin>")
@@ -494,13 +494,13 @@ def test_the_students_code_is_known_by_its_file(monkeypatch: pytest.MonkeyPatch)
 
 
 def in_file(filename: str, source: str) -> dict[str, Any]:
-    """What a piece of source defines when it stands in that file."""
+    """What a piece of source defines when it is in that file."""
     space: dict[str, Any] = {}
     exec(compile(source, filename, "exec"), space)
     return space
 
 
-def test_a_line_is_the_innermost_of_the_students(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_is_the_students_innermost_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(here.files, "<cell>", "cell 5")
     recording.is_students.cache_clear()
     library = in_file(threading.__file__, "def call(g):\n    return g()\n")["call"]
@@ -540,7 +540,7 @@ def test_a_span_has_the_line_where_its_name_was_first_used(rank: Rank, clock: Cl
     assert [e["args"]["line"] for e in events if e["name"] == "backward"] == ["cell 5, line 5"], "Perfetto shows it"
 
 
-def test_without_a_student_on_the_stack_there_is_no_line() -> None:
+def test_without_the_students_code_on_the_stack_there_is_no_line() -> None:
     lines: list[str] = []
     run = in_file(threading.__file__, "def run(lines, line):\n    lines.append(line())\n")["run"]
     thread = threading.Thread(target=run, args=(lines, recording.student_line))

@@ -1,4 +1,4 @@
-"""The ring in shared memory: what a rank writes is read once and whole, or counted as dropped, also while it writes on."""
+"""The ring in shared memory: each record is read once and complete, or counted as dropped, also while the rank writes."""
 
 import mmap
 import struct
@@ -17,7 +17,7 @@ from labkit.recording import ring_buffer
 from labkit.recording.ring_buffer import COMMUNICATION, COMPUTE, ON_CUDA, RING_BYTES, SCALAR, STEP, RingReader, RingWriter
 
 CAPACITY = ring_buffer.CAPACITY
-FASTEST_SPAN_NS = 400  # what a rank takes for one, where it does nothing else
+FASTEST_SPAN_NS = 400  # what a rank needs for one if it does nothing else
 
 
 @pytest.fixture
@@ -40,14 +40,14 @@ def write(writer: RingWriter, count: int, start: int = 0) -> None:
         writer.write("step", STEP, i, i + 7)
 
 
-def test_a_span_arrives_as_it_was_written(writer: RingWriter, reader: RingReader) -> None:
+def test_a_span_is_read_as_it_was_written(writer: RingWriter, reader: RingReader) -> None:
     writer.write("forward", COMPUTE, 100, 250, flags=ON_CUDA)
     (row,) = reader.read()
     assert reader.names()[row["name"]] == "forward"
     assert [int(row[k]) for k in ("kind", "flags", "start_ns", "end_ns")] == [COMPUTE, ON_CUDA, 100, 250]
 
 
-def test_a_communication_arrives_as_it_was_written(writer: RingWriter, reader: RingReader) -> None:
+def test_a_communication_is_read_as_it_was_written(writer: RingWriter, reader: RingReader) -> None:
     numbers = {"wait_start_ns": 1, "wait_end_ns": 2, "nbytes": 3, "peer": 4, "match": 5, "flags": ON_CUDA}
     writer.write_communication("send", -5, 2**62, group="0 to 4", line="cell 6, line 7", **numbers)
     (row,) = reader.read()
@@ -58,7 +58,7 @@ def test_a_communication_arrives_as_it_was_written(writer: RingWriter, reader: R
 
 
 @pytest.mark.parametrize("value", [0.1, -1e300, float("inf"), 0.0])
-def test_a_scalar_arrives_bit_by_bit(writer: RingWriter, reader: RingReader, value: float) -> None:
+def test_a_scalar_is_read_bit_for_bit(writer: RingWriter, reader: RingReader, value: float) -> None:
     writer.write_scalar("loss", 12, value)
     rows = reader.read()
     assert rows["kind"].tolist() == [SCALAR]
@@ -80,9 +80,9 @@ def test_a_second_reader_sees_the_same(writer: RingWriter, reader: RingReader, m
     assert reader.read().tolist() == RingReader(memory).read().tolist()
 
 
-def test_the_ring_goes_round_without_loss(writer: RingWriter, reader: RingReader) -> None:
+def test_the_ring_wraps_around_without_loss(writer: RingWriter, reader: RingReader) -> None:
     seen: list[int] = []
-    part = CAPACITY // 3 + 1  # does not divide the ring: the parts lie across its end
+    part = CAPACITY // 3 + 1  # does not divide the ring: parts wrap around its end
     for start in range(0, 4 * part, part):
         write(writer, part, start)
         seen += reader.read()["start_ns"].tolist()
@@ -90,7 +90,7 @@ def test_the_ring_goes_round_without_loss(writer: RingWriter, reader: RingReader
     assert reader.dropped == 0
 
 
-def test_a_notebook_that_comes_a_whole_look_late_loses_nothing() -> None:
+def test_a_notebook_that_skips_one_reading_loses_nothing() -> None:
     assert 2 * LOOK_EVERY_S * 1e9 / FASTEST_SPAN_NS < CAPACITY - ring_buffer.IN_FLIGHT
 
 
@@ -113,7 +113,7 @@ def test_nothing_is_lost_while_the_ring_is_almost_full(writer: RingWriter, reade
     assert reader.dropped == 0
 
 
-def test_threads_write_side_by_side(writer: RingWriter, reader: RingReader) -> None:
+def test_threads_write_concurrently(writer: RingWriter, reader: RingReader) -> None:
     count, threads = 4000, 4
 
     def work(thread: int) -> None:
@@ -136,11 +136,11 @@ def test_threads_write_side_by_side(writer: RingWriter, reader: RingReader) -> N
         assert {names[i] for i in mine["name"]} == {f"thread {thread}"}
 
 
-def test_a_record_in_flight_holds_up_the_later_ones_and_is_not_lost(
+def test_an_unfinished_record_delays_the_later_ones_and_is_not_lost(
     writer: RingWriter, reader: RingReader, memory: mmap.mmap
 ) -> None:
     write(writer, 1)
-    number, _ = writer.next_slot()  # another thread takes its number here, and has to wait for the interpreter
+    number, _ = writer.next_slot()  # another thread takes its number here and has to wait for the GIL
     write(writer, 6, start=2)
     assert reader.read()["start_ns"].tolist() == [0]
     assert len(reader.read()) == 0
@@ -150,7 +150,7 @@ def test_a_record_in_flight_holds_up_the_later_ones_and_is_not_lost(
 
 
 class Overtaken:
-    """A reader's view of the records: when it has copied a part of what it asked for, something happens before the rest."""
+    """A reader's view of the records: after it has copied a part of them, something happens before it copies the rest."""
 
     def __init__(self, words: Any, after: float, meanwhile: Callable[[], None]) -> None:
         self.words, self.after, self.meanwhile = words, after, meanwhile
@@ -188,7 +188,7 @@ def test_a_record_that_is_finished_just_after_it_was_copied_is_read_the_next_tim
     assert reader.read()["start_ns"].tolist() == list(range(2, 9))
 
 
-def test_a_record_alone_that_is_overwritten_before_it_is_copied(
+def test_a_single_record_that_is_overwritten_before_it_is_copied(
     writer: RingWriter, reader: RingReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(writer, 1)
@@ -208,7 +208,7 @@ def test_a_record_alone_that_is_overwritten_before_it_is_copied(
     assert len(rows) + reader.dropped == CAPACITY + 1
 
 
-def test_what_the_rank_is_about_to_overwrite_is_not_trusted(writer: RingWriter, reader: RingReader) -> None:
+def test_records_about_to_be_overwritten_are_not_trusted(writer: RingWriter, reader: RingReader) -> None:
     write(writer, CAPACITY)
     assert reader.read()["start_ns"].tolist() == list(range(ring_buffer.IN_FLIGHT, CAPACITY))
     assert reader.dropped == ring_buffer.IN_FLIGHT
@@ -224,7 +224,7 @@ def test_a_tail_that_was_overwritten_before_its_head_is_not_read(
         with pytest.raises(struct.error):
             writer.write_communication("recv", 0, 1, peer="nobody", match=-1)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(ring_buffer, "IN_FLIGHT", 0)  # the margin would hide what this is about
+    monkeypatch.setattr(ring_buffer, "IN_FLIGHT", 0)  # the margin would hide what this tests
     reader._words = Overtaken(reader._words, 0.0, stop_half_way)
     rows = reader.read()
     assert rows["match"].tolist() == list(range(1, CAPACITY))
@@ -300,7 +300,7 @@ def test_a_long_name_is_cut_between_two_characters(writer: RingWriter, reader: R
     assert reader.names()[number] == "a" + "ä" * ((ring_buffer.LONGEST_NAME - 1) // 2)
 
 
-def test_a_name_that_no_encoding_knows_is_kept_legible(writer: RingWriter, reader: RingReader) -> None:
+def test_a_name_that_cannot_be_encoded_stays_legible(writer: RingWriter, reader: RingReader) -> None:
     number = writer.name("loss \udcff")
     assert reader.names()[number] == "loss ?"
 
@@ -313,7 +313,7 @@ def fill(writer: RingWriter, limit: int) -> None:
         number += 1
 
 
-def test_a_full_table_of_names_gives_the_empty_one_and_says_so(writer: RingWriter, reader: RingReader) -> None:
+def test_a_full_table_of_names_returns_the_empty_name_and_says_so(writer: RingWriter, reader: RingReader) -> None:
     fitting = (ring_buffer.NAMES_BYTES - 2) // (ring_buffer.LONGEST_NAME + 2)
     numbers = [writer.name(f"{i:0{ring_buffer.LONGEST_NAME}}") for i in range(fitting)]
     assert numbers == [*range(1, fitting + 1)]
@@ -324,7 +324,7 @@ def test_a_full_table_of_names_gives_the_empty_one_and_says_so(writer: RingWrite
     assert len(reader.names()) == fitting + 1
 
 
-def test_a_name_has_its_place_beside_it_while_there_is_room_for_names(writer: RingWriter, reader: RingReader) -> None:
+def test_a_name_has_its_line_while_there_is_room_for_names(writer: RingWriter, reader: RingReader) -> None:
     number = writer.name(writer.placed("forward", "cell 2, line 3"))
     assert ring_buffer.place_and_name(reader.names()[number]) == ("cell 2, line 3", "forward")
     assert ring_buffer.place_and_name("backward") == ("", "backward")
@@ -333,8 +333,8 @@ def test_a_name_has_its_place_beside_it_while_there_is_room_for_names(writer: Ri
     assert writer.placed("forward", "cell 2, line 3") == "forward"
 
 
-def test_however_many_names_spans_and_curves_have_operations_keep_theirs(writer: RingWriter, reader: RingReader) -> None:
-    """Else nobody would see any more who waits for whom."""
+def test_operations_keep_their_names_with_any_number_of_spans_and_curves(writer: RingWriter, reader: RingReader) -> None:
+    """Otherwise nobody could see who waits for whom."""
     for i in range(100_000):
         writer.write(writer.placed(f"forward {i}", "cell 2, line 3"), COMPUTE, 1, 2)
     assert reader.no_room == ["spans"]
@@ -356,7 +356,7 @@ def test_however_many_names_spans_and_curves_have_operations_keep_theirs(writer:
     assert [names[rows[-1][field]] for field in ("group", "line", "signature")] == ["world", "cell 9, line 1", "float32 [4]"]
 
 
-def test_however_many_shapes_there_are_groups_keep_their_names(writer: RingWriter, reader: RingReader) -> None:
+def test_groups_keep_their_names_with_any_number_of_shapes(writer: RingWriter, reader: RingReader) -> None:
     fill(writer, ring_buffer.SIGNATURES_LIMIT)
     slot = writer.pend("send", 1, group="p2p 0>1 tag 7", signature="float32 [4]")
     assert [(p.group, p.signature) for p in reader.pending()] == [("p2p 0>1 tag 7", "")]
@@ -383,7 +383,7 @@ def test_pending_operations_come_and_go(writer: RingWriter, reader: RingReader) 
     assert reader.pending() == []
 
 
-def test_a_slot_that_is_taken_again_has_forgotten_that_somebody_waited(writer: RingWriter, reader: RingReader) -> None:
+def test_a_reused_slot_does_not_say_that_a_rank_waits(writer: RingWriter, reader: RingReader) -> None:
     for start in range(1, 3 * ring_buffer.PENDING_SLOTS):
         slot = writer.pend("recv", start)
         assert [p.wait_start_ns for p in reader.pending()] == [0]
@@ -391,7 +391,7 @@ def test_a_slot_that_is_taken_again_has_forgotten_that_somebody_waited(writer: R
         writer.unpend(slot)
 
 
-def test_more_pending_operations_than_slots_are_not_seen_and_do_no_harm(
+def test_pending_operations_beyond_the_slots_are_not_seen_and_do_no_harm(
     writer: RingWriter, reader: RingReader, memory: mmap.mmap
 ) -> None:
     slots = [writer.pend("isend", i + 1) for i in range(ring_buffer.PENDING_SLOTS + 2)]

@@ -1,4 +1,4 @@
-"""Makes torchrun's second node another machine, by its name and by a clock that is an hour ahead and 20 µs a second too fast."""
+"""Makes the second node of torchrun look like another machine: another name, and a clock an hour ahead and 20 µs/s fast."""
 
 import os
 import socket
