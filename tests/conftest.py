@@ -31,6 +31,8 @@ SETTLE_LIMIT_S = 60.0  # for processes that were told to end
 
 VARIABLES = ("PATH", "HOME", "PYTHONPATH", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG")
 
+KERNEL_THREADS_PARENT = 2  # on Linux
+
 foreign: set[int] = set()  # processes found not to be ours: reading 200 environments at every test takes 40 ms
 
 
@@ -47,9 +49,9 @@ def no_leftovers() -> Iterator[None]:
 
     if left() or _listening() - ports or _shared_memory() - memory:
         gc.collect()  # an object in a cycle may hold on to it; not after each test, because with torch loaded it takes 0.15 s
-    assert not [_describe(p) for p in _at_last(lambda: left_after(1, [p.pid for p in left()]))], "the test left processes"
-    assert not _at_last(lambda: _listening() - ports), "the test left listening ports"
-    assert not _at_last(lambda: _shared_memory() - memory), "the test left shared memory"
+        assert not [_describe(p) for p in _at_last(lambda: left_after(1, [p.pid for p in left()]))], "the test left processes"
+        assert not _at_last(lambda: _listening() - ports), "the test left listening ports"
+        assert not _at_last(lambda: _shared_memory() - memory), "the test left shared memory"
     assert _state() == state, "the test changed this process for all later tests"
 
 
@@ -118,10 +120,21 @@ def _processes() -> set[psutil.Process]:
             else:
                 foreign.add(pid)
         except psutil.ZombieProcess:
-            found |= {p for p in psutil.Process().children() if p.pid == pid}
-        except psutil.Error:  # it has ended, or is another user's
-            continue
+            if _parent(pid) == os.getpid():
+                found.add(process)
+        except psutil.AccessDenied:  # another user's
+            foreign.add(pid)
+        except psutil.NoSuchProcess:  # it has ended; or it is a thread of the kernel, which has no environment
+            if _parent(pid) == KERNEL_THREADS_PARENT:
+                foreign.add(pid)
     return found
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        return psutil.Process(pid).ppid()
+    except psutil.Error:
+        return None
 
 
 def _is_pythons_own(process: psutil.Process) -> bool:
