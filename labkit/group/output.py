@@ -7,7 +7,6 @@ that a checked cell reads the same each time. In a terminal lines appear as they
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from typing import Any, Final, TextIO
 from labkit.group.displays import Displays
 from labkit.group.repeated_warnings import GroupedWarnings
 from labkit.group.terminal_lines import Lines
+from labkit.ipc.ranks_cell import cell_number
 
 __all__ = ["Output", "cell_label", "notebook_shell", "put"]
 
@@ -134,10 +134,9 @@ def put(text: str, stream: TextIO | None = None) -> None:
 
 def cell_label(filename: str) -> str:
     """What the student calls a file: "cell 5" for a cell of this notebook, else the base name."""
-    if on_ranks := re.fullmatch(r"<(cell \d+) on the ranks>", filename):
-        return on_ranks[1]
-    shell = _shell()
-    number = getattr(shell.compile, "_filename_map", {}).get(filename) if shell is not None else None
+    shell, number = _shell(), cell_number(filename)
+    if number is None and shell is not None:
+        number = getattr(shell.compile, "_filename_map", {}).get(filename)
     return f"cell {number}" if number is not None else os.path.basename(filename)
 
 

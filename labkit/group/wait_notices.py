@@ -72,7 +72,7 @@ def _elsewhere(
     ranks: Sequence[Standing], absent: Sequence[int], looks: Mapping[int, Look], acting: Mapping[int, Active]
 ) -> list[str]:
     """What those do for whom the others wait."""
-    by_doing: dict[str, list[str]] = {}
+    by_doing: dict[tuple[bool, str], list[str]] = {}  # whether it has returned, and what it does
     for i in absent:
         look = looks.get(i)
         if ranks[i].returned:
@@ -81,10 +81,10 @@ def _elsewhere(
             doing = "computing"
         else:
             doing = f"at {_at(look.main.students)}"
-        by_doing.setdefault(doing, []).append(ranks[i].name)
+        by_doing.setdefault((ranks[i].returned, doing), []).append(ranks[i].name)
     parts = []
-    for doing, names in list(by_doing.items())[:MOST_WAITS]:
-        verb = ("has" if len(names) == 1 else "have") if doing.startswith("returned") else ("is" if len(names) == 1 else "are")
+    for (returned, doing), names in list(by_doing.items())[:MOST_WAITS]:
+        verb = ("has" if len(names) == 1 else "have") if returned else ("is" if len(names) == 1 else "are")
         parts.append(f"{_some(names)} {verb} {doing}")
     return parts
 

@@ -12,7 +12,10 @@ from typing import Any, Final
 
 from labkit.errors.exceptions import LabError
 
-__all__ = ["CellRunner", "CellSyntaxError", "instead_of_magic", "parse"]
+__all__ = ["CellRunner", "CellSyntaxError", "cell_filename", "cell_number", "instead_of_magic", "parse"]
+
+_FILENAME: Final = "<cell {} on the ranks>"
+_NUMBER: Final = re.compile(re.escape(_FILENAME).replace(re.escape("{}"), r"(\d+)"))
 
 _ASYNC: Final = "Put it into an `async def main()`, and call `asyncio.run(main())`."
 _FUNCTION: Final = "Put it into a function."
@@ -64,6 +67,17 @@ class CellSyntaxError(LabError):
 
     def _render_traceback_(self) -> list[str]:
         return str(self).splitlines()
+
+
+def cell_filename(number: int) -> str:
+    """The file name of a `%%ranks` cell, which differs from those of the notebook's own cells."""
+    return _FILENAME.format(number)
+
+
+def cell_number(filename: str) -> int | None:
+    """The number of the `%%ranks` cell that has this file name; None if none has."""
+    cell = _NUMBER.fullmatch(filename)
+    return int(cell[1]) if cell is not None else None
 
 
 def parse(source: str, filename: str, label: str) -> ast.Module:

@@ -17,6 +17,8 @@ __all__ = ["RemoteError", "remote_error", "sent"]
 
 _ON = re.compile(r"On WorkerInfo\(id=\d+, name=(?P<name>[^)]*)\):\n")
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line ')
+_PLACE: Final = " (on {})"  # behind a headline: the rank on which it was raised
+_PLACED = re.compile(re.escape(_PLACE.format("NAME")).replace("NAME", "[^)]*") + "$")
 _BEGIN = "Traceback (most recent call last):\n"
 _PASSED_THROUGH = re.compile(r"\s*(\n\nAt:\n  \S+\(\d+\): _handle_exception\s*)?$")  # added by the caller's C++ code
 _DEEPEST: Final = 8  # levels of nested quoting: a KeyError quotes its message each time it is raised
@@ -64,10 +66,9 @@ def remote_error(text: str) -> RemoteError | None:
     before, _, frames = whole.partition(_BEGIN)
     if before or _BEGIN in frames:  # a chain of errors, each with its own traceback
         frames = whole
-    place = f"on {on['name']}"
-    if not re.search(r" \(on [^)]*\)$", headline):  # else the callee had itself made the call that failed
-        headline = f"{headline} ({place})"
-    return RemoteError(headline, f"{place}:\n{_students(frames)}".rstrip())
+    if not _PLACED.search(headline):  # else the callee had itself made the call that failed
+        headline += _PLACE.format(on["name"])
+    return RemoteError(headline, f"on {on['name']}:\n{_students(frames)}".rstrip())
 
 
 def _students(traceback: str) -> str:

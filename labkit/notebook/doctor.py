@@ -65,9 +65,13 @@ ASK_NETWORK: Final = """
 import sys
 sys.path[:] = {0!r}
 import json, os
+from labkit.errors.exceptions import LabError
 from labkit.worker.network_namespace import make, wanted
-network = make(wanted(os.environ)).unless_asked_outside(os.environ)
-print(json.dumps({{"private": network.private, "why": network.why}}))
+try:
+    network = make(wanted(os.environ)).unless_asked_outside(os.environ)
+    print(json.dumps({{"private": network.private, "why": network.why}}))
+except LabError as error:
+    print(json.dumps({{"error": str(error)}}))
 """
 
 
@@ -119,12 +123,14 @@ class Finding:
         found: what was found.
         ok: False where a lesson lacks something.
         remedy: what to do about it, a command where there is one.
+        pip: whether the remedy is a command of pip.
     """
 
     what: str
     found: str
     ok: bool = True
     remedy: str = ""
+    pip: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +154,7 @@ class Report:
         lacking = sum(not f.ok for f in self.findings)
         count = "1 thing is" if lacking == 1 else f"{lacking} things are"
         lines += ["", f"{count} missing: see ✗." if lacking else "Everything is here."]
-        if any(f.remedy.startswith("pip ") for f in self.findings):
+        if any(f.pip for f in self.findings):
             lines.append("The commands are for a terminal with this environment; in a cell write %pip instead of pip.")
         return "\n".join(lines)
 
@@ -177,7 +183,8 @@ def diagnose(facts: Facts) -> Report:
     for package, name, extra, purpose in PACKAGES:
         version = facts.versions.get(package)
         if version is None:
-            findings.append(Finding(name, f"not installed; needed for {purpose}", ok=False, remedy=install_command(extra)))
+            found = f"not installed; needed for {purpose}"
+            findings.append(Finding(name, found, ok=False, remedy=install_command(extra), pip=True))
         elif package == "torch":
             findings += _torch(facts, version)
         elif package == "tensorflow":
@@ -221,7 +228,7 @@ def _gpus(facts: Facts) -> Finding:
 def _torch(facts: Facts, version: str) -> list[Finding]:
     said = facts.torch
     if "error" in said:
-        return [Finding("torch", f"{version}, but it does not load: {said['error']}", ok=False, remedy=_again("torch"))]
+        return [_not_loading("torch", "torch", version, said["error"])]
     gpus: int = said["gpus"]
     build = f"CUDA {said['cuda']}, sees {gpus} GPU{'s' * (gpus != 1)}" if said["cuda"] else "CPU build"
     findings = [Finding("torch", f"{version} ({build})")]
@@ -245,17 +252,18 @@ def _torch(facts: Facts, version: str) -> list[Finding]:
 def _tensorflow(facts: Facts, version: str) -> Finding:
     said = facts.tensorflow
     if "error" in said:
-        return Finding("TensorFlow", f"{version}, but it does not load: {said['error']}", ok=False, remedy=_again("tensorflow"))
+        return _not_loading("TensorFlow", "tensorflow", version, said["error"])
     if facts.gpus and not said["gpus"] and facts.visible_gpus != "":
         return Finding(
             "TensorFlow", f"{version} sees none of the GPUs: its lessons run on the CPU",
-            remedy='pip install "tensorflow[and-cuda]"',
+            remedy='pip install "tensorflow[and-cuda]"', pip=True,
         )  # fmt: skip
     return Finding("TensorFlow", f"{version}, sees {said['gpus']} GPU{'s' * (said['gpus'] != 1)}" if said else version)
 
 
-def _again(package: str) -> str:
-    return f"pip install --force-reinstall {package}"
+def _not_loading(name: str, package: str, version: str, error: str) -> Finding:
+    remedy = f"pip install --force-reinstall {package}"
+    return Finding(name, f"{version}, but it does not load: {error}", ok=False, remedy=remedy, pip=True)
 
 
 def look() -> Facts:
@@ -302,7 +310,7 @@ def _network(facts: Facts) -> Finding:
     """Whether other users of this machine can reach the ports that torch and TensorFlow open, which authenticate nobody."""
     what, said = "ranks talk over", facts.network
     if "error" in said:
-        return Finding(what, said["error"].partition("LabError: ")[2] or said["error"], ok=False, remedy="unset LABKIT_NETWORK")
+        return Finding(what, said["error"], ok=False, remedy="unset LABKIT_NETWORK")
     spawned = facts.start == "spawn" or (facts.start is None and not facts.system.startswith("Linux"))
     if said["private"] and not spawned:
         return Finding(what, "a network of their own, which no other user of this machine can reach")

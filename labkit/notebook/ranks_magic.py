@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from labkit.errors.exceptions import LabError
 from labkit.group.group import Group
 from labkit.group.rank_selection import Ranks
+from labkit.ipc.ranks_cell import cell_filename
 
 __all__ = ["ranks"]
 
@@ -61,7 +62,7 @@ def ranks(line: str, cell: str, shell: Any) -> None:
         wanted = [part.strip() for part in options.on.split(",")]
         on = group[[int(w) if w.removeprefix("-").isdecimal() and w not in group.names else w for w in wanted]].on
     number = len(shell.history_manager.input_hist_parsed) - 1  # `execution_count` may be that of the next cell already
-    run = group.run_cell(cell, f"<cell {number} on the ranks>", f"cell {number}", on, watch=options.watch)
+    run = group.run_cell(cell, cell_filename(number), f"cell {number}", on, watch=options.watch)
     if options.run is not None:
         shell.user_ns[options.run] = run
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from processes import left_after
 
-from labkit.errors.exit_reasons import SAMPLE_EVERY_S, OOMKillCounters, OOMKills, explain_exit
+from labkit.errors.causes import Cause
+from labkit.errors.exit_reasons import SAMPLE_EVERY_S, OOMKillCounters, OOMKills, exit_cause, explain_exit
 
 
 def test_running_out_of_memory_is_reported_if_it_is_known() -> None:
@@ -28,6 +29,23 @@ def test_running_out_of_memory_is_reported_if_it_is_known() -> None:
     )
     assert explain_exit(kill, "machine").startswith("killed by SIGKILL (probably out of memory: the kernel's OOM killer")
     assert "memory" not in explain_exit(-signal.SIGTERM, "group")
+
+
+@pytest.mark.parametrize(
+    ("code", "oom_kills", "cause"),
+    [
+        (0, "", Cause.EXITED),
+        (3, "group", Cause.EXITED),
+        (-signal.SIGKILL, "", Cause.KILLED),
+        (-signal.SIGKILL, "machine", Cause.OUT_OF_MEMORY),
+        (-signal.SIGSEGV, "machine", Cause.CRASHED),
+        (-signal.SIGABRT, "", Cause.ABORTED),
+        (-signal.SIGTERM, "group", Cause.SIGNALLED),
+        (-99, "", Cause.SIGNALLED),
+    ],
+)
+def test_the_cause_of_an_exit(code: int, oom_kills: str, cause: Cause) -> None:
+    assert exit_cause(code, oom_kills) is cause
 
 
 @pytest.mark.parametrize(

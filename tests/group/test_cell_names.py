@@ -11,6 +11,7 @@ import pytest
 
 import labkit as lab
 from labkit.group.cell_names import MOST_NAMES, lost_names
+from labkit.ipc.ranks_cell import cell_filename
 
 
 class Notebook:
@@ -21,7 +22,7 @@ class Notebook:
 
     def cell(self, source: str, on: list[int] | None = None) -> str:
         self.number += 1
-        return self.group.run_cell(source, f"<cell {self.number} on the ranks>", f"cell {self.number}", on).output
+        return self.group.run_cell(source, cell_filename(self.number), f"cell {self.number}", on).output
 
 
 @pytest.fixture

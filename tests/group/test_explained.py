@@ -14,6 +14,7 @@ import cells as in_cells
 import pytest
 
 import labkit as lab
+from labkit.errors.causes import Cause
 from labkit.ipc.tracebacks import cause_of, headline, students_traceback
 
 
@@ -71,6 +72,16 @@ def test_a_lost_connection_without_a_known_cause_is_told_itself(ranks: lab.Group
 )
 def test_words_for_a_lost_connection(words: str, lost: bool) -> None:
     assert cause_of(RuntimeError(words)).is_consequence is lost
+
+
+def test_the_cause_of_an_error() -> None:
+    lost = RuntimeError("Connection closed by peer")
+    own = ValueError("own")
+    own.__context__ = lost
+    assert cause_of(lost) is Cause.LOST_CONNECTION
+    assert cause_of(own) is Cause.AFTER_LOST_CONNECTION
+    assert cause_of(ValueError("own")) is Cause.RAISED
+    assert cause_of(NotImplementedError()) is Cause.NOT_IMPLEMENTED
 
 
 def test_what_a_rank_that_was_killed_had_done_last(ranks: lab.Group, cells: in_cells.Cells) -> None:

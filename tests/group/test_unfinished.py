@@ -11,6 +11,7 @@ import cells as in_cells
 import pytest
 
 import labkit as lab
+from labkit.ipc.ranks_cell import cell_filename
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402  # after the check that it is there
@@ -197,7 +198,7 @@ def test_a_remote_call_that_nobody_waits_for(
 
 
 def cell(group: lab.Group, number: int, source: str) -> None:
-    group.run_cell(source, f"<cell {number} on the ranks>", f"cell {number}")
+    group.run_cell(source, cell_filename(number), f"cell {number}")
 
 
 SEND = """

@@ -82,7 +82,7 @@ def test_what_is_missing_names_its_command(package: str, name: str, extra: str, 
     report = diagnose(dataclasses.replace(LAPTOP, versions=LAPTOP.versions | {package: None}))
     (finding,) = [f for f in report.findings if not f.ok]
     assert finding == doctor.Finding(
-        name, f"not installed; needed for {purpose}", ok=False, remedy=f'pip install "labkit[{extra}]"'
+        name, f"not installed; needed for {purpose}", ok=False, remedy=f'pip install "labkit[{extra}]"', pip=True
     )
     assert str(report).splitlines()[-2:] == [
         "1 thing is missing: see ✗.",
@@ -112,7 +112,7 @@ def test_remedies_name_extras_that_exist() -> None:
             "  ranks talk over    this machine's network, where other users of it can reach them (LABKIT_NETWORK says so)",
         ),
         (
-            {"network": {"error": "labkit.errors.exceptions.LabError: LABKIT_NETWORK='public': expected 'private'"}},
+            {"network": {"error": "LABKIT_NETWORK='public': expected 'private'"}},
             "✗ ranks talk over    LABKIT_NETWORK='public': expected 'private'",
         ),
         ({"start": "forkserver"}, "✗ ranks start by     LABKIT_START='forkserver' is neither 'fork' nor 'spawn'"),

@@ -17,7 +17,7 @@ import pytest
 
 import labkit as lab
 from labkit.ipc.code_names import assigned, name_of, names_read, reads
-from labkit.ipc.ranks_cell import CellSyntaxError
+from labkit.ipc.ranks_cell import CellSyntaxError, cell_filename
 from labkit.notebook.ranks_magic import USAGE
 from labkit.notebook.ranks_magic import ranks as magic
 
@@ -223,7 +223,7 @@ def test_break_and_continue_in_every_runtime(runtime: str, monkeypatch: pytest.M
         pytest.importorskip("tensorflow" if runtime == "tensorflow" else "torch")
     in_cells.new_main(monkeypatch)
     with lab.Group(["a", "b"] if runtime != "tensorflow" else 1, runtime=runtime) as group:
-        run = group.run_cell(textwrap.dedent(LOOPS), "<cell 1 on the ranks>", "cell 1")
+        run = group.run_cell(textwrap.dedent(LOOPS), cell_filename(1), "cell 1")
         assert run.output.splitlines() == [f"[{name}] ([0, 2, 3], 0)" for name in group.names]
 
 

@@ -16,6 +16,7 @@ import labkit as lab
 from labkit.group import output, processes
 from labkit.group.displays import MOST, Displays
 from labkit.ipc.notebook_builtins import reduce_ipython
+from labkit.ipc.ranks_cell import cell_filename
 from labkit.worker.display import LEAST_DISPLAYS, MOST_BYTES, MOST_DISPLAYS, WIDGET, Displayed, RankDisplay
 
 
@@ -63,7 +64,7 @@ def cells(monkeypatch: pytest.MonkeyPatch, page: Page) -> Iterator[in_cells.Cell
 
 
 def run_cell(cells: in_cells.Cells, source: str, on: list[int] | None = None) -> None:
-    cells.group.run_cell(source, "<cell 1 on the ranks>", "cell 1", on)
+    cells.group.run_cell(source, cell_filename(1), "cell 1", on)
 
 
 # What a rank shows stands under the cell
@@ -209,7 +210,7 @@ def test_outside_a_notebook_the_text_is_printed(monkeypatch: pytest.MonkeyPatch,
     """)
     with lab.Group(1, runtime="bare") as group:
         group.run(cells.f)
-        group.run_cell("Rich()", "<cell 1 on the ranks>", "cell 1")
+        group.run_cell("Rich()", cell_filename(1), "cell 1")
     lines = ["Rich()", "'text'", "Rich()", "3", "<Figure size 640x480 with 1 Axes>", "Rich()"]
     assert capsys.readouterr().out.splitlines() == [f"[rank 0] {line}" for line in lines]
 

@@ -1,0 +1,117 @@
+"""The loop that takes what ranks send, with channels of this process and pipes in place of process ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from labkit.group.message_loop import MessageLoop
+from labkit.ipc.messages import Channel, Message
+
+
+class FakeRank:
+    """A rank without a process: this side's end of its channel, and its own."""
+
+    def __init__(self, rank: int, *, with_sentinel: bool = True) -> None:
+        here, there = socket.socketpair()
+        self.rank, self.channel, self.own = rank, Channel(here), Channel(there)
+        self._end, self._write = os.pipe()
+        self.process = SimpleNamespace(sentinel=self._end if with_sentinel else -1)
+
+    def end(self) -> None:
+        """Its process ends: its channel closes, and its sentinel tells."""
+        self.own.close()
+        os.write(self._write, b"x")
+
+    def close(self) -> None:
+        self.own.close()
+        self.channel.close()
+        os.close(self._end)
+        os.close(self._write)
+
+
+class Log:
+    """A receiver that notes down what it gets, and waits until that is so much."""
+
+    def __init__(self, count: int) -> None:
+        self.heard: list[tuple[int, str]] = []
+        self._count = count
+
+    def pause_s(self) -> float | None:
+        return None if len(self.heard) >= self._count else 60
+
+    def expects(self, member: Any) -> bool:
+        return (member.rank, "last") not in self.heard
+
+    def message(self, member: Any, message: Message) -> None:
+        self.heard.append((member.rank, message.kind))
+
+    def died(self, member: Any) -> None:
+        self.heard.append((member.rank, "died"))
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[FakeRank]]:
+    made = [FakeRank(0), FakeRank(1), FakeRank(2, with_sentinel=False)]
+    yield made
+    for rank in made:
+        rank.close()
+
+
+@pytest.fixture
+def loop(ranks: list[FakeRank]) -> Iterator[MessageLoop]:
+    loop = MessageLoop()
+    for rank in ranks:
+        loop.add(rank)  # type: ignore[arg-type]
+    yield loop
+    loop.close()
+
+
+def test_messages_that_came_together_are_taken_together(loop: MessageLoop, ranks: list[FakeRank]) -> None:
+    ranks[1].own.send("first")
+    ranks[1].own.send("last")
+    log = Log(1)
+    loop.run(log)
+    assert log.heard == [(1, "first"), (1, "last")]
+
+
+def test_reports_come_before_deaths(loop: MessageLoop, ranks: list[FakeRank]) -> None:
+    ranks[0].own.send("last")
+    os.write(ranks[0]._write, b"x")  # its end is noticed at the same moment as the messages
+    ranks[1].own.send("raised")
+    ranks[2].own.send("raised")
+    log = Log(4)
+    loop.run(log)
+    assert sorted(log.heard[:3]) == [(0, "last"), (1, "raised"), (2, "raised")]
+    assert log.heard[3] == (0, "died")
+
+
+def test_what_a_dead_rank_had_sent_is_taken_as_long_as_it_is_expected(loop: MessageLoop, ranks: list[FakeRank]) -> None:
+    class Impatient(Log):
+        def message(self, member: Any, message: Message) -> None:
+            super().message(member, message)
+            if message.kind == "gone":
+                raise EOFError  # as when a result cannot be read because the rank that lent it is gone
+
+    for kind in ("gone", "second", "last", "unexpected"):
+        ranks[0].own.send(kind)
+    log = Impatient(4)
+    loop.run(log)
+    assert log.heard == [(0, "gone"), (0, "second"), (0, "last"), (0, "died")]
+
+
+@pytest.mark.parametrize("which", [1, 2], ids=["a sentinel tells", "the channel tells"])
+def test_a_death_is_told_once_and_again_to_the_next_receiver(which: int, loop: MessageLoop, ranks: list[FakeRank]) -> None:
+    ranks[which].end()
+    log = Log(1)
+    loop.run(log)
+    assert log.heard == [(which, "died")]
+    ranks[0].own.send("last")
+    later = Log(2)
+    loop.run(later)
+    assert later.heard == [(which, "died"), (0, "last")]
