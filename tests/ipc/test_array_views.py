@@ -1,4 +1,4 @@
-"""Arrays that share memory, sent together."""
+"""Arrays that share memory and are sent together."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 import labkit as lab
 from labkit.ipc import pickling
 
-SIZES = (12, 120_000)  # within the message, and beside it
+SIZES = (12, 120_000)  # inside the message, and out of band
 
 
 def travel(value: Any) -> tuple[Any, int]:
-    """There and back in one process, and how many bytes went."""
+    """A round trip in one process, and its number of bytes."""
     payload = pickling.pack(value)
     nbytes = len(payload.data) + sum(count for _, count in payload.regions)
     return pickling.unpack(payload), nbytes
@@ -42,7 +42,7 @@ def views(x: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", views(np.arange(12.0)))
-def test_what_shares_memory_goes_on_sharing_it(name: str, size: int) -> None:
+def test_arrays_keep_sharing_memory(name: str, size: int) -> None:
     given = views(np.arange(float(size)))[name]
     back, _ = travel(given)
     for there, here in zip(back, given, strict=True):
@@ -60,7 +60,7 @@ def test_a_view_of_a_column_major_array() -> None:
     assert whole.flags.f_contiguous
 
 
-def test_a_part_brings_no_more_than_itself() -> None:
+def test_a_view_alone_sends_only_its_own_bytes() -> None:
     x = np.zeros(1_000_000)
     for given in (x[:5], (x[:5], x[10:15]), (x[:400:100], x[1:400:100])):
         back, nbytes = travel(given)
@@ -68,7 +68,7 @@ def test_a_part_brings_no_more_than_itself() -> None:
         np.testing.assert_array_equal(back, given)
 
 
-def test_overlapping_parts_bring_what_they_cover() -> None:
+def test_overlapping_views_send_what_they_cover() -> None:
     x = np.arange(1_000_000.0)
     (one, other, far), nbytes = travel((x[:1000], x[500:1500], x[900_000:900_010]))
     assert nbytes < 15_000
@@ -77,7 +77,7 @@ def test_overlapping_parts_bring_what_they_cover() -> None:
     assert far[0] == 900_000
 
 
-def test_it_shares_in_deep_places_and_once_for_an_array_that_comes_twice() -> None:
+def test_nested_arrays_share_memory_and_repeated_ones_are_sent_once() -> None:
     class Model:
         def __init__(self) -> None:
             self.flat = np.zeros(10)
@@ -91,7 +91,7 @@ def test_it_shares_in_deep_places_and_once_for_an_array_that_comes_twice() -> No
     assert again is back.parts["w"]
 
 
-def test_arrays_that_are_made_to_be_pickled_are_not_taken_for_others() -> None:
+def test_arrays_made_during_pickling_are_not_confused() -> None:
     class Made:
         def __init__(self, value: int) -> None:
             self.value = value
@@ -104,7 +104,7 @@ def test_arrays_that_are_made_to_be_pickled_are_not_taken_for_others() -> None:
     assert [(whole[0], part[0]) for whole, part in back] == [(i, i) for i in range(50)]
 
 
-def test_objects_and_nothing() -> None:
+def test_object_arrays_and_empty_arrays() -> None:
     things, empty = np.array([{}, "a"], object), np.zeros((0, 3))
     back, _ = travel((things, things[:1], empty, empty[:, :1], np.array(5.0)))
     assert back[0].tolist() == [{}, "a"]
@@ -113,7 +113,7 @@ def test_objects_and_nothing() -> None:
 
 
 def test_a_by_hand_model_of_views_is_trained_in_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a flat vector and its views came apart, the step had no effect, and nobody said so."""
+    """When a flat vector and its views were sent as separate copies, the step silently had no effect."""
     cells = in_cells.Cells(in_cells.new_main(monkeypatch))
     cells(
         """

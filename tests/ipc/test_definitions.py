@@ -1,4 +1,4 @@
-"""Definitions keep their identity on the way: a result's objects are of the class that they were made from, redefined or not."""
+"""Definitions keep their identity: objects in results have the class they were made from, redefined or not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Model:
 """
 
 
-def test_an_instance_of_a_redefined_class_comes_back_with_its_own(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_an_instance_of_a_redefined_class_comes_back_with_its_old_class(ranks: lab.Group, cells: in_cells.Cells) -> None:
     """As an argument, as a global variable, and as a default value."""
     cells(TWO_FORMS)
     cells("""
@@ -37,7 +37,7 @@ def test_an_instance_of_a_redefined_class_comes_back_with_its_own(ranks: lab.Gro
     assert (cells.Old.word, cells.Model.word) == methods, "a result must not put copies of methods into the notebook's classes"
 
 
-def test_what_ranks_kept_from_before_is_of_the_class_of_then(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_objects_kept_in_ranks_have_the_class_of_that_time(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import __main__
         class Model:
@@ -56,7 +56,7 @@ def test_what_ranks_kept_from_before_is_of_the_class_of_then(ranks: lab.Group, c
         assert result.word() == "old"
 
 
-def test_where_the_notebook_has_lost_the_class_the_ranks_send_it(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_ranks_send_a_class_that_the_notebook_has_lost(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import __main__
         class Report:
@@ -93,7 +93,7 @@ def test_functions_that_ranks_kept(ranks: lab.Group, cells: in_cells.Cells) -> N
     assert [f() for f in ranks.run(cells.kept).results] == ["of a moment"] * 2
 
 
-def test_a_closure_comes_back_with_the_state_that_it_has_in_its_rank(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_a_closure_comes_back_with_the_state_of_its_rank(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import os
         def counter():
@@ -133,7 +133,7 @@ def test_subclasses_enumerations_and_classes_themselves(ranks: lab.Group, cells:
         assert kind is cells.Old
 
 
-def test_classes_with_slots_have_them_in_a_rank_too(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_classes_keep_their_slots_in_ranks(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import dataclasses
         class Slots:
@@ -173,7 +173,7 @@ def test_persistent_names_of_cells_on_the_ranks(ranks: lab.Group, cells: in_cell
 # The numbers
 
 
-def test_numbers_are_kept_and_never_given_twice() -> None:
+def test_numbers_are_kept_and_never_reused() -> None:
     sent = Sent()
 
     class One: ...

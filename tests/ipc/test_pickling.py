@@ -1,4 +1,4 @@
-"""What travels arrives: definitions by value in the rank's `__main__`, arrays through shared memory; what cannot is named."""
+"""Pickling: definitions by value into the rank's `__main__`, arrays through shared memory; what cannot be sent is named."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ START = ("fork", "spawn")
 
 @pytest.fixture(scope="module", params=[*START, "results through shared memory"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[lab.Group]:
-    """Two ranks without a framework, started both ways, and where the system lets nobody read another's memory."""
+    """Two ranks without a framework, started both ways, and where the system forbids reading another process's memory."""
     start = request.param if request.param in START else "fork"
     with lab.Group(2, runtime="bare", start=start, timeout_s=200) as group:
         with pytest.MonkeyPatch.context() as patch:
@@ -42,7 +42,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[lab.Group]:
 
 
 def travel(value: Any) -> Any:
-    """There and back in one process."""
+    """A round trip in one process."""
     return pickling.unpack(pickling.pack(value))
 
 
@@ -65,7 +65,7 @@ def through_a_socket(value: Any) -> Any:
 # What cells define
 
 
-def test_a_function_is_at_home_in_the_ranks_main(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_a_function_lives_in_the_ranks_main(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import sys
         def f():
@@ -81,7 +81,7 @@ def test_a_function_is_at_home_in_the_ranks_main(ranks: lab.Group, cells: in_cel
     assert ranks.run(cells.use).results == [("__main__", True, True, 42, "__main__")] * 2
 
 
-def test_all_that_a_cell_can_define(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_everything_that_a_cell_can_define(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import abc, collections, contextlib, dataclasses, enum, functools, typing
 
@@ -190,7 +190,7 @@ def test_things_that_refer_to_one_another(ranks: lab.Group, cells: in_cells.Cell
     assert ranks.run(cells.f, cells.Node([cells.Node()])).results == [(True, 3, 2, True, True)] * 2
 
 
-def test_a_function_that_calls_itself_a_librarys(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_a_function_that_claims_to_be_a_librarys(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import functools, os.path, sys
 
@@ -202,7 +202,7 @@ def test_a_function_that_calls_itself_a_librarys(ranks: lab.Group, cells: in_cel
     assert ranks.run(cells.join, "a", "b").results == [("a+b", True)] * 2
 
 
-def test_code_into_which_a_tool_has_put_what_no_compiler_does(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_code_with_constants_that_no_compiler_makes(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         def f(): return "given"
     """)
@@ -229,7 +229,7 @@ def test_redefinition_takes_effect_at_the_next_run(ranks: lab.Group, cells: in_c
     assert ranks.run(cells.f).results == [("new", 2, "new")] * 2
 
 
-def test_results_are_of_the_notebooks_own_classes_which_stay_as_they_are(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_results_have_the_notebooks_own_classes_unchanged(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import dataclasses, enum
         @dataclasses.dataclass
@@ -258,7 +258,7 @@ def test_results_are_of_the_notebooks_own_classes_which_stay_as_they_are(ranks: 
     assert report.doubled() == 4.5
 
 
-def test_a_class_that_only_the_ranks_know_comes_back(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_a_class_that_exists_only_in_ranks_comes_back(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         def f():
             class Local:
@@ -282,13 +282,13 @@ def test_bound_methods_partials_and_callable_objects_run(ranks: lab.Group, cells
         assert ranks.run(function, *args).results == [6, 6]
 
 
-def test_the_source_travels(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_the_source_is_sent(ranks: lab.Group, cells: in_cells.Cells) -> None:
     source = "def f():\n    import inspect  # a comment\n    return inspect.getsource(f)\n"
     cells(source)
     assert ranks.run(cells.f).results == [source, source]
 
 
-def test_a_submodule_that_was_imported_by_its_parents_name(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_a_submodule_imported_through_its_parent(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import xml.dom.minidom
         import labkit as lab
@@ -335,7 +335,7 @@ def test_arrays(name: str, way: Callable[[Any], Any]) -> None:
     assert got.flags.writeable
 
 
-def test_many_large_arrays_lie_in_one_segment() -> None:
+def test_many_large_arrays_use_one_segment() -> None:
     sent = [np.full(LARGE, i, dtype=np.int8 if i % 2 else np.float64) for i in range(5)]
     payload = pickling.pack(sent)
     assert len(payload.regions) == 5
@@ -345,8 +345,8 @@ def test_many_large_arrays_lie_in_one_segment() -> None:
         np.testing.assert_array_equal(got, expected)
 
 
-def test_everyones_copy_is_private(ranks: lab.Group, cells: in_cells.Cells) -> None:
-    """What one changes in place is seen by nobody else, neither in an argument nor in a result."""
+def test_each_copy_is_private(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    """In-place changes are invisible to all others, in arguments and in results."""
     cells("""
         import numpy as np
         def f(a):
@@ -369,14 +369,14 @@ def test_everyones_copy_is_private(ranks: lab.Group, cells: in_cells.Cells) -> N
     assert results[0][1] is not results[1][1]
 
 
-def test_an_array_that_may_not_be_written_to_stays_so() -> None:
+def test_a_read_only_array_stays_read_only() -> None:
     sent = np.ones(LARGE)
     sent.flags.writeable = False
     assert not travel(sent).flags.writeable
 
 
-def test_a_rank_lets_go_of_what_the_notebook_has_taken(ranks: lab.Group, cells: in_cells.Cells, tmp_path: Path) -> None:
-    """At once, and not with the next run."""
+def test_a_rank_frees_results_that_the_notebook_has_read(ranks: lab.Group, cells: in_cells.Cells, tmp_path: Path) -> None:
+    """At once, not at the next run."""
     cells("""
         import os, pathlib, weakref
         import numpy as np
@@ -412,7 +412,7 @@ def test_a_rank_that_dies_before_its_result_is_read(cells: in_cells.Cells, monke
         assert [r.sum() for r in group.run(cells.f).results] == [100_000] * 2
 
 
-def test_a_result_larger_than_any_buffer_on_the_way(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_a_result_larger_than_any_buffer(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("def f(n): return list(range(n)), b'x' * n")
     for numbers, text in ranks.run(cells.f, 2_000_000).results:
         assert (len(numbers), numbers[-1], len(text)) == (2_000_000, 1_999_999, 2_000_000)
@@ -462,7 +462,7 @@ def test_tensors(name: str, way: Callable[[Any], Any]) -> None:
         assert torch.equal(*(t.float() if not t.is_complex() else t for t in plain))
 
 
-def test_tensors_that_share_memory_go_on_sharing_it() -> None:
+def test_tensors_keep_sharing_memory() -> None:
     torch = pytest.importorskip("torch")
     base = torch.zeros(LARGE)
     got, view, as_bytes, array = travel((base, base[10:20], base.view(torch.uint8), base.numpy()))
@@ -473,7 +473,7 @@ def test_tensors_that_share_memory_go_on_sharing_it() -> None:
     assert base[10] == 0
 
 
-def test_tied_weights_stay_tied_and_a_network_is_the_notebooks_own(two_with_torch: lab.Group, cells: in_cells.Cells) -> None:
+def test_tied_weights_stay_tied_and_a_network_keeps_its_class(two_with_torch: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import torch
         class Net(torch.nn.Module):
@@ -509,7 +509,7 @@ def two_with_torch(request: pytest.FixtureRequest) -> Iterator[lab.Group]:
 
 
 def test_tensors_of_a_gpu_become_cpu_tensors() -> None:
-    """With a stand-in for a GPU's storage: one that says it is elsewhere and has a copy on the CPU."""
+    """Uses a fake GPU storage, which claims to be elsewhere and has a copy on the CPU."""
     torch = pytest.importorskip("torch")
 
     class Far(torch.UntypedStorage):
@@ -526,7 +526,7 @@ def test_tensors_of_a_gpu_become_cpu_tensors() -> None:
     assert not pickling.pack(torch.ones(4)).copied_from_gpu
 
 
-# What cannot travel
+# What cannot be sent
 
 
 LOCKED = "cannot be sent: this lock is locked at this moment."
@@ -581,7 +581,7 @@ def test_what_cannot_be_sent_is_named(cells: in_cells.Cells, call: str, named: s
     assert group._pool is None, "nothing was started for it"
 
 
-def test_the_remedy_fits_the_thing(cells: in_cells.Cells, tmp_path: Any) -> None:
+def test_the_advice_fits_the_object(cells: in_cells.Cells, tmp_path: Any) -> None:
     with open(tmp_path / "file", "wb") as file, pytest.raises(lab.LabError, match="Open the file inside the function"):
         pickling.pack(Call(print, (file,), {}), label="print()")
 
@@ -593,7 +593,7 @@ def test_a_group_is_not_sent(cells: in_cells.Cells) -> None:
             group.run(cells.f)
 
 
-def test_a_result_that_cannot_be_sent_is_named_and_the_ranks_go_on(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_a_result_that_cannot_be_sent_is_named_and_the_ranks_stay(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import sys
         def f():
@@ -609,7 +609,7 @@ def test_a_result_that_cannot_be_sent_is_named_and_the_ranks_go_on(ranks: lab.Gr
     assert ranks.run(cells.g).results == [True, True]
 
 
-def test_what_an_object_says_of_itself_is_the_reason() -> None:
+def test_an_objects_own_error_is_the_reason() -> None:
     class Shy:
         def __reduce__(self) -> Any:
             raise ZeroDivisionError("I stay\nhere")
@@ -618,7 +618,7 @@ def test_what_an_object_says_of_itself_is_the_reason() -> None:
         pickling.pack([{"a": Shy()}])
 
 
-def test_what_arrives_but_cannot_be_made_there(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_an_object_that_cannot_be_unpickled(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         def fail(): raise ValueError("not in a rank")
         class Odd:
@@ -632,7 +632,7 @@ def test_what_arrives_but_cannot_be_made_there(ranks: lab.Group, cells: in_cells
 # Bookkeeping
 
 
-def test_no_descriptor_is_left_over_by_runs(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_runs_leave_no_descriptors(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import os, threading
         def f(a): return a, len(os.listdir("/proc/self/fd"))
@@ -658,16 +658,16 @@ def test_no_descriptor_is_left_over_by_runs(ranks: lab.Group, cells: in_cells.Ce
     until = time.monotonic() + 60
     while ((now := np.array(once())) > expected).any() and time.monotonic() < until:
         pass  # a thread of another test may be about to end
-    assert (now <= expected).all()  # fewer, where what an earlier test left is collected only now
+    assert (now <= expected).all()  # fewer, if leftovers of an earlier test are collected only now
 
 
-def test_memory_of_results_is_given_back() -> None:
-    """A result's segment lives as long as somebody holds an array of it, and no longer."""
+def test_memory_of_results_is_freed() -> None:
+    """A result's segment exists as long as one of its arrays is referenced, and no longer."""
 
     def segments() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:labkit")
 
-    gc.collect()  # what earlier tests have left
+    gc.collect()  # leftovers of earlier tests
     before = segments()
     held = travel([np.ones(LARGE)] * 2)
     assert segments() == before + 1
@@ -678,8 +678,8 @@ def test_memory_of_results_is_given_back() -> None:
     assert segments() == before
 
 
-def test_descriptors_come_with_their_own_frames() -> None:
-    """The system may hand out the descriptor of the next frame with the bytes of this one."""
+def test_descriptors_belong_to_their_own_frames() -> None:
+    """The system may deliver the descriptor of the next frame with the bytes of this one."""
     near, far = (Channel(s) for s in socket.socketpair())
     for i in range(3):
         near.send("small", i, pickling.pack(i))
@@ -692,7 +692,7 @@ def test_descriptors_come_with_their_own_frames() -> None:
         assert frame.payload is not None
         assert pickling.unpack(frame.payload)[0] == i
     payload = pickling.pack(np.ones(LARGE))
-    gc.collect()  # what earlier tests have left
+    gc.collect()  # leftovers of earlier tests
     before = len(os.listdir("/proc/self/fd"))
     near.send("small", None, None)
     near.send("large", None, payload)
@@ -703,7 +703,7 @@ def test_descriptors_come_with_their_own_frames() -> None:
     payload.close()
 
 
-def test_the_end_of_the_stream_is_an_end_of_file_wherever_it_comes() -> None:
+def test_the_end_of_the_stream_raises_eof_at_any_point() -> None:
     near, far = socket.socketpair()
     writer = Channel(near)
     writer.send("kind", list(range(1000)), pickling.pack(list(range(30_000))))
@@ -721,8 +721,8 @@ def test_the_end_of_the_stream_is_an_end_of_file_wherever_it_comes() -> None:
         b.close()
 
 
-def test_what_the_system_copies_only_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It copies 2 GiB at the most in one call; here it is made to copy less."""
+def test_memory_that_the_system_copies_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system copies at most 2 GiB per call; here a smaller limit is simulated."""
     pwrite, reader = os.pwrite, process_memory._reader()
     assert reader is not None
     monkeypatch.setattr(os, "pwrite", lambda fd, view, at: pwrite(fd, view[:70_000], at))
@@ -755,7 +755,7 @@ def test_stop_while_a_segment_is_filled_leaves_no_file_open(monkeypatch: pytest.
     def stop(*_: Any) -> int:
         raise KeyboardInterrupt
 
-    gc.collect()  # what earlier tests have left
+    gc.collect()  # leftovers of earlier tests
     before = set(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else pytest.skip("needs /proc")
     monkeypatch.setattr(os, "pwrite", stop)
     with pytest.raises(KeyboardInterrupt):

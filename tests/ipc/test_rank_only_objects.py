@@ -1,4 +1,4 @@
-"""Results that exist in a rank alone say what to return instead; one that cannot be made anew here does not end the notebook."""
+"""Objects that exist only in a rank: the error says what to return instead. A result that cannot be unpickled is an error too."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CONFINED = {
 
 
 @pytest.mark.parametrize("value", CONFINED)
-def test_what_exists_in_a_rank_alone(value: str, ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_objects_that_exist_only_in_a_rank(value: str, ranks: lab.Group, cells: in_cells.Cells) -> None:
     kind, remedy = CONFINED[value]
     cells(SETUP)(f"def train(): return {value}")
     with pytest.raises(lab.RankError, match=r"the result of train\(\)") as caught:
@@ -60,7 +60,7 @@ def test_what_exists_in_a_rank_alone(value: str, ranks: lab.Group, cells: in_cel
     assert remedy in caught.value.failures[0].headline
 
 
-def test_what_to_return_instead_comes_back(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_the_suggested_replacement_comes_back(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells(SETUP)("""
         def train():
             model = DDP(nn.Linear(2, 2))
@@ -84,7 +84,7 @@ def test_references_and_futures_of_rpc(cells: in_cells.Cells) -> None:
             group.run(cells.asked)
 
 
-def test_a_result_that_comes_and_cannot_be_made_anew(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_a_result_that_cannot_be_unpickled(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import sys, types
         class Odd:

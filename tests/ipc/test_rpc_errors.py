@@ -1,4 +1,4 @@
-"""The error of a function that was called by RPC: one traceback from the caller to the callee, and nothing of torch's."""
+"""The error of a function called by RPC: one traceback from caller to callee, without torch's frames."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Info:
 
 
 def received(headline: str = "ValueError: no", traceback: str = TRACEBACK) -> str:
-    """What torch makes of it on the other side."""
+    """The error as torch raises it on the other side."""
     return sent(Info(), headline, traceback).encode().decode("unicode_escape")
 
 
@@ -40,14 +40,14 @@ AT = "\n\nAt:\n  /torch/distributed/rpc/internal.py(236): _handle_exception\n"
     ],
     ids=["to_here", "rpc_sync", "quoted twice", "of a type that torch cannot make"],
 )
-def test_a_callees_words_are_found_however_they_were_wrapped(text: str) -> None:
+def test_a_callees_report_is_found_in_any_wrapping(text: str) -> None:
     error = remote_error(text)
     assert error is not None
     assert error.headline == "ValueError: no (on shard1)"
     assert error.traceback.splitlines() == ["on shard1:", *TRACEBACK.splitlines()[1:]]
 
 
-def test_letters_and_backslashes_arrive_as_they_were() -> None:
+def test_special_characters_and_backslashes_are_unchanged() -> None:
     error = remote_error(received("ValueError: größer als C:\\new π"))
     assert error is not None
     assert error.headline == "ValueError: größer als C:\\new π (on shard1)"
@@ -61,7 +61,7 @@ def test_several_tracebacks_stay_apart() -> None:
 
 
 @pytest.mark.parametrize("text", ["ValueError: no", "On WorkerInfo(", "said: On WorkerInfo(id=1, name=x) nothing"])
-def test_other_words_are_left_alone(text: str) -> None:
+def test_other_messages_are_unchanged(text: str) -> None:
     assert remote_error(text) is None
 
 
@@ -128,7 +128,7 @@ def test_one_traceback_leads_from_the_caller_to_the_callee(
     )
 
 
-def test_a_call_within_a_call_is_one_traceback_too(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_nested_calls_give_one_traceback(ranks: lab.Group, cells: in_cells.Cells) -> None:
     error = failure(ranks, cells, "sync", cells.middle)
     assert error.failures[0].headline == "KeyError: 'missing' (on shard2)"
     text = error.failures[0].traceback
@@ -142,7 +142,7 @@ def test_a_call_within_a_call_is_one_traceback_too(ranks: lab.Group, cells: in_c
     assert text.count("KeyError") == 1
 
 
-def test_an_error_that_torch_cannot_make_again_reads_as_it_was(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_an_error_that_torch_cannot_recreate_is_unchanged(ranks: lab.Group, cells: in_cells.Cells) -> None:
     error = failure(ranks, cells, "sync", cells.odd)
     assert error.failures[0].headline == "Odd: 1 and 2 (on shard1)"
     assert error.failures[0].traceback.splitlines()[-1] == "Odd: 1 and 2"
@@ -158,7 +158,7 @@ def test_a_callee_that_calls_exit_fails_and_its_caller_does_not_exit(ranks: lab.
 def test_a_callee_that_dies_is_the_cause_and_its_caller_was_waiting(
     ranks: lab.Group, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its connections are closed before its end is seen, on a busy machine long before."""
+    """Its connections close before its end is noticed, on a busy machine long before."""
     monkeypatch.setattr("labkit.group.run.CAUSE_S", 0)
     error = failure(ranks, cells, "sync", cells.die)
     assert error.failures[0].name == "shard1"

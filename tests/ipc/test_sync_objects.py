@@ -1,4 +1,4 @@
-"""Locks, events, queues and executors travel as fresh ones; those in use are named by the variable that holds them."""
+"""Locks, events, queues and executors are sent as fresh ones; those in use are named by the variable that holds them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_module_level_ones_work_in_ranks(ranks: lab.Group, cells: in_cells.Cells
     assert cells.jobs.empty()
 
 
-def test_state_that_means_something_elsewhere_travels() -> None:
+def test_transferable_state_is_sent() -> None:
     event, jobs, semaphore = threading.Event(), queue.PriorityQueue(4), threading.Semaphore(0)
     event.set()
     for item in (3, 1):
@@ -84,7 +84,7 @@ def test_state_that_means_something_elsewhere_travels() -> None:
     assert str(failed.exception(0)) == "zero"
 
 
-def test_a_lock_that_two_objects_share_is_one_lock_there() -> None:
+def test_a_lock_that_two_objects_share_stays_one_lock() -> None:
     lock = threading.Lock()
     first, second, condition = travel((lock, [lock], threading.Condition(lock)))
     assert second == [first]
@@ -148,7 +148,7 @@ IN_USE: dict[str, tuple[Callable[[], Iterator[Any]], str, str]] = {
 
 
 @pytest.mark.parametrize("name", IN_USE)
-def test_one_in_use_is_named_by_its_variable(name: str, cells: in_cells.Cells) -> None:
+def test_an_object_in_use_is_named_by_its_variable(name: str, cells: in_cells.Cells) -> None:
     make, says, remedy = IN_USE[name]
     with lab.Group(1, runtime="bare") as group:
         for thing in make():
@@ -177,7 +177,7 @@ def test_one_in_use_is_named_by_its_variable(name: str, cells: in_cells.Cells) -
         ("def g(): ...\ng.lock = locked\ndef f(): g", "g.lock"),
     ],
 )
-def test_the_innermost_name_is_told(source: str, named: str, cells: in_cells.Cells) -> None:
+def test_the_innermost_name_is_reported(source: str, named: str, cells: in_cells.Cells) -> None:
     cells._main.locked = locked(threading.Lock())
     cells(source)
     with lab.Group(1, runtime="bare") as group, pytest.raises(lab.LabError) as caught:
@@ -194,7 +194,7 @@ def test_the_innermost_name_is_told(source: str, named: str, cells: in_cells.Cel
         ("thing = open(__import__('os').devnull, 'wb')\nthing.close()", "Open the file inside the function"),
     ],
 )
-def test_what_never_travels_is_named_by_its_variable_too(source: str, says: str, cells: in_cells.Cells) -> None:
+def test_objects_that_cannot_be_sent_are_named_by_their_variable(source: str, says: str, cells: in_cells.Cells) -> None:
     cells(source)("def f(): return thing")
     with lab.Group(1, runtime="bare") as group, pytest.raises(lab.LabError, match=says) as caught:
         group.run(cells.f)

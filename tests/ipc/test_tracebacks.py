@@ -1,4 +1,4 @@
-"""How an error in a rank reads: the line that says what it was, also where a framework's message begins with something else."""
+"""How an error in a rank is shown: its headline, also if a framework's message begins with something else."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Arguments received by Sequential.call():
 
 @pytest.fixture(autouse=True)
 def _cell_7(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is the student's cell 7."""
+    """A file that represents the student's cell 7."""
     monkeypatch.setattr(here, "files", {"/kernel/123.py": "cell 7"})
     is_students.cache_clear()
 
@@ -77,11 +77,11 @@ def _cell_7(monkeypatch: pytest.MonkeyPatch) -> None:
         (ValueError("Exception encountered when calling nothing"), "ValueError: Exception encountered when calling nothing"),
     ],
 )
-def test_the_headline_says_what_it_was(error: BaseException, expected: str) -> None:
+def test_the_headline_names_the_error(error: BaseException, expected: str) -> None:
     assert headline(error) == expected
 
 
-def test_a_command_line_that_argparse_refuses_is_told_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_line_that_argparse_refuses_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser(prog="")
     parser.add_argument("epochs", type=int)
     with pytest.raises(SystemExit) as refused:
@@ -91,7 +91,7 @@ def test_a_command_line_that_argparse_refuses_is_told_with_what_to_do(capsys: py
 
 
 def raised(message: str, filename: str = "/kernel/123.py") -> BaseException:
-    """What a function of that file raises."""
+    """The error that a function of that file raises."""
     space = {"message": message}
     with pytest.raises(ValueError, match="rror") as caught:
         exec(compile("def f():\n    raise ValueError(message)\n\nf()", filename, "exec"), space)
@@ -105,7 +105,7 @@ def test_messages_name_the_cell_and_no_library() -> None:
     assert "<string>" not in text
 
 
-def test_what_autograph_makes_of_a_function_is_not_the_students() -> None:
+def test_code_generated_by_autograph_is_not_the_students() -> None:
     generated = "/tmp_of_tensorflow/__autograph_generated_file1.py"
     error = raised(AUTOGRAPH, generated)
     assert not is_students(generated)

@@ -1,4 +1,4 @@
-"""The colours of the pictures, as people with each kind of colour blindness see them.
+"""The colours of the figures, as people with each kind of colour blindness see them.
 
 Source: G. M. Machado, M. M. Oliveira and L. A. F. Fernandes, "A physiologically-based model for simulation of color vision
 deficiency", IEEE Transactions on Visualization and Computer Graphics 15, 2009: its matrices for a severity of 1, which work on
@@ -26,7 +26,7 @@ TO_XYZ = np.array([[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0
 WHITE = np.array([0.95047, 1.0, 1.08883])
 
 COMPUTE = ("data", "forward", "backward", "optimizer", "compute", "unlabelled")
-COMMUNICATION = ("exposed", "hidden", "waiting")  # what is issued has the colour of waiting, without its stripes
+COMMUNICATION = ("exposed", "hidden", "waiting")  # an issued operation has the colour of waiting, without its stripes
 
 
 def rgb(colour: str) -> np.ndarray:
@@ -40,7 +40,7 @@ def on_page(style: str) -> np.ndarray:
 
 
 def seen(colour: np.ndarray, eye: str) -> np.ndarray:
-    """L*, a* and b* of what an eye makes of a colour."""
+    """L*, a* and b* of a colour as a given eye sees it."""
     linear = np.where(colour <= 0.04045, colour / 12.92, ((colour + 0.055) / 1.055) ** 2.4)
     xyz = TO_XYZ @ np.clip(np.array(EYES[eye]) @ linear, 0, 1) / WHITE
     f = np.where(xyz > (6 / 29) ** 3, np.cbrt(xyz), xyz / (3 * (6 / 29) ** 2) + 4 / 29)
@@ -52,12 +52,12 @@ def closest(colours: dict[str, np.ndarray], eye: str) -> tuple[float, str]:
     return min((float(np.linalg.norm(lab[a] - lab[b])), f"{a} and {b}") for a, b in itertools.combinations(lab, 2))
 
 
-def test_the_arithmetic_knows_white_and_black():
+def test_the_arithmetic_is_right_for_white_and_black():
     assert seen(np.ones(3), "full") == pytest.approx([100, 0, 0], abs=0.02)
     assert seen(np.zeros(3), "protanopia") == pytest.approx([0, 0, 0])
 
 
-def test_a_red_and_a_green_that_would_not_do():
+def test_a_red_and_a_green_that_are_too_close():
     apart = {eye: closest({"red": rgb("#C05A3C"), "green": rgb("#1A9933")}, eye)[0] for eye in EYES}
     assert apart["full"] > 90
     assert apart["deuteranopia"] < 2
@@ -65,14 +65,14 @@ def test_a_red_and_a_green_that_would_not_do():
 
 @pytest.mark.parametrize("eye", EYES)
 @pytest.mark.parametrize("lane", [COMPUTE, COMMUNICATION], ids=["compute", "communication"])
-def test_what_stands_in_one_lane_can_be_told_apart(lane, eye):
+def test_the_colours_of_one_lane_are_distinguishable(lane, eye):
     distance, pair = closest({name: on_page(name) for name in lane} | {"the page": np.ones(3)}, eye)
     assert distance > 9, f"{pair}: {distance:.1f}"
 
 
 @pytest.mark.parametrize("eye", EYES)
-def test_what_matters_most_is_far_apart(eye):
-    """Forward, backward, the optimizer and exposed communication are what a timeline is read for."""
+def test_the_most_important_colours_are_far_apart(eye):
+    """Forward, backward, the optimizer and exposed communication matter most in a timeline."""
     distance, pair = closest({name: on_page(name) for name in ("forward", "backward", "optimizer", "exposed")}, eye)
     assert distance > 16, f"{pair}: {distance:.1f}"
     for cool in ("data", "forward", "backward", "compute"):
@@ -81,6 +81,6 @@ def test_what_matters_most_is_far_apart(eye):
 
 
 @pytest.mark.parametrize("eye", EYES)
-def test_operations_that_travel_can_be_told_apart(eye):
+def test_the_colours_of_operations_are_distinguishable(eye):
     distance, pair = closest({colour: rgb(colour) for colour in (*OPERATIONS.values(), OTHERS, "#FFFFFF")}, eye)
     assert distance > 12, f"{pair}: {distance:.1f}"

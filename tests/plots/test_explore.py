@@ -41,7 +41,7 @@ class Answer:
         self.edges = self.edges / MS
 
     def lane(self, rank: int, which: int) -> slice:
-        """Where the bars of a row's lane stand; of these traces each rank has one."""
+        """The positions of the bars in a row's lane; in these traces each rank has one."""
         before = 0
         for row in self.said["rows"]:
             for i, lane in enumerate(row["lanes"]):
@@ -57,7 +57,7 @@ class Answer:
 # What is sent
 
 
-def test_a_usual_run_is_sent_as_it_is() -> None:
+def test_a_typical_run_is_sent_whole() -> None:
     trace = data_parallel()
     answer = Answer(trace, 0, trace.duration_ns / MS)
     assert answer.said["complete"]
@@ -73,7 +73,7 @@ def test_a_usual_run_is_sent_as_it_is() -> None:
             ]
 
 
-def test_of_a_part_of_the_time_only_what_touches_it_is_sent() -> None:
+def test_only_spans_in_the_visible_time_are_sent() -> None:
     book = Book()
     for start in range(10):
         book.compute(0, "forward", start, start + 1)
@@ -93,7 +93,7 @@ def test_a_window_that_the_trace_does_not_fill_is_clipped(start_ms: float, end_m
 
 
 def crowded() -> Trace:
-    """A rank that does ten thousand things in a second, among them a few long ones."""
+    """A rank with ten thousand spans in a second, a few of them long."""
     book = Book()
     for i in range(10_000):
         book.compute(0, "forward" if i % 2 else "backward", i * 0.1, i * 0.1 + 0.08)
@@ -102,7 +102,7 @@ def crowded() -> Trace:
     return book.trace(1)
 
 
-def test_what_is_as_wide_as_a_pixel_is_kept_and_the_rest_is_mixed() -> None:
+def test_bars_as_wide_as_a_pixel_are_kept_and_the_rest_is_mixed() -> None:
     trace = crowded()
     answer = Answer(trace, 0, trace.duration_ns / MS, columns=500)  # of 2.2 ms
     assert not answer.said["complete"]
@@ -118,22 +118,22 @@ def test_what_is_as_wide_as_a_pixel_is_kept_and_the_rest_is_mixed() -> None:
     assert answer.said["styles"] == sorted(NUMBER[s] for s in ("forward", "backward", "optimizer"))
 
 
-def test_nearer_everything_is_told_apart() -> None:
+def test_zooming_in_separates_all_bars() -> None:
     answer = Answer(crowded(), 100, 120, columns=500)
     assert answer.said["complete"]
     assert len(answer.edges) == 200
     assert not answer.counts.size
 
 
-def test_bars_between_the_two_are_sent_beside_their_colours() -> None:
-    """2,500 bars on 500 pixels: the colours are drawn, and zooming in asks for nothing."""
+def test_bars_of_medium_density_are_sent_with_their_colours() -> None:
+    """2,500 bars on 500 pixels: colours are drawn, and zooming in needs no request."""
     answer = Answer(crowded(), 0, 250, columns=500)
     assert answer.said["complete"]
     assert len(answer.edges) == 2500
     assert answer.counts.sum() == 2500
 
 
-def test_an_answer_is_bounded_however_many_spans_and_ranks() -> None:
+def test_an_answer_is_bounded_for_any_number_of_spans_and_ranks() -> None:
     trace = many(96_000, ranks=32)
     said, buffers = Windows(trace).look(0, trace.duration_ns, 100_000)
     assert not said["complete"]
@@ -143,7 +143,7 @@ def test_an_answer_is_bounded_however_many_spans_and_ranks() -> None:
     assert 0 < sum(map(len, buffers)) < 4.5e6
 
 
-def test_the_facts_of_a_collective() -> None:
+def test_the_details_of_a_collective() -> None:
     book = Book()
     for rank, start in enumerate((1.0, 3.0)):
         book.travel(rank, "all_reduce", start, 5, wait=(start + 0.5, 5), nbytes=4096, group="g", match=7, line="cell 3, line 2")
@@ -161,7 +161,7 @@ def test_the_facts_of_a_collective() -> None:
     assert np.isnan(answer.times[unwaited, 2:4]).all()
 
 
-def test_the_facts_of_messages_groups_and_what_did_not_end() -> None:
+def test_the_details_of_messages_groups_and_unfinished_operations() -> None:
     spans = [
         Span(0, "send", "communication", 0, 2 * MS, peer=2, group="0→2", nbytes=10, device="cuda"),
         Span(2, "recv", "communication", 0, 3 * MS, peer=0, group="0→2", done=False),
@@ -202,7 +202,7 @@ def test_steps_have_their_lines_and_numbers() -> None:
     assert answer.steps[:4].tolist() == np.unique(own).tolist()
 
 
-def test_a_rank_without_steps_stands_under_those_of_all() -> None:
+def test_a_rank_without_steps_uses_the_steps_of_all_ranks() -> None:
     trace = master_and_workers()
     alone = Answer(trace, 0, trace.duration_ns / MS, rank=1)
     assert len(alone.numbers) == 2
@@ -247,7 +247,7 @@ def test_the_widgets_state_holds_no_spans() -> None:
     large.close()
 
 
-def test_the_view_begins_with_what_the_image_shows() -> None:
+def test_the_view_begins_with_the_content_of_the_image() -> None:
     long = data_parallel(steps=40)
     one, some, everything = (lab.explore(long, step=step) for step in (3, range(3, 6), "all"))
     bounds = long.step_bounds() - long.start_ns
@@ -260,7 +260,7 @@ def test_the_view_begins_with_what_the_image_shows() -> None:
         explorer.close()
 
 
-def test_the_page_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_the_page_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     explorer, sent = lab.explore(data_parallel()), []
     monkeypatch.setattr(explorer, "send", lambda content, buffers: sent.append((content, buffers)))
     explorer._handle_custom_msg({"id": "0.5", "start": 0, "end": 5 * MS, "columns": 700, "rank": None}, [])
@@ -278,7 +278,7 @@ def test_without_anywidget_the_error_names_the_extra(monkeypatch: pytest.MonkeyP
         lab.explore(data_parallel())
 
 
-def test_what_cannot_be_explored_is_said() -> None:
+def test_objects_that_cannot_be_explored_are_reported() -> None:
     with pytest.raises(TypeError, match=r"explore\(3\): expected a run"):
         lab.explore(3)
     with pytest.raises(LabError, match="explore: there is nothing to draw"):
@@ -291,7 +291,7 @@ def test_what_cannot_be_explored_is_said() -> None:
 
 
 def in_node(folder: Path, program: str) -> Any:
-    """What a program of JavaScript prints as JSON; it has the widget's script as `page`."""
+    """The output of a JavaScript program, read as JSON; the program sees the widget's script as `page`."""
     from labkit.plots.explorer import script
 
     (folder / "page.mjs").write_text(script(), encoding="utf-8")
@@ -306,15 +306,15 @@ def in_node(folder: Path, program: str) -> Any:
 
 
 @needs_node
-def test_the_page_says_times_and_sizes_as_the_still_picture(tmp_path: Path) -> None:
+def test_the_page_formats_times_and_sizes_like_the_figure(tmp_path: Path) -> None:
     values = [int(1.37 * 10 ** (i / 7)) for i in range(84)]
     said = in_node(tmp_path, f"console.log(JSON.stringify({values}.map((v) => [page.timeInWords(v), page.bytesInWords(v)])));")
     assert said == [[time_in_words(v), bytes_in_words(v)] for v in values]
 
 
 @needs_node
-def test_the_page_says_what_a_bar_was(tmp_path: Path) -> None:
-    """From the trace to the words: what Python packs, JavaScript unpacks."""
+def test_the_page_describes_a_bar(tmp_path: Path) -> None:
+    """From the trace to the text: Python packs, JavaScript unpacks."""
     trace = data_parallel()
     explorer = lab.explore(trace)
     said, buffers = Windows(trace).look(0, trace.duration_ns, 900)

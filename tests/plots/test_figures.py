@@ -1,4 +1,4 @@
-"""The figures: where every bar lies, what it looks like, and that the numbers add up. No processes, no clock."""
+"""The figures: the position and style of every bar, and that the numbers add up. No processes, no clock."""
 
 import random
 import subprocess
@@ -38,7 +38,7 @@ def drawn(ax, style):
 
 
 def spans_of(ax, style, row=0):
-    """Left and right of the bars of one style in one row; asserts that they lie in their lane."""
+    """Left and right ends of the bars of one style in one row; asserts that they are in their lane."""
     top, height = (
         COMPUTE_LANE if style in ("data", "forward", "backward", "optimizer", "compute", "unlabelled") else COMMUNICATION_LANE
     )
@@ -73,7 +73,7 @@ def test_a_span_is_a_bar_in_the_compute_lane_of_its_rank():
     assert "[ms]" in ax.get_xlabel()
 
 
-def test_within_spans_the_innermost_shows_and_the_outer_one_goes_on_after_it():
+def test_nested_spans_show_the_innermost_and_the_outer_one_continues_after_it():
     b = book()
     b.compute(0, "epoch", 0, 20)
     b.compute(0, "forward", 2, 8)
@@ -84,7 +84,7 @@ def test_within_spans_the_innermost_shows_and_the_outer_one_goes_on_after_it():
     assert spans_of(ax, "data") == [(4, 5)]
 
 
-def test_of_spans_that_begin_together_the_shorter_is_the_inner_one():
+def test_if_spans_begin_together_the_shorter_is_the_inner_one():
     b = book()
     b.compute(0, "forward", 2, 4)
     b.compute(0, "epoch", 2, 8)
@@ -93,7 +93,7 @@ def test_of_spans_that_begin_together_the_shorter_is_the_inner_one():
     assert spans_of(ax, "compute") == [(4, 8)]
 
 
-def test_of_spans_that_overlap_without_nesting_the_one_that_ends_first_shows():
+def test_if_spans_overlap_without_nesting_the_one_that_ends_first_is_shown():
     b = book()
     b.compute(0, "forward", 0, 6)
     b.compute(0, "backward", 4, 10)
@@ -104,7 +104,7 @@ def test_of_spans_that_overlap_without_nesting_the_one_that_ends_first_shows():
     assert spans_of(ax, "data") == [(12, 13)]
 
 
-def test_a_call_that_waits_for_its_turn_does_not_hide_the_one_that_is_computed():
+def test_a_waiting_call_does_not_hide_a_computing_one():
     b = book()
     b.compute(0, "serve step", 0, 14)
     b.compute(0, "forward", 1, 13)
@@ -115,7 +115,7 @@ def test_a_call_that_waits_for_its_turn_does_not_hide_the_one_that_is_computed()
     assert spans_of(ax, "compute") == [(0, 1), (13, 14), (14, 15), (18, 19)]
 
 
-def test_communication_is_hidden_where_the_rank_computes_and_exposed_where_it_waits():
+def test_communication_is_hidden_by_compute_and_exposed_while_the_rank_waits():
     b = book()
     b.compute(0, "backward", 0, 12)
     b.travel(0, "all_reduce", 4, 12, wait=(9, 12))
@@ -125,7 +125,7 @@ def test_communication_is_hidden_where_the_rank_computes_and_exposed_where_it_wa
     assert spans_of(ax, "exposed") == [(9, 12)]
 
 
-def test_waiting_lasts_until_the_last_rank_has_come():
+def test_waiting_lasts_until_the_last_rank_has_arrived():
     b = book(ranks=2)
     b.compute(0, "forward", 0, 3)
     b.compute(0, "backward", 3, 5)
@@ -140,7 +140,7 @@ def test_waiting_lasts_until_the_last_rank_has_come():
     assert spans_of(ax, "exposed", 1) == [(8, 10)]
 
 
-def test_what_never_completed_has_waited():
+def test_an_operation_that_never_completed_has_waited():
     spans = [Span(0, "recv", "communication", 2 * MS, 20 * MS, 2 * MS, 20 * MS, done=False, group="1→0", match=1)]
     ax = timeline(Trace(spans, ranks=["rank 0"], start_ns=0, end_ns=20 * MS))
     assert spans_of(ax, "waiting") == [(2, 20)]
@@ -154,7 +154,7 @@ def test_the_rest_of_the_call_is_pale_and_idle_is_blank():
     b.travel(0, "barrier", 6, 8, wait=(6, 8))
     ax = timeline(b.done())
     assert spans_of(ax, "unlabelled") == [(1, 2), (5, 6), (8, 15)]
-    assert "train" not in {t.get_text() for t in ax.texts}  # the function's name would label what has none
+    assert "train" not in {t.get_text() for t in ax.texts}  # the function's name would label unnamed time
 
 
 def test_without_spans_the_call_still_hides_communication():
@@ -178,9 +178,9 @@ def test_steps_are_bounded_by_thin_lines_and_numbered():
     assert {"step 0", "step 1"} <= {t.get_text() for t in ax.texts}
 
 
-def test_step_numbers_stand_over_the_first_ranks_own_steps():
+def test_step_numbers_are_above_the_first_ranks_own_steps():
     b = book(ranks=2)
-    for rank, length in ((0, 10), (1, 4)):  # rank 1 is done long before rank 0
+    for rank, length in ((0, 10), (1, 4)):  # rank 1 finishes long before rank 0
         for step in range(2):
             b.whole(rank, "step", length * step, length * (step + 1))
             b.compute(rank, "forward", length * step, length * (step + 1))
@@ -188,7 +188,7 @@ def test_step_numbers_stand_over_the_first_ranks_own_steps():
     assert (texts["step 0"], texts["step 1"]) == (5, 15)
 
 
-def test_the_number_of_a_step_shown_in_part_stands_over_that_part():
+def test_the_number_of_a_partly_shown_step_is_above_that_part():
     b = book(ranks=1)
     for step in range(2):
         b.whole(0, "step", 10 * step, 10 * step + 10)
@@ -199,7 +199,7 @@ def test_the_number_of_a_step_shown_in_part_stands_over_that_part():
     assert (texts["step 0"], texts["step 1"]) == (3, 11)
 
 
-def test_step_numbers_are_there_though_the_first_rank_has_no_steps():
+def test_step_numbers_are_shown_if_the_first_rank_has_no_steps():
     b = book(ranks=2)
     b.compute(0, "serve", 0, 20)
     for step in range(2):
@@ -209,7 +209,7 @@ def test_step_numbers_are_there_though_the_first_rank_has_no_steps():
 
 
 def test_step_lines_stay_inside_the_time_shown():
-    b = book(ranks=2)  # rank 1 is late: its step 1 goes on after all have ended step 0
+    b = book(ranks=2)  # rank 1 is late: its step 1 continues after all have ended step 0
     for rank, late in ((0, 0), (1, 4)):
         for step in range(2):
             b.whole(rank, "step", 10 * step + late, 10 * step + 10 + late)
@@ -292,7 +292,7 @@ def test_a_span_is_coloured_by_the_first_word_of_its_name(name, style):
     assert style_of(name) == style
 
 
-def test_text_on_a_bar_stands_out_from_it():
+def test_text_on_a_bar_has_enough_contrast():
     def luminance(rgb):
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb]
         return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
@@ -304,7 +304,7 @@ def test_text_on_a_bar_stands_out_from_it():
         assert contrast > 3.8, f"{name}: {contrast:.1f}"
 
 
-def test_a_bar_says_what_it_is_as_far_as_there_is_room():
+def test_a_bar_is_labelled_if_there_is_room():
     b = book()
     b.compute(0, "forward", 0, 4)
     b.travel(0, "all_reduce", 5, 9, nbytes=4_190_000)
@@ -331,7 +331,7 @@ def legend_of(ax):
     return [t.get_text() for a in ax.get_children() if isinstance(a, Legend) for t in a.get_texts()]
 
 
-def test_the_legend_explains_what_is_there_and_nothing_else():
+def test_the_legend_explains_only_what_is_shown():
     assert legend_of(timeline(alone())) == [
         "data",
         "forward",
@@ -345,7 +345,7 @@ def test_the_legend_explains_what_is_there_and_nothing_else():
 
 
 @pytest.mark.parametrize(("length_ms", "unit"), [(0.0012, "ns"), (0.9, "µs"), (900, "ms"), (5000, "s")])
-def test_the_unit_fits_the_length(length_ms, unit):
+def test_the_unit_fits_the_duration(length_ms, unit):
     b = Book()
     b.compute(0, "forward", 0, length_ms)
     ax = timeline(b.trace(1))
@@ -353,13 +353,13 @@ def test_the_unit_fits_the_length(length_ms, unit):
     assert ax.get_xlim()[1] == pytest.approx(length_ms * {"ns": 1e6, "µs": 1e3, "ms": 1, "s": 1e-3}[unit])
 
 
-def test_the_look_stays_inside_the_figure(tmp_path):
+def test_the_style_does_not_leak_out_of_the_figure(tmp_path):
     before = dict(plt.rcParams)
     timeline(data_parallel()).figure.savefig(tmp_path / "a.png")
     assert dict(plt.rcParams) == before
 
 
-def test_the_axes_given_are_used():
+def test_given_axes_are_used():
     figure, axes = plt.subplots(2)
     assert timeline(alone(), ax=axes[1]) is axes[1]
     assert breakdown(alone(), ax=axes[0]) is axes[0]
@@ -415,7 +415,7 @@ def test_steps_can_be_chosen():
     assert not timeline(data_parallel(steps=40), step="all").child_axes
 
 
-def test_a_step_that_is_not_there_is_an_error_that_says_which_are():
+def test_a_missing_step_is_an_error_that_lists_the_steps():
     trace = data_parallel(steps=3)
     for step in (3, -4, range(2, 5)):
         with pytest.raises(LabError, match="has the steps 0 to 2"):
@@ -430,7 +430,7 @@ def test_a_step_that_is_not_there_is_an_error_that_says_which_are():
 # Several runs
 
 
-def test_several_runs_stand_under_one_another_on_one_scale():
+def test_several_runs_are_stacked_on_one_scale():
     class Run:
         trace = model_parallel()
 
@@ -455,7 +455,7 @@ def test_a_million_spans_become_pixels():
     assert "their colours mix" in ax.get_xlabel()
     pixels = ax.images[0].get_array()
     assert pixels.shape[1] < 2500
-    # Of every 30 µs, 9 are forward and 9 backward: the colour lies halfway, and covers 60 % of the page.
+    # Of every 30 µs, 9 are forward and 9 backward: the colour is halfway between, and covers 60 % of the page.
     middle = (np.array(STYLES["forward"].rgba[:3]) + STYLES["backward"].rgba[:3]) / 2
     assert pixels[0].mean(axis=0).tolist() == pytest.approx([*middle, 0.6], abs=0.01)
     ax.figure.canvas.draw()
@@ -469,7 +469,7 @@ def test_coverage_is_exact():
     assert covered.sum() == 35
 
 
-def test_blended_colours_keep_their_parts():
+def test_blended_colours_keep_their_shares():
     covered = np.zeros((len(STYLES), 2))
     covered[list(STYLES).index("forward"), 0] = 10
     covered[list(STYLES).index("waiting"), 1] = 5
@@ -482,7 +482,7 @@ def test_blended_colours_keep_their_parts():
 
 
 def parts_of(ax):
-    """Per part, the widths of its bars from top to bottom; and what remains up to 100 %."""
+    """Per part, the widths of its bars from top to bottom, and the remainder up to 100 %."""
     found = {}
     for container in ax.containers:
         if not container.get_label().startswith("_"):
@@ -530,7 +530,7 @@ def test_breakdown_of_one_step():
     assert "step 2 " in breakdown(data_parallel(), step=2).get_title(loc="left")
 
 
-# What more ranks brought
+# Scaling
 
 
 def lasting(seconds, ranks=1):
@@ -551,7 +551,7 @@ def test_strong_scaling_compares_times():
     assert "the same work (strong scaling)" in ax.get_title(loc="left")
 
 
-def test_wide_characters_take_the_room_of_two():
+def test_wide_characters_count_as_two():
     book = Book()
     book.compute(0, "前向传播第一层", 0, 1)
     trace = book.trace(1)
@@ -560,7 +560,7 @@ def test_wide_characters_take_the_room_of_two():
 
 
 def test_the_legend_of_scaling_covers_no_point():
-    """Also where runs are far quicker than in proportion to their ranks, and stand where the legend usually does."""
+    """Also if runs scale superlinearly, so that their points are where the legend usually is."""
     ax = scaling({1: lasting(8), 2: lasting(1), 4: lasting(1), 8: lasting(1)}, predicted={1: 8, 2: 0.9, 8: 0.9})
     ax.figure.canvas.draw()
     legend = ax.get_legend().get_window_extent()
@@ -575,7 +575,7 @@ def test_weak_scaling_counts_the_work_of_all_ranks():
     assert "weak scaling" in ax.get_title(loc="left")
 
 
-def test_with_the_work_given_it_is_a_throughput():
+def test_with_the_work_given_scaling_shows_throughput():
     ax = scaling({2: lasting(5), 4: lasting(5)}, work={2: 1000, 4: 1500}, unit="samples")
     assert lines_of(ax)["measured"].tolist() == pytest.approx(np.array([[2, 200], [4, 300]]))
     assert lines_of(ax)["ideal"].tolist() == pytest.approx(np.array([[2, 200], [4, 400]]))
@@ -590,7 +590,7 @@ def test_scaling_over_many_ranks_is_logarithmic():
     assert [t.get_text() for t in ax.get_xticklabels()] == ["1", "16", "64"]
 
 
-def test_a_prediction_is_compared_with_the_measured_run_on_fewest_ranks():
+def test_a_prediction_is_relative_to_the_run_with_the_fewest_ranks():
     ax = scaling({1: lasting(8), 2: lasting(5)}, predicted={1: 7.5, 2: 4, 4: 2.5})
     lines = lines_of(ax)
     assert lines["predicted"].tolist() == pytest.approx(np.array([[1, 8 / 7.5], [2, 2], [4, 3.2]]))
@@ -608,11 +608,11 @@ def test_a_prediction_of_throughput():
     assert lines_of(scaling(runs, weak=True, predicted={4: 10}))["predicted"].tolist() == pytest.approx(np.array([[4, 2]]))
 
 
-def test_without_predictions_there_is_no_line_of_them():
+def test_without_predictions_there_is_no_line_for_them():
     assert set(lines_of(scaling({1: lasting(2), 2: lasting(1)}))) == {"ideal", "measured"}
 
 
-def test_scaling_says_what_it_needs():
+def test_scaling_reports_missing_arguments():
     two = {1: lasting(2), 2: lasting(1)}
     with pytest.raises(LabError, match="1 run given, at least two are needed"):
         scaling({1: lasting(1)})
@@ -679,7 +679,7 @@ def test_compare_of_the_same_steps_of_each():
         compare(slow=data_parallel(steps=5), fast=data_parallel(steps=3), step=4)
 
 
-def test_compare_says_what_it_needs():
+def test_compare_reports_missing_arguments():
     with pytest.raises(LabError, match="1 run given, at least two are needed"):
         compare(naive=alone())
     with pytest.raises(TypeError, match=r"expected runs by name, as in compare\(naive=a, overlapped=b\)"):
@@ -692,7 +692,7 @@ def test_compare_says_what_it_needs():
 
 
 @pytest.mark.parametrize("figure", [timeline, breakdown, traffic])
-def test_an_empty_trace_is_said_to_be_empty(figure):
+def test_an_empty_trace_is_reported_as_empty(figure):
     with pytest.raises(LabError, match="nothing to draw, since the ranks recorded nothing"):
         figure(Trace(ranks=["rank 0"], start_ns=0, end_ns=MS))
     with pytest.raises(LabError, match="nothing to draw"):
@@ -700,7 +700,7 @@ def test_an_empty_trace_is_said_to_be_empty(figure):
 
 
 @pytest.mark.parametrize("figure", [timeline, breakdown, traffic])
-def test_something_else_than_a_run_is_refused(figure):
+def test_an_object_that_is_not_a_run_is_refused(figure):
     with pytest.raises(TypeError, match=r"expected a run, as group\.run and group\.watch return it, or a trace"):
         figure(3)
 
@@ -725,7 +725,7 @@ def test_importing_the_figures_does_not_import_matplotlib():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_style_sheet_ships_and_serves_a_lesson():
+def test_the_style_sheet_is_installed_and_works_in_a_lesson():
     with plt.style.context("labkit.plots.labkit"):
         assert plt.rcParams["figure.figsize"] == [9.0, 3.6]
 

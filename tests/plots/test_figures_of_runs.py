@@ -1,4 +1,4 @@
-"""Figures of real runs: what torch's messages and remote calls leave behind is what arrows and bytes are made of."""
+"""Figures of real runs: arrows and bytes of torch's messages and remote calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a frame of the moving picture writes beside a rank does not run into what stands next to it, however long it is."""
+"""Texts beside a rank in a live frame do not overlap their neighbours, whatever their length."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def character(which: str) -> float:
 
 
 def texts_of(rows: list[LiveRow]) -> list[tuple[str, float, float, float]]:
-    """Of each text: what it says, its left and right end and its height above the top, in the drawing's units."""
+    """For each text: its content, its left and right end and its distance from the top, in the drawing's units."""
     names = tuple(row.name for row in rows)
     recent = Recent(names, 0)
     past = Past([recent.binned(i) for i in range(len(rows))], recent.shown_ns)
@@ -50,7 +50,7 @@ def texts_of(rows: list[LiveRow]) -> list[tuple[str, float, float, float]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 24])
-def test_a_status_of_any_length_leaves_room_for_what_the_rank_takes(ranks: int):
+def test_a_status_of_any_length_leaves_room_for_the_memory(ranks: int):
     for status, load in itertools.product(STATUSES, LOADS):
         found = texts_of([LiveRow(f"rank {i}", status, blocked=True, load=load) for i in range(ranks)])
         height = next(y for text, _, _, y in found if text == "rank 0")

@@ -1,4 +1,4 @@
-"""What is narrower than a pixel of the timeline can be seen, and does not look longer than it was."""
+"""Spans narrower than a pixel are visible in the timeline and do not look longer than they were."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def orange_of(ax, row, rows):
     return (line[:, 0] - line[:, 2]) / (0xD5 - 0)
 
 
-def test_short_events_leave_a_hairline_and_no_more():
+def test_short_events_are_drawn_as_hairlines():
     b = Book()
     for at in (1000, 5000, 12_000):
         b.travel(0, "all_reduce", at, at + 2, group="g", match=at)
@@ -50,11 +50,11 @@ def test_many_short_events_close_together_do_not_look_like_one_long_one():
         b.travel(0, "all_reduce", at, at + 0.1, group="g", match=at)
     b.whole(0, "call", 0, 17_000)
     seen = orange_of(timeline(b.trace(1)), 0, 1)
-    assert (seen > 0.02).mean() > 0.5  # something is to be seen nearly everywhere,
-    assert seen.mean() < 0.3  # and nowhere is there much
+    assert (seen > 0.02).mean() > 0.5  # something is visible nearly everywhere,
+    assert seen.mean() < 0.3  # but nowhere much of it
 
 
-def test_a_hairline_covers_nothing_as_important():
+def test_a_hairline_covers_nothing_of_equal_importance():
     b = Book()
     b.compute(0, "forward", 0, 5000)
     b.compute(0, "optimizer", 5000, 5000.5)

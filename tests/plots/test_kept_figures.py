@@ -1,7 +1,7 @@
-"""Every figure compared with one that somebody has looked at and kept, in tests/plots/pictures/.
+"""Every figure is compared with a reviewed reference in tests/plots/pictures/.
 
-Where a figure was changed on purpose: `LABKIT_RENEW_PICTURES=1 pytest` with this file draws the kept ones again; look at
-each that git shows as changed before it is committed. A picture that differs is written to pytest's folder for the test, next to
+After an intended change to a figure, `LABKIT_RENEW_PICTURES=1 pytest` with this file draws the references again; look at
+each that git shows as changed before you commit it. A picture that differs is written to pytest's folder for the test, next to
 the one expected and the difference.
 
 Pictures are compared in squares of ten pixels, by their mean colour. What another version of matplotlib puts one pixel further
@@ -37,7 +37,7 @@ from synthetic import alone, data_parallel, gpu_and_cpu, many, model_parallel, r
 KEPT = Path(__file__).with_name("pictures")
 RENEW = bool(os.environ.get("LABKIT_RENEW_PICTURES"))
 SQUARE_PX = 10
-LIMIT = 0.12  # of red, green or blue of a square; text that is smoothed in another way comes to 0.11, an absent arrow to 0.19
+LIMIT = 0.12  # of red, green or blue of a square; other font smoothing gives 0.11, a missing arrow 0.19
 
 
 def lasting(seconds):
@@ -100,7 +100,7 @@ def squares(picture: np.ndarray) -> np.ndarray:
 
 
 def difference(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Of each square, how far its colours are apart, in the best of the nine positions that lie within a pixel."""
+    """The colour difference of each square, at the best of the nine positions within a pixel."""
     height, width = (min(a, b) for a, b in zip(one.shape[:2], other.shape[:2], strict=True))
     middle = squares(one[:height, :width])
     moved = [np.roll(other[:height, :width], (down, right), (0, 1)) for down in (-1, 0, 1) for right in (-1, 0, 1)]
@@ -108,7 +108,7 @@ def difference(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def differs(one: np.ndarray, other: np.ndarray) -> str:
-    """Where two pictures differ, in words; "" where they do not."""
+    """A description of where two pictures differ; "" if they do not."""
     if any(abs(a - b) > 2 for a, b in zip(one.shape, other.shape, strict=True)):
         return f"{other.shape[1]} × {other.shape[0]} pixels are now {one.shape[1]} × {one.shape[0]}"
     found = difference(one, other)
@@ -120,7 +120,7 @@ def differs(one: np.ndarray, other: np.ndarray) -> str:
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_a_figure_looks_as_the_one_that_was_kept(name, tmp_path):
+def test_a_figure_matches_its_reference(name, tmp_path):
     now, path = drawn(FIGURES[name]()), KEPT / f"{name}.png"
     if RENEW:
         KEPT.mkdir(exist_ok=True)
@@ -136,12 +136,12 @@ def test_a_figure_looks_as_the_one_that_was_kept(name, tmp_path):
         pytest.fail(f"{name}: {told}. Look at now.png, kept.png and difference.png in {tmp_path}")
 
 
-def test_every_kept_picture_is_of_a_figure():
+def test_every_reference_belongs_to_a_figure():
     assert {path.stem for path in KEPT.glob("*.png")} == set(FIGURES)
     assert sum(path.stat().st_size for path in KEPT.glob("*.png")) < 600_000
 
 
-# That the comparison sees what it must, and only that
+# The comparison detects what it must, and only that
 
 
 def without(trace, **which):
@@ -150,44 +150,44 @@ def without(trace, **which):
     return Trace(spans, ranks=trace.ranks, start_ns=trace.start_ns, end_ns=trace.end_ns)
 
 
-def test_a_wrong_colour_is_seen(monkeypatch):
+def test_a_wrong_colour_is_detected(monkeypatch):
     kept = pixels(KEPT / "timeline_data_parallel.png")
     wrong = dataclasses.replace(bars.STYLES["optimizer"], colour="#5E9E00")
     monkeypatch.setitem(bars.STYLES, "optimizer", wrong)
     assert "squares differ" in differs(drawn(timeline(data_parallel())), kept)
 
 
-def test_an_empty_row_is_seen():
+def test_an_empty_row_is_detected():
     kept = pixels(KEPT / "timeline_data_parallel.png")
     assert "squares differ" in differs(drawn(timeline(without(data_parallel(), rank=2))), kept)
 
 
-def test_a_row_that_is_not_there_is_seen():
+def test_a_missing_row_is_detected():
     kept = pixels(KEPT / "timeline_data_parallel.png")
     assert "pixels are now" in differs(drawn(timeline(data_parallel(3))), kept)
 
 
-def test_one_short_bar_that_is_absent_is_seen():
+def test_a_missing_short_bar_is_detected():
     trace = data_parallel()
     (first, *_) = trace.of(rank=1, name="optimizer")
     kept = pixels(KEPT / "timeline_data_parallel.png")
     assert "squares differ" in differs(drawn(timeline(without(trace, rank=1, start_ns=first.start_ns))), kept)
 
 
-def test_absent_arrows_are_seen(monkeypatch):
+def test_missing_arrows_are_detected(monkeypatch):
     kept = pixels(KEPT / "timeline_messages.png")
     monkeypatch.setattr(gantt, "draw_messages", lambda *_: False)
     assert "squares differ" in differs(drawn(timeline(model_parallel())), kept)
 
 
-def test_other_words_are_seen():
+def test_another_text_is_detected():
     ax = timeline(model_parallel())
     ax.set_title("3 ranks, 2 steps, 69.6 ms")
     assert "squares differ" in differs(drawn(ax), pixels(KEPT / "timeline_messages.png"))
 
 
 @pytest.mark.parametrize("move", [(1, 0), (-1, 0), (0, 1), (0, -1), (1, 1)])
-def test_a_pixel_to_one_side_is_not_seen(move):
+def test_a_shift_by_one_pixel_is_ignored(move):
     for name in ("timeline_data_parallel", "traffic_ring"):
         kept = pixels(KEPT / f"{name}.png")
         assert differs(np.roll(kept, move, (0, 1)), kept) == ""
@@ -196,6 +196,6 @@ def test_a_pixel_to_one_side_is_not_seen(move):
 @pytest.mark.parametrize(
     "rc", [{"text.hinting": "force_autohint"}, {"text.antialiased": False, "path.snap": False}], ids=lambda rc: next(iter(rc))
 )
-def test_another_way_to_smooth_edges_is_not_seen(rc):
+def test_other_antialiasing_is_ignored(rc):
     plt.rcParams.update(rc)
     assert differs(drawn(timeline(data_parallel())), pixels(KEPT / "timeline_data_parallel.png")) == ""

@@ -1,4 +1,4 @@
-"""The picture that moves: what it remembers, what it shows, what it leaves behind. Fake clocks, no ranks."""
+"""The live picture: what it remembers, what it shows, what it leaves behind. Fake clocks, no ranks."""
 
 import base64
 import io
@@ -102,7 +102,7 @@ def step(rank, start_ms, end_ms):
 # Frames
 
 
-def test_text_on_stripes_stands_on_the_page_s_own_colour():
+def test_text_on_stripes_has_a_plain_background():
     book = Book()
     book.compute(0, "forward", 0, 200)
     book.travel(0, "recv", 200, 400, wait=(200, 400), peer=1, group="1→0", match=1)
@@ -122,7 +122,7 @@ def test_text_on_stripes_stands_on_the_page_s_own_colour():
         (0.69314, 0.69312, {"0.69314", "0.69312"}),
     ],
 )
-def test_the_ends_of_the_curve_are_told_apart(first, last, told):
+def test_the_two_ends_of_the_curve_have_different_labels(first, last, told):
     album = Album()
     live = Live(album, lambda: 0)
     live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
@@ -130,7 +130,7 @@ def test_the_ends_of_the_curve_are_told_apart(first, last, told):
     assert told <= set(texts(album.pages[-1]))
 
 
-def test_what_is_shortened_says_so():
+def test_shortened_text_says_so():
     album = Album()
     live = Live(album, lambda: 0)
     name = "accuracy_of_the_validation_set"
@@ -156,8 +156,8 @@ def test_the_first_frame_is_legible_before_anything_has_happened():
     assert album.alt_text == "timeline of train on 4 ranks"
 
 
-def test_a_frame_that_stays_fades_and_says_why():
-    """As SVG alone, without a script: a saved notebook shows it as well."""
+def test_a_stale_frame_fades_and_says_why():
+    """In pure SVG, without a script, so that a saved notebook shows it too."""
     (page,) = watched(data_parallel(), []).pages
     shown, hidden = drawing(page).findall(f"{SVG}g")
     assert "train on 4 ranks" in [t.text for t in shown.iter(f"{SVG}text")]
@@ -185,7 +185,7 @@ def test_colours_and_lanes_are_those_of_the_timeline():
     assert y == y_2
 
 
-def test_what_goes_on_reaches_up_to_now():
+def test_operations_under_way_reach_up_to_now():
     trace = part(Span(0, "forward", "compute", 0, 100 * MS), ranks=2)
     album = Album()
     live = Live(album, lambda: 0)
@@ -212,7 +212,7 @@ def test_a_long_wait_is_shown_with_its_time_and_in_bold():
     assert "returned" in texts(album.pages[-1])
 
 
-def test_a_rank_that_is_not_called_is_not_at_work():
+def test_a_rank_that_is_not_called_is_idle():
     album = Album()
     live = Live(album, lambda: 0)
     live.begin(("master", "worker"), "f on master", 0, called=[0])
@@ -240,14 +240,14 @@ def test_text_takes_the_colours_of_the_theme():
     assert "black" not in page
 
 
-# Words, curve, memory
+# Texts, curve, memory
 
 
 def slots(page):
     return {t.text.split(" ")[-1]: float(t.get("x")) for t in drawing(page).iter(f"{SVG}text") if t.get("y") == "49.0"}
 
 
-def test_words_that_grow_move_nothing():
+def test_longer_texts_move_nothing():
     pages = watched(data_parallel(steps=120), range(300, 2600, 300)).pages[1:]
     where = [slots(page) for page in pages]
     assert {"steps", "steps/s", "left"} < set(where[0])
@@ -275,7 +275,7 @@ def test_the_recorded_value_is_a_curve_for_each_rank_and_their_mean():
     assert len(polylines(watched(data_parallel(9, 20), [300]).pages[-1])) == 1  # of many ranks the mean
 
 
-def test_what_labkit_writes_itself_is_no_curve():
+def test_labkits_own_values_are_not_a_curve():
     scalars = [Scalar(0, STEPS_IN_ALL, 0, 5.0), Scalar(0, f"{MEMORY}activations", 0, 5.0)]
     curves = Curves(1, 0)
     curves.add(scalars, 500 * MS)
@@ -285,7 +285,7 @@ def test_what_labkit_writes_itself_is_no_curve():
     assert progress.parts() == ("0 of 5 steps", "", "")
 
 
-def test_a_curve_takes_the_same_memory_however_much_is_recorded():
+def test_the_memory_of_a_curve_is_bounded():
     curves = Curves(2, 0)
     for i in range(20):
         curves.add([Scalar(rank, f"a{k}", i * 100 * MS, i) for rank in (0, 1) for k in range(40)], (500 << max(i // 5, 0)) * MS)
@@ -298,20 +298,20 @@ def test_a_curve_takes_the_same_memory_however_much_is_recorded():
 
 
 def recorded(several):
-    """What two ranks recorded: a size once each, and a loss, if that has several values."""
+    """Values of two ranks: a size, recorded once each, and a loss with the given values."""
     losses = [Scalar(rank, "loss", (20 + 10 * i) * MS, 2.3 - i) for i in range(several) for rank in (0, 1)]
     return [Scalar(rank, "size", 10 * MS, 1.724) for rank in (0, 1)] + losses
 
 
 @pytest.mark.parametrize(("several", "lines", "drawn"), [(0, 0, []), (1, 0, []), (3, 3, ["loss"])])
-def test_what_is_recorded_once_is_no_curve(several, lines, drawn):
+def test_a_value_recorded_once_is_not_a_curve(several, lines, drawn):
     trace = part(scalars=recorded(several))
     album = Album()
     live = Live(album, lambda: 0)
     live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
     live.update(400 * MS, trace, [[], []])
     assert len(polylines(album.pages[-1])) == lines
-    assert "size 1.724" in texts(album.pages[-1])  # the last value stands in the line above
+    assert "size 1.724" in texts(album.pages[-1])  # the line above shows the last value
     assert [text for text in texts(album.pages[-1]) if text in ("size", "loss")] == drawn
 
 
@@ -327,18 +327,18 @@ def test_a_curve_of_any_value_can_be_drawn(value):
     assert f"loss {value:.4g}" in texts(album.pages[-1])
 
 
-def test_the_memory_of_each_rank_stands_beside_it():
+def test_the_memory_of_each_rank_is_shown_beside_it():
     album = Album()
     live = Live(album, lambda: 0)
     live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
     live.update(400 * MS, part(), [[], []], (Load(412_000_000), Load(1_230_000_000)))
-    live.update(600 * MS, part(), [[], []], ())  # nobody looked again
+    live.update(600 * MS, part(), [[], []], ())  # not read again
     assert {"412 MB", "1.23 GB", "own memory"} < set(texts(album.pages[-1]))
     assert "own memory" not in texts(album.pages[0])
 
 
-def test_looking_at_memory_costs_a_bounded_share():
-    cpu = iter(range(0, 10**12, 20 * MS))  # each look costs 20 ms
+def test_reading_memory_takes_a_bounded_share_of_time():
+    cpu = iter(range(0, 10**12, 20 * MS))  # each reading costs 20 ms
     looks = []
     usage = ResourceMonitor([7], read=lambda pid: looks.append(pid) or 5, clock=lambda: next(cpu))
     for now_ms in range(0, 13_000, 200):
@@ -346,7 +346,7 @@ def test_looking_at_memory_costs_a_bounded_share():
     assert looks == [7, 7, 7]  # every 6 s
 
 
-def test_the_memory_of_a_process_is_followed_from_what_it_has_for_itself(monkeypatch):
+def test_the_memory_of_a_process_is_tracked_from_its_private_memory(monkeypatch):
     own, unshared = {7: 50, 8: 0}, {7: 200, 8: 0}
     monkeypatch.setattr("labkit.worker.resource_usage.own_bytes", own.get)
     monkeypatch.setattr("labkit.worker.resource_usage._unshared_bytes", unshared.get)
@@ -359,7 +359,7 @@ def test_the_memory_of_a_process_is_followed_from_what_it_has_for_itself(monkeyp
     assert read(7) == 0
 
 
-def test_a_real_process_that_takes_memory_is_seen_to_have_it():
+def test_memory_taken_by_a_real_process_is_seen():
     code = "print('here', flush=True); input(); kept = bytearray(b'x') * (1 << 26); print('taken', flush=True); input()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-S", "-c", code], **pipes) as process:
@@ -406,7 +406,7 @@ class Nvml:
         return SimpleNamespace(total=10**10, free=0, used=handle * 10**6)
 
 
-def test_each_ranks_gpus_are_looked_at(monkeypatch):
+def test_each_ranks_gpus_are_read(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     gpus = Gpus(Nvml("GPU-a", "GPU-b", "GPU-c", "GPU-d"))
     usage = ResourceMonitor([7, 8, 9], [[0, 1], [3], [4]], read=lambda pid: pid, gpus=gpus)
@@ -429,7 +429,7 @@ def test_which_gpus_a_rank_has(monkeypatch):
     assert gpus_of(2, "cpu") == [[], []]
 
 
-def test_gpus_stand_beside_their_ranks():
+def test_gpus_are_shown_beside_their_ranks():
     album = Album()
     live = Live(album, lambda: 0)
     live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
@@ -476,7 +476,7 @@ def test_the_finished_picture_has_a_curve_only_of_several_values(several, drawn)
     assert [panel.get_title("left") for panel in figure.axes[1:]] == drawn
 
 
-def test_a_rank_that_recorded_once_has_no_share_in_the_mean():
+def test_a_rank_that_recorded_once_is_not_in_the_mean():
     trace = data_parallel(2, 5)
     scalars = [Scalar(0, "loss", i * MS, float(i)) for i in range(4)] + [Scalar(1, "loss", 0, 100.0)]
     trace = Trace(trace.columns, scalars, ranks=trace.ranks)
@@ -497,7 +497,7 @@ def test_the_time_axis_doubles_when_it_is_full():
     assert {"2", "time since the start of the run [s]"} <= set(texts(album.pages[3]))
 
 
-def test_a_run_of_many_steps_shows_a_late_step_and_where_it_lies():
+def test_a_run_of_many_steps_shows_a_late_step_and_its_position():
     trace = data_parallel(steps=40)
     album = watched(trace, [200, 500])
     assert album.frames[1].detail.marked is None  # 8 steps: the whole
@@ -508,18 +508,18 @@ def test_a_run_of_many_steps_shows_a_late_step_and_where_it_lies():
     assert detail.trace.start_ns == bounds[number, 0]
     assert detail.marked[0] == bounds[number, 0] - trace.start_ns
     assert detail.extent_ns >= bounds[number, 1] - bounds[number, 0]
-    assert detail.trace.end_ns == bounds[number, 1]  # not as far as the axis: what the next step is at is not complete
+    assert detail.trace.end_ns == bounds[number, 1]  # not up to the end of the axis: the next step is not complete
     assert f"{number + 1} of 40 steps" in album.frames[2].progress
     assert f"time since the start of step {number} [ms]" in texts(album.pages[2])
 
 
-def test_a_step_stays_long_enough_for_the_eye():
+def test_a_step_is_shown_long_enough_to_be_seen():
     labels = [frame.detail.label for frame in watched(data_parallel(steps=120), range(400, 2400, 200)).frames[1:]]
     changes = sum(a != b for a, b in itertools.pairwise(labels))
-    assert changes == 3  # every 0.6 s, though a step takes 22 ms
+    assert changes == 3  # every 0.6 s, although a step takes 22 ms
 
 
-def test_slow_steps_are_shown_while_they_are_made():
+def test_slow_steps_are_shown_while_they_run():
     book = Book()
     for i in range(20):
         book.compute(0, "forward", 1000 * i, 1000 * i + 600)
@@ -533,7 +533,7 @@ def test_slow_steps_are_shown_while_they_are_made():
     assert [list(STYLES)[s] for s in compute.style.tolist()] == ["forward", "backward", "forward", "unlabelled"]
 
 
-def test_frames_and_memory_are_bounded_whatever_the_number_of_spans():
+def test_frames_and_memory_are_bounded_for_any_number_of_spans():
     trace = many(400_000)
     album = Album()
     live = Live(album, lambda: 0)
@@ -542,7 +542,7 @@ def test_frames_and_memory_are_bounded_whatever_the_number_of_spans():
         live.update(now_ns, new, operations)
         recent = live._recent
         assert len(recent._rows) <= recent_module.KEPT
-        assert recent._rows.base is None  # it is no view of something larger
+        assert recent._rows.base is None  # it is not a part of a larger view
     assert album.frames[-1].detail is None  # too many to be drawn one by one: the past in bins
     assert max(map(len, album.pages)) < 100_000
     assert "forward" in texts(album.pages[-1])  # in the legend
@@ -551,7 +551,7 @@ def test_frames_and_memory_are_bounded_whatever_the_number_of_spans():
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 16, 64])
-def test_a_frame_of_the_worst_kind_is_bounded_too(ranks):
+def test_the_worst_case_frame_is_bounded_too(ranks):
     book = Book()
     for rank in range(ranks):
         for i in range(4000 // ranks - 1):
@@ -563,7 +563,7 @@ def test_a_frame_of_the_worst_kind_is_bounded_too(ranks):
 
 def test_drawing_takes_a_bounded_share_of_the_processor():
     cost_ns = 20 * MS
-    ticks = iter(range(0, 10_000 * cost_ns, cost_ns))  # each look at the clock finds 20 ms gone
+    ticks = iter(range(0, 10_000 * cost_ns, cost_ns))  # each reading of the clock is 20 ms later
     album = watched(data_parallel(steps=300), range(200, 6200, 200), clock=lambda: next(ticks))
     assert len(album.frames) == 1 + 10  # 20 ms for a frame: one every 0.6 s, and not every 0.2 s
 
@@ -591,7 +591,7 @@ def test_the_bins_hold_what_the_timeline_shows(trace, every_ms):
             assert missed_ns <= 0.04 * trace.duration_ns, f"rank {rank}, lane {lane}: {missed_ns / trace.duration_ns:.1%}"
 
 
-def test_an_outer_span_takes_what_those_within_it_left():
+def test_an_outer_span_gets_the_time_outside_its_inner_spans():
     recent = Recent(("rank 0",), 0)
     recent.add(part(Span(0, "forward", "compute", 0, 100 * MS), ranks=1), 110 * MS)
     recent.add(part(Span(0, "epoch", "compute", 0, 150 * MS), ranks=1), 160 * MS)
@@ -616,7 +616,7 @@ def test_very_many_spans_at_once_are_summed():
     assert communication[list(STYLES).index("exposed")].sum() == pytest.approx(third, rel=0.01)
 
 
-def test_an_operation_whose_ranks_come_with_different_updates_is_one():
+def test_an_operation_spread_over_several_updates_is_one():
     recent = Recent(("rank 0", "rank 1"), 0)
     first = Span(0, "all_reduce", "communication", 0, 100 * MS, 0, 100 * MS, group="g", match=1)
     second = Span(1, "all_reduce", "communication", 90 * MS, 101 * MS, 90 * MS, 101 * MS, group="g", match=1)
@@ -646,7 +646,7 @@ def test_steps_rate_time_left_and_values():
     assert progress.fraction == 0.2
 
 
-def test_ranks_without_steps_do_not_hold_the_others_up():
+def test_ranks_without_steps_do_not_delay_the_others():
     progress = Progress(3)
     progress.add(part(step(0, 0, 100), ranks=3))
     assert progress.done == 1
@@ -656,7 +656,7 @@ def test_ranks_without_steps_do_not_hold_the_others_up():
     assert Progress(2).last_step() is None
 
 
-def test_a_second_loop_begins_anew():
+def test_a_second_loop_starts_again():
     progress = Progress(1)
     progress.add(part(step(0, 0, 10), step(0, 10, 20), scalars=[loop(0, 0, 2)], ranks=1))
     progress.add(part(step(0, 30, 40), scalars=[loop(0, 30, 4)], ranks=1))
@@ -665,7 +665,7 @@ def test_a_second_loop_begins_anew():
     assert progress.done == 3
 
 
-def test_the_step_of_a_loop_around_the_loop_does_not_count():
+def test_the_step_of_an_outer_loop_does_not_count():
     progress = Progress(1)
     inner = [step(0, 10 * i, 10 * (i + 1)) for i in range(3)]
     progress.add(part(*inner, scalars=[loop(0, 0, 1), loop(0, 0.1, 3)], ranks=1))
@@ -674,14 +674,14 @@ def test_the_step_of_a_loop_around_the_loop_does_not_count():
     assert progress.last_step() == (20 * MS, 30 * MS)
 
 
-def test_the_last_step_spans_all_ranks_that_made_it():
+def test_the_last_step_covers_all_ranks_that_made_it():
     progress = Progress(2)
     progress.add(part(step(0, 0, 10), step(0, 10, 19), step(0, 19, 30), step(1, 1, 11), step(1, 11, 21)))
     assert progress.last_step() == (10 * MS, 21 * MS)
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(0.2, "0 s"), (59.4, "59 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")])
-def test_the_time_left_in_words(seconds, words):
+def test_the_remaining_time_as_text(seconds, words):
     progress = Progress(1)
     progress.add(part(step(0, 0, 1000 * seconds), scalars=[loop(0, 0, 2)], ranks=1))
     assert progress.in_words().endswith(f"{words} left")
@@ -692,7 +692,7 @@ def test_the_time_left_in_words(seconds, words):
 
 @pytest.fixture
 def displayed(monkeypatch):
-    """What IPython would have been given to display, in a cell of a notebook."""
+    """What IPython would display in a cell of a notebook."""
     calls = []
 
     def display(data, *, raw, metadata, display_id, update):
@@ -716,7 +716,7 @@ def test_one_display_is_updated_and_ends_as_an_image(displayed):
     run_through(data_parallel())
     assert len({display_id for display_id, *_ in displayed}) == 1
     assert [update for _, update, *_ in displayed] == [False, True, True, True, True]
-    # nbval compares the first with what the notebook holds, which is the last: the texts are the same, and images are left aside.
+    # nbval compares the first output with the saved, last one: their texts are equal, and images are ignored.
     assert [data["text/plain"] for _, _, data, _ in displayed] == ["timeline of train on 4 ranks"] * 5
     assert [min(data) for _, _, data, _ in displayed] == ["text/plain", "text/html", "text/html", "text/html", "image/png"]
     _, _, last, metadata = displayed[-1]
@@ -753,7 +753,7 @@ def test_a_run_without_a_span_leaves_its_text(displayed):
     assert displayed[-1][2] == {"text/plain": "timeline of f on rank 0"}
 
 
-def test_what_cannot_be_drawn_is_said_once_and_does_no_harm(capsys):
+def test_a_drawing_error_is_reported_once_and_does_no_harm(capsys):
     class Broken(Album):
         def show(self, _):
             raise ValueError("no ink")
@@ -770,7 +770,7 @@ def test_what_cannot_be_drawn_is_said_once_and_does_no_harm(capsys):
     assert not capsys.readouterr().err
 
 
-def test_stop_is_not_held_back():
+def test_stop_is_not_delayed():
     class Stopped(Album):
         def show(self, _):
             raise KeyboardInterrupt
@@ -802,7 +802,7 @@ def test_in_a_terminal_it_is_one_line(monkeypatch):
     assert lines[2] == f"train on 4 ranks: {time_in_words(trace.duration_ns)}\n"
 
 
-def test_elsewhere_it_says_nothing(capsys):
+def test_without_a_display_it_prints_nothing(capsys):
     run_through(data_parallel())
     assert capsys.readouterr() == ("", "")
 
@@ -822,7 +822,7 @@ live.end(trace, "")
 """
 
 
-# In a process of its own, which takes with it what a kernel leaves.
+# In a separate process, because a kernel leaves things behind.
 EXECUTE = """
 import sys, nbclient, nbformat
 notebook = nbformat.read(sys.argv[1], 4)

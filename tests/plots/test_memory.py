@@ -1,4 +1,4 @@
-"""What fills a rank's memory: counted against arithmetic by hand and torch's own tracker, and drawn."""
+"""What fills a rank's memory: compared with arithmetic by hand and torch's own tracker, and drawn."""
 
 import gc
 import itertools
@@ -26,7 +26,7 @@ from synthetic import Book, alone  # isort: skip
 
 @pytest.fixture
 def rank():
-    """This process as a rank; `rank.usage()` is what it wrote down, by kind: the values in order."""
+    """This process as a rank; `rank.usage()` returns its recorded values by kind, in order."""
     ring = mmap.mmap(-1, RING_BYTES)
     reader = RingReader(ring)
     here.start(Recorder(RingWriter(ring)))
@@ -74,7 +74,7 @@ def test_an_mlp_with_adam_by_hand(rank):
     usage = rank.usage()
     assert set(usage["parameters"]) == {4 * n}
     assert max(usage["gradients"]) == usage["gradients"][-1] == 4 * n
-    assert 0 in usage["gradients"]  # zero_grad lets them go
+    assert 0 in usage["gradients"]  # zero_grad frees them
     # Two moments, and for each of the four parameters the number of steps, in four bytes.
     assert usage["optimizer state"][-1] == 2 * 4 * n + 4 * 4
     # The first layer keeps the batch; ReLU and the second layer the hidden values, once; the loss what it compares.
@@ -83,7 +83,7 @@ def test_an_mlp_with_adam_by_hand(rank):
     assert set(usage) == {"parameters", "gradients", "optimizer state", "activations"}
 
 
-def test_what_is_there_already_is_one_point_however_long_it_takes(rank):
+def test_existing_memory_is_one_point_however_long_it_takes(rank):
     model, clock = mlp(), itertools.count(0, 10**9)
     with Tracker(rank.ring, [model], [], now=lambda: next(clock)).following():
         loss_of(model).backward()
@@ -109,7 +109,7 @@ def test_it_agrees_with_torchs_own_tracker(rank):
 
 def test_nothing_counts_twice(rank):
     model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.BatchNorm1d(16, affine=False))
-    model.append(model[0])  # a layer that is there twice
+    model.append(model[0])  # a layer that is used twice
     data = torch.ones(1000, 16)
     with track_memory(model, model):
         kept = model(data[8:16])
@@ -121,7 +121,7 @@ def test_nothing_counts_twice(rank):
     del kept
 
 
-def test_gradients_in_buckets_and_states_that_were_there(rank):
+def test_gradients_in_buckets_and_existing_states(rank):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     loss_of(model).backward()
@@ -135,8 +135,8 @@ def test_gradients_in_buckets_and_states_that_were_there(rank):
     assert usage["gradients"] == usage["optimizer state"] == [4 * count(model)] * len(usage["gradients"])
 
 
-def test_other_is_what_the_allocator_holds_besides(rank):
-    """On CUDA. Here the allocator is pretended."""
+def test_other_is_the_rest_of_the_allocators_memory(rank):
+    """On CUDA. Here the allocator is simulated."""
     model, held = mlp(), itertools.count(500_000, 1000)
     with Tracker(rank.ring, [model], [], allocated=lambda: next(held), now=itertools.count(step=10**9).__next__).following():
         loss_of(model).backward()
@@ -149,7 +149,7 @@ def test_other_is_what_the_allocator_holds_besides(rank):
     assert sum(last.values()) == next(held) - 1000
 
 
-def test_points_are_few_but_peaks_stay(rank):
+def test_points_are_thinned_but_peaks_are_kept(rank):
     now = itertools.count(0, 1000).__next__  # a thousand counts take a millisecond
     tracker = Tracker(rank.ring, [], [], now=now)
     with tracker.following():
@@ -163,7 +163,7 @@ def test_points_are_few_but_peaks_stay(rank):
     assert 20 < len(values) < 80
 
 
-def test_an_inplace_change_of_what_was_saved_is_an_error_as_ever(rank):
+def test_an_inplace_change_of_a_saved_tensor_is_still_an_error(rank):
     x = torch.ones(3, requires_grad=True)
     with track_memory(nn.Linear(1, 1)):
         y = x.exp()
@@ -172,7 +172,7 @@ def test_an_inplace_change_of_what_was_saved_is_an_error_as_ever(rank):
             y.sum().backward()
 
 
-def test_gradients_are_what_they_are_without_it(rank):
+def test_gradients_are_unchanged_by_tracking(rank):
     def gradients():
         model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.LazyLinear(3), nn.Dropout())
         torch.manual_seed(1)
@@ -192,7 +192,7 @@ def test_gradients_are_what_they_are_without_it(rank):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_afterwards_nothing_is_written_and_nothing_is_held(rank):
+def test_afterwards_nothing_is_recorded_and_nothing_is_kept_alive(rank):
     model = mlp()
     with track_memory(model):
         loss = loss_of(model)
@@ -211,7 +211,7 @@ def test_outside_a_group_it_does_nothing():
 
 
 @pytest.mark.parametrize("wrong", [(), ("model",), (mlp(), "optimizer"), (torch.optim.SGD(mlp().parameters()),)])
-def test_it_asks_for_modules(rank, wrong):
+def test_it_expects_modules(rank, wrong):
     with pytest.raises(TypeError, match=r"track_memory\(.*expected modules and optimizers, as in track_memory\(model, optim"):
         track_memory(*wrong)
 
@@ -247,7 +247,7 @@ def sharded(one_group, reshard, make_optimizer, steps=2):
 
 
 def at(run, name):
-    """What filled rank 0 by kind when something was recorded the last time."""
+    """The memory of rank 0 by kind at the last record."""
     usage = memory_uses(run.trace)[0]
     moment = [s.time_ns for s in run.trace.scalars if s.name == name and s.rank == 0][-1]
     values = usage.nbytes[:, np.searchsorted(usage.time_ns, moment) - 1].tolist()
@@ -257,7 +257,7 @@ def at(run, name):
 @pytest.mark.parametrize("make_optimizer", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
 @pytest.mark.parametrize("one_group", [True, False], ids=["one group", "a group per layer"])
-def test_gathered_parameters_are_gone_when_fsdp_frees_them(two_ranks, one_group, reshard, make_optimizer, tmp_path):
+def test_gathered_parameters_disappear_when_fsdp_frees_them(two_ranks, one_group, reshard, make_optimizer, tmp_path):
     run = two_ranks.run(sharded, one_group, reshard, make_optimizer)
     # Two moments, and for each parameter the number of steps, in four bytes.
     state = {"optimizer state": WHOLE + 4 * LAYERS} if make_optimizer is torch.optim.AdamW else {}
@@ -281,7 +281,7 @@ def test_the_peak_of_a_first_step_with_adamw_is_at_the_optimizer(two_ranks):
     assert {kind: value for kind, value in peak.items() if value} == expected
 
 
-def test_what_fsdp_keeps_of_gathered_parameters_counts_until_the_backward_pass():
+def test_gathered_parameters_that_fsdp_keeps_count_until_the_backward_pass():
     with lab.Group(4, devices="cpu") as group:
         run = group.run(sharded, True, 2, torch.optim.SGD)
     activations = 4 * LAYERS * ROWS * WIDTH
@@ -289,7 +289,7 @@ def test_what_fsdp_keeps_of_gathered_parameters_counts_until_the_backward_pass()
     assert at(run, "backward_is_over") == {"parameters": WHOLE / 4, "gradients": WHOLE / 4}
 
 
-def test_what_changes_last_is_dated_when_it_does(rank):
+def test_the_last_change_has_its_own_time(rank):
     now = SimpleNamespace(ns=0)
     tracker = Tracker(rank.ring, [], [], now=lambda: now.ns)
     with tracker.following():
@@ -322,7 +322,7 @@ def test_values_last_until_the_next():
     assert (first.peak, second.peak) == (1, 1)
 
 
-def test_the_figure_says_the_peak_its_split_and_the_units():
+def test_the_figure_shows_the_peak_its_parts_and_the_units():
     ax = memory(followed())
     assert [t.get_text() for t in ax.texts] == [
         "rank 0: peak 5.00 MiB = parameters 2.00 + activations 3.00",
@@ -337,7 +337,7 @@ def test_the_figure_says_the_peak_its_split_and_the_units():
     plt.close(ax.figure)
 
 
-def test_a_step_begins_with_what_is_there():
+def test_a_step_begins_with_the_existing_memory():
     book = Book()
     book.whole(0, "step", 0, 50)
     book.whole(0, "step", 50, 100)
@@ -368,12 +368,12 @@ def test_many_points_are_drawn_by_their_extremes():
     assert (np.diff(thinned.time_ns) > 0).all()
 
 
-def test_the_figure_draws_where_it_is_told():
+def test_the_figure_draws_into_given_axes():
     _, ax = plt.subplots()
     assert memory(followed(), ax=ax) is ax
     plt.close(ax.figure)
 
 
-def test_without_numbers_it_says_how_to_get_them():
+def test_without_data_it_says_how_to_record_it():
     with pytest.raises(lab.LabError, match=r"put `with lab.track_memory\(model, optimizer\):` around the training loop"):
         memory(alone())

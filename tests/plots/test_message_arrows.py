@@ -1,4 +1,4 @@
-"""Messages as arrows of the timeline: which there are, where they begin and end, and when they are left out."""
+"""Messages as arrows in the timeline: which are drawn, where they begin and end, and when they are left out."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def closed():
 
 
 def arrows(ax):
-    """Their ends: x and y, twice."""
+    """The ends of the arrows: x and y of each."""
     found = [patch for patch in ax.patches if isinstance(patch, FancyArrowPatch)]
     return sorted(tuple(round(c, 3) for end in patch._posA_posB for c in end) for patch in found)
 
 
-def test_a_message_goes_from_the_moment_both_are_there_to_its_arrival():
+def test_a_message_goes_from_the_time_both_ranks_are_ready_to_its_arrival():
     found = messages(model_parallel(1))
     assert found == [
         Message(0, int(6.8 * MS), 1, int(7.8 * MS), span=7),
@@ -42,14 +42,14 @@ def test_a_message_goes_from_the_moment_both_are_there_to_its_arrival():
     assert arrows(timeline(model_parallel(1))) == [(6.8, 0.75, 7.8, 1.75), (21.8, 1.75, 22.8, 0.75)]
 
 
-def test_a_message_sets_out_when_its_receiver_has_come():
+def test_a_message_starts_when_its_receiver_has_arrived():
     book = Book()
     book.travel(0, "send", 1, 8, peer=1, group="p2p", match=1)
     book.travel(1, "recv", 6, 8, peer=0, group="p2p", match=1)
     assert arrows(timeline(book.trace(2, start_ns=0))) == [(6, 0.75, 8, 1.75)]
 
 
-def test_a_call_arrives_when_it_is_served_and_its_result_when_the_call_is_over():
+def test_a_call_arrives_when_it_is_served_and_its_result_at_the_end_of_the_call():
     found = messages(remote_calls())
     assert len(found) == 8
     calls = [m for m in found if m.call]
@@ -68,7 +68,7 @@ def test_collectives_and_calls_of_which_one_end_is_unknown_have_no_arrows():
     assert arrows(timeline(data_parallel())) == []
 
 
-def test_only_messages_of_the_stretch_shown_are_drawn():
+def test_only_messages_in_the_shown_interval_are_drawn():
     trace = schedule("1f1b", stages=2, micro_batches=4, communication=0.5)
     assert 0 < len(messages(trace.between(0, trace.end_ns // 2))) < len(messages(trace))
 
@@ -78,7 +78,7 @@ def test_a_message_that_never_arrived_has_no_arrow():
     assert messages(Trace(spans, ranks=["rank 0", "rank 1"])) == []
 
 
-def test_arrows_that_could_not_be_told_apart_are_left_out():
+def test_arrows_too_close_to_distinguish_are_left_out():
     few, many = (schedule("gpipe", stages=2, micro_batches=m, communication=0.5) for m in (8, 60))
     assert len(arrows(timeline(few))) == 16
     assert arrows(timeline(many)) == []
@@ -98,7 +98,7 @@ def test_the_legend_explains_arrows_only_where_there_are_any():
     assert "message" not in words(gpu_and_cpu())
 
 
-def test_in_several_runs_arrows_stand_in_their_own():
+def test_in_several_runs_arrows_stay_in_their_own_run():
     ends = arrows(timeline(model_parallel(1), model_parallel(1)))
     assert [round(end[1] - 0.75, 3) for end in ends] == [0.95, 3.9, 1.95, 4.9]  # under a heading of 0.95 rows each
 

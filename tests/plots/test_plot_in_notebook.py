@@ -1,4 +1,4 @@
-"""Figures in a notebook, where matplotlib's backend is Jupyter's and wakes with the first figure."""
+"""Figures in a notebook, where matplotlib uses Jupyter's backend, which starts with the first figure."""
 
 from __future__ import annotations
 

@@ -47,14 +47,14 @@ def test_a_micro_batch_has_its_number():
     assert [t for t in texts(timeline(trace)) if t.isdigit()] == [str(i) for i in range(12)] * 4
 
 
-def test_the_number_is_that_of_the_micro_batch_not_of_the_stage():
+def test_the_number_is_the_micro_batchs_not_the_stages():
     trace = schedule("interleaved 1f1b", stages=4, ranks=2, micro_batches=2)
     compute, _ = lanes(trace, 1)
     assert caption(trace, 0, compute, 4) == "0"
     assert caption(trace, 0, compute, 40) == "forward 0 of stage 1"
 
 
-def test_the_title_of_a_pipeline_tells_its_bubble():
+def test_the_title_of_a_pipeline_shows_its_bubble():
     ideal = schedule("1f1b", stages=4, micro_batches=8)
     assert timeline(ideal).get_title(loc="left") == "4 ranks, 33.0 s, bubble 27 %"
     assert "GPipe:  2 ranks, 9.00 s, bubble 33 %" in texts(
@@ -69,7 +69,7 @@ def test_the_title_of_a_pipeline_tells_its_bubble():
         assert "bubble" not in timeline(trace).get_title(loc="left")
 
 
-def test_numbers_alone_make_no_pipeline():
+def test_numbers_alone_do_not_make_a_pipeline():
     accumulating = Book()  # gradients over two micro-batches, on one rank or on several
     for rank in range(2):
         for i in range(2):
@@ -82,7 +82,7 @@ def test_numbers_alone_make_no_pipeline():
     assert is_pipeline(accumulating.trace(2))
 
 
-def test_ranks_that_work_on_the_same_number_at_once_are_no_pipeline():
+def test_ranks_that_work_on_the_same_number_at_once_are_not_a_pipeline():
     beside = Book()
     for rank in range(2):
         for i in range(2):
@@ -90,8 +90,8 @@ def test_ranks_that_work_on_the_same_number_at_once_are_no_pipeline():
     assert not is_pipeline(beside.trace(2))
 
 
-def test_numbers_in_a_run_without_messages_make_no_pipeline():
-    """Two ranks of which one began when the other was done, as when there is nothing to do for long."""
+def test_numbers_without_messages_do_not_make_a_pipeline():
+    """Two ranks of which one begins when the other has finished."""
     apart = Book()
     for rank in range(2):
         for i in range(2):
@@ -100,7 +100,7 @@ def test_numbers_in_a_run_without_messages_make_no_pipeline():
     assert not is_pipeline(apart.trace(2))
 
 
-def test_a_number_within_a_name_is_no_micro_batch():
+def test_a_number_inside_a_name_is_not_a_micro_batch():
     for names, found in (
         (("backward of NetShard1.forward", "backward of NetShard2.forward"), False),
         (("forward of conv1d", "forward of conv2d"), False),
@@ -135,17 +135,17 @@ def test_a_rank_with_gpu_and_cpu_has_a_row_for_each():
     assert rows(ax) == ["rank 0 GPU", "CPU", "rank 1 GPU", "CPU"]
     assert bars_of(ax, "forward", 0) == [(3, 9), (33, 39)]
     assert bars_of(ax, "data", 1) == [(0.5, 2.5), (10, 13), (30.5, 32.5), (40, 43)]
-    assert bars_of(ax, "hidden", 0) == [(12, 21), (42, 51)]  # behind the GPU's own work
-    assert bars_of(ax, "exposed", 1) == [(25, 28), (55, 58)]  # from when rank 1 had come
+    assert bars_of(ax, "hidden", 0) == [(12, 21), (42, 51)]  # after the GPU's own work
+    assert bars_of(ax, "exposed", 1) == [(25, 28), (55, 58)]  # from the arrival of rank 1
     assert bars_of(ax, "waiting", 1) == [(24, 25), (54, 55)]
     assert bars_of(ax, "forward", 1) == bars_of(ax, "data", 0) == []
 
 
-def test_what_the_cpu_does_does_not_cut_what_the_gpu_does_beside_it():
+def test_cpu_spans_do_not_cut_concurrent_gpu_spans():
     assert bars_of(timeline(gpu_and_cpu(1)), "backward", 0) == [(9, 21)]  # data was loaded from 10 to 13
 
 
-def test_a_rank_that_only_calls_on_the_cpu_has_one_row():
+def test_a_rank_with_only_cpu_calls_has_one_row():
     book = Book()
     book.compute(0, "forward", 1, 5, device="cuda")
     book.compute(1, "forward", 1, 5)

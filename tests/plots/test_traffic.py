@@ -30,7 +30,7 @@ def closed():
 
 
 def collective(name, sizes, *, root=None):
-    """One collective of 1 ms; the bytes that each rank notes down."""
+    """One collective of 1 ms, with the bytes that each rank records."""
     book = Book()
     for rank, nbytes in enumerate(sizes):
         if nbytes is not None:
@@ -64,7 +64,7 @@ def partly_of_unknown_size():
     return book.trace(2)
 
 
-def test_what_has_an_unknown_size_is_named():
+def test_operations_of_unknown_size_are_named():
     flows = flows_of(partly_of_unknown_size())
     assert flows.matrix().sum() == 2000
     assert flows.unsized == (("all_reduce", 1), ("send", 1))
@@ -139,7 +139,7 @@ def test_calls_and_replies_go_both_ways_and_arguments_travel_before_they_are_ser
     assert ((flows.end_ns - flows.start_ns)[calls] / MS).tolist() == pytest.approx([0.7] * 4, abs=1e-5)
 
 
-def test_what_is_fetched_comes_from_its_owner():
+def test_a_fetched_value_comes_from_its_owner():
     book = Book()
     book.travel(1, "to_here", 0, 1, nbytes=70, peer=2)
     assert flows_of(book.trace(3)).matrix()[2, 1] == 70
@@ -151,7 +151,7 @@ def test_operations_are_counted_once_for_all_their_ranks():
     assert flows.rings
 
 
-def test_a_stretch_has_what_completed_in_it():
+def test_an_interval_has_what_completed_in_it():
     trace = data_parallel(4, 3)
     parts = [flows_of(trace.step(i)).matrix().sum() for i in range(3)]
     assert sum(parts) == pytest.approx(flows_of(trace).matrix().sum())
@@ -160,7 +160,7 @@ def test_a_stretch_has_what_completed_in_it():
 def test_bytes_are_spread_over_the_time_they_travel():
     book = Book()
     book.travel(0, "send", 2, 6, nbytes=4000, peer=1, group="a", match=1)
-    book.travel(1, "recv", 4, 6, nbytes=4000, peer=0, group="a", match=1)  # both are there from 4 on
+    book.travel(1, "recv", 4, 6, nbytes=4000, peer=0, group="a", match=1)  # both are ready from 4 on
     book.travel(1, "send", 8, 9, nbytes=500, peer=0)
     edges = (np.arange(0, 11) * MS).astype(np.int64)
     moved = over_time(flows_of(book.trace(2, start_ns=0, end_ns=10 * MS)), edges)
@@ -175,7 +175,7 @@ def test_nothing_is_lost_between_bins():
     assert over_time(flows, edges).sum() == pytest.approx(flows.nbytes.sum(), rel=1e-6)
 
 
-def test_what_takes_no_time_is_counted_too():
+def test_instantaneous_operations_count_too():
     book = Book()
     book.travel(0, "send", 3, 3, nbytes=100, peer=1)
     flows = flows_of(book.trace(2, start_ns=0, end_ns=4 * MS))
@@ -190,7 +190,7 @@ def legend(ax):
     return [t.get_text() for t in ax.get_legend().get_texts()]
 
 
-def test_the_figure_says_its_units_and_its_rule():
+def test_the_figure_states_its_units_and_its_counting_rule():
     ax = traffic(data_parallel())
     assert ax.get_xlabel() == "time since the start [ms]"
     assert ax.get_ylabel() == "sent by all ranks [GB/s]"
@@ -220,7 +220,7 @@ def test_ranks_have_their_names():
     assert beside.get_xlabel() == "to"
 
 
-def test_the_smallest_of_many_operations_are_one_and_many_ranks_have_a_scale():
+def test_the_smallest_operations_are_combined_and_many_ranks_have_a_scale():
     book = Book()
     for number in range(11):
         for rank in range(12):
@@ -237,10 +237,10 @@ def test_the_smallest_of_many_operations_are_one_and_many_ranks_have_a_scale():
     [
         ([980, 11, 11, 8], ["a", "b", "c", "d"]),  # of 1,010 bytes: only the last is below a hundredth
         ([1990, 10, 9, 8], ["a", "3 others"]),
-        ([1990, 10], ["a", "b"]),  # one name hides nothing behind another one
+        ([1990, 10], ["a", "b"]),  # no name covers another
     ],
 )
-def test_what_moved_next_to_nothing_is_one_of_the_others(sizes, shown):
+def test_operations_with_few_bytes_are_among_the_others(sizes, shown):
     book = Book()
     for number, (name, nbytes) in enumerate(zip("abcd", sizes, strict=False)):
         book.travel(0, name, number, number + 1, nbytes=nbytes, peer=1)
@@ -284,7 +284,7 @@ def test_operations_of_one_colour_have_textures_of_their_own():
     assert not found["send"][1]
 
 
-def test_every_operation_of_torch_has_a_colour_that_is_known():
+def test_every_operation_of_torch_has_a_known_colour():
     named = {*COLLECTIVES.values(), "send"} - {"barrier"}
     assert OPERATIONS[""] not in {colour_of(name) for name in named}
     plain = {name for name in named if not name.endswith(("_coalesced", "_tensor", "_single"))}
@@ -304,7 +304,7 @@ def test_one_step():
     assert "step 1 " in traffic(data_parallel(), step=1).get_title(loc="left")
 
 
-def test_where_nothing_travelled_it_says_so():
+def test_without_traffic_the_figure_says_so():
     with pytest.raises(LabError, match="labkit recorded no bytes between ranks"):
         traffic(alone())
 
@@ -347,7 +347,7 @@ def test_messages_go_from_device_to_device():
         book.travel(0, "recv", 0, 1, peer=0, device=f"CPU:{device}", **shared)
     book.travel(1, "send", 0, 1, nbytes=5, peer=0, group="messages", match=1)
     book.travel(0, "recv", 0, 1, nbytes=5, group="messages", match=1, device="CPU:2")
-    book.travel(1, "send", 0, 1, nbytes=3, peer=0, group="messages", match=2)  # which device received it, nobody noted
+    book.travel(1, "send", 0, 1, nbytes=3, peer=0, group="messages", match=2)  # the receiving device is not recorded
     flows = flows_of(book.trace(2))
     assert flows.ends == ("rank 0", "rank 0 CPU:0", "rank 0 CPU:1", "rank 0 CPU:2", "rank 1")
     found = {(flows.ends[a], flows.ends[b]): n for (a, b), n in np.ndenumerate(flows.matrix()) if n}
@@ -362,7 +362,7 @@ def test_a_broadcast_comes_from_the_roots_first_device():
     assert flows_of(book.trace(2)).matrix().tolist() == [[0, 10, 10, 10], [0] * 4, [0] * 4, [0] * 4]
 
 
-def test_the_figure_of_devices_speaks_of_devices():
+def test_the_figure_of_devices_names_devices():
     ax = traffic(reduced_by_devices(1, across=False).trace(1))
     beside = matrix_of(ax)
     assert beside.get_title(loc="left") == "from device to device [kB]"

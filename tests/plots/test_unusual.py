@@ -1,6 +1,6 @@
-"""Figures of what is seldom drawn: texts that lie within the figure and not on one another, whatever the names and the times.
+"""Figures of unusual runs: texts stay inside the figure and do not overlap, whatever the names and times.
 
-The figures were looked at as well; this keeps what was mended then.
+The figures were also inspected by eye; these tests keep what was fixed then.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from synthetic import MS, Book, alone, data_parallel, gpu_and_cpu, model_paralle
 
 LONG = ("parameter_server_of_embeddings", "trainer_number_one_of_the_two0", "trainer_number_two_of_the_two0")  # 30 characters
 US, HOUR = 1_000, 3_600_000_000_000  # ns
-NEAR_PX = 1.5  # by so much may the boxes of two texts overlap: around the letters they have a margin
+NEAR_PX = 1.5  # allowed overlap of two text boxes, which have a margin around the letters
 
 
 pytestmark = pytest.mark.usefixtures("plain")
 
 
 def stretched(trace, length_ns):
-    """The same run, in another time."""
+    """The same run with another duration."""
 
     def at(time_ns):
         return int(time_ns * length_ns / trace.duration_ns)
@@ -52,7 +52,7 @@ def stretched(trace, length_ns):
 
 
 def renamed(trace, ranks=None, characters=0):
-    """The same run with other names of ranks, and longer ones of what they do."""
+    """The same run with other rank names and longer span names."""
 
     def longer(name):
         return f"{name} Outer.a_method_whose_name_says_everything.that_there_is_to_say"[:characters] if characters else name
@@ -62,7 +62,7 @@ def renamed(trace, ranks=None, characters=0):
 
 
 def stopped():
-    """One rank computed for ever, and the others waited for it until they were ended."""
+    """One rank computed for ever, and the others waited for it until they were stopped."""
     book = Book()
     for rank in range(3):
         at = book.compute(rank, "forward", 0, 5 + rank)
@@ -95,7 +95,7 @@ def named(title):
 
 
 def of_all_kinds(ranks):
-    """Ranks whose memory holds everything that there is a name for."""
+    """Ranks whose memory has every kind that exists."""
     book = Book()
     for rank in range(len(ranks)):
         for number, kind in enumerate(MEMORY_KINDS):
@@ -149,7 +149,7 @@ FIGURES = {
 
 
 def texts(figure):
-    """The texts that can be seen, with the boxes that they fill, in pixels."""
+    """The visible texts with their bounding boxes, in pixels."""
     figure.canvas.draw()
     hidden = set()
     for axes in figure.axes:
@@ -170,7 +170,7 @@ def overlap(one, other):
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_texts_lie_within_the_figure_and_not_on_one_another(name):
+def test_texts_are_inside_the_figure_and_do_not_overlap(name):
     figure = FIGURES[name]().figure
     found, page = texts(figure), figure.bbox
     assert found
@@ -180,7 +180,7 @@ def test_texts_lie_within_the_figure_and_not_on_one_another(name):
     assert not on_one_another
 
 
-def test_the_check_sees_what_it_must():
+def test_the_check_detects_overlaps():
     figure, ax = plt.subplots(figsize=(3, 2))
     ax.text(0.1, 0.5, "a text")
     assert not any(overlap(one[1], other[1]) for one, other in itertools.combinations(texts(figure), 2))
@@ -189,15 +189,15 @@ def test_the_check_sees_what_it_must():
 
 
 @pytest.mark.parametrize("name", NOTHING_TRAVELS)
-def test_where_nothing_arrived_traffic_says_so(name):
-    """What ranks were waiting in when they were stopped did not travel."""
+def test_traffic_says_if_nothing_arrived(name):
+    """Operations that ranks waited in when they were stopped moved no bytes."""
     with pytest.raises(LabError, match="labkit recorded no bytes between ranks"):
         traffic(RUNS[name]())
 
 
 @pytest.mark.parametrize("figure", [timeline, breakdown, traffic, memory])
 @pytest.mark.parametrize("ranks", [(), ("rank 0", "rank 1")])
-def test_an_empty_trace_is_said(figure, ranks):
+def test_an_empty_trace_is_reported(figure, ranks):
     with pytest.raises(LabError, match="there is nothing to draw, since the ranks recorded nothing"):
         figure(Trace(ranks=ranks))
 
@@ -211,7 +211,7 @@ def test_names_of_ranks_are_shortened_and_still_differ():
     assert names[0].endswith("embeddings")
 
 
-def test_what_rounds_up_has_three_digits_too():
+def test_rounded_up_numbers_have_three_digits_too():
     assert [time_in_words(ms * MS) for ms in (9.994, 9.996, 99.94, 99.97)] == ["9.99 ms", "10.0 ms", "99.9 ms", "100 ms"]
 
 
@@ -226,7 +226,7 @@ def test_the_sizes_that_were_measured_are_named():
     assert [t.get_text() for t in ax.get_xticklabels()] == ["4 B", "8 B"]
 
 
-def test_all_points_of_a_link_are_within_its_figure():
+def test_all_points_of_a_link_are_inside_its_figure():
     for latency_us in np.geomspace(1, 10, 20):
         ax = measured(Link(gbit_per_s=8, latency_us=latency_us), ("send",)).plot()
         low, high = ax.get_ylim()
@@ -235,7 +235,7 @@ def test_all_points_of_a_link_are_within_its_figure():
 
 
 @pytest.mark.parametrize("name", ["compare_six", "breakdown_16_ranks", "breakdown_narrow"])
-def test_a_number_in_a_bar_lies_within_it(name):
+def test_a_number_in_a_bar_fits_inside_it(name):
     narrow = {"breakdown_narrow": lambda: breakdown(data_parallel(), ax=plt.subplots(1, 3)[1][0])}
     ax = {**FIGURES, **narrow}[name]()
     ax.figure.canvas.draw()
@@ -247,7 +247,7 @@ def test_a_number_in_a_bar_lies_within_it(name):
         assert any(bar.contains(*middle) and bar.x0 <= number.x0 and number.x1 <= bar.x1 for bar in bars)
 
 
-def test_compare_says_large_numbers_in_few_digits():
+def test_compare_formats_large_numbers_with_few_digits():
     words = [t.get_text() for t in FIGURES["compare_far_apart"]().texts]
     assert "1000 ns, 3.6e+09 × as fast" in words
     assert "3334" in words  # seconds of compute, not 3.33e+03

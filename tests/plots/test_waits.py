@@ -1,4 +1,4 @@
-"""For whom a rank waits is said truly: another rank, another device of the same rank, or either."""
+"""Figures say correctly for whom a rank waits: another rank, another device of the same rank, or either."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def of_devices(ranks: int, *, across: bool, messages: bool = False) -> Trace:
 
 
 def words_for_waiting(trace: Trace) -> set[str]:
-    """What the figures of a trace call waiting: all of them the same."""
+    """What the figures of a trace call waiting; all of them must agree."""
     figures = [timeline(trace), breakdown(trace), compare(a=trace, b=trace)]
     told = [[text.get_text() for text in ax.figure.findobj(Text)] for ax in figures]
     told.append([style["legend"] for style in about(view_of(trace, None, ""), 0)["styles"]])
@@ -49,7 +49,7 @@ def words_for_waiting(trace: Trace) -> set[str]:
     return found[0]
 
 
-def test_devices_of_one_rank_wait_for_one_another():
+def test_devices_of_one_rank_wait_for_each_other():
     assert words_for_waiting(of_devices(1, across=False)) == {"waiting for another device"}
     assert words_for_waiting(of_devices(2, across=False)) == {"waiting for another device"}
 
@@ -63,7 +63,7 @@ def test_ranks_without_devices_wait_for_ranks():
     assert words_for_waiting(model_parallel()) == {"waiting for another rank"}
 
 
-def test_a_single_rank_waits_for_no_other():
+def test_a_single_rank_never_waits_for_another():
     book = Book()
     book.compute(0, "forward", 0, 1)
     book.travel(0, "all_reduce", 1, 4, wait=(1, 4), group="world", match=1, done=False)
@@ -71,7 +71,7 @@ def test_a_single_rank_waits_for_no_other():
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_moving_picture_of_a_single_rank_waits_for_no_other(ranks: int):
+def test_the_live_picture_of_a_single_rank_never_waits_for_another(ranks: int):
     names = tuple(f"rank {i}" for i in range(ranks))
     recent = Recent(names, 0)
     past = Past([recent.binned(rank) for rank in range(ranks)], recent.shown_ns)

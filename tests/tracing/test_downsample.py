@@ -1,4 +1,4 @@
-"""What the moving picture is told of a rank that writes a million records a second: few, and sums that come out right."""
+"""The live picture of a rank that writes a million records per second gets few spans, and their sums are right."""
 
 import mmap
 
@@ -41,20 +41,20 @@ def told(written):
     return few, from_records([few], [names], ["rank 0"], start_ns=0, end_ns=end_ns)
 
 
-def test_few_records_are_left_as_they_are(written):
+def test_few_records_are_unchanged(written):
     rows, names, _ = written
     some = rows[:FEW]
     assert thin(some, names.index(STEPS_IN_ALL)) is some
 
 
-def test_spans_are_left_where_values_are_thinned(written):
+def test_spans_are_unchanged_if_only_values_are_thinned(written):
     rows, names, _ = written
     some = rows[: 2 * MOST]
     few = thin(some, names.index(STEPS_IN_ALL))
     assert (few["kind"] == 0).sum() == MOST
     assert not (few["flags"][few["kind"] == 0] & SUM).any()
     assert (few["kind"] == 3).sum() < 25
-    assert few[few["kind"] == 3][-1] == some[some["kind"] == 3][-1]  # the last value is told
+    assert few[few["kind"] == 3][-1] == some[some["kind"] == 3][-1]  # the last value is kept
 
 
 def test_many_become_few(written):
@@ -63,7 +63,7 @@ def test_many_become_few(written):
     assert len(written[0]) == 1.5 * STEPS * 4 + 2
 
 
-def test_the_latest_are_as_they_were(written):
+def test_the_latest_spans_are_unchanged(written):
     few, _ = told(written)
     rows = written[0]
     assert np.array_equal(few[(few["kind"] == 0) & (few["flags"] & SUM == 0)], rows[rows["kind"] == 0][-MOST // 2 :])
@@ -79,7 +79,7 @@ def test_the_steps_of_each_loop_are_counted(written):
     assert progress.in_words().endswith("loss 7999")
 
 
-def test_the_picture_of_the_whole_says_how_much_of_what(written):
+def test_the_picture_keeps_the_share_of_each_kind(written):
     _, trace = told(written)
     recent = Recent(("rank 0",), 0)
     nothing = from_records([written[0][:0]], [[""]], ["rank 0"])
@@ -91,7 +91,7 @@ def test_the_picture_of_the_whole_says_how_much_of_what(written):
     assert share["backward"] == pytest.approx(0.5, abs=0.04)
 
 
-def test_lost_records_are_said():
+def test_lost_records_are_reported():
     trace = Trace(alone().columns, ranks=["rank 0"], dropped=[1234])
     assert repr(trace) == f"<Trace of 1 ranks, {len(trace)} spans, 0 scalars, 1234 records lost>"
     ax = timeline(trace)
@@ -100,7 +100,7 @@ def test_lost_records_are_said():
     assert "lost" not in repr(alone())
 
 
-def test_what_stands_for_many_is_not_drawn_as_one(written):
+def test_a_span_that_represents_many_is_not_drawn_as_one(written):
     _, trace = told(written)
     recent = Recent(("rank 0",), 0)
     recent.add(trace, trace.end_ns)

@@ -1,4 +1,4 @@
-"""Ideal pipelines: their bubbles are the papers', every pass is made once, and none begins before what it needs is there."""
+"""Ideal pipelines: their bubbles match the papers, every pass runs once, and none begins before its input has arrived."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def in_order(trace: Trace, rank: int) -> str:
 
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b", "1F1B", "interleaved 1f1b"])
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (1, 5), (2, 2), (4, 4), (4, 8), (3, 9)])
-def test_the_bubble_is_that_of_the_papers(kind, stages, micro_batches):
+def test_the_bubble_matches_the_papers(kind, stages, micro_batches):
     trace = schedule(kind, stages=stages, micro_batches=micro_batches)
     assert trace.bubble == pytest.approx((stages - 1) / (micro_batches + stages - 1))
     assert trace.duration_ns == 3 * S * (micro_batches + stages - 1)
@@ -58,7 +58,7 @@ def test_several_stages_per_rank_make_the_bubble_smaller(ranks, chunks, micro_ba
     ],
     ids=lambda o: o["kind"],
 )
-def test_every_pass_is_made_once_and_begins_when_what_it_needs_has_arrived(options):
+def test_every_pass_runs_once_and_begins_when_its_input_has_arrived(options):
     trace = schedule(**options)
     stages, travel = options["stages"], int(options.get("communication", 0) * S)
     done = passes(trace)
@@ -95,13 +95,13 @@ def test_interleaved_1f1b_in_the_order_of_megatron():
     assert " ".join(stage).startswith(f"{warm_up} F2.0 B0.2 F3.0 B1.2 F2.2 B0.0 F3.2 B1.0")
 
 
-def test_stages_of_their_own_times():
+def test_stages_with_different_times():
     trace = schedule("gpipe", stages=2, micro_batches=1, forward=[1, 2], backward=[3, 4])
     assert trace.duration_ns == 10 * S
     assert trace.bubble == pytest.approx(1 / 2)
 
 
-def test_messages_have_two_ends_and_take_their_time():
+def test_messages_have_two_ends_and_a_duration():
     trace = schedule("1f1b", stages=2, micro_batches=2, communication=0.5)
     messages = {}
     for span in trace.of(kind="communication"):
@@ -128,11 +128,11 @@ def test_messages_have_two_ends_and_take_their_time():
         ({"communication": -1}, "communication=-1: expected seconds, 0 or more"),
     ],
 )
-def test_what_does_not_fit_is_said(options, words):
+def test_inconsistent_arguments_are_reported(options, words):
     with pytest.raises((TypeError, ValueError), match=words):
         schedule(**({"kind": "1f1b", "stages": 4, "micro_batches": 8} | options))
 
 
-def test_a_trace_of_no_length_has_no_bubble():
+def test_a_trace_without_duration_has_no_bubble():
     with pytest.raises(LabError, match="no length"):
         _ = Trace(ranks=["rank 0"]).bubble

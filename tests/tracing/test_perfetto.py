@@ -1,4 +1,4 @@
-"""What Perfetto is given: each event as the format's description asks, arrows that end where they should, curves."""
+"""The file for Perfetto: each event follows the format's description, arrows end where they should, curves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ METADATA: Final = {
 
 
 def chrome(spans: list[Span], **more: Any) -> list[Event]:
-    """The events of a trace of three ranks, as they come back from JSON, once they have been looked through."""
+    """The events of a trace of three ranks, read back from JSON and checked."""
     text = json.dumps(Trace(spans, ranks=["a", "b", "c"], start_ns=0, **more).to_chrome(), allow_nan=False)
     events: list[Event] = json.loads(text)["traceEvents"]
     arrows: dict[int, list[Event]] = {}
@@ -64,7 +64,7 @@ def chrome(spans: list[Span], **more: Any) -> list[Event]:
 
 
 def around(events: list[Event], arrow: Event) -> Event:
-    """The innermost span in an arrow's row that has begun and is not over: that is where a viewer ties its end."""
+    """The innermost span under way in an arrow's row: this is where a viewer attaches the arrow."""
     at = arrow["ts"]
     inside = [
         x for x in events
@@ -75,7 +75,7 @@ def around(events: list[Event], arrow: Event) -> Event:
 
 
 def arrows(events: list[Event]) -> list[tuple[str, str, str]]:
-    """For each arrow its name, and the names of the spans in which a viewer would see it begin and end."""
+    """For each arrow, its name and the names of the spans at which a viewer shows its start and end."""
 
     def tied_to(event: Event) -> str:
         span = around(events, event)
@@ -96,19 +96,19 @@ def test_an_arrow_goes_from_a_send_to_its_receive() -> None:
         message(1, "send", 100, 110, 0, "p2p 1>0 tag 0", 1), message(0, "recv", 50, 120, 1, "p2p 1>0 tag 0", 1),
     ]  # fmt: skip
     events = chrome(spans)
-    # Each receive was there before its send.
+    # Each receive began before its send.
     assert sorted(arrows(events)) == [
         ("message", "isend 0", "message from a 1"),
         ("message", "isend 0", "message from a 1"),
         ("message", "send 1", "message from b 0"),
     ]
-    # The second message lies within the first in time, and has a row of its own all the same.
+    # The second message is inside the first in time, and still has a row of its own.
     assert len({e["tid"] for e in events if e["ph"] == "X" and e["pid"] == 0}) == 3
     ends = {e["ts"] for e in events if e["ph"] == "f"}
     assert ends == {0.099, 0.089, 0.119}
 
 
-def test_a_send_that_waits_for_its_receive_is_drawn_until_there() -> None:
+def test_a_send_that_waits_is_drawn_until_its_receive() -> None:
     spans = [message(0, "send", 10, 90, 1, "p2p 0>1 tag 0", 1), message(1, "recv", 60, 95, 0, "p2p 0>1 tag 0", 1)]
     spans += [message(1, "send", 100, 110, 0, "p2p 1>0 tag 0", 1), message(0, "recv", 120, 130, 1, "p2p 1>0 tag 0", 1)]
     events = chrome(spans)
@@ -117,7 +117,7 @@ def test_a_send_that_waits_for_its_receive_is_drawn_until_there() -> None:
     assert own == [("message to b", 0.01, 0.05), ("message to a", 0.1, 0.01)]
 
 
-def test_no_arrow_goes_back_in_time_or_to_one_who_is_not_there() -> None:
+def test_no_arrow_goes_back_in_time_or_to_a_missing_rank() -> None:
     assert (
         arrows(chrome([message(0, "send", 10, 20, 1, "p2p 0>1 tag 0", 1), message(1, "recv", 1, 10, 0, "p2p 0>1 tag 0", 1)]))
         == []
@@ -127,7 +127,7 @@ def test_no_arrow_goes_back_in_time_or_to_one_who_is_not_there() -> None:
     assert arrows(chrome(together)) == []
 
 
-def test_arrows_of_remote_calls_go_there_and_back() -> None:
+def test_remote_calls_have_arrows_in_both_directions() -> None:
     spans = [
         message(0, "rpc_sync f", 0, 100, 1, "rpc 0>1", 1),
         Span(1, "serve f", "compute", 20, 60),
@@ -212,8 +212,8 @@ def test_any_trace_is_well_formed(seed: int) -> None:
         assert min(e["args"]["under way"] for e in curve) == 0
 
 
-def test_a_value_that_is_no_number_is_a_mark() -> None:
-    """And so is how many steps there will be, which as a curve would be a bar all over the row."""
+def test_a_value_that_is_not_finite_is_a_mark() -> None:
+    """So is the total number of steps, which would fill the row as a curve."""
     scalars = [Scalar(0, "loss", 1, 0.5), Scalar(0, "loss", 2, math.inf), Scalar(0, "loss", 3, math.nan)]
     scalars += [Scalar(1, STEPS_IN_ALL, 4, 20.0)]
     events = chrome([], scalars=scalars)
@@ -224,7 +224,7 @@ def test_a_value_that_is_no_number_is_a_mark() -> None:
 
 
 def test_a_part_of_a_trace_begins_at_zero(tmp_path: Path) -> None:
-    """What lasts into it began before it."""
+    """A span that reaches into the part began before it."""
     whole = Trace(
         [Span(0, "train", "call", 5, 90, wait_start_ns=7, wait_end_ns=8), Span(0, "forward", "compute", 40, 60)], ranks=["a"]
     )
@@ -234,7 +234,7 @@ def test_a_part_of_a_trace_begins_at_zero(tmp_path: Path) -> None:
     assert (again.spans, again.start_ns, again.end_ns) == (part.spans, 30, 70)
 
 
-def test_what_a_span_waited_for_is_counted_as_its_time() -> None:
+def test_waiting_inside_a_span_counts_as_its_time() -> None:
     (event,) = [e for e in chrome([Span(0, "recv", "communication", 10, 90, wait_start_ns=20, wait_end_ns=80)]) if e["ph"] == "X"]
     assert event["args"] == {"wait_start_ns": 20, "wait_end_ns": 80}
     later = Trace([Span(0, "recv", "communication", 1010, 1090, wait_start_ns=1010, wait_end_ns=1080)], ranks=["a"])
@@ -243,14 +243,14 @@ def test_what_a_span_waited_for_is_counted_as_its_time() -> None:
 
 
 @pytest.mark.parametrize("name", ["größe", "\N{ROCKET}", 'a "quoted" \\ name\n'])
-def test_a_file_has_the_characters_themselves(name: str, tmp_path: Path) -> None:
-    """Perfetto opens no file with a pair of escapes for one character, and shows other escapes in curves' names as they are."""
+def test_a_file_has_unescaped_characters(name: str, tmp_path: Path) -> None:
+    """Perfetto rejects files with escaped surrogate pairs, and shows other escapes in curve names literally."""
     path = Trace([Span(0, name, "compute", 1, 2)], [Scalar(0, name, 1, 1.0)], ranks=[name]).save(tmp_path / "x.json")
     assert "\\u" not in path.read_text(encoding="utf-8")
     again = load_trace(path)
     assert (again.spans[0].name, again.scalars[0].name, again.ranks) == (name, name, (name,))
 
 
-def test_half_a_character_is_no_obstacle(tmp_path: Path) -> None:
+def test_a_lone_surrogate_is_accepted(tmp_path: Path) -> None:
     path = Trace([Span(0, "half \udc80", "compute", 1, 2)], ranks=["a"]).save(tmp_path / "x.json")
     assert load_trace(path).spans[0].name == "half ?"

@@ -1,4 +1,4 @@
-"""The arithmetic of traces: against cases worked by hand, and against a second by nanosecond recount; and trace files."""
+"""The arithmetic of traces, checked by hand and by an independent recount per nanosecond; and trace files."""
 
 import dataclasses
 import itertools
@@ -74,7 +74,7 @@ def test_intervals_that_touch_become_one() -> None:
     assert union([3, 0, 5], [5, 3, 6]).tolist() == [[0, 6]]
 
 
-def test_no_intervals() -> None:
+def test_an_empty_set_of_intervals() -> None:
     nothing = union([], [])
     assert nothing.shape == (0, 2)
     assert length(nothing) == 0
@@ -82,7 +82,7 @@ def test_no_intervals() -> None:
     assert difference(union([1], [2]), nothing).tolist() == [[1, 2]]
 
 
-def test_intervals_keep_the_nanoseconds_of_a_long_uptime() -> None:
+def test_intervals_are_exact_after_a_long_uptime() -> None:
     year = 365 * 24 * 3600 * 10**9  # as a float it would be rounded to 4 ns
     assert union([year + 1], [year + 2]).tolist() == [[year + 1, year + 2]]
 
@@ -90,7 +90,7 @@ def test_intervals_keep_the_nanoseconds_of_a_long_uptime() -> None:
 # Shares: worked by hand.
 
 
-def test_compute_hides_a_communication_that_nobody_waits_for() -> None:
+def test_communication_that_nobody_waits_for_is_hidden_by_compute() -> None:
     trace = Trace([compute(0, 0, 100), travel(0, 40, 80)], ranks=["rank 0"])
     assert trace.shares() == (
         Share(0, window_ns=100, compute_ns=100, communication_ns=40, overlap_ns=40, idle_ns=0, waiting_ns=0),
@@ -98,7 +98,7 @@ def test_compute_hides_a_communication_that_nobody_waits_for() -> None:
     assert trace.shares()[0].exposed_ns == 0
 
 
-def test_a_communication_that_the_rank_waits_for_is_exposed() -> None:
+def test_communication_that_the_rank_waits_for_is_exposed() -> None:
     # backward 0-60, its gradients travel from 30 to 90; the rank is blocked in wait() from 60 to 90, all inside one span of 100
     trace = Trace([compute(0, 0, 100, "train"), travel(0, 30, 90, wait=(60, 90))], ranks=["rank 0"])
     (share,) = trace.shares()
@@ -127,8 +127,8 @@ def test_while_one_thread_of_a_rank_is_blocked_another_computes() -> None:
     assert trace.shares()[0].compute_ns == 40
 
 
-def test_what_the_function_waits_for_does_not_block_a_call_that_is_served() -> None:
-    """It was called before its function came to wait: in `rpc.shutdown`, say, until 100. It fetches something itself, 60-70."""
+def test_a_wait_of_the_function_does_not_block_a_served_call() -> None:
+    """The call came before the function began to wait (in `rpc.shutdown`, say, until 100). It fetches something, 60-70."""
     spans = [
         Span(0, "run", "call", 0, 100), compute(0, 10, 90, automatic=True, served=True), travel(0, 20, 100, wait=(20, 100)),
         travel(0, 60, 70, wait=(60, 70), served=True),
@@ -136,7 +136,7 @@ def test_what_the_function_waits_for_does_not_block_a_call_that_is_served() -> N
     assert Trace(spans, ranks=["worker"]).blocked(0).tolist() == [[60, 70], [90, 100]]
 
 
-def test_what_a_served_call_waits_for_does_not_block_the_function() -> None:
+def test_a_wait_of_a_served_call_does_not_block_the_function() -> None:
     spans = [
         Span(0, "run", "call", 0, 100), travel(0, 5, 10, wait=(5, 10)), travel(0, 60, 100, wait=(60, 100)),
         compute(0, 20, 90, automatic=True, served=True), travel(0, 30, 80, wait=(30, 80), served=True),
@@ -147,7 +147,7 @@ def test_what_a_served_call_waits_for_does_not_block_the_function() -> None:
 
 
 def around_an_operation() -> list[Span]:
-    """Rank 0 prepares, waits for rank 1, and sends; around all of it is a span of the program's own."""
+    """Rank 0 prepares, waits for rank 1, and sends, all inside a span of the program."""
     return [
         Span(0, "step", "compute", 0, 100),
         Span(0, "exchange", "communication", 10, 90, 10, 90),
@@ -158,7 +158,7 @@ def around_an_operation() -> list[Span]:
     ]
 
 
-def test_of_a_span_around_a_recorded_operation_the_operation_counts() -> None:
+def test_inside_a_communication_span_the_recorded_operation_counts() -> None:
     labelled = around_an_operation()
     alone = [span for span in labelled if span.name != "exchange"]
     trace = Trace(labelled, ranks=["rank 0", "rank 1"])
@@ -168,13 +168,13 @@ def test_of_a_span_around_a_recorded_operation_the_operation_counts() -> None:
     assert [s.name for s in trace.of(name="exchange")] == ["exchange"]  # it stays in the trace
 
 
-def test_a_span_around_an_operation_is_no_communication_where_a_part_of_the_trace_lacks_the_operation() -> None:
+def test_a_span_around_an_operation_does_not_count_in_a_part_without_the_operation() -> None:
     trace = Trace(around_an_operation(), ranks=["rank 0", "rank 1"])
     assert trace.between(10, 40).shares()[0].communication_ns == 0
     assert trace.between(80, 90).shares()[0].communication_ns == 0
 
 
-def test_a_communication_of_the_programs_own_that_holds_no_operation_counts() -> None:
+def test_a_communication_span_without_a_recorded_operation_counts() -> None:
     spans = [Span(0, "upload", "communication", 0, 30, 0, 30), Span(0, "send", "communication", 40, 50, group="g", match=1)]
     (share,) = Trace(spans, ranks=["rank 0"]).shares()
     assert share.communication_ns == 40
@@ -293,7 +293,7 @@ def test_the_parts_of_a_trace_add_up_to_the_whole() -> None:
         assert [trace.of(rank=r).shares()[r] for r in range(3)] == list(trace.shares()), seed
 
 
-# When all ranks have come.
+# When all ranks have arrived.
 
 
 def ready_of(*spans: Span, ranks: int = 3) -> dict[tuple[int, int], int]:
@@ -302,12 +302,12 @@ def ready_of(*spans: Span, ranks: int = 3) -> dict[tuple[int, int], int]:
     return {(s.rank, s.start_ns): r for s, r in zip(trace, trace.ready().tolist(), strict=True)}
 
 
-def test_an_operation_is_ready_when_its_last_rank_has_come() -> None:
+def test_an_operation_is_ready_when_its_last_rank_has_arrived() -> None:
     spans = [travel(r, start, 50, group="world", match=7) for r, start in enumerate([10, 30, 20])]
     assert ready_of(*spans) == {(0, 10): 30, (1, 30): 30, (2, 20): 30}
 
 
-def test_operations_are_told_apart_by_group_and_number() -> None:
+def test_operations_are_identified_by_group_and_number() -> None:
     ready = ready_of(
         travel(0, 10, 90, group="world", match=1), travel(1, 20, 90, group="world", match=1),
         travel(0, 30, 90, group="world", match=2), travel(1, 40, 90, group="world", match=2),
@@ -320,18 +320,18 @@ def test_the_same_number_in_two_groups_is_two_operations() -> None:
     assert ready_of(travel(0, 10, 90, group="a", match=1), travel(1, 20, 90, group="b", match=1)) == {(0, 10): 10, (1, 20): 20}
 
 
-def test_who_communicates_alone_is_ready_at_once() -> None:
+def test_a_rank_that_communicates_alone_is_ready_at_once() -> None:
     assert ready_of(travel(0, 10, 90), travel(1, 20, 90), compute(2, 5, 7)) == {(0, 10): 10, (1, 20): 20, (2, 5): 5}
 
 
-def test_a_rank_that_has_left_before_the_last_came_is_ready_at_its_end() -> None:
+def test_a_rank_that_leaves_before_the_last_arrives_is_ready_at_its_end() -> None:
     assert ready_of(travel(0, 10, 15, group="0 to 1", match=1), travel(1, 30, 40, group="0 to 1", match=1)) == {
         (0, 10): 15,
         (1, 30): 30,
     }
 
 
-def test_an_operation_to_which_somebody_has_not_come_has_only_waited() -> None:
+def test_an_operation_with_a_missing_rank_has_only_waited() -> None:
     finished = [travel(r, 1, 5, group="world", match=1) for r in range(3)]
     still = [travel(r, 10 + r, 90, group="world", match=2, done=False) for r in range(2)]
     ready = ready_of(*finished, *still)
@@ -381,7 +381,7 @@ def test_a_trace_lasts_from_its_first_span_to_its_last() -> None:
     assert TRACE.spans[0].duration_ns == 10
 
 
-def test_the_time_looked_at_can_be_given() -> None:
+def test_the_interval_can_be_given() -> None:
     assert (Trace(ranks=TWO, start_ns=5).end_ns, Trace(ranks=TWO, start_ns=5, end_ns=9).duration_ns) == (5, 4)
     trace = Trace([compute(0, 10, 20)], ranks=["a"], start_ns=0, end_ns=30)
     assert trace.shares() == (Share(0, 30, 10, 0, 0, 20, 0),)
@@ -402,7 +402,7 @@ def test_of_keeps_spans_and_scalars_of_one_rank_kind_or_name() -> None:
         TRACE.of(kind="comm")
 
 
-def test_between_looks_at_a_stretch_of_time() -> None:
+def test_between_selects_an_interval() -> None:
     part = TRACE.between(10, 20)
     assert (part.start_ns, part.end_ns, part.duration_ns) == (10, 20, 10)
     assert [(s.rank, s.start_ns) for s in part.of(kind="compute")] == [(1, 5)], "what only touches it from outside is left out"
@@ -424,12 +424,12 @@ def test_a_step_lasts_from_the_first_rank_to_the_last() -> None:
         TRACE.of(kind="compute").step(0)
 
 
-def test_only_steps_that_all_ranks_made_are_counted() -> None:
+def test_only_steps_of_all_ranks_count() -> None:
     steps = [Span(r, "step", "step", 10 * i + r, 10 * i + r + 9) for r, count in ((0, 3), (2, 2)) for i in range(count)]
     assert Trace(steps, ranks=["a", "b", "c"]).step_bounds().tolist() == [[0, 11], [10, 21]], "b has no loop at all"
 
 
-def test_of_loops_in_loops_the_innermost_steps_count() -> None:
+def test_in_nested_loops_the_innermost_steps_count() -> None:
     epochs = [Span(0, "step", "step", 0, 20), Span(0, "step", "step", 20, 40)]
     batches = [Span(0, "step", "step", start, start + 5) for start in (0, 5, 10, 21, 26)]
     assert Trace([*batches, *epochs], ranks=["a"]).step_bounds().tolist() == [[0, 5], [5, 10], [10, 15], [21, 26], [26, 31]]
@@ -449,7 +449,7 @@ def test_records_become_a_trace() -> None:
     records["name"], records["flags"] = [1, 2, 3, 1], [ON_CUDA, 0, 0, 0]
     records["start_ns"], records["end_ns"] = [0, 10, 0, 30], [10, 20, 20, 40]
     for field, value in (("wait_start_ns", 11), ("wait_end_ns", 12), ("nbytes", 13), ("peer", 1), ("match", 14), ("group", 4)):
-        records[field] = value  # in all of them: what is no communication leaves there what an older record wrote
+        records[field] = value  # in all of them: records that are not communication keep the bytes of an older record
     scalars = np.zeros(1, record_dtype())
     scalars["kind"], scalars["start_ns"], scalars["end_ns"] = 3, 7, np.float64(-0.5).view(np.int64)
     scalars["name"] = 1
@@ -470,7 +470,7 @@ def test_no_records_become_an_empty_trace() -> None:
     assert (len(trace), trace.start_ns, trace.end_ns) == (0, 5, 9)
 
 
-def test_the_same_group_is_one_though_each_rank_numbers_names_its_own_way() -> None:
+def test_a_group_is_one_although_each_rank_numbers_names_differently() -> None:
     both = [np.zeros(1, record_dtype()) for _ in TWO]
     for rank, (records, group) in enumerate(zip(both, (2, 1), strict=True)):
         records["kind"], records["start_ns"], records["end_ns"], records["match"], records["group"] = (
@@ -501,7 +501,7 @@ def test_pending_operations_last_until_now() -> None:
 
 def some_rich_trace(rng: random.Random) -> Trace:
     start = rng.randrange(10**18)
-    times = [start + rng.randrange(10**13) for _ in range(40)]  # nearly three hours, in no round microseconds
+    times = [start + rng.randrange(10**13) for _ in range(40)]  # nearly three hours, not in whole microseconds
     spans = []
     for i, at in enumerate(times):
         kind = rng.choice(["compute", "communication", "step", "call"])
@@ -539,7 +539,7 @@ def same(a: Trace, b: Trace) -> bool:
     )  # fmt: skip
 
 
-def test_a_saved_trace_comes_back_to_the_nanosecond(tmp_path: Path) -> None:
+def test_a_saved_trace_is_read_back_to_the_nanosecond(tmp_path: Path) -> None:
     for seed in SEEDS:
         trace = some_rich_trace(random.Random(seed))
         path = trace.save(tmp_path / "x.json")
@@ -555,7 +555,7 @@ def test_a_file_is_written_in_pieces(piece: int, tmp_path: Path, monkeypatch: py
         assert same(load_trace(path), trace)
 
 
-def test_a_value_that_is_no_number_comes_back(tmp_path: Path) -> None:
+def test_a_value_that_is_not_finite_is_read_back(tmp_path: Path) -> None:
     trace = Trace([], [Scalar(0, "loss", 3, float("nan"))], ranks=["a"], start_ns=0, end_ns=9)
     (scalar,) = load_trace(trace.save(tmp_path / "x.json")).scalars
     assert np.isnan(scalar.value)
@@ -584,7 +584,7 @@ def test_the_file_is_what_the_viewers_expect(tmp_path: Path) -> None:
     assert {(e["pid"], e["name"]) for e in events if e["ph"] == "C" and "cat" not in e} == {(0, "loss"), (1, "loss")}
 
 
-def test_in_one_row_spans_nest_or_lie_apart() -> None:
+def test_spans_in_one_row_nest_or_are_disjoint() -> None:
     for seed in SEEDS:
         rng = random.Random(seed)
         spans = [travel(0, start := rng.randrange(50), start + rng.randrange(20)) for _ in range(25)]
@@ -598,7 +598,7 @@ def test_in_one_row_spans_nest_or_lie_apart() -> None:
                 assert next_start >= end or (next_start >= start and next_end <= end), "by start, the outer one first"
 
 
-def test_rows_stand_in_the_order_of_a_run() -> None:
+def test_rows_are_in_the_order_of_a_run() -> None:
     spans = [
         travel(0, 0, 10), travel(0, 5, 15), travel(0, 5, 15, device="cuda"), compute(0, 0, 5), compute(0, 3, 8),
         Span(0, "step", "step", 0, 20), Span(0, "train", "call", 0, 20),
@@ -619,14 +619,14 @@ def test_spans_that_do_not_cross_share_a_row() -> None:
     "text",
     ["", "[]", "{}", '{"traceEvents": []}', '{"traceEvents": [{"ph": "X"}], "otherData": {"start_ns": 0}}', '"trace"', "1"],
 )
-def test_a_file_of_somebody_else_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_file_of_another_program_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(LabError, match=r"other.json' is not a trace that labkit wrote \(run.trace.save\(path\) writes one\)"):
         load_trace(path)
 
 
-def test_a_file_that_is_not_there_is_told() -> None:
+def test_a_missing_file_is_reported() -> None:
     with pytest.raises(
         LabError, match=r"no trace at 'nowhere.json': run.trace.save\(path\) writes a file, LABKIT_TRACE=folder torch"
     ):
@@ -636,8 +636,8 @@ def test_a_file_that_is_not_there_is_told() -> None:
 # Size.
 
 
-def test_a_million_spans_are_counted() -> None:
-    trace = many(1_000_000, ranks=4)  # 9 µs each, every third an all_reduce, to which each rank comes 300 ns after the one before
+def test_a_million_spans_are_summed() -> None:
+    trace = many(1_000_000, ranks=4)  # 9 µs each, every third an all_reduce, which each rank enters 300 ns after the previous one
     for rank, share in enumerate(trace.shares()):
         waiting_ns = 83_333 * (3 - rank) * 300
         assert share.compute_ns == 166_667 * 9_000
@@ -657,7 +657,7 @@ def test_activities_are_disjoint_and_ascending() -> None:
 
 def test_a_step_cut_out_of_a_run_has_its_own_bounds():
     spans = []
-    for rank, late in ((0, 0), (1, 4)):  # rank 1 enters each step later: at the edges of one, the ranks are in different steps
+    for rank, late in ((0, 0), (1, 4)):  # rank 1 enters each step later: at the ends of a step, the ranks are in different steps
         spans += [Span(rank, "step", "step", 10 * n + late, 10 * n + 10 + late) for n in range(4)]
     trace = Trace(spans, ranks=["rank 0", "rank 1"])
     bounds = trace.step_bounds().tolist()

@@ -1,4 +1,4 @@
-"""Broken trace files, of every kind: one clear error each, whatever is wrong; and where a trace is written to."""
+"""Broken trace files of every kind raise one clear error each; and where a trace is written."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from labkit.recording.events import ProfilerEvent, Scalar
 from labkit.tracing.load import load_trace
 from labkit.tracing.trace import Span, Trace
 
-ROUNDS = 150  # of each loop of random damage
+ROUNDS = 150  # rounds of random damage
 
 
 def a_trace() -> Trace:
-    """One of everything."""
+    """A trace with one of everything."""
     spans = [
         Span(0, "forward", "compute", 10, 40, line="cell 1, line 2"),
         Span(0, "all_reduce", "communication", 40, 70, wait_start_ns=45, wait_end_ns=70, nbytes=64, group="world", match=1),
@@ -48,7 +48,7 @@ def a_trace() -> Trace:
 
 
 def use(trace: Trace) -> None:
-    """What figures and tables ask of a trace."""
+    """What figures and tables read from a trace."""
     assert repr(trace)
     assert len(trace.shares()) == len(trace.ranks)
     assert len(list(trace)) == len(trace)
@@ -137,7 +137,7 @@ def test_a_broken_file_is_one_clear_error(name: str, text: str, tmp_path: Path) 
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_what_a_later_version_adds_is_passed_over(text: str, tmp_path: Path) -> None:
+def test_fields_of_a_later_version_are_ignored(text: str, tmp_path: Path) -> None:
     content = json.loads(text)
     content["later"] = content["otherData"]["later"] = 1
     content["traceEvents"] += [{"ph": "Z"}, {"ph": "b", "cat": "other", "id": 1}]
@@ -148,7 +148,7 @@ def test_what_a_later_version_adds_is_passed_over(text: str, tmp_path: Path) -> 
     assert load_trace(path).spans == a_trace().spans
 
 
-def test_a_file_that_may_not_be_read(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_read_permission(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "mine.json"
     path.write_text(text)
 
@@ -161,7 +161,7 @@ def test_a_file_that_may_not_be_read(text: str, tmp_path: Path, monkeypatch: pyt
 
 
 def damaged(content: Any, dice: random.Random) -> Any:
-    """The same with something else in some places."""
+    """The same data with other values in some places."""
     content = copy.deepcopy(content)
     places: list[tuple[Any, Any]] = []
 
@@ -184,7 +184,7 @@ def damaged(content: Any, dice: random.Random) -> Any:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_damage_to_the_values(seed: int, text: str, tmp_path: Path) -> None:
-    """What is read all the same can be used: nothing fails later, in a figure."""
+    """Whatever is read can be used: nothing fails later, in a figure."""
     dice, content, path = random.Random(seed), json.loads(text), tmp_path / "x.json"
     refused = 0
     for _ in range(ROUNDS):
@@ -213,16 +213,16 @@ def test_random_damage_to_the_bytes(packed: bool, text: str, tmp_path: Path) -> 
             continue
 
 
-# Where a trace is written to
+# Where a trace is written
 
 
-def test_home_and_compression(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_home_folder_and_compression(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     trace = a_trace()
     plain, packed = trace.save("~/x.json"), trace.save("~/x.json.gz")
     assert (plain, packed) == (tmp_path / "x.json", tmp_path / "x.json.gz")
     assert gzip.decompress(packed.read_bytes()) == plain.read_bytes()
-    packed.rename(tmp_path / "renamed.json")  # the content tells, not the name
+    packed.rename(tmp_path / "renamed.json")  # the content decides, not the name
     for path in ("~/x.json", "~/renamed.json"):
         assert load_trace(path).spans == trace.spans
 
@@ -238,7 +238,7 @@ def test_a_place_that_cannot_be_written_to(place: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a script left."""
+    """The files that a script left."""
     found = tmp_path_factory.mktemp("left") / "traces"
     script = "import labkit as lab\nwith lab.span('mine'): lab.record(loss=1.0)"
     environment = {**os.environ, "LABKIT_TRACE": str(found)}
@@ -256,7 +256,7 @@ def test_a_folder_without_files(tmp_path: Path) -> None:
         load_trace(tmp_path)
 
 
-def test_a_folder_of_other_things(copied: Path) -> None:
+def test_a_folder_without_traces(copied: Path) -> None:
     (copied / "folder.json").mkdir()
     (copied / "list.json").write_text("[1]")
     (copied / "half.json").write_text('{"began_unix_ns": 1')
@@ -266,14 +266,14 @@ def test_a_folder_of_other_things(copied: Path) -> None:
     assert "mine" in [s.name for s in load_trace(copied)]
 
 
-def test_a_ring_that_was_cut_is_told(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_truncated_ring_is_reported(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (ring,) = copied.glob("*.ring")
     ring.write_bytes(ring.read_bytes()[:1000])
     assert len(load_trace(copied)) == 0
     assert "what rank 0 left cannot be read" in capsys.readouterr().out
 
 
-def test_random_damage_to_what_describes_a_rank(copied: Path) -> None:
+def test_random_damage_to_the_description_of_a_rank(copied: Path) -> None:
     dice = random.Random(7)
     (about,) = copied.glob("*.json")
     description = json.loads(about.read_text())
@@ -287,7 +287,7 @@ def test_random_damage_to_records(copied: Path) -> None:
     dice = random.Random(7)
     (ring,) = copied.glob("*.ring")
     data = ring.read_bytes()
-    written = np.flatnonzero(np.frombuffer(data, np.int64)) * 8  # most of it never was
+    written = np.flatnonzero(np.frombuffer(data, np.int64)) * 8  # most of it was never written
     for _ in range(12):
         wrong = bytearray(data)
         for at in dice.sample(written.tolist(), dice.choice((1, 3, 10))):
