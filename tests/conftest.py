@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 from cells import Cells, new_main
-from processes import left_after
+from processes import START, left_after
 
 SESSION = "LABKIT_TEST_SESSION"  # inherited by every process that a test starts, also by one that has lost its parent
 os.environ[SESSION] = str(os.getpid())
@@ -34,6 +34,12 @@ VARIABLES = ("PATH", "HOME", "PYTHONPATH", "RANK", "WORLD_SIZE", "MASTER_ADDR", 
 KERNEL_THREADS_PARENT = 2  # on Linux
 
 foreign: set[int] = set()  # processes found not to be ours: reading 200 environments at every test takes 40 ms
+
+
+@pytest.fixture(scope="module", params=START)
+def start(request: pytest.FixtureRequest) -> str:
+    """Return each of the ways in which ranks start."""
+    return str(request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -34,15 +34,9 @@ from labkit.worker.launch import RankProcess
 
 pytestmark = pytest.mark.usefixtures("stop_works")
 
-START = ("fork", "spawn")
 RULE = "─" * 70
 STOPPED = "All ranks were stopped; the next run starts fresh ones."
 KEPT = "The ranks are still running and keep their state."
-
-
-@pytest.fixture(scope="module", params=START)
-def start(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture(scope="module")

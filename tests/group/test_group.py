@@ -26,13 +26,7 @@ from labkit.errors.exceptions import RunTimeoutError
 from labkit.group.open_groups import notebook
 from labkit.worker.runtimes.registry import RUNTIMES, share_of_devices
 
-START = ("fork", "spawn")
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module", params=START)
-def start(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture(scope="module")

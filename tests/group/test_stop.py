@@ -28,7 +28,7 @@ from lifetime_cases import (
     measure_and_make,
     rank,
 )
-from processes import left_after
+from processes import GONE_LIMIT_S, START, left_after
 
 import labkit as lab
 from labkit.errors.exceptions import Stopped
@@ -44,9 +44,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # a Stop where Python ignores what is raised
 ]
 
-START = ("fork", "spawn")
 RUNTIMES = ("bare", "torch", "rpc", "tensorflow")
-GONE_LIMIT_S = 60.0
 # How many of the moments of a run a test tries. All of them, some 1,300, take minutes: LABKIT_STOP_MOMENTS=10000 tries those.
 MOMENTS = int(os.environ.get("LABKIT_STOP_MOMENTS", "20"))
 

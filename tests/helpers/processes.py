@@ -13,7 +13,10 @@ import psutil
 
 from labkit.worker.network_namespace import Network
 
-__all__ = ["left_after", "network_of_ranks", "who_listens"]
+__all__ = ["GONE_LIMIT_S", "START", "left_after", "network_of_ranks", "who_listens"]
+
+START = ("fork", "spawn")  # the ways in which ranks start
+GONE_LIMIT_S = 60.0  # for processes to end: the promise is 2 s, but a busy machine may notice it later
 
 LISTEN = "0A"  # in the tables of /proc/net
 

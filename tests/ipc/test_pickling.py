@@ -20,13 +20,12 @@ import cells as in_cells
 import numpy as np
 import psutil
 import pytest
+from processes import START
 
 import labkit as lab
 from labkit.ipc import pickling, process_memory
 from labkit.ipc.messages import Channel
 from labkit.ipc.pickling_errors import Call
-
-START = ("fork", "spawn")
 
 
 @pytest.fixture(scope="module", params=[*START, "results through shared memory"])

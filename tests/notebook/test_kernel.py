@@ -10,21 +10,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import left_after
+from processes import GONE_LIMIT_S, left_after
 
 pytest.importorskip("ipykernel", reason="needs ipykernel")
 nbformat = pytest.importorskip("nbformat", reason="needs nbformat")
 from kernels import ANSWER_LIMIT_S, Cell, Kernel  # noqa: E402
 from nbclient import NotebookClient  # noqa: E402
 
-START = ("fork", "spawn")
 ROOT = Path(__file__).resolve().parents[2]
-GONE_LIMIT_S = 60.0  # the promise is 2 s; a busy machine may take longer to look
-
-
-@pytest.fixture(scope="module", params=START)
-def start(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import Any
 
 import cells as in_cells
 import pytest
+from processes import START
 
 import labkit as lab
 from labkit.ipc.code_names import assigned, name_of, names_read, reads
@@ -21,7 +22,6 @@ from labkit.ipc.ranks_cell import CellSyntaxError, cell_filename
 from labkit.notebook.ranks_magic import USAGE
 from labkit.notebook.ranks_magic import ranks as magic
 
-START = ("fork", "spawn")
 ROOT = Path(__file__).resolve().parents[2]
 
 
