@@ -13,7 +13,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 import labkit as lab
 from bench.speed.repetitions import Times, in_turns, seconds
 from labkit.plots.memory import memory_uses
-from labkit.recording.ring_buffer import MEMORY_KINDS
+from labkit.recording.schema import MEMORY_KINDS
 
 __all__ = ["memory", "tensor_parallel"]
 

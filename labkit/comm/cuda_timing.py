@@ -16,7 +16,8 @@ import torch
 
 from labkit.comm.operation import Operation
 from labkit.recording.record import SpanStack, clock, not_begun
-from labkit.recording.ring_buffer import COMPUTE, ON_CUDA, STREAM, RingWriter, place_and_name
+from labkit.recording.ring_buffer import RingWriter, place_and_name
+from labkit.recording.schema import COMPUTE, CUDA, STREAM
 
 __all__ = ["CudaEvents", "DeviceClock", "DeviceOperation", "Event", "Events", "Mark"]
 
@@ -154,7 +155,7 @@ class DeviceClock:
             except IndexError:
                 not_begun(place_and_name(name)[1])
                 return
-            self._spans.append((name, flags | ON_CUDA, start, self.mark()))
+            self._spans.append((name, flags, start, self.mark()))
             self.settle()
 
         return enter, leave
@@ -175,7 +176,7 @@ class DeviceClock:
                 end_ns, start_ns = end.time_ns(), start.time_ns()
                 if end_ns is None or start_ns is None:
                     break  # those behind it come later still
-                self._ring.write(name, COMPUTE, start_ns, end_ns, flags=flags)
+                self._ring.write(name, COMPUTE, start_ns, end_ns, device=CUDA, flags=flags)
                 spans.popleft()
             for _ in range(len(self._operations)):  # these may overtake each other
                 operation = self._operations.popleft()
@@ -293,5 +294,5 @@ class DeviceOperation(Operation):
             self.wait_start_ns, self.wait_end_ns = wait_start_ns, wait_end_ns
         self.start_ns, self.end_ns = start_ns, max(start_ns, end_ns)
         self._kept = None
-        self._write(ON_CUDA)
+        self._write(device=CUDA)
         return True

@@ -17,7 +17,7 @@ from labkit.comm.operation import Operation
 from labkit.comm.time_limits import ends_by_itself
 from labkit.recording.group_keys import creation_key
 from labkit.recording.record import Recorder, clock, student_line
-from labkit.recording.ring_buffer import TIMED, UNSHOWN
+from labkit.recording.schema import TIMED, UNSHOWN
 
 __all__ = ["watch_creation"]
 

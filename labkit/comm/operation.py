@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from labkit.recording.record import clock
-from labkit.recording.ring_buffer import ON_CUDA, OPEN, SERVED, TIMED, RingWriter
+from labkit.recording.ring_buffer import RingWriter
+from labkit.recording.schema import CPU, CUDA, OPEN, SERVED, TIMED
 
 if TYPE_CHECKING:
     from labkit.comm.emulated_link import Booking
@@ -149,13 +150,13 @@ class Operation:
         if self._once.acquire(blocking=False):
             self._leave_slot()
 
-    def _write(self, flags: int = 0) -> None:
+    def _write(self, flags: int = 0, device: int = CPU) -> None:
         if not self._once.acquire(blocking=False):
             return
         start_ns, end_ns, wait_start_ns, wait_end_ns = self.start_ns, self.end_ns, self.wait_start_ns, self.wait_end_ns
         ready_ns = self._ready.time_ns() if self._ready is not None else None
         if ready_ns is not None:
-            flags |= ON_CUDA
+            device = CUDA
             start_ns = min(max(start_ns, ready_ns), end_ns)
             wait_start_ns = max(wait_start_ns, ready_ns) if wait_start_ns else 0
         if wait_end_ns <= wait_start_ns:  # it had completed when somebody began to wait for it
@@ -164,7 +165,8 @@ class Operation:
             flags |= SERVED
         self._ring.write_communication(
             self.name, start_ns, end_ns, wait_start_ns=wait_start_ns, wait_end_ns=wait_end_ns, nbytes=self.nbytes,
-            peer=self.peer, group=self.group, match=self.match, line=self.line, signature=self.signature, flags=flags,
+            peer=self.peer, group=self.group, match=self.match, line=self.line, signature=self.signature, device=device,
+            flags=flags,
         )  # fmt: skip
         self._leave_slot()
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 from labkit.comm.futures import in_place_of
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import Recorder, clock, student_line
-from labkit.recording.ring_buffer import AUTOMATIC, COMPUTE
+from labkit.recording.schema import AUTOMATIC, COMPUTE
 
 __all__ = ["Pipelines"]
 

@@ -27,7 +27,7 @@ from labkit.comm.time_limits import backends_limit, ends_by_itself
 from labkit.comm.work import SilentWork, WatchedMessage, WatchedWork
 from labkit.recording.group_keys import pair_key
 from labkit.recording.record import Recorder, clock, student_line
-from labkit.recording.ring_buffer import OPEN, ROOTED, TIMED
+from labkit.recording.schema import OPEN, ROOTED, TIMED
 
 __all__ = ["watched_process_group"]
 

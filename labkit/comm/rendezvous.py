@@ -26,7 +26,7 @@ from torch.distributed.constants import default_pg_timeout
 from labkit.comm.operation import Operation
 from labkit.recording.group_keys import rendezvous_key
 from labkit.recording.record import Recorder, clock, student_line
-from labkit.recording.ring_buffer import TIMED
+from labkit.recording.schema import TIMED
 
 __all__ = ["Address", "Rendezvous"]
 

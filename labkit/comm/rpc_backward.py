@@ -15,7 +15,8 @@ from torch.distributed import autograd as dist_autograd
 from labkit.comm.operation import Operation
 from labkit.recording.group_keys import DIST_BACKWARD
 from labkit.recording.record import clock, student_line
-from labkit.recording.ring_buffer import AUTOMATIC, COMPUTE, RingWriter
+from labkit.recording.ring_buffer import RingWriter
+from labkit.recording.schema import AUTOMATIC, COMPUTE
 
 __all__ = ["RpcBackwards", "tensors_in"]
 

@@ -36,7 +36,7 @@ from labkit.ipc.rpc_errors import sent
 from labkit.ipc.tracebacks import headline, students_traceback
 from labkit.recording.group_keys import call_key
 from labkit.recording.record import Recorder, clock, student_line
-from labkit.recording.ring_buffer import AUTOMATIC, COMPUTE, PROMISE, SERVE, SERVED, UNSEEN_PROMISE
+from labkit.recording.schema import AUTOMATIC, COMPUTE, PROMISE, SERVE, SERVED, UNSEEN_PROMISE
 
 __all__ = ["RpcCalls"]
 

@@ -14,7 +14,7 @@ from labkit.comm.rendezvous import Rendezvous
 from labkit.comm.time_limits import ends_by_itself
 from labkit.recording.group_keys import rendezvous_key, store_key
 from labkit.recording.record import Recorder, clock, student_line
-from labkit.recording.ring_buffer import TIMED
+from labkit.recording.schema import TIMED
 
 __all__ = ["Stores"]
 

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import Work
 from labkit.comm.futures import Futures
 from labkit.comm.operation import Batch, Operation
 from labkit.comm.time_limits import ends_by_itself
-from labkit.recording.ring_buffer import TIMED
+from labkit.recording.schema import TIMED
 
 __all__ = ["SilentWork", "WatchedMessage", "WatchedWork"]
 

@@ -10,7 +10,9 @@ import numpy as np
 
 from labkit.group.member import Member
 from labkit.group.mismatches import Place, first_unequal
-from labkit.recording.ring_buffer import CALL, COMMUNICATION, COMPUTE, OPEN, STEPS_IN_ALL, Pending, place_and_name, record_dtype
+from labkit.recording.ring_buffer import pending_of, place_and_name
+from labkit.recording.ring_layout import PENDING_ORDER, record_dtype
+from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, OPEN, STEPS_IN_ALL, Pending
 from labkit.tracing.downsample import thin
 from labkit.tracing.trace import Trace, from_records
 from labkit.worker.runtimes.tensorflow.events import COMPUTE as UNNAMED
@@ -141,8 +143,7 @@ class Records:
 
     def _operation(self, rank: int, row: Any) -> Pending:
         names = self._names_of(rank)
-        texts = names[row["group"]], int(row["match"]), names[row["line"]], names[row["signature"]]
-        return Pending(names[row["name"]], int(row["start_ns"]), 0, int(row["nbytes"]), int(row["peer"]), *texts)
+        return pending_of(((f, int(row[f.name])) for f in PENDING_ORDER), names, int(row["start_ns"]))
 
     def trace(self) -> Trace:
         """All of it; once frozen."""

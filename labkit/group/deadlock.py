@@ -16,7 +16,7 @@ from labkit.group.rank_state import Standing
 from labkit.group.remote_calls import has_thread, promised, serves, thread_blocked
 from labkit.group.rendezvous import HINTS, hint_of, not_there
 from labkit.recording.group_keys import GroupKind, kind_of, ranks_of, where_of
-from labkit.recording.ring_buffer import PROMISE, SERVE, UNSEEN_PROMISE, Pending
+from labkit.recording.schema import PROMISE, SERVE, UNSEEN_PROMISE, Pending
 
 __all__ = [
     "SERVES_OTHERS", "Deadlock", "amount", "doing", "listed", "mismatch", "missing", "operation_in_words", "place",

@@ -20,7 +20,7 @@ from labkit.group.stack_dump import ask
 from labkit.group.thread_states import Active, Look, active, children_of, look
 from labkit.group.wait_notices import waiting_notice
 from labkit.recording.group_keys import GroupKind, kind_of
-from labkit.recording.ring_buffer import Pending
+from labkit.recording.schema import Pending
 
 __all__ = ["Watchdog"]
 

@@ -17,7 +17,7 @@ import numpy as np
 from labkit.errors.exceptions import MismatchError
 from labkit.group.deadlock import amount, mismatch
 from labkit.recording.group_keys import GroupKind, kind_of
-from labkit.recording.ring_buffer import COMMUNICATION, OPEN, Pending
+from labkit.recording.schema import COMMUNICATION, OPEN, Pending
 
 __all__ = ["Place", "first_unequal", "mismatch_error", "mismatch_hint", "shapes_note"]
 

@@ -11,7 +11,7 @@ import weakref
 from typing import Any, Final, Protocol
 
 from labkit.errors.exceptions import LabError
-from labkit.recording.ring_buffer import RING_BYTES
+from labkit.recording.ring_layout import RING_BYTES
 from labkit.worker import network_namespace
 from labkit.worker.runtimes.registry import RUNTIMES
 

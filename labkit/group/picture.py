@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from labkit.recording.pending import Pending
+from labkit.recording.schema import Pending
 from labkit.tracing.trace import Trace
 from labkit.worker.resource_usage import Load
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from labkit.recording.ring_buffer import STREAM, TIMED, Pending
+from labkit.recording.schema import STREAM, TIMED, Pending
 
 __all__ = ["Standing"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from labkit.group.rank_state import Standing
 from labkit.recording.group_keys import GroupKind, kind_of
-from labkit.recording.ring_buffer import PROMISE, SERVE, UNSEEN_PROMISE, Pending
+from labkit.recording.schema import PROMISE, SERVE, UNSEEN_PROMISE, Pending
 
 __all__ = ["circle_of_calls", "has_thread", "promised", "served_by", "serves", "thread_blocked"]
 

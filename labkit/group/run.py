@@ -22,7 +22,7 @@ from labkit.ipc import pickling
 from labkit.ipc.messages import Message
 from labkit.ipc.tracebacks import unreadable
 from labkit.recording.events import ProfilerEvent
-from labkit.recording.ring_buffer import SERVE
+from labkit.recording.schema import SERVE
 from labkit.tracing.missing_names import about_names
 from labkit.tracing.trace import Trace
 from labkit.worker.resource_usage import Cores, ResourceMonitor, gpus_of

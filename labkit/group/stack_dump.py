@@ -20,7 +20,7 @@ import psutil
 
 from labkit.group.output import cell_label
 from labkit.recording.record import is_students
-from labkit.recording.ring_buffer import RING_BYTES
+from labkit.recording.ring_layout import RING_BYTES
 from labkit.worker.launch import RankProcess
 from labkit.worker.stack_writer import ASK, INTERRUPT
 

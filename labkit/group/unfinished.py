@@ -18,7 +18,7 @@ from labkit.group.deadlock import listed, missing, place
 from labkit.group.member import Member
 from labkit.group.rank_state import Standing
 from labkit.recording.group_keys import GroupKind, kind_of
-from labkit.recording.ring_buffer import PROMISE, SERVE, STREAM, TIMED, UNSEEN_PROMISE, Pending
+from labkit.recording.schema import PROMISE, SERVE, STREAM, TIMED, UNSEEN_PROMISE, Pending
 from labkit.worker.runtimes.base import Runtime
 
 __all__ = ["Unfinished", "left_unfinished", "may_go_on", "still_unfinished"]

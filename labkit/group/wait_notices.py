@@ -12,7 +12,7 @@ from labkit.group.rank_state import Standing
 from labkit.group.remote_calls import promised, served_by
 from labkit.group.stack_dump import Frame
 from labkit.group.thread_states import Active, Look, Thread
-from labkit.recording.ring_buffer import Pending
+from labkit.recording.schema import Pending
 
 __all__ = ["waiting_notice"]
 

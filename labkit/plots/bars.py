@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.errors.units import bytes_in_words
-from labkit.recording.ring_buffer import CALL, COMMUNICATION, COMPUTE, SERVE
+from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, SERVE
 from labkit.tracing.intervals import Intervals, difference, union
 from labkit.tracing.trace import Trace
 

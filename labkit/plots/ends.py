@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.recording.ring_buffer import COMMUNICATION, COMPUTE, DEVICE_SHIFT
+from labkit.recording.events import device_number
+from labkit.recording.schema import COMMUNICATION, COMPUTE
 from labkit.tracing.trace import Trace
 
 __all__ = ["Ends", "devices_of", "ends_of"]
@@ -22,7 +23,7 @@ class Ends:
     Args:
         names: name of each endpoint.
         rank: rank number of each endpoint, shape (endpoints,).
-        place: index into `names` by rank and by device number (as in a span's flags), shape (ranks, devices + 1).
+        place: index into `names` by rank and by `device_number`, shape (ranks, devices + 1).
             Device 0 is the rank as a whole.
     """
 
@@ -37,7 +38,7 @@ class Ends:
 
     def of(self, rows: Any) -> NDArray[np.int64]:
         """The endpoint that recorded each of these rows."""
-        return np.asarray(self.place[rows["rank"], rows["flags"] >> DEVICE_SHIFT])
+        return np.asarray(self.place[rows["rank"], device_number(rows)])
 
     def root(self, ranks: NDArray[Any]) -> NDArray[np.int64]:
         """The endpoint of a collective's root, given the root's rank: in TensorFlow, the rank's first device."""
@@ -65,10 +66,10 @@ class Ends:
 
 
 def devices_of(trace: Trace, rank: int) -> list[int]:
-    """The active devices of a rank, as numbered in spans' flags; [] if there is at most one."""
+    """The active devices of a rank, by `device_number`; [] if there is at most one."""
     data = trace.columns.data
     active = (data["rank"] == rank) & ((data["kind"] == COMPUTE) | (data["kind"] == COMMUNICATION))
-    numbers = np.unique(data["flags"][active] >> DEVICE_SHIFT)
+    numbers = np.unique(device_number(data[active]))
     found: list[int] = numbers[numbers > 0].tolist()
     return found if len(found) > 1 else []
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from labkit.plots.ends import Ends, ends_of
 from labkit.plots.message_arrows import messages
-from labkit.recording.ring_buffer import COMMUNICATION, OPEN, ROOTED, UNSIZED
+from labkit.recording.schema import COMMUNICATION, OPEN, ROOTED, UNSIZED
 from labkit.tracing.trace import Trace
 
 __all__ = ["Flows", "flows_of", "over_time"]

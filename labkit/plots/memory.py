@@ -14,7 +14,7 @@ from labkit.errors.units import in_words, three_digits, unit_of, unit_of_bytes
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.style import GREY, WIDTH_IN, HasTrace, labkit_style, pyplot, trace_of
 from labkit.plots.timeline import view_of
-from labkit.recording.ring_buffer import MEMORY, MEMORY_KINDS
+from labkit.recording.schema import MEMORY, MEMORY_KINDS
 from labkit.tracing.trace import Trace
 
 if TYPE_CHECKING:

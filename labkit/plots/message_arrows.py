@@ -9,7 +9,7 @@ import numpy as np
 
 from labkit.plots.bars import COMMUNICATION_LANE, COMPUTE_LANE
 from labkit.plots.rows import Row
-from labkit.recording.ring_buffer import COMMUNICATION, COMPUTE, ON_CUDA, OPEN, SERVE
+from labkit.recording.schema import COMMUNICATION, COMPUTE, CUDA, OPEN, SERVE
 from labkit.tracing.trace import Trace
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def messages(trace: Trace) -> list[Message]:
     for both in ends.values():
         if "send" in both and "recv" in both:
             send, recv = data[both["send"]], data[both["recv"]]
-            cuda, at = bool(send["flags"] & ON_CUDA), both["send"]
+            cuda, at = bool(send["device"] == CUDA), both["send"]
             found.append(
                 Message(int(send["rank"]), int(ready[at]), int(recv["rank"]), int(recv["end_ns"]), on_cuda=cuda, span=at)
             )

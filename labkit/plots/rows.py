@@ -10,7 +10,8 @@ import numpy as np
 
 from labkit.plots.bars import Bars, lanes
 from labkit.plots.ends import devices_of
-from labkit.recording.ring_buffer import CALL, COMMUNICATION, COMPUTE, DEVICE_SHIFT, ON_CUDA
+from labkit.recording.events import device_number
+from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, CUDA
 from labkit.tracing.trace import Trace
 
 __all__ = ["Row", "is_pipeline", "rows_of"]
@@ -39,7 +40,7 @@ class Row:
         """The bars of the row's two lanes, compute and communication; `span` is an index into the trace's columns."""
         if self.number >= 0:
             data = trace.columns.data
-            kept = np.flatnonzero((data["rank"] == self.rank) & (data["flags"] >> DEVICE_SHIFT == self.number))
+            kept = np.flatnonzero((data["rank"] == self.rank) & (device_number(data) == self.number))
             part = Trace(trace.columns.where(kept), ranks=trace.ranks, start_ns=trace.start_ns, end_ns=trace.end_ns)
             compute, communication = lanes(part, self.rank)
             return replace(compute, span=kept[compute.span]), replace(communication, span=kept[communication.span])
@@ -47,7 +48,7 @@ class Row:
         if not self.device:
             return compute, communication
         # Compute on either device hides communication; nesting and overlap are resolved for each device alone.
-        mine = (trace.columns.data["flags"] & ON_CUDA != 0) == (self.device == "GPU")
+        mine = (trace.columns.data["device"] == CUDA) == (self.device == "GPU")
         kept = np.flatnonzero(mine)
         part = Trace(trace.columns.where(mine), ranks=trace.ranks, start_ns=trace.start_ns, end_ns=trace.end_ns)
         own = lanes(part, self.rank)[0]
@@ -62,7 +63,7 @@ def rows_of(trace: Trace) -> list[Row]:
     """The rows of all ranks, from top to bottom."""
     data, found = trace.columns.data, []
     active = (data["kind"] == COMPUTE) | (data["kind"] == COMMUNICATION)
-    on_cuda = data["flags"] & ON_CUDA != 0
+    on_cuda = data["device"] == CUDA
     both = {int(rank) for rank in np.intersect1d(data["rank"][active & on_cuda], data["rank"][active & ~on_cuda])}
     for rank, name in enumerate(trace.ranks):
         if devices := devices_of(trace, rank):

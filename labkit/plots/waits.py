@@ -8,7 +8,8 @@ from typing import Final
 import numpy as np
 
 from labkit.plots.bars import STYLES
-from labkit.recording.ring_buffer import COMMUNICATION, DEVICE_SHIFT
+from labkit.recording.events import device_number
+from labkit.recording.schema import COMMUNICATION
 from labkit.tracing.trace import Trace
 
 __all__ = ["ALONE", "legend_of", "waiting_in_words"]
@@ -38,7 +39,7 @@ def _waits_for(trace: Trace) -> tuple[bool, bool]:
     data = trace.columns.data
     travels = data[data["kind"] == COMMUNICATION]
     waits = travels["wait_end_ns"] > travels["wait_start_ns"]
-    of_device = waits & (travels["flags"] >> DEVICE_SHIFT > 0)  # devices are numbered if a rank has several
+    of_device = waits & (device_number(travels) > 0)  # devices are numbered if a rank has several
     if not of_device.any():
         return len(trace.ranks) > 1, False
     # In a group of devices of a single rank, no operation waits for another rank.

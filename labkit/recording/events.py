@@ -5,87 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.recording.ring_buffer import (  # fmt: skip
+from labkit.recording.ring_layout import DTYPES
+from labkit.recording.schema import (  # fmt: skip
     AUTOMATIC,
     CALL,
+    CODES,
     COMMUNICATION,
     COMPUTE,
-    DEVICE_SHIFT,
-    KINDS,
-    MEASURED,
-    ON_CUDA,
+    CUDA,
+    FIELDS,
     OPEN,
+    PENDING_FIELDS,
     PROMISE,
-    ROOTED,
     SERVE,
     SERVED,
     UNSEEN_PROMISE,
-    UNSIZED,
+    Field,
+    Flag,
     Pending,
+    Span,
+    flags_of,
 )
 
-__all__ = ["COLUMNS", "Columns", "ProfilerEvent", "Scalar", "Span", "shown", "under_way"]
+__all__ = ["COLUMNS", "Columns", "ProfilerEvent", "Scalar", "blank", "device_number", "shown", "under_way"]
 
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Something a rank did, from `start_ns` to `end_ns` on the machine's monotonic clock (`time.perf_counter_ns`).
-
-    Args:
-        rank: the number of the rank.
-        name: what it did: "forward", "all_reduce", ...
-        kind: "compute", "communication", "step" (one iteration of `steps`) or "call" (the whole function).
-        start_ns: when it began; for a communication, when it was issued.
-        end_ns: when it was over; for a communication, when it completed.
-        wait_start_ns: when the rank began to be blocked until a communication completes; 0 if it never was.
-        wait_end_ns: when it was no longer blocked.
-        nbytes: size of the message or of the rank's tensors in a collective; 0 if unknown.
-        peer: the other rank of a message; -1 for a collective, and -2 - r for one from or to a single rank r, its `root`.
-        group: the process group, or the two ends of a message; "" for what one rank does alone.
-        match: the number of the operation within its group; spans of several ranks with the same group and match are one.
-        line: where the student's code issued it: "cell 5, line 12" or "train.py, line 12"; of a compute span, where the rank
-            first used its name in the run.
-        device: "cpu", or "cuda" where the times were taken by the GPU; "CPU:1" of a rank with several of TensorFlow's devices.
-        measured: True for operations as TensorFlow's profiler saw them run: nothing blocks them meanwhile.
-        sized: False for a communication that moved bytes, nobody knows how many; `nbytes` is 0.
-        done: False for an operation that had not completed; it ends where the time looked at ends.
-        automatic: True for a compute span that labkit records without the program's help, such as a call that is served.
-        served: True where a thread of the rank that does what another rank has called computed, or was blocked.
-    """
-
-    rank: int
-    name: str
-    kind: str
-    start_ns: int
-    end_ns: int
-    wait_start_ns: int = 0
-    wait_end_ns: int = 0
-    nbytes: int = 0
-    peer: int = -1
-    group: str = ""
-    match: int = 0
-    line: str = ""
-    device: str = "cpu"
-    done: bool = True
-    automatic: bool = False
-    measured: bool = False
-    sized: bool = True
-    served: bool = False
-
-    @property
-    def duration_ns(self) -> int:
-        """Length in nanoseconds."""
-        return self.end_ns - self.start_ns
-
-    @property
-    def root(self) -> int:
-        """The rank that a broadcast or a scatter comes from, or that a gather or a reduce goes to; -1 for the rest."""
-        return ROOTED - self.peer if self.peer <= ROOTED else -1
+PIECE: Final = 100_000  # spans that are made at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +67,17 @@ class ProfilerEvent:
     end_ns: int
 
 
-COLUMNS = np.dtype(
-    [
-        ("rank", "<i4"), ("name", "<u4"), ("kind", "u1"), ("flags", "<u2"), ("start_ns", "<i8"), ("end_ns", "<i8"),
-        ("wait_start_ns", "<i8"), ("wait_end_ns", "<i8"), ("nbytes", "<i8"), ("peer", "<i4"), ("group", "<u4"), ("match", "<i8"),
-        ("line", "<u4"),
-    ]
-)  # fmt: skip
+STORED: Final = tuple(f for f in FIELDS if not isinstance(f.place, Flag))  # as numbers; the others are bits of one, the flags
+COLUMNS: Final = np.dtype([(f.name, DTYPES[f.code]) for f in STORED] + [("flags", "<u2")])
+
+
+def blank(count: int) -> Any:
+    """An array of `COLUMNS` in which every field has its default."""
+    rows = np.zeros(count, COLUMNS)
+    for field in STORED:
+        if isinstance(field.default, int):
+            rows[field.name] = field.default
+    return rows
 
 
 class Columns:
@@ -132,7 +85,7 @@ class Columns:
 
     Args:
         data: an array of `COLUMNS`: the fields of `Span`, its texts as places in `names`, its kind as one in
-            `recording.ring_buffer.KINDS`.
+            `recording.schema.KINDS`.
         names: the texts; the first is "".
         ready_ns, around: as the properties, for each of `data`; given for a part of a trace, where an operation may lack some of
             its ranks, and a span what lies within it.
@@ -159,26 +112,20 @@ class Columns:
         def number(text: str) -> int:
             return ids.setdefault(text, len(ids))
 
-        rows = [
-            (
-                s.rank, number(s.name), KINDS.index(s.kind), _flags(s), s.start_ns, s.end_ns, s.wait_start_ns, s.wait_end_ns,
-                s.nbytes, s.peer, number(s.group), s.match, number(s.line),
-            )
-            for s in spans
-        ]  # fmt: skip
-        return cls(np.array(rows, COLUMNS), list(ids))
+        spans = list(spans)
+        data = np.zeros(len(spans), COLUMNS)
+        for field in STORED:
+            data[field.name] = _as_numbers(field, (getattr(s, field.name) for s in spans), number)
+        data["flags"] = [flags_of(s) for s in spans]
+        return cls(data, list(ids))
 
     def __len__(self) -> int:
         return len(self.data)
 
     def __iter__(self) -> Iterator[Span]:
-        names = self.names
-        for rank, name, kind, flags, start, end, wait_start, wait_end, nbytes, peer, group, match, line in self.data.tolist():
-            yield Span(
-                rank, names[name], KINDS[kind], start, end, wait_start, wait_end, nbytes, peer, names[group], match, names[line],
-                _device(flags), not flags & OPEN, bool(flags & AUTOMATIC), bool(flags & MEASURED), not flags & UNSIZED,
-                bool(flags & SERVED),
-            )  # fmt: skip
+        for first in range(0, len(self.data), PIECE):
+            rows = self.data[first : first + PIECE]
+            yield from map(Span, *(_values(field, rows, self.names) for field in FIELDS))
 
     def where(self, keep: Any) -> Columns:
         """The spans for which `keep`, a boolean per span, is true."""
@@ -255,17 +202,20 @@ def under_way(
         calls: the ranks whose function has not returned, each with what the function is called.
         pending: per rank, the operations under way.
     """
-    rows = [(rank, number(name), CALL, OPEN, start_ns, max(start_ns, now_ns), 0, 0, 0, -1, 0, 0, 0) for rank, name in calls]
-    for rank, operations in enumerate(pending):
-        rows += [
-            (
-                rank, number(p.name), kind, flags, p.start_ns, max(p.start_ns, now_ns),
-                p.wait_start_ns, max(p.wait_start_ns, now_ns) if p.wait_start_ns else 0,
-                p.nbytes, p.peer, number(p.group), p.match, number(p.line),
-            )
-            for p, kind, flags in shown(operations)
-        ]  # fmt: skip
-    return np.array(rows, COLUMNS)
+    began = list(calls)
+    found = [(rank, *one) for rank, operations in enumerate(pending) for one in shown(operations)]
+    rows = blank(len(began) + len(found))
+    first, rest = rows[: len(began)], rows[len(began) :]
+    first["rank"], first["name"] = [rank for rank, _ in began], [number(name) for _, name in began]
+    first["kind"], first["flags"], first["start_ns"] = CALL, OPEN, start_ns
+    for field in PENDING_FIELDS:
+        rest[field.name] = _as_numbers(field, (getattr(p, field.name) for _, p, _, _ in found), number)
+    rest["rank"], rest["kind"] = [rank for rank, *_ in found], [kind for *_, kind, _ in found]
+    rest["flags"] = [flags for *_, flags in found]
+    rows["end_ns"] = np.maximum(rows["start_ns"], now_ns)
+    waits = rows["wait_start_ns"] != 0
+    rows["wait_end_ns"][waits] = np.maximum(rows["wait_start_ns"][waits], now_ns)
+    return rows
 
 
 def shown(operations: Sequence[Pending]) -> Iterator[tuple[Pending, int, int]]:
@@ -280,17 +230,31 @@ def shown(operations: Sequence[Pending]) -> Iterator[tuple[Pending, int, int]]:
             yield p, COMMUNICATION, OPEN | (SERVED if p.wait_start_ns and p.thread in threads else 0)
 
 
-def _flags(span: Span) -> int:
-    """What `Columns` keeps of a span's device, and of how it was seen."""
-    _, _, number = span.device.partition(":")
-    device = (int(number) + 1) << DEVICE_SHIFT if number else ON_CUDA if span.device == "cuda" else 0
-    seen = (AUTOMATIC if span.automatic else 0) | (MEASURED if span.measured else 0) | (0 if span.sized else UNSIZED)
-    return device | (0 if span.done else OPEN) | (SERVED if span.served else 0) | seen
+def device_number(rows: Any) -> Any:
+    """Which of several devices of its rank each span was on, from 1 on: 1 is "CPU:0"; 0 where nothing is said of any."""
+    return np.maximum(rows["device"], CUDA) - CUDA
 
 
-def _device(flags: int) -> str:
-    number = flags >> DEVICE_SHIFT
-    return f"CPU:{number - 1}" if number else "cuda" if flags & ON_CUDA else "cpu"
+def _as_numbers(field: Field, values: Iterable[Any], number: Callable[[str], int]) -> NDArray[Any]:
+    """Values of a field as a column keeps them; `number` gives a text its place."""
+    encode = number if field.is_text else CODES[field.name][0] if field.name in CODES else None
+    return np.array(list(values if encode is None else map(encode, values)), COLUMNS[field.name])
+
+
+def _values(field: Field, rows: Any, names: Sequence[str]) -> Iterable[Any]:
+    """The values of a field, one for each row."""
+    if isinstance(field.place, Flag):
+        is_set = rows["flags"] & field.place.bit != 0
+        values: list[Any] = (~is_set if field.default else is_set).tolist()
+        return values
+    numbers: list[Any] = rows[field.name].tolist()
+    if field.is_text:
+        return map(names.__getitem__, numbers)
+    if field.name not in CODES:
+        return numbers
+    decode = CODES[field.name][1]
+    known = {code: decode(code) for code in set(numbers)}
+    return map(known.__getitem__, numbers)
 
 
 def _changes(column: Any) -> NDArray[np.bool_]:

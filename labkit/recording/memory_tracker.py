@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from labkit.recording.record import clock, here
-from labkit.recording.ring_buffer import MEMORY, MEMORY_KINDS, RingWriter
+from labkit.recording.ring_buffer import RingWriter
+from labkit.recording.schema import MEMORY, MEMORY_KINDS
 
 __all__ = ["Tracker", "track_memory"]
 

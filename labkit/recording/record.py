@@ -20,7 +20,9 @@ from typing import Any, Generic, TypeVar
 
 from labkit.errors.own_code import LABKIT
 from labkit.errors.wrong_calls import WrongTypeError, WrongValueError
-from labkit.recording.ring_buffer import CALL, KIND_SHIFT, KINDS, SPAN_HEAD, STEP, STEPS_IN_ALL, RingWriter
+from labkit.recording.ring_buffer import RingWriter
+from labkit.recording.ring_layout import KIND_SHIFT, SPAN_HEAD
+from labkit.recording.schema import CALL, KINDS, STEP, STEPS_IN_ALL
 
 __all__ = ["Recorder", "SpanStack", "here", "is_students", "label", "not_begun", "record", "span", "steps", "student_line"]
 

@@ -17,72 +17,46 @@ import struct
 import threading
 from _thread import get_native_id
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from labkit.recording.pending import Pending
+from labkit.recording.record_writers import compiled_pend, compiled_write_communication
+from labkit.recording.ring_layout import (  # fmt: skip
+    ALIVE_AT,
+    CAPACITY,
+    COMMIT_OFFSET,
+    HEAD,
+    HEADWAY,
+    IN_FLIGHT,
+    LONGEST_NAME,
+    NAMES_AT,
+    NAMES_BYTES,
+    NO_ROOM,
+    NO_ROOM_AT,
+    PENDING,
+    PENDING_AT,
+    PENDING_ORDER,
+    PENDING_SLOTS,
+    PENDING_START,
+    PENDING_WAIT,
+    PLACED_LIMIT,
+    RECORD_BYTES,
+    RECORDS_AT,
+    SCALARS_LIMIT,
+    SERVING_AT,
+    SIGNATURES_LIMIT,
+    SPANS_LIMIT,
+    UNNOTED_AT,
+    WORD,
+    record_dtype,
+)
+from labkit.recording.schema import CPU, SCALAR, Field, Pending
 
-__all__ = [
-    "AUTOMATIC", "CALL", "COMMUNICATION", "COMPUTE", "DEVICE_SHIFT", "KINDS", "MEASURED", "MEMORY", "MEMORY_KINDS", "ON_CUDA",
-    "OPEN", "PROMISE", "RING_BYTES", "ROOTED", "SCALAR", "SERVE", "SERVED", "STEP", "STEPS_IN_ALL",
-    "STREAM", "SUM", "TIMED", "UNSEEN_PROMISE", "UNSHOWN", "Pending", "RingReader", "RingWriter", "place_and_name",
-    "record_dtype",
-]  # fmt: skip
+__all__ = ["OTHER_SCALARS", "OTHER_SPANS", "RingReader", "RingWriter", "pending_of", "place_and_name"]
 
-KINDS: Final = ("compute", "communication", "step", "scalar", "call")
-COMPUTE, COMMUNICATION, STEP, SCALAR, CALL = range(len(KINDS))
-# Flags: timed by the GPU; not completed; stands for several; not of a `span`; nothing blocks it; not in a trace; size unknown; on
-# a thread that does what another rank has called.
-ON_CUDA, OPEN, SUM, AUTOMATIC, MEASURED, UNSHOWN, UNSIZED, SERVED, DEVICE_SHIFT, FLAGS_SHIFT = 1, 2, 4, 8, 16, 32, 64, 128, 8, 16
-SERVE: Final = "serve "  # how the entry begins that an RPC rank makes in the table of what is pending while it computes a call
-PROMISE: Final = "future of "  # and the next one, where the call has returned a future that is not completed (`async_execution`)
-UNSEEN_PROMISE: Final = "unseen future of "  # likewise, where C++ may complete it, as that of `torch.jit.fork`
-STREAM: Final = 0xFFFFFFFF  # in place of the thread that is blocked: a GPU's stream is, and the rank goes on
-TIMED: Final = 0xFFFFFFFE  # likewise: it is blocked until a time is up
-ROOTED: Final = -2  # in place of a peer, of a collective from or to one rank, its root: this minus that rank
-STEPS_IN_ALL: Final = "steps in all"  # the scalar by which `steps` says how long its loop will be
-MEMORY: Final = "memory: "  # how the scalars of `track_memory` begin, in bytes; then one of these, from what stays to what goes
-MEMORY_KINDS: Final = ("parameters", "optimizer state", "gradients", "gathered parameters", "activations", "other")
-
-# A compute span fills only the head, in one pack; a communication fills the tail first. The commit number comes last in the
-# head, so that a reader in another process never takes a half-written record for a whole one.
-HEAD: Final = struct.Struct("<qqIIq")  # start_ns, end_ns, name, kind | flags << FLAGS_SHIFT, commit
-SPAN_HEAD: Final = struct.Struct("<qqQq")  # the same with name and kind in one: a fifteenth of a span's time
-TAIL: Final = struct.Struct("<qqqqIIiI")  # wait_start_ns, wait_end_ns, nbytes, match, line, group, peer, signature
-WORD: Final = struct.Struct("<q")
-RECORD_BYTES: Final = HEAD.size + TAIL.size
-COMMIT_OFFSET: Final = HEAD.size - WORD.size
-KIND_SHIFT: Final = 32  # of the kind in the word that it shares with the name
-
-# wait_start_ns, thread, signature, nbytes, match, name, line, group, peer, start_ns. That comes last: 0 in a free slot.
-PENDING: Final = struct.Struct("<qIIqqIIIiq")
-PENDING_WAIT: Final = struct.Struct("<qI")
-PENDING_START: Final = PENDING.size - 8
-PENDING_SLOTS: Final = 1024  # a program may issue an all_reduce for each parameter before it waits for the first
-
-CAPACITY: Final = 1 << 18  # a power of two: the slot is a mask away; at 0.4 µs a span the notebook has 0.1 s to look
-HEADWAY: Final = CAPACITY // 8  # records that a reader who was overtaken leaves to the rank, which may write them while it copies
-IN_FLIGHT: Final = 64  # records that the rank's threads may be writing at one moment
-HEADER_BYTES: Final = 64
-UNNOTED_AT: Final = 4
-ALIVE_AT: Final = 8
-NO_ROOM_AT: Final = 16
-SERVING_AT: Final = 20
-NAMES_BYTES: Final = 1 << 20
-LONGEST_NAME: Final = 1000  # bytes; what is longer is cut
-# A student's program may make up any number of names for its spans. Those of operations, groups and lines must find room all the
-# same: without them nobody sees who waits for whom. So each kind of name is kept while less than this part of the area is in use.
-# Spans with their places in the code, spans by their names alone, curves, what ranks give to operations:
-PLACED_LIMIT, SPANS_LIMIT, SCALARS_LIMIT, SIGNATURES_LIMIT = (NAMES_BYTES * eighths // 8 for eighths in (2, 4, 5, 6))
+_pack_head = HEAD.pack_into
 OTHER_SPANS, OTHER_SCALARS = "(other spans)", "(other values)"
-NO_ROOM: Final = ("spans", "values", "sizes", "groups")  # which names were not kept: a bit of the header each
 _AT: Final = "\0"  # between the place of a name and the name
-PENDING_AT: Final = HEADER_BYTES
-NAMES_AT: Final = PENDING_AT + PENDING_SLOTS * PENDING.size
-RECORDS_AT: Final = NAMES_AT + NAMES_BYTES
-RING_BYTES: Final = RECORDS_AT + CAPACITY * RECORD_BYTES  # untouched pages cost nothing
-
-assert HEAD.size == SPAN_HEAD.size == 32 and TAIL.size == 48
 
 
 class RingWriter:
@@ -96,7 +70,7 @@ class RingWriter:
         self.buffer = buffer
         # The number of the next record and its place, in one step under the interpreter's lock.
         self.next_slot = zip(itertools.count(1), _places(), strict=False).__next__
-        self._ids: dict[str, int] = {}
+        self.ids: dict[str, int] = {}
         self._used = 0
         self._names_lock = threading.Lock()
         self._free = deque(reversed(range(PENDING_SLOTS)))  # the same few slots again and again: untouched memory costs nothing
@@ -107,12 +81,12 @@ class RingWriter:
 
     def name(self, text: str) -> int:
         """The number of an interned string; 0, the empty string, once the area is full."""
-        number = self._ids.get(text)
+        number = self.ids.get(text)
         if number is not None:
             return number
         with self._names_lock:
-            if text in self._ids:
-                return self._ids[text]
+            if text in self.ids:
+                return self.ids[text]
             data = text.encode(errors="replace")[:LONGEST_NAME]
             if self._used + len(data) + 2 > NAMES_BYTES:
                 self._note_no_room("groups")
@@ -122,8 +96,8 @@ class RingWriter:
             self.buffer[at + 2 : at + 2 + len(data)] = data
             self._used += len(data) + 2
             struct.pack_into("<I", self.buffer, 0, self._used)
-            self._ids[text] = len(self._ids)
-            return self._ids[text]
+            self.ids[text] = len(self.ids)
+            return self.ids[text]
 
     def _note_no_room(self, kind: str) -> None:
         self._no_room |= 1 << NO_ROOM.index(kind)
@@ -137,77 +111,38 @@ class RingWriter:
 
     def _known_or(self, name: str, limit: int, instead: str, kind: str) -> str:
         """A name, if it is known or there is room for it; else another."""
-        if self._used < limit or name in self._ids:
+        if self._used < limit or name in self.ids:
             return name
         self._note_no_room(kind)
         return instead
 
-    def write(self, name: str, kind: int, start_ns: int, end_ns: int, *, flags: int = 0) -> None:
-        """Keep one finished span; `flags` are `ON_CUDA` and `AUTOMATIC`."""
-        name_id = self.name(name)
+    def write(self, name: str, kind: int, start_ns: int, end_ns: int, *, device: int = CPU, flags: int = 0) -> None:
+        """Keep one finished span."""
+        ids = self.ids
+        name_id = ids[name] if name in ids else self.name(name)
         number, at = self.next_slot()
-        HEAD.pack_into(self.buffer, at, start_ns, end_ns, name_id, kind | flags << FLAGS_SHIFT, number)
+        _pack_head(self.buffer, at, start_ns, end_ns, name_id, kind, device, flags, number)
 
     def write_scalar(self, name: str, at_ns: int, value: float) -> None:
         """Keep one value of a curve; it travels in the bits of end_ns."""
         (bits,) = WORD.unpack(struct.pack("<d", value))
         self.write(self._known_or(name, SCALARS_LIMIT, OTHER_SCALARS, "values"), SCALAR, at_ns, bits)
 
-    def write_communication(
-        self,
-        name: str,
-        start_ns: int,
-        end_ns: int,
-        *,
-        wait_start_ns: int = 0,
-        wait_end_ns: int = 0,
-        nbytes: int = 0,
-        peer: int = -1,
-        group: str = "",
-        match: int = 0,
-        line: str = "",
-        signature: str = "",
-        flags: int = 0,
-    ) -> None:
-        """Keep one finished communication; see `tracing.trace.Span` for the meaning of each number."""
-        self.communications += 1
-        self.failures += (flags & OPEN) != 0
-        name_id, line_id, group_id = self.name(name), self.name(line), self.name(group)
-        signature_id = self.name(self._known_or(signature, SIGNATURES_LIMIT, "", "sizes"))
-        number, at = self.next_slot()
-        WORD.pack_into(self.buffer, at + COMMIT_OFFSET, 0)  # the record that was here loses its tail before its head
-        tail = wait_start_ns, wait_end_ns, nbytes, match, line_id, group_id, peer, signature_id
-        TAIL.pack_into(self.buffer, at + HEAD.size, *tail)
-        HEAD.pack_into(self.buffer, at, start_ns, end_ns, name_id, COMMUNICATION | flags << FLAGS_SHIFT, number)
+    write_communication = compiled_write_communication()
+    pend = compiled_pend()
 
-    def pend(
-        self,
-        name: str,
-        start_ns: int,
-        *,
-        nbytes: int = 0,
-        peer: int = -1,
-        group: str = "",
-        match: int = 0,
-        line: str = "",
-        signature: str = "",
-    ) -> int:
-        """Note that an operation was issued.
+    def rare_name(self, text: str, kind: str) -> int:
+        """The number of a text that a program makes up at will; that of "" where there is no room for its kind any more."""
+        return self.name(self._known_or(text, SIGNATURES_LIMIT, "", kind))
 
-        Returns:
-            the slot that `waiting` and `unpend` ask for; -1, which they ignore, where `PENDING_SLOTS` are pending already.
-        """
+    def free_slot(self) -> int:
+        """One for an operation under way; -1 where all are taken."""
         try:
-            slot = self._free.pop()
+            return self._free.pop()
         except IndexError:
             self._unnoted += 1
             struct.pack_into("<I", self.buffer, UNNOTED_AT, self._unnoted)
             return -1
-        at = PENDING_AT + slot * PENDING.size
-        ids = self.name(name), self.name(line), self.name(group)
-        signature_id = self.name(self._known_or(signature, SIGNATURES_LIMIT, "", "sizes"))
-        PENDING.pack_into(self.buffer, at, 0, get_native_id(), signature_id, nbytes, match, *ids, peer, start_ns)
-        return slot
 
     def waiting(self, slot: int, since_ns: int, thread: int = 0) -> None:
         """Note that a thread (default: this one), or another (`STREAM`, `TIMED`), is blocked until an operation completes."""
@@ -311,13 +246,11 @@ class RingReader:
         for slot in self._numpy.flatnonzero(self._pending_starts).tolist():
             at = PENDING_AT + slot * PENDING.size
             (before,) = WORD.unpack_from(self.buffer, at + PENDING_START)
-            values = PENDING.unpack_from(self.buffer, at)
-            wait_start_ns, thread, signature, nbytes, match, name, line, group, peer, start_ns = values
+            wait_start_ns, thread, *values, start_ns = PENDING.unpack_from(self.buffer, at)
             (after,) = WORD.unpack_from(self.buffer, at + PENDING_START)
             if before and before == start_ns == after:  # else it was freed, and perhaps taken again, while we looked
-                names = self.names()
-                texts = names[group], match, names[line], names[signature]
-                found.append(Pending(names[name], start_ns, wait_start_ns, nbytes, peer, *texts, thread))
+                given = zip(PENDING_ORDER, values, strict=True)
+                found.append(pending_of(given, self.names(), start_ns, wait_start_ns, thread))
         return sorted(found, key=lambda p: p.start_ns)
 
     def read(self) -> Any:
@@ -387,6 +320,14 @@ def place_and_name(text: str) -> tuple[str, str]:
     return place, name
 
 
+def pending_of(
+    given: Iterable[tuple[Field, int]], names: Sequence[str], start_ns: int, wait_start_ns: int = 0, thread: int = 0
+) -> Pending:
+    """An operation whose fields are as the memory has them, texts as numbers of `names`."""
+    values: dict[str, Any] = {f.name: names[value] if f.is_text else value for f, value in given}
+    return Pending(start_ns=start_ns, wait_start_ns=wait_start_ns, thread=thread, **values)
+
+
 def _places() -> Iterator[int]:
     """Where in the memory records lie, from the one with the number 1 on, again and again."""
     ring = range(RECORDS_AT, RECORDS_AT + CAPACITY * RECORD_BYTES, RECORD_BYTES)
@@ -397,16 +338,3 @@ def _commit_at(buffer: Any, number: int) -> int:
     at = RECORDS_AT + (number & (CAPACITY - 1)) * RECORD_BYTES + COMMIT_OFFSET
     value: int = WORD.unpack_from(buffer, at)[0]
     return value
-
-
-def record_dtype() -> Any:
-    """The numpy dtype of a record."""
-    import numpy as np
-
-    return np.dtype(
-        [
-            ("start_ns", "<i8"), ("end_ns", "<i8"), ("name", "<u4"), ("kind", "<u2"), ("flags", "<u2"), ("commit", "<i8"),
-            ("wait_start_ns", "<i8"), ("wait_end_ns", "<i8"), ("nbytes", "<i8"), ("match", "<i8"),
-            ("line", "<u4"), ("group", "<u4"), ("peer", "<i4"), ("signature", "<u4"),
-        ]
-    )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from labkit.recording.ring_buffer import COMMUNICATION, COMPUTE, SCALAR, STEP, SUM
+from labkit.recording.schema import COMMUNICATION, COMPUTE, SCALAR, STEP, SUM
 
 __all__ = ["FEW", "MOST", "thin"]
 

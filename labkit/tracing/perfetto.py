@@ -9,21 +9,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
 from typing import Any, Final
 
-from labkit.recording.events import ProfilerEvent, Scalar, Span
+from labkit.recording.events import ProfilerEvent, Scalar
 from labkit.recording.group_keys import GroupKind, kind_of, sender_of
-from labkit.recording.ring_buffer import ROOTED, SERVE, STEPS_IN_ALL
+from labkit.recording.schema import FIELDS, ROOTED, SERVE, STEPS_IN_ALL, Span
 
 __all__ = ["read_events", "write_events"]
 
 _EVENT: Final = ("rank", "name", "kind", "start_ns", "end_ns")  # an event has places for these; the other fields are arguments
-_DEFAULTS: Final = {f.name: f.default for f in fields(Span) if f.name not in _EVENT}
+_DEFAULTS: Final = {f.name: f.default for f in FIELDS if f.name not in _EVENT}
 _ROWS: Final = ("call", "step", "compute", "communication")  # from top to bottom
 _DERIVED: Final = ("derived", "message")  # the categories of what follows from the rest, and is not read back
 _TORCH: Final = "torch "  # how the categories of torch's profiler begin
-_TIMES: Final = ("wait_start_ns", "wait_end_ns")  # arguments that are counted like the events' own times
+_TIMES: Final = tuple(f.name for f in FIELDS if f.is_time and f.name not in _EVENT)  # counted like the events' own times
 _ROWS_APART: Final = 1000  # between the first row of one rank and that of the next
 
 Event = dict[str, Any]

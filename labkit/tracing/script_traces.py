@@ -17,16 +17,9 @@ import numpy as np
 from labkit.errors.exceptions import LabError
 from labkit.recording.clock_sync import Reading, on_reference
 from labkit.recording.events import shown
-from labkit.recording.ring_buffer import (  # fmt: skip
-    CALL,
-    COMMUNICATION,
-    KINDS,
-    RING_BYTES,
-    SCALAR,
-    Pending,
-    RingReader,
-    record_dtype,
-)
+from labkit.recording.ring_buffer import RingReader
+from labkit.recording.ring_layout import RING_BYTES, TAIL_FIELDS, record_dtype
+from labkit.recording.schema import CALL, COMMUNICATION, KINDS, PENDING_FIELDS, SCALAR, Pending
 from labkit.recording.script_folder import DEFAULT_FOLDER, VARIABLE
 from labkit.tracing.missing_names import about_names
 from labkit.tracing.trace import Trace, from_records
@@ -243,7 +236,7 @@ def _check(rows: Any, names: int) -> None:
     """
     spans = rows[rows["kind"] != SCALAR]
     tail = rows[rows["kind"] == COMMUNICATION]
-    told = [rows["kind"] < len(KINDS), rows["name"] < names, tail["line"] < names, tail["group"] < names]
+    told = [rows["kind"] < len(KINDS), rows["name"] < names, *(tail[f.name] < names for f in TAIL_FIELDS if f.is_text)]
     told += [spans["end_ns"] >= spans["start_ns"], np.abs(rows["start_ns"]) < 1 << 62]
     if not all(right.all() for right in told):
         raise ValueError("its records are damaged")
@@ -260,10 +253,10 @@ def _row(names: list[str], kind: int, name: str, start_ns: int, end_ns: int) -> 
 def _under_way(names: list[str], p: Pending, kind: int, flags: int, end_ns: int) -> Any:
     """What a rank that ended, or was last looked at, was in the middle of: a record that ends there."""
     row = _row(names, kind, p.name, p.start_ns, end_ns)
-    row["flags"], row["nbytes"], row["match"], row["peer"] = flags, p.nbytes, p.match, p.peer
-    row["line"], row["group"] = names.index(p.line), names.index(p.group)
-    if p.wait_start_ns:
-        row["wait_start_ns"], row["wait_end_ns"] = p.wait_start_ns, max(p.wait_start_ns, end_ns)
+    for field in PENDING_FIELDS:
+        value = getattr(p, field.name)
+        row[field.name] = names.index(value) if field.is_text else value
+    row["flags"], row["wait_end_ns"] = flags, max(p.wait_start_ns, end_ns) if p.wait_start_ns else 0
     return row
 
 
@@ -301,13 +294,10 @@ class _Clocks:
             wall_ns = self._reference.about["began_unix_ns"] - self._reference.about["began_ns"]
             readings = [Reading(0, about["began_unix_ns"] - about["began_ns"] - wall_ns, 0)]
         rows, tail = recorded.rows, recorded.rows["kind"] == COMMUNICATION
-        for field, chosen in (
-            ("start_ns", np.ones(len(rows), bool)),
-            ("end_ns", rows["kind"] != SCALAR),  # a scalar's value lies there
-            ("wait_start_ns", tail & (rows["wait_start_ns"] != 0)),
-            ("wait_end_ns", tail & (rows["wait_end_ns"] != 0)),
-        ):
-            rows[field][chosen] = on_reference(rows[field][chosen], readings)
+        chosen = {f.name: tail & (rows[f.name] != 0) for f in TAIL_FIELDS if f.is_time}
+        chosen |= {"start_ns": np.ones(len(rows), bool), "end_ns": rows["kind"] != SCALAR}  # a scalar's value lies there
+        for field, which in chosen.items():
+            rows[field][which] = on_reference(rows[field][which], readings)
         ends = on_reference(np.array([recorded.began_ns, recorded.end_ns]), readings)
         recorded.began_ns, recorded.end_ns = int(ends[0]), int(ends[1])
 

@@ -16,20 +16,24 @@ from numpy.typing import NDArray
 
 from labkit.errors.exceptions import LabError
 from labkit.errors.wrong_calls import public_api
-from labkit.recording.events import COLUMNS, Columns, ProfilerEvent, Scalar, Span, under_way
-from labkit.recording.ring_buffer import (  # fmt: skip
+from labkit.recording.events import COLUMNS, Columns, ProfilerEvent, Scalar, blank, under_way
+from labkit.recording.ring_buffer import place_and_name
+from labkit.recording.schema import (
     AUTOMATIC,
     CALL,
     COMMUNICATION,
     COMPUTE,
+    FIELDS,
     KINDS,
     MEMORY,
     SCALAR,
     STEP,
     SUM,
     UNSHOWN,
+    Head,
     Pending,
-    place_and_name,
+    Span,
+    Tail,
 )
 from labkit.tracing.intervals import Intervals, difference, intersection, length, union
 from labkit.tracing.perfetto import write_events
@@ -361,18 +365,16 @@ def from_records(
         for name, time_ns, value in zip(curve["name"].tolist(), curve["start_ns"].tolist(), values, strict=True):
             scalars.append(Scalar(rank, own[name], time_ns, value))
         rows = rows[~is_scalar & (rows["flags"] & UNSHOWN == 0)]
-        part = np.zeros(len(rows), COLUMNS)
-        part["rank"], part["peer"] = rank, -1
-        for field in ("kind", "flags", "start_ns", "end_ns"):
-            part[field] = rows[field]
-        part["name"], part["line"] = table[rows["name"]], places[rows["name"]]
+        part = blank(len(rows))
         tail = rows["kind"] == COMMUNICATION  # the other kinds leave what an older record wrote there
+        part["rank"], part["flags"], part["line"] = rank, rows["flags"], places[rows["name"]]
+        for field in FIELDS:
+            if isinstance(field.place, Head | Tail):
+                which = slice(None) if isinstance(field.place, Head) else tail
+                values = rows[field.name][which]
+                part[field.name][which] = table[values] if field.is_text else values
         counted = (rows["flags"] & SUM) != 0
         part["nbytes"][counted] = rows["nbytes"][counted]
-        for field in ("wait_start_ns", "wait_end_ns", "nbytes", "match", "peer"):
-            part[field][tail] = rows[field][tail]
-        for field in ("line", "group"):
-            part[field][tail] = table[rows[field][tail]]
         parts.append(part)
     if calls or any(pending):
         assert end_ns is not None and (start_ns is not None or not calls), "since when, and until when?"

@@ -15,7 +15,7 @@ import numpy as np
 
 from labkit.errors.exceptions import LabError
 from labkit.recording.events import Columns, ProfilerEvent, Scalar
-from labkit.recording.ring_buffer import ROOTED
+from labkit.recording.schema import ROOTED
 from labkit.tracing.perfetto import read_events
 
 __all__ = ["TraceFileError", "read_file", "writing"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from labkit.recording.ring_buffer import CALL, MEASURED, SERVED
+from labkit.recording.schema import CALL, MEASURED, SERVED
 from labkit.tracing.intervals import Intervals, difference, union
 
 __all__ = ["blocked"]

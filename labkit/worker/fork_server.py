@@ -256,7 +256,7 @@ def _live_as_rank(fds: Sequence[int], network: Network, parent: int | None = Non
         connection, output, ring = fds
         print_to(output)
         _reseed()
-        from labkit.recording.ring_buffer import RING_BYTES
+        from labkit.recording.ring_layout import RING_BYTES
         from labkit.worker.main_loop import main
 
         # Also where no Python runs, because the rank is blocked in C++ or has crashed there; `group.stack_dump` reads it.

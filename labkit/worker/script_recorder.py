@@ -32,7 +32,8 @@ from labkit.recording.clock_sync import SECRET_BYTES, ClockServer, Reading, ask,
 from labkit.recording.fork_isolation import keep_from_forks
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import Recorder, clock, here
-from labkit.recording.ring_buffer import CAPACITY, RING_BYTES, RingReader, RingWriter
+from labkit.recording.ring_buffer import RingReader, RingWriter
+from labkit.recording.ring_layout import CAPACITY, RING_BYTES
 from labkit.recording.script_folder import VARIABLE
 
 __all__ = ["begin"]

@@ -9,9 +9,10 @@ import pytest
 from labkit.comm import cuda_timing as module
 from labkit.comm import operation
 from labkit.comm.cuda_timing import ANCHOR_LIFE_NS, DeviceClock, DeviceOperation
-from labkit.recording.events import Span
 from labkit.recording.record import Recorder, here, span
-from labkit.recording.ring_buffer import RING_BYTES, RingReader, RingWriter
+from labkit.recording.ring_buffer import RingReader, RingWriter
+from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.schema import Span
 from labkit.tracing.trace import from_records
 
 SKEW_NS = 5_000_000  # between the GPU's clock and the host's

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import labkit as lab
 from labkit.group.group import Group
 from labkit.group.run import Run
-from labkit.recording.events import Span
+from labkit.recording.schema import Span
 
 LINK = lab.Link(gbit_per_s=0.1, latency_us=300)
 FROM_ANYONE = 3  # the number of that message in `comm_cases.ring_of_messages` which is received from whoever sends

@@ -13,7 +13,8 @@ from labkit import comm
 from labkit.comm.cuda_timing import DeviceClock
 from labkit.group.group import Group
 from labkit.recording.record import Recorder, here
-from labkit.recording.ring_buffer import RING_BYTES, RingWriter
+from labkit.recording.ring_buffer import RingWriter
+from labkit.recording.ring_layout import RING_BYTES
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,9 @@ from labkit.comm.backward import Backwards, in_backward
 from labkit.comm.completion import Attendant
 from labkit.comm.futures import Futures
 from labkit.comm.operation import Batch, Operation
-from labkit.recording.events import Span
-from labkit.recording.ring_buffer import RING_BYTES, Pending, RingReader, RingWriter
+from labkit.recording.ring_buffer import RingReader, RingWriter
+from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.schema import Pending, Span
 from labkit.tracing.trace import from_records
 
 

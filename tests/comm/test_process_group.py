@@ -15,7 +15,7 @@ import torch
 from labkit.group.group import Group
 from labkit.group.run import Run
 from labkit.plots.flows import flows_of
-from labkit.recording.events import Span
+from labkit.recording.schema import Span
 
 HERE = Path(__file__).resolve().parents[1] / "helpers"
 FLOAT = 4  # bytes

@@ -19,7 +19,7 @@ from labkit.group.group import Group
 from labkit.group.run import Run
 from labkit.plots.bars import style_of
 from labkit.plots.flows import flows_of
-from labkit.recording.events import Span
+from labkit.recording.schema import Span
 
 # torch's own call in a distributed optimizer; the ranks have the filters of their first run.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
@@ -245,7 +245,8 @@ import json, mmap, os, sys
 from torch.distributed import rpc
 from labkit import comm
 from labkit.recording.record import Recorder, here
-from labkit.recording.ring_buffer import RING_BYTES, RingReader, RingWriter
+from labkit.recording.ring_buffer import RingReader, RingWriter
+from labkit.recording.ring_layout import RING_BYTES
 rank = 0 if (child := os.fork()) else 1
 memory = mmap.mmap(-1, RING_BYTES)
 recorder = Recorder(RingWriter(memory))

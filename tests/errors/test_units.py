@@ -7,7 +7,7 @@ from labkit.errors.units import bytes_in_words, in_words, time_in_words, unit_of
 from labkit.plots.live.progress import Progress
 from labkit.plots.memory import memory
 from labkit.plots.traffic import traffic
-from labkit.recording.ring_buffer import MEMORY
+from labkit.recording.schema import MEMORY
 
 from synthetic import MS, Book  # isort: skip
 

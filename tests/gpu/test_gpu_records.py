@@ -11,7 +11,7 @@ import torch
 from gpu_device import DEVICES, REHEARSAL, gpu, needs_cuda, needs_two_gpus
 
 import labkit as lab
-from labkit.recording.ring_buffer import MEMORY
+from labkit.recording.schema import MEMORY
 from labkit.tracing.trace import Trace
 from labkit.worker.resource_usage import Load
 

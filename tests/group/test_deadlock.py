@@ -11,7 +11,7 @@ from labkit.group.deadlock import doing, mismatch, stuck
 from labkit.group.rank_state import Standing
 from labkit.group.remote_calls import circle_of_calls
 from labkit.recording.group_keys import TENSORFLOW
-from labkit.recording.ring_buffer import PROMISE, SERVE, STREAM, TIMED, UNSEEN_PROMISE, Pending
+from labkit.recording.schema import PROMISE, SERVE, STREAM, TIMED, UNSEEN_PROMISE, Pending
 
 S = 1_000_000_000
 THREADS = 4  # that serve calls in an RPC rank

@@ -12,7 +12,7 @@ from labkit.group.deadlock_monitor import CONFIRM_NS, LONGEST_PAUSE_NS, Watchdog
 from labkit.group.rank_state import Standing
 from labkit.group.stack_dump import Frame
 from labkit.group.thread_states import Look, Thread
-from labkit.recording.ring_buffer import Pending
+from labkit.recording.schema import Pending
 
 S = 1_000_000_000
 MAIN = 1  # the number of a main thread

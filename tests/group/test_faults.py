@@ -29,7 +29,7 @@ from labkit.group.output import Output
 from labkit.group.run import GRACE_S, Execution
 from labkit.ipc.messages import Message
 from labkit.ipc.tracebacks import HEADLINE_CHARACTERS, TEXT_CHARACTERS
-from labkit.recording.ring_buffer import Pending
+from labkit.recording.schema import Pending
 from labkit.worker.launch import RankProcess
 
 pytestmark = pytest.mark.usefixtures("stop_works")

@@ -21,7 +21,7 @@ from labkit.group.open_groups import notebook
 from labkit.group.output import Output
 from labkit.group.processes import RankPool
 from labkit.group.stack_dump import ask, readable
-from labkit.recording.ring_buffer import Pending
+from labkit.recording.schema import Pending
 from labkit.worker import stack_writer
 from labkit.worker.stack_writer import ASK, INTERRUPT, _serve
 

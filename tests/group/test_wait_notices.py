@@ -14,7 +14,7 @@ from labkit.group.stack_dump import Frame
 from labkit.group.thread_states import Active, Look, Thread
 from labkit.group.wait_notices import waiting_notice
 from labkit.recording.group_keys import TENSORFLOW
-from labkit.recording.ring_buffer import PROMISE, TIMED, Pending
+from labkit.recording.schema import PROMISE, TIMED, Pending
 
 S = 1_000_000_000
 

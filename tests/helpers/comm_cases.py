@@ -24,7 +24,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.recording.record import here
-from labkit.recording.ring_buffer import Pending, RingReader
+from labkit.recording.ring_buffer import RingReader
+from labkit.recording.schema import Pending
 
 # torch 2.13 has new names for two functions, and warns where the old ones are called.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from labkit import comm
 from labkit.recording.record import Recorder, here
-from labkit.recording.ring_buffer import RING_BYTES, RingWriter
+from labkit.recording.ring_buffer import RingWriter
+from labkit.recording.ring_layout import RING_BYTES
 
 os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from labkit.recording.events import COLUMNS, Columns
-from labkit.recording.ring_buffer import COMMUNICATION, COMPUTE, MEMORY, Pending
+from labkit.recording.schema import COMMUNICATION, COMPUTE, MEMORY, Pending
 from labkit.tracing.trace import Scalar, Span, Trace
 
 MS = 1_000_000  # ns

@@ -28,7 +28,7 @@ from labkit.plots.live.frame import STILL, svg
 from labkit.plots.live.progress import Progress
 from labkit.plots.live.recent import Recent
 from labkit.plots.live.view import Live
-from labkit.recording.ring_buffer import MEMORY, STEPS_IN_ALL, Pending
+from labkit.recording.schema import MEMORY, STEPS_IN_ALL, Pending
 from labkit.tracing.trace import Scalar, Span, Trace
 from labkit.worker.gpus import Gpus
 from labkit.worker.resource_usage import Load, ResourceMonitor, followed, gpus_of, own_bytes

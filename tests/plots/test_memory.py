@@ -17,7 +17,9 @@ import labkit as lab
 from labkit.plots.memory import _thinned, memory, memory_uses
 from labkit.recording.memory_tracker import Tracker, track_memory
 from labkit.recording.record import Recorder, here
-from labkit.recording.ring_buffer import MEMORY, MEMORY_KINDS, RING_BYTES, RingReader, RingWriter
+from labkit.recording.ring_buffer import RingReader, RingWriter
+from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.schema import MEMORY, MEMORY_KINDS
 from labkit.tracing.load import load_trace
 from labkit.tracing.trace import from_records
 

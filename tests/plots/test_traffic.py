@@ -18,7 +18,7 @@ from labkit.plots.colors import OPERATIONS, colour_of
 from labkit.plots.figures import traffic
 from labkit.plots.flows import flows_of, over_time
 from labkit.plots.traffic import OTHERS, _cell
-from labkit.recording.ring_buffer import ROOTED
+from labkit.recording.schema import ROOTED
 
 from synthetic import MS, Book, alone, data_parallel, model_parallel, remote_calls  # isort: skip
 

@@ -25,7 +25,7 @@ from labkit.plots.figures import breakdown, compare, scaling, timeline, traffic
 from labkit.plots.link_fit import MeasuredLink
 from labkit.plots.memory import memory
 from labkit.plots.style import shortened
-from labkit.recording.ring_buffer import MEMORY, MEMORY_KINDS
+from labkit.recording.schema import MEMORY, MEMORY_KINDS
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.trace import Span, Trace
 

@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 
 import labkit as lab
-from labkit.recording.ring_buffer import RING_BYTES, RingReader, RingWriter
+from labkit.recording.ring_buffer import RingReader, RingWriter
+from labkit.recording.ring_layout import RING_BYTES
 from labkit.tracing.perfetto import write_events
 from labkit.tracing.trace import Scalar, Span, Trace, from_records
 

@@ -14,7 +14,9 @@ import pytest
 
 from labkit.group.run import LOOK_EVERY_S
 from labkit.recording import ring_buffer
-from labkit.recording.ring_buffer import COMMUNICATION, COMPUTE, ON_CUDA, RING_BYTES, SCALAR, STEP, RingReader, RingWriter
+from labkit.recording.ring_buffer import RingReader, RingWriter
+from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.schema import COMMUNICATION, COMPUTE, CPU, CUDA, SCALAR, SERVED, STEP
 
 CAPACITY = ring_buffer.CAPACITY
 FASTEST_SPAN_NS = 400  # what a rank needs for one if it does nothing else
@@ -41,14 +43,14 @@ def write(writer: RingWriter, count: int, start: int = 0) -> None:
 
 
 def test_a_span_is_read_as_it_was_written(writer: RingWriter, reader: RingReader) -> None:
-    writer.write("forward", COMPUTE, 100, 250, flags=ON_CUDA)
+    writer.write("forward", COMPUTE, 100, 250, device=CUDA)
     (row,) = reader.read()
     assert reader.names()[row["name"]] == "forward"
-    assert [int(row[k]) for k in ("kind", "flags", "start_ns", "end_ns")] == [COMPUTE, ON_CUDA, 100, 250]
+    assert [int(row[k]) for k in ("kind", "device", "start_ns", "end_ns")] == [COMPUTE, CUDA, 100, 250]
 
 
 def test_a_communication_is_read_as_it_was_written(writer: RingWriter, reader: RingReader) -> None:
-    numbers = {"wait_start_ns": 1, "wait_end_ns": 2, "nbytes": 3, "peer": 4, "match": 5, "flags": ON_CUDA}
+    numbers = {"wait_start_ns": 1, "wait_end_ns": 2, "nbytes": 3, "peer": 4, "match": 5, "device": CUDA, "flags": SERVED}
     writer.write_communication("send", -5, 2**62, group="0 to 4", line="cell 6, line 7", **numbers)
     (row,) = reader.read()
     names = reader.names()
@@ -144,7 +146,9 @@ def test_an_unfinished_record_delays_the_later_ones_and_is_not_lost(
     write(writer, 6, start=2)
     assert reader.read()["start_ns"].tolist() == [0]
     assert len(reader.read()) == 0
-    ring_buffer.HEAD.pack_into(memory, ring_buffer.RECORDS_AT + number * ring_buffer.RECORD_BYTES, 1, 8, 0, COMPUTE, number)
+    ring_buffer.HEAD.pack_into(
+        memory, ring_buffer.RECORDS_AT + number * ring_buffer.RECORD_BYTES, 1, 8, 0, COMPUTE, CPU, 0, number
+    )
     assert reader.read()["start_ns"].tolist() == list(range(1, 8))
     assert reader.dropped == 0
 
@@ -182,7 +186,7 @@ def test_a_record_that_is_finished_just_after_it_was_copied_is_read_the_next_tim
     write(writer, 6, start=3)
     at = ring_buffer.RECORDS_AT + number * ring_buffer.RECORD_BYTES
     words = reader._words
-    reader._words = Overtaken(words, 1.0, lambda: ring_buffer.HEAD.pack_into(memory, at, 2, 9, 0, COMPUTE, number))
+    reader._words = Overtaken(words, 1.0, lambda: ring_buffer.HEAD.pack_into(memory, at, 2, 9, 0, COMPUTE, CPU, 0, number))
     assert reader.read()["start_ns"].tolist() == [0, 1]
     reader._words = words
     assert reader.read()["start_ns"].tolist() == list(range(2, 9))
@@ -233,7 +237,9 @@ def test_a_tail_that_was_overwritten_before_its_head_is_not_read(
 
 WRITER = """
 import mmap, os, signal, sys
-from labkit.recording.ring_buffer import COMPUTE, RING_BYTES, RingWriter
+from labkit.recording.ring_buffer import RingWriter
+from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.schema import COMPUTE
 with open(sys.argv[1], "r+b") as file:
     writer = RingWriter(mmap.mmap(file.fileno(), RING_BYTES))
 for i in range(1, int(sys.argv[2]) + 1):
@@ -398,7 +404,7 @@ def test_pending_operations_beyond_the_slots_are_not_seen_and_do_no_harm(
     assert slots[-3:] == [ring_buffer.PENDING_SLOTS - 1, -1, -1]
     writer.waiting(-1, 99)
     writer.unpend(-1)
-    assert not any(memory[8 : ring_buffer.HEADER_BYTES]), "what lies before the first slot is untouched"
+    assert not any(memory[8 : ring_buffer.PENDING_AT]), "what lies before the first slot is untouched"
     assert reader.unnoted == 2
     assert len(reader.pending()) == ring_buffer.PENDING_SLOTS
     writer.unpend(slots[0])

@@ -12,7 +12,7 @@ from typing import Any, Final
 import pytest
 
 from labkit.recording.events import ProfilerEvent
-from labkit.recording.ring_buffer import ROOTED, STEPS_IN_ALL
+from labkit.recording.schema import ROOTED, STEPS_IN_ALL
 from labkit.tracing.load import load_trace
 from labkit.tracing.perfetto import read_events
 from labkit.tracing.trace import Scalar, Span, Trace

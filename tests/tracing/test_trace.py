@@ -14,7 +14,8 @@ from synthetic import many
 
 from labkit.errors.exceptions import LabError
 from labkit.recording.events import ProfilerEvent
-from labkit.recording.ring_buffer import COMMUNICATION, COMPUTE, ON_CUDA, STEP, Pending, record_dtype
+from labkit.recording.ring_layout import record_dtype
+from labkit.recording.schema import COMMUNICATION, COMPUTE, CUDA, STEP, Pending
 from labkit.tracing.intervals import Intervals, difference, intersection, length, union
 from labkit.tracing.load import load_trace
 from labkit.tracing.trace import Scalar, Share, Span, Trace, from_records
@@ -446,7 +447,7 @@ def test_a_span_of_a_rank_that_does_not_exist_is_refused() -> None:
 def test_records_become_a_trace() -> None:
     records = np.zeros(4, record_dtype())
     records["kind"] = [COMPUTE, COMMUNICATION, STEP, COMPUTE]
-    records["name"], records["flags"] = [1, 2, 3, 1], [ON_CUDA, 0, 0, 0]
+    records["name"], records["device"] = [1, 2, 3, 1], [CUDA, 0, 0, 0]
     records["start_ns"], records["end_ns"] = [0, 10, 0, 30], [10, 20, 20, 40]
     for field, value in (("wait_start_ns", 11), ("wait_end_ns", 12), ("nbytes", 13), ("peer", 1), ("match", 14), ("group", 4)):
         records[field] = value  # in all of them: records that are not communication keep the bytes of an older record

@@ -29,7 +29,7 @@ from labkit.group.open_groups import Notebook, default_start, notebook
 from labkit.group.options import FILES_PER_RANK, STARTING_FILES
 from labkit.group.output import Output
 from labkit.ipc.pickling import shared_memory
-from labkit.recording.ring_buffer import RING_BYTES
+from labkit.recording.ring_layout import RING_BYTES
 from labkit.worker import fork_server
 from labkit.worker.descendants import _await_end
 from labkit.worker.launch import ForkStarter, RankProcess, SpawnStarter, _Pipes

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from labkit.errors.exceptions import LabError
-from labkit.recording.ring_buffer import CAPACITY, COMPUTE
+from labkit.recording.ring_layout import CAPACITY
+from labkit.recording.schema import COMPUTE
 from labkit.tracing.load import load_trace
 from labkit.tracing.trace import Trace
 from labkit.worker.script_recorder import MOVE_AT, _Script

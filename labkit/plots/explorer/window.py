@@ -16,7 +16,7 @@ from labkit.plots.rows import rows_of
 from labkit.plots.style import INKS
 from labkit.plots.timeline import View, bubble_in_words, numbered_steps
 from labkit.plots.waits import legend_of, waiting_in_words
-from labkit.recording.ring_buffer import COMMUNICATION, ON_CUDA, OPEN, STEP
+from labkit.recording.schema import COMMUNICATION, CUDA, OPEN, STEP
 from labkit.tracing.intervals import Intervals
 from labkit.tracing.trace import Trace
 
@@ -184,7 +184,7 @@ class Windows:
         keys, partner = np.unique(np.where(travels, key, -1), return_inverse=True)
         shared = np.stack([rows["group"].astype(np.int64), rows["match"]], axis=1)
         operation = np.unique(shared, axis=0, return_inverse=True)[1].reshape(-1)
-        flags = (rows["flags"] & OPEN != 0) + 2 * (rows["flags"] & ON_CUDA != 0)
+        flags = (rows["flags"] & OPEN != 0) + 2 * (rows["device"] == CUDA)
         marks = np.column_stack([style, name, line, partner, np.where(rows["group"] > 0, operation, -1), flags])
         texts = {"texts": [columns.names[i] for i in used], "partners": [self._partner_in_words(k) for k in keys.tolist()]}
         bounds = np.column_stack([start - zero, end - zero]).astype(np.float64)

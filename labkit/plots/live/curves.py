@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from labkit.errors.units import unit_of
 from labkit.plots.style import GREY, labkit_style, shortened
-from labkit.recording.ring_buffer import MEMORY, STEPS_IN_ALL
+from labkit.recording.schema import MEMORY, STEPS_IN_ALL
 from labkit.tracing.trace import Scalar, Trace
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Final
 
 from labkit.errors.units import in_words
 from labkit.plots.style import shortened
-from labkit.recording.ring_buffer import MEMORY, STEP, STEPS_IN_ALL, SUM
+from labkit.recording.schema import MEMORY, STEP, STEPS_IN_ALL, SUM
 from labkit.tracing.trace import Trace
 
 __all__ = ["Progress"]

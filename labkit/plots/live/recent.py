@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from labkit.plots.bars import STYLES, coverage, lanes, style_of
 from labkit.recording.events import COLUMNS, Columns, under_way
-from labkit.recording.ring_buffer import CALL, COMMUNICATION, COMPUTE, SUM, Pending
+from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, SUM, Pending
 from labkit.tracing.trace import Trace
 
 __all__ = ["Recent"]

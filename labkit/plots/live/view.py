@@ -23,7 +23,7 @@ from labkit.plots.live.curves import Curves, draw_below
 from labkit.plots.live.frame import Curve, Detail, LiveFrame, LiveRow, Past, svg
 from labkit.plots.live.progress import Progress
 from labkit.plots.live.recent import Recent
-from labkit.recording.ring_buffer import Pending
+from labkit.recording.schema import Pending
 from labkit.tracing.trace import Trace
 from labkit.worker.resource_usage import Load
 

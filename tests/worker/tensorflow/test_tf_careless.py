@@ -19,7 +19,7 @@ import labkit as lab
 from labkit.errors.causes import Cause
 from labkit.group.collector import Records
 from labkit.ipc.tracebacks import HEADLINE_CHARACTERS, headline
-from labkit.recording.ring_buffer import record_dtype
+from labkit.recording.ring_layout import record_dtype
 from labkit.worker.runtimes.tensorflow import callbacks as tf_callbacks
 from labkit.worker.runtimes.tensorflow.config import mistake
 from labkit.worker.runtimes.tensorflow.timeline import READING

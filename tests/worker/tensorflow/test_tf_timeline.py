@@ -14,8 +14,8 @@ from time_limits import some_limit_does
 import labkit as lab
 from labkit.plots.flows import flows_of
 from labkit.plots.rows import rows_of
-from labkit.recording.events import Columns, Span
-from labkit.recording.ring_buffer import OPEN
+from labkit.recording.events import Columns
+from labkit.recording.schema import OPEN, Span
 from labkit.tracing.trace import Trace
 from labkit.worker.runtimes.tensorflow.events import Place, scope_of, spans_of
 from labkit.worker.runtimes.tensorflow.session import Event

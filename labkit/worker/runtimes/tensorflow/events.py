@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
-from labkit.recording.events import Span
-from labkit.recording.ring_buffer import ROOTED
+from labkit.recording.schema import ROOTED, Span
 from labkit.worker.runtimes.tensorflow.messages import COPIED, copy_of, ends_of, messages_of, within_the_rank
 from labkit.worker.runtimes.tensorflow.session import Event
 

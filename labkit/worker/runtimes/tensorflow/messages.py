@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Final
 
-from labkit.recording.events import Span
+from labkit.recording.schema import Span
 from labkit.worker.runtimes.tensorflow.session import Event
 
 __all__ = ["COPIED", "MESSAGES", "copy_of", "ends_of", "messages_of", "within_the_rank"]

@@ -15,9 +15,9 @@ import time
 from collections import Counter
 from typing import Any, Final
 
-from labkit.recording.events import Span
 from labkit.recording.record import Recorder, clock
-from labkit.recording.ring_buffer import CAPACITY, COMPUTE, DEVICE_SHIFT, MEASURED, UNSIZED
+from labkit.recording.ring_layout import CAPACITY, TAIL_FIELDS
+from labkit.recording.schema import COMPUTE, Span, device_code, flags_of
 from labkit.worker.runtimes.tensorflow.events import Place, spans_of
 from labkit.worker.runtimes.tensorflow.profiler_defect import SafeStop, safe_stop
 from labkit.worker.runtimes.tensorflow.session import Session
@@ -185,16 +185,12 @@ class Timeline:
             spans.sort(key=lambda s: (s.kind == "compute", s.start_ns - s.end_ns))
             self._notes.append(f"rank {self._place.rank}: of {len(spans)} spans at once, the pictures have the {MOST} longest.")
         for span in spans[:MOST]:
-            _, _, number = span.device.partition(":")
-            flags = (int(number) + 1) << DEVICE_SHIFT if number else 0
+            seen = {"device": device_code(span.device), "flags": flags_of(span)}
             if span.kind == "compute":
-                ring.write(span.name, COMPUTE, span.start_ns, span.end_ns, flags=flags | (MEASURED if span.measured else 0))
+                ring.write(span.name, COMPUTE, span.start_ns, span.end_ns, **seen)
             else:
-                ring.write_communication(
-                    span.name, span.start_ns, span.end_ns, wait_start_ns=span.wait_start_ns, wait_end_ns=span.wait_end_ns,
-                    nbytes=span.nbytes, peer=span.peer, group=span.group, match=span.match,
-                    flags=flags | (0 if span.sized else UNSIZED),
-                )  # fmt: skip
+                details = {f.name: getattr(span, f.name) for f in TAIL_FIELDS}
+                ring.write_communication(span.name, span.start_ns, span.end_ns, **details, **seen)
 
 
 def next_reading(now_ns: int, reading_ns: int) -> int:
