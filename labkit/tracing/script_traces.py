@@ -253,8 +253,8 @@ def _row(names: list[str], kind: int, name: str, start_ns: int, end_ns: int) -> 
 def _under_way(names: list[str], p: Pending, kind: int, flags: int, end_ns: int) -> Any:
     """What a rank that ended, or was last looked at, was in the middle of: a record that ends there."""
     row = _row(names, kind, p.name, p.start_ns, end_ns)
-    for field in PENDING_FIELDS:
-        value = getattr(p, field.name)
+    for field in {*TAIL_FIELDS, *PENDING_FIELDS}:
+        value = getattr(p, field.name, field.default)
         row[field.name] = names.index(value) if field.is_text else value
     row["flags"], row["wait_end_ns"] = flags, max(p.wait_start_ns, end_ns) if p.wait_start_ns else 0
     return row
