@@ -13,7 +13,6 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import rpc
 
-from labkit.comm.collectives import COLLECTIVES
 from labkit.comm.cuda_timing import DeviceClock
 from labkit.comm.emulated_link import SlowLink, wake_in_time
 from labkit.comm.futures import Futures
@@ -108,7 +107,7 @@ def _watch_groups(recorder: Recorder, slow: SlowLink | None, *, given: bool) -> 
     # By these names programs make groups themselves.
     torch.distributed.ProcessGroup = c10d.ProcessGroup  # type: ignore[misc]
     if c10d.is_gloo_available():
-        torch.distributed.ProcessGroupGloo = watched_gloo(c10d.ProcessGroup, tuple(COLLECTIVES))  # type: ignore[misc]
+        torch.distributed.ProcessGroupGloo = watched_gloo(c10d.ProcessGroup)  # type: ignore[misc]
     watch_creation(recorder)
     return futures
 

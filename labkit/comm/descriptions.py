@@ -4,52 +4,34 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
 
+from labkit.recording.operations import Form, OperationType, Traffic
+
 __all__ = ["first_tensor", "most_nbytes", "nbytes_of", "root_of", "signature_of", "tensor_in_words"]
 
-# Which argument all ranks give alike in number and type. What is not here may differ from rank to rank.
-_ALIKE: Final = {
-    "all_reduce": 0,
-    "all_reduce_coalesced": 0,
-    "broadcast": 0,
-    "reduce": 0,
-    "all_gather": 1,
-    "all_gather_coalesced": 1,
-    "all_gather_into_tensor": 1,
-    "all_gather_into_tensor_coalesced": 1,
-    "gather": 1,
-    "reduce_scatter": 0,
-    "reduce_scatter_tensor": 0,
-    "reduce_scatter_tensor_coalesced": 0,
-    "scatter": 0,
-}
-_PARTS: Final = {"all_gather": 0, "reduce_scatter": 1}  # lists, one for each tensor, of what each rank gives or gets
-_REDUCES: Final = frozenset(
-    ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced")
-)
 
-
-def signature_of(name: str, arguments: tuple[Any, ...], root: int = -1) -> str:
+def signature_of(kind: OperationType, form: Form, arguments: tuple[Any, ...], root: int = -1) -> str:
     """For example "float32 [4, 3], product, root 1"; "" for an operation that asks for nothing of the kind.
 
     Args:
-        name: of the operation.
+        kind: of the operation.
+        form: in which it is called.
         arguments: what it is called with.
         root: its global rank, as the student knows it; -1 where there is none.
     """
-    place = _ALIKE.get(name)
+    place = form.alike
     if place is None or len(arguments) <= place:
-        return _between_pairs(name, arguments) if name.startswith("all_to_all") else ""
+        return _between_pairs(arguments) if kind.traffic is Traffic.PAIRWISE else ""
     options, given = arguments[-1], arguments[place]
     tensor = first_tensor((given,))
     if tensor is None:
         return ""
-    operation = getattr(getattr(options, "reduceOp", None), "op", None) if name in _REDUCES else None
-    if name in _PARTS and (parts := arguments[_PARTS[name]]) and _uneven(parts[0]):
+    operation = getattr(getattr(options, "reduceOp", None), "op", None) if kind.reduces else None
+    if form.parts is not None and (parts := arguments[form.parts]) and _uneven(parts[0]):
         return _in_words(tensor.dtype, tuple(t.numel() for t in parts[0]), operation, root, "parts of ")
     words = _in_words(tensor.dtype, tensor.shape, operation, root)
     if isinstance(given, list) and len(given) > 1:
@@ -62,7 +44,7 @@ def _uneven(parts: Any) -> bool:
     return isinstance(parts, list) and len({t.numel() for t in parts if isinstance(t, torch.Tensor)}) > 1
 
 
-def _between_pairs(name: str, arguments: tuple[Any, ...]) -> str:
+def _between_pairs(arguments: tuple[Any, ...]) -> str:
     """What a rank sends to each of the others in an all-to-all, and gets from each: "float32 2,6 sent, 4,4 received" elements."""
     if len(arguments) < 2:
         return ""
@@ -70,7 +52,7 @@ def _between_pairs(name: str, arguments: tuple[Any, ...]) -> str:
     tensor = first_tensor((given,))
     if tensor is None:
         return ""
-    if name == "all_to_all":
+    if isinstance(given, list):
         sizes = [t.numel() for t in given], [t.numel() for t in output]
     else:
         of_output, of_input = arguments[2:4] if len(arguments) > 3 else ([], [])

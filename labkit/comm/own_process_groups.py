@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import ProcessGroup
 
+from labkit.recording.operations import methods
+
 __all__ = ["watched_gloo"]
 
-MESSAGES: Final = ("send", "recv", "recv_anysource", "monitored_barrier")
 
-
-def watched_gloo(group_class: Any, methods: tuple[str, ...]) -> Any:
+def watched_gloo(group_class: Any) -> Any:
     """torch's class of that name, whose collectives and messages go through a process group of our own.
 
     torch itself calls the backend of a group in C++, past this class. A group that torch makes by this name keeps the workers of
@@ -21,7 +21,6 @@ def watched_gloo(group_class: Any, methods: tuple[str, ...]) -> Any:
 
     Args:
         group_class: of process groups whose operations are written down.
-        methods: the names of the collectives.
     """
     gloo: Any = torch.distributed.ProcessGroupGloo
 
@@ -36,7 +35,7 @@ def watched_gloo(group_class: Any, methods: tuple[str, ...]) -> Any:
             real._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self)
             self._watched = group_class(store, rank, size, real=real)
 
-    for method in (*methods, *MESSAGES):
+    for method in methods():
         if hasattr(gloo, method) and hasattr(ProcessGroup, method):
             setattr(Watched, method, _through_group(method, getattr(gloo, method)))
     Watched.__name__, Watched.__qualname__, Watched.__module__ = gloo.__name__, gloo.__qualname__, gloo.__module__

@@ -15,7 +15,6 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import ProcessGroup
 
 from labkit.comm.backward import Backwards, in_backward
-from labkit.comm.collectives import COLLECTIVES, WITH_ROOT
 from labkit.comm.completion import Attendant
 from labkit.comm.cuda_timing import DeviceOperation
 from labkit.comm.descriptions import first_tensor, most_nbytes, nbytes_of, root_of, signature_of, tensor_in_words
@@ -26,6 +25,7 @@ from labkit.comm.operation import Batch, Operation
 from labkit.comm.time_limits import backends_limit, ends_by_itself
 from labkit.comm.work import SilentWork, WatchedMessage, WatchedWork
 from labkit.recording.group_keys import pair_key
+from labkit.recording.operations import RECV, SEND, Form, OperationType, methods, type_of
 from labkit.recording.record import Recorder, clock, student_line
 from labkit.recording.schema import OPEN, ROOTED, TIMED
 
@@ -168,14 +168,15 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         return operation
 
     def _carried_out(
-        self, name: str, arguments: tuple[Any, ...], root: int, match: int, call: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
+        self, kind: OperationType, form: Form, arguments: tuple[Any, ...], root: int, match: int, call: Callable[..., Any],
+        args: Any, kwargs: Any,
+    ) -> Any:  # fmt: skip
         """An operation that its caller waits for at once: the same as `_issue` and the wait for it, in half the time."""
-        start_ns, ring, group, line = clock(), self.recorder.ring, self._label, student_line()
-        nbytes, signature = most_nbytes(arguments), signature_of(name, arguments, root)
+        start_ns, ring, group, line, name = clock(), self.recorder.ring, self._label, student_line(), form.name
+        nbytes, signature = most_nbytes(arguments), signature_of(kind, form, arguments, root)
         peer = ROOTED - root if root >= 0 else -1
         slot = ring.pend(name, start_ns, nbytes=nbytes, peer=peer, group=group, match=match, line=line, signature=signature)
-        booking = self._booked(name, arguments, nbytes, match, start_ns)
+        booking = self._booked(kind, arguments, nbytes, match, start_ns)
         try:
             work = call(self._real, *args, **kwargs)
         except BaseException:
@@ -185,7 +186,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
             self._count -= 1
             raise
         wait_start_ns, flags = clock(), OPEN
-        timed = self.timed or (name == "barrier" and ends_by_itself(arguments[-1].timeout))
+        timed = self.timed or (kind.own_limit and ends_by_itself(arguments[-1].timeout))
         ring.waiting(slot, wait_start_ns, TIMED if timed else 0)
         try:
             if work is not None:
@@ -202,13 +203,13 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
             ring.unpend(slot)
         return work
 
-    def _booked(self, name: str, arguments: tuple[Any, ...], nbytes: int, match: int, at_ns: int) -> Booking | None:
+    def _booked(self, kind: OperationType, arguments: tuple[Any, ...], nbytes: int, match: int, at_ns: int) -> Booking | None:
         """A collective that this rank has come to, in the book of the slow link if there is one."""
         if self.slow is None:
             return None
-        if name in ("gather", "scatter") and not (nbytes_of(arguments[0]) and nbytes_of(arguments[1])):
+        if kind.root_has_all and not (nbytes_of(arguments[0]) and nbytes_of(arguments[1])):
             nbytes *= self.size()  # the root alone gives or gets what all have
-        return self.slow.collective(name, nbytes, self._ranks, self._label, match, at_ns)
+        return self.slow.collective(kind.name, nbytes, self._ranks, self._label, match, at_ns)
 
     def _followed(self, operation: Operation, work: Any, kept: object, tells: bool) -> Any:
         """See to it that the end of what is on its way is noticed."""
@@ -241,13 +242,13 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
 
     def _message(self, method: str, tensors: list[Any], peer: int, tag: int, *who: int) -> Any:
         name, group, match = method, "", 0
-        if method != "recv_anysource":
+        if who:  # else from whoever sends
             if not 0 <= peer < self.size():  # with gloo, it would wait for ever
                 raise ValueError(f"{method} with rank {peer}: this group has the ranks 0 to {self.size() - 1}")
             peer, group, numbers = self._pairs.get((method, peer, tag)) or self._pair(method, peer, tag)
             match = next(numbers)
         else:
-            name = "recv"
+            name = RECV.name
         operation = self._issue(name, (tensors,), peer, group, match, tensor_in_words(tensors))
         operation.timed = self.timed_messages
         if group:
@@ -266,7 +267,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
 
     def _arrived(self, tag: int, work: Any, operation: Operation) -> None:
         """Only now is it known who sent it."""
-        operation.peer, operation.group, numbers = self._pair("recv", work._source_rank(), tag)
+        operation.peer, operation.group, numbers = self._pair(RECV.name, work._source_rank(), tag)
         operation.match = next(numbers)
         self._book_message(operation)
 
@@ -274,7 +275,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         """This end of a message has come, in the book of the slow link if there is one."""
         if self.slow is not None:
             me, other = self._ranks[self.rank()], operation.peer
-            ends = (me, other) if operation.name == "send" else (other, me)
+            ends = (me, other) if operation.name == SEND.name else (other, me)
             operation.booking = self.slow.message(*ends, operation.nbytes, operation.group, operation.match, operation.start_ns)
 
     def _pair(self, method: str, peer: int, tag: int) -> tuple[int, str, Iterator[int]]:
@@ -283,7 +284,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         if pair is None:
             label = self.label  # knows the ranks, from here on
             me, other = self._ranks[self.rank()], self._ranks[peer]
-            source, destination = (me, other) if method == "send" else (other, me)
+            source, destination = (me, other) if method == SEND.name else (other, me)
             pair = self._pairs[method, peer, tag] = other, pair_key(source, destination, tag, label), itertools.count(1)
         return pair
 
@@ -302,8 +303,9 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
         """A barrier that names the ranks which do not come. It has no asynchronous form."""
         self._count += 1
-        operation = self._issue("monitored_barrier", (), -1, self.label, self._count, "")
-        operation.booking = self._booked("monitored_barrier", (), 0, self._count, operation.start_ns)
+        kind = type_of("monitored_barrier")
+        operation = self._issue(kind.name, (), -1, self.label, self._count, "")
+        operation.booking = self._booked(kind, (), 0, self._count, operation.start_ns)
         limit = args[0] if args else kwargs.get("timeout")
         operation.wait_begins(TIMED if ends_by_itself(limit) else 0)
         try:
@@ -338,25 +340,23 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing  # what C++ calls in versions after 2.13
 
 
-def _collective(method: str, name: str) -> Callable[..., Any]:
+def _collective(method: str, kind: OperationType, form: Form) -> Callable[..., Any]:
     """The method that does what torch's does, and has it written down."""
     inherited = getattr(ProcessGroup, method)
-    with_root = name in WITH_ROOT
-    into_one = name.removesuffix("_coalesced") if name.endswith("_tensor_coalesced") else ""
+    of_one = next((other for other in kind.forms if other.name == form.of_one), None)
 
     def collective(self: _WatchedGroup, *args: Any, **kwargs: Any) -> Any:
         arguments = (*args, *kwargs.values()) if kwargs else args
-        # Functional collectives know the coalesced form alone, also for one tensor.
-        called = into_one if into_one and len(arguments[0]) == 1 else name
+        called = of_one if of_one is not None and len(arguments[0]) == 1 else form
         label = self._label or self.label  # knows the ranks, from here on
-        root = self._root(arguments) if with_root else -1
+        root = self._root(arguments) if kind.rooted else -1
         self._count = match = self._count + 1
         at_once = arguments and not getattr(arguments[-1], "asyncOp", True)  # who asks for it so waits for it at once
         if at_once and self.recorder.device_clock is None:
-            return self._carried_out(called, arguments, root, match, inherited, args, kwargs)
-        signature = signature_of(called, arguments, root)
-        operation = self._issue(called, arguments, ROOTED - root if root >= 0 else -1, label, match, signature)
-        operation.booking = self._booked(called, arguments, operation.nbytes, match, operation.start_ns)
+            return self._carried_out(kind, called, arguments, root, match, inherited, args, kwargs)
+        signature = signature_of(kind, called, arguments, root)
+        operation = self._issue(called.name, arguments, ROOTED - root if root >= 0 else -1, label, match, signature)
+        operation.booking = self._booked(kind, arguments, operation.nbytes, match, operation.start_ns)
         try:
             work = inherited(self._real, *args, **kwargs)
         except BaseException:
@@ -403,12 +403,13 @@ def _delegated(method: str) -> Any:
 
 def _fill_in() -> None:
     """Give the class the methods that this version of torch has."""
+    known = methods()
     kept = {"BackendType", "boxed", "unbox", "rank", "size", *ProcessGroup.BackendType.__members__, *vars(_WatchedGroup)}
     for method in dir(ProcessGroup):
         if method in kept or method.startswith(("__", "_pybind11")):
             continue
-        if method in COLLECTIVES:
-            setattr(_WatchedGroup, method, _collective(method, COLLECTIVES[method]))
+        if method in known:
+            setattr(_WatchedGroup, method, _collective(method, *known[method]))
         elif method in SETTERS:
             setattr(_WatchedGroup, method, _on_both_halves(method))
         else:

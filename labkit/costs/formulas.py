@@ -10,36 +10,22 @@ n a size in bytes. What runs over a `labkit.Link` in a group follows the same fo
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Final
 
-from labkit.costs.link import Link, rounds_and_share
+from labkit.costs.link import Link, cost_of
 from labkit.costs.prediction import Prediction, check_arguments, in_latex
 from labkit.costs.schedule_names import INTERLEAVED, schedule_name
 from labkit.errors.wrong_calls import public_api
+from labkit.recording.operations import CHAN, HOCKNEY, OPERATION_TYPES, THAKUR, Traffic
 
 __all__ = [
     "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "data_parallel_step", "gather", "message",
     "pipeline_bubble", "pipeline_step", "reduce", "reduce_scatter", "rpc", "scatter", "tensor_parallel_layer", "zero_memory",
 ]  # fmt: skip
 
-_THAKUR: Final = "Thakur, Rabenseifner, Gropp, Optimization of collective communication operations in MPICH, 2005"
-_CHAN: Final = "Chan et al., Collective communication: theory, practice, and experience, 2007"
 _LOGP: Final = "Culler et al., LogP, 1993 (overhead)"
-_HOCKNEY: Final = "Hockney, The communication challenge for MPP, 1994"
-
 _DEEP: Final = r"\lceil\log_2 p\rceil"
-_FORMULAS: Final = {  # as in `costs.link.rounds_and_share`
-    "send": r"\alpha + \frac{n}{B}",
-    "all_reduce": r"2(p-1)\,\alpha + \frac{2(p-1)}{p}\,\frac{n}{B}",
-    "all_gather": r"(p-1)\,\alpha + \frac{p-1}{p}\,\frac{n}{B}",
-    "reduce_scatter": r"(p-1)\,\alpha + \frac{p-1}{p}\,\frac{n}{B}",
-    "all_to_all": r"(p-1)\,\alpha + \frac{p-1}{p}\,\frac{n}{B}",
-    "broadcast": rf"{_DEEP}\left(\alpha + \frac{{n}}{{B}}\right)",
-    "reduce": rf"{_DEEP}\left(\alpha + \frac{{n}}{{B}}\right)",
-    "gather": rf"{_DEEP}\,\alpha + \frac{{p-1}}{{p}}\,\frac{{n}}{{B}}",
-    "scatter": rf"{_DEEP}\,\alpha + \frac{{p-1}}{{p}}\,\frac{{n}}{{B}}",
-    "barrier": rf"{_DEEP}\,\alpha",
-}
 
 
 def __dir__() -> list[str]:
@@ -51,7 +37,7 @@ def message(nbytes: float, link: Link) -> Prediction:
 
     Source: R. W. Hockney, "The communication challenge for MPP", 1994.
     """
-    return _collective("send", nbytes, 2, link, _HOCKNEY)
+    return _collective("send", nbytes, 2, link)
 
 
 def all_reduce(nbytes: float, ranks: int, link: Link, *, algorithm: str = "ring") -> Prediction:
@@ -75,11 +61,11 @@ def all_reduce(nbytes: float, ranks: int, link: Link, *, algorithm: str = "ring"
     check_arguments(nbytes=nbytes, ranks=ranks, link=link)
     deep, around = math.ceil(math.log2(ranks)), 2 * (ranks - 1) / ranks
     if algorithm == "tree":
-        return _timed(2 * deep, 2 * deep, nbytes, link, rf"2{_DEEP}\left(\alpha + \frac{{n}}{{B}}\right)", _CHAN)
+        return _timed(2 * deep, 2 * deep, nbytes, link, rf"2{_DEEP}\left(\alpha + \frac{{n}}{{B}}\right)", CHAN)
     if algorithm == "halving":
         if ranks & (ranks - 1):
             raise ValueError(f"algorithm='halving' with ranks={ranks}: this form holds for powers of two (2, 4, 8, ...)")
-        return _timed(2 * deep, around, nbytes, link, rf"2{_DEEP}\,\alpha + \frac{{2(p-1)}}{{p}}\,\frac{{n}}{{B}}", _THAKUR)
+        return _timed(2 * deep, around, nbytes, link, rf"2{_DEEP}\,\alpha + \frac{{2(p-1)}}{{p}}\,\frac{{n}}{{B}}", THAKUR)
     raise ValueError(f"algorithm={algorithm!r}: expected 'ring', 'tree' or 'halving'")
 
 
@@ -119,7 +105,7 @@ def broadcast(nbytes: float, ranks: int, link: Link, *, algorithm: str = "tree")
         raise ValueError(f"algorithm={algorithm!r}: expected 'tree' or 'scatter'")
     check_arguments(nbytes=nbytes, ranks=ranks, link=link)
     rounds, share = math.ceil(math.log2(ranks)) + ranks - 1, 2 * (ranks - 1) / ranks
-    return _timed(rounds, share, nbytes, link, rf"({_DEEP} + p - 1)\,\alpha + \frac{{2(p-1)}}{{p}}\,\frac{{n}}{{B}}", _THAKUR)
+    return _timed(rounds, share, nbytes, link, rf"({_DEEP} + p - 1)\,\alpha + \frac{{2(p-1)}}{{p}}\,\frac{{n}}{{B}}", THAKUR)
 
 
 def reduce(nbytes: float, ranks: int, link: Link) -> Prediction:
@@ -129,12 +115,12 @@ def reduce(nbytes: float, ranks: int, link: Link) -> Prediction:
 
 def gather(nbytes: float, ranks: int, link: Link) -> Prediction:
     """Seconds until one rank has the parts of all, by a binomial tree: ⌈log₂ p⌉·α + (p−1)/p·n/B, n their bytes together."""
-    return _collective("gather", nbytes, ranks, link, _CHAN)
+    return _collective("gather", nbytes, ranks, link)
 
 
 def scatter(nbytes: float, ranks: int, link: Link) -> Prediction:
     """Seconds until each rank has its part of what one had, by a binomial tree: ⌈log₂ p⌉·α + (p−1)/p·n/B, n all parts' bytes."""
-    return _collective("scatter", nbytes, ranks, link, _CHAN)
+    return _collective("scatter", nbytes, ranks, link)
 
 
 def barrier(ranks: int, link: Link) -> Prediction:
@@ -142,7 +128,7 @@ def barrier(ranks: int, link: Link) -> Prediction:
 
     Source: D. Hensgen, R. Finkel, U. Manber, "Two algorithms for barrier synchronization", 1988.
     """
-    return _collective("barrier", 0, ranks, link, "Hensgen, Finkel, Manber, Two algorithms for barrier synchronization, 1988")
+    return _collective("barrier", 0, ranks, link)
 
 
 def rpc(request_bytes: float, reply_bytes: float, link: Link, *, compute_s: float = 0.0) -> Prediction:
@@ -157,7 +143,7 @@ def rpc(request_bytes: float, reply_bytes: float, link: Link, *, compute_s: floa
     check_arguments(request_bytes=request_bytes, reply_bytes=reply_bytes, link=link, compute_s=compute_s)
     value = 2 * link.latency_s + (request_bytes + reply_bytes) / link.bytes_per_s + compute_s
     inserted = rf"2 \cdot {_s(link.latency_s)} + {_over(request_bytes + reply_bytes, link)} + {_s(compute_s)}"
-    return Prediction(value, "s", "T", r"2\,\alpha + \frac{n_1 + n_2}{B} + t", inserted, _HOCKNEY)
+    return Prediction(value, "s", "T", r"2\,\alpha + \frac{n_1 + n_2}{B} + t", inserted, HOCKNEY)
 
 
 def data_parallel_step(
@@ -389,10 +375,10 @@ def zero_memory(
     )
 
 
-def _collective(operation: str, nbytes: float, ranks: int, link: Link, source: str = _THAKUR) -> Prediction:
+def _collective(operation: str, nbytes: float, ranks: int, link: Link) -> Prediction:
     check_arguments(nbytes=nbytes, ranks=ranks, link=link)
-    rounds, share = rounds_and_share(operation, ranks)
-    return _timed(rounds, share, nbytes, link, _FORMULAS[operation], source)
+    cost = cost_of(operation, ranks)
+    return _timed(cost.rounds(ranks), cost.share(ranks), nbytes, link, cost.formula, cost.source)
 
 
 def _timed(rounds: int, share: float, nbytes: float, link: Link, formula: str, source: str) -> Prediction:
@@ -417,4 +403,18 @@ def _times(count: float) -> str:
     return rf"{count / 10**power:g} \cdot 10^{{{power}}}"
 
 
+def _of_table(operation: str) -> Callable[[float, int, Link], Prediction]:
+    """The function for a collective that has none of its own here."""
+
+    def predicted(nbytes: float, ranks: int, link: Link) -> Prediction:
+        return _collective(operation, nbytes, ranks, link)
+
+    predicted.__name__ = predicted.__qualname__ = operation
+    return predicted
+
+
+for _kind in OPERATION_TYPES:
+    if _kind.collective and _kind.traffic is not Traffic.TOGETHER and _kind.cost is not None and _kind.name not in __all__:
+        __all__.append(_kind.name)
+        globals()[_kind.name] = _of_table(_kind.name)
 globals().update({name: public_api(globals()[name]) for name in __all__})

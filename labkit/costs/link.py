@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 from labkit.errors.wrong_calls import public_api
+from labkit.recording.operations import OPERATION_TYPES, Cost, type_of
 
-__all__ = ["Link", "as_float", "rounds_and_share"]
+__all__ = ["Link", "as_float", "cost_of", "rounds_and_share"]
 
 BITS: Final = 8
-# What the several forms of an operation add to its name: they move the same bytes.
-_FORMS: Final = ("_coalesced", "_into_tensor", "_tensor", "_single")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,24 +94,17 @@ Link.__init__ = public_api(Link.__init__)  # type: ignore[method-assign]  # data
 
 
 def rounds_and_share(operation: str, ranks: int) -> tuple[int, float]:
-    """The two numbers of an operation's cost, rounds·α + share·n/B.
+    """The two numbers of an operation's cost, rounds·α + share·n/B; `recording.operations` says what n is.
 
-    With p ranks and L = ⌈log₂ p⌉:
+    Raises:
+        TypeError, ValueError: as `cost_of`.
+    """
+    cost = cost_of(operation, ranks)
+    return cost.rounds(ranks), cost.share(ranks)
 
-    | operation | algorithm | rounds | share | n |
-    |---|---|---|---|---|
-    | send, recv, rpc | | 1 | 1 | the message; of a remote call, one way |
-    | all_reduce | ring | 2(p−1) | 2(p−1)/p | a rank's tensor |
-    | all_gather, reduce_scatter | ring | p−1 | (p−1)/p | the parts of all ranks together |
-    | all_to_all | pairwise exchange | p−1 | (p−1)/p | what a rank sends in all, to itself too |
-    | broadcast, reduce | binomial tree | L | L | the tensor |
-    | gather, scatter | binomial tree | L | (p−1)/p | the parts of all ranks together |
-    | barrier | dissemination | L | 0 | |
-    | monitored_barrier | all to rank 0, and back | 2 | 0 | |
 
-    Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH", 2005, and
-    E. Chan et al., "Collective communication: theory, practice, and experience", 2007, without their term for the arithmetic;
-    barrier: D. Hensgen, R. Finkel, U. Manber, "Two algorithms for barrier synchronization", 1988.
+def cost_of(operation: str, ranks: int) -> Cost:
+    """The cost of an operation, by its name.
 
     Raises:
         TypeError, ValueError: no operation is called so, or an invalid number of ranks.
@@ -123,27 +115,11 @@ def rounds_and_share(operation: str, ranks: int) -> tuple[int, float]:
         raise TypeError(f"ranks={ranks!r}: expected a whole number from 1")
     if ranks < 1:
         raise ValueError(f"ranks={ranks!r}: expected a whole number from 1")
-    plain = operation
-    for form in _FORMS:
-        plain = plain.removesuffix(form)
-    if plain in ("send", "recv", "rpc"):
-        return 1, 1.0
-    others, deep = ranks - 1, math.ceil(math.log2(ranks))
-    forms: dict[str, tuple[int, float]] = {
-        "all_reduce": (2 * others, 2 * others / ranks),
-        "all_gather": (others, others / ranks),
-        "reduce_scatter": (others, others / ranks),
-        "all_to_all": (others, others / ranks),
-        "broadcast": (deep, float(deep)),
-        "reduce": (deep, float(deep)),
-        "gather": (deep, others / ranks),
-        "scatter": (deep, others / ranks),
-        "barrier": (deep, 0.0),
-        "monitored_barrier": (2 if others else 0, 0.0),
-    }
-    if plain not in forms:
-        raise ValueError(f"{operation!r} is no operation whose cost is known; expected send, recv, rpc, {', '.join(forms)}")
-    return forms[plain]
+    cost = type_of(operation).cost
+    if cost is None:
+        known = ", ".join(kind.name for kind in OPERATION_TYPES if kind.cost is not None)
+        raise ValueError(f"{operation!r} is no operation whose cost is known; expected {known}")
+    return cost
 
 
 def as_float(value: Any) -> float:

@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.errors.units import bytes_in_words
-from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, SERVE
+from labkit.recording.operations import SERVE, type_of
+from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE
 from labkit.tracing.intervals import Intervals, difference, union
 from labkit.tracing.trace import Trace
 
@@ -116,8 +117,8 @@ def style_of(name: str) -> str:
 
     A served call takes the style of its function or method: "serve Decoder.forward" is forward.
     """
-    if name.startswith(SERVE):
-        name = name.removeprefix(SERVE).partition(" ")[0].rpartition(".")[2]
+    if type_of(name) is SERVE:
+        name = SERVE.function_in(name).partition(" ")[0].rpartition(".")[2]
     word = re.match(r"[a-z]+", name.lower())
     return word[0] if word and word[0] in ("data", "forward", "backward", "optimizer") else "compute"
 

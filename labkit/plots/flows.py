@@ -13,27 +13,18 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from labkit.plots.ends import Ends, ends_of
 from labkit.plots.message_arrows import messages
+from labkit.recording.operations import REPLY, Traffic, type_of
 from labkit.recording.schema import COMMUNICATION, OPEN, ROOTED, UNSIZED
 from labkit.tracing.trace import Trace
 
 __all__ = ["Flows", "flows_of", "over_time"]
-
-# Of the bytes of a collective on n ranks, by how it begins: the share that each rank sends to the next one in the ring.
-_TO_NEXT: Final = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-}
-_FROM_ROOT: Final = ("broadcast", "scatter")  # the other collectives with a root bring it something
-_RECEIVED: Final = ("to_here", "received")  # these say what came, not what went
-_SECOND_END: Final = ("recv",)  # counted by the rank that sent it
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +103,7 @@ def flows_of(trace: Trace) -> Flows:
     return Flows(
         tuple(names[i] for i in used[order].tolist()), place[operation], source, destination, nbytes, start[row], end[row],
         tuple(once[i] for i in used[order].tolist()),
-        rings=any(names[i].startswith(tuple(_TO_NEXT)) for i in used), roots=bool(roots), unsized=_unsized(rows, names),
+        rings=any(type_of(names[i]).traffic is Traffic.RING for i in used), roots=bool(roots), unsized=_unsized(rows, names),
         ends=tuple(itertools.compress(ends.names, shown)), rank=ends.rank[shown], devices=ends.devices,
     )  # fmt: skip
 
@@ -147,7 +138,7 @@ def over_time(flows: Flows, edges: NDArray[np.int64]) -> NDArray[np.float64]:
 def _on_its_way(trace: Trace, mine: NDArray[np.int64], rows: Any, ready: NDArray[np.int64]) -> tuple[Any, Any]:
     """When each row's bytes travelled: from when all had come until its end; a remote call's arguments before it is served."""
     start, end = ready.copy(), np.maximum(rows["end_ns"], ready)
-    if not any(name.startswith("reply ") for name in trace.columns.names):
+    if not any(type_of(trace.columns.names[number]) is REPLY for number in np.unique(rows["name"]).tolist()):
         return start, end
     place = {number: i for i, number in enumerate(mine.tolist())}
     for message in messages(trace):
@@ -160,9 +151,7 @@ def _on_its_way(trace: Trace, mine: NDArray[np.int64], rows: Any, ready: NDArray
 def _messages(rows: Any, names: list[str], ends: Ends) -> list[tuple[Any, ...]]:
     """Of messages and remote calls: row, source, destination, bytes."""
     peer = rows["peer"] >= 0
-    first = np.array([name.partition(" ")[0] for name in names])
-    received = np.isin(first, _RECEIVED)[rows["name"]]
-    second = np.array([name.startswith(_SECOND_END) for name in names])[rows["name"]]
+    received, second = _travels(rows, names, Traffic.FROM_PEER), _travels(rows, names, Traffic.SECOND_END)
     here = np.flatnonzero(peer & ~second)
     mine, other = ends.of(rows[here]), ends.opposite(rows[here], rows[second])
     came = received[here]
@@ -172,7 +161,7 @@ def _messages(rows: Any, names: list[str], ends: Ends) -> list[tuple[Any, ...]]:
 def _roots(rows: Any, names: list[str], ends: Ends) -> list[tuple[Any, ...]]:
     """Of collectives with a root: row, source, destination, bytes. The root's own entry goes from it to itself."""
     here = np.flatnonzero(rows["peer"] <= ROOTED)
-    leaves = np.array([name in _FROM_ROOT for name in names])[rows["name"][here]]
+    leaves = _travels(rows[here], names, Traffic.FROM_ROOT)  # the other collectives with a root bring it something
     mine, root = ends.of(rows[here]), ends.root(ROOTED - rows["peer"][here])
     part = (here, np.where(leaves, root, mine), np.where(leaves, mine, root), rows["nbytes"][here].astype(np.float64))
     return [part] if len(here) else []
@@ -190,21 +179,25 @@ def _rings(rows: Any, names: list[str], ends: Ends) -> list[tuple[Any, ...]]:
         after[members] = np.roll(members, -1)
         for number in np.unique(rows["name"][of_group]).tolist():
             here = of_group[rows["name"][of_group] == number]
-            mine, nbytes, name = ends.of(rows[here]), rows["nbytes"][here].astype(np.float64), names[number]
-            if name.startswith("all_to_all"):
+            mine, nbytes, kind = ends.of(rows[here]), rows["nbytes"][here].astype(np.float64), type_of(names[number])
+            if kind.traffic is Traffic.PAIRWISE:
                 for other in members.tolist():
                     parts.append((here, mine, np.full(len(here), other), nbytes / n))  # to itself as well: that does not travel
-            else:
-                share = next((share for begin, share in _TO_NEXT.items() if name.startswith(begin)), None)
-                if share is not None:
-                    parts.append((here, mine, after[mine], nbytes * share(n)))
+            elif kind.traffic is Traffic.RING and kind.cost is not None:
+                parts.append((here, mine, after[mine], nbytes * kind.cost.share(n)))
     return parts
 
 
 def _unsized(rows: Any, names: list[str]) -> tuple[tuple[str, int], ...]:
-    second = np.array([name.startswith(_SECOND_END) for name in names])[rows["name"]]
+    second = _travels(rows, names, Traffic.SECOND_END)
     times = _times(rows, np.flatnonzero((rows["flags"] & UNSIZED != 0) & ~second))
     return tuple(sorted((names[number], count) for number, count in times.items()))
+
+
+def _travels(rows: Any, names: list[str], how: Traffic) -> NDArray[np.bool_]:
+    """For each row, whether that is how its bytes travel."""
+    used, place = np.unique(rows["name"], return_inverse=True)
+    return np.array([type_of(names[number]).traffic is how for number in used.tolist()], bool)[place]
 
 
 def _times(rows: Any, used: NDArray[np.int64]) -> dict[int, int]:

@@ -14,8 +14,8 @@ from labkit.costs.fit import Fit
 from labkit.costs.link import Link
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import in_words
-from labkit.plots.colors import colour_of
 from labkit.plots.style import WIDTH_IN, labkit_style, pyplot
+from labkit.recording.operations import type_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +33,7 @@ def _draw(fits: Sequence[Fit], ax: Axes | None = None) -> Axes:
         if ax is None:
             ax = plt.subplots(figsize=(WIDTH_IN, 4.2), layout="constrained")[1]
         for number, fit in enumerate(fits):
-            colour, marker = colour_of(fit.operation), MARKERS[number % len(MARKERS)]
+            colour, marker = type_of(fit.operation).colour, MARKERS[number % len(MARKERS)]
             sizes = np.geomspace(min(fit.nbytes), max(fit.nbytes), 100)
             ax.plot(sizes, [fit.predicted_s(n) for n in sizes.tolist()], color=colour, linewidth=1.4)
             label = f"{fit.operation}: {', '.join(fit.in_short)}, off by {fit.error:.0%}"

@@ -9,7 +9,8 @@ import numpy as np
 
 from labkit.plots.bars import COMMUNICATION_LANE, COMPUTE_LANE
 from labkit.plots.rows import Row
-from labkit.recording.schema import COMMUNICATION, COMPUTE, CUDA, OPEN, SERVE
+from labkit.recording.operations import RECV, REPLY, SEND, SERVE, TO_HERE, VALUE, OperationType, type_of
+from labkit.recording.schema import COMMUNICATION, COMPUTE, CUDA, OPEN
 from labkit.tracing.trace import Trace
 
 if TYPE_CHECKING:
@@ -49,27 +50,25 @@ def messages(trace: Trace) -> list[Message]:
     """The messages and remote procedure calls whose two ends are both in the trace."""
     data, names, ready = trace.columns.data, trace.columns.names, trace.ready()
     complete = (data["kind"] == COMMUNICATION) & (data["peer"] >= 0) & (data["group"] != 0) & (data["flags"] & OPEN == 0)
-    ends: dict[tuple[int, int], dict[str, int]] = {}
+    ends: dict[tuple[int, int], dict[OperationType, int]] = {}
     for i in np.flatnonzero(complete).tolist():
         row = data[i]
-        name = names[row["name"]]
-        operation = "recv" if name.startswith("recv") else name.partition(" ")[0]  # "reply" of "reply forward"
-        ends.setdefault((int(row["group"]), int(row["match"])), {})[operation] = i
+        ends.setdefault((int(row["group"]), int(row["match"])), {})[type_of(names[row["name"]])] = i
     found = []
     for both in ends.values():
-        if "send" in both and "recv" in both:
-            send, recv = data[both["send"]], data[both["recv"]]
-            cuda, at = bool(send["device"] == CUDA), both["send"]
+        if SEND in both and RECV in both:
+            send, recv = data[both[SEND]], data[both[RECV]]
+            cuda, at = bool(send["device"] == CUDA), both[SEND]
             found.append(
                 Message(int(send["rank"]), int(ready[at]), int(recv["rank"]), int(recv["end_ns"]), on_cuda=cuda, span=at)
             )
-        elif "value" in both and "to_here" in both:  # a remote call's value, fetched from its owner
-            value, fetch, since = data[both["value"]], data[both["to_here"]], ready[both["to_here"]]
+        elif VALUE in both and TO_HERE in both:  # a remote call's value, fetched from its owner
+            value, fetch, since = data[both[VALUE]], data[both[TO_HERE]], ready[both[TO_HERE]]
             fetched = int(value["rank"]), int(since), int(fetch["rank"]), int(fetch["end_ns"])
-            found.append(Message(*fetched, span=both["value"]))
-        elif "reply" in both and len(both) > 1:
-            call = next(i for operation, i in both.items() if operation != "reply")
-            found += _call_and_reply(trace, call, both["reply"])
+            found.append(Message(*fetched, span=both[VALUE]))
+        elif REPLY in both and len(both) > 1:
+            call = next(i for kind, i in both.items() if kind is not REPLY)
+            found += _call_and_reply(trace, call, both[REPLY])
     return [m for m in found if m.source != m.destination and trace.start_ns <= m.sent_ns <= m.arrived_ns <= trace.end_ns]
 
 
@@ -78,7 +77,7 @@ def _call_and_reply(trace: Trace, call_at: int, reply_at: int) -> list[Message]:
     data, names = trace.columns.data, trace.columns.names
     call, reply = data[call_at], data[reply_at]
     caller, callee = int(call["rank"]), int(reply["rank"])
-    served = trace.columns.name_id(SERVE + names[reply["name"]].partition(" ")[2])
+    served = trace.columns.name_id(SERVE.recorded(REPLY.function_in(names[reply["name"]])))
     before = (
         (data["kind"] == COMPUTE) & (data["name"] == served) & (data["rank"] == callee) & (data["end_ns"] <= reply["start_ns"])
     )

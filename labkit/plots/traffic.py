@@ -11,10 +11,10 @@ import numpy as np
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import bytes_in_words, unit_of, unit_of_bytes
 from labkit.errors.wrong_calls import public_api
-from labkit.plots.colors import colour_of
 from labkit.plots.flows import Flows, flows_of, over_time
 from labkit.plots.style import GREY, INKS, WIDTH_IN, HasTrace, labkit_style, pyplot, shortened, trace_of
 from labkit.plots.timeline import view_of
+from labkit.recording.operations import type_of
 from labkit.tracing.trace import Trace
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def _looks(names: Sequence[str]) -> list[dict[str, Any]]:
     """The colour of each operation, with a texture if an operation earlier in the alphabet has the same colour."""
     found, used = {}, Counter[str]()
     for name in sorted(names):
-        colour = colour_of(name)
+        colour = type_of(name).colour
         light = sum(int(colour[i : i + 2], 16) for i in (1, 3, 5)) > 3 * 128
         found[name] = {"facecolor": colour, "hatch": TEXTURES[used[colour]], "edgecolor": INKS["dark" if light else "light"]}
         used[colour] += 1

@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from labkit.recording.events import ProfilerEvent, Scalar
 from labkit.recording.group_keys import GroupKind, kind_of, sender_of
-from labkit.recording.schema import FIELDS, ROOTED, SERVE, STEPS_IN_ALL, Span
+from labkit.recording.operations import REPLY, SERVE, TO_HERE, VALUE, type_of
+from labkit.recording.schema import FIELDS, ROOTED, STEPS_IN_ALL, Span
 
 __all__ = ["read_events", "write_events"]
 
@@ -167,8 +168,8 @@ def _arrows(spans: Sequence[Span], places: Sequence[int], ranks: Sequence[str], 
     serving: dict[tuple[int, str, int], int] = {}  # a call is served until the moment in which its reply begins
     pairs: dict[tuple[str, int], list[int]] = defaultdict(list)
     for i, span in enumerate(spans):
-        if span.name.startswith(SERVE) and span.kind == "compute":
-            serving[span.rank, span.name.removeprefix(SERVE), span.end_ns] = i
+        if span.kind == "compute" and type_of(span.name) is SERVE:
+            serving[span.rank, SERVE.function_in(span.name), span.end_ns] = i
         elif span.peer >= 0 and span.group and span.kind == "communication":
             pairs[span.group, span.match].append(i)
     arrows = 0
@@ -195,7 +196,7 @@ def _arrows(spans: Sequence[Span], places: Sequence[int], ranks: Sequence[str], 
     for pair in pairs.values():
         if len(pair) != 2 or spans[pair[0]].rank == spans[pair[1]].rank:
             continue  # one end is not in the trace
-        replies = [i for i in pair if spans[i].name.startswith(("reply ", "value "))]
+        replies = [i for i in pair if type_of(spans[i].name) in (REPLY, VALUE)]
         if len(replies) != 1:
             messages = [i for i in pair if kind_of(spans[i].group) is GroupKind.PAIR]
             senders = [i for i in messages if sender_of(spans[i].group) == spans[i].rank]
@@ -203,8 +204,9 @@ def _arrows(spans: Sequence[Span], places: Sequence[int], ranks: Sequence[str], 
                 arrow("message", senders[0], pair[pair[0] == senders[0]])
             continue
         reply, call = replies[0], pair[pair[0] == replies[0]]
-        served = serving.get((spans[reply].rank, spans[reply].name[len("reply ") :], spans[reply].start_ns))
-        if served is not None and spans[call].name != "to_here":
+        function = type_of(spans[reply].name).function_in(spans[reply].name)
+        served = serving.get((spans[reply].rank, function, spans[reply].start_ns))
+        if served is not None and type_of(spans[call].name) is not TO_HERE:
             arrow("call", call, served, to_start=True)
         arrow("reply", reply, call)
     return events

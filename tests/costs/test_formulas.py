@@ -11,6 +11,7 @@ import labkit as lab
 from labkit.costs import formulas
 from labkit.costs.link import Link, rounds_and_share
 from labkit.errors.units import in_words
+from labkit.recording.operations import OPERATION_TYPES, OperationType
 from labkit.tracing.ideal_pipeline import schedule
 
 LINK = Link(gbit_per_s=0.008, latency_us=1000)  # a million bytes per second, a millisecond
@@ -73,19 +74,22 @@ def test_predictions_and_emulated_links_use_the_same_formulas() -> None:
             assert getattr(formulas, name)(12345, ranks, LINK) == pytest.approx(LINK.seconds(name, 12345, ranks))
 
 
-@pytest.mark.parametrize("name", sorted(formulas._FORMULAS))
+@pytest.mark.parametrize("kind", [kind for kind in OPERATION_TYPES if kind.cost is not None], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 16])
-def test_the_formula_shown_is_the_one_evaluated(name: str, ranks: int) -> None:
+def test_the_formula_shown_is_the_one_evaluated(kind: OperationType, ranks: int) -> None:
     """The LaTeX, read back as Python."""
     import math
     import re
 
-    python = formulas._FORMULAS[name].replace(r"\lceil\log_2 p\rceil", "deep").replace(r"\frac{n}{B}", "n/B").replace(r"\,", "")
+    if kind.name == "monitored_barrier" and ranks == 1:
+        pytest.skip("rank 0 has nobody to hear from; the formula is for several ranks")
+    assert kind.cost is not None
+    python = kind.cost.formula.replace(r"\lceil\log_2 p\rceil", "deep").replace(r"\frac{n}{B}", "n/B").replace(r"\,", "")
     python = re.sub(r"\\frac\{([^}]*)\}\{p\}", r"*((\1)/p)*", python).replace(r"\left(", "*(").replace(r"\right)", ")")
     python = python.replace("+ *", "+ ").replace("*n/B", "*(n/B)").replace(r"\alpha", "*alpha").replace("(*alpha", "(alpha")
     python = re.sub(r"(\d)\(", r"\1*(", python).removeprefix("*")
     values = {"p": ranks, "alpha": 3, "n": 7000, "B": 11, "deep": math.ceil(math.log2(ranks))}
-    rounds, share = rounds_and_share(name, ranks)
+    rounds, share = rounds_and_share(kind.name, ranks)
     assert eval(python, values) == pytest.approx(rounds * 3 + share * 7000 / 11)
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from labkit.plots.bars import STYLES
-from labkit.plots.colors import OPERATIONS
 from labkit.plots.traffic import OTHERS
+from labkit.recording.operations import OPERATION_TYPES, OTHER
 
 EYES = {
     "full": np.eye(3),
@@ -82,5 +82,6 @@ def test_the_most_important_colours_are_far_apart(eye):
 
 @pytest.mark.parametrize("eye", EYES)
 def test_the_colours_of_operations_are_distinguishable(eye):
-    distance, pair = closest({colour: rgb(colour) for colour in (*OPERATIONS.values(), OTHERS, "#FFFFFF")}, eye)
+    colours = {kind.colour for kind in OPERATION_TYPES} | {OTHER.colour, OTHERS, "#FFFFFF"}
+    distance, pair = closest({colour: rgb(colour) for colour in sorted(colours)}, eye)
     assert distance > 12, f"{pair}: {distance:.1f}"

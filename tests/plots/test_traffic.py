@@ -12,15 +12,16 @@ mpl.use("agg")
 
 import matplotlib.pyplot as plt
 
-from labkit.comm.process_group import COLLECTIVES
 from labkit.errors.exceptions import LabError
-from labkit.plots.colors import OPERATIONS, colour_of
 from labkit.plots.figures import traffic
 from labkit.plots.flows import flows_of, over_time
 from labkit.plots.traffic import OTHERS, _cell
+from labkit.recording.operations import OTHER, SEND, Traffic, methods, type_of
 from labkit.recording.schema import ROOTED
 
 from synthetic import MS, Book, alone, data_parallel, model_parallel, remote_calls  # isort: skip
+
+UNCOUNTED = (Traffic.TOGETHER, Traffic.SECOND_END)  # which no figure of traffic shows
 
 
 @pytest.fixture(autouse=True)
@@ -224,9 +225,9 @@ def test_the_smallest_operations_are_combined_and_many_ranks_have_a_scale():
     book = Book()
     for number in range(11):
         for rank in range(12):
-            book.travel(rank, f"all_reduce_{number}", number, number + 1, nbytes=1000 * (11 - number), group="w", match=number)
+            book.travel(rank, f"rpc_sync f{number}", number, number + 1, nbytes=1000 * (11 - number), peer=(rank + 1) % 12)
     ax = traffic(book.trace(12))
-    assert legend(ax)[-1] == "3 others: 132 kB"
+    assert legend(ax)[-1] == "3 others: 72 kB"
     assert len(legend(ax)) == 9
     assert not matrix_of(ax).texts
     assert len(ax.figure.axes) == 3
@@ -247,6 +248,10 @@ def test_operations_with_few_bytes_are_among_the_others(sizes, shown):
     assert [text.partition(":")[0] for text in legend(traffic(book.trace(2)))] == shown
 
 
+def colour_of(name):
+    return type_of(name).colour
+
+
 def looks(ax):
     """By the operations of the legend: colour and texture."""
     handles = zip(*ax.get_legend_handles_labels(), strict=True)
@@ -262,7 +267,7 @@ def calls(names):
 
 
 def test_an_operation_has_the_same_colour_in_every_figure():
-    names = ["send", "rpc_async Shard.forward", "rpc_sync fetch", "remote Shard", "reply fetch", "gossip", "all_to_all_4"]
+    names = ["send", "rpc_async Shard.forward", "rpc_sync fetch", "remote Shard", "reply fetch", "gossip", "all_to_all"]
     together = calls(names)
     assert together == calls(reversed(names))
     for name in names:
@@ -274,7 +279,7 @@ def test_the_forms_of_an_operation_have_its_colour():
     assert colour_of("reduce_scatter_tensor_coalesced") == colour_of("reduce_scatter") != colour_of("reduce")
     assert colour_of("all_gather_into_tensor") == colour_of("all_gather") != colour_of("gather")
     assert colour_of("rpc_async Net.forward") == colour_of("rpc_sync f") != colour_of("reply Net.forward")
-    assert len({colour_of(name) for name in ("CollectiveReduceV2", "gossip")} | {OPERATIONS["send"], OTHERS}) == 3
+    assert len({colour_of("CollectiveReduceV2"), colour_of("gossip"), SEND.colour, OTHERS}) == 3
 
 
 def test_operations_of_one_colour_have_textures_of_their_own():
@@ -284,11 +289,9 @@ def test_operations_of_one_colour_have_textures_of_their_own():
     assert not found["send"][1]
 
 
-def test_every_operation_of_torch_has_a_known_colour():
-    named = {*COLLECTIVES.values(), "send"} - {"barrier"}
-    assert OPERATIONS[""] not in {colour_of(name) for name in named}
-    plain = {name for name in named if not name.endswith(("_coalesced", "_tensor", "_single"))}
-    assert len({colour_of(name) for name in plain}) == len(plain)
+def test_every_operation_of_torch_has_a_colour_of_its_own():
+    colours = [kind.colour for kind in {kind for kind, _ in methods().values()} if kind.traffic not in UNCOUNTED]
+    assert len({*colours, OTHER.colour}) == len(colours) + 1
 
 
 def test_given_axes_are_divided():

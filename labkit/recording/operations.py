@@ -1,0 +1,290 @@
+"""The one table of operations: what each is called, who sends what to whom, its cost, its colour, and how messages tell it.
+
+To have labkit record another collective, add an entry to `OPERATION_TYPES`. Recording, traffic, colours, predictions, emulated
+links, mismatches and deadlocks all read the entries. What is not in the table is an `OTHER`: a span that the student marks as
+communication, and a call that waits until others come, of which the key of its group tells all (`recording.group_keys`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+__all__ = [
+    "CHAN", "FOR_OTHERS", "GRADIENTS", "HOCKNEY", "OPERATION_TYPES", "OTHER", "PROMISE", "RECEIVED_GRADIENTS", "RECV", "REMOTE",
+    "REPLY", "RPC", "RPC_SHUTDOWN", "SEND", "SERVE", "THAKUR", "TO_HERE", "UNSEEN_PROMISE", "VALUE", "Cost", "Form",
+    "OperationType", "Traffic", "methods", "type_of", "type_of_kernel",
+]  # fmt: skip
+
+
+class Traffic(Enum):
+    """Who sends what to whom. Bytes are those that go into the operation on a rank or come out, whichever are more."""
+
+    RING = "each rank sends the next one in the ring its share of the bytes, as the cost says it"
+    PAIRWISE = "each rank sends each other one an equal part; ranks may give different amounts"
+    FROM_ROOT = "the root sends each other rank the bytes that this one counts"
+    TO_ROOT = "each rank sends the root the bytes that it counts"
+    TOGETHER = "ranks wait for one another, and nothing is counted"
+    TO_PEER = "the rank sends its peer the bytes"
+    FROM_PEER = "the rank gets the bytes from its peer, which counts nothing"
+    SECOND_END = "the rank gets the bytes from its peer, which counts them"
+    NONE = "a rank is busy with what another one has called"
+    UNKNOWN = "nobody knows, or there is a peer to which the rank sends the bytes"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cost:
+    """What an operation of p ranks takes, rounds·α + share·n/B: α is the latency of a link, B its bandwidth, n a size in bytes.
+
+    Args:
+        rounds: by p.
+        share: by p. Of a ring, it is also the share of the bytes that each rank sends to the next one.
+        formula: the same in LaTeX.
+        source: where it comes from.
+    """
+
+    rounds: Callable[[int], int]
+    share: Callable[[int], float]
+    formula: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Form:
+    """One of the forms of an operation. All move the same bytes.
+
+    Args:
+        name: as the student knows it, and as the record calls it: "all_gather_into_tensor".
+        methods: of torch's process group, which carry it out. Some have one name in torch 2.11 and another one since 2.13.
+        alike: which of their arguments all ranks give alike in number and type; None: it may differ from rank to rank.
+        parts: which of their arguments is a list, for each tensor, of what each rank gives or gets; None: none.
+        of_one: the form that it counts as with one tensor alone; "": itself.
+    """
+
+    name: str
+    methods: tuple[str, ...] = ()
+    alike: int | None = None
+    parts: int | None = None
+    of_one: str = ""
+
+
+OTHER_COLOUR: Final = "#690F2D"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OperationType:
+    """What labkit knows of an operation.
+
+    Args:
+        name: of its plainest form; `costs` and `lab.predict` know it by this.
+        traffic: who sends what to whom.
+        forms: of which the record has one.
+        cost: None where no closed formula is known.
+        colour: in every figure: warm as all communication is, and apart for colour-blind eyes as well.
+        of_function: whether the record has the name of the student's function behind that of the form: "rpc_sync Net.forward".
+        reduces: whether elements of several ranks become one.
+        root_has_all: whether n of the cost is all ranks' bytes together, of which who is not the root counts its part alone.
+        own_limit: whether each call may have a time limit of its own.
+        kernels: how the names of TensorFlow's kernels that carry it out begin.
+        name_in_messages: what messages about waiting and mismatches call it; "": as the record does.
+    """
+
+    name: str
+    traffic: Traffic
+    forms: tuple[Form, ...]
+    cost: Cost | None = None
+    colour: str = OTHER_COLOUR
+    of_function: bool = False
+    reduces: bool = False
+    root_has_all: bool = False
+    own_limit: bool = False
+    kernels: tuple[str, ...] = ()
+    name_in_messages: str = ""
+
+    @property
+    def collective(self) -> bool:
+        """Whether all ranks of a process group take part."""
+        return self.traffic in (Traffic.RING, Traffic.PAIRWISE, Traffic.FROM_ROOT, Traffic.TO_ROOT, Traffic.TOGETHER)
+
+    @property
+    def rooted(self) -> bool:
+        """Whether it comes from one rank, or goes to one."""
+        return self.traffic in (Traffic.FROM_ROOT, Traffic.TO_ROOT)
+
+    def recorded(self, function: str) -> str:
+        """Its name in the record, of one that has one form and is about a function: "serve Decoder.forward"."""
+        return f"{self.name} {function}"
+
+    def function_in(self, recorded: str) -> str:
+        """The function that it is about, of its name in the record; "" where it is about none."""
+        begin = next((form.name for form in self.forms if self.of_function and recorded.startswith(f"{form.name} ")), None)
+        return "" if begin is None else recorded[len(begin) + 1 :]
+
+    def in_words(self, recorded: str) -> str:
+        """What messages call it.
+
+        Args:
+            recorded: its name in the record.
+        """
+        return " ".join(filter(None, (self.name_in_messages, self.function_in(recorded)))) if self.name_in_messages else recorded
+
+
+THAKUR: Final = "Thakur, Rabenseifner, Gropp, Optimization of collective communication operations in MPICH, 2005"
+CHAN: Final = "Chan et al., Collective communication: theory, practice, and experience, 2007"
+HOCKNEY: Final = "Hockney, The communication challenge for MPP, 1994"
+_HENSGEN: Final = "Hensgen, Finkel, Manber, Two algorithms for barrier synchronization, 1988"
+_DEEP: Final = r"\lceil\log_2 p\rceil"
+
+
+def _deep(ranks: int) -> int:
+    return math.ceil(math.log2(ranks))
+
+
+# With p ranks and L = ⌈log₂ p⌉:
+#
+# | operation | algorithm | rounds | share | n |
+# |---|---|---|---|---|
+# | send, recv, rpc | | 1 | 1 | the message; of a remote call, one way |
+# | all_reduce | ring | 2(p−1) | 2(p−1)/p | a rank's tensor |
+# | all_gather, reduce_scatter | ring | p−1 | (p−1)/p | the parts of all ranks together |
+# | all_to_all | pairwise exchange | p−1 | (p−1)/p | what a rank sends in all, to itself too |
+# | broadcast, reduce | binomial tree | L | L | the tensor |
+# | gather, scatter | binomial tree | L | (p−1)/p | the parts of all ranks together |
+# | barrier | dissemination | L | 0 | |
+# | monitored_barrier | all to rank 0, and back | 2 | 0 | |
+#
+# Thakur and others, and Chan and others, have a term for the arithmetic as well, which is left out here.
+_MESSAGE: Final = Cost(lambda _: 1, lambda _: 1.0, r"\alpha + \frac{n}{B}", HOCKNEY)
+_RING_TWICE: Final = Cost(
+    lambda p: 2 * (p - 1), lambda p: 2 * (p - 1) / p, r"2(p-1)\,\alpha + \frac{2(p-1)}{p}\,\frac{n}{B}", THAKUR
+)
+_RING: Final = Cost(lambda p: p - 1, lambda p: (p - 1) / p, r"(p-1)\,\alpha + \frac{p-1}{p}\,\frac{n}{B}", THAKUR)
+_TREE: Final = Cost(_deep, lambda p: float(_deep(p)), rf"{_DEEP}\left(\alpha + \frac{{n}}{{B}}\right)", THAKUR)
+_TREE_OF_PARTS: Final = Cost(_deep, lambda p: (p - 1) / p, rf"{_DEEP}\,\alpha + \frac{{p-1}}{{p}}\,\frac{{n}}{{B}}", CHAN)
+_DISSEMINATION: Final = Cost(_deep, lambda _: 0.0, rf"{_DEEP}\,\alpha", _HENSGEN)
+_THERE_AND_BACK: Final = Cost(
+    lambda p: 2 if p > 1 else 0, lambda _: 0.0, r"2\,\alpha", "torch.distributed, documentation of monitored_barrier"
+)
+
+SEND: Final = OperationType("send", Traffic.TO_PEER, (Form("send", ("send",)),), _MESSAGE, "#7A3E65")
+RECV: Final = OperationType("recv", Traffic.SECOND_END, (Form("recv", ("recv", "recv_anysource")),), _MESSAGE)
+# Of remote calls: on the caller the call, on the callee what it does for it and what it sends back, or keeps until it is fetched.
+RPC: Final = OperationType(
+    "rpc", Traffic.TO_PEER, (Form("rpc_sync"), Form("rpc_async"), Form("rpc_async_jit"), Form("rpc_remote")), _MESSAGE, "#D55E00",
+    of_function=True,
+)  # fmt: skip
+REMOTE: Final = OperationType("remote", Traffic.TO_PEER, (Form("remote"),), colour="#D55E00", of_function=True)
+SERVE: Final = OperationType("serve", Traffic.NONE, (Form("serve"),), of_function=True)
+# The call has returned a future that is not completed (`async_execution`).
+PROMISE: Final = OperationType("future of", Traffic.NONE, (Form("future of"),), of_function=True)
+# Likewise, where C++ may complete it, as that of `torch.jit.fork`.
+UNSEEN_PROMISE: Final = OperationType("unseen future of", Traffic.NONE, (Form("unseen future of"),), of_function=True)
+REPLY: Final = OperationType("reply", Traffic.TO_PEER, (Form("reply"),), colour="#F0E442", of_function=True)
+VALUE: Final = OperationType("value", Traffic.TO_PEER, (Form("value"),), colour="#F0E442", of_function=True)
+# As all_gather, which no group with remote calls has beside it as a rule.
+TO_HERE: Final = OperationType("to_here", Traffic.FROM_PEER, (Form("to_here"),), colour="#E69F00")
+# Of a distributed backward pass.
+GRADIENTS: Final = OperationType("gradients", Traffic.TO_PEER, (Form("gradients"),), colour="#CC79A7")
+RECEIVED_GRADIENTS: Final = OperationType(
+    "received gradients", Traffic.FROM_PEER, (Form("received gradients"),), colour="#CC79A7"
+)
+RPC_SHUTDOWN: Final = OperationType("rpc.shutdown", Traffic.TOGETHER, (Form("rpc.shutdown"),))
+OTHER: Final = OperationType("", Traffic.UNKNOWN, ())
+
+FOR_OTHERS: Final = (SERVE, PROMISE, UNSEEN_PROMISE)  # what a rank does, or owes, for the sake of another that has called it
+
+# The colours are those of Okabe and Ito that no compute has, and others found by search to be far from them.
+OPERATION_TYPES: tuple[OperationType, ...] = (
+    SEND,
+    RECV,
+    RPC,
+    OperationType(
+        "all_reduce", Traffic.RING,
+        (Form("all_reduce", ("allreduce",), alike=0), Form("all_reduce_coalesced", ("allreduce_coalesced",), alike=0)),
+        _RING_TWICE, "#D26978", reduces=True, kernels=("CollectiveReduce",),
+    ),
+    OperationType(
+        "all_gather", Traffic.RING,
+        (
+            Form("all_gather", ("allgather",), alike=1, parts=0),
+            Form("all_gather_coalesced", ("allgather_coalesced",), alike=1),
+            Form("all_gather_into_tensor", ("_allgather_base", "all_gather_single"), alike=1),
+            # Functional collectives know the coalesced form alone, also for one tensor.
+            Form(
+                "all_gather_into_tensor_coalesced", ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"), alike=1,
+                of_one="all_gather_into_tensor",
+            ),
+        ),
+        _RING, "#E69F00", kernels=("CollectiveGather",),
+    ),
+    OperationType(
+        "reduce_scatter", Traffic.RING,
+        (
+            Form("reduce_scatter", ("reduce_scatter",), alike=0, parts=1),
+            Form("reduce_scatter_tensor", ("_reduce_scatter_base", "reduce_scatter_single"), alike=0),
+            Form(
+                "reduce_scatter_tensor_coalesced", ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
+                alike=0, of_one="reduce_scatter_tensor",
+            ),
+        ),
+        _RING, "#CC79A7", reduces=True, kernels=("CollectiveReduceScatter",),
+    ),
+    OperationType(
+        "all_to_all", Traffic.PAIRWISE,
+        (Form("all_to_all", ("alltoall",)), Form("all_to_all_single", ("alltoall_base", "all_to_all_single"))),
+        _RING, "#C3A55A", kernels=("CollectiveAllToAll",),
+    ),
+    OperationType(
+        "broadcast", Traffic.FROM_ROOT, (Form("broadcast", ("broadcast",), alike=0),), _TREE, "#A52D96",
+        kernels=("CollectiveBcast",),
+    ),
+    OperationType("reduce", Traffic.TO_ROOT, (Form("reduce", ("reduce",), alike=0),), _TREE, "#780000", reduces=True),
+    OperationType(
+        "gather", Traffic.TO_ROOT, (Form("gather", ("gather",), alike=1),), _TREE_OF_PARTS, "#78693C", root_has_all=True
+    ),
+    OperationType(
+        "scatter", Traffic.FROM_ROOT, (Form("scatter", ("scatter",), alike=0),), _TREE_OF_PARTS, "#FFB4FF", root_has_all=True
+    ),
+    OperationType("barrier", Traffic.TOGETHER, (Form("barrier", ("barrier",)),), _DISSEMINATION, own_limit=True),
+    OperationType("monitored_barrier", Traffic.TOGETHER, (Form("monitored_barrier", ("monitored_barrier",)),), _THERE_AND_BACK),
+    REMOTE, SERVE, PROMISE, UNSEEN_PROMISE, REPLY, VALUE, TO_HERE, GRADIENTS, RECEIVED_GRADIENTS, RPC_SHUTDOWN,
+)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def type_of(name: str) -> OperationType:
+    """What an operation is, by its name in the record, by its own, or by that of a method of torch's; else `OTHER`."""
+    by_name, by_begin = _names()
+    found = by_name.get(name)
+    if found is None:
+        found = next((kind for begin, kind in by_begin.items() if name.startswith(begin)), OTHER)
+    return found
+
+
+def type_of_kernel(name: str) -> OperationType:
+    """What a kernel of TensorFlow's, or the Python function that makes it, carries out; `OTHER` for what is no collective.
+
+    Args:
+        name: "CollectiveReduceV2", "collective_reduce_v2".
+    """
+    plain = name.replace("_", "").lower()
+    begins = {kernel.lower(): kind for kind in OPERATION_TYPES for kernel in kind.kernels if plain.startswith(kernel.lower())}
+    return begins[max(begins, key=len)] if begins else OTHER  # ReduceScatter, not Reduce
+
+
+def methods() -> Mapping[str, tuple[OperationType, Form]]:
+    """The methods of torch's process group that are operations."""
+    return {method: (kind, form) for kind in OPERATION_TYPES for form in kind.forms for method in form.methods}
+
+
+@functools.cache
+def _names() -> tuple[Mapping[str, OperationType], Mapping[str, OperationType]]:
+    """The types by their names, and those with a function behind by how their names in the record begin."""
+    by_name = {name: kind for kind in OPERATION_TYPES for form in kind.forms for name in form.methods}
+    by_name |= {form.name: kind for kind in OPERATION_TYPES for form in kind.forms if not kind.of_function}
+    by_name |= {kind.name: kind for kind in OPERATION_TYPES if kind.cost is not None}
+    return by_name, {f"{form.name} ": kind for kind in OPERATION_TYPES for form in kind.forms if kind.of_function}
