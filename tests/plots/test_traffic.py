@@ -227,7 +227,7 @@ def test_the_smallest_operations_are_combined_and_many_ranks_have_a_scale():
         for rank in range(12):
             book.travel(rank, f"rpc_sync f{number}", number, number + 1, nbytes=1000 * (11 - number), peer=(rank + 1) % 12)
     ax = traffic(book.trace(12))
-    assert legend(ax)[-1] == "3 others: 72 kB"
+    assert legend(ax)[-1] == "3 others: 72.0 kB"
     assert len(legend(ax)) == 9
     assert not matrix_of(ax).texts
     assert len(ax.figure.axes) == 3
