@@ -1,4 +1,4 @@
-"""Programs that set up torch.distributed and RPC themselves, and end them, in the ranks of a group."""
+"""Programs that initialise and end torch.distributed and RPC themselves, in the ranks of a group."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def names(run: lab.Run, rank: int = 0) -> list[str]:
     return [s.name for s in run.trace.of(rank=rank, kind="communication")]
 
 
-def test_the_same_initialisation_is_nothing_to_do_and_said_once(three: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_initialisation_does_nothing_and_says_so_once(three: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         run = three.run(three_experiments)
         assert run.results == [[3.0, r, True, False, 6.0, r, True, False, 9.0, r, True, False] for r in range(3)]
@@ -98,14 +98,14 @@ def ways_to_initialise() -> list[float]:
     return found
 
 
-def test_any_init_method_port_and_backend_will_do(three: lab.Group) -> None:
+def test_any_init_method_port_and_backend_works(three: lab.Group) -> None:
     run = three.run(ways_to_initialise)
     assert run.results == [[3.0] * 8] * 3
     assert "init_process_group" not in names(run), "nothing was made anew"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where each rank has a GPU, NCCL can be had")
-def test_nccl_without_gpus_is_gloo_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nccl_without_gpus_becomes_gloo_with_a_notice(capsys: pytest.CaptureFixture[str]) -> None:
     def program() -> float:
         dist.init_process_group("nccl")
         return total(1.0)
@@ -140,7 +140,7 @@ def each_alone() -> float:
 
 
 @pytest.mark.parametrize("which", ["torch", "rpc"])
-def test_another_size_or_rank_is_made_and_works(which: str, groups: dict[str, lab.Group]) -> None:
+def test_another_size_or_rank_works(which: str, groups: dict[str, lab.Group]) -> None:
     group = groups[which]
     for _ in range(2):
         assert group.run(other_numbers).results == [(1, 2.0, 3), (2, 2.0, 3), (0, 2.0, 3)]
@@ -170,7 +170,7 @@ def changes_its_environment() -> tuple[str, str]:
     return before
 
 
-def test_the_next_run_finds_the_environment_as_it_was(three: lab.Group) -> None:
+def test_the_next_run_finds_the_environment_unchanged(three: lab.Group) -> None:
     assert len({three.run(changes_its_environment).results[0] for _ in range(2)}) == 1
 
 
@@ -231,7 +231,7 @@ def uses_rpc() -> Any:
     return rpc.rpc_sync("worker0", add, args=(1, 2))
 
 
-def test_rpc_is_there_again_after_a_program_has_ended_it(remote: lab.Group) -> None:
+def test_rpc_works_again_after_a_program_has_ended_it(remote: lab.Group) -> None:
     remote.run(other_names)
     assert remote.run(uses_rpc).results == [3] * 3
 
@@ -271,12 +271,12 @@ def test_a_group_takes_rpc_options(capsys: pytest.CaptureFixture[str]) -> None:
         ({"num_worker_threads": 0}, "rpc", "num_worker_threads=0"),
     ],
 )
-def test_rpc_options_that_cannot_be_meant(given: Any, runtime: str, words: str) -> None:
+def test_invalid_rpc_options(given: Any, runtime: str, words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         lab.Group(2, runtime=runtime, rpc_backend_options=given)
 
 
-# What would wait for ever
+# Waits without end
 
 
 def other_ports() -> None:
@@ -331,7 +331,7 @@ FOR_EVER: dict[Callable[..., None], tuple[str, type[lab.LabError], str]] = {
 
 
 @pytest.mark.parametrize("program", FOR_EVER, ids=lambda program: program.__name__)
-def test_a_wait_without_end_is_told(program: Callable[..., None], tmp_path: Path, groups: dict[str, lab.Group]) -> None:
+def test_a_wait_without_end_is_reported(program: Callable[..., None], tmp_path: Path, groups: dict[str, lab.Group]) -> None:
     which, kind, words = FOR_EVER[program]
     group = groups[which]
     with pytest.raises(kind) as caught:
@@ -350,7 +350,7 @@ def one_comes_alone(limit_s: float) -> str:
     return "no error"
 
 
-def test_a_time_that_the_program_has_set_is_left_to_it(three: lab.Group) -> None:
+def test_a_time_limit_of_the_program_is_respected(three: lab.Group) -> None:
     def has_come_itself(limit_s: float) -> bool:
         told = f"Timed out after {limit_s:g} seconds waiting for clients. 1/3 clients joined."
         return three.run(one_comes_alone, limit_s).results == [told, "", ""]
@@ -455,18 +455,18 @@ def ends_its_group_or_not(end: bool) -> int:
     return os.getpid()
 
 
-def test_a_program_that_left_its_group_in_bare_ranks_does_not_meet_the_next() -> None:
+def test_a_group_left_in_bare_ranks_does_not_reach_the_next_run() -> None:
     with lab.Group(2, runtime="bare", timeout_s=200) as bare:
         ended, left, last = (bare.run(ends_its_group_or_not, end).results for end in (True, False, True))
     assert left == ended
     assert not set(last) & set(left)
 
 
-def test_a_bare_group_that_one_rank_leaves_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bare_group_that_one_rank_leaves_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with lab.Group(3, runtime="bare", timeout_s=200) as bare:
 
         def all_wait(certain_after_s: float) -> bool:
-            """Else one of them alone is told to."""
+            """Otherwise only one of them would be told."""
             monkeypatch.setattr(RUNTIMES["bare"], "certain_after_s", certain_after_s)
             with pytest.raises(RankError, match=r"returned while rank .* still waits? for it in barrier") as caught:
                 bare.run(leaves_one_behind)

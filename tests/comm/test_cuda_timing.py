@@ -1,4 +1,4 @@
-"""Times taken by a GPU, with a GPU that does what the test says, when it says."""
+"""Times taken by a GPU, with a fake GPU that the test controls."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from labkit.recording.schema import Span
 from labkit.tracing.trace import from_records
 
 SKEW_NS = 5_000_000  # between the GPU's clock and the host's
-READING_NS = 1_000  # one look at the host's clock
+READING_NS = 1_000  # one reading of the host's clock
 
 
 class FakeEvent:
     def __init__(self, gpu: FakeGpu) -> None:
         self.gpu = gpu
-        self.ns: int | None = None  # on the GPU's clock, once it has come
+        self.ns: int | None = None  # on the GPU's clock, once it has happened
 
     def query(self) -> bool:
         return self.ns is not None
@@ -38,7 +38,7 @@ class FakeEvent:
 
 
 class FakeGpu:
-    """A host's clock that goes on by itself, and a GPU whose streams do what was enqueued when the test lets them."""
+    """A host clock that advances by itself, and a GPU whose streams run enqueued work when the test allows it."""
 
     def __init__(self) -> None:
         self.now_ns = 1_000
@@ -69,7 +69,7 @@ class FakeGpu:
         assert device == 0
         event = FakeEvent(self)
         if wait is None:
-            self.own.append(event)  # a stream of our own comes to it at once
+            self.own.append(event)  # our own stream reaches it at once
         else:
             self.waited.append(wait())
             self.enqueued.append(event)
@@ -81,7 +81,7 @@ class FakeGpu:
         self.own = []
 
     def comes_to(self, at_ns: int, count: int = 1) -> None:
-        """The GPU does the next of what was enqueued at a moment on the host's clock."""
+        """The GPU does the next enqueued item at a given time on the host's clock."""
         self.now_ns = max(self.now_ns, at_ns)
         for event in self.enqueued[:count]:
             event.ns = at_ns + SKEW_NS
@@ -126,7 +126,7 @@ def test_a_span_is_timed_by_the_gpu(gpu: FakeGpu, rank: Rank) -> None:
     enter, leave = rank.clock.span("forward")
     enter()
     leave()
-    assert rank.written() == []  # the host is done, the GPU has not begun
+    assert rank.written() == []  # the host has finished, the GPU has not begun
     gpu.comes_to(2_000_000)
     gpu.comes_to(9_000_000)
     rank.clock.settle()
@@ -136,7 +136,7 @@ def test_a_span_is_timed_by_the_gpu(gpu: FakeGpu, rank: Rank) -> None:
     assert close(forward.end_ns, 9_000_000)
 
 
-def test_spans_within_each_other(gpu: FakeGpu, rank: Rank) -> None:
+def test_nested_spans_on_a_gpu(gpu: FakeGpu, rank: Rank) -> None:
     enter, leave = rank.clock.span("layer")
     for step in (enter, enter, leave, leave):
         step()
@@ -148,7 +148,7 @@ def test_spans_within_each_other(gpu: FakeGpu, rank: Rank) -> None:
     assert close(outer.duration_ns, 3_000_000)
 
 
-def test_before_cuda_wakes_the_host_tells_the_time(gpu: FakeGpu, rank: Rank) -> None:
+def test_before_cuda_starts_the_hosts_clock_is_used(gpu: FakeGpu, rank: Rank) -> None:
     enter, leave = rank.clock.span("load")
     gpu.sleeps = True
     gpu.now_ns = 1_000_000
@@ -200,14 +200,14 @@ def test_an_asynchronous_operation(gpu: FakeGpu, rank: Rank) -> None:
     reduced.wait_begins()
     assert rank.reader.pending()[0].wait_start_ns
     reduced.wait_ends()
-    assert reduced._kept is None  # the student's stream is behind it now: torch may use the memory again
+    assert reduced._kept is None  # the student's stream now waits for it: torch may reuse the memory
     gpu.comes_to(1_000_000)  # all that was enqueued before it
     end = gpu.enqueued.pop(0)  # it runs beside the student's stream ...
-    gpu.comes_to(2_000_000)  # ... which comes to the wait,
+    gpu.comes_to(2_000_000)  # ... which reaches the wait,
     rank.clock.settle()
     assert rank.written() == []
     end.ns = 6_000_000 + SKEW_NS
-    gpu.comes_to(6_000_000)  # and goes on
+    gpu.comes_to(6_000_000)  # and continues
     rank.clock.settle()
     (span,) = rank.written()
     assert (span.name, span.device, span.done, span.nbytes) == ("all_reduce", "cuda", True, 64)
@@ -218,10 +218,10 @@ def test_an_asynchronous_operation(gpu: FakeGpu, rank: Rank) -> None:
     assert rank.reader.pending() == []
 
 
-def test_one_that_nobody_waits_for(gpu: FakeGpu, rank: Rank) -> None:
+def test_an_operation_that_nobody_waits_for(gpu: FakeGpu, rank: Rank) -> None:
     sent = rank.operation(gpu, "send")
     sent.launched(lambda: None, ["tensors"])
-    sent.completed()  # the host has no say in it
+    sent.completed()  # the host's clock does not matter
     sent.told(None)
     gpu.comes_to(1_000_000)
     gpu.comes_to(3_000_000)
@@ -232,7 +232,7 @@ def test_one_that_nobody_waits_for(gpu: FakeGpu, rank: Rank) -> None:
     assert sent._kept is None
 
 
-def test_one_on_the_students_own_stream(gpu: FakeGpu, rank: Rank) -> None:
+def test_an_operation_on_the_students_own_stream(gpu: FakeGpu, rank: Rank) -> None:
     reduced = rank.operation(gpu)
     reduced.launched(None, [])
     gpu.comes_to(1_000_000)
@@ -242,7 +242,7 @@ def test_one_on_the_students_own_stream(gpu: FakeGpu, rank: Rank) -> None:
     assert (span.start_ns, span.end_ns) == (span.wait_start_ns, span.wait_end_ns)
 
 
-def test_what_torch_waits_for_at_the_end_of_a_backward_pass(gpu: FakeGpu, rank: Rank) -> None:
+def test_the_wait_at_the_end_of_a_backward_pass(gpu: FakeGpu, rank: Rank) -> None:
     reduced = rank.operation(gpu)
     reduced.launched(lambda: None, [])
     reduced.wait_begins_in_torch()
@@ -255,7 +255,7 @@ def test_what_torch_waits_for_at_the_end_of_a_backward_pass(gpu: FakeGpu, rank: 
     assert span.wait_end_ns == span.end_ns
 
 
-def test_one_that_is_stuck_holds_up_no_other(gpu: FakeGpu, rank: Rank) -> None:
+def test_a_stuck_operation_delays_no_other(gpu: FakeGpu, rank: Rank) -> None:
     stuck, done = rank.operation(gpu, "recv"), rank.operation(gpu, "send")
     stuck.launched(lambda: None, [])
     done.launched(lambda: None, [])
@@ -265,7 +265,7 @@ def test_one_that_is_stuck_holds_up_no_other(gpu: FakeGpu, rank: Rank) -> None:
     rank.clock.settle()
     assert [s.name for s in rank.written()] == ["send"]
     assert [p.name for p in rank.reader.pending()] == ["recv"]
-    rank.clock.flush()  # comes back although one is never done
+    rank.clock.flush()  # returns although one never completes
     stuck.failed()
     rank.clock.settle()
     assert not rank.clock._operations

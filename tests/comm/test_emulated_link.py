@@ -1,4 +1,4 @@
-"""Ranks over a slow link: right results, and nothing ends sooner than over that link. How late it ends, the machine decides."""
+"""Ranks over a slow link: results are right, and nothing ends sooner than over that link; it may end later."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def model_ns(name: str, nbytes: int, ranks: int, link: lab.Link = LINK) -> int:
 
 
 def check_not_early(span: Span, ready_ns: int, ranks: int) -> None:
-    """It was over no sooner than the link lets it, counted from the moment when all had come."""
+    """It ended no sooner than the link allows, counted from the arrival of the last rank."""
     assert span.done
-    # Its sender is done before the receiver knows who it was, and so counts from its own begin.
+    # Its sender finishes before the receiver knows who it was, and so counts from its own start.
     begun_ns = span.start_ns if span.name == "send" and span.match == FROM_ANYONE else max(span.start_ns, ready_ns)
     assert span.end_ns - begun_ns >= model_ns(span.name, span.nbytes, ranks), span
 
 
 def nothing_was_early(run: Run, ranks: int = 2) -> list[str]:
-    """The names of what was communicated, all of it in good time."""
+    """The names of the communications, none of which ended too soon."""
     seen = []
     for span, ready_ns in zip(run.trace, run.trace.ready().tolist(), strict=True):
         if span.kind == "communication":
@@ -154,7 +154,7 @@ def test_a_message_that_nobody_waits_for_yet(pair: Group) -> None:
     assert sorted(nothing_was_early(run)) == ["recv", "send"]
 
 
-def test_what_is_refused_leaves_no_trace_in_the_book(pair: Group) -> None:
+def test_a_refused_operation_does_not_occupy_the_link(pair: Group) -> None:
     def refused() -> float:
         x = torch.ones(2)
         with pytest.raises(RuntimeError):
@@ -169,7 +169,7 @@ def test_what_is_refused_leaves_no_trace_in_the_book(pair: Group) -> None:
     assert nothing_was_early(run) == ["all_reduce"] * 2
 
 
-def test_waiting_takes_no_processor_and_is_not_taken_for_stuck() -> None:
+def test_waiting_uses_no_processor_and_is_not_a_deadlock() -> None:
     def wait() -> float:
         begin = time.process_time()
         dist.barrier()
@@ -201,11 +201,11 @@ def test_part_of_the_ranks(pair: Group) -> None:
             check_not_early(span, ready_ns, 2 if "of ranks 0,2" in span.group else 3)
 
 
-def test_a_group_that_can_never_go_on_is_told_as_ever(pair: Group) -> None:
+def test_a_deadlock_is_still_reported(pair: Group) -> None:
     def one_too_many() -> None:
         work = dist.all_reduce(torch.ones(4), async_op=True)
         assert work is not None
-        work.get_future().wait()  # the thread that tells of ends is at work from here on
+        work.get_future().wait()  # the thread that reports completions runs from here on
         if dist.get_rank() == 0:
             dist.all_reduce(torch.ones(4))
 
@@ -213,7 +213,7 @@ def test_a_group_that_can_never_go_on_is_told_as_ever(pair: Group) -> None:
         pair.run(one_too_many)
 
 
-def test_an_error_of_one_rank_is_told_as_ever(pair: Group) -> None:
+def test_an_error_of_one_rank_is_still_reported(pair: Group) -> None:
     def fail() -> None:
         work = dist.all_reduce(torch.ones(100_000), async_op=True)
         if dist.get_rank() == 1:
@@ -233,11 +233,11 @@ def test_remote_calls() -> None:
     assert [t.unique().tolist() for t in run.results[0]] == [[float(value)] for value in expected]
     calls = [s for s in run.trace.of(rank=0, kind="communication") if s.name.startswith("rpc_")]
     assert len(calls) > 6
-    for call in calls:  # there, and back with as much
+    for call in calls:  # request and a reply of the same size
         assert call.end_ns - call.start_ns >= 2 * model_ns("send", 4000, 2)
     for fetched in run.trace.of(rank=0, name="to_here"):
         assert fetched.end_ns - fetched.start_ns >= model_ns("send", fetched.nbytes, 2)
-    # What is called begins when the call has come: the call and its function are one operation.
+    # The called function begins when the call has arrived: the call and its function are one operation.
     served = sorted(s.start_ns for s in run.trace.of(rank=1, name="serve add"))
     sent = sorted(s.start_ns for s in calls if s.name.endswith(" add"))
     assert served[0] - sent[0] >= model_ns("send", 4000, 2)

@@ -1,4 +1,4 @@
-"""How communication of tensors on a GPU is timed, on a GPU that is pretended: what really moves lies in main memory."""
+"""How communication of GPU tensors is timed, with a simulated GPU: the tensors really are in main memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def recorder_of_this_rank() -> Recorder:
 
 
 class Prompt:
-    """Where events come from in a rank whose GPU does everything at once."""
+    """The source of events in a rank whose GPU does everything at once."""
 
     class Event:
         def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Prompt:
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says it is on a GPU."""
+    """A tensor that claims to be on a GPU."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     is_cuda = True
@@ -76,7 +76,7 @@ class OnGpu(torch.Tensor):
 
 
 def all_reduced(moved_by: str) -> tuple[list[float], int, list[str]]:
-    """Two all-reduces, one of them asynchronous, of a tensor on the pretended GPU."""
+    """Two all-reduces, one of them asynchronous, of a tensor on the simulated GPU."""
     import torch.distributed as dist
 
     group: Any = dist.new_group()
@@ -109,7 +109,7 @@ def test_operations_of_a_gpu_are_timed_by_it(pair: Group, moved_by: str) -> None
 
 
 def barrier_of_nccl() -> list[list[str]]:
-    """What is pending when a barrier like NCCL's has completed, before and after the wait for it: its future says nothing."""
+    """What is pending after a barrier like NCCL's has completed, before and after the wait: its future never completes."""
     import torch.distributed as dist
 
     group: Any = dist.new_group()
@@ -167,7 +167,7 @@ class Coalescing:
 
 
 def batched() -> tuple[list[float], int, list[str], list[str]]:
-    """A batch of messages through such a backend: what came, in how many works, and what was pending before and after."""
+    """A batch of messages through such a backend: what arrived, in how many works, and what was pending before and after."""
     import torch.distributed as dist
 
     group: Any = dist.new_group()

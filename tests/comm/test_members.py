@@ -1,4 +1,4 @@
-"""Process groups whose ranks the program numbers itself: what goes through them is told of the processes that they are."""
+"""Process groups whose ranks the program numbers itself: their operations are recorded with the group's ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The life of an operation, without processes: what is written, when, and only once."""
+"""The life of an operation, without processes: what is recorded, when, and that it is recorded once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from labkit.tracing.trace import from_records
 
 
 class Rank:
-    """A ring, its two ends, and a clock that stands still until it is told otherwise."""
+    """A ring, its two ends, and a clock that the test advances."""
 
     def __init__(self) -> None:
         memory = bytearray(RING_BYTES)
@@ -71,7 +71,7 @@ def test_completed_while_it_is_waited_for(rank: Rank) -> None:
     operation = rank.issue(10)
     rank.at(20, operation.wait_begins)
     rank.at(40, operation.completed)
-    assert rank.written() == []  # the waiter writes, when it goes on
+    assert rank.written() == []  # the waiter records it when it continues
     rank.at(45, operation.wait_ends)
     assert [times(s) for s in rank.written()] == [(10, 20, 45, 40)]
 
@@ -129,12 +129,12 @@ def test_withdrawn(rank: Rank) -> None:
     assert rank.pending() == []
 
 
-def test_an_operation_that_is_over_leaves_the_slot_of_the_next_one_alone(rank: Rank) -> None:
+def test_a_completed_operation_does_not_touch_the_slot_of_the_next(rank: Rank) -> None:
     first = rank.issue(10)
     rank.at(20, first.completed)
     for _ in range(63):
         rank.issue(21).withdrawn()
-    second = rank.issue(30, "barrier")  # in the slot that the first one had
+    second = rank.issue(30, "barrier")  # in the slot of the first one
     first.end_ns = 0
     rank.at(40, first.wait_begins)
     assert [(p.name, p.wait_start_ns) for p in rank.pending()] == [("barrier", 0)]
@@ -158,7 +158,7 @@ def test_a_batch_ends_as_one(rank: Rank) -> None:
 
 
 class At:
-    """A moment on the GPU that has come."""
+    """A GPU event that has happened."""
 
     def __init__(self, ns: int | None) -> None:
         self._ns = ns
@@ -167,11 +167,11 @@ class At:
         return self._ns
 
 
-def test_nobody_waits_before_the_gpu_has_computed_what_is_sent(rank: Rank) -> None:
+def test_waiting_begins_after_the_gpu_has_computed_the_data(rank: Rank) -> None:
     operation = rank.issue(10, ready=At(35))
     rank.at(20, operation.wait_begins)
     rank.at(50, operation.wait_ends)
-    rank.issue(60, ready=At(None)).failed()  # it failed before the GPU came to it
+    rank.issue(60, ready=At(None)).failed()  # it failed before the GPU reached it
     late, failed = rank.written()
     assert times(late) == (35, 35, 50, 50)
     assert late.device == "cuda"
@@ -179,7 +179,7 @@ def test_nobody_waits_before_the_gpu_has_computed_what_is_sent(rank: Rank) -> No
 
 
 def futures_of(rank: Rank) -> tuple[Futures, Any, Operation]:
-    """A future, the operation behind it, and who knows of it."""
+    """A future, the operation behind it, and its registry."""
     futures, future = Futures(), torch.futures.Future()  # type: ignore[var-annotated]
     operation = rank.issue(10)
     futures.tie(future, [operation])
@@ -189,13 +189,13 @@ def futures_of(rank: Rank) -> tuple[Futures, Any, Operation]:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own futures come back after the test."""
+    """Restores torch's own futures after the test."""
     for name in ("wait", "then"):
         monkeypatch.setattr(torch._C.Future, name, getattr(torch._C.Future, name))
     monkeypatch.setattr(torch._C, "_collect_all", torch._C._collect_all)
 
 
-def test_a_future_tells_its_operation(rank: Rank) -> None:
+def test_a_future_reports_to_its_operation(rank: Rank) -> None:
     _, future, _ = futures_of(rank)
     rank.at(30, future.set_result, 1)
     assert [times(s) for s in rank.written()] == [(10, 0, 0, 30)]
@@ -210,11 +210,11 @@ def test_a_future_that_fails_says_so(rank: Rank) -> None:
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("made", ["itself", "then", "collect_all", "wait_all", "set by a callback"])
-def test_waiting_for_what_was_made_of_a_future(rank: Rank, made: str) -> None:
+def test_waiting_for_a_derived_future(rank: Rank, made: str) -> None:
     futures, future, operation = futures_of(rank)
     futures.install()
     futures.install()
-    assert not hasattr(torch._C.Future.wait.__labkit_original__, "__labkit_original__")  # twice is once
+    assert not hasattr(torch._C.Future.wait.__labkit_original__, "__labkit_original__")  # doing it twice has no further effect
     other: Any = torch.futures.Future()
 
     def hand_on(done: Any) -> None:
@@ -231,7 +231,7 @@ def test_waiting_for_what_was_made_of_a_future(rank: Rank, made: str) -> None:
 
     rank.now_ns = 20
     begun = []
-    # The wait itself would block: let the future complete at its begin.
+    # The wait itself would block: let the future complete at its start.
     real_begin = Operation.wait_begins
 
     def begin(self: Operation) -> None:
@@ -240,7 +240,7 @@ def test_waiting_for_what_was_made_of_a_future(rank: Rank, made: str) -> None:
         rank.now_ns = 40
         future.set_result(5)
 
-    # Where nothing begins, this wait in C++ would have no end.
+    # If nothing begins, this wait in C++ would never end.
     rescue = threading.Timer(60.0, lambda: future.done() or future.set_result(5))
     rescue.start()
     with pytest.MonkeyPatch.context() as patch:
@@ -255,7 +255,7 @@ def test_waiting_for_what_was_made_of_a_future(rank: Rank, made: str) -> None:
     assert [times(s) for s in rank.written()] == [(10, 20, 40, 40)]
 
 
-def test_an_attendant_waits_for_what_nobody_waits_for() -> None:
+def test_a_helper_thread_waits_for_unwatched_operations() -> None:
     class Message:
         def __init__(self) -> None:
             self.start_ns, self.claims, self.attended, self.gave_up = 0, 0, threading.Event(), threading.Event()
@@ -288,8 +288,8 @@ def test_an_attendant_waits_for_what_nobody_waits_for() -> None:
     assert not late.attended.is_set()
 
 
-def test_what_ended_with_a_backward_pass_ends_there_whoever_tells_of_it_later(rank: Rank) -> None:
-    """The engine is real. In the place of DistributedDataParallel's callback is one in which the future is completed."""
+def test_operations_completed_in_a_backward_pass_end_there(rank: Rank) -> None:
+    """The autograd engine is real. A callback that completes the future takes the place of DistributedDataParallel's."""
     backwards, done, open_ = Backwards(), rank.issue(10), rank.issue(10)
     done.future, open_.future = torch.futures.Future(), torch.futures.Future()
 
@@ -305,7 +305,7 @@ def test_what_ended_with_a_backward_pass_ends_there_whoever_tells_of_it_later(ra
     x = torch.ones(1, requires_grad=True)
     x.register_hook(bucket)
     x.backward()
-    rank.at(90, done.completed)  # as it is told
+    rank.at(90, done.completed)  # as it is reported
     (span,) = rank.written()
     assert times(span) == (10, 20, 30, 30)
     assert not open_.done, "a future that is not complete is not waited for by a pass that has ended"

@@ -1,4 +1,4 @@
-"""Pipelines of `torch.distributed.pipelining`: what their schedules compute is recorded in the order in which they do it."""
+"""Pipelines of `torch.distributed.pipelining`: the passes of their schedules are recorded in order."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_passes_are_those_of_the_ideal_schedule(pair: Group, schedule: str, 
 
 
 @pytest.mark.parametrize(("schedule", "opposite"), [("ScheduleInterleavedZeroBubble", False), ("ScheduleZBVZeroBubble", True)])
-def test_a_backward_pass_may_be_cut_in_two(pair: Group, schedule: str, opposite: bool) -> None:
+def test_a_backward_pass_may_be_split_in_two(pair: Group, schedule: str, opposite: bool) -> None:
     trace = pair.run(train, schedule, 2, opposite).trace
     found = Counter(name for rank in range(RANKS) for name in computed(trace, rank))
     assert set(found.values()) == {1}
@@ -76,7 +76,7 @@ def test_a_backward_pass_may_be_cut_in_two(pair: Group, schedule: str, opposite:
 
 
 @pytest.mark.usefixtures("plain")
-def test_the_figure_tells_the_bubble_and_the_numbers(pair: Group) -> None:
+def test_the_figure_shows_the_bubble_and_the_numbers(pair: Group) -> None:
     run: Run = pair.run(train, "Schedule1F1B")
     trace = run.trace.between(*_passes(run.trace))
     ax = timeline(trace)
@@ -90,7 +90,7 @@ def _passes(trace: Trace) -> tuple[int, int]:
     return min(span.start_ns for span in spans), max(span.end_ns for span in spans)
 
 
-def test_what_labkit_records_itself_makes_nothing_else_idle() -> None:
+def test_automatic_spans_make_nothing_else_idle() -> None:
     ms = 10**6
     spans = [
         Span(0, "train", "call", 0, 100 * ms),

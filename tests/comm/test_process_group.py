@@ -1,4 +1,4 @@
-"""What passes through a process group is written down, and comes out as without us."""
+"""Operations of a process group are recorded, and their results are unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pair() -> Iterator[Group]:
 
 
 def communications(run: Run, rank: int = 0) -> list[Span]:
-    """What a rank communicated in a run, by start."""
+    """The communications of a rank in a run, by start."""
     return [span for span in run.trace if span.kind == "communication" and span.rank == rank]
 
 
@@ -47,10 +47,10 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def same_as_torchs_own(pair: Group, case: Callable[..., Any], *args: Any) -> Run:
-    """The run of a case on both kinds of group; what came out was the same."""
+    """Run a case on both kinds of group and check that the results are equal."""
     run = pair.run(cases.watched_and_bare, case, *args)
     for watched, bare in run.results:
-        assert watched  # something came out at all
+        assert watched  # there is a result
         assert equal(watched, bare)
     return run
 
@@ -64,7 +64,7 @@ def test_collectives(pair: Group) -> None:
     ]  # fmt: skip
     root, other = communications(run, 0), communications(run, 1)
     assert [(s.name, s.nbytes // FLOAT) for s in root] == expected
-    # Who is not the root gives or gets its part alone.
+    # Ranks other than the root send or receive only their part.
     assert [(s.name, s.nbytes // FLOAT) for s in other] == [
         (n, 4 if n in ("gather", "scatter") else size) for n, size in expected
     ]
@@ -72,7 +72,7 @@ def test_collectives(pair: Group) -> None:
         assert [s.match for s in spans] == list(range(1, len(expected) + 1))
         assert {s.group for s in spans} == {root[0].group}
         assert all(s.root == ROOTS.get(s.name, -1) and s.done and s.line.startswith("comm_cases.py, line") for s in spans)
-        # Each was waited for at once, unless it was over by then, and is over when the wait is.
+        # Each was waited for at once, unless it had completed, and ends with the wait.
         waited = [s for s in spans if s.wait_start_ns]
         assert all(s.start_ns <= s.wait_start_ns < s.wait_end_ns == s.end_ns for s in waited)
         assert len(waited) > len(spans) / 2
@@ -173,7 +173,7 @@ def test_roots_are_global_ranks() -> None:
     assert matrix.tolist() == [[0, 0, 80, 0], [0, 0, 80, 80], [80, 80, 0, 80 + 80], [0, 80, 80 + 80, 0]]
 
 
-def test_the_root_in_a_message_is_the_one_that_the_student_gave() -> None:
+def test_the_root_in_an_error_is_the_one_that_the_student_gave() -> None:
     def in_a_part() -> list[str]:
         import torch.distributed as dist
 
@@ -209,7 +209,7 @@ def test_torchs_other_form_names_the_root_too() -> None:
         assert [s.root for s in communications(run, rank)] == [2, 1, 0]
 
 
-def test_a_root_that_is_not_there_is_torchs_to_refuse(pair: Group) -> None:
+def test_torch_refuses_a_missing_root(pair: Group) -> None:
     def beyond() -> str:
         import torch.distributed as dist
 
@@ -230,28 +230,28 @@ def test_a_message_that_nobody_waits_for_yet_is_seen_to_arrive(pair: Group) -> N
     assert run.results[1][1][1] == "[1.0, 1.0]"
     (receive,) = communications(run, 1)
     assert receive.done
-    assert receive.wait_start_ns == receive.wait_end_ns == 0  # it had come when it was waited for
+    assert receive.wait_start_ns == receive.wait_end_ns == 0  # it had arrived before the wait
 
 
 @pytest.mark.parametrize("how", ["plain", "no_sync", "static_graph", "find_unused", "allreduce_hook", "fp16_hook"])
 def test_data_parallel(pair: Group, how: str) -> None:
     run = same_as_torchs_own(pair, cases.data_parallel, how)
-    # The network has 504 parameters, 20 of which the last layer holds; one that is not used is reduced as zeros.
+    # The network has 504 parameters, 20 of them in the last layer; unused ones are reduced as zeros.
     steps = 2 if how == "no_sync" else 3
     width = 2 if how == "fp16_hook" else FLOAT
     flags = 32 if how == "find_unused" else 0  # which of the 8 parameters each rank has used
     for rank in (0, 1):
         reduced = [s for s in communications(run, rank) if s.name == "all_reduce"]
-        unused_map = 32 * (how == "static_graph")  # that is told once
+        unused_map = 32 * (how == "static_graph")  # that is exchanged once
         assert sum(s.nbytes for s in reduced) == steps * (504 * width + flags) + unused_map
         for s in reduced:
             assert s.line.startswith("comm_cases.py, line")
-            if s.wait_start_ns:  # what was still under way at the end of the backward pass was waited for until its own end
+            if s.wait_start_ns:  # operations under way at the end of the backward pass were waited for until they completed
                 assert s.start_ns <= s.wait_start_ns < s.wait_end_ns
                 assert s.wait_end_ns == s.end_ns or s.nbytes == 32
 
 
-def test_a_rank_is_seen_to_wait_at_the_end_of_its_backward_pass(pair: Group) -> None:
+def test_a_rank_waits_visibly_at_the_end_of_its_backward_pass(pair: Group) -> None:
     run = pair.run(cases.backward_beside_a_late_rank)
     assert run.results == [[True], []]
     (reduced,) = (s for s in communications(run, 0) if s.name == "all_reduce")
@@ -273,7 +273,7 @@ def test_fully_sharded(pair: Group) -> None:
 
 def test_tensor_parallel(pair: Group) -> None:
     run = same_as_torchs_own(pair, cases.tensor_parallel)
-    activations = 4 * 8 * FLOAT  # what the layer by rows adds up, and in the backward pass the one by columns
+    activations = 4 * 8 * FLOAT  # the sum of the row layer, and in the backward pass of the column layer
     assert [s.nbytes for s in communications(run) if s.name == "all_reduce"].count(activations) >= 1
     assert {"scatter", "broadcast", "all_gather_into_tensor"} <= set(names(run))
 
@@ -302,7 +302,7 @@ def test_two_ends_of_an_operation_are_one(pair: Group) -> None:
     assert all(sorted(both) == ["recv", "send"] for both in ends.values())
 
 
-def test_a_group_looks_like_torchs_own(pair: Group) -> None:
+def test_a_group_behaves_like_torchs_own(pair: Group) -> None:
     def look(group: Any) -> list[Any]:
         import copy
         import pickle
@@ -326,7 +326,7 @@ def test_a_group_looks_like_torchs_own(pair: Group) -> None:
     same_as_torchs_own(pair, look)
 
 
-def test_a_group_split_from_another_is_watched(pair: Group) -> None:
+def test_a_group_split_from_another_is_recorded(pair: Group) -> None:
     def split() -> list[Any]:
         import torch.distributed as dist
 
@@ -334,7 +334,7 @@ def test_a_group_split_from_another_is_watched(pair: Group) -> None:
         with cases.unwatched():
             part = dist.new_group(group_desc="kids")
 
-        class Splits:  # gloo itself, asked to split a group, hangs now and then (torch 2.13, with groups of torch's own as well)
+        class Splits:  # gloo itself sometimes hangs when it splits a group (torch 2.13, also with torch's own groups)
             def split_group(self, *_: Any) -> Any:
                 return part
 
@@ -352,7 +352,7 @@ def test_a_group_split_from_another_is_watched(pair: Group) -> None:
 
 
 def test_a_part_of_a_group_is_named_by_its_ranks_in_the_world(pair: Group) -> None:
-    """Not by their numbers in the part, nor by the address that torch puts into its description."""
+    """Not by their numbers in the part, nor by the address that torch puts into the description."""
 
     def split() -> None:
         import torch.distributed as dist
@@ -372,7 +372,7 @@ def test_a_part_of_a_group_is_named_by_its_ranks_in_the_world(pair: Group) -> No
     assert reduced.group.endswith(" half of ranks 1")
 
 
-def test_what_is_refused_was_never_issued(pair: Group) -> None:
+def test_a_refused_operation_is_not_recorded(pair: Group) -> None:
     def refused() -> list[str]:
         import torch.distributed as dist
 
@@ -403,13 +403,13 @@ def test_what_is_refused_was_never_issued(pair: Group) -> None:
     assert communications(run, 0)[0].match == communications(run, 1)[0].match
 
 
-def test_what_fails_while_it_is_waited_for(pair: Group) -> None:
+def test_an_operation_that_fails_during_its_wait(pair: Group) -> None:
     def alone() -> list[str]:
         import datetime
 
         import torch.distributed as dist
 
-        group = dist.new_group()  # to make it may take longer, on a busy machine
+        group = dist.new_group()  # creating it may take longer on a busy machine
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=0.2), group)
         if dist.get_rank() == 0:
             return ["", "[]"]
@@ -439,7 +439,7 @@ def test_a_wait_with_a_limit(pair: Group, attended: bool) -> None:
         if dist.get_rank() == 0:
             return []
         work: Any = dist.irecv(torch.zeros(1), 0, group=group)
-        while attended and not work._taken.locked():  # until its attendant waits for it
+        while attended and not work._taken.locked():  # until a helper thread waits for it
             pass
         with pytest.raises(RuntimeError) as error:
             work.wait(datetime.timedelta(seconds=0.1))
@@ -455,7 +455,7 @@ def test_a_wait_with_a_limit(pair: Group, attended: bool) -> None:
 
 @pytest.mark.slow
 def test_the_end_of_a_process(tmp_path: Path) -> None:
-    """However a rank leaves its operations, its process ends as it would without us."""
+    """In whatever state a rank leaves its operations, its process ends as it would without labkit."""
     program = [sys.executable, str(HERE / "comm_exits.py"), str(tmp_path)]
     answer = subprocess.run(program, capture_output=True, text=True, timeout=200, check=False)
     assert answer.returncode == 0, answer.stderr

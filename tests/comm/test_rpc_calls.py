@@ -1,4 +1,4 @@
-"""Remote procedure calls are written down on both ends, and come out as without us."""
+"""Remote procedure calls are recorded on both ends, and their results are unchanged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecate
 ROOT = Path(__file__).resolve().parents[2]
 HERE = ROOT / "tests" / "helpers"
 MASTER, WORKER = 0, 1
-X = 1000 * 4  # bytes of the tensor that travels
+X = 1000 * 4  # bytes of the tensor that is sent
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_the_caller(run: Run) -> None:
         "rpc_sync add", "remote mul", "to_here", "rpc_sync add_later",
     ]  # fmt: skip
     assert all(s.peer == WORKER and s.done and s.line.startswith("comm_rpc_cases.py, line") for s in calls)
-    # Python functions are pickled with their arguments; those of torch go without; what `to_here` brings is a tensor.
+    # Python functions are pickled with their arguments, torch's are not; `to_here` fetches a tensor.
     pickled = [s.nbytes for s in calls if s.nbytes not in (X, 2 * X)]
     assert len(pickled) == 7
     assert all(X < nbytes < X + 300 for nbytes in pickled)
@@ -85,7 +85,7 @@ def test_the_callee(run: Run) -> None:
 
 def test_both_ends_are_one_operation(run: Run) -> None:
     numbered = ends(run)
-    assert len(numbered) == 8  # those of torch's own functions, which C++ runs, have no number
+    assert len(numbered) == 8  # calls of torch's own functions, which C++ runs, have no number
     for both in numbered.values():
         call, answer = sorted(both, key=lambda s: s.name.startswith(("reply", "value")))
         assert answer.name.split()[0] == ("value" if call.name == "to_here" else "reply")
@@ -103,7 +103,7 @@ def test_a_trace_file_leads_from_each_call_to_what_serves_it_and_back(run: Run) 
     assert arrows.count("reply") == len([both for both in ends(run).values() if len({s.rank for s in both}) == 2])
 
 
-def test_while_the_callee_computes_nothing_travels(run: Run) -> None:
+def test_nothing_is_sent_while_the_callee_computes(run: Run) -> None:
     ready = dict(zip(run.trace.spans, run.trace.ready().tolist(), strict=True))
     answers = {key: next(s for s in both if s.name.startswith(("reply", "value"))) for key, both in ends(run).items()}
     calls = [s for s in spans(run, MASTER) if s.group]
@@ -112,13 +112,13 @@ def test_while_the_callee_computes_nothing_travels(run: Run) -> None:
         assert ready[call] >= answers[call.group, call.match].start_ns
 
 
-def test_a_remote_call_is_over_when_it_is_on_its_way(run: Run) -> None:
+def test_a_remote_call_is_over_when_it_is_sent(run: Run) -> None:
     remote, fetched = (next(s for s in spans(run, MASTER) if s.name == name) for name in ("remote add", "to_here"))
     assert remote.done
     assert remote.end_ns <= fetched.start_ns
 
 
-def test_a_reference_that_is_passed_on_still_stands_for_its_call() -> None:
+def test_a_forwarded_reference_still_belongs_to_its_call() -> None:
     with Group(["master", "worker", "other"], runtime="rpc") as group:
         run = group["master"].run(cases.passed_on, "other")
     assert run.results[0].unique().tolist() == [2.0]
@@ -141,7 +141,7 @@ def test_methods_by_reference(group: Group) -> None:
         "to_here",
     ]  # fmt: skip
     by_helper = next(s for s in spans(run, MASTER) if s.name == "rpc_async Shard.forward")
-    assert by_helper.wait_start_ns  # although its future is one that torch's helper made
+    assert by_helper.wait_start_ns  # although torch's helper made its future
     assert "serve Shard.forward" in [s.name for s in spans(run, WORKER, "compute")]
 
 
@@ -167,7 +167,7 @@ def test_distributed_training(group: Group, optimizer: Any) -> None:
     assert [s.name for s in master].count("rpc_async optimizer step") == 2
     parts = [s for s in worker if s.name == "backward of Shard.forward"]
     assert len(parts) == 2
-    # What the master waits for in the end is the worker's part.
+    # In the end the master waits for the worker's part.
     passes = [s for s in master if s.name == "dist_autograd.backward"]
     gradients = [s for s in spans(run, WORKER) if s.name == "gradients"]
     for whole, part, gradient in zip(passes, parts, gradients, strict=True):
@@ -181,7 +181,7 @@ def test_distributed_training(group: Group, optimizer: Any) -> None:
     assert all(s.nbytes > 0 for s in called)
 
 
-def test_gradients_are_as_large_as_what_they_are_of(group: Group) -> None:
+def test_gradients_have_the_size_of_their_tensors(group: Group) -> None:
     run = group["master"].run(cases.both_ways)
     rows, features = 4, 8
     received = [s.nbytes for s in spans(run, WORKER) if s.name == "received gradients"]
@@ -211,16 +211,16 @@ def test_gradients_of_a_fetched_value_go_to_its_owner() -> None:
 
 
 @pytest.mark.parametrize("how", ["by the method", "by its name"])
-def test_a_helper_that_calls_methods_is_told_by_the_method(group: Group, how: str) -> None:
+def test_calls_through_a_helper_are_named_by_the_method(group: Group, how: str) -> None:
     run = group["master"].run(cases.through_a_helper, how)
     served = [s.name for s in spans(run, WORKER, "compute")]
     assert [name for name in served if name.endswith("forward")] == ["serve Embedding.forward", "serve Decoder.forward"], served
     assert [style_of(name) for name in served if name.endswith("forward")] == ["forward"] * 2, served
-    if how == "by the method":  # of a name alone the caller does not know the class
+    if how == "by the method":  # from a name alone the caller does not know the class
         assert [s.name for s in spans(run, MASTER)][-2:] == ["rpc_sync Embedding.forward", "rpc_sync Decoder.forward"]
 
 
-def test_what_is_no_method_is_not_told_as_one(group: Group) -> None:
+def test_an_argument_that_is_not_a_method_is_not_shown_as_one(group: Group) -> None:
     run = group["master"].run(cases.call_helpers_that_call_no_method)
     assert run.results[0] == ["Decoder adam", "Decoder SGD", torch.Size([2, 10])]
     called = [s.name for s in spans(run, MASTER)]
@@ -239,7 +239,7 @@ def test_a_rank_without_spans_computes_also_after_it_has_served(group: Group) ->
 
 
 def test_torchs_own_calls_are_not_shown(tmp_path: Path) -> None:
-    """To end together, torch's workers call each other; that is their business."""
+    """To end together, torch's workers call each other; these calls are internal."""
     program = """
 import json, mmap, os, sys
 from torch.distributed import rpc
@@ -277,13 +277,13 @@ if rank == 0:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.fork. is deprecated:DeprecationWarning")
-def test_which_futures_only_python_completes() -> None:
+def test_futures_that_only_python_completes() -> None:
     futures = Futures()
     assert futures.known(torch.futures.Future())
     assert not futures.known(torch.jit.fork(lambda: 1)), "C++ computes it"
 
 
-def test_who_waits_for_a_call_is_known() -> None:
+def test_the_waiting_rank_of_a_call_is_known() -> None:
     with Group(["master", cases.WORKER, "other"], runtime="rpc") as three:
         run = three["master"].run(cases.passed_on, "other")
     blocked = [s for rank in range(3) for s in spans(run, rank) if s.wait_start_ns]

@@ -33,7 +33,7 @@ def threads() -> set[str]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of threads are read from /proc")
 def test_no_thread_of_an_idle_rank_computes() -> None:
-    """TensorPipe's shared memory would be asked in an endless loop, by a thread that takes a whole core of each rank."""
+    """TensorPipe would poll its shared memory in an endless loop, in a thread that takes a whole core per rank."""
     with lab.Group(["master", "worker"], runtime="rpc") as group:
         for names in group.run(threads).results:
             assert "TP_UV_loop" in names

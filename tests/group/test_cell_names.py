@@ -1,4 +1,4 @@
-"""What `%%ranks` cells leave in the ranks: how long it stays, and what is said when it is gone."""
+"""Names that `%%ranks` cells leave in the ranks: how long they last, and the notice when they are gone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ LOST = "labkit: fresh ranks take the place of the old ones, and what %%ranks cel
 
 
 @pytest.mark.parametrize("how", ["one dies", "one fails after it has talked", "of a run"])
-def test_what_is_gone_with_the_ranks_is_said(how: str, make: Callable[..., Notebook], capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_lost_with_the_ranks_are_reported(
+    how: str, make: Callable[..., Notebook], capsys: pytest.CaptureFixture[str]
+) -> None:
     notebook = make(runtime="bare" if how == "one dies" else "torch")
     if how != "one dies":
         pytest.importorskip("torch")
@@ -76,9 +78,7 @@ def _die() -> None:
     os._exit(1)
 
 
-def test_a_mistake_that_all_ranks_make_alike_costs_nothing(
-    make: Callable[..., Notebook], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_mistake_on_all_ranks_keeps_the_ranks(make: Callable[..., Notebook], capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     notebook = make(runtime="torch")
     notebook.cell("import torch, torch.distributed as dist\none = torch.ones(1)\ndist.all_reduce(one)")
@@ -87,9 +87,9 @@ def test_a_mistake_that_all_ranks_make_alike_costs_nothing(
     assert notebook.cell("dist.all_reduce(one)\nlast, one.item()") == "[rank 0] (4.0, 8.0)\n[rank 1] (4.0, 8.0)"
     assert said(capsys) == []
     for mistake in (
-        "if dist.get_rank() == 0: kept = dist.isend(one, 1)\nundefined",  # a message that nobody has received
-        "import json; json.loads('no')",  # raised by a library: whether it has done half of something, nobody knows
-        "dist.all_reduce(one)\nraise ValueError(dist.get_rank())",  # not alike
+        "if dist.get_rank() == 0: kept = dist.isend(one, 1)\nundefined",  # a message that nobody received
+        "import json; json.loads('no')",  # raised by a library, which may have done half of something
+        "dist.all_reduce(one)\nraise ValueError(dist.get_rank())",  # different errors
     ):
         notebook.cell("import torch, torch.distributed as dist\none = torch.ones(1)\ndist.all_reduce(one)")
         with pytest.raises(lab.RankError, match="All ranks were stopped"):

@@ -1,4 +1,4 @@
-"""Deadlocks, and why: worked out by hand, without a process."""
+"""Deadlocks and their explanations, on states made by hand, without processes."""
 
 from __future__ import annotations
 
@@ -55,33 +55,33 @@ COMPUTES = standing()
 RETURNED = standing(returned=True)
 
 
-# Who may still go on.
+# Ranks that may still continue.
 
 
-def test_a_rank_that_computes_may_come() -> None:
+def test_a_computing_rank_may_arrive() -> None:
     assert verdict(standing(op("all_reduce")), COMPUTES) is None
 
 
-def test_an_operation_to_which_all_have_come_may_end() -> None:
+def test_an_operation_that_all_have_entered_may_end() -> None:
     assert verdict(standing(op("all_reduce")), standing(op("all_reduce"))) is None
     assert verdict(standing(op("all_reduce")), standing(came={"world": 1}, returned=True)) is None
 
 
-def test_who_waits_for_one_that_may_come_may_come_itself() -> None:
+def test_a_rank_that_waits_for_one_that_may_arrive_may_arrive_itself() -> None:
     assert verdict(standing(op("all_reduce")), standing(message("recv", 2, 1)), COMPUTES) is None
 
 
-def test_an_operation_that_nobody_waits_for_hangs_nobody() -> None:
+def test_an_operation_that_nobody_waits_for_blocks_nobody() -> None:
     assert verdict(standing(op("all_reduce", since=0)), RETURNED) is None
 
 
-def test_only_the_members_of_a_group_must_come() -> None:
+def test_only_the_members_of_a_group_must_arrive() -> None:
     some = "group 3 of ranks 0,2"
     assert verdict(standing(op("all_reduce", group=some)), RETURNED, COMPUTES) is None
     assert verdict(standing(op("all_reduce", group=some)), COMPUTES, RETURNED).culprit == 2
 
 
-def test_a_message_that_is_on_its_way_arrives() -> None:
+def test_a_sent_message_arrives() -> None:
     assert verdict(standing(message("recv", 1, 0)), standing(came={"p2p 1>0 tag 0": 1}, returned=True)) is None
     assert verdict(standing(message("recv", 1, 0, 2)), standing(came={"p2p 1>0 tag 0": 1}, returned=True)).culprit == 1
 
@@ -90,8 +90,8 @@ def test_a_message_of_another_tag_is_another_one() -> None:
     assert verdict(standing(message("recv", 1, 0)), standing(came={"p2p 1>0 tag 7": 1}, returned=True)).culprit == 1
 
 
-def test_as_many_elements_in_another_shape_are_no_mismatch() -> None:
-    """[4] goes well with [2, 2]; while the third rank computes, the two wait for it and for nothing else."""
+def test_another_shape_with_as_many_elements_is_not_a_mismatch() -> None:
+    """[4] matches [2, 2]; while the third rank computes, the other two wait only for it."""
     flat, square = op("all_reduce", signature="float32 [4]"), op("all_reduce", signature="float32 [2, 2]")
     assert verdict(standing(flat), standing(square), COMPUTES) is None
     assert verdict(standing(flat), standing(op("all_reduce", signature="float32 [2, 3]")), COMPUTES).ranks == (0, 1)
@@ -99,8 +99,8 @@ def test_as_many_elements_in_another_shape_are_no_mismatch() -> None:
     assert verdict(standing(scalar), standing(one), COMPUTES) is None
 
 
-def test_a_message_to_one_who_takes_any_is_on_its_way() -> None:
-    """It has no number at the receiver before it is there, and a large one takes its time."""
+def test_a_message_to_a_receiver_from_any_source_arrives() -> None:
+    """It has no number at the receiver before it has arrived, and a large one takes time."""
     assert verdict(standing(message("send", 0, 1)), standing(op("recv", 0, group="", signature="float32 [1]"))) is None
     taken = standing(op("recv", 0, group="", signature="float32 [1]", since=0), returned=True)
     assert verdict(standing(message("send", 0, 1)), taken) is None, "it returned before what it takes was there"
@@ -112,12 +112,12 @@ def test_a_message_to_one_who_takes_any_is_on_its_way() -> None:
     assert verdict(*other_way).ranks == (0, 1, 2)
 
 
-def test_a_rank_with_more_under_way_than_it_can_note_may_have_come() -> None:
+def test_a_rank_with_more_operations_than_slots_may_have_arrived() -> None:
     assert verdict(standing(op("all_reduce", 70)), standing(message("recv", 0, 1), came={"world": 64}, uncounted=True)) is None
     assert verdict(standing(op("all_reduce", 70)), standing(message("recv", 0, 1), came={"world": 64})) is not None
 
 
-# Who cannot.
+# Ranks that cannot.
 
 
 def test_one_returned() -> None:
@@ -154,7 +154,7 @@ def test_two_collectives_in_different_order() -> None:
     assert "in the same order" in found.hint
 
 
-def test_different_shapes_also_where_the_other_one_is_through() -> None:
+def test_different_shapes_also_if_the_other_rank_has_completed() -> None:
     other = op("all_reduce", signature="float32 [4]")
     found = verdict(standing(op("all_reduce", signature="float32 [5]")), standing(came={"world": 1}, done=[other]))
     assert found.ranks == (0,)
@@ -172,7 +172,7 @@ def test_two_groups_entered_in_different_order() -> None:
 
 
 @pytest.mark.parametrize(("kind", "advice"), [("send", "use isend"), ("recv", "must send first")])
-def test_two_that_face_each_other(kind: str, advice: str) -> None:
+def test_two_sends_to_each_other(kind: str, advice: str) -> None:
     there, back = ((0, 1), (1, 0)) if kind == "send" else ((1, 0), (0, 1))
     found = verdict(standing(message(kind, *there)), standing(message(kind, *back)))
     assert found.ranks == (0, 1)
@@ -204,11 +204,11 @@ def test_a_message_from_anybody_when_all_have_returned() -> None:
     assert found.headline == "rank 0 waits for a message that nobody will send"
 
 
-def test_of_a_communication_that_the_student_marked_nothing_is_known() -> None:
+def test_nothing_is_known_of_the_students_own_communication_spans() -> None:
     assert verdict(standing(op("recv", 0, group="")), RETURNED) is None
 
 
-def test_a_span_around_what_a_rank_is_blocked_in_brings_nothing_about() -> None:
+def test_a_span_around_a_blocked_operation_changes_nothing() -> None:
     span = op("all_reduce", 0, group="")
     blocked = replace(op("TensorFlow's step", 0, group=TENSORFLOW), start_ns=2)
     assert verdict(standing(span, blocked), RETURNED).culprit == 1
@@ -223,24 +223,24 @@ def test_messages_of_different_sizes() -> None:
     assert found.headline == "rank 0 sends float32 [5] (cell 5, line 1), and rank 1 receives it as float32 [9] (cell 5, line 1)"
 
 
-def test_the_rest_goes_on_computing() -> None:
+def test_the_other_ranks_keep_computing() -> None:
     found = verdict(standing(message("recv", 1, 0)), standing(message("recv", 0, 1)), COMPUTES)
     assert found.ranks == (0, 1)
 
 
-def test_who_waits_with_a_time_limit_goes_on_by_itself() -> None:
+def test_a_rank_with_a_time_limit_continues_by_itself() -> None:
     assert verdict(standing(op("all_reduce", thread=TIMED)), RETURNED) is None
 
 
-def test_a_rank_with_a_time_limit_on_one_thread_may_act_whatever_the_others_wait_in() -> None:
+def test_a_rank_with_a_time_limit_on_one_thread_may_act() -> None:
     waits = standing(message("recv", 1, 0, thread=5), op("all_reduce", thread=TIMED))
     assert verdict(waits, standing(message("recv", 0, 1))) is None
 
 
-# Ranks that may act beside what they are blocked in.
+# Ranks that may act besides what they are blocked in.
 
 
-def test_another_thread_of_a_rank_may_send_what_all_wait_for() -> None:
+def test_another_thread_may_send_what_all_wait_for() -> None:
     assert verdict(standing(message("recv", 1, 0)), standing(message("recv", 0, 1), free=True)) is None
     assert verdict(standing(message("recv", 1, 0)), standing(returned=True, free=True)) is None
     assert verdict(standing(message("recv", 1, 0)), standing(called=False, returned=True, free=True)) is None
@@ -252,7 +252,7 @@ def test_a_thread_of_one_rank_does_not_help_those_that_wait_for_others() -> None
 
 
 def test_an_operation_under_way_may_have_a_callback() -> None:
-    """Two face each other; but what one of them has begun with a third, which computes, may end, and then it may send."""
+    """Two wait for each other, but an operation that one of them began with a third, computing rank may end and call back."""
     begun, third = op("all_reduce", group="group 2 of ranks 0,2", since=0), standing()
     one, other = standing(message("recv", 1, 0), begun), standing(message("recv", 0, 1))
     assert verdict(one, other, third) is None
@@ -267,43 +267,43 @@ def test_an_operation_that_a_rank_has_left_under_way_may_have_a_callback_too() -
     assert verdict(standing(message("recv", 1, 0)), left, RETURNED).culprit == 1
 
 
-def test_one_thread_of_a_rank_goes_on_while_another_hangs() -> None:
+def test_one_thread_continues_while_another_hangs() -> None:
     both = standing(message("recv", 1, 0, thread=1), message("recv", 2, 0, thread=2))
     assert verdict(both, standing(message("recv", 0, 1)), COMPUTES) is None
 
 
-def test_many_ranks_with_much_under_way() -> None:
-    """64 ranks, the most that is noted of each: looked at twenty times a second."""
+def test_many_ranks_with_many_operations() -> None:
+    """64 ranks with the maximum number of operations, checked twenty times a second."""
     under_way = [op("all_reduce", n, since=0, signature="float32 [4]") for n in range(1, 60)]
     found = verdict(*(standing(*under_way, op("barrier", 60)) for _ in range(63)), RETURNED)
     assert found.ranks == tuple(range(63))
     assert found.culprit == 63
 
 
-# On GPUs a rank only enqueues what waits.
+# On GPUs a rank only enqueues the operation that waits.
 
 
 def queued(name: str, match: int = 1, *, group: str = "world") -> Pending:
     return op(name, match, group=group, thread=STREAM)
 
 
-def test_a_rank_whose_gpu_waits_may_still_come_to_anything() -> None:
+def test_a_rank_whose_gpu_waits_may_still_enter_anything() -> None:
     a, b = "group 1 of ranks 0,1", "group 2 of ranks 0,1"
     assert verdict(standing(queued("all_reduce", group=a)), standing(queued("all_reduce", group=b))) is None
     assert verdict(standing(queued("all_reduce", group=a)), standing(op("all_reduce", group=b))) is None
 
 
-def test_a_gpu_waits_for_ever_for_one_that_returned() -> None:
+def test_a_gpu_waits_for_ever_for_a_rank_that_returned() -> None:
     found = verdict(standing(queued("all_reduce", 2)), RETURNED)
     assert found.ranks == (0,)
     assert found.culprit == 1
     assert found.headline == "returned while rank 0 still waits for it in all_reduce (cell 5, line 2)"
 
 
-# TensorFlow, which does not tell who has come.
+# TensorFlow, which does not say who has arrived.
 
 
-def test_tensorflow_waits_for_ever_only_if_one_has_returned() -> None:
+def test_tensorflow_waits_for_ever_only_if_a_rank_has_returned() -> None:
     waits = standing(op("TensorFlow", 0, group=TENSORFLOW))
     assert verdict(waits, waits) is None
     assert verdict(waits, COMPUTES) is None
@@ -314,21 +314,21 @@ def test_tensorflow_waits_for_ever_only_if_one_has_returned() -> None:
 # Remote procedure calls: a rank is several threads.
 
 
-def test_a_call_that_is_computed_ends() -> None:
+def test_a_computing_call_ends() -> None:
     assert (
         verdict(standing(call(0, 1, thread=1)), standing(serve(0, 1, thread=7), called=False, returned=True, serving=THREADS))
         is None
     )
 
 
-def test_who_computes_may_call_a_function_that_sends() -> None:
+def test_a_computing_rank_may_call_a_function_that_sends() -> None:
     served = standing(called=False, returned=True, serving=THREADS)
     waits = standing(message("recv", 1, 0), serving=THREADS)
     assert verdict(waits, served, standing(serving=THREADS)) is None
     assert verdict(waits, served, served).ranks == (0,)
 
 
-def test_a_distributed_backward_pass_is_computed_where_nobody_sees_it() -> None:
+def test_a_distributed_backward_pass_may_run_on_hidden_threads() -> None:
     shut = op("rpc.shutdown", group="rendezvous at rpc.shutdown of 2 ranks")
     backward = op("dist_autograd.backward", 5, group="dist_autograd.backward")
     serving = standing(shut, serving=THREADS)
@@ -336,20 +336,20 @@ def test_a_distributed_backward_pass_is_computed_where_nobody_sees_it() -> None:
     assert verdict(standing(shut), replace(RETURNED, name="")) is not None, "a shutdown to which one never comes"
 
 
-def test_a_rendezvous_of_more_ranks_than_there_are_says_how_many() -> None:
+def test_a_rendezvous_of_too_many_ranks_says_how_many() -> None:
     group = "rendezvous at localhost:29500 of {} ranks"
     both = [standing(op("init_process_group", group=group.format(4))) for _ in range(2)]
     assert "4 ranks, and this group has 2" in verdict(*both).hint
 
 
-def test_a_rank_that_comes_under_anothers_number_is_told_so() -> None:
+def test_a_rank_that_uses_anothers_number_is_reported() -> None:
     comes = standing(op("init_process_group", group="rendezvous at localhost:29500 of 2 ranks"))
     found = verdict(standing(op("all_gather")), comes)
     assert found.ranks == (0, 1)
     assert "each must come with a rank of its own" in found.hint
 
 
-def test_a_call_that_has_not_arrived_yet_will() -> None:
+def test_a_call_under_way_will_arrive() -> None:
     assert verdict(standing(call(0, 1, thread=1)), standing(called=False, returned=True, serving=THREADS)) is None
 
 
@@ -359,7 +359,7 @@ def test_a_call_back_is_served_by_another_thread() -> None:
     assert verdict(master, worker) is None
 
 
-def test_calls_that_wait_for_one_another_until_no_thread_is_left() -> None:
+def test_calls_that_wait_for_each_other_until_no_thread_is_left() -> None:
     there = [p for i in range(THREADS) for p in (serve(1, 0, i + 1, thread=i), call(0, 1, i + 2, thread=i))]
     back = [p for i in range(THREADS) for p in (serve(0, 1, i + 1, thread=i), call(1, 0, i + 1, thread=i))]
     found = verdict(standing(call(0, 1, 1, thread=99), *there, serving=THREADS), standing(*back, serving=THREADS))
@@ -368,7 +368,7 @@ def test_calls_that_wait_for_one_another_until_no_thread_is_left() -> None:
     assert "Calls wait for one another" in found.hint
 
 
-def test_a_future_that_a_call_has_returned_and_nobody_completes() -> None:
+def test_a_returned_future_that_nobody_completes() -> None:
     owner = standing(future(0, 2), future(1, 2), returned=True, serving=THREADS)
     found = verdict(standing(call(0, 2), serving=THREADS), standing(call(1, 2), serving=THREADS), owner)
     assert found is not None
@@ -385,7 +385,7 @@ def test_a_future_that_a_call_has_returned_and_nobody_completes() -> None:
         (standing(future(0, 1), returned=True, serving=THREADS), COMPUTES),  # which may make the call that is missing
         (standing(future(0, 1), returned=True, serving=THREADS, free=True), RETURNED),  # by another thread
         (standing(future(0, 1, kind=UNSEEN_PROMISE), returned=True, serving=THREADS), RETURNED),  # by C++
-        # When its own call has come back, by a callback.
+        # By a callback, when its own call has returned.
         (standing(future(0, 1), call(1, 2), returned=True, serving=THREADS), standing(serve(1, 2, thread=7), serving=THREADS)),
     ],
 )  # fmt: skip
@@ -400,8 +400,8 @@ def test_a_future_that_depends_on_one_that_nobody_completes() -> None:
     assert found.ranks == (0,)
 
 
-def test_the_smallest_circle_is_told() -> None:
-    """A rank waits on several threads, and one of those waits leads round a longer way."""
+def test_the_smallest_cycle_is_reported() -> None:
+    """A rank waits on several threads, and one of these waits leads through a longer cycle."""
     both = standing(message("recv", 2, 0, thread=1), message("recv", 1, 0, thread=2))
     found = verdict(both, standing(message("recv", 0, 1)), standing(message("recv", 1, 2)))
     assert found is not None
@@ -411,7 +411,7 @@ def test_the_smallest_circle_is_told() -> None:
     )
 
 
-def test_what_leads_into_a_circle_is_no_part_of_it() -> None:
+def test_a_path_into_a_cycle_is_not_part_of_it() -> None:
     found = verdict(
         standing(message("recv", 1, 0)), standing(message("recv", 2, 1)), standing(message("recv", 1, 2)), standing(op("barrier"))
     )
@@ -420,7 +420,7 @@ def test_what_leads_into_a_circle_is_no_part_of_it() -> None:
     assert found.headline.endswith("for rank 1")
 
 
-def test_calls_in_a_circle() -> None:
+def test_a_cycle_of_calls() -> None:
     a = Standing("a", [call(0, 1, 1, thread=1), serve(1, 0, 1, thread=2), call(0, 1, 2, thread=2)], serving=THREADS)
     b = Standing("b", [serve(0, 1, 1, thread=7), call(1, 0, 1, thread=7), serve(0, 1, 2, thread=8)], serving=THREADS)
     assert stuck([a, b]) is None, "the last call may be computing"
@@ -430,7 +430,7 @@ def test_calls_in_a_circle() -> None:
     assert circle_of_calls(straight) == ""
 
 
-# In words.
+# Wording.
 
 
 def test_mismatch_names_the_first_pair_that_differs() -> None:
@@ -445,7 +445,7 @@ def test_mismatch_names_the_first_pair_that_differs() -> None:
     assert "same collectives, in the same order" in hint
 
 
-def test_a_message_that_does_not_fit_is_told_from_its_sender() -> None:
+def test_a_mismatched_message_is_reported_from_its_sender() -> None:
     sent, received = message("send", 1, 0, signature="float32 [8]"), message("recv", 1, 0, signature="float32 [4]")
     text, hint = mismatch([("rank 0", received), ("rank 1", sent)])
     assert text == "rank 1 sends float32 [8] (cell 5, line 1), and rank 0 receives it as float32 [4] (cell 5, line 1)"
@@ -462,7 +462,7 @@ def test_doing() -> None:
     )
 
 
-def test_no_wait_is_shorter_than_nothing() -> None:
+def test_no_wait_is_negative() -> None:
     assert doing("rank 0", [op("all_reduce", since=5 * S)], 4 * S).endswith(" for 0.0 s")
 
 

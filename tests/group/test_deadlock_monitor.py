@@ -1,4 +1,4 @@
-"""When a verdict is certain: from looks at threads that were made up, without a process."""
+"""When a deadlock is certain, on thread states made by hand, without processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FACING = [waits_for(1), waits_for(0)]
 
 
 class Looked:
-    """A watchdog of two ranks, whose threads are as it is told."""
+    """A deadlock monitor of two ranks whose threads are given by the test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pool: Any = SimpleNamespace(members=[SimpleNamespace(reader=SimpleNamespace(unnoted=0))] * 2, plan=None)
@@ -53,7 +53,7 @@ class Looked:
         return dict(enumerate(self._next))
 
     def certain(self, zero: Look, one: Look, standings: list[Standing] = FACING, *, after_ns: int = LONGEST_PAUSE_NS) -> bool:
-        """Whether there is a verdict, so long after the look before."""
+        """Whether a deadlock is reported, given the time since the previous look."""
         self._next = [zero, one]
         self._now_ns += after_ns
         return self._watchdog._confirmed(standings, self._now_ns) is not None
@@ -64,29 +64,29 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Looked:
     return Looked(monkeypatch)
 
 
-def test_two_looks_that_see_the_same(group: Looked) -> None:
+def test_two_equal_looks(group: Looked) -> None:
     assert [group.certain(look(), look(ASLEEP)) for _ in range(2)] == [False, True]
 
 
-def test_what_is_under_way_has_changed(group: Looked) -> None:
+def test_pending_operations_have_changed(group: Looked) -> None:
     assert not group.certain(look(), look())
     assert not group.certain(look(), look(), [waits_for(1, start=5), waits_for(0)])
     assert group.certain(look(), look(), [waits_for(1, start=5), waits_for(0)])
 
 
-def test_a_thread_that_may_act_puts_it_off(group: Looked) -> None:
+def test_a_thread_that_may_act_postpones_the_report(group: Looked) -> None:
     assert not any(group.certain(look(), look(AWAKE)) for _ in range(5))
 
 
 def test_a_thread_that_has_ended_may_have_acted_before(group: Looked) -> None:
-    """What is pending is read first: the thread may send and end before the threads are looked at."""
+    """Pending operations are read first: the thread may send and end before the threads are read."""
     assert not group.certain(look(), look(AWAKE))
     assert not group.certain(look(), look())
     assert not group.certain(look(), look()), "nothing could act from now on: but has it?"
     assert group.certain(look(), look())
 
 
-def test_a_thread_that_is_new_may_act(group: Looked) -> None:
+def test_a_new_thread_may_act(group: Looked) -> None:
     assert not group.certain(look(), look())
     assert not group.certain(look(), look(ASLEEP))
 
@@ -96,7 +96,7 @@ def test_a_thread_that_was_woken_meanwhile(group: Looked) -> None:
     assert [group.certain(look(), look(t)) for t in (ASLEEP, moved, moved, moved)] == [False, False, False, True]
 
 
-def test_looks_become_rarer(group: Looked) -> None:
+def test_looks_become_less_frequent(group: Looked) -> None:
     for pause_ns in (CONFIRM_NS, 2 * CONFIRM_NS, 4 * CONFIRM_NS):
         before = group.looks
         assert not group.certain(look(), look(AWAKE), after_ns=pause_ns)

@@ -1,4 +1,4 @@
-"""Groups that hang, each in its own way, on real ranks: they are told why, within a moment, and go on with the next run."""
+"""Deadlocks of real ranks: each is explained within a moment, and the next run works."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def total() -> float:
 
 
 @pytest.mark.parametrize("function", STUCK, ids=lambda f: f.__name__)
-def test_ranks_that_wait_for_one_another(three: lab.Group, function: Callable[[], None]) -> None:
+def test_ranks_that_wait_for_each_other(three: lab.Group, function: Callable[[], None]) -> None:
     with pytest.raises(DeadlockError) as caught:
         three.run(function)
     for words in STUCK[function]:
@@ -139,13 +139,13 @@ def test_ranks_that_wait_for_one_another(three: lab.Group, function: Callable[[]
 
 
 @pytest.mark.parametrize("function", DESERTED, ids=lambda f: f.__name__)
-def test_ranks_that_wait_for_one_that_returned(
+def test_ranks_that_wait_for_a_rank_that_returned(
     three: lab.Group, function: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     culprit, words = DESERTED[function]
 
     def all_have_come(certain_after_s: float) -> bool:
-        """Else one of them alone is told to wait."""
+        """Otherwise only one of them is reported as waiting."""
         monkeypatch.setattr(RUNTIMES["torch"], "certain_after_s", certain_after_s)
         with pytest.raises(lab.RankError) as caught:
             three.run(function)
@@ -178,7 +178,7 @@ def gives_up_in_time() -> str:
     return "received"
 
 
-def test_who_waits_with_a_time_limit_is_left_alone(three: lab.Group) -> None:
+def test_a_rank_that_waits_with_a_time_limit_is_left_alone(three: lab.Group) -> None:
     assert three.run(gives_up_in_time).results == ["RuntimeError", "", ""]
 
 
@@ -196,7 +196,7 @@ def slow(path: str) -> float:
     return total()
 
 
-def test_who_waits_for_a_rank_that_computes_is_told_so_and_nothing_is_stopped(
+def test_waiting_for_a_computing_rank_prints_a_notice_and_stops_nothing(
     three: lab.Group, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     place = f"test_deadlock_run.py, line {slow.__code__.co_firstlineno + 2}: next(there for "
@@ -204,7 +204,7 @@ def test_who_waits_for_a_rank_that_computes_is_told_so_and_nothing_is_stopped(
 
     def say(_: Output, word: str) -> None:
         waiting = "rank 0 and rank 2 have waited in all_reduce (test_deadlock_run.py, line"
-        if word.startswith(waiting) and f"; rank 1 is at {place}" in word:  # one of them comes first: then another word is said
+        if word.startswith(waiting) and f"; rank 1 is at {place}" in word:  # one of them is first: then another line is printed
             enough.touch()
 
     monkeypatch.setattr("labkit.group.deadlock_monitor.SLOW_NS", 600_000_000)
@@ -221,7 +221,7 @@ def call_back(name: str, depth: int) -> int:
     return rpc.rpc_sync(other, call_back, args=(other, depth - 1)) + 1
 
 
-def test_calls_that_wait_for_one_another_for_want_of_threads() -> None:
+def test_calls_that_wait_for_each_other_without_a_free_thread() -> None:
     with lab.Group(["a", "b"], runtime="rpc", timeout_s=200) as group:
         assert group["a"].run(call_back, "a", 8).results == [8]
         with pytest.raises(DeadlockError) as caught:
@@ -230,12 +230,12 @@ def test_calls_that_wait_for_one_another_for_want_of_threads() -> None:
         assert group["a"].run(call_back, "a", 2).results == [2]
 
 
-CAME: list[Any] = []  # of the server: a future for each trainer that has come
+CAME: list[Any] = []  # of the server: a future for each trainer that has arrived
 
 
 @rpc.functions.async_execution
 def add() -> Any:
-    """Answers when two trainers have come, as a parameter server that updates by batches does."""
+    """Answers when two trainers have arrived, as a parameter server with batched updates does."""
     CAME.append(torch.futures.Future())
     answer = CAME[-1].then(lambda future: future.wait() + 1)
     if len(CAME) == 2:
@@ -266,7 +266,7 @@ LOCK = threading.Lock()
 
 
 def locked(other: str, depth: int) -> int:
-    """Takes the lock of its rank, and calls the other rank back: the third call waits for the first for ever."""
+    """Takes the lock of its rank and calls the other rank back: the third call waits for the first for ever."""
     from torch.distributed import rpc
 
     with LOCK:
@@ -280,7 +280,7 @@ def call_locked(me: str, depth: int) -> int:
     return rpc.rpc_sync(other, locked, args=(me, depth - 1))
 
 
-def test_calls_in_a_circle_around_a_lock_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cycle_of_calls_around_a_lock_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
     def say_and_stop(_: Output, word: str) -> None:
@@ -298,8 +298,8 @@ def test_calls_in_a_circle_around_a_lock_are_told(monkeypatch: pytest.MonkeyPatc
     )
 
 
-def test_a_verdict_that_does_not_hold_is_dropped(three: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks are looked at one after the other: what seems to hang may have moved meanwhile."""
+def test_a_deadlock_that_does_not_last_is_not_reported(three: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are read one after the other: one that seems to hang may have moved meanwhile."""
     looks = []
     look = Watchdog.look
 
@@ -308,7 +308,7 @@ def test_a_verdict_that_does_not_hold_is_dropped(three: lab.Group, monkeypatch: 
         if len(looks) % 3 == 0 and watchdog._suspicion is not None:
             watchdog._suspicion = dataclasses.replace(
                 watchdog._suspicion, under_way=()
-            )  # as if something else had been under way
+            )  # as if another operation had been under way
         if len(looks) == 60:
             monkeypatch.setattr(Watchdog, "look", look)
         return look(watchdog, now_ns)
@@ -323,7 +323,7 @@ def test_a_verdict_that_does_not_hold_is_dropped(three: lab.Group, monkeypatch: 
 
 
 def other_threads_go_on() -> float:
-    """Rank 0 waits for a message on one thread, and another one will send what that message depends on."""
+    """Rank 0 waits for a message on one thread; another thread will send what that message depends on."""
     me, got = dist.get_rank(), torch.zeros(1)
     if me == 0:
         sender = threading.Timer(1.5, dist.send, (torch.ones(1), 1))
@@ -341,7 +341,7 @@ def test_a_thread_that_will_send_is_waited_for(three: lab.Group) -> None:
 
 
 def a_world_of_its_own() -> float:
-    """Its first collective is no other than that of the world before, though both are number 1."""
+    """Its first collective is number 1, as in the previous world."""
     dist.all_reduce(torch.ones(3))
     dist.barrier()
     dist.destroy_process_group()
@@ -353,12 +353,12 @@ def a_world_of_its_own() -> float:
     return float(one[0])
 
 
-def test_a_world_that_is_initialised_again_counts_anew() -> None:
+def test_a_world_that_is_initialised_again_starts_counting_again() -> None:
     with lab.Group(3, timeout_s=200) as group:
         assert group.run(a_world_of_its_own).results == [1.0] * 3
 
 
-def test_a_rank_stopped_by_a_signal_is_spoken_of_and_goes_on(three: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suspended_rank_is_reported_and_can_continue(three: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     from labkit.group.output import Output
 
     pids = three.run(os.getpid).results
@@ -381,7 +381,7 @@ def stop_itself() -> float:
     return total()
 
 
-# Messages that do not fit. gloo copies bytes: a receive that is too large, or of another type, ends as if nothing were wrong.
+# Mismatched messages. gloo copies bytes: a receive that is too large, or of another type, completes without an error.
 
 
 def sends(*given: torch.Tensor) -> None:

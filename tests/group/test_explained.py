@@ -1,4 +1,4 @@
-"""Failures as the student reads them: the cause before what came of it, messages of all kinds, and no frames of labkit."""
+"""Failures as the student reads them: the cause before its consequences, messages of all kinds, no frames of labkit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def failure(group: lab.Group, function: Callable[..., object]) -> lab.RankError:
 # The cause first
 
 
-def test_a_lost_connection_is_never_the_cause_where_another_is_known(
+def test_a_lost_connection_is_never_the_cause_if_another_is_known(
     ranks: lab.Group, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is reported first, and by two ranks; the rank that broke the connection says why only a little later."""
@@ -48,7 +48,7 @@ def test_a_lost_connection_is_never_the_cause_where_another_is_known(
             except RuntimeError:
                 raise KeyError("mine") from None
     """)
-    for grace in ("GRACE_S", "CAUSE_S"):  # both ranks fail before the run is ended, however busy the machine is
+    for grace in ("GRACE_S", "CAUSE_S"):  # both ranks fail before the run is ended, even on a busy machine
         monkeypatch.setattr(f"labkit.group.run.{grace}", 60.0)
     error = failure(ranks, cells.f)
     assert error.failures[0].headline == "ValueError: the cause"
@@ -56,7 +56,7 @@ def test_a_lost_connection_is_never_the_cause_where_another_is_known(
     assert error.others == ["rank 0: KeyError: 'mine'"]
 
 
-def test_a_lost_connection_without_a_known_cause_is_told_itself(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_a_lost_connection_without_a_known_cause_is_reported(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("def f(): raise RuntimeError('[/build/gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:1')")
     assert failure(ranks, cells.f).failures[0].headline == "RuntimeError: Connection closed by peer [127.0.0.1]:1"
 
@@ -70,7 +70,7 @@ def test_a_lost_connection_without_a_known_cause_is_told_itself(ranks: lab.Group
         ("peer review", False),
     ],
 )
-def test_words_for_a_lost_connection(words: str, lost: bool) -> None:
+def test_errors_that_mean_a_lost_connection(words: str, lost: bool) -> None:
     assert cause_of(RuntimeError(words)).is_consequence is lost
 
 
@@ -84,7 +84,7 @@ def test_the_cause_of_an_error() -> None:
     assert cause_of(NotImplementedError()) is Cause.NOT_IMPLEMENTED
 
 
-def test_what_a_rank_that_was_killed_had_done_last(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_the_last_action_of_a_killed_rank(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import os
         import labkit as lab
@@ -112,7 +112,7 @@ def test_what_a_rank_that_was_killed_had_done_last(ranks: lab.Group, cells: in_c
         ("größer π", "größer π"),
     ],
 )
-def test_a_message_cannot_command_a_terminal_or_break_a_file(message: str, shown: str) -> None:
+def test_control_characters_in_messages_are_escaped(message: str, shown: str) -> None:
     assert headline(ValueError(message)) == f"ValueError: {shown}"
     students_traceback(ValueError(message)).encode()
 
@@ -122,7 +122,7 @@ def test_torchs_own_stack_is_left_out() -> None:
     assert students_traceback(RuntimeError(message)) == "RuntimeError: sizes differ\n"
 
 
-def test_frames_that_are_left_out_are_counted(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_omitted_frames_are_counted(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         def even(n): return odd(n + 1)
         def odd(n): return even(n + 1)
@@ -169,7 +169,7 @@ REPORT = [
 
 
 def shown(command: list[str], typed: str, folder: Path) -> list[str]:
-    """What a terminal shows of a program into which something is typed."""
+    """What a terminal shows of a program that receives typed input."""
     mine, its = pty.openpty()
     environment = os.environ | {"IPYTHONDIR": str(folder), "TERM": "dumb", "COLUMNS": "120"}
     program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=its, stderr=its, env=environment, cwd=folder)
@@ -181,7 +181,7 @@ def shown(command: list[str], typed: str, folder: Path) -> list[str]:
     try:
         while piece := os.read(mine, 1 << 16):
             data += piece
-    except OSError:  # Linux's way to say that the other end is closed
+    except OSError:  # on Linux, this means that the other end is closed
         pass
     finally:
         os.close(mine)
@@ -190,7 +190,7 @@ def shown(command: list[str], typed: str, folder: Path) -> list[str]:
     return data.decode().replace("\r\n", "\n").splitlines()
 
 
-def test_a_script_shows_its_own_frames_and_one_of_labkits(tmp_path: Path) -> None:
+def test_a_script_shows_its_own_frames_and_one_of_labkit(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(f"{PROGRAM}\ndef main():\n    group.run(train)\n\nmain()\n")
     lines = shown([sys.executable, "script.py"], "", tmp_path)
     frames = [line.strip().rsplit(", in ")[1] for line in lines if line.startswith("  File")]
@@ -199,7 +199,7 @@ def test_a_script_shows_its_own_frames_and_one_of_labkits(tmp_path: Path) -> Non
     assert sum("ZeroDivisionError" in line for line in lines) == 2, "the headline, and the end of its traceback"
 
 
-def test_a_mistaken_argument_shows_no_wall_of_frames(tmp_path: Path) -> None:
+def test_a_wrong_argument_shows_few_frames(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import labkit as lab\nlab.Group(0)\n")
     lines = shown([sys.executable, "script.py"], "", tmp_path)
     assert len([line for line in lines if line.startswith("  File")]) == 2
@@ -207,7 +207,7 @@ def test_a_mistaken_argument_shows_no_wall_of_frames(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [KeyError, ValueError])
-def test_what_labkit_has_not_said_itself_keeps_its_frames(kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_other_libraries_keep_their_frames(kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise kind("a defect, or a library's")
 
@@ -217,7 +217,7 @@ def test_what_labkit_has_not_said_itself_keeps_its_frames(kind: type[Exception],
     assert caught.traceback[-1].name == "broken"
 
 
-def test_plain_ipython_names_the_cell_and_shows_no_frame_of_labkit(tmp_path: Path) -> None:
+def test_plain_ipython_names_the_cell_and_shows_no_labkit_frames(tmp_path: Path) -> None:
     pytest.importorskip("IPython")
     command = [sys.executable, "-m", "IPython", "--no-banner", "--colors=NoColor", "--simple-prompt", "--no-confirm-exit"]
     typed = "import labkit as lab\ngroup = lab.Group(2, runtime='bare')\ndef train(): return 1 / 0\n\ngroup.run(train)\nexit()\n"

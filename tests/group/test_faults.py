@@ -1,4 +1,4 @@
-"""The fault zoo: whatever goes wrong in a rank, the student reads what, where and what the others did, and goes on."""
+"""The fault zoo: for each fault in a rank, the student reads what happened, where, and what the others did, and can continue."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def pids(group: lab.Group) -> list[int]:
     return group.run(os.getpid).results
 
 
-# One rank, all ranks, and what becomes of the others
+# One rank, all ranks, and the fate of the others
 
 
-def test_one_rank_raises_and_the_others_had_returned(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_one_rank_raises_after_the_others_returned(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import os
 
@@ -107,7 +107,7 @@ def test_one_rank_raises_and_the_others_had_returned(ranks: lab.Group, cells: in
     assert ranks.run(cells.kept).results == ["kept", None, "kept"]
 
 
-def test_all_ranks_raise_alike_and_it_is_told_once(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_the_same_error_on_all_ranks_is_reported_once(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("def f(): return undefined")
     before = pids(ranks)
     error = failure(ranks, cells.f)
@@ -134,10 +134,10 @@ def test_one_rank_raises_and_the_others_are_stopped(ranks: lab.Group, cells: in_
     assert not set(pids(ranks)) & set(before)
 
 
-def test_a_rank_that_has_had_no_core_since_another_failed_is_waited_for(
+def test_a_rank_without_a_core_since_another_failed_is_waited_for(
     ranks: lab.Group, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Rank 1 is taken for one that only lacks a core; it returns long after the time that the others have."""
+    """Rank 1 is treated as one that only lacks a core; it returns long after the time limit of the others."""
     cells("""
         import os
         def f(path):
@@ -160,7 +160,7 @@ def test_a_rank_that_has_had_no_core_since_another_failed_is_waited_for(
     assert failure(ranks, cells.f, str(go_on)).others == ["rank 1 had returned", "rank 2 had returned"]
 
 
-def test_what_a_process_has_had_of_a_core_and_whether_it_wants_one(ranks: lab.Group) -> None:
+def test_the_processor_time_of_a_process_and_whether_it_is_runnable(ranks: lab.Group) -> None:
     ranks.run(int)
     assert ranks._pool is not None
     process = ranks._pool.members[0].process
@@ -203,8 +203,8 @@ def test_one_rank_raises_while_the_others_wait_for_it(gloo: lab.Group, cells: in
     assert error.report().splitlines()[-2] == STOPPED
 
 
-def test_after_a_finished_collective_a_mistake_of_all_ranks_costs_no_ranks(gloo: lab.Group, cells: in_cells.Cells) -> None:
-    """All came back, and nothing is under way between them."""
+def test_after_a_finished_collective_a_mistake_of_all_ranks_keeps_the_ranks(gloo: lab.Group, cells: in_cells.Cells) -> None:
+    """All returned, and nothing is under way between them."""
     cells("""
         import torch
         import torch.distributed as dist
@@ -219,7 +219,7 @@ def test_after_a_finished_collective_a_mistake_of_all_ranks_costs_no_ranks(gloo:
 
 
 def test_after_a_message_that_nobody_received_the_ranks_are_not_kept(gloo: lab.Group, cells: in_cells.Cells) -> None:
-    """All came back, but the next run would receive what this one has sent."""
+    """All returned, but the next run would receive what this one has sent."""
     cells("""
         import torch
         import torch.distributed as dist
@@ -234,7 +234,7 @@ def test_after_a_message_that_nobody_received_the_ranks_are_not_kept(gloo: lab.G
     assert not set(pids(gloo)) & set(before)
 
 
-def test_the_death_of_a_rank_comes_before_the_broken_connections_it_causes(gloo: lab.Group, cells: in_cells.Cells) -> None:
+def test_the_death_of_a_rank_is_reported_before_broken_connections(gloo: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import os, signal
         import torch
@@ -252,7 +252,7 @@ def test_the_death_of_a_rank_comes_before_the_broken_connections_it_causes(gloo:
     assert gloo.run(int).results == [0, 0, 0]
 
 
-# Ends of a process
+# How processes end
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_a_rank_that_ends_is_explained(ranks: lab.Group, cells: in_cells.Cells, 
     assert ranks.run(int).results == [0, 0, 0]
 
 
-def test_the_last_words_of_a_rank_are_shown(ranks: lab.Group, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_last_output_of_a_rank_is_shown(ranks: lab.Group, capfd: pytest.CaptureFixture[str]) -> None:
     def f() -> None:
         os.write(1, b"written")
         os.write(2, b" and said")
@@ -309,7 +309,7 @@ def test_the_last_words_of_a_rank_are_shown(ranks: lab.Group, capfd: pytest.Capt
 
 
 def test_a_rank_that_dies_after_it_has_returned(ranks: lab.Group, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process serves nobody any more, even if its result was there in time."""
+    """Its process can serve no further run, even if its result arrived in time."""
     cells("""
         import os, threading
         def f():
@@ -343,7 +343,7 @@ def test_a_rank_that_dies_between_two_runs(ranks: lab.Group) -> None:
 
 
 def test_a_rank_of_an_rpc_group_that_dies_between_two_runs() -> None:
-    """The functions are sent to all ranks before one is called: that must not fail in words of sockets."""
+    """The functions are sent to all ranks before one is called: this must not fail with a socket error."""
     pytest.importorskip("torch")
     with lab.Group(["master", "worker"], runtime="rpc", timeout_s=200) as group:
         (pid,) = group["worker"].run(os.getpid).results
@@ -367,7 +367,7 @@ def test_a_rank_that_only_serves_dies(ranks: lab.Group) -> None:
     assert error.others == ["rank 0 was computing"]
 
 
-def test_exit_codes_in_words() -> None:
+def test_exit_codes_as_text() -> None:
     assert explain_exit(0).startswith("the process ended with exit code 0")
     assert explain_exit(-signal.SIGILL) == "killed by SIGILL (an instruction that this processor does not support)"
     assert explain_exit(-signal.SIGFPE).startswith("killed by SIGFPE (integer division by zero")
@@ -417,8 +417,8 @@ def test_exceptions(ranks: lab.Group, cells: in_cells.Cells, body: str, headline
     assert pids(ranks) == before
 
 
-def test_a_builtin_that_raises_by_itself(ranks: lab.Group) -> None:
-    """No frame at all is the student's."""
+def test_a_builtin_that_raises(ranks: lab.Group) -> None:
+    """None of the frames is the student's."""
     assert failure(ranks, os.read, 10**6, 1).failures[0].headline == "OSError: [Errno 9] Bad file descriptor"
     assert failure(ranks, int, "x").failures[0].headline.startswith("ValueError: invalid literal for int()")
 
@@ -433,7 +433,7 @@ def test_an_enormous_message_is_cut(ranks: lab.Group, cells: in_cells.Cells) -> 
     assert len(error.failures[0].traceback) < TEXT_CHARACTERS + 100
 
 
-def test_frames_of_libraries_are_left_out_but_for_the_innermost(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_library_frames_are_omitted_except_the_innermost(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import json
         def f():
@@ -450,7 +450,7 @@ def test_frames_of_libraries_are_left_out_but_for_the_innermost(ranks: lab.Group
     assert 'File "decoder.py"' in text
 
 
-def test_causes_contexts_and_groups_of_exceptions_are_cut_alike(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_causes_contexts_and_exception_groups_are_cut_too(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import json
         def first(): json.loads("{")
@@ -501,7 +501,7 @@ def test_a_cell_that_was_redefined_shows_its_own_lines(ranks: lab.Group, cells: 
     assert "# the new one" in str(failure(ranks, cells.f))
 
 
-def test_what_the_students_code_does_to_its_streams(ranks: lab.Group, cells: in_cells.Cells) -> None:
+def test_changes_of_the_students_code_to_its_streams(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import sys
         def nothing():
@@ -526,7 +526,7 @@ def test_what_the_students_code_does_to_its_streams(ranks: lab.Group, cells: in_
 
 
 def stop_when_printed(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Stop is pressed as soon as so many ranks have printed something."""
+    """Presses Stop as soon as a given number of ranks have printed something."""
     seen: set[int] = set()
     feed = Output.feed
 
@@ -601,7 +601,7 @@ def test_stop_while_ranks_hang_in_a_collective(gloo: lab.Group, cells: in_cells.
 
 
 class StopWhenBlocked:
-    """A picture that presses Stop as soon as so many ranks wait for a communication, and keeps what it is told in the end."""
+    """A live view that presses Stop as soon as a given number of ranks wait for communication, and keeps its last update."""
 
     interval_s = 0.01
 
@@ -654,7 +654,7 @@ def test_the_picture_of_a_stopped_run_shows_what_was_under_way(
 
 
 def test_stop_ends_a_loop_of_runs(ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop is a KeyboardInterrupt: `except Exception` around a run does not swallow it."""
+    """Stop raises KeyboardInterrupt: `except Exception` around a run does not swallow it."""
 
     def f() -> None:
         print("here")
@@ -671,7 +671,7 @@ def test_stop_ends_a_loop_of_runs(ranks: lab.Group, monkeypatch: pytest.MonkeyPa
 
 
 def test_ctrl_c_in_a_terminal_does_not_reach_the_ranks(start: str) -> None:
-    """A terminal sends SIGINT to all processes in the foreground; only the program itself may act on it."""
+    """A terminal sends SIGINT to all foreground processes; only the program itself may act on it."""
     program = """
 import os, signal, threading
 import labkit as lab

@@ -1,4 +1,4 @@
-"""`Group`: what one may ask for, which ranks run, where it works, and RPC between functions of a notebook."""
+"""`Group`: valid options, which ranks run, where it works, and RPC between functions of a notebook."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def rank() -> int:
         (2, {"start": "thread"}, ValueError, "start='thread': expected 'fork' or 'spawn'"),
     ],
 )
-def test_an_argument_that_cannot_be_meant(ranks: Any, options: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_an_invalid_argument(ranks: Any, options: dict[str, Any], error: type[Exception], words: str) -> None:
     known = dict(notebook.starters)
     with pytest.raises(error) as caught:
         lab.Group(ranks, **options)
@@ -81,7 +81,7 @@ def test_an_argument_that_cannot_be_meant(ranks: Any, options: dict[str, Any], e
     assert notebook.starters == known, "no process was started for it"
 
 
-def test_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_this_machine_cannot_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*args: Any, **options: Any) -> str:
         with pytest.raises(lab.LabError) as caught:
             lab.Group(*args, **options)
@@ -111,7 +111,7 @@ def test_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused(2).startswith("labkit starts ranks on Linux and macOS; on Windows, install it in WSL2")
 
 
-def test_a_number_may_be_numpys() -> None:
+def test_numpy_integers_are_accepted() -> None:
     group = lab.Group(np.int64(3), runtime="bare", threads=np.int64(2), timeout_s=np.float32(9))
     assert len(group) == 3
     assert group[np.int64(1)].on == (1,)
@@ -133,14 +133,14 @@ def test_a_number_may_be_numpys() -> None:
         ((0, 1.5), TypeError, "group[1.5]: expected a rank's number or name"),
     ],
 )
-def test_ranks_that_do_not_exist(four: lab.Group, which: Any, error: type[Exception], words: str) -> None:
+def test_nonexistent_ranks(four: lab.Group, which: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error) as caught:
         four[which]
     assert str(caught.value) == words
 
 
 @pytest.mark.parametrize("function", [3, None, "train", [int]])
-def test_what_cannot_be_called(four: lab.Group, function: Any) -> None:
+def test_objects_that_cannot_be_called(four: lab.Group, function: Any) -> None:
     for run in (four.run, four.watch, four[0].run, four[0].watch):
         with pytest.raises(TypeError, match=rf"run\({function!r}\): expected a function".replace("[", r"\[")):
             run(function)
@@ -225,7 +225,7 @@ def test_a_group_is_a_collection_of_its_ranks(four: lab.Group) -> None:
     assert len({four[0], four[0], four[1]}) == 2
 
 
-def test_the_others_keep_what_they_have(four: lab.Group, cells: in_cells.Cells) -> None:
+def test_the_other_ranks_keep_their_state(four: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         def put(value):
             import __main__
@@ -246,7 +246,7 @@ def test_arguments_reach_the_function_whatever_their_names(four: lab.Group) -> N
     assert four[0].run(f, 1, 2, 3, on=4, timeout_s=5).results == [(1, (2, 3), 4, {"timeout_s": 5})]
 
 
-def test_how_things_show_themselves(four: lab.Group) -> None:
+def test_reprs(four: lab.Group) -> None:
     assert repr(four) == "<Group of 4 bare ranks>"
     assert repr(four["c", "a"]) == "<a, c of <Group of 4 bare ranks>>"
     assert repr(four.run(rank)) == "<Run of rank on 4 ranks>"
@@ -255,7 +255,7 @@ def test_how_things_show_themselves(four: lab.Group) -> None:
     assert len(four) == 4
 
 
-# What ranks find
+# The environment of ranks
 
 
 def test_the_environment_is_torchruns(four: lab.Group) -> None:
@@ -295,7 +295,7 @@ def test_shares_of_gpus() -> None:
         lab.devices(0)
 
 
-def test_gpus_are_looked_for_only_where_a_picture_shows_them(four: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_only_queried_if_a_picture_shows_them(four: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
     monkeypatch.setattr("labkit.group.run.gpus_of", lambda ranks, _: looks.append(ranks) or [[]] * ranks)
     assert four.run(rank).results == [0, 1, 2, 3]
@@ -322,16 +322,16 @@ def test_scripts_for_torchrun_find_their_process_group() -> None:
         assert group.run(f).results == [(0, 2.0), (1, 2.0)]
 
 
-def test_what_a_runtime_preloads_is_there(start: str) -> None:
-    """A name that is misspelt would be left out without a word, and cost each rank the import."""
+def test_preloaded_modules_exist(start: str) -> None:
+    """A misspelt name would be skipped silently, and each rank would pay for the import."""
     pytest.importorskip("torch")
     with lab.Group(1, start=start) as group:
         assert group.run(lambda names: [n for n in names if n not in sys.modules], RUNTIMES["torch"].preload).results == [[]]
 
 
 @pytest.mark.parametrize("runtime", ["torch", "rpc", "bare"])
-def test_a_rank_imports_nothing_of_labkits_to_start_and_to_run(runtime: str) -> None:
-    """Whatever a forked rank imports itself, each rank of each group pays for; the server imports it once."""
+def test_a_rank_imports_no_labkit_modules_to_start_and_run(runtime: str) -> None:
+    """Each rank of each group pays for what a forked rank imports itself; the server imports it only once."""
     pytest.importorskip("torch")
     names = ["labkit.worker.fork_server", "labkit.worker.launch", *RUNTIMES[runtime].preload]
     code = f"import importlib, sys; [importlib.import_module(n) for n in {names}]; print(*sys.modules)"
@@ -345,7 +345,7 @@ def test_a_rank_imports_nothing_of_labkits_to_start_and_to_run(runtime: str) -> 
 
 
 def test_two_groups_at_once(start: str, four: lab.Group) -> None:
-    """Each in a thread of its own; ranks of one wait for nothing of the other."""
+    """Each in a thread of its own; neither waits for the other."""
     with lab.Group(2, runtime="bare", start=start, timeout_s=200) as other:
         results: dict[str, list[int]] = {}
 
@@ -468,7 +468,7 @@ def test_in_a_plain_script_and_its_threads(tmp_path: Path, start: str) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["-i", "-q"], ["-"], ["-c", "import sys; exec(sys.stdin.read())"]])
-def test_in_what_is_typed_or_piped_in(arguments: list[str]) -> None:
+def test_in_a_repl_and_in_piped_input(arguments: list[str]) -> None:
     """A REPL has no file to read functions from."""
     typed = (
         "import labkit as lab\n"
@@ -487,13 +487,13 @@ def test_in_what_is_typed_or_piped_in(arguments: list[str]) -> None:
     assert "labkit" not in answer.stdout.replace("labkit as lab", "")
 
 
-def test_without_ipython_nothing_of_it_is_loaded() -> None:
+def test_ipython_is_not_loaded_outside_ipython() -> None:
     code = "import sys, labkit as lab; lab.Group(1, runtime='bare').run(print, 'hello'); print('IPython' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
     assert answer.stdout == "[rank 0] hello\nFalse\n"
 
 
-def test_a_group_in_a_reference_circle_and_an_error_that_holds_it(start: str) -> None:
+def test_a_group_in_a_reference_cycle_and_an_error_that_holds_it(start: str) -> None:
     def f() -> None:
         raise ValueError("no")
 
@@ -614,6 +614,6 @@ def test_an_error_in_a_served_call_is_the_callers(master_and_shards: lab.Group, 
     assert master_and_shards["master"].run(cells.fine).results == ["fine"]
 
 
-def test_rpc_groups_by_number_are_called_worker() -> None:
+def test_ranks_of_rpc_groups_by_number_are_called_worker() -> None:
     pytest.importorskip("torch")
     assert lab.Group(2, runtime="rpc").names == ("worker0", "worker1")

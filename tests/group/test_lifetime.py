@@ -119,14 +119,14 @@ def test_nothing_is_left_of_a_notebook_that_was_killed(runtime: str, start: str,
     os.kill(child, 9)
     assert not left_after(GONE_LIMIT_S, [child])
     program.communicate()
-    # torch keeps a cache of compiled code there for whatever process of this user comes next, and makes its folder when loaded.
+    # torch keeps a cache of compiled code there for later processes of this user, and makes its folder when loaded.
     assert [f.name for f in folder.iterdir() if not f.name.startswith("torchinductor_")] == [], "temporary files"
     assert not shared_files() - shared, "shared memory"
     assert mark not in Path("/proc/net/unix").read_text()
 
 
 def marked(mark: str) -> set[int]:
-    """The processes that have inherited a mark."""
+    """The processes that have inherited a marker."""
     found = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -136,7 +136,7 @@ def marked(mark: str) -> set[int]:
 
 
 def shared_files() -> set[Path]:
-    """Shared memory with a name, but for what others on this machine make meanwhile: of labkit's and its frameworks' kinds."""
+    """Named shared memory of the kinds that labkit and its frameworks make."""
     folder = Path("/dev/shm")
     kinds = ("labkit", "torch_", "tensorpipe", "gloo", "sem.")
     return {f for f in folder.iterdir() if f.name.startswith(kinds)} if folder.is_dir() else set()
@@ -158,7 +158,7 @@ def test_closed_twice_and_never_used(of_each_kind: dict[str, str]) -> None:
 
 
 def in_a_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """Do it in a thread, which is returned with a list that will hold what came of it."""
+    """Run it in a thread; returns the thread and a list that will hold the outcome."""
     outcome: list[Any] = []
 
     def do() -> None:
@@ -193,7 +193,7 @@ def test_closed_in_another_thread_during_a_run(of_each_kind: dict[str, str], tmp
 def test_closed_in_another_thread_while_the_ranks_start(
     step: str, of_each_kind: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It must not be left with ranks that nobody will end."""
+    """No ranks may be left that nobody ends."""
     group = lab.Group(2, timeout_s=200, **of_each_kind)
     pids: list[int] = []
     real = getattr(RankPool, step)
@@ -215,7 +215,7 @@ def test_closed_in_another_thread_while_the_ranks_start(
     assert not left_after(GONE_LIMIT_S, pids)
 
 
-def test_a_group_that_nobody_holds_any_more_ends(of_each_kind: dict[str, str]) -> None:
+def test_an_unreferenced_group_ends(of_each_kind: dict[str, str]) -> None:
     groups = [lab.Group(2, **of_each_kind)]
     pids = groups[0].run(os.getpid).results
     groups.clear()
@@ -223,7 +223,7 @@ def test_a_group_that_nobody_holds_any_more_ends(of_each_kind: dict[str, str]) -
     assert not left_after(GONE_LIMIT_S, pids)
 
 
-def test_a_group_that_only_its_run_holds(of_each_kind: dict[str, str]) -> None:
+def test_a_group_that_only_its_run_references(of_each_kind: dict[str, str]) -> None:
     run = lab.Group(2, **of_each_kind).run(os.getpid)
     gc.collect()
     assert not left_after(GONE_LIMIT_S, run.results)
@@ -242,7 +242,7 @@ def several(of_each_kind: dict[str, str]) -> Iterator[list[lab.Group]]:
 
 
 def test_a_group_per_thread(several: list[lab.Group]) -> None:
-    """They start at the same time, run at the same time, fail by themselves, and close at the same time."""
+    """They start, run and close at the same time, and fail independently."""
     failing = several[1]
 
     def fail() -> None:
@@ -265,7 +265,7 @@ def test_a_group_per_thread(several: list[lab.Group]) -> None:
 
 
 def test_a_group_inside_asyncio(of_each_kind: dict[str, str]) -> None:
-    """In the loop's own thread, as in a notebook's cell, and handed to threads while the loop goes on."""
+    """In the loop's own thread, as in a notebook's cell, and in threads while the loop runs."""
 
     async def cell() -> tuple[Any, Any, int]:
         with lab.Group(2, timeout_s=200, **of_each_kind) as one, lab.Group(2, timeout_s=200, **of_each_kind) as other:
@@ -289,8 +289,8 @@ def test_a_group_inside_asyncio(of_each_kind: dict[str, str]) -> None:
     assert turns > 1
 
 
-def test_an_await_that_is_cancelled_leaves_a_run_that_close_ends(of_each_kind: dict[str, str], tmp_path: Path) -> None:
-    """A thread cannot be cancelled: the run goes on, the group says so, and `close` ends it."""
+def test_close_ends_the_run_of_a_cancelled_await(of_each_kind: dict[str, str], tmp_path: Path) -> None:
+    """A thread cannot be cancelled: the run continues, the group says so, and `close` ends it."""
 
     def hang(folder: Path) -> None:
         (folder / f"{os.getpid()}").touch()
@@ -314,8 +314,8 @@ def test_an_await_that_is_cancelled_leaves_a_run_that_close_ends(of_each_kind: d
     assert not left_after(GONE_LIMIT_S, map(int, (path.name for path in tmp_path.iterdir())))
 
 
-def test_a_fork_of_the_notebooks_process_ends_nothing_and_runs_nothing(of_each_kind: dict[str, str]) -> None:
-    """It may close the group, forget it, or ask for a run: the ranks are its parent's, who goes on with them."""
+def test_a_fork_of_the_notebooks_process_does_not_affect_its_groups(of_each_kind: dict[str, str]) -> None:
+    """It may close the group, forget it, or start a run: the ranks belong to its parent, which keeps using them."""
     group = lab.Group(2, timeout_s=200, **of_each_kind)
     group.run(rank)
     assert group._pool is not None

@@ -1,4 +1,4 @@
-"""Ranks that give unlike things to one operation are told, also where the backend completes it; healthy programs are not."""
+"""Mismatched arguments of one operation are reported, even if the backend completes it; healthy programs are not affected."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ def all_to_all_types() -> None:
     ],
     ids=["types", "half types", "reductions", "broadcast", "gather", "scatter", "all-to-all sizes", "all-to-all types"],
 )
-def test_a_collective_to_which_ranks_give_unlike_things_is_an_error(
+def test_a_collective_with_mismatched_arguments_is_an_error(
     two: lab.Group, function: Callable[..., None], arguments: tuple[Any, ...], gave: tuple[str, str]
 ) -> None:
-    """gloo completes all of these, with garbage."""
+    """gloo completes all of these with garbage."""
     with pytest.raises(MismatchError) as caught:
         two.run(function, *arguments)
     line = caught.value.doings[0].rpartition(" (")[2]
@@ -90,7 +90,7 @@ def test_a_collective_to_which_ranks_give_unlike_things_is_an_error(
     assert two.run(dist.get_rank).results == [0, 1], "fresh ranks serve the next run"
 
 
-def test_the_first_of_many_is_told(two: lab.Group) -> None:
+def test_the_first_of_many_mismatches_is_reported(two: lab.Group) -> None:
     def train() -> None:
         for step in range(20):
             dist.all_reduce(torch.ones(3, dtype=torch.int32 if step > 6 and dist.get_rank() else torch.float32))
@@ -99,7 +99,7 @@ def test_the_first_of_many_is_told(two: lab.Group) -> None:
         two.run(train)
 
 
-def test_what_completed_explains_a_failure_that_came_of_it(two: lab.Group) -> None:
+def test_a_completed_mismatch_explains_a_later_failure(two: lab.Group) -> None:
     def train() -> None:
         value = torch.full((1,), 3.0 if dist.get_rank() else 2)
         dist.broadcast(value if dist.get_rank() else value.to(torch.int32), 0)
@@ -110,7 +110,7 @@ def test_what_completed_explains_a_failure_that_came_of_it(two: lab.Group) -> No
     assert caught.value.hint.startswith("Collective number 1 is broadcast of int32 [1]")
 
 
-def test_a_reduction_of_other_shapes_is_told_but_no_error(two: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reduction_of_other_shapes_is_only_a_note(two: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
     def train() -> None:
         dist.all_reduce(torch.ones(4, 1) if dist.get_rank() else torch.ones(4))
         dist.all_reduce(torch.ones(2, 3) if dist.get_rank() else torch.ones(3, 2))
@@ -121,7 +121,7 @@ def test_a_reduction_of_other_shapes_is_told_but_no_error(two: lab.Group, capsys
     assert "combined float32 [3, 2] of rank 0 with float32 [2, 3] of rank 1" in said[0]
 
 
-# Healthy programs: what differs from rank to rank there, may.
+# Healthy programs, in which arguments may differ from rank to rank.
 
 
 def objects() -> None:
@@ -198,7 +198,7 @@ def uneven_inputs_and_sharded_optimizer() -> None:
 def fully_sharded() -> None:
     from torch.distributed.fsdp import fully_shard
 
-    model = nn.Sequential(nn.Linear(7, 13), nn.ReLU(), nn.Linear(13, 5))  # nothing that can be divided by the ranks
+    model = nn.Sequential(nn.Linear(7, 13), nn.ReLU(), nn.Linear(13, 5))  # not divisible by the number of ranks
     for layer in (model[0], model[2], model):
         fully_shard(layer)
     optimizer = torch.optim.Adam(model.parameters())
@@ -254,7 +254,7 @@ HEALTHY = (
 
 
 @pytest.mark.parametrize("program", HEALTHY, ids=[program.__name__ for program in HEALTHY])
-def test_a_healthy_program_keeps_its_ranks_and_hears_nothing(
+def test_a_healthy_program_keeps_its_ranks_and_prints_nothing(
     four: lab.Group, program: Callable[[], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = four.run(os.getpid).results

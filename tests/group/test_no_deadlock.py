@@ -1,4 +1,4 @@
-"""Programs that look stuck for a while and are not: nobody ends them, and what is said of them is true."""
+"""Programs that only look stuck are not stopped, and notices about them are true."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from labkit.group.deadlock import CREATED  # noqa: E402
 from labkit.group.output import Output  # noqa: E402
 from labkit.worker.runtimes.registry import RUNTIMES  # noqa: E402
 
-LATE_S = 1.0  # so late a message comes in these programs
+LATE_S = 1.0  # delay of the message in these programs
 KEPT: list[Any] = []
 
 
@@ -36,13 +36,13 @@ def three() -> Iterator[lab.Group]:
 
 @pytest.fixture(autouse=True)
 def soon_certain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A verdict that is wrong would come in a third of the time for which these programs look stuck."""
+    """A false deadlock would be reported in a third of the time for which these programs look stuck."""
     monkeypatch.setattr(RUNTIMES["torch"], "certain_after_s", 0.1)
     monkeypatch.setattr("labkit.group.deadlock_monitor.CONFIRM_NS", 100_000_000)
 
 
 def answered(start: Callable[[Callable[[], None]], None]) -> float:
-    """Rank 0 waits for a message of rank 1, which waits for the answer: what `start` is given sends it, if it is ever called."""
+    """Rank 0 waits for a message of rank 1, which waits for the answer; the function passed to `start` sends it."""
     me, got = dist.get_rank(), torch.zeros(1)
     if me == 0:
         dist.recv(got, 1)
@@ -109,7 +109,7 @@ def by_a_server(send: Callable[[], None]) -> None:
 
 
 def by_a_forked_child(send: Callable[[], None]) -> None:
-    """Its end, which a thread waits for, is the sign."""
+    """A thread waits for its end."""
     import subprocess
 
     def wait_and_send() -> None:
@@ -143,7 +143,7 @@ def test_a_rank_that_has_returned_sends_from_a_thread(three: lab.Group) -> None:
 
 
 def sends_when_another_collective_ends() -> float:
-    """What rank 1 has begun with rank 2, which comes late, has a callback."""
+    """An operation that rank 1 began with rank 2, which is late, has a callback."""
     me, got = dist.get_rank(), torch.zeros(1)
     pair = dist.new_group([1, 2])
     if me == 0:
@@ -159,12 +159,12 @@ def sends_when_another_collective_ends() -> float:
     return float(got)
 
 
-def test_a_callback_of_what_is_under_way_sends(three: lab.Group) -> None:
+def test_a_callback_of_a_pending_operation_sends(three: lab.Group) -> None:
     assert three.run(sends_when_another_collective_ends).results == [1.0, 1.0, 0.0]
 
 
 def sleeps_beside_a_waiting_thread() -> float:
-    """The main thread of rank 1 does not wait for the message: it sends the one that brings it."""
+    """The main thread of rank 1 does not wait for the message: it sends the one that triggers it."""
     me, got = dist.get_rank(), torch.zeros(1)
     if me == 0:
         dist.recv(got, 1)
@@ -182,7 +182,7 @@ def test_a_main_thread_that_sleeps_is_not_stuck(three: lab.Group) -> None:
     assert three.run(sleeps_beside_a_waiting_thread).results == [1.0, 1.0, 0.0]
 
 
-# What is still said, and when it is certain.
+# Notices, and when a deadlock is certain.
 
 
 def faces_another(start: Callable[[], object]) -> None:
@@ -219,7 +219,7 @@ def a_thread_that_works() -> object:
 
 
 class Word:
-    """Presses Stop as soon as these words are said of the run."""
+    """Presses Stop as soon as this text is printed about the run."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, awaited: str) -> None:
         self.said, self._awaited = "", awaited
@@ -232,8 +232,8 @@ class Word:
             signal.raise_signal(signal.SIGINT)
 
 
-def test_with_a_thread_alive_there_is_a_word(three: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    word = Word(monkeypatch, "rank 0 and rank 1 have waited in recv (test_no_deadlock.py, line ")  # one of them comes first
+def test_with_a_live_thread_there_is_only_a_notice(three: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    word = Word(monkeypatch, "rank 0 and rank 1 have waited in recv (test_no_deadlock.py, line ")  # one of them is first
     with pytest.raises(KeyboardInterrupt):
         three.run(faces_another, a_thread_that_works)
     assert "; rank 1 has another thread, at " in word.said
@@ -251,7 +251,7 @@ def caught(wait: Callable[[], object]) -> str:
 
 
 def in_a_group_with_a_limit(wait: Callable[[Any], object], limit_s: float) -> str:
-    """Where the ranks do not even make the group within the limit, which holds for that too, there is nothing to see."""
+    """If the ranks do not even create the group within the limit, which also holds for that, there is nothing to test."""
     dist.barrier()
     try:
         pair = dist.new_group([0, 1], timeout=timedelta(seconds=limit_s))
@@ -292,20 +292,20 @@ WITH_A_LIMIT = [
 
 
 def messages_whose_limit_was_set_too_late() -> None:
-    """gloo gives messages the limit that the group was made with."""
+    """gloo gives messages the limit that the group was created with."""
     pair = dist.new_group([0, 1])
     if dist.get_rank() < 2:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=LATE_S), pair)
         dist.recv(torch.ones(1), 1 - dist.get_rank(), group=pair)
 
 
-def test_a_limit_that_gloo_does_not_know_puts_off_no_verdict(three: lab.Group) -> None:
+def test_a_limit_that_gloo_ignores_does_not_postpone_the_report(three: lab.Group) -> None:
     with pytest.raises(DeadlockError, match="recv"):
         three.run(messages_whose_limit_was_set_too_late)
 
 
 def many_at_once() -> None:
-    """As many as a network has parameters."""
+    """As many operations as a network has parameters."""
     if dist.get_rank() == 0:
         works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(150)]
         works[-1].wait()
@@ -326,7 +326,7 @@ def test_the_programs_own_time_limit_is_respected(waits: Callable[[float], str])
 
 
 @pytest.mark.parametrize("limit", [None, timedelta(minutes=30)])
-def test_torchs_own_time_limit_puts_nothing_off(limit: timedelta | None, three: lab.Group) -> None:
+def test_torchs_own_time_limit_postpones_nothing(limit: timedelta | None, three: lab.Group) -> None:
     def waits() -> None:
         pair = dist.new_group([0, 1], timeout=limit)
         if dist.get_rank() == 0:
@@ -361,8 +361,8 @@ def creates_and_uses() -> None:
         dist.all_reduce(torch.ones(1), group=pair)
 
 
-def test_a_group_too_many_of_the_run_before_is_named() -> None:
-    """torch numbers the groups of each process: the next one has another number on the rank that has made one more."""
+def test_an_extra_group_of_the_previous_run_is_named() -> None:
+    """torch numbers the groups per process: the next one has another number on the rank that has created one more."""
     first = creates_one_more.__code__.co_firstlineno + 2
     with lab.Group(3, timeout_s=200) as group:
         group.run(creates_one_more)
@@ -382,8 +382,8 @@ def creates_late(late: int) -> float:
     return float(one)
 
 
-def test_a_member_that_comes_late(three: lab.Group) -> None:
-    """Another one may be through, and have returned, while the others still wait for it."""
+def test_a_late_member(three: lab.Group) -> None:
+    """Another member may have completed and returned while others still wait for the late one."""
     run = three.run(creates_late, 0)
     assert run.results == [3.0] * 3
     assert {span.name for span in run.trace.spans if span.kind == "communication"} == {"all_reduce"}
@@ -398,7 +398,7 @@ def waits_for_itself() -> None:
     dist.barrier()
 
 
-def test_the_line_of_a_rank_that_waits_for_itself_is_told(three: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_of_a_rank_that_waits_for_itself_is_shown(three: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     line = waits_for_itself.__code__.co_firstlineno + 2
     word = Word(monkeypatch, f"; rank 1 is at test_no_deadlock.py, line {line}: threading.Event().wait()")
     with pytest.raises(KeyboardInterrupt):

@@ -26,7 +26,7 @@ TQDM = b"\r%b\n\r%b\x1b[A\n\n\r%b\x1b[A\x1b[A"
 
 
 def finished(*pieces: bytes) -> str:
-    """What becomes of one rank's bytes that arrive in these pieces."""
+    """The lines made from one rank's bytes that arrive in these pieces."""
     prints = Output(["r"], show=False)
     for piece in pieces:
         prints.feed(0, piece)
@@ -76,7 +76,7 @@ def test_lines(pieces: list[bytes], text: str) -> None:
         (b"x\n" + TQDM % (b"0%", b"0%", b"0%") + TQDM % (b"9%", b"50%", b"7%"), "x\n9%\n50%\n7%"),
     ],
 )
-def test_the_unit_of_arrival_makes_no_difference(data: bytes, text: str) -> None:
+def test_the_size_of_the_pieces_makes_no_difference(data: bytes, text: str) -> None:
     whole = finished(data)
     assert whole == text
     for cut in range(len(data)):
@@ -91,14 +91,14 @@ def test_many_lines_keep_the_first_and_the_last() -> None:
     assert lines[-1] == "9999"
 
 
-def test_long_lines_are_cut_and_many_of_them_left_out() -> None:
+def test_long_lines_are_cut_and_many_are_omitted() -> None:
     assert finished(b"x" * 10**6) == "x" * LINE_CHARACTERS + " ... (cut)"
     text = finished(*([b"y" * LINE_CHARACTERS + b"\n"] * 1000))
     assert len(text) < 2 * KEPT_CHARACTERS + 100
     assert "lines left out ..." in text
 
 
-def test_a_progress_bar_without_end_shows_its_last_state_and_fills_no_memory() -> None:
+def test_an_endless_progress_bar_shows_its_last_state_in_bounded_memory() -> None:
     prints = Output(["r"], show=False)
     for i in range(100_000):
         prints.feed(0, b"\r%d of 100000 steps" % i)
@@ -106,7 +106,7 @@ def test_a_progress_bar_without_end_shows_its_last_state_and_fills_no_memory() -
     assert prints.finish() == "[r] 99999 of 100000 steps"
 
 
-def test_ranks_stand_in_order_whoever_printed_first() -> None:
+def test_ranks_are_in_order_whoever_printed_first() -> None:
     prints = Output(["a", "b", "c"], show=False)
     prints.feed(2, b"c1\n")
     prints.feed(0, b"a1\na")
@@ -115,10 +115,10 @@ def test_ranks_stand_in_order_whoever_printed_first() -> None:
     assert prints.finish() == "[a] a1\n[a] a2\n[c] c1\n[c] c2"
 
 
-# A terminal shows lines as they come, a notebook a display that gives way to plain text
+# A terminal shows lines as they arrive, a notebook a display that plain text replaces at the end
 
 
-def test_in_a_terminal_lines_appear_when_they_are_whole(capsys: pytest.CaptureFixture[str]) -> None:
+def test_in_a_terminal_lines_appear_when_they_are_complete(capsys: pytest.CaptureFixture[str]) -> None:
     prints = Output(["a", "b"])
     prints.feed(1, b"first\nsec")
     assert capsys.readouterr().out == "[b] first\n"
@@ -143,7 +143,7 @@ def test_bars_that_move_are_printed_once_in_a_terminal(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_a_program_without_standard_output_has_its_runs(closed: bool, ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_without_standard_output_can_run(closed: bool, ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     stream.close()
     monkeypatch.setattr(sys, "stdout", stream if closed else None)
@@ -152,7 +152,7 @@ def test_a_program_without_standard_output_has_its_runs(closed: bool, ranks: lab
     assert ranks.run(lambda: print("said", end="")).output == "[rank 0] said\n[rank 1] said"
 
 
-def test_a_stream_that_a_run_has_closed_is_there_again_in_the_next(ranks: lab.Group) -> None:
+def test_a_stream_closed_by_a_run_works_again_in_the_next(ranks: lab.Group) -> None:
     def f() -> None:
         sys.stdout.close()
         sys.stderr.close()
@@ -299,8 +299,8 @@ def test_everything_that_a_rank_prints_arrives(ranks: lab.Group, capsys: pytest.
     assert capsys.readouterr().out == run.output + "\n"
 
 
-def test_what_has_no_end_is_seen_while_the_rank_works(ranks: lab.Group, tmp_path: Path) -> None:
-    """Also from C, which would hold it back."""
+def test_an_unfinished_line_is_shown_while_the_rank_works(ranks: lab.Group, tmp_path: Path) -> None:
+    """Also from C, which would buffer it."""
 
     def f(seen: Path) -> None:
         ctypes.CDLL(None).printf(b"C asks")
@@ -354,8 +354,8 @@ def test_a_rank_that_prints_and_never_stops_is_stopped(monkeypatch: pytest.Monke
     assert some_limit_does(goes_on)
 
 
-def test_what_is_printed_between_two_runs_stands_in_the_next(ranks: lab.Group) -> None:
-    """By a thread that goes on working."""
+def test_prints_between_two_runs_appear_in_the_next(ranks: lab.Group) -> None:
+    """By a thread that keeps working."""
 
     def f() -> None:
         go = threading.Event()
@@ -391,8 +391,8 @@ def test_output_of_a_failed_run_is_shown(ranks: lab.Group, capsys: pytest.Captur
     assert capsys.readouterr().out == "[rank 1] before the error\n"
 
 
-def test_nothing_is_lost_of_what_a_thread_prints_while_nobody_looks(ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than the pipe holds: the rest comes with the next runs, in whichever part of a run it is read."""
+def test_prints_of_a_thread_between_runs_are_not_lost(ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than the pipe holds: the rest comes with the next runs, at whatever point it is read."""
     count, size = 1000, 5000
 
     def f() -> None:

@@ -1,4 +1,4 @@
-"""A run in which nothing has changed sends one frame to each rank, and asks for nothing that its result does not need."""
+"""A run without changes sends one frame to each rank and does no unnecessary work."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ranks() -> Iterator[lab.Group]:
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Frames:
-    """What this process sends, each frame with its kind."""
+    """The frames that this process sends, with their kinds."""
     frames: Frames = []
     send = Channel.send_encoded
 
@@ -43,7 +43,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Frames:
 
 
 def test_one_frame_for_each_rank_pickled_once(ranks: lab.Group, sent: Frames) -> None:
-    ranks.run(int)  # pytest names the test in a variable, which is a change
+    ranks.run(int)  # pytest names the test in a variable, which counts as a change
     sent.clear()
     assert ranks.run(int).results == [0, 0, 0]
     assert [kind for kind, _ in sent] == ["call"] * 3
@@ -58,10 +58,10 @@ def test_one_frame_for_each_rank_pickled_once(ranks: lab.Group, sent: Frames) ->
     ],
     ids=["variable", "path"],
 )
-def test_what_has_changed_is_sent_once(
+def test_a_change_is_sent_once(
     ranks: lab.Group, sent: Frames, change: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks.run(int)  # pytest names the test in a variable, which is a change
+    ranks.run(int)  # pytest names the test in a variable, which counts as a change
     sent.clear()
     with monkeypatch.context() as patch:
         change(patch)
@@ -85,7 +85,7 @@ def test_a_state_holds_until_something_changes(tmp_path: Path, monkeypatch: pyte
     assert before.holds()
 
 
-def test_a_path_that_is_no_text_is_compared_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_object_is_compared_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
     before = ProcessState.now()
     assert before.path[-1] == str(tmp_path)
@@ -103,7 +103,7 @@ def test_a_plain_result_needs_no_pickler_of_our_own(result: Any, monkeypatch: py
     assert (back, type(back)) == (result, type(result))
 
 
-def test_classes_that_cannot_leave_a_rank_are_looked_for_only_where_an_object_may_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_that_cannot_leave_a_rank_are_checked_only_for_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
     class Asked(pickling.RankOnlyTypes):  # type: ignore[misc, name-defined]  # wire imports it, and does not give it on
@@ -118,11 +118,11 @@ def test_classes_that_cannot_leave_a_rank_are_looked_for_only_where_an_object_ma
     assert asked == [True]
 
 
-def test_a_number_of_a_librarys_class_stays_one() -> None:
+def test_a_number_of_a_librarys_class_keeps_its_class() -> None:
     back = pickling.unpack(pickling.pack(np.float64(2.5), received=Received()), sent=Sent())
     assert (back, type(back)) == (2.5, np.float64)
 
 
-def test_a_text_that_reads_like_a_reference_is_a_text() -> None:
+def test_a_text_that_looks_like_a_reference_stays_a_text() -> None:
     text = pickling._REFERENCE.decode()
     assert pickling.unpack(pickling.pack([text], received=Received()), sent=Sent()) == [text]

@@ -54,12 +54,12 @@ def test_a_stack_is_cut_to_the_students_frames_and_what_they_called() -> None:
     ]
 
 
-def test_a_rank_that_does_nothing_is_idle() -> None:
+def test_an_idle_rank() -> None:
     assert readable(RAW.format(**PLACES | {"mine": PLACES["labkit"]}), 1) == "is idle: no function of yours is running"
 
 
 def stacks_with(group: lab.Group, *lines: str) -> Any:
-    """What the ranks are in, looked at until each is on its line of these: it may have no core for a while."""
+    """The stacks of the ranks, read until each rank is on its given line: it may have no core for a while."""
     until = time.monotonic() + 60
     while True:
         stacks = group.stacks()
@@ -68,7 +68,7 @@ def stacks_with(group: lab.Group, *lines: str) -> Any:
 
 
 class UntilPrinted:
-    """Looks at a group as soon as all its ranks have printed something, until they are on a line."""
+    """Reads a group's stacks as soon as all its ranks have printed something, until they are on a line."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, group: lab.Group, line: str) -> None:
         self.stacks: Any = None
@@ -87,7 +87,7 @@ class UntilPrinted:
 
 
 class UntilBlocked:
-    """A picture that looks at a group as soon as a rank waits for a communication; from another thread, as a student would.
+    """A live view that reads the stacks as soon as a rank waits for communication; from another thread, as a student would.
 
     Args:
         lines: on which the ranks will be.
@@ -150,8 +150,8 @@ def test_ranks_that_are_blocked_say_where(
     assert repr(look.stacks).startswith("rank 0 is here:")
 
 
-def test_to_look_at_threads_that_run_python_does_not_hurt_them(ranks: lab.Group, cells: in_cells.Cells) -> None:
-    """Their frames come and go while they are read: a look without the interpreter's lock ended the rank by SIGSEGV."""
+def test_reading_threads_that_run_python_does_not_crash_them(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    """Their frames change while they are read: reading without the GIL ended the rank by SIGSEGV."""
     cells("""
         import os, threading
         def deep(n):
@@ -176,8 +176,8 @@ def test_to_look_at_threads_that_run_python_does_not_hurt_them(ranks: lab.Group,
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_to_look_at_ranks_that_are_starting_does_not_end_them(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The signals that ask them would end a process that does not expect them yet."""
+def test_reading_stacks_of_starting_ranks_does_not_end_them(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signals would end a process that does not handle them yet."""
     monkeypatch.setattr("labkit.group.stack_dump.LIMIT_S", 0.1)
     set_up, looks = RankPool._set_up, []
 
@@ -192,8 +192,8 @@ def test_to_look_at_ranks_that_are_starting_does_not_end_them(start: str, monkey
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
-def test_ranks_are_forked_from_a_process_that_passes_over_what_asks_them() -> None:
-    """They begin as it is: a signal may come before they have done anything."""
+def test_ranks_are_forked_from_a_process_that_ignores_the_signals() -> None:
+    """They inherit its state: a signal may arrive before they have done anything."""
     server = notebook.starter("bare", "fork")
     with lab.Group(1, runtime="bare", start="fork") as group:
         group.run(int)
@@ -206,7 +206,7 @@ def test_ranks_are_forked_from_a_process_that_passes_over_what_asks_them() -> No
 
 
 @pytest.mark.skipif(ASK is None, reason="without real-time signals no thread is asked")
-def test_one_answer_for_all_that_asked_while_a_rank_held_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_answer_for_all_requests_while_a_rank_held_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, more, answers = iter([None]), [None, object(), object()], []
     monkeypatch.setattr(signal, "sigwait", lambda _: next(asked))
     monkeypatch.setattr(signal, "sigtimedwait", lambda *_: more.pop())
@@ -217,8 +217,8 @@ def test_one_answer_for_all_that_asked_while_a_rank_held_the_lock(monkeypatch: p
 
 
 @pytest.mark.skipif(ASK is None, reason="without real-time signals no thread is asked")
-def test_ranks_that_get_no_core_are_waited_for(ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread of labkit's writes what they are in. To interrupt one that runs Python instead might crash it."""
+def test_ranks_without_a_core_are_waited_for(ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of labkit writes the stacks. Interrupting one that runs Python could crash it."""
     monkeypatch.setattr("labkit.group.stack_dump.LIMIT_S", 0.0)
     monkeypatch.setattr("labkit.group.stack_dump.EACH_S", 0.0)
     monkeypatch.setattr("labkit.group.stack_dump.STARVED_S", 60.0)
@@ -234,7 +234,7 @@ def test_between_two_runs_ranks_are_idle(ranks: lab.Group) -> None:
     assert dict(ranks.stacks()) == dict.fromkeys(["rank 0", "rank 1"], "is idle: no function of yours is running")
 
 
-def test_a_rank_that_was_stopped_by_a_signal_does_not_answer(ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suspended_rank_does_not_answer(ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     pids = ranks.run(os.getpid).results
     monkeypatch.setattr("labkit.group.stack_dump.LIMIT_S", 0.2)
     os.kill(pids[1], signal.SIGSTOP)
@@ -273,8 +273,8 @@ def test_in_a_collective(monkeypatch: pytest.MonkeyPatch, cells: in_cells.Cells)
     assert "while True: pass" in look.stacks["rank 1"]
 
 
-def test_many_ranks_answer_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is given 20 ms after its last line; one after the other, the last ones had no time left."""
+def test_many_ranks_answer_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gets 20 ms after its last line; in sequence, the last ones had no time left."""
     monkeypatch.setattr("labkit.group.stack_dump.STARVED_S", 60.0)
     with lab.Group(64, runtime="bare", timeout_s=200) as group:
         group.run(int)

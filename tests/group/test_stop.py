@@ -1,6 +1,6 @@
 """Stop at every moment of a run, in every runtime: the prompt is back, nothing is left, and the next run works.
 
-`StopAt` raises SIGINT at the n-th place where Python looks for signals: when a function begins, and after a call into C. So
+`StopAt` raises SIGINT at the n-th place where Python checks for signals: when a function begins, and after a call into C. So
 a test can walk through all of them, one run for each.
 """
 
@@ -41,11 +41,11 @@ from labkit.plots.live.view import Live
 
 pytestmark = [
     pytest.mark.usefixtures("stop_works"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # a Stop where Python ignores what is raised
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # a Stop where Python ignores exceptions
 ]
 
 RUNTIMES = ("bare", "torch", "rpc", "tensorflow")
-# How many of the moments of a run a test tries. All of them, some 1,300, take minutes: LABKIT_STOP_MOMENTS=10000 tries those.
+# How many moments of a run a test tries. All of them, some 1,300, take minutes: LABKIT_STOP_MOMENTS=10000 tries them.
 MOMENTS = int(os.environ.get("LABKIT_STOP_MOMENTS", "20"))
 
 
@@ -58,12 +58,12 @@ def group(request: pytest.FixtureRequest) -> Iterator[lab.Group]:
 
 
 def stop() -> None:
-    """What the kernel's Stop does: the main thread is told, wherever this is called."""
+    """What the kernel's Stop does: it interrupts the main thread, from any thread."""
     os.kill(os.getpid(), signal.SIGINT)
 
 
 class StopAt:
-    """Counts the places where Python takes notice of a signal, and presses Stop at one of them. Used with `sys.setprofile`.
+    """Counts the places where Python checks for signals, and presses Stop at one of them. Used with `sys.setprofile`.
 
     Args:
         number: which one; 0 only counts.
@@ -81,7 +81,7 @@ class StopAt:
                 signal.raise_signal(signal.SIGINT)
 
     def during(self, act: Callable[[], Any]) -> bool:
-        """Do it; whether Stop came out of it."""
+        """Call it; returns whether it raised KeyboardInterrupt."""
         sys.setprofile(self)
         try:
             act()
@@ -97,7 +97,7 @@ def of_group(group: lab.Group) -> list[int]:
 
 
 def works_again(group: lab.Group, before: list[int], where: str) -> None:
-    """The next run works, and what served the one before has gone or serves it."""
+    """The next run works, and the previous processes have ended or serve it."""
     try:
         assert group.run(rank).results == [0, 1], where
     except lab.LabError as error:
@@ -131,8 +131,8 @@ def test_stop_at_any_moment_of_a_run(start: str, fresh: bool) -> None:
             works_again(group, before, one.where)
 
 
-def test_a_second_stop_at_any_moment_of_the_tidying_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one is answered; from there on, a second one comes."""
+def test_a_second_stop_at_any_moment_of_the_cleanup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first Stop is handled; after it comes a second one."""
     second = StopAt(0)
 
     def feed(output: Output, number: int, data: bytes) -> None:
@@ -152,7 +152,7 @@ def test_a_second_stop_at_any_moment_of_the_tidying_up(monkeypatch: pytest.Monke
             stopped = False
             try:
                 group.run(hang)
-            except KeyboardInterrupt:  # not pytest.raises, whose own functions are places where the second one could come
+            except KeyboardInterrupt:  # not pytest.raises, in whose own functions the second one could come
                 stopped = True
             finally:
                 sys.setprofile(None)
@@ -167,7 +167,7 @@ def test_a_second_stop_at_any_moment_of_the_tidying_up(monkeypatch: pytest.Monke
 
 
 def stop_in(patch: pytest.MonkeyPatch, owner: Any, name: str, *, after: bool = False, nth: int = 1) -> None:
-    """Press Stop where the n-th call of a function of the notebook's side begins, or when it is over."""
+    """Press Stop when the n-th call of a function on the notebook's side begins, or when it returns."""
     real = getattr(owner, name)
     calls = 0
 
@@ -228,10 +228,10 @@ def test_stop_while_the_ranks_of_a_failed_run_are_ended_has_no_frames_of_labkit(
 
 
 def segments() -> list[str]:
-    """Shared memory of arguments that this process still holds: what is as large as they are."""
+    """Shared memory of arguments that this process still holds: segments of their size."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the folder's own, which is closed again
+        with contextlib.suppress(OSError):  # the descriptor of the folder itself, which is closed again
             path = os.readlink(f"/proc/self/fd/{fd}")
             if "memfd:labkit" in path and os.stat(f"/proc/self/fd/{fd}").st_size == LARGE:
                 found.append(path)
@@ -267,7 +267,7 @@ def test_stop_while_ranks_are_busy(group: lab.Group, monkeypatch: pytest.MonkeyP
 
 
 class Screen:
-    """Presses Stop when something is drawn: the first picture, a later one, or the last."""
+    """Presses Stop while a picture is drawn: the first, a later one, or the last."""
 
     def __init__(self, when: str) -> None:
         self._when = when

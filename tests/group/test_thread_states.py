@@ -1,4 +1,4 @@
-"""Which threads of a rank may still act: judged from stacks that were made up, and from those of real ranks."""
+"""Which threads of a rank may still act: judged from stacks made by hand and from those of real ranks."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def kind(now: Look, before: Look | None = None, blocked: set[int] | None = froze
     return "" if found is None else found.kind
 
 
-def test_a_main_thread_in_an_operation_and_no_other() -> None:
+def test_only_a_main_thread_in_an_operation() -> None:
     assert kind(Look(MAIN)) == ""
 
 
-def test_who_does_not_answer_may_do_anything() -> None:
+def test_a_rank_that_does_not_answer_may_do_anything() -> None:
     assert kind(Look(None)) == "silent"
 
 
@@ -60,7 +60,7 @@ def test_a_thread_that_sleeps_may_act() -> None:
     assert kind(Look(MAIN, (SLEEPS,)), Look(MAIN, (SLEEPS,))) == "thread"
 
 
-def test_a_thread_in_an_operation_is_judged_by_that() -> None:
+def test_a_thread_in_an_operation_is_judged_by_the_operation() -> None:
     sleeping = replace(SLEEPS, number=9)
     assert kind(Look(MAIN, (sleeping,)), Look(MAIN, (sleeping,)), {1, 9}) == ""
     second = at((STUDENTS, "work"), (COMM, "_wait"))  # waits for what another thread waits for
@@ -73,7 +73,7 @@ def test_a_thread_in_an_operation_is_judged_by_that() -> None:
     ("file", "function"),
     [("tqdm/_monitor.py", "run"), ("torch/utils/data/_utils/pin_memory.py", "do_one_step"), ("labkit", "_serve")],
 )
-def test_threads_of_libraries_that_only_keep_house(file: str, function: str) -> None:
+def test_housekeeping_threads_of_libraries(file: str, function: str) -> None:
     place = lab.__file__ if file == "labkit" else f"/lib/site-packages/{file}"
     keeps = at((THREADING, "run"), (place, function), (THREADING, "wait"))
     assert kind(Look(MAIN, (keeps,))) == ""
@@ -158,13 +158,13 @@ def rank() -> Iterator[lab.Group]:
 
 
 def seen(group: lab.Group) -> Look:
-    """What the threads of the only rank are in."""
+    """The stacks of the threads of the only rank."""
     (member,) = group._pool.members
     return look(stack_dump.ask([member.process])[0], member.process.pid)
 
 
 def settled(group: lab.Group) -> str:
-    """What of the only rank may act, once its threads have come to where they wait."""
+    """What may still act in the only rank, once its threads have reached their waits."""
     until = time.monotonic() + 150
     while (found := kind(seen(group), seen(group), idle=True)) and time.monotonic() < until:
         pass
@@ -178,8 +178,8 @@ def test_real_threads_that_can_only_be_woken(rank: lab.Group) -> None:
     assert settled(rank) == ""
 
 
-def test_where_the_kernel_does_not_tell_the_line_does(rank: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on other systems: only some waits are known there."""
+def test_without_the_kernels_information_the_line_decides(rank: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on other systems, where only some waits are known."""
     monkeypatch.setattr("labkit.group.thread_states.FUTEX", -1)
     for known in ("an event", "a queue", "an idle executor"):
         rank.run(ENDLESS[known])
@@ -187,7 +187,7 @@ def test_where_the_kernel_does_not_tell_the_line_does(rank: lab.Group, monkeypat
 
 
 @pytest.mark.parametrize("tells", ["the kernel tells", "the line tells"])
-def test_real_threads_that_go_on_by_themselves(tells: str, rank: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_threads_that_continue_by_themselves(tells: str, rank: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     if tells == "the line tells":
         monkeypatch.setattr("labkit.group.thread_states.FUTEX", -1)
     for start in LIMITED.values():
@@ -224,7 +224,7 @@ def test_a_forked_child_may_act(rank: lab.Group) -> None:
     assert children_of([pid]) == {pid: [""]}
 
 
-def test_child_processes_that_keep_house(rank: lab.Group) -> None:
+def test_housekeeping_child_processes(rank: lab.Group) -> None:
     (pid,) = rank.run(os.getpid).results
     rank.run(_starts, sys.executable, "-c", "from multiprocessing.resource_tracker import main; import time; time.sleep(600)")
     assert children_of([pid]) == {}

@@ -66,7 +66,7 @@ def reduce_alone() -> None:
 
 
 def group_with_a_limit() -> Any:
-    """Both ranks, with a time limit that counts once the group is there: on a busy machine they may need longer to make it."""
+    """Both ranks, with a time limit that holds once the group exists: on a busy machine, creating it may take longer."""
     from datetime import timedelta
 
     part = dist.new_group([0, 1])
@@ -92,7 +92,7 @@ def reduce_and_give_up() -> None:
         (reduce_and_give_up, 4, "all_reduce {} did not complete on rank 0"),
     ],
 )
-def test_what_a_run_leaves_unfinished_does_not_reach_the_next(
+def test_unfinished_operations_do_not_reach_the_next_run(
     two: lab.Group, function: Callable[[], None], line: int, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = two.run(os.getpid).results
@@ -103,7 +103,7 @@ def test_what_a_run_leaves_unfinished_does_not_reach_the_next(
     assert not set(before) & set(two.run(os.getpid).results)
 
 
-def test_a_work_that_failed_in_time_is_recorded_so_and_the_run_goes_on(two: lab.Group) -> None:
+def test_a_work_that_failed_is_recorded_as_failed_and_the_run_continues(two: lab.Group) -> None:
     def train() -> tuple[bool, float]:
         part = group_with_a_limit()
         failed = False
@@ -133,7 +133,7 @@ def keep_a_work() -> None:
 
 
 def serve_on_a_thread() -> None:
-    """Goes on beyond the run, as a server does."""
+    """Continues after the run, as a server does."""
 
     def serve() -> None:
         while True:
@@ -154,10 +154,10 @@ def ask_the_thread() -> float | None:
     return got.item()
 
 
-def test_ranks_stay_that_have_left_nothing_unfinished(
+def test_ranks_without_unfinished_operations_stay(
     two: lab.Group, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("labkit.group.unfinished.TOGETHER_S", 60.0)  # however busy the machine is
+    monkeypatch.setattr("labkit.group.unfinished.TOGETHER_S", 60.0)  # even on a busy machine
     before = two.run(os.getpid).results
     for function in (reduce_without_waiting, keep_a_work, exchange, serve_on_a_thread):
         two.run(function)
@@ -233,9 +233,9 @@ def test_a_cell_may_receive_what_an_earlier_one_has_sent(two: lab.Group, capsys:
 
 
 @pytest.mark.usefixtures("main")
-def test_a_run_never_meets_what_a_cell_has_left(two: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unfinished_operations_of_a_cell_do_not_reach_a_run(two: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
     cell(two, 1, SEND)
     said(capsys)
     assert two.run(exchange).results == [(0.0, 2.0), (2.0, 2.0)]
     told = "rank 0 left send to rank 1 (cell 1, line 4) behind, which nobody has received."
-    assert said(capsys)[0] == f"{told} This run starts fresh ranks."  # and a line says which names of cells are gone
+    assert said(capsys)[0] == f"{told} This run starts fresh ranks."  # and a line lists the lost names of cells

@@ -1,4 +1,4 @@
-"""What is said of ranks that wait long: worked out by hand, without a process."""
+"""Notices about ranks that wait long, on states made by hand, without processes."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def notice(*ranks: Standing, looks: Mapping[int, Look] | None = None, acting: Ma
     return waiting_notice(ranks, looks or {}, acting or {}, 23 * S)
 
 
-def test_who_computes_is_waited_for() -> None:
+def test_a_computing_rank_is_waited_for() -> None:
     waits = op("all_reduce")
     assert notice(rank(0, waits), rank(1), rank(2, waits)) == (
         "rank 0 and rank 2 have waited in all_reduce (cell 5, line 1) for more than 20 s; rank 1 is computing"
     )
 
 
-def test_a_short_wait_is_not_told_beside_a_long_one() -> None:
+def test_a_short_wait_is_not_mentioned_beside_a_long_one() -> None:
     shutdown = op("rpc.shutdown", group="rpc shutdown")
     call = op("rpc_sync reward", group="rpc 1", since=23 * S, peer=0, thread=7)
     said = "rank 1 has waited in rpc.shutdown (cell 5, line 1) for more than 20 s"
@@ -64,7 +64,7 @@ def test_a_call_that_has_returned_a_future() -> None:
     )
 
 
-def test_where_that_one_is(source: str) -> None:
+def test_where_the_missing_rank_is(source: str) -> None:
     assert notice(rank(0, op("all_reduce")), rank(1), looks={1: there(source)}) == (
         "rank 0 has waited in all_reduce (cell 5, line 1) for more than 20 s; rank 1 is at own.py, line 2: time.sleep(100)"
     )
@@ -73,7 +73,7 @@ def test_where_that_one_is(source: str) -> None:
     )
 
 
-def test_a_wait_with_a_time_limit_is_told_too() -> None:
+def test_a_wait_with_a_time_limit_is_mentioned_too() -> None:
     assert notice(rank(0, op("monitored_barrier", thread=TIMED)), rank(1)).startswith("rank 0 has waited in monitored_barrier")
 
 
@@ -85,7 +85,7 @@ def test_ranks_that_wait_in_different_places() -> None:
     )
 
 
-def test_what_may_still_act(source: str) -> None:
+def test_threads_that_may_still_act(source: str) -> None:
     waits = rank(0, op("recv", group="p2p 1>0 tag 0", peer=1))
     there_ = there(source).main
     thread, main = Active("thread", there_), Active("main", there_)
@@ -112,12 +112,12 @@ def test_many_ranks_are_counted() -> None:
     )
 
 
-def test_tensorflow_does_not_tell_who_is_missing() -> None:
+def test_tensorflow_does_not_say_who_is_missing() -> None:
     waits = op("TensorFlow", 0, group=TENSORFLOW)
     assert notice(rank(0, waits), rank(1), rank(2, called=False, returned=True)).endswith("; rank 1 is computing")
 
 
-def test_where_a_call_is_computed(source: str) -> None:
+def test_where_a_call_is_served(source: str) -> None:
     call = op("rpc_sync f", group="rpc 0>1", peer=1)
     serve = op("serve f", group="rpc 0>1", peer=0, since=0, thread=8)
     serving = Thread(there(source).main.frames, 5, 8)  # type: ignore[union-attr]

@@ -225,7 +225,7 @@ def test_descriptors_and_threads_stay_the_same_over_many_groups(start: str) -> N
     assert now[1] <= threads
 
 
-def test_a_group_that_nobody_holds_any_more_ends(start: str) -> None:
+def test_an_unreferenced_group_ends(start: str) -> None:
     group: lab.Group | None = lab.Group(2, runtime="bare", start=start)
     assert group is not None
     pids = group.run(os.getpid).results
