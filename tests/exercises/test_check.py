@@ -111,11 +111,11 @@ def test_a_stub_is_recognised_without_running_it(stub) -> None:
 
 
 @pytest.mark.parametrize("answer", [written, 0.0, nn.Linear, lambda x: x, len, not_implemented])
-def test_what_is_written_is_run(answer) -> None:
+def test_a_written_answer_is_run(answer) -> None:
     assert not _is_unwritten(answer)
 
 
-def test_an_untouched_stub_hears_the_target_and_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchanged_stub_shows_the_target_and_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "Group", None)
     verdict = check("average_gradients", stub_with_a_hole)
     assert (verdict.state, verdict.passed) == ("not written yet", False)
@@ -124,7 +124,7 @@ def test_an_untouched_stub_hears_the_target_and_starts_no_process(monkeypatch: p
 
 
 @pytest.mark.parametrize("name", ["my_share", "scaled_learning_rate"])
-def test_not_implemented_is_not_written_wherever_it_runs(name: str) -> None:
+def test_not_implemented_counts_as_not_written_wherever_it_runs(name: str) -> None:
     def answer(*_):
         raise NotImplementedError
 
@@ -135,7 +135,7 @@ def test_not_implemented_is_not_written_wherever_it_runs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [e for names in labkit.exercises.LESSONS.values() for e in names if e != "waiting_share"])
-def test_a_result_instead_of_the_function_is_told_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_instead_of_the_function_is_explained(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "Group", None)
     verdict = check(name, [0, 4, 8])
     assert verdict.message == "Given [0, 4, 8]: hand over the function itself, not what it returns"
@@ -158,7 +158,7 @@ def test_an_answer_that_raises_on_a_rank_is_shown_with_its_line() -> None:
     assert any("test_check.py" in line for line in verdict.details)
 
 
-def test_our_own_mistakes_are_not_blamed_on_the_student(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_errors_are_not_attributed_to_the_student(monkeypatch: pytest.MonkeyPatch) -> None:
     from labkit.exercises import model_parallel
 
     # As in a judge of labkit: its frames are not the student's, this test's are.
@@ -172,7 +172,7 @@ def test_our_own_mistakes_are_not_blamed_on_the_student(monkeypatch: pytest.Monk
         check("best_cut", lambda _: 1)
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
+def test_a_missing_rank_is_named() -> None:
     def answer(model):
         if dist.get_rank() == 0:
             dist.barrier()
@@ -183,7 +183,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert any(line.startswith("rank 0 was waiting in barrier") for line in verdict.details)
 
 
-def test_ranks_that_wait_for_one_another_are_told_apart() -> None:
+def test_a_deadlock_in_an_answer_names_the_ranks() -> None:
     def answer(model):
         dist.recv(torch.ones(1), (dist.get_rank() + 1) % dist.get_world_size())
 
@@ -192,7 +192,7 @@ def test_ranks_that_wait_for_one_another_are_told_apart() -> None:
     assert any("one of them must send first" in line for line in verdict.details)
 
 
-def test_ranks_that_never_come_to_an_end_are_stopped_and_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_never_end_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(model):
         while dist.get_rank() == 0:
             pass
@@ -252,7 +252,7 @@ def test_the_limit_holds_outside_the_main_thread_and_leaves_nothing_behind() -> 
     assert not [t for t in threading.enumerate() if getattr(t, "_target", None) == TimeLimit._look]
 
 
-def test_what_has_a_limit_of_its_own_does_not_count() -> None:
+def test_time_with_a_limit_of_its_own_does_not_count() -> None:
     with TimeLimit(60) as limit:
         deadline_s = limit._deadline_s
         with limit.paused():
@@ -260,7 +260,7 @@ def test_what_has_a_limit_of_its_own_does_not_count() -> None:
         assert limit._deadline_s - deadline_s >= 0.1
 
 
-def test_code_that_catches_everything_is_told_again() -> None:
+def test_code_that_catches_everything_is_interrupted_again() -> None:
     told = []
 
     def stubborn() -> None:
@@ -296,7 +296,7 @@ def test_the_table_and_the_files_have_the_same_exercises(file: str) -> None:
 
 
 @pytest.mark.parametrize("file", labkit.exercises.LESSONS)
-def test_every_exercise_stands_in_its_lesson_and_in_its_solutions(file: str) -> None:
+def test_every_exercise_is_in_its_lesson_and_in_its_solutions(file: str) -> None:
     exercises = importlib.import_module(f"labkit.exercises.{file}").EXERCISES
     for folder in (NOTEBOOKS, NOTEBOOKS / "solutions"):
         path = folder / f"{exercises[0].lesson}.ipynb"
@@ -314,16 +314,16 @@ def expect(**arrays: list[float]) -> dict:
     return {name: np.array(values, np.float32) for name, values in arrays.items()}
 
 
-def test_rounding_is_no_difference() -> None:
+def test_rounding_is_not_a_difference() -> None:
     compare([expect(w=[1.0, 2.0]), expect(w=[1.00001, 2.0])], expect(w=[1.0, 2.00001]), what="the weights")
 
 
-def test_an_unexplained_factor_is_said() -> None:
+def test_an_unexplained_factor_is_reported() -> None:
     with pytest.raises(AnswerError, match="the weights are off by a factor: each is 5 times what it should be on 2 ranks"):
         compare([expect(w=[5.0, 10.0])] * 2, expect(w=[1.0, 2.0]), what="the weights")
 
 
-def test_a_missing_array_and_a_wrong_shape_are_said() -> None:
+def test_a_missing_array_and_a_wrong_shape_are_reported() -> None:
     with pytest.raises(AnswerError, match="the weights of w are missing on rank 1"):
         compare([expect(w=[1.0]), expect()], expect(w=[1.0]), what="the weights")
     with pytest.raises(AnswerError, match="the weights of w have the wrong shape on rank 0") as caught:

@@ -1,4 +1,4 @@
-"""The exercises of lessons 00, 02 and 04: right answers pass, and wrong ones hear why they are wrong."""
+"""The exercises of lessons 00, 02 and 04: right answers pass, and wrong ones get an explanation."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def draw_too_few(examples, rank, ranks, epoch):
 
 @wrong("draw_indices", "asked for twice gives two orders")
 def draw_unseeded(examples, rank, ranks, epoch):
-    calls = next(_calls)  # stands for a seed from the clock: the same epoch, another order
+    calls = next(_calls)  # represents a seed from the clock: the same epoch, another order
     return [(index + calls // ranks) % examples for index in draw_indices(examples, rank, ranks, epoch)]
 
 

@@ -1,4 +1,4 @@
-"""The exercises of lesson 08: right answers pass, and wrong ones hear why they are wrong."""
+"""The exercises of lesson 08: right answers pass, and wrong ones get an explanation."""
 
 from __future__ import annotations
 

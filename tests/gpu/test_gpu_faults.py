@@ -17,7 +17,7 @@ from labkit.errors.exceptions import LabError, RankError, Stopped
 
 pytestmark = gpu
 
-LONG_CYCLES = 20_000_000_000  # of the GPU's clock: about ten seconds, far longer than a rank needs to be found dead
+LONG_CYCLES = 20_000_000_000  # cycles of the GPU's clock: about ten seconds, far longer than it takes to notice a dead rank
 
 
 @pytest.fixture
@@ -53,8 +53,8 @@ def test_out_of_memory(pair: lab.Group) -> None:
 
 
 @needs_cuda
-def test_the_memory_that_a_failed_run_held_is_free_again(pair: lab.Group) -> None:
-    """A traceback keeps the tensors of its frames alive; ranks that failed are replaced, or let go of them."""
+def test_the_memory_of_a_failed_run_is_freed(pair: lab.Group) -> None:
+    """A traceback keeps the tensors of its frames alive; failed ranks are replaced or release them."""
 
     def fail_with_half() -> None:
         half = torch.empty(torch.cuda.get_device_properties(0).total_memory // 2, dtype=torch.uint8, device="cuda:0")
@@ -127,7 +127,7 @@ def test_stop_while_ranks_wait_for_a_long_kernel(pair: lab.Group) -> None:
 
 
 def test_a_collective_of_gpu_tensors_that_one_rank_never_enters(pair: lab.Group) -> None:
-    """On one GPU this is gloo's all-reduce, on two NCCL's; both are told."""
+    """On one GPU this is gloo's all-reduce, on two NCCL's; both are reported."""
 
     def one_of_two() -> float:
         import torch.distributed as dist

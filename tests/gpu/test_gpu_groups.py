@@ -190,7 +190,7 @@ def test_fsdp2_on_gpus_equals_one_process(alone: lab.Group, ranks: int) -> None:
 
 
 def on_the_owners_device(x: Any) -> Any:
-    """A callee moves what it gets to its own GPU, and sends back a tensor of the CPU: RPC carries nothing else."""
+    """A callee moves its arguments to its own GPU and returns a CPU tensor: RPC sends nothing else."""
     return (x.to(lab.devices()[0]) * 2).cpu()
 
 
@@ -219,7 +219,7 @@ def test_tensors_of_a_gpu_come_back_as_tensors_of_the_cpu(alone: lab.Group, caps
 
 @needs_cuda
 def test_the_process_that_forks_ranks_never_touched_cuda(shared: lab.Group) -> None:
-    """Had it only asked how many GPUs there are, CUDA would refuse to start in what it forks."""
+    """Even counting the GPUs there would prevent CUDA from starting in forked ranks."""
 
     def poisoned() -> bool:
         return bool(torch.cuda._is_in_bad_fork())

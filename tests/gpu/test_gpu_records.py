@@ -1,4 +1,4 @@
-"""What is recorded and drawn on real GPUs: spans timed by CUDA events, kernels, memory of the allocator, NVML's load."""
+"""Records and figures on real GPUs: spans timed by CUDA events, kernels, the allocator's memory, NVML's utilisation."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def spans_of_kernels() -> tuple[int, int]:
 
 
 @needs_cuda
-def test_a_span_lasts_as_long_as_the_gpu_works_and_not_as_long_as_the_host_asks(alone: lab.Group) -> None:
+def test_a_span_lasts_as_long_as_the_gpu_works_not_the_host(alone: lab.Group) -> None:
     run = alone.run(spans_of_kernels)
     ((start_ns, left_ns),) = run.results
     (span,) = run.trace.of(name="products")
@@ -111,8 +111,8 @@ def test_a_training_step_is_on_the_timeline(pair: lab.Group, plain: None) -> Non
 
 
 @needs_two_gpus
-def test_a_collective_of_nccl_is_as_long_as_it_is_under_way(pair: lab.Group) -> None:
-    """An all-reduce that one rank enters late is under way, and waited for, on the other meanwhile."""
+def test_a_collective_of_nccl_lasts_as_long_as_it_is_under_way(pair: lab.Group) -> None:
+    """While one rank is late for an all-reduce, it is under way and waited for on the other."""
 
     def late() -> None:
         import torch.distributed as dist
@@ -135,7 +135,7 @@ def test_a_collective_of_nccl_is_as_long_as_it_is_under_way(pair: lab.Group) -> 
 
 
 class Loads:
-    """A picture that keeps what each rank took."""
+    """A live view that keeps each rank's usage."""
 
     interval_s = 0.05
 
@@ -153,7 +153,7 @@ class Loads:
 
 
 @needs_cuda
-def test_the_live_picture_is_told_how_busy_the_gpus_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_live_picture_shows_the_utilisation_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pynvml")
     loads = Loads()
     monkeypatch.setattr(lab.Group, "picture", staticmethod(lambda: loads))
@@ -175,7 +175,7 @@ def test_the_live_picture_is_told_how_busy_the_gpus_are(monkeypatch: pytest.Monk
 
 
 @needs_cuda
-def test_nvml_sees_what_a_rank_holds(alone: lab.Group) -> None:
+def test_nvml_sees_the_memory_of_a_rank(alone: lab.Group) -> None:
     pytest.importorskip("pynvml")
 
     def held() -> tuple[int, int]:
@@ -197,7 +197,7 @@ def test_nvml_sees_what_a_rank_holds(alone: lab.Group) -> None:
 
 
 def tracked() -> dict[str, int]:
-    """A few steps of Adam, with what torch's own allocator says of them."""
+    """A few steps of Adam, with the numbers of torch's own allocator."""
     device = lab.devices()[0]
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 1024)).to(device)
@@ -213,7 +213,7 @@ def tracked() -> dict[str, int]:
     return {"parameters": sum(p.numel() * 4 for p in model.parameters()), "at end": at_end, "most": most}
 
 
-def test_memory_is_what_the_allocator_of_cuda_holds(plain: None) -> None:
+def test_memory_equals_the_cuda_allocators(plain: None) -> None:
     with lab.Group(1, devices=DEVICES) as group:
         run = group.run(tracked)
     (truth,) = run.results

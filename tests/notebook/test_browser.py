@@ -1,4 +1,4 @@
-"""Pictures in a real JupyterLab and Notebook in a headless Chromium: they move while ranks work, stay, and can be explored."""
+"""Pictures in a real JupyterLab and Notebook in headless Chromium: updated while ranks work, kept, and explored."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_MS = 150_000  # for a lesson's cells up to the picture, on a machine with other things to do
+LIMIT_MS = 150_000  # for a lesson's cells up to the picture, on a busy machine
 
-KEYS_EVERY = 25  # looks, of 0.2 s: keys that a busy page has not answered yet are not lost, and would run the cell twice
+KEYS_EVERY = 25  # attempts of 0.2 s: keys that a busy page has not handled yet are not lost, and would run the cell twice
 
 # The kernel, as the status bar says it, and in Jupyter Notebook, which has none; cells run before it is connected are lost.
 IDLE = {"lab": "#jp-main-statusbar >> text=/\\| Idle$/", "notebook": ".jp-Notebook-ExecutionIndicator[data-status=idle]"}
@@ -76,13 +76,13 @@ class Server(NamedTuple):
     folder: Path
 
     def page(self, kind: str, notebook: str) -> str:
-        """Where a notebook is open in "lab", in a workspace of its own, or in "notebook"."""
+        """The address of a notebook in "lab", in a workspace of its own, or in "notebook"."""
         where = f"lab/workspaces/{Path(notebook).stem}/tree" if kind == "lab" else "notebooks"
         return f"{self.address}/{where}/{notebook}?token={self.token}"
 
     def write(self, name: str, cells: list[str]) -> None:
-        """Put a notebook there."""
-        kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3 (ipykernel)"}}  # else JupyterLab asks for one
+        """Upload a notebook."""
+        kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3 (ipykernel)"}}  # otherwise JupyterLab asks for one
         notebook = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, cells)), metadata=kernel)
         nbformat.write(notebook, self.folder / name)
 
@@ -92,7 +92,7 @@ class Server(NamedTuple):
             self._ask("DELETE", f"/{kernel['id']}").close()
 
     def until_connected(self, page: Page) -> None:
-        """Wait for the page to be connected to a kernel: closed before, it leaves one that starts when all have been ended."""
+        """Wait until the page is connected to a kernel: if closed before, it leaves a kernel that starts later."""
         for _ in range(LIMIT_MS // 50):
             with contextlib.suppress(urllib.error.HTTPError):  # the server cannot describe a kernel that is about to start
                 if any(kernel["connections"] for kernel in json.load(self._ask("GET", ""))):
@@ -147,7 +147,7 @@ def lab_server(jupyter: Server) -> Iterator[Server]:
 
 
 def _address(server: subprocess.Popen[bytes], log: Path) -> str:
-    """The server's address, which it says once it serves."""
+    """The server's address, which it prints once it serves."""
     with log.open() as lines:
         while server.poll() is None:
             found = re.search(r"http://127\.0\.0\.1:\d+/lab", lines.readline())
@@ -196,11 +196,11 @@ def _run_all(page: Page) -> None:
     page.click('.lm-Menu-itemLabel:text-is("Run All Cells")')
 
 
-def test_picture_of_lesson_02_moves_and_stays(lab_server: Server, browser: Browser) -> None:
+def test_the_picture_of_lesson_02_is_updated_and_stays(lab_server: Server, browser: Browser) -> None:
     nbformat.write(_until_watch("02_data_parallel"), lab_server.folder / "lesson.ipynb")
     page = _open(browser, lab_server, "lesson.ipynb")
     frames = 0
-    for _ in range(4):  # a page that gets no core shows a few of the frames only
+    for _ in range(4):  # a page that gets no core shows only a few of the frames
         page.evaluate(COLLECT)
         _run_all(page)
         page.wait_for_function("() => window.frames_seen.size >= 1", timeout=LIMIT_MS)
@@ -244,10 +244,8 @@ def test_stop_button_gives_the_prompt_back(lab_server: Server, browser: Browser)
 
 
 @pytest.mark.parametrize("kind", ["lab", "notebook"])
-def test_a_page_that_is_loaded_anew_during_a_run_holds_nothing_that_misleads(
-    kind: str, lab_server: Server, browser: Browser
-) -> None:
-    """The front end drops the outputs of a cell that it did not run itself: what is left is a frame, and the frame says so."""
+def test_a_page_reloaded_during_a_run_is_not_misleading(kind: str, lab_server: Server, browser: Browser) -> None:
+    """The front end drops the outputs of a cell that it did not run itself: a frame remains, and it says so."""
     if kind == "notebook":
         pytest.importorskip("notebook", reason="Jupyter Notebook is not installed: the extra 'test' brings it")
     work = """def work(folder):
@@ -276,7 +274,7 @@ def test_a_page_that_is_loaded_anew_during_a_run_holds_nothing_that_misleads(
     _run_cells(page, 3)
     page.wait_for_selector("text=[rank 1] worked", timeout=LIMIT_MS)
     page.wait_for_selector(EXPLORER, timeout=LIMIT_MS)
-    _hover(page, 1, 0, 0.5)  # something is told
+    _hover(page, 1, 0, 0.5)  # a text is shown
     assert ("forward", "first used at cell 2, line 3") in _all_tips(page, 1)
     assert page.locator(stale).is_visible()
     _picture(page, f"reload-{kind}-after")
@@ -333,7 +331,7 @@ def test_prints_appear_while_ranks_work_and_end_as_text_in_rank_order(lab_server
 # The timeline that can be explored
 
 EXPLORER = ".labkit-explorer:not(.labkit-unseen)"
-# The texts of the explorer whose contrast with what is behind them is less than WCAG 2 asks of small text.
+# The texts of the explorer whose contrast with their background is less than WCAG 2 requires for small text.
 PALE = """() => {
     const parse = (colour) => { const [r, g, b, a = 1] = colour.match(/[\\d.]+/g).map(Number); return [r, g, b, a]; };
     const over = (top, below) => [0, 1, 2].map((i) => top[3] * top[i] + (1 - top[3]) * below[i]);
@@ -350,7 +348,7 @@ PALE = """() => {
     }).filter(([, contrast]) => contrast < 4.5);
     return { count: texts.length, pale };
 }"""
-# Whether the canvas holds bright ink between the strip and the rows, where the numbers of the steps stand.
+# Whether the canvas has bright pixels between the strip and the rows, where the step numbers are.
 BRIGHT = """() => {
     const canvas = document.querySelector('.labkit-plot canvas');
     const { data } = canvas.getContext('2d').getImageData(0, 24 * devicePixelRatio, canvas.width, 12 * devicePixelRatio);
@@ -359,7 +357,7 @@ BRIGHT = """() => {
 
 
 def _share(at_ms: float) -> float:
-    """Where a moment of `data_parallel` lies in its whole."""
+    """The position of a moment of `data_parallel` in the whole run."""
     return at_ms * MS / data_parallel().duration_ns
 
 
@@ -376,7 +374,7 @@ def _place(page: Page, rank: int, lane: int, share: float) -> tuple[float, float
 
 
 def _tip(page: Page, rank: int, lane: int, share: float) -> list[str]:
-    """The words beside the pointer there, if any."""
+    """The text beside the pointer there, if any."""
     x, y = _place(page, rank, lane, share)
     page.mouse.move(x - 1, y)
     page.mouse.move(x, y)
@@ -384,13 +382,13 @@ def _tip(page: Page, rank: int, lane: int, share: float) -> list[str]:
 
 
 def _all_tips(page: Page, rank: int) -> set[tuple[str, str]]:
-    """First and last line of the words along a rank's row: where a span lies depends on how busy the machine is."""
+    """First and last line of the texts along a rank's row: the position of a span depends on how busy the machine is."""
     told = [_tip(page, rank, 0, share / 40) for share in range(1, 40)]
     return {(one[0], one[-1]) for one in told if one}
 
 
 def _hover(page: Page, rank: int, lane: int, share: float, first: str = "") -> list[str]:
-    """The words beside the pointer there, once they begin with `first`: a page may still be laid out, or change its theme."""
+    """The text beside the pointer there, once it begins with `first`: the page may still be changing its layout or theme."""
     told: list[str] = []
     for _ in range(LIMIT_MS // 50):
         told = _tip(page, rank, lane, share)
@@ -465,8 +463,8 @@ def test_the_timeline_is_explored(lab_server: Server, browser: Browser) -> None:
     page.close()
 
 
-def test_a_notebook_is_explored_as_long_as_its_kernel_lives(lab_server: Server, browser: Browser) -> None:
-    """In Jupyter Notebook; after a reload; and with another kernel there is the image that the file holds."""
+def test_a_notebook_can_be_explored_as_long_as_its_kernel_lives(lab_server: Server, browser: Browser) -> None:
+    """In Jupyter Notebook, after a reload; with another kernel, the file's image is shown."""
     pytest.importorskip("notebook", reason="Jupyter Notebook is not installed: the extra 'test' brings it")
     data_parallel().save(lab_server.folder / "run.json")
     lab_server.write("again.ipynb", ["import labkit as lab", "lab.explore(lab.load_trace('run.json'))"])

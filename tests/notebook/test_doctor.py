@@ -1,4 +1,4 @@
-"""`lab.doctor`: facts become findings and sentences; nothing of a framework is loaded by looking."""
+"""`lab.doctor`: facts become findings and sentences; checking loads no framework."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_complete_server() -> None:
 
 
 @pytest.mark.parametrize(("package", "name", "extra", "purpose"), doctor.PACKAGES)
-def test_what_is_missing_names_its_command(package: str, name: str, extra: str, purpose: str) -> None:
+def test_missing_packages_name_their_command(package: str, name: str, extra: str, purpose: str) -> None:
     report = diagnose(dataclasses.replace(LAPTOP, versions=LAPTOP.versions | {package: None}))
     (finding,) = [f for f in report.findings if not f.ok]
     assert finding == doctor.Finding(
@@ -145,7 +145,7 @@ def test_a_server_that_differs(changes: dict[str, Any], expected: str) -> None:
     assert expected in lines(SERVER, **changes)
 
 
-def test_looking_loads_no_framework() -> None:
+def test_checking_loads_no_framework() -> None:
     program = """
 import sys
 import tomllib
@@ -159,7 +159,7 @@ print(report, "loaded:", sorted(loaded))
     assert answer.stdout.startswith(f"  Python             {sys.version.split()[0]} ")
 
 
-def test_asking_a_process() -> None:
+def test_querying_a_process() -> None:
     def ask(question: str) -> dict[str, Any]:
         return doctor._answer(doctor._start_asking(question))
 
@@ -169,12 +169,12 @@ def test_asking_a_process() -> None:
     assert ask("raise SystemExit(7)") == {"error": "exit code 7"}
 
 
-def test_asking_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_querying_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "ASK_LIMIT_S", 0)
     assert doctor._answer(doctor._start_asking("import time; time.sleep(100)")) == {"error": "no answer within 0 s"}
 
 
-def test_what_torch_says() -> None:
+def test_facts_from_torch() -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     said = doctor._answer(doctor._start_asking(doctor.ASK_TORCH))
     assert set(said) == {"cuda", "gpus", "gloo", "nccl", "rpc"}

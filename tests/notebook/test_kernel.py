@@ -1,4 +1,4 @@
-"""In a real Jupyter kernel: prints, errors, Stop, a kernel that is killed, and notebooks that read the same each time."""
+"""In a real Jupyter kernel: prints, errors, Stop, a kernel that is killed, and notebooks with reproducible output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def kernel(start: str, tmp_path: Path) -> Iterator[Kernel]:
 
 
 def waiting(cell: Cell) -> bool:
-    """Both ranks have said that they hang."""
+    """Both ranks have printed that they hang."""
     return any(state.get("text/plain", "").count("hanging") == 2 for state in cell.states)
 
 
@@ -224,7 +224,7 @@ def test_nothing_is_left_of_a_kernel(how: str, kernel: Kernel) -> None:
 # Notebooks
 
 
-# Those in which ranks print while the run lasts take long enough for a live display.
+# Runs in which ranks print take long enough for a live display.
 CELLS = """
 import labkit as lab
 import os, threading
@@ -286,7 +286,7 @@ def test_a_saved_notebook_holds_clean_outputs(executed: Path) -> None:
     assert outputs[5][0].text == "[rank 0] 0\n[rank 1] 1\n[rank 2] 4\n"
 
 
-def test_nbval_reads_the_same_twice(executed: Path) -> None:
+def test_nbval_passes_twice(executed: Path) -> None:
     command = [
         sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(executed.parent),
         "--nbval", "--nbval-current-env", "--nbval-sanitize-with", str(ROOT / "tests" / "nbval_sanitize.cfg"), str(executed),

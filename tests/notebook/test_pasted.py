@@ -1,6 +1,6 @@
-"""Programs in the style of well-known tutorials, launch code included, pasted into a cell of a real kernel and run twice.
+"""Programs in the style of well-known tutorials, including launch code, pasted into a cell of a real kernel and run twice.
 
-A program of `pasted/` stands there as its author would run it. A case names its group, the one line that is changed, if
+Each program in `pasted/` is as its author would run it. A case names its group, the one line that is changed, if
 any, and expressions whose values are known. To add one: a file, and an entry in `CASES`.
 """
 
@@ -20,7 +20,7 @@ from kernels import Kernel
 
 PROGRAMS = Path(__file__).resolve().parent / "pasted"
 RESULTS: Final = "group.last_run.results"
-# By rank, how often each operation was recorded; `init_*` and rpc.shutdown are no traffic.
+# By rank, how often each operation was recorded; `init_*` and rpc.shutdown are not traffic.
 COUNTS: Final = """
 from collections import Counter
 def counts(*names):
@@ -45,9 +45,9 @@ class Case:
         file: its name without ".py".
         group: how the notebook makes its group.
         line: the line that is changed, and what it becomes.
-        magic: the line above the program, where it stands in a `%%ranks` cell.
+        magic: the line above the program, if it is in a `%%ranks` cell.
         values: expressions of the notebook after it ran, with their values.
-        printed: what stands in its output.
+        printed: text that its output contains.
     """
 
     file: str
@@ -96,7 +96,7 @@ CASES: Final = [
         values={
             f"{RESULTS}[1:]": [None, None],
             "counts('to_here', 'dist_autograd.backward')": [[0, 2], [6, 0], [6, 0]],
-            # Of the output, [4, 4], and of what lies between the shards, [4, 16].
+            # Of the output, [4, 4], and of the tensor between the shards, [4, 16].
             "gradients()": {(0, 2): 6 * 4 * 4 * 4, (2, 1): 6 * 4 * 16 * 4},
         },
         printed=("the loss falls: True",),

@@ -1,4 +1,4 @@
-"""`%%ranks`: names persist, the latest assignment counts, mistakes are named with the cell's own lines."""
+"""`%%ranks`: names persist, the latest assignment counts, errors show the cell's own lines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[lab.Group]:
 
 
 class Shell:
-    """As much of IPython's shell as the magic uses."""
+    """The part of IPython's shell that the magic uses."""
 
     def __init__(self, main: types.ModuleType) -> None:
         self.user_ns = main.__dict__
@@ -48,8 +48,8 @@ def cells(monkeypatch: pytest.MonkeyPatch, group: lab.Group) -> in_cells.Cells:
     main = in_cells.new_main(monkeypatch)
     main.__dict__["group"] = group
     for member in group._pool.members if group._pool is not None else ():
-        member.made.clear()  # nobody misses it
-    group._fit = False  # fresh ranks: what an earlier test has defined there is gone
+        member.made.clear()  # not needed
+    group._fit = False  # fresh ranks, without the names of earlier tests
     return in_cells.Cells(main)
 
 
@@ -60,7 +60,7 @@ def shell(cells: in_cells.Cells) -> Shell:
 
 @pytest.fixture
 def shown(capsys: pytest.CaptureFixture[str]) -> Callable[[], list[str]]:
-    """A terminal shows the lines of ranks as they come; here in rank order."""
+    """A terminal shows the lines of ranks as they arrive; here in rank order."""
     return lambda: sorted(
         (line for line in capsys.readouterr().out.splitlines() if line[0] == "["), key=lambda line: line[: line.index("]")]
     )
@@ -86,7 +86,7 @@ def test_some_of_the_ranks(shell: Shell, shown: Callable[[], list[str]]) -> None
         assert shown() == [f"[{name}] 'here'" for name in names], on
 
 
-def test_what_the_notebook_defines_travels(shell: Shell, cells: in_cells.Cells, shown: Callable[[], list[str]]) -> None:
+def test_the_notebooks_definitions_are_sent(shell: Shell, cells: in_cells.Cells, shown: Callable[[], list[str]]) -> None:
     cells("""
         SCALE = 3
         def scaled(x): return SCALE * x
@@ -142,7 +142,7 @@ def test_a_run_sees_what_a_cell_has_defined(shell: Shell, cells: in_cells.Cells)
     assert cells.group.run(cells.f).results == [{"rank": i, "seen": True} for i in range(3)]
 
 
-def test_only_what_a_cell_reads_travels(shell: Shell, cells: in_cells.Cells, shown: Callable[[], list[str]]) -> None:
+def test_only_names_that_a_cell_reads_are_sent(shell: Shell, cells: in_cells.Cells, shown: Callable[[], list[str]]) -> None:
     """`group` is the notebook's group, and a common name for a process group as well."""
     cells("import sys\nlock = sys._getframe()\nbig = lock")
     shell("group --on a", """
@@ -156,7 +156,7 @@ def test_only_what_a_cell_reads_travels(shell: Shell, cells: in_cells.Cells, sho
     assert shown() == ["[a] (1, 2, 1)"]
 
 
-def test_an_object_that_cannot_travel_is_named(shell: Shell, cells: in_cells.Cells) -> None:
+def test_an_object_that_cannot_be_sent_is_named(shell: Shell, cells: in_cells.Cells) -> None:
     cells("import sys\nlock = {'inside': sys._getframe()}")
     with pytest.raises(lab.LabError, match=r"^the notebook's 'lock'\['inside'\] cannot be sent: frame objects cannot be pickled"):
         shell("group", "lock")
@@ -164,8 +164,8 @@ def test_an_object_that_cannot_travel_is_named(shell: Shell, cells: in_cells.Cel
         shell("group", "group")
 
 
-def test_annotations_are_what_they_are_in_a_cell(shell: Shell, shown: Callable[[], list[str]]) -> None:
-    """The rank's own code postpones them; a cell's must not inherit that."""
+def test_annotations_are_evaluated_as_in_a_cell(shell: Shell, shown: Callable[[], list[str]]) -> None:
+    """The rank's own code postpones annotations; a cell's code must not inherit that."""
     shell("group --on a", """
         import dataclasses
         @dataclasses.dataclass
@@ -177,7 +177,7 @@ def test_annotations_are_what_they_are_in_a_cell(shell: Shell, shown: Callable[[
     assert shown() == ["[a] ({'a': <class 'str'>, 'return': <class 'int'>}, <class 'int'>)"]
 
 
-def test_after_a_failure_fresh_ranks_know_nothing(shell: Shell, cells: in_cells.Cells, shown: Callable[[], list[str]]) -> None:
+def test_after_a_failure_fresh_ranks_have_no_names(shell: Shell, cells: in_cells.Cells, shown: Callable[[], list[str]]) -> None:
     cells("x = 1")
     shell("group", "x += 1\nimport os")
     with pytest.raises(lab.RankError):
@@ -186,7 +186,7 @@ def test_after_a_failure_fresh_ranks_know_nothing(shell: Shell, cells: in_cells.
     assert shown() == ["[a] 1", "[b] 1", "[c] 1"], "the notebook's again"
 
 
-def test_after_an_error_that_stopped_nobody_names_persist(shell: Shell, shown: Callable[[], list[str]]) -> None:
+def test_after_an_error_that_stopped_no_rank_names_persist(shell: Shell, shown: Callable[[], list[str]]) -> None:
     shell("group", "x = 1")
     with pytest.raises(lab.RankError, match="The ranks are still running and keep their state"):
         shell("group", "x = 2\n1 / 0")
@@ -194,7 +194,7 @@ def test_after_an_error_that_stopped_nobody_names_persist(shell: Shell, shown: C
     assert shown() == ["[a] 2", "[b] 2", "[c] 2"]
 
 
-# Loops, and whatever else students write in a cell
+# Loops and other code that students write in cells
 
 
 LOOPS = """
@@ -279,12 +279,12 @@ def test_a_semicolon_shows_nothing(shell: Shell, shown: Callable[[], list[str]])
 # The line: a comment, the picture, the run
 
 
-def test_a_comment_stands_in_the_line(shell: Shell, shown: Callable[[], list[str]]) -> None:
+def test_a_comment_in_the_line(shell: Shell, shown: Callable[[], list[str]]) -> None:
     shell("group --on a # on the first", "'here'")
     assert shown() == ["[a] 'here'"]
 
 
-def test_some_ranks_may_stand_for_a_group(shell: Shell, cells: in_cells.Cells, shown: Callable[[], list[str]]) -> None:
+def test_some_ranks_may_be_given_as_a_group(shell: Shell, cells: in_cells.Cells, shown: Callable[[], list[str]]) -> None:
     cells("some = group[1:]")
     shell("some", "'here'")
     assert shown() == ["[b] 'here'", "[c] 'here'"]
@@ -345,7 +345,7 @@ def test_a_cell_is_watched(shell: Shell, cells: in_cells.Cells, monkeypatch: pyt
         ("yield 1", 1, "into a function"),
     ],
 )
-def test_what_ranks_cannot_run_is_refused_in_one_line(shell: Shell, source: str, line: int, about: str) -> None:
+def test_code_that_ranks_cannot_run_is_refused_in_one_line(shell: Shell, source: str, line: int, about: str) -> None:
     with pytest.raises(lab.LabError) as caught:
         shell("group", source)
     assert type(caught.value) is lab.LabError
@@ -357,11 +357,11 @@ def test_what_ranks_cannot_run_is_refused_in_one_line(shell: Shell, source: str,
 @pytest.mark.parametrize(
     "source", ["x = 5\ny = 5 \\\n% x", "def f():\n    return 1", "async def f():\n    await f()", "'''\n!ls\n%time\n'''"]
 )
-def test_what_only_looks_like_it_runs(shell: Shell, source: str) -> None:
+def test_code_that_only_looks_like_it_runs(shell: Shell, source: str) -> None:
     shell("group", source)
 
 
-def test_a_syntax_error_is_shown_with_its_line_alone(shell: Shell) -> None:
+def test_a_syntax_error_shows_only_its_line(shell: Shell) -> None:
     with pytest.raises(CellSyntaxError) as caught:
         shell("group", "x = 1\nif x:\n    print(1 +)")
     assert caught.value._render_traceback_() == [
@@ -379,7 +379,7 @@ def test_a_syntax_error_is_shown_with_its_line_alone(shell: Shell) -> None:
         ("__import__('pdb').set_trace(); x = 1", "pdb: a rank has no keyboard"),
     ],
 )
-def test_who_asks_a_rank_is_told(shell: Shell, cells: in_cells.Cells, call: str, said: str) -> None:
+def test_input_and_breakpoint_are_refused(shell: Shell, cells: in_cells.Cells, call: str, said: str) -> None:
     cells(f"def f():\n    {call}\n    return 1")
     for ask in (lambda: shell("group", call), lambda: cells.group.run(cells.f)):
         with pytest.raises(lab.RankError) as caught:
@@ -417,7 +417,7 @@ def test_an_error_shows_the_cells_line(shell: Shell, cells: in_cells.Cells) -> N
         shell("group", "undefined")
 
 
-def test_what_is_no_python_reaches_no_rank(shell: Shell, cells: in_cells.Cells) -> None:
+def test_invalid_python_reaches_no_rank(shell: Shell, cells: in_cells.Cells) -> None:
     with pytest.raises(CellSyntaxError) as caught:
         shell("group", "x = 1\nif x\n")
     assert (caught.value.label, caught.value.lineno) == ("cell 1", 2)
@@ -441,7 +441,7 @@ def test_what_is_no_python_reaches_no_rank(shell: Shell, cells: in_cells.Cells) 
         ("group --on 'a", f"%%ranks: No closing quotation. {USAGE}"),
     ],
 )
-def test_a_line_that_cannot_be_meant(shell: Shell, cells: in_cells.Cells, line: str, words: str) -> None:
+def test_an_invalid_line(shell: Shell, cells: in_cells.Cells, line: str, words: str) -> None:
     cells("number = 3")
     with pytest.raises(lab.LabError) as caught:
         shell(line, "1")
@@ -519,7 +519,7 @@ def test_names_in_a_cell(source: str, read: set[str], written: set[str]) -> None
     assert assigned(compile(source, "<test>", "exec")) == written
 
 
-def test_what_functions_and_classes_read_in_turn(cells: in_cells.Cells) -> None:
+def test_names_that_functions_and_classes_read_in_turn(cells: in_cells.Cells) -> None:
     cells("""
         import functools
         def outer(): return middle()
@@ -544,7 +544,7 @@ def test_what_functions_and_classes_read_in_turn(cells: in_cells.Cells) -> None:
     assert "unknown" in names_read(home["circle"].__code__)
 
 
-def test_what_a_function_is_called() -> None:
+def test_the_name_of_a_function() -> None:
     from functools import partial
 
     class Model:

@@ -1,4 +1,4 @@
-"""In a terminal: the plain interpreter and IPython, through a pseudo-terminal, as somebody types it."""
+"""In a terminal: the plain interpreter and IPython, with typed input through a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TYPED = (
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_an_error_is_told_once_and_the_next_line_works(shell: str, tmp_path: Path) -> None:
+def test_an_error_is_shown_once_and_the_next_line_works(shell: str, tmp_path: Path) -> None:
     arguments, prompt = SHELLS[shell]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "IPYTHONDIR": str(tmp_path), "TERM": "dumb"}
     terminal = pexpect.spawn(sys.executable, arguments, env=environment, encoding="utf-8", timeout=LIMIT_S, dimensions=(60, 140))
@@ -40,7 +40,7 @@ def test_an_error_is_told_once_and_the_next_line_works(shell: str, tmp_path: Pat
             said.append(terminal.before)
         error, result = said[-2:]
     finally:
-        # `close(force=True)` alone is an error where the process has not ended a tenth of a second after the signal.
+        # `close(force=True)` alone raises an error if the process has not ended a tenth of a second after the signal.
         terminal.kill(signal.SIGKILL)
         terminal.wait()
         terminal.close()

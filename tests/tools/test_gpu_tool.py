@@ -1,4 +1,4 @@
-"""`make gpu` where there is no GPU: what it says is missing, how it runs stages, and the page that it writes."""
+"""`make gpu` without a GPU: what it reports as missing, how it runs stages, and the page that it writes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ H = Machine(
 
 
 def answering(folder: Path, answer: str) -> str:
-    """A program that stands for a Python, and answers the probe with this."""
+    """A fake Python that answers the probe with the given text."""
     program = folder / "python-that-answers"
     program.write_text(f"#!/bin/sh\ncat <<'END'\n{answer}\nEND\n")
     program.chmod(0o755)
@@ -54,7 +54,7 @@ def test_why_a_python_cannot_run_on_a_gpu(tmp_path: Path, answer: str, words: st
     assert any(re.search(words, reason) for reason in reasons), reasons
 
 
-def test_a_python_that_can(tmp_path: Path) -> None:
+def test_a_python_that_can_run_on_a_gpu(tmp_path: Path) -> None:
     machine, reasons = gpu_machine.find(answering(tmp_path, said(missing=["nbclient", "sklearn"])))
     assert machine is not None
     assert reasons == []
@@ -63,7 +63,7 @@ def test_a_python_that_can(tmp_path: Path) -> None:
     assert machine.lacks("lessons") == ["nbclient", "scikit-learn"]
 
 
-def test_a_program_that_is_not_there() -> None:
+def test_a_missing_program() -> None:
     machine, reasons = gpu_machine.find("/nowhere/python3")
     assert machine is None
     assert reasons[0] == "/nowhere/python3: there is no such program"
@@ -100,11 +100,11 @@ def test_a_stage_that_ends(build: Path, monkeypatch: pytest.MonkeyPatch, code: s
     assert gpu.run_stage("tests", machine_here(), rehearsal=True, left_s=60).state == state
 
 
-def test_a_stage_that_hangs_is_ended_with_all_that_it_started(build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_stage_is_ended_with_all_its_processes(build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
     monkeypatch.setattr(gpu, "_command", lambda _: ["-c", code])
     outcome = gpu.run_stage("tests", machine_here(), rehearsal=True, left_s=1.0)
-    assert outcome.state == "timed out"  # and the fixture of all tests sees that no process is left
+    assert outcome.state == "timed out"  # and the fixture of all tests checks that no process is left
 
 
 def test_a_stage_that_lacks_a_package_is_not_run(build: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,20 +113,20 @@ def test_a_stage_that_lacks_a_package_is_not_run(build: Path, capsys: pytest.Cap
     assert "pip install nbclient" in capsys.readouterr().out
 
 
-def test_the_tests_that_are_run_are_all_those_marked() -> None:
+def test_all_marked_tests_are_run() -> None:
     marked = {p.name for p in (ROOT / "tests").rglob("test_*.py") if "\npytestmark = gpu" in p.read_text()}
     assert marked == {Path(a).name for a in gpu._command("tests") if a.startswith("tests")}
     assert len(marked) >= 3
 
 
-def test_the_stages_fit_in_the_time_for_all() -> None:
+def test_the_stages_fit_into_the_total_time() -> None:
     assert sum(gpu.LIMITS_S.values()) <= gpu.LIMIT_S == 480
 
 
 # Lessons
 
 
-def test_lessons_are_the_ones_of_torch() -> None:
+def test_the_lessons_are_the_torch_lessons() -> None:
     names = [path.name[:2] for path in gpu_lessons.torch_lessons()]
     assert {"00", "02", "04", "08"} <= set(names)
     assert "10" not in names
@@ -156,7 +156,7 @@ XML = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_the_page_says_what_ran_on_what(tmp_path: Path) -> None:
+def test_the_page_reports_stages_and_machine(tmp_path: Path) -> None:
     (tmp_path / "tests.xml").write_text(XML)
     (tmp_path / "timeline.png").write_bytes(b"png")
     results = {
@@ -198,7 +198,7 @@ def test_the_page_says_what_ran_on_what(tmp_path: Path) -> None:
     assert (tmp_path / "docs" / "pictures" / "gpu_timeline.png").exists()
 
 
-def test_a_page_of_stages_that_left_nothing(tmp_path: Path) -> None:
+def test_a_page_of_stages_without_results(tmp_path: Path) -> None:
     page = tmp_path / "gpu.md"
     outcomes = [{"stage": "tests", "state": "timed out", "seconds": 210, "missing": ()}]
     gpu_report.write(page, H, outcomes, {"tests": None, "lessons": None, "benchmark": None}, tmp_path, rehearsal=True)
@@ -206,6 +206,6 @@ def test_a_page_of_stages_that_left_nothing(tmp_path: Path) -> None:
     assert page.read_text().startswith("# A rehearsal")
 
 
-def test_a_report_of_pytest_that_is_cut_short(tmp_path: Path) -> None:
+def test_a_truncated_report_of_pytest(tmp_path: Path) -> None:
     (tmp_path / "tests.xml").write_text(XML[:100])
     assert gpu_report.read_junit(tmp_path / "tests.xml") is None

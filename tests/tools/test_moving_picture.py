@@ -44,6 +44,6 @@ def test_a_film_begins_empty_and_ends_with_the_timeline(tmp_path: Path) -> None:
 
 
 def _near(colour: object) -> bool:
-    """Whether it is that of a forward pass, as far as a palette can have it."""
+    """Whether it is the colour of a forward pass, within the precision of a palette."""
     assert isinstance(colour, tuple)
     return max(abs(a - b) for a, b in zip(colour, (0x56, 0xB4, 0xE9), strict=True)) < 12

@@ -1,4 +1,4 @@
-"""The tools behind the make file: lessons executed again and stripped, and JupyterLab served on the first of them."""
+"""The tools behind the Makefile: lessons executed again and stripped, and JupyterLab served on the first of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write(path: Path, *cells: Any) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tree of notebooks of its own for the tool to work in."""
+    """A separate tree of notebooks for the tool."""
     monkeypatch.setattr(notebooks, "ROOT", tmp_path)
     (tmp_path / "notebooks" / "solutions").mkdir(parents=True)
     return tmp_path / "notebooks"
@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # Executing and stripping
 
 
-def test_what_is_volatile_goes_and_the_rest_stays() -> None:
+def test_volatile_data_is_removed_and_the_rest_is_kept() -> None:
     picture = {"image/png": "iVBORw0KGgo=", "text/plain": "<Figure>"}
     view = {"application/vnd.jupyter.widget-view+json": {"model_id": "1f"}, "text/plain": "IntProgress(value=3)"}
     cell = v4.new_code_cell(
@@ -106,7 +106,7 @@ def test_a_lesson_is_executed_from_top_to_bottom(folder: Path, capsys: pytest.Ca
     assert lesson.read_text() == first
 
 
-def test_a_failing_lesson_is_left_as_it_was(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_lesson_is_unchanged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lesson = write(folder / "01_one.ipynb", v4.new_code_cell("raise ValueError('no such rank')", execution_count=5))
     solution = write(folder / "solutions" / "01_one.ipynb", v4.new_code_cell("1"))
     before = lesson.read_text()
@@ -128,7 +128,7 @@ def test_only_some_lessons(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=names)
-def test_a_committed_notebook_is_as_make_notebooks_leaves_it(path: Path) -> None:
+def test_committed_notebooks_are_as_make_notebooks_leaves_them(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     stripped = copy.deepcopy(notebook)
     notebooks.strip(stripped)
@@ -189,7 +189,7 @@ def server(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def fetch(address: str) -> str:
-    """What a server answers; it is given 30 s to begin to listen."""
+    """The answer of a server, which has 30 s to start listening."""
     until = time.monotonic() + 150
     while True:
         try:

@@ -1,4 +1,4 @@
-"""`python -m labkit script.py`, `torchrun -m labkit script.py`: scripts that do not know labkit are recorded, and run as ever."""
+"""`python -m labkit script.py`, `torchrun -m labkit script.py`: scripts that do not use labkit are recorded and run as usual."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def script(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_script_runs_as_ever(script: Path, tmp_path: Path) -> None:
+def test_a_script_runs_as_usual(script: Path, tmp_path: Path) -> None:
     plain = run(tmp_path, "scripts/shows.py", "--lr", "1", "-m")
     recorded = run(tmp_path, "-m", "labkit", "scripts/shows.py", "--lr", "1", "-m", trace="traces")
     assert (recorded.returncode, recorded.stdout, recorded.stderr) == (0, plain.stdout, "")
@@ -68,27 +68,27 @@ def test_a_script_runs_as_ever(script: Path, tmp_path: Path) -> None:
     assert run(tmp_path, "-m", "labkit", "scripts/spawns.py", trace="traces").stdout == "[2]\n"
 
 
-def test_a_module_runs_as_ever(script: Path) -> None:
+def test_a_module_runs_as_usual(script: Path) -> None:
     plain = json.loads(run(script, "-m", "shows", "x").stdout)
     recorded = run(script, "-m", "labkit", "-m", "shows", "x", trace="traces")
     assert json.loads(recorded.stdout) == plain
 
 
-def test_an_error_is_the_scripts_own(script: Path) -> None:
+def test_an_error_shows_only_the_scripts_frames(script: Path) -> None:
     plain = run(script, "fails.py")
     recorded = run(script, "-m", "labkit", "fails.py", trace="traces")
     assert recorded.returncode == plain.returncode == 1
     assert recorded.stderr == plain.stderr
 
 
-def test_without_the_variable_there_is_a_folder_and_a_line(script: Path) -> None:
+def test_without_the_variable_there_is_a_default_folder_and_a_line(script: Path) -> None:
     recorded = run(script, "-m", "labkit", "shows.py")
     (line,) = recorded.stderr.splitlines()
     assert line.startswith("labkit: LABKIT_TRACE names no folder, so the trace lands in 'labkit-trace'")
     assert load_trace(script / "labkit-trace").ranks == ("rank 0",)
 
 
-def test_what_cannot_be_run_is_refused(tmp_path: Path) -> None:
+def test_a_script_that_cannot_be_run_is_refused(tmp_path: Path) -> None:
     for command, words in ((["nothing.py"], "no file 'nothing.py'"), (["-m", "no.such"], "no module 'no.such'"), ([], "usage:")):
         ended = run(tmp_path, "-m", "labkit", *command)
         assert (ended.returncode, words in ended.stderr) == (2, True), ended.stderr
@@ -96,7 +96,7 @@ def test_what_cannot_be_run_is_refused(tmp_path: Path) -> None:
     assert run(tmp_path, "-m", "labkit", "--help").stdout.startswith("usage:")
 
 
-def test_torchrun_records_a_script_that_does_not_know_labkit(script: Path) -> None:
+def test_torchrun_records_a_script_that_does_not_use_labkit(script: Path) -> None:
     pytest.importorskip("torch")
     meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(script / "rendezvous"), "--rdzv-conf", "store_type=file"]
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", *meet]

@@ -1,4 +1,4 @@
-"""A rank whose CUDA no longer works is replaced, and the run that broke it is told. CUDA is pretended: no GPU is needed."""
+"""A rank whose CUDA context is broken is replaced, and the run that broke it is reported. CUDA is simulated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ASSERT = "CUDA error: device-side assert triggered"
 
 
 class Stream:
-    """A stream that is busy for some questions, and then done or failed."""
+    """A stream that is busy for some queries, and then done or failed."""
 
     def __init__(self, busy: int = 0, fails: bool = False) -> None:
         self.busy, self.fails, self.asked = busy, fails, 0
@@ -50,7 +50,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     return stream
 
 
-def test_where_cuda_is_not_in_use() -> None:
+def test_without_cuda() -> None:
     assert context_error() is None
 
 
@@ -70,7 +70,7 @@ def test_a_kernel_that_is_still_running_is_waited_for_if_asked(stream: Stream) -
     assert str(context_error(wait_s=60)) == ASSERT
 
 
-def test_a_graph_that_is_being_recorded_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_during_capture_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Stream(fails=True)
     for name, value in pretend_cuda(stream, capturing=True).items():
         monkeypatch.setattr(torch.cuda, name, value)
@@ -85,7 +85,7 @@ def pair() -> Iterator[lab.Group]:
 
 
 class Clock:
-    """Stands for the device clock of a rank with a GPU."""
+    """Replaces the device clock of a rank with a GPU."""
 
     def flush(self) -> float:
         return 10.0

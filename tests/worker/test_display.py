@@ -1,4 +1,4 @@
-"""What ranks show beside text: `display`, figures, last expressions; labelled, in rank order, bounded; `exit`, `get_ipython`."""
+"""What ranks display: rich output, figures, last expressions; labelled, in rank order, bounded; `exit`, `get_ipython`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from labkit.worker.display import LEAST_DISPLAYS, MOST_BYTES, MOST_DISPLAYS, WID
 
 
 class Page:
-    """A notebook's cell: what is printed and displayed there, in turn."""
+    """A notebook's cell: its prints and displays in order."""
 
     def __init__(self) -> None:
         self.shown: list[Any] = []
@@ -31,7 +31,7 @@ class Page:
 
     def display(self, data: dict[str, Any], *, raw: bool, display_id: bool = False, **_: Any) -> Any:
         assert raw
-        if not display_id:  # that one is for the prints, while the run goes on
+        if not display_id:  # that one is for the prints during the run
             self.shown.append(data)
         return types.SimpleNamespace(update=lambda *_, **__: None)
 
@@ -67,10 +67,10 @@ def run_cell(cells: in_cells.Cells, source: str, on: list[int] | None = None) ->
     cells.group.run_cell(source, cell_filename(1), "cell 1", on)
 
 
-# What a rank shows stands under the cell
+# Displays of a rank appear under the cell
 
 
-def test_what_is_rich_follows_the_prints_labelled_and_in_rank_order(cells: in_cells.Cells, page: Page) -> None:
+def test_rich_output_follows_the_prints_labelled_and_in_rank_order(cells: in_cells.Cells, page: Page) -> None:
     run_cell(cells, "import os\nprint('said')\ndisplay(Rich('one'), 'text', 3)\nRich(os.environ['RANK'])")
     prints = [f"[{name}] {text}" for name in "ab" for text in ("said", "'text'", "3")]
     one = {"text/plain": "Rich('one')", "text/html": "<b>one</b>"}
@@ -81,13 +81,13 @@ def test_what_is_rich_follows_the_prints_labelled_and_in_rank_order(cells: in_ce
     ]  # fmt: skip
 
 
-def test_what_was_shown_before_an_error_is_shown(cells: in_cells.Cells, page: Page) -> None:
+def test_displays_before_an_error_are_shown(cells: in_cells.Cells, page: Page) -> None:
     with pytest.raises(lab.RankError):
         run_cell(cells, "display(Rich('x'))\n1 / 0", [1])
     assert page.shown == ["[b]", {"text/plain": "Rich('x')", "text/html": "<b>x</b>"}]
 
 
-def test_also_what_a_rank_showed_that_died_or_waits_for_ever(cells: in_cells.Cells, page: Page) -> None:
+def test_displays_of_a_rank_that_died_or_hangs_are_shown(cells: in_cells.Cells, page: Page) -> None:
     for end in ("os._exit(1)", "os.kill(os.getpid(), 9)"):
         page.shown.clear()
         with pytest.raises(lab.RankError):
@@ -95,7 +95,7 @@ def test_also_what_a_rank_showed_that_died_or_waits_for_ever(cells: in_cells.Cel
         assert page.shown[:2] == ["[a]", {"text/plain": "Rich('x')", "text/html": "<b>x</b>"}]
 
 
-def test_what_a_thread_shows_between_two_runs_stands_in_the_next(cells: in_cells.Cells, page: Page, tmp_path: Path) -> None:
+def test_displays_between_two_runs_appear_in_the_next(cells: in_cells.Cells, page: Page, tmp_path: Path) -> None:
     go, shown = tmp_path / "go", tmp_path / "shown"
     run_cell(cells, f"""
 import pathlib, threading, time
@@ -148,7 +148,7 @@ publish_display_data({"text/plain": "x", "application/json": {"a": [1]}})
     assert data == {"text/plain": "x", "application/json": {"a": [1]}}
 
 
-def test_figures_are_shown_by_show_by_display_and_at_the_end(cells: in_cells.Cells, page: Page) -> None:
+def test_figures_are_shown_by_show_display_and_at_the_end(cells: in_cells.Cells, page: Page) -> None:
     pytest.importorskip("matplotlib")
     run_cell(cells, """
 import matplotlib, matplotlib.pyplot as plt
@@ -169,7 +169,7 @@ plt.figure();
     assert [d["text/plain"] for d in page.shown[1:]] == ["<Figure size 200x100 with 1 Axes>"] * 2
 
 
-def test_a_figure_in_a_result_does_not_open_itself_in_the_notebook(cells: in_cells.Cells, page: Page) -> None:
+def test_a_figure_in_a_result_is_not_displayed_by_itself(cells: in_cells.Cells, page: Page) -> None:
     plt = pytest.importorskip("matplotlib.pyplot")
     cells("""
         def f():
@@ -215,8 +215,8 @@ def test_outside_a_notebook_the_text_is_printed(monkeypatch: pytest.MonkeyPatch,
     assert capsys.readouterr().out.splitlines() == [f"[rank 0] {line}" for line in lines]
 
 
-def test_what_cannot_be_shown_says_why_and_ends_nothing(cells: in_cells.Cells, page: Page) -> None:
-    """As in IPython: the traceback is printed, and the object is shown as what it also is."""
+def test_a_display_that_fails_says_why_and_does_not_end_the_run(cells: in_cells.Cells, page: Page) -> None:
+    """As in IPython: the traceback is printed, and a simpler form of the object is shown."""
     cells("""
         class Broken:
             def _repr_html_(self): raise ValueError("no table today")
@@ -288,7 +288,7 @@ def test_methods_that_return_bytes_metadata_or_nothing() -> None:
     ]
 
 
-def test_an_object_that_shows_itself() -> None:
+def test_an_object_that_displays_itself() -> None:
     shown = []
 
     class Itself:
@@ -312,7 +312,7 @@ def test_all_ranks_together_are_bounded(page: Page) -> None:
 # exit, quit, get_ipython
 
 
-def test_exit_ends_what_the_rank_runs(cells: in_cells.Cells, page: Page) -> None:
+def test_exit_ends_the_function_of_a_rank(cells: in_cells.Cells, page: Page) -> None:
     cells("""
         import os, sys
         def f(how):
@@ -336,7 +336,7 @@ def os_getpid() -> int:
     return os.getpid()
 
 
-def test_get_ipython_gives_what_makes_sense(cells: in_cells.Cells, page: Page) -> None:
+def test_get_ipython_in_a_rank(cells: in_cells.Cells, page: Page) -> None:
     cells("""
         def f():
             ip = get_ipython()
@@ -351,7 +351,7 @@ def test_get_ipython_gives_what_makes_sense(cells: in_cells.Cells, page: Page) -
         cells.group.run(cells.g)
 
 
-def test_what_ipython_puts_into_a_notebook_travels_as_what_a_rank_has(cells: in_cells.Cells) -> None:
+def test_names_that_ipython_defines_become_the_ranks_own(cells: in_cells.Cells) -> None:
     interactiveshell = pytest.importorskip("IPython.core.interactiveshell")
     autocall = pytest.importorskip("IPython.core.autocall")
     shell = object.__new__(interactiveshell.InteractiveShell)

@@ -1,4 +1,4 @@
-"""Processes start both ways, and surely end: with their group, their server, their notebook's process, however these die."""
+"""Processes start both ways and always end: with their group, server or notebook process, however these end."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def ranks(start: str) -> Iterator[lab.Group]:
 
 @pytest.fixture
 def script(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts a Python program that talks by lines; ended with the test."""
+    """Starts a Python program that communicates by lines; it ends with the test."""
     programs: list[subprocess.Popen[str]] = []
 
     def run(source: str, **environment: str) -> subprocess.Popen[str]:
@@ -74,7 +74,7 @@ def script(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 def told(program: subprocess.Popen[str]) -> Any:
-    """The next line that a program prints, as JSON; what comes before it that is none is shown if there is no such line."""
+    """The next line of JSON that a program prints; other lines before it are shown if there is none."""
     assert program.stdout is not None
     before = []
     while line := program.stdout.readline():
@@ -85,16 +85,16 @@ def told(program: subprocess.Popen[str]) -> Any:
 
 
 def the_rest(program: subprocess.Popen[str]) -> str:
-    """What a program prints until it ends."""
+    """The output of a program until it ends."""
     assert program.stdout is not None
     return program.stdout.read()
 
 
-# How ranks begin
+# How ranks start
 
 
 def test_every_rank_draws_its_own_random_numbers(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the server that they were forked from has numpy loaded."""
+    """Also if the server that they were forked from has loaded numpy."""
     monkeypatch.setattr("labkit.worker.runtimes.registry.Runtime.preload", ("numpy.random", "labkit.worker.main_loop"))
 
     def draw() -> tuple[float, float]:
@@ -106,8 +106,8 @@ def test_every_rank_draws_its_own_random_numbers(start: str, monkeypatch: pytest
     notebook.starters.pop(("numpy.random,labkit.worker.main_loop", start, "")).close()
 
 
-def test_a_slow_start_is_no_news_in_the_programs_of_the_tests() -> None:
-    """Their output is compared, as that of lessons is."""
+def test_a_slow_start_prints_no_notice_in_test_programs() -> None:
+    """Their output is compared, as in lessons."""
     code = "from labkit.group.processes import SLOW_START_S; print(SLOW_START_S)"
     for more, expected in (({}, "180.0\n"), ({"LABKIT_SLOW_START_S": "20"}, "20.0\n")):
         done = subprocess.run(
@@ -117,7 +117,7 @@ def test_a_slow_start_is_no_news_in_the_programs_of_the_tests() -> None:
 
 
 def test_a_slow_start_says_once_what_it_waits_for(start: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An import that goes on until the word has come."""
+    """An import that lasts until the notice has been printed."""
     go_on = tmp_path / "go on"
     source = f"""
         import os, time
@@ -169,7 +169,7 @@ def test_variables_that_the_notebook_sets_or_removes_later_reach_new_ranks(start
         own.close()
 
 
-def test_folder_and_path_of_the_notebook_are_the_ranks(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_have_the_notebooks_folder_and_path(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "helpers_of_a_student.py").write_text("def word(): return 'found'\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
@@ -207,7 +207,7 @@ def test_descriptors_and_threads_stay_the_same_over_many_groups(start: str) -> N
             assert group.run(os.getpid).results != [os.getpid()] * 2
 
     def held() -> tuple[int, int]:
-        """Descriptors, without those of spares: they wait for the next group, as many as the last one had ranks; and threads."""
+        """Descriptors (without those of spare ranks, one for each rank of the last group) and threads."""
         spares = sum(len(getattr(s, "_spares", [])) for s in notebook.starters.values())
         return len(os.listdir("/proc/self/fd")) - 3 * spares, threading.active_count()
 
@@ -219,9 +219,9 @@ def test_descriptors_and_threads_stay_the_same_over_many_groups(start: str) -> N
         once()
     until = time.monotonic() + 60
     while (now := held()) and (now[0] > descriptors or now[1] > threads) and time.monotonic() < until:
-        gc.collect()  # a thread may just be about to end
+        gc.collect()  # a thread may be about to end
         time.sleep(0.05)
-    assert now[0] <= descriptors  # fewer, where what an earlier test left is collected only now
+    assert now[0] <= descriptors  # fewer, if leftovers of an earlier test are collected only now
     assert now[1] <= threads
 
 
@@ -235,7 +235,7 @@ def test_an_unreferenced_group_ends(start: str) -> None:
 
 
 def test_the_garbage_collector_may_end_a_group_while_another_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may run on this very thread while the starter is in use; ending there and then would wait for itself."""
+    """It may run on this very thread while the starter is in use; ending the group at once would deadlock."""
     old: list[lab.Group] = [lab.Group(1, runtime="bare", start="fork")]
     pids = old[0].run(os.getpid).results
     new = lab.Group(1, runtime="bare", start="fork")
@@ -254,7 +254,7 @@ def test_the_garbage_collector_may_end_a_group_while_another_starts(monkeypatch:
     new.close()
 
 
-def test_what_the_students_code_has_started_ends_with_its_rank(start: str) -> None:
+def test_processes_started_by_a_rank_end_with_it(start: str) -> None:
     def f() -> int:
         return subprocess.Popen(["sleep", "600"]).pid
 
@@ -277,7 +277,7 @@ time.sleep(600)
 
 
 def start_daemons() -> list[int]:
-    """One that has forked twice, one in a session of its own, and one below that."""
+    """One that has forked twice, one in a session of its own, and one child of that."""
     forked = subprocess.run([sys.executable, "-c", DAEMON], stdout=subprocess.PIPE, text=True, check=True).stdout
     below = subprocess.Popen(["sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert below.stdout is not None
@@ -311,7 +311,7 @@ def test_daemons_of_a_rank_that_was_killed_end_too() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
-def test_processes_end_where_descriptors_have_high_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_end_if_descriptors_have_high_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has started a thousand ranks."""
     high = 1100
     if raise_limit(high + 100) <= high:
@@ -332,8 +332,8 @@ def test_processes_end_where_descriptors_have_high_numbers(monkeypatch: pytest.M
     child.wait()
 
 
-def test_as_many_files_are_open_as_are_counted_before_a_start(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With fewer, a process whose limit is low could not start the ranks that it was allowed."""
+def test_the_open_files_of_a_rank_match_the_count_before_a_start(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fewer, a process with a low limit could not start the ranks that it was allowed."""
     count, own = 16, 6  # and those of the group itself
     with lab.Group(1, runtime="bare", start=start) as warm:
         warm.run(int)
@@ -355,7 +355,7 @@ def test_as_many_files_are_open_as_are_counted_before_a_start(start: str, monkey
 
 @pytest.mark.parametrize("hard", [False, True])
 def test_a_low_limit_of_open_files(hard: bool) -> None:
-    """It is raised where the system lets us: in ranks, and in the notebook as far as the ranks that are asked for need it."""
+    """It is raised if the system allows it: in ranks, and in the notebook as far as the requested ranks need it."""
     script = f"""
         import resource
         import labkit as lab
@@ -412,7 +412,7 @@ def test_a_server_that_died_between_two_runs_is_replaced() -> None:
         process = notebook.starter("bare", "fork")._process
         process.kill()
         process.wait()
-        with contextlib.suppress(lab.RankError):  # its rank may be seen to die first
+        with contextlib.suppress(lab.RankError):  # its rank's death may be noticed first
             group.run(int)
         assert group.run(int).results == [0]
 
@@ -435,7 +435,7 @@ def test_an_import_that_fails_is_reported(make: Any, tmp_path: Path, monkeypatch
         starter.close()
 
 
-def test_a_system_that_starts_no_more_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_cannot_start_more_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     buried: list[int] = []
     pids = iter([11, 12])
 
@@ -457,7 +457,7 @@ def test_a_system_that_starts_no_more_processes(monkeypatch: pytest.MonkeyPatch)
     assert buried == [11, 12]
 
 
-def test_a_spare_that_was_killed_is_not_handed_out() -> None:
+def test_a_killed_spare_rank_is_not_used() -> None:
     starter = SpawnStarter([], {}, RING_BYTES, shared_memory)
     try:
         starter.warm(2)
@@ -501,19 +501,19 @@ BUSY = """
 @pytest.mark.slow
 @pytest.mark.parametrize(("start", "server_first"), [("fork", False), ("spawn", False), ("fork", True)])
 def test_nothing_is_left_when_the_notebooks_process_is_killed(start: str, server_first: bool, script: Callable[..., Any]) -> None:
-    """Its ranks are blocked in C++ and in a computation that lets no other thread run; each has started a process."""
+    """Its ranks are blocked in C++ and in a computation that holds the GIL; each has started a process."""
     pytest.importorskip("torch")
     program = script(BUSY, LABKIT_START=start)
     pids = told(program)
     assert len(pids) >= 7
     lines = [program.stdout.readline() for _ in range(3)]
     assert all("ready" in line for line in lines), lines
-    if server_first:  # as when memory runs out: then nobody is left to end the ranks but the system
+    if server_first:  # as when memory runs out: then only the system can end the ranks
         program.send_signal(signal.SIGSTOP)
         os.kill(pids.pop(), signal.SIGKILL)
         assert not left_after(GONE_LIMIT_S, pids[::2])
         for pid in pids[1::2]:
-            os.kill(pid, signal.SIGKILL)  # what they have started is on its own
+            os.kill(pid, signal.SIGKILL)  # the processes that they started have no parent
     program.kill()
     program.wait()
     assert not left_after(GONE_LIMIT_S, pids)
@@ -537,7 +537,7 @@ def test_nothing_is_left_when_the_notebooks_process_ends_by_itself(start: str, s
     assert not left_after(GONE_LIMIT_S, pids)
 
 
-def test_a_fork_of_the_notebooks_process_has_no_part_in_its_groups(start: str, script: Callable[..., Any]) -> None:
+def test_a_fork_of_the_notebooks_process_does_not_use_its_groups(start: str, script: Callable[..., Any]) -> None:
     program = script(
         """
         import json, os
@@ -566,7 +566,7 @@ def test_a_fork_of_the_notebooks_process_has_no_part_in_its_groups(start: str, s
 
 
 def test_a_fork_of_a_rank_does_not_answer_for_it(ranks: lab.Group) -> None:
-    """A student's `os.fork()` whose child forgets to end: it must not go on as the rank."""
+    """A student's `os.fork()` whose child does not exit: it must not continue as the rank."""
 
     def f() -> int:
         return os.fork()
@@ -585,7 +585,7 @@ def test_a_fork_of_a_rank_does_not_answer_for_it(ranks: lab.Group) -> None:
 
 
 def test_stop_while_the_server_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop arrives when the ranks are already there, and the notebook does not know them yet."""
+    """Stop arrives when the ranks already exist, but the notebook does not know them yet."""
     starter = notebook.starter("bare", "fork")
     ask = starter._ask
     forked: list[int] = []
@@ -607,7 +607,7 @@ def test_stop_while_the_server_forks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_stop_while_the_server_still_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever hears that it is ready, all know it; and there is nothing to end, and so to wait for, before it is."""
+    """If one caller learns that it is ready, all know it; before that there is nothing to end or to wait for."""
     (tmp_path / "slow_module.py").write_text(
         f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path)!r}, 'go').exists(): time.sleep(0.001)\n"
     )
@@ -631,8 +631,8 @@ def test_stop_while_the_server_still_imports(tmp_path: Path, monkeypatch: pytest
     notebook.starters.pop(next(key for key, value in notebook.starters.items() if value is starter)).close()
 
 
-def test_stop_and_stop_again_while_ranks_end(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A student presses Stop several times: the first interrupts the run, the next one the tidying up."""
+def test_repeated_stop_while_ranks_end(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A student presses Stop several times: the first interrupts the run, the next the cleanup."""
     starter = notebook.starter("bare", start)
     end = starter.end
     main = threading.main_thread().ident
@@ -683,7 +683,7 @@ def test_stop_while_the_ranks_set_up(start: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
-def test_a_process_that_is_about_to_end_is_told_from_one_that_works() -> None:
+def test_a_process_about_to_end_is_distinguished_from_one_that_works() -> None:
     child = subprocess.Popen(["sleep", "100"])
     process = RankProcess.__new__(RankProcess)
     process.pid = child.pid

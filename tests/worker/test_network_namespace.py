@@ -1,4 +1,4 @@
-"""What a group opens to others: nothing to other machines, and where the system allows it nothing to this one either."""
+"""What a group exposes: nothing to other machines, and, where the system allows it, nothing to other users of this one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Open(NamedTuple):
 
     address: str
     port: int
-    device: bytes  # the interface that alone it hears
+    device: bytes  # the only interface on which it listens
     inode: int
 
 
@@ -44,7 +44,7 @@ def listening() -> list[Open]:
     """Those of this process."""
     found = []
     for fd in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError), duplicate(fd) as one:  # most are none, one is the listing's own
+        with contextlib.suppress(OSError), duplicate(fd) as one:  # most are not sockets, one belongs to the listing
             if one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 device = one.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(b"\0")
                 found.append(Open(*one.getsockname()[:2], device, os.fstat(one.fileno()).st_ino))
@@ -52,27 +52,29 @@ def listening() -> list[Open]:
 
 
 def heard_outside() -> list[Open]:
-    """Those of this process that hear what comes from another machine."""
+    """Sockets of this process that accept connections from another machine."""
     return [one for one in listening() if one.address != "127.0.0.1" and one.device != b"lo"]
 
 
 def of_this_machine() -> dict[int, int]:
-    """All TCP sockets of the network that this process is in, whosoever they are: ports by inode."""
+    """All TCP sockets in the network of this process, of any owner: ports by inode."""
     rows = [row.split() for table in ("tcp", "tcp6") for row in Path("/proc/self/net", table).read_text().splitlines()[1:]]
     return {int(row[9]): int(row[1].rpartition(":")[2], 16) for row in rows}
 
 
 def assert_out_of_reach(opened: list[Open], at_least: int) -> None:
-    """Nobody in the network of the machine sees these ports, nor reaches one."""
+    """Nobody in the network of the machine sees or reaches these ports."""
     assert len(opened) >= at_least
     assert not of_this_machine().keys() & {one.inode for one in opened}
     for one in opened:
         with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", one.port), timeout=60):
-            assert one.port in of_this_machine().values(), "reached, but not seen"  # else it is another's of that number
+            assert one.port in of_this_machine().values(), (
+                "reached, but not seen"
+            )  # otherwise it is another socket with that number
 
 
 def fetch(address: tuple[str, int]) -> bytes:
-    """What a service on this machine says."""
+    """The answer of a service on this machine."""
     with socket.create_connection(address, timeout=60) as connection:
         return connection.recv(100)
 
@@ -115,7 +117,7 @@ def test_nothing_listens_outside_this_machine(runtime: str, start: str) -> None:
         assert group.run(look).results == [[], []]
 
 
-def test_what_listens_outside_is_recognised() -> None:
+def test_outside_listeners_are_recognised() -> None:
     with socket.create_server(("", 0)) as server:
         (found,) = [one for one in heard_outside() if one.port == server.getsockname()[1]]
         assert found.inode in of_this_machine()
@@ -127,7 +129,7 @@ def test_what_listens_outside_is_recognised() -> None:
 
 @functools.cache
 def why_not() -> str:
-    """Why this system lets us make no network; "" if it does."""
+    """Why this system does not allow a new network; "" if it does."""
     command = [sys.executable, "-c", "from labkit.worker.network_namespace import PRIVATE, make; make(PRIVATE)"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     return "" if ran.returncode == 0 else ran.stderr.splitlines()[-1]
@@ -135,7 +137,7 @@ def why_not() -> str:
 
 @pytest.fixture
 def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system lets us make networks, and nobody has asked for anything else."""
+    """The system allows new networks, and no variable says otherwise."""
     if why_not():
         pytest.skip(why_not())
     for variable in (network_namespace.VARIABLE, *network_namespace.INTERFACES):
@@ -147,7 +149,7 @@ def test_nobody_reaches_torchs_ports_and_the_students_code_reaches_the_machine(s
     pytest.importorskip("torch")
 
     def use() -> tuple[float, list[Open], bytes]:
-        """All ways to open one."""
+        """Opens ports in every way."""
         import torch
         import torch.distributed as dist
 
@@ -164,7 +166,7 @@ def test_nobody_reaches_torchs_ports_and_the_students_code_reaches_the_machine(s
     with lab.Group(2, timeout_s=200) as group:
         for rank, (total, opened, said) in enumerate(group.run(use).results):
             assert (total, said) == (4.0, b"hello")
-            assert_out_of_reach(opened, 4 - rank)  # of two gloo groups, the store of one's own, and rank 0's for all
+            assert_out_of_reach(opened, 4 - rank)  # of two gloo groups, the student's own store, and rank 0's store for all
 
 
 @pytest.mark.usefixtures("allowed")
@@ -186,7 +188,7 @@ def test_nobody_reaches_rpcs_ports_and_served_functions_reach_the_machine(servic
 @needs_tensorflow
 @pytest.mark.tf
 @pytest.mark.slow
-def test_tensorflows_workers_listen_on_loopback_alone(service: tuple[str, int]) -> None:
+def test_tensorflows_workers_listen_only_on_loopback(service: tuple[str, int]) -> None:
     def use() -> tuple[list[Open], list[Open], list[int], bytes]:
         import tensorflow as tf
 
@@ -212,7 +214,7 @@ def test_tensorflows_workers_listen_on_loopback_alone(service: tuple[str, int]) 
 @needs_tensorflow
 @pytest.mark.tf
 @pytest.mark.slow
-def test_tensorflows_servers_and_their_chief_listen_on_loopback_alone() -> None:
+def test_tensorflows_servers_and_their_chief_listen_only_on_loopback() -> None:
     def look(chief: bool) -> tuple[list[Open], list[Open]]:
         import tensorflow as tf
 
@@ -227,7 +229,7 @@ def test_tensorflows_servers_and_their_chief_listen_on_loopback_alone() -> None:
                 assert_out_of_reach(opened, 1)
 
 
-# Where it is asked for, or cannot be had
+# Where it is requested, or not available
 
 
 def python(source: str, *arguments: str, command: str = sys.executable, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -241,7 +243,7 @@ def python(source: str, *arguments: str, command: str = sys.executable, **option
 
 
 @pytest.mark.usefixtures("allowed")
-def test_what_is_called_in_a_private_network() -> None:
+def test_calls_in_a_private_network() -> None:
     ran = python("""
 import os
 from labkit.worker.network_namespace import PRIVATE, make
@@ -294,7 +296,7 @@ except lab.LabError as error:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("allowed")
-def test_a_system_that_allows_none() -> None:
+def test_a_system_that_allows_no_namespaces() -> None:
     pytest.importorskip("torch")
     ran = python(ON_A_SYSTEM_WITHOUT, "and a group")
     refused = (
@@ -304,14 +306,14 @@ def test_a_system_that_allows_none() -> None:
     assert ran.stdout.splitlines() == ["True", "this system makes no other: No space left on device", refused], ran.stderr
 
 
-def test_who_asks_for_the_machines_network_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machines_network_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LABKIT_NETWORK", "shared")
     network = network_namespace.make(network_namespace.wanted(os.environ))
     assert (network.private, network.why) == (False, "LABKIT_NETWORK says so")
     assert network.call(os.readlink, "/proc/thread-self/ns/net") == os.readlink("/proc/self/ns/net")
 
 
-def test_who_names_another_interface_asks_for_the_machines_network() -> None:
+def test_naming_another_interface_requests_the_machines_network() -> None:
     own = network_namespace.Network(fd=1000)  # which nothing enters
     assert own.unless_asked_outside({"GLOO_SOCKET_IFNAME": "lo"}) is own
     assert own.unless_asked_outside({"GLOO_SOCKET_IFNAME": "eth0"}).why == "GLOO_SOCKET_IFNAME=eth0 asks for it"
@@ -331,7 +333,7 @@ def test_spawned_ranks_cannot_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
         lab.Group(2, runtime="bare", start="spawn")
 
 
-# Who is not root
+# Users other than root
 
 
 AS_ANOTHER_USER = """
@@ -378,7 +380,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @functools.cache
 def of_another_user() -> tuple[str, dict[str, Any]]:
-    """A Python that another user may run, and as whom; "" if there is none."""
+    """A Python that another user may run, and that user; "" if there is none."""
     if os.getuid():
         return sys.executable, {}
     as_nobody: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
@@ -392,8 +394,8 @@ def of_another_user() -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_who_is_not_root_has_a_group_like_anybody() -> None:
-    """Where the tests run as root, as another user. Then the notebook is killed."""
+def test_a_group_of_a_user_other_than_root() -> None:
+    """If the tests run as root, as another user. Then the notebook is killed."""
     pytest.importorskip("torch")
     command, as_user = of_another_user()
     if not command:

@@ -1,4 +1,4 @@
-"""What the notebook has set up of `logging` and warnings holds in the ranks; what all ranks warn of is shown once."""
+"""The notebook's `logging` and warnings settings apply in ranks; a warning of several ranks is shown once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def notebooks_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Python's own, as in a fresh notebook, whatever pytest has set up."""
+    """Python's defaults, as in a fresh notebook, without pytest's settings."""
     root = logging.getLogger()
     add = root.addHandler  # pytest adds its own again when the test begins
     monkeypatch.setattr(root, "addHandler", lambda h: None if type(h).__module__.startswith("_pytest") else add(h))
@@ -71,7 +71,7 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> Iterator[in_cells.Cells]:
 # logging
 
 
-def test_the_root_loggers_level_and_format_hold(notebooks_settings: None, cells: in_cells.Cells) -> None:
+def test_the_root_loggers_level_and_format_apply(notebooks_settings: None, cells: in_cells.Cells) -> None:
     assert cells.group[0].run(cells.log).output.splitlines() == [f"[rank 0] {n} 30" for n in ("None", "train", "train.data")]
     logging.basicConfig(level=logging.INFO, format="%(levelname)s:%(name)s:%(message)s")
     assert cells.group[0].run(cells.log).output.splitlines() == [
@@ -89,7 +89,7 @@ def test_the_root_loggers_level_and_format_hold(notebooks_settings: None, cells:
     assert cells.group[0].run(cells.log).output.splitlines() == ["[rank 0] None 30!", "[rank 0] train.data 30!"]
 
 
-def test_handlers_of_ones_own_loggers_hold(notebooks_settings: None, cells: in_cells.Cells) -> None:
+def test_handlers_of_the_students_loggers_apply(notebooks_settings: None, cells: in_cells.Cells) -> None:
     cells("""
         class Loud(logging.Formatter):
             def format(self, record): return super().format(record).upper()
@@ -107,7 +107,7 @@ def test_handlers_of_ones_own_loggers_hold(notebooks_settings: None, cells: in_c
     assert cells.group[0].run(cells.f).output.splitlines() == ["[rank 0] MINE", "[rank 0] None 30", "[rank 0] TRAIN 30"]
 
 
-def test_a_handler_that_writes_elsewhere_is_replaced_and_said(
+def test_a_handler_that_writes_elsewhere_is_replaced_with_a_notice(
     notebooks_settings: None, cells: in_cells.Cells, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logging.basicConfig(filename=tmp_path / "train.log", level=logging.WARNING, format="%(message)s.")
@@ -124,7 +124,7 @@ def test_a_handler_that_writes_elsewhere_is_replaced_and_said(
     assert len(cells.group[0].run(cells.log).output.splitlines()) == 3, "one line each, where another handler prints"
 
 
-def test_formats_that_cannot_travel_are_left_out_and_said(
+def test_formats_that_cannot_be_sent_are_dropped_with_a_notice(
     notebooks_settings: None, cells: in_cells.Cells, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logging.basicConfig(format="%(message)s!")
@@ -133,7 +133,7 @@ def test_formats_that_cannot_travel_are_left_out_and_said(
     assert "labkit: ranks log without the notebook's formats" in capsys.readouterr().out
 
 
-def test_what_did_not_change_is_not_sent(
+def test_unchanged_settings_are_not_sent(
     notebooks_settings: None, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cells.group.run(int)
@@ -159,7 +159,7 @@ def test_what_did_not_change_is_not_sent(
         asked.clear()
 
 
-def test_settings_that_a_rank_cannot_take_over_are_said_by_the_next_call(notebooks_settings: None, cells: in_cells.Cells) -> None:
+def test_settings_that_fail_in_a_rank_are_reported_by_the_next_call(notebooks_settings: None, cells: in_cells.Cells) -> None:
     cells("""
         def not_here(): raise RuntimeError("only in the notebook")
         class Filter:
@@ -179,7 +179,7 @@ def test_settings_that_a_rank_cannot_take_over_are_said_by_the_next_call(noteboo
 # Warnings
 
 
-def test_the_notebooks_filters_hold(notebooks_settings: None, cells: in_cells.Cells) -> None:
+def test_the_notebooks_filters_apply(notebooks_settings: None, cells: in_cells.Cells) -> None:
     assert "old" in cells.group.run(cells.warn).output
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message="care")
@@ -199,7 +199,7 @@ def test_captured_warnings_are_logged(notebooks_settings: None, cells: in_cells.
     assert cells.group[0].run(cells.warn).output == "[rank 0] py.warnings"
 
 
-def test_what_all_ranks_warn_of_is_shown_once(
+def test_a_warning_of_all_ranks_is_shown_once(
     notebooks_settings: None, cells: in_cells.Cells, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells("""
@@ -222,7 +222,7 @@ def test_what_all_ranks_warn_of_is_shown_once(
     assert err.splitlines() == said
 
 
-def test_many_warnings_are_bounded_and_others_ways_to_show_them_work(notebooks_settings: None, cells: in_cells.Cells) -> None:
+def test_many_warnings_are_bounded_and_custom_showwarning_works(notebooks_settings: None, cells: in_cells.Cells) -> None:
     cells(f"""
         def f():
             with warnings.catch_warnings(record=True) as seen:
@@ -257,7 +257,7 @@ def test_many_warnings_are_bounded_and_others_ways_to_show_them_work(notebooks_s
         (list("abcdef"), [0, 1, 2, 3, 5], "a, b, c, d and 1 more"),
     ],
 )
-def test_who_said_it(names: list[str], said: list[int], label: str) -> None:
+def test_the_ranks_of_a_warning_are_named(names: list[str], said: list[int], label: str) -> None:
     grouped = GroupedWarnings(names)
     for rank in reversed(said):
         grouped.take(rank, "UserWarning: x\n", 1)
@@ -283,7 +283,7 @@ def test_a_terminal_waits_for_the_other_ranks(monkeypatch: pytest.MonkeyPatch, c
 
 
 def test_warnings_as_errors_from_the_beginning() -> None:
-    """In the notebook's process, in the one that ranks are forked from, and in the ranks."""
+    """In the notebook's process, in the fork server, and in the ranks."""
     program = (
         "import os, labkit as lab\n"
         "def f():\n    import warnings\n    warnings.warn('careful')\n"
@@ -327,7 +327,7 @@ def test_a_notebook_that_ignores_its_childrens_ends() -> None:
 
 
 def test_a_librarys_warnings_import_no_library(notebooks_settings: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The filters of a notebook that has imported numpy name classes of numpy's, and a rank need not know these."""
+    """The filters of a notebook that has imported numpy name numpy's classes, which a rank may not know."""
     (tmp_path / "slowly_imported.py").write_text("class OwnWarning(UserWarning): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     category = __import__("slowly_imported").OwnWarning
@@ -343,8 +343,8 @@ def test_a_librarys_warnings_import_no_library(notebooks_settings: None, tmp_pat
 
     with lab.Group(1, runtime="bare") as group:
         assert group.run(imported).results == [False]
-        group.run(warn)  # the library was not there when the filters came
-        warnings.simplefilter("always", ResourceWarning)  # they come anew
+        group.run(warn)  # the library was not imported when the filters arrived
+        warnings.simplefilter("always", ResourceWarning)  # they are sent again
         with pytest.raises(lab.RankError, match="OwnWarning: own"):
             group.run(warn)
     monkeypatch.delitem(sys.modules, "slowly_imported")

@@ -1,4 +1,4 @@
-"""Ranks follow the notebook's process: its folder, import path and variables; a module that was edited since is named."""
+"""Ranks follow the notebook's process: its folder, import path and variables; edited modules are named."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_folder_path_and_variables_reach_ranks_at_the_next_run(
 
 
 def test_a_ranks_own_variables_stay(ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tutorials set MASTER_PORT in a cell, and would send every rank elsewhere."""
+    """Tutorials set MASTER_PORT in a cell, which would send every rank to another address."""
 
     def look() -> list[str]:
         return [os.environ[name] for name in names]
@@ -73,7 +73,7 @@ def test_a_ranks_own_variables_stay(ranks: lab.Group, monkeypatch: pytest.Monkey
     assert ranks.run(lambda: os.environ.get("LABKIT_RANK")).results == ["0", "1"]
 
 
-def test_a_folder_that_a_rank_has_changed_itself_stays(ranks: lab.Group, tmp_path: Path) -> None:
+def test_a_folder_changed_by_a_rank_stays(ranks: lab.Group, tmp_path: Path) -> None:
     def go(folder: Path) -> None:
         os.chdir(folder)
 
@@ -91,7 +91,7 @@ def test_an_edited_module_is_named(
 
     def write(text: str, at_s: float) -> None:
         file.write_text(text)
-        os.utime(file, (at_s, at_s))  # two edits within the clock's tick are one to Python's own cache
+        os.utime(file, (at_s, at_s))  # two edits within one tick of the clock are one to Python's cache
 
     write("word = 'old'\n", 1_000_000_000)
     cells("""
@@ -126,7 +126,7 @@ def test_an_edited_module_is_named(
     ranks.run(cells.forget)
 
 
-def test_changes_are_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_differences_are_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LABKIT_TEST_GONE", "1")
     before = ProcessState.now()
     assert ProcessState.now().since(before) is None
@@ -143,7 +143,7 @@ def test_changes_are_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    """What `Imports` sees in the place of `sys.modules`: as a rank finds it that has just started."""
+    """What `Imports` sees as `sys.modules`: the modules of a rank that has just started."""
     found = {name: ModuleType(name) for name in ("before", "last_before")}
     monkeypatch.setattr("labkit.worker.edited_modules.sys", SimpleNamespace(modules=found))
     return found
@@ -156,7 +156,7 @@ def _module(name: str, folder: Path) -> ModuleType:
     return module
 
 
-def test_modules_that_were_there_before_are_not_held(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_earlier_modules_are_not_kept_alive(modules: dict[str, ModuleType], tmp_path: Path) -> None:
     modules["mine_before"] = _module("mine_before", tmp_path)
     imports = Imports()
     assert imports._seen == set(), "names of modules lie in memory that ranks share until they touch it"
@@ -173,7 +173,7 @@ def test_any_number_of_modules_may_come_in_one_run(modules: dict[str, ModuleType
     assert sorted(m.name for m in imports.new()) == ["mine0", "mine1", "mine2"]
 
 
-def test_modules_are_found_where_those_before_them_are_gone(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_modules_are_found_after_earlier_ones_were_removed(modules: dict[str, ModuleType], tmp_path: Path) -> None:
     imports = Imports()
     del modules["last_before"]
     modules |= {name: _module(name, tmp_path) for name in ("one", "two")}

@@ -1,4 +1,4 @@
-"""Scripts that torchrun started, or the student's own hands: what they leave in the folder that LABKIT_TRACE names."""
+"""Scripts started by torchrun or by the student: what they leave in the folder that LABKIT_TRACE names."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 
 def python(folder: Path, code: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run a script without torch, as the rank that `more` says."""
+    """Run a script without torch, as the rank given by `more`."""
     command, env = [sys.executable, "-c", code, str(folder)], environment(folder, **more)
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
 def torchrun(folder: Path, nodes: list[int], **more: str) -> list[tuple[int, str, str]]:
-    """Start torchrun once per node, each with as many ranks as said; what each gave back, printed and complained of."""
+    """Start torchrun once per node with the given numbers of ranks; returns exit codes, outputs and errors."""
     # The agents meet in a file: no port that might be taken by the time they listen on it.
     meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(folder.parent / "rendezvous"), "--rdzv-conf", "store_type=file"]
     agents = []
@@ -75,9 +75,9 @@ def test_two_nodes_leave_one_trace(tmp_path: Path, capsys: pytest.CaptureFixture
             (i, "torchrun_script.py, line 19", True) for i in (1, 2, 3)
         ]
     assert [s.value for s in trace.scalars if s.rank == 2 and s.name == "loss"] == [6000.0, 12000.0, 18000.0]
-    # An all_reduce is over nowhere before all have begun it, also where one clock is an hour ahead and runs too fast.
+    # No rank completes an all_reduce before all have begun it, also if one clock is an hour ahead and too fast.
     within_ns = 1000 * int(told.removeprefix("labkit: clocks of another set to rank 0's, right to within ").split()[0])
-    drift_ns = 1_000_000  # where the machine was so busy that the clock was read once only
+    drift_ns = 1_000_000  # if the machine was so busy that the clock was read only once
     for match in (1, 2, 3):
         parts = [s for s in trace if s.name == "all_reduce" and s.match == match]
         assert len(parts) == 3
@@ -106,8 +106,8 @@ os.kill(os.getpid(), 9)
 """
 
 
-def test_a_rank_that_is_killed_leaves_what_it_had_recorded(tmp_path: Path) -> None:
-    """And it does not take torchrun: any starter that says RANK and WORLD_SIZE will do."""
+def test_a_killed_rank_leaves_its_records(tmp_path: Path) -> None:
+    """torchrun is not needed: any launcher that sets RANK and WORLD_SIZE works."""
     ranks = []
     for rank in (0, 1):
         command = [sys.executable, "-c", KILLED, str(tmp_path / "store")]
@@ -142,7 +142,7 @@ def named(left: Trace) -> list[str]:
     return [s.name for s in left]
 
 
-def test_a_script_that_nobody_started_is_one_rank(tmp_path: Path) -> None:
+def test_a_script_without_a_launcher_is_one_rank(tmp_path: Path) -> None:
     ended = python(tmp_path / "new" / "folder", RECORDS)
     assert (ended.returncode, ended.stderr) == (0, "")
     trace = load_trace(tmp_path / "new" / "folder")
@@ -151,7 +151,7 @@ def test_a_script_that_nobody_started_is_one_rank(tmp_path: Path) -> None:
     assert [s.value for s in trace.scalars if s.name == "loss"] == [0, 1, 2]
 
 
-def test_what_a_rank_was_in_when_it_was_killed(tmp_path: Path) -> None:
+def test_the_operations_of_a_killed_rank_are_kept(tmp_path: Path) -> None:
     killed = RECORDS + "span = lab.span('save', kind='communication')\nspan.__enter__()\nimport os\nos.kill(os.getpid(), 9)\n"
     assert python(tmp_path, killed).returncode == -9
     trace = load_trace(tmp_path)
@@ -159,7 +159,7 @@ def test_what_a_rank_was_in_when_it_was_killed(tmp_path: Path) -> None:
     assert len(trace.of(name="forward")) == 3
 
 
-def test_what_a_rank_starts_is_no_rank(tmp_path: Path) -> None:
+def test_a_child_process_of_a_rank_is_not_a_rank(tmp_path: Path) -> None:
     children = (
         "import os, subprocess, sys\n"
         "import labkit as lab\n"
@@ -180,8 +180,8 @@ def test_what_a_rank_starts_is_no_rank(tmp_path: Path) -> None:
     assert sorted(named(load_trace(tmp_path))) == ["-c", "own"]
 
 
-def test_the_ranks_of_a_group_are_no_script(tmp_path: Path) -> None:
-    """Where the notebook's own process has the variable, as one has that was started from a shell with it."""
+def test_the_ranks_of_a_group_are_not_recorded_as_a_script(tmp_path: Path) -> None:
+    """If the notebook's own process has the variable, for example from its shell."""
     notebook = (
         "import os, sys, labkit as lab\n"
         "os.environ['LABKIT_TRACE'] = sys.argv[1]\n"
@@ -202,8 +202,8 @@ def test_a_folder_that_cannot_be_written_does_not_end_the_script(tmp_path: Path)
     assert line.endswith("This rank runs without being recorded.")
 
 
-def test_a_torch_that_cannot_be_watched_does_not_end_the_script(tmp_path: Path) -> None:
-    """And torch is seen to come in also where somebody has looked before whether it is there."""
+def test_a_torch_that_cannot_be_recorded_does_not_end_the_script(tmp_path: Path) -> None:
+    """The import of torch is noticed even if its spec was asked for before."""
     (tmp_path / "torch.py").write_text("print('torch comes in')")
     code = "import labkit, importlib.util\nimportlib.util.find_spec('torch')\nimport torch\nprint('went on')"
     ended = python(tmp_path / "traces", code, PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
@@ -220,7 +220,7 @@ def test_without_the_variable_nothing_is_loaded() -> None:
     assert ended.stdout == "[]\n"
 
 
-def test_more_than_the_ring_holds_is_moved(script: Callable[..., _Script], tmp_path: Path) -> None:
+def test_records_beyond_the_ring_are_moved(script: Callable[..., _Script], tmp_path: Path) -> None:
     own = script()
     ring = own._recorder.ring
     for i in range(2 * CAPACITY):
@@ -266,7 +266,7 @@ def test_runs_do_not_mix(script: Callable[..., _Script], tmp_path: Path, capsys:
         load_trace(tmp_path, run=5)
 
 
-def test_machines_whose_clocks_were_not_compared_follow_their_own_time(script: Callable[..., _Script], tmp_path: Path) -> None:
+def test_machines_with_uncompared_clocks_use_their_own_time(script: Callable[..., _Script], tmp_path: Path) -> None:
     began = []
     for rank in (0, 1):
         own = script(RANK=str(rank), WORLD_SIZE="2")
@@ -280,7 +280,7 @@ def test_machines_whose_clocks_were_not_compared_follow_their_own_time(script: C
     assert any(note.startswith("the clocks of host1 were not compared with rank 0's: ") for note in trace.notes)
 
 
-def test_a_folder_without_a_trace_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_a_trace_is_reported(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text(json.dumps({"mine": 1}))
     (tmp_path / "broken.json").write_text("{")
     forgotten = r"either LABKIT_TRACE=.* was not set .*, or the script neither has `import labkit` nor was run with .* -m labkit"
@@ -304,7 +304,7 @@ def test_an_empty_folder_says_what_was_forgotten(
         load_trace("traces")
 
 
-def test_what_cannot_be_read_is_told(script: Callable[..., _Script], tmp_path: Path) -> None:
+def test_unreadable_files_are_reported(script: Callable[..., _Script], tmp_path: Path) -> None:
     def left(rank: int) -> Any:
         own = script(RANK=str(rank), WORLD_SIZE="2")
         own._recorder.ring.write("span", COMPUTE, 5, 6)

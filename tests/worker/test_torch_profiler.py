@@ -1,4 +1,4 @@
-"""What torch's profiler sees, beside labkit's own spans and on their clock."""
+"""Events of torch's profiler beside labkit's spans, on the same clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from labkit.recording.schema import Span
 from labkit.tracing.load import load_trace
 from labkit.worker import torch_profiler
 
-NEAR_NS = 100_000  # what the clocks may differ by
+NEAR_NS = 100_000  # allowed difference of the clocks
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def pair() -> Iterator[Group]:
 
 
 def nested() -> None:
-    """A span between two annotations of the profiler's."""
+    """A span between two annotations of the profiler."""
     import torch
     from torch.profiler import record_function
 
@@ -77,7 +77,7 @@ def test_the_profiler_and_the_spans_have_one_clock(pair: Group, tmp_path: Path) 
     assert pair.run(nested).trace.profile == (), "only inside the block"
 
 
-def test_a_run_that_fails_is_no_obstacle(pair: Group) -> None:
+def test_a_failing_run_does_not_disturb_the_profiler(pair: Group) -> None:
     before = pair.run(os.getpid).results
     with profile(pair):
         with pytest.raises(RankError, match="on purpose"):
@@ -87,7 +87,7 @@ def test_a_run_that_fails_is_no_obstacle(pair: Group) -> None:
 
 
 def with_its_own_profiler(in_a_thread: bool) -> list[str]:
-    """Multiplies before, inside and after a profiler of its own, which sees one of the three."""
+    """Multiplies before, inside and after a profiler of its own, which sees one of the three products."""
     import torch
 
     values, seen = torch.ones(100, 100), []
@@ -126,7 +126,7 @@ def never_stopped() -> None:
     torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]).start()
 
 
-def test_a_profiler_that_nobody_stopped_is_an_error_and_no_crash(pair: Group) -> None:
+def test_a_profiler_that_was_not_stopped_is_an_error_and_not_a_crash(pair: Group) -> None:
     pair.run(never_stopped)
     with profile(pair), pytest.raises(RankError, match=r"a torch\.profiler that an earlier run started is still running"):
         pair.run(one_seventh)
@@ -138,14 +138,14 @@ def test_only_torch_has_a_profiler() -> None:
         pass
 
 
-# Files that the test makes up.
+# Files made by the test.
 
 BASE_NS = 1_800_000_000_000_000_000
-AHEAD_NS = 1_790_000_000_000_000_000  # the time of the day, less our clock
+AHEAD_NS = 1_790_000_000_000_000_000  # the time of day minus our clock
 
 
 def content(events: list[dict[str, Any]], marks: list[tuple[int, int, int]], drift: float = 0.0) -> dict[str, Any]:
-    """What the profiler would write, whose clock is ahead of ours and too fast by `drift`."""
+    """The file that a profiler would write whose clock is ahead of ours and too fast by `drift`."""
 
     def ts(ns: float) -> float:
         return (ns * (1 + drift) + AHEAD_NS - BASE_NS) / 1e3
@@ -159,7 +159,7 @@ def content(events: list[dict[str, Any]], marks: list[tuple[int, int, int]], dri
     return {"baseTimeNanoseconds": BASE_NS, "traceEvents": [{"ph": "M", "name": "process_name"}, *written]}
 
 
-def test_times_are_set_to_the_clock_of_the_spans() -> None:
+def test_times_are_converted_to_the_clock_of_the_spans() -> None:
     s = 10**9
     marks = [(t, t + 5, t + 10) for t in (0, 100, 60 * s, 60 * s + 100)]
     events = [
@@ -174,7 +174,7 @@ def test_times_are_set_to_the_clock_of_the_spans() -> None:
         assert abs(row[4] - event["end"]) < 2000
 
 
-def test_the_longest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longest_events_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_profiler, "MOST_EVENTS", 2)
     marks = [(0, 5000, 9000), (10**6, 10**6 + 5000, 10**6 + 9000)]
     lengths = [500, 300_000, 7000, 200_000]
@@ -182,6 +182,6 @@ def test_the_longest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {row[1] for row in torch_profiler.rows(content(events, marks), marks)} == {"300000", "200000"}
 
 
-def test_without_its_marks_a_file_tells_nothing() -> None:
+def test_a_file_without_marks_is_not_used() -> None:
     marks = [(0, 5000, 9000), (10**6, 10**6 + 5000, 10**6 + 9000)]
     assert torch_profiler.rows(content([], marks[:1]), marks) == []

@@ -8,7 +8,7 @@ import torch.multiprocessing as mp
 
 
 def allreduce(send, recv):
-    """A ring all-reduce: each rank adds what comes from the left and sends that on to the right."""
+    """A ring all-reduce: each rank adds what it receives from the left and sends it on to the right."""
     rank, size = dist.get_rank(), dist.get_world_size()
     send_buff, recv_buff = send.clone(), send.clone()
     accum = send.clone()

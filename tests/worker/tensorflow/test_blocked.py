@@ -1,4 +1,4 @@
-"""When a rank counts as blocked inside TensorFlow: tested on frames and clocks of our own."""
+"""When a rank counts as blocked inside TensorFlow: tested with fake frames and clocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXECUTE = "/site-packages/tensorflow/python/eager/execute.py"
 
 
 class Rank:
-    """A rank that is looked at every 250 ms."""
+    """A rank that is sampled every 250 ms."""
 
     def __init__(self) -> None:
         memory = bytearray(RING_BYTES)
@@ -38,7 +38,7 @@ class Rank:
 
 
 def while_in_a_call(filename: str, action: Callable[[FrameType], None]) -> None:
-    """Call `action` with the frame of a function of that file, which the student's cell 3 has called in its line 5."""
+    """Call `action` with the frame of a function of that file, called by the student's cell 3, line 5."""
     space: dict[str, Any] = {"sys": sys, "action": action}
     exec(compile("def call():\n    action(sys._getframe())", filename, "exec"), space)
     exec(compile("\n\n\ndef student():\n    call()", "/kernel/3.py", "exec"), space)
@@ -57,7 +57,7 @@ def _cell_3(monkeypatch: pytest.MonkeyPatch) -> None:
     is_students.cache_clear()
 
 
-def test_the_same_call_at_two_looks_is_blocked_since_the_first() -> None:
+def test_the_same_call_in_two_samples_is_blocked_since_the_first() -> None:
     rank, call = Rank(), call_of(EXECUTE)
     assert rank.look(call) == []
     (pending,) = rank.look(call)
@@ -65,7 +65,7 @@ def test_the_same_call_at_two_looks_is_blocked_since_the_first() -> None:
     assert rank.look(call) == [pending], "noted once, however long it lasts"
 
 
-def test_the_note_is_taken_back() -> None:
+def test_the_entry_is_removed() -> None:
     rank, call = Rank(), call_of(EXECUTE)
     rank.look(call)
     assert len(rank.look(call)) == 1
@@ -81,7 +81,7 @@ def test_the_note_is_taken_back() -> None:
     ],
     ids=["computes", "a cell", "Python's", "a program in a folder of that name", "labkit's"],
 )  # fmt: skip
-def test_computing_sleeping_and_waiting_elsewhere_are_not_meant(filename: str, computed_ms: float) -> None:
+def test_computing_sleeping_and_waiting_elsewhere_do_not_count(filename: str, computed_ms: float) -> None:
     rank, call = Rank(), call_of(filename)
     assert [rank.look(call, computed_ms=computed_ms) for _ in range(4)] == [[]] * 4
 
@@ -97,12 +97,12 @@ def test_the_line_is_the_students() -> None:
     assert lines == ["cell 3, line 5"]
 
 
-def test_a_rank_that_is_gone_from_the_stack_is_not_blocked() -> None:
+def test_a_rank_that_has_left_the_call_is_not_blocked() -> None:
     rank = Rank()
     assert [rank.look(None) for _ in range(3)] == [[]] * 3
 
 
-def test_a_lock_of_pythons_within_tensorflow_is_tensorflows() -> None:
+def test_a_python_lock_inside_tensorflow_counts() -> None:
     rank = Rank()
     looks: list[list[Pending]] = []
     space: dict[str, Any] = {"sys": sys, "look": lambda frame: looks.extend([rank.look(frame), rank.look(frame)])}

@@ -48,7 +48,7 @@ def two() -> Iterator[lab.Group]:
         yield group
 
 
-# What a rank finds
+# The environment of a rank
 
 
 def surroundings() -> dict[str, Any]:
@@ -84,7 +84,7 @@ def test_a_cluster_is_named_in_tf_config() -> None:
 
 
 def try_the_port() -> tuple[int, int, int]:
-    """How binding the rank's own port ends before the strategy is made, and connecting to it, before and after."""
+    """The results of binding the rank's own port before the strategy is made, and of connecting to it before and after."""
     import tensorflow as tf
 
     network = network_of_ranks()
@@ -135,7 +135,7 @@ def test_each_rank_gets_the_gpus_it_asked_for_or_none(ranks: int, each: int, gpu
             asked._share(gpus)
 
 
-def test_without_a_gpu_cuda_is_refused_in_words() -> None:
+def test_without_a_gpu_cuda_is_refused_with_an_explanation() -> None:
     from labkit.worker.runtimes.registry import gpu_count
 
     if gpu_count():
@@ -250,7 +250,7 @@ def test_workers_equal_one_device(ranks: int, serial: list[Any]) -> None:
     assert run.output == ""
 
 
-def test_in_single_precision_they_are_equal_up_to_rounding(one: lab.Group, two: lab.Group) -> None:
+def test_single_precision_results_are_equal_up_to_rounding(one: lab.Group, two: lab.Group) -> None:
     (serial,) = one.run(train, "one", "float32").results
     assert max(difference(weights, serial) for weights in two.run(train, "workers", "float32").results) < 1e-6
 
@@ -276,7 +276,7 @@ def test_a_group_runs_again_and_again(two: lab.Group) -> None:
         assert (run.results, run.output) == ([2.0, 2.0], "")
 
 
-def test_nothing_but_the_students_prints_is_heard_and_the_notebook_imports_no_tensorflow(tmp_path: Path) -> None:
+def test_only_the_students_prints_appear_and_the_notebook_imports_no_tensorflow(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         textwrap.dedent("""
@@ -305,7 +305,7 @@ def test_nothing_but_the_students_prints_is_heard_and_the_notebook_imports_no_te
     assert (done.stdout, done.stderr) == ("[rank 0] 2 devices\n[]\n", "")
 
 
-# AutoGraph on functions that exist in a cell only
+# AutoGraph on functions that exist only in a cell
 
 
 def test_autograph_reads_the_cell(cells: Cells, one: lab.Group) -> None:
@@ -332,7 +332,7 @@ def test_autograph_reads_the_cell(cells: Cells, one: lab.Group) -> None:
 
 
 def test_autograph_writes_no_file(cells: Cells, one: lab.Group, tmp_path: Path) -> None:
-    """A rank that is killed meanwhile would leave it."""
+    """A rank that is killed meanwhile would leave the file behind."""
     cells("""
         def doubled(folder):
             import tempfile
@@ -346,7 +346,7 @@ def test_autograph_writes_no_file(cells: Cells, one: lab.Group, tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_error_in_a_graph_reads_in_the_cells_own_lines(cells: Cells, one: lab.Group) -> None:
+def test_an_error_in_a_graph_shows_the_cells_own_lines(cells: Cells, one: lab.Group) -> None:
     cells("""
         def multiply():
             import tensorflow as tf
@@ -372,7 +372,7 @@ def test_an_error_in_a_graph_reads_in_the_cells_own_lines(cells: Cells, one: lab
 
 
 def tuned_when_distributed() -> list[bool | None]:
-    """Whether each dataset that is iterated is tuned, in the order in which a distributed one begins to iterate them."""
+    """Whether each iterated dataset is autotuned, in the order in which a distributed dataset begins to iterate them."""
     import tensorflow as tf
 
     tuned: list[bool | None] = []
@@ -387,7 +387,7 @@ def tuned_when_distributed() -> list[bool | None]:
     return tuned
 
 
-def test_what_hands_batches_to_devices_is_not_tuned(one: lab.Group) -> None:
+def test_datasets_that_feed_devices_are_not_autotuned(one: lab.Group) -> None:
     assert one.run(tuned_when_distributed).results == [[False, False]]
 
 
@@ -452,7 +452,7 @@ def test_workers_and_servers_serve_the_chief() -> None:
 
 
 def fail(how: str, victim: int) -> float:
-    """All ranks sum together five times; before the third, one of them is lost in the way that `how` says."""
+    """All ranks compute a sum together five times; before the third, one of them fails in the given way."""
     import tensorflow as tf
 
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
@@ -489,9 +489,7 @@ def fail(how: str, victim: int) -> float:
         ),
     ],
 )
-def test_the_rank_that_failed_is_named(
-    two: lab.Group, monkeypatch: pytest.MonkeyPatch, how: str, words: str, victim: int
-) -> None:
+def test_the_failed_rank_is_named(two: lab.Group, monkeypatch: pytest.MonkeyPatch, how: str, words: str, victim: int) -> None:
     monkeypatch.setattr(TensorFlow, "certain_after_s", 1.0)
     with pytest.raises(lab.RankError) as caught:
         two.run(fail, how, victim)
@@ -524,7 +522,7 @@ def work_alone(seconds: float) -> float:
     return seconds
 
 
-def test_a_rank_that_works_on_alone_is_left_in_peace(two: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_keeps_working_alone_is_not_stopped(two: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TensorFlow, "certain_after_s", 0.5)
     assert two.run(work_alone, 1.5).results == [1.5, 1.5]
 

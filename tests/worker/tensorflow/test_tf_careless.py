@@ -41,7 +41,7 @@ def two() -> Iterator[lab.Group]:
 
 
 def replicas(how: str) -> int:
-    """As a tutorial begins that is pasted with its own TF_CONFIG."""
+    """The beginning of a tutorial pasted with its own TF_CONFIG."""
     import tensorflow as tf
 
     config = json.loads(os.environ.pop("TF_CONFIG"))
@@ -67,7 +67,7 @@ def test_without_tf_config_a_rank_says_that_it_trains_alone(two: lab.Group) -> N
         assert run.output.count(f"so that rank {rank} trains alone") == 1
 
 
-def test_the_ports_of_a_tutorial_are_as_good_in_a_network_of_the_ranks(two: lab.Group) -> None:
+def test_the_ports_of_a_tutorial_work_in_the_ranks_network(two: lab.Group) -> None:
     if not all(two.run(private).results):
         pytest.skip("the ports would be the machine's")
     run = two.run(replicas, "ports")
@@ -90,11 +90,11 @@ WORKERS = [("worker", 0), ("worker", 1)]
         (WORKERS, 1, ("worker", 1, 3), "names 3 tasks of the job 'worker', and this group has 2"),
         ([("worker", 0)], 0, ("worker", 0, 2), "names 2 tasks of the job 'worker', and this group has 1"),
         (WORKERS, 1, ("worker", 1, 2), ""),
-        (WORKERS, 0, ("chief", 0, 1), ""),  # it has started the cluster within this rank
+        (WORKERS, 0, ("chief", 0, 1), ""),  # it has started the cluster inside this rank
         ([("chief", 0), ("worker", 0), ("ps", 0)], 0, ("chief", 0, 1), ""),
     ],
 )
-def test_a_place_in_a_cluster_that_cannot_be_right_is_named(
+def test_an_impossible_place_in_a_cluster_is_named(
     jobs: list[tuple[str, int]], rank: int, started: tuple[str, int, int], words: str
 ) -> None:
     said = mistake(*started, jobs, rank)
@@ -110,7 +110,7 @@ def all_as_worker_0() -> None:
     tf.distribute.MultiWorkerMirroredStrategy()
 
 
-def test_ranks_that_all_start_as_the_same_worker_are_told_before_they_wait(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_start_as_the_same_worker_are_warned_before_they_wait(capsys: pytest.CaptureFixture[str]) -> None:
     def told_once(limit_s: float) -> bool:
         with lab.Group(2, runtime="tensorflow", timeout_s=limit_s) as group, pytest.raises(lab.LabError):
             group.run(all_as_worker_0)
@@ -124,7 +124,7 @@ def test_ranks_that_all_start_as_the_same_worker_are_told_before_they_wait(capsy
 
 
 def fit(folder: str, die_in: int | None = None, twice: bool = False, own: bool = False) -> Any:
-    """Keras's loop with backups and checkpoints, one path for all workers; a worker may be killed in an epoch."""
+    """Keras's loop with backups and checkpoints, one path for all workers; a worker may be killed during an epoch."""
     import keras
     import tensorflow as tf
 
@@ -167,7 +167,7 @@ MODELS = [f"model-{epoch}.keras" for epoch in range(1, EPOCHS + 1)]
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["one path", "own paths"])
-def test_training_goes_on_from_the_backup_after_a_worker_was_killed(two: lab.Group, tmp_path: Path, own: bool) -> None:
+def test_training_continues_from_the_backup_after_a_worker_was_killed(two: lab.Group, tmp_path: Path, own: bool) -> None:
     (tmp_path / "whole").mkdir()
     whole = two.run(fit, str(tmp_path / "whole")).results
     assert files(tmp_path / "whole") == MODELS
@@ -183,14 +183,14 @@ def test_training_goes_on_from_the_backup_after_a_worker_was_killed(two: lab.Gro
     assert "backup" not in files(tmp_path / "0" if own else tmp_path), "it is removed at the end"
 
 
-def test_a_second_fit_begins_anew(two: lab.Group, tmp_path: Path) -> None:
+def test_a_second_fit_starts_again(two: lab.Group, tmp_path: Path) -> None:
     runs = two.run(fit, str(tmp_path), twice=True).results
     assert [begun for begun, _ in runs] == [[*range(EPOCHS), *range(EPOCHS)]] * 2
     assert files(tmp_path) == MODELS
 
 
 class Backup:
-    """What is mended of BackupAndRestore; another worker removes a file of the folder during the first `disturbed` saves."""
+    """The patched BackupAndRestore; another worker removes a file of the folder during the first `disturbed` saves."""
 
     delete_checkpoint = True
     model = None
@@ -212,7 +212,7 @@ class Backup:
         written.rename(written.with_name("weights"))
 
 
-def test_a_backup_is_saved_again_where_another_worker_was_removing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backup_is_saved_again_if_another_worker_was_removing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Mended(Backup): ...
 
     monkeypatch.setattr(tf_callbacks, "_task", lambda _: 0)
@@ -226,13 +226,13 @@ def test_a_backup_is_saved_again_where_another_worker_was_removing_it(tmp_path: 
         Mended(tmp_path / "other", disturbed=1000)._save_model()
 
 
-# What is said of a worker that is gone
+# Reports about a dead worker
 
 
 @pytest.mark.parametrize(
     ("spans", "last"), [(["step", "compute", READING], "step"), ([READING], ""), (["step", "backward"], "backward")]
 )
-def test_what_a_dead_rank_did_last_is_not_what_labkit_did(spans: list[str], last: str) -> None:
+def test_the_last_action_of_a_dead_rank_is_not_labkits(spans: list[str], last: str) -> None:
     rows = np.zeros(len(spans), record_dtype())
     rows["name"] = range(len(spans))
     reader = SimpleNamespace(dropped=0, read=lambda: rows, names=lambda: spans)
@@ -241,7 +241,7 @@ def test_what_a_dead_rank_did_last_is_not_what_labkit_did(spans: list[str], last
     assert records.last_span(0) == last
 
 
-def test_a_headline_is_not_cut_to_say_that_a_few_characters_were_left_out() -> None:
+def test_a_headline_is_not_cut_by_only_a_few_characters() -> None:
     text = "x" * (HEADLINE_CHARACTERS + 20)
     assert headline(ValueError(text)).count("x") == len(text)
     assert "characters left out" in headline(ValueError(text * 2))

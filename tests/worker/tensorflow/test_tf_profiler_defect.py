@@ -23,7 +23,7 @@ def one() -> Iterator[lab.Group]:
 
 
 def stop_sessions(folder: str, times: int) -> list[tuple[bool, bool, int, int]]:
-    """Of each session: whether the entry changed within the stop, whether after it; deques that were put aside, and are left."""
+    """For each session: whether the entry changed during the stop and after it; deques that were deferred, and that remain."""
     import threading
 
     import tensorflow as tf
@@ -79,7 +79,7 @@ def look_with_another(version: str, machine: str, code: str) -> bool:
         ("2.21.0", "x86_64", "no_such_function", False),
     ],
 )
-def test_a_library_that_is_not_known_is_left_alone(one: lab.Group, version: str, machine: str, code: str, known: bool) -> None:
+def test_an_unknown_library_is_left_alone(one: lab.Group, version: str, machine: str, code: str, known: bool) -> None:
     assert one.run(look_with_another, version, machine, code).results == [known]
 
 

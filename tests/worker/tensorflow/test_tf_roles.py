@@ -1,4 +1,4 @@
-"""Of a cluster with parameter servers, the chief alone has a strategy."""
+"""In a cluster with parameter servers, only the chief makes a strategy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def coordinate_on_all_ranks() -> float:
     return float(one.fetch())
 
 
-def test_a_worker_or_server_that_makes_the_chiefs_strategy_is_told() -> None:
+def test_a_worker_or_server_that_makes_the_chiefs_strategy_gets_an_error() -> None:
     with lab.Group({"chief": 1, "worker": 1, "ps": 1}, runtime="tensorflow", timeout_s=200) as group:
         with pytest.raises(lab.RankError, match="belongs to the chief") as failed:
             group.run(coordinate_on_all_ranks)

@@ -59,7 +59,7 @@ def train_with_datasets(steps: int) -> float:
     return float(total.numpy())
 
 
-def test_a_parameter_server_trains_where_each_rank_has_one_thread(cluster: lab.Group) -> None:
+def test_a_parameter_server_trains_with_one_thread_per_rank(cluster: lab.Group) -> None:
     assert cluster["chief"].run(train_with_datasets, 6).results == [24.0]
 
 
@@ -72,7 +72,7 @@ def test_only_a_cluster_with_servers_needs_more_threads(threads: int, jobs: dict
 
 
 def open_descriptors(starts: int) -> list[int]:
-    """How many this rank has after each start of a server."""
+    """The number of descriptors of this rank after each start of a server."""
     import tensorflow as tf
 
     servers, found = [], []
@@ -89,7 +89,7 @@ def test_a_server_that_starts_opens_one_descriptor_and_no_others() -> None:
             (found,) = group.run(open_descriptors, 3).results
         return [after - before for before, after in itertools.pairwise(found)]
 
-    seen = list(itertools.islice(iter(opened, [1] * 5), 3))  # other threads of TensorFlow's may open one meanwhile
+    seen = list(itertools.islice(iter(opened, [1] * 5), 3))  # other TensorFlow threads may open one meanwhile
     assert len(seen) < 3, seen
 
 
@@ -122,7 +122,7 @@ def test_a_server_that_dies_is_explained(cluster: lab.Group) -> None:
     assert caught.value.failures[0].cause is Cause.KILLED
 
 
-def test_ranks_that_serve_nobody_are_told(cluster: lab.Group) -> None:
+def test_ranks_that_serve_nobody_are_reported(cluster: lab.Group) -> None:
     with pytest.raises(lab.LabError) as caught:
         cluster["worker1", "ps"].run(same_program_everywhere)
     assert "worker1 and ps serve others, and no other rank was called" in str(caught.value)
@@ -132,7 +132,7 @@ def test_ranks_that_serve_nobody_are_told(cluster: lab.Group) -> None:
 
 
 def read_from_the_service(address: str, how: str) -> list[int] | int:
-    """Rank 0 dispatches, rank 1 works, and the others share what they read."""
+    """Rank 0 dispatches, rank 1 works, and the others share the data."""
     import tensorflow as tf
 
     service = tf.data.experimental.service
@@ -162,7 +162,7 @@ def test_ranks_read_from_a_data_service_of_others(four: lab.Group, how: str) -> 
 
 
 def unused_port() -> int:
-    """One of this machine, where the ranks have no network of their own."""
+    """A port of this machine, if the ranks have no network of their own."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
     return port

@@ -1,4 +1,4 @@
-"""Defects of TensorFlow and Keras that ranks mend: each mend equals one device, and without it the defect is there."""
+"""Defects of TensorFlow and Keras that ranks patch: with the patch, results equal one device's; without it, the defect shows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def group() -> Iterator[lab.Group]:
 
 
 def without(mend: str) -> None:
-    """In a rank: take a mend back, by its name in `labkit.worker.runtimes.tensorflow.strategies`."""
+    """In a rank: undo a patch, by its name in `labkit.worker.runtimes.tensorflow.strategies`."""
     from keras.src.backend.tensorflow import trainer
     from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 
@@ -39,7 +39,7 @@ def without(mend: str) -> None:
 
 
 def fit(kind: str, missing: str = "") -> dict[str, Any]:
-    """Keras' whole loop, on a model that is not built before; how it went."""
+    """Keras' whole loop on a model that is not built before; returns its results."""
     import keras
     import tensorflow as tf
 
@@ -87,20 +87,20 @@ def replicas(missing: str = "") -> int:
     return int(total)
 
 
-def test_without_the_mend_a_worker_uses_one_of_its_cpus(group: lab.Group) -> None:
+def test_without_the_patch_a_worker_uses_one_of_its_cpus(group: lab.Group) -> None:
     assert group.run(replicas).results == [4, 4]
     assert group.run(replicas, "DEVICES").results == [2, 2]
 
 
 @pytest.mark.parametrize(("mend", "words"), [("BUILD", "Attempt to convert a value (PerReplica"), ("REDUCE", "reduction")])
-def test_without_its_mend_keras_fails(group: lab.Group, mend: str, words: str) -> None:
+def test_without_its_patch_keras_fails(group: lab.Group, mend: str, words: str) -> None:
     with pytest.raises(lab.RankError) as caught:
         group.run(fit, "workers", mend)
     assert words in caught.value.failures[0].headline
 
 
 def unknown_code() -> tuple[list[str], bool]:
-    """What is said where Keras and TensorFlow are no longer as known, and whether they were left alone."""
+    """The notice if Keras and TensorFlow are not as known, and whether they were left unchanged."""
     from keras.src.backend.tensorflow import trainer
     from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 
@@ -113,7 +113,7 @@ def unknown_code() -> tuple[list[str], bool]:
     return tf_strategies.apply(), trainer.reduce_per_replica is new
 
 
-def test_code_that_is_not_as_known_is_left_alone_and_told(group: lab.Group) -> None:
+def test_unknown_code_is_left_alone_with_a_notice(group: lab.Group) -> None:
     ((notes, untouched),) = group[0].run(unknown_code).results
     assert untouched
     assert [note.split(": labkit does not know the code of ")[0] for note in notes] == [
@@ -142,7 +142,7 @@ def test_a_mesh_of_dtensors_spans_the_ranks(group: lab.Group) -> None:
 
 
 def multiply_on_the_other_rank() -> tuple[str, float]:
-    """Placement with `tf.device`: rank 1 serves, rank 0 has it compute."""
+    """Placement with `tf.device`: rank 1 serves, rank 0 computes on it."""
     import json
     import os
 
@@ -161,7 +161,7 @@ def test_a_rank_computes_on_a_device_of_another(group: lab.Group) -> None:
     assert group.run(multiply_on_the_other_rank).results == [("/job:worker/replica:0/task:1/device:CPU:0", 3.0), None]
 
 
-# Several devices meant, one taken
+# Several devices intended, one used
 
 
 def mean_several_devices() -> list[int]:

@@ -1,4 +1,4 @@
-"""What TensorFlow does is on the timeline by itself: collectives with their sizes, phases, devices, servers, spans in graphs."""
+"""TensorFlow's work is on the timeline automatically: collectives with sizes, phases, devices, servers, spans in graphs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def one() -> Iterator[lab.Group]:
 
 
 def train(strategy_name: str, steps: int) -> float:
-    """A layer, trained for some steps with batches of ones; no span of one's own."""
+    """A layer, trained for some steps with batches of ones, without spans of the program."""
     import tensorflow as tf
 
     strategy = getattr(tf.distribute, strategy_name)(*([["/cpu:0", "/cpu:1"]] if strategy_name == "MirroredStrategy" else []))
@@ -78,7 +78,7 @@ def trained(two: lab.Group) -> Trace:
     return two.run(train, "MultiWorkerMirroredStrategy", STEPS).trace
 
 
-def test_each_steps_collectives_are_there_with_their_bytes_and_matched(trained: Trace) -> None:
+def test_each_steps_collectives_are_recorded_with_bytes_and_matched(trained: Trace) -> None:
     of_gradients = [[s for s in reductions(trained, rank) if s.nbytes == GRADIENT_BYTES] for rank in (0, 1)]
     of_losses = [[s for s in reductions(trained, rank) if s.nbytes == 4] for rank in (0, 1)]
     assert [len(s) for s in of_gradients + of_losses] == [STEPS] * 4
@@ -107,18 +107,18 @@ def exchange_under_an_own_span() -> None:
         meet()
 
 
-def test_own_communication_span_around_a_collective_does_not_count_again(two: lab.Group) -> None:
+def test_a_communication_span_around_a_collective_does_not_count_twice(two: lab.Group) -> None:
     trace = two.run(exchange_under_an_own_span).trace
     for rank in (0, 1):
         (own,) = trace.of(rank=rank, name="exchange")
         (collective,) = reductions(trace, rank)
         share = trace.between(own.start_ns, own.end_ns).shares()[rank]
         assert own.start_ns < collective.start_ns
-        assert share.communication_ns <= collective.duration_ns < own.duration_ns  # tracing the function is no communication
-        assert flows_of(trace).nbytes.sum() == 2 * 4000  # each rank sends as much, once
+        assert share.communication_ns <= collective.duration_ns < own.duration_ns  # tracing the function is not communication
+        assert flows_of(trace).nbytes.sum() == 2 * 4000  # each rank sends this much, once
 
 
-def test_phases_are_told_by_themselves(trained: Trace) -> None:
+def test_phases_are_recognised_automatically(trained: Trace) -> None:
     for rank in (0, 1):
         names = Counter(s.name for s in trained if s.rank == rank and s.measured)
         assert {"forward", "backward", "optimizer"} <= names.keys()
@@ -126,7 +126,7 @@ def test_phases_are_told_by_themselves(trained: Trace) -> None:
         assert "tracing one_step" in {s.name for s in trained if s.rank == rank}
 
 
-def test_parts_of_the_time_add_up(trained: Trace) -> None:
+def test_parts_of_the_time_sum_to_the_whole(trained: Trace) -> None:
     for share in trained.shares():
         assert share.compute_ns + share.exposed_ns + share.idle_ns == share.window_ns
         assert 0 < share.communication_ns < share.window_ns
@@ -153,9 +153,9 @@ def wait_for_rank_1(late_s: float) -> None:
         meet()
 
 
-def test_own_span_around_a_collective_holds_no_waiting(two: lab.Group) -> None:
+def test_a_span_around_a_collective_contains_no_waiting(two: lab.Group) -> None:
     def waits(late_s: float) -> bool:
-        """So late that what keeps rank 0 from its collective on a busy machine is little beside it."""
+        """So late that delays of rank 0 on a busy machine are small in comparison."""
         trace = two.run(wait_for_rank_1, late_s).trace
         waited = reductions(trace, 0)[-1]
         step = next(s for s in trace if s.rank == 0 and s.name == "step")
@@ -210,8 +210,8 @@ def reduce_one_gradient(steps: int) -> None:
         one_step()
 
 
-def test_devices_that_tell_of_an_end_send_no_bytes(one: lab.Group) -> None:
-    """A replica tells that it has assigned: no tensor travels, and none is of unknown size."""
+def test_completion_signals_between_devices_have_no_bytes(one: lab.Group) -> None:
+    """A replica reports its assignment: no tensor is sent, and none is of unknown size."""
     trace = one.run(reduce_one_gradient, STEPS).trace
     assert {s.nbytes for s in trace if s.name == "send" and s.sized} == {0, 4}  # and each loss
 
@@ -245,7 +245,7 @@ def multiply_on_a_mesh(steps: int, scale: int = 1) -> None:
         product(left, right)  # nobody reads the result: TensorFlow may still be computing at the end
 
 
-def test_dtensors_collectives_are_numbered_though_their_keys_repeat(one: lab.Group) -> None:
+def test_dtensors_collectives_are_numbered_although_their_keys_repeat(one: lab.Group) -> None:
     trace = one.run(multiply_on_a_mesh, STEPS).trace
     found = reductions(trace, 0)
     assert Counter((s.device, s.nbytes) for s in found) == {("CPU:0", 4 * 4 * 2): STEPS, ("CPU:1", 4 * 4 * 2): STEPS}
@@ -273,7 +273,7 @@ def compute_on_two_devices(steps: int) -> float:
     return last
 
 
-def test_copies_between_devices_of_a_rank_are_there_with_their_bytes(one: lab.Group) -> None:
+def test_copies_between_devices_of_a_rank_are_recorded_with_bytes(one: lab.Group) -> None:
     run = one.run(compute_on_two_devices, STEPS)
     assert run.results == [3 * 8 * 7 * 2]
     activations = [s for s in run.trace if s.name in ("send", "recv") and s.nbytes == 4 * 3 * 7]
@@ -335,18 +335,18 @@ def test_a_parameter_servers_workers_show_what_they_do_for_the_chief() -> None:
     of_worker, of_server = ([s for s in trace if s.rank == rank] for rank in (1, 2))
     assert {"forward", "backward"} <= {s.name for s in of_worker if s.measured}
     assert sum(s.name == "backward" for s in of_worker) >= STEPS
-    # In each step the variable travels to the worker, the gradient back; a control edge tells that it was applied.
+    # In each step the variable goes to the worker and the gradient back; a control edge says that it was applied.
     sent = [s.match for s in of_worker if s.name == "send" and s.peer == 2]
     assert len(sent) == STEPS
     assert set(sent) <= {s.match for s in of_server if s.name == "recv"}
     assert not any(s.name == "worker_step" for s in trace if s.rank == 0)  # it waits for the worker meanwhile
-    # The functions come from the chief, and have no graph in the worker's process: nobody there knows how large what it sends is.
+    # The chief's functions have no graph in the worker's process, so the sizes are unknown there.
     assert not any(s.sized for s in of_worker if s.name == "send" and s.peer == 2)
     assert dict(flows_of(trace).unsized)["send"] >= STEPS
 
 
 def rest_as_a_server_does() -> tuple[bool, bool]:
-    """Whether the session of a rank whose main thread calls nothing is read, and whether another one has begun."""
+    """Whether the session of a rank with an idle main thread is read, and whether another one has begun."""
     import os
     import threading
     import time
@@ -369,7 +369,7 @@ def rest_as_a_server_does() -> tuple[bool, bool]:
     return found
 
 
-def test_the_session_of_a_rank_that_serves_is_read_while_its_main_thread_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_session_of_a_serving_rank_is_read_while_its_main_thread_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LABKIT_TENSORFLOW_TIMELINE", "0")
     with lab.Group(1, runtime="tensorflow", timeout_s=200) as group:
         assert group.run(rest_as_a_server_does).results == [(True, True)]
@@ -416,9 +416,7 @@ def profile_it_oneself(folder: str) -> list[str]:
     return [name for _, _, names in os.walk(folder) for name in names]
 
 
-def test_the_students_own_profiler_works_and_is_told_of(
-    one: lab.Group, tmp_path: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_students_own_profiler_works_and_is_noted(one: lab.Group, tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     run = one.run(profile_it_oneself, str(tmp_path))
     assert any(name.endswith(".xplane.pb") for name in run.results[0])
     assert "after" in {s.name for s in run.trace}
@@ -437,7 +435,7 @@ def fail_after(steps: int) -> None:
     raise ValueError("enough")
 
 
-def test_what_ran_before_an_error_is_in_the_picture(one: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_before_an_error_is_in_the_picture(one: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Trace] = []
 
     class Watcher:
@@ -477,7 +475,7 @@ def ran(name: str, start_ms: float, end_ms: float, thread: int = 1, **stats: Any
 
 
 def within_executor(*operations: Event) -> list[Event]:
-    """The operations, within the event of an executor on each of their threads."""
+    """The operations, inside the event of an executor on each of their threads."""
     process = "ExecutorState::Process"
     around = [ran(process, 0, 1000, thread, id=7, _c=99) for thread in {o.thread for o in operations}]
     return [*around, *operations]
@@ -492,7 +490,7 @@ def test_phases_follow_from_names() -> None:
     assert found == [("forward", 1, 2), ("backward", 3, 5), ("optimizer", 6, 7), ("optimizer", 8, 10)]
 
 
-def test_the_students_span_takes_the_place_of_a_phase_and_holds_several() -> None:
+def test_the_students_span_replaces_a_phase_and_may_contain_several() -> None:
     inner, outer = scope_of(0), scope_of(1)
     events = within_executor(
         ran(f"{outer}/{inner}/MatMul:MatMul", 1, 2), ran(f"{outer}/Relu:Relu", 3, 4),
@@ -514,7 +512,7 @@ def test_measured_operations_compute_while_a_collective_is_under_way() -> None:
     ]
     trace = Trace(spans, ranks=["rank 0"], start_ns=0, end_ns=100)
     assert sorted(trace, key=lambda s: s.start_ns) == sorted(trace.spans, key=lambda s: s.start_ns)
-    assert set(trace) == set(spans)  # nothing of a device is lost in columns
+    assert set(trace) == set(spans)  # no device information is lost in columns
     (share,) = trace.shares()
     assert (share.compute_ns, share.exposed_ns, share.overlap_ns, share.waiting_ns) == (70, 30, 0, 0)
     columns = Columns.of(spans)

@@ -1,4 +1,4 @@
-"""What a run says of ranks that wait inside TensorFlow for ever: in which call, collective or start, and for whom."""
+"""Reports about ranks that wait inside TensorFlow for ever: in which call, collective or start, and for whom."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def two() -> Iterator[lab.Group]:
 
 
 def leave_alone(where: str) -> None:
-    """Rank 1 returns before the others are through."""
+    """Rank 1 returns before the others have finished."""
     import tensorflow as tf
 
     leaves = os.environ["RANK"] == "1"
@@ -54,9 +54,7 @@ def leave_alone(where: str) -> None:
         ("graph", "TensorFlow's train_twice (with 2 all-reduces)"),
     ],
 )
-def test_a_rank_that_is_left_alone_says_what_it_waits_in(
-    two: lab.Group, monkeypatch: pytest.MonkeyPatch, where: str, words: str
-) -> None:
+def test_an_abandoned_rank_says_what_it_waits_in(two: lab.Group, monkeypatch: pytest.MonkeyPatch, where: str, words: str) -> None:
     monkeypatch.setattr(TensorFlow, "certain_after_s", 1.0)
     with pytest.raises(lab.RankError) as caught:
         two.run(leave_alone, where)
