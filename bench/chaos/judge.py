@@ -56,7 +56,7 @@ def named(turn: Round, told: dict[str, Any]) -> bool:
             return turn.name_of(turn.victim) in concerned and len(concerned) == 2
         return concerned == {turn.name_of(rank) for rank in turn.facing()}
     if expect == "words":
-        return kind == "LabError" and "argument 'odd' of work() cannot be sent" in told["text"]
+        return kind == "LabError" and all(name in told["text"] for name in ("'odd'", "work()"))
     if expect == "nothing":
         return kind == "NoneType" and all(result == 1 for result in told["results"])
     lines = [line for line in told["text"].splitlines() if line.strip().startswith(f"{turn.name_of(turn.victim)} ")]

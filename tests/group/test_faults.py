@@ -35,7 +35,6 @@ from labkit.worker.launch import RankProcess
 pytestmark = pytest.mark.usefixtures("stop_works")
 
 RULE = "─" * 70
-STOPPED = "All ranks were stopped; the next run starts fresh ones."
 KEPT = "The ranks are still running and keep their state."
 
 
@@ -114,7 +113,7 @@ def test_the_same_error_on_all_ranks_is_reported_once(ranks: lab.Group, cells: i
     assert error.rank == 0, "always the lowest: a checked cell must read the same each time"
     assert str(error).count("NameError: name 'undefined' is not defined") == 2
     assert "    (the same on rank 1, rank 2)" in str(error)
-    assert error.report().splitlines()[-2] == KEPT
+    assert not error.stopped
     assert pids(ranks) == before
 
 
@@ -130,7 +129,7 @@ def test_one_rank_raises_and_the_others_are_stopped(ranks: lab.Group, cells: in_
     error = failure(ranks, cells.f)
     assert (error.rank, error.failures[0].name) == (2, "rank 2")
     assert error.others == ["rank 0 was computing", "rank 1 was computing"]
-    assert error.report().splitlines()[-2] == STOPPED
+    assert error.stopped
     assert not set(pids(ranks)) & set(before)
 
 
@@ -200,7 +199,7 @@ def test_one_rank_raises_while_the_others_wait_for_it(gloo: lab.Group, cells: in
     assert len(error.failures) == 1
     for line, name in zip(error.others, ("rank 0", "rank 2"), strict=True):
         assert line.startswith(f"{name} was waiting in all_reduce (<ipython-input-1-test>, line 8) for "), line
-    assert error.report().splitlines()[-2] == STOPPED
+    assert error.stopped
 
 
 def test_after_a_finished_collective_a_mistake_of_all_ranks_keeps_the_ranks(gloo: lab.Group, cells: in_cells.Cells) -> None:
@@ -214,7 +213,7 @@ def test_after_a_finished_collective_a_mistake_of_all_ranks_keeps_the_ranks(gloo
     """)
     before = pids(gloo)
     error = failure(gloo, cells.f)
-    assert error.report().splitlines()[-2] == KEPT
+    assert not error.stopped
     assert pids(gloo) == before
 
 
@@ -230,7 +229,7 @@ def test_after_a_message_that_nobody_received_the_ranks_are_not_kept(gloo: lab.G
     """)
     before = pids(gloo)
     error = failure(gloo, cells.f)
-    assert error.report().splitlines()[-2] == STOPPED
+    assert error.stopped
     assert not set(pids(gloo)) & set(before)
 
 
@@ -294,7 +293,7 @@ def test_a_rank_that_ends_is_explained(ranks: lab.Group, cells: in_cells.Cells, 
     crashed = cause in (Cause.CRASHED, Cause.ABORTED)
     assert ('File "<ipython-input-1-test>", line 6, in f' in error.failures[0].traceback) == crashed
     assert error.others == ["rank 0 had returned", "rank 2 had returned"]
-    assert error.report().splitlines()[-2] == STOPPED
+    assert error.stopped
     assert ranks.run(int).results == [0, 0, 0]
 
 
