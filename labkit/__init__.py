@@ -18,58 +18,68 @@ from labkit.errors.exceptions import LabError, RankError
 from labkit.errors.wrong_calls import WrongNameError, did_you_mean
 from labkit.notebook.startup import begin
 
-if TYPE_CHECKING:
-    from labkit.costs import formulas as predict
-    from labkit.costs.link import Link
-    from labkit.exercises.check import check
-    from labkit.group.profile import profile
-    from labkit.group.run import Run
-    from labkit.notebook.doctor import doctor
-    from labkit.notebook.group import Group
-    from labkit.notebook.measure_link import measure_link
-    from labkit.plots.explore import explore
-    from labkit.plots.figures import breakdown, compare, scaling, timeline, traffic
-    from labkit.plots.memory import memory
-    from labkit.recording.memory_tracker import track_memory
-    from labkit.recording.record import record, span, steps
-    from labkit.tracing.ideal_pipeline import schedule
-    from labkit.tracing.load import load_trace
-    from labkit.tracing.trace import Span, Trace
-    from labkit.worker.runtimes.registry import devices
-
-__all__ = [
-    "Group", "LabError", "Link", "RankError", "Run", "Span", "Trace", "breakdown", "check", "compare", "devices", "doctor",
-    "explore", "load_trace", "measure_link", "memory", "predict", "profile", "record", "scaling", "schedule", "span", "steps",
-    "timeline", "track_memory", "traffic",
-]  # fmt: skip
-
-_HOMES = {
-    "costs.formulas": ["predict"],  # the module itself
-    "costs.link": ["Link"],
-    "exercises.check": ["check"],
-    "group.profile": ["profile"],
-    "group.run": ["Run"],
-    "notebook.doctor": ["doctor"],
-    "notebook.group": ["Group"],
-    "notebook.measure_link": ["measure_link"],
-    "plots.explore": ["explore"],
-    "plots.figures": ["breakdown", "compare", "scaling", "timeline", "traffic"],
-    "plots.memory": ["memory"],
-    "recording.memory_tracker": ["track_memory"],
-    "recording.record": ["record", "span", "steps"],
-    "tracing.ideal_pipeline": ["schedule"],
-    "tracing.load": ["load_trace"],
-    "tracing.trace": ["Span", "Trace"],
-    "worker.runtimes.registry": ["devices"],
+# The public names: where each is defined, and, for editors and type checkers, its import. `tests/test_house.py` compares them.
+_MODULES = {
+    "predict": "costs.formulas",  # the module itself
+    "Link": "costs.link",
+    "check": "exercises.check",
+    "profile": "group.profile",
+    "Run": "group.run",
+    "doctor": "notebook.doctor",
+    "Group": "notebook.group",
+    "measure_link": "notebook.measure_link",
+    "breakdown": "plots.breakdown",
+    "compare": "plots.breakdown",
+    "explore": "plots.explore",
+    "memory": "plots.memory",
+    "scaling": "plots.scaling",
+    "timeline": "plots.timeline",
+    "traffic": "plots.traffic",
+    "track_memory": "recording.memory_tracker",
+    "record": "recording.record",
+    "span": "recording.record",
+    "steps": "recording.record",
+    "schedule": "tracing.ideal_pipeline",
+    "load_trace": "tracing.load",
+    "Span": "tracing.trace",
+    "Trace": "tracing.trace",
+    "devices": "worker.runtimes.registry",
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+if TYPE_CHECKING:
+    from labkit.costs import formulas as predict  # noqa: F401  # a module, and so under another name than its own
+    from labkit.costs.link import Link as Link
+    from labkit.exercises.check import check as check
+    from labkit.group.profile import profile as profile
+    from labkit.group.run import Run as Run
+    from labkit.notebook.doctor import doctor as doctor
+    from labkit.notebook.group import Group as Group
+    from labkit.notebook.measure_link import measure_link as measure_link
+    from labkit.plots.breakdown import breakdown as breakdown
+    from labkit.plots.breakdown import compare as compare
+    from labkit.plots.explore import explore as explore
+    from labkit.plots.memory import memory as memory
+    from labkit.plots.scaling import scaling as scaling
+    from labkit.plots.timeline import timeline as timeline
+    from labkit.plots.traffic import traffic as traffic
+    from labkit.recording.memory_tracker import track_memory as track_memory
+    from labkit.recording.record import record as record
+    from labkit.recording.record import span as span
+    from labkit.recording.record import steps as steps
+    from labkit.tracing.ideal_pipeline import schedule as schedule
+    from labkit.tracing.load import load_trace as load_trace
+    from labkit.tracing.trace import Span as Span
+    from labkit.tracing.trace import Trace as Trace
+    from labkit.worker.runtimes.registry import devices as devices
+
+__all__ = ["LabError", "RankError"]
+__all__.extend(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
     """Bring a public name when it is first used (PEP 562)."""
-    if name not in _HOME_OF:
+    if name not in _MODULES:
         raise WrongNameError(f"labkit has no {name!r}; {did_you_mean(name, __all__)}")
-    value: Any = importlib.import_module(f"labkit.{_HOME_OF[name]}")
+    value: Any = importlib.import_module(f"labkit.{_MODULES[name]}")
     if name != "predict":
         value = getattr(value, name)
     globals()[name] = value

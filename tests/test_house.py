@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import labkit
+
 ROOT = Path(__file__).resolve().parent.parent
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -80,6 +82,20 @@ def layer(module: str) -> int:
 def test_the_package_has_exactly_these_parts() -> None:
     found = {path.name.removesuffix(".py") for path in (ROOT / "labkit").iterdir() if path.name != "__pycache__"}
     assert found == {*LAYERS} | BESIDE
+
+
+def test_each_public_name_has_a_module_and_an_import_for_editors() -> None:
+    tree = ast.parse(FILES[LAZY].read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    imported = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom)
+        assert node.module
+        for alias in node.names:
+            name = alias.asname or alias.name
+            imported[name] = f"{node.module}.{alias.name}" if name == "predict" else node.module
+    assert imported == {name: f"labkit.{module}" for name, module in labkit._MODULES.items()}
+    assert {name for name in labkit.__all__ if not hasattr(labkit, name)} == set()
 
 
 def test_no_import_cycles() -> None:

@@ -16,7 +16,10 @@ from matplotlib.legend import Legend
 
 from labkit.errors.exceptions import LabError
 from labkit.plots.bars import COMMUNICATION_LANE, COMPUTE_LANE, STYLES, Bars, blend, caption, coverage, ink, lanes, style_of
-from labkit.plots.figures import breakdown, compare, scaling, timeline, traffic
+from labkit.plots.breakdown import breakdown, compare
+from labkit.plots.scaling import scaling
+from labkit.plots.timeline import timeline
+from labkit.plots.traffic import traffic
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.trace import Span, Trace
 
@@ -721,7 +724,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch):
 
 
 def test_importing_the_figures_does_not_import_matplotlib():
-    code = "import labkit.plots.figures, labkit.plots.live.view, sys; assert 'matplotlib' not in sys.modules, 'imported'"
+    code = "import labkit.plots.scaling, labkit.plots.live.view, sys; assert 'matplotlib' not in sys.modules, 'imported'"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -13,9 +13,10 @@ mpl.use("agg")
 import matplotlib.pyplot as plt
 
 from labkit.group.group import Group
-from labkit.plots.figures import timeline, traffic
 from labkit.plots.flows import flows_of
 from labkit.plots.message_arrows import messages
+from labkit.plots.timeline import timeline
+from labkit.plots.traffic import traffic
 
 
 @pytest.fixture(autouse=True)

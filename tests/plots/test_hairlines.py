@@ -10,7 +10,7 @@ mpl.use("agg")
 
 import matplotlib.pyplot as plt
 
-from labkit.plots.figures import timeline
+from labkit.plots.timeline import timeline
 
 from synthetic import Book  # isort: skip
 

@@ -26,9 +26,12 @@ from PIL import Image
 
 from labkit.plots import bars
 from labkit.plots import timeline as gantt
-from labkit.plots.figures import breakdown, compare, scaling, timeline, traffic
+from labkit.plots.breakdown import breakdown, compare
 from labkit.plots.live.curves import draw_below
 from labkit.plots.memory import memory
+from labkit.plots.scaling import scaling
+from labkit.plots.timeline import timeline
+from labkit.plots.traffic import traffic
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.trace import Span, Trace
 

@@ -12,8 +12,8 @@ mpl.use("agg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch
 
-from labkit.plots.figures import timeline
 from labkit.plots.message_arrows import Message, messages
+from labkit.plots.timeline import timeline
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.trace import Trace
 

@@ -13,9 +13,8 @@ mpl.use("agg")
 import matplotlib.pyplot as plt
 
 from labkit.errors.exceptions import LabError
-from labkit.plots.figures import traffic
 from labkit.plots.flows import flows_of, over_time
-from labkit.plots.traffic import OTHERS, _cell
+from labkit.plots.traffic import OTHERS, _cell, traffic
 from labkit.recording.operations import OTHER, SEND, Traffic, methods, type_of
 from labkit.recording.schema import ROOTED
 

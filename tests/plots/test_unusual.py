@@ -21,10 +21,13 @@ from labkit.costs.fit import fit
 from labkit.costs.link import Link
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import time_in_words
-from labkit.plots.figures import breakdown, compare, scaling, timeline, traffic
+from labkit.plots.breakdown import breakdown, compare
 from labkit.plots.link_fit import MeasuredLink
 from labkit.plots.memory import memory
+from labkit.plots.scaling import scaling
 from labkit.plots.style import shortened
+from labkit.plots.timeline import timeline
+from labkit.plots.traffic import traffic
 from labkit.recording.schema import MEMORY, MEMORY_KINDS
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.trace import Span, Trace

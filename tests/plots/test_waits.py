@@ -10,11 +10,11 @@ mpl.use("agg")
 import matplotlib.pyplot as plt
 from matplotlib.text import Text
 
+from labkit.plots.breakdown import breakdown, compare
 from labkit.plots.explorer.window import about
-from labkit.plots.figures import breakdown, compare, timeline
 from labkit.plots.live.frame import LiveFrame, LiveRow, Past, svg
 from labkit.plots.live.recent import Recent
-from labkit.plots.timeline import view_of
+from labkit.plots.timeline import timeline, view_of
 from labkit.tracing.trace import Trace
 
 from synthetic import Book, model_parallel  # isort: skip

@@ -1,7 +1,4 @@
-"""Figures from runs and traces: `timeline`, `breakdown`, `traffic`, `compare` and `scaling`.
-
-Each returns the matplotlib Axes. In a notebook, end the line with a semicolon.
-"""
+"""The scaling figure: speed-up or throughput by the number of ranks, measured, ideal and predicted."""
 
 from __future__ import annotations
 
@@ -14,16 +11,13 @@ from numpy.typing import NDArray
 from labkit.errors.exceptions import LabError
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import STYLES
-from labkit.plots.breakdown import breakdown, compare
 from labkit.plots.style import GREY, WIDTH_IN, HasTrace, labkit_style, pyplot, trace_of
-from labkit.plots.timeline import timeline
-from labkit.plots.traffic import traffic
 from labkit.tracing.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["breakdown", "compare", "scaling", "timeline", "traffic"]
+__all__ = ["scaling"]
 
 LABEL: Final = 0.075  # width of a text such as "100 %", as a fraction of the axis
 PALE: Final = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.5}  # behind a text that a line may cross
