@@ -252,6 +252,21 @@ def test_dtensors_collectives_are_numbered_although_their_keys_repeat(one: lab.G
     assert Counter(Counter(s.match for s in found).values()) == {2: STEPS}
 
 
+def multiply_on_devices_of_its_own(steps: int) -> None:
+    import tensorflow as tf
+
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    multiply_on_a_mesh(steps)
+
+
+def test_devices_that_the_program_configures_are_told_apart() -> None:
+    with lab.Group(1, runtime="tensorflow", timeout_s=200) as group:
+        trace = group.run(multiply_on_devices_of_its_own, STEPS).trace
+    assert Counter((s.device, s.nbytes) for s in reductions(trace, 0)) == {("CPU:0", 32): STEPS, ("CPU:1", 32): STEPS}
+    assert flows_of(trace).matrix()[:2, :2].tolist() == [[0, 32 * STEPS], [32 * STEPS, 0]]
+
+
 def compute_on_two_devices(steps: int) -> float:
     import tensorflow as tf
 

@@ -151,7 +151,8 @@ class Timeline:
                 session.stop()
                 if go_on:
                     self._start()
-                self._write(spans_of(session.events(), self._place, self._spans.names, self._sizes.nbytes, self._times))
+                place = self._place._replace(devices=max(self._place.devices, _configured_devices()))
+                self._write(spans_of(session.events(), place, self._spans.names, self._sizes.nbytes, self._times))
             except Exception as error:  # noqa: BLE001  # as above
                 self._fail(error)
             self._sizes.forget()
@@ -191,6 +192,14 @@ class Timeline:
             else:
                 details = {f.name: getattr(span, f.name) for f in TAIL_FIELDS}
                 ring.write_communication(span.name, span.start_ns, span.end_ns, **details, **seen)
+
+
+def _configured_devices() -> int:
+    """How many logical CPUs the program has asked for itself, as tutorials on DTensor do; 0: it has not."""
+    import tensorflow as tf
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    return len(tf.config.get_logical_device_configuration(cpu) or ())  # neither initialises TensorFlow
 
 
 def next_reading(now_ns: int, reading_ns: int) -> int:
