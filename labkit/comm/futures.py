@@ -22,10 +22,11 @@ EXIT_LIMIT_S: Final = 0.5  # for the backends' threads to come to the end of our
 class _Ties:
     """What completes a future, and whether a thread is waiting for it now."""
 
-    __slots__ = ("known", "operations", "waiters")
+    __slots__ = ("known", "operations", "told", "waiters")
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
+        self.told: list[Callable[[Any], None]] = []  # as `Futures.tell_first` was asked, and nobody was yet
         self.known: bool | None = None  # see `Futures.known`; None: where there are operations
         self.waiters = 0
 
@@ -44,6 +45,12 @@ class Futures:
         """Call back when the future has completed."""
         self._callbacks.add(ref(callback, self._callbacks.discard))
         future.add_done_callback(callback)
+
+    def tell_first(self, future: Any, callback: Callable[[Any], None]) -> None:
+        """Call back once when the future has completed, before a thread that waits for it goes on."""
+        ties = self._ties.setdefault(future, _Ties())
+        ties.told.append(callback)
+        self.tell(future, lambda _: _tell(ties, future))
 
     def install(self) -> None:
         """From now on see what Python code waits for."""
@@ -77,9 +84,11 @@ class Futures:
         return bool(ties.operations) if ties.known is None else ties.known
 
     def _wait(self, wait: Callable[..., Any], future: Any) -> Any:
-        if future.done():
-            return wait(future)
         ties = self._ties.get(future)
+        if future.done():
+            if ties is not None:
+                _tell(ties, future)
+            return wait(future)
         if ties is None:
             ties = self._ties[future] = _Ties()
         ties.waiters += 1
@@ -89,6 +98,7 @@ class Futures:
         try:
             return wait(future)
         finally:
+            _tell(ties, future)
             ties.waiters -= 1
             for operation in ties.operations:
                 if operation.waited_for:
@@ -120,6 +130,15 @@ class Futures:
             if ties is not None:
                 self.tie(future, ties.operations)
         return future
+
+
+def _tell(ties: _Ties, future: Any) -> None:
+    while ties.told:
+        try:
+            callback = ties.told.pop()
+        except IndexError:  # another thread was quicker
+            return
+        callback(future)
 
 
 def in_place_of(function: Any, ours: Callable[..., Any]) -> Any:

@@ -151,9 +151,17 @@ class RpcCalls:
             operation.completed()  # the call is on its way; when its value is there, whoever fetches it will tell
         else:
             self._futures.tie(result, [operation])
+            if call is None:
+                self._futures.tell_first(result, partial(self._replied, function, operation))
             if self._slow is None:
                 self._futures.tell(result, operation.completed)
         return result
+
+    def _replied(self, function: str, operation: Operation, future: Any) -> None:
+        """A function of torch's own has replied; the callee runs it in C++, where nobody writes that down."""
+        if nbytes := _nbytes(_value(future)):
+            now, name = clock(), f"received reply {function}"
+            self._ring.write_communication(name, now, now, nbytes=nbytes, peer=operation.peer, line=operation.line)
 
     def _serve(self, run: Callable[..., Any], call: Any) -> Any:
         """The callee runs the function."""

@@ -63,14 +63,20 @@ def test_the_caller(run: Run) -> None:
     calls = spans(run, MASTER)
     assert [s.name for s in calls] == [
         "rpc_async add", "rpc_async add", "rpc_sync add", "rpc_async add", "rpc_async add", "remote add", "to_here",
-        "rpc_sync add", "remote mul", "to_here", "rpc_sync add_later",
+        "rpc_sync add", "received reply add", "remote mul", "to_here", "rpc_sync add_later",
     ]  # fmt: skip
     assert all(s.peer == WORKER and s.done and s.line.startswith("comm_rpc_cases.py, line") for s in calls)
     # Python functions are pickled with their arguments, torch's are not; `to_here` fetches a tensor.
     pickled = [s.nbytes for s in calls if s.nbytes not in (X, 2 * X)]
     assert len(pickled) == 7
     assert all(X < nbytes < X + 300 for nbytes in pickled)
-    assert [s.nbytes for s in calls if s.name in ("to_here", "remote mul")] == [X, 2 * X, X]
+    assert [s.nbytes for s in calls if s.name in ("to_here", "remote mul", "received reply add")] == [X, X, 2 * X, X]
+
+
+def test_what_a_function_of_torchs_own_replies_is_counted(run: Run) -> None:
+    flows = flows_of(run.trace)
+    ways = zip(flows.operation, flows.source, flows.destination, flows.nbytes, strict=True)
+    assert [way[1:] for way in ways if flows.name[way[0]] == "received reply add"] == [(WORKER, MASTER, X)]
 
 
 def test_the_callee(run: Run) -> None:
@@ -281,6 +287,26 @@ def test_futures_that_only_python_completes() -> None:
     futures = Futures()
     assert futures.known(torch.futures.Future())
     assert not futures.known(torch.jit.fork(lambda: 1)), "C++ computes it"
+
+
+class Late:
+    """A future whose callbacks come only after the thread that waits for it went on."""
+
+    def __init__(self, *, done: bool) -> None:
+        self.callbacks: list[Any] = []
+        self.done = lambda: done
+        self.add_done_callback = self.callbacks.append
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_a_reply_is_written_down_once_and_before_its_caller_goes_on(done: bool) -> None:
+    futures, future, told = Futures(), Late(done=done), []
+    futures.tell_first(future, told.append)
+    assert futures._wait(lambda _: "value", future) == "value"
+    assert told == [future]
+    for callback in future.callbacks:
+        callback(future)
+    assert told == [future]
 
 
 def test_the_waiting_rank_of_a_call_is_known() -> None:
