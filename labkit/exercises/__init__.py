@@ -1,4 +1,4 @@
-"""The exercises of the course: one file per lesson, imported when one of its exercises is checked."""
+"""The exercises of the course: `lab.check`, and one file per lesson, imported when one of its exercises is checked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from labkit.exercises.judging import Exercise
 
 __all__ = ["LESSONS", "find"]
 
-# Which file has which exercises, so that a check imports its own lesson's file and no other. A test holds the two together.
+# The exercises of each file, so that a check imports only its own lesson's file. A test compares them with the files.
 LESSONS: dict[str, tuple[str, ...]] = {
     "start_here": ("introduce", "my_share", "waiting_share"),
     "data_parallel": ("average_gradients", "draw_indices", "accumulate", "scaled_learning_rate"),
@@ -21,10 +21,10 @@ LESSONS: dict[str, tuple[str, ...]] = {
 
 
 def find(name: str) -> Exercise:
-    """The exercise of that name.
+    """Return the exercise with this name.
 
     Raises:
-        LabError: there is none; the message lists names that are close, or all.
+        LabError: there is none; the message lists similar names, or all names.
     """
     for file, names in LESSONS.items():
         if name in names:

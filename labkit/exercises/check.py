@@ -1,4 +1,4 @@
-"""`check("name", answer)`: an exercise's verdict in readable words."""
+"""`check("name", answer)` judges the answer to an exercise and explains the verdict."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from labkit.recording.record import is_students, label
 
 __all__ = ["Verdict", "check"]
 
-SERIAL_LIMIT_S = 60.0  # for what an exercise does in this process, where TensorFlow may have to be imported from a cold disk
-LIMIT_S = 60.0  # for one run of an exercise; the slowest right answer, on TensorFlow, takes 4 s on two busy cores
-# Symbol and colour of each state: never the colour alone, and apart for colour-blind readers.
-_LOOKS = {"passed": ("✓", "#0072b2"), "wrong": ("✗", "#d55e00"), "not written yet": ("○", "#767676")}
+SERIAL_LIMIT_S = 60.0  # for code in this process, which may have to import TensorFlow from a cold disk
+LIMIT_S = 60.0  # for one run on ranks; the slowest right answer, with TensorFlow, takes 4 s on two busy cores
+# Symbol and colour of each state. Colour-blind readers can tell the colours apart, and the symbols do not need colour.
+_SYMBOL_AND_COLOUR = {"passed": ("✓", "#0072b2"), "wrong": ("✗", "#d55e00"), "not written yet": ("○", "#767676")}
 
 
 @dataclass(frozen=True, repr=False)
 class Verdict:
-    """What `check` found. A notebook shows it at the end of the cell; `print` shows the same as text.
+    """The result of `check`. A notebook shows it below the cell; `print` shows the same as text.
 
     Args:
-        name: of the exercise.
+        name: the exercise's name.
         passed: whether the answer is right.
-        message: one sentence: what was shown, or what is wrong and where to look.
-        details: lines beside it: what was given, what was expected.
-        written: False where the stub is still untouched.
+        message: one sentence: what the answer achieves, or what is wrong and where to look.
+        details: further lines, such as what was given and what was expected.
+        written: False if the stub has not been changed yet.
     """
 
     name: str
@@ -49,19 +49,19 @@ class Verdict:
 
     @property
     def state(self) -> str:
-        """One of "passed", "wrong" and "not written yet"."""
+        """The state in words: "passed", "wrong" or "not written yet"."""
         return "passed" if self.passed else "wrong" if self.written else "not written yet"
 
     def __bool__(self) -> bool:
         return self.passed
 
     def __repr__(self) -> str:
-        symbol, _ = _LOOKS[self.state]
+        symbol, _ = _SYMBOL_AND_COLOUR[self.state]
         lines = [f"{symbol} {self.name}: {self.state}", *textwrap.wrap(self.message, 110)]
         return "\n  ".join(lines + [part for detail in self.details for part in detail.splitlines()])
 
     def _repr_html_(self) -> str:
-        symbol, colour = _LOOKS[self.state]
+        symbol, colour = _SYMBOL_AND_COLOUR[self.state]
         details = f'<pre style="margin:4px 0 0">{html.escape(chr(10).join(self.details))}</pre>' if self.details else ""
         return (
             f'<div style="border-left:4px solid {colour};padding:4px 12px">'
@@ -74,20 +74,20 @@ class Verdict:
 def check(name: str, answer: Any = ...) -> Verdict:
     """Judge the answer to an exercise of the course.
 
-    Most exercises are judged on real ranks: a group of the size that the exercise needs is started and closed again. The oracle
-    is one process doing the same work.
+    Most exercises run on real ranks: `check` starts a group of the required size and closes it again. The result must
+    equal that of one process that does the same work.
 
     Args:
-        name: of the exercise.
-        answer: the function (or class, or number) that the exercise asks for; left out, the verdict repeats what is asked.
+        name: the exercise's name.
+        answer: the function, class or number that the exercise asks for. Without it, the verdict repeats the task.
 
     Returns:
-        the verdict. It is true if the answer is right. A wrong answer is no exception: neither is one that raises, which the
-        verdict says; nor is one that never comes to its end, which is stopped.
+        the verdict, which is true if the answer is right. A wrong answer raises nothing: if the answer itself raises an
+        exception, the verdict reports it, and an answer that does not finish is stopped.
 
     Raises:
-        TypeError: the name is no string.
-        LabError: there is no exercise of that name; the message names close ones.
+        TypeError: the name is not a string.
+        LabError: there is no exercise with this name; the message lists similar names.
     """
     if not isinstance(name, str):
         raise TypeError(
@@ -97,12 +97,12 @@ def check(name: str, answer: Any = ...) -> Verdict:
     if _is_unwritten(answer):
         return _not_written(exercise)
     if not (exercise.number or callable(answer)):
-        hint = f"given {reprlib.repr(answer)}: hand over the function itself, not what it returns"
+        hint = f"given {reprlib.repr(answer)}: pass the function itself, not its return value"
         return Verdict(name, False, _sentence(hint), (f'lab.check("{name}", {name})',))
     limit = TimeLimit(SERIAL_LIMIT_S)
 
     def on_ranks(*args: Any, **options: Any) -> list[Any]:
-        with limit.paused():  # runs have a limit of their own
+        with limit.paused():  # runs have their own limit
             return _on_ranks(*args, **options)
 
     try:
@@ -110,7 +110,7 @@ def check(name: str, answer: Any = ...) -> Verdict:
             message = exercise.judge(answer, on_ranks)
     except OutOfTimeError as late:
         limit.close()
-        hint = f"not finished after {SERIAL_LIMIT_S:.0f} s, so it was stopped: does every loop come to its end?"
+        hint = f"not finished after {SERIAL_LIMIT_S:.0f} s, so it was stopped: does every loop end?"
         return Verdict(name, False, _sentence(hint), tuple(_students_frames(late)))
     except AnswerError as wrong:
         return Verdict(name, False, _sentence(wrong.message), wrong.details)
@@ -125,7 +125,7 @@ def check(name: str, answer: Any = ...) -> Verdict:
     except Exception as error:  # the student's function may raise anything
         frames = list(_students_frames(error))
         if not frames:
-            raise  # ours
+            raise  # a bug in labkit
         return Verdict(name, False, f"it raised {type(error).__name__}: {error}", tuple(frames))
     return Verdict(name, True, message)
 
@@ -138,12 +138,12 @@ def _on_ranks(ranks: Any, function: Callable[..., Any], *args: Any, **options: A
     with Group(ranks, devices="cpu", timeout_s=LIMIT_S, **options) as group:  # the same verdict with and without GPUs
         try:
             return list(group.run(function, *args).results)
-        except DeadlockError as stuck:
-            details = filter(None, (stuck.hint, *stuck.doings))
-            raise AnswerError(f"deadlock: {stuck.headline}", *details) from None
+        except DeadlockError as deadlock:
+            details = filter(None, (deadlock.hint, *deadlock.doings))
+            raise AnswerError(f"deadlock: {deadlock.headline}", *details) from None
         except RunTimeoutError as late:
             hint = (
-                f"not finished after {LIMIT_S:.0f} s: does every loop come to its end, and do all ranks call the same operations "
+                f"not finished after {LIMIT_S:.0f} s: does every loop end, and do all ranks call the same operations "
                 f"in the same order?"
             )
             raise AnswerError(hint, *late.doings) from None
@@ -160,7 +160,7 @@ def _students_frames(error: BaseException) -> Iterator[str]:
 
 
 def _is_unwritten(answer: Any) -> bool:
-    """Whether the answer is a stub: no value at all, or code in which a `...` (or nothing but `pass`) still holds a place."""
+    """Whether the answer is a stub: no value, or code that still contains a `...` or consists of `pass` alone."""
     if answer is ... or answer is None:
         return True
     if inspect.isclass(answer):
@@ -169,7 +169,7 @@ def _is_unwritten(answer: Any) -> bool:
         return False
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(answer)))
-    except (OSError, TypeError, SyntaxError):  # typed in a plain REPL, or a lambda inside a longer expression: let it run
+    except (OSError, TypeError, SyntaxError):  # typed in a plain REPL, or a lambda in a longer expression
         return False
     function = tree.body[0]
     body = function.body if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) else []

@@ -1,6 +1,6 @@
 """The exercises of lesson 02: average gradients, draw each epoch's examples, accumulate, scale the learning rate."""
 
-# No `from __future__ import annotations` here: DDP reads the annotations of a communication hook, and wants types, not strings.
+# No `from __future__ import annotations`: DDP reads the annotations of a communication hook, and needs types there.
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +25,11 @@ Gradients = dict[str, NDArray[Any]]
 
 
 class _Experts(nn.Module):
-    """A trunk, partly frozen as in fine-tuning, and as many equally large experts: an example passes through one of them."""
+    """A trunk, partly frozen as in fine-tuning, and several experts of equal size; each example passes through one.
+
+    Args:
+        experts: the number of experts.
+    """
 
     def __init__(self, experts: int) -> None:
         super().__init__()
@@ -46,18 +50,18 @@ def _batch(examples: int) -> tuple[Tensor, Tensor]:
 
 
 def _gradients(model: nn.Module) -> Gradients:
-    """What each parameter's `.grad` is now; those that have none are left out."""
+    """Return a copy of each parameter's `.grad`; parameters without a gradient are left out."""
     return {n: p.grad.detach().clone().numpy() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def _shares(ranks: int) -> list[tuple[Tensor, Tensor]]:
-    """Each rank's inputs and targets."""
+    """Return the inputs and targets of each rank."""
     inputs, targets = _batch(PER_RANK * ranks)
     return list(zip(inputs.chunk(ranks), targets.chunk(ranks), strict=True))
 
 
 def _serial_average(ranks: int) -> Gradients:
-    """The oracle: one process with the whole batch, each share of it through its own expert."""
+    """Return the expected gradients: one process with the whole batch, each rank's share through its own expert."""
     model = _Experts(ranks)
     outputs = torch.cat([model(inputs, expert) for expert, (inputs, _) in enumerate(_shares(ranks))])
     nn.functional.mse_loss(outputs, torch.cat([targets for _, targets in _shares(ranks)])).backward()
@@ -65,7 +69,7 @@ def _serial_average(ranks: int) -> Gradients:
 
 
 def _average_on_rank(answer: Callable[[nn.Module], object]) -> tuple[Gradients, Gradients]:
-    """The gradients of this rank's part of the batch before and after the student's function."""
+    """Return the gradients of this rank's share of the batch before and after the student's function."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = _Experts(ranks)
     inputs, targets = _shares(ranks)[rank]
@@ -76,7 +80,7 @@ def _average_on_rank(answer: Callable[[nn.Module], object]) -> tuple[Gradients, 
 
 
 def _average_gradients(answer: Any, on: OnRanks) -> str:
-    for ranks in (3, 2):  # 3 first: whoever divides by a constant 2 is right by chance on two
+    for ranks in (3, 2):  # 3 first: on two ranks, dividing by a constant 2 would be right by chance
 
         def explain(times: float, ranks: int = ranks) -> str | None:
             known = {
@@ -94,21 +98,22 @@ def _average_gradients(answer: Any, on: OnRanks) -> str:
                 raise
             raise AnswerError(
                 f"{first.name} failed: p.grad is None here. Either the parameter is frozen (skip it) or no example of this rank "
-                "used it (take part with zeros). And keep nothing of what dist.all_reduce returns: it works in place and "
-                "returns nothing",
+                "used it (take part with zeros). And do not use the return value of dist.all_reduce: it works in place and "
+                "returns None",
                 first.traceback,
             ) from None
         if not any(after):
             raise AnswerError(
-                "afterwards all gradients are missing on rank 0 and on the others",
-                "dist.all_reduce works in place and returns nothing: `p.grad = dist.all_reduce(p.grad)` throws the sum away",
+                "afterwards all gradients are missing, on all ranks",
+                "dist.all_reduce works in place and returns None: `p.grad = dist.all_reduce(p.grad)` discards the sum",
             )
         expected = _serial_average(ranks)
-        _judge_who_takes_part(before, after, expected)
+        _judge_participation(before, after, expected)
         if all(_keeps(a, b) for a, b in zip(after, before, strict=True)):
             raise AnswerError(
-                "the gradients are what they were before: each rank still has its own",
-                "the sum must land in p.grad itself, as dist.all_reduce(p.grad) does; a new tensor in a variable changes nothing",
+                "the gradients are unchanged: each rank still has its own",
+                "the sum must be stored in p.grad itself, as dist.all_reduce(p.grad) does; a new tensor in a variable changes "
+                "nothing",
             )
         if all(_keeps(a, before[0]) for a in after):
             raise AnswerError(
@@ -120,18 +125,22 @@ def _average_gradients(answer: Any, on: OnRanks) -> str:
                 f"the gradients of the experts are {ranks} times what they should be: divide by the number of all ranks. Those "
                 "whose examples do not use an expert are part of the mean, with zero"
             )
-        compare(after, expected, what="the gradients", explain=explain)
+        compare(after, expected, subject="the gradients", explain=explain)
     return "On 2 and on 3 ranks the gradients are those of one process with the whole batch, also where a rank had none."
 
 
-def _judge_who_takes_part(before: Sequence[Gradients], after: Sequence[Gradients], expected: Gradients) -> None:
-    """Every rank ends with a gradient of every trainable parameter, and of no other."""
+def _judge_participation(before: Sequence[Gradients], after: Sequence[Gradients], expected: Gradients) -> None:
+    """Check that each rank ends with a gradient for each trainable parameter, and for no other.
+
+    Raises:
+        AnswerError: it does not.
+    """
     for rank, (had, has) in enumerate(zip(before, after, strict=True)):
         frozen = [name for name in has if name not in expected]
         if frozen:
             raise AnswerError(
                 f"{frozen[0]} is frozen (requires_grad is False), and now has a gradient on rank {rank}: an optimizer with "
-                "weight decay would move it. Skip it"
+                "weight decay would change it. Skip it"
             )
         missing = [name for name in expected if name not in has and name not in had]
         if missing and all(name in has for name in had):
@@ -144,7 +153,7 @@ def _judge_who_takes_part(before: Sequence[Gradients], after: Sequence[Gradients
 
 
 def _keeps(a: Gradients, b: Gradients) -> bool:
-    """Whether all gradients of `b` are in `a`, unchanged."""
+    """Whether `a` contains all gradients of `b`, unchanged."""
     return all(n in a and np.array_equal(a[n], b[n]) for n in b)
 
 
@@ -156,7 +165,7 @@ def _draw_indices(answer: Any, _: OnRanks) -> str:
             _judge_epoch(drawn, examples, f"{case}, epoch {epoch}")
         if epochs[0] != epochs[2]:
             raise AnswerError(
-                f"{case}: epoch 0 asked for twice gives two orders; ranks could not agree on it. Seed with the epoch"
+                f"{case}: two calls for epoch 0 give two orders, so ranks could not agree on one. Seed with the epoch"
             )
         if epochs[0] == epochs[1]:
             raise AnswerError(
@@ -184,9 +193,9 @@ def _judge_epoch(drawn: list[list[int]], examples: int, case: str) -> None:
     details = tuple(f"rank {rank}: {indices}" for rank, indices in enumerate(drawn))
     ranks, each = len(drawn), -(-examples // len(drawn))
     every = [index for indices in drawn for index in indices]
-    strangers = sorted({index for index in every if index not in range(examples)})
-    if strangers:
-        raise AnswerError(f"{case}: there is no example {strangers[0]}; they are numbered 0 to {examples - 1}", *details)
+    unknown = sorted({index for index in every if index not in range(examples)})
+    if unknown:
+        raise AnswerError(f"{case}: there is no example {unknown[0]}; they are numbered 0 to {examples - 1}", *details)
     if len({len(indices) for indices in drawn}) > 1:
         raise AnswerError(
             f"{case}: the ranks have different numbers of examples. The rank with one batch more would wait in its all_reduce "
@@ -211,36 +220,36 @@ def _examples(numbers: list[int]) -> str:
 
 
 class _Counter:
-    """Counts the buckets that DDP sends, and the losses that were computed after the last of them."""
+    """Counts the buckets that DDP sends, and the losses that are computed after the last of them."""
 
     def __init__(self) -> None:
         self.buckets = 0
         self.late = 0
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The student's loss function."""
+        """Compute the loss; passed to the student's function as its loss function."""
         self.late += 1
         return nn.functional.mse_loss(outputs, targets)
 
     def hook(self, _: object, bucket: dist.GradBucket) -> Future[Tensor]:
-        """DDP's communication hook: called once for each bucket when its gradients are complete."""
+        """DDP's communication hook; DDP calls it for each bucket, once its gradients are complete."""
         self.buckets += 1
         self.late = 0
         assert dist.group.WORLD is not None
         return allreduce_hook(dist.group.WORLD, bucket)
 
 
-SIZES = ((5, 1, 2), (2, 4, 6), (1, 1, 2))  # examples in each micro-batch of each rank: nothing cancels by chance
+SIZES = ((5, 1, 2), (2, 4, 6), (1, 1, 2))  # examples in each micro-batch of each rank; no mistake cancels out
 
 
 def _micro_batches() -> list[list[tuple[Tensor, Tensor]]]:
-    """The list that each rank's answer is given."""
+    """Return the micro-batches of each rank."""
     inputs, targets = (iter(part.split([n for sizes in SIZES for n in sizes])) for part in _batch(sum(map(sum, SIZES))))
     return [[(next(inputs), next(targets)) for _ in sizes] for sizes in SIZES]
 
 
 def _serial_accumulation(weights: Sequence[Sequence[float]]) -> Gradients:
-    """One process that multiplies each micro-batch's mean loss by its weight."""
+    """Return the gradients of one process that multiplies each micro-batch's mean loss by its weight."""
     model = _Experts(1)
     for of_rank, batches in zip(weights, _micro_batches(), strict=True):
         for weight, (inputs, targets) in zip(of_rank, batches, strict=True):
@@ -249,7 +258,7 @@ def _serial_accumulation(weights: Sequence[Sequence[float]]) -> Gradients:
 
 
 def _accumulate_on_rank(answer: Callable[..., object]) -> tuple[Gradients, int, int]:
-    """The gradients after the student's function, how many buckets went over the wire, and how many losses came after them."""
+    """Return the gradients after the student's function, and the numbers of buckets sent and losses computed later."""
     model = DistributedDataParallel(_Experts(1))
     counter = _Counter()
     model.register_comm_hook(None, counter.hook)
@@ -259,13 +268,13 @@ def _accumulate_on_rank(answer: Callable[..., object]) -> tuple[Gradients, int, 
 
 def _accumulate(answer: Any, on: OnRanks) -> str:
     ranks, examples = len(SIZES), sum(map(sum, SIZES))
-    mistakes = {  # and what each micro-batch's mean loss is multiplied by in the end: DDP divides by the ranks
-        "every batch counts the same, however few examples it has: weigh each loss by the number of its examples": [
+    mistakes = {  # with the weights of the micro-batches' mean losses that result, after DDP has divided by the ranks
+        "every batch counts the same, however few examples it has: weight each loss by the number of its examples": [
             [1 / len(sizes) / ranks for _ in sizes] for sizes in SIZES
         ],
         "every rank counts the same, however few examples it has: divide by the examples of all ranks together (an all_reduce "
         "of the number), not by this rank's own": [[size / sum(sizes) / ranks for size in sizes] for sizes in SIZES],
-        "the mean losses of the batches were added up: weigh each by its share of the examples": [
+        "the mean losses of the batches were added up: weight each by its share of the examples": [
             [1 / ranks for _ in sizes] for sizes in SIZES
         ],
     }
@@ -274,7 +283,7 @@ def _accumulate(answer: Any, on: OnRanks) -> str:
         if abs(times - 1 / ranks) < 1e-3:
             return "were divided by the number of ranks once too often (DDP averages over the ranks: it divides already)"
         if abs(times - examples / ranks) < 1e-3:
-            return "were weighed by the number of examples, but not divided by that of all ranks"
+            return "were weighted by the number of examples, but not divided by that of all ranks"
         return None
 
     after, buckets, late = zip(*on(ranks, _accumulate_on_rank, answer), strict=True)
@@ -282,24 +291,24 @@ def _accumulate(answer: Any, on: OnRanks) -> str:
         raise AnswerError("no parameter has a gradient afterwards: backward() adds to .grad, and nothing may clear it at the end")
     if buckets[0] == 0 and not all(_keeps(gradients, after[0]) for gradients in after):
         raise AnswerError(
-            "each rank kept its gradients to itself: no_sync() was on for every batch. The last one runs outside it, and sends "
-            "the sum of all"
+            "no rank sent its gradients: no_sync() was active for every batch. The last one must run outside it, and sends the "
+            "sum of all"
         )
     right = _serial_accumulation([[size / examples for size in sizes] for sizes in SIZES])
     if buckets[0] and late[0] and differ(after, right):
         raise AnswerError(
-            "what comes after the backward that sends stays on its own rank: the batch outside no_sync() must be the last",
+            "gradients computed after the backward that sends stay on their rank: the batch outside no_sync() must be the last",
             f"computed after it: {late[0]} of {len(SIZES[0])} losses",
         )
     for mistake, weights in mistakes.items():
         if not differ(after, _serial_accumulation(weights)):
             each = "; ".join(f"rank {rank}: {listing(sizes)}" for rank, sizes in enumerate(SIZES))
             raise AnswerError(mistake, f"examples in the batches: {each}")
-    compare(after, right, what="the gradients", explain=explain)
+    compare(after, right, subject="the gradients", explain=explain)
     if buckets[0] > 1:
         raise AnswerError(
-            f"the gradients are right, but went over the wire {plural(buckets[0], 'time')}; once is enough",
-            "forward and backward of all batches but the last both stand inside `with model.no_sync():`; DDP decides in the "
+            f"the gradients are right, but were sent {plural(buckets[0], 'time')}; once is enough",
+            "forward and backward of all batches but the last belong inside `with model.no_sync():`; DDP decides in the "
             "forward pass whether the backward will send",
         )
     most = max(map(max, SIZES))
@@ -307,7 +316,7 @@ def _accumulate(answer: Any, on: OnRanks) -> str:
 
 
 def _scaled_learning_rate(answer: Any, _: OnRanks) -> str:
-    # The first case tells all rules apart. The batch of the last three: not a multiple of the old one, smaller, the same.
+    # The first case tells all rules apart. In the others the new batch is no multiple of the old one, smaller or equal.
     for base, base_batch, per_rank, ranks in ((0.1, 256, 64, 12), (0.05, 256, 100, 3), (0.1, 256, 32, 2), (0.1, 64, 64, 1)):
         given = float(answer(base, base_batch, per_rank, ranks))
         times = per_rank * ranks / base_batch
@@ -316,7 +325,7 @@ def _scaled_learning_rate(answer: Any, _: OnRanks) -> str:
         if abs(given - base * times) <= 1e-6 * base * times:
             continue
         if abs(given - base * times**0.5) <= 1e-6 * base * times:
-            raise AnswerError(f"{case}: that is the square-root rule; asked for is the linear one", *details)
+            raise AnswerError(f"{case}: that is the square-root rule; the task asks for the linear rule", *details)
         if abs(given - base * ranks) <= 1e-6 * base * ranks:
             raise AnswerError(
                 f"{case}: the number of ranks is not what counts: the batch of all ranks together is {per_rank * ranks}, "

@@ -1,4 +1,4 @@
-"""What every exercise is made of: `Exercise`, `AnswerError`, and the comparisons that several judges share."""
+"""What all exercises share: `Exercise`, `AnswerError`, and functions that compare answers with expected values."""
 
 from __future__ import annotations
 
@@ -22,27 +22,37 @@ __all__ = [
     "takes_number_for_list",
 ]
 
-TOLERANCE = 1e-4  # relative: a sum in another order differs by 1e-6 in float32, the mistakes here by 1e-1
+TOLERANCE = 1e-4  # relative; another order of summation changes a float32 by 1e-6, the mistakes here by 1e-1
 
 
 class OnRanks(Protocol):
-    """How a judge runs a function on fresh ranks: one result per rank comes back, in rank order."""
+    """Runs a function on new ranks, for a judge."""
 
     def __call__(self, ranks: Any, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        """Start a group of `ranks` (a number or names; `options` are the group's) and let each rank call `function(*args)`."""
+        """Start a group, and call `function(*args)` on each rank.
+
+        Args:
+            ranks: the number of ranks, or their names.
+            function: the function to call.
+            args: its arguments.
+            options: options of the group.
+
+        Returns:
+            the result of each rank, in rank order.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Exercise:
-    """Something to write, and how it is judged.
+    """An exercise, and the function that judges answers to it.
 
     Args:
-        name: what `lab.check` calls it.
-        lesson: the notebook it belongs to, as in "02_data_parallel".
-        target: what the student's function shall do, in one or two sentences.
-        judge: called with the student's answer and an `OnRanks`; returns the sentence that a right answer earns, or raises
+        name: its name in `lab.check`.
+        lesson: the notebook that contains it, such as "02_data_parallel".
+        target: the task, in one or two sentences.
+        judge: called with the student's answer and an `OnRanks`; returns the message for a right answer, or raises
             `AnswerError`.
-        number: whether the answer is a number, not a function or a class.
+        number: whether the answer is a number rather than a function or a class.
     """
 
     name: str
@@ -53,7 +63,12 @@ class Exercise:
 
 
 class AnswerError(Exception):
-    """A wrong answer: the sentence that says what is wrong and where to look, and lines with what was given and expected."""
+    """A wrong answer.
+
+    Args:
+        message: one sentence: what is wrong and where to look.
+        details: further lines, such as what was given and what was expected.
+    """
 
     def __init__(self, message: str, *details: str) -> None:
         super().__init__(message)
@@ -62,12 +77,12 @@ class AnswerError(Exception):
 
 
 def call(answer: Callable[..., Any], *args: Any) -> Any:
-    """What each rank runs where the student's function needs nothing around it."""
+    """Call the student's function, on a rank, with nothing around it."""
     return answer(*args)
 
 
 def takes_number_for_list(error: str) -> bool:
-    """Whether a TypeError's text is that of code which treats a whole number as if it were a list."""
+    """Whether a TypeError's message comes from code that treats a whole number as a list."""
     return error.endswith(
         ("'int' object is not iterable", "object of type 'int' has no len()", "'int' object is not subscriptable")
     )
@@ -77,27 +92,27 @@ def compare(
     got: Sequence[Mapping[str, NDArray[Any]]],
     expected: Mapping[str, NDArray[Any]],
     *,
-    what: str,
+    subject: str,
     explain: Callable[[float], str | None] = lambda _: None,
 ) -> None:
-    """Hold the arrays of every rank against the expected ones, and say in what way they differ.
+    """Compare the arrays of all ranks with the expected ones, and explain how they differ.
 
     Args:
-        got: per rank, arrays by name.
+        got: for each rank, arrays by name.
         expected: the arrays that each rank should have.
-        what: what they are, as the subject of a sentence: "the gradients".
-        explain: given the factor by which all arrays are too large, the cause; None where there is no known one.
+        subject: the subject of the sentence: "the gradients".
+        explain: given the factor by which all arrays are too large, returns the cause; None if the cause is not known.
 
     Raises:
-        AnswerError: they differ.
+        AnswerError: the arrays differ.
     """
     for rank, arrays in enumerate(got):
         for name, array in expected.items():
             if name not in arrays:
-                raise AnswerError(f"{what} of {name} are missing on rank {rank}")
+                raise AnswerError(f"{subject} of {name} are missing on rank {rank}")
             if np.shape(arrays[name]) != np.shape(array):
                 raise AnswerError(
-                    f"{what} of {name} have the wrong shape on rank {rank}",
+                    f"{subject} of {name} have the wrong shape on rank {rank}",
                     f"given {tuple(np.shape(arrays[name]))}, expected {tuple(array.shape)}",
                 )
     bad = differ(got, expected)
@@ -107,7 +122,7 @@ def compare(
     if common is not None:
         cause = explain(common)
         size = f"each is {common:.4g} times what it should be" + (f" on {len(got)} ranks" if len(got) > 1 else "")
-        raise AnswerError(f"{what} {cause}: {size}" if cause else f"{what} are off by a factor: {size}")
+        raise AnswerError(f"{subject} {cause}: {size}" if cause else f"{subject} are off by a factor: {size}")
     good = [name for name in expected if name not in bad]
     largest = max(float(np.abs(a[n] - expected[n]).max()) for a in got for n in bad)
     alike = all(_close(arrays[n], got[0][n]) for arrays in got for n in expected)
@@ -116,16 +131,16 @@ def compare(
         details.append(f"right: {listing(good)}")
     if not alike:
         details.append("the ranks do not even agree with each other")
-    raise AnswerError(f"{what} are not those of one process with the whole batch", *details)
+    raise AnswerError(f"{subject} are not those of one process with the whole batch", *details)
 
 
 def differ(got: Sequence[Mapping[str, NDArray[Any]]], expected: Mapping[str, NDArray[Any]]) -> set[str]:
-    """The names of those arrays that some rank lacks, or has otherwise than expected (but for rounding)."""
+    """Return the names of arrays that are missing on some rank, or that differ there by more than rounding."""
     return {name for arrays in got for name, array in expected.items() if name not in arrays or not _close(arrays[name], array)}
 
 
 def factor(got: Sequence[Any], expected: Sequence[Any]) -> float | None:
-    """The one number that all `got` are larger by than `expected`; None where there is no such number."""
+    """Return the common ratio of all values in `got` to those in `expected`; None if there is no such number."""
     a = np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in got])
     b = np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in expected])
     square = float(b @ b)
@@ -136,7 +151,7 @@ def factor(got: Sequence[Any], expected: Sequence[Any]) -> float | None:
 
 
 def _close(a: Any, b: Any) -> bool:
-    """Equal but for rounding, against the size of the largest number: single entries may be sums that cancel."""
+    """Whether two arrays are equal up to rounding, relative to the largest number: in some entries terms may cancel."""
     size = float(np.abs(b).max(initial=0.0))
     return bool(np.all(np.abs(np.asarray(a, np.float64) - b) <= TOLERANCE * max(size, 1e-12)))
 
@@ -147,7 +162,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def listing(items: Sequence[Any], most: int = 6) -> str:
-    """Write out a list: "a, b and c", cut after `most`."""
+    """Join items to "a, b and c"; after `most` items, give the number of the others."""
     words = [str(item) for item in items]
     if len(words) > most:
         return f"{', '.join(words[:most])} and {len(words) - most} more"

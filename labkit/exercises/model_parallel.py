@@ -1,4 +1,4 @@
-"""The exercises of lesson 04: what a layer's output weighs, where to cut a model, a model on two devices, a stage between two."""
+"""The exercises of lesson 04: sizes of activations, where to cut a model, a model on two devices, a middle stage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LESSON = "04_model_parallel"
 
 
 def _network() -> nn.Sequential:
-    """Small, with a part inside a part, so that leaves and containers differ."""
+    """Return a small network with a nested container, so that leaves and containers differ."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 4)), nn.Flatten())
 
@@ -28,7 +28,7 @@ def _network() -> nn.Sequential:
 def _activation_bytes(answer: Any, _: OnRanks) -> str:
     model, batch = _network(), 5
     given = answer(model, torch.zeros(batch, 6))
-    numbers = {"0": 8, "1.0": 8, "1.1": 4, "2": 4}  # that each layer gives for one example
+    numbers = {"0": 8, "1.0": 8, "1.1": 4, "2": 4}  # outputs of each layer for one example
     expected = {name: batch * count * 4 for name, count in numbers.items()}
     if not isinstance(given, dict):
         raise AnswerError(f"expected a dict from layer names to bytes, given {given!r}")
@@ -59,7 +59,7 @@ def _activation_bytes(answer: Any, _: OnRanks) -> str:
     if list(given) == [list(expected)[-1]]:
         raise AnswerError(
             "every hook wrote under the last layer's name: hooks that are made in a loop share its variable, and run when the "
-            "loop is over. Make each in a function of its own, as note_shape does, or give it name=name",
+            "loop is over. Make each in a separate function call, as note_shape does, or give it name=name",
             *details,
         )
     if lost:
@@ -94,7 +94,7 @@ def _best_cut(answer: Any, _: OnRanks) -> str:
 
 
 class _Spy(nn.Module):
-    """A part that counts how often it is called."""
+    """A part of a model that counts its calls."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -102,14 +102,14 @@ class _Spy(nn.Module):
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Count, then compute."""
+        """Count the call, then compute."""
         self.calls += 1
         out: Tensor = self.inner(x)
         return out
 
 
 def _two_devices(answer: Any, _: OnRanks) -> str:
-    """Judged on any machine: the "meta" device computes only shapes, and refuses tensors of another, as a second GPU would."""
+    """Judge on any machine: the "meta" device computes only shapes, but like a GPU rejects tensors of other devices."""
     layers = _network()
     first, second = _Spy(layers[0]), _Spy(layers[1:])
     reference = copy.deepcopy(layers)
@@ -135,7 +135,7 @@ def _two_devices(answer: Any, _: OnRanks) -> str:
             raise AnswerError(
                 f"the gradient of {name} is not that of the unsplit model: is the activation detached between the parts?"
             )
-    return "Two parts, two devices, one activation carried across, and gradients that find their way back."
+    return "Two parts on two devices, one activation sent across, and gradients that come back the same way."
 
 
 def _on_meta(answer: Any) -> None:
@@ -168,16 +168,22 @@ def _on_meta(answer: Any) -> None:
         ) from None
 
 
-# All messages of `middle_step` have one shape: a wrong tensor then arrives and can be named, instead of breaking the connection.
+# All messages of `middle_step` have one shape, so that a wrong tensor arrives and can be named.
 SHAPE = (5, 6)
 
 
 class _Seen(NamedTuple):
-    """What one rank saw of a step over three ranks."""
+    """What one rank observed in a step over three ranks.
 
-    received: list[NDArray[Any]]  # what came from the middle stage; on the middle rank: what it left unread
-    gradients: dict[str, NDArray[Any]]  # of the parameters of this rank's stage, where there are any
-    no_gradient: bool = False  # the answer stumbled over a gradient that is None, as its activation did not require one
+    Args:
+        received: the messages from the middle stage; on the middle rank, those that the answer did not receive.
+        gradients: of the parameters of this rank's stage.
+        no_gradient: whether the answer failed on a gradient that is None, because its activation did not require one.
+    """
+
+    received: list[NDArray[Any]]
+    gradients: dict[str, NDArray[Any]]
+    no_gradient: bool = False
 
 
 def _stages() -> list[nn.Sequential]:
@@ -191,7 +197,7 @@ def _examples() -> tuple[Tensor, Tensor]:
 
 
 def _drain(source: int) -> list[Tensor]:
-    """Take messages until the marker that ends them, so that a forgotten one is missing and not waited for."""
+    """Receive messages up to the end marker; a message that was never sent is then missing, instead of waited for."""
     messages: list[Tensor] = []
     while True:
         message = torch.empty(SHAPE)
@@ -202,7 +208,7 @@ def _drain(source: int) -> list[Tensor]:
 
 
 def _middle_on_rank(answer: Callable[..., object]) -> _Seen:
-    """The student's function on rank 1, between a first and a last stage that are right and never wait for what may not come."""
+    """Run the student's function on rank 1, between correct stages that do not wait for messages that never come."""
     rank = dist.get_rank()
     stage, (inputs, targets), marker = _stages()[rank], _examples(), torch.full(SHAPE, torch.nan)
     posted: list[Any] = []
@@ -248,8 +254,8 @@ def _middle_on_rank(answer: Callable[..., object]) -> _Seen:
 def _middle_step(answer: Any, on: OnRanks) -> str:
     first, middle, last = on(3, _middle_on_rank, answer)
     stages, (inputs, targets) = _stages(), _examples()
-    before = stages[0](inputs)  # what comes to the middle stage
-    behind = stages[1](before)  # what it hands on
+    before = stages[0](inputs)  # the input of the middle stage
+    behind = stages[1](before)  # its output
     before.retain_grad()
     behind.retain_grad()
     nn.functional.mse_loss(stages[2](behind), targets).backward()
@@ -257,11 +263,11 @@ def _middle_step(answer: Any, on: OnRanks) -> str:
     if middle.no_gradient:
         raise AnswerError("the activation's `.grad` is None: it must require a gradient (requires_grad_) before `stage` sees it")
     if not last.received:
-        raise AnswerError("rank 2 got nothing: send it what `stage` makes of the activation")
+        raise AnswerError("rank 2 got nothing: send it the output of `stage`")
     if _same(last.received[0], before):
         raise AnswerError("rank 2 got the activation as it came from rank 0: it has to go through `stage` first")
     if not _same(last.received[0], behind):
-        raise AnswerError("what rank 2 got is not what `stage` makes of the activation from rank 0")
+        raise AnswerError("rank 2 did not get the output of `stage` for the activation from rank 0")
     if not first.received:
         raise AnswerError("rank 0 got nothing back: it waits for the gradient of the activation that it sent")
     if _same(first.received[0], behind.grad):
@@ -271,7 +277,7 @@ def _middle_step(answer: Any, on: OnRanks) -> str:
         )
     if middle.received:
         raise AnswerError(
-            f"{plural(len(middle.received), 'message')} for rank 1 stayed unread: does the gradient from rank 2 come in?"
+            f"rank 1 did not receive {plural(len(middle.received), 'message')}: does it receive the gradient from rank 2?"
         )
     own = {n: p.grad.numpy() for n, p in stages[1].named_parameters() if p.grad is not None}
     if not _same(first.received[0], before.grad):
@@ -279,12 +285,12 @@ def _middle_step(answer: Any, on: OnRanks) -> str:
             "what rank 0 got is not the gradient of its activation: the backward of your stage has to start from the gradient "
             "that rank 2 sends, output.backward(gradient)"
         )
-    compare([middle.gradients], own, what="the gradients of the middle stage")
+    compare([middle.gradients], own, subject="the gradients of the middle stage")
     if len(first.received) + len(last.received) > 2:
         raise AnswerError(
             "one message to each neighbour is enough", f"to rank 0: {len(first.received)}", f"to rank 2: {len(last.received)}"
         )
-    return "One activation on, one gradient back, and all three stages learn as in one process."
+    return "One activation forward, one gradient back, and all three stages learn as in one process."
 
 
 def _same(message: NDArray[Any], expected: Tensor) -> bool:

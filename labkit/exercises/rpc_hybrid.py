@@ -1,4 +1,4 @@
-"""The exercises of lesson 08: what overlapping brings, two workers at once, and one training step across processes."""
+"""The exercises of lesson 08: the gain of overlapping, two workers at once, and one training step across processes."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def _overlapped_time(answer: Any, _: OnRanks) -> str:
             continue
         for time, hint in (
             (both, "that is the time of the whole batch without any overlap"),
-            (slower, "the slower worker alone takes that long; it also waits for its first part, or the other works on after it"),
+            (slower, "the slower worker alone takes that long; it also waits for its first part, or the other finishes later"),
             (both + (parts - 1) * slower, "`first` and `second` belong to the whole batch: a part takes 1/parts of them"),
             ((both + (parts - 1) * faster) / parts, "the slower worker sets the pace, not the faster one"),
             (parts * both - faster, "`first` and `second` belong to the whole batch: a part takes 1/parts of them"),
-            (both / parts, "that is how long one part takes through both workers; the other parts come behind it"),
-            (both - faster / 2, "that is right for two parts, and here they are another number"),
+            (both / parts, "that is how long one part takes through both workers; the other parts follow it"),
+            (both - faster / 2, "that is right for two parts, but the number of parts differs here"),
         ):
             if abs(given - time) < 1e-9:
                 raise AnswerError(hint, *details)
-        raise AnswerError("that is not the time of the last part's end", *details)
+        raise AnswerError("that is not the time at which the last part ends", *details)
     return "One part through both workers, and behind it the rest at the pace of the slower one."
 
 
 NAMES = ["master", "worker1", "worker2"]
-BOTH_S = 5.0  # so long the first half waits for the second before it is taken as alone; asked at once they meet in milliseconds
+BOTH_S = 5.0  # seconds that the first half waits for the second; calls that overlap meet within milliseconds
 BATCH = 6
 
 
@@ -64,40 +64,45 @@ NOT_THE_MODULE = (
 
 
 class _Meeting:
-    """Lives on the master: each half that starts comes here, and waits for the other."""
+    """An object on the master at which the two halves wait for each other."""
 
     def __init__(self) -> None:
-        self.came: list[str] = []
+        self.arrived: list[str] = []
         self.sizes: list[int] = []
         self.both = threading.Event()
         self.alone = False
 
-    def come(self, name: str, size: int) -> None:
-        """Wait until halves are on both workers; give up after `BOTH_S` and note it."""
-        self.came.append(name)
+    def wait_for_both(self, name: str, size: int) -> None:
+        """Wait until both workers have started on a half; set `alone` if that takes longer than `BOTH_S`.
+
+        Args:
+            name: the worker that calls.
+            size: the number of examples in its half.
+        """
+        self.arrived.append(name)
         self.sizes.append(size)
-        if len(set(self.came)) == len(NAMES) - 1:
+        if len(set(self.arrived)) == len(NAMES) - 1:
             self.both.set()
         if not self.both.wait(BOTH_S):
             self.alone = True
 
 
 class _Half(nn.Module):
-    """Lives on a worker: reports to the meeting, then computes."""
+    """A module on a worker; its forward waits for the other half, then computes."""
 
     def __init__(self, meeting: Any) -> None:
         super().__init__()
         self.net, self.meeting = _network(), meeting
 
     def forward(self, x: Tensor) -> Tensor:
-        """Meet, then compute."""
-        self.meeting.rpc_sync(timeout=4 * BOTH_S).come(rpc.get_worker_info().name, len(x))
+        """Wait for the other half, then compute."""
+        self.meeting.rpc_sync(timeout=4 * BOTH_S).wait_for_both(rpc.get_worker_info().name, len(x))
         out: Tensor = self.net(x)
         return out
 
 
 def _both_on_rank(answer: Callable[..., Any]) -> Any:
-    """What the master saw: the student's result, who came to the meeting, and whether they met."""
+    """Return what the master observed: the student's result, the workers that started, their examples, and `alone`."""
     if rpc.get_worker_info().name != "master":
         return None
     meeting = _Meeting()
@@ -111,30 +116,32 @@ def _both_on_rank(answer: Callable[..., Any]) -> Any:
             return NOT_THE_MODULE
         raise
     if isinstance(result, (list, tuple)):
-        return [type(part).__name__ for part in result], meeting.came, meeting.sizes, meeting.alone
-    return result.detach() if isinstance(result, Tensor) else type(result).__name__, meeting.came, meeting.sizes, meeting.alone
+        return [type(part).__name__ for part in result], meeting.arrived, meeting.sizes, meeting.alone
+    shown = result.detach() if isinstance(result, Tensor) else type(result).__name__
+    return shown, meeting.arrived, meeting.sizes, meeting.alone
 
 
 def _both_workers(answer: Any, on: OnRanks) -> str:
     seen = on(NAMES, _both_on_rank, answer, runtime="rpc")[0]
     if isinstance(seen, str):
         raise AnswerError(seen)
-    result, came, sizes, alone = seen
+    result, arrived, sizes, alone = seen
     expected = _network()(_batch()[0]).detach()
-    visits = [f"{name} got {size} examples" for name, size in zip(came, sizes, strict=True)]
-    if isinstance(result, list):  # of futures, say: nobody has waited, so who came is not known yet
+    visits = [f"{name} got {size} examples" for name, size in zip(arrived, sizes, strict=True)]
+    if isinstance(result, list):  # probably of futures that were not waited for, so `arrived` may be incomplete
         raise AnswerError(
             f"the answer is a list of {' and '.join(sorted(set(result)))}: wait for the parts and join them "
             "into one tensor with torch.cat"
         )
-    if set(came) != set(NAMES[1:]):
-        raise AnswerError(f"only {' and '.join(sorted(set(came))) or 'the master'} worked: each worker gets one half", *visits)
+    if set(arrived) != set(NAMES[1:]):
+        only = " and ".join(sorted(set(arrived))) or "the master"
+        raise AnswerError(f"only {only} worked: each worker gets one half", *visits)
     if isinstance(result, str):
         raise AnswerError(f"the answer is a {result}: expected one tensor with the scores of the whole batch, in order")
     if alone:
         raise AnswerError(
-            "the second worker started only when the first had finished: rpc_sync waits, and so does a wait() right behind "
-            "rpc_async. Ask both with rpc_async, then wait for both",
+            "the second worker started only when the first had finished: rpc_sync waits, and so does a wait() right after "
+            "rpc_async. Call both with rpc_async, then wait for both",
             *visits,
         )
     if max(sizes) > BATCH // 2:
@@ -146,18 +153,24 @@ def _both_workers(answer: Any, on: OnRanks) -> str:
         )
     halves = expected.chunk(2)
     if torch.allclose(result, torch.cat([halves[1], halves[0]]), atol=1e-5):
-        raise AnswerError("the halves are joined in the wrong order: the first half of the batch comes first, whoever was faster")
+        raise AnswerError(
+            "the halves are joined in the wrong order: the first half of the batch comes first, even if it finishes last"
+        )
     if not torch.allclose(result, expected, atol=1e-5):
         raise AnswerError("the scores are not those of the whole batch in one process")
     return "Both workers computed at the same time, each one half, and the scores are in order."
 
 
 class _Remote(nn.Module):
-    """Lives on a worker: a part of the model."""
+    """A part of the model, on a worker.
+
+    Args:
+        first: whether it is the first part.
+    """
 
     def __init__(self, first: bool) -> None:
         super().__init__()
-        # What DistributedOptimizer is made of inside is no news for the student, and would stand above every verdict.
+        # A warning about DistributedOptimizer's implementation, which would be printed above every verdict.
         warnings.filterwarnings("ignore", message=".*TorchScript.* support for functional optimizers is deprecated")
         net = _network()
         self.part = net[:2] if first else net[2:]
@@ -168,24 +181,24 @@ class _Remote(nn.Module):
         return out
 
     def parameter_rrefs(self) -> list[Any]:
-        """References to this part's parameters, for DistributedOptimizer."""
+        """Return references to this part's parameters, for DistributedOptimizer."""
         return [rpc.RRef(p) for p in self.part.parameters()]
 
     def values(self) -> list[Tensor]:
-        """Copies of this part's parameters."""
+        """Return copies of this part's parameters."""
         return [p.detach().clone() for p in self.part.parameters()]
 
 
 RATE = 0.5
 OUTSIDE = (
-    "was `forward` called inside the context? It was not: nobody noted what was sent, so no gradient finds its way back. "
-    "Forward, backward and step belong under one `with dist_autograd.context()`"
+    "`forward` was called outside the context, so no messages were recorded and no gradient can be sent back. Forward, "
+    "backward and step belong under one `with dist_autograd.context()`"
 )
-SLIPS = {  # what torch says, and what it means here
+MISTAKES = {  # torch's messages, and what they mean here
     "missing 1 required positional argument: 'context_id'": "the gradients are in a context, so the optimizer has to be given "
     "it: `with dist_autograd.context() as context:`, and in that block forward, dist_autograd.backward(context, [loss]) and "
     "optimizer.step(context)",
-    "no attribute 'zero_grad'": "nothing is to be set to zero: the gradients of a step are in its context, and end with it",
+    "no attribute 'zero_grad'": "zero_grad is not needed: the gradients of a step are in its context, and end with it",
     "len() of a 0-d tensor": "dist_autograd.backward takes a list of losses: backward(context, [loss])",
     "Could not find autograd context": "the context ends with its `with` block, and the gradients with it: "
     "optimizer.step(context) belongs inside",
@@ -194,7 +207,7 @@ LOCAL_BACKWARD = "use dist_autograd.backward(context_id, [loss]), not loss.backw
 
 
 def _step_on_rank(answer: Callable[..., Any]) -> Any:
-    """The remote parameters after one step of the student's function, or the sentence that says why there was none."""
+    """Return the remote parameters after one step of the student's function, or a sentence on why there was none."""
     if rpc.get_worker_info().name != "master":
         return None
     from torch.distributed import autograd as dist_autograd
@@ -220,8 +233,8 @@ def _step_on_rank(answer: Callable[..., Any]) -> Any:
     try:
         answer(forward, optimizer, *_batch())
     except (RuntimeError, TypeError, AttributeError) as error:
-        if slip := next((meaning for words, meaning in SLIPS.items() if words in str(error)), None):
-            return slip
+        if explanation := next((meaning for message, meaning in MISTAKES.items() if message in str(error)), None):
+            return explanation
         if isinstance(error, RuntimeError) and any(outside):
             return OUTSIDE
         if "INTERNAL ASSERT" in str(error):
@@ -242,11 +255,11 @@ def _distributed_step(answer: Any, on: OnRanks) -> str:
     before = [p.detach().clone().numpy() for p in model.parameters()]
     nn.functional.cross_entropy(model(inputs), labels).backward()
     gradients = [p.grad.numpy() for p in model.parameters() if p.grad is not None]
-    moved = {n: (b - a) / RATE for n, a, b in zip(names, after, before, strict=True)}
-    if not any(m.any() for m in moved.values()):
+    steps = {n: (b - a) / RATE for n, a, b in zip(names, after, before, strict=True)}
+    if not any(step.any() for step in steps.values()):
         raise AnswerError(
-            "the parameters on the workers have not moved: optimizer.step(context_id) applies what "
-            "dist_autograd.backward(context_id, [loss]) has left in that context"
+            "the parameters on the workers have not changed: optimizer.step(context_id) applies the gradients that "
+            "dist_autograd.backward(context_id, [loss]) has stored in that context"
         )
 
     def explain(times: float) -> str | None:
@@ -254,7 +267,7 @@ def _distributed_step(answer: Any, on: OnRanks) -> str:
             return "have the wrong sign"
         return f"belong to the summed loss of {BATCH} examples, not to their mean" if abs(times - BATCH) < 1e-3 else None
 
-    compare([moved], dict(zip(names, gradients, strict=True)), what="the steps of the remote parameters", explain=explain)
+    compare([steps], dict(zip(names, gradients, strict=True)), subject="the steps of the remote parameters", explain=explain)
     return "One step over three processes, equal to the step of a single process."
 
 

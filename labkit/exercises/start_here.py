@@ -1,4 +1,4 @@
-"""The exercises of lesson 00: who a rank is, what it takes of the work, and what waiting costs."""
+"""The exercises of lesson 00: a rank's number, its share of the work, and the cost of waiting."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def _introduce(answer: Any, on: OnRanks) -> str:
         details = (f"on {ranks} ranks given {got}", f"expected {expected}")
         if all(g is None for g in got):
             raise AnswerError(
-                "the function returns nothing: what it prints is for people; `return` hands the text to the notebook", *details
+                "the function returns nothing: print only shows the text; `return` gives it to the notebook", *details
             )
         if got == [f"rank {rank + 1} of {ranks}" for rank in range(ranks)]:
             raise AnswerError("ranks are counted from 0: the first is rank 0, the last is rank N-1", *details)
         if len(set(map(str, got))) == 1:
-            raise AnswerError("every rank says the same: ask torch.distributed which one this is (dist.get_rank())", *details)
+            raise AnswerError("all ranks return the same text: dist.get_rank() gives the number of this rank", *details)
         if [str(g).split(" of ")[0] for g in got] == [e.split(" of ")[0] for e in expected]:
             raise AnswerError(
-                "the number of ranks is wrong: ask for it (dist.get_world_size()); another group has another one", *details
+                "the number of ranks is wrong: dist.get_world_size() gives it, and it differs from group to group", *details
             )
         if not all(isinstance(g, str) for g in got):
-            raise AnswerError("not a text: write f'rank {...} of {...}', with an f before the quotes", *details)
+            raise AnswerError("not a string: write f'rank {...} of {...}', with an f before the quotes", *details)
         raise AnswerError("the text is not the one asked for", *details)
     return "Every rank knows who it is, in a group of any size."
 
@@ -50,9 +50,9 @@ def _my_share(answer: Any, on: OnRanks) -> str:
         details = tuple(f"rank {rank}: {share}" for rank, share in enumerate(shares))
         case = f"{items} items on {ranks} ranks"
         every = [item for share in shares for item in share]
-        strangers = sorted({item for item in every if item not in range(items)})
-        if strangers:
-            raise AnswerError(f"{case}: there is no item {strangers[0]}; they are numbered 0 to {items - 1}", *details)
+        unknown = sorted({item for item in every if item not in range(items)})
+        if unknown:
+            raise AnswerError(f"{case}: there is no item {unknown[0]}; they are numbered 0 to {items - 1}", *details)
         twice = sorted({item for item in every if every.count(item) > 1})
         if len(twice) == items:
             raise AnswerError(
@@ -62,13 +62,13 @@ def _my_share(answer: Any, on: OnRanks) -> str:
             raise AnswerError(f"{case}: {_items(twice)} to more than one rank", *details)
         lost = [item for item in range(items) if item not in every]
         if lost:
-            hint = f"; {items} // {ranks} rounds down, and somebody must take the rest" if items % ranks else ""
+            hint = f"; {items} // {ranks} rounds down, and some rank must take the rest" if items % ranks else ""
             raise AnswerError(f"{case}: {_items(lost)} to no rank{hint}", *details)
         sizes = [len(share) for share in shares]
         if max(sizes) - min(sizes) > 1:
             slow = sizes.index(max(sizes))
             raise AnswerError(
-                f"{case}: rank {slow} has {max(sizes)} of them, another has {min(sizes)}, and all wait for the slowest", *details
+                f"{case}: rank {slow} has {max(sizes)}, another rank has {min(sizes)}, and all wait for the slowest", *details
             )
     return "Every item belongs to exactly one rank, and no rank has more than one item more than another."
 
@@ -85,7 +85,7 @@ def _items(numbers: list[int]) -> str:
 
 
 def _waiting_share(answer: Any, _: OnRanks) -> str:
-    """Rank 0 works 0.3 s, the three others 0.1 s: they wait 3 × 0.2 s of 4 × 0.3 s."""
+    """Rank 0 works for 0.3 s, the three others for 0.1 s: they wait 3 × 0.2 s of 4 × 0.3 s."""
     try:
         share = float(answer)
     except (TypeError, ValueError):
@@ -93,18 +93,18 @@ def _waiting_share(answer: Any, _: OnRanks) -> str:
     if abs(share - 0.5) < 0.005:
         return "The three fast ranks wait 0.6 of the group's 1.2 seconds: half of what was paid for is idle."
     hints = {
-        50: "right as a percentage; as a share of 1 it is a hundredth of that",
+        50: "right as a percentage; as a share between 0 and 1 it is a hundredth of that",
         2 / 3: "that is the share of one fast rank; the slow one never waits, and counts too",
-        0.6: "those are the seconds that are waited in all; divide by the seconds that four ranks are there",
-        0.2: "those are the seconds that one rank waits; count all ranks, and divide by the seconds that four ranks are there",
+        0.6: "those are the seconds that all ranks wait; divide by the seconds of four ranks",
+        0.2: "those are the seconds that one rank waits; count all ranks, and divide by the seconds of four ranks",
         0.25: "that would be one rank of four; three of them wait, though not all the time",
         0.75: "three of four ranks wait, but not all the time: each works for a third of it",
     }
     for value, hint in hints.items():
         if abs(share - value) < 0.01 * max(1, value):
-            raise AnswerError(f"{answer} is not it: {hint}")
+            raise AnswerError(f"{answer} is wrong: {hint}")
     raise AnswerError(
-        f"{answer} is not it: add up what each rank waits until the slowest is done, and divide by {plural(4, 'rank')} × 0.3 s"
+        f"{answer} is wrong: add up what each rank waits until the slowest is done, and divide by {plural(4, 'rank')} × 0.3 s"
     )
 
 

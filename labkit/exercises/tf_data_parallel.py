@@ -1,4 +1,4 @@
-"""The exercises of lesson 10: the loss of a replica, batches for all replicas, and gradients clipped over several processes."""
+"""The exercises of lesson 10: a replica's loss, batches for all replicas, and gradients clipped across processes."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["EXERCISES"]
 
 LESSON = "10_tf_data_parallel"
 REPLICAS = 2
-MORE_REPLICAS = 3  # an answer may fit two replicas alone
-EXAMPLES, PER_REPLICA = 10, 2  # two whole batches for two replicas, and two examples over
-EXAMPLES_OF_RANKS = 24  # two ranks that shuffle differently share them by accident once in 2.7 million
-# Two gradients of two ranks. Together they are (6, 0) and (8), with norm 10; each mistake gives other numbers.
+MORE_REPLICAS = 3  # because an answer may be right for two replicas only
+EXAMPLES, PER_REPLICA = 10, 2  # two full batches for two replicas, and a rest of two examples
+EXAMPLES_OF_RANKS = 24  # two ranks that shuffle differently split them correctly by chance once in 2.7 million times
+# Two gradients on each of two ranks. Their sums are (6, 0) and (8), with norm 10; each mistake gives other numbers.
 GRADIENTS = (((3.0, 0.0), (0.0,)), ((3.0, 0.0), (8.0,)))
 LIMIT, HIGH_LIMIT = 6.0, 20.0
-NONE = "None values not supported"  # in TensorFlow's own words
-# What TensorFlow says of common mistakes, in words that need not tell a beginner where to look.
+NONE = "None values not supported"  # TensorFlow's message
+# TensorFlow's messages after common mistakes, and what they mean here.
 EXPLAINED = (
-    ("name 'tf' is not defined", "the ranks know no `tf`, for this notebook imports none: begin with `import tensorflow as tf`"),
-    (NONE, "it returns nothing: end the function with `return` and what it found"),
+    ("name 'tf' is not defined", "`tf` is not defined: begin the function with `import tensorflow as tf`"),
+    (NONE, "it returns nothing: end the function with `return` and the result"),
     ("OperatorNotAllowedInGraphError", "use tf.reduce_sum: in a graph Python cannot loop over a tensor, as its own sum does"),
     (
         "has no attribute '_variant_tensor'",
@@ -36,11 +36,11 @@ EXPLAINED = (
     ),
     (
         "requires being in cross-replica context",
-        'the function runs in a replica already: there tf.distribute.get_replica_context().all_reduce("SUM", ...) adds up',
+        'the function already runs in a replica: use tf.distribute.get_replica_context().all_reduce("SUM", ...) there',
     ),
     (
         "`merge_call` called while defining",
-        "no all-reduce inside an `if` that looks at a tensor: another replica might not come to it. Sum first, then decide",
+        "no all-reduce inside an `if` on a tensor's value: another replica might skip it. Sum first, then decide",
     ),
     (
         "Dimension 0 in both shapes must be equal",
@@ -50,23 +50,23 @@ EXPLAINED = (
 
 
 def _explain(on: OnRanks) -> OnRanks:
-    """The same ranks, with other words for common mistakes."""
+    """Wrap an `OnRanks` so that it explains common mistakes."""
 
     def explained(ranks: Any, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         try:
             return on(ranks, function, *args, runtime="tensorflow", **options)
         except RankError as error:
-            said = f"{error.failures[0].headline}\n{error.failures[0].traceback}"
-            words = next((words for theirs, words in EXPLAINED if theirs in said), None)
-            if words is None:
+            text = f"{error.failures[0].headline}\n{error.failures[0].traceback}"
+            explanation = next((explanation for message, explanation in EXPLAINED if message in text), None)
+            if explanation is None:
                 raise
-            raise AnswerError(words) from None
+            raise AnswerError(explanation) from None
 
     return explained
 
 
 def _loss_on_rank(answer: Callable[..., Any], uneven: bool) -> tuple[Any, float, bool]:
-    """What the student's function returns, summed over replicas; the mean over the whole batch; whether it has a gradient."""
+    """Return the student's result, summed over replicas; the mean over the batch; and whether it has a gradient."""
     import tensorflow as tf
 
     strategy = tf.distribute.MirroredStrategy(_devices(tf, REPLICAS))
@@ -93,7 +93,7 @@ def _loss_on_rank(answer: Callable[..., Any], uneven: bool) -> tuple[Any, float,
 
 
 def _devices(tf: Any, replicas: int) -> list[str]:
-    """As many of this rank's devices as there are replicas."""
+    """Return one of this rank's devices for each replica."""
     kind = "GPU" if len(tf.config.list_logical_devices("GPU")) >= replicas else "CPU"
     return [f"{kind}:{i}" for i in range(replicas)]
 
@@ -108,7 +108,7 @@ def _replica_loss(answer: Any, on: OnRanks) -> str:
             )
         if not differentiable:
             raise AnswerError(
-                "it has no gradient: numpy, or a value that is read out of a tensor, leaves the graph. Compute with TensorFlow's "
+                "it has no gradient: numpy, and values read out of a tensor, are outside the graph. Compute with TensorFlow's "
                 "functions, such as tf.reduce_sum"
             )
         if math.isclose(got, mean, rel_tol=1e-4):
@@ -138,14 +138,14 @@ def _replica_loss(answer: Any, on: OnRanks) -> str:
     return "Summed over the replicas it is the mean over the global batch, also when their shares differ."
 
 
-Steps = list[list[list[int]]]  # per step and replica, the numbers of the examples
+Steps = list[list[list[int]]]  # for each step and replica, the numbers of its examples
 
 
 def _batches(answer: Callable[..., Any], strategy: Any, examples: int) -> Steps:
     data = answer(strategy, np.arange(examples, dtype=np.int64), PER_REPLICA)
     if data is None:
         raise ValueError(NONE)
-    some = itertools.islice(data, examples + 1)  # an endless dataset gives more steps than there are examples
+    some = itertools.islice(data, examples + 1)  # an infinite dataset has more steps than examples
     return [[part.numpy().tolist() for part in strategy.experimental_local_results(batch)] for batch in some]
 
 
@@ -180,16 +180,16 @@ def _listed(steps: Steps) -> tuple[str, ...]:
 
 
 def _judge_steps(steps: Steps) -> None:
-    """Judge what two devices of one process got.
+    """Judge the batches of two devices in one process.
 
     Raises:
-        AnswerError: it is not what was asked for.
+        AnswerError: they are wrong.
     """
     details = _listed(steps)
     if not steps:
         raise AnswerError(
-            f"there is no step at all: {EXAMPLES} examples do not fill one batch, and drop_remainder leaves it out. The global "
-            "batch is per_replica × strategy.num_replicas_in_sync",
+            f"there are no steps: {EXAMPLES} examples do not fill one batch, and drop_remainder drops it. The global batch is "
+            "per_replica × strategy.num_replicas_in_sync",
             f"given {EXAMPLES} examples, per_replica = {PER_REPLICA}, {REPLICAS} replicas",
         )
     if len(steps) > EXAMPLES:
@@ -198,13 +198,13 @@ def _judge_steps(steps: Steps) -> None:
     sizes = {len(part) for step in steps for part in step}
     if any(len(step) != REPLICAS for step in steps):
         raise AnswerError(
-            f"a step has one batch for all {REPLICAS} replicas: hand the dataset to strategy.experimental_distribute_dataset",
+            f"a step has one batch for all {REPLICAS} replicas: pass the dataset to strategy.experimental_distribute_dataset",
             *details,
         )
     if 0 in sizes or len({len(w) for w in whole}) > 1:
         raise AnswerError(
             "the last batch is smaller, and a replica may get nothing: batch with drop_remainder=True, so that all steps are "
-            "alike",
+            "equal",
             *details,
         )
     if max(sizes) < PER_REPLICA:
@@ -214,7 +214,7 @@ def _judge_steps(steps: Steps) -> None:
             *details,
         )
     if len({x for w in whole for x in w}) < len([x for w in whole for x in w]):
-        raise AnswerError("some examples are there twice: do the replicas share one dataset?", *details)
+        raise AnswerError("some examples occur twice: do the replicas share one dataset?", *details)
     if sizes != {PER_REPLICA} or len(steps) != EXAMPLES // (PER_REPLICA * REPLICAS):
         raise AnswerError(
             f"expected {EXAMPLES // (PER_REPLICA * REPLICAS)} steps with {PER_REPLICA} examples per replica", *details
@@ -222,17 +222,16 @@ def _judge_steps(steps: Steps) -> None:
 
 
 def _judge_ranks(ranks: list[Steps]) -> None:
-    """Judge what two ranks with a device each got: together every example once.
+    """Judge the batches of two ranks with one device each: together they read each example once.
 
     Raises:
-        AnswerError: they did not.
+        AnswerError: they do not.
     """
     read = [[x for step in steps for part in step for x in part] for steps in ranks]
     details = tuple(f"rank {rank} read {numbers}" for rank, numbers in enumerate(read))
     if all(len(set(numbers)) == EXAMPLES_OF_RANKS for numbers in read):
         raise AnswerError(
-            "on two ranks each reads all examples: let the strategy deal them out, with AutoShardPolicy.DATA or as it does by "
-            "itself",
+            "on two ranks each reads all examples: let the strategy shard them, with AutoShardPolicy.DATA or its default policy",
             *details,
         )
     together = [x for numbers in read for x in numbers]
@@ -248,7 +247,7 @@ def _judge_ranks(ranks: list[Steps]) -> None:
 
 
 def _clip_on_rank(answer: Callable[..., Any], limit: float) -> list[list[float]] | str:
-    """What the student's function makes of this rank's gradients; in words, where that is no list like theirs."""
+    """Return the student's result for this rank's gradients; as text, if it is no list of the same shapes."""
     import tensorflow as tf
 
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
@@ -272,7 +271,7 @@ def _clipped_sum(answer: Any, on: OnRanks) -> str:
             if isinstance(got, str):
                 raise AnswerError(
                     "expected a list like the one that was given. tf.clip_by_global_norm returns two things: the list, "
-                    "and the norm that it had",
+                    "and its norm before clipping",
                     f"rank {rank} returned {got}",
                 )
         given = [[np.array(gradient) for gradient in own] for own in GRADIENTS]
@@ -295,11 +294,11 @@ def _clipped_sum(answer: Any, on: OnRanks) -> str:
             (given, "each rank has its own gradients only: nothing was exchanged"),
             ([_clip(own, limit) for own in given], "each rank has its own gradients only, clipped: nothing was exchanged"),
         )
-        for mistaken, words in causes:
+        for mistaken, explanation in causes:
             if all(_same(got, wrong) for got, wrong in zip(ranks, mistaken, strict=True)):
-                raise AnswerError(words, *details)
+                raise AnswerError(explanation, *details)
         if limit == HIGH_LIMIT:
-            raise AnswerError("right where the norm is above the limit, wrong below it: clipping never makes longer", *details)
+            raise AnswerError("right if the norm is above the limit, wrong below it: clipping never makes longer", *details)
         raise AnswerError("these are not the gradients of the whole batch, clipped", *details)
     return "The gradients of all ranks are summed first and clipped then, as one device with the whole batch would."
 

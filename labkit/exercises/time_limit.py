@@ -1,4 +1,4 @@
-"""`TimeLimit`: ends the student's code in this process when it takes too long, in a loop that never ends, say."""
+"""`TimeLimit` stops the student's code in this process if it takes too long, for instance in an endless loop."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from typing import Any, Final, Self
 
 __all__ = ["OutOfTimeError", "TimeLimit"]
 
-AGAIN_S: Final = 0.5  # code that catches everything, in a loop, is told again
+AGAIN_S: Final = 0.5  # seconds until the error is raised again, in case the code has caught it
 
 
 class OutOfTimeError(BaseException):
-    """The time is over. No `Exception`: the student's `except Exception` must not catch it."""
+    """The time limit has passed. It is no `Exception`, so that the student's `except Exception` does not catch it."""
 
 
 class TimeLimit:
-    """Raises `OutOfTimeError` in the thread that has entered it once that has taken too long.
+    """A context manager that raises `OutOfTimeError` in its thread after a time limit.
 
-    On the main thread a signal does it, which also ends waiting (`time.sleep`, locks). Elsewhere Python raises between two steps
-    of its own, and code that is blocked goes on until it is not. Code in C is never cut short.
+    On the main thread a signal raises it, which also interrupts waits (`time.sleep`, locks). On other threads Python
+    raises it between two bytecode instructions, so blocked code continues until it returns. C code is never
+    interrupted.
 
     Args:
-        limit_s: seconds, without those inside `paused`.
+        limit_s: the limit in seconds; time inside `paused` does not count.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -38,32 +39,32 @@ class TimeLimit:
         self._thread = threading.get_ident()
         self._by_signal = threading.current_thread() is threading.main_thread()
         self._before: Any = None
-        self._watch = threading.Thread(target=self._look, daemon=True)
+        self._timer = threading.Thread(target=self._wait_and_raise, daemon=True)
 
     def __enter__(self) -> Self:
         if self._by_signal:
             self._before = signal.signal(signal.SIGALRM, self._alarmed)
         self._deadline_s = time.monotonic() + self._left_s
-        self._watch.start()
+        self._timer.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Raise nothing from now on. Calling it again does no harm."""
+        """Stop: raise no error from now on. It can be called more than once."""
         self._over = True
         with self._changed:  # no signal is sent after this
             self._changed.notify()
-        self._watch.join()
+        self._timer.join()
         if self._by_signal and self._before is not None:
-            time.sleep(0)  # one that was sent before is delivered, and passed over
+            time.sleep(0)  # lets Python deliver a signal that is still pending; `_alarmed` ignores it
             before, self._before = self._before, None
             signal.signal(signal.SIGALRM, before)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """For what has a limit of its own."""
+        """Stop the clock inside the `with` block, for code that has its own limit."""
         with self._changed:
             self._paused, self._left_s = True, self._deadline_s - time.monotonic()
         try:
@@ -73,7 +74,7 @@ class TimeLimit:
                 self._paused, self._deadline_s = False, time.monotonic() + self._left_s
                 self._changed.notify()
 
-    def _look(self) -> None:
+    def _wait_and_raise(self) -> None:
         with self._changed:
             while not self._over:
                 left_s = None if self._paused else self._deadline_s - time.monotonic()
@@ -90,5 +91,5 @@ class TimeLimit:
     def _alarmed(self, number: int, frame: FrameType | None) -> None:
         if self._late and not self._over:
             raise OutOfTimeError
-        if not self._late and callable(self._before):  # an alarm that somebody else has set
+        if not self._late and callable(self._before):  # an alarm that other code has set
             self._before(number, frame)

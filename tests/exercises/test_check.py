@@ -138,7 +138,7 @@ def test_not_implemented_counts_as_not_written_wherever_it_runs(name: str) -> No
 def test_a_result_instead_of_the_function_is_explained(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "Group", None)
     verdict = check(name, [0, 4, 8])
-    assert verdict.message == "Given [0, 4, 8]: hand over the function itself, not what it returns"
+    assert verdict.message == "Given [0, 4, 8]: pass the function itself, not its return value"
     assert verdict.details == (f'lab.check("{name}", {name})',)
 
 
@@ -202,7 +202,7 @@ def test_ranks_that_never_end_are_stopped(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(MODULE, "LIMIT_S", limit_s)
         verdict = check("average_gradients", answer)
         assert verdict.message == (
-            f"Not finished after {limit_s:.0f} s: does every loop come to its end, and do all ranks call the same operations in "
+            f"Not finished after {limit_s:.0f} s: does every loop end, and do all ranks call the same operations in "
             "the same order?"
         )
         return any("barrier" in line for line in verdict.details)
@@ -226,7 +226,7 @@ def test_an_endless_loop_in_this_process_is_stopped_too(name: str, answer, monke
         monkeypatch.setattr(MODULE, "SERIAL_LIMIT_S", limit_s)
         verdict = check(name, answer)
         assert not verdict
-        assert verdict.message == f"Not finished after {limit_s:.0f} s, so it was stopped: does every loop come to its end?"
+        assert verdict.message == f"Not finished after {limit_s:.0f} s, so it was stopped: does every loop end?"
         return any("test_check.py, line" in line for line in verdict.details)
 
     assert some_limit_does(names_the_line, (0.2, *LIMITS_S))
@@ -249,7 +249,7 @@ def test_the_limit_holds_outside_the_main_thread_and_leaves_nothing_behind() -> 
     with TimeLimit(60):
         pass
     assert signal.getsignal(signal.SIGALRM) == before
-    assert not [t for t in threading.enumerate() if getattr(t, "_target", None) == TimeLimit._look]
+    assert not [t for t in threading.enumerate() if getattr(t, "_target", None) == TimeLimit._wait_and_raise]
 
 
 def test_time_with_a_limit_of_its_own_does_not_count() -> None:
@@ -315,19 +315,19 @@ def expect(**arrays: list[float]) -> dict:
 
 
 def test_rounding_is_not_a_difference() -> None:
-    compare([expect(w=[1.0, 2.0]), expect(w=[1.00001, 2.0])], expect(w=[1.0, 2.00001]), what="the weights")
+    compare([expect(w=[1.0, 2.0]), expect(w=[1.00001, 2.0])], expect(w=[1.0, 2.00001]), subject="the weights")
 
 
 def test_an_unexplained_factor_is_reported() -> None:
     with pytest.raises(AnswerError, match="the weights are off by a factor: each is 5 times what it should be on 2 ranks"):
-        compare([expect(w=[5.0, 10.0])] * 2, expect(w=[1.0, 2.0]), what="the weights")
+        compare([expect(w=[5.0, 10.0])] * 2, expect(w=[1.0, 2.0]), subject="the weights")
 
 
 def test_a_missing_array_and_a_wrong_shape_are_reported() -> None:
     with pytest.raises(AnswerError, match="the weights of w are missing on rank 1"):
-        compare([expect(w=[1.0]), expect()], expect(w=[1.0]), what="the weights")
+        compare([expect(w=[1.0]), expect()], expect(w=[1.0]), subject="the weights")
     with pytest.raises(AnswerError, match="the weights of w have the wrong shape on rank 0") as caught:
-        compare([expect(w=[1.0, 1.0])], expect(w=[1.0]), what="the weights")
+        compare([expect(w=[1.0, 1.0])], expect(w=[1.0]), subject="the weights")
     assert caught.value.details == ("given (2,), expected (1,)",)
 
 

@@ -123,7 +123,7 @@ def my_share_and_fail(items):
 right("waiting_share", 0.5)
 wrong("waiting_share", "the share of one fast rank", 2 / 3)
 wrong("waiting_share", "right as a percentage", 50)
-wrong("waiting_share", "the seconds that are waited in all", 0.6)
+wrong("waiting_share", "the seconds that all ranks wait", 0.6)
 wrong("waiting_share", "the seconds that one rank waits", 0.2)
 wrong("waiting_share", "add up what each rank waits", 0.11)
 wrong("waiting_share", "expected a number between 0 and 1", "half")
@@ -289,7 +289,7 @@ def draw_too_few(examples, rank, ranks, epoch):
     return order[rank::ranks][: examples // ranks]
 
 
-@wrong("draw_indices", "asked for twice gives two orders")
+@wrong("draw_indices", "two calls for epoch 0 give two orders")
 def draw_unseeded(examples, rank, ranks, epoch):
     calls = next(_calls)  # represents a seed from the clock: the same epoch, another order
     return [(index + calls // ranks) % examples for index in draw_indices(examples, rank, ranks, epoch)]
@@ -364,7 +364,7 @@ def accumulate_the_sum(model, batches, loss_function):
     accumulate_with(lambda _: 1, model, batches, loss_function)
 
 
-@wrong("accumulate", "went over the wire 3 times; once is enough")
+@wrong("accumulate", "were sent 3 times; once is enough")
 def accumulate_and_send_always(model, batches, loss_function):
     share = dist.get_world_size() / examples_of_all_ranks(batches)
     for inputs, targets in batches:
@@ -380,7 +380,7 @@ def accumulate_with_the_forward_outside(model, batches, loss_function):
             loss.backward()
 
 
-@wrong("accumulate", "Each rank kept its gradients to itself")
+@wrong("accumulate", "No rank sent its gradients")
 def accumulate_and_send_never(model, batches, loss_function):
     with model.no_sync():
         for inputs, targets in batches:
@@ -676,7 +676,7 @@ def middle_step_keeps_the_gradient(stage, shape):
     output.backward(gradient)
 
 
-@wrong("middle_step", "1 message for rank 1 stayed unread")
+@wrong("middle_step", "ank 1 did not receive 1 message")
 def middle_step_ignores_rank_2(stage, shape):
     activation = torch.empty(shape)
     dist.recv(activation, src=0)
@@ -695,7 +695,7 @@ def middle_step_passes_on(stage, shape):
     dist.send(gradient, dst=0)
 
 
-@wrong("middle_step", "not what `stage` makes of the activation")
+@wrong("middle_step", "did not get the output of `stage`")
 def middle_step_without_receiving(stage, shape):
     gradient = torch.empty(shape)
     output = stage(torch.zeros(shape))

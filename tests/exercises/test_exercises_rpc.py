@@ -45,7 +45,7 @@ def overlapped_as_in_section_1(first, second, parts):
     return parts * (first + second) - min(first, second)
 
 
-@wrong("overlapped_time", "the other parts come behind it")
+@wrong("overlapped_time", "the other parts follow it")
 def overlapped_one_part(first, second, parts):
     return (first + second) / parts
 
@@ -55,7 +55,7 @@ def overlapped_in_two_parts(first, second, parts):
     return first + second - min(first, second) / 2
 
 
-@wrong("overlapped_time", "not the time of the last part's end")
+@wrong("overlapped_time", "not the time at which the last part ends")
 def overlapped_a_third_of_the_time(first, second, parts):
     return (first + second) / 3
 
@@ -80,7 +80,7 @@ def one_after_the_other(workers, images):
     return torch.cat([worker.rpc_sync().forward(half) for worker, half in zip(workers, images.chunk(2), strict=True)])
 
 
-@wrong("both_workers", "a wait() right behind rpc_async")
+@wrong("both_workers", "a wait() right after rpc_async")
 def asked_and_waited_for_one_by_one(workers, images):
     halves = zip(workers, images.chunk(2), strict=True)
     return torch.cat([worker.rpc_async().forward(half).wait() for worker, half in halves])
@@ -145,7 +145,7 @@ def distributed_step(forward, optimizer, images, labels):
         optimizer.step(context_id)
 
 
-@wrong("distributed_step", "the parameters on the workers have not moved")
+@wrong("distributed_step", "the parameters on the workers have not changed")
 def step_forgotten(forward, optimizer, images, labels):
     with dist_autograd.context() as context_id:
         loss = F.cross_entropy(forward(images), labels)
@@ -181,7 +181,7 @@ def context_not_handed_on(forward, optimizer, images, labels):
         optimizer.step()
 
 
-@wrong("distributed_step", "nothing is to be set to zero")
+@wrong("distributed_step", "zero_grad is not needed")
 def gradients_set_to_zero(forward, optimizer, images, labels):
     optimizer.zero_grad()
     distributed_step(forward, optimizer, images, labels)
@@ -206,7 +206,7 @@ def images_and_words_added(forward, optimizer, images, labels):
     distributed_step(forward, optimizer, images + "", labels)
 
 
-@wrong("distributed_step", "called inside the context? It was not")
+@wrong("distributed_step", "was called outside the context")
 def forward_outside_the_context(forward, optimizer, images, labels):
     loss = F.cross_entropy(forward(images), labels)
     with dist_autograd.context() as context_id:

@@ -155,7 +155,7 @@ def batches_by_the_hundred(strategy, examples, per_replica):
     return global_batches(strategy, examples, per_replica)
 
 
-@wrong("global_batches", "there is no step at all")
+@wrong("global_batches", "there are no steps")
 def batches_too_large(strategy, examples, per_replica):
     import tensorflow as tf
 
@@ -290,7 +290,7 @@ def clipped_by_no_module(gradients, limit):
     return tf.clip_by_global_norm(gradients, limit)[0]  # noqa: F821  # the mistake
 
 
-@wrong("clipped_sum", "the function runs in a replica already")
+@wrong("clipped_sum", "the function already runs in a replica")
 def reduced_in_a_replica(gradients, limit):
     import tensorflow as tf
 
