@@ -1,1 +1,1 @@
-"""A rank's process: how it starts and ends, its main loop, and what it takes over from the notebook."""
+"""A rank's process: how it starts and ends, its main loop, and the state that it copies from the notebook."""

@@ -1,9 +1,9 @@
 """Processes that a rank's code has started, also those that have left its process group and forgotten their parent.
 
-A daemon forks twice or begins a session of its own, so no signal to the rank's process group reaches it. On Linux a process can
-ask to become the parent of orphans below it (PR_SET_CHILD_SUBREAPER): every rank does, and so does the server that ranks are
-forked from, which then finds what a rank that has ended leaves behind among its own children. Spawned ranks end theirs
-themselves, as far as they get to it.
+A daemon forks twice or begins a session of its own, so no signal to the rank's process group reaches it. On Linux a
+process can ask to become the parent of orphans below it (PR_SET_CHILD_SUBREAPER): every rank does, and so does the
+server that ranks are forked from, which then finds what a rank that has ended leaves behind among its own children.
+Spawned ranks end theirs themselves, as far as they get to it.
 
 Source: prctl(2) and proc_pid_task(5), the Linux man-pages.
 """

@@ -1,7 +1,7 @@
 """What a rank shows beside text: `display`, figures and rich last expressions, on their way to the cell that called it.
 
-It follows IPython's protocol (`_repr_html_` and the like, `_repr_mimebundle_`) without importing IPython, which takes longer than
-most runs. Where no notebook listens, as in a plain script, the text form is printed.
+It follows IPython's protocol (`_repr_html_` and the like, `_repr_mimebundle_`) without importing IPython, which takes
+longer than most runs. Where no notebook listens, as in a plain script, the text form is printed.
 
 Source: "Integrating your objects with IPython", IPython's documentation.
 """
@@ -245,7 +245,8 @@ def _text(thing: Any) -> str:
 def _attempt(method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, bool]:
     """What a method of the student's object returns, and whether it worked.
 
-    As in IPython, an object that cannot be shown ends nothing: the traceback is printed, and a simpler form is shown instead.
+    As in IPython, an object that cannot be shown ends nothing: the traceback is printed, and a simpler form is shown
+    instead.
     """
     try:
         return method(*args, **kwargs), True

@@ -34,8 +34,9 @@ class Imported(NamedTuple):
 class Imports:
     """In a rank: the student's modules that have been imported, or imported again.
 
-    What a rank has before it runs anything of the student's is none of theirs, and it is not looked at: the names of the modules
-    lie in memory that ranks share until they touch it, and to copy that takes a fifth of the time in which a group starts.
+    What a rank has before it runs anything of the student's is none of theirs, and it is not looked at: the names of
+    the modules lie in memory that ranks share until they touch it, and to copy that takes a fifth of the time in which
+    a group starts.
     """
 
     def __init__(self) -> None:

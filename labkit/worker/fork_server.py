@@ -1,4 +1,4 @@
-"""The other side of a start: the server that ranks are forked from, and how a process becomes a rank."""
+"""The server from which ranks are forked, and how a new process becomes a rank."""
 
 from __future__ import annotations
 
@@ -28,22 +28,29 @@ from labkit.worker.stack_writer import prepare, write_when_asked
 
 __all__ = ["BATCH", "READY", "guard", "kill_groups", "serve", "spawned"]
 
-BATCH: Final = 64  # ranks a fork request may ask for: three descriptors each, and the kernel passes 253 at the most
+BATCH: Final = 64  # most ranks in one request: each takes three file descriptors, and the kernel passes at most 253
 PR_SET_PDEATHSIG: Final = 1
-READY: Final = 0  # the number of the answer that nobody has asked for: everything is imported
-GUARD_LOOKS_EVERY_MS: Final = 500
+READY: Final = 0  # the number of the first reply, which answers no request: all modules are imported
+GUARD_CHECK_EVERY_MS: Final = 500
 
 
 def serve(fds: list[int], preload: list[str], notebook: int) -> NoReturn:
-    """The server's whole life: import, then fork ranks as told, until the notebook's process is gone."""
+    """Run the server: import modules, then fork ranks on request, until the notebook's process has ended.
+
+    Args:
+        fds: the file descriptor of the socket that carries requests.
+        preload: the modules to import.
+        notebook: the notebook's process id.
+    """
     raise_limit()
     prepare()
     adopt_orphans()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited where the notebook's process ignores it: ranks' ends would be lost
+    # If the notebook's process ignores SIGCHLD, so would this one, and exit codes would be lost.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
-        network = network_namespace.make(network_namespace.wanted(os.environ))  # while there is one thread only
+        network = network_namespace.make(network_namespace.wanted(os.environ))  # needs a single thread
     except LabError as error:
-        sys.exit(str(error))  # into the log, which the notebook shows
+        sys.exit(str(error))  # the notebook shows the log
     with _ended_with(notebook):
         _import_all(preload)
     _Server(socket.socket(fileno=fds[0]), network).serve(notebook)
@@ -52,76 +59,77 @@ def serve(fds: list[int], preload: list[str], notebook: int) -> NoReturn:
 
 @contextlib.contextmanager
 def _ended_with(notebook: int) -> Iterator[None]:
-    """Meanwhile, end this process as soon as another is gone. Afterwards no thread is left: whoever forks must have one only."""
-    there = _watch(notebook)
+    """End this process if the notebook's ends inside the `with` block. It leaves no thread behind."""
+    alive = _pidfd(notebook)
     stop, stopping = os.pipe()
 
-    def watch() -> None:
-        if there in select.select([there, stop], [], [])[0]:
+    def wait() -> None:
+        if alive in select.select([alive, stop], [], [])[0]:
             os._exit(0)
 
-    thread = threading.Thread(target=watch)
-    if there >= 0:
+    thread = threading.Thread(target=wait)
+    if alive >= 0:
         thread.start()
     try:
         yield
     finally:
         os.close(stopping)
-        if there >= 0:
+        if alive >= 0:
             thread.join()
-            os.close(there)
+            os.close(alive)
         os.close(stop)
 
 
 class _Server:
-    """What forks ranks, and ends them.
+    """Forks ranks, and ends them.
 
     Args:
-        sock: where requests come from: "fork" a number of ranks, given three descriptors each, or "end" some.
-        network: where ranks talk to one another.
+        sock: the socket that carries requests: "fork" a number of ranks, with three file descriptors each, or "end"
+            some.
+        network: the network in which ranks communicate.
     """
 
     def __init__(self, sock: socket.socket, network: Network) -> None:
         self._sock, self._network = sock, network
-        self._ranks: dict[int, int] = {}  # by pid, a descriptor that is readable once the rank has ended; -1 on an old kernel
-        self._codes: dict[int, int] = {}  # exit codes of ranks that have ended and that nobody has asked about yet
+        self._ranks: dict[int, int] = {}  # pidfds by pid; -1 on old kernels
+        self._codes: dict[int, int] = {}  # exit codes of ended ranks that no request has fetched yet
         self._poll = select.poll()
-        self._helpers = children()  # that an imported library has started
+        self._helpers = children()  # processes that an imported library has started
 
     def serve(self, notebook: int) -> None:
-        """Do as told until the notebook's process is gone; then end all ranks."""
+        """Answer requests until the notebook's process has ended; then end all ranks."""
         self._poll.register(self._sock, select.POLLIN)
-        alive = _watch(notebook)
+        alive = _pidfd(notebook)
         if alive >= 0:
             self._poll.register(alive, select.POLLIN)
-        with contextlib.suppress(OSError):  # the notebook went while we answered
+        with contextlib.suppress(OSError):  # the notebook's process may end before a reply is sent
             self._sock.send(pickle.dumps((READY, None)))
-            going_on = True
-            while going_on:
+            running = True
+            while running:
                 ready = {fd for fd, _ in self._poll.poll()}
                 self._reap([pid for pid, fd in self._ranks.items() if fd in ready])
                 if self._sock.fileno() in ready:
-                    going_on = self._do_as_told()
-                going_on &= alive not in ready
+                    running = self._serve_request()
+                running &= alive not in ready
         self._reap(list(self._ranks))
 
-    def _do_as_told(self) -> bool:
-        """Do what the next request says; False where there is none any more."""
+    def _serve_request(self) -> bool:
+        """Receive a request, carry it out and reply; return False if the notebook has closed the socket."""
         data, received, _, _ = socket.recv_fds(self._sock, 1 << 16, 3 * BATCH)
         if not data:
             return False
-        number, what, argument = pickle.loads(data)
-        answer: Any
-        if what == "fork":
-            answer = self._fork(argument, received)
+        number, action, argument = pickle.loads(data)
+        reply: Any
+        if action == "fork":
+            reply = self._fork(argument, received)
         else:
             self._reap([pid for pid in argument if pid in self._ranks])
-            answer = {pid: self._codes.pop(pid) for pid in argument if pid in self._codes}
-        self._sock.send(pickle.dumps((number, answer)))
+            reply = {pid: self._codes.pop(pid) for pid in argument if pid in self._codes}
+        self._sock.send(pickle.dumps((number, reply)))
         return True
 
     def _fork(self, count: int, received: Sequence[int]) -> list[int] | LabError:
-        """Fork ranks, each with its three of the received descriptors; their pids, or why not."""
+        """Fork ranks, each with three of the received file descriptors; return their pids, or the error."""
         pids: list[int] = []
         me = os.getpid()
         try:
@@ -131,10 +139,10 @@ class _Server:
                 if pid == 0:
                     others = {*received, *self._ranks.values(), self._sock.fileno()} - {*mine, -1}
                     _live_as_rank(mine, self._network, parent=me, unneeded=others)
-                with contextlib.suppress(OSError):  # the child has done it itself
+                with contextlib.suppress(OSError):  # the child has already done it
                     os.setpgid(pid, pid)
                 pids.append(pid)
-                self._ranks[pid] = _watch(pid)
+                self._ranks[pid] = _pidfd(pid)
                 if self._ranks[pid] >= 0:
                     self._poll.register(self._ranks[pid], select.POLLIN)
         except OSError as error:
@@ -146,7 +154,7 @@ class _Server:
         return pids
 
     def _reap(self, pids: Sequence[int]) -> None:
-        """End ranks, and what they have started; what has ended by itself keeps its exit code."""
+        """End ranks and the processes that they have started, and keep the exit codes."""
         kill_groups(pids)
         for pid in pids:
             self._codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -158,8 +166,8 @@ class _Server:
             end_children(self._helpers | self._ranks.keys())
 
 
-def _watch(pid: int) -> int:
-    """A descriptor that is readable once a process has ended; -1 where there is no such process, or the kernel is too old."""
+def _pidfd(pid: int) -> int:
+    """Return a file descriptor that becomes readable when a process ends; -1 if there is none, or on old kernels."""
     try:
         return os.pidfd_open(pid)
     except OSError:
@@ -167,16 +175,21 @@ def _watch(pid: int) -> int:
 
 
 def kill_groups(pids: Collection[int]) -> None:
-    """End ranks and whatever they have started. All are halted first, so that none sees the end of another and complains."""
+    """End ranks and their process groups. All are stopped first, so that none reacts to another's end."""
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in pids:
-            for kill in (os.killpg, os.kill):  # the rank alone, where it has not made its group yet
+            for kill in (os.killpg, os.kill):  # `kill` in case the rank has not created its process group yet
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     kill(pid, number)
 
 
 def spawned(fds: list[int], preload: list[str]) -> NoReturn:
-    """The life of a spawned rank: import, then do as told."""
+    """Run a spawned rank: import modules, then serve the notebook.
+
+    Args:
+        fds: as for `_live_as_rank`.
+        preload: the modules to import.
+    """
     raise_limit()
     prepare()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as in `serve`
@@ -185,18 +198,18 @@ def spawned(fds: list[int], preload: list[str]) -> NoReturn:
 
 
 def guard(fds: list[int], notebook: int) -> NoReturn:
-    """The life of the process that ends spawned ranks when the notebook's process has gone: they may be too busy to notice it.
+    """Run the guard, which ends spawned ranks after the notebook's process has ended; they may be too busy to notice.
 
     Args:
-        fds: a pipe from the notebook: "+pid" for a rank that has started, "-pid" for one that has ended, a line each.
-        notebook: its process id.
+        fds: a pipe from the notebook with one line for each rank that starts, "+pid", and each that ends, "-pid".
+        notebook: the notebook's process id.
     """
     ranks: set[int] = set()
     poll = select.poll()
     poll.register(fds[0], select.POLLIN)
     rest = b""
-    while os.getppid() == notebook:  # a fork of the notebook's process may hold the pipe open for longer
-        if not poll.poll(GUARD_LOOKS_EVERY_MS):
+    while os.getppid() == notebook:  # a child of the notebook's process may keep the pipe open for longer
+        if not poll.poll(GUARD_CHECK_EVERY_MS):
             continue
         data = os.read(fds[0], 1 << 16)
         if not data:
@@ -212,35 +225,35 @@ def guard(fds: list[int], notebook: int) -> NoReturn:
 
 def _import_all(names: Sequence[str]) -> None:
     for name in names:
-        with contextlib.suppress(ImportError):  # what is not installed cannot be preloaded; using it says so
+        with contextlib.suppress(ImportError):  # if a library is not installed, its first use reports that
             importlib.import_module(name)
     import gc
 
     gc.collect()
-    gc.freeze()  # the collector would otherwise touch, and so copy, every page that forked ranks share
+    gc.freeze()  # otherwise the collector would write to, and so copy, each page that forked ranks share
 
 
 def _reseed() -> None:
-    """Draw new seeds, as in a process that has just started: else every rank would draw what its server would have drawn.
+    """Seed random generators anew, as in a new process; otherwise all ranks would draw the same numbers.
 
-    `random` does it by itself after a fork. TensorFlow and CUDA seed their generators when these are first used, in the rank.
+    `random` reseeds itself after a fork. TensorFlow and CUDA seed their generators on first use, which is in the rank.
     """
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "torch" in sys.modules:
-        # Not `torch.seed`: that queues a seed for CUDA, which is to draw one of its own.
+        # Not `torch.seed`, which would also set CUDA's seed.
         sys.modules["torch"].default_generator.seed()
 
 
 def _live_as_rank(fds: Sequence[int], network: Network, parent: int | None = None, unneeded: Iterable[int] = ()) -> NoReturn:
-    """Turn this process into a rank, and end it when the rank's work is over.
+    """Run this process as a rank, and end it afterwards.
 
     Args:
-        fds: socket, output pipe and recording memory.
-        network: where it talks to the other ranks.
-        parent: the server that forked it. Not so for a spawned rank: the kernel would take the end of the notebook's *thread*
-            that spawned it for the death of its parent. It has a guard instead.
-        unneeded: descriptors of the server that the rank closes.
+        fds: the file descriptors of the socket, the output pipe and the recording memory.
+        network: the network in which ranks communicate.
+        parent: the server that forked the rank, or None for a spawned rank. The kernel would take the end of the
+            notebook's thread that spawned the rank for the death of its parent; spawned ranks have a guard instead.
+        unneeded: file descriptors of the server that the rank closes.
     """
     code = 1
     try:
@@ -248,9 +261,9 @@ def _live_as_rank(fds: Sequence[int], network: Network, parent: int | None = Non
             os.close(fd)
         if parent is not None:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # it died before we asked
+            if os.getppid() != parent:  # it died before `prctl`
                 os._exit(1)
-        with contextlib.suppress(OSError):  # a session leader leads its own group already
+        with contextlib.suppress(OSError):  # a session leader already leads its process group
             os.setpgid(0, 0)
         adopt_orphans()
         connection, output, ring = fds
@@ -259,22 +272,22 @@ def _live_as_rank(fds: Sequence[int], network: Network, parent: int | None = Non
         from labkit.recording.ring_layout import RING_BYTES
         from labkit.worker.main_loop import main
 
-        # Also where no Python runs, because the rank is blocked in C++ or has crashed there; `group.stack_dump` reads it.
+        # Works also if no Python runs, because the rank is blocked or has crashed in C++. `group.stack_dump` reads it.
         os.lseek(ring, RING_BYTES, os.SEEK_SET)
         write_when_asked(ring)
         faulthandler.enable(ring, all_threads=False)
-        os.register_at_fork(after_in_child=faulthandler.disable)  # what the rank forks is no rank
+        os.register_at_fork(after_in_child=faulthandler.disable)  # for processes that the rank forks
         memory = mmap.mmap(ring, RING_BYTES)
         keep_from_forks(memory)
         main(socket.socket(fileno=connection), memory, network)
-        if parent is None:  # else the server ends what is left
+        if parent is None:  # otherwise the server ends them
             end_other_sessions()
         code = 0
-    except BaseException:  # noqa: BLE001  # nobody above us: say it on the rank's own output, which the notebook shows
+    except BaseException:  # noqa: BLE001  # the notebook shows this rank's output
         import traceback
 
         traceback.print_exc()
     finally:
-        with contextlib.suppress(Exception):  # a broken stream must not keep a process alive
+        with contextlib.suppress(Exception):  # a broken stream must not keep the process alive
             sys.stdout.flush()
         os._exit(code)

@@ -1,14 +1,14 @@
-"""How a process starts, and how it surely ends.
+"""Starts the processes of ranks, and makes sure that they end.
 
-Linux forks ranks from a server, a small process that has imported the frameworks and never computed:
+On Linux, ranks are forked from a server, a small process that has imported the frameworks and never computed:
 
-    notebook ──socket──> server ──fork──> rank, rank, ...      a rank is up in about 10 ms, its imported pages shared
+    notebook ──socket──> server ──fork──> rank, rank, ...      a rank starts in about 10 ms and shares imported pages
         └──────────────socket, pipe, shared memory─────┘
 
-A rank ends when it is told to, when its server dies (PR_SET_PDEATHSIG, which also ends a rank that is blocked in C++), and the
-server ends when the notebook's process does, however that dies: the server holds its pidfd. Where fork is unsafe (macOS), ranks
-are spawned, and spare ones that have imported everything wait for the next group; a guard, which is told of every rank, ends
-them when the notebook's process has gone.
+A rank ends on request or when its server dies (PR_SET_PDEATHSIG, which also ends a rank that is blocked in C++). The
+server watches the pidfd of the notebook's process and ends with it, however that dies. Where fork is unsafe (macOS),
+ranks are spawned: spare ranks that have already imported everything wait for the next group, and a guard process, which
+knows all ranks, ends them after the notebook's process has ended.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from labkit.worker.stack_writer import held_back
 
 __all__ = ["ForkStarter", "RankProcess", "SpawnStarter", "Starter", "in_background"]
 
-READY_LIMIT_S: Final = 180.0  # a first import of TensorFlow from a cold disk has been seen to take a minute
+READY_LIMIT_S: Final = 180.0  # a first import of TensorFlow from a cold disk has taken a minute
 REPLY_LIMIT_S: Final = 60.0
 PF_EXITING: Final = 0x4
 CLOCK_TICKS: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # in a second
 
 
 class RankProcess:
-    """A started rank, as its owner in the notebook holds it.
+    """The notebook's end of a started rank.
 
     Args:
-        pid: its process id; it leads a process group of its own.
-        sock: the stream that carries frames to and from it.
-        output: descriptor of the pipe that everything it prints comes out of.
-        ring: the memory that it records into.
-        memory: the descriptor of that memory, the same open file as the rank's.
+        pid: its process id; it leads its own process group.
+        sock: the socket that carries messages to and from it.
+        output: file descriptor of the pipe with its printed output.
+        ring: the memory into which it records.
+        memory: file descriptor of that memory, which shares its file offset with the rank's.
     """
 
     def __init__(self, pid: int, sock: socket.socket, output: int, ring: mmap.mmap, memory: int) -> None:
@@ -64,12 +64,12 @@ class RankProcess:
         try:
             self.sentinel = os.pidfd_open(pid)  # readable once the process has ended
         except (AttributeError, OSError):
-            self.sentinel = -1  # then the end of the stream tells
+            self.sentinel = -1  # the end of the rank is then noticed by the end of its socket
         os.set_blocking(output, False)
 
     @property
     def frozen(self) -> bool:
-        """Whether a signal (SIGSTOP) has stopped the process; SIGCONT lets it go on."""
+        """Whether a signal (SIGSTOP) has stopped the process; SIGCONT continues it."""
         try:
             return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
         except psutil.NoSuchProcess:
@@ -77,26 +77,27 @@ class RankProcess:
 
     @property
     def exiting(self) -> bool:
-        """Whether the process is at its end, or beyond. Its connections may close a while before its sentinel tells.
+        """Whether the process is exiting or has ended. Its connections may close some time before its pidfd is readable.
 
-        Source: proc_pid_stat(5), the Linux man-pages, and PF_EXITING in Linux's include/linux/sched.h. Other systems do not tell
-        before the end.
+        Source: proc_pid_stat(5), the Linux man-pages, and PF_EXITING in Linux's include/linux/sched.h. On other systems
+            it
+        is True only after the process has ended.
         """
         stat = self._stat()
         return bool(int(stat[6]) & PF_EXITING) if stat else not psutil.pid_exists(self.pid)
 
     @property
     def wants_core(self) -> bool:
-        """Whether its main thread runs, or would with a core or the disk at hand. False where the system does not tell."""
+        """Whether its main thread is running or waiting for a core or the disk; False if that is unknown."""
         return self._stat()[:1] in ([b"R"], [b"D"])
 
     @property
     def cpu_s(self) -> float:
-        """How long it has had a core, all threads together; in steps of 10 ms, and 0 where the system does not tell."""
+        """CPU time of all its threads in seconds, in steps of 10 ms; 0 if the system does not report it."""
         return sum(map(int, self._stat()[11:13])) / CLOCK_TICKS
 
     def _stat(self) -> list[bytes]:
-        """Its fields of proc_pid_stat(5), the third first; [] where there are none."""
+        """Return the fields of proc_pid_stat(5) from the third on; [] if there are none."""
         try:
             with open(f"/proc/{self.pid}/stat", "rb") as stat:
                 return stat.read().rpartition(b")")[2].split()
@@ -104,7 +105,7 @@ class RankProcess:
             return []
 
     def close(self) -> None:
-        """Let go of what belongs to the rank on this side; the process must have ended, or ends by this."""
+        """Close the socket and file descriptors on this side. A process that is still running then ends."""
         self.sock.close()
         for fd in (self.output, self.sentinel, self.memory):
             if fd >= 0:
@@ -113,33 +114,34 @@ class RankProcess:
 
 
 class Starter(Protocol):
-    """Something that makes ranks."""
+    """A way to start ranks."""
 
-    environment: dict[str, str]  # the notebook's variables when it came to be, which its ranks inherit
+    environment: dict[str, str]  # the notebook's variables when the starter was created; its ranks inherit them
 
     @property
     def importing(self) -> bool:
-        """Whether what ranks come from may still be importing what they need."""
+        """Whether the modules that ranks need may still be being imported."""
 
     def start(self, count: int) -> list[RankProcess]:
-        """Start `count` ranks that wait for their first frame."""
+        """Start `count` ranks, which wait for their first message."""
 
     def end(self, processes: Sequence[RankProcess]) -> dict[int, int]:
-        """Kill ranks and whatever they started; their exit codes by pid, a negative one being the signal that ended them."""
+        """Kill ranks and the processes that they have started; return exit codes by pid, negative for signals."""
 
     def close(self) -> None:
-        """End everything that this starter holds."""
+        """End the starter's own processes."""
 
 
 class _Pipes:
-    """The two ends of what connects the notebook with one rank that is about to start."""
+    """Both ends of the socket, pipe and memory that connect the notebook with a rank that is about to start."""
 
     def __init__(self, ring_bytes: int, make_shared: Callable[[int], int]) -> None:
         self.near, far = socket.socketpair()
         self.output, write = os.pipe()
         if hasattr(fcntl, "F_SETPIPE_SZ"):
-            with contextlib.suppress(OSError):  # over the user's limit for pipes: the default size works as well
-                fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 1 << 20)  # a rank that prints much while nobody looks is blocked later
+            with contextlib.suppress(OSError):  # above the user's limit for pipes: the default size works as well
+                # A rank that prints while the notebook does not read blocks only when the pipe is full.
+                fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 1 << 20)
         ring = make_shared(ring_bytes)
         self.ring = mmap.mmap(ring, ring_bytes)
         self.memory = os.dup(ring)
@@ -158,13 +160,13 @@ class _Pipes:
 
 
 class ForkStarter:
-    """Ranks forked from a server.
+    """Forks ranks from a server.
 
     Args:
-        preload: modules the server imports, in order; one that is missing is left out.
-        environment: variables the server gets beside the notebook's own.
-        ring_bytes: size of a rank's recording memory.
-        make_shared: gives a descriptor of that much new shared memory.
+        preload: modules that the server imports, in order; modules that are not installed are skipped.
+        environment: variables that the server gets in addition to the notebook's.
+        ring_bytes: size of a rank's recording memory in bytes.
+        make_shared: creates shared memory of a given size, and returns its file descriptor.
     """
 
     def __init__(
@@ -184,11 +186,15 @@ class ForkStarter:
 
     @property
     def importing(self) -> bool:
-        """Whether the server has not said that it is ready."""
+        """Whether the server has not reported yet that it is ready."""
         return not self._ready
 
     def start(self, count: int) -> list[RankProcess]:
-        """Start `count` ranks that wait for their first frame."""
+        """Start `count` ranks, which wait for their first message.
+
+        Raises:
+            LabError: the system allows no more processes, or the server has ended or does not reply.
+        """
         ranks: list[RankProcess] = []
         with self._lock:
             self._wait_until_ready()
@@ -199,7 +205,7 @@ class ForkStarter:
                         pids = self._ask("fork", len(pipes), [fd for p in pipes for fd in p.far])
                     except BaseException:
                         for p in pipes:
-                            p.close()  # ranks that came up all the same see the end of their stream, and go
+                            p.close()  # ranks that have started nevertheless end, as their socket is closed
                         raise
                     for pid, p in zip(pids, pipes, strict=True):
                         p.close_far()
@@ -211,11 +217,11 @@ class ForkStarter:
         return ranks
 
     def end(self, processes: Sequence[RankProcess]) -> dict[int, int]:
-        """Kill ranks and whatever they started; their exit codes by pid."""
+        """Kill ranks and the processes that they have started; return the exit codes by pid."""
         with self._lock:
             try:
                 codes: dict[int, int] = self._ask("end", [p.pid for p in processes], [])
-            except LabError:  # the server is gone, and its ranks with it, but not what these have started
+            except LabError:  # the server has ended, and its ranks with it, but not the processes that these have started
                 codes = {p.pid: -signal.SIGKILL for p in processes}
                 for process in processes:
                     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -223,11 +229,11 @@ class ForkStarter:
         return codes
 
     def alive(self) -> bool:
-        """Whether the server still runs."""
+        """Whether the server is running."""
         return self._process.poll() is None
 
     def close(self) -> None:
-        """End the server, and with it every rank it forked."""
+        """End the server, and with it all ranks that it has forked."""
         self._socket.close()
         try:
             self._process.wait(5)
@@ -242,10 +248,10 @@ class ForkStarter:
         if not self._ready:
             self._receive(READY, READY_LIMIT_S)
 
-    def _ask(self, what: str, argument: Any, fds: Sequence[int]) -> Any:
+    def _ask(self, action: str, argument: Any, fds: Sequence[int]) -> Any:
         number = next(self._ids)
         try:
-            socket.send_fds(self._socket, [pickle.dumps((number, what, argument))], fds)
+            socket.send_fds(self._socket, [pickle.dumps((number, action, argument))], fds)
         except OSError:
             raise self._death() from None
         return self._receive(number, REPLY_LIMIT_S)
@@ -257,31 +263,27 @@ class ForkStarter:
             try:
                 data = self._socket.recv(1 << 16)
             except TimeoutError:
-                raise LabError(f"the process that starts ranks did not answer within {limit_s:.0f} s") from None
+                raise LabError(f"the process that starts ranks did not reply within {limit_s:.0f} s") from None
             except OSError:
                 data = b""
             if not data:
                 raise self._death()
-            got, answer = pickle.loads(data)
-            self._ready |= got == READY  # whoever hears it
+            got, reply = pickle.loads(data)
+            self._ready |= got == READY
             if got != number:
-                continue  # the answer to a request whose caller was interrupted
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
+                continue  # the reply to a request that was interrupted
+            if isinstance(reply, Exception):
+                raise reply
+            return reply
 
     def _death(self) -> LabError:
-        log = os.pread(self._log, 1 << 16, 0).decode(errors="replace").strip() if self._log >= 0 else ""  # else it was closed
+        log = os.pread(self._log, 1 << 16, 0).decode(errors="replace").strip() if self._log >= 0 else ""  # -1: closed
         tail = "\n".join(log.splitlines()[-12:])
         return LabError(f"the process that starts ranks has ended{': ' + tail if tail else ''}")
 
 
 class SpawnStarter:
-    """Ranks as fresh interpreters, for systems where a fork is unsafe; spares that have imported everything are kept warm.
-
-    Args:
-        preload, environment, ring_bytes, make_shared: as for `ForkStarter`.
-    """
+    """Starts ranks as new interpreters, where fork is unsafe; keeps spare ones. Arguments: as for `ForkStarter`."""
 
     def __init__(
         self, preload: Sequence[str], environment: dict[str, str], ring_bytes: int, make_shared: Callable[[int], int]
@@ -292,27 +294,31 @@ class SpawnStarter:
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._spares: list[RankProcess] = []
         self._lock = threading.Lock()
-        told, self._tell = os.pipe()
-        self._process = _python("guard", [told], [os.getpid()], self.environment, subprocess.DEVNULL)
-        os.close(told)
+        read_end, self._guard_pipe = os.pipe()
+        self._process = _python("guard", [read_end], [os.getpid()], self.environment, subprocess.DEVNULL)
+        os.close(read_end)
 
-    importing = True  # each rank does, and a spare one may have: which has is not known before it answers
+    importing = True  # each rank imports; whether a spare one has finished is not known before it replies
 
     def warm(self, count: int) -> None:
-        """See that `count` spare ranks are importing, or have imported, what they need. Returns at once."""
+        """Make sure that `count` spare ranks exist, which import the modules that they need. Does not wait for them."""
 
         def spawn() -> None:
-            with self._lock, contextlib.suppress(OSError):  # if no more can be had, the next group will say so
+            with self._lock, contextlib.suppress(OSError):  # if the system allows no more, the next group reports that
                 while len(self._spares) < count:
                     self._spares.append(self._spawn())
 
-        in_background(spawn).acquire()  # a Stop in the middle of it would leave open what the next spare was to have
+        in_background(spawn).acquire()  # on the main thread, Stop could leave the file descriptors of a spare open
 
     def start(self, count: int) -> list[RankProcess]:
-        """Hand out `count` ranks, spares first."""
+        """Return `count` ranks, spare ones first.
+
+        Raises:
+            OSError: the system allows no more processes.
+        """
         with self._lock:
             for spare in [s for s in self._spares if self._children[s.pid].poll() is not None]:
-                self._spares.remove(spare)  # somebody has killed it
+                self._spares.remove(spare)  # another process has killed it
                 self.end([spare])
                 spare.close()
             while len(self._spares) < count:
@@ -321,35 +327,35 @@ class SpawnStarter:
         return ranks
 
     def end(self, processes: Sequence[RankProcess]) -> dict[int, int]:
-        """Kill ranks and whatever they started; their exit codes by pid."""
+        """Kill ranks and the processes that they have started; return the exit codes by pid."""
         pids = [p.pid for p in processes]
         started = descendants(pids)
         kill_groups(pids)
         end_all(started)
         codes = {p.pid: self._children.pop(p.pid).wait() for p in processes if p.pid in self._children}
-        self._tell_guard("-", codes)
+        self._notify_guard("-", codes)
         return codes
 
     def alive(self) -> bool:
-        """Whether the guard still runs."""
+        """Whether the guard is running."""
         return self._process.poll() is None
 
     def close(self) -> None:
-        """End the spares and the guard."""
+        """End the spare ranks and the guard."""
         with self._lock:
             spares, self._spares = self._spares, []
         self.end(spares)
         for spare in spares:
             spare.close()
-        if self._tell >= 0:
-            os.close(self._tell)
-            self._tell = -1
+        if self._guard_pipe >= 0:
+            os.close(self._guard_pipe)
+            self._guard_pipe = -1
         self._process.kill()
         self._process.wait()
 
-    def _tell_guard(self, sign: str, pids: Iterable[int]) -> None:
-        with contextlib.suppress(OSError):  # the guard is gone, or this starter was closed before its last ranks
-            os.write(self._tell, "".join(f"{sign}{pid}\n" for pid in pids).encode())
+    def _notify_guard(self, sign: str, pids: Iterable[int]) -> None:
+        with contextlib.suppress(OSError):  # the guard has ended, or this starter was closed before its last ranks
+            os.write(self._guard_pipe, "".join(f"{sign}{pid}\n" for pid in pids).encode())
 
     def _spawn(self) -> RankProcess:
         pipes = _Pipes(self._ring_bytes, self._make_shared)
@@ -360,14 +366,18 @@ class SpawnStarter:
             raise
         pipes.close_far()
         self._children[child.pid] = child
-        self._tell_guard("+", [child.pid])
+        self._notify_guard("+", [child.pid])
         return RankProcess(child.pid, pipes.near, pipes.output, pipes.ring, pipes.memory)
 
 
 def in_background(action: Callable[[], None]) -> threading.Lock:
-    """Do something on a thread of its own; the lock is free once it is done.
+    """Call a function on a new thread.
 
-    Not a `threading.Thread`: its `start` waits in Python code for the thread to begin, and breaks if Stop comes meanwhile.
+    Not on a `threading.Thread`, whose `start` waits in Python code for the thread to begin and fails if Stop interrupts
+    it.
+
+    Returns:
+        a lock that is held until the function has returned.
     """
     done = threading.Lock()
     done.acquire()
@@ -383,9 +393,9 @@ def in_background(action: Callable[[], None]) -> threading.Lock:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, for those that ranks come from: their imports would fail where PYTHONWARNINGS makes warnings errors.
+    """Return the environment variables without PYTHONWARNINGS, which may turn warnings of imports into errors.
 
-    Ranks get the variable with what else they do not inherit, and the filters with the notebook's settings.
+    Ranks get that variable later, like others that they do not inherit, and the filters with the notebook's settings.
     """
     return {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
 
@@ -393,13 +403,13 @@ def _environment() -> dict[str, str]:
 def _python(
     function: str, fds: Sequence[int], arguments: list[Any], environment: dict[str, str], log: int
 ) -> subprocess.Popen[bytes]:
-    """A new interpreter that finds what this one finds and runs a function of `worker.fork_server`, out of reach of Ctrl-C."""
+    """Start an interpreter that runs a function of `worker.fork_server`, in a new session, out of reach of Ctrl-C."""
     begin = f"import sys; sys.path[:] = {sys.path!r}; from labkit.worker.fork_server import {function}"
     code = f"{begin}; {function}({list(fds)!r}, *{arguments!r})"
     with held_back():
         return subprocess.Popen(
             [sys.executable, "-c", code],
-            env={name: value for name, value in environment.items() if name != "LABKIT_TRACE"},  # that is for scripts
+            env={name: value for name, value in environment.items() if name != "LABKIT_TRACE"},  # for scripts only
             pass_fds=fds,
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -1,4 +1,4 @@
-"""The loop inside a rank: set up, call what the notebook sends, report how it went."""
+"""The main loop of a rank: set up the runtime, call the functions that the notebook sends, and return the results."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ from labkit.worker.warnings_capture import RankWarnings
 
 __all__ = ["main"]
 
-_MODULE_NAMES: Final = {"__annotations__", "__builtins__"}  # Python puts these there
-# Variables that are a rank's own also where they happen to have the value that the notebook's have.
+_MODULE_NAMES: Final = {"__annotations__", "__builtins__"}  # names that Python adds to a module
+# Variables that belong to the rank, even if the notebook's variables happen to have the same values.
 ALWAYS_OWN: Final = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG", "MPLBACKEND"}
 )
 
 
 def main(sock: socket.socket, ring: mmap.mmap, network: Network) -> None:
-    """Serve the notebook until it closes the stream or says so.
+    """Serve the notebook until it closes the connection or sends "close".
 
     Args:
-        sock: the stream of messages.
-        ring: where this rank records.
-        network: where it talks to the other ranks.
+        sock: the socket that carries messages.
+        ring: the memory into which this rank records.
+        network: the network in which ranks communicate.
     """
     channel = Channel(sock)
     me = os.getpid()
@@ -63,43 +63,51 @@ def main(sock: socket.socket, ring: mmap.mmap, network: Network) -> None:
         while rank.serve(channel.receive()):
             pass
     except (EOFError, ConnectionError):
-        pass  # the notebook has let go of this rank
+        pass  # the notebook has closed the connection
     except OSError:
         if os.getpid() == me:
             raise
-        # The student's code has forked and let the child run on: that is no rank, and has no channel any more.
+        # The student's code has forked, and this child has returned here: it is no rank, and its channel is closed.
 
 
 class _Rank:
-    """One rank: its place, its runtime, and its end of the channel."""
+    """One rank: its runtime, its state, and its end of the channel.
+
+    Args:
+        channel: the connection to the notebook.
+        rank_config: the rank's settings.
+        ring: writes this rank's records.
+        shared_link: file descriptor of the memory of an emulated link that ranks share; -1 without one.
+        network: the network in which ranks communicate.
+    """
 
     def __init__(self, channel: Channel, rank_config: RankConfig, ring: RingWriter, shared_link: int, network: Network) -> None:
         self._channel, self._rank_config, self._ring, self._shared_link = channel, rank_config, ring, shared_link
-        self._sending = threading.Lock()  # a thread of the student's may show something at any moment
+        self._sending = threading.Lock()  # a thread of the student's may display something at any time
         self._name = rank_config.names[rank_config.rank]
         self._profiler = TorchProfiler()
-        self._received = Received()  # what the notebook has defined here
+        self._received = Received()  # functions and classes from the notebook
         self._cells = CellRunner()
-        self._notes: list[str] = []  # what the student should know of the run
-        self._before = 0, 0  # communications that this rank had recorded when the function began, and that had failed
+        self._notes: list[str] = []  # remarks on the run for the student
+        self._before = 0, 0  # numbers of recorded and of failed communications when the function began
         self._imports = Imports()
-        self._not_taken_over: dict[str, BaseException] = {}  # what went wrong with the notebook's state, by the kind of message
-        self._unread_result: pickling.Payload | None = None  # a result that the notebook is reading
+        self._copy_errors: dict[str, BaseException] = {}  # from copying the notebook's state, by the kind of message
+        self._unread_result: pickling.Payload | None = None  # a result that the notebook reads from this rank's memory
         self._runtime: Runtime = RUNTIMES[rank_config.runtime](rank_config, network, self._wait_for_release)
         Changes(rank_config.folder, rank_config.path, tuple(sys.path), rank_config.environment).apply(())
         self._display = RankDisplay(lambda shown: self._send("shown", shown), rich=rank_config.rich, size=rank_config.size)
         self._display.install()
-        self._warnings = RankWarnings(lambda said: self._send("warned", said))
+        self._warnings = RankWarnings(lambda text_and_count: self._send("warned", text_and_count))
         self._warnings.install()
         self._settings = AppliedSettings()
         sys.argv = [""]
         self._inherited = dict(os.environ)
-        self._variables: set[str] = set()  # that this rank was given, other than the notebook's
+        self._variables: set[str] = set()  # environment variables that belong to this rank and do not follow the notebook's
         self._attempt(lambda: channel.send("offer", self._runtime.offer()))
 
     def serve(self, message: Message) -> bool:
-        """Do what one message says; False where it was the last."""
-        if self._unread_result is not None:  # whatever the notebook says next, it has read that
+        """Handle one message; return False after the last one."""
+        if self._unread_result is not None:  # the notebook sends its next message after it has read the result
             self._unread_result.close()
             self._unread_result = None
         if message.kind == "read":
@@ -108,10 +116,10 @@ class _Rank:
             self._received.forget(message.data)
             return True
         if message.kind == "follow":
-            self._take_over(message.kind, lambda: self._follow(message.data))
+            self._copy_state(message.kind, lambda: self._follow(message.data))
             return True
         if message.kind == "settings":
-            self._take_over(message.kind, lambda: self._settings.apply(self._take(message.payload)))
+            self._copy_state(message.kind, lambda: self._settings.apply(self._unpack(message.payload)))
             return True
         if message.kind == "close":
             self._runtime.tear_down()
@@ -129,7 +137,7 @@ class _Rank:
         elif message.kind == "cell":
             self._attempt(lambda: self._cell(message))
         else:
-            raise AssertionError(f"a message of unknown kind {message.kind!r}")
+            raise AssertionError(f"unknown kind of message {message.kind!r}")
         return True
 
     def _send(self, kind: str, data: Any = None, payload: pickling.Payload | None = None) -> None:
@@ -137,7 +145,7 @@ class _Rank:
             self._channel.send(kind, data, payload)
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """Do it, or report why not."""
+        """Call a function, and send the error if it raises one."""
         try:
             action()
         except BaseException as error:  # noqa: BLE001  # SystemExit, KeyboardInterrupt too: the notebook decides what follows
@@ -149,12 +157,12 @@ class _Rank:
         if self._rank_config.runtime in ("torch", "rpc"):
             from labkit import comm
 
-            watch, link = comm.watch_torch if self._rank_config.runtime == "torch" else comm.watch_rpc, self._rank_config.link
-            watch_more = watch(
+            record, link = comm.watch_torch if self._rank_config.runtime == "torch" else comm.watch_rpc, self._rank_config.link
+            record_rpc = record(
                 recorder, None if link is None else comm.slow_link(link, self._rank_config.rank, self._shared_link)
             )
             notes = self._runtime.set_up(offers)
-            self._runtime.watch_launch(recorder, watch_more)
+            self._runtime.watch_launch(recorder, record_rpc)
             comm.watch_device(recorder, devices()[0])
         else:
             notes = self._runtime.set_up(offers)
@@ -165,53 +173,53 @@ class _Rank:
         self._send("ready", notes)
 
     def _learn(self, files: dict[str, tuple[str, list[str]]]) -> None:
-        """Take over the names, and where only the notebook can read them the sources, of the student's files."""
+        """Store the names of the student's files, and the sources of those that only the notebook can read."""
         for filename, (name, lines) in files.items():
             here.files[filename] = name
             if lines:
                 pickling.install_source(filename, lines)
         if files:
             is_students.cache_clear()
-        here.forget_spans()  # a span knows where its name was first used: in this run
+        here.forget_spans()  # a span keeps the line at which its name was first used in this run
 
-    def _take(self, payload: pickling.Payload | None) -> Any:
-        """What is in a payload; what it defines lives here now."""
+    def _unpack(self, payload: pickling.Payload | None) -> Any:
+        """Unpickle a payload, and install its definitions in `__main__`."""
         assert payload is not None
         return pickling.unpack(payload, received=self._received)
 
-    def _take_over(self, kind: str, action: Callable[[], None]) -> None:
-        """Take over something of the notebook's state. There is no answer to this; the next call says what went wrong."""
-        self._not_taken_over.pop(kind, None)
+    def _copy_state(self, kind: str, action: Callable[[], None]) -> None:
+        """Copy a part of the notebook's state. No reply is sent; the next call raises the error, if there is one."""
+        self._copy_errors.pop(kind, None)
         try:
             action()
-        except BaseException as error:  # noqa: BLE001  # as in `_attempt`: to unpickle may run anything
-            self._not_taken_over[kind] = error
+        except BaseException as error:  # noqa: BLE001  # as in `_attempt`: unpickling may run any code
+            self._copy_errors[kind] = error
 
     def _follow(self, changes: Changes) -> None:
-        """Take over what the notebook's process has changed, but for the variables that this rank was given."""
+        """Apply changes of the notebook's process, except to the variables that belong to this rank."""
         try:
             changes.apply(self._variables)
         except OSError as error:
             raise LabError(f"this rank cannot enter the notebook's working folder: {error}") from None
 
     def _install(self, message: Message) -> None:
-        """Take the definitions, so that RPC finds them here by name, before any rank begins to call."""
+        """Install definitions before any rank starts to call, so that RPC finds them by name."""
         self._learn(message.data)
-        self._take(message.payload)
+        self._unpack(message.payload)
         self._send("installed")
 
     def _profile(self, begin: bool) -> None:
-        """From now on have torch's profiler look; or tell what it has seen."""
-        seen: list[Row] = []
-        with quiet_stderr():  # it says when it starts and stops
+        """Start torch's profiler, or stop it and send its events."""
+        rows: list[Row] = []
+        with quiet_stderr():  # the profiler prints when it starts and stops
             if begin:
                 self._profiler.start()
             else:
-                seen = self._profiler.stop()
-        self._send("profiled", seen)
+                rows = self._profiler.stop()
+        self._send("profiled", rows)
 
     def _observe(self, begin: bool) -> None:
-        """A run begins, or is over, in which this rank may serve."""
+        """Begin or end the recording of a run in which this rank is not called but may serve others."""
         if begin:
             self._runtime.begin_recording()
         notes, self._notes = self._notes, []
@@ -220,25 +228,25 @@ class _Rank:
     def _call(self, message: Message) -> None:
         all_called, files = message.data
         self._learn(files)
-        function, args, kwargs = self._take(message.payload)
+        function, args, kwargs = self._unpack(message.payload)
         name = name_of(function)
         self._runtime.begin_run(keep=False, all_called=all_called)
         result = self._timed(name, lambda: function(*args, **kwargs))
         if isinstance(result, types.CoroutineType):
-            result.close()  # else Python warns that nobody awaited it, which is what we say
+            result.close()  # otherwise Python would warn that it was never awaited
             raise LabError(
-                f"{name}() gave a coroutine, which nobody awaits: `async def` only makes one. "
+                f"{name}() returned a coroutine, which is never awaited: calling an `async def` function only creates one. "
                 f"Give the ranks a function that calls asyncio.run({name}(...))."
             )
         self._wait_for_gpu(f"{name}()")
         self._done(result, f"the result of {name}()")
 
     def _cell(self, message: Message) -> None:
-        """Run a cell's source in `__main__`; its last expression is shown as a notebook would."""
+        """Run a cell's source in `__main__`, and display the value of its last expression as a notebook does."""
         all_called, (source, filename, skip, files) = message.data
         self._learn(files)
         space = sys.modules["__main__"].__dict__
-        space.update({name: value for name, value in self._take(message.payload).items() if name not in skip})
+        space.update({name: value for name, value in self._unpack(message.payload).items() if name not in skip})
         before = dict(space)
 
         def run() -> None:
@@ -247,20 +255,20 @@ class _Rank:
         self._runtime.begin_run(keep=True, all_called=all_called)
         try:
             self._timed("cell", run)
-        finally:  # also of a cell that failed midway
+        finally:  # also after a cell that has failed
             changed = {name for name, value in space.items() if name not in before or before[name] is not value}
             self._send("assigned", sorted((changed | (before.keys() - space.keys())) - _MODULE_NAMES))
         self._wait_for_gpu("the cell")
         self._done(None, "nothing")
 
     def _wait_for_release(self) -> None:
-        """Tell the notebook that this rank only serves from now on, and wait until nobody needs that any more."""
+        """Tell the notebook that this rank only serves others from now on, and wait until it is released."""
         self._send("serving")
         message = self._channel.receive()
-        assert message.kind == "release", f"a message of kind {message.kind!r} while serving"
+        assert message.kind == "release", f"expected a message 'release' while serving, got {message.kind!r}"
 
     def _timed(self, name: str, action: Callable[[], Any]) -> Any:
-        for error in self._not_taken_over.values():
+        for error in self._copy_errors.values():
             raise error
         self._display.begin()
         self._runtime.begin_recording()
@@ -269,7 +277,7 @@ class _Rank:
             return action()
         except Released:
             return None
-        except SystemExit as end:  # a script's last line: it has come to its end
+        except SystemExit as end:  # `exit()` as a script's last line is a normal end
             if end.code not in (None, 0):
                 raise
             return None
@@ -285,7 +293,7 @@ class _Rank:
             self._warnings.end()
 
     def _wait_for_gpu(self, name: str) -> None:
-        """Wait for what the function left running on the GPU: an error of its kernels belongs to this run, not to the next.
+        """Wait for running kernels on the GPU, so that their errors are reported in this run, not in the next.
 
         Raises:
             LabError: a kernel failed.
@@ -304,8 +312,8 @@ class _Rank:
                 "kernels late: set os.environ['CUDA_LAUNCH_BLOCKING'] = '1' and make a new group to see the line that started it."
             ) from error
 
-    def _done(self, result: Any, what: str) -> None:
-        payload = pickling.pack(result, received=self._received, label=what, in_place=self._rank_config.readable_memory)
+    def _done(self, result: Any, label: str) -> None:
+        payload = pickling.pack(result, received=self._received, label=label, in_place=self._rank_config.readable_memory)
         self._flush()
         ring, (communications, failures) = self._ring, self._before
         communicated, unfinished = ring.communications != communications, ring.in_progress or ring.failures != failures
@@ -320,7 +328,7 @@ class _Rank:
         text = "" if isinstance(error, LabError) and not in_students_code(error) else students_traceback(error)
         recorder = here.recorder
         if recorder is not None and recorder.device_clock is not None:
-            with contextlib.suppress(RuntimeError):  # CUDA no longer works: then so much is known already
+            with contextlib.suppress(RuntimeError):  # CUDA no longer works; its pending records are lost
                 recorder.device_clock.flush()
         self._flush()
         failure = RankFailure(
@@ -333,5 +341,5 @@ class _Rank:
         for stream in (sys.stdout, sys.stderr):
             try:  # `contextlib.suppress` would take several times as long, in every run
                 stream.flush()
-            except (AttributeError, OSError, ValueError):  # the student's code has closed it, or put None there
+            except (AttributeError, OSError, ValueError):  # the student's code has closed it or set it to None
                 reopen_closed()

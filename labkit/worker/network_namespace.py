@@ -1,15 +1,17 @@
-"""A network for the libraries' sockets that only this notebook's ranks can enter, beside the machine's for the student's code.
+"""A private network namespace for the sockets of torch and TensorFlow, which only this notebook's ranks can enter.
 
-torch's store and gloo, TensorPipe (RPC) and TensorFlow's gRPC authenticate nobody: whoever reaches a port of theirs by way of the
-loopback interface may read, write, and run code. So these ports lie in a network namespace in which there is a loopback interface
-and nothing else. A namespace belongs to a thread, and to the threads that it starts: what opens such sockets is run on a thread
-that has entered; the thread of the student's code stays in the network of the machine.
+torch's store and gloo, TensorPipe (RPC) and TensorFlow's gRPC have no authentication: any user of the machine who can
+reach one of their ports on the loopback interface can read, write, and run code. These ports are therefore opened in a
+network namespace with a loopback interface only. A namespace applies to a thread and to the threads that it starts: a
+thread that has entered the namespace opens the sockets, and the thread of the student's code stays in the machine's
+network.
 
-    server ──makes, holds──> namespace          labkit's server, from which ranks are forked
-      └──fork──> rank: main thread              the machine's network: downloads, a service on localhost
-                   └── a thread that entered ──> the store's, gloo's and TensorPipe's own threads
+    server ──creates──> namespace                labkit's server, from which ranks are forked
+      └──fork──> rank: main thread               in the machine's network: downloads, services on localhost
+                   └── thread in the namespace ──> the threads of the store, gloo and TensorPipe
 
-Making one takes a right that root has in full; others have it in a user namespace of their own, which the server enters.
+Creating one requires a capability that root has; other users have it in a user namespace of their own, which the server
+enters.
 
 Source: network_namespaces(7), user_namespaces(7) and setns(2), the Linux man-pages.
 """
@@ -34,16 +36,16 @@ from labkit.errors.exceptions import LabError
 __all__ = ["INTERFACES", "LOOPBACK_INTERFACE", "Network", "make", "wanted"]
 
 VARIABLE: Final = "LABKIT_NETWORK"
-PRIVATE: Final = "private"  # or an error
-SHARED: Final = "shared"  # with the machine
-WHERE_ALLOWED: Final = ""  # private where the system lets us, else the machine's
-LIMIT_S: Final = 60.0  # for a network to be made, which takes 1 ms
+PRIVATE: Final = "private"  # a private network, or an error
+SHARED: Final = "shared"  # the machine's network
+WHERE_ALLOWED: Final = ""  # a private network if the system allows it, else the machine's
+LIMIT_S: Final = 60.0  # seconds for creating a network, which takes 1 ms
 CLONE_NEWUSER: Final = 0x10000000
 CLONE_NEWNET: Final = 0x40000000
 SIOCSIFFLAGS: Final = 0x8914
 IFF_UP: Final = 1
 LOOPBACK_INTERFACE: Final = "lo0" if sys.platform == "darwin" else "lo"
-INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")  # the variables that name torch's
+INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")  # environment variables that choose torch's interfaces
 CAPABILITY_VERSION_3: Final = 0x20080522
 CAP_SYS_ADMIN: Final = 21
 
@@ -51,25 +53,25 @@ Result = TypeVar("Result")
 
 
 def wanted(environment: Mapping[str, str]) -> str:
-    """What these variables ask for: `PRIVATE`, `SHARED` or `WHERE_ALLOWED`.
+    """Return the mode that environment variables ask for: `PRIVATE`, `SHARED` or `WHERE_ALLOWED`.
 
     Raises:
-        LabError: something else.
+        LabError: they ask for an unknown mode.
     """
     given = environment.get(VARIABLE, WHERE_ALLOWED)
     if given not in (PRIVATE, SHARED, WHERE_ALLOWED):
         raise LabError(
-            f"{VARIABLE}={given!r}: expected 'private', 'shared', or nothing, which is 'private' where this system allows it"
+            f"{VARIABLE}={given!r}: expected 'private', 'shared', or nothing, which means 'private' if this system allows it"
         )
     return given
 
 
 class Network:
-    """Where the libraries' sockets are.
+    """The network in which the libraries open sockets.
 
     Args:
-        fd: the network namespace, or -1 for the network of the machine.
-        why: then, why not one of the ranks' own.
+        fd: the file descriptor of a network namespace, or -1 for the machine's network.
+        why: why there is no private network; "" if there is one.
     """
 
     def __init__(self, fd: int = -1, why: str = "") -> None:
@@ -77,28 +79,31 @@ class Network:
 
     @property
     def private(self) -> bool:
-        """Whether it is the ranks' own."""
+        """Whether it is a private network."""
         return self._fd >= 0
 
     def unless_asked_outside(self, environment: Mapping[str, str]) -> Network:
-        """This network, or the machine's where these variables name an interface for torch that the ranks' own has not.
+        """Return this network, or the machine's if variables choose an interface that a private network does not have.
+
+        Args:
+            environment: the environment variables.
 
         Raises:
-            LabError: they insist on a network of the ranks' own as well.
+            LabError: the variables require a private network as well.
         """
         named = {name: environment.get(name, LOOPBACK_INTERFACE) for name in INTERFACES}
         asked = [f"{name}={interface}" for name, interface in named.items() if interface != LOOPBACK_INTERFACE]
         if not self.private or not asked:
             return self
         if wanted(environment) == PRIVATE:
-            raise LabError(f"{VARIABLE}=private and {asked[0]}: a private network has the interface 'lo' alone. Unset one.")
+            raise LabError(f"{VARIABLE}=private and {asked[0]}: a private network has only the interface 'lo'. Unset one.")
         return Network(why=f"{asked[0]} asks for it")
 
     def call(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-        """Call something in this network; the threads that it starts stay there.
+        """Call a function in this network; the threads that it starts stay there.
 
         Raises:
-            OSError: this process may not enter, since it has given up the right.
+            OSError: this process may not enter the network, because it has dropped the capability.
         """
         if not self.private:
             return function(*args, **kwargs)
@@ -107,57 +112,65 @@ class Network:
         done = _thread.allocate_lock()
         done.acquire()
 
-        def there() -> None:
+        def inside() -> None:
             try:
                 _do("setns", self._fd, CLONE_NEWNET)
                 results.append(function(*args, **kwargs))
-            except BaseException as error:  # noqa: BLE001  # whoever waits for this thread raises it
+            except BaseException as error:  # noqa: BLE001  # raised again in the calling thread
                 errors.append(error)
             finally:
                 done.release()
 
-        _thread.start_new_thread(there, ())
+        _thread.start_new_thread(inside, ())
         with done:
             pass
         if errors:
             try:
                 raise errors[0]
             finally:
-                errors.clear()  # the error's traceback holds this frame
+                errors.clear()  # breaks a reference cycle: the error's traceback refers to this frame
         return results[0]
 
 
 def make(mode: str) -> Network:
-    """The network for the ranks of this process, which must have one thread only; it takes on the right to enter it.
+    """Create the network for the ranks of this process, and the capability to enter it.
+
+    The process must have a single thread.
 
     Args:
-        mode: as `wanted` gives it.
+        mode: the result of `wanted`.
 
     Raises:
-        LabError: `PRIVATE`, and the system does not let us.
+        LabError: the mode is `PRIVATE`, and the system does not allow a private network.
     """
     if mode == SHARED:
-        return Network(why=f"{VARIABLE} says so")
+        return Network(why=f"{VARIABLE}={SHARED}")
     try:
         if sys.platform != "linux":
             raise OSError("only Linux has private networks")
-        # A root without the right is a container's: in a user namespace it would lose its power over other users' files.
+        # Root without the capability is in a container; in a user namespace it could not write other users' files.
         return Network(_made(as_owner=os.geteuid() != 0 or mode == PRIVATE))
     except OSError as error:
         why = error.strerror or str(error)
         if mode == PRIVATE:
             raise LabError(
-                f"{VARIABLE}=private: this system does not let you make a private network ({why}). Remove the variable, or let "
-                "an administrator allow unprivileged user namespaces."
+                f"{VARIABLE}=private: this system does not allow private networks ({why}). Remove the variable, or ask an "
+                "administrator to allow unprivileged user namespaces."
             ) from None
-        return Network(why=f"this system makes no other: {why}")
+        return Network(why=f"this system does not allow a private one: {why}")
 
 
 def _made(as_owner: bool) -> int:
-    """A new network namespace, which this process may enter.
+    """Create a network namespace that this process may enter, and return its file descriptor.
 
-    A child makes it and tries it out: a user namespace cannot be left again, and some systems let users make one and then do
-    nothing in it.
+    A child process creates and tests it: a process cannot leave a user namespace again, and some systems let users
+    create one but allow nothing inside it.
+
+    Args:
+        as_owner: whether a user namespace may be created for it.
+
+    Raises:
+        OSError: the system does not allow it.
     """
     ours, childs = socket.socketpair()
     with ours, childs:
@@ -167,15 +180,15 @@ def _made(as_owner: bool) -> int:
         childs.close()
         ours.settimeout(LIMIT_S)
         try:
-            said, fds, _, _ = socket.recv_fds(ours, 16, 2)
+            data, fds, _, _ = socket.recv_fds(ours, 16, 2)
         finally:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
     if not fds:
-        code = int(said or errno.EPERM)  # some systems end who tries
+        code = int(data or errno.EPERM)  # no data: some systems kill a process that tries
         raise OSError(code, os.strerror(code))
     network, *user = fds
-    os.set_inheritable(network, False)  # no program that a rank starts
+    os.set_inheritable(network, False)  # programs that a rank starts must not get it
     for fd in user:
         try:
             _do("setns", fd, CLONE_NEWUSER)
@@ -189,7 +202,7 @@ def _made(as_owner: bool) -> int:
 
 
 def _make_and_send(to: socket.socket, as_owner: bool) -> NoReturn:
-    """In the child: make the namespaces, and send them or the number of the error."""
+    """In the child: create the namespaces, and send their file descriptors or the error number."""
     with contextlib.suppress(BaseException):
         try:
             names = ["net"]
@@ -207,7 +220,7 @@ def _make_and_send(to: socket.socket, as_owner: bool) -> NoReturn:
                 _do("unshare", CLONE_NEWNET)
             _raise_loopback()
             fds = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in names]
-            _do("setns", fds[0], CLONE_NEWNET)  # as ranks will
+            _do("setns", fds[0], CLONE_NEWNET)  # the same call as in the ranks
             socket.send_fds(to, [b"made"], fds)
         except OSError as error:
             to.send(str(error.errno).encode())
@@ -222,14 +235,18 @@ def _raise_loopback() -> None:
 
 
 def _keep_only(capability: int) -> None:
-    """Give up the other rights of a user namespace's owner: with them, ranks could write files that nobody may write."""
+    """Drop the other capabilities of a user namespace's owner, with which ranks could write read-only files."""
     header = struct.pack("Ii", CAPABILITY_VERSION_3, 0)
     mine = 1 << capability
     _do("capset", header, struct.pack("6I", mine, mine, 0, 0, 0, 0))
 
 
 def _do(call: str, *args: Any) -> None:
-    """A system call by its function in the C library."""
+    """Make a system call through its function in the C library.
+
+    Raises:
+        OSError: it failed.
+    """
     if getattr(ctypes.CDLL(None, use_errno=True), call)(*args):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))

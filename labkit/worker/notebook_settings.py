@@ -87,7 +87,8 @@ class Settings:
 class NotebookSettings:
     """Watches this process's settings, for one set of ranks.
 
-    To look at all loggers takes a tenth or more of what a run of nothing does; so it first asks whether anything changed.
+    To look at all loggers takes a tenth or more of what a run of nothing does; so it first asks whether anything
+    changed.
     """
 
     def __init__(self) -> None:

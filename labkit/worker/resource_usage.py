@@ -26,7 +26,8 @@ class Load:
     """What one rank takes.
 
     Args:
-        nbytes: memory that its process has for itself; on GPUs, what is in use of theirs, whoever uses it; 0 where unknown.
+        nbytes: memory that its process has for itself; on GPUs, what is in use of theirs, whoever uses it; 0 where
+            unknown.
         busy: per cent of the time in which its GPUs compute; None without GPUs.
     """
 
@@ -44,8 +45,8 @@ def own_bytes(pid: int) -> int:
 def followed(pids: Sequence[int]) -> Callable[[int], int]:
     """What gives the memory that each of these processes has for itself from now on, cheaply.
 
-    `own_bytes` has the system go through all pages of a process, which takes up to 13 ms for one that has loaded torch, and holds
-    it up meanwhile. So that is done once, here; after that counts what the process has more or less than now.
+    `own_bytes` has the system go through all pages of a process, which takes up to 13 ms for one that has loaded torch,
+    and holds it up meanwhile. So that is done once, here; after that counts what the process has more or less than now.
     """
     apart = {pid: own_bytes(pid) - _unshared_bytes(pid) for pid in pids}
 

@@ -1,8 +1,9 @@
 """A script that torchrun started: what its ranks record lands in the folder that LABKIT_TRACE names.
 
-Each rank writes into its ring as in a group, only that the ring's memory is a file of the folder: whatever ends the process, what
-it had recorded is there. A thread looks in ten times a second. It moves records out of the ring before they are overwritten, says
-that the rank is alive, and once torch is there has rank 0 tell the others what this run is called and what its clock says.
+Each rank writes into its ring as in a group, only that the ring's memory is a file of the folder: whatever ends the
+process, what it had recorded is there. A thread looks in ten times a second. It moves records out of the ring before
+they are overwritten, says that the rank is alive, and once torch is there has rank 0 tell the others what this run is
+called and what its clock says.
 
     <when>-<host>-<pid>-rank<n>.ring       the newest records, and what is under way; see `recording.ring_buffer`
     <when>-<host>-<pid>-rank<n>.records    older records, where there are so many

@@ -1,8 +1,8 @@
-"""A rank writes down the stacks of its threads when a signal asks for them.
+"""Writes the stacks of a rank's threads when a signal requests them.
 
-`faulthandler` can write all stacks from within a signal handler, without the interpreter's lock. That works in a rank that is
-blocked in C, but while other threads run Python it reads frames that they change, and may crash. So a thread of labkit's
-writes them first, while it holds the lock; a rank is only interrupted where that thread cannot have the lock.
+`faulthandler` can write all stacks from a signal handler, without the GIL. That works in a rank that is blocked in C
+code, but may crash while other threads run Python, because it reads frames that they change. So a thread of labkit
+first tries to write them while it holds the GIL; the signal handler is used only if that thread cannot get the GIL.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from typing import Final
 __all__ = ["ASK", "INTERRUPT", "held_back", "prepare", "write_when_asked"]
 
 INTERRUPT: Final = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # macOS has no real-time signals
-ASK: Final[int | None] = signal.SIGRTMAX - 1 if hasattr(signal, "SIGRTMAX") else None  # to the thread; None: there is none
+ASK: Final[int | None] = signal.SIGRTMAX - 1 if hasattr(signal, "SIGRTMAX") else None  # received by the thread; None without one
 
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Processes that this thread starts meanwhile have both signals blocked, which would end them, until they `prepare`."""
+    """Block both signals in processes that this thread starts inside the `with` block, until they call `prepare`.
+
+    The signals would otherwise end them.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, set(filter(None, (ASK, INTERRUPT))))
     try:
         yield
@@ -31,28 +34,29 @@ def held_back() -> Iterator[None]:
 
 
 def prepare() -> None:
-    """Let neither signal end a rank that cannot answer yet. For a process with one thread, which forks ranks or becomes one."""
+    """Ignore both signals until `write_when_asked` is called. The process must have a single thread."""
     for number in filter(None, (ASK, INTERRUPT)):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {INTERRUPT})
     if ASK is not None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {ASK})  # also of the threads that libraries will start: one of ours takes it
+        # Blocked also in threads that libraries start later; labkit's own thread receives it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {ASK})
 
 
 def write_when_asked(memory: int) -> None:
-    """Write the stacks of this process to a descriptor, at its offset, whenever a signal asks for them.
+    """Write the stacks of this process whenever a signal requests them.
 
     Args:
-        memory: the descriptor of the rank's recording memory.
+        memory: the file descriptor of the rank's recording memory; stacks are written at its current offset.
     """
     faulthandler.register(INTERRUPT, memory, all_threads=True)
     if ASK is not None:
-        _thread.start_new_thread(_serve, (ASK, memory))  # unlike those of `threading`, not listed among the student's threads
+        _thread.start_new_thread(_serve, (ASK, memory))  # `threading.enumerate` does not list it
 
 
 def _serve(ask: int, memory: int) -> None:
     while True:
         signal.sigwait({ask})
-        while signal.sigtimedwait({ask}, 0) is not None:  # asked again while it had to wait for the lock: one answer will do
+        while signal.sigtimedwait({ask}, 0) is not None:  # repeated while it waited for the GIL: one reply is enough
             pass
         faulthandler.dump_traceback(memory, all_threads=True)

@@ -30,8 +30,8 @@ Row = tuple[str, str, str, int, int]  # track, name, category, start_ns, end_ns
 class TorchProfiler:
     """Records what torch does in this process from `start` to `stop`.
 
-    torch has one profiler per process, and crashes where a second begins beside it. So this one pauses while the program's own
-    runs, which then stands in its rows as one event.
+    torch has one profiler per process, and crashes where a second begins beside it. So this one pauses while the
+    program's own runs, which then stands in its rows as one event.
     """
 
     def __init__(self) -> None:
@@ -161,12 +161,13 @@ def _all_threads() -> Any:
 def rows(content: dict[str, Any], marks: list[tuple[int, int, int]]) -> list[Row]:
     """The events of one of the profiler's files, on our clock.
 
-    The profiler tells the time of the day, from counters of the processor. How that compares with our clock is known from the
-    marks at the start and at the end, each within some microseconds; in between, it is taken to change evenly.
+    The profiler tells the time of the day, from counters of the processor. How that compares with our clock is known
+    from the marks at the start and at the end, each within some microseconds; in between, it is taken to change evenly.
 
     Args:
         content: of the file.
-        marks: for each mark, our clock before its begin, inside it, and after its end, in the order in which they were made.
+        marks: for each mark, our clock before its begin, inside it, and after its end, in the order in which they were
+            made.
     """
     import numpy as np
 

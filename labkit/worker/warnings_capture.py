@@ -1,4 +1,4 @@
-"""Warnings of a rank go to the notebook as such, so that what all ranks say can be shown once."""
+"""Sends a rank's warnings to the notebook, which shows a warning of several ranks only once."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from labkit.ipc.tracebacks import warning
 
 __all__ = ["RankWarnings"]
 
-MOST: Final = 20  # different ones that a rank tells in a run
+MOST: Final = 20  # different warnings that a rank sends in a run
 MOST_CHARACTERS: Final = 2_000
 
 
 class RankWarnings:
-    """Tells the notebook each warning when it is first raised in a run, and at the end how often it came again.
+    """Sends each warning to the notebook when it is first issued in a run, and at the end the number of repetitions.
 
     Args:
-        tell: what takes a warning's text, and how often it was raised, to the notebook.
+        send: sends a warning's text and a count to the notebook.
     """
 
-    def __init__(self, tell: Callable[[tuple[str, int]], None]) -> None:
-        self._tell, self._rank_pid = tell, os.getpid()
-        self._again: dict[str, int] = {}
+    def __init__(self, send: Callable[[tuple[str, int]], None]) -> None:
+        self._send, self._rank_pid = send, os.getpid()
+        self._repetitions: dict[str, int] = {}
         self._left_out = 0
 
     def install(self) -> None:
-        """From now on this process shows its warnings so."""
+        """Replace the function with which this process shows warnings."""
         warnings.formatwarning = warning
         warnings.showwarning = self._show
 
     def end(self) -> None:
-        """A run ends."""
-        again, self._again = self._again, {}
-        for text, count in again.items():
+        """Send the numbers of repetitions at the end of a run."""
+        repetitions, self._repetitions = self._repetitions, {}
+        for text, count in repetitions.items():
             if count:
-                self._tell((text, count))
+                self._send((text, count))
         if self._left_out:
-            self._tell((f"... {self._left_out:,} other warnings left out ...", 1))
+            self._send((f"... {self._left_out:,} other warnings left out ...", 1))
             self._left_out = 0
 
     def _show(
@@ -53,14 +53,14 @@ class RankWarnings:
         line: str | None = None,
     ) -> Any:
         text = warnings.formatwarning(message, category, filename, lineno, line)[:MOST_CHARACTERS]
-        if file is not None or os.getpid() != self._rank_pid:  # what the rank has forked is no rank
+        if file is not None or os.getpid() != self._rank_pid:  # processes that the rank has forked are no ranks
             file = file if file is not None else sys.stderr
             if file is not None:
                 file.write(text)
-        elif text in self._again:
-            self._again[text] += 1
-        elif len(self._again) >= MOST:
+        elif text in self._repetitions:
+            self._repetitions[text] += 1
+        elif len(self._repetitions) >= MOST:
             self._left_out += 1
         else:
-            self._again[text] = 0
-            self._tell((text, 1))
+            self._repetitions[text] = 0
+            self._send((text, 1))

@@ -139,7 +139,7 @@ def test_omitted_frames_are_counted(ranks: lab.Group, cells: in_cells.Cells) -> 
     [
         ("def f(): return (i for i in range(3))", "the result of f() cannot be sent: generator objects cannot be pickled"),
         ("def f(): return (i for i in range(3))", "return list(...) of it."),
-        ("async def f(): return 1", "f() gave a coroutine, which nobody awaits: `async def` only makes one."),
+        ("async def f(): return 1", "f() returned a coroutine, which is never awaited: calling an `async def` function"),
     ],
 )
 def test_results_that_cannot_be_sent_are_named(ranks: lab.Group, cells: in_cells.Cells, source: str, words: str) -> None:

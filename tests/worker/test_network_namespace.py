@@ -300,16 +300,18 @@ def test_a_system_that_allows_no_namespaces() -> None:
     pytest.importorskip("torch")
     ran = python(ON_A_SYSTEM_WITHOUT, "and a group")
     refused = (
-        "LABKIT_NETWORK=private: this system does not let you make a private network (No space left on device). Remove the "
-        "variable, or let an administrator allow unprivileged user namespaces."
+        "LABKIT_NETWORK=private: this system does not allow private networks (No space left on device). Remove the variable, "
+        "or ask an administrator to allow unprivileged user namespaces."
     )
-    assert ran.stdout.splitlines() == ["True", "this system makes no other: No space left on device", refused], ran.stderr
+    assert ran.stdout.splitlines() == ["True", "this system does not allow a private one: No space left on device", refused], (
+        ran.stderr
+    )
 
 
 def test_the_machines_network_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LABKIT_NETWORK", "shared")
     network = network_namespace.make(network_namespace.wanted(os.environ))
-    assert (network.private, network.why) == (False, "LABKIT_NETWORK says so")
+    assert (network.private, network.why) == (False, "LABKIT_NETWORK=shared")
     assert network.call(os.readlink, "/proc/thread-self/ns/net") == os.readlink("/proc/self/ns/net")
 
 
@@ -317,7 +319,7 @@ def test_naming_another_interface_requests_the_machines_network() -> None:
     own = network_namespace.Network(fd=1000)  # which nothing enters
     assert own.unless_asked_outside({"GLOO_SOCKET_IFNAME": "lo"}) is own
     assert own.unless_asked_outside({"GLOO_SOCKET_IFNAME": "eth0"}).why == "GLOO_SOCKET_IFNAME=eth0 asks for it"
-    with pytest.raises(lab.LabError, match=r"LABKIT_NETWORK=private and TP_SOCKET_IFNAME=eth0: .* the interface 'lo' alone"):
+    with pytest.raises(lab.LabError, match=r"LABKIT_NETWORK=private and TP_SOCKET_IFNAME=eth0: .* only the interface 'lo'"):
         own.unless_asked_outside({"TP_SOCKET_IFNAME": "eth0", "LABKIT_NETWORK": "private"})
 
 

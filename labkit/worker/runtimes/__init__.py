@@ -1,1 +1,1 @@
-"""The kinds of rank: torch, rpc, tensorflow and bare, and the table of them."""
+"""The runtimes: how ranks set up torch, RPC, TensorFlow or nothing ("bare"), and the registry of runtimes by name."""

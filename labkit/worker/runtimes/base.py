@@ -1,7 +1,7 @@
-"""What every kind of rank has: its place in the group, the two rounds of its start, and the environment that torchrun gives.
+"""What all runtimes share: the rank's configuration, the two rounds of its start, and torchrun's environment variables.
 
-A group starts in two rounds, so that no port is ever guessed: every rank says what it offers (a port it already holds), and then
-gets what all of them offered.
+A group starts in two rounds, so that no port has to be guessed: each rank offers a port that it already holds, and then
+gets the offers of all ranks.
 """
 
 from __future__ import annotations
@@ -28,28 +28,30 @@ MIB: Final = 1 << 20
 
 
 class Released(BaseException):
-    """Ends the function of a rank that serves others for ever, once those have returned; its result is None."""
+    """Ends the function of a rank that serves others without end, after these have returned; the result is None."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankConfig:
-    """What one rank is told when it starts.
+    """The configuration of one rank, which it gets when it starts.
 
     Args:
         rank: its number.
         names: the names of all ranks, in rank order.
         runtime: one of `RUNTIMES`.
-        threads: how many threads its framework may compute with.
+        threads: the number of threads with which its framework may compute.
         devices: "auto", "cpu" or "cuda".
-        devices_per_rank: logical devices of a TensorFlow rank.
+        devices_per_rank: the number of logical devices of a TensorFlow rank.
         jobs: TensorFlow's job and task number of each rank, in rank order.
-        path, folder: where it finds the student's modules and files.
-        readable_memory: whether the notebook may read this rank's memory, so that large results can stay there until it does.
-        environment: variables that the notebook has changed since the process that the rank comes from was started; None removes.
-        link: over which what the ranks send shall seem to go; None: as it goes.
-        rich: whether the notebook can show more than text.
-        starts_rpc: whether the program to run calls `init_rpc` itself, so that RPC must not be used before.
-        rpc_options: how many threads of an RPC rank serve calls, and the seconds that a call may take.
+        path: the notebook's `sys.path`.
+        folder: the notebook's working folder.
+        readable_memory: whether the notebook may read this rank's memory, so that large results can stay there.
+        environment: variables that the notebook has changed since the server or spare rank was started; None deletes
+            one.
+        link: the link to emulate between ranks; None for none.
+        rich: whether the notebook can display more than text.
+        starts_rpc: whether the program calls `init_rpc` itself, so that RPC must not be used before.
+        rpc_options: the number of an RPC rank's threads that serve calls, and the time limit of a call in seconds.
     """
 
     rank: int
@@ -70,16 +72,16 @@ class RankConfig:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks in the group."""
         return len(self.names)
 
 
 class Ending(NamedTuple):
-    """How a run leaves its rank.
+    """The state of a rank after a run.
 
     Args:
-        spent: whether the next function needs fresh processes.
-        notes: what the student should be told once.
+        spent: whether the next function needs new processes.
+        notes: remarks for the student, each shown once.
     """
 
     spent: bool
@@ -87,18 +89,20 @@ class Ending(NamedTuple):
 
 
 class Runtime:
-    """`bare`: processes and nothing else. The other runtimes add their framework to this.
+    """The runtime "bare": processes without a framework. The other runtimes are subclasses that add one.
 
     Attributes:
-        package: what must be installed, and `extra`, the extra that brings it.
+        package: the package that must be installed.
+        extra: labkit's extra that installs it.
         preload: modules that are imported before ranks are forked.
-        environment: variables set before that.
-        rank_bytes: memory that one working rank needs, at the least.
-        serving_threads: how many of a rank's threads run what others call, beside the one that runs the student's function.
-        observes_runs: whether ranks that are not called must be told when a run begins and when it is over.
-        fresh_each_run: whether a run needs processes in which the framework has not computed yet.
-        certain_after_s: how long ranks have been blocked before it is asked whether that is for ever.
-        resting_is_waiting: once set up, whether a process that hardly computes inside its framework must be waiting for others.
+        environment: variables that are set before these imports.
+        rank_bytes: the least memory that a working rank needs, in bytes.
+        serving_threads: the number of a rank's threads that serve calls of others, besides that of the student's
+            function.
+        observes_runs: whether ranks that are not called must be notified when a run begins and ends.
+        fresh_each_run: whether each run needs processes in which the framework has not computed yet.
+        certain_after_s: how many seconds ranks must be blocked before the deadlock monitor examines them.
+        resting_is_waiting: whether, once set up, a process that hardly computes inside its framework must be waiting.
         wait_for_release: waits, on the main thread, until the ranks that were called and do not serve have returned.
     """
 
@@ -115,33 +119,40 @@ class Runtime:
 
     @classmethod
     def serves(cls, jobs: Sequence[tuple[str, int]], rank: int) -> int:
-        """How many threads of a rank work for other ranks, also when its function has returned.
+        """Return the number of a rank's threads that work for other ranks, even after its function has returned.
 
         Args:
             jobs: TensorFlow's job and task number of each rank, in rank order.
-            rank: which one.
+            rank: the rank's number.
         """
         return cls.serving_threads or int(has_server([job for job, _ in jobs], jobs[rank][0]))
 
     def __init__(self, rank_config: RankConfig, network: Network, wait_for_release: Callable[[], None]) -> None:
         self.rank_config, self.network, self.wait_for_release = rank_config, network, wait_for_release
-        self._launch: Launch | None = None  # once torch is there
+        self._launch: Launch | None = None  # set when torch is imported
 
     def offer(self) -> Any:
-        """In the rank: what the other ranks must know before they set up."""
+        """In the rank: return what the other ranks must know before they set up."""
         return _free_port() if self.rank_config.rank == 0 else None
 
     def set_up(self, offers: Sequence[Any]) -> list[str]:
-        """In the rank: make it ready for the student's function. Returns what the student should be told once."""
+        """In the rank: prepare it for the student's function.
+
+        Args:
+            offers: the offers of all ranks, in rank order.
+
+        Returns:
+            remarks for the student, each shown once.
+        """
         self._torchrun_environment(offers[0])
         return []
 
     def watch_launch(self, recorder: Recorder, watch_rpc: Callable[[], None]) -> None:
-        """In the rank, once it is set up: see to it that a program which sets up and ends torch itself does no harm.
+        """In the rank, after `set_up`: make the calls with which a program sets up and ends torch itself harmless.
 
         Args:
-            recorder: this rank's.
-            watch_rpc: has remote calls written down; to be called before RPC starts.
+            recorder: this rank's recorder.
+            watch_rpc: starts the recording of remote calls; it must be called before RPC starts.
         """
 
         def watch() -> None:
@@ -154,34 +165,34 @@ class Runtime:
         when_imported("torch", lambda _: watch())
 
     def begin_run(self, *, keep: bool, all_called: bool) -> None:
-        """In the rank: a function, or a cell, is about to run.
+        """In the rank: called before a function or a cell runs.
 
         Args:
-            keep: what the one before has set up, as from one cell to the next.
+            keep: whether to keep what the previous run has set up, as from one cell to the next.
             all_called: whether all ranks of the group run it.
         """
         if self._launch is not None:
             self._launch.begin_run(keep=keep, all_called=all_called)
 
     def end_run(self) -> Ending | None:
-        """In the rank: it has run; what the notebook should know, None for nothing."""
+        """In the rank: called after the run; return what the notebook should know, or None."""
         if self._launch is None:
             return None
         notes, spent = self._launch.notes(), self._launch.spent
         return Ending(spent, notes) if notes or spent else None
 
     def begin_recording(self) -> None:
-        """In the rank, before a run in which it computes or serves."""
+        """In the rank: called before a run in which it computes or serves."""
 
     def end_recording(self) -> list[str]:
-        """In the rank, when such a run is over. Returns what the student should know of it."""
+        """In the rank: called after such a run; return remarks for the student."""
         return []
 
     def tear_down(self) -> None:
-        """In the rank, when the group closes."""
+        """In the rank: called when the group closes."""
 
     def _torchrun_environment(self, port: int) -> None:
-        """What torchrun sets, so that a function does not know who started it.
+        """Set torchrun's environment variables, so that a function does not depend on how its rank was started.
 
         Source: "Environment Variables", PyTorch's documentation of torchrun.
         """
@@ -196,17 +207,17 @@ class Runtime:
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": str(rank_config.threads),
-            "LABKIT_RANK": str(rank_config.rank),  # tells `Group` that it is in the wrong place
+            "LABKIT_RANK": str(rank_config.rank),  # so that `Group` can refuse to start inside a rank
         }
 
 
 def has_server(jobs: Collection[str], job: str) -> bool:
-    """Whether a rank of TensorFlow's has a server, which the chief has compute."""
+    """Whether a TensorFlow rank with this job runs a server, on which the chief computes."""
     return "ps" in jobs and job in ("worker", "ps")
 
 
 def _free_port() -> int:
-    """A port that is free now. Nobody holds it: bare ranks that want one may have to try again."""
+    """Return a port that is free now. It is not reserved: bare ranks that bind it may have to try again."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         port: int = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""The runtimes by name, and setting up and tearing down torch and rpc ranks. torch is imported here, in the ranks, and late."""
+"""The runtimes by name, and how torch and RPC ranks are set up and torn down. torch is imported late, in the ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Torch(Runtime):
-    """`torch.distributed` initialised: NCCL where every rank has a GPU of its own, else gloo."""
+    """`torch.distributed` is initialised: with NCCL if each rank has its own GPU, else with gloo."""
 
     package = "torch"
     extra = "torch"
@@ -42,11 +42,11 @@ class Torch(Runtime):
         "torch.distributed._functional_collectives", "labkit.worker.main_loop", "labkit.comm", "labkit.comm.launch",
         "labkit.comm.rpc_launch", "labkit.comm.rpc_calls", "labkit.worker.runtimes.torch_sockets",
     )  # fmt: skip
-    environment: ClassVar[dict[str, str]] = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's own pool would be forked along
+    environment: ClassVar[dict[str, str]] = {"OPENBLAS_NUM_THREADS": "1"}  # a fork would break numpy's thread pool
     rank_bytes = 100 * MIB
 
     def offer(self) -> Any:
-        """The port of a store that rank 0 already serves."""
+        """On rank 0: start a store and return its port."""
         self.network = self.network.unless_asked_outside(os.environ)
         if self.network.private:
             from labkit.worker.runtimes import torch_sockets
@@ -56,9 +56,9 @@ class Torch(Runtime):
             return None
         from torch.distributed import TCPStore
 
-        # The store would listen on every interface of the machine; this socket, which it takes over, does not.
+        # By default the store would listen on every interface of the machine; this socket does not.
         listening = self.network.call(socket.create_server, (LOOPBACK, 0), backlog=max(128, self.rank_config.size))
-        with quiet_stderr():  # where no name server answers, a warning that 127.0.0.1 has no name
+        with quiet_stderr():  # without a name server, torch warns that 127.0.0.1 has no name
             self._store = TCPStore(
                 LOOPBACK,
                 listening.getsockname()[1],
@@ -87,7 +87,7 @@ class Torch(Runtime):
         return notes
 
     def watch_launch(self, recorder: Recorder, watch_rpc: Callable[[], None]) -> None:
-        """The program meets the other ranks in the group's store, and finds its process group there when it begins."""
+        """Let a program that sets up torch itself use the group's store and the existing process group."""
         from labkit.comm.launch import Launch
 
         rank_config = self.rank_config
@@ -95,25 +95,29 @@ class Torch(Runtime):
         self._launch = Launch(recorder, rank_config.rank, rank_config.size, watch_rpc, self._port, self._connect, *rpc)
 
     def _rpc_given(self) -> tuple[str, Any] | None:
-        """The name and the options with which this rank has initialised RPC."""
+        """Return the name and the options with which this rank has initialised RPC; None without RPC."""
         return None
 
     def _connect(self) -> Any:
-        """A connection to the group's store."""
+        """Connect to the group's store."""
         from torch.distributed import TCPStore
 
         with quiet_stderr():  # as above
             return TCPStore(LOOPBACK, self._port, self.rank_config.size, is_master=False)
 
     def tear_down(self) -> None:
-        """Leave the process group: one that is left standing may abort the process at its end."""
+        """Destroy the process group; without that, the process may abort when it exits."""
         import torch.distributed as dist
 
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def _prepare(self, port: int) -> tuple[Any, list[str]]:
-        """Environment, threads and device; the device is None without a GPU, the notes say that GPUs are shared."""
+        """Set environment variables, threads and device.
+
+        Returns:
+            the device, or None without a GPU, and remarks for the student, such as that ranks share GPUs.
+        """
         import torch
 
         self._port = port
@@ -131,7 +135,7 @@ class Torch(Runtime):
         device = torch.device(own[0])
         torch.cuda.set_device(device)
         if gpus >= self.rank_config.size and self.rank_config.link is not None:
-            return device, ["link=...: messages go through gloo and the host, where they can be held back; NCCL's cannot."]
+            return device, ["link=...: messages go through gloo and the host, where they can be delayed; NCCL's cannot."]
         if gpus >= self.rank_config.size:
             return device, []
         shared = f"{self.rank_config.size} ranks share {gpus} GPU{'s' * (gpus > 1)}"
@@ -139,7 +143,7 @@ class Torch(Runtime):
 
 
 class Rpc(Torch):
-    """`torch.distributed.rpc` initialised, each rank under its name."""
+    """`torch.distributed.rpc` is initialised, each rank with its name."""
 
     serving_threads = 16
 
@@ -158,8 +162,8 @@ class Rpc(Torch):
         dist.register_rendezvous_handler("labkit", lambda *_, **__: iter([place]))
         first_round = rpc.api._all_gather
         if self.rank_config.starts_rpc:
-            rpc.api._all_gather = lambda *_, **__: None  # no call is made before the program may start RPC itself
-        with quiet_stderr():  # a warning about a deprecated constructor that torch itself calls (pytorch/pytorch#149393)
+            rpc.api._all_gather = lambda *_, **__: None  # makes no call before the program starts RPC itself
+        with quiet_stderr():  # torch calls a constructor that it has deprecated (pytorch/pytorch#149393)
             rpc.init_rpc(
                 name,
                 rank=self.rank_config.rank,
@@ -170,7 +174,7 @@ class Rpc(Torch):
         return notes
 
     def watch_launch(self, recorder: Recorder, watch_rpc: Callable[[], None]) -> None:
-        """The program finds RPC initialised when it begins."""
+        """Let a program that starts RPC itself find it initialised."""
         super().watch_launch(recorder, watch_rpc)
         recorder.ring.serving(self._rpc_given()[1].num_worker_threads)
 
@@ -180,16 +184,16 @@ class Rpc(Torch):
         return self.rank_config.names[self.rank_config.rank], RpcOptions(*self.rank_config.rpc_options)
 
     def tear_down(self) -> None:
-        """Leave the RPC group without waiting for the others, who may have failed."""
+        """Shut RPC down without waiting for the other ranks, which may have failed."""
         from torch.distributed import rpc
 
         rpc.shutdown(graceful=False)
 
 
 def _hide_optimizer_warning() -> None:
-    """Keep silent what every DistributedOptimizer says on every worker, whatever the student does, about a choice of its own.
+    """Hide a warning that each DistributedOptimizer issues on each worker and that the student's code cannot avoid.
 
-    torch sets the filter "always" around it, so that only the place where warnings are shown is left.
+    torch sets the filter "always" around the warning, so it can only be dropped in `warnings.showwarning`.
     """
     show = warnings.showwarning
 
@@ -205,16 +209,19 @@ RUNTIMES: Final[dict[str, type[Runtime]]] = {"torch": Torch, "rpc": Rpc, "tensor
 
 @public_api
 def devices(n: int = 1) -> list[Any]:
-    """The torch devices that are this rank's own: its GPUs where there are some, else the CPU.
+    """Return the torch devices of this rank: its share of the GPUs, or the CPU if there are none.
 
     Args:
-        n: how many to give. Where the rank has fewer, they come round again: a model cut in two runs on one device as well.
+        n: the number of devices to return. If the rank has fewer, they repeat, so that a model split over two devices
+            also runs on one.
 
     Returns:
         a list of `n` `torch.device`.
 
     Raises:
-        TypeError, ValueError: `n` is no whole number from 1.
+        TypeError: `n` is not a whole number.
+        ValueError: `n` is less than 1.
+        LabError: torch is not installed.
     """
     if not isinstance(n, numbers.Integral) or isinstance(n, bool):
         raise TypeError(f"devices({n!r}): expected a whole number, at least 1")
@@ -232,7 +239,13 @@ def devices(n: int = 1) -> list[Any]:
 
 
 def share_of_devices(rank: int, size: int, gpus: int) -> list[str]:
-    """Which devices belong to a rank: an equal share of the GPUs, one for several ranks where they are few, or the CPU."""
+    """Return the names of a rank's devices: an equal share of the GPUs, a GPU shared with other ranks, or the CPU.
+
+    Args:
+        rank: the rank's number.
+        size: the number of ranks.
+        gpus: the number of GPUs.
+    """
     if gpus == 0:
         return ["cpu"]
     if gpus < size:
@@ -242,7 +255,7 @@ def share_of_devices(rank: int, size: int, gpus: int) -> list[str]:
 
 
 def gpu_count() -> int:
-    """How many GPUs the driver shows, without waking CUDA: device files, less what CUDA_VISIBLE_DEVICES hides."""
+    """Count GPUs without initialising CUDA: the driver's device files, except those that CUDA_VISIBLE_DEVICES hides."""
     files = len(glob.glob("/dev/nvidia[0-9]*")) or len(glob.glob("/dev/dri/renderD*")) * os.path.exists("/dev/kfd")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return files if visible is None else min(files, len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))

@@ -1,8 +1,8 @@
-"""Where torch opens sockets: its store, gloo and TensorPipe do it in the ranks' own network, whoever asks them to.
+"""Makes torch's store, gloo and TensorPipe open their sockets in the ranks' private network, whichever code calls them.
 
-The student's code may make process groups, stores and RPC of its own at any time, so the few functions of C++ behind all of that
-are replaced. The threads that serve RPC are started before TensorPipe's, and stay in the network of the machine, as the student's
-do. NCCL is left alone: its sockets are opened by whichever thread communicates first.
+The student's code may create process groups, stores and RPC at any time, so the C++ functions behind them are replaced.
+The threads that serve RPC are started before TensorPipe's and stay in the machine's network, as the student's threads
+do. NCCL is not changed: whichever thread communicates first opens its sockets.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from labkit.worker.network_namespace import Network
 
 __all__ = ["open_in"]
 
-HERE: Final = ("127.0.0.1", "localhost", "::1")  # the addresses that the ranks' own network has as well
+HERE: Final = ("127.0.0.1", "localhost", "::1")  # addresses that also exist in the private network
 
 
 def open_in(network: Network) -> None:
-    """From now on, in this process.
+    """Open torch's sockets in a network from now on, in this process.
 
     Args:
-        network: the ranks' own.
+        network: the ranks' private network.
     """
     from torch.distributed import rpc
 
@@ -37,12 +37,12 @@ def open_in(network: Network) -> None:
         kinds.append((rpc.api, ("_set_and_start_rpc_agent",)))
     for kind, names in kinds:
         for name in names:
-            if hasattr(kind, name):  # not every version and build of torch has them all
+            if hasattr(kind, name):  # some versions and builds of torch lack some
                 _replace(kind, name, lambda function: _in(network, function))
 
 
-def _replace(owner: Any, name: str, made_of: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    replacement: Any = made_of(getattr(owner, name))
+def _replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    replacement: Any = wrap(getattr(owner, name))
     setattr(owner, name, staticmethod(replacement) if name.startswith("create_") else replacement)
 
 
@@ -54,7 +54,7 @@ def _in(network: Network, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _store_in(network: Network, init: Callable[..., None]) -> Callable[..., None]:
-    """A store at another address than this machine's own is somebody else's."""
+    """Wrap a store's constructor: a store on another machine is reached through the machine's network."""
     machine = Network()
 
     def call(self: Any, host_name: str, *args: Any, **kwargs: Any) -> None:
