@@ -1,12 +1,12 @@
 """labkit: a laboratory for distributed training inside Jupyter.
 
-Start real processes from a cell, watch what each computes, sends and waits for, and check what you built:
+Start real processes from a cell, watch what each one computes, sends and waits for, and check your own solutions:
 
     import labkit as lab
     group = lab.Group(4)
     run = group.watch(train, epochs=3)
 
-Importing it loads neither torch, tensorflow nor matplotlib: each name brings what it needs when it is first used.
+The import loads neither torch nor tensorflow nor matplotlib: each name loads what it needs on first use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from labkit.errors.exceptions import LabError, RankError
 from labkit.errors.wrong_calls import WrongNameError, did_you_mean
 from labkit.notebook.startup import begin
 
-# The public names: where each is defined, and, for editors and type checkers, its import. `tests/test_house.py` compares them.
+# The public names, with the module that defines each one, and their imports for editors and type checkers.
+# `tests/test_house.py` compares the two lists.
 _MODULES = {
     "predict": "costs.formulas",  # the module itself
     "Link": "costs.link",
@@ -76,7 +77,7 @@ __all__.extend(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    """Bring a public name when it is first used (PEP 562)."""
+    """Import a public name on first use (PEP 562)."""
     if name not in _MODULES:
         raise WrongNameError(f"labkit has no {name!r}; {did_you_mean(name, __all__)}")
     value: Any = importlib.import_module(f"labkit.{_MODULES[name]}")

@@ -1,6 +1,6 @@
-"""`python -m labkit script.py` and `torchrun -m labkit script.py`: run a script that does not know labkit, and record it.
+"""`python -m labkit script.py` and `torchrun -m labkit script.py` record a script that does not import labkit.
 
-What the script's ranks do lands in the folder that LABKIT_TRACE names, or in `labkit-trace`; `labkit.load_trace` reads it.
+The trace is written to the folder that LABKIT_TRACE names, or to `labkit-trace`; `labkit.load_trace` reads it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from labkit.worker import script_recorder
 USAGE: Final = """usage: python -m labkit [-m] SCRIPT [argument ...]
        torchrun [option ...] -m labkit [-m] SCRIPT [argument ...]
 
-Runs SCRIPT (a file, or with -m a module) as Python would, and records what its ranks do: LABKIT_TRACE=folder says
-where; default: ./labkit-trace. In a notebook, labkit.load_trace(folder) draws it."""
+Runs SCRIPT (a file, or with -m a module) as Python would, and records its ranks into the folder LABKIT_TRACE
+(default: ./labkit-trace). In a notebook, labkit.load_trace(folder) reads and draws the trace."""
 
 
 def main(arguments: list[str]) -> None:
-    """Run what the command line names, as `__main__`.
+    """Run the script or module of a command line as `__main__`.
 
     Args:
-        arguments: what stands behind `python -m labkit`.
+        arguments: the arguments after `python -m labkit`.
     """
     as_module = arguments[:1] == ["-m"]
     script, *rest = arguments[as_module:] or [""]
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
         os.environ[VARIABLE] = DEFAULT_FOLDER
         if os.environ.get("RANK", "0") == "0":
             print(
-                f"labkit: {VARIABLE} names no folder, so the trace lands in {DEFAULT_FOLDER!r} "
+                f"labkit: {VARIABLE} is not set, so the trace is written to {DEFAULT_FOLDER!r} "
                 f"(labkit.load_trace({DEFAULT_FOLDER!r}) reads it)",
                 file=sys.stderr,
             )
@@ -56,12 +56,12 @@ def main(arguments: list[str]) -> None:
 def _check(script: str, as_module: bool) -> None:
     if as_module:
         try:
-            there = find_spec(script) is not None
+            exists = find_spec(script) is not None
         except ImportError:
-            there = False
+            exists = False
     else:
-        there = os.path.isfile(script)
-    if not there:
+        exists = os.path.isfile(script)
+    if not exists:
         _refuse(f"there is no {'module' if as_module else 'file'} {script!r}")
 
 
@@ -71,7 +71,7 @@ def _refuse(why: str) -> NoReturn:
 
 
 def _run_file(script: str) -> None:
-    """As `python script.py` does: in a `__main__` without a spec, which processes that it spawns find by its file."""
+    """Run a file as `python script.py` does: in a `__main__` without a spec, so that spawned processes use its file."""
     path = Path(script).absolute()
     sys.path[0] = str(path.resolve().parent)
     module = types.ModuleType("__main__")
@@ -81,7 +81,7 @@ def _run_file(script: str) -> None:
 
 
 def _without_labkit(hook: Any) -> Any:
-    """The same hook for errors that nobody catches; their tracebacks begin with the script."""
+    """Wrap an exception hook so that tracebacks begin with the script."""
 
     def shown(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         ours = (__file__, runpy.__file__, "<frozen runpy>")

@@ -1,4 +1,4 @@
-"""The data that the lessons learn from, with nothing to download: handwritten digits and sentences of Python's own manual."""
+"""Data sets for the lessons, without a download: handwritten digits, and sentences of Python's manual."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from numpy.typing import NDArray
 
 __all__ = ["TOPICS", "Examples", "Vocabulary", "digits", "sentences"]
 
-TRAIN_DIGITS = 1536  # of 1,797: the largest multiple of 512, so that 2, 3, 4, 6 or 8 ranks with batches of 2^k get equal shares
+# Of 1,797 digits: the largest multiple of 512, so that 2, 3, 4, 6 or 8 ranks with batches of 2^k get equal shares.
+TRAIN_DIGITS = 1536
 TRAIN_SENTENCES, TEST_SENTENCES = 1024, 128
-WORDS = 1024  # words of the vocabulary: those that occur at least twice; half of all different words occur once
-LENGTH = 24  # words of a sentence that are kept: four of five sentences are not longer
+WORDS = 1024  # size of the vocabulary: the words that occur at least twice; half of all different words occur once
+LENGTH = 24  # words; longer sentences, one in five, are truncated
 
 
 class Examples(NamedTuple):
-    """Inputs and their labels, to be unpacked (`images, labels = train`) or handed on (`TensorDataset(*train)`)."""
+    """Inputs and their labels, to be unpacked (`images, labels = train`) or passed on (`TensorDataset(*train)`)."""
 
     inputs: Any
     labels: Any
 
 
 def digits(framework: str = "torch", *, seed: int = 0) -> tuple[Examples, Examples]:
-    """Real handwritten digits, enlarged to 28×28, mean 0 and standard deviation 1: 1,536 to train with and 261 to test with.
+    """Load handwritten digits, enlarged to 28×28, mean 0 and standard deviation 1: 1,536 for training, 261 for testing.
 
     Args:
-        framework: "torch" gives tensors, images (n, 1, 28, 28) float32 and labels (n,) int64; "tensorflow" gives NumPy arrays, as
-            tf.data and Keras take them, images (n, 28, 28, 1) and labels (n,) of the same types.
-        seed: of the shuffling before the two parts are cut; the same seed gives the same parts everywhere.
+        framework: "torch" returns tensors: images (n, 1, 28, 28) float32 and labels (n,) int64. "tensorflow" returns
+            NumPy arrays, as tf.data and Keras take them: images (n, 28, 28, 1) and labels (n,) of the same dtypes.
+        seed: shuffles the digits before they are split; the same seed gives the same split on every machine.
 
     Returns:
-        the examples to train with and those to test with.
+        the training examples and the test examples.
 
     Raises:
-        ValueError: an unknown framework.
+        ValueError: the framework is unknown.
         ImportError: scikit-learn is not installed.
 
     Source: Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998;
@@ -54,7 +55,7 @@ def digits(framework: str = "torch", *, seed: int = 0) -> tuple[Examples, Exampl
         ) from error
     small, labels = load_digits(return_X_y=True)
     images = _enlarge(small.reshape(-1, 8, 8), 28)
-    order = np.random.RandomState(seed).permutation(len(images))  # RandomState: its numbers are promised never to change
+    order = np.random.RandomState(seed).permutation(len(images))  # RandomState's numbers are guaranteed not to change
     images, labels = images[order], labels[order].astype(np.int64)
     images = (images - images[:TRAIN_DIGITS].mean()) / images[:TRAIN_DIGITS].std()
     images = np.expand_dims(images.astype(np.float32), 1 if framework == "torch" else 3)
@@ -62,7 +63,7 @@ def digits(framework: str = "torch", *, seed: int = 0) -> tuple[Examples, Exampl
 
 
 def _enlarge(images: NDArray[Any], size: int) -> NDArray[Any]:
-    """Bilinear interpolation of square images: (n, k, k) → (n, size, size). The pixels' centres keep their places."""
+    """Interpolate square images bilinearly: (n, k, k) → (n, size, size). Pixel centres keep their positions."""
     old = images.shape[-1]
     centres = np.clip((np.arange(size) + 0.5) * old / size - 0.5, 0, old - 1)
     weights = np.maximum(0, 1 - np.abs(centres[:, None] - np.arange(old)))  # (size, old): each row adds up to 1
@@ -70,23 +71,23 @@ def _enlarge(images: NDArray[Any], size: int) -> NDArray[Any]:
     return enlarged
 
 
-# Chapters of the manual that `help("...")` shows, as Python's module pydoc_data names them, and what each group is about.
+# Chapters of the manual that `help("...")` shows, by topic, with the names that Python's module pydoc_data gives them.
 _CHAPTERS = {
     "statements": ("compound", "assignment", "import", "augassign", "raise", "global", "del", "assert"),
     "objects": ("specialnames", "types", "objects", "customization", "attribute-access"),
     "strings": ("string-methods", "formatstrings", "strings"),
     "containers": ("typesseq", "typesmapping", "subscriptions", "slicings", "dict", "lists", "comparisons", "exprlists"),
 }
-TOPICS = tuple(_CHAPTERS)  # what the labels of `sentences` stand for
+TOPICS = tuple(_CHAPTERS)  # the meanings of the labels of `sentences`
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The words that a text classifier knows, and the way from a sentence to their numbers.
+    """The vocabulary of a text classifier; converts sentences to word numbers and back.
 
     Args:
-        words: by number; 0 is the padding and 1 stands for every word that is not known.
-        length: how many words a sentence is cut or filled to.
+        words: the words by number; 0 is the padding, and 1 stands for all unknown words.
+        length: the number of words to which sentences are truncated or padded.
     """
 
     words: tuple[str, ...]
@@ -96,9 +97,12 @@ class Vocabulary:
         return len(self.words)
 
     def encode(self, texts: Iterable[str]) -> NDArray[np.int64]:
-        """Turn sentences into word numbers, shape (n, length).
+        """Convert sentences to word numbers, shape (n, length).
 
-        The padding comes first: a recurrent network has then just read the last word when it is asked for its answer.
+        The padding comes first, so that the last word is the last input of a recurrent network.
+
+        Raises:
+            TypeError: `texts` is a single string.
         """
         if isinstance(texts, str):
             raise TypeError(f"encode({texts!r}): expected several sentences; encode([sentence]) takes one")
@@ -107,26 +111,27 @@ class Vocabulary:
         return np.array([[0] * (self.length - len(row)) + row for row in rows], np.int64).reshape(-1, self.length)
 
     def decode(self, numbers: Iterable[int]) -> str:
-        """Turn the numbers of one sentence into its words again, without the padding."""
+        """Convert the numbers of one sentence to words, without the padding."""
         return " ".join(self.words[i] for i in numbers if i != 0)
 
 
 def sentences(framework: str = "torch", *, seed: int = 0) -> tuple[Examples, Examples, Vocabulary]:
-    """Sentences of the manual that every Python carries (`help("with")` shows a chapter); to be told apart: which of four topics.
+    """Load sentences of the manual that comes with Python (`help("with")` shows a chapter), to be classified by topic.
 
-    Each topic of `TOPICS` has as many sentences as the others: 256 to train with and 32 to test with. The texts differ a little
-    from one version of Python to the next; the counts and shapes do not.
+    Each of the four `TOPICS` has 256 training sentences and 32 test sentences. The texts differ slightly between
+    versions of Python; the counts and shapes do not.
 
     Args:
-        framework: "torch" gives tensors, "tensorflow" NumPy arrays: words (n, 24) int64 and labels (n,) int64.
-        seed: of the shuffling; the same seed gives the same parts on the same version of Python.
+        framework: "torch" returns tensors, "tensorflow" NumPy arrays: words (n, 24) int64 and labels (n,) int64.
+        seed: shuffles the sentences; the same seed gives the same split on the same version of Python.
 
     Returns:
-        the examples to train with, those to test with, and the vocabulary of the 1,024 most frequent words.
+        the training examples, the test examples, and the vocabulary: padding, "unknown" and the 1,022 most frequent
+        words.
 
     Raises:
-        ValueError: an unknown framework.
-        LookupError: this Python's manual has too few sentences of a topic.
+        ValueError: the framework is unknown.
+        LookupError: the manual of this Python has too few sentences on a topic.
     """
     _check_framework(framework, "sentences")
     texts, labels = _manual((TRAIN_SENTENCES + TEST_SENTENCES) // len(TOPICS), seed)
@@ -137,15 +142,15 @@ def sentences(framework: str = "torch", *, seed: int = 0) -> tuple[Examples, Exa
 
 
 def _manual(per_topic: int, seed: int) -> tuple[list[str], NDArray[np.int64]]:
-    """Sentences and their topics, shuffled so that any stretch of 4k sentences from the start has k of each topic."""
-    from pydoc_data.topics import topics  # half a megabyte, read only here
+    """Return sentences and their topics, shuffled so that the first 4k sentences have k of each topic, for every k."""
+    from pydoc_data.topics import topics  # half a megabyte, imported only when needed
 
     found = {topic: [s for c in chapters for s in _sentences(topics.get(c, ""))] for topic, chapters in _CHAPTERS.items()}
     owners = Counter(s for texts in found.values() for s in set(texts))
     random = np.random.RandomState(seed)
     columns = []
     for topic, every in found.items():
-        own = [s for s in dict.fromkeys(every) if owners[s] == 1]  # a chapter may quote another: such sentences have no one topic
+        own = [s for s in dict.fromkeys(every) if owners[s] == 1]  # chapters quote one another: skip ambiguous sentences
         if len(own) < per_topic:
             raise LookupError(f"the manual of this Python has {len(own)} sentences on {topic}; {per_topic} are needed")
         columns.append([own[i] for i in random.permutation(len(own))[:per_topic]])
@@ -158,7 +163,7 @@ def _manual(per_topic: int, seed: int) -> tuple[list[str], NDArray[np.int64]]:
 
 
 def _sentences(chapter: str) -> list[str]:
-    """The sentences of a chapter, without code and headings: from a capital to a full stop, of 5 to 60 words."""
+    """Return the sentences of a chapter that have 5 to 60 words, without code and headings."""
     paragraphs = (" ".join(p.replace("|", " ").split()) for p in re.split(r"\n\s*\n", chapter))
     parts = (s for p in paragraphs for s in re.split(r"(?<=[.!?])\s+(?=[A-Z\"])", p))
     return [s for s in parts if re.match(r"[A-Z\"].*[.:!?]$", s) and ">>>" not in s and 5 <= len(_words(s)) <= 60]

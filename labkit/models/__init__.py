@@ -1,7 +1,7 @@
-"""The networks that several lessons share: the classic CNN (PyTorch and Keras) and a recurrent text classifier.
+"""The networks that several lessons share: a classic CNN (in PyTorch and Keras) and a recurrent text classifier.
 
-Each framework has a file of its own, imported when a name of it is first used, so that this import loads neither. A lesson shows
-a model's code with `inspect.getsource(CNN)`.
+Each framework has its own file, which is imported when one of its models is first used, so that this import loads
+neither framework. A lesson shows a model's code with `inspect.getsource(CNN)`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["CNN", "TextClassifier", "keras_cnn"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the file of the framework when a model of it is asked for (PEP 562)."""
+    """Import a framework's file when one of its models is first used (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"labkit.models has no {name!r}; it has {', '.join(__all__)}")
     framework, extra = ("keras", "tf") if name == "keras_cnn" else ("torch", "torch")

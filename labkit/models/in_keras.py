@@ -9,9 +9,9 @@ __all__ = ["keras_cnn"]
 
 
 def keras_cnn() -> keras.Model:
-    """The same network as `labkit.models.CNN`, not compiled: (batch, 28, 28, 1) in, (batch, 10) scores out.
+    """Build the same network as `labkit.models.CNN`, not compiled: (batch, 28, 28, 1) in, (batch, 10) scores out.
 
-    Channels come last, because TensorFlow's convolutions on the CPU take no other order.
+    Channels come last, the only order that TensorFlow's convolutions support on the CPU.
     """
     return keras.Sequential(
         [

@@ -11,8 +11,8 @@ __all__ = ["CNN", "TextClassifier"]
 class CNN(nn.Module):
     """The small convolutional network of the classic digit tutorials: 431,080 parameters.
 
-    It follows LeNet-5 with the sizes that Caffe's MNIST example made common. Pooling comes before ReLU: for max-pooling the
-    result is the same, and ReLU then touches a quarter of the values.
+    It follows LeNet-5 with the sizes that Caffe's MNIST example made common. Pooling comes before ReLU: for max-pooling
+    the result is the same, and ReLU then touches a quarter of the values.
 
     Source: LeCun et al., "Gradient-based learning applied to document recognition", Proceedings of the IEEE, 1998.
     """
@@ -34,13 +34,13 @@ class CNN(nn.Module):
 
 
 class TextClassifier(nn.Module):
-    """A recurrent classifier: word numbers → embedding → GRU → linear layer on what the GRU knows after the last word.
+    """A recurrent classifier: word numbers → embedding → GRU → linear layer on the GRU's state after the last word.
 
     Args:
-        words: size of the vocabulary; word 0 is the padding and always embeds to zeros.
+        words: size of the vocabulary; word 0 is the padding, and its embedding is zero.
         classes: number of classes.
-        embedding: numbers that describe a word.
-        hidden: numbers that the GRU remembers from word to word.
+        embedding: size of a word's embedding.
+        hidden: size of the GRU's state.
 
     Source: Cho et al., "Learning phrase representations using RNN encoder-decoder", EMNLP 2014, for the GRU.
     """

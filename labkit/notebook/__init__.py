@@ -1,1 +1,1 @@
-"""What only a notebook has: the Group with a live picture, `%%ranks`, `doctor` and `measure_link`."""
+"""The parts that belong to a notebook: `Group` with the live picture, `%%ranks`, `doctor` and `measure_link`."""

@@ -1,7 +1,7 @@
-"""What this machine can run, and what to install if something is missing: `doctor`.
+"""`doctor` reports what this machine can run, and how to install what is missing.
 
-Nothing of a framework is loaded into the asking process: labkit keeps the notebook's kernel free of torch, CUDA and TensorFlow.
-Versions come from the packages' metadata; what only a framework itself knows, a process of its own is asked.
+It does not import frameworks: labkit keeps the notebook's kernel free of torch, CUDA and TensorFlow. Versions come from
+the packages' metadata; facts that only a framework knows come from a separate process that imports it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from labkit.errors.units import in_words
 
 __all__ = ["Facts", "Finding", "Report", "diagnose", "doctor", "look"]
 
-ASK_LIMIT_S: Final = 120.0  # importing a framework from a cold disk may take a minute
+ASK_LIMIT_S: Final = 120.0  # importing a framework from a cold disk can take a minute
 GIB: Final = 2**30
 CGROUP: Final = Path("/sys/fs/cgroup")
 DRIVER: Final = Path("/proc/driver/nvidia/gpus")
-SHARED_MEMORY_WANTED: Final = 1 * GIB  # a container's default of 64 MiB ends NCCL and torch's data loaders with a bus error
+SHARED_MEMORY_WANTED: Final = 1 * GIB  # with a container's default of 64 MiB, NCCL and DataLoader die of SIGBUS
 
-# package, name for people, the extra that brings it, what it is for
+# Package, display name, the extra that installs it, and its purpose.
 PACKAGES: Final = (
     ("torch", "torch", "torch", "all PyTorch lessons"),
     ("tensorflow", "TensorFlow", "tf", "the TensorFlow lessons"),
@@ -77,24 +77,24 @@ except LabError as error:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What was seen of a machine.
+    """The facts found about a machine.
 
     Args:
         python: version and implementation of Python.
         system: operating system and processor.
         cores: logical cores of the machine.
-        usable_cores: how many of them this process may use at once, by its affinity and its container's quota.
-        memory_nbytes: memory of the machine, or of the container where that is less.
-        free_nbytes: how much of it is free; None inside a container with a limit, whose use includes the disk's cache.
-        shared_nbytes: size of /dev/shm; None where there is none.
-        gpus: names of the NVIDIA GPUs with their memory, as the driver gives them.
-        gpu_search: where they were looked for.
-        visible_gpus: CUDA_VISIBLE_DEVICES; None where it is not set.
-        versions: version by package; None for one that is not installed.
-        torch: what torch said: "cuda", "gpus", "gloo", "nccl", "rpc"; or "error".
-        tensorflow: what TensorFlow said: "gpus"; or "error". Empty where it was not asked, since there is no GPU.
-        network: whether ranks talk over a network of their own: "private", "why" not; or "error".
-        start: LABKIT_START; None where it is not set.
+        usable_cores: the number of cores that this process may use at once, by its affinity and its container's quota.
+        memory_nbytes: memory of the machine, or of the container if that is less, in bytes.
+        free_nbytes: free memory in bytes; None in a container with a limit, whose usage includes the disk cache.
+        shared_nbytes: size of /dev/shm in bytes; None if there is none.
+        gpus: names of the NVIDIA GPUs with their memory, as the driver reports them.
+        gpu_search: how GPUs were searched for.
+        visible_gpus: the value of CUDA_VISIBLE_DEVICES; None if it is not set.
+        versions: versions by package; None for a package that is not installed.
+        torch: torch's reply: "cuda", "gpus", "gloo", "nccl", "rpc"; or "error".
+        tensorflow: TensorFlow's reply: "gpus"; or "error". Empty without a GPU, because TensorFlow is not asked then.
+        network: whether ranks use a private network: "private", and "why" if not; or "error".
+        start: the value of LABKIT_START; None if it is not set.
     """
 
     python: str
@@ -119,14 +119,14 @@ class Finding:
     """One line of a report.
 
     Args:
-        what: what it is about.
+        subject: the subject, such as "torch".
         found: what was found.
-        ok: False where a lesson lacks something.
-        remedy: what to do about it, a command where there is one.
-        pip: whether the remedy is a command of pip.
+        ok: False if a lesson needs something that is missing.
+        remedy: what to do about it, if possible a command.
+        pip: whether the remedy is a pip command.
     """
 
-    what: str
+    subject: str
     found: str
     ok: bool = True
     remedy: str = ""
@@ -135,7 +135,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a machine can run; as text it is the answer to `lab.doctor()`."""
+    """What a machine can run; its text is the output of `lab.doctor()`."""
 
     findings: tuple[Finding, ...]
 
@@ -145,32 +145,35 @@ class Report:
         return all(f.ok for f in self.findings)
 
     def __str__(self) -> str:
-        width = max(len(f.what) for f in self.findings)
+        width = max(len(f.subject) for f in self.findings)
         lines = []
         for f in self.findings:
-            lines.append(f"{' ' if f.ok else '✗'} {f.what:<{width}}  {f.found}")
+            lines.append(f"{' ' if f.ok else '✗'} {f.subject:<{width}}  {f.found}")
             if f.remedy:
                 lines.append(f"  {'':<{width}}  → {f.remedy}")
-        lacking = sum(not f.ok for f in self.findings)
-        count = "1 thing is" if lacking == 1 else f"{lacking} things are"
-        lines += ["", f"{count} missing: see ✗." if lacking else "Everything is here."]
+        missing = sum(not f.ok for f in self.findings)
+        count = "1 thing is" if missing == 1 else f"{missing} things are"
+        lines += ["", f"{count} missing: see ✗." if missing else "Nothing is missing."]
         if any(f.pip for f in self.findings):
-            lines.append("The commands are for a terminal with this environment; in a cell write %pip instead of pip.")
+            lines.append("Run the commands in a terminal with this environment; in a cell write %pip instead of pip.")
         return "\n".join(lines)
 
     __repr__ = __str__
 
 
 def doctor() -> Report:
-    """What this machine can run: Python, cores, memory, GPUs, torch, TensorFlow, Jupyter; for what is missing, the command.
+    """Report what this machine can run (cores, memory, GPUs, torch, TensorFlow, Jupyter), and how to install the rest.
 
-    Takes a few seconds, because torch is asked in a process of its own; TensorFlow too where there is a GPU.
+    Takes a few seconds, because separate processes import torch and, if there is a GPU, TensorFlow.
+
+    Returns:
+        the report; a notebook shows its text.
     """
     return diagnose(look())
 
 
 def diagnose(facts: Facts) -> Report:
-    """What the facts mean for the lessons."""
+    """Turn facts into a report: what they mean for the lessons."""
     findings = [
         Finding("Python", f"{facts.python} on {facts.system}"),
         _cores(facts),
@@ -200,7 +203,7 @@ def _cores(facts: Facts) -> Finding:
         found += f", of which this process may use {facts.usable_cores:g}"
     if facts.usable_cores >= 4:
         return Finding("cores", found)
-    return Finding("cores", found, remedy="every lesson runs; with more ranks than cores, more ranks are not faster")
+    return Finding("cores", found, remedy="all lessons run, but more ranks than cores are not faster")
 
 
 def _memory(facts: Facts) -> Finding:
@@ -226,18 +229,18 @@ def _gpus(facts: Facts) -> Finding:
 
 
 def _torch(facts: Facts, version: str) -> list[Finding]:
-    said = facts.torch
-    if "error" in said:
-        return [_not_loading("torch", "torch", version, said["error"])]
-    gpus: int = said["gpus"]
-    build = f"CUDA {said['cuda']}, sees {gpus} GPU{'s' * (gpus != 1)}" if said["cuda"] else "CPU build"
+    reply = facts.torch
+    if "error" in reply:
+        return [_not_loading("torch", "torch", version, reply["error"])]
+    gpus: int = reply["gpus"]
+    build = f"CUDA {reply['cuda']}, sees {gpus} GPU{'s' * (gpus != 1)}" if reply["cuda"] else "CPU build"
     findings = [Finding("torch", f"{version} ({build})")]
     if facts.gpus and not gpus and facts.visible_gpus != "":
-        reason = "the installed CUDA build does not fit the driver" if said["cuda"] else "the installed build is for the CPU"
+        reason = "the installed CUDA build does not fit the driver" if reply["cuda"] else "the installed build is for the CPU"
         remedy = "https://pytorch.org/get-started/locally/ shows the command for your CUDA version"
         findings = [Finding("torch", f"{version} sees none of the GPUs: {reason}", ok=False, remedy=remedy)]
-    backends = [name for name in ("gloo", "nccl", "rpc") if said[name]]
-    missing = [name for name in ("gloo", "rpc") if not said[name]]
+    backends = [name for name in ("gloo", "nccl", "rpc") if reply[name]]
+    missing = [name for name in ("gloo", "rpc") if not reply[name]]
     lessons = " (lessons 07 and 08 show their code, and run it over messages)" if missing == ["rpc"] else ""
     findings.append(
         Finding(
@@ -250,15 +253,15 @@ def _torch(facts: Facts, version: str) -> list[Finding]:
 
 
 def _tensorflow(facts: Facts, version: str) -> Finding:
-    said = facts.tensorflow
-    if "error" in said:
-        return _not_loading("TensorFlow", "tensorflow", version, said["error"])
-    if facts.gpus and not said["gpus"] and facts.visible_gpus != "":
+    reply = facts.tensorflow
+    if "error" in reply:
+        return _not_loading("TensorFlow", "tensorflow", version, reply["error"])
+    if facts.gpus and not reply["gpus"] and facts.visible_gpus != "":
         return Finding(
             "TensorFlow", f"{version} sees none of the GPUs: its lessons run on the CPU",
             remedy='pip install "tensorflow[and-cuda]"', pip=True,
         )  # fmt: skip
-    return Finding("TensorFlow", f"{version}, sees {said['gpus']} GPU{'s' * (said['gpus'] != 1)}" if said else version)
+    return Finding("TensorFlow", f"{version}, sees {reply['gpus']} GPU{'s' * (reply['gpus'] != 1)}" if reply else version)
 
 
 def _not_loading(name: str, package: str, version: str, error: str) -> Finding:
@@ -267,15 +270,15 @@ def _not_loading(name: str, package: str, version: str, error: str) -> Finding:
 
 
 def look() -> Facts:
-    """See what this machine is and has."""
+    """Collect the facts about this machine."""
     gpus, gpu_search = _nvidia_gpus()
     versions = {package: _version(package) for package, *_ in PACKAGES}
     asked = {"network": _start_asking(ASK_NETWORK.format(sys.path))}
     if versions["torch"] is not None:
         asked["torch"] = _start_asking(ASK_TORCH)
     if versions["tensorflow"] is not None and gpus:
-        asked["tensorflow"] = _start_asking(ASK_TENSORFLOW)  # beside torch, since it takes seconds
-    answers = {package: _answer(process) for package, process in asked.items()}
+        asked["tensorflow"] = _start_asking(ASK_TENSORFLOW)  # in parallel with torch, because it takes seconds
+    replies = {package: _reply(process) for package, process in asked.items()}
     memory_nbytes, free_nbytes = _memory_sizes()
     return Facts(
         python=f"{platform.python_version()} ({platform.python_implementation()})",
@@ -289,33 +292,33 @@ def look() -> Facts:
         gpu_search=gpu_search,
         visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
         versions=versions,
-        torch=answers.get("torch", {}),
-        tensorflow=answers.get("tensorflow", {}),
-        network=answers["network"],
+        torch=replies.get("torch", {}),
+        tensorflow=replies.get("tensorflow", {}),
+        network=replies["network"],
         start=os.environ.get("LABKIT_START") or None,
     )
 
 
 def _start(facts: Facts) -> Finding:
-    words = {"fork": "fork from a server", "spawn": "spawn, spare ones kept warm"}
+    ways = {"fork": "fork from a server", "spawn": "spawn, with spare ranks kept ready"}
     if facts.start is None:
-        return Finding("ranks start by", words["fork" if facts.system.startswith("Linux") else "spawn"])
-    if facts.start not in words:
+        return Finding("ranks start by", ways["fork" if facts.system.startswith("Linux") else "spawn"])
+    if facts.start not in ways:
         found = f"LABKIT_START={facts.start!r} is neither 'fork' nor 'spawn'"
         return Finding("ranks start by", found, ok=False, remedy="unset LABKIT_START")
-    return Finding("ranks start by", f"{words[facts.start]}, because LABKIT_START says so")
+    return Finding("ranks start by", f"{ways[facts.start]}, because of LABKIT_START={facts.start}")
 
 
 def _network(facts: Facts) -> Finding:
-    """Whether other users of this machine can reach the ports that torch and TensorFlow open, which authenticate nobody."""
-    what, said = "ranks talk over", facts.network
-    if "error" in said:
-        return Finding(what, said["error"], ok=False, remedy="unset LABKIT_NETWORK")
+    """Report whether other users of this machine can reach the ports of torch and TensorFlow."""
+    subject, reply = "ranks talk over", facts.network
+    if "error" in reply:
+        return Finding(subject, reply["error"], ok=False, remedy="unset LABKIT_NETWORK")
     spawned = facts.start == "spawn" or (facts.start is None and not facts.system.startswith("Linux"))
-    if said["private"] and not spawned:
-        return Finding(what, "a network of their own, which no other user of this machine can reach")
-    why = "they are spawned" if spawned else said["why"]
-    return Finding(what, f"this machine's network, where other users of it can reach them ({why})")
+    if reply["private"] and not spawned:
+        return Finding(subject, "a private network, which no other user of this machine can reach")
+    why = "they are spawned" if spawned else reply["why"]
+    return Finding(subject, f"this machine's network, where other users of it can reach them ({why})")
 
 
 def _version(package: str) -> str | None:
@@ -328,18 +331,18 @@ def _version(package: str) -> str | None:
 def _usable_cores() -> float:
     cores = float(len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else float(os.cpu_count() or 1)
     try:
-        quota_us, period_us = (CGROUP / "cpu.max").read_text().split()  # "max 100000" where there is no quota
+        quota_us, period_us = (CGROUP / "cpu.max").read_text().split()  # "max 100000" without a quota
     except (OSError, ValueError):
         return cores
     return cores if quota_us == "max" else min(cores, round(int(quota_us) / int(period_us), 1))
 
 
 def _memory_sizes() -> tuple[int, int | None]:
-    """Memory in bytes, and how much of it is free; None for that inside a container with a limit."""
+    """Return the size of the memory and of its free part, in bytes; the latter is None in a container with a limit."""
     memory = psutil.virtual_memory()
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups, version 2 and version 1
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups, versions 2 and 1
         try:
-            limit = int((CGROUP / name).read_text())  # "max", or a number beyond the machine's memory, where there is no limit
+            limit = int((CGROUP / name).read_text())  # without a limit: "max", or more than the machine's memory
         except (OSError, ValueError):
             continue
         if limit < memory.total:
@@ -348,7 +351,7 @@ def _memory_sizes() -> tuple[int, int | None]:
 
 
 def _nvidia_gpus() -> tuple[tuple[str, ...], str]:
-    """The names of the GPUs, and where they were looked for."""
+    """Return the names of the GPUs, and how they were searched for."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return tuple(_gpu_names_of_driver()), "no nvidia-smi, no NVIDIA driver in /proc"
@@ -361,7 +364,7 @@ def _nvidia_gpus() -> tuple[tuple[str, ...], str]:
 
 
 def _gpu_names_of_driver() -> list[str]:
-    """What the driver tells without its tools, as in a container that leaves them out."""
+    """Return the GPU names that the driver lists in /proc, for containers without nvidia-smi."""
     names = []
     for file in sorted(DRIVER.glob("*/information")):
         fields = dict(line.split(":", 1) for line in file.read_text().splitlines() if ":" in line)
@@ -370,7 +373,7 @@ def _gpu_names_of_driver() -> list[str]:
 
 
 def _start_asking(question: str) -> subprocess.Popen[str]:
-    """Start a fresh Python that answers in one line of JSON."""
+    """Start a Python process that prints its reply as a line of JSON."""
     quiet = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-c", question]
     return subprocess.Popen(
@@ -378,17 +381,17 @@ def _start_asking(question: str) -> subprocess.Popen[str]:
     )
 
 
-def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """What it said; under "error" why it said nothing."""
+def _reply(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Wait for a process's reply and return it; if there is none, the reason under "error"."""
     with process:
         try:
-            output, complaint = process.communicate(timeout=ASK_LIMIT_S)
+            output, errors = process.communicate(timeout=ASK_LIMIT_S)
         except subprocess.TimeoutExpired:
             process.kill()
-            return {"error": f"no answer within {ASK_LIMIT_S:.0f} s"}
+            return {"error": f"no reply within {ASK_LIMIT_S:.0f} s"}
     if process.returncode == 0:
-        said: dict[str, Any] = json.loads(output.splitlines()[-1])  # whatever a framework prints comes before it
-        return said
+        reply: dict[str, Any] = json.loads(output.splitlines()[-1])  # the last line, after anything that a framework prints
+        return reply
     if process.returncode < 0:
         return {"error": f"ended by {signal.Signals(-process.returncode).name}"}
-    return {"error": next((line for line in reversed(complaint.splitlines()) if line.strip()), f"exit code {process.returncode}")}
+    return {"error": next((line for line in reversed(errors.splitlines()) if line.strip()), f"exit code {process.returncode}")}

@@ -1,4 +1,4 @@
-"""`lab.Group`: a group of ranks whose runs can be watched in the notebook."""
+"""`lab.Group`: a group of ranks with a live picture for the notebook."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["Group"]
 
 
 def _live() -> Picture:
-    from labkit.plots.live.view import Live  # not above: a group whose runs nobody watches starts without it
+    from labkit.plots.live.view import Live  # imported here, so that groups that are not watched start without it
 
     return Live()
 
 
 class Group(group.Group):
-    """A group with the live picture. What students read of it is the documentation of its base."""
+    """A group with the live picture. `help(lab.Group)` shows the base class's documentation."""
 
     __doc__ = group.Group.__doc__
     picture: ClassVar[Callable[[], Picture] | None] = staticmethod(_live)

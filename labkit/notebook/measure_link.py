@@ -1,4 +1,4 @@
-"""`measure_link`: real messages of many sizes between the ranks of a group, and the link that explains their times."""
+"""`measure_link` times messages of many sizes between the ranks of a group, and fits a link to the times."""
 
 from __future__ import annotations
 
@@ -19,46 +19,51 @@ OPERATIONS: Final = {  # by runtime
     "torch": ("send", "all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"),
     "rpc": ("rpc",),
 }
-BETWEEN_TWO: Final = ("send", "rpc")  # there and back
+BETWEEN_TWO: Final = ("send", "rpc")  # operations between two ranks, timed as round trips
 SIZES: Final = tuple(4**i for i in range(3, 13))  # bytes, 64 to 16 Mi
 FLOAT: Final = 4  # bytes
-LONGEST_S: Final = 0.15  # of one operation: a larger one is not tried
-BUDGET_S: Final = 0.02  # for one size of one operation, in as many repetitions as find room
-FEWEST, MOST = 5, 20  # repetitions; the median of fewer says little, and of more no more
+LONGEST_S: Final = 0.15  # if an operation takes longer, larger sizes are skipped
+BUDGET_S: Final = 0.02  # for all repetitions of one operation with one size
+FEWEST, MOST = 5, 20  # repetitions; fewer make a poor median, more do not improve it
 
 
 @public_api
 def measure_link(group: Group, *, operations: Sequence[str] | None = None, sizes: Sequence[int] = SIZES) -> MeasuredLink:
     """Fit latency and bandwidth to real messages of many sizes between the ranks of a group.
 
-    Each operation is repeated for each size, those of torch after a barrier; its time is from the moment when the last rank has
-    begun to the moment when the last has ended (a message or a remote call: half the way there and back between the first two
-    ranks), and the median counts. What is fitted is the model of `labkit.predict`, so that operations can be compared: with a
-    perfect model all would give one link. A call's latency is mostly what RPC itself takes of the processors at both ends.
+    Each operation is repeated for each size, and the median of the times is used. A collective follows a barrier; its
+    time runs from the moment when the last rank starts to the moment when the last rank ends. The time of a message or
+    a remote call is half a round trip between the first two ranks. The fitted model is that of `labkit.predict`, so
+    operations can be
+    compared: with a perfect model, all would give the same link. The latency of a remote call is mostly CPU time of
+        RPC.
 
     Args:
-        group: at least two ranks, runtime "torch" or "rpc".
-        operations: which of "send", "all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", with RPC "rpc";
-            default: all that the runtime has.
-        sizes: in bytes, at least two; as n in `labkit.predict`. The largest are left out where one takes more than 0.15 s.
+        group: a group of at least two ranks with runtime "torch" or "rpc".
+        operations: some of "send", "all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", or with RPC
+            "rpc"; default: all that the runtime has.
+        sizes: at least two sizes in bytes, as `n` in `labkit.predict`. Sizes beyond one that takes 0.15 s are skipped.
 
     Returns:
-        a table in the notebook; `.link`, `["all_reduce"]`, `.plot()`.
+        the fits, which a notebook shows as a table; see `.link`, `["all_reduce"]` and `.plot()`.
 
     Raises:
-        TypeError, ValueError: an invalid argument.
-        LabError: a group of one rank, or of another runtime; or what `Group.run` raises.
+        TypeError: an argument has a wrong type.
+        ValueError: an unknown operation, or fewer than two sizes.
+        LabError: a group of one rank, or of another runtime; all but the smallest size take too long.
+        RankError: a rank failed; also the other errors of `Group.run`.
 
-    With NCCL the GPU is waited for after each operation, which adds to the latency. That has not been run on several GPUs yet.
+    With NCCL, each operation is followed by a wait for the GPU, which adds to the latency. This has not been tested on
+    several GPUs yet.
     """
     if not isinstance(group, Group):
         raise TypeError(f"measure_link({group!r}): expected a group, as in measure_link(lab.Group(2))")
     if group.runtime not in OPERATIONS or len(group) < 2:
         raise LabError(f"measure_link({group!r}): expected at least two ranks of runtime='torch' or 'rpc'")
-    there = OPERATIONS[group.runtime]
-    operations = there if operations is None else operations
-    if unknown := [name for name in operations if name not in there]:
-        raise ValueError(f"measure_link(operations=...): {unknown[0]!r} is none of {', '.join(there)}")
+    known = OPERATIONS[group.runtime]
+    operations = known if operations is None else operations
+    if unknown := [name for name in operations if name not in known]:
+        raise ValueError(f"measure_link(operations=...): {unknown[0]!r} is none of {', '.join(known)}")
     if len(set(sizes)) < 2 or any(not isinstance(n, int) or n < FLOAT for n in sizes) or not operations:
         raise ValueError(f"measure_link(sizes={list(sizes)}): expected at least two sizes from {FLOAT} bytes, and an operation")
     plan = list(operations), sorted(set(sizes))
@@ -76,7 +81,7 @@ def measure_link(group: Group, *, operations: Sequence[str] | None = None, sizes
 
 
 def _median_s(operation: str, of_ranks: list[Any]) -> float:
-    """The median of the repetitions, each from the last rank's begin to the last rank's end."""
+    """Return the median time of the repetitions, each from the last rank's start to the last rank's end."""
     if operation in BETWEEN_TWO:
         of_ranks = of_ranks[:1]
     repetitions = zip(*(zip(begins, ends, strict=True) for begins, ends in of_ranks), strict=True)
@@ -84,11 +89,11 @@ def _median_s(operation: str, of_ranks: list[Any]) -> float:
     return float(statistics.median(times)) / 1e9 / (2 if operation in BETWEEN_TWO else 1)
 
 
-Measured = list[tuple[str, int, list[int], list[int]]]  # operation, bytes, begins and ends in ns
+Measured = list[tuple[str, int, list[int], list[int]]]  # operation, bytes, starts and ends in ns
 
 
 def _on_rank(operations: list[str], sizes: list[int]) -> Measured:
-    """In a rank: for each operation and size, the size that it came to, and when each repetition began and ended."""
+    """In a rank: time each operation with each size."""
     import torch
     import torch.distributed as dist
 
@@ -113,7 +118,7 @@ def _on_rank(operations: list[str], sizes: list[int]) -> Measured:
             timed(action)
             begin_ns, end_ns = timed(action)
             plan = torch.tensor([(end_ns - begin_ns) / 1e9], device=device)
-            dist.broadcast(plan, 0)  # how long it took rank 0 decides for all
+            dist.broadcast(plan, 0)  # rank 0's time decides for all ranks
             took_s = float(plan)
             if took_s > LONGEST_S and size != sizes[0]:
                 break
@@ -123,7 +128,7 @@ def _on_rank(operations: list[str], sizes: list[int]) -> Measured:
 
 
 def _on_caller(sizes: list[int]) -> Measured:
-    """In the first rank of an rpc group: calls that send the second one a tensor and get it back."""
+    """In the first rank of an RPC group: time calls that send a tensor to the second rank and return it."""
     import torch
     from torch.distributed import rpc
 
@@ -147,7 +152,7 @@ def _on_caller(sizes: list[int]) -> Measured:
 
 
 def _same(x: Any) -> Any:
-    """In the rank that is called."""
+    """Return the argument; runs on the rank that is called."""
     return x
 
 
@@ -156,10 +161,17 @@ def _repetitions(took_s: float) -> int:
 
 
 def _action_of(operation: str, rank: int, whole: Any, part: Any) -> Callable[[], object]:
-    """What a rank does once; `whole` is as large as the size says, `part` a rank's share of it."""
+    """Return what a rank does in one repetition.
+
+    Args:
+        operation: the operation's name.
+        rank: this rank's number.
+        whole: a tensor of the full size.
+        part: a tensor of one rank's share of it.
+    """
     import torch.distributed as dist
 
-    def there_and_back() -> None:
+    def round_trip() -> None:
         if rank == 0:
             dist.send(whole, 1)
             dist.recv(whole, 1)
@@ -170,11 +182,11 @@ def _action_of(operation: str, rank: int, whole: Any, part: Any) -> Callable[[],
     pieces = list(whole.chunk(dist.get_world_size()))
     others, other = [piece.clone() for piece in pieces], whole.clone()
     actions: dict[str, Callable[[], object]] = {
-        "send": there_and_back,
+        "send": round_trip,
         "all_reduce": lambda: dist.all_reduce(whole),
         "broadcast": lambda: dist.broadcast(whole, 0),
         "all_gather": lambda: dist.all_gather(others, part),
         "reduce_scatter": lambda: dist.reduce_scatter(part, pieces),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole),  # torch 2.11: gloo exchanges no lists
+        "all_to_all": lambda: dist.all_to_all_single(other, whole),  # torch 2.11: gloo does not support lists
     }
     return actions[operation]

@@ -1,4 +1,4 @@
-"""`%%ranks`: a cell that every rank runs, in a namespace that persists from cell to cell."""
+"""`%%ranks` runs a cell on all ranks, in a namespace that persists from cell to cell."""
 
 from __future__ import annotations
 
@@ -21,16 +21,20 @@ USAGE = "Write: %%ranks group   or   %%ranks group --on 0,2 --watch --run name"
 def ranks(line: str, cell: str, shell: Any) -> None:
     """Run a cell on the ranks of a group, or on some of them.
 
-        %%ranks group                   on all of them
-        %%ranks group --on 0,worker1    on some, by number or name
-        %%ranks group --watch           with the live picture
-        %%ranks group --run run         binds the cell's `Run` to the notebook's variable `run`; `group.last_run` is the same
+        %%ranks group                   on all ranks %%ranks group --on 0,worker1    on some, by number or name %%ranks
+        group --watch           with the live picture %%ranks group --run run         assigns the cell's `Run` to the
+        notebook's variable `run`, as does `group.last_run`
 
-    Functions, classes and values of the notebook that the cell reads travel along; see `Group.run_cell`. Instead of a group it
-    takes some ranks of one as well (`some = group[1:]`).
+    Functions, classes and values of the notebook that the cell reads are sent along; see `Group.run_cell`. Instead of a
+    group, some of its ranks can be given (`some = group[1:]`).
+
+    Args:
+        line: the rest of the first line.
+        cell: the other lines.
+        shell: IPython's shell.
 
     Raises:
-        LabError: no group of that name, no such rank, or a cell that ranks cannot run.
+        LabError: there is no such group or rank, or ranks cannot run the cell.
         RankError: a rank failed.
     """
     parser = _Parser(prog="%%ranks", add_help=False, allow_abbrev=False)
@@ -40,7 +44,7 @@ def ranks(line: str, cell: str, shell: Any) -> None:
     parser.add_argument("--run", metavar="name")
     try:
         options = parser.parse_args(shlex.split(line, comments=True))
-    except ValueError as error:  # a quotation that does not end
+    except ValueError as error:  # a missing closing quote
         parser.error(str(error))
     group: Any = shell.user_ns.get(options.group)
     on: Sequence[int] | None = None
@@ -50,25 +54,25 @@ def ranks(line: str, cell: str, shell: Any) -> None:
         name, bracket, _ = options.group.partition("[")
         if bracket and isinstance(shell.user_ns.get(name), Group | Ranks):
             raise LabError(
-                f"%%ranks {options.group}: expected a name; some of a group's ranks are given as %%ranks {name} --on 0,1"
+                f"%%ranks {options.group}: expected a name; to select some of a group's ranks, write %%ranks {name} --on 0,1"
             )
         given = f"of type {type(group).__name__}" if options.group in shell.user_ns else "not defined"
         raise LabError(
-            f"%%ranks {options.group}: {options.group!r} is {given}; make a group first: {options.group} = lab.Group(2)"
+            f"%%ranks {options.group}: {options.group!r} is {given}; create a group first: {options.group} = lab.Group(2)"
         )
     if options.run is not None and (not options.run.isidentifier() or keyword.iskeyword(options.run)):
-        parser.error(f"argument --run: {options.run!r} is no name for a variable")
+        parser.error(f"argument --run: {options.run!r} is not a valid variable name")
     if options.on is not None:
         wanted = [part.strip() for part in options.on.split(",")]
         on = group[[int(w) if w.removeprefix("-").isdecimal() and w not in group.names else w for w in wanted]].on
-    number = len(shell.history_manager.input_hist_parsed) - 1  # `execution_count` may be that of the next cell already
+    number = len(shell.history_manager.input_hist_parsed) - 1  # `execution_count` may already be the next cell's
     run = group.run_cell(cell, cell_filename(number), f"cell {number}", on, watch=options.watch)
     if options.run is not None:
         shell.user_ns[options.run] = run
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose mistakes do not end the notebook's process."""
+    """A parser that raises `LabError`; argparse's own would end the notebook's process."""
 
     def error(self, message: str) -> NoReturn:
         raise LabError(f"%%ranks: {message}. {USAGE}")

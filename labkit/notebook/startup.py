@@ -1,4 +1,4 @@
-"""What `import labkit` does beside naming its parts: `%%ranks` in a notebook, and recording in a script that asks for it."""
+"""What `import labkit` starts: in a notebook `%%ranks` and the preload of torch; in a script, recording on request."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ __all__ = ["begin"]
 
 
 def begin() -> None:
-    """In a notebook's kernel: make `%%ranks` known, and begin to import torch in the background, which takes a second.
+    """Prepare this process for labkit.
 
-    In a script that is to be recorded: begin to.
+    In a notebook's kernel, register `%%ranks`, and start a server that imports torch in the background, which takes a
+    second. In a script, start recording if `LABKIT_TRACE` names a folder.
     """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
@@ -38,6 +39,6 @@ def begin() -> None:
 
 
 def _is_command() -> bool:
-    """Whether Python imports this for `python -m labkit script.py`, which begins when it knows the script's name."""
+    """Whether this process runs `python -m labkit script.py`, which starts recording itself, with the script's name."""
     given = sys.orig_argv
     return sys.argv[:1] == ["-m"] and ("-m", "labkit") in itertools.pairwise(given)

@@ -1,9 +1,9 @@
-"""Processes that a rank's code has started, also those that have left its process group and forgotten their parent.
+"""Finds and ends the processes that a rank's code has started, including daemons that have left its process group.
 
-A daemon forks twice or begins a session of its own, so no signal to the rank's process group reaches it. On Linux a
-process can ask to become the parent of orphans below it (PR_SET_CHILD_SUBREAPER): every rank does, and so does the
-server that ranks are forked from, which then finds what a rank that has ended leaves behind among its own children.
-Spawned ranks end theirs themselves, as far as they get to it.
+A daemon forks twice or starts a new session, so a signal to the rank's process group does not reach it. On Linux a
+process can become the parent of its orphaned descendants (PR_SET_CHILD_SUBREAPER). Each rank does so, and so does the
+server: it adopts the processes that a rank leaves behind. Spawned ranks end their own descendants, if they have time
+to.
 
 Source: prctl(2) and proc_pid_task(5), the Linux man-pages.
 """
@@ -23,18 +23,18 @@ from typing import Any, Final
 __all__ = ["adopt_orphans", "children", "descendants", "end_all", "end_children", "end_other_sessions"]
 
 PR_SET_CHILD_SUBREAPER: Final = 36
-ENDS_ITSELF: Final = "torch_shm_manag"  # torch's, which then removes shared memory; the system keeps 15 characters of its name
-LIMIT_S: Final = 1.0  # for killed processes to end; one that the kernel keeps in a device's driver is left
+ENDS_ITSELF: Final = "torch_shm_manag"  # torch's torch_shm_manager (Linux keeps 15 characters), which cleans up shared memory
+LIMIT_S: Final = 1.0  # for killed processes to end; a process that is blocked in a driver is left alone
 
 
 def adopt_orphans() -> None:
-    """Become the parent of processes that this one's descendants leave behind. Elsewhere than on Linux that cannot be had."""
+    """Become the parent of orphaned descendants. Only Linux supports this; elsewhere it does nothing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def children() -> set[int]:
-    """The process ids of this process's children, adopted ones included; none where the system does not tell."""
+    """Return the process ids of this process's children, including adopted ones; empty if they are not known."""
     pid = os.getpid()
     try:
         with open(f"/proc/{pid}/task/{pid}/children", "rb") as file:
@@ -44,10 +44,10 @@ def children() -> set[int]:
 
 
 def end_children(kept: Collection[int] = ()) -> None:
-    """End all children of this process but some, and what those leave behind in turn.
+    """End this process's children, and the processes that they leave behind.
 
     Args:
-        kept: process ids.
+        kept: process ids of children that are not ended.
     """
     until = time.monotonic() + LIMIT_S
     while time.monotonic() < until:
@@ -62,7 +62,7 @@ def end_children(kept: Collection[int] = ()) -> None:
 
 
 def end_other_sessions() -> None:
-    """End the children of this process that are not of its process group, which is ended as a whole."""
+    """End the children of this process that are not in its process group, which others end as a whole."""
     if sys.platform == "linux":
         end_children({pid for pid in children() if _group(pid) == os.getpgrp()})
     else:
@@ -88,7 +88,7 @@ def _await_end(pid: int, until: float) -> None:
     with contextlib.suppress(OSError):
         fd = os.pidfd_open(pid)
         try:
-            poll = select.poll()  # `select.select` takes no descriptor above 1,023, and the server of many ranks has such
+            poll = select.poll()  # `select.select` supports descriptors up to 1,023 only
             poll.register(fd, select.POLLIN)
             poll.poll(max(0.0, until - time.monotonic()) * 1000)
         finally:
@@ -98,8 +98,8 @@ def _await_end(pid: int, until: float) -> None:
 
 
 def descendants(pids: Collection[int]) -> list[Any]:
-    """The processes (psutil's) that living processes have started, directly or not."""
-    import psutil  # the server, which is to be small, does without
+    """Return the descendants of running processes, as `psutil.Process` objects."""
+    import psutil  # imported here, to keep the server small
 
     found = []
     for pid in pids:
@@ -109,9 +109,9 @@ def descendants(pids: Collection[int]) -> list[Any]:
 
 
 def end_all(processes: Collection[Any]) -> None:
-    """End processes that `descendants` found."""
+    """End processes that `descendants` has found."""
     import psutil
 
     for process in processes:
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+        with contextlib.suppress(psutil.Error):  # it has already ended
             process.kill()

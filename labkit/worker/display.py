@@ -1,7 +1,7 @@
-"""What a rank shows beside text: `display`, figures and rich last expressions, on their way to the cell that called it.
+"""Rich output of a rank: sends `display`, figures and the values of last expressions to the cell that started the run.
 
-It follows IPython's protocol (`_repr_html_` and the like, `_repr_mimebundle_`) without importing IPython, which takes
-longer than most runs. Where no notebook listens, as in a plain script, the text form is printed.
+It follows IPython's protocol (`_repr_html_` etc., `_repr_mimebundle_`) without importing IPython, which takes longer
+than most runs. Without a notebook, as in a plain script, the text form is printed.
 
 Source: "Integrating your objects with IPython", IPython's documentation.
 """
@@ -24,10 +24,10 @@ from labkit.recording.import_hook import when_imported
 
 __all__ = ["Displayed", "RankDisplay"]
 
-MOST_DISPLAYS: Final = 48  # that a run may show, shared among the ranks; a saved notebook holds all of them
-MOST_BYTES: Final = 12 << 20
-LEAST_DISPLAYS: Final = 4  # of each rank, however many there are
-LEAST_BYTES: Final = 1 << 20
+MOST_DISPLAYS: Final = 48  # in a run, divided among the ranks; a saved notebook contains all of them
+MOST_BYTES: Final = 12 << 20  # in a run, divided among the ranks
+LEAST_DISPLAYS: Final = 4  # for each rank, even if there are many
+LEAST_BYTES: Final = 1 << 20  # for each rank, even if there are many
 METHODS: Final = {
     "_repr_html_": "text/html",
     "_repr_markdown_": "text/markdown",
@@ -38,21 +38,21 @@ METHODS: Final = {
     "_repr_json_": "application/json",
     "_repr_javascript_": "application/javascript",
 }
-WIDGET: Final = "application/vnd.jupyter.widget-view+json"  # refers to an object in the notebook's process, which is not there
+WIDGET: Final = "application/vnd.jupyter.widget-view+json"  # a reference to an object in the notebook's process
 IPYTHONS: Final = "IPython.core.display_functions"
 BACKEND: Final = "module://labkit.worker.figures"
-FILE_BACKENDS: Final = ("agg", "cairo", "pdf", "pgf", "ps", "svg", "template")  # of matplotlib: they open no windows
+FILE_BACKENDS: Final = ("agg", "cairo", "pdf", "pgf", "ps", "svg", "template")  # matplotlib's backends that open no windows
 
 
 class Displayed(NamedTuple):
-    """One display on its way to the cell.
+    """One display that is sent to the cell.
 
     Args:
-        data: by MIME type, what to show; None takes back what the rank has shown so far (`clear_output`).
-        metadata: by MIME type, how.
-        key: of a display that may be updated; "" otherwise.
-        update: whether it replaces the one with that key.
-        left_out: how many more the rank has shown, which did not travel.
+        data: the content by MIME type; None removes all that the rank has displayed so far (`clear_output`).
+        metadata: the metadata by MIME type.
+        key: identifies a display that can be updated; "" otherwise.
+        update: whether it replaces the display with this key.
+        left_out: the number of displays that were not sent because a limit was reached.
     """
 
     data: dict[str, Any] | None
@@ -63,12 +63,12 @@ class Displayed(NamedTuple):
 
 
 class RankDisplay:
-    """Shows things under the cell, from inside a rank.
+    """Displays objects below the cell, from inside a rank.
 
     Args:
-        send: what takes them there.
-        rich: whether a notebook can show more than text.
-        size: how many ranks share the room.
+        send: sends one display to the notebook.
+        rich: whether the notebook can display more than text.
+        size: the number of ranks that share the limits.
     """
 
     def __init__(self, send: Callable[[Displayed], None], *, rich: bool, size: int) -> None:
@@ -79,18 +79,18 @@ class RankDisplay:
         self.begin()
 
     def begin(self) -> None:
-        """A run begins: it has all the room."""
-        self._sizes: dict[str, int] = {}  # by key, or by a key of our own
+        """Reset the limits at the beginning of a run."""
+        self._sizes: dict[str, int] = {}  # in bytes, by key; displays without one get a generated key
         self._left_out = 0
 
     def end(self) -> None:
-        """A run ends: show the figures that are open, as a notebook does, and say what was left out."""
+        """Display open figures at the end of a run, as a notebook does, and report how many displays were left out."""
         self.figures()
         if self._left_out:
             self._send(Displayed({}, left_out=self._left_out))
 
     def install(self) -> None:
-        """Make `display` known everywhere in this process, IPython's own functions and matplotlib's `show` included."""
+        """Make `display` a builtin in this process, and replace IPython's display functions and matplotlib's `show`."""
         builtins.display = self.display  # type: ignore[attr-defined]  # as IPython does
         if os.environ.get("MPLBACKEND", "").lower() not in FILE_BACKENDS:
             os.environ["MPLBACKEND"] = BACKEND
@@ -108,44 +108,47 @@ class RankDisplay:
         update: bool = False,
         **_: Any,
     ) -> _Handle | None:
-        """Show objects under the cell, labelled with this rank; IPython's `display`.
+        """Display objects below the cell, labelled with this rank; replaces IPython's `display`.
 
         Args:
-            objects: what to show.
-            metadata: by MIME type, how.
-            display_id: a key under which it can be updated; True makes one.
-            raw: whether the objects are data by MIME type.
-            clear: take back first what this rank has shown.
-            update: put it in place of the one with the key.
+            objects: the objects.
+            metadata: the metadata by MIME type.
+            display_id: a key under which the display can be updated; True generates one.
+            raw: whether the objects are dicts of content by MIME type.
+            clear: whether to remove first what this rank has displayed.
+            update: whether to replace the display with this key.
+
+        Returns:
+            a handle with which the display can be updated; None without a key.
         """
         key = f"labkit {next(self._numbers)}" if display_id is True else str(display_id or "")
         if clear:
             self.clear_output()
-        if key and not objects:  # room for something that comes later
+        if key and not objects:  # a placeholder for a later update
             objects, raw = ({},), True
         for thing in objects:
             bundle = (thing, {}) if raw else _bundle(thing)
-            if bundle is not None:  # else it has shown itself
+            if bundle is not None:  # otherwise the object has displayed itself
                 self._show(bundle[0], {**bundle[1], **(metadata or {})}, key, update)
         return _Handle(self, key) if key else None
 
     def value(self, value: Any) -> None:
-        """Show the value of a cell's last line."""
+        """Display the value of a cell's last expression."""
         if self._rich and _is_rich(value):
             self.display(value)
         elif value is not None:
             print(_text(value))
 
     def figures(self) -> None:
-        """Show the figures that pyplot holds open, and close them."""
+        """Display pyplot's open figures, and close them."""
         pyplot: Any = sys.modules.get("matplotlib.pyplot")
         for number in pyplot.get_fignums() if pyplot is not None else ():
             figure = pyplot.figure(number)
-            pyplot.close(figure)  # first: a figure in a result would open itself in the notebook as well
+            pyplot.close(figure)  # before displaying it: otherwise a figure in a result would also open in the notebook
             self.display(figure)
 
-    def clear_output(self, wait: bool = False) -> None:  # noqa: ARG002  # what is shown is shown at the end anyway
-        """Take back what this rank has shown and printed."""
+    def clear_output(self, wait: bool = False) -> None:  # noqa: ARG002  # IPython's signature
+        """Remove all that this rank has displayed and printed."""
         sys.stdout.write("\x1b[2J")
         self.begin()
         if self._rich and os.getpid() == self._rank_pid:
@@ -168,7 +171,7 @@ class RankDisplay:
         self._send(Displayed(data, metadata, key, update))
 
     def _patch(self, module: ModuleType) -> None:
-        """Put our functions in the place of IPython's, which print where there is no shell of its own."""
+        """Replace IPython's functions, which only print if there is no shell."""
 
         def publish(data: dict[str, Any], metadata: dict[str, Any] | None = None, **kwargs: Any) -> None:
             key = (kwargs.get("transient") or {}).get("display_id")
@@ -183,17 +186,17 @@ class RankDisplay:
 
 
 class _Handle:
-    """What `display(..., display_id=True)` returns."""
+    """The result of `display(..., display_id=True)`."""
 
     def __init__(self, shown_by: RankDisplay, key: str) -> None:
         self._shown_by, self.display_id = shown_by, key
 
     def display(self, thing: Any, **kwargs: Any) -> None:
-        """Show it once more."""
+        """Display an object under the same key."""
         self._shown_by.display(thing, display_id=self.display_id, **kwargs)
 
     def update(self, thing: Any, **kwargs: Any) -> None:
-        """Show something else in its place."""
+        """Replace the display with another object."""
         self._shown_by.display(thing, display_id=self.display_id, update=True, **kwargs)
 
 
@@ -203,12 +206,12 @@ def _is_figure(thing: Any) -> bool:
 
 
 def _is_rich(thing: Any) -> bool:
-    """Whether it can be shown as more than text. The class is asked: some objects have every attribute that one asks for."""
+    """Whether an object has a rich form. Checks its class, because some objects appear to have every attribute."""
     return _is_figure(thing) or any(hasattr(type(thing), name) for name in (*METHODS, "_repr_mimebundle_", "_ipython_display_"))
 
 
 def _bundle(thing: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """By MIME type, what an object is shown as, and how; None where it shows itself."""
+    """Return an object's content and metadata by MIME type; None if the object has displayed itself."""
     data: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
     if _is_figure(thing):
@@ -243,22 +246,21 @@ def _text(thing: Any) -> str:
 
 
 def _attempt(method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, bool]:
-    """What a method of the student's object returns, and whether it worked.
+    """Call a method of the student's object; return its result and whether it succeeded.
 
-    As in IPython, an object that cannot be shown ends nothing: the traceback is printed, and a simpler form is shown
-    instead.
+    As in IPython, an error does not end the cell: the traceback is printed, and a simpler form is displayed instead.
     """
     try:
         return method(*args, **kwargs), True
-    except NotImplementedError:  # there is no such form of it, after all
+    except NotImplementedError:  # the object does not support this form
         return None, False
-    except Exception as error:  # noqa: BLE001  # it is the student's code
+    except Exception as error:  # noqa: BLE001  # the student's code may raise anything
         sys.stderr.write(students_traceback(error))
         return None, False
 
 
 def _plain(kind: str, value: Any) -> Any:
-    """What a notebook's file can hold."""
+    """Convert content to what a notebook's file can store."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     return value if isinstance(value, str) else json.loads(json.dumps(value, default=repr)) if "json" in kind else str(value)

@@ -1,6 +1,6 @@
-"""The student's own modules that ranks have imported, and which of their files have been edited since.
+"""Finds modules of the student's that were edited after ranks had imported them.
 
-Python imports a module once. A rank keeps what it has imported for as long as it lives, as the notebook's process does.
+Python imports a module only once, so a rank keeps the version that it has imported, as the notebook's process does.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["Imported", "Imports", "edited"]
 
 
 class Imported(NamedTuple):
-    """A module as a rank has it.
+    """A module that a rank has imported.
 
     Args:
-        name: as in `import name`.
-        file: where its source lies.
-        modified_ns: when that had been changed last, at the time of the import.
+        name: its name, as in `import name`.
+        file: its source file.
+        modified_ns: the file's modification time when the module was imported.
     """
 
     name: str
@@ -32,27 +32,26 @@ class Imported(NamedTuple):
 
 
 class Imports:
-    """In a rank: the student's modules that have been imported, or imported again.
+    """In a rank: finds the student's modules that have been imported or reloaded.
 
-    What a rank has before it runs anything of the student's is none of theirs, and it is not looked at: the names of
-    the modules lie in memory that ranks share until they touch it, and to copy that takes a fifth of the time in which
-    a group starts.
+    Modules that exist before the rank runs the student's code are not examined. Their names are in memory that ranks
+    share until they touch it, and copying it would take a fifth of the time in which a group starts.
     """
 
     def __init__(self) -> None:
-        self._before = next(reversed(sys.modules), "")  # Python keeps modules in the order in which they came
+        self._before = next(reversed(sys.modules), "")  # modules are in the order of their import
         self._seen: set[str] = set()
         self._count = len(sys.modules)
-        self._specs: dict[str, Any] = {}  # of the student's modules; `importlib.reload` makes a new one
+        self._specs: dict[str, Any] = {}  # of the student's modules; `importlib.reload` replaces it
 
     def new(self) -> list[Imported]:
-        """Those that have come since this was asked before. Looks at all modules only where their number has changed."""
+        """Return the modules imported or reloaded since the last call; searches only if their number has changed."""
         names = [name for name, spec in self._specs.items() if getattr(sys.modules.get(name), "__spec__", None) is not spec]
         if len(sys.modules) != self._count:
             self._count = len(sys.modules)
-            came = self._since_start()
-            names += [name for name in came if name not in self._seen]
-            self._seen.update(came)
+            imported = self._since_start()
+            names += [name for name in imported if name not in self._seen]
+            self._seen.update(imported)
         found = []
         for name in names:
             module = sys.modules.get(name)
@@ -68,10 +67,10 @@ class Imports:
         return found
 
     def _since_start(self) -> list[str]:
-        """The names of the modules that have come since this rank started; all names, if what came before them is gone."""
+        """Return the names of the modules imported since this rank started; all, if the last one before is gone."""
         length = 64
         while True:
-            names = list(itertools.islice(reversed(sys.modules), length))  # in one step: other threads import as well
+            names = list(itertools.islice(reversed(sys.modules), length))  # atomic: other threads may import
             if self._before in names:
                 return names[: names.index(self._before)]
             if len(names) < length:
@@ -80,12 +79,12 @@ class Imports:
 
 
 def edited(modules: Iterable[Imported]) -> list[str]:
-    """A line for each module whose file has changed since ranks imported it."""
+    """Return a line for each module whose file has been edited since ranks imported it."""
     lines = []
     for module in modules:
         try:
             modified_ns = os.stat(module.file).st_mtime_ns
-        except OSError:  # removed: what the ranks have is all there is
+        except OSError:  # removed: there is no newer version
             continue
         if modified_ns != module.modified_ns:
             at = time.strftime("%H:%M:%S", time.localtime(modified_ns / 1e9))

@@ -1,4 +1,4 @@
-"""The matplotlib backend of ranks: no windows; `plt.show()` shows the figures under the cell, as in a notebook."""
+"""The matplotlib backend of ranks: it opens no windows, and `plt.show()` displays figures below the cell."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ __all__ = ["FigureCanvas", "FigureManager"]
 
 
 class FigureManager(FigureManagerBase):
-    """Holds a figure until it is shown."""
+    """Manages one figure for pyplot."""
 
     @classmethod
-    def pyplot_show(cls, *, block: bool | None = None) -> None:  # noqa: ARG003  # there is nothing to wait for
-        """Show all figures that are open, and close them."""
+    def pyplot_show(cls, *, block: bool | None = None) -> None:  # noqa: ARG003  # matplotlib's signature
+        """Display all open figures, and close them."""
         pyplot: Any = sys.modules["matplotlib.pyplot"]
-        show = getattr(builtins, "display", print)  # a program that a rank has started inherits this backend, but is no rank
+        show = getattr(builtins, "display", print)  # `print` in a program that a rank has started
         for number in pyplot.get_fignums():
             figure = pyplot.figure(number)
             pyplot.close(figure)
             show(figure)
 
     def show(self) -> None:
-        """Show this one; `figure.show()`."""
+        """Display this figure; called by `figure.show()`."""
         getattr(builtins, "display", print)(self.canvas.figure)
 
 

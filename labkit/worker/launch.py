@@ -77,7 +77,7 @@ class RankProcess:
 
     @property
     def exiting(self) -> bool:
-        """Whether the process is exiting or has ended. Its connections may close some time before its pidfd is readable.
+        """Whether the process is exiting or has ended. Connections may close before the pidfd is readable.
 
         Source: proc_pid_stat(5), the Linux man-pages, and PF_EXITING in Linux's include/linux/sched.h. On other systems
             it

@@ -1,4 +1,4 @@
-"""How many files a process may have open: raised as far as its user may, since many systems start with a low limit."""
+"""The limit on a process's open files: raises it as far as allowed, since many systems have a low default."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ from typing import Final
 
 __all__ = ["count_open_files", "raise_limit"]
 
-ENOUGH: Final = 1 << 16  # a higher limit helps nobody, and programs that close all descriptors up to it become slow
+ENOUGH: Final = 1 << 16  # a higher limit is not needed, and slows programs that close all descriptors up to it
 UNLIMITED: Final = 1 << 62
 
 
 def raise_limit(needed: int = ENOUGH) -> int:
-    """Raise this process's soft limit to `needed` if the hard limit lets it, else as far as that goes; what the limit is then."""
-    import resource  # which Windows lacks
+    """Raise this process's soft limit.
+
+    Args:
+        needed: the limit to reach, as far as the hard limit allows.
+
+    Returns:
+        the limit afterwards.
+    """
+    import resource  # not available on Windows
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
@@ -22,13 +29,13 @@ def raise_limit(needed: int = ENOUGH) -> int:
     wanted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if soft >= wanted:
         return soft
-    with contextlib.suppress(OSError, ValueError):  # macOS has a lower limit of its own
+    with contextlib.suppress(OSError, ValueError):  # macOS has another, lower limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def count_open_files() -> int:
-    """How many this process has open now."""
+    """Count this process's open files."""
     for folder in ("/proc/self/fd", "/dev/fd"):
         with contextlib.suppress(OSError):
             return len(os.listdir(folder))

@@ -1,4 +1,4 @@
-"""What ranks take over from the notebook's process at each run: working folder, import path and environment variables."""
+"""The state that ranks copy from the notebook's process before a run: working folder, import path, environment."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["Changes", "ProcessState"]
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What the notebook has changed since a rank was told; None: not that.
+    """The changes since the last time a rank copied the notebook's state.
 
     Args:
-        folder: the working folder.
-        path: the import path, `sys.path`.
-        path_before: what it was.
-        variables: environment variables that are new or have another value; None removes one.
+        folder: the working folder; None if it has not changed.
+        path: the import path, `sys.path`; None if it has not changed.
+        path_before: the previous import path.
+        variables: environment variables that are new or have a new value; None deletes one.
     """
 
     folder: str | None = None
@@ -30,13 +30,13 @@ class Changes:
     variables: Mapping[str, str | None] = field(default_factory=dict)
 
     def apply(self, kept: Collection[str]) -> None:
-        """In a rank: take them over. What the rank's own code has added to the import path stays, behind the notebook's.
+        """In a rank: apply the changes. Entries that the rank's code has added to the import path stay, at its end.
 
         Args:
-            kept: names of variables that are the rank's own, such as RANK.
+            kept: names of variables that belong to the rank, such as RANK; they do not change.
 
         Raises:
-            OSError: the folder cannot be entered.
+            OSError: the rank cannot enter the folder.
         """
         for name, value in self.variables.items():
             if name in kept:
@@ -53,12 +53,12 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """The state of this process at one moment.
+    """A snapshot of this process's state.
 
     Args:
         folder: the working folder.
         path: the import path.
-        variables: the environment, as the system has it: decoding it would take ten times as long as all the rest.
+        variables: the environment variables, not decoded; decoding takes ten times as long as everything else here.
     """
 
     folder: str
@@ -67,17 +67,15 @@ class ProcessState:
 
     @classmethod
     def now(cls) -> ProcessState:
-        """How it is now.
+        """Return the current state.
 
         Raises:
-            LabError: the working folder is no more.
+            LabError: the working folder no longer exists.
         """
         return cls(_folder(), tuple(map(str, sys.path)), dict(_environment()))
 
     def holds(self) -> bool:
-        """Whether this process is still in this state: where it is, which is usual, found out in half the time of `now`.
-
-        False where it may be.
+        """Whether this process is certainly still in this state; takes half the time of `now`.
 
         Raises:
             LabError: as for `now`.
@@ -85,7 +83,7 @@ class ProcessState:
         return _folder() == self.folder and tuple(sys.path) == self.path and _environment() == self.variables
 
     def since(self, before: ProcessState) -> Changes | None:
-        """What has changed since another moment; None where nothing has."""
+        """Return the changes since an earlier state; None if there are none."""
         if self == before:
             return None
         names = {n for n in self.variables.keys() | before.variables.keys() if self.variables.get(n) != before.variables.get(n)}

@@ -1,4 +1,4 @@
-"""What each rank takes of the machine, memory and GPU: looked at now and then, so that looking costs next to nothing."""
+"""Samples the memory and the GPU load of each rank, so rarely that it costs almost nothing."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from labkit.worker.runtimes.registry import gpu_count, share_of_devices
 __all__ = ["Cores", "Load", "ResourceMonitor", "followed", "gpus_of", "own_bytes"]
 
 EVERY_NS: Final = 1_000_000_000
-SHARE: Final = 1 / 300  # of one core
-STARVED_S: Final = 3.0  # so long a process that lacks a core is waited for
+SHARE: Final = 1 / 300  # of one core, at most, for sampling
+STARVED_S: Final = 3.0  # longest wait for processes that lack a core
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one rank takes.
+    """The resources that one rank uses.
 
     Args:
-        nbytes: memory that its process has for itself; on GPUs, what is in use of theirs, whoever uses it; 0 where
-            unknown.
-        busy: per cent of the time in which its GPUs compute; None without GPUs.
+        nbytes: its process's private memory in bytes, or the memory in use on its GPUs, also by others; 0 if unknown.
+        busy: utilization of its GPUs in per cent; None without GPUs.
     """
 
     nbytes: int = 0
@@ -36,29 +35,32 @@ class Load:
 
 
 def own_bytes(pid: int) -> int:
-    """Memory that would be free if the process ended: a forked rank shares what torch is with its server. 0 if it has ended."""
+    """Return the memory in bytes that would be freed if a process ended; 0 if it has ended.
+
+    Memory that a forked rank shares with its server, such as torch's code, does not count.
+    """
     with contextlib.suppress(psutil.Error, OSError):
         return int(psutil.Process(pid).memory_full_info().uss)
     return 0
 
 
 def followed(pids: Sequence[int]) -> Callable[[int], int]:
-    """What gives the memory that each of these processes has for itself from now on, cheaply.
+    """Return a function that reads the private memory of one of some processes at low cost.
 
-    `own_bytes` has the system go through all pages of a process, which takes up to 13 ms for one that has loaded torch,
-    and holds it up meanwhile. So that is done once, here; after that counts what the process has more or less than now.
+    `own_bytes` makes the system walk all pages of a process, which takes up to 13 ms for one that has loaded torch, and
+    blocks it meanwhile. So this is done once, here; later calls add the change since then.
     """
-    apart = {pid: own_bytes(pid) - _unshared_bytes(pid) for pid in pids}
+    differences = {pid: own_bytes(pid) - _unshared_bytes(pid) for pid in pids}
 
     def read(pid: int) -> int:
         unshared = _unshared_bytes(pid)
-        return max(unshared + apart[pid], 0) if unshared else 0
+        return max(unshared + differences[pid], 0) if unshared else 0
 
     return read
 
 
 def _unshared_bytes(pid: int) -> int:
-    """Memory of no file and no segment, though perhaps of the process that it was forked from; 0 if it has ended."""
+    """Return a process's memory in bytes, without files and segments, with pages shared by a fork; 0 after its end."""
     with contextlib.suppress(psutil.Error, OSError):
         info = psutil.Process(pid).memory_info()
         return int(info.rss - getattr(info, "shared", 0))
@@ -66,10 +68,10 @@ def _unshared_bytes(pid: int) -> int:
 
 
 def gpus_of(ranks: int, devices: str) -> list[list[int]]:
-    """The numbers of each rank's GPUs.
+    """Return the numbers of each rank's GPUs.
 
     Args:
-        ranks: how many there are.
+        ranks: the number of ranks.
         devices: "auto", "cpu" or "cuda".
     """
     count = 0 if devices == "cpu" else gpu_count()
@@ -78,10 +80,10 @@ def gpus_of(ranks: int, devices: str) -> list[list[int]]:
 
 
 class Cores:
-    """Which of some processes have lacked a core from now on.
+    """Finds out whether processes have lacked a core since this object was created.
 
     Args:
-        processes: all that will be asked about.
+        processes: all processes that may be asked about.
     """
 
     def __init__(self, processes: Sequence[RankProcess]) -> None:
@@ -89,21 +91,26 @@ class Cores:
         self._until_s = time.monotonic() + STARVED_S
 
     def lacked(self, processes: Iterable[RankProcess], enough_s: float) -> bool:
-        """Whether one of them needs a core at this moment and has had less than `enough_s` of one. Never, after a while."""
+        """Whether a process needs a core now and has had less CPU time than it needs; always False after `STARVED_S`.
+
+        Args:
+            processes: the processes to check.
+            enough_s: the CPU time in seconds that is enough.
+        """
         if time.monotonic() > self._until_s:
             return False
         return any(p.wants_core and p.cpu_s - self._used_s[p.pid] < enough_s for p in processes)
 
 
 class ResourceMonitor:
-    """Looks at some ranks, one after the other.
+    """Samples the load of ranks.
 
     Args:
         pids: their processes, in rank order.
-        devices: the numbers of each one's GPUs; default: none.
-        read: gives the memory of a process in bytes; default: `followed` from now on.
-        gpus: what to ask about GPUs; default: NVML.
-        clock: the processor time of this thread in ns, to know what looking costs.
+        devices: the numbers of each rank's GPUs; default: none.
+        read: returns the memory of a process in bytes; default: the result of `followed`.
+        gpus: reads the state of GPUs; default: through NVML.
+        clock: returns the CPU time of this thread in ns, which measures the cost of sampling.
     """
 
     def __init__(
@@ -124,7 +131,11 @@ class ResourceMonitor:
                 self._gpus = Gpus()
 
     def look(self, now_ns: int) -> tuple[Load, ...]:
-        """What each rank takes, as it was when it was time to look; `now_ns` is on `time.perf_counter_ns`."""
+        """Return the latest load of each rank; take a new sample if it is time to.
+
+        Args:
+            now_ns: the time in ns, on the clock of `time.perf_counter_ns`.
+        """
         if now_ns >= self._next_ns:
             before = self._clock()
             self._loads = tuple(self._load(rank) for rank in range(len(self._pids)))

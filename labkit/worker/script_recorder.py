@@ -1,15 +1,15 @@
-"""A script that torchrun started: what its ranks record lands in the folder that LABKIT_TRACE names.
+"""Records a rank of a script, as torchrun starts it, into the folder that LABKIT_TRACE names.
 
-Each rank writes into its ring as in a group, only that the ring's memory is a file of the folder: whatever ends the
-process, what it had recorded is there. A thread looks in ten times a second. It moves records out of the ring before
-they are overwritten, says that the rank is alive, and once torch is there has rank 0 tell the others what this run is
-called and what its clock says.
+Each rank writes into its ring as in a group, but the ring's memory is a file in that folder: however the process ends,
+its records are there. A thread wakes up ten times a second. It moves records out of the ring before they are
+overwritten, and notes that the rank is alive. Once torch is imported, rank 0 publishes the run's id and the address of
+its clock.
 
-    <when>-<host>-<pid>-rank<n>.ring       the newest records, and what is under way; see `recording.ring_buffer`
-    <when>-<host>-<pid>-rank<n>.records    older records, where there are so many
-    <when>-<host>-<pid>-rank<n>.json       who wrote that, and how its clock compares with rank 0's
+    <time>-<host>-<pid>-rank<n>.ring       the newest records, and operations in progress; see `recording.ring_buffer`
+    <time>-<host>-<pid>-rank<n>.records    older records, if there are many
+    <time>-<host>-<pid>-rank<n>.json       the rank, and its clock compared with rank 0's
 
-Whatever goes wrong here is said once, and the script goes on.
+If recording fails, a message says so once, and the script continues.
 """
 
 from __future__ import annotations
@@ -39,38 +39,38 @@ from labkit.recording.script_folder import VARIABLE
 
 __all__ = ["begin"]
 
-LOOK_EVERY_S: Final = 0.1
-HURRY_S: Final = 0.01  # the same where records had to be moved: the fastest writer fills the ring in 0.1 s
-MOVE_AT: Final = CAPACITY // 8  # records: below that, the ring alone keeps them
-MOST_RECORDS: Final = 1 << 21  # that are moved: 168 MB a rank. The ring goes on to keep the newest
-MEET_EVERY_S: Final = 0.02  # look whether rank 0 has told, until it has: a script may be over soon
-MEET_LIMIT_S: Final = 120.0  # for rank 0 to tell the others; after that a rank stays alone with its clock
-CONNECT_LIMIT_S: Final = 10.0  # on a busy machine the agent that holds the store may get no core for a while
-ASK_FIRST_S: Final = 1.0  # between two readings of the clock; doubled each time, up to
-ASK_LAST_S: Final = 60.0
-END_LIMIT_S: Final = 2.0  # for the thread to come to its end
-LINGER_S: Final = 0.5  # so long a script that was very short is held for the ranks to meet
+CHECK_EVERY_S: Final = 0.1
+HURRY_S: Final = 0.01  # the same after records were moved: the fastest writer fills the ring in 0.1 s
+MOVE_AT: Final = CAPACITY // 8  # new records; fewer stay in the ring
+MOST_RECORDS: Final = 1 << 21  # that are moved: 168 MB per rank. After that only the ring keeps the newest
+MEET_EVERY_S: Final = 0.02  # between checks whether rank 0 has published; short, because a script may end soon
+MEET_LIMIT_S: Final = 120.0  # for rank 0 to publish; after that a rank's clock is not compared
+CONNECT_LIMIT_S: Final = 10.0  # on a busy machine the agent that runs the store may get no core for a while
+ASK_FIRST_S: Final = 1.0  # between the first two readings of rank 0's clock; doubled each time
+ASK_LAST_S: Final = 60.0  # the longest time between two readings
+END_LIMIT_S: Final = 2.0  # for the thread to end
+LINGER_S: Final = 0.5  # longest delay of the end of a very short script until all ranks have met
 
 
 def begin() -> None:
-    """Record this process as the rank that it is, in the folder that `LABKIT_TRACE` names.
+    """Start to record this process, as a rank, into the folder that `LABKIT_TRACE` names.
 
-    Called by `import labkit` where there is one, and by `python -m labkit`.
+    Called by `import labkit` if the variable is set, and by `python -m labkit`.
     """
-    # Taken out: what this process starts is no rank, such as a worker of a DataLoader, which imports the script again.
+    # Removed, because processes that this one starts, such as DataLoader workers, import the script, but are no ranks.
     folder = os.environ.pop(VARIABLE)
     try:
         _Script(Path(folder).absolute(), os.environ).start()
-    except Exception as error:  # noqa: BLE001  # the training is worth more than its trace
-        _say(f"{VARIABLE}={folder}: {_words(error)}. This rank runs without being recorded.")
+    except Exception as error:  # noqa: BLE001  # recording must not end the training
+        _report(f"{VARIABLE}={folder}: {_words(error)}. This rank runs without being recorded.")
 
 
 class _Script:
-    """This process, as a rank that is recorded in a folder.
+    """Records this process, as a rank, into a folder.
 
     Args:
-        folder: where.
-        environment: what torchrun tells.
+        folder: the folder.
+        environment: torchrun's environment variables.
     """
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
@@ -79,7 +79,8 @@ class _Script:
         self._rank = rank
         self._alone = size == 1
         self._elsewhere = size - int(environment.get("LOCAL_WORLD_SIZE", "1"))  # ranks, at most
-        self._key = f"labkit/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}"  # torchrun's store outlives a restart
+        # The restart count is part of the key, because torchrun's store survives a restart.
+        self._key = f"labkit/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}"
         host = socket.gethostname()
         self._about: dict[str, Any] = {
             "labkit": 1, "rank": rank, "world_size": size, "host": host, "machine": machine(), "pid": os.getpid(),
@@ -97,18 +98,18 @@ class _Script:
         self._recorder = Recorder(RingWriter(self._ring), rank, size)
         self._reader: RingReader | None = None
         self._moved = 0
-        self._torch_is_there = self._over = False
+        self._torch_imported = self._over = False
         self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._look_in, name="labkit-trace", daemon=True)
-        # Of meeting the other ranks:
+        self._thread = threading.Thread(target=self._work, name="labkit-trace", daemon=True)
+        # For the exchange with the other ranks:
         self._store: Any = None
         self._server: ClockServer | None = None
-        self._where: tuple[Sequence[str], int, bytes] | None = None  # rank 0's clock
+        self._reference: tuple[Sequence[str], int, bytes] | None = None  # hosts, port and secret of rank 0's clock
         self._met = self._alone
         self._ask_at_s, self._ask_again_s = 0.0, ASK_FIRST_S
 
     def start(self) -> None:
-        """From now on."""
+        """Start recording."""
         self._recorder.ring.alive(clock())
         here.start(self._recorder)
         when_imported("torch", lambda _: self._watch())
@@ -120,39 +121,39 @@ class _Script:
             from labkit import comm
 
             if comm.watch_script(self._recorder):
-                _say(
-                    "the process group was there before labkit: what goes through it is not recorded. "
-                    "Let `import labkit` stand above init_process_group."
+                _report(
+                    "the process group was initialised before labkit was imported, so its communication is not recorded. "
+                    "Put `import labkit` before init_process_group."
                 )
-            self._torch_is_there = True
+            self._torch_imported = True
             self._wake.set()
         except Exception as error:  # noqa: BLE001  # as above
-            _say(f"communication is not recorded: {_words(error)}")
+            _report(f"communication is not recorded: {_words(error)}")
 
-    # On the thread, and at the end.
+    # The following methods run on the thread, and at the end on the main thread.
 
-    def _look_in(self) -> None:
+    def _work(self) -> None:
         until_s = time.monotonic() + MEET_LIMIT_S
         hurry = False
         try:
             while not self._over:
-                meeting = self._torch_is_there and not self._met and time.monotonic() < until_s
-                self._wake.wait(HURRY_S if hurry else MEET_EVERY_S if meeting else LOOK_EVERY_S)
+                meeting = self._torch_imported and not self._met and time.monotonic() < until_s
+                self._wake.wait(HURRY_S if hurry else MEET_EVERY_S if meeting else CHECK_EVERY_S)
                 self._wake.clear()
                 self._recorder.ring.alive(clock())
-                if self._recorder.name != self._about["name"]:  # it is a worker of RPC by now
+                if self._recorder.name != self._about["name"]:  # it has become an RPC worker
                     self._about["name"] = self._recorder.name
                     self._write_about()
                 hurry = self._move()
-                if self._torch_is_there and time.monotonic() < until_s:
+                if self._torch_imported and time.monotonic() < until_s:
                     self._meet()
-                if self._where is not None and time.monotonic() > self._ask_at_s:
+                if self._reference is not None and time.monotonic() > self._ask_at_s:
                     self._ask()
         except Exception as error:  # noqa: BLE001  # as above
-            _say(f"only the newest {CAPACITY} records will be kept: {_words(error)}")
+            _report(f"only the newest {CAPACITY} records will be kept: {_words(error)}")
 
     def _move(self) -> bool:
-        """Take records out of the ring, if there are many; whether there were."""
+        """Move records from the ring to a file if there are many; return whether it did."""
         first = self._reader.next_record if self._reader is not None else 1
         if not self._recorder.ring.has(first + MOVE_AT) or self._moved >= MOST_RECORDS:
             return False
@@ -168,38 +169,39 @@ class _Script:
         if self._met:
             return
         try:
-            self._met = self._meets()
+            self._met = self._exchange()
         except Exception as error:  # noqa: BLE001  # as above
             self._met = True
-            _say(f"its clock is not compared with rank 0's: {_words(error)}")
+            _report(f"the clock is not compared with rank 0's: {_words(error)}")
 
-    def _meets(self) -> bool:
-        """Rank 0 tells what the run is called and where its clock is to be asked; the others look whether it has."""
+    def _exchange(self) -> bool:
+        """On rank 0: publish the run's id and the clock's address. On others: read them. Return whether it is done."""
         if self._store is None:
             self._store = _store(self._environment)
         if self._store is None:
             return False
         if self._rank == 0:
-            secret, told = secrets.token_bytes(SECRET_BYTES), {"run": secrets.token_hex(8), "machine": self._about["machine"]}
+            secret = secrets.token_bytes(SECRET_BYTES)
+            published = {"run": secrets.token_hex(8), "machine": self._about["machine"]}
             if self._elsewhere:
                 hosts = _own_hosts(self._environment)
                 self._server = ClockServer(hosts[0] if all(map(_is_loopback, hosts)) else "", secret)
-                told |= {"hosts": hosts, "port": self._server.port, "secret": secret.hex()}
-            self._store.set(self._key, json.dumps(told))
-        elif self._store.check([self._key]):  # `get` would wait, and maybe for ever
-            told = json.loads(self._store.get(self._key))
-            if told["machine"] != self._about["machine"] and "port" in told:
-                self._where = told["hosts"], told["port"], bytes.fromhex(told["secret"])
+                published |= {"hosts": hosts, "port": self._server.port, "secret": secret.hex()}
+            self._store.set(self._key, json.dumps(published))
+        elif self._store.check([self._key]):  # `get` would wait, perhaps without end
+            published = json.loads(self._store.get(self._key))
+            if published["machine"] != self._about["machine"] and "port" in published:
+                self._reference = published["hosts"], published["port"], bytes.fromhex(published["secret"])
         else:
             return False
         self._store = None
-        self._about |= {"run": told["run"], "reference": told["machine"]}
+        self._about |= {"run": published["run"], "reference": published["machine"]}
         self._write_about()
         return True
 
     def _ask(self) -> None:
-        assert self._where is not None
-        reading: Reading | None = ask(*self._where)
+        assert self._reference is not None
+        reading: Reading | None = ask(*self._reference)
         if reading is not None:
             self._about["readings"].append(reading)
             self._write_about()
@@ -207,7 +209,7 @@ class _Script:
         self._ask_again_s = min(2 * self._ask_again_s, ASK_LAST_S)
 
     def _end(self) -> None:
-        """The script is over."""
+        """Finish recording when the script ends."""
         if self._about["pid"] != os.getpid():
             return  # a process that the rank has forked
         try:
@@ -220,15 +222,15 @@ class _Script:
             self._about |= {"ended_ns": clock(), "name": self._recorder.name}
             self._write_about()
         except Exception as error:  # noqa: BLE001  # as above
-            _say(_words(error))
+            _report(_words(error))
 
     def _meet_at_last(self) -> None:
-        """What the thread may have had no time for; and a last reading of the clock."""
+        """Meet the other ranks if the thread had no time for it, and take a last reading of the clock."""
         until_s = time.monotonic() + LINGER_S
-        while self._torch_is_there and not self._met and time.monotonic() < until_s:
+        while self._torch_imported and not self._met and time.monotonic() < until_s:
             self._meet()
             time.sleep(MEET_EVERY_S)
-        if self._where is not None:
+        if self._reference is not None:
             self._ask()
         if self._server is not None:
             while self._server.asked < self._elsewhere and time.monotonic() < until_s:
@@ -243,21 +245,18 @@ class _Script:
 
 
 def _ring_file(path: Path) -> mmap.mmap:
-    """Memory that is a file. Its place on the disk is taken at once: a full disk later would be a SIGBUS in the training."""
+    """Map a new file as memory. Its disk space is allocated at once: a full disk would later cause a SIGBUS."""
     with open(path, "xb+") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, RING_BYTES)
-        except (
-            AttributeError,
-            OSError,
-        ):  # not on this system or in this kind of folder; a full disk will be seen below
+        except (AttributeError, OSError):  # not supported here, or the disk is full, which `write` reports
             file.write(bytes(RING_BYTES))
             file.flush()
         return mmap.mmap(file.fileno(), RING_BYTES)
 
 
 def _store(environment: Mapping[str, str]) -> Any:
-    """A store that all ranks know: a connection of our own to torchrun's, else the one of the process group; None for now."""
+    """Return a store that all ranks share: a connection to torchrun's, else the process group's; None if not ready."""
     from datetime import timedelta
 
     import torch.distributed.distributed_c10d as c10d
@@ -272,7 +271,7 @@ def _store(environment: Mapping[str, str]) -> Any:
 
 
 def _own_hosts(environment: Mapping[str, str]) -> list[str]:
-    """Addresses under which the other ranks may find this one: the way it goes to the store, and what the store is called."""
+    """Return hosts under which others may reach this rank: its address towards the store, and the store's host."""
     hosts = [environment["MASTER_ADDR"]]
     with contextlib.suppress(OSError):
         address = hosts[0], int(environment["MASTER_PORT"])
@@ -289,7 +288,7 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     rank = os.environ.get("RANK")
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody listens
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr is closed
         print(f"labkit{'' if rank is None else f', rank {rank}'}: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""torch's profiler inside a rank, with its times on the clock of the spans."""
+"""Runs torch's profiler inside a rank, and converts its times to the clock of the spans."""
 
 from __future__ import annotations
 
@@ -18,64 +18,64 @@ from labkit.worker.runtimes.base import quiet_stderr
 
 __all__ = ["Row", "TorchProfiler", "rows"]
 
-MOST_EVENTS: Final = 100_000  # of a rank and a run: some 10 MB in a trace file. Those that last longest are kept
-MARKS: Final = 5  # the first one finds caches cold
-MARK: Final = "labkit looks at the clock"
-LEFT_OUT: Final = ("Trace", "overhead")  # categories that tell of the profiler itself
+MOST_EVENTS: Final = 100_000  # of a rank in a run: about 10 MB in a trace file. The longest are kept
+MARKS: Final = 5  # several, because the first one runs with cold caches
+MARK: Final = "labkit reads the clock"
+LEFT_OUT: Final = ("Trace", "overhead")  # categories of events about the profiler itself
 ON_GPU: Final = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 
 Row = tuple[str, str, str, int, int]  # track, name, category, start_ns, end_ns
 
 
 class TorchProfiler:
-    """Records what torch does in this process from `start` to `stop`.
+    """Records torch's operators in this process from `start` to `stop`.
 
-    torch has one profiler per process, and crashes where a second begins beside it. So this one pauses while the
-    program's own runs, which then stands in its rows as one event.
+    torch supports one profiler per process, and crashes if a second one starts. So this one pauses while a profiler of
+    the student's program runs, which appears in its rows as one event.
     """
 
     def __init__(self) -> None:
-        self._profiler: Any = None  # the part that is being recorded
-        self._marks: list[tuple[int, int, int]] = []  # around the begin and the end of a mark
-        self._parts: list[tuple[Any, list[tuple[int, int, int]]]] = []  # those that are over, with their marks
+        self._profiler: Any = None  # records the current part
+        self._marks: list[tuple[int, int, int]] = []  # of the current part; see `rows`
+        self._parts: list[tuple[Any, list[tuple[int, int, int]]]] = []  # finished parts, with their marks
         self._pauses: list[Row] = []
-        self._paused_ns = 0  # since when the student's own profiler runs; 0: it does not
-        self._busy = False  # torch is called by this object
-        self._torchs_own: dict[str, Any] = {}  # functions of torch that say when a profiler begins and ends
+        self._paused_ns = 0  # when the student's own profiler started; 0 if none is running
+        self._busy = False  # whether this object is calling torch
+        self._originals: dict[str, Any] = {}  # the functions of torch that start and stop profilers, by name
 
     def start(self) -> None:
-        """Begin. The first time in a process this takes a second, or several where there is a GPU.
+        """Start recording. The first start in a process takes a second, or several seconds with a GPU.
 
         Raises:
-            LabError: a profiler of the student's own is still running.
+            LabError: the student's own profiler is still running.
         """
         import torch
         from torch.autograd import profiler
 
         if torch.autograd._profiler_enabled():
-            raise LabError(
-                "lab.profile: a torch.profiler that an earlier run started is still running here; let that run stop it"
-            )
+            raise LabError("lab.profile: a torch.profiler that an earlier run started is still running; stop it in that run")
         self._parts, self._pauses, self._paused_ns = [], [], 0
         self._begin()
-        begins, ends = partial(self._students, self._pause, None), partial(self._students, None, self._resume)
-        for name, watched in (("_prepare_profiler", begins), ("_enable_profiler", begins), ("_disable_profiler", ends)):
-            self._torchs_own[name] = getattr(profiler, name)
-            setattr(profiler, name, partial(watched, self._torchs_own[name]))
+        starts, stops = partial(self._wrapped, self._pause, None), partial(self._wrapped, None, self._resume)
+        for name, wrapper in (("_prepare_profiler", starts), ("_enable_profiler", starts), ("_disable_profiler", stops)):
+            self._originals[name] = getattr(profiler, name)
+            setattr(profiler, name, partial(wrapper, self._originals[name]))
 
     def stop(self) -> list[Row]:
-        """End, and give what was seen, in no order; [] where it was not started."""
-        if not self._torchs_own:
+        """Stop recording; return the events in no particular order, or [] if it was not started."""
+        if not self._originals:
             return []
         from torch.autograd import profiler
 
-        for name, function in self._torchs_own.items():
+        for name, function in self._originals.items():
             setattr(profiler, name, function)
-        self._torchs_own = {}
+        self._originals = {}
         self._end()
-        seen = self._pauses + [row for part, marks in self._parts for row in _exported(part, marks)]
+        events = self._pauses + [row for part, marks in self._parts for row in _exported(part, marks)]
         self._parts = []
-        return heapq.nlargest(MOST_EVENTS, seen, key=lambda row: row[4] - row[3]) if len(seen) > MOST_EVENTS else seen
+        if len(events) <= MOST_EVENTS:
+            return events
+        return heapq.nlargest(MOST_EVENTS, events, key=lambda row: row[4] - row[3])
 
     def _begin(self) -> None:
         import torch
@@ -93,15 +93,15 @@ class TorchProfiler:
             self._parts.append((self._profiler, self._marks))
             self._profiler = None
 
-    def _students(
-        self, before: Callable[[], None] | None, after: Callable[[], None] | None, torchs: Any, *args: Any, **kwargs: Any
+    def _wrapped(
+        self, before: Callable[[], None] | None, after: Callable[[], None] | None, original: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """A function of torch's was called: by this object, or because a profiler of the student's begins or ends."""
+        """Call a function of torch that starts or stops a profiler; if it is the student's, pause or resume."""
         if self._busy:
-            return torchs(*args, **kwargs)
+            return original(*args, **kwargs)
         self._call(before)
         try:
-            return torchs(*args, **kwargs)
+            return original(*args, **kwargs)
         finally:
             self._call(after)
 
@@ -109,7 +109,7 @@ class TorchProfiler:
         if action is not None:
             self._busy = True
             try:
-                with quiet_stderr():  # torch says when a profiler starts and stops
+                with quiet_stderr():  # torch prints when a profiler starts and stops
                     action()
             finally:
                 self._busy = False
@@ -121,12 +121,12 @@ class TorchProfiler:
 
     def _resume(self) -> None:
         if self._paused_ns:
-            self._pauses.append(("main thread", "torch.profiler of the program's own", "labkit", self._paused_ns, clock()))
+            self._pauses.append(("main thread", "torch.profiler of the program", "labkit", self._paused_ns, clock()))
             self._paused_ns = 0
             self._begin()
 
     def _mark(self) -> None:
-        """Let the profiler see something whose begin and end we know as well."""
+        """Let the profiler record short events whose times are also read on labkit's clock."""
         from torch.profiler import record_function
 
         for _ in range(MARKS):
@@ -137,7 +137,7 @@ class TorchProfiler:
 
 
 def _exported(profiler: Any, marks: list[tuple[int, int, int]]) -> list[Row]:
-    """What a profiler has seen that was stopped."""
+    """Return the events of a profiler that has been stopped."""
     fd, path = tempfile.mkstemp(suffix=".json")
     os.close(fd)
     try:
@@ -150,7 +150,10 @@ def _exported(profiler: Any, marks: list[tuple[int, int, int]]) -> list[Row]:
 
 
 def _all_threads() -> Any:
-    """The profiler sees the thread that started it and those of the backward pass; RPC serves on others. Since torch 2.8."""
+    """Return the setting with which the profiler records all threads, as RPC needs; None before torch 2.8.
+
+    By default it records only the thread that started it and those of the backward pass.
+    """
     from torch._C._profiler import _ExperimentalConfig
 
     with suppress(TypeError):
@@ -159,15 +162,17 @@ def _all_threads() -> Any:
 
 
 def rows(content: dict[str, Any], marks: list[tuple[int, int, int]]) -> list[Row]:
-    """The events of one of the profiler's files, on our clock.
+    """Convert the events of a profiler's file to labkit's clock.
 
-    The profiler tells the time of the day, from counters of the processor. How that compares with our clock is known
-    from the marks at the start and at the end, each within some microseconds; in between, it is taken to change evenly.
+    The profiler's times are wall-clock times, derived from the processor's time-stamp counter. The marks at the start
+    and at the end give the offset to labkit's clock within some microseconds; in between it is interpolated linearly.
 
     Args:
-        content: of the file.
-        marks: for each mark, our clock before its begin, inside it, and after its end, in the order in which they were
-            made.
+        content: the file's content.
+        marks: for each mark, in order, labkit's clock in ns before its start, inside it, and after its end.
+
+    Returns:
+        the events, with times in ns; [] if the profiler has lost marks.
     """
     import numpy as np
 
@@ -176,7 +181,7 @@ def rows(content: dict[str, Any], marks: list[tuple[int, int, int]]) -> list[Row
     spans = [(base_ns + round(float(e["ts"]) * 1e3), round(float(e["dur"]) * 1e3)) for e in seen]
     of_marks = sorted(s for s, e in zip(spans, seen, strict=True) if e["name"] == MARK and e["cat"] == "user_annotation")
     if len(of_marks) != len(marks):
-        return []  # it has lost some, and may have lost anything
+        return []  # the profiler has lost marks, and may have lost other events
     readings = []
     for part in (slice(None, len(marks) // 2), slice(len(marks) // 2, None)):
         exchanges = []

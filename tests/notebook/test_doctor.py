@@ -52,7 +52,7 @@ def test_a_complete_laptop() -> None:
         "  shared memory      8 GiB in /dev/shm",
         "  GPUs               none (no nvidia-smi, no NVIDIA driver in /proc): ranks compute on the CPU",
         "  ranks start by     fork from a server",
-        "  ranks talk over    a network of their own, which no other user of this machine can reach",
+        "  ranks talk over    a private network, which no other user of this machine can reach",
         "  torch              1.2 (CPU build)",
         "  torch.distributed  gloo, rpc",
         "  TensorFlow         1.2",
@@ -64,7 +64,7 @@ def test_a_complete_laptop() -> None:
         "  matplotlib         1.2",
         "  scikit-learn       1.2",
         "",
-        "Everything is here.",
+        "Nothing is missing.",
     ]
 
 
@@ -86,7 +86,7 @@ def test_missing_packages_name_their_command(package: str, name: str, extra: str
     )
     assert str(report).splitlines()[-2:] == [
         "1 thing is missing: see ✗.",
-        "The commands are for a terminal with this environment; in a cell write %pip instead of pip.",
+        "Run the commands in a terminal with this environment; in a cell write %pip instead of pip.",
     ]
 
 
@@ -101,15 +101,15 @@ def test_remedies_name_extras_that_exist() -> None:
         ({"usable_cores": 1.5}, "  cores              8, of which this process may use 1.5"),
         ({"free_nbytes": None}, "  memory             16 GiB, the container's limit"),
         ({"shared_nbytes": 2**26}, "✗ shared memory      only 64 MiB in /dev/shm"),
-        ({"system": "Darwin arm64"}, "  ranks start by     spawn, spare ones kept warm"),
-        ({"start": "spawn"}, "  ranks start by     spawn, spare ones kept warm, because LABKIT_START says so"),
+        ({"system": "Darwin arm64"}, "  ranks start by     spawn, with spare ranks kept ready"),
+        ({"start": "spawn"}, "  ranks start by     spawn, with spare ranks kept ready, because of LABKIT_START=spawn"),
         (
             {"start": "spawn"},
             "  ranks talk over    this machine's network, where other users of it can reach them (they are spawned)",
         ),
         (
-            {"network": {"private": False, "why": "LABKIT_NETWORK says so"}},
-            "  ranks talk over    this machine's network, where other users of it can reach them (LABKIT_NETWORK says so)",
+            {"network": {"private": False, "why": "LABKIT_NETWORK=shared"}},
+            "  ranks talk over    this machine's network, where other users of it can reach them (LABKIT_NETWORK=shared)",
         ),
         (
             {"network": {"error": "LABKIT_NETWORK='public': expected 'private'"}},
@@ -161,7 +161,7 @@ print(report, "loaded:", sorted(loaded))
 
 def test_querying_a_process() -> None:
     def ask(question: str) -> dict[str, Any]:
-        return doctor._answer(doctor._start_asking(question))
+        return doctor._reply(doctor._start_asking(question))
 
     assert ask("print('noise'); print('{\"gpus\": 3}')") == {"gpus": 3}
     assert ask("import nothing_of_this_name") == {"error": "ModuleNotFoundError: No module named 'nothing_of_this_name'"}
@@ -171,12 +171,12 @@ def test_querying_a_process() -> None:
 
 def test_querying_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "ASK_LIMIT_S", 0)
-    assert doctor._answer(doctor._start_asking("import time; time.sleep(100)")) == {"error": "no answer within 0 s"}
+    assert doctor._reply(doctor._start_asking("import time; time.sleep(100)")) == {"error": "no reply within 0 s"}
 
 
 def test_facts_from_torch() -> None:
     pytest.importorskip("torch", reason="torch is not installed")
-    said = doctor._answer(doctor._start_asking(doctor.ASK_TORCH))
+    said = doctor._reply(doctor._start_asking(doctor.ASK_TORCH))
     assert set(said) == {"cuda", "gpus", "gloo", "nccl", "rpc"}
     assert said["gloo"] is True
 

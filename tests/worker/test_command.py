@@ -84,7 +84,7 @@ def test_an_error_shows_only_the_scripts_frames(script: Path) -> None:
 def test_without_the_variable_there_is_a_default_folder_and_a_line(script: Path) -> None:
     recorded = run(script, "-m", "labkit", "shows.py")
     (line,) = recorded.stderr.splitlines()
-    assert line.startswith("labkit: LABKIT_TRACE names no folder, so the trace lands in 'labkit-trace'")
+    assert line.startswith("labkit: LABKIT_TRACE is not set, so the trace is written to 'labkit-trace'")
     assert load_trace(script / "labkit-trace").ranks == ("rank 0",)
 
 
