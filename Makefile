@@ -1,10 +1,10 @@
 # labkit: `make lab` opens the lessons, `make test` checks everything, `make help` lists the rest.
-# Needs Python 3.11 to 3.13, make and a package index; works with the make that macOS ships (3.81).
+# Needs Python 3.11 to 3.13, make and a package index; works with the make of macOS (3.81).
 
 VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := course,tf,test
-# Newer than what it was installed from: then there is nothing to install.
+# If this file is newer than the files it was installed from, there is nothing to install.
 INSTALLED := $(VENV)/installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -15,9 +15,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /make \1|/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
 
-setup: $(INSTALLED)  ## make the environment in .venv; once done, nothing is installed again
+setup: $(INSTALLED)  ## make the environment in .venv; a second time, nothing is installed
 
-# A virtual environment whose Python has since been removed is a dangling link: make sees no file and builds it anew.
+# If its Python was removed, .venv/bin/python is a dangling link: make sees no file and makes the environment again.
 $(BIN)/python:
 	@python=$$(sh tools/find-python) && echo "Python: $$python" && "$$python" -m venv --clear $(VENV)
 
@@ -37,14 +37,14 @@ lint: setup  ## ruff and mypy
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
-format: setup  ## let ruff lay out the code and mend what it safely can
+format: setup  ## format the code with ruff and fix what it safely can
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
 
-bench: setup  ## print the benchmarks, each beside its floor (ARGS="--help" lists options)
+bench: setup  ## print the benchmarks, each beside its lower bound (ARGS="--help" lists options)
 	$(BIN)/python -m bench.speed $(ARGS)
 
-chaos: setup  ## 300 random faults at random moments, and what was left (ARGS="--help" lists options)
+chaos: setup  ## 300 random faults at random moments, and what they left behind (ARGS="--help" lists options)
 	$(BIN)/python -m bench.chaos $(ARGS)
 
 gpu:  ## on a machine with GPUs: tests, lessons and a benchmark on them, into docs/gpu.md; installs nothing
@@ -58,7 +58,7 @@ notebooks: setup  ## execute the notebooks again from top to bottom (ONLY="02 10
 pictures: setup  ## draw the pictures of README and docs again, from real runs (ONLY="pipeline": that one)
 	$(BIN)/python -m tools.pictures $(ONLY)
 
-lock: setup  ## write constraints.txt again from what .venv holds
+lock: setup  ## write constraints.txt again from the contents of .venv
 	@{ grep '^#' constraints.txt; $(BIN)/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/+.*//'; } > constraints.new
 	@mv constraints.new constraints.txt
 
@@ -66,5 +66,5 @@ clean:  ## remove what tests, tools and notebooks leave behind
 	rm -rf .pytest_cache .mypy_cache .ruff_cache build dist
 	find . -path ./$(VENV) -prune -o \( -name __pycache__ -o -name .ipynb_checkpoints \) -type d -print | xargs rm -rf
 
-distclean: clean  ## and the environment
+distclean: clean  ## also remove the environment
 	rm -rf $(VENV)

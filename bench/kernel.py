@@ -1,4 +1,4 @@
-"""A real ipykernel, driven as JupyterLab drives it: every tool is measured from cells, as a student would use it."""
+"""A real ipykernel, driven as JupyterLab does: every tool is measured from cells, as a student would use it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Kernel:
         started = psutil.Process(self._manager.provisioner.pid).children(recursive=True)
         self.client.stop_channels()
         self._manager.shutdown_kernel()
-        for process in started:  # what a tool leaves behind: psutil ends none whose number has passed to another
+        for process in started:  # leftovers of a tool; psutil ends no process whose number was reused
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self._log.close()
@@ -81,18 +81,18 @@ class Kernel:
         return ast.literal_eval(answer["data"]["text/plain"])
 
     def begin(self, source: str) -> str:
-        """Send a cell and do not wait; its number is for `until`."""
+        """Send a cell without waiting; returns its number for `until`."""
         return str(self.client.execute(source, allow_stdin=False))
 
     def until(self, cell: str, what: Callable[[str, dict[str, Any]], bool]) -> int:
-        """Wait for a message of a cell; the moment it arrived, in ns on `time.perf_counter_ns`.
+        """Wait for a message of a cell; returns its arrival time, in ns of `time.perf_counter_ns`.
 
         Args:
-            cell: what `begin` gave.
-            what: is told the type and the content of each message, and says whether it is the one.
+            cell: the number that `begin` returned.
+            what: called with the type and the content of each message; returns whether it is the one.
 
         Raises:
-            TimeoutError: it did not come.
+            TimeoutError: it did not arrive.
         """
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""The machine and what is installed, in a few lines: numbers without them mean nothing."""
+"""The machine and the installed versions, in a few lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def describe() -> list[str]:
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them, and rows of them as Markdown."""
+"""Readable numbers, and Markdown tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Goal", "duration", "goal_rows", "mib", "table"]
 
 
 def duration(seconds: float | None) -> str:
-    """A duration in the unit that suits it."""
+    """A duration in a suitable unit."""
     if seconds is None:
         return "–"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
@@ -28,10 +28,10 @@ class Goal:
     """One row of the table of goals.
 
     Args:
-        what: was measured.
-        value: labkit's; None where it could not be measured.
-        floor: what it stands beside.
-        floor_name: what that is.
+        what: the measured quantity.
+        value: labkit's; None if it could not be measured.
+        floor: the lower bound to compare with.
+        floor_name: its name.
         at_most: the goal, in `unit`.
         unit: "times" for a multiple of the floor, "seconds" for a limit, "slower" for a fraction above the floor.
         is_size: whether the numbers are bytes and not seconds.
@@ -46,7 +46,7 @@ class Goal:
     is_size: bool = False
 
     def cells(self) -> list[str]:
-        """Its cells: what, labkit's, the floor's, their ratio, the goal, and whether it was reached."""
+        """Its cells: quantity, labkit's, lower bound, ratio, goal, and whether it was reached."""
         show = mib if self.is_size else duration
         ratio = self.value / self.floor if self.value is not None and self.floor else None
         reached = {
@@ -71,7 +71,7 @@ def goal_rows(goals: Sequence[Goal]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows as a Markdown table, padded so that it reads well as plain text, too."""
+    """Rows as a Markdown table, padded for reading as plain text."""
     lines = [list(head), *map(list, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     text = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines]

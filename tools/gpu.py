@@ -1,9 +1,9 @@
-"""`make gpu`: everything that needs a GPU, in one command and in under eight minutes, and a page that says what came of it.
+"""`make gpu`: everything that needs a GPU, in one command and under eight minutes, and a page with the results.
 
     python tools/gpu.py                 tests marked `gpu`, the torch lessons, a short benchmark; writes docs/gpu.md
-    python tools/gpu.py --rehearse      the same on the CPU, as far as that goes, into build/gpu
+    python tools/gpu.py --rehearse      the same on the CPU, as far as possible, into build/gpu
 
-It uses whatever torch (2.11 or newer) the machine has, installs nothing and needs no network. In under a minute it says what is
+It uses the machine's torch (2.11 or newer), installs nothing and needs no network. In under a minute it says what is
 missing. A stage that lacks a package, fails or takes too long does not keep the others from running; the page says so.
 """
 
@@ -34,11 +34,11 @@ LIMITS_S: Final = {"benchmark": 90.0, "tests": 210.0, "lessons": 170.0}  # in th
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a stage went.
+    """The outcome of a stage.
 
     Attributes:
         stage: its name.
-        state: "ran", "failed" (it ran to its end, and something in it failed), "timed out", or "not run".
+        state: "ran", "failed" (it finished, and something in it failed), "timed out", or "not run".
         seconds: how long it took.
         missing: the packages that kept it from running.
     """
@@ -50,7 +50,7 @@ class Outcome:
 
 
 def main() -> int:
-    """Run all stages and write the page; 0 where everything that could run passed."""
+    """Run all stages and write the page; returns 0 if everything that could run passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rehearse", action="store_true", help="run on the CPU what a CPU can run")
     parser.add_argument("--stages", nargs="+", choices=[*LIMITS_S], default=[*LIMITS_S], help="only these")
@@ -64,7 +64,7 @@ def main() -> int:
         for reason in reasons:
             print(f"  {reason}")
     if machine is None:
-        print("labkit: nothing on this machine can run on an NVIDIA GPU. What was found stands above. For torch with CUDA,")
+        print("labkit: nothing on this machine can run on an NVIDIA GPU. See above for what was found. For torch with CUDA,")
         print("https://pytorch.org/get-started/locally/ shows the command; PYTHON=/path/to/python make gpu names another Python.")
         return 1
     print(f"{gpu_report.about(machine)}\n", flush=True)
@@ -111,7 +111,7 @@ def run_stage(stage: str, machine: Machine, *, rehearsal: bool, left_s: float) -
             state = "timed out"
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # groups of ranks end by themselves when their notebook is gone
+                os.killpg(process.pid, signal.SIGKILL)  # groups of ranks end by themselves when their notebook ends
             process.wait()
     seconds = time.monotonic() - started
     print(f"{state} after {seconds:.0f} s (build/gpu/{stage}.log)", flush=True)
@@ -124,7 +124,7 @@ def _command(stage: str) -> list[str]:
             path for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")) if "pytestmark = gpu" in path.read_text("utf-8")
         ]
         files = [str(path.relative_to(ROOT)) for path in paths]
-        # The project's own options are for nbval, which need not be here.
+        # The project's own options are for nbval, which may not be installed.
         return ["-m", "pytest", "-o", "addopts=", "-m", "gpu", "-ra", "-q", f"--junitxml={BUILD / 'tests.xml'}", *files]
     if stage == "lessons":
         return ["-m", "tools.gpu_lessons", str(BUILD)]
@@ -132,7 +132,7 @@ def _command(stage: str) -> list[str]:
 
 
 def _read(path: Path) -> Any:
-    """What a stage left; None where it left nothing."""
+    """The result of a stage; None if there is none."""
     if path.name == "tests.json":
         return gpu_report.read_junit(BUILD / "tests.xml")
     try:

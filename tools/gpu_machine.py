@@ -1,6 +1,6 @@
 """Whether a machine can run `make gpu`: which Python has a torch that sees its GPUs, and what each stage lacks.
 
-Needs nothing but the standard library, because it runs before anything is known to be installed.
+Needs only the standard library, because it runs before anything is known to be installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 OLDEST_TORCH: Final = (2, 11)
 PROBE_LIMIT_S: Final = 50.0  # a first import of a CUDA build of torch from a cold disk takes tens of seconds
 
-# What a stage imports beside torch: the module, and the package that brings it.
+# What a stage imports besides torch: the module, and the package that provides it.
 _BASE: Final = {"cloudpickle": "cloudpickle", "numpy": "numpy", "psutil": "psutil", "matplotlib": "matplotlib"}
 NEEDS: Final[dict[str, dict[str, str]]] = {
     "tests": _BASE | {"pytest": "pytest", "pytest_timeout": "pytest-timeout"},
@@ -49,18 +49,18 @@ print(json.dumps(found))
 
 @dataclass(frozen=True)
 class Machine:
-    """What one Python on this machine offers.
+    """The capabilities of one Python on this machine.
 
     Attributes:
         python: its executable.
         version: its version.
-        torch: the version of its torch; "" where it has none.
+        torch: the version of its torch; "" if it has none.
         cuda: the version of CUDA that torch was built for; "" for a CPU build.
         nccl: the version of NCCL; "" without GPUs.
         gpus: name, bytes of memory and compute capability of each GPU that torch sees.
         missing: modules of `NEEDS` that it lacks.
-        error: why torch could not be asked.
-        driver: the version of the NVIDIA driver; "" where nvidia-smi does not tell.
+        error: why torch could not be queried.
+        driver: the version of the NVIDIA driver; "" if nvidia-smi does not report it.
     """
 
     python: str
@@ -75,7 +75,7 @@ class Machine:
 
     @property
     def fit(self) -> bool:
-        """Whether anything can run on its GPUs."""
+        """Whether this Python can run on GPUs."""
         return bool(self.gpus) and _release(self.torch) >= OLDEST_TORCH
 
     def lacks(self, stage: str) -> list[str]:
@@ -97,10 +97,10 @@ class Machine:
 
 
 def find(asked: str = "") -> tuple[Machine | None, list[str]]:
-    """The first Python that can run on a GPU, and what was found of the others.
+    """The first Python that can run on a GPU, and the reasons why others cannot.
 
     Args:
-        asked: the Python that the user named; default: the project's environment, then the one that runs this, then `python3`.
+        asked: the Python that the user named; default: the project's environment, then this one, then `python3`.
     """
     candidates = [asked] if asked else [str(ROOT / ".venv" / "bin" / "python"), sys.executable, shutil.which("python3") or ""]
     driver, seen, reasons = _driver(), set[str](), []
@@ -109,7 +109,7 @@ def find(asked: str = "") -> tuple[Machine | None, list[str]]:
         if path is None:
             reasons += [f"{candidate}: there is no such program"] if asked else []
             continue
-        if path in seen:  # not by what a link points to: a virtual environment's python is a link to the one it was made from
+        if path in seen:  # links are not resolved: a virtual environment's python is a link to the one it was made from
             continue
         seen.add(path)
         machine = _probe(path, driver)
@@ -164,7 +164,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def environment(*, rehearsal: bool) -> dict[str, str]:
-    """The variables that the stages run with: this checkout's labkit, whatever else is installed."""
+    """The environment of the stages, with this checkout's labkit, whatever else is installed."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     return os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "LABKIT_GPU_REHEARSAL": "1" if rehearsal else "0"}
 

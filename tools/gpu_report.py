@@ -1,4 +1,4 @@
-"""The page that `make gpu` writes: what ran, on what, what it came to, and pictures."""
+"""The page that `make gpu` writes: stages, machine, results, and pictures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def about(machine: Machine) -> str:
 
 
 def read_junit(path: Path) -> dict[str, Any] | None:
-    """What pytest's report says: how many passed, and the failures and the reasons of skips; None where there is none."""
+    """The content of pytest's report: the number of passes, the failures and the reasons of skips; None if there is no report."""
     try:
         cases = list(ET.parse(path).getroot().iter("testcase"))
     except (OSError, ET.ParseError):
@@ -61,13 +61,13 @@ def write(
     *,
     rehearsal: bool,
 ) -> None:
-    """Write the page, and beside it the pictures that it shows.
+    """Write the page and its pictures.
 
     Args:
         page: the file.
-        machine: what it ran on.
+        machine: the machine that it ran on.
         outcomes: of the stages, in their order: `stage`, `state`, `seconds`, `missing`.
-        results: by stage, what it found; None where it left nothing.
+        results: by stage; None if a stage left nothing.
         figures: the folder that the stages drew into.
         rehearsal: whether all of it ran on the CPU.
     """
@@ -126,7 +126,7 @@ def _benchmark(found: Mapping[str, Any] | None) -> list[str]:
             lines.append(
                 f"- The same kernels took {clocks['by_events_ms']:.2f} ms by labkit's CUDA events and "
                 f"{clocks['by_profiler_ms']:.2f} ms by torch's profiler: {ratio:.3f} times as long. "
-                f"{clocks['kernels_within']} of {clocks['kernels']} kernels lie within their spans."
+                f"{clocks['kernels_within']} of {clocks['kernels']} kernels are inside their spans."
             )
         else:
             lines.append("- torch's profiler saw no kernels.")
@@ -160,5 +160,5 @@ def _pictures(page: Path, figures: Path) -> list[str]:
 
 
 def _in_table(text: str) -> str:
-    """Text that does not end its cell of a Markdown table."""
+    """Text that is safe inside a cell of a Markdown table."""
     return text.replace("|", "\\|").replace("\n", " ")[:200]

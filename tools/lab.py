@@ -1,4 +1,4 @@
-"""Opens JupyterLab on the first lesson; where there is no browser, its address is printed and it serves all the same."""
+"""Opens JupyterLab on the first lesson; without a browser, it only prints its address and serves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LESSON = "notebooks/00_start_here.ipynb"
 
 
 def has_browser() -> bool:
-    """Whether a browser with a window can open here; one inside the terminal (lynx, w3m) would take the terminal away."""
+    """Whether a browser with a window can open here; one inside the terminal (lynx, w3m) would occupy the terminal."""
     if "SSH_CONNECTION" in os.environ:
         return False
     if sys.platform not in ("darwin", "win32") and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
@@ -25,21 +25,21 @@ def has_browser() -> bool:
 
 
 def command(arguments: list[str]) -> list[str]:
-    """What starts JupyterLab on the first lesson.
+    """The command that starts JupyterLab on the first lesson.
 
     Args:
-        arguments: options for JupyterLab; they come last and so win over ours.
+        arguments: options for JupyterLab; they come last and so override ours.
     """
     options = [
         f"--ServerApp.root_dir={ROOT}",
         f"--LabApp.default_url=/lab/tree/{LESSON}",
         f"--LabApp.app_settings_dir={ROOT / 'tools' / 'lab_settings'}",  # no questions about news and updates before the lesson
-        "--Application.log_level=WARN",  # the address is printed at any level; the rest of the start-up is noise to a student
+        "--Application.log_level=WARN",  # the address is printed at any level; a student does not need the rest of the start-up
     ]
     if not has_browser():
         options.append("--no-browser")
     if hasattr(os, "geteuid") and os.geteuid() == 0:
-        options.append("--allow-root")  # in a container there is often nobody else; Jupyter asks for it to be said
+        options.append("--allow-root")  # in a container root is often the only user; Jupyter requires the option
     return [sys.executable, "-m", "jupyterlab", *options, *arguments]
 
 

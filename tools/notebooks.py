@@ -1,9 +1,9 @@
-"""Executes the lessons again from top to bottom, each in a fresh kernel, and strips what would differ at the next time.
+"""Executes the lessons again from top to bottom, each in a fresh kernel, and strips what differs from run to run.
 
     python tools/notebooks.py          all lessons and solutions
-    python tools/notebooks.py 02 10    those whose names begin so
+    python tools/notebooks.py 02 10    those whose names begin with these numbers
 
-A notebook that fails is left as it was, and the others are still done.
+A notebook that fails stays unchanged, and the others are still executed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from nbclient.exceptions import CellControlSignal, DeadKernelError
 
 ROOT = Path(__file__).resolve().parent.parent
 CELL_LIMIT_S = 120
-SIZE_LIMIT_KB = 500  # beyond it GitHub shows notebooks slowly or not at all
+SIZE_LIMIT_KB = 500  # beyond this, GitHub shows notebooks slowly or not at all
 
-# What a front end notes down for itself: it differs from person to person, and says nothing to a reader.
+# Metadata that front ends write for themselves; it differs from person to person.
 VOLATILE_NOTEBOOK = ("widgets", "signature", "vscode", "toc")
 VOLATILE_CELL = ("execution", "ExecuteTime", "collapsed", "scrolled", "vscode", "trusted")
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
@@ -35,7 +35,7 @@ WIDGET_MIMES = ("application/vnd.jupyter.widget-view+json", "application/vnd.jup
 
 
 def lessons(beginnings: list[str]) -> list[Path]:
-    """The notebooks whose names begin so (no beginnings: all), lessons before solutions."""
+    """The notebooks whose names begin with one of these (none: all), lessons before solutions."""
     found = [*sorted(ROOT.glob("notebooks/*.ipynb")), *sorted(ROOT.glob("notebooks/solutions/*.ipynb"))]
     return [path for path in found if not beginnings or path.name.startswith(tuple(beginnings))]
 
@@ -54,14 +54,14 @@ def execute(notebook: Any, folder: Path) -> None:
         resources={"metadata": {"path": str(folder)}},
         record_timing=False,
         store_widget_state=False,
-        coalesce_streams=True,  # how a print is cut into messages depends on the moment
+        coalesce_streams=True,  # the division of prints into messages depends on timing
     ).execute()
 
 
 def strip(notebook: Any) -> None:
-    """Take out what differs from one execution to the next: timestamps, widget state and ids, the Python's patch level.
+    """Remove what differs from one execution to the next: timestamps, widget state and ids, Python's patch level.
 
-    Execution counts, text and pictures stay. A widget leaves what it shows without its state: a picture or text beside it.
+    Execution counts, text and pictures stay. Of a widget, the picture or text beside it stays.
     """
     for key in VOLATILE_NOTEBOOK:
         notebook.metadata.pop(key, None)
@@ -75,7 +75,7 @@ def strip(notebook: Any) -> None:
 
 
 def _strip_output(output: Any) -> bool:
-    """Strip one output; False where nothing of it is worth keeping."""
+    """Strip one output; False if nothing is worth keeping."""
     data = output.get("data")
     if data is None:
         return True
@@ -84,7 +84,7 @@ def _strip_output(output: Any) -> bool:
 
 
 def main(beginnings: list[str]) -> int:
-    """Execute, strip and write each notebook; the number of those that failed."""
+    """Execute, strip and write each notebook; returns the number of failures."""
     paths = lessons(beginnings)
     if not paths:
         print(f"No notebook begins with {' or '.join(beginnings) or 'anything'}.", file=sys.stderr)

@@ -3,8 +3,8 @@
     python -m tools.pictures              all of them
     python -m tools.pictures pipeline     that one
 
-Other programs distort what is measured: each run takes many steps, and of these the quickest are drawn, but for comparisons,
-which take them all.
+Other programs distort measurements: each run takes many steps, and the fastest of them are drawn; comparisons use all
+steps.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FILM = "watch.gif"  # needs a Chromium
 
 
 def quickest(trace: lab.Trace, steps: int = 1) -> range:
-    """The steps that follow one another and took the least time; the first ones do not count."""
+    """The fastest consecutive steps; the first ones do not count."""
     bounds = trace.step_bounds()[WARM_UP:]
     lengths = bounds[steps - 1 :, 1] - bounds[: len(bounds) - steps + 1, 0]
     first = int(np.argmin(lengths)) + WARM_UP
@@ -51,7 +51,7 @@ def perceptron(layers: int = 6, width: int = WIDTH) -> nn.Sequential:
 
 
 def naive(steps: int = 200) -> None:
-    """Data parallel by hand: all gradients are averaged when the backward pass is over."""
+    """Data parallel by hand: all gradients are averaged after the backward pass."""
     import torch.distributed as dist
 
     model = perceptron()
@@ -64,7 +64,7 @@ def naive(steps: int = 200) -> None:
 
 
 def overlapped(steps: int = 200) -> None:
-    """The same with DistributedDataParallel, which sends gradients while the backward pass goes on."""
+    """The same with DistributedDataParallel, which sends gradients during the backward pass."""
     from torch.nn.parallel import DistributedDataParallel
 
     train(DistributedDataParallel(perceptron(), bucket_cap_mb=4), steps)
@@ -74,8 +74,8 @@ def train(model: nn.Module, steps: int, average: Callable[[], None] = lambda: No
     """A training loop.
 
     Args:
-        model: what learns.
-        steps: how many.
+        model: the model to train.
+        steps: their number.
         average: called between the backward pass and the optimizer's step.
     """
     batch = torch.randn(BATCH, WIDTH)
@@ -137,7 +137,7 @@ def pipeline(micro_batches: int = 6, steps: int = 100) -> None:
 
 
 def sharded(steps: int = 12) -> None:
-    """FSDP2: each rank keeps a half of every layer, and gathers the other one when it is needed."""
+    """FSDP2: each rank keeps half of every layer, and gathers the other half when needed."""
     from torch.distributed.fsdp import fully_shard
 
     model, batch = perceptron(), torch.randn(4 * BATCH, WIDTH)
@@ -154,7 +154,7 @@ def sharded(steps: int = 12) -> None:
 
 
 class Shard(nn.Module):
-    """The part of the model that a worker has."""
+    """The worker's part of the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Shard(nn.Module):
 
 
 def master(steps: int = 100) -> None:
-    """Remote calls: the master computes the first part of a model, two workers a half of the batch each."""
+    """Remote calls: the master computes the first part of a model, each of two workers half of the batch."""
     from torch.distributed import rpc
 
     first, batch = perceptron(layers=2), torch.randn(4 * BATCH, WIDTH)
@@ -188,10 +188,10 @@ def draw_data_parallel() -> Axes:
 
 
 def draw_compare() -> Axes:
-    """What overlap brings."""
+    """The gain of overlap."""
     with lab.Group(2) as group:
         runs = {"averaged afterwards": group.run(naive), "DistributedDataParallel": group.run(overlapped)}
-    # All steps: a quick one of the first run beside a slow one of the second would prove nothing.
+    # All steps: a fast one of the first run beside a slow one of the second would prove nothing.
     return lab.compare(runs, step=range(WARM_UP, 200))
 
 
@@ -206,7 +206,7 @@ def draw_pipeline() -> Axes:
 
 
 def draw_memory() -> Axes:
-    """What fills the memory of two ranks that share a model."""
+    """The memory of two ranks that share a model."""
     with lab.Group(2) as group:
         run = group.run(sharded)
     return lab.memory(run, step=quickest(run.trace, 2))
@@ -227,7 +227,7 @@ def draw_calls() -> Axes:
 
 
 def film_watch() -> None:
-    """The picture that moves."""
+    """The animated picture."""
     with lab.Group(2, link=lab.Link.ethernet_1g) as group:
         group.run(learn, 1)
         film(FOLDER / FILM, group, learn, 10)

@@ -1,4 +1,4 @@
-"""The faults of `make chaos`: what each rank does in a round in which one of them, or all, go wrong."""
+"""The faults of `make chaos`: what each rank does in a round in which one rank, or all, fail."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from bench.chaos import healthy_programs
 
 __all__ = ["FAULTS", "RUNTIMES", "Fault", "Round", "work"]
 
-RUNTIMES: Final = {"torch": 3, "rpc": 3, "tensorflow": 2, "bare": 3}  # how many ranks
-LIMIT_S: Final = 60.0  # a rank that waits longer than that for its fault has not met it
+RUNTIMES: Final = {"torch": 3, "rpc": 3, "tensorflow": 2, "bare": 3}  # number of ranks
+LIMIT_S: Final = 60.0  # a rank that waits longer than this for its fault has missed it
 FLOOD_LINES: Final = 200_000
 SIGNALS: Final = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGTERM", "SIGFPE", "SIGILL", "SIGHUP")
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One kind of thing that goes wrong.
+    """One kind of fault.
 
     Args:
         name: as the table shows it.
-        expect: how the student is told: "rank" (a `RankError` that names the victim), "pair" (a sentence that names the victim
+        expect: the expected report: "rank" (a `RankError` that names the victim), "pair" (a sentence that names the victim
             and the one that it waits for, or differs from), "words" (a `LabError` that says which object), "stop" (the prompt is
-            back), "line" (the same, and the victim's line says what is the matter), "gone" (the notebook's process is killed),
-            "nothing" (nothing is wrong, and nothing is said).
+            back), "line" (the same, and the victim's line says what is wrong), "gone" (the notebook's process is killed),
+            "nothing" (nothing is wrong, and nothing is reported).
         runtimes: those that it is tried with.
         weight: how often it is drawn.
     """
@@ -43,7 +43,7 @@ class Fault:
 
 
 TORCH: Final = ("torch",)
-MORTAL: Final = ("torch", "rpc", "bare")  # TensorFlow's strategies take SIGTERM as word of a coming preemption, and go on
+MORTAL: Final = ("torch", "rpc", "bare")  # TensorFlow's strategies take SIGTERM as notice of a preemption, and continue
 FAULTS: Final = {
     fault.name: fault
     for fault in (
@@ -84,7 +84,7 @@ FAULTS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round, drawn from a seed and its number alone.
+    """One round, drawn only from a seed and its number.
 
     Args:
         seed, number: what it is drawn from.
@@ -92,7 +92,7 @@ class Round:
         runtime, start: of the group.
         size: how many ranks.
         victim: the rank that goes wrong.
-        delay_s: how long after the beginning.
+        delay_s: delay of the fault from the beginning.
     """
 
     seed: int
@@ -116,12 +116,12 @@ class Round:
         spawned = {"bare": 0.3, "torch": 0.06, "rpc": 0.04, "tensorflow": 0.0}[runtime]
         start = "spawn" if random.random() < spawned else "fork"
         size = RUNTIMES[runtime]
-        # Long enough that TensorFlow's ranks are up, and at work.
+        # Long enough for TensorFlow's ranks to start and work.
         delay_s = random.uniform(0, 2.5 if runtime == "tensorflow" else 0.4)
         return cls(seed, number, fault, runtime, start, size, random.randrange(size), delay_s)
 
     def facing(self) -> tuple[int, int]:
-        """The victim, and whom it faces."""
+        """The victim and its counterpart."""
         return (0, 1) if self.runtime == "rpc" else (self.victim, (self.victim + 1) % self.size)
 
     def name_of(self, rank: int) -> str:
@@ -130,7 +130,7 @@ class Round:
 
 
 def work(turn: Round, folder: str) -> Any:
-    """What every rank calls in a round: the victim goes wrong, the others work on with it."""
+    """What every rank calls in a round: the victim fails, the others keep working with it."""
     moment = Path(folder, os.environ["RANK"])
     if turn.fault.startswith("healthy: ") and turn.fault != "healthy: a slow rank":
         return healthy_programs.HEALTHY[turn.fault.removeprefix("healthy: ")](turn.size, turn.victim)
@@ -183,7 +183,7 @@ def _go_wrong(turn: Round) -> Any:
     return None
 
 
-# A step of work in each runtime. A rank that is not there, or stuck, holds up the others.
+# A step of work in each runtime. A missing or stuck rank delays the others.
 
 
 def _bare_step(turn: Round) -> float:
@@ -230,7 +230,7 @@ def _tensorflow_step(turn: Round) -> Callable[[Round], float]:
     return step
 
 
-# What goes wrong between ranks.
+# Faults between ranks.
 
 
 def _another(turn: Round) -> None:

@@ -1,6 +1,6 @@
-"""Programs in which nothing is wrong, though ranks are slow, or do several things at once: nobody may call them stuck.
+"""Healthy programs with slow ranks or several activities at once: none may be reported as a deadlock.
 
-Each is called on every rank with how many there are, and which of them is slow. It returns 1.
+Each is called on every rank with the number of ranks and the slow one. It returns 1.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _asynchronous(size: int, slow: int) -> float:
     import torch
     import torch.distributed as dist
 
-    tensors = [torch.ones(1 << 16) for _ in range(200)]  # more at a time than a rank can note down
+    tensors = [torch.ones(1 << 16) for _ in range(200)]  # more at a time than a rank can record
     works = [dist.all_reduce(t, async_op=True) for t in tensors[:100]]
     _delay(slow)
     works += [dist.all_reduce(t, async_op=True) for t in tensors[100:]]
@@ -70,7 +70,7 @@ def _messages(size: int, slow: int) -> float:
         work_.wait()
     if me == slow:
         for _ in range(size - 1):
-            dist.recv(torch.zeros(3))  # from whoever sends one
+            dist.recv(torch.zeros(3))  # from any rank
     else:
         dist.send(torch.ones(3), slow)
     return float(sum(t[0] for t in incoming)) / 28
@@ -105,7 +105,7 @@ def _threads(size: int, slow: int) -> float:
 
 
 def _library_threads(size: int, slow: int) -> float:
-    """What one rank sends comes late, from a thread whose stack shows only the standard library until then."""
+    """A message is sent late, from a thread whose stack shows only the standard library until then."""
     import asyncio
     from concurrent.futures import ThreadPoolExecutor
 

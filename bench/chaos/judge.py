@@ -1,4 +1,4 @@
-"""Whether a round of `make chaos` went as it should, and the table of many. Nothing is started here."""
+"""Whether a round of `make chaos` went as it should, and the table of many. Starts nothing."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["Outcome", "closing_line", "named", "rows"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one round came to.
+    """The outcome of one round.
 
     Args:
         turn: the round.
         problem: why the next run did not succeed; "" if it did.
-        named: whether the right rank was named, and for what has no rank, the right thing said.
-        report_s: from the fault to the report; None where there is none, or the moment of the fault is not known.
+        named: whether the report was right: it named the right rank or, for faults without a rank, the right thing.
+        report_s: from the fault to the report; None if there is none, or if the time of the fault is unknown.
         left: what was left behind.
         told: what the student saw.
     """
@@ -36,12 +36,12 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        """Whether nothing is to be said against it."""
+        """Whether the round succeeded."""
         return self.named and not self.problem and not self.left
 
 
 def named(turn: Round, told: dict[str, Any]) -> bool:
-    """Whether the student was told the right thing, of the right rank.
+    """Whether the report was right and named the right rank.
 
     Args:
         turn: the round.
@@ -65,7 +65,7 @@ def named(turn: Round, told: dict[str, Any]) -> bool:
 
 def rows(outcomes: Sequence[Outcome]) -> str:
     """A row for each fault that was drawn."""
-    head = ["fault", "rounds", "recovered", "told right", "to the report: median", "worst", "left behind"]
+    head = ["fault", "rounds", "recovered", "reported correctly", "time to the report: median", "worst", "left behind"]
     lines = []
     for name in FAULTS:
         mine = [outcome for outcome in outcomes if outcome.turn.fault == name]
@@ -82,9 +82,9 @@ def rows(outcomes: Sequence[Outcome]) -> str:
 
 
 def closing_line(outcomes: Sequence[Outcome]) -> str:
-    """All of it in one line."""
+    """All outcomes in one line."""
     whole = len(outcomes)
     return (
-        f"{sum(not o.problem for o in outcomes)} of {whole} recovered, the right rank named (or the right thing said) in "
-        f"{sum(o.named for o in outcomes)} of {whole}, {sum(len(o.left) for o in outcomes)} left behind"
+        f"{sum(not o.problem for o in outcomes)} of {whole} recovered, {sum(o.named for o in outcomes)} of {whole} reported "
+        f"correctly, {sum(len(o.left) for o in outcomes)} left behind"
     )

@@ -1,4 +1,4 @@
-"""What is left behind: processes, found by a variable that they inherit, shared memory, temporary files."""
+"""Leftovers: processes (found by an inherited variable), shared memory, temporary files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARED: Final = Path("/dev/shm")
 
 
 class Traces:
-    """Looks for what the rounds of one session have left.
+    """Finds what the rounds of one session have left.
 
     Args:
         mark: the value of `MARK` in the environment of its processes.
@@ -39,7 +39,7 @@ class Traces:
             try:
                 if process.status() != psutil.STATUS_ZOMBIE:
                     ours = process.environ().get(MARK) == self._mark
-                else:  # whose was it? It has no environment any more
+                else:  # a zombie has no environment, so its session is unknown
                     ours = process.pid in self._seen and process.ppid() != 1
             except psutil.NoSuchProcess:
                 continue
@@ -62,12 +62,12 @@ class Traces:
         return found
 
     def left(self, kept: Collection[int], before: Collection[str], limit_s: float) -> tuple[list[str], float]:
-        """What is there beyond what may be, after a time to end; and how long it took until nothing was.
+        """The leftovers after a time to end, and how long it took until there were none.
 
         Args:
             kept: processes that may stay.
-            before: files that were there already.
-            limit_s: how long to wait for the others to go.
+            before: files that existed already.
+            limit_s: how long to wait for the others to disappear.
         """
         start = time.monotonic()
         while True:

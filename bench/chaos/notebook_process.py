@@ -1,7 +1,7 @@
-"""The notebook's process of `make chaos`, which is there to be interrupted and killed: it plays one round after the other.
+"""The notebook's process of `make chaos`, which is interrupted and killed: it plays one round after the other.
 
-It reads rounds, a line each, and answers each with three lines: what there is before the fault, how the fault was told, and
-what there is after the next run.
+It reads rounds, a line each, and answers each with three lines: the state before the fault, the report of the fault, and
+the state after the next run.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _play(turn: Round, folder: str, groups: dict[tuple[str, str], lab.Group], st
     group.run(os.getpid)
     say(**_what_there_is())
     if turn.fault == "interrupt at the start":
-        group._end(graceful=False)  # what a failure before would have done; the group's next run starts ranks
+        group._end(graceful=False)  # as an earlier failure would have done; the group's next run starts ranks
     error, results, at_ns = _told(group, turn, folder, stop, say)
     text = "" if error is None else str(error)
     rank = getattr(error, "rank", None)
@@ -104,14 +104,14 @@ def _told(
                 results = group.run(work, turn, folder, odd=(number for number in ())).results
             elif turn.fault == "interrupt" and turn.number % 2:
                 much = np.ones(1 << 20)
-                while True:  # so that Stop meets arguments and results on their way
+                while True:  # so that Stop can come while arguments and results are sent
                     group.run(_back, much)
             else:
                 results = group.run(work, turn, folder).results
         except BaseException as told:  # noqa: BLE001  # that is what the judge is to see
             error = told
         stop.armed = False
-    except KeyboardInterrupt as second:  # pressed again, when the prompt was back
+    except KeyboardInterrupt as second:  # pressed again after the prompt was back
         stop.armed = False
         error = error or second
     return error, results, time.perf_counter_ns()
@@ -135,7 +135,7 @@ def _sum() -> float:
 
 
 def _what_there_is() -> dict[str, Any]:
-    """The processes that may be there, and the files that this one has open."""
+    """The processes that may exist, and the open files of this process."""
     gc.collect()
     starters = list(notebook.starters.values())
     spares = [spare.pid for starter in starters for spare in getattr(starter, "_spares", [])]
@@ -144,7 +144,7 @@ def _what_there_is() -> dict[str, Any]:
     for number in os.listdir("/proc/self/fd"):
         try:
             files.append(os.readlink(f"/proc/self/fd/{number}").partition(":")[0])
-        except FileNotFoundError:  # what listed them
+        except FileNotFoundError:  # the listing's own descriptor
             continue
     kept = [os.getpid(), *(starter._process.pid for starter in starters), *spares, *ranks]
     return {"kept": kept, "files": len(files) - SPARE_FILES * len(spares)}

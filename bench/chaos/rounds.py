@@ -25,13 +25,13 @@ from bench.chaos.judge import Outcome, closing_line, named, rows
 from bench.chaos.leftovers import MARK, Traces
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-GONE_LIMIT_S: Final = 2.0  # the promise, for a kernel that was killed as for ranks that failed
+GONE_LIMIT_S: Final = 2.0  # the promise, for a killed kernel as for failed ranks
 ANSWER_LIMIT_S: Final = 100.0  # for the notebook's process; TensorFlow from a cold disk takes half of that
-SAID_S: Final = 0.7  # a rank that is frozen for so long is spoken of
+SAID_S: Final = 0.7  # a rank that is frozen for this long is reported
 
 
 class Arena:
-    """A notebook's process, started again when it has been killed, and what judges it.
+    """A notebook's process, restarted when it has been killed, and its judge.
 
     Args:
         folder: one of its own, for temporary files.
@@ -108,7 +108,7 @@ class Arena:
         """The next line of the notebook's process.
 
         Raises:
-            TimeoutError: it says nothing, and is ended.
+            TimeoutError: it did not answer and was ended.
         """
         until = time.monotonic() + ANSWER_LIMIT_S
         while b"\n" not in self._answers:
@@ -132,7 +132,7 @@ class Arena:
         os.close(self._from)
 
     def _press(self, turn: Round) -> int:
-        """Press Stop, once or twice, where the round is about that; when it was."""
+        """Press Stop, once or twice, if the round says so; returns when."""
         expect = FAULTS[turn.fault].expect
         if expect not in ("stop", "line"):
             return 0
@@ -155,7 +155,7 @@ class Arena:
             time.sleep(0.01)
 
     def _moment(self, turn: Round) -> int:
-        """When the fault happened, as the ranks noted it; 0 if they did not."""
+        """When the fault happened, as recorded by the ranks; 0 if they did not record it."""
         ranks = range(turn.size) if FAULTS[turn.fault].expect == "pair" else [turn.victim]
         noted = [file.read_text() for rank in ranks if (file := self._moments / str(rank)).exists()]
         return max((int(text) for text in noted if text), default=0)
@@ -170,7 +170,7 @@ class Arena:
 
 
 def main() -> None:
-    """Play the rounds, print the table, and end with 1 if any of them went wrong."""
+    """Play the rounds, print the table, and exit with 1 if any of them failed."""
     parser = argparse.ArgumentParser("python -m bench.chaos", description=__doc__)
     parser.add_argument("--rounds", type=int, default=300, help="how many (default: 300)")
     parser.add_argument("--seed", type=int, default=7, help="the same seed draws the same rounds (default: 7)")
@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--runtimes", nargs="+", choices=list(RUNTIMES), default=list(RUNTIMES), help="and in these runtimes")
     arguments = parser.parse_args()
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that what was started ends with this
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that started processes end with this one
     print("\n".join(f"- {line}" for line in [*machine.describe(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"]), "\n")
     numbers = range(arguments.rounds) if arguments.round is None else [arguments.round]
     turns = [Round.of(arguments.seed, number) for number in numbers]
@@ -194,11 +194,11 @@ def main() -> None:
 
 
 def play(turns: Sequence[Round], jobs: int = 1) -> list[Outcome]:
-    """Play rounds; those that went wrong are told at once, with how to repeat them.
+    """Play rounds; failed ones are printed at once, with the command that repeats them.
 
     Args:
         turns: the rounds.
-        jobs: how many notebooks at a time.
+        jobs: number of notebooks at a time.
     """
     waiting = deque(turns)
     outcomes: list[Outcome] = []
@@ -227,7 +227,7 @@ def play(turns: Sequence[Round], jobs: int = 1) -> list[Outcome]:
             for ended in [pool.submit(play_some, own) for own in folders]:
                 ended.result()
         finally:
-            waiting.clear()  # whoever stops this waits for the rounds under way alone
+            waiting.clear()  # whoever stops this waits only for the rounds under way
     return sorted(outcomes, key=lambda outcome: outcome.turn.number)
 
 

@@ -1,1 +1,1 @@
-"""Heavy loads, and whether what a process holds grows under them."""
+"""Heavy loads, and whether the resources of a process grow under them."""

@@ -1,4 +1,4 @@
-"""What a process and everything below it hold: descriptors, shared memory, memory, processes; and whether that grows."""
+"""The resources of a process and its descendants: descriptors, shared memory, memory, processes; and whether they grow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["GROWTH", "Footprint", "footprint", "growth", "too_much", "watch_grow
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What is held at one moment.
+    """The resources at one moment.
 
     Args:
         descriptors: open ones, of this process and all below it.
@@ -35,12 +35,12 @@ class Footprint:
     below: float
 
 
-# The most that each may grow by with each run, or each group, once warm. What leaks leaks whole: one descriptor each time is 1.
+# The allowed growth per run, or per group, once warm. Leaks are whole numbers: one descriptor each time is 1.
 GROWTH: Final = Footprint(descriptors=0.01, segments=0.01, processes=0.01, resident=4096, below=4096)
 
 
 def footprint() -> Footprint:
-    """What this process holds now; what is only waiting for the garbage collector does not count."""
+    """The resources of this process now; garbage that is not yet collected does not count."""
     gc.collect()
     me = psutil.Process()
     below = me.children(recursive=True)
@@ -60,19 +60,19 @@ def footprint() -> Footprint:
 
 
 def watch_growth(action: Callable[[], object], count: int, *, warm: int, looks: int = 30) -> Footprint:
-    """Do something `warm + count` times; by how much what is held grows with each time after the warm ones.
+    """Call the action `warm + count` times; returns the growth per call after the warm ones.
 
     Args:
-        action: what is done.
-        count: how often, once warm.
-        warm: how often before that: imports, caches and the allocator's pools fill up.
-        looks: at how many moments what is held is looked at.
+        action: the function to call.
+        count: number of calls, once warm.
+        warm: number of calls before that: imports, caches and the allocator's pools fill up.
+        looks: number of samples.
     """
     for _ in range(warm):
         action()
     every = max(1, count // looks)
     gc.collect()
-    gc.freeze()  # what is here by now need not be collected again and again: torch alone makes that 0.15 s
+    gc.freeze()  # existing objects need not be collected each time: with torch alone this takes 0.15 s
     try:
         at, seen = [0], [footprint()]
         for number in range(1, count + 1):
@@ -86,7 +86,7 @@ def watch_growth(action: Callable[[], object], count: int, *, warm: int, looks: 
 
 
 def growth(at: list[int], seen: list[Footprint]) -> Footprint:
-    """The slope of each quantity: Theil-Sen's, the median of the slopes between all pairs, which single jumps do not move.
+    """The slope of each quantity: Theil-Sen's, the median of the slopes between all pairs, which ignores single jumps.
 
     Source: P. K. Sen, "Estimates of the Regression Coefficient Based on Kendall's Tau", 1968.
     """
@@ -103,10 +103,10 @@ def too_much(grown: Footprint, times: float = 1) -> list[str]:
 
 
 def _links(pid: int) -> list[str]:
-    """What the open descriptors of a process are; [] if it has just ended."""
+    """The open descriptors of a process; [] if it has just ended."""
     links = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for fd in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the listing's own
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the listing's own descriptor
                 links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
     return links

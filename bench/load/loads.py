@@ -25,18 +25,18 @@ __all__ = ["Flooded", "Moved", "Notebook", "Spans", "flood", "many_groups", "man
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 NOTEBOOK: Final = "import sys; from bench.load.loads import live_as_notebook; live_as_notebook(int(sys.argv[1]))"
-TOGETHER_LIMIT_S: Final = 300.0  # for all notebooks' processes to come up: forty of them import torch on two cores
+TOGETHER_LIMIT_S: Final = 300.0  # until all notebooks' processes have started: forty of them import torch on two cores
 LINE: Final = b"x" * 99 + b"\n"
 
 
 def many_runs(count: int, *, warm: int, runtime: str = "torch") -> Footprint:
-    """By how much what is held grows with each run on one group of two."""
+    """The growth of resources per run on one group of two."""
     with lab.Group(2, runtime=runtime) as group:
         return watch_growth(lambda: group.run(_summed), count, warm=warm)
 
 
 def many_groups(count: int, *, warm: int, runtime: str = "torch") -> Footprint:
-    """By how much what is held grows with each group that is opened, used and closed."""
+    """The growth of resources per group that is opened, used and closed."""
 
     def one() -> None:
         with lab.Group(2, runtime=runtime) as group:
@@ -46,7 +46,7 @@ def many_groups(count: int, *, warm: int, runtime: str = "torch") -> Footprint:
 
 
 def many_ranks(count: int) -> list[float]:
-    """What one all_reduce of each rank's number gives on every rank."""
+    """The result of one all_reduce of the ranks' numbers on every rank."""
     with lab.Group(count) as group:
         return group.run(_summed).results
 
@@ -71,8 +71,8 @@ class Moved:
 
     Args:
         seconds: until all results were there.
-        right: whether they were what was sent.
-        left: bytes of memory more than before, here, once arguments and results were let go.
+        right: whether they equal what was sent.
+        left: additional bytes of memory in this process after arguments and results were released.
     """
 
     seconds: float
@@ -81,7 +81,7 @@ class Moved:
 
 
 def move(nbytes: int, ranks: int = 4) -> Moved:
-    """Send an array to all ranks, half of `nbytes`, and get from each its share of as much back."""
+    """Send an array of half of `nbytes` to all ranks, and receive from each its share of as much."""
     with lab.Group(ranks, runtime="bare") as group:
         group.run(_share, np.zeros(ranks), ranks)
         before = psutil.Process().memory_info().rss
@@ -91,7 +91,7 @@ def move(nbytes: int, ranks: int = 4) -> Moved:
         seconds = time.perf_counter() - start
         right = bool((np.concatenate(results) == given[: len(given) // ranks * ranks]).all())
         del results, given
-        group.run(_share, np.zeros(ranks), ranks)  # a group holds its last run
+        group.run(_share, np.zeros(ranks), ranks)  # a group keeps its last run
         return Moved(seconds, right, psutil.Process().memory_info().rss - before)
 
 
@@ -102,13 +102,13 @@ def _share(given: Any, ranks: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Flooded:
-    """A rank that prints very much.
+    """A rank with very much output.
 
     Args:
         seconds: until the run was over.
-        kept: characters of it that the notebook keeps.
-        said: the line that tells of the rest, "" if there is none.
-        most: bytes of memory that the notebook's process took meanwhile, at most.
+        kept: characters that the notebook keeps.
+        said: the line that reports the rest, "" if there is none.
+        most: largest additional memory of the notebook's process meanwhile, in bytes.
     """
 
     seconds: float
@@ -118,7 +118,7 @@ class Flooded:
 
 
 def flood(nbytes: int) -> Flooded:
-    """One rank of two prints `nbytes` in lines of 100 bytes; what a terminal would show goes nowhere."""
+    """One rank of two prints `nbytes` in lines of 100 bytes; terminal output is discarded."""
     with lab.Group(2, runtime="bare") as group, contextlib.redirect_stdout(_Nowhere()) as nowhere:
         group.run(_print_much, 100 * len(LINE))
         before = nowhere.most = psutil.Process().memory_info().rss
@@ -132,7 +132,7 @@ def flood(nbytes: int) -> Flooded:
 
 
 class _Nowhere(io.StringIO):
-    """Takes text and keeps nothing; looks at this process's memory when it is given some."""
+    """Discards text; samples this process's memory whenever it gets some."""
 
     most = 0
 
@@ -152,8 +152,8 @@ class Spans:
     """Very many spans in one run.
 
     Args:
-        seen, dropped: how many came through, and how many are known not to have.
-        run_s, trace_s, shares_s, timeline_s: what the run, its trace, shares and picture took.
+        seen, dropped: numbers of received spans and of those counted as dropped.
+        run_s, trace_s, shares_s, timeline_s: seconds for the run, its trace, shares and picture.
     """
 
     seen: int
@@ -165,7 +165,7 @@ class Spans:
 
 
 def many_spans(count: int, ranks: int = 2) -> Spans:
-    """`count` spans, each rank its part, as fast as a loop can."""
+    """`count` spans, divided among the ranks, as fast as a loop can."""
     from matplotlib import pyplot
 
     with lab.Group(ranks, runtime="bare") as group:
@@ -195,9 +195,9 @@ class Notebook:
 
     Args:
         number: its own.
-        numbers: what its ranks gathered from one another: its number, once for each.
+        numbers: what its ranks gathered from each other: its number, once per rank.
         pids: its ranks.
-        place: where its ranks' store listens: in which networks its threads are, and the port.
+        place: where its ranks' store listens: the networks of its threads, and the port.
         seconds: from the signal to start until the first result.
     """
 
@@ -209,7 +209,7 @@ class Notebook:
 
 
 def many_notebooks(count: int) -> list[Notebook]:
-    """As many notebooks' processes, which start a group of two at one signal and keep it until all have theirs."""
+    """Several notebook processes, which start a group of two at one signal and keep it until all have one."""
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     started = [
         subprocess.Popen(
@@ -232,7 +232,7 @@ def many_notebooks(count: int) -> list[Notebook]:
         return answers
     finally:
         for process in started:
-            process.communicate(timeout=TOGETHER_LIMIT_S)  # closes its input: it ends, whatever it was about to wait for
+            process.communicate(timeout=TOGETHER_LIMIT_S)  # closes its input, so that it ends, whatever it waits for
 
 
 def _tell(process: subprocess.Popen[str]) -> None:
@@ -244,7 +244,7 @@ def _tell(process: subprocess.Popen[str]) -> None:
 def _answer(process: subprocess.Popen[str]) -> Any:
     assert process.stdout is not None
     for line in process.stdout:
-        if not line.startswith("labkit: "):  # a slow start is told as well
+        if not line.startswith("labkit: "):  # a slow start prints a notice as well
             return json.loads(line)
     raise AssertionError(f"a notebook's process has ended with exit code {process.wait()}")
 

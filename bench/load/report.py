@@ -1,4 +1,4 @@
-"""`python -m bench.load`: heavy loads at full size, as a table of what was seen, what was allowed, and whether that held."""
+"""`python -m bench.load`: heavy loads at full size, as a table of results, limits, and whether they held."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bench.table import duration, mib, table
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: the load, what was seen, what is allowed, and whether it held."""
+    """One line of the table: the load, the result, the limit, and whether it held."""
 
     load: str
     seen: str
@@ -26,7 +26,7 @@ class Row:
     held: bool
 
     def cells(self) -> list[str]:
-        """As the table shows it."""
+        """The row as the table shows it."""
         return [self.load, self.seen, self.allowed, "yes" if self.held else "**no**"]
 
 
@@ -53,7 +53,7 @@ def groups() -> list[Row]:
 
 
 def ranks() -> list[Row]:
-    """16 ranks on however few cores."""
+    """16 ranks on any number of cores."""
     sums = loads.many_ranks(16)
     return [Row("an all_reduce of 16 ranks", f"{sums[0]:g} on {len(sums)} ranks", "120 on each", sums == [120.0] * 16)]
 
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="these parts alone")
     arguments = parser.parse_args()
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that what was started ends with this
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that started processes end with this one
     lines = [f"- {line}" for line in machine.describe()]
     rows = []
     for part in arguments.only:

@@ -1,1 +1,1 @@
-"""The same work done by labkit, by other tools, and by the bare forkserver that is the floor."""
+"""The same work done by labkit, by other tools, and by the bare forkserver that is the lower bound."""

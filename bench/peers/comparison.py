@@ -1,4 +1,4 @@
-"""The tools that are given the same work, each in a kernel of its own, in turns: the machine is the same for all of them."""
+"""Tools with the same tasks, each in a kernel of its own, in turns, so that all see the machine in the same state."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Entry:
         name: as the table calls it.
         file: the cell that defines its class.
         make: the expression that makes it.
-        rounds: how often each of its tasks is measured: the slow ones seldom, so that all is over in minutes.
-        needs: a package that it needs beside labkit's own.
+        rounds: how often each task is measured; slow ones seldom, so that all takes minutes.
+        needs: a package that it needs in addition to labkit's own.
     """
 
     name: str
@@ -49,7 +49,7 @@ TOOLS: Final = (
     Entry("ipyparallel", "with_ipyparallel.py", "Ipyparallel()", 2, "ipyparallel"),
 )
 
-Results = dict[str, dict[str, float | str]]  # by the tool's name and the task: the median, or in a word why there is none
+Results = dict[str, dict[str, float | str]]  # by the tool's name and the task: the median, or why there is none
 
 
 def measure(tools: Sequence[Entry], python_of_peers: str) -> Results:
@@ -57,7 +57,7 @@ def measure(tools: Sequence[Entry], python_of_peers: str) -> Results:
 
     Args:
         tools: which.
-        python_of_peers: the interpreter that has the packages which labkit does without.
+        python_of_peers: the interpreter with the packages that labkit does not need.
     """
     results: Results = {tool.name: {} for tool in tools}
     with contextlib.ExitStack() as stack:
@@ -83,9 +83,9 @@ def measure(tools: Sequence[Entry], python_of_peers: str) -> Results:
 
 
 def _in_turns(tools: Sequence[Entry], kernels: dict[str, Kernel], task: str) -> dict[str, list[float]]:
-    """What each tool measured; nothing for one that failed."""
+    """The measurements of each tool; nothing for one that failed."""
     samples: dict[str, list[float]] = {tool.name: [] for tool in tools}
-    for number in range(1 + max(tool.rounds for tool in tools)):  # the first is not counted: it pays for what stays warm
+    for number in range(1 + max(tool.rounds for tool in tools)):  # the first is not counted: it warms up
         for tool in tools:
             if number > tool.rounds or tool.name not in samples:
                 continue

@@ -1,4 +1,4 @@
-"""A rank of the floor: joins the group, then answers bytes until its pipe is closed."""
+"""A rank of the lower bound: joins the group, then answers bytes until its pipe is closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The floor: multiprocessing's own forkserver with torch preloaded, pipes, and shared memory; no more than the work itself."""
+"""The lower bound: multiprocessing's forkserver with torch preloaded, pipes, and shared memory; only the work itself."""
 
 from __future__ import annotations
 

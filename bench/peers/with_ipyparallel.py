@@ -15,7 +15,7 @@ from bench.peers.work import ARRAY_BYTES, RANKS, children_pss, seconds
 
 
 def add_up(rank: int, port: int) -> float:
-    """Give the sum of a one from each rank."""
+    """Return the sum of a one from each rank."""
     from bench.peers.work import RANKS, summed
 
     return summed(rank, RANKS, port)
@@ -26,7 +26,7 @@ def nothing() -> None:
 
 
 def same(array: Any) -> Any:
-    """Hand it back."""
+    """Return the argument."""
     return array
 
 

@@ -14,7 +14,7 @@ from labkit.group.open_groups import notebook
 
 
 def add_up() -> float:
-    """Give the sum of a one from each rank."""
+    """Return the sum of a one from each rank."""
     import torch
     import torch.distributed as dist
 
@@ -28,7 +28,7 @@ def nothing() -> None:
 
 
 def same(array: Any) -> Any:
-    """Hand it back."""
+    """Return the argument."""
     return array
 
 

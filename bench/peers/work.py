@@ -1,4 +1,4 @@
-"""The work that every tool is given: add up one number over four ranks, do nothing, hand an array back, and be idle."""
+"""The tasks of every tool: sum one number over four ranks, do nothing, return an array, and be idle."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Tool(Protocol):
     """One way to start ranks, as the benchmarks drive it; each answer is a measurement in seconds, or bytes for memory."""
 
     def ready(self) -> float:
-        """From nothing to four ranks with a process group and the sum of one all_reduce seen."""
+        """From nothing to four ranks with a process group and the received sum of one all_reduce."""
 
     def call(self) -> float:
-        """One call of a function that does nothing on four ranks; the median of several."""
+        """One call of an empty function on four ranks; the median of several."""
 
     def move(self) -> float:
         """An array of `ARRAY_BYTES` to each of four ranks and back."""
@@ -38,11 +38,11 @@ class Tool(Protocol):
         """Proportional set size of everything this process has started, with four idle ranks that have made one all_reduce."""
 
     def close(self) -> None:
-        """End what is running."""
+        """End all processes."""
 
 
 def seconds(action: Callable[[], Any]) -> float:
-    """How long an action takes."""
+    """The duration of an action."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
@@ -54,7 +54,7 @@ def children_pss() -> float:
 
 
 def wait_until_children_rest() -> None:
-    """Wait until what this process has started computes no more for half a second: spare ranks have imported all they need."""
+    """Wait until the processes of this one have been idle for half a second: spare ranks have finished their imports."""
     deadline = time.monotonic() + TIMEOUT_S
     before = -1.0
     while time.monotonic() < deadline:
@@ -67,7 +67,7 @@ def wait_until_children_rest() -> None:
 
 
 def summed(rank: int, size: int, port: int, *, store_here: bool = False) -> float:
-    """Join a gloo process group by the store on that port, and add up a one from each rank.
+    """Join a gloo process group by the store on that port, and sum a one from each rank.
 
     Args:
         rank: this process's number.
@@ -88,7 +88,7 @@ def summed(rank: int, size: int, port: int, *, store_here: bool = False) -> floa
 
 
 def own_store() -> Any:
-    """A store for the ranks to meet at, on a free port. Its thread holds locks now and then: do not fork beside it."""
+    """A rendezvous store on a free port. Its thread holds locks at times: do not fork beside it."""
     from torch.distributed import TCPStore
 
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -102,7 +102,7 @@ def free_port() -> int:
 
 
 def torch_worker(rank: int, task: str, port: int, answers: Any, release: Any, given: Any, results: Any) -> None:
-    """What a process of `torch.multiprocessing` does, one task in its life."""
+    """The single task of a `torch.multiprocessing` process."""
     import torch
 
     torch.set_num_threads(1)  # OpenMP, which the parent may have used, hangs in a fork
@@ -112,4 +112,4 @@ def torch_worker(rank: int, task: str, port: int, answers: Any, release: Any, gi
     elif task == "move":
         results[rank].copy_(given)
     answers.put(answer)
-    release.wait(TIMEOUT_S)  # idle until the others have been looked at, too
+    release.wait(TIMEOUT_S)  # idle until the others have been measured, too

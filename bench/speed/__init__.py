@@ -1,1 +1,1 @@
-"""How long things take beside their floors, and predictions beside measurements."""
+"""Times beside their lower bounds, and predictions beside measurements."""

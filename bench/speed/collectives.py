@@ -1,4 +1,4 @@
-"""What recording a collective costs: an all_reduce of one number over two ranks, beside a group of torch's own class."""
+"""The cost of recording a collective: an all_reduce of one number over two ranks, compared with torch's own group class."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def measure() -> dict[str, float]:
 
 
 def _in_turns() -> dict[str, list[float]]:
-    """In a rank: seconds of one all_reduce, by the group that it goes through; the first loop of each warms up."""
+    """In a rank: seconds of one all_reduce per group; the first loop of each warms up."""
     import torch
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d

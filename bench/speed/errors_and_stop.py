@@ -1,4 +1,4 @@
-"""How long until the student sees it: the error of a rank, and the prompt after Stop; from cells of a real kernel."""
+"""Time until the student sees the error of a rank, or the prompt after Stop; in cells of a real kernel."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ FIRST_CAUSE: Final = re.compile(r"raised at (\d+)")
 
 
 def measure() -> dict[str, float]:
-    """Medians in seconds: "raise" and "kill" until the error is seen, "stop blocked" and "stop computing" until the prompt is."""
+    """Medians in seconds: "raise" and "kill" until the error, "stop blocked" and "stop computing" until the prompt."""
     samples: dict[str, list[float]] = {"raise": [], "kill": [], "stop blocked": [], "stop computing": []}
     with Kernel(sys.executable) as kernel:
         kernel.run(PREPARE)
@@ -68,8 +68,8 @@ def measure() -> dict[str, float]:
 
 
 def _until_error(kernel: Kernel, source: str) -> float:
-    """From the moment that rank 1 noted to the arrival of the error's message."""
-    kernel.run("group.run(nothing)")  # the ranks are up again
+    """From the time that rank 1 recorded to the arrival of the error's message."""
+    kernel.run("group.run(nothing)")  # the ranks have started again
     found: list[int] = []
 
     def is_error(kind: str, content: dict[str, Any]) -> bool:
@@ -88,7 +88,7 @@ def _until_prompt(kernel: Kernel, source: str) -> float:
     kernel.run("group.run(nothing)")
     cell = kernel.begin(source)
     kernel.until(cell, _says("inside"))
-    time.sleep(0.2)  # a person's reaction: by then all ranks are where they will stay
+    time.sleep(0.2)  # a person's reaction time: by then all ranks are where they will stay
     start_ns = time.perf_counter_ns()
     kernel.interrupt()
     took_ns = kernel.until(cell, _is_idle) - start_ns

@@ -1,4 +1,4 @@
-"""What the machine itself takes: copying memory, and holding torch in memory."""
+"""What the machine itself needs: the time to copy memory, and the memory of torch."""
 
 from __future__ import annotations
 

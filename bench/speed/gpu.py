@@ -1,7 +1,7 @@
 """A short benchmark for machines with GPUs, a stage of `make gpu`: `python -m bench.speed.gpu FOLDER`.
 
-Everything is timed by labkit's own spans, which CUDA events time on a GPU; beside them stand the times of torch's profiler.
-What is predicted comes from measurements of other sizes in the same run. FOLDER gets `benchmark.json` and the figures.
+labkit's own spans time everything, by CUDA events on a GPU; torch's profiler is the comparison.
+Predictions come from measurements of other sizes in the same run. FOLDER gets `benchmark.json` and the figures.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MIB: Final = 1 << 20
 REPEATS: Final = 9
 WARM_UP_STEPS: Final = 5
 COPIED: Final = (1, 4, 16) if REHEARSAL else (4, 64, 256)  # MiB: the smallest and the largest predict the one between
-WIDTHS: Final = (128, 256, 512) if REHEARSAL else (2048, 4096, 8192)  # of the matrices: the middle one predicts the others
+WIDTHS: Final = (128, 256, 512) if REHEARSAL else (2048, 4096, 8192)  # sizes of the matrices: the middle one predicts the others
 DPI: Final = 110
 
 
@@ -115,7 +115,7 @@ def copies_and_kernels() -> None:
 
 
 def repeat(name: str, work: Any) -> None:
-    """In a rank: work once to warm up, and then `REPEATS` times with a span around it, and nothing beside it."""
+    """In a rank: work once to warm up, then `REPEATS` times inside a span, with nothing else running."""
     work()
     for _ in range(REPEATS):
         if torch.cuda.is_available():
@@ -125,7 +125,7 @@ def repeat(name: str, work: Any) -> None:
 
 
 def predictions() -> list[dict[str, Any]]:
-    """Copies by latency and bandwidth, and matrix products by the rate of another size, beside what they take."""
+    """Copies predicted by latency and bandwidth, matrix products by the rate of another size, and measured."""
     with lab.Group(1, devices=DEVICES) as group:
         trace = group.run(copies_and_kernels).trace
     median_s: dict[str, float] = {}
@@ -151,7 +151,7 @@ def row(case: str, predicted_s: float, measured_s: float, rate: str) -> dict[str
 
 
 def events_beside_profiler() -> dict[str, float]:
-    """How long kernels took by labkit's events, and by the timestamps that torch's profiler gives them."""
+    """Durations of kernels by labkit's events and by the timestamps of torch's profiler."""
     with lab.Group(1, devices=DEVICES) as group, lab.profile(group):
         run = group.run(products)
     spans = list(run.trace.of(name="products"))
@@ -175,7 +175,7 @@ def products() -> None:
 
 
 def watch_beside_run() -> dict[str, float] | None:
-    """What the live picture costs a training run; None where there is no kernel to show it in."""
+    """The cost of the live picture for a training run; None if there is no kernel to show it in."""
     if importlib.util.find_spec("ipykernel") is None or importlib.util.find_spec("jupyter_client") is None:
         return None
     from bench.speed import live_picture
@@ -185,7 +185,7 @@ def watch_beside_run() -> dict[str, float] | None:
 
 
 def main(folder: Path) -> None:
-    """Measure, keep what was measured, and draw."""
+    """Measure, store the results, and draw."""
     mpl.use("agg")
     found: dict[str, Any] = {"machine": machine.describe()}
     parts: dict[str, Callable[[], Any]] = {
@@ -197,7 +197,7 @@ def main(folder: Path) -> None:
     for name, part in parts.items():
         print(name, flush=True)
         found[name] = part()
-        (folder / "benchmark.json").write_text(json.dumps(found, indent=1))  # after each, should the time for all be over
+        (folder / "benchmark.json").write_text(json.dumps(found, indent=1))  # after each one, in case the total time runs out
 
 
 if __name__ == "__main__":

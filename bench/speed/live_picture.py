@@ -1,4 +1,4 @@
-"""What the live picture costs: the training that it shows, the same cell with `run` and with `watch` in turns; and the kernel."""
+"""The cost of the live picture for the training (the same cell with `run` and `watch` in turns) and for the kernel."""
 
 from __future__ import annotations
 
@@ -85,16 +85,16 @@ def draw(spans):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What was measured.
+    """The measurements.
 
     Args:
-        run_s: of training with `run`, a median.
-        ratio: of `watch` to that, the median of neighbours.
+        run_s: training with `run`, a median.
+        ratio: of `watch` to `run`, the median of neighbouring pairs.
         run_share: the kernel's processor time per second while two ranks train with `run`.
         watch_share: the same with `watch`.
         spans_share: the same while they write a million spans each, as fast as they can.
-        dropped: how much of these was lost, from 0 to 1.
-        draw_s: to draw a million spans.
+        dropped: the lost share of these, from 0 to 1.
+        draw_s: time to draw a million spans.
     """
 
     run_s: float
@@ -111,8 +111,8 @@ def measure(steps: int = 100, *, rounds: int = ROUNDS, spans: int = SPANS) -> Co
 
     Args:
         steps: of the training run.
-        rounds: how many pairs of `run` and `watch` the ratio is the median of.
-        spans: how many spans each rank writes as fast as it can.
+        rounds: number of pairs of `run` and `watch`.
+        spans: number of spans that each rank writes as fast as it can.
     """
     with Kernel(sys.executable) as kernel:
         kernel.run(PREPARE.replace("STEPS", str(steps)))

@@ -1,4 +1,4 @@
-"""What `lab.predict` says beside what ranks over a modelled link take, side by side in one run."""
+"""Predictions of `lab.predict` beside measurements of ranks over an emulated link, in one run."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from bench.table import duration, table
 from labkit.errors.units import in_words
 
 LINK: Final = lab.Link(gbit_per_s=1, latency_us=50)
-FAR: Final = lab.Link(gbit_per_s=1, latency_us=5000)  # where latency is what counts
+FAR: Final = lab.Link(gbit_per_s=1, latency_us=5000)  # where latency dominates
 LARGE: Final = 1_000_000  # bytes
 SMALL: Final = 4_000
 Row = tuple[str, float, float]  # the case; seconds or bytes, predicted and measured
 
 
 def main() -> None:
-    """Measure and print; keep the table in a file if asked to."""
+    """Measure and print; optionally keep the table in a file."""
     parser = argparse.ArgumentParser("python -m bench.speed.predictions", description=__doc__)
     parser.add_argument("--write", metavar="FILE", type=Path, help="keep the table in this file as well")
     arguments = parser.parse_args()
@@ -45,7 +45,7 @@ def main() -> None:
             cells.append([name, in_words(predicted, unit), in_words(measured, unit), f"{ratios[-1]:.2f}"])
     inside = sum(0.8 <= ratio <= 1.25 for ratio in ratios)
     lines = [*about, "", table(["case", "predicted", "measured", "ratio"], cells), ""]
-    lines += [f"{inside} of {len(ratios)} ratios lie between 0.8 and 1.25."]
+    lines += [f"{inside} of {len(ratios)} ratios are between 0.8 and 1.25."]
     print("\n".join(lines))
     if arguments.write:
         arguments.write.write_text("\n".join([INTRODUCTION, *lines, ""]), encoding="utf-8")
@@ -53,13 +53,14 @@ def main() -> None:
 
 INTRODUCTION: Final = """# Predicted and measured
 
-Printed by `python -m bench.speed.predictions`, and kept here with `--write docs/predictions.md`. Ranks of one machine over a
-`lab.Link`; what is predicted comes from `lab.predict`, from the link's two numbers and, where ranks compute, from how
-long they compute alone, measured in the same run; where they have all cores, also from how much processor time an
-all-reduce takes from them. A time is from the moment when the last rank has begun to the moment when the last has ended;
-medians of nine. On a machine with other work, or with fewer cores than ranks, gloo's own time comes on top, and where it
-is longer than the link's it is what is measured. Memory is what `lab.track_memory` counts of parameters, gradients and
-optimizer state.
+`python -m bench.speed.predictions` prints this page; `--write docs/predictions.md` keeps it here. The ranks of one
+machine communicate over a `lab.Link`. `lab.predict` computes the predictions from the link's two numbers and, where ranks
+compute, from how long they compute alone, measured in the same run. Where ranks have all cores, it also uses how much
+processor time an all-reduce takes from them.
+
+A time is the median of nine, from the moment when the last rank has begun to the moment when the last has ended. On a
+busy machine, or with fewer cores than ranks, gloo's own time is added, and where it exceeds the link's time it is what
+is measured. Memory is what `lab.track_memory` counts of parameters, gradients and optimizer state.
 """
 
 
@@ -87,9 +88,9 @@ def every_collective(nbytes: int) -> dict[str, Times]:
 
 
 def collectives() -> Iterator[Row]:
-    """Every collective on two and four ranks, large over a quick link and small over a far one."""
+    """Every collective on two and four ranks, large over a fast link and small over one with high latency."""
     for ranks in (2, 4):
-        # Four times as much among four ranks: where they share two cores, gloo's own time for less is longer than the link's.
+        # Four times as much among four ranks: on two cores, gloo's own time for less would exceed the link's.
         for link, nbytes in ((LINK, LARGE if ranks == 2 else 4 * LARGE), (FAR, SMALL)):
             with lab.Group(ranks, link=link) as group:
                 results = group.run(every_collective, nbytes).results
@@ -104,7 +105,7 @@ def collectives() -> Iterator[Row]:
 
 
 def send_and_receive(nbytes: int, count: int) -> Times:
-    """In a rank: so many messages from rank 0 to rank 1, all issued at once."""
+    """In a rank: `count` messages from rank 0 to rank 1, all issued at once."""
     x = torch.ones(nbytes // 4)
 
     def action() -> None:
@@ -138,7 +139,7 @@ def compute(rounds: int) -> None:
 
 
 def beside_computing(nbytes: int) -> tuple[Times, Times]:
-    """In a rank: the computing alone; and with an all-reduce under way."""
+    """In a rank: computing alone, and with an all-reduce under way."""
     x = torch.ones(nbytes // 4)
     compute(20)
     start = time.perf_counter()
@@ -158,7 +159,7 @@ def beside_computing(nbytes: int) -> tuple[Times, Times]:
 
 
 def overlapped() -> Iterator[Row]:
-    """An all-reduce beside computing: whichever takes longer; and what it would be one after the other, for comparison."""
+    """An all-reduce beside computing: whichever takes longer; and one after the other, for comparison."""
     for nbytes in (LARGE, 4 * LARGE):
         with lab.Group(2, link=LINK) as group:
             results = group.run(beside_computing, nbytes).results
@@ -265,7 +266,7 @@ def pipelined() -> dict[str, Any]:
 
 
 def pipeline() -> Iterator[Row]:
-    """A GPipe step of two stages, where computing is slower than the link, and where the link is."""
+    """A GPipe step of two stages, with computing slower than the link, and with the link slower."""
     nbytes = ROWS * WIDTH * 4
     for link in (lab.Link(gbit_per_s=4, latency_us=50), lab.Link(gbit_per_s=0.25, latency_us=50)):
         with lab.Group(2, link=link, threads=1) as group:
@@ -277,7 +278,7 @@ def pipeline() -> Iterator[Row]:
 
 
 def same(x: torch.Tensor) -> torch.Tensor:
-    """What the worker does."""
+    """The worker's function."""
     return x
 
 

@@ -1,4 +1,4 @@
-"""Repetitions inside ranks, and what they came to: medians, each from the last rank's begin to the last rank's end."""
+"""Repetitions inside ranks, and their medians, each from the last rank's start to the last rank's end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Times = list[tuple[int, int]]  # begin and end of each, in ns
 
 
 def repeated(action: Callable[[], object], times: int = REPEATS + 1) -> Times:
-    """In a rank: when each of some repetitions began and ended; the first, which warms up, is left out."""
+    """In a rank: start and end of each repetition; the first one, which warms up, is left out."""
     made = []
     for _ in range(times):
         dist.barrier()
@@ -27,7 +27,7 @@ def repeated(action: Callable[[], object], times: int = REPEATS + 1) -> Times:
 
 
 def in_turns(actions: dict[str, Callable[[], object]]) -> dict[str, Times]:
-    """In a rank: several things, repeated in turns, so that what one of them sees of the machine the others see, too."""
+    """In a rank: several actions, repeated in turns, so that all see the machine in the same state."""
     made: dict[str, Times] = {name: [] for name in actions}
     for _ in range(REPEATS):
         for name, action in actions.items():
@@ -36,6 +36,6 @@ def in_turns(actions: dict[str, Callable[[], object]]) -> dict[str, Times]:
 
 
 def seconds(of_ranks: list[Times]) -> float:
-    """The median of the repetitions, each from the last rank's begin to the last rank's end."""
+    """The median of the repetitions, each from the last rank's start to the last rank's end."""
     each = zip(*of_ranks, strict=True)
     return statistics.median(max(e for _, e in one) - max(b for b, _ in one) for one in each) / 1e9

@@ -1,4 +1,4 @@
-"""`make bench`: every number that labkit promises, beside its floor measured in the same run, and what other tools take."""
+"""`make bench`: every number that labkit promises, beside a lower bound measured in the same run, and other tools' times."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 PARTS: Final = ("spans", "collectives", "tools", "trouble", "picture")
 INTRODUCTION: Final = """# Benchmarks
 
-Printed by `make bench`, and kept here with `make bench ARGS="--write docs/benchmarks.md"`. Every tool works in a real
-ipykernel of its own; tools take turns, so that what one sees of the machine the others see too; numbers are medians.
-They are promises to look at, never asserted in a test: a busy machine is no bug.
+`make bench` prints this page; `make bench ARGS="--write docs/benchmarks.md"` keeps it here. Every tool runs in a real
+ipykernel of its own. The tools take turns, so that all see the machine in the same state. Numbers are medians. No test
+asserts them: a busy machine is not a defect.
 """
 
 
 def main() -> None:
-    """Measure, print, and write if asked to."""
+    """Measure, print, and optionally write."""
     parser = argparse.ArgumentParser("python -m bench.speed", description=__doc__)
     parser.add_argument("--write", metavar="FILE", type=Path, help="keep the tables in this file as well")
     parser.add_argument(
         "--peers", metavar="PYTHON", default=sys.executable, help="the interpreter that has ipyparallel, accelerate"
     )
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="measure these parts alone")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="measure only these parts")
     parser.add_argument("--notebooks", action="store_true", help="also time all notebooks under nbval, which takes minutes")
     arguments = parser.parse_args()
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that kernels and what they started end with this
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that kernels and their processes end with this one
     text = "\n".join(_report(arguments.only, arguments.peers, notebooks=arguments.notebooks))
     print(text)
     if arguments.write:
@@ -98,9 +98,9 @@ def _report(parts: list[str], python_of_peers: str, *, notebooks: bool) -> list[
     lines += ["", "## What labkit promises", "", goal_rows(goals)]
     if results:
         fresh, warm = floors.gigabytes_per_s()
-        lines += ["", f"Copying on one core: {fresh:.1f} GB/s into fresh memory, {warm:.1f} GB/s into warm."]
+        lines += ["", f"Copying on one core: {fresh:.1f} GB/s into fresh memory, {warm:.1f} GB/s into warm memory."]
         preloaded = mib(floors.import_pss(RUNTIMES["torch"].preload))
-        lines += [f"One process that has imported what ranks find imported, not torch alone: {preloaded}."]
+        lines += [f"One process that has imported everything that ranks find imported, not only torch: {preloaded}."]
         lines += ["", "## The same work by other tools", "", _tool_table(results)]
     return lines
 
@@ -131,7 +131,7 @@ def _tool_table(results: Results) -> str:
 
 
 def _notebooks_s() -> float | None:
-    """Seconds that the notebooks take; None where one of them fails."""
+    """Duration of the notebooks in seconds; None if one of them fails."""
     start = time.perf_counter()
     command = [sys.executable, "-m", "pytest", "-q", "--nbval-lax", "notebooks"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Models that are cut over ranks, beside what is predicted of them: the time of a tensor-parallel layer, the memory of ZeRO."""
+"""Models divided over ranks, measured and predicted: the time of a tensor-parallel layer, the memory of ZeRO."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDTH, LAYERS = 512, 8
 
 
 class Layer(nn.Module):
-    """A transformer's layer. Heads lie one after the other in `qkv`, so that a part of its rows is some heads."""
+    """A transformer layer. Heads follow one another in `qkv`, so that a block of its rows is a set of heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def layers() -> dict[str, Times]:
 
 
 def tensor_parallel() -> Iterator[tuple[str, float, float]]:
-    """A layer cut over two ranks, over a quick and a slow link, in seconds."""
+    """A layer divided over two ranks, over a fast and a slow link, in seconds."""
     for link in (lab.Link(gbit_per_s=4, latency_us=50), lab.Link.ethernet_1g):
         with lab.Group(2, link=link, threads=1) as group:
             results = group.run(layers).results
@@ -89,7 +89,7 @@ def train(stage: int) -> int:
 
 
 def memory() -> Iterator[tuple[str, float, float]]:
-    """What plain data parallel, ZeRO 1 and FSDP2 (ZeRO 3) keep of a model in the fullest of two ranks, in bytes."""
+    """The memory of plain data parallel, ZeRO 1 and FSDP2 (ZeRO 3) in the fullest of two ranks, in bytes."""
     with lab.Group(2) as group:
         for stage, name in ((0, "DistributedDataParallel"), (1, "ZeroRedundancyOptimizer"), (3, "fully_shard")):
             run = group.run(train, stage)

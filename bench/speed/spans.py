@@ -1,4 +1,4 @@
-"""What one `span` costs, beside two readings of the clock: inside a group and outside."""
+"""The cost of one `span`, beside two readings of the clock: inside a group and outside."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The benchmarks' table: numbers in units that suit them, and goals judged as they are worded. Nothing is measured here."""
+"""The benchmarks' table: numbers in suitable units, and goals judged as they are worded. Nothing is measured here."""
 
 from bench.table import Goal, duration, table
 
 
-def test_durations_are_shown_in_the_unit_that_suits_them() -> None:
+def test_durations_have_a_suitable_unit() -> None:
     shown = [duration(s) for s in (142.3, 8.31, 0.0512, 0.000131, 3.4e-7, None)]
     assert shown == ["142 s", "8.31 s", "51.2 ms", "131 µs", "340 ns", "–"]
 
@@ -28,7 +28,7 @@ def test_a_size() -> None:
     assert cells[1:] == ["3 MiB", "2 MiB (torch)", "1.50×", "at most 1.5×", "yes"]
 
 
-def test_what_could_not_be_measured_is_no_success() -> None:
+def test_a_missing_measurement_is_not_a_success() -> None:
     assert Goal("memory", None, 1.0, "torch", 1.5).cells()[-1] == "not measured"
 
 

@@ -28,7 +28,7 @@ def test_the_right_rank(turn: Round) -> None:
     assert not named(turn, told("NoneType")), "the fault went by unseen"
 
 
-def test_the_ranks_that_wait_for_one_another(turn: Round) -> None:
+def test_the_ranks_that_wait_for_each_other(turn: Round) -> None:
     two = replace(turn, fault="two send", runtime="torch")
     assert named(two, told("DeadlockError", sentence="rank 1 waits in send for rank 2; rank 2 waits in send for rank 1"))
     assert not named(two, told("DeadlockError", sentence="rank 0 waits in send for rank 2; rank 2 waits in send for rank 0"))
@@ -47,19 +47,19 @@ def test_stop_and_a_rank_that_is_frozen(turn: Round) -> None:
     assert not named(frozen, told("Stopped", text="    rank 2 was stopped by a signal (SIGSTOP)"))
 
 
-def test_a_healthy_run_that_is_said_to_be_stuck(turn: Round) -> None:
+def test_a_healthy_run_reported_as_a_deadlock(turn: Round) -> None:
     healthy = replace(turn, fault="healthy: DDP")
     assert named(healthy, told("NoneType", results=[1.0, 1.0, 1.0]))
     assert not named(healthy, told("NoneType", results=[1.0, 1.0, 0.5]))
     assert not named(healthy, told("DeadlockError", text="Deadlock"))
 
 
-def test_a_group_that_did_not_recover_and_what_is_left_count(turn: Round) -> None:
+def test_a_group_that_did_not_recover_and_leftovers_count(turn: Round) -> None:
     good = Outcome(turn, "", True, 0.1, [])
     outcomes = [good, replace(good, problem="LabError: no"), replace(good, left=["process 1"]), replace(good, named=False)]
     assert [outcome.good for outcome in outcomes] == [True, False, False, False]
-    line = "3 of 4 recovered, the right rank named (or the right thing said) in 3 of 4, 1 left behind"
+    line = "3 of 4 recovered, 3 of 4 reported correctly, 1 left behind"
     assert closing_line(outcomes) == line
     assert rows(outcomes).splitlines()[-1].split("|")[1:-1] == [
-        " raise ", " 4      ", " 3         ", " 3          ", " 100 ms                ", " 100 ms ", " 1           ",
+        " raise ", " 4      ", " 3         ", " 3                  ", " 100 ms                     ", " 100 ms ", " 1           ",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a round leaves behind is found."""
+"""Leftovers of a round are found."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from labkit.group.open_groups import notebook
 
 @pytest.fixture
 def nothing_imports() -> None:
-    """Nothing below this process is still importing, and growing, by itself."""
+    """No descendant of this process is still importing, and growing, by itself."""
     for key, starter in list(notebook.starters.items()):
         if starter.importing:
             notebook.starters.pop(key).close()

@@ -1,4 +1,4 @@
-"""What grows with each repetition is seen, and what does not is called flat."""
+"""Growth per repetition is detected, and constant resources count as flat."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from bench.load.footprint import Footprint, growth, too_much, watch_growth
 from labkit.group.open_groups import notebook
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-# A short look is less exact: an allocator's pool that grows once counts for more. What leaks one page each time is still seen.
+# A short measurement is less exact: one growth of an allocator's pool counts for more. A leak of a page each time is still found.
 MANY = 4
 
 
-def test_what_does_not_grow_is_flat(nothing_imports: None) -> None:
+def test_constant_resources_are_flat(nothing_imports: None) -> None:
     assert too_much(watch_growth(lambda: None, 20, warm=2), MANY) == []
 
 
 @pytest.fixture
 def spares() -> None:
-    """As a test before this one may have left them."""
+    """Garbage as an earlier test may have left it."""
     pytest.importorskip("torch")
     notebook.starter("torch", "spawn").warm(2)
 
 
-def test_what_imports_by_itself_is_no_growth(spares: None, nothing_imports: None) -> None:
+def test_background_imports_are_not_growth(spares: None, nothing_imports: None) -> None:
     assert too_much(watch_growth(lambda: None, 20, warm=2), MANY) == []
 
 
-def test_a_descriptor_left_each_time_is_seen(nothing_imports: None) -> None:
+def test_a_leaked_descriptor_is_detected(nothing_imports: None) -> None:
     left: list[int] = []
     try:
         grown = watch_growth(lambda: left.append(os.open(os.devnull, os.O_RDONLY)), 20, warm=2)
@@ -42,7 +42,7 @@ def test_a_descriptor_left_each_time_is_seen(nothing_imports: None) -> None:
             os.close(fd)
 
 
-def test_a_segment_left_each_time_is_seen(nothing_imports: None) -> None:
+def test_a_leaked_segment_is_detected(nothing_imports: None) -> None:
     left: list[int] = []
     try:
         grown = watch_growth(lambda: left.append(os.memfd_create("left")), 20, warm=2)
@@ -52,13 +52,13 @@ def test_a_segment_left_each_time_is_seen(nothing_imports: None) -> None:
             os.close(fd)
 
 
-def test_memory_left_each_time_is_seen(nothing_imports: None) -> None:
+def test_leaked_memory_is_detected(nothing_imports: None) -> None:
     left: list[bytes] = []  # of random bytes: zeros take memory only when they are written to
     grown = watch_growth(lambda: left.append(os.urandom(8 << 20)), 20, warm=2)
     assert too_much(grown, MANY) == ["resident"]
 
 
-def test_a_process_left_each_time_is_seen(nothing_imports: None) -> None:
+def test_a_leaked_process_is_detected(nothing_imports: None) -> None:
     left: list[subprocess.Popen[bytes]] = []
     try:
         grown = watch_growth(lambda: left.append(subprocess.Popen(["sleep", "600"])), 6, warm=1)
@@ -70,7 +70,7 @@ def test_a_process_left_each_time_is_seen(nothing_imports: None) -> None:
             process.wait()
 
 
-def test_one_jump_is_no_growth() -> None:
+def test_one_jump_is_not_growth() -> None:
     seen = [Footprint(10 + 5 * (i > 1), 10 + 5 * (i == 7), 0, 0, 0) for i in range(10)]
     grown = growth(list(range(10)), seen)
     assert (grown.descriptors, grown.segments) == (0, 0)

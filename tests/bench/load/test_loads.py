@@ -36,13 +36,13 @@ def test_sixteen_ranks() -> None:
     assert loads.many_ranks(16) == [120.0] * 16
 
 
-def test_large_arguments_and_results_are_let_go() -> None:
+def test_large_arguments_and_results_are_released() -> None:
     moved = loads.move(64 << 20)
     assert moved.right
     assert moved.left < 16 << 20
 
 
-def test_a_rank_that_prints_very_much_is_cut_and_not_blocked() -> None:
+def test_very_long_output_is_cut_and_does_not_block_the_rank() -> None:
     flooded = loads.flood(10_000_000)
     assert flooded.said == "[rank 0] ... 98,000 lines left out ..."
     assert flooded.kept < 500_000
@@ -54,7 +54,7 @@ def print_for_ever() -> None:
         os.write(1, block * 650)
 
 
-def test_a_rank_that_prints_for_ever_does_not_keep_the_notebook_from_ending_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_notebook_can_end_a_rank_that_prints_for_ever(capsys: pytest.CaptureFixture[str]) -> None:
     with (
         lab.Group(2, runtime="bare", timeout_s=0.5) as group,
         pytest.raises(lab.LabError, match="longer than the group's timeout_s"),
@@ -71,7 +71,7 @@ def test_very_many_spans_are_read_counted_and_drawn() -> None:
 
 
 @pytest.mark.slow
-def test_notebooks_that_start_at_once_see_their_own_ranks_alone() -> None:
+def test_notebooks_that_start_at_once_see_only_their_own_ranks() -> None:
     pytest.importorskip("torch")
     seen = loads.many_notebooks(6)
     assert [n.numbers for n in seen] == [[[i, i]] * 2 for i in range(6)]
@@ -79,7 +79,7 @@ def test_notebooks_that_start_at_once_see_their_own_ranks_alone() -> None:
     assert len({pid for n in seen for pid in n.pids}) == 12
 
 
-def test_a_notebook_that_does_not_come_up_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_that_does_not_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loads, "NOTEBOOK", "raise SystemExit(1)")
     with pytest.raises(AssertionError, match="a notebook's process has ended with exit code 1"):
         loads.many_notebooks(1)

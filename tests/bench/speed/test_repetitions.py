@@ -3,7 +3,7 @@
 import pytest
 
 
-def test_a_repetition_is_timed_from_the_last_begin_to_the_last_end() -> None:
+def test_a_repetition_is_timed_from_the_last_start_to_the_last_end() -> None:
     pytest.importorskip("torch")
     from bench.speed.repetitions import seconds
 
