@@ -64,6 +64,7 @@ class RankFailure:
         own: whether the student's own code raised the exception, rather than a library.
         last: a sentence on what the rank was doing, if it died without a report.
         broken: whether the process is alive but cannot be reused, because CUDA no longer works in it.
+        in_python: whether no operation of the framework failed, as in a call with arguments of the wrong type.
     """
 
     rank: int
@@ -76,6 +77,7 @@ class RankFailure:
     last: str = ""
     own: bool = False
     broken: bool = False
+    in_python: bool = False
 
     @property
     def consequence(self) -> bool:

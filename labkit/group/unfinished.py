@@ -80,7 +80,8 @@ def may_go_on(failures: Mapping[int, RankFailure], members: Sequence[Member], re
     """Whether ranks may serve another run after one in which some failed, and all that were called have answered.
 
     They may if none had communicated. Or if all ranks failed alike in the student's own code and nothing is left unfinished: a
-    name that is misspelt in the last line of a cell must not cost the model that the cells before it have trained.
+    name that is misspelt in the last line of a cell must not cost the model that the cells before it have trained. Nor must, in
+    the only rank of a group, an argument of the wrong type that TensorFlow refuses.
 
     Args:
         failures: how ranks failed, by rank.
@@ -92,8 +93,8 @@ def may_go_on(failures: Mapping[int, RankFailure], members: Sequence[Member], re
         return False
     alike = len(failures) == len(members) and len({f.headline for f in failures.values()}) == 1
     own = alike and all(f.own and not f.consequence for f in failures.values())
-    if kind.fresh_each_run:  # what TensorFlow has under way, nobody records for sure
-        return own
+    if kind.fresh_each_run:  # what TensorFlow has under way, nobody records for sure; a rank alone leaves nobody waiting
+        return own or (alike and len(members) == 1 and all(f.in_python for f in failures.values()))
     return not records.communicated() or (own and not kind.serving_threads and left_unfinished(members, records) is None)
 
 

@@ -334,6 +334,7 @@ class _Rank:
         failure = RankFailure(
             self._rank_config.rank, self._name, headline(error), text, at_ns=at_ns, cause=cause_of(error),
             broken=context_error() is not None, own=raised_by_student(error),
+            in_python=self._runtime.raised_in_python(error),
         )  # fmt: skip
         self._send("raised", failure)
 

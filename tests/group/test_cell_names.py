@@ -30,8 +30,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Notebook]]:
     in_cells.new_main(monkeypatch)
     made: list[Notebook] = []
 
-    def start(**options: Any) -> Notebook:
-        made.append(Notebook(lab.Group(2, **options)))
+    def start(ranks: int = 2, **options: Any) -> Notebook:
+        made.append(Notebook(lab.Group(ranks, **options)))
         return made[-1]
 
     yield start
@@ -134,3 +134,25 @@ def test_many_names_are_bounded() -> None:
     shown = "x0, x1, x2, x3, x4, x5 (cell 0); x6, x7 (cell 1)"
     assert f"gone: {shown}; and {20 - MOST_NAMES} more. Run cell 0, cell 1, cell 2 and cell 3 again." in text
     assert lost_names([]) == ""
+
+
+@pytest.mark.tf
+def test_a_refused_argument_keeps_the_only_tensorflow_rank(
+    make: Callable[..., Notebook], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorflow")
+    notebook = make(1, runtime="tensorflow")
+    notebook.cell("import tensorflow as tf\nx = tf.ones(2)")
+    refused = (
+        "tf.keras.layers.Dense(3, kernel=1)",
+        "tf.function(lambda: tf.argmax(x, output_type=tf.int64) != tf.constant(1))()",
+    )
+    for mistake in refused:
+        with pytest.raises(lab.RankError) as caught:
+            notebook.cell(mistake)
+        assert not caught.value.stopped
+    assert notebook.cell("float(x[0])") == "[rank 0] 1.0"
+    assert said(capsys) == []
+    with pytest.raises(lab.RankError) as caught:
+        notebook.cell("x @ x")  # an operation failed: collectives are aborted in this process
+    assert caught.value.stopped

@@ -181,6 +181,10 @@ class Runtime:
         notes, spent = self._launch.notes(), self._launch.spent
         return Ending(spent, notes) if notes or spent else None
 
+    def raised_in_python(self, error: BaseException) -> bool:  # noqa: ARG002  # unknown by default
+        """In the rank: whether this error is known not to come from an operation of the framework that failed."""
+        return False
+
     def begin_recording(self) -> None:
         """In the rank: called before a run in which it computes or serves."""
 

@@ -88,6 +88,15 @@ class TensorFlow(Runtime):
         )
         return [*notes, *self._record(own, place)]
 
+    def raised_in_python(self, error: BaseException) -> bool:
+        """Whether no operation of TensorFlow failed. One that does aborts the collectives of the process for good."""
+        import tensorflow as tf
+
+        chain: BaseException | None = error
+        while chain is not None and not isinstance(chain, tf.errors.OpError):
+            chain = chain.__cause__ or chain.__context__
+        return chain is None
+
     def begin_recording(self) -> None:
         """Have TensorFlow's profiler look."""
         if self._timeline is not None:
