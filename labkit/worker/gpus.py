@@ -1,4 +1,4 @@
-"""How busy each GPU is and how full its memory, as NVIDIA's management library (NVML) says, without waking CUDA.
+"""Reads utilization and memory use of GPUs from NVIDIA's management library (NVML), without initialising CUDA.
 
 Source: "NVML API Reference Guide", NVIDIA: nvmlDeviceGetUtilizationRates, nvmlDeviceGetMemoryInfo.
 """
@@ -12,10 +12,10 @@ __all__ = ["Gpus"]
 
 
 class Gpus:
-    """The GPUs in the order in which CUDA numbers them, as far as that is the bus's.
+    """The GPUs, in the order of their bus numbers, which is usually CUDA's.
 
     Args:
-        nvml: the module `pynvml`, or what a test has in its place.
+        nvml: the module `pynvml`; tests pass a substitute.
 
     Raises:
         OSError: `pynvml` is not installed, there is no driver, or NVML does not start.
@@ -30,7 +30,14 @@ class Gpus:
         self._handles: dict[int, Any] = {}
 
     def look(self, number: int) -> tuple[int, int] | None:
-        """How much of the last moment (a sixth of a second to one) it computed, in per cent, and bytes in use; None: unknown."""
+        """Return a GPU's utilization in per cent, over the last 1/6 to 1 second, and its memory in use, in bytes.
+
+        Args:
+            number: the GPU's number in CUDA.
+
+        Returns:
+            both, or None if NVML does not report them.
+        """
         try:
             handle = self._handle(number)
             busy, used = self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu, self._nvml.nvmlDeviceGetMemoryInfo(handle).used
@@ -39,7 +46,7 @@ class Gpus:
         return int(busy), int(used)
 
     def _handle(self, number: int) -> Any:
-        """NVML's own name for a GPU that CUDA numbers among those that CUDA_VISIBLE_DEVICES leaves."""
+        """Return NVML's handle of a GPU, given its number among those in CUDA_VISIBLE_DEVICES."""
         if number not in self._handles:
             visible = [v.strip() for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v.strip()]
             name = visible[number] if number < len(visible) else str(number)
@@ -51,6 +58,6 @@ class Gpus:
 def _pynvml() -> Any:
     try:
         import pynvml
-    except ImportError as error:  # a machine where nothing may be installed
+    except ImportError as error:
         raise OSError(str(error)) from None
     return pynvml

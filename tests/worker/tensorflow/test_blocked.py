@@ -15,7 +15,7 @@ from labkit.recording.ring_buffer import RingReader, RingWriter
 from labkit.recording.ring_layout import RING_BYTES
 from labkit.recording.schema import Pending
 from labkit.worker.runtimes.tensorflow import blocked
-from labkit.worker.runtimes.tensorflow.blocked import Watch
+from labkit.worker.runtimes.tensorflow.blocked import BlockedCall
 
 MS = 1_000_000
 EXECUTE = "/site-packages/tensorflow/python/eager/execute.py"
@@ -26,14 +26,14 @@ class Rank:
 
     def __init__(self) -> None:
         memory = bytearray(RING_BYTES)
-        self.watch, self._reader = Watch(RingWriter(memory)), RingReader(memory)
+        self.blocked, self._reader = BlockedCall(RingWriter(memory)), RingReader(memory)
         self._now_ms = self._cpu_ms = 1000.0
         self.look(None)  # the first look has nothing to compare with
 
     def look(self, frame: FrameType | None, *, computed_ms: float = 1.0) -> list[Pending]:
         self._now_ms += 250
         self._cpu_ms += computed_ms
-        self.watch.look(int(self._now_ms * MS), int(self._cpu_ms * MS), frame)
+        self.blocked.check(int(self._now_ms * MS), int(self._cpu_ms * MS), frame)
         return self._reader.pending()
 
 
@@ -70,7 +70,7 @@ def test_the_entry_is_removed() -> None:
     rank.look(call)
     assert len(rank.look(call)) == 1
     assert rank.look(call_of(EXECUTE)) == [], "another call"
-    assert len(rank.look(rank.watch._call)) == 1, "and this one is blocked in turn"
+    assert len(rank.look(rank.blocked._call)) == 1, "and this one is blocked in turn"
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_without_tf_config_a_rank_says_that_it_trains_alone(two: lab.Group) -> N
     run = two.run(replicas, "none")
     assert run.results == [1, 1]
     for rank in range(2):
-        assert run.output.count(f"so that rank {rank} trains alone") == 1
+        assert run.output.count(f"so rank {rank} trains alone") == 1
 
 
 def test_the_ports_of_a_tutorial_work_in_the_ranks_network(two: lab.Group) -> None:

@@ -116,7 +116,7 @@ def unknown_code() -> tuple[list[str], bool]:
 def test_unknown_code_is_left_alone_with_a_notice(group: lab.Group) -> None:
     ((notes, untouched),) = group[0].run(unknown_code).results
     assert untouched
-    assert [note.split(": labkit does not know the code of ")[0] for note in notes] == [
+    assert [note.split(": labkit has no workaround for ")[0] for note in notes] == [
         "devices_per_rank under MultiWorkerMirroredStrategy",
         "Keras's fit under MultiWorkerMirroredStrategy",
     ]

@@ -435,7 +435,7 @@ def test_the_students_own_profiler_works_and_is_noted(one: lab.Group, tmp_path: 
     run = one.run(profile_it_oneself, str(tmp_path))
     assert any(name.endswith(".xplane.pb") for name in run.results[0])
     assert "after" in {s.name for s in run.trace}
-    assert "profiled with TensorFlow's profiler itself" in capsys.readouterr().out
+    assert "used TensorFlow's profiler itself" in capsys.readouterr().out
 
 
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""TensorFlow in a rank: its cluster, its collectives on the timeline, and defects that are worked around."""
+"""The TensorFlow runtime: the cluster, operations on the timeline, and workarounds for bugs of TensorFlow and Keras."""

@@ -1,7 +1,7 @@
-"""Notices that a rank is blocked inside TensorFlow, whose collectives labkit does not see: in what, since when and where.
+"""Detects that a rank is blocked inside TensorFlow, whose collectives labkit does not see: in which call, since when.
 
-A thread of the rank looks at its main thread a few times a second. Blocked means: the process hardly computes, and the main
-thread has stayed in one and the same call of TensorFlow's. A rank that sleeps, or waits for a file, is not meant.
+A thread checks the rank's main thread a few times a second. The rank is blocked if the process hardly computes and the
+main thread has stayed in the same call of TensorFlow. A rank that sleeps or waits for a file does not count as blocked.
 """
 
 from __future__ import annotations
@@ -19,86 +19,90 @@ from labkit.recording.record import Recorder, clock, here, student_line
 from labkit.recording.ring_buffer import RingWriter
 from labkit.worker.runtimes.tensorflow.calls import call_within, describe
 
-__all__ = ["Watch", "starting_servers", "watch_tensorflow"]
+__all__ = ["BlockedCall", "starting_servers", "watch_tensorflow"]
 
-LOOK_EVERY_S: Final = 0.25
-DESCRIBE_EVERY_NS: Final = 2_000_000_000  # queues grow shorter
-IDLE_SHARE: Final = 0.1  # of one core: TensorFlow's own threads, which poll, take a fiftieth of this
+CHECK_EVERY_S: Final = 0.25
+DESCRIBE_EVERY_NS: Final = 2_000_000_000  # the description is updated, because queues may have become shorter
+IDLE_SHARE: Final = 0.1  # of one core; TensorFlow's polling threads use a fiftieth of this
 
 
-class Watch:
-    """What is known about one rank from look to look.
+class BlockedCall:
+    """Records in the ring, from check to check, that a rank is blocked in a call of TensorFlow.
 
     Args:
-        ring: where "blocked since" is noted, and taken back.
+        ring: the rank's ring.
     """
 
     def __init__(self, ring: RingWriter) -> None:
         self._ring = ring
         self._now_ns = self._cpu_ns = 0
-        self._call: FrameType | None = None  # TensorFlow's, that the main thread was in at the last look
+        self._call: FrameType | None = None  # TensorFlow's frame in which the main thread was at the last check
         self._slot: int | None = None
-        self._words = ""  # what it waits in
+        self._description = ""
         self._since_ns = self._described_ns = 0
 
-    def look(self, now_ns: int, cpu_ns: int, innermost: FrameType | None) -> None:
-        """Take note of how things are.
+    def check(self, now_ns: int, cpu_ns: int, innermost: FrameType | None) -> None:
+        """Check whether the main thread is blocked, and update the record.
 
         Args:
-            now_ns: this moment, on `time.perf_counter_ns`.
-            cpu_ns: what the process has computed so far, all threads together.
-            innermost: the frame that the main thread is in.
+            now_ns: the time in ns, on the clock of `time.perf_counter_ns`.
+            cpu_ns: the CPU time of all threads of the process so far, in ns.
+            innermost: the innermost frame of the main thread.
         """
         idle = cpu_ns - self._cpu_ns < IDLE_SHARE * (now_ns - self._now_ns)
         call = call_within(innermost) if idle else None
         blocked = call is not None and call is self._call
         if not blocked:
-            self._take_back()
+            self._remove()
         elif innermost is not None:
             if self._slot is None:
                 self._since_ns = self._now_ns
             if self._slot is None or now_ns - self._described_ns > DESCRIBE_EVERY_NS:
                 self._described_ns = now_ns
-                self._note(innermost)
-        # A frame is held only while its call may be blocked: it keeps everything alive that the call was given.
+                self._record(innermost)
+        # Keep a reference to the frame only while its call may be blocked: it keeps all arguments of the call alive.
         self._call, self._now_ns, self._cpu_ns = call, now_ns, cpu_ns
 
-    def _note(self, innermost: FrameType) -> None:
-        words = describe(innermost)
-        if self._slot is not None and words == self._words:
+    def _record(self, innermost: FrameType) -> None:
+        description = describe(innermost)
+        if self._slot is not None and description == self._description:
             return
-        self._take_back()
-        self._words = words
-        self._slot = self._ring.pend(words, self._since_ns, group=TENSORFLOW, line=student_line(innermost))
+        self._remove()
+        self._description = description
+        self._slot = self._ring.pend(description, self._since_ns, group=TENSORFLOW, line=student_line(innermost))
         self._ring.waiting(self._slot, self._since_ns)
 
-    def _take_back(self) -> None:
+    def _remove(self) -> None:
         if self._slot is not None:
             self._ring.unpend(self._slot)
             self._slot = None
 
 
 def watch_tensorflow(recorder: Recorder) -> None:
-    """Look at this process's main thread from now on."""
+    """Start a thread that checks this process's main thread from now on.
+
+    Args:
+        recorder: this rank's recorder.
+    """
     main = threading.main_thread().ident
-    watch = Watch(recorder.ring)
+    blocked_call = BlockedCall(recorder.ring)
 
-    def look_for_ever() -> None:
+    def check_regularly() -> None:
         while True:
-            watch.look(clock(), time.process_time_ns(), sys._current_frames().get(main or 0))
-            time.sleep(LOOK_EVERY_S)
+            blocked_call.check(clock(), time.process_time_ns(), sys._current_frames().get(main or 0))
+            time.sleep(CHECK_EVERY_S)
 
-    threading.Thread(target=look_for_ever, name="labkit-blocked", daemon=True).start()
+    threading.Thread(target=check_regularly, name="labkit-blocked", daemon=True).start()
 
 
 @contextlib.contextmanager
 def starting_servers() -> Iterator[None]:
-    """Note that this thread is blocked until all ranks have started their servers; TensorFlow lets no other thread look then."""
+    """Record that this thread waits until all ranks have started their servers; TensorFlow holds the GIL meanwhile."""
     recorder = here.recorder
     if recorder is None:
         yield
         return
-    now_ns, frame = clock(), sys._getframe(2)  # beyond contextlib's
+    now_ns, frame = clock(), sys._getframe(2)  # the caller, beyond contextlib's frames
     slot = recorder.ring.pend(describe(frame), now_ns, group=TENSORFLOW, line=student_line(frame))
     recorder.ring.waiting(slot, now_ns)
     try:

@@ -1,9 +1,10 @@
-"""Files that Keras writes under MultiWorkerMirroredStrategy: all workers may write the same one.
+"""Workaround for files that Keras writes under MultiWorkerMirroredStrategy: all workers may write to the same path.
 
-Keras 3.15.1 opens the path that the program gives on every worker, so that `ModelCheckpoint` and `BackupAndRestore` fail with
-BlockingIOError or FileExistsError, or leave a file that two have written. Keras 2 took care of that. Here each worker writes a
-file of its own beside it, which then takes the place of the other: all hold the same model, so that the last one may win. The
-mends may go with the first Keras that takes care again; they change nothing for workers that are given paths of their own.
+Keras 3.15.1 opens the given path on every worker, so that `ModelCheckpoint` and `BackupAndRestore` fail with
+BlockingIOError or FileExistsError, or leave a corrupt file. Keras 2 avoided that. Here each worker writes its own
+temporary file, which then replaces the target. All workers have the same model, so it does not matter which one is
+last. Remove the workaround when Keras handles this itself; it changes nothing for workers that are given different
+paths.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ __all__ = ["apply"]
 
 WRITES: Final = ("save", "save_weights")  # methods of keras.Model
 BEGIN, SAVE, END = "_load_model", "_save_model", "on_train_end"  # of BackupAndRestore
-SAVE_ATTEMPTS: Final = 10  # each other worker removes the folder once in a training
+SAVE_ATTEMPTS: Final = 10  # each of the other workers removes the folder once per training
 
 
 def apply() -> bool:
-    """Mend what this process's Keras does; False where its code is not as known here."""
+    """Patch Keras in this process; return False, and change nothing, if its code differs from the known versions."""
     import keras
 
     backup = keras.callbacks.BackupAndRestore
@@ -36,7 +37,7 @@ def apply() -> bool:
 
 
 def _task(model: Any) -> int | None:
-    """The number of this worker; None if it does not train with others."""
+    """Return the number of this worker; None if it does not train together with others."""
     import tensorflow as tf
 
     strategy = getattr(model, "distribute_strategy", None)
@@ -66,9 +67,9 @@ def _written_whole(write: Any) -> Any:
 
 
 def _share_backups(callback: Any) -> None:
-    """All workers write and read one backup, and remove it; the first to come to the end is a moment ahead of the others."""
+    """Let all workers write, read and remove one backup; they do not finish the training at exactly the same time."""
     begin, save, end = (getattr(callback, name) for name in (BEGIN, SAVE, END))
-    over: set[str] = set()  # backups of trainings that have ended here: another worker may not have removed its own yet
+    over: set[str] = set()  # backups of finished trainings, which another worker may not have removed yet
 
     @functools.wraps(begin)
     def load_model(self: Any) -> None:
@@ -86,8 +87,8 @@ def _share_backups(callback: Any) -> None:
             try:
                 save(self)
             except (FileNotFoundError, FileExistsError):
-                # Another worker has come to the end of the training and is removing the folder, file by file.
-                # What is saved again here goes when this worker comes to its end.
+                # Another worker has finished the training and is removing the folder, file by file.
+                # This worker removes what it saves here when it finishes.
                 if attempt == SAVE_ATTEMPTS:
                     raise
             else:

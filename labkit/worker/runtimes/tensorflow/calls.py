@@ -1,6 +1,6 @@
-"""What a rank that is blocked inside TensorFlow waits for, in words: read from its Python frames.
+"""Describes what a rank that is blocked inside TensorFlow waits for, from its Python frames.
 
-TensorFlow promises none of what is read here; what cannot be read is left out.
+The frames are internals of TensorFlow, which may change; details that cannot be read are left out.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from labkit.recording.record import is_students
 __all__ = ["call_within", "describe"]
 
 UNTIL_STARTED: Final = "until all ranks have started their servers"
-_STARTS_SERVERS: Final = "start_and_wait"  # the function of labkit's through which TensorFlow does that
+_STARTS_SERVERS: Final = "start_and_wait"  # labkit's function in which TensorFlow starts servers
 
 NAME: Final = "TensorFlow"
-DEEPEST: Final = 5  # functions of TensorFlow's that call one another
+DEEPEST: Final = 5  # levels of nested functions in a graph
 _TENSORFLOW: Final = f"{os.sep}tensorflow{os.sep}"
-_LOCKS: Final = re.compile(r"[/\\](threading|queue|pool)\.py$")  # Python's, that TensorFlow waits in
+_LOCKS: Final = re.compile(r"[/\\](threading|queue|pool)\.py$")  # Python's modules in which TensorFlow waits
 _WRAPPERS: Final = ("traceback_utils.py", "dispatch.py", "deprecation.py", "tf_decorator.py", "tf_contextlib.py")
 _PUBLIC: Final = {
     "CollectiveAllReduceStrategy": "MultiWorkerMirroredStrategy", "ParameterServerStrategyV2": "ParameterServerStrategy",
     "StrategyBase": "Strategy",
 }  # fmt: skip
-# By the begin of an operation's name, with and without capitals: CollectiveReduceV2 and collective_reduce_v2.
+# By the prefix of an operation's name in lower case: CollectiveReduceV2, collective_reduce_v2.
 _COLLECTIVES: Final = {
     "reducescatter": "reduce-scatter", "reduce": "all-reduce", "gather": "all-gather", "bcast": "broadcast",
     "alltoall": "all-to-all", "permute": "permutation",
@@ -38,10 +38,10 @@ _COLLECTIVES: Final = {
 
 
 def call_within(innermost: FrameType | None) -> FrameType | None:
-    """TensorFlow's frame that a thread is in, also where that waits in a lock of Python's; None where it is not in TensorFlow.
+    """Return the frame of TensorFlow in which a thread is, also if that waits for a Python lock; None if there is none.
 
     Args:
-        innermost: where the thread's stack ends.
+        innermost: the thread's innermost frame.
     """
     frame = innermost
     while frame is not None:
@@ -55,15 +55,15 @@ def call_within(innermost: FrameType | None) -> FrameType | None:
 
 
 def _is_tensorflows(file: str) -> bool:
-    """Not a program that lies in a folder of that name, nor this package."""
+    """Whether a file belongs to TensorFlow, not to this package or to a program in a folder named "tensorflow"."""
     return _TENSORFLOW in file and not is_students(file) and not file.startswith(LABKIT)
 
 
 def describe(innermost: FrameType) -> str:
-    """What a thread waits in: what the student has called, and which collectives that holds.
+    """Describe what a thread waits in: the function that the student called, and the collectives in it.
 
     Args:
-        innermost: where the thread's stack ends.
+        innermost: the thread's innermost frame.
     """
     frames = list(_until_student(innermost))
     details: list[str] = []
@@ -71,8 +71,8 @@ def describe(innermost: FrameType) -> str:
     for frame in frames:
         if _is_tensorflows(frame.f_code.co_filename) and not frame.f_code.co_filename.endswith(_WRAPPERS):
             called = frame.f_code.co_qualname
-        with contextlib.suppress(Exception):  # what TensorFlow keeps in its frames may change
-            details += [detail for detail in _details(frame) if detail not in details]  # frames of one call may say the same
+        with contextlib.suppress(Exception):  # TensorFlow's local variables may change
+            details += [detail for detail in _details(frame) if detail not in details]  # frames of one call may repeat it
     traced = next((name for frame in frames if (name := _traced(frame))), "")
     called = traced or _short(called)
     return " ".join(filter(None, (f"{NAME}'s {called}" if called else NAME, f"({'; '.join(details)})" if details else "")))
@@ -86,14 +86,14 @@ def _until_student(innermost: FrameType) -> Iterator[FrameType]:
 
 
 def _short(qualified: str) -> str:
-    """`Strategy.reduce` of what Python calls it: no constructor, no function that a decorator has made, and the public name."""
+    """Shorten a qualified name to the public one, such as `Strategy.reduce`, without constructors and decorators."""
     called, _, _ = qualified.partition(".<locals>")
     owner, dot, method = called.removesuffix(".__init__").removesuffix(".__call__").partition(".")
     return f"{_PUBLIC.get(owner, owner)}{dot}{method}"
 
 
 def _traced(frame: FrameType) -> str:
-    """The name of the student's function whose graph runs, if this is where."""
+    """Return the name of the student's function if this frame runs its graph; else ""."""
     if not frame.f_code.co_filename.endswith("polymorphic_function.py") or frame.f_code.co_name != "__call__":
         return ""
     function = getattr(frame.f_locals.get("self"), "python_function", None)
@@ -102,7 +102,7 @@ def _traced(frame: FrameType) -> str:
 
 
 def _details(frame: FrameType) -> list[str]:
-    """What a frame tells of what it waits for."""
+    """Return details of what a frame waits for."""
     code, values = frame.f_code, frame.f_locals
     if code.co_name == _STARTS_SERVERS:
         return [UNTIL_STARTED]
@@ -117,7 +117,7 @@ def _details(frame: FrameType) -> list[str]:
 
 
 def _in_graph(definition: Any) -> list[str]:
-    """The collectives in a function's graph and in the functions that it calls: "2 all-reduces"."""
+    """Count the collectives in a function's graph and in the functions that it calls: "with 2 all-reduces"."""
     from tensorflow.python.eager import context
 
     def count(function: Any, depth: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A program that sets or removes TF_CONFIG itself, as tutorials do: what its rank can no longer do is said at once."""
+"""Warns at once if a program sets or removes TF_CONFIG itself, as tutorials do, so that it cannot work in the group."""
 
 from __future__ import annotations
 
@@ -9,48 +9,48 @@ from typing import Any, Final
 
 __all__ = ["apply", "mistake"]
 
-LOCAL: Final = "_initialize_local"  # of CollectiveAllReduceExtended: how the strategy begins without a cluster
+LOCAL: Final = "_initialize_local"  # method of CollectiveAllReduceExtended that sets the strategy up without a cluster
 STARTS: Final = ("TFE_EnableCollectiveOps", "TFE_ContextSetServerDefWithTimeoutAndRetries", "TFE_ContextSetServerDef")
 
 
 def apply(jobs: Sequence[tuple[str, int]], rank: int) -> None:
-    """Have this process warn; once, before anything runs.
+    """Install the checks in this process. Call it once, before the student's code runs.
 
     Args:
         jobs: TensorFlow's job and task number of each rank, in rank order.
-        rank: this one.
+        rank: this rank's number.
     """
     from tensorflow.python import pywrap_tfe
     from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 
     if len(jobs) > 1 and hasattr(CollectiveAllReduceExtended, LOCAL):
-        setattr(CollectiveAllReduceExtended, LOCAL, _saying_that_it_is_alone(getattr(CollectiveAllReduceExtended, LOCAL), rank))
+        setattr(CollectiveAllReduceExtended, LOCAL, _warning_if_alone(getattr(CollectiveAllReduceExtended, LOCAL), rank))
     for name in STARTS:
         if hasattr(pywrap_tfe, name):
             setattr(pywrap_tfe, name, _checked(getattr(pywrap_tfe, name), jobs, rank))
 
 
 def mistake(job: str, task: int, tasks: int, jobs: Sequence[tuple[str, int]], rank: int) -> str:
-    """What is wrong with a rank's place in a cluster; "" if it can be right.
+    """Return what is wrong with a rank's job and task; "" if they can be right.
 
     Args:
-        job: as what the program starts this rank,
-        task: and the number of its task.
-        tasks: how many tasks of that job its cluster has.
-        jobs: as in `apply`.
-        rank: likewise.
+        job: the job as which the program starts this rank.
+        task: the number of its task.
+        tasks: the number of tasks of that job in the program's cluster.
+        jobs: as for `apply`.
+        rank: as for `apply`.
     """
     own_job, own_task = jobs[rank]
     same_job = sum(name == job for name, _ in jobs)
     if (job, task) != (own_job, own_task) and (job, task) in jobs:
         return (
             f"TF_CONFIG makes this rank {job} {task}, but it is {own_job} {own_task}, and another rank is {job} {task}: "
-            "they would wait for each other for ever. Take the task from the TF_CONFIG that labkit has set."
+            "they would wait for each other without end. Take the task from the TF_CONFIG that labkit has set."
         )
     if job == own_job and tasks > same_job:
         return (
-            f"TF_CONFIG names {tasks} tasks of the job {job!r}, and this group has {same_job}: unless the program starts the "
-            "others itself, they are waited for for ever. labkit has set a TF_CONFIG that fits the group."
+            f"TF_CONFIG names {tasks} tasks of the job {job!r}, but this group has {same_job}: unless the program starts the "
+            "others itself, the ranks wait for them without end. labkit has set a TF_CONFIG that fits the group."
         )
     return ""
 
@@ -70,14 +70,14 @@ def _checked(start: Callable[..., Any], jobs: Sequence[tuple[str, int]], rank: i
     return check_and_start
 
 
-def _saying_that_it_is_alone(begin: Callable[..., Any], rank: int) -> Callable[..., Any]:
+def _warning_if_alone(begin: Callable[..., Any], rank: int) -> Callable[..., Any]:
     @functools.wraps(begin)
-    def say_and_begin(*args: Any, **kwargs: Any) -> Any:
+    def warn_and_begin(*args: Any, **kwargs: Any) -> Any:
         warnings.warn(
-            f"MultiWorkerMirroredStrategy finds no cluster in TF_CONFIG, so that rank {rank} trains alone. labkit sets "
-            "TF_CONFIG in each rank: leave out the line that removes or empties it.",
+            f"MultiWorkerMirroredStrategy finds no cluster in TF_CONFIG, so rank {rank} trains alone. labkit sets TF_CONFIG in "
+            "each rank: remove the line that deletes or empties it.",
             stacklevel=2,
         )
         return begin(*args, **kwargs)
 
-    return say_and_begin
+    return warn_and_begin

@@ -1,9 +1,9 @@
-"""What TensorFlow's profiler saw of a rank, as spans: forward, backward, optimizer; collectives, sends and receives, by device.
+"""Converts the events of TensorFlow's profiler to spans, by device: phases of computation, collectives and messages.
 
-TensorFlow runs a part of a function on a device in an executor. All operations that an executor runs lie, on whichever thread,
-within events that carry the number of the executor's context, so that they can be put together again. The names of operations
-tell what they are for: `gradient_tape/` is the backward pass, the optimizer has a scope of its own, and so has `lab.span`.
-A collective is issued by one thread and carried out by others; its parts are tied together by numbers of contexts as well.
+TensorFlow runs the part of a function that belongs to one device in an executor. All operations of an executor, on any
+thread, are nested in events with the number of the executor's context, so they can be grouped. The names of operations
+tell their purpose: `gradient_tape/` is the backward pass, and the optimizer and `lab.span` have name scopes. A
+collective is issued by one thread and executed by others; numbers of contexts connect its parts as well.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ ASSIGNS: Final = re.compile(r"(Assign\w*VariableOp|ResourceApply\w+|ResourceSpar
 INLINED: Final = re.compile(r"(tf\.)?(Stateful)?PartitionedCall(_\d+)?$")
 SCOPE: Final = re.compile(r"labkit_span_(\d+)(_\d+)?$")
 REPLICA: Final = re.compile(r"(?:^|/)replica_(\d+)(?:/|$)")
-PAUSE_NS: Final = 50_000  # operations that lie no further apart are drawn as one: between them the executor looks for the next
-EAGER_PAUSE_NS: Final = 1_000_000  # likewise without a tf.function, where Python computes between them
+PAUSE_NS: Final = 50_000  # operations with shorter pauses, in which the executor schedules the next one, become one span
+EAGER_PAUSE_NS: Final = 1_000_000  # the same outside a tf.function, where Python runs between them
 FORWARD, BACKWARD, OPTIMIZER, COMPUTE = "forward", "backward", "optimizer", "compute"
 
 
 class Place(NamedTuple):
-    """Who and where a rank is.
+    """A rank's place in the cluster.
 
     Args:
         rank: its number.
-        ranks: by TensorFlow's job and task number, the number of the rank.
-        devices: how many devices it has.
-        coordinates: whether it has others compute: what it calls then runs elsewhere, and it waits.
-        serves: whether it computes what others call, on threads of its server.
+        ranks: the numbers of all ranks, by TensorFlow's job and task number.
+        devices: the number of its devices.
+        coordinates: whether it is the coordinator, whose functions run on other ranks while it waits.
+        serves: whether it runs functions of the coordinator, on threads of its server.
     """
 
     rank: int
@@ -59,18 +59,18 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class _Executor:
-    """What one executor has run, for one call of a function on one device."""
+    """The operations of one executor, which runs one call of a function on one device."""
 
     step: int = 0
     operations: list[Event] = field(default_factory=list)
     device: int = -1
-    started_on: int = 0  # the thread that called it
+    started_on: int = 0  # the thread that started it
     sends_to: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
 class _Issued:
-    """A collective or a receive as it was issued."""
+    """The start of a collective or a receive."""
 
     name: str
     start_ns: int
@@ -80,7 +80,7 @@ class _Issued:
 
 
 def scope_of(number: int) -> str:
-    """The name scope that stands for the span of a number, in a tf.function."""
+    """Return the name scope that represents the span with this number in a tf.function."""
     return f"labkit_span_{number}"
 
 
@@ -88,15 +88,16 @@ def spans_of(
     events: Iterable[Event], place: Place, names: Sequence[str] = (), nbytes: Callable[[str, int, bool], int] = lambda *_: 0,
     times: Counter[tuple[int, int, int]] | None = None,
 ) -> list[Span]:  # fmt: skip
-    """The spans of a rank.
+    """Convert the events of a session to the spans of a rank.
 
     Args:
-        events: what one session of the profiler saw.
-        place: whose.
-        names: of the student's spans in tf.functions, by their numbers.
-        nbytes: given the name of a collective or of what is sent, its instance key or -1, and whether it ran outside a
-            tf.function, how large it is; 0 if unknown, -1 where no tensor travels.
-        times: how many times a device has run a collective of a group and instance key in earlier sessions; counted on.
+        events: the events of one session of the profiler.
+        place: the rank's place in the cluster.
+        names: the names of the student's spans in tf.functions, by their numbers.
+        nbytes: returns the size of a collective or a message in bytes, given its name, its instance key or -1, and
+            whether it ran outside a tf.function; 0 if unknown, -1 if no tensor is sent.
+        times: how often each device has run a collective, by group, instance key and device, in earlier sessions;
+            updated.
     """
     reader = _Reader(place, names, nbytes, Counter() if times is None else times)
     reader.read(events)
@@ -104,22 +105,22 @@ def spans_of(
 
 
 class _Reader:
-    """Takes events, thread by thread, and makes spans of them."""
+    """Reads events, thread by thread, and converts them to spans."""
 
     def __init__(self, place: Place, names: Sequence[str], nbytes: Callable[[str, int, bool], int], times: Any) -> None:
         self._place, self._names, self._nbytes, self._times = place, names, nbytes, times
         self._executors: dict[int, _Executor] = defaultdict(_Executor)
-        self._issued: dict[int, _Issued] = {}  # by the context that ends it
-        self._runs: dict[int, int] = {}  # from the context of a collective's kernel to that with which it was issued
-        self._executes: dict[int, int] = {}  # from the context of a collective's algorithm to that of its kernel
+        self._issued: dict[int, _Issued] = {}  # by the context of its end
+        self._runs: dict[int, int] = {}  # from the context of a collective's kernel to the one of its start
+        self._executes: dict[int, int] = {}  # from the context of a collective's algorithm to the one of its kernel
         self._ends: dict[int, int] = {}
         self._algorithms: list[Event] = []
-        self._members: dict[int, int] = {}  # by a group's key, how many devices belong to it
+        self._members: dict[int, int] = {}  # the number of devices in a group, by the group's key
         self._main: list[Span] = []
         self._eager: list[tuple[int, int, int]] = []
 
     def read(self, events: Iterable[Event]) -> None:
-        """Put together what lies within one another on each thread."""
+        """Read events in their order on each thread, together with the events in which they are nested."""
         threads: dict[int, list[Event]] = defaultdict(list)
         for event in events:
             threads[event.thread].append(event)
@@ -154,7 +155,7 @@ class _Reader:
         elif name == "CollectiveExecutor::CompleteParams":
             self._members[int(stats["group_key"])] = int(stats["group_size"])
         elif name == "BaseCollectiveExecutor::ExecuteAsync":
-            kernels = [e.stats["_c"] for e in within if e.name in _CARRIED_OUT and "_c" in e.stats]
+            kernels = [e.stats["_c"] for e in within if e.name in _EXECUTED and "_c" in e.stats]
             if kernels and "_p" in stats:
                 self._executes[stats["_p"]] = kernels[-1]
         elif name == "CollectiveExecutor::ExecuteAsync::Done":
@@ -202,11 +203,11 @@ class _Reader:
                     executor.sends_to.add(target[2])
 
     def spans(self) -> list[Span]:
-        """All of them, in no order."""
+        """Return all spans, in no particular order."""
         self._place_executors()
         found, sent = list(self._main), list[Span]()
         for executor in self._executors.values():
-            if executor.step != -1 and executor.operations:  # -1: TensorFlow computes constants while it prepares a function
+            if executor.step != -1 and executor.operations:  # -1: constant folding
                 found += self._phases(executor)
                 sent += messages_of(
                     executor.operations, self._ends, self._place.rank, self._place.ranks, step=executor.step,
@@ -218,7 +219,7 @@ class _Reader:
         return found
 
     def _place_executors(self) -> None:
-        """On which device each executor runs."""
+        """Find the device of each executor."""
         calls: dict[tuple[int, int], list[_Executor]] = defaultdict(list)
         for executor in self._executors.values():
             replicas = Counter(int(m[1]) for e in executor.operations if (m := REPLICA.search(e.name.partition(":")[0])))
@@ -241,7 +242,7 @@ class _Reader:
         return f"CPU:{number}" if self._place.devices > 1 else "cpu"
 
     def _phases(self, executor: _Executor) -> list[Span]:
-        """Forward, backward and optimizer of one executor, and the student's own spans."""
+        """Return forward, backward and optimizer of one executor, and the student's own spans."""
         operations = sorted((e for e in executor.operations if not _travels(e)), key=lambda e: e.start_ns)
         labels = _labels(operations)
         device, rank, found = self._device(executor.device), self._place.rank, []
@@ -264,7 +265,7 @@ class _Reader:
             else:
                 pieces.append((labels[i], event.start_ns, event.end_ns))
         found += [Span(rank, label, "compute", s, e, device=device, measured=True) for label, s, e in pieces]
-        # Of the student's own, the operations are measured as well.
+        # Operations in the student's own spans are measured as well.
         found += [
             Span(
                 rank,
@@ -291,7 +292,7 @@ class _Reader:
             device = max(executor.device, 0) if executor is not None else 0
             group, instance = int(event.stats.get("group_key", 0)), int(event.stats.get("instance_key", 0))
             among = taken[group, instance, event.stats.get("step_id"), event.stats.get("iter_id")]
-            if device in among:  # a device takes part once: it is another one, which nothing told
+            if device in among:  # each device takes part once, so this is another device, which the events do not name
                 device = next((d for d in range(self._place.devices) if d not in among), device)
             among.add(device)
             times[group, instance, device] += 1
@@ -307,12 +308,12 @@ class _Reader:
                     sized=size > 0,
                 )
             )  # fmt: skip
-        # A group all of whose members are this rank's devices is its own: another rank may have one of the same key.
+        # If all members are devices of this rank, the group is private: another rank's group may have the same key.
         own = {f"TensorFlow group {key[0]}" for key, devices in taken.items() if len(devices) == self._members.get(key[0])}
         return [replace(span, group=f"{span.group} of rank {span.rank}") if span.group in own else span for span in found]
 
     def _eager_spans(self) -> list[Span]:
-        """Operations outside of a tf.function, those that follow one another as one."""
+        """Return the operations outside a tf.function; those in close succession form one span."""
         pieces: list[list[int]] = []
         for start_ns, end_ns, thread in sorted(self._eager, key=lambda e: (e[2], e[0])):
             if pieces and pieces[-1][2] == thread and start_ns - pieces[-1][1] <= EAGER_PAUSE_NS:
@@ -322,7 +323,7 @@ class _Reader:
         return [_compute(self._place.rank, COMPUTE, s, e) for s, e, _ in pieces]
 
 
-_CARRIED_OUT: Final = ("CollectiveExecutor::RunClosure", "CollectiveExecutor::CompleteParamsAsync::Done")
+_EXECUTED: Final = ("CollectiveExecutor::RunClosure", "CollectiveExecutor::CompleteParamsAsync::Done")
 
 
 def _compute(rank: int, name: str, start_ns: int, end_ns: int) -> Span:
@@ -330,7 +331,7 @@ def _compute(rank: int, name: str, start_ns: int, end_ns: int) -> Span:
 
 
 def _context(within: Sequence[Event]) -> int:
-    """The executor within whose event another lies; 0 if there is none."""
+    """Return the context of the executor in whose event another one is nested; 0 if there is none."""
     return next((e.stats["_c"] for e in reversed(within) if e.name == "ExecutorState::Process" and e.stats.get("id") != -1), 0)
 
 
@@ -344,7 +345,7 @@ def _parts(name: str) -> list[str]:
 
 
 def _before_gradient(name: str) -> list[str]:
-    """The scopes in which an operation was made: those after `gradient_tape` are of the forward operation."""
+    """Return the scopes of an operation, without those after `gradient_tape`, which belong to the forward operation."""
     parts = _parts(name)
     return parts[: parts.index("gradient_tape")] if "gradient_tape" in parts else parts
 
@@ -358,7 +359,7 @@ def _innermost(name: str, names: Sequence[str]) -> str:
 
 
 def _labels(operations: Sequence[Event]) -> list[str]:
-    """What each operation of an executor, in the order in which they ran, is for."""
+    """Return the phase of each operation of an executor; the operations are in the order in which they ran."""
     parts = [_parts(e.name) for e in operations]
     backward = ["gradient_tape" in p or p[:1] == ["gradients"] for p in parts]
     last = max((i for i, is_backward in enumerate(backward) if is_backward), default=-1)

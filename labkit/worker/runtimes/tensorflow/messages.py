@@ -1,7 +1,8 @@
-"""What TensorFlow sends from device to device, as spans: between ranks, and between the devices of one process.
+"""Converts TensorFlow's messages to spans: between ranks, and between the devices of one process.
 
-A send carries a key with both devices, a receive does not know from where it receives: the two are tied by the step's number and
-the tensor's name. Outside of a tf.function TensorFlow copies inputs of operations itself; the event's name has both devices.
+The key of a send contains both devices; a receive does not name its source. The step's number and the tensor's name
+connect the two. Outside a tf.function TensorFlow copies the inputs of operations; the event's name then contains both
+devices.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from labkit.worker.runtimes.tensorflow.session import Event
 __all__ = ["COPIED", "MESSAGES", "copy_of", "ends_of", "messages_of", "within_the_rank"]
 
 MESSAGES: Final = "TensorFlow messages"  # the group of sends and receives between ranks
-COPIES: Final = "TensorFlow copies"  # and between the devices of a rank, with its number
-COPIED: Final = "_Send input "  # how the event of a copy outside of a tf.function begins
+COPIES: Final = "TensorFlow copies"  # the group of those between a rank's devices, without the rank's number
+COPIED: Final = "_Send input "  # prefix of the event of a copy outside a tf.function
 DEVICE: Final = re.compile(r"/job:(\w+)/replica:\d+/task:(\d+)/device:\w+:(\d+)")
 NUMBERED: Final = re.compile(r"(.*)/_(\d+)$")
-End = tuple[str, int, int]  # of a message: job, task and device
+End = tuple[str, int, int]  # one end of a message: job, task and device
 
 
 def ends_of(send: Event) -> tuple[End | None, End | None]:
-    """From where to where."""
+    """Return the source and the target of a send."""
     source, _, target, *_ = [*str(send.stats["key"]).split(";"), "", "", ""]
     found = [DEVICE.match(text) for text in (source, target)]
     ends = [(m[1], int(m[2]), int(m[3])) if m else None for m in found]
@@ -37,16 +38,16 @@ def messages_of(
     operations: Iterable[Event], ends: Mapping[int, int], rank: int, ranks: Mapping[tuple[str, int], int], *, step: int,
     device: str, nbytes: Callable[[str, int, bool], int],
 ) -> list[Span]:  # fmt: skip
-    """What one executor sends to other devices and receives from them.
+    """Return the messages that one executor sends to other devices and receives from them.
 
     Args:
-        operations: that it ran.
-        ends: by the context of an asynchronous operation, when it was over.
-        rank: whose.
-        ranks: by TensorFlow's job and task number, the number of the rank.
-        step: the number of the call in all processes.
-        device: that it runs on.
-        nbytes: as `spans_of` takes it.
+        operations: the executor's operations.
+        ends: the end times of asynchronous operations in ns, by their contexts.
+        rank: this rank's number.
+        ranks: the numbers of all ranks, by TensorFlow's job and task number.
+        step: the number of the call, the same in all processes.
+        device: the executor's device.
+        nbytes: as for `events.spans_of`.
     """
     found = []
     for event in operations:
@@ -76,19 +77,19 @@ def messages_of(
 
 
 def within_the_rank(messages: Iterable[Span]) -> list[Span]:
-    """All of a rank's messages; those that it has received from itself know it now."""
+    """Return all of a rank's messages, with the peer set in those that it has received from itself."""
     messages = list(messages)
     own = {s.match for s in messages if s.name == "send" and s.peer == s.rank}
     return [replace(s, group=_copies(s.rank), peer=s.rank) if s.name == "recv" and s.match in own else s for s in messages]
 
 
 def copy_of(event: Event, rank: int, name: Callable[[int], str]) -> list[Span]:
-    """A copy outside of a tf.function.
+    """Return the span of a copy between devices outside a tf.function; [] if there is only one device.
 
     Args:
-        event: of the copy.
-        rank: whose.
-        name: of a device, by its number.
+        event: the copy's event.
+        rank: this rank's number.
+        name: returns the name of a device, by its number.
     """
     devices = [int(m[3]) for m in DEVICE.finditer(event.name)]
     if len(devices) != 2 or devices[0] == devices[1]:
@@ -101,11 +102,11 @@ def _copies(rank: int) -> str:
 
 
 def _tensor(name: str) -> tuple[str, int]:
-    """What is sent, and the number that TensorFlow gave the send; its receive has the next one."""
+    """Return the tensor's name, and the number that TensorFlow gave the send; the receive has the next number."""
     numbered = NUMBERED.match(name)
     return (numbered[1], int(numbered[2])) if numbered else (name, 0)
 
 
 def _match(step: int, tensor: str, number: int) -> int:
-    """The same on both sides: the step has one number in all processes."""
+    """Return a number that connects a send and its receive; the step's number is the same in all processes."""
     return (step & 0x7FFFFFFF) << 32 | zlib.crc32(f"{tensor} {number}".encode())

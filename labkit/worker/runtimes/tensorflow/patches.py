@@ -1,6 +1,6 @@
-"""Habits of TensorFlow's that suit a program of its own, mended in ranks: files it writes, iterators that end late.
+"""Patches to TensorFlow in ranks: AutoGraph's temporary files, and iterators that are slow to delete.
 
-All are in modules that TensorFlow does not promise to keep. Where one is no longer as known here, it is left alone.
+The patched modules are internals of TensorFlow. If one differs from the known versions, it is not changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["apply"]
 
 
 def apply() -> None:
-    """Mend what this process's TensorFlow does; once, before anything runs."""
+    """Patch TensorFlow in this process. Call it once, before the student's code runs."""
     from tensorflow.python.autograph.pyct import loader
     from tensorflow.python.data.ops import multi_device_iterator_ops
 
@@ -26,14 +26,14 @@ def apply() -> None:
 
 
 def _write_no_files(loader: Any) -> None:
-    """AutoGraph loads functions from files that it removes at exit, which a rank never reaches: load them from memory."""
+    """Make AutoGraph load functions from memory: it removes its temporary files at exit, which a rank never reaches."""
     numbers = itertools.count(1)
 
-    def load_source(source: str, delete_on_exit: bool) -> Any:  # noqa: ARG001  # the loader gives both
+    def load_source(source: str, delete_on_exit: bool) -> Any:  # noqa: ARG001  # TensorFlow's signature
         name = f"__autograph_generated_file{next(numbers)}"
         module = types.ModuleType(name)
         module.__file__ = filename = f"{name}.py"
-        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)  # tracebacks read it here
+        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)  # for tracebacks
         exec(compile(source, filename, "exec", dont_inherit=True), module.__dict__)
         sys.modules[name] = module
         return module, filename
@@ -42,10 +42,11 @@ def _write_no_files(loader: Any) -> None:
 
 
 def _end_at_once(iterators: Any) -> None:
-    """A distributed dataset hands batches to each device through a small dataset of its own, in which there is nothing to tune.
+    """Turn autotuning off for the small datasets through which a distributed dataset passes batches to its devices.
 
-    It is tuned all the same, by a thread that looks every 10 ms, 20 ms, 40 ms, ... and is often not woken when the iterator
-    goes: deleting it then takes up to as long as the training took (TensorFlow 2.21: 0 to 9 s after 24 steps, on two busy cores).
+    There is nothing to tune in them, but a thread checks them after 10 ms, 20 ms, 40 ms, ... and is often not woken
+    when the iterator is deleted. Deleting it then takes up to as long as the training took (TensorFlow 2.21: 0 to 9 s
+    after 24 steps on two busy cores).
     """
     create = iterators._create_device_dataset
 

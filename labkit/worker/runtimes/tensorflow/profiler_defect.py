@@ -1,20 +1,21 @@
-"""A defect of TensorFlow's profiler that ends processes, avoided while a session stops: it writes to memory that it has freed.
+"""Workaround for a use-after-free in TensorFlow's profiler, which crashes processes when a session stops.
 
-`TraceMeRecorder::Consume` collects the events of each thread in a `std::deque`, and these in a `std::vector` that grows. The
-move constructor of libstdc++'s deque may throw, so a vector that grows copies the deques and destroys the old ones. But events
-that began on one thread and ended on another are remembered by their addresses in the old ones, and completed there.
-MultiWorkerMirroredStrategy makes such an event for every collective, on all workers but the first: of 25 processes that
-profiled 100 steps, 6 were killed by SIGABRT or SIGSEGV (TensorFlow 2.21).
+`TraceMeRecorder::Consume` collects the events of each thread in a `std::deque`, and the deques in a growing
+`std::vector`. The move constructor of libstdc++'s deque may throw, so a vector that grows copies the deques and
+destroys the old ones. But for events that began on one thread and ended on another, it keeps addresses in the old
+deques, and completes the events there. MultiWorkerMirroredStrategy produces such an event for every collective, on all
+workers but the first: of 25 processes that profiled 100 steps, 6 were killed by SIGABRT or SIGSEGV (TensorFlow 2.21).
 
-While a session stops, the entry through which TensorFlow's library calls that deque's destructor holds a function of ours,
-which puts the deque aside. Then the entry gets its value back, and the deques are destroyed: nothing leaks, and outside of the
-stop nothing of TensorFlow's is changed.
+While a session stops, the PLT entry through which TensorFlow's library calls the deque's destructor points to a
+function of labkit that only keeps the deque. Afterwards the entry is restored and the deques are destroyed: no memory
+leaks, and TensorFlow is changed only during the stop.
 
-Nothing is touched unless all of this holds: a version that is known to have the defect; Linux on x86-64; libraries of
-TensorFlow's own package; the code of the vector's growth calls the destructor through an entry that the library's table of
-relocations names; the entry may be written, and holds what the loader puts there. Otherwise labkit does not profile at all.
+The entry is changed only if all of these hold: the version is known to have the bug; the system is Linux on x86-64; the
+libraries are those of TensorFlow's own package; the code of the vector's growth calls the destructor through an entry
+that the library's relocation table names; the entry is writable and has the value that the loader sets. Otherwise
+labkit does not profile at all.
 
-This may go when TensorFlow reserves the vector, or completes the events before they move.
+Remove this when TensorFlow reserves the vector's memory, or completes the events before they move.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ from typing import Any, Final
 
 __all__ = ["SafeStop", "safe_stop"]
 
-KNOWN_VERSIONS: Final = ("2.21.",)  # how they begin
-LIBRARIES: Final = ("libtensorflow_framework.so.2", "libtensorflow_cc.so.2")  # the first has the entry, both the destructor
+KNOWN_VERSIONS: Final = ("2.21.",)  # prefixes of version numbers
+LIBRARIES: Final = ("libtensorflow_framework.so.2", "libtensorflow_cc.so.2")  # the entry is in the first, the destructor in both
 DESTRUCTOR: Final = "_ZNSt5dequeIN3tsl8profiler15TraceMeRecorder5EventESaIS3_EED2Ev"
 GROWTH: Final = (
     "_ZNSt6vectorIN3tsl8profiler15TraceMeRecorder12ThreadEventsESaIS3_EE17_M_realloc_insertIJS3_EEEv"
     "N9__gnu_cxx17__normal_iteratorIPS3_S5_EEDpOT_"
 )
-DEQUE_WORDS: Final = 10  # a std::deque of libstdc++: its map's address and size, and two iterators of four addresses
+DEQUE_WORDS: Final = 10  # libstdc++'s std::deque: address and size of its map, and two iterators of four addresses
 DYNAMIC: Final = struct.Struct("<QQ")  # a tag and its value
 DT_NULL, DT_PLTRELSZ, DT_STRTAB, DT_SYMTAB, DT_STRSZ, DT_JMPREL = 0, 2, 5, 6, 10, 23
-RELOCATION: Final = struct.Struct("<QIIq")  # of an entry: where, type, symbol, 0
+RELOCATION: Final = struct.Struct("<QIIq")  # of an entry: offset, type, symbol, 0
 JUMP_SLOT: Final = 7  # R_X86_64_JUMP_SLOT
-CALL: Final = 0xE8  # x86-64: call, with a distance of four bytes
-JUMP: Final = struct.Struct("<2sicI")  # x86-64: jmp through what stands at a distance; push the number of the relocation
+CALL: Final = 0xE8  # x86-64: call with an offset of four bytes
+JUMP: Final = struct.Struct("<2sicI")  # x86-64: indirect jmp relative to rip; push of the relocation's number
 JUMP_THROUGH: Final = b"\xff\x25"
 JUMP_BYTES: Final = 6
 PUSH: Final = b"\x68"
@@ -53,17 +54,17 @@ RTLD_DI_LINKMAP: Final = 2
 
 
 class SafeStop:
-    """A context manager to stop a session of TensorFlow's profiler in. It may be entered again inside.
+    """A reentrant context manager in which a session of TensorFlow's profiler can be stopped safely.
 
     Args:
-        entry: the address of the entry for the destructor.
+        entry: the address of the PLT's entry for the destructor.
         destructor: the destructor's address.
     """
 
     def __init__(self, entry: int, destructor: int) -> None:
         self.entry = ctypes.c_void_p.from_address(entry)
         self._destroy = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(destructor)
-        self._put_aside = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._keep)
+        self._keep_function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._keep)
         self._deques: list[Any] = []
         self._lock = threading.RLock()
         self._depth = 0
@@ -74,7 +75,7 @@ class SafeStop:
         self._depth += 1
         if self._depth == 1:
             self._before = self.entry.value
-            self.entry.value = ctypes.cast(self._put_aside, ctypes.c_void_p).value
+            self.entry.value = ctypes.cast(self._keep_function, ctypes.c_void_p).value
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
@@ -86,18 +87,21 @@ class SafeStop:
         self._lock.release()
 
     def _keep(self, deque: int) -> None:
-        """Its owner frees its memory next. A copy of its words is the same deque: nothing in it points to itself."""
+        """Keep a copy of a deque, whose owner frees it next. The copy is valid: it has no pointers into itself."""
         self._deques.append((ctypes.c_uint64 * DEQUE_WORDS).from_buffer_copy(ctypes.string_at(deque, 8 * DEQUE_WORDS)))
 
 
 def safe_stop() -> SafeStop | None:
-    """What to stop sessions in, once TensorFlow is imported; None where the library is not as known here."""
+    """Return a context manager in which to stop sessions; None if the library differs from the known ones.
+
+    TensorFlow must have been imported.
+    """
     import tensorflow as tf
 
     if sys.platform != "linux" or platform.machine() != "x86_64" or not tf.__version__.startswith(KNOWN_VERSIONS):
         return None
     try:
-        # As they are loaded, or not at all.
+        # RTLD_NOLOAD: only if they are already loaded.
         ours, other = (
             ctypes.CDLL(str(Path(tf.__file__).with_name(name)), mode=os.RTLD_NOLOAD | os.RTLD_LAZY) for name in LIBRARIES
         )
@@ -110,23 +114,23 @@ def safe_stop() -> SafeStop | None:
     jump, entry = _jump_called(_linked(ours), _region(maps, growth), growth, code)
     if not entry or entry % 8 or "w" not in _region(maps, entry)[2]:
         return None
-    # The loader writes the function's address when it is first called; until then the entry leads to the jump's second half.
+    # The loader sets the function's address on the first call; until then the entry points to the jump's second half.
     if ctypes.c_uint64.from_address(entry).value not in (jump + JUMP_BYTES, *destructors):
         return None
     try:
         return SafeStop(entry, destructors[0])
-    except (OSError, MemoryError):  # a system that allows no functions made at run time
+    except (OSError, MemoryError):  # a system that allows no code generated at run time
         return None
 
 
 class _Linked(ctypes.Structure):
-    """`link_map`: where the loader has put a library."""
+    """`link_map`: the address at which the loader has loaded a library."""
 
     _fields_ = (("l_addr", ctypes.c_size_t), ("l_name", ctypes.c_char_p), ("l_ld", ctypes.c_size_t))
 
 
 class _Found(ctypes.Structure):
-    """`Dl_info`: what the loader knows of an address."""
+    """`Dl_info`: the loader's information on an address."""
 
     _fields_ = (
         ("dli_fname", ctypes.c_char_p), ("dli_fbase", ctypes.c_size_t), ("dli_sname", ctypes.c_char_p),
@@ -148,7 +152,11 @@ def _address(function: Any) -> int:
 
 
 def _code(address: int, name: str) -> bytes:
-    """The code of a function; OSError if the loader knows it by another name."""
+    """Return the machine code of a function.
+
+    Raises:
+        OSError: the loader knows no function of this name at this address.
+    """
     found, symbol = _Found(), ctypes.POINTER(_Symbol)()
     look = ctypes.CDLL(None).dladdr1
     known = look(ctypes.c_void_p(address), ctypes.byref(found), ctypes.byref(symbol), RTLD_DL_SYMENT)
@@ -164,7 +172,7 @@ def _linked(library: ctypes.CDLL) -> _Linked:
 
 
 def _region(maps: Sequence[str], address: int) -> tuple[int, int, str]:
-    """The memory of this process around an address: from where to where, and what is permitted."""
+    """Return start, end and permissions of the region of this process's memory that contains an address."""
     for line in maps:
         ends, permissions, _ = line.split(maxsplit=2)
         start, _, end = ends.partition("-")
@@ -174,9 +182,12 @@ def _region(maps: Sequence[str], address: int) -> tuple[int, int, str]:
 
 
 def _jump_called(linked: _Linked, text: tuple[int, int, str], growth: int, code: bytes) -> tuple[int, int]:
-    """Where the growth's code calls the destructor: the jump, and the entry that it goes through; zeros if it does not.
+    """Find where the code of the vector's growth calls the destructor.
 
     Source: "System V Application Binary Interface", chapter 5, "Dynamic Linking", and its supplement for AMD64.
+
+    Returns:
+        the addresses of the jump, and of the entry through which it jumps; zeros if there is no such call.
     """
     start, end, permissions = text
     if not linked.l_ld or "x" not in permissions:
@@ -192,7 +203,7 @@ def _jump_called(linked: _Linked, text: tuple[int, int, str], growth: int, code:
         if code[offset] != CALL:
             continue
         jump = growth + offset + 5 + int(struct.unpack_from("<i", code, offset + 1)[0])
-        if not start <= jump <= end - JUMP.size:  # the byte is no call
+        if not start <= jump <= end - JUMP.size:  # not a call
             continue
         through, distance, push, number = JUMP.unpack(ctypes.string_at(jump, JUMP.size))
         if (through, push) != (JUMP_THROUGH, PUSH) or not 0 <= number < dynamic[DT_PLTRELSZ] // RELOCATION.size:

@@ -1,7 +1,8 @@
-"""Only the chief of a cluster with parameter servers has a strategy: other ranks that make one are told what to do instead.
+"""Raises an explanation if a rank other than the chief creates a ParameterServerStrategy.
 
-TensorFlow does not check it. Several coordinators in one cluster reset each other's state on the servers: the program hangs,
-or a server is killed by SIGSEGV in `GetOrCreateKernelAndDevice` (TensorFlow 2.21, also without labkit's recording).
+TensorFlow does not check this. Several coordinators in one cluster reset each other's state on the servers: the program
+hangs, or a server is killed by SIGSEGV in `GetOrCreateKernelAndDevice` (TensorFlow 2.21, also without labkit's
+recording).
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ __all__ = ["apply"]
 
 
 def apply(jobs: Collection[str], job: str) -> None:
-    """Have this process refuse the chief's strategy where it serves the chief.
+    """Make the strategy's constructor raise in this process, if this rank serves the chief.
 
     Args:
-        jobs: of the cluster.
-        job: this rank's.
+        jobs: the jobs of the cluster.
+        job: this rank's job.
     """
     from tensorflow.python.distribute.parameter_server_strategy_v2 import ParameterServerStrategyV2
 
@@ -32,7 +33,7 @@ def apply(jobs: Collection[str], job: str) -> None:
     @functools.wraps(make)
     def refuse(*_: Any, **__: Any) -> None:
         raise LabError(
-            f"tf.distribute.ParameterServerStrategy belongs to the chief, and this rank's job is {job!r}: it does what the chief "
+            f"tf.distribute.ParameterServerStrategy belongs to the chief, and this rank's job is {job!r}: it runs what the chief "
             "sends. Use group['chief'].run(...), or call tf.distribute.Server(...).join() on workers and servers."
         )
 

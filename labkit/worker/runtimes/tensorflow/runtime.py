@@ -1,4 +1,4 @@
-"""Setting up a TensorFlow rank: TF_CONFIG, its devices and threads, and the server of a rank that serves a chief."""
+"""Sets up a TensorFlow rank: TF_CONFIG, devices and threads, and the server of a rank that serves a chief."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["TensorFlow", "threads_between"]
 
 
 class TensorFlow(Runtime):
-    """TensorFlow not yet awake, with TF_CONFIG and the logical devices set."""
+    """TF_CONFIG and the logical devices are set; TensorFlow is imported, but not initialised yet."""
 
     package = "tensorflow"
     extra = "tf"
@@ -31,19 +31,19 @@ class TensorFlow(Runtime):
     rank_bytes = 300 * MIB
     fresh_each_run = True  # "Collective ops must be configured at program startup"
     observes_runs = True
-    certain_after_s = 3.0  # a strategy's collectives need all ranks; a process that TensorFlow lets rest that long waits for one
+    certain_after_s = 3.0  # seconds; a process that is idle in TensorFlow for so long waits for another rank
 
     _timeline: Timeline | None = None
 
     def offer(self) -> Any:
-        """A port that this rank holds, without listening, until TensorFlow binds it as well."""
+        """Bind a port, without listening on it, and return it; TensorFlow will bind it as well."""
         self._held: socket.socket = self.network.call(socket.socket)
         self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         self._held.bind((LOOPBACK, 0))
         return self._held.getsockname()[1]
 
     def set_up(self, offers: Sequence[Any]) -> list[str]:
-        """Set TF_CONFIG and the logical devices; runs no TensorFlow op."""
+        """Set TF_CONFIG and the logical devices, without running a TensorFlow operation."""
         rank_config = self.rank_config
         self._torchrun_environment(offers[0])
         job, task = rank_config.jobs[rank_config.rank]
@@ -71,14 +71,14 @@ class TensorFlow(Runtime):
         own, notes = self._share(gpus)
         if rank_config.size > 1 and "ps" not in cluster:
             notes = [*notes, *unknown]
-        self.resting_is_waiting = rank_config.size > 1 and not own  # while a GPU works, its process rests as well
+        self.resting_is_waiting = rank_config.size > 1 and not own  # with a GPU, a process is idle while the GPU computes
         tf.config.set_visible_devices(own, "GPU")
         for gpu in own:
             tf.config.experimental.set_memory_growth(gpu, True)
         if rank_config.devices_per_rank > 1 and not own:
             logical = [tf.config.LogicalDeviceConfiguration()] * rank_config.devices_per_rank
             tf.config.set_logical_device_configuration(cpu, logical)
-        # Both: operations side by side take cores as well as the threads within one.
+        # Both limits: concurrent operations use cores, as do the threads of one operation.
         tf.config.threading.set_intra_op_parallelism_threads(rank_config.threads)
         tf.config.threading.set_inter_op_parallelism_threads(between)
         if has_server(cluster, job):
@@ -98,16 +98,16 @@ class TensorFlow(Runtime):
         return chain is None
 
     def begin_recording(self) -> None:
-        """Have TensorFlow's profiler look."""
+        """Start TensorFlow's profiler."""
         if self._timeline is not None:
             self._timeline.begin()
 
     def end_recording(self) -> list[str]:
-        """Write down what it saw."""
+        """Stop the profiler, and write its events to the ring."""
         return self._timeline.end() if self._timeline is not None else []
 
     def _record(self, gpus: Sequence[Any], place: Place) -> list[str]:
-        """Prepare the recording of what TensorFlow does; what the student should know of it."""
+        """Prepare the recording of TensorFlow's operations; return remarks for the student."""
         if gpus:
             return ["TensorFlow's operations on GPUs are not in the pictures: use lab.span, or TensorFlow's own profiler."]
         if here.recorder is None:
@@ -117,7 +117,7 @@ class TensorFlow(Runtime):
         return self._timeline.install()
 
     def _share(self, gpus: Sequence[Any]) -> tuple[Sequence[Any], list[str]]:
-        """The GPUs that are this rank's own, none where they do not suffice for all ranks; and what the student should know."""
+        """Return this rank's GPUs, none if there are not enough for all ranks, and remarks for the student."""
         rank_config, each = self.rank_config, self.rank_config.devices_per_rank
         if rank_config.devices == "cpu" or (not gpus and rank_config.devices != "cuda"):
             return [], []
@@ -132,7 +132,7 @@ class TensorFlow(Runtime):
 
 
 def _for_dtensor(addresses: Sequence[str], task: int) -> dict[str, str]:
-    """What DTensor reads in place of TF_CONFIG; without it each process would be a cluster of its own.
+    """Return the variables that DTensor reads instead of TF_CONFIG; without them each process would be its own cluster.
 
     Source: "Distributed training with DTensors", TensorFlow's tutorial, and `tensorflow/dtensor/python/config.py`.
     """
@@ -145,10 +145,10 @@ def _for_dtensor(addresses: Sequence[str], task: int) -> dict[str, str]:
 
 
 def threads_between(threads: int, cluster: Mapping[str, Sequence[str]]) -> int:
-    """How many operations of a rank may run at the same time.
+    """Return the number of operations of a rank that may run concurrently.
 
-    A worker or parameter server keeps a thread for as long as it waits for another rank. With too few of them none is left to
-    answer, and the run hangs for ever.
+    A worker or parameter server occupies a thread while it waits for another rank. With too few threads none is left to
+    reply, and the run deadlocks.
 
     Source: "Parameter server training", TensorFlow's tutorial: at least the number of workers and one more.
     """

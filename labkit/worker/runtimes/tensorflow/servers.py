@@ -1,6 +1,6 @@
-"""Where TensorFlow's servers listen in a rank: in the private network, and for this machine alone.
+"""Makes TensorFlow's servers in a rank listen in the private network, and for this machine only.
 
-TensorFlow's functions that start one are replaced, in modules that it does not promise to keep. One that is missing is left out.
+The functions that start a server are replaced, in modules that are internals of TensorFlow. Missing ones are skipped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from labkit.worker.runtimes.tensorflow.blocked import starting_servers
 
 __all__ = ["apply", "duplicate"]
 
-# What starts a server of TensorFlow's, in its modules of C++ functions.
+# Functions that start a server, in TensorFlow's modules of C++ functions.
 STARTS_EAGER: Final = (
     "TFE_EnableCollectiveOps", "TFE_ContextSetServerDefWithTimeoutAndRetries", "TFE_ContextSetServerDef",
     "TFE_ContextUpdateServerDef",
@@ -30,19 +30,19 @@ STARTS_EAGER: Final = (
 LOOPBACK: Final = "lo"
 STARTS_ALONE: Final = ("TF_NewServer", "TF_ServerStart")
 PROFILER_SERVERS: Final = ("start_server",)
-# What a client of tf.data's service calls first, in its modules of C++ functions.
+# Functions that a client of tf.data's service calls first, in TensorFlow's modules of C++ functions.
 DATA_CLIENTS: Final = ("TF_DATA_GetDataServiceMetadataByID", "TF_DATA_DataServiceConfig")
 DATA_OPERATIONS: Final = ("register_dataset", "register_dataset_v2", "data_service_dataset_v4")
 DATA_SERVERS: Final = ("DispatchGrpcDataServer", "WorkerGrpcDataServer")  # classes with a method `start`
 
 
 def apply(network: Network, options: Any, wait_for_release: Callable[[], None]) -> None:
-    """Have this process's TensorFlow start its servers within the machine; once, before anything runs.
+    """Patch TensorFlow's servers in this process. Call it once, before the student's code runs.
 
     Args:
-        network: where they listen.
-        options: the ConfigProto of servers that are given none of their own.
-        wait_for_release: waits until nobody needs this rank's servers any more; it takes the place of `join`, which never ends.
+        network: the network in which they listen.
+        options: the ConfigProto for servers that are given none.
+        wait_for_release: waits until no other rank needs this rank's servers; it replaces `join`, which never returns.
     """
     from tensorflow.python import pywrap_tfe
     from tensorflow.python.client import pywrap_tf_session
@@ -68,7 +68,7 @@ def apply(network: Network, options: Any, wait_for_release: Callable[[], None]) 
 
 
 def _replace(where: Iterable[tuple[Any, Iterable[str]]], by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the functions of these names in these modules and classes."""
+    """Replace the functions with these names in modules and classes."""
     for owner, names in where:
         for name in names:
             if hasattr(owner, name):
@@ -85,9 +85,9 @@ def _waiting_for_the_others(start: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _one_for_each_address(new: Callable[[bytes], Any], options: Any) -> Callable[[bytes], Any]:
-    """A second server on the same address would take some of the connections of the first.
+    """Return an existing server for its address instead of a second one, which would take some of its connections.
 
-    The rank of a worker or parameter server has one before the student's code, like TensorFlow's tutorial, makes it.
+    A worker or parameter server has one before the student's code creates it, as TensorFlow's tutorial does.
     """
     from tensorflow.core.protobuf import tensorflow_server_pb2
 
@@ -103,7 +103,7 @@ def _one_for_each_address(new: Callable[[bytes], Any], options: Any) -> Callable
         if address in made:
             return made[address]
         one = new(server.SerializeToString())
-        if address and not address.endswith(":0"):  # which is any port
+        if address and not address.endswith(":0"):  # port 0 is any free port
             made[address] = one
         return one
 
@@ -111,7 +111,7 @@ def _one_for_each_address(new: Callable[[bytes], Any], options: Any) -> Callable
 
 
 def _until_released(join: Callable[..., None], wait_for_release: Callable[[], None]) -> Callable[..., None]:
-    """`join` waits for ever, and so would the run: a rank that serves in it ends with those that it serves."""
+    """Replace `join`, which never returns: a rank that serves ends when the ranks that it serves have returned."""
 
     @functools.wraps(join)
     def join_and_end(server: Any) -> None:
@@ -124,10 +124,10 @@ def _until_released(join: Callable[..., None], wait_for_release: Callable[[], No
 
 
 def _connections_within(of_data: Any) -> Callable[[], None]:
-    """What has gRPC open the connections of this process in the private network from now on.
+    """Return a function that makes gRPC open this process's connections in the private network from now on.
 
-    gRPC opens them on threads of its own, which it starts when it is first used, and ends when nothing uses it any more. So it is
-    first used in the private network, by a server of tf.data's that nobody asks for anything and that lives as long as the rank.
+    gRPC opens them on its own threads, which it starts on first use and ends when it is no longer used. So it is first
+    used in the private network, by an idle server of tf.data's that exists as long as the rank.
     """
     from tensorflow.core.protobuf import service_config_pb2
 
@@ -137,48 +137,48 @@ def _connections_within(of_data: Any) -> Callable[[], None]:
         if not kept:
             config = service_config_pb2.DispatcherConfig(protocol="grpc")
             kept.append(of_data.TF_DATA_NewDispatchServer(config.SerializeToString()))
-            kept[0].start()  # replaced as all servers' are: in the private network
+            kept[0].start()  # patched like all servers, so it starts in the private network
 
     return enter
 
 
 def _after(first: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def call_after(*args: Any, **kwargs: Any) -> Any:
         first()
         return call(*args, **kwargs)
 
-    return called
+    return call_after
 
 
 def _then_within_this_machine(start: Callable[..., Any], network: Network) -> Callable[..., Any]:
-    """TensorFlow's servers listen on every interface, whatever address TF_CONFIG gives; bind them to loopback once they do."""
+    """Bind TensorFlow's servers to loopback after their start: they listen on all interfaces."""
 
     @functools.wraps(start)
     def start_and_bind(*args: Any, **kwargs: Any) -> Any:
         try:
             return network.call(start, *args, **kwargs)
-        finally:  # also where another rank did not come: the port is open by then
+        finally:  # also if another rank is missing: the port is open nevertheless
             _listen_within_this_machine()
 
     return start_and_bind
 
 
 def _listen_within_this_machine() -> None:
-    """Let no listening socket of this process hear what comes from another machine."""
+    """Bind all listening sockets of this process to the loopback interface."""
     if not hasattr(socket, "SO_BINDTODEVICE"):  # macOS
         return
     for fd in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError), duplicate(fd) as one:  # most are no sockets, or gone by now
+        with contextlib.suppress(OSError), duplicate(fd) as one:  # most are no sockets, or already closed
             if one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 _bind_to_loopback(one)
 
 
 def duplicate(fd: int) -> socket.socket:
-    """The socket that a descriptor of this process is, under a descriptor of its own.
+    """Return a socket object for a duplicate of a file descriptor.
 
     Raises:
-        OSError: the descriptor is no socket, or is closed by now.
+        OSError: the descriptor is not a socket, or already closed.
     """
     if not stat.S_ISSOCK(os.fstat(fd).st_mode):
         raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
@@ -193,9 +193,9 @@ def duplicate(fd: int) -> socket.socket:
 def _bind_to_loopback(server: socket.socket) -> None:
     address, port, *_ = server.getsockname()
     bound = server.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(b"\0").decode()
-    if address not in ("::", "0.0.0.0") or bound == LOOPBACK:  # which only root may bind a second time
+    if address not in ("::", "0.0.0.0") or bound == LOOPBACK:  # only root may bind it again
         return
     try:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, f"{LOOPBACK}\0".encode())
-    except PermissionError:  # Linux before 5.7 lets only root do it
+    except PermissionError:  # before Linux 5.7 only root may do it
         warnings.warn(f"TensorFlow listens on port {port} of all networks of this machine", stacklevel=1)

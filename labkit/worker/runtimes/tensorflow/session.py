@@ -1,4 +1,4 @@
-"""One session of TensorFlow's profiler in this process: started, stopped, and its events read, on the clock of the spans."""
+"""Starts and stops a session of TensorFlow's profiler, and reads its events, with times on the clock of the spans."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from labkit.recording.record import clock
 
 __all__ = ["Event", "Session"]
 
-OPTIONS: Final = {"host_tracer_level": 2, "python_tracer_level": 0, "device_tracer_level": 0}  # 2: with the operations
-MARKS: Final = 5  # at each end; the first one finds caches cold
-MARK: Final = "labkit looks at the clock"
+OPTIONS: Final = {"host_tracer_level": 2, "python_tracer_level": 0, "device_tracer_level": 0}  # 2: with operations
+MARKS: Final = 5  # at each end; several, because the first one runs with cold caches
+MARK: Final = "labkit reads the clock"
 HOST: Final = b"/host:CPU"
-# How the names of events begin that tell nothing of what is drawn; more than half of all.
+# Prefixes of the names of events that are not needed; these are more than half of all events.
 LEFT_OUT: Final = (
     b"ThreadpoolListener", b"TFE_", b"convert_to_tensor", b"EagerCopyToDevice", b"ValidateInput", b"EagerKernelExecute",
     b"KernelAndDevice", b"EagerLocalExecute", b"Iterator:", b"Prefetch", b"tf.constant", b"Loop", b"ParallelFor", b"MemCpyAsync",
@@ -28,13 +28,13 @@ LEFT_OUT: Final = (
 
 
 class Event(NamedTuple):
-    """Something that TensorFlow's profiler saw.
+    """An event of TensorFlow's profiler.
 
     Args:
-        thread: the number of the thread.
-        name: TensorFlow's: "sgd/split:SplitV".
-        start_ns, end_ns: on `time.perf_counter_ns`.
-        stats: what TensorFlow says of it.
+        thread: the number of its thread.
+        name: TensorFlow's name for it, such as "sgd/split:SplitV".
+        start_ns, end_ns: times on the clock of `time.perf_counter_ns`.
+        stats: TensorFlow's details, by name.
     """
 
     thread: int
@@ -45,41 +45,41 @@ class Event(NamedTuple):
 
 
 class Session:
-    """The profiler from now until `stop`. There is one at a time in a process.
+    """A session of the profiler, from its creation until `stop`. A process can have one session at a time.
 
     Args:
-        make: the class of TensorFlow's sessions.
-        stopping: what to stop it in.
+        make: TensorFlow's class of sessions.
+        stopping: the context manager in which to stop it.
     """
 
     def __init__(self, make: Any, stopping: AbstractContextManager[None]) -> None:
         self._stopping = stopping
-        # TensorFlow makes the folder when it writes its file, at the end: a rank that is killed before leaves none behind.
+        # TensorFlow creates the folder when it writes its file, at the end; a rank that is killed before leaves none.
         self._folder = os.path.join(tempfile.gettempdir(), f"labkit-{secrets.token_hex(8)}")
         self._marks: list[tuple[int, int, int]] = []
-        self._seen = b""
+        self._data = b""
         self._session = make()
         self._session.start(self._folder, OPTIONS)
         self._mark()
 
     def stop(self) -> None:
-        """End it. Another one may begin from now on."""
+        """Stop the session; afterwards another one may start."""
         self._mark()
         session, self._session = self._session, None
         try:
             with self._stopping:
                 session.export_to_tb()
             files = sorted(Path(self._folder).rglob("*.xplane.pb"))
-            self._seen = b"".join(file.read_bytes() for file in files)
+            self._data = b"".join(file.read_bytes() for file in files)
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def events(self) -> list[Event]:
-        """What it saw until `stop`, by thread and in no order within."""
-        return _read(self._seen, self._marks)
+        """Return the events, grouped by thread, in no particular order within one; [] if the profiler has lost some."""
+        return _read(self._data, self._marks)
 
     def _mark(self) -> None:
-        """Let the profiler see something whose begin and end we know as well."""
+        """Let the profiler record short events whose times are also read on labkit's clock."""
         from tensorflow.python.profiler.internal import _pywrap_traceme
 
         for _ in range(MARKS):
@@ -94,7 +94,7 @@ def _read(data: bytes, marks: Sequence[tuple[int, int, int]]) -> list[Event]:
     space = _space()
     space.ParseFromString(data)
     found: list[Event] = []
-    seen: list[tuple[int, int]] = []  # the marks, in nanoseconds since the session began
+    recorded_marks: list[tuple[int, int]] = []  # in nanoseconds since the session began
     for plane in space.planes:
         if plane.name != HOST:
             continue
@@ -104,7 +104,7 @@ def _read(data: bytes, marks: Sequence[tuple[int, int, int]]) -> list[Event]:
             for n, about in plane.event_metadata.items()
             if not about.name.startswith(LEFT_OUT)
         }
-        told = {n: _tells(name) for n, name in names.items()}
+        has_details = {n: _needs_details(name) for n, name in names.items()}
         for line in plane.lines:
             for event in line.events:
                 name = names.get(event.metadata_id)
@@ -113,28 +113,31 @@ def _read(data: bytes, marks: Sequence[tuple[int, int, int]]) -> list[Event]:
                 start_ns = event.offset_ps // 1000
                 end_ns = start_ns + event.duration_ps // 1000
                 if name == MARK:
-                    seen.append((start_ns, end_ns))
+                    recorded_marks.append((start_ns, end_ns))
                     continue
-                about = {stats[stat.metadata_id]: _value(stat, stats) for stat in event.stats} if told[event.metadata_id] else {}
+                details = event.stats if has_details[event.metadata_id] else ()
+                about = {stats[stat.metadata_id]: _value(stat, stats) for stat in details}
                 found.append(Event(line.id, name, start_ns, end_ns, about))
-    return _on_our_clock(found, sorted(seen), marks)
+    return _on_our_clock(found, sorted(recorded_marks), marks)
 
 
-def _tells(name: str) -> bool:
-    """Whether somebody wants to know what TensorFlow says of an event: not of operations that neither send nor receive."""
+def _needs_details(name: str) -> bool:
+    """Whether an event's details are needed; those of operations that neither send nor receive are not."""
     _, colon, kind = name.rpartition(":")
     return not colon or "::" in name or kind.startswith(("_", "Collective"))
 
 
-def _on_our_clock(events: list[Event], seen: list[tuple[int, int]], marks: Sequence[tuple[int, int, int]]) -> list[Event]:
+def _on_our_clock(
+    events: list[Event], recorded_marks: list[tuple[int, int]], marks: Sequence[tuple[int, int, int]]
+) -> list[Event]:
     import numpy as np
 
-    if len(seen) != len(marks) or not events:
-        return []  # it has lost some, and may have lost anything
+    if len(recorded_marks) != len(marks) or not events:
+        return []  # the profiler has lost marks, and may have lost other events
     readings = []
     for part in (slice(None, len(marks) // 2), slice(len(marks) // 2, None)):
         exchanges = []
-        for (before_ns, inside_ns, after_ns), (start_ns, end_ns) in zip(marks[part], seen[part], strict=True):
+        for (before_ns, inside_ns, after_ns), (start_ns, end_ns) in zip(marks[part], recorded_marks[part], strict=True):
             exchanges += [(before_ns, start_ns, inside_ns), (inside_ns, end_ns, after_ns)]
         ours = bounds(exchanges)
         readings.append(Reading(ours.at_ns + ours.offset_ns, -ours.offset_ns, ours.within_ns))
@@ -152,16 +155,16 @@ def _value(stat: Any, names: dict[int, str]) -> Any:
 
 
 def _space() -> Any:
-    """An empty message of TensorFlow's type XSpace, but with bytes for its texts: some of TensorFlow's are no UTF-8."""
+    """Return an empty message of TensorFlow's type XSpace with bytes instead of strings, some of which are no UTF-8."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
     file = descriptor_pb2.FileDescriptorProto()
     xplane_pb2.DESCRIPTOR.CopyToProto(file)
-    waiting = list(file.message_type)
-    while waiting:
-        message = waiting.pop()
-        waiting += message.nested_type
+    pending = list(file.message_type)
+    while pending:
+        message = pending.pop()
+        pending += message.nested_type
         for one in message.field:
             if one.type == one.TYPE_STRING:
                 one.type = one.TYPE_BYTES

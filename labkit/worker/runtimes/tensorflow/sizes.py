@@ -1,4 +1,4 @@
-"""How large what TensorFlow communicates is: its profiler does not say, so that the sizes come from the graphs' shapes."""
+"""Finds the sizes of TensorFlow's collectives and messages from the shapes in graphs, since the profiler has none."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any, Final
 
 __all__ = ["NOTHING", "Sizes"]
 
-NOTHING: Final = -1  # the size where no tensor travels, but word that an operation is over
+NOTHING: Final = -1  # the size of a message without a tensor, which only signals that an operation has ended
 
-# Of Python's functions for collectives, by how they begin.
-MAKES: Final = "collective_"
-LOWERED: Final = "_func_"  # how DTensor calls the functions that it makes
-LARGEST_INPUT: Final = ("CollectiveReduceScatter", "CollectiveAllToAll", "CollectiveBcastSend")  # of others, the output counts
+COLLECTIVE_PREFIX: Final = "collective_"  # of the Python functions that create collectives
+LOWERED: Final = "_func_"  # prefix of the functions that DTensor generates
+# Collectives whose size is that of the largest input; for others it is that of the largest output.
+LARGEST_INPUT: Final = ("CollectiveReduceScatter", "CollectiveAllToAll", "CollectiveBcastSend")
 
 
 class Sizes:
-    """Keeps the graphs of tf.functions that are built from now on, and the sizes of collectives outside of them."""
+    """Collects the graphs of tf.functions, and the sizes of collectives outside of them."""
 
     def __init__(self) -> None:
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._eager: dict[int, int] = {}  # by instance key
         self._known: dict[str, int] = {}
-        self._looked_at = 0
-        self._in_library: dict[str, set[int]] = {}  # of functions that TensorFlow has made itself
-        self._read: set[str] = set()  # their names
+        self._known_graphs = 0  # the number of graphs that `_known` is based on
+        self._in_library: dict[str, set[int]] = {}  # sizes in functions that TensorFlow has generated
+        self._read: set[str] = set()  # the names of those functions
 
     def watch(self) -> None:
-        """From now on, in this process."""
+        """Start to collect, in this process."""
         from tensorflow.python.eager import context
         from tensorflow.python.framework.func_graph import FuncGraph
         from tensorflow.python.ops import gen_collective_ops
@@ -53,47 +53,47 @@ class Sizes:
         context.Context.remove_function = read_and_remove
         for name in dir(gen_collective_ops):
             made = getattr(gen_collective_ops, name)
-            if name.startswith(MAKES) and not name.endswith("_eager_fallback") and callable(made):
-                setattr(gen_collective_ops, name, self._noting(made))
+            if name.startswith(COLLECTIVE_PREFIX) and not name.endswith("_eager_fallback") and callable(made):
+                setattr(gen_collective_ops, name, self._recording(made))
 
     def nbytes(self, name: str, instance: int, eager: bool) -> int:
-        """The size of a collective or of a tensor that is sent; 0 if unknown, `NOTHING` where no tensor is.
+        """Return the size of a collective or of a message in bytes; 0 if unknown, `NOTHING` if no tensor is sent.
 
         Args:
-            name: of the operation, in its graph.
-            instance: its instance key; -1 for what is sent.
+            name: the operation's name in its graph.
+            instance: the collective's instance key; -1 for a message.
             eager: whether it ran outside a tf.function.
         """
         if eager:
             return self._eager.get(instance, 0)
-        if len(self._graphs) != self._looked_at:
+        if len(self._graphs) != self._known_graphs:
             self._known.clear()
-            self._looked_at = len(self._graphs)
+            self._known_graphs = len(self._graphs)
         if name not in self._known:
             self._known[name] = self._look_up(name)
-        # Outside of a tf.function, the broadcast of a variable's first value runs in an executor as well; its key is its own.
+        # Outside a tf.function, the broadcast of a variable's initial value runs in an executor, with a unique key.
         return self._known[name] or self._eager.get(instance, 0)
 
     def forget(self) -> None:
-        """What was communicated so far has been asked for."""
+        """Forget the sizes of collectives outside of tf.functions, which are not needed after a session was read."""
         self._eager.clear()
 
-    def _noting(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, which notes the size of what it reduces where that happens at once."""
+    def _recording(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function that creates a collective, so that it records the size if the collective runs at once."""
         import tensorflow as tf
 
         @functools.wraps(make)
-        def make_and_note(*args: Any, **kwargs: Any) -> Any:
+        def make_and_record(*args: Any, **kwargs: Any) -> Any:
             made = make(*args, **kwargs)
             key = kwargs.get("instance_key", args[3] if len(args) > 3 else None)
             if tf.executing_eagerly() and isinstance(made, tf.Tensor) and key is not None:
                 self._eager[int(key)] = _bytes_of(made.shape, made.dtype)
             return made
 
-        return make_and_note
+        return make_and_record
 
     def _look_up(self, name: str) -> int:
-        """What all graphs that have an operation of that name say."""
+        """Return the size that all graphs with an operation of this name agree on; 0 if they do not."""
         parts = name.split("/")
         names = ["/".join(parts[i:]) for i in range(len(parts)) if all("PartitionedCall" in part for part in parts[:i])]
         for one in reversed(names):
@@ -105,7 +105,7 @@ class Sizes:
         return found.pop() if len(found) == 1 else 0
 
     def _look_into_library(self) -> None:
-        """Functions that TensorFlow has made itself, as DTensor does, have no graph in Python, but shapes."""
+        """Read the shapes in functions that TensorFlow has generated (for DTensor); these have no graph in Python."""
         from tensorflow.python.eager import context
 
         library = context.context()
@@ -128,7 +128,7 @@ def _in_graph(graph: Any, name: str) -> int:
 
 
 def _in_function(function: Any) -> dict[str, int]:
-    """The sizes of what a function's collectives give, by their names."""
+    """Return the sizes of the outputs of a function's collectives, by their names."""
     from tensorflow.python.framework import dtypes
 
     found = {}
@@ -142,7 +142,7 @@ def _in_function(function: Any) -> dict[str, int]:
 
 
 def _bytes_of(shape: Any, dtype: Any) -> int:
-    """0 where a dimension is not known before the function runs, or elements have no fixed size."""
+    """Return the size of a tensor in bytes; 0 if a dimension is unknown, or elements have no fixed size."""
     if shape.rank is None or None in shape.as_list() or dtype.name in ("resource", "variant", "string"):
         return 0
     return int(math.prod(shape.as_list())) * int(dtype.size)

@@ -1,4 +1,4 @@
-"""`lab.span` inside a tf.function: a name scope, by which the operations inside are a span each time the function runs."""
+"""`lab.span` in a tf.function becomes a name scope, so that its operations form a span each time the function runs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["GraphSpans"]
 
 
 class GraphSpans:
-    """The spans of this process that tf.functions have been built with.
+    """The spans in the tf.functions of this process.
 
     Attributes:
-        names: what they are called, by their numbers.
+        names: their names, by their numbers.
     """
 
     def __init__(self) -> None:
@@ -23,12 +23,12 @@ class GraphSpans:
         self._lock = threading.Lock()
 
     def around(self, name: str, enter: Callable[[], None], leave: Callable[..., None]) -> tuple[Callable[..., None], ...]:
-        """What begins and ends a span: the name scope where a graph is built, else what times it.
+        """Return functions that begin and end a span: as a name scope while a graph is built, else the given ones.
 
         Args:
-            name: of the span.
-            enter: begins it where it is timed.
-            leave: ends it there.
+            name: the span's name.
+            enter: begins a timed span.
+            leave: ends a timed span.
         """
         import tensorflow as tf
         from tensorflow.python.eager import context
@@ -58,7 +58,7 @@ class GraphSpans:
 
 
 class _Open(threading.local):
-    """The scopes of one span that are open; None for one that is timed."""
+    """The open scopes of one span on this thread; None for a timed one."""
 
     def __init__(self) -> None:
         self.scopes: list[Any] = []

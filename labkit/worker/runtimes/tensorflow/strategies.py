@@ -1,11 +1,11 @@
-"""Defects of TensorFlow and Keras under MultiWorkerMirroredStrategy, mended in ranks; each with the version that it is known in.
+"""Workarounds for bugs of TensorFlow and Keras under MultiWorkerMirroredStrategy, with the versions that have them.
 
-- TensorFlow 2.21: a worker computes on one CPU, however many logical ones it has. No issue is known; the mend may go when a
-  worker uses all of them by itself, and does nothing from then on.
-- Keras 3.15.1, keras-team/keras#20585: `fit` and `evaluate` fail with "Attempt to convert a value (PerReplica...", and then
-  because a scalar is averaged along its axis 0. The two mends may go with the first Keras that closes the issue.
+- TensorFlow 2.21: a worker computes on one CPU, even if it has several logical CPUs. No issue is known. Remove the
+  workaround when a worker uses all of them; from then on it has no effect.
+- Keras 3.15.1, keras-team/keras#20585: `fit` and `evaluate` fail with "Attempt to convert a value (PerReplica...", and
+  then because they average a scalar along axis 0. Remove the two workarounds when the issue is closed.
 
-Code that is no longer as known here is left alone, and the student is told.
+Code that differs from these versions is not changed, and a note tells the student.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from labkit.worker.runtimes.tensorflow import callbacks
 
 __all__ = ["apply"]
 
-DEVICES: Final = "_initialize_local_devices"  # of CollectiveAllReduceExtended
-BUILD: Final = "_maybe_symbolic_build"  # of TensorFlowTrainer
-REDUCE: Final = "reduce_per_replica"  # beside it
+DEVICES: Final = "_initialize_local_devices"  # method of CollectiveAllReduceExtended
+BUILD: Final = "_maybe_symbolic_build"  # method of TensorFlowTrainer
+REDUCE: Final = "reduce_per_replica"  # function in the same module
 
 
 def apply() -> list[str]:
-    """Mend what this process's TensorFlow and Keras do; once, before anything runs.
+    """Patch TensorFlow and Keras in this process. Call it once, before the student's code runs.
 
     Returns:
-        a sentence for each mend that does not fit the installed code.
+        a sentence for each workaround that does not fit the installed code.
     """
     import keras
     import tensorflow as tf
@@ -54,12 +54,12 @@ def apply() -> list[str]:
     return notes
 
 
-def _unknown(what: str, package: str, version: str) -> str:
-    return f"{what}: labkit does not know the code of {package} {version} and leaves it as it is."
+def _unknown(feature: str, package: str, version: str) -> str:
+    return f"{feature}: labkit has no workaround for {package} {version}; this may fail."
 
 
 def _words(function: Any) -> set[Any]:
-    """The names and constants in a function and in those that it defines."""
+    """Return the names and constants in a function and in the functions that it defines."""
 
     def within(code: types.CodeType) -> Iterator[Any]:
         yield from code.co_names
@@ -79,7 +79,7 @@ def _in_multi_worker_mode(strategy: Any) -> bool:
 
 
 def _warn_where_one_device_computes() -> None:
-    """`keras.distribution` takes a layout over several devices on the TensorFlow backend, and silently computes on one."""
+    """Warn about `keras.distribution`, which on the TensorFlow backend silently computes on one device."""
     import keras
     from keras.src.distribution import distribution_lib
 
@@ -95,7 +95,7 @@ def _warn_where_one_device_computes() -> None:
 
 
 def _use_all_logical_cpus(extended: Any) -> None:
-    """The strategy asks how many GPUs a worker has, and without one takes CPU:0 alone."""
+    """Make the strategy use all logical CPUs; without GPUs it uses only CPU:0."""
     original = getattr(extended, DEVICES)
 
     @functools.wraps(original)
@@ -112,7 +112,7 @@ def _use_all_logical_cpus(extended: Any) -> None:
 
 
 def _build_from_own_batch(trainer: Any) -> None:
-    """To build a model Keras averages a batch over all replicas, which fails with several workers; it only needs the shapes."""
+    """Make Keras build a model from a local batch; it averages one over all replicas, which several workers cannot."""
     original = getattr(trainer, BUILD)
 
     @functools.wraps(original)
@@ -133,7 +133,7 @@ def _build_from_own_batch(trainer: Any) -> None:
 
 
 def _average_over_replicas(trainer: Any) -> None:
-    """The values of a step are scalars, one for each replica: an axis to average along they have none."""
+    """Make Keras average the results of a step over replicas without an axis, since they are scalars."""
     original = getattr(trainer, REDUCE)
 
     @functools.wraps(original)

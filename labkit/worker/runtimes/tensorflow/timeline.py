@@ -1,8 +1,9 @@
-"""What a TensorFlow rank does, in its ring: TensorFlow's profiler looks at every run, and what it saw becomes spans.
+"""Records the operations of a TensorFlow rank: TensorFlow's profiler observes every run, and its events become spans.
 
-A session begins with the run, and ends with it. In a long run it is read and begun again now and then, between two calls of
-tf.functions of the main thread, when nothing is under way: so events take bounded memory, and `watch` has something to show.
-A rank that only serves calls nothing, so a thread reads its session; what is under way at that moment is not seen.
+A session begins and ends with the run. In a long run it is read and restarted regularly, between two calls of
+tf.functions on the main thread, when no operation is running: so events take limited memory, and `watch` can show them.
+A rank that only serves calls no functions, so a thread reads its session; operations that are running at that moment
+are lost.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from labkit.worker.runtimes.tensorflow.spans import GraphSpans
 
 __all__ = ["OFF", "Timeline", "next_reading"]
 
-OFF: Final = "LABKIT_TENSORFLOW_TIMELINE"  # the variable that, as 0, keeps TensorFlow's profiler away
-SLICE_NS: Final = 1_000_000_000  # a session is read when it is about so old,
-SHARE: Final = 4  # or so many times as old as reading the last one took: what is to be read grows with it,
-OLDEST_NS: Final = 2_000_000_000  # or so old: TensorFlow keeps up to 50 MB a second meanwhile
-SETTLE_S: Final = 0.005  # what has just completed is seen when its thread has come to its end
-FINISH_S: Final = 5.0  # so long what the function has left under way may take
-LIMIT_S: Final = 60.0  # a session that nobody could read between two calls ends then: it may hold a million events
-MOST: Final = CAPACITY // 4  # spans at once: the notebook, which reads twenty times a second, must have time to come
+OFF: Final = "LABKIT_TENSORFLOW_TIMELINE"  # the variable that disables TensorFlow's profiler if it is 0
+SLICE_NS: Final = 1_000_000_000  # the usual age at which a session is read
+SHARE: Final = 4  # a session is read later if reading takes long: at this many times the last reading's duration,
+OLDEST_NS: Final = 2_000_000_000  # but at this age at the latest, because TensorFlow stores up to 50 MB per second
+SETTLE_S: Final = 0.005  # the profiler sees an operation only some time after it has completed
+FINISH_S: Final = 5.0  # longest wait for operations that the function has left running
+LIMIT_S: Final = 60.0  # a session that cannot be read between two calls ends at this age: it may have a million events
+MOST: Final = CAPACITY // 4  # spans written at once, so that the notebook, which reads 20 times a second, can keep up
 READING: Final = "reading TensorFlow's profiler"
 
 
 class Timeline:
-    """Records a rank's runs.
+    """Records the TensorFlow operations of a rank's runs.
 
     Args:
-        recorder: where to.
-        place: who this is.
+        recorder: this rank's recorder.
+        place: the rank's place in the cluster.
     """
 
     def __init__(self, recorder: Recorder, place: Place) -> None:
@@ -51,15 +52,15 @@ class Timeline:
         self._session: Session | None = None
         self._lock = threading.RLock()
         self._due_ns = 0
-        self._over = threading.Event()  # of the session
+        self._over = threading.Event()  # whether the session has ended
         self._make: Any = None  # TensorFlow's class of sessions
         self._safe_stop: SafeStop | None = None
-        self._theirs = 0  # sessions of the student's that are under way
+        self._students_sessions = 0  # running sessions of the student's own
         self._notes: list[str] = []
-        self._times: Counter[tuple[int, int, int]] = Counter()  # of collectives in this run
+        self._times: Counter[tuple[int, int, int]] = Counter()  # how often each collective has run in this run
 
     def install(self) -> list[str]:
-        """Prepare this process; once, before anything runs. Returns what the student should be told."""
+        """Prepare this process. Call it once, before the student's code runs; returns remarks for the student."""
         from tensorflow.python.eager.polymorphic_function import polymorphic_function
         from tensorflow.python.profiler import profiler_v2
 
@@ -67,7 +68,7 @@ class Timeline:
             return []
         self._safe_stop = safe_stop()
         if self._safe_stop is None:
-            return ["This TensorFlow's profiler is not known to labkit: pictures show no operations of TensorFlow's."]
+            return ["labkit does not support the profiler of this TensorFlow: pictures show no operations of TensorFlow."]
         self._make = profiler_v2._pywrap_profiler.ProfilerSession
         profiler_v2._pywrap_profiler = _Profilers(profiler_v2._pywrap_profiler, self, self._safe_stop)
         function = polymorphic_function.Function
@@ -85,63 +86,63 @@ class Timeline:
         return []
 
     def begin(self) -> None:
-        """A run begins, in which this rank computes or serves."""
+        """Start a session at the beginning of a run in which this rank computes or serves."""
         with self._lock:
-            if self._make is not None and self._session is None and not self._theirs:
+            if self._make is not None and self._session is None and not self._students_sessions:
                 self._start()
 
     def read(self) -> None:
-        """Write down what was seen so far, and go on."""
+        """Write the events so far to the ring, and start a new session."""
         with self._lock:
             if self._session is None:
                 return
             start_ns = clock()
             if not self._place.serves:
-                _finish_what_is_under_way()
-            self._stop(go_on=not self._theirs)
+                _finish_running_operations()
+            self._stop(go_on=not self._students_sessions)
             end_ns = clock()
-            if not self._place.serves:  # where it does, the thread that computes goes on
+            if not self._place.serves:  # in a rank that serves, another thread computes meanwhile
                 self._recorder.ring.write(READING, COMPUTE, start_ns, end_ns)
             self._due_ns = next_reading(end_ns, end_ns - start_ns) if self._session is not None else 0
 
     def end(self) -> list[str]:
-        """The run is over. Returns what the student should know of it."""
+        """Stop the session at the end of a run; return remarks for the student."""
         with self._lock:
             if self._session is not None:
-                _finish_what_is_under_way()
+                _finish_running_operations()
                 self._stop()
             self._times.clear()
             notes, self._notes = self._notes, []
             return notes
 
     def give_way(self) -> None:
-        """The student has a session of their own, and TensorFlow allows one."""
+        """Stop the session, because the student starts one, and TensorFlow allows only one at a time."""
         with self._lock:
             self._stop()
-            self._theirs += 1
+            self._students_sessions += 1
             self._notes.append(
-                f"rank {self._place.rank} profiled with TensorFlow's profiler itself, which serves one at a time: "
-                "meanwhile the pictures show none of its operations."
+                f"rank {self._place.rank} used TensorFlow's profiler itself, which allows one session at a time: meanwhile the "
+                "pictures show none of its operations."
             )
 
     def resume(self) -> None:
-        """The student's session is over."""
+        """Start a session again after the student's has ended."""
         with self._lock:
-            self._theirs = 0
+            self._students_sessions = 0
             self.begin()
 
     def _start(self) -> None:
         try:
             self._session = Session(self._make, self._safe_stop or contextlib.nullcontext())
-        except Exception as error:  # noqa: BLE001  # whatever it is, the student's run is worth more than its picture
+        except Exception as error:  # noqa: BLE001  # recording must not end the student's run
             self._fail(error)
             return
         self._due_ns = next_reading(clock(), 0)
         self._over = over = threading.Event()
-        threading.Thread(target=self._look_after, args=(over,), daemon=True, name="labkit-profiler").start()
+        threading.Thread(target=self._read_when_due, args=(over,), daemon=True, name="labkit-profiler").start()
 
     def _stop(self, *, go_on: bool = False) -> None:
-        """End the session and write down what it saw; another one begins before, if it goes on."""
+        """Stop the session and write its events to the ring; if `go_on`, start another one in between."""
         session, self._session, self._due_ns = self._session, None, 0
         if session is not None:
             time.sleep(SETTLE_S)
@@ -158,13 +159,15 @@ class Timeline:
             self._sizes.forget()
 
     def _fail(self, error: Exception) -> None:
-        what = f"{type(error).__name__}: {error}"
-        self._notes.append(f"rank {self._place.rank}: TensorFlow's profiler gave nothing, so that pictures lack its work. {what}")
+        self._notes.append(
+            f"rank {self._place.rank}: TensorFlow's profiler failed, so pictures lack its operations. "
+            f"{type(error).__name__}: {error}"
+        )
 
-    def _look_after(self, over: threading.Event) -> None:
-        """Read the session where nobody else does: of a rank that serves when it is due, of others when it is far too old."""
+    def _read_when_due(self, over: threading.Event) -> None:
+        """Read the session on a thread: in a rank that serves when it is due, in others only at `LIMIT_S`."""
         while self._place.serves and not over.is_set():
-            with self._lock:  # while the session before is still being read, it is not known when this one is due
+            with self._lock:  # until the previous session has been read, `_due_ns` is not set
                 left_ns = self._due_ns - clock()
             if left_ns <= 0:
                 self.read()
@@ -177,14 +180,14 @@ class Timeline:
                 return
             self._stop()
             self._notes.append(
-                f"rank {self._place.rank} was in one call of TensorFlow's for {LIMIT_S:.0f} s: later operations are not shown."
+                f"rank {self._place.rank} was in one call of TensorFlow for {LIMIT_S:.0f} s: later operations are not shown."
             )
 
     def _write(self, spans: list[Span]) -> None:
         ring = self._recorder.ring
         if len(spans) > MOST:
             spans.sort(key=lambda s: (s.kind == "compute", s.start_ns - s.end_ns))
-            self._notes.append(f"rank {self._place.rank}: of {len(spans)} spans at once, the pictures have the {MOST} longest.")
+            self._notes.append(f"rank {self._place.rank}: of {len(spans)} spans at once, pictures show the {MOST} longest.")
         for span in spans[:MOST]:
             seen = {"device": device_code(span.device), "flags": flags_of(span)}
             if span.kind == "compute":
@@ -203,10 +206,14 @@ def _configured_devices() -> int:
 
 
 def next_reading(now_ns: int, reading_ns: int) -> int:
-    """When a session is due to be read, if reading the last one took so long.
+    """Return the time at which a session is due to be read.
 
-    The moments are the same in all ranks of a machine, whose clock is one: a rank that reads keeps the others waiting in their
-    next collective, so they had better read at the same time.
+    The times are the same in all ranks of a machine, which share a clock: while a rank reads, the others wait for it in
+    their next collective, so they should read at the same time.
+
+    Args:
+        now_ns: the current time in ns.
+        reading_ns: how long reading the last session took.
     """
     period_ns = SLICE_NS
     while period_ns < min(SHARE * reading_ns, OLDEST_NS):
@@ -215,7 +222,7 @@ def next_reading(now_ns: int, reading_ns: int) -> int:
 
 
 class _Profilers:
-    """In place of TensorFlow's module of profilers: sessions of the student's take the place of ours."""
+    """Replaces TensorFlow's module of profilers, so that labkit's session gives way to the student's."""
 
     def __init__(self, module: Any, timeline: Timeline, stopping: SafeStop) -> None:
         self._module, self._timeline, self._stopping = module, timeline, stopping
@@ -224,17 +231,17 @@ class _Profilers:
         return getattr(self._module, name)
 
     def start_server(self, port: int) -> Any:
-        """Of one that others may ask at any moment."""
+        """Start a profiler server, which may start a session at any time."""
         self._timeline.give_way()
         return self._module.start_server(port)
 
     def ProfilerSession(self) -> Any:  # noqa: N802  # TensorFlow's name
-        """A session of the student's."""
+        """Create a session of the student's."""
         return _Session(self._module.ProfilerSession(), self._timeline, self._stopping)
 
 
 class _Session:
-    """A session of the student's: ours waits meanwhile."""
+    """A session of the student's, during which labkit's does not run."""
 
     def __init__(self, session: Any, timeline: Timeline, stopping: SafeStop) -> None:
         self._session, self._timeline, self._stopping, self._started = session, timeline, stopping, False
@@ -259,15 +266,15 @@ class _Session:
             self._timeline.resume()
 
 
-def _finish_what_is_under_way() -> None:
-    """Operations that TensorFlow runs behind the function's back, as DTensor's, belong to the run."""
+def _finish_running_operations() -> None:
+    """Wait for asynchronous operations, such as DTensor's, which belong to the run."""
     from tensorflow.python.eager import context
 
     def wait() -> None:
-        with contextlib.suppress(Exception):  # an error that the student's program did not wait for
+        with contextlib.suppress(Exception):  # an error of an operation that the student's program did not wait for
             context.async_wait()
 
     if context.context()._context_handle is not None:
-        waiting = threading.Thread(target=wait, daemon=True)
-        waiting.start()
-        waiting.join(FINISH_S)
+        waiter = threading.Thread(target=wait, daemon=True)
+        waiter.start()
+        waiter.join(FINISH_S)
