@@ -1,4 +1,5 @@
-"""Checks after every test that no process, listening port or shared memory of ours is left, and that this process is unchanged.
+"""Checks after every test that no process, listening port or shared memory of ours is left, and that this process is
+unchanged.
 
 Two things may stay for the next group: the server that forks ranks, and spare spawned ranks.
 A group that a wider fixture opened before the test may keep its ranks.
@@ -65,7 +66,8 @@ def no_leftovers() -> Iterator[None]:
 def pytests_own_settings_stay_out_of_ranks(
     no_leftovers: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """pytest's warnings filter and logging handlers must not reach ranks; the student's have a test file of their own."""
+    """pytest's warnings filter and logging handlers must not reach ranks; the student's have a test file of their
+    own."""
     if "labkit.worker.notebook_settings" in sys.modules and "notebooks_settings" not in request.fixturenames:
         monkeypatch.setattr("labkit.worker.notebook_settings.NotebookSettings.news", lambda _: None)
 
@@ -170,7 +172,8 @@ def _state() -> dict[str, Any]:
 
 
 def _shared_memory() -> set[str]:
-    """Named segments that labkit, torch or multiprocessing made in this process, wherever the system shows them as files."""
+    """Named segments that labkit, torch or multiprocessing made in this process, wherever the system shows them as
+    files."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return set()

@@ -1,4 +1,5 @@
-"""labkit with only its base dependencies: it imports, and errors for missing packages name the extra and the command."""
+"""labkit with only its base dependencies: it imports, and errors for missing packages name the extra and the
+command."""
 
 from __future__ import annotations
 

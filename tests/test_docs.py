@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {str(path.relative_to(ROOT)): path for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])}
-# Where a path in the text may begin: CONTRIBUTING.md names files of `labkit/` without that folder, and tests without `tests/`.
+# Where a path in the text may begin: CONTRIBUTING.md names files of `labkit/` without that folder, and tests without
+# `tests/`.
 FOLDERS = (".", "labkit", "labkit/worker", "labkit/worker/runtimes", "labkit/worker/runtimes/tensorflow", "tests")
 ELSEWHERE = {"train.py", "script.py", "build/gpu"}  # examples, and what a tool writes
 

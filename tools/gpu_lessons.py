@@ -2,7 +2,8 @@
 
     python -m tools.gpu_lessons FOLDER
 
-Every cell is run, also after one that failed. FOLDER gets each executed notebook, its figures as PNG, and `lessons.json`.
+Every cell is run, also after one that failed. FOLDER gets each executed notebook, its figures as PNG, and
+`lessons.json`.
 """
 
 from __future__ import annotations

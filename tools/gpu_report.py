@@ -35,7 +35,7 @@ def about(machine: Machine) -> str:
 
 
 def read_junit(path: Path) -> dict[str, Any] | None:
-    """The content of pytest's report: the number of passes, the failures and the reasons of skips; None if there is no report."""
+    """The content of pytest's report: number of passes, failures, and reasons of skips; None if there is no report."""
     try:
         cases = list(ET.parse(path).getroot().iter("testcase"))
     except (OSError, ET.ParseError):

@@ -28,10 +28,10 @@ class Fault:
 
     Args:
         name: as the table shows it.
-        expect: the expected report: "rank" (a `RankError` that names the victim), "pair" (a sentence that names the victim
-            and the one that it waits for, or differs from), "words" (a `LabError` that says which object), "stop" (the prompt is
-            back), "line" (the same, and the victim's line says what is wrong), "gone" (the notebook's process is killed),
-            "nothing" (nothing is wrong, and nothing is reported).
+        expect: the expected report: "rank" (a `RankError` that names the victim), "pair" (a sentence that names the
+            victim and the one that it waits for, or differs from), "words" (a `LabError` that says which object),
+            "stop" (the prompt is back), "line" (the same, and the victim's line says what is wrong), "gone" (the
+            notebook's process is killed), "nothing" (nothing is wrong, and nothing is reported).
         runtimes: those that it is tried with.
         weight: how often it is drawn.
     """

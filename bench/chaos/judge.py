@@ -45,7 +45,8 @@ def named(turn: Round, told: dict[str, Any]) -> bool:
 
     Args:
         turn: the round.
-        told: how the run ended: the exception's `kind`, `text`, `sentence` (the one that says why) and `rank`, and `results`.
+        told: how the run ended: the exception's `kind`, `text`, `sentence` (the one that says why) and `rank`, and
+            `results`.
     """
     kind, expect = told["kind"], FAULTS[turn.fault].expect
     if expect == "rank":

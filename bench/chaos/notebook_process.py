@@ -1,7 +1,7 @@
 """The notebook's process of `make chaos`, which is interrupted and killed: it plays one round after the other.
 
-It reads rounds, a line each, and answers each with three lines: the state before the fault, the report of the fault, and
-the state after the next run.
+It reads rounds, a line each, and answers each with three lines: the state before the fault, the report, and the
+state after the next run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The resources of a process and its descendants: descriptors, shared memory, memory, processes; and whether they grow."""
+"""The resources of a process and its descendants (descriptors, memory, processes), and whether they grow."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ def _answer(process: subprocess.Popen[str]) -> Any:
 
 
 def live_as_notebook(number: int) -> None:
-    """The life of one of many notebooks' processes: say that labkit is here, start a group when told, keep it until the end."""
+    """One of many notebook processes: imports labkit, starts a group on request, and keeps it until the end."""
     print(json.dumps("here"), flush=True)
     sys.stdin.readline()
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""accelerate's `notebook_launcher`: four processes forked from the kernel for each piece of work, by way of torch's elastic."""
+"""accelerate's `notebook_launcher`: four processes forked from the kernel for each task, by torch's elastic."""
 
 from __future__ import annotations
 

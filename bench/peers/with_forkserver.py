@@ -1,4 +1,4 @@
-"""The lower bound: multiprocessing's forkserver with torch preloaded, pipes, and shared memory; only the work itself."""
+"""The lower bound: multiprocessing's forkserver with torch preloaded, pipes, shared memory; only the work itself."""
 
 from __future__ import annotations
 

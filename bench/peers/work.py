@@ -23,7 +23,7 @@ LOOPBACK: Final = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class Tool(Protocol):
-    """One way to start ranks, as the benchmarks drive it; each answer is a measurement in seconds, or bytes for memory."""
+    """One way to start ranks, as the benchmarks drive it; results are in seconds, or in bytes for memory."""
 
     def ready(self) -> float:
         """From nothing to four ranks with a process group and the received sum of one all_reduce."""
@@ -35,7 +35,7 @@ class Tool(Protocol):
         """An array of `ARRAY_BYTES` to each of four ranks and back."""
 
     def memory(self) -> float:
-        """Proportional set size of everything this process has started, with four idle ranks that have made one all_reduce."""
+        """Proportional set size of all descendants, with four idle ranks that have made one all_reduce."""
 
     def close(self) -> None:
         """End all processes."""
@@ -49,12 +49,12 @@ def seconds(action: Callable[[], Any]) -> float:
 
 
 def children_pss() -> float:
-    """Proportional set size in bytes of all descendants of this process: shared pages are divided among those who share them."""
+    """Proportional set size in bytes of all descendants of this process: shared pages are divided among their users."""
     return float(sum(p.memory_full_info().pss for p in psutil.Process().children(recursive=True)))
 
 
 def wait_until_children_rest() -> None:
-    """Wait until the processes of this one have been idle for half a second: spare ranks have finished their imports."""
+    """Wait until all descendants have been idle for half a second: spare ranks have finished their imports."""
     deadline = time.monotonic() + TIMEOUT_S
     before = -1.0
     while time.monotonic() < deadline:

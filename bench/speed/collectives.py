@@ -1,4 +1,4 @@
-"""The cost of recording a collective: an all_reduce of one number over two ranks, compared with torch's own group class."""
+"""The cost of recording a collective: one all_reduce over two ranks, compared with torch's own group class."""
 
 from __future__ import annotations
 

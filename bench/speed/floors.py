@@ -19,7 +19,7 @@ ROUNDS: Final = 7
 
 
 def copies_s() -> float:
-    """Seconds to copy an array into fresh memory as often as it must be copied: once to the ranks, and back from each."""
+    """Seconds to copy an array into fresh memory as often as needed: once to the ranks, and back from each."""
     array = np.ones(ARRAY_BYTES, np.uint8)
     return statistics.median(seconds(lambda: [array.copy() for _ in range(1 + RANKS)]) for _ in range(ROUNDS))
 

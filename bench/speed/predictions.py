@@ -64,7 +64,7 @@ is measured. Memory is what `lab.track_memory` counts of parameters, gradients a
 """
 
 
-# ---------------------------------------------------------------------------------------------- collectives and messages
+# --------------------------------------------------------------------------------------------- collectives and messages
 
 
 def every_collective(nbytes: int) -> dict[str, Times]:
@@ -181,7 +181,7 @@ def network() -> nn.Module:
 
 
 def training() -> tuple[dict[str, Times], float]:
-    """In a rank: forward and backward alone; with DistributedDataParallel; with the same all-reduces after the backward pass.
+    """In a rank: forward and backward alone; with DistributedDataParallel; with all-reduces after the backward pass.
 
     And the processor time of one of these all-reduces, in seconds.
     """

@@ -1,4 +1,4 @@
-"""`make bench`: every number that labkit promises, beside a lower bound measured in the same run, and other tools' times."""
+"""`make bench`: every number that labkit promises, beside a lower bound from the same run, and other tools' times."""
 
 from __future__ import annotations
 

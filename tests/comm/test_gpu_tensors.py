@@ -109,7 +109,8 @@ def test_operations_of_a_gpu_are_timed_by_it(pair: Group, moved_by: str) -> None
 
 
 def barrier_of_nccl() -> list[list[str]]:
-    """What is pending after a barrier like NCCL's has completed, before and after the wait: its future never completes."""
+    """What is pending after a barrier like NCCL's has completed, before and after the wait: its future never
+    completes."""
     import torch.distributed as dist
 
     group: Any = dist.new_group()
@@ -167,7 +168,8 @@ class Coalescing:
 
 
 def batched() -> tuple[list[float], int, list[str], list[str]]:
-    """A batch of messages through such a backend: what arrived, in how many works, and what was pending before and after."""
+    """A batch of messages through such a backend: what arrived, in how many works, and what was pending before and
+    after."""
     import torch.distributed as dist
 
     group: Any = dist.new_group()

@@ -289,7 +289,8 @@ def test_a_helper_thread_waits_for_unwatched_operations() -> None:
 
 
 def test_operations_completed_in_a_backward_pass_end_there(rank: Rank) -> None:
-    """The autograd engine is real. A callback that completes the future takes the place of DistributedDataParallel's."""
+    """The autograd engine is real. A callback that completes the future takes the place of
+    DistributedDataParallel's."""
     backwards, done, open_ = Backwards(), rank.issue(10), rank.issue(10)
     done.future, open_.future = torch.futures.Future(), torch.futures.Future()
 

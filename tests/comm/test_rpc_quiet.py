@@ -1,4 +1,5 @@
-"""An RPC group is quiet: torch's warnings about itself stay out of a student's prints, and an idle rank computes nothing."""
+"""An RPC group is quiet: torch's warnings about itself stay out of a student's prints, and an idle rank computes
+nothing."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ def test_the_module_is_a_public_name() -> None:
         # the link is the slower: the first of four buckets is there after 1 ms, then four times 2 + 2 ms
         (formulas.data_parallel_step(0.01, 0.004, 8000, 2, LINK, buckets=4), 10 + 1 + 16),
         (formulas.pipeline_step(4, 8, 0.01, 0.02), (8 + 3) * 30),
-        # an all-reduce of 2 + 4 ms takes 3 ms from the backward pass: that of the first bucket, for the last comes after it
+        # an all-reduce of 2 + 4 ms takes 3 ms from the backward pass: that of the first bucket, for the last comes
+        # after it
         (formulas.data_parallel_step(0.01, 0.02, 8000, 2, LINK, buckets=2, overhead_s=0.003), 10 + 20 + 3 + 6),
         (formulas.data_parallel_step(0.01, 0.004, 8000, 2, LINK, buckets=4, overhead_s=0.0001), 10 + 1 + 16),
         (formulas.data_parallel_step(0.01, 0.02, 8000, 2, LINK, overlap=False, overhead_s=0.003), 10 + 20 + 2 + 8),

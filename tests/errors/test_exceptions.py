@@ -1,4 +1,5 @@
-"""What the student reads when something goes wrong: the wording of reports, in a notebook, in a log and after pickling."""
+"""What the student reads when something goes wrong: the wording of reports, in a notebook, in a log and after
+pickling."""
 
 import os
 import pickle

@@ -1,4 +1,5 @@
-"""Groups on real GPUs: NCCL where each rank has one, gloo where they share one, and the same numbers as on one process."""
+"""Groups on real GPUs: NCCL where each rank has one, gloo where they share one, and the same numbers as on one
+process."""
 
 from __future__ import annotations
 

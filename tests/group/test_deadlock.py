@@ -252,7 +252,8 @@ def test_a_thread_of_one_rank_does_not_help_those_that_wait_for_others() -> None
 
 
 def test_an_operation_under_way_may_have_a_callback() -> None:
-    """Two wait for each other, but an operation that one of them began with a third, computing rank may end and call back."""
+    """Two wait for each other, but an operation that one of them began with a third, computing rank may end and
+    call back."""
     begun, third = op("all_reduce", group="group 2 of ranks 0,2", since=0), standing()
     one, other = standing(message("recv", 1, 0), begun), standing(message("recv", 0, 1))
     assert verdict(one, other, third) is None

@@ -1,4 +1,5 @@
-"""The fault zoo: for each fault in a rank, the student reads what happened, where, and what the others did, and can continue."""
+"""The fault zoo: for each fault in a rank, the student reads what happened, where, and what the others did, and can
+continue."""
 
 from __future__ import annotations
 
@@ -600,7 +601,8 @@ def test_stop_while_ranks_hang_in_a_collective(gloo: lab.Group, cells: in_cells.
 
 
 class StopWhenBlocked:
-    """A live view that presses Stop as soon as a given number of ranks wait for communication, and keeps its last update."""
+    """A live view that presses Stop as soon as a given number of ranks wait for communication, and keeps its last
+    update."""
 
     interval_s = 0.01
 

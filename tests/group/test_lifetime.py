@@ -1,4 +1,5 @@
-"""How long groups live: killed with their notebook, closed, forgotten, several at once, in threads, in asyncio, beside a fork."""
+"""How long groups live: killed with their notebook, closed, forgotten, several at once, in threads, in asyncio,
+beside a fork."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ group.run(hold, np.ones(1 << 20))
     [(r, s) if (r, s) in EACH else pytest.param(r, s, marks=pytest.mark.slow) for r in NEEDS for s in START],
 )
 def test_nothing_is_left_of_a_notebook_that_was_killed(runtime: str, start: str, tmp_path: Path) -> None:
-    """No process, no shared memory, no socket with a name, no temporary file; also where a fork of its process lives on."""
+    """No process, no shared memory, no socket with a name, no temporary file; also where a fork of its process
+    lives on."""
     pytest.importorskip(NEEDS[runtime])
     folder, mark = tmp_path / "temporary", f"LABKIT_TEST_{os.getpid()}_{runtime}_{start}"
     folder.mkdir()

@@ -1,4 +1,5 @@
-"""Mismatched arguments of one operation are reported, even if the backend completes it; healthy programs are not affected."""
+"""Mismatched arguments of one operation are reported, even if the backend completes it; healthy programs are not
+affected."""
 
 from __future__ import annotations
 

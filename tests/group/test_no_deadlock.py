@@ -251,7 +251,8 @@ def caught(wait: Callable[[], object]) -> str:
 
 
 def in_a_group_with_a_limit(wait: Callable[[Any], object], limit_s: float) -> str:
-    """If the ranks do not even create the group within the limit, which also holds for that, there is nothing to test."""
+    """If the ranks do not even create the group within the limit, which also holds for that, there is nothing to
+    test."""
     dist.barrier()
     try:
         pair = dist.new_group([0, 1], timeout=timedelta(seconds=limit_s))

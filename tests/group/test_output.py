@@ -1,4 +1,5 @@
-"""What ranks print: nothing is lost, lines are whole and labelled, bounded, shown while they work, grouped at the end."""
+"""What ranks print: nothing is lost, lines are whole and labelled, bounded, shown while they work, grouped at the
+end."""
 
 from __future__ import annotations
 

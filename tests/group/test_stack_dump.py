@@ -87,7 +87,8 @@ class UntilPrinted:
 
 
 class UntilBlocked:
-    """A live view that reads the stacks as soon as a rank waits for communication; from another thread, as a student would.
+    """A live view that reads the stacks as soon as a rank waits for communication; from another thread, as a student
+    would.
 
     Args:
         lines: on which the ranks will be.

@@ -1,7 +1,7 @@
 """Stop at every moment of a run, in every runtime: the prompt is back, nothing is left, and the next run works.
 
-`StopAt` raises SIGINT at the n-th place where Python checks for signals: when a function begins, and after a call into C. So
-a test can walk through all of them, one run for each.
+`StopAt` raises SIGINT at the n-th place where Python checks for signals: when a function begins, and after a call into
+C. So a test can walk through all of them, one run for each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What a run leaves unfinished never reaches the next: fresh ranks serve that one, and a line says why. Healthy ranks stay."""
+"""What a run leaves unfinished never reaches the next: fresh ranks serve that one, and a line says why. Healthy
+ranks stay."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def reduce_alone() -> None:
 
 
 def group_with_a_limit() -> Any:
-    """Both ranks, with a time limit that holds once the group exists: on a busy machine, creating it may take longer."""
+    """Both ranks, with a time limit that holds once the group exists: on a busy machine, creating it may take
+    longer."""
     from datetime import timedelta
 
     part = dist.new_group([0, 1])

@@ -45,7 +45,8 @@ class Answers:
         return cases
 
     def complete(self, lesson: str) -> None:
-        """Every exercise of the lesson has a right answer here and at least two wrong ones that fail in different words."""
+        """Every exercise of the lesson has a right answer here and at least two wrong ones that fail in different
+        words."""
         for name in labkit.exercises.LESSONS[lesson]:
             own = [a for a in self.all if a.exercise == name]
             assert [a for a in own if not a.words], f"no right answer to {name}"

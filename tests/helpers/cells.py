@@ -1,4 +1,5 @@
-"""Cells for tests: code that is defined in `__main__`, as in a notebook, so that it is pickled as a notebook's would be."""
+"""Cells for tests: code that is defined in `__main__`, as in a notebook, so that it is pickled as a notebook's
+would be."""
 
 from __future__ import annotations
 

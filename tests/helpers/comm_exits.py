@@ -1,4 +1,5 @@
-"""Ranks that end with operations under way: each way to end, in two processes that exit as a script does. Prints exit codes."""
+"""Ranks that end with operations under way: each way to end, in two processes that exit as a script does. Prints
+exit codes."""
 
 from __future__ import annotations
 

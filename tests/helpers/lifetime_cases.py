@@ -1,4 +1,5 @@
-"""Functions that ranks run in the tests of Stop and of lifetimes. Fresh ranks import this by name, so it imports little."""
+"""Functions that ranks run in the tests of Stop and of lifetimes. Fresh ranks import this by name, so it imports
+little."""
 
 from __future__ import annotations
 

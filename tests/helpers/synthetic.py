@@ -43,7 +43,8 @@ class Book:
 
 
 def data_parallel(ranks: int = 4, steps: int = 3, seed: int = 0, slow: int = 1) -> Trace:
-    """DistributedDataParallel: three buckets travel while backward goes on; one rank is a little slower than the others."""
+    """DistributedDataParallel: three buckets travel while backward goes on; one rank is a little slower than the
+    others."""
     book, rng = Book(), random.Random(seed)
     at = [0.4 * rng.random() for _ in range(ranks)]
     begun, match = list(at), 0
@@ -131,7 +132,8 @@ def master_and_workers(steps: int = 2) -> Trace:
 
 
 def remote_calls() -> Trace:
-    """RPC as it is recorded: the caller's operation, the call that the callee serves, and its reply, linked by number."""
+    """RPC as it is recorded: the caller's operation, the call that the callee serves, and its reply, linked by
+    number."""
     book, t = Book(), 0.0
     for number in (1, 2):
         book.compute(0, "forward", t, t + 2)

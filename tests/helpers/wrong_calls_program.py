@@ -1,4 +1,5 @@
-"""Calls each public function of labkit wrongly, inside a real kernel, and reports what a student would see for each call."""
+"""Calls each public function of labkit wrongly, inside a real kernel, and reports what a student would see for each
+call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Pickling: definitions by value into the rank's `__main__`, arrays through shared memory; what cannot be sent is named."""
+"""Pickling: definitions by value into the rank's `__main__`, arrays through shared memory; what cannot be sent is
+named."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ from labkit.ipc.pickling_errors import Call
 
 @pytest.fixture(scope="module", params=[*START, "results through shared memory"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[lab.Group]:
-    """Two ranks without a framework, started both ways, and where the system forbids reading another process's memory."""
+    """Two ranks without a framework, started both ways, and where the system forbids reading another process's
+    memory."""
     start = request.param if request.param in START else "fork"
     with lab.Group(2, runtime="bare", start=start, timeout_s=200) as group:
         with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,5 @@
-"""Objects that exist only in a rank: the error says what to return instead. A result that cannot be unpickled is an error too."""
+"""Objects that exist only in a rank: the error says what to return instead. A result that cannot be unpickled is an
+error too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Locks, events, queues and executors are sent as fresh ones; those in use are named by the variable that holds them."""
+"""Locks, events, queues and executors are sent as fresh ones; those in use are named by the variable that holds
+them."""
 
 from __future__ import annotations
 

@@ -38,7 +38,8 @@ LIMIT_MS = 150_000  # for a lesson's cells up to the picture, on a busy machine
 
 KEYS_EVERY = 25  # attempts of 0.2 s: keys that a busy page has not handled yet are not lost, and would run the cell twice
 
-# The kernel, as the status bar says it, and in Jupyter Notebook, which has none; cells run before it is connected are lost.
+# The kernel, as the status bar says it, and in Jupyter Notebook, which has none; cells run before it is connected are
+# lost.
 IDLE = {"lab": "#jp-main-statusbar >> text=/\\| Idle$/", "notebook": ".jp-Notebook-ExecutionIndicator[data-status=idle]"}
 
 # Collects every picture that the output of the last cell shows, from the moment it is installed.
@@ -382,13 +383,15 @@ def _tip(page: Page, rank: int, lane: int, share: float) -> list[str]:
 
 
 def _all_tips(page: Page, rank: int) -> set[tuple[str, str]]:
-    """First and last line of the texts along a rank's row: the position of a span depends on how busy the machine is."""
+    """First and last line of the texts along a rank's row: the position of a span depends on how busy the machine
+    is."""
     told = [_tip(page, rank, 0, share / 40) for share in range(1, 40)]
     return {(one[0], one[-1]) for one in told if one}
 
 
 def _hover(page: Page, rank: int, lane: int, share: float, first: str = "") -> list[str]:
-    """The text beside the pointer there, once it begins with `first`: the page may still be changing its layout or theme."""
+    """The text beside the pointer there, once it begins with `first`: the page may still be changing its layout or
+    theme."""
     told: list[str] = []
     for _ in range(LIMIT_MS // 50):
         told = _tip(page, rank, lane, share)

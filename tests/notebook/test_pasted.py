@@ -1,4 +1,5 @@
-"""Programs in the style of well-known tutorials, including launch code, pasted into a cell of a real kernel and run twice.
+"""Programs in the style of well-known tutorials, including launch code, pasted into a cell of a real kernel and run
+twice.
 
 Each program in `pasted/` is as its author would run it. A case names its group, the one line that is changed, if
 any, and expressions whose values are known. To add one: a file, and an entry in `CASES`.
@@ -120,8 +121,8 @@ CASES: Final = [
         "hybrid_sharded", "lab.Group(4)", SPAWN,
         values={
             f"len({{tuple(r) for r in {RESULTS}}}), len({RESULTS}[0])": (1, 3),
-            # In each of three steps two layers are gathered, forward and backward, and their gradients reduced over the shards,
-            # then over the copies; and the squares of their norms.
+            # In each of three steps two layers are gathered, forward and backward, and their gradients reduced over the
+            # shards, then over the copies; and the squares of their norms.
             "counts('all_gather_into_tensor', 'reduce_scatter_tensor', 'all_reduce')": [[12, 6, 9]] * 4,
             "nbytes('all_gather_into_tensor')": [12 * 8 * 16 * 4] * 4,
             "nbytes('reduce_scatter_tensor')": [6 * 8 * 16 * 4] * 4,

@@ -1,8 +1,8 @@
 """The colours of the figures, as people with each kind of colour blindness see them.
 
-Source: G. M. Machado, M. M. Oliveira and L. A. F. Fernandes, "A physiologically-based model for simulation of color vision
-deficiency", IEEE Transactions on Visualization and Computer Graphics 15, 2009: its matrices for a severity of 1, which work on
-linear RGB. Distances are those of CIE 1976 (L*a*b*, D65), where about 2.3 can just be noticed.
+Source: G. M. Machado, M. M. Oliveira and L. A. F. Fernandes, "A physiologically-based model for simulation of color
+vision deficiency", IEEE Transactions on Visualization and Computer Graphics 15, 2009: its matrices for a severity of 1,
+which work on linear RGB. Distances are those of CIE 1976 (L*a*b*, D65), where about 2.3 can just be noticed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """Every figure is compared with a reviewed reference in tests/plots/pictures/.
 
-After an intended change to a figure, `LABKIT_RENEW_PICTURES=1 pytest` with this file draws the references again; look at
-each that git shows as changed before you commit it. A picture that differs is written to pytest's folder for the test, next to
-the one expected and the difference.
+After an intended change to a figure, `LABKIT_RENEW_PICTURES=1 pytest` with this file draws the references again; look
+at each that git shows as changed before you commit it. A picture that differs is written to pytest's folder for the
+test, next to the one expected and the difference.
 
-Pictures are compared in squares of ten pixels, by their mean colour. What another version of matplotlib puts one pixel further
-does not count: the best of the nine positions does. A bar, a row, an arrow or a word that is absent or of another colour counts.
+Pictures are compared in squares of ten pixels, by their mean colour. What another version of matplotlib puts one pixel
+further
+does not count: the best of the nine positions does. A bar, a row, an arrow or a word that is absent or of another
+    colour counts.
 """
 
 from __future__ import annotations

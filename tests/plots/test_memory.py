@@ -118,7 +118,8 @@ def test_nothing_counts_twice(rank):
         model(data[8:16])  # the same part of the data again; its graph is gone at once
     usage = rank.usage()
     assert usage["parameters"][-1] == 4 * (16 * 16 + 2 * 16) + 8  # the layer, the two buffers, and how many batches there were
-    # The part of the data that is kept, not all of it; what BatchNorm takes and gives; its mean and deviation of the batch.
+    # The part of the data that is kept, not all of it; what BatchNorm takes and gives; its mean and deviation of the
+    # batch.
     assert usage["activations"][-1] == 4 * (8 * 16 + 2 * 8 * 16 + 2 * 16)
     del kept
 

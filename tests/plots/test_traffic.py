@@ -315,7 +315,8 @@ def test_without_traffic_the_figure_says_so():
 
 
 def reduced_by_devices(ranks: int, *, across: bool) -> Book:
-    """Each rank has two of TensorFlow's devices; they reduce 1000 bytes among themselves, or those of all ranks together."""
+    """Each rank has two of TensorFlow's devices; they reduce 1000 bytes among themselves, or those of all ranks
+    together."""
     book = Book()
     for rank in range(ranks):
         for device in ("CPU:0", "CPU:1"):

@@ -171,7 +171,8 @@ def test_memory_mapped_later_at_the_same_address_is_left_alone(two: lab.Group, h
 
 
 def test_deadlocks_are_found_with_any_number_of_span_names(capsys: pytest.CaptureFixture[str]) -> None:
-    """14,000 short names, or 2,000 long ones, once filled the table: collectives lost theirs, and deadlocks were not found."""
+    """14,000 short names, or 2,000 long ones, once filled the table: collectives lost theirs, and deadlocks were
+    not found."""
 
     def train() -> None:
         import torch.distributed as dist

@@ -1,4 +1,5 @@
-"""The ring in shared memory: each record is read once and complete, or counted as dropped, also while the rank writes."""
+"""The ring in shared memory: each record is read once and complete, or counted as dropped, also while the rank
+writes."""
 
 import mmap
 import struct
@@ -154,7 +155,8 @@ def test_an_unfinished_record_delays_the_later_ones_and_is_not_lost(
 
 
 class Overtaken:
-    """A reader's view of the records: after it has copied a part of them, something happens before it copies the rest."""
+    """A reader's view of the records: after it has copied a part of them, something happens before it copies the
+    rest."""
 
     def __init__(self, words: Any, after: float, meanwhile: Callable[[], None]) -> None:
         self.words, self.after, self.meanwhile = words, after, meanwhile

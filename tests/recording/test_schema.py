@@ -1,4 +1,5 @@
-"""A field of a span is one entry of the schema: a field added there comes through the ring, columns, traces and files."""
+"""A field of a span is one entry of the schema: a field added there comes through the ring, columns, traces and
+files."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ print(json.dumps({name: [[s.name, {f: getattr(s, f) for f in fields}] for s in f
 
 @pytest.fixture(scope="module")
 def came_back(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a copy of labkit with more fields in its schema, and no other change but one in `Pending`, gives back of them."""
+    """What a copy of labkit with more fields in its schema, and no other change but one in `Pending`, gives back of
+    them."""
     folder = tmp_path_factory.mktemp("copy")
     shutil.copytree(Path(labkit.__file__).parent, folder / "labkit", ignore=shutil.ignore_patterns("__pycache__"))
     path = folder / "labkit" / "recording" / "schema.py"

@@ -1,4 +1,5 @@
-"""Ideal pipelines: their bubbles match the papers, every pass runs once, and none begins before its input has arrived."""
+"""Ideal pipelines: their bubbles match the papers, every pass runs once, and none begins before its input has
+arrived."""
 
 from __future__ import annotations
 

@@ -100,7 +100,8 @@ def test_communication_that_nobody_waits_for_is_hidden_by_compute() -> None:
 
 
 def test_communication_that_the_rank_waits_for_is_exposed() -> None:
-    # backward 0-60, its gradients travel from 30 to 90; the rank is blocked in wait() from 60 to 90, all inside one span of 100
+    # backward 0-60, its gradients travel from 30 to 90; the rank is blocked in wait() from 60 to 90, all inside one
+    # span of 100
     trace = Trace([compute(0, 0, 100, "train"), travel(0, 30, 90, wait=(60, 90))], ranks=["rank 0"])
     (share,) = trace.shares()
     assert (share.compute_ns, share.communication_ns, share.overlap_ns, share.idle_ns, share.exposed_ns) == (70, 60, 30, 0, 30)
@@ -129,7 +130,8 @@ def test_while_one_thread_of_a_rank_is_blocked_another_computes() -> None:
 
 
 def test_a_wait_of_the_function_does_not_block_a_served_call() -> None:
-    """The call came before the function began to wait (in `rpc.shutdown`, say, until 100). It fetches something, 60-70."""
+    """The call came before the function began to wait (in `rpc.shutdown`, say, until 100). It fetches something,
+    60-70."""
     spans = [
         Span(0, "run", "call", 0, 100), compute(0, 10, 90, automatic=True, served=True), travel(0, 20, 100, wait=(20, 100)),
         travel(0, 60, 70, wait=(60, 70), served=True),

@@ -1,4 +1,5 @@
-"""`python -m labkit script.py`, `torchrun -m labkit script.py`: scripts that do not use labkit are recorded and run as usual."""
+"""`python -m labkit script.py`, `torchrun -m labkit script.py`: scripts that do not use labkit are recorded and run
+as usual."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What ranks display: rich output, figures, last expressions; labelled, in rank order, bounded; `exit`, `get_ipython`."""
+"""What ranks display: rich output, figures, last expressions; labelled, in rank order, bounded; `exit`,
+`get_ipython`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a group exposes: nothing to other machines, and, where the system allows it, nothing to other users of this one."""
+"""What a group exposes: nothing to other machines, and, where the system allows it, nothing to other users of this
+one."""
 
 from __future__ import annotations
 

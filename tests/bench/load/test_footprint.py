@@ -12,7 +12,8 @@ from bench.load.footprint import Footprint, growth, too_much, watch_growth
 from labkit.group.open_groups import notebook
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-# A short measurement is less exact: one growth of an allocator's pool counts for more. A leak of a page each time is still found.
+# A short measurement is less exact: one growth of an allocator's pool counts for more. A leak of a page each time is
+# still found.
 MANY = 4
 
 

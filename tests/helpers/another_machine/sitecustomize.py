@@ -1,4 +1,5 @@
-"""Makes the second node of torchrun look like another machine: another name, and a clock an hour ahead and 20 µs/s fast."""
+"""Makes the second node of torchrun look like another machine: another name, and a clock an hour ahead and 20 µs/s
+fast."""
 
 import os
 import socket

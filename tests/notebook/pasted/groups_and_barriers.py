@@ -1,4 +1,4 @@
-"""In the style of notes on process groups: groups of some ranks, barriers, and an initialisation by an address in the call."""
+"""In the style of notes on process groups: groups of some ranks, barriers, and initialisation by an address."""
 
 import torch
 import torch.distributed as dist

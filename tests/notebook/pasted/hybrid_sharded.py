@@ -1,4 +1,4 @@
-"""In the style of training loops on a mesh of two dimensions: copies of the model, each sharded over a group of ranks."""
+"""In the style of training loops on a mesh of two dimensions: copies of the model, each sharded over a group."""
 
 import os
 

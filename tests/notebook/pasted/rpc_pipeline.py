@@ -1,4 +1,4 @@
-"""Two shards of a model on two workers; micro-batches go through them as references, as in tutorials of RPC pipelines."""
+"""Two shards of a model on two workers; micro-batches pass as references, as in tutorials of RPC pipelines."""
 
 import os
 import threading

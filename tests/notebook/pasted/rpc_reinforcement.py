@@ -1,4 +1,4 @@
-"""In the style of tutorials on reinforcement learning over RPC: an agent decides for its observers, who report rewards."""
+"""In the style of tutorials on reinforcement learning over RPC: an agent decides for its observers."""
 
 import os
 

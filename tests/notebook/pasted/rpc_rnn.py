@@ -1,4 +1,4 @@
-"""In the style of tutorials on models split over RPC: a recurrent model, its embedding and decoder at a parameter server."""
+"""In the style of tutorials on models split over RPC: a recurrent model with a parameter server."""
 
 import os
 

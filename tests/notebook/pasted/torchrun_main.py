@@ -1,4 +1,4 @@
-"""In the style of scripts for torchrun: everything comes from the environment, and `main` runs where the script does."""
+"""In the style of scripts for torchrun: all settings come from the environment, and `main` runs at the end."""
 
 import os
 

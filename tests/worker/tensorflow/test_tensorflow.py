@@ -84,7 +84,8 @@ def test_a_cluster_is_named_in_tf_config() -> None:
 
 
 def try_the_port() -> tuple[int, int, int]:
-    """The results of binding the rank's own port before the strategy is made, and of connecting to it before and after."""
+    """The results of binding the rank's own port before the strategy is made, and of connecting to it before and
+    after."""
     import tensorflow as tf
 
     network = network_of_ranks()
@@ -372,7 +373,8 @@ def test_an_error_in_a_graph_shows_the_cells_own_lines(cells: Cells, one: lab.Gr
 
 
 def tuned_when_distributed() -> list[bool | None]:
-    """Whether each iterated dataset is autotuned, in the order in which a distributed dataset begins to iterate them."""
+    """Whether each iterated dataset is autotuned, in the order in which a distributed dataset begins to iterate
+    them."""
     import tensorflow as tf
 
     tuned: list[bool | None] = []

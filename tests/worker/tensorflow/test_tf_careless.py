@@ -1,4 +1,5 @@
-"""Programs for TensorFlow that set or remove TF_CONFIG, in which all workers write the same files, or a worker is killed."""
+"""Programs for TensorFlow that set or remove TF_CONFIG, in which all workers write the same files, or a worker is
+killed."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ def one() -> Iterator[lab.Group]:
 
 
 def stop_sessions(folder: str, times: int) -> list[tuple[bool, bool, int, int]]:
-    """For each session: whether the entry changed during the stop and after it; deques that were deferred, and that remain."""
+    """For each session: whether the entry changed during the stop and after it; deques that were deferred, and that
+    remain."""
     import threading
 
     import tensorflow as tf

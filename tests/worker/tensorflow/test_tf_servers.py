@@ -1,4 +1,5 @@
-"""TensorFlow's servers in ranks: parameter servers and tf.data's service, until the ranks that they serve have returned."""
+"""TensorFlow's servers in ranks: parameter servers and tf.data's service, until the ranks that they serve have
+returned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Defects of TensorFlow and Keras that ranks patch: with the patch, results equal one device's; without it, the defect shows."""
+"""Defects of TensorFlow and Keras that ranks patch: with the patch, results equal one device's; without it, the
+defect shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""TensorFlow's work is on the timeline automatically: collectives with sizes, phases, devices, servers, spans in graphs."""
+"""TensorFlow's work is on the timeline automatically: collectives with sizes, phases, devices, servers, spans in
+graphs."""
 
 from __future__ import annotations
 
