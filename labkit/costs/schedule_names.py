@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from labkit.errors.lists import listed
+
 __all__ = ["GPIPE", "INTERLEAVED", "ONE_F_ONE_B", "schedule_name"]
 
 GPIPE: Final = "gpipe"
@@ -32,7 +34,7 @@ def schedule_name(given: Any, where: str) -> str:
         TypeError: it is no text.
         ValueError: no schedule is called so.
     """
-    expected = ", ".join(map(repr, _NAMES[:-1])) + f" or {_NAMES[-1]!r}"
+    expected = listed(map(repr, _NAMES), word="or")
     if not isinstance(given, str):
         raise TypeError(f"{where}={given!r}: expected {expected}")
     name = _ALSO.get("".join(character for character in given.lower() if character.isalnum()))

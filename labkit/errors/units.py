@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["bytes_in_words", "in_words", "scaled", "three_digits", "time_in_words", "unit_of", "unit_of_bytes"]
+__all__ = [
+    "bytes_in_words", "clock_time", "in_words", "percent", "rate_in_words", "scaled", "three_digits", "time_in_words", "unit_of",
+    "unit_of_bytes",
+]  # fmt: skip
 
 UNITS: Final = {
     "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")),
@@ -59,6 +62,28 @@ def time_in_words(duration_ns: float) -> str:
     """Format a time with three digits and its unit: "67.7 ms"."""
     unit, length_ns = unit_of(duration_ns)
     return f"{three_digits(duration_ns / length_ns)} {unit}"
+
+
+def clock_time(seconds: float, *, tenths: bool = False) -> str:
+    """Format a duration as a clock does: "12 s", "3 min 20 s", "2 h 5 min"; with tenths, "12.3 s" below a minute."""
+    whole = int(seconds) if tenths else round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if tenths else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def rate_in_words(per_s: float, noun: str) -> str:
+    """Format a rate: "12.3 steps/s" if `noun` is "step"; a very low one by its inverse: "12.3 s per step"."""
+    if per_s < 0.1:
+        return f"{in_words(1 / per_s, 's')} per {noun}"
+    return f"{per_s:.3g} {noun}s/s" if per_s < 1000 else f"{per_s:.0f} {noun}s/s"
+
+
+def percent(share: float) -> str:
+    """Format a fraction of 1 in whole percent: "5 %"."""
+    return f"{100 * share:.0f} %"
 
 
 def three_digits(value: float) -> str:

@@ -21,6 +21,7 @@ from traceback import walk_tb
 from typing import Any, Final, ParamSpec, TypeVar
 
 from labkit.errors.exceptions import LabError, Stopped
+from labkit.errors.lists import listed
 from labkit.errors.own_code import LABKIT
 
 __all__ = ["WrongNameError", "WrongTypeError", "WrongValueError", "did_you_mean", "public_api"]
@@ -305,8 +306,7 @@ def _words(hint: Any) -> list[str]:
 
 def _choice(hint: Any) -> str:
     """Return the words for a type, as in "a number, a list or None"."""
-    *first, last = dict.fromkeys(_words(hint))
-    return f"{', '.join(first)} or {last}" if first else last
+    return listed(dict.fromkeys(_words(hint)), word="or")
 
 
 def _kind_of(value: Any) -> str:

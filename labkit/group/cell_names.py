@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from labkit.errors.lists import listed
 from labkit.group.member import Member
 
 __all__ = ["CellNames", "lost_names"]
@@ -59,6 +60,5 @@ def lost_names(members: Iterable[Member]) -> str:
     names = "; ".join(f"{', '.join(names)} ({label})" for label, names in by_cell.items())
     more = f"; and {len(made) - MOST_NAMES} more" if len(made) > MOST_NAMES else ""
     cells = list(dict.fromkeys(made.values()))
-    again = " and ".join(filter(None, (", ".join(cells[:-1]), cells[-1])))
-    lost = f"what %%ranks cells had made there is gone: {names}{more}. Run {again} again."
+    lost = f"what %%ranks cells had made there is gone: {names}{more}. Run {listed(cells)} again."
     return f"fresh ranks take the place of the old ones, and {lost}"

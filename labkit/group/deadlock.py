@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from labkit.errors.lists import listed
 from labkit.group.rank_state import Standing
 from labkit.group.remote_calls import has_thread, promised, serves, thread_blocked
 from labkit.group.rendezvous import HINTS, hint_of, not_there
@@ -19,7 +20,7 @@ from labkit.recording.group_keys import GroupKind, kind_of, ranks_of, where_of
 from labkit.recording.schema import PROMISE, SERVE, UNSEEN_PROMISE, Pending
 
 __all__ = [
-    "SERVES_OTHERS", "Deadlock", "amount", "doing", "listed", "mismatch", "missing", "operation_in_words", "place",
+    "SERVES_OTHERS", "Deadlock", "amount", "doing", "mismatch", "missing", "operation_in_words", "place",
     "serving_for_ever", "stuck",
 ]  # fmt: skip
 
@@ -358,8 +359,3 @@ def operation_in_words(operation: Pending, names: Sequence[str], *, closely: boo
 def place(operation: Pending) -> str:
     """The student's line that an operation was issued on, to stand behind its name."""
     return f" ({operation.line})" if operation.line else ""
-
-
-def listed(names: Sequence[str]) -> str:
-    """At least one name, the last with an "and"."""
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

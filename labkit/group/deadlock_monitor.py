@@ -10,6 +10,7 @@ from typing import Final
 
 import psutil
 
+from labkit.errors.lists import listed
 from labkit.group.collector import Records
 from labkit.group.deadlock import Deadlock, stuck
 from labkit.group.member import Member
@@ -18,7 +19,7 @@ from labkit.group.rank_state import Standing
 from labkit.group.remote_calls import circle_of_calls, served_by
 from labkit.group.stack_dump import ask
 from labkit.group.thread_states import Active, Look, active, children_of, look
-from labkit.group.wait_notices import waiting_notice
+from labkit.group.wait_notices import MOST_NAMES, waiting_notice
 from labkit.recording.group_keys import GroupKind, kind_of
 from labkit.recording.schema import Pending
 
@@ -181,7 +182,8 @@ class Watchdog:
         if self._frozen:
             self._suspicion = None
             ids = " ".join(str(m.process.pid) for m in self._frozen)
-            self.notice = f"stopped by a signal (SIGSTOP): {_names(self._frozen)}; `kill -CONT {ids}` lets the run go on"
+            names = listed((m.name for m in self._frozen), most=MOST_NAMES, rest="others")
+            self.notice = f"stopped by a signal (SIGSTOP): {names}; `kill -CONT {ids}` lets the run go on"
         elif before:
             self.notice = ""
         return bool(self._frozen)
@@ -210,7 +212,3 @@ class Watchdog:
             serving=serving, entered=entered, done=self._records.done(member.rank, blocked_in),
             uncounted=member.reader.unnoted > self._unnoted[member.rank],
         )  # fmt: skip
-
-
-def _names(members: Sequence[Member]) -> str:
-    return " and ".join(m.name for m in members) if len(members) < 4 else f"{len(members)} others"

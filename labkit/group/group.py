@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, Self
 
 from labkit.costs.link import Link
+from labkit.errors.lists import counted
 from labkit.errors.exceptions import LabError, RankError, Stopped
 from labkit.errors.wrong_calls import public_api
 from labkit.group import stack_dump
@@ -117,7 +118,7 @@ class Group:
     def __repr__(self) -> str:
         over = f" over {self._plan.link}" if self._plan.link is not None else ""
         state = ", closed" if self._closed else ""
-        return f"<Group of {len(self)} {self.runtime} rank{'s' * (len(self) > 1)}{over}{state}>"
+        return f"<Group of {counted(len(self), f'{self.runtime} rank')}{over}{state}>"
 
     def __enter__(self) -> Self:
         return self

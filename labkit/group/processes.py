@@ -12,6 +12,7 @@ from typing import Any, Final
 from labkit.costs.shared_link import SHARED_LINK_BYTES
 from labkit.errors.exceptions import LabError, RankError, RankFailure
 from labkit.errors.exit_reasons import OOMKillCounters, exit_cause, explain_exit
+from labkit.errors.lists import listed
 from labkit.group.member import Member
 from labkit.group.message_loop import MessageLoop
 from labkit.group.options import Plan
@@ -328,7 +329,7 @@ class _Answers:
             return None
         self._pool.tell_if_slow()
         if time.monotonic() > self._until_s:
-            late = ", ".join(m.name for m in self._pool.members if self.expects(m))
+            late = listed(m.name for m in self._pool.members if self.expects(m))
             raise LabError(f"{late} did not answer within {START_LIMIT_S:.0f} s while the group was starting")
         return LOOK_EVERY_S
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Final
+
+from labkit.errors.lists import listed, numbers_in_words
 
 __all__ = ["GroupedWarnings"]
 
@@ -50,14 +51,7 @@ class GroupedWarnings:
         if len(ranks) == 1:
             return names[0]
         if names == [f"rank {rank}" for rank in ranks]:
-            return f"ranks {_numbers(ranks)}"
+            return f"ranks {numbers_in_words(ranks)}"
         if len(names) == len(self._names) > MOST_NAMES:
             return f"all {len(names)} ranks"
-        return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
-
-
-def _numbers(ranks: list[int]) -> str:
-    """Numbers in ascending order, as "0-3, 5"."""
-    starts = [ranks[0], *(b for a, b in pairwise(ranks) if b != a + 1)]
-    ends = [*(a for a, b in pairwise(ranks) if b != a + 1), ranks[-1]]
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+        return listed(names, most=MOST_NAMES)

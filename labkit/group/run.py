@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from labkit.errors.causes import Cause
 from labkit.errors.exceptions import DeadlockError, LabError, RankError, RankFailure, RunTimeoutError, Stopped
+from labkit.errors.lists import listed
 from labkit.group.collector import Records
 from labkit.group.deadlock import SERVES_OTHERS, Deadlock, doing, mismatch, serving_for_ever
 from labkit.group.deadlock_monitor import Watchdog
@@ -59,7 +60,7 @@ class Run:
             self._trace.profile = tuple(ProfilerEvent(rank, *row) for rank, rows in enumerate(self.profiled) for row in rows)
             unseen = [self._trace.ranks[rank] for rank, rows in enumerate(self.profiled) if not rows]
             if unseen:
-                self._trace.notes = (f"torch's profiler gave nothing for {', '.join(unseen)}",)
+                self._trace.notes = (f"torch's profiler gave nothing for {listed(unseen)}",)
         return self._trace
 
     def __repr__(self) -> str:

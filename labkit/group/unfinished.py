@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from labkit.errors.exceptions import RankFailure
+from labkit.errors.lists import listed
 from labkit.group.collector import Records
-from labkit.group.deadlock import listed, missing, place
+from labkit.group.deadlock import missing, place
 from labkit.group.member import Member
 from labkit.group.rank_state import Standing
 from labkit.recording.group_keys import GroupKind, kind_of

@@ -6,7 +6,8 @@ import linecache
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from labkit.group.deadlock import listed, missing, operation_in_words, place
+from labkit.errors.lists import listed
+from labkit.group.deadlock import missing, operation_in_words, place
 from labkit.group.output import cell_label
 from labkit.group.rank_state import Standing
 from labkit.group.remote_calls import promised, served_by
@@ -14,7 +15,7 @@ from labkit.group.stack_dump import Frame
 from labkit.group.thread_states import Active, Look, Thread
 from labkit.recording.schema import Pending
 
-__all__ = ["waiting_notice"]
+__all__ = ["MOST_NAMES", "waiting_notice"]
 
 MOST_WAITS: Final = 3  # operations that are told of, and ranks that have not come to them
 MOST_NAMES: Final = 4
@@ -131,4 +132,4 @@ def _cut(text: str) -> str:
 
 def _some(names: Sequence[str]) -> str:
     """The names, or the first of them where they are many."""
-    return listed(names) if len(names) <= MOST_NAMES + 1 else listed([*names[:MOST_NAMES], f"{len(names) - MOST_NAMES} others"])
+    return listed(names, most=MOST_NAMES, rest="others")

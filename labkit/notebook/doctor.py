@@ -21,6 +21,7 @@ from typing import Any, Final
 import psutil
 
 from labkit.errors.exceptions import install_command
+from labkit.errors.lists import counted, listed
 from labkit.errors.units import in_words
 
 __all__ = ["Facts", "Finding", "Report", "diagnose", "doctor", "look"]
@@ -233,7 +234,7 @@ def _torch(facts: Facts, version: str) -> list[Finding]:
     if "error" in reply:
         return [_not_loading("torch", "torch", version, reply["error"])]
     gpus: int = reply["gpus"]
-    build = f"CUDA {reply['cuda']}, sees {gpus} GPU{'s' * (gpus != 1)}" if reply["cuda"] else "CPU build"
+    build = f"CUDA {reply['cuda']}, sees {counted(gpus, 'GPU')}" if reply["cuda"] else "CPU build"
     findings = [Finding("torch", f"{version} ({build})")]
     if facts.gpus and not gpus and facts.visible_gpus != "":
         reason = "the installed CUDA build does not fit the driver" if reply["cuda"] else "the installed build is for the CPU"
@@ -245,7 +246,7 @@ def _torch(facts: Facts, version: str) -> list[Finding]:
     findings.append(
         Finding(
             "torch.distributed",
-            ", ".join(backends) + (f"; without {' and '.join(missing)}{lessons}" if missing else ""),
+            ", ".join(backends) + (f"; without {listed(missing)}{lessons}" if missing else ""),
             not missing,
         )
     )
@@ -261,7 +262,7 @@ def _tensorflow(facts: Facts, version: str) -> Finding:
             "TensorFlow", f"{version} sees none of the GPUs: its lessons run on the CPU",
             remedy='pip install "tensorflow[and-cuda]"', pip=True,
         )  # fmt: skip
-    return Finding("TensorFlow", f"{version}, sees {reply['gpus']} GPU{'s' * (reply['gpus'] != 1)}" if reply else version)
+    return Finding("TensorFlow", f"{version}, sees {counted(reply['gpus'], 'GPU')}" if reply else version)
 
 
 def _not_loading(name: str, package: str, version: str, error: str) -> Finding:

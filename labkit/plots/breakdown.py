@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.errors.exceptions import LabError
-from labkit.errors.units import time_in_words, unit_of
+from labkit.errors.units import percent, time_in_words, unit_of
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import STYLES
 from labkit.plots.style import GREY, INKS, WIDTH_IN, HasTrace, labkit_style, pyplot, shortened, trace_of
@@ -71,7 +71,7 @@ def breakdown(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axe
             wide_in = ax.get_window_extent().width / ax.figure.dpi
         left = np.zeros(len(y))
         for part, width in zip(_PARTS, parts.T, strict=True):
-            _draw_part(ax, part, y, left, width, _fitting([f"{percent:.0f} %" for percent in width], width * wide_in / 100))
+            _draw_part(ax, part, y, left, width, _fitting([percent(part / 100) for part in width], width * wide_in / 100))
             left += width
         ax.set(xlim=(0, 100), ylim=(y[-1] + 0.5, -0.5), yticks=y, yticklabels=[*trace.ranks, "all ranks"])
         ax.set_xlabel("share of the time [%]")

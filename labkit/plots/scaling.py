@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.errors.exceptions import LabError
+from labkit.errors.lists import listed
+from labkit.errors.units import percent
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import STYLES
 from labkit.plots.style import GREY, WIDTH_IN, HasTrace, labkit_style, pyplot, trace_of
@@ -94,7 +96,7 @@ def scaling(
         of_ticks, of_points = place[: len(every)], place[len(every) :]
         for i in _labelled_points(of_points):
             there: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8.5, "bbox": PALE}
-            ax.annotate(f"{100 * efficiency[i]:.0f} %", (counts[i], drawn[i]), (0, -14), **there)
+            ax.annotate(percent(efficiency[i]), (counts[i], drawn[i]), (0, -14), **there)
         if logarithmic:
             ax.set_xscale("log", base=2)
             ax.set_yscale("log", base=2)
@@ -173,7 +175,7 @@ def _done(counts: NDArray[np.int64], work: float | Mapping[int, float] | None, w
         )
     if isinstance(work, Mapping):
         if absent := [n for n in counts.tolist() if n not in work]:
-            raise ValueError(f"scaling: work={dict(work)} has no entry for {', '.join(map(str, absent))} ranks")
+            raise ValueError(f"scaling: work={dict(work)} has no entry for {listed(absent)} ranks")
         done = np.array([work[n] for n in counts.tolist()], np.float64)
     else:
         done = np.full(len(counts), work, np.float64)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from labkit.errors.exceptions import LabError, missing
-from labkit.errors.units import time_in_words, unit_of
+from labkit.errors.units import percent, time_in_words, unit_of
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import IMPORTANCE, LANES, STYLES, Bars, blend, caption, coverage, crowded, hairlines, ink
 from labkit.plots.message_arrows import COLOUR, draw_messages
@@ -411,4 +411,4 @@ class _Timeline:
 
 def bubble_in_words(trace: Trace) -> str:
     """The bubble for a title, as in ", bubble 27 %"; "" if the trace is no pipeline."""
-    return f", bubble {100 * trace.bubble:.0f} %" if is_pipeline(trace) else ""
+    return f", bubble {percent(trace.bubble)}" if is_pipeline(trace) else ""

@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from labkit.errors.exceptions import LabError
+from labkit.errors.lists import counted, listed, numbers_in_words
 from labkit.recording.clock_sync import Reading, on_reference
 from labkit.recording.events import shown
 from labkit.recording.ring_buffer import RingReader
@@ -162,7 +163,7 @@ def _described(run: Sequence[_Left]) -> str:
     about = run[0].about
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(one.began for one in run) / 1e9))
     restart = f", restart {about['restart']}" if about["restart"] else ""
-    return f"{about['script']} on {about['world_size']} rank{'s' * (about['world_size'] > 1)}{restart}, begun {began}"
+    return f"{about['script']} on {counted(about['world_size'], 'rank')}{restart}, begun {began}"
 
 
 @dataclass(slots=True)
@@ -190,9 +191,9 @@ def _trace(run: Sequence[_Left], notes: list[str]) -> Trace:
         clocks.set(one, recorded)
         if not one.about["ended_ns"]:
             notes.append(f"rank {one.rank} did not come to its end, or has not yet")
-    missing = [str(rank) for rank in range(size) if rank not in {one.rank for one in run}]
+    missing = [rank for rank in range(size) if rank not in {one.rank for one in run}]
     if missing:
-        notes.append(f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {size} left no trace")
+        notes.append(f"rank{'s' * (len(missing) > 1)} {numbers_in_words(missing)} of {size} left no trace")
     notes += clocks.notes() + about_names(kind for r in found.values() for kind in r.no_room)
     written = [r for r in found.values() if len(r.rows)]
     start_ns = min((int(r.rows["start_ns"].min()) for r in written), default=0)
@@ -317,4 +318,4 @@ class _Clocks:
 
 
 def _listed(hosts: Iterable[str]) -> str:
-    return ", ".join(sorted(set(hosts)))
+    return listed(sorted(set(hosts)))

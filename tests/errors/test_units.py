@@ -76,3 +76,26 @@ def test_slow_steps_are_shown_by_their_duration() -> None:
         book.whole(0, "step", step * 400_000, (step + 1) * 400_000)
     progress.add(book.trace(1))
     assert progress.in_words() == "2 steps  ·  400 s per step"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "whole", "tenths"),
+    [
+        (0.24, "0 s", "0.2 s"), (59.4, "59 s", "59.4 s"), (200, "3 min 20 s", "3 min 20 s"), (61.9, "1 min 2 s", "1 min 1 s"),
+        (7500, "2 h 5 min", "2 h 5 min"),
+    ],
+)  # fmt: skip
+def test_durations_as_a_clock_shows_them(seconds: float, whole: str, tenths: str) -> None:
+    assert (clock_time(seconds), clock_time(seconds, tenths=True)) == (whole, tenths)
+
+
+@pytest.mark.parametrize(
+    ("per_s", "words"),
+    [(0.0025, "400 s per step"), (0.5, "0.5 steps/s"), (12.34, "12.3 steps/s"), (123456.0, "123456 steps/s")],
+)
+def test_rates(per_s: float, words: str) -> None:
+    assert rate_in_words(per_s, "step") == words
+
+
+def test_whole_percent() -> None:
+    assert [percent(share) for share in (0, 0.054, 1)] == ["0 %", "5 %", "100 %"]

@@ -251,10 +251,10 @@ def test_many_warnings_are_bounded_and_custom_showwarning_works(notebooks_settin
     [
         ([f"rank {i}" for i in range(8)], [0, 1, 2, 3], "ranks 0-3"),
         ([f"rank {i}" for i in range(8)], [0, 2, 3, 7], "ranks 0, 2-3, 7"),
-        (["master", "worker"], [0, 1], "master, worker"),
+        (["master", "worker"], [0, 1], "master and worker"),
         (["master", "worker"], [1], "worker"),
         (list("abcdef"), [0, 1, 2, 3, 4, 5], "all 6 ranks"),
-        (list("abcdef"), [0, 1, 2, 3, 5], "a, b, c, d and 1 more"),
+        (list("abcdef"), [0, 1, 2, 3, 5], "a, b, c, d and f"),
     ],
 )
 def test_the_ranks_of_a_warning_are_named(names: list[str], said: list[int], label: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from labkit.errors.lists import listed
 from labkit.plots.bars import LANES, STYLES, Bars, blend, coverage, ink
 from labkit.plots.rows import rows_of
 from labkit.plots.style import INKS
@@ -231,7 +232,7 @@ def _groups_in_words(trace: Trace) -> dict[int, str]:
     words = {}
     for group in np.unique(rows["group"]).tolist():
         members = np.unique(rows["rank"][rows["group"] == group]).tolist()
-        names = ", ".join(trace.ranks[rank] for rank in members)
+        names = listed(trace.ranks[rank] for rank in members)
         some = names if len(members) <= 6 else f"{len(members)} of {len(trace.ranks)} ranks"
         words[group] = f"among all {len(members)} ranks" if len(members) == len(trace.ranks) else f"among {some}"
     return words

@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.errors.units import bytes_in_words, unit_of
+from labkit.errors.units import bytes_in_words, clock_time, unit_of
 from labkit.plots.bars import LANES, STYLES, Bars, blend, caption, coverage, ink, lanes
 from labkit.plots.live.curves import COLOUR, EACH_RANK
 from labkit.plots.style import shortened
@@ -27,7 +27,7 @@ from labkit.plots.widths import fitting_status, text_width
 from labkit.tracing.trace import Trace
 from labkit.worker.resource_usage import Load
 
-__all__ = ["STILL", "Curve", "Detail", "LiveFrame", "LiveRow", "Past", "clock_time", "svg"]
+__all__ = ["STILL", "Curve", "Detail", "LiveFrame", "LiveRow", "Past", "svg"]
 
 Cells = tuple[NDArray[np.float64], NDArray[np.float64]]  # covered time in ns of each lane, shape (styles, bins)
 
@@ -145,7 +145,7 @@ class LiveFrame:
     @property
     def in_words(self) -> str:
         """The progress in one line."""
-        return "  ·  ".join(part for part in self.progress if part) or clock_time(self.elapsed_ns)
+        return "  ·  ".join(part for part in self.progress if part) or clock_time(self.elapsed_ns / 1e9, tenths=True)
 
 
 def svg(frame: LiveFrame, name: str) -> str:
@@ -156,12 +156,6 @@ def svg(frame: LiveFrame, name: str) -> str:
         name: prefix that makes the SVG's ids unique in the page.
     """
     return _Drawing(frame, name).html()
-
-
-def clock_time(elapsed_ns: int) -> str:
-    """Elapsed time, in tenths of a second up to a minute: "12.3 s", "3 min 05 s"."""
-    seconds = elapsed_ns / 1e9
-    return f"{seconds:.1f} s" if seconds < 60 else f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
 
 
 @dataclass(slots=True)
@@ -251,7 +245,7 @@ class _Drawing:
         """Title, time, progress."""
         frame, pen = self.frame, self.pen
         pen.text(0, 14, shortened(frame.title, 80), ' font-size="13" font-weight="600"')
-        pen.text(self.left + self.wide, 14, clock_time(frame.elapsed_ns), ' text-anchor="end"')
+        pen.text(self.left + self.wide, 14, clock_time(frame.elapsed_ns / 1e9, tenths=True), ' text-anchor="end"')
         if frame.fraction is not None:
             pen.text(self.left - 8, 35, "steps", ' text-anchor="end" font-size="9.5"' + _SOFT)
             pen.box('fill="currentColor" fill-opacity=".14"', self.left, 28, self.wide, 7)

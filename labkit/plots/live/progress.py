@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from labkit.errors.units import in_words
+from labkit.errors.lists import counted
+from labkit.errors.units import clock_time, rate_in_words
 from labkit.plots.style import shortened
 from labkit.recording.schema import MEMORY, STEP, STEPS_IN_ALL, SUM
 from labkit.tracing.trace import Trace
@@ -109,11 +110,11 @@ class Progress:
         if slowest is not None:
             length = slowest.loop_length
             number = length or slowest.count
-            steps = (f"{slowest.in_loop} of " if length else "") + (f"{number} steps" if number != 1 else "1 step")
+            steps = (f"{slowest.in_loop} of " if length else "") + counted(number, "step")
             if per_s := self._steps_per_s(slowest):
-                rate = _rate(per_s)
+                rate = rate_in_words(per_s, "step")
                 if length:
-                    left = _clock_time((length - slowest.in_loop) / per_s)
+                    left = clock_time((length - slowest.in_loop) / per_s)
                     left = f"{left} left" if slowest.loops == 1 else f"{left} left in this loop"
         values = [
             f"{shortened(name, 20)} {sum(of.values()) / len(of):.4g}" for name, of in list(self._values.items())[:NAMES_SHOWN]
@@ -129,19 +130,3 @@ class Progress:
             return None
         took_ns = own.last[-1][1] - own.last[0][0]
         return len(own.last) * 1e9 / took_ns if took_ns > 0 else None
-
-
-def _rate(per_s: float) -> str:
-    if per_s < 0.1:
-        return f"{in_words(1 / per_s, 's')} per step"
-    return f"{per_s:.3g} steps/s" if per_s < 1000 else f"{per_s:.0f} steps/s"
-
-
-def _clock_time(seconds: float) -> str:
-    """A duration: "12 s", "3 min 20 s", "2 h 5 min"."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
 
 from labkit.errors.exceptions import LabError, missing
+from labkit.errors.lists import counted
 from labkit.errors.wrong_calls import public_api
 from labkit.recording.record import Recorder
 from labkit.worker.network_namespace import INTERFACES, LOOPBACK_INTERFACE
@@ -138,7 +139,7 @@ class Torch(Runtime):
             return device, ["link=...: messages go through gloo and the host, where they can be delayed; NCCL's cannot."]
         if gpus >= self.rank_config.size:
             return device, []
-        shared = f"{self.rank_config.size} ranks share {gpus} GPU{'s' * (gpus > 1)}"
+        shared = f"{self.rank_config.size} ranks share {counted(gpus, 'GPU')}"
         return device, [f"{shared}: NCCL needs one per rank, so messages go through gloo."]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Final
 
+from labkit.errors.lists import counted, listed
 from labkit.errors.own_code import LABKIT
 from labkit.recording.record import is_students
 
@@ -129,7 +130,7 @@ def _in_graph(definition: Any) -> list[str]:
                 yield from count(context.context().get_function_def(name), depth + 1)
 
     words = Counter(count(definition, 0))
-    return ["with " + " and ".join(f"{number} {word}{'s' * (number > 1)}" for word, number in words.items())] if words else []
+    return ["with " + listed(counted(number, word) for word, number in words.items())] if words else []
 
 
 def _collective(operation: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from labkit.errors.exceptions import LabError
+from labkit.errors.lists import counted
 from labkit.recording.record import here
 from labkit.worker.runtimes.base import LOOPBACK, MIB, Runtime, has_server, quiet_stderr
 from labkit.worker.runtimes.tensorflow import config, patches, roles, servers, strategies
@@ -123,12 +124,12 @@ class TensorFlow(Runtime):
             return [], []
         if len(gpus) >= rank_config.size * each:
             return gpus[rank_config.rank * each : (rank_config.rank + 1) * each], []
-        need = f"{rank_config.size} rank{'s' * (rank_config.size > 1)} with {each} device{'s' * (each > 1)} each"
+        need = f"{counted(rank_config.size, 'rank')} with {counted(each, 'device')} each"
         if rank_config.devices == "cuda":
             raise LabError(
                 f"devices='cuda': {need}, and TensorFlow sees {len(gpus)} GPUs. Leave `devices` out to run on the CPU."
             )
-        return [], [f"{need}, and TensorFlow sees {len(gpus)} GPU{'s' * (len(gpus) > 1)}: they compute on the CPU."]
+        return [], [f"{need}, and TensorFlow sees {counted(len(gpus), 'GPU')}: they compute on the CPU."]
 
 
 def _for_dtensor(addresses: Sequence[str], task: int) -> dict[str, str]:

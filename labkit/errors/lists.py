@@ -1,0 +1,36 @@
+"""Joins names and numbers for all messages and figures: "rank 0, rank 1 and rank 3", "0-3, 5", "3 ranks"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+__all__ = ["counted", "listed", "numbers_in_words"]
+
+
+def listed(items: Iterable[Any], *, word: str = "and", most: int | None = None, rest: str = "more") -> str:
+    """Join items as in "a, b and c"; "" if there are none.
+
+    Args:
+        items: anything that `str` turns into text.
+        word: what stands before the last one: "and" or "or".
+        most: how many to name; the others are counted, unless it is only one: "a, b and 3 more".
+        rest: what the others are called: "more", "others".
+    """
+    texts = [str(item) for item in items]
+    if most is not None and len(texts) > most + 1:
+        texts = [*texts[:most], f"{len(texts) - most} {rest}"]
+    return f" {word} ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))
+
+
+def numbers_in_words(numbers: Sequence[int]) -> str:
+    """Join ascending whole numbers as in "0-3, 5"; there is at least one."""
+    gaps = [(a, b) for a, b in pairwise(numbers) if b != a + 1]
+    starts, ends = [numbers[0], *(b for _, b in gaps)], [*(a for a, _ in gaps), numbers[-1]]
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+
+
+def counted(count: int, noun: str) -> str:
+    """Join a number and its noun: "1 rank", "3 ranks", "0 ranks"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
