@@ -14,7 +14,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.errors.exceptions import RankError
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, differ, listing, plural, takes_number_for_list
+from labkit.errors.lists import counted
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, differ, listing, takes_number_for_list
 
 __all__ = ["EXERCISES"]
 
@@ -307,7 +308,7 @@ def _accumulate(answer: Any, on: OnRanks) -> str:
     compare(after, right, subject="the gradients", explain=explain)
     if buckets[0] > 1:
         raise AnswerError(
-            f"the gradients are right, but were sent {plural(buckets[0], 'time')}; once is enough",
+            f"the gradients are right, but were sent {counted(buckets[0], 'time')}; once is enough",
             "forward and backward of all batches but the last belong inside `with model.no_sync():`; DDP decides in the "
             "forward pass whether the backward will send",
         )
@@ -320,7 +321,7 @@ def _scaled_learning_rate(answer: Any, _: OnRanks) -> str:
     for base, base_batch, per_rank, ranks in ((0.1, 256, 64, 12), (0.05, 256, 100, 3), (0.1, 256, 32, 2), (0.1, 64, 64, 1)):
         given = float(answer(base, base_batch, per_rank, ranks))
         times = per_rank * ranks / base_batch
-        case = f"learning rate {base} for batches of {base_batch}, now {plural(ranks, 'rank')} with {per_rank} each"
+        case = f"learning rate {base} for batches of {base_batch}, now {counted(ranks, 'rank')} with {per_rank} each"
         details = (f"given {given:.4g}, expected {base * times:.4g}",)
         if abs(given - base * times) <= 1e-6 * base * times:
             continue

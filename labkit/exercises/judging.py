@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from labkit.errors.lists import listed
+
 __all__ = [
     "AnswerError",
     "Exercise",
@@ -18,7 +20,6 @@ __all__ = [
     "differ",
     "factor",
     "listing",
-    "plural",
     "takes_number_for_list",
 ]
 
@@ -156,14 +157,6 @@ def _close(a: Any, b: Any) -> bool:
     return bool(np.all(np.abs(np.asarray(a, np.float64) - b) <= TOLERANCE * max(size, 1e-12)))
 
 
-def plural(count: int, noun: str) -> str:
-    """Join a number and its noun: "1 rank", "3 ranks"."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 def listing(items: Sequence[Any], most: int = 6) -> str:
     """Join items to "a, b and c"; after `most` items, give the number of the others."""
-    words = [str(item) for item in items]
-    if len(words) > most:
-        return f"{', '.join(words[:most])} and {len(words) - most} more"
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    return listed(items, most=most)

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, listing, plural
+from labkit.errors.lists import counted
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, listing
 
 __all__ = ["EXERCISES"]
 
@@ -277,7 +278,7 @@ def _middle_step(answer: Any, on: OnRanks) -> str:
         )
     if middle.received:
         raise AnswerError(
-            f"rank 1 did not receive {plural(len(middle.received), 'message')}: does it receive the gradient from rank 2?"
+            f"rank 1 did not receive {counted(len(middle.received), 'message')}: does it receive the gradient from rank 2?"
         )
     own = {n: p.grad.numpy() for n, p in stages[1].named_parameters() if p.grad is not None}
     if not _same(first.received[0], before.grad):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from labkit.errors.exceptions import RankError
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, call, listing, plural, takes_number_for_list
+from labkit.errors.lists import counted
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, call, listing, takes_number_for_list
 
 __all__ = ["EXERCISES"]
 
@@ -104,7 +105,7 @@ def _waiting_share(answer: Any, _: OnRanks) -> str:
         if abs(share - value) < 0.01 * max(1, value):
             raise AnswerError(f"{answer} is wrong: {hint}")
     raise AnswerError(
-        f"{answer} is wrong: add up what each rank waits until the slowest is done, and divide by {plural(4, 'rank')} × 0.3 s"
+        f"{answer} is wrong: add up what each rank waits until the slowest is done, and divide by {counted(4, 'rank')} × 0.3 s"
     )
 
 

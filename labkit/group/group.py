@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, Self
 
 from labkit.costs.link import Link
-from labkit.errors.lists import counted
 from labkit.errors.exceptions import LabError, RankError, Stopped
+from labkit.errors.lists import counted
 from labkit.errors.wrong_calls import public_api
 from labkit.group import stack_dump
 from labkit.group.cell_names import CellNames, lost_names
