@@ -14,6 +14,7 @@ from torch.distributed import autograd as dist_autograd
 
 from labkit.comm.operation import Operation
 from labkit.recording.group_keys import DIST_BACKWARD
+from labkit.recording.operations import GRADIENTS, RECEIVED_GRADIENTS
 from labkit.recording.record import clock, student_line
 from labkit.recording.ring_buffer import RingWriter
 from labkit.recording.schema import AUTOMATIC, COMPUTE
@@ -87,7 +88,7 @@ class RpcBackwards:
 
     def _sends_back(self, nbytes: int, owner: int, _: object) -> None:
         now = clock()
-        self._ring.write_communication("gradients", now, now, nbytes=nbytes, peer=owner)
+        self._ring.write_communication(GRADIENTS.name, now, now, nbytes=nbytes, peer=owner)
 
 
 class _Part:
@@ -109,7 +110,7 @@ class _Part:
         if not self._start_ns:
             self._start_ns = now = clock()
             if self._nbytes[0]:
-                self._ring.write_communication("received gradients", now, now, nbytes=self._nbytes[0], peer=self._caller)
+                self._ring.write_communication(RECEIVED_GRADIENTS.name, now, now, nbytes=self._nbytes[0], peer=self._caller)
             _at_end_of_pass(self._ends)
 
     def sends_back(self, _: object) -> None:
@@ -120,7 +121,7 @@ class _Part:
         self._start_ns = self._sent_ns = 0  # there may be another pass through the same graph
         self._ring.write(self._name, COMPUTE, start_ns, end_ns, flags=AUTOMATIC)
         self._ring.write_communication(
-            "gradients", end_ns, end_ns, nbytes=self._nbytes[1], peer=self._caller, group=DIST_BACKWARD, match=self._context_id
+            GRADIENTS.name, end_ns, end_ns, nbytes=self._nbytes[1], peer=self._caller, group=DIST_BACKWARD, match=self._context_id
         )
 
 

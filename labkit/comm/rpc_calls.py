@@ -35,8 +35,9 @@ from labkit.comm.time_limits import ends_by_itself
 from labkit.ipc.rpc_errors import sent
 from labkit.ipc.tracebacks import headline, students_traceback
 from labkit.recording.group_keys import call_key
+from labkit.recording.operations import PROMISE, RECEIVED_REPLY, REMOTE, REPLY, SERVE, TO_HERE, UNSEEN_PROMISE, VALUE
 from labkit.recording.record import Recorder, clock, student_line
-from labkit.recording.schema import AUTOMATIC, COMPUTE, PROMISE, SERVE, SERVED, UNSEEN_PROMISE
+from labkit.recording.schema import AUTOMATIC, COMPUTE, SERVED
 
 __all__ = ["RpcCalls"]
 
@@ -56,7 +57,7 @@ class _Thread(threading.local):
     """What a thread is in the middle of."""
 
     def __init__(self) -> None:
-        self.api = "remote"  # the student's function, while torch prepares a call of it
+        self.api = REMOTE.name  # the student's function, while torch prepares a call of it
         self.call: tuple[_NumberedCall, int] | None = None  # the one that torch pickles, and since when
         self.timed = False  # whether it fails after a time that the program has set
 
@@ -119,7 +120,7 @@ class RpcCalls:
         if spoken(func, args) is None:
             return udf(func, args, kwargs)
         caller = api.get_worker_info().id
-        call = _NumberedCall(func, args, kwargs, caller, next(self._numbers), replies=thread.api != "remote")
+        call = _NumberedCall(func, args, kwargs, caller, next(self._numbers), replies=thread.api != REMOTE.name)
         thread.call = call, clock()
         return call
 
@@ -160,7 +161,7 @@ class RpcCalls:
     def _replied(self, function: str, operation: Operation, future: Any) -> None:
         """A function of torch's own has replied; the callee runs it in C++, where nobody writes that down."""
         if nbytes := _nbytes(_value(future)):
-            now, name = clock(), f"received reply {function}"
+            now, name = clock(), RECEIVED_REPLY.recorded(function)
             self._ring.write_communication(name, now, now, nbytes=nbytes, peer=operation.peer, line=operation.line)
 
     def _serve(self, run: Callable[..., Any], call: Any) -> Any:
@@ -171,7 +172,7 @@ class RpcCalls:
         pair = call_key(call.caller, api.get_worker_info().id)
         if self._slow is not None:
             self._slow.arrives(pair, call.number)
-        name, start_ns = f"{SERVE}{function}", clock()
+        name, start_ns = SERVE.recorded(function), clock()
         slot = self._ring.pend(name, start_ns, peer=call.caller, group=pair, match=call.number)
         thread = threading.get_ident()
         self._ring.serving_threads.add(thread)
@@ -183,7 +184,7 @@ class RpcCalls:
         self._ring.write(name, COMPUTE, start_ns, end_ns, flags=AUTOMATIC | SERVED)
         if isinstance(result, torch._C.Future):  # of a function under `async_execution`: torch sends what is in it, later
             kind = PROMISE if self._futures.known(result) else UNSEEN_PROMISE
-            promise = self._ring.pend(f"{kind}{function}", end_ns, peer=call.caller, group=pair, match=call.number)
+            promise = self._ring.pend(kind.recorded(function), end_ns, peer=call.caller, group=pair, match=call.number)
             self._ring.unpend(slot)  # not before: a moment between the two would look as if the call had not come yet
             self._backwards.served(function, call.caller, call.args, result, replies=call.replies)
             result.add_done_callback(lambda future: self._kept(promise, call, function, _value(future)))
@@ -221,7 +222,7 @@ class RpcCalls:
 
         def sent(nbytes: int) -> None:
             self._ring.write_communication(
-                f"reply {function}" if call.replies else f"value {function}", start_ns, clock(), nbytes=nbytes, peer=call.caller,
+                (REPLY if call.replies else VALUE).recorded(function), start_ns, clock(), nbytes=nbytes, peer=call.caller,
                 group=call_key(call.caller, api.get_worker_info().id), match=call.number,
             )  # fmt: skip
             if self._slow is not None:
@@ -253,7 +254,7 @@ class RpcCalls:
         if rref.is_owner():
             return to_here(rref, *args, **kwargs)
         pair, number = self._values.get(rref, ("", 0))
-        operation = Operation(self._ring, "to_here", clock(), 0, rref.owner().id, pair, number, student_line())
+        operation = Operation(self._ring, TO_HERE.name, clock(), 0, rref.owner().id, pair, number, student_line())
         operation.timed = _ends_by_itself(args[0] if args else kwargs.get("timeout", UNSET_RPC_TIMEOUT))
         operation.wait_begins()
         try:

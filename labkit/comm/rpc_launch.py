@@ -19,6 +19,7 @@ from labkit.comm.futures import in_place_of
 from labkit.comm.rendezvous import Address, Rendezvous
 from labkit.errors.exceptions import LabError
 from labkit.ipc.stdio import quiet_stderr
+from labkit.recording.operations import RPC_SHUTDOWN
 from labkit.recording.record import Recorder
 
 __all__ = ["TRANSPORTS", "RpcLaunch", "RpcOptions"]
@@ -181,7 +182,7 @@ class RpcLaunch:
         self._initialised, self.spent = False, True
         if graceful:
             timed = bool(args or kwargs.get("timeout"))
-            with self._rendezvous.waiting("rpc.shutdown", "rpc.shutdown", len(rpc.api._ALL_WORKER_NAMES), timed):
+            with self._rendezvous.waiting(RPC_SHUTDOWN.name, RPC_SHUTDOWN.name, len(rpc.api._ALL_WORKER_NAMES), timed):
                 shutdown(graceful, *args, **kwargs)
         else:
             shutdown(graceful, *args, **kwargs)

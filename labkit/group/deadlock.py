@@ -17,7 +17,17 @@ from labkit.group.rank_state import Standing
 from labkit.group.remote_calls import has_thread, promised, serves, thread_blocked
 from labkit.group.rendezvous import HINTS, hint_of, not_there
 from labkit.recording.group_keys import GroupKind, kind_of, ranks_of, where_of
-from labkit.recording.schema import PROMISE, SERVE, UNSEEN_PROMISE, Pending
+from labkit.recording.operations import (
+    FOR_OTHERS,
+    RECV,
+    RPC,
+    RPC_SHUTDOWN,
+    SEND,
+    TO_HERE,
+    UNSEEN_PROMISE,
+    Traffic,
+)  # fmt: skip
+from labkit.recording.schema import Pending
 
 __all__ = [
     "SERVES_OTHERS", "Deadlock", "amount", "doing", "mismatch", "missing", "operation_in_words", "place",
@@ -86,7 +96,7 @@ def doing(
         return f"{name} had returned"
     blocked = [p for p in pending if p.wait_start_ns]
     if not blocked:
-        beside = f", with {pending[0].name} under way" if pending else ""
+        beside = f", with {pending[0].in_words} under way" if pending else ""
         return f"{name} was computing{beside}"
     last = blocked[-1]
     seconds = max(now_ns - last.wait_start_ns, 0) / 1e9  # it may have begun while the ranks were looked at
@@ -130,7 +140,7 @@ def mismatch(operations: Sequence[tuple[str, Pending]]) -> tuple[str, str]:
         for other, theirs in others:
             if _differs(mine, theirs):
                 if kind_of(mine.group) is GroupKind.PAIR:
-                    return _misfit(*sorted([(first, mine), (other, theirs)], key=lambda side: side[1].name != "send")), FITTING
+                    return _misfit(*sorted([(first, mine), (other, theirs)], key=lambda side: side[1].type is not SEND)), FITTING
                 return _contrast(first, mine, other, theirs), SAME
     return "", ""
 
@@ -143,9 +153,7 @@ def _may_act(ranks: Sequence[Standing], hopeless: set[int], me: int) -> bool:
     # It goes on when an operation ends that one of its threads is blocked in. And whatever else it has under way may have a
     # callback, which does anything once that has ended.
     return any(
-        _may_end(ranks, hopeless, me, op)
-        for op in rank.pending
-        if not (op.name.startswith((SERVE, PROMISE, UNSEEN_PROMISE)) or _encloses(op, rank.blocked))
+        _may_end(ranks, hopeless, me, op) for op in rank.pending if not (op.type in FOR_OTHERS or _encloses(op, rank.blocked))
     )
 
 
@@ -173,7 +181,7 @@ def _not_entered(ranks: Sequence[Standing], me: int, operation: Pending) -> Iter
     elif kind is GroupKind.PAIR:
         peer = ranks[operation.peer]
         # What comes from anybody has no number before it has come.
-        takes_any = operation.name == "send" and any(p.name == "recv" and not p.group for p in peer.pending)
+        takes_any = operation.type is SEND and any(p.type is RECV and not p.group for p in peer.pending)
         if peer.entered.get(group, 0) < operation.match and not takes_any:
             yield operation.peer
     elif kind in HINTS:
@@ -186,9 +194,9 @@ def _not_entered(ranks: Sequence[Standing], me: int, operation: Pending) -> Iter
             if other != me and ranks[other].entered.get(group, 0) < operation.match:
                 yield other
     elif (
-        kind is GroupKind.ALONE and operation.name == "recv" and operation.signature
+        kind is GroupKind.ALONE and operation.type is RECV and operation.signature
     ):  # from whoever sends; without a tensor it is a span of the student's own
-        sent = [p for rank in ranks for p in rank.pending if p.name == "send" and p.peer == me]
+        sent = [p for rank in ranks for p in rank.pending if p.type is SEND and p.peer == me]
         if all(ranks[me].entered.get(p.group, 0) >= p.match for p in sent):
             yield -1
 
@@ -206,7 +214,7 @@ def _may_come(ranks: Sequence[Standing], hopeless: set[int], which: int, operati
         return any(_may_come(ranks, hopeless, i, operation) for i in range(len(ranks)) if operation not in ranks[i].pending)
     if kind_of(operation.group) is GroupKind.CALL:
         future = promised(ranks, operation)
-        may_be_answered = has_thread(ranks[which]) if future is None else future.name.startswith(UNSEEN_PROMISE)
+        may_be_answered = has_thread(ranks[which]) if future is None else future.type is UNSEEN_PROMISE
         return which not in hopeless or may_be_answered
     return which not in hopeless
 
@@ -226,7 +234,7 @@ def _unequal(ranks: Sequence[Standing]) -> set[int]:
 
 def _differs(a: Pending, b: Pending) -> bool:
     names_differ = a.name != b.name and kind_of(a.group) is not GroupKind.PAIR
-    if a.name.startswith("all_to_all"):  # ranks may give different amounts; see `group.mismatches`
+    if a.type.traffic is Traffic.PAIRWISE:  # ranks may give different amounts; see `group.mismatches`
         return names_differ
     return names_differ or (a.signature != b.signature and amount(a.signature) != amount(b.signature))
 
@@ -272,9 +280,9 @@ def _deserted(ranks: Sequence[Standing], waiting: Sequence[int], gone: int) -> t
     operation = for_it[0][1]
     who = f"{listed([name for name, _ in for_it])} still {'waits' if len(for_it) == 1 else 'wait'} for it"
     if not ranks[gone].called:
-        return f"was not called, and {who} in {operation.name}{place(operation)}", CALLED, gone
+        return f"was not called, and {who} in {operation.in_words}{place(operation)}", CALLED, gone
     usual = USUALLY.get(kind_of(operation.group), ALL)
-    return f"returned while {who} in {operation.name}{place(operation)}", usual, gone
+    return f"returned while {who} in {operation.in_words}{place(operation)}", usual, gone
 
 
 def _unkept(ranks: Sequence[Standing], waiting: Sequence[tuple[str, Pending]]) -> str:
@@ -282,7 +290,7 @@ def _unkept(ranks: Sequence[Standing], waiting: Sequence[tuple[str, Pending]]) -
     first = waiting[0][1]
     alike = [name for name, p in waiting if (p.name, p.peer, p.line) == (first.name, first.peer, first.line)]
     return (
-        f"{listed(list(dict.fromkeys(alike)))} {'waits' if len(alike) == 1 else 'wait'} in {first.name}{place(first)}: on "
+        f"{listed(list(dict.fromkeys(alike)))} {'waits' if len(alike) == 1 else 'wait'} in {first.in_words}{place(first)}: on "
         f"{ranks[first.peer].name} it has returned a future that nobody will complete"
     )
 
@@ -310,18 +318,18 @@ def _way_back(start: int, waits: Mapping[int, Mapping[int, Pending]]) -> list[in
 
 
 def _usual(operations: Sequence[Pending]) -> str:
-    kinds = {p.name.split()[0] for p in operations}
+    types = {p.type for p in operations}
     if any(kind_of(p.group) is GroupKind.CREATION for p in operations):
         return CREATED
-    if any(kind_of(p.group) is GroupKind.RENDEZVOUS and p.name != "rpc.shutdown" for p in operations):
+    if any(kind_of(p.group) is GroupKind.RENDEZVOUS and p.type is not RPC_SHUTDOWN for p in operations):
         return HINTS[GroupKind.RENDEZVOUS]
-    if kinds == {"send"}:
+    if types == {SEND}:
         return "A send ends only when the other side receives: one of them must receive first, or use isend."
-    if kinds == {"recv"}:
+    if types == {RECV}:
         return "Both wait for a message before they send one: one of them must send first."
-    if kinds & {"rpc_sync", "rpc_async", "to_here"}:
+    if types & {RPC, TO_HERE}:
         return "Calls wait for one another: return a future (`rpc.functions.async_execution`), or do not wait inside a call."
-    if kinds & {"send", "recv"}:
+    if types & {SEND, RECV}:
         return "The order of messages and collectives must fit on both sides."
     return "Ranks that belong to several groups must enter their collectives in the same order."
 
@@ -341,19 +349,19 @@ def _misfit(sender: tuple[str, Pending], receiver: tuple[str, Pending]) -> str:
 
 
 def _given(operation: Pending) -> str:
-    return f"{operation.name} of {operation.signature}" if operation.signature else operation.name
+    return f"{operation.in_words} of {operation.signature}" if operation.signature else operation.in_words
 
 
 def operation_in_words(operation: Pending, names: Sequence[str], *, closely: bool = False) -> str:
     """Its name, what it waits for and with whom, as far as `names` are given; closely: its number and what it was given, too."""
-    details = [where_of(operation.group)] if operation.name != "rpc.shutdown" else []
+    details = [where_of(operation.group)] if operation.type is not RPC_SHUTDOWN else []
     if closely and operation.match and kind_of(operation.group) not in HINTS:
         details.append(f"number {operation.match}")
     if closely and operation.signature:
         details.append(f"of {operation.signature}")
     if 0 <= operation.peer < len(names):
         details.append(f"with {names[operation.peer]}")
-    return " ".join(filter(None, [operation.name, *details]))
+    return " ".join(filter(None, [operation.in_words, *details]))
 
 
 def place(operation: Pending) -> str:

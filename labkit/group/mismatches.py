@@ -17,18 +17,15 @@ import numpy as np
 from labkit.errors.exceptions import MismatchError
 from labkit.group.deadlock import amount, mismatch
 from labkit.recording.group_keys import GroupKind, kind_of
+from labkit.recording.operations import RECV, SEND, Traffic, type_of
 from labkit.recording.schema import COMMUNICATION, OPEN, Pending
 
 __all__ = ["Place", "first_unequal", "mismatch_error", "mismatch_hint", "shapes_note"]
 
 _ANY_OTHER: Final = -1  # the number of a group in which nothing is compared
-_PAIRWISE: Final = "all_to_all"  # how operations begin in which each two ranks agree on what goes between them
 _PARTS: Final = re.compile(r"(?P<dtype>\w+) (?P<sent>[\d,]*) sent, (?P<received>[\d,]*) received")
 
 UNCOMPARED: Final = (GroupKind.ALONE, GroupKind.CALL, GroupKind.TENSORFLOW)  # what a rank gives to it alone
-
-
-_REDUCE: Final = ("all_reduce", "reduce")  # how operations begin in which elements of several ranks become one
 
 
 class Place(NamedTuple):
@@ -75,13 +72,13 @@ def first_unequal(chunks: Sequence[Sequence[Any]], names: Callable[[int], Sequen
     together = (left[3:5] == right[3:5]).all(axis=0)
     differ = together & (left[5:7] != right[5:7]).any(axis=0)
     words = list(texts)
-    pairwise = [number for text, number in texts.items() if text.startswith(_PAIRWISE)]
+    pairwise = [number for text, number in texts.items() if type_of(text).traffic is Traffic.PAIRWISE]
     if pairwise:
         differ &= ~(np.isin(left[5], pairwise) & (left[5] == right[5]))
     found = _earliest(every, differ)
     if pairwise:
         found += _misfit(every, np.isin(every[5], pairwise), words)
-    reductions = [number for text, number in texts.items() if text.startswith(_REDUCE)]
+    reductions = [number for text, number in texts.items() if type_of(text).reduces]
     transposed = together & np.isin(left[5], reductions) & (left[8] != right[8])
     return _places(found), _places(_earliest(every, transposed))
 
@@ -111,7 +108,7 @@ def _compared(group: str) -> str | None:
 
 def _alike(name: str) -> str:
     """What an operation must be called on all ranks: a message has two ends."""
-    return "message" if name in ("send", "recv") else name
+    return "message" if type_of(name) in (SEND, RECV) else name
 
 
 def _without_ones(signature: str) -> str:
@@ -175,7 +172,7 @@ def mismatch_hint(sides: Sequence[tuple[str, Pending]]) -> tuple[str, str]:
         return sentence, hint
     operation = sides[0][1]
     group = "" if operation.group == "world" else f" of {operation.group}"
-    what = f"collective number {operation.match}{group} is {operation.name}: a rank sends something else than another expects"
+    what = f"collective number {operation.match}{group} is {operation.in_words}: a rank sends something else than another expects"
     return what, "What rank i sends to rank j must be what rank j receives from rank i, in number and type."
 
 
@@ -184,12 +181,12 @@ def shapes_note(sides: Sequence[tuple[str, Pending]]) -> str:
     (first, mine), (other, theirs) = next((a, b) for a, b in itertools.pairwise(sides) if a[1].signature != b[1].signature)
     place = f" ({mine.line})" if mine.line else ""
     return (
-        f"{mine.name}{place} combined {mine.signature} of {first} with {theirs.signature} of {other}, in the order in which "
+        f"{mine.in_words}{place} combined {mine.signature} of {first} with {theirs.signature} of {other}, in the order in which "
         "their elements lie in memory. Give tensors of one shape."
     )
 
 
 def mismatch_error(sides: Sequence[tuple[str, Pending]]) -> MismatchError:
     """The error for an operation to which ranks came with something different; `sides` as for `mismatch_hint`."""
-    lines = [f"{name}: {p.name} of {p.signature}" + (f" ({p.line})" if p.line else "") for name, p in sides]
+    lines = [f"{name}: {p.in_words} of {p.signature}" + (f" ({p.line})" if p.line else "") for name, p in sides]
     return MismatchError(*mismatch_hint(sides), lines)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from labkit.group.rank_state import Standing
 from labkit.recording.group_keys import GroupKind, kind_of
-from labkit.recording.schema import PROMISE, SERVE, UNSEEN_PROMISE, Pending
+from labkit.recording.operations import PROMISE, SERVE, UNSEEN_PROMISE
+from labkit.recording.schema import Pending
 
 __all__ = ["circle_of_calls", "has_thread", "promised", "served_by", "serves", "thread_blocked"]
 
@@ -47,20 +48,20 @@ def served_by(ranks: Sequence[Standing], call: Pending) -> tuple[int, Pending] |
 
 def serves(pending: Pending, call: Pending) -> bool:
     """Whether this is what a rank has noted down while it computes that call."""
-    return pending.name.startswith(SERVE) and (pending.group, pending.match) == (call.group, call.match)
+    return pending.type is SERVE and (pending.group, pending.match) == (call.group, call.match)
 
 
 def promised(ranks: Sequence[Standing], call: Pending) -> Pending | None:
     """The callee's note of a future, not completed yet, that a called function has returned under `async_execution`."""
     if kind_of(call.group) is not GroupKind.CALL:
         return None
-    futures = (p for p in ranks[call.peer].pending if p.name.startswith((PROMISE, UNSEEN_PROMISE)))
+    futures = (p for p in ranks[call.peer].pending if p.type in (PROMISE, UNSEEN_PROMISE))
     return next((p for p in futures if (p.group, p.match) == (call.group, call.match)), None)
 
 
 def has_thread(rank: Standing) -> bool:
     """Whether an RPC rank has a thread that may answer a call: all of them may be blocked."""
-    served = [p for p in rank.pending if p.name.startswith(SERVE)]
+    served = [p for p in rank.pending if p.type is SERVE]
     return len(served) < rank.serving or any(not thread_blocked(rank, p) for p in served)
 
 

@@ -23,7 +23,7 @@ from labkit.ipc import pickling
 from labkit.ipc.messages import Message
 from labkit.ipc.tracebacks import unreadable
 from labkit.recording.events import ProfilerEvent
-from labkit.recording.schema import SERVE
+from labkit.recording.operations import SERVE
 from labkit.tracing.missing_names import about_names
 from labkit.tracing.trace import Trace
 from labkit.worker.resource_usage import Cores, ResourceMonitor, gpus_of
@@ -372,7 +372,7 @@ class Execution:
         """What a rank that has just died was doing: a sentence."""
         pending = member.reader.pending()
         if member.rank not in self._on or member.rank in self._results:
-            served = [p.name.removeprefix(SERVE) for p in pending if p.name.startswith(SERVE)]
+            served = [SERVE.function_in(p.name) for p in pending if p.type is SERVE]
             return f"It was serving {served[-1]}." if served else ""
         self._records.drain()
         words = doing("It", pending, now_ns, names=self._names)

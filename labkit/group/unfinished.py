@@ -19,7 +19,8 @@ from labkit.group.deadlock import missing, place
 from labkit.group.member import Member
 from labkit.group.rank_state import Standing
 from labkit.recording.group_keys import GroupKind, kind_of
-from labkit.recording.schema import PROMISE, SERVE, STREAM, TIMED, UNSEEN_PROMISE, Pending
+from labkit.recording.operations import FOR_OTHERS, RECV, RPC, SEND, TO_HERE
+from labkit.recording.schema import STREAM, TIMED, Pending
 from labkit.worker.runtimes.base import Runtime
 
 __all__ = ["Unfinished", "left_unfinished", "may_go_on", "still_unfinished"]
@@ -139,13 +140,13 @@ def _with(entered: Mapping[str, int], pending: Sequence[Pending]) -> Mapping[str
 def _matters(operation: Pending) -> bool:
     """Whether the next run may meet it: not what a rank does for others, a wait for a key, or a span called communication."""
     kind = kind_of(operation.group)
-    if operation.name.startswith((SERVE, PROMISE, UNSEEN_PROMISE)) or kind in (GroupKind.TENSORFLOW, GroupKind.STORE):
+    if operation.type in FOR_OTHERS or kind in (GroupKind.TENSORFLOW, GroupKind.STORE):
         return False
-    return bool(operation.group) or operation.name == "recv" or _is_call(operation)
+    return bool(operation.group) or operation.type is RECV or _is_call(operation)
 
 
 def _is_call(operation: Pending) -> bool:
-    return kind_of(operation.group) is GroupKind.CALL or operation.name.startswith(("rpc_", "to_here"))
+    return kind_of(operation.group) is GroupKind.CALL or operation.type in (RPC, TO_HERE)
 
 
 def _goes_on(member: Member, operation: Pending) -> bool:
@@ -158,17 +159,17 @@ def _goes_on(member: Member, operation: Pending) -> bool:
 
 def _words(operation: Pending, members: Sequence[Member]) -> str:
     with_peer = 0 <= operation.peer < len(members) and not _is_call(operation)
-    towards = {"send": " to ", "recv": " from "}.get(operation.name, " with ")
-    return f"{operation.name}{towards}{members[operation.peer].name}" if with_peer else operation.name
+    towards = {SEND: " to ", RECV: " from "}.get(operation.type, " with ")
+    return f"{operation.in_words}{towards}{members[operation.peer].name}" if with_peer else operation.in_words
 
 
 def _sentence(members: Sequence[Member], rank: int, operation: Pending, absent: Sequence[int]) -> str:
     name, what = members[rank].name, f"{_words(operation, members)}{place(operation)}"
     if _is_call(operation):
         return f"{name} left {what} unfinished"
-    if operation.name == "send" and absent:
+    if operation.type is SEND and absent:
         return f"{name} left {what} behind, which nobody has received"
-    if operation.name == "recv" and absent:
+    if operation.type is RECV and absent:
         return f"{name} left {what} behind, for which nobody has sent anything"
     others = listed([members[which].name for which in absent if which >= 0]) if absent else ""
     return f"{name} left {what} behind, to which {others} did not come" if others else f"{name} left {what} unfinished"

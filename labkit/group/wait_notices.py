@@ -103,7 +103,7 @@ def _serving(ranks: Sequence[Standing], calls: Sequence[Pending], looks: Mapping
 
 def _promised(ranks: Sequence[Standing], calls: Sequence[Pending]) -> list[str]:
     """Whose functions have returned, but not what the callers wait for."""
-    where = dict.fromkeys((ranks[p.peer].name, p.name.partition(" ")[2]) for p in calls)
+    where = dict.fromkeys((ranks[p.peer].name, p.type.function_in(p.name)) for p in calls)
     return [f"on {callee} {function} has returned a future that is not completed" for callee, function in where][:MOST_WAITS]
 
 

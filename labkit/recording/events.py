@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from labkit.recording.operations import FOR_OTHERS, SERVE
 from labkit.recording.ring_layout import DTYPES
 from labkit.recording.schema import (  # fmt: skip
     AUTOMATIC,
@@ -21,10 +22,7 @@ from labkit.recording.schema import (  # fmt: skip
     FIELDS,
     OPEN,
     PENDING_FIELDS,
-    PROMISE,
-    SERVE,
     SERVED,
-    UNSEEN_PROMISE,
     Field,
     Flag,
     Pending,
@@ -220,13 +218,11 @@ def under_way(
 
 def shown(operations: Sequence[Pending]) -> Iterator[tuple[Pending, int, int]]:
     """What of a rank's operations under way is drawn, each with its kind and its flags."""
-    threads = {p.thread for p in operations if p.name.startswith(SERVE)}
+    threads = {p.thread for p in operations if p.type is SERVE}
     for p in operations:
-        if p.name.startswith(SERVE):
+        if p.type is SERVE:
             yield p, COMPUTE, OPEN | AUTOMATIC | SERVED
-        elif not p.name.startswith(
-            (PROMISE, UNSEEN_PROMISE)
-        ):  # which takes nobody's time: who waits for it has an operation of its own
+        elif p.type not in FOR_OTHERS:  # a promise takes nobody's time: who waits for it has an operation of its own
             yield p, COMMUNICATION, OPEN | (SERVED if p.wait_start_ns and p.thread in threads else 0)
 
 

@@ -15,9 +15,9 @@ from enum import Enum
 from typing import Final
 
 __all__ = [
-    "CHAN", "FOR_OTHERS", "GRADIENTS", "HOCKNEY", "OPERATION_TYPES", "OTHER", "PROMISE", "RECEIVED_GRADIENTS", "RECV", "REMOTE",
-    "REPLY", "RPC", "RPC_SHUTDOWN", "SEND", "SERVE", "THAKUR", "TO_HERE", "UNSEEN_PROMISE", "VALUE", "Cost", "Form",
-    "OperationType", "Traffic", "methods", "type_of", "type_of_kernel",
+    "CHAN", "FOR_OTHERS", "GRADIENTS", "HOCKNEY", "OPERATION_TYPES", "OTHER", "PROMISE", "RECEIVED_GRADIENTS",
+    "RECEIVED_REPLY", "RECV", "REMOTE", "REPLY", "RPC", "RPC_SHUTDOWN", "SEND", "SERVE", "THAKUR", "TO_HERE", "UNSEEN_PROMISE",
+    "VALUE", "Cost", "Form", "OperationType", "Traffic", "methods", "type_of", "type_of_kernel",
 ]  # fmt: skip
 
 
@@ -184,6 +184,10 @@ PROMISE: Final = OperationType("future of", Traffic.NONE, (Form("future of"),), 
 # Likewise, where C++ may complete it, as that of `torch.jit.fork`.
 UNSEEN_PROMISE: Final = OperationType("unseen future of", Traffic.NONE, (Form("unseen future of"),), of_function=True)
 REPLY: Final = OperationType("reply", Traffic.TO_PEER, (Form("reply"),), colour="#F0E442", of_function=True)
+# Of a function of torch's own, whose callee writes nothing down.
+RECEIVED_REPLY: Final = OperationType(
+    "received reply", Traffic.FROM_PEER, (Form("received reply"),), colour="#F0E442", of_function=True
+)
 VALUE: Final = OperationType("value", Traffic.TO_PEER, (Form("value"),), colour="#F0E442", of_function=True)
 # As all_gather, which no group with remote calls has beside it as a rule.
 TO_HERE: Final = OperationType("to_here", Traffic.FROM_PEER, (Form("to_here"),), colour="#E69F00")
@@ -251,7 +255,8 @@ OPERATION_TYPES: tuple[OperationType, ...] = (
     ),
     OperationType("barrier", Traffic.TOGETHER, (Form("barrier", ("barrier",)),), _DISSEMINATION, own_limit=True),
     OperationType("monitored_barrier", Traffic.TOGETHER, (Form("monitored_barrier", ("monitored_barrier",)),), _THERE_AND_BACK),
-    REMOTE, SERVE, PROMISE, UNSEEN_PROMISE, REPLY, VALUE, TO_HERE, GRADIENTS, RECEIVED_GRADIENTS, RPC_SHUTDOWN,
+    OperationType("permutation", Traffic.UNKNOWN, (Form("permutation"),), kernels=("CollectivePermute",)),
+    REMOTE, SERVE, PROMISE, UNSEEN_PROMISE, REPLY, RECEIVED_REPLY, VALUE, TO_HERE, GRADIENTS, RECEIVED_GRADIENTS, RPC_SHUTDOWN,
 )  # fmt: skip
 
 
@@ -265,6 +270,7 @@ def type_of(name: str) -> OperationType:
     return found
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def type_of_kernel(name: str) -> OperationType:
     """What a kernel of TensorFlow's, or the Python function that makes it, carries out; `OTHER` for what is no collective.
 

@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Final, get_type_hints
 
+from labkit.recording.operations import OperationType, type_of
+
 __all__ = [
     "AUTOMATIC", "CALL", "CODES", "COMMUNICATION", "COMPUTE", "CPU", "CUDA", "FIELDS", "KINDS", "MEASURED", "MEMORY",
-    "MEMORY_KINDS", "NUMBERED", "OPEN", "PENDING_FIELDS", "PROMISE", "ROOTED", "SCALAR", "SERVE", "SERVED", "STEP",
-    "STEPS_IN_ALL", "STREAM", "SUM", "TIMED", "UNSEEN_PROMISE", "UNSHOWN", "UNSIZED", "Field", "Flag", "Head", "OfRank",
+    "MEMORY_KINDS", "NUMBERED", "OPEN", "PENDING_FIELDS", "ROOTED", "SCALAR", "SERVED", "STEP",
+    "STEPS_IN_ALL", "STREAM", "SUM", "TIMED", "UNSHOWN", "UNSIZED", "Field", "Flag", "Head", "OfRank",
     "Pending", "Span", "Tail", "device_code", "flags_of",
 ]  # fmt: skip
 
@@ -42,9 +44,6 @@ STREAM: Final = 0xFFFFFFFF  # in place of the thread that is blocked: a GPU's st
 TIMED: Final = 0xFFFFFFFE  # likewise: it is blocked until a time is up
 
 # Names that mean something.
-SERVE: Final = "serve "  # how the entry begins that an RPC rank makes in the table of what is pending while it computes a call
-PROMISE: Final = "future of "  # and the next one, where the call has returned a future that is not completed (`async_execution`)
-UNSEEN_PROMISE: Final = "unseen future of "  # likewise, where C++ may complete it, as that of `torch.jit.fork`
 STEPS_IN_ALL: Final = "steps in all"  # the scalar by which `steps` says how long its loop will be
 MEMORY: Final = "memory: "  # how the scalars of `track_memory` begin, in bytes; then one of these, from what stays to what goes
 MEMORY_KINDS: Final = ("parameters", "optimizer state", "gradients", "gathered parameters", "activations", "other")
@@ -163,6 +162,16 @@ class Pending:
     line: str = ""
     signature: str = ""
     thread: int = 0
+
+    @property
+    def type(self) -> OperationType:
+        """What it is."""
+        return type_of(self.name)
+
+    @property
+    def in_words(self) -> str:
+        """What messages call it."""
+        return self.type.in_words(self.name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from labkit.group.deadlock import doing, mismatch, stuck
 from labkit.group.rank_state import Standing
 from labkit.group.remote_calls import circle_of_calls
 from labkit.recording.group_keys import TENSORFLOW
-from labkit.recording.schema import PROMISE, SERVE, STREAM, TIMED, UNSEEN_PROMISE, Pending
+from labkit.recording.operations import PROMISE, SERVE, UNSEEN_PROMISE, OperationType
+from labkit.recording.schema import STREAM, TIMED, Pending
 
 S = 1_000_000_000
 THREADS = 4  # that serve calls in an RPC rank
@@ -32,11 +33,11 @@ def call(caller: int, callee: int, match: int = 1, thread: int = 0) -> Pending:
 
 
 def serve(caller: int, callee: int, match: int = 1, thread: int = 0) -> Pending:
-    return op(f"{SERVE}f", match, group=f"rpc {caller}>{callee}", peer=caller, since=0, thread=thread)
+    return op(SERVE.recorded("f"), match, group=f"rpc {caller}>{callee}", peer=caller, since=0, thread=thread)
 
 
-def future(caller: int, callee: int, match: int = 1, kind: str = PROMISE) -> Pending:
-    return op(f"{kind}f", match, group=f"rpc {caller}>{callee}", peer=caller, since=0)
+def future(caller: int, callee: int, match: int = 1, kind: OperationType = PROMISE) -> Pending:
+    return op(kind.recorded("f"), match, group=f"rpc {caller}>{callee}", peer=caller, since=0)
 
 
 def standing(*pending: Pending, came: dict[str, int] | None = None, **rest: Any) -> Standing:

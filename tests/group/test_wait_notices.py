@@ -14,7 +14,8 @@ from labkit.group.stack_dump import Frame
 from labkit.group.thread_states import Active, Look, Thread
 from labkit.group.wait_notices import waiting_notice
 from labkit.recording.group_keys import TENSORFLOW
-from labkit.recording.schema import PROMISE, TIMED, Pending
+from labkit.recording.operations import PROMISE
+from labkit.recording.schema import TIMED, Pending
 
 S = 1_000_000_000
 
@@ -57,7 +58,10 @@ def test_a_short_wait_is_not_mentioned_beside_a_long_one() -> None:
 
 
 def test_a_call_that_has_returned_a_future() -> None:
-    call, promise = op("rpc_sync PS.add", group="rpc 0>1", peer=1), op(f"{PROMISE}PS.add", group="rpc 0>1", since=0, peer=0)
+    call, promise = (
+        op("rpc_sync PS.add", group="rpc 0>1", peer=1),
+        op(PROMISE.recorded("PS.add"), group="rpc 0>1", since=0, peer=0),
+    )
     assert notice(rank(0, call), rank(1, promise, returned=True, serving=4), rank(2)) == (
         "rank 0 has waited in rpc_sync PS.add with rank 1 (cell 5, line 1) for more than 20 s; rank 2 is computing; on rank 1 "
         "PS.add has returned a future that is not completed"

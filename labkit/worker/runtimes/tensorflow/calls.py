@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from labkit.errors.lists import counted, listed
 from labkit.errors.own_code import LABKIT
+from labkit.recording.operations import type_of_kernel
 from labkit.recording.record import is_students
 
 __all__ = ["call_within", "describe"]
@@ -30,11 +31,6 @@ _WRAPPERS: Final = ("traceback_utils.py", "dispatch.py", "deprecation.py", "tf_d
 _PUBLIC: Final = {
     "CollectiveAllReduceStrategy": "MultiWorkerMirroredStrategy", "ParameterServerStrategyV2": "ParameterServerStrategy",
     "StrategyBase": "Strategy",
-}  # fmt: skip
-# By the prefix of an operation's name in lower case: CollectiveReduceV2, collective_reduce_v2.
-_COLLECTIVES: Final = {
-    "reducescatter": "reduce-scatter", "reduce": "all-reduce", "gather": "all-gather", "bcast": "broadcast",
-    "alltoall": "all-to-all", "permute": "permutation",
 }  # fmt: skip
 
 
@@ -134,7 +130,5 @@ def _in_graph(definition: Any) -> list[str]:
 
 
 def _collective(operation: str) -> str:
-    plain = operation.replace("_", "").lower()
-    if not plain.startswith("collective"):
-        return ""
-    return next((word for begin, word in _COLLECTIVES.items() if plain.removeprefix("collective").startswith(begin)), "")
+    """Such as "all-reduce" of "CollectiveReduceV2" or "collective_reduce_v2"; "" for what is no collective."""
+    return type_of_kernel(operation).name.replace("_", "-")

@@ -14,18 +14,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
+from labkit.recording.operations import OTHER, type_of_kernel
 from labkit.recording.schema import ROOTED, Span
 from labkit.worker.runtimes.tensorflow.messages import COPIED, copy_of, ends_of, messages_of, within_the_rank
 from labkit.worker.runtimes.tensorflow.session import Event
 
-__all__ = ["COLLECTIVES", "Place", "scope_of", "spans_of"]
+__all__ = ["Place", "scope_of", "spans_of"]
 
-COLLECTIVES: Final = {
-    "CollectiveReduceV2": "all_reduce", "CollectiveReduceV3": "all_reduce", "CollectiveReduce": "all_reduce",
-    "CollectiveGatherV2": "all_gather", "CollectiveGather": "all_gather", "CollectiveReduceScatterV2": "reduce_scatter",
-    "CollectiveAllToAllV2": "all_to_all", "CollectiveAllToAllV3": "all_to_all", "CollectiveBcastSend": "broadcast",
-    "CollectiveBcastSendV2": "broadcast", "CollectiveBcastRecv": "broadcast", "CollectiveBcastRecvV2": "broadcast",
-}  # fmt: skip
 BROADCAST_ROOT: Final = 0  # the strategies' variables come from the first worker
 OPTIMIZERS: Final = re.compile(
     r"(?i)(sgd|adam|adamw|adamax|adagrad|adadelta|nadam|ftrl|lion|lamb|rmsprop|adafactor|muon|loss_scale_optimizer)(_\d+)?$"
@@ -184,7 +179,7 @@ class _Reader:
 
     def _take_operation(self, event: Event, within: Sequence[Event]) -> None:
         kind = event.name.rpartition(":")[2]
-        if kind in COLLECTIVES:
+        if type_of_kernel(kind) is not OTHER:
             self._algorithms.append(event)
             return
         context = _context(within)
@@ -297,13 +292,14 @@ class _Reader:
             among.add(device)
             times[group, instance, device] += 1
             match = (instance & 0x7FFFFFFF) << 32 | times[group, instance, device]
-            peer = ROOTED - BROADCAST_ROOT if COLLECTIVES[kind] == "broadcast" else -1
+            operation = type_of_kernel(kind)
+            peer = ROOTED - BROADCAST_ROOT if operation.rooted else -1
             end_ns = max(event.end_ns, self._ends.get(context, 0), self._ends.get(kernel, 0))
             start_ns = min(issued.start_ns, event.start_ns)
             size = max(self._nbytes(name, instance, issued.eager), 0)
             found.append(
                 Span(
-                    self._place.rank, COLLECTIVES[kind], "communication", start_ns, end_ns, start_ns, end_ns, nbytes=size,
+                    self._place.rank, operation.name, "communication", start_ns, end_ns, start_ns, end_ns, nbytes=size,
                     peer=peer, group=f"TensorFlow group {group}", match=match, device=self._device(device),
                     sized=size > 0,
                 )
@@ -337,7 +333,7 @@ def _context(within: Sequence[Event]) -> int:
 
 def _travels(event: Event) -> bool:
     kind = event.name.rpartition(":")[2]
-    return kind in ("_Send", "_Recv", "_HostSend", "_HostRecv") or kind in COLLECTIVES
+    return kind in ("_Send", "_Recv", "_HostSend", "_HostRecv") or type_of_kernel(kind) is not OTHER
 
 
 def _parts(name: str) -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Final
 
+from labkit.recording.operations import RECV, SEND
 from labkit.recording.schema import Span
 from labkit.worker.runtimes.tensorflow.session import Event
 
@@ -60,7 +61,7 @@ def messages_of(
             peer, size = ranks.get(target[:2], rank), nbytes(tensor, -1, False)
             found.append(
                 Span(
-                    rank, "send", "communication", event.start_ns, event.end_ns, nbytes=max(size, 0), peer=peer,
+                    rank, SEND.name, "communication", event.start_ns, event.end_ns, nbytes=max(size, 0), peer=peer,
                     group=MESSAGES if peer != rank else _copies(rank), match=_match(step, tensor, number), device=device,
                     sized=bool(size),
                 )
@@ -69,7 +70,7 @@ def messages_of(
             end_ns, size = ends[event.stats["_p"]], nbytes(tensor, -1, False)
             found.append(
                 Span(
-                    rank, "recv", "communication", event.start_ns, end_ns, event.start_ns, end_ns, nbytes=max(size, 0),
+                    rank, RECV.name, "communication", event.start_ns, end_ns, event.start_ns, end_ns, nbytes=max(size, 0),
                     group=MESSAGES, match=_match(step, tensor, number - 1), device=device, sized=bool(size),
                 )
             )  # fmt: skip
@@ -79,8 +80,8 @@ def messages_of(
 def within_the_rank(messages: Iterable[Span]) -> list[Span]:
     """Return all of a rank's messages, with the peer set in those that it has received from itself."""
     messages = list(messages)
-    own = {s.match for s in messages if s.name == "send" and s.peer == s.rank}
-    return [replace(s, group=_copies(s.rank), peer=s.rank) if s.name == "recv" and s.match in own else s for s in messages]
+    own = {s.match for s in messages if s.name == SEND.name and s.peer == s.rank}
+    return [replace(s, group=_copies(s.rank), peer=s.rank) if s.name == RECV.name and s.match in own else s for s in messages]
 
 
 def copy_of(event: Event, rank: int, name: Callable[[int], str]) -> list[Span]:
