@@ -1,4 +1,4 @@
-"""The documentation agrees with the tree: links, files and make targets exist."""
+"""The documentation agrees with the tree: links, files and make targets exist, and lines are not too wide."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {str(path.relative_to(ROOT)): path for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])}
-# Where a path in the text may begin: CONTRIBUTING.md names files of `labkit/` without that folder, and tests without
-# `tests/`.
-FOLDERS = (".", "labkit", "labkit/worker", "labkit/worker/runtimes", "labkit/worker/runtimes/tensorflow", "tests")
+LIMIT = 120  # characters in a line of prose
+# Where a path in the text may begin: CONTRIBUTING.md leaves out `labkit/` and `tests/`, and abbreviates after "there".
+RUNTIMES = "labkit/worker/runtimes"
+FOLDERS = (".", "labkit", "labkit/worker", RUNTIMES, f"{RUNTIMES}/tensorflow", "tests", "bench", "bench/chaos")
 ELSEWHERE = {"train.py", "script.py", "build/gpu"}  # examples, and what a tool writes
 
 
@@ -69,3 +70,9 @@ def test_named_make_targets_exist(page: str) -> None:
     text = PAGES[page].read_text()
     named = set(re.findall(r"`make ([a-z-]+)", text)) | set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE))
     assert named - targets == set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_lines_of_prose_are_not_too_wide(page: str) -> None:
+    wide = [number for number, line in prose(page) if len(line) > LIMIT and not line.lstrip().startswith("|")]
+    assert wide == []

@@ -54,9 +54,9 @@ def main() -> None:
 INTRODUCTION: Final = """# Predicted and measured
 
 `python -m bench.speed.predictions` prints this page; `--write docs/predictions.md` keeps it here. The ranks of one
-machine communicate over a `lab.Link`. `lab.predict` computes the predictions from the link's two numbers and, where ranks
-compute, from how long they compute alone, measured in the same run. Where ranks have all cores, it also uses how much
-processor time an all-reduce takes from them.
+machine communicate over a `lab.Link`. `lab.predict` computes the predictions from the link's two numbers and, where
+ranks compute, from how long they compute alone, measured in the same run. Where ranks have all cores, it also uses how
+much processor time an all-reduce takes from them.
 
 A time is the median of nine, from the moment when the last rank has begun to the moment when the last has ended. On a
 busy machine, or with fewer cores than ranks, gloo's own time is added, and where it exceeds the link's time it is what
