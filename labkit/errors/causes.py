@@ -1,4 +1,4 @@
-"""Why a rank failed, as a value: code compares causes, and never the sentences that students read."""
+"""The causes of failures, as values: code compares causes, not the sentences that students read."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ __all__ = ["Cause"]
 
 
 class Cause(enum.Enum):
-    """Why a rank failed. It is found where the failure is, and travels with it."""
+    """Why a rank failed."""
 
     RAISED = enum.auto()  # its code, or a library that it called, raised an error
     NOT_IMPLEMENTED = enum.auto()  # its code raised NotImplementedError: it is not written yet
-    LOST_CONNECTION = enum.auto()  # a library found that another rank was gone
-    AFTER_LOST_CONNECTION = enum.auto()  # its code caught such an error, and raised one of its own
-    UNREADABLE_RESULT = enum.auto()  # it returned something that the notebook cannot unpickle
-    DEADLOCK = enum.auto()  # others wait for it, and it will never come
+    LOST_CONNECTION = enum.auto()  # a library reported that the connection to another rank was lost
+    AFTER_LOST_CONNECTION = enum.auto()  # its code caught such an error and raised another one
+    UNREADABLE_RESULT = enum.auto()  # it returned an object that the notebook cannot unpickle
+    DEADLOCK = enum.auto()  # other ranks wait for it without end
     EXITED = enum.auto()  # its process exited
     OUT_OF_MEMORY = enum.auto()  # the kernel's OOM killer ended its process
-    KILLED = enum.auto()  # SIGKILL from anybody else
-    ABORTED = enum.auto()  # SIGABRT: C or C++ code gave up
+    KILLED = enum.auto()  # another process sent SIGKILL
+    ABORTED = enum.auto()  # SIGABRT: C or C++ code aborted
     CRASHED = enum.auto()  # SIGSEGV, SIGBUS, SIGFPE or SIGILL
     SIGNALLED = enum.auto()  # another signal
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it comes of another rank's end."""
+        """Whether another rank's end caused the failure."""
         return self in (Cause.LOST_CONNECTION, Cause.AFTER_LOST_CONNECTION)

@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 _RULE = "─" * 70
-WIDTH: Final = 110  # characters that fit beside a notebook's file browser
+WIDTH: Final = 110  # characters that fit next to a notebook's file browser
 
 
 class LabError(Exception):
@@ -60,11 +60,11 @@ class RankFailure:
         traceback: the student's frames with their source lines; "" if the rank died without a report.
         at_ns: when it happened, on the clock of `time.perf_counter_ns`.
         verb: the words between name and headline, such as "failed:"; "" if name and headline form a sentence.
-        cause: why, as a value.
+        cause: why the rank failed, as a value.
         own: whether the student's own code raised the exception, rather than a library.
         last: a sentence on what the rank was doing, if it died without a report.
         broken: whether the process is alive but cannot be reused, because CUDA no longer works in it.
-        in_python: whether no operation of the framework failed, as in a call with arguments of the wrong type.
+        in_python: whether Python code raised it, not an operation of the framework: wrong types of arguments, for instance.
     """
 
     rank: int

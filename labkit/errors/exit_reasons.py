@@ -92,7 +92,7 @@ class OOMKillCounters:
 
 
 def exit_cause(code: int, oom_kills: str = "") -> Cause:
-    """Why a process ended, as a value; the arguments are those of `explain_exit`."""
+    """Return why a process ended, as a value; the arguments are those of `explain_exit`."""
     if code >= 0:
         return Cause.EXITED
     cause = _CAUSES.get(_signal_name(code), Cause.SIGNALLED)

@@ -49,7 +49,8 @@ class Run:
     def __init__(self, name: str, ranks: tuple[str, ...], results: list[Any], output: str, records: Records) -> None:
         self._name, self.ranks, self.results, self.output = name, ranks, results, output
         self._records = records
-        self.profiled: list[list[Any]] = []  # what torch's profiler has seen: a list of `worker.torch_profiler.Row` for each rank
+        # For each rank, its `torch_profiler.ProfilerEvent`s.
+        self.profiled: list[list[Any]] = []
         self._trace: Trace | None = None
 
     @property
@@ -223,7 +224,7 @@ class Execution:
     def _show(self, picture: Picture) -> None:
         assert self._resources is not None
         now_ns, pending = time.perf_counter_ns(), [m.reader.pending() for m in self._members]
-        picture.update(now_ns, self._records.part(self._new), pending, self._resources.look(now_ns))
+        picture.update(now_ns, self._records.part(self._new), pending, self._resources.sample(now_ns))
         self._new = [[] for _ in self._members]
         self._pictured_s = time.monotonic()
 

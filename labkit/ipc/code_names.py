@@ -67,7 +67,7 @@ def _read_before_assigned(statements: Sequence[ast.stmt], own: set[str], filenam
     """Return the global names that statements read and that are not in `own`; add names they define to `own`."""
     found: set[str] = set()
 
-    def look(node: ast.stmt | ast.expr, own: set[str]) -> types.CodeType:
+    def examine(node: ast.stmt | ast.expr, own: set[str]) -> types.CodeType:
         # Compile it inside a loop, because it may be or contain a `break`.
         statement = node if isinstance(node, ast.stmt) else ast.Expr(node)
         tree = ast.Module([ast.While(ast.Constant(True), [statement], [])], [])
@@ -77,15 +77,15 @@ def _read_before_assigned(statements: Sequence[ast.stmt], own: set[str], filenam
 
     for statement in statements:
         if isinstance(statement, ast.For):
-            look(statement.iter, own)
+            examine(statement.iter, own)
             own |= _targets(statement.target)  # assumes that the loop runs at least once
             branches = [statement.body, statement.orelse]
         elif isinstance(statement, ast.If | ast.While):
-            look(statement.test, own)
+            examine(statement.test, own)
             branches = [statement.body, statement.orelse]
         elif isinstance(statement, ast.With):
             for item in statement.items:
-                look(item.context_expr, own)
+                examine(item.context_expr, own)
                 own |= _targets(item.optional_vars)
             found |= _read_before_assigned(statement.body, own, filename)
             continue
@@ -95,7 +95,7 @@ def _read_before_assigned(statements: Sequence[ast.stmt], own: set[str], filenam
             own |= {alias.asname or alias.name for alias in statement.names}
             continue
         else:
-            code = look(statement, own)
+            code = examine(statement, own)
             if isinstance(statement, _ALWAYS_ASSIGN):
                 own |= _names(code, _ASSIGN_HERE)
             continue

@@ -28,7 +28,7 @@ def reduce_ipython(thing: Any) -> Any:
     """Reduce IPython's shell, and the names that it defines in every notebook, to a rank's versions of them.
 
     Returns:
-        the constructor in the rank and its arguments, for pickle; None if `thing` is no object of IPython's.
+        the constructor in the rank and its arguments, for pickle; None for other objects.
     """
     kind = type(thing)
     if kind is types.MethodType:

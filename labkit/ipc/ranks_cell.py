@@ -70,12 +70,12 @@ class CellSyntaxError(LabError):
 
 
 def cell_filename(number: int) -> str:
-    """The file name of a `%%ranks` cell, which differs from those of the notebook's own cells."""
+    """Return the file name of a `%%ranks` cell, which differs from those of the notebook's own cells."""
     return _FILENAME.format(number)
 
 
 def cell_number(filename: str) -> int | None:
-    """The number of the `%%ranks` cell that has this file name; None if none has."""
+    """Return the number of the `%%ranks` cell with this file name; None for other file names."""
     cell = _NUMBER.fullmatch(filename)
     return int(cell[1]) if cell is not None else None
 

@@ -17,7 +17,7 @@ __all__ = ["RemoteError", "remote_error", "sent"]
 
 _ON = re.compile(r"On WorkerInfo\(id=\d+, name=(?P<name>[^)]*)\):\n")
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line ')
-_PLACE: Final = " (on {})"  # behind a headline: the rank on which it was raised
+_PLACE: Final = " (on {})"  # the end of a headline: the rank on which the error was raised
 _PLACED = re.compile(re.escape(_PLACE.format("NAME")).replace("NAME", "[^)]*") + "$")
 _BEGIN = "Traceback (most recent call last):\n"
 _PASSED_THROUGH = re.compile(r"\s*(\n\nAt:\n  \S+\(\d+\): _handle_exception\s*)?$")  # added by the caller's C++ code

@@ -126,11 +126,11 @@ def students_traceback(error: BaseException) -> str:
     whole = traceback.TracebackException.from_exception(error, capture_locals=False)
     remote: list[str] = []
     for part in _parts(whole):
-        said = remote_error(str(part))
-        if said is not None:
+        callee = remote_error(str(part))
+        if callee is not None:
             setattr(part, "_str", _MARK.format(len(remote)))  # noqa: B010  # typeshed does not know it
-            remote.append(said.traceback)
-        part.stack = _cut(part.stack, whole_innermost=said is None)
+            remote.append(callee.traceback)
+        part.stack = _cut(part.stack, whole_innermost=callee is None)
     text = "".join(whole.format())
     # Replace the line in which the caller's error repeats the callee's with the callee's frames and error.
     text = _MARKED.sub(lambda m: textwrap.indent(remote[int(m["number"])], m["margin"], lambda _: True), text)
@@ -138,13 +138,13 @@ def students_traceback(error: BaseException) -> str:
 
 
 def cause_of(error: BaseException) -> Cause:
-    """Return why a rank failed that raised this error. Only here is the text of libraries searched."""
-    if _came_of_lost_connection(error):
+    """Return the cause of a failure from the error that a rank raised. Only here are libraries' messages searched."""
+    if _follows_lost_connection(error):
         return Cause.LOST_CONNECTION if _lost_connection(headline(error)) else Cause.AFTER_LOST_CONNECTION
     return Cause.NOT_IMPLEMENTED if isinstance(error, NotImplementedError) else Cause.RAISED
 
 
-def _came_of_lost_connection(error: BaseException) -> bool:
+def _follows_lost_connection(error: BaseException) -> bool:
     """Whether another rank's end caused the error: its message says so, or that of an error that led to it."""
     seen: set[int] = set()
     part: BaseException | None = error

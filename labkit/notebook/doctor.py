@@ -24,7 +24,7 @@ from labkit.errors.exceptions import install_command
 from labkit.errors.lists import counted, listed
 from labkit.errors.units import in_words
 
-__all__ = ["Facts", "Finding", "Report", "diagnose", "doctor", "look"]
+__all__ = ["Facts", "Finding", "Report", "collect_facts", "diagnose", "doctor"]
 
 ASK_LIMIT_S: Final = 120.0  # importing a framework from a cold disk can take a minute
 GIB: Final = 2**30
@@ -40,7 +40,7 @@ PACKAGES: Final = (
     ("jupyterlab", "JupyterLab", "course", "opening the lessons"),
     ("ipykernel", "ipykernel", "course", "running cells"),
     ("ipywidgets", "ipywidgets", "course", "interactive controls in a cell"),
-    ("anywidget", "anywidget", "course", "timelines to look into"),
+    ("anywidget", "anywidget", "course", "timelines to explore"),
     ("matplotlib", "matplotlib", "plot", "timelines and all other pictures"),
     ("scikit-learn", "scikit-learn", "course", "the handwritten digits"),
 )
@@ -170,7 +170,7 @@ def doctor() -> Report:
     Returns:
         the report; a notebook shows its text.
     """
-    return diagnose(look())
+    return diagnose(collect_facts())
 
 
 def diagnose(facts: Facts) -> Report:
@@ -270,7 +270,7 @@ def _not_loading(name: str, package: str, version: str, error: str) -> Finding:
     return Finding(name, f"{version}, but it does not load: {error}", ok=False, remedy=remedy, pip=True)
 
 
-def look() -> Facts:
+def collect_facts() -> Facts:
     """Collect the facts about this machine."""
     gpus, gpu_search = _nvidia_gpus()
     versions = {package: _version(package) for package, *_ in PACKAGES}

@@ -29,7 +29,7 @@ class Gpus:
             raise OSError(str(error)) from None
         self._handles: dict[int, Any] = {}
 
-    def look(self, number: int) -> tuple[int, int] | None:
+    def read(self, number: int) -> tuple[int, int] | None:
         """Return a GPU's utilization in per cent, over the last 1/6 to 1 second, and its memory in use, in bytes.
 
         Args:

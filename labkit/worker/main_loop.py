@@ -32,7 +32,7 @@ from labkit.worker.process_state import Changes
 from labkit.worker.runtimes.base import Released
 from labkit.worker.runtimes.registry import RUNTIMES, RankConfig, Runtime, devices, quiet_stderr
 from labkit.worker.runtimes.tensorflow import blocked
-from labkit.worker.torch_profiler import Row, TorchProfiler
+from labkit.worker.torch_profiler import ProfilerEvent, TorchProfiler
 from labkit.worker.warnings_capture import RankWarnings
 
 __all__ = ["main"]
@@ -162,13 +162,13 @@ class _Rank:
                 recorder, None if link is None else comm.slow_link(link, self._rank_config.rank, self._shared_link)
             )
             notes = self._runtime.set_up(offers)
-            self._runtime.watch_launch(recorder, record_rpc)
+            self._runtime.adapt_launch(recorder, record_rpc)
             comm.watch_device(recorder, devices()[0])
         else:
             notes = self._runtime.set_up(offers)
-            self._runtime.watch_launch(recorder, lambda: None)
+            self._runtime.adapt_launch(recorder, lambda: None)
         if self._runtime.resting_is_waiting:
-            blocked.watch_tensorflow(recorder)
+            blocked.detect_blocked_calls(recorder)
         self._variables = {name for name, value in os.environ.items() if self._inherited.get(name) != value} | ALWAYS_OWN
         self._send("ready", notes)
 
@@ -210,13 +210,13 @@ class _Rank:
 
     def _profile(self, begin: bool) -> None:
         """Start torch's profiler, or stop it and send its events."""
-        rows: list[Row] = []
+        events: list[ProfilerEvent] = []
         with quiet_stderr():  # the profiler prints when it starts and stops
             if begin:
                 self._profiler.start()
             else:
-                rows = self._profiler.stop()
-        self._send("profiled", rows)
+                events = self._profiler.stop()
+        self._send("profiled", events)
 
     def _observe(self, begin: bool) -> None:
         """Begin or end the recording of a run in which this rank is not called but may serve others."""

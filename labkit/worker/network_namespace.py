@@ -10,8 +10,7 @@ network.
       └──fork──> rank: main thread               in the machine's network: downloads, services on localhost
                    └── thread in the namespace ──> the threads of the store, gloo and TensorPipe
 
-Creating one requires a capability that root has; other users have it in a user namespace of their own, which the server
-enters.
+Creating one requires a capability that root has; other users have it in a new user namespace, which the server enters.
 
 Source: network_namespaces(7), user_namespaces(7) and setns(2), the Linux man-pages.
 """

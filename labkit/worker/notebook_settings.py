@@ -98,7 +98,7 @@ class NotebookSettings:
 
     def __init__(self) -> None:
         self._filters: list[Any] | None = None
-        self._watched: list[tuple[logging.Logger, Any]] = []
+        self._known_handlers: list[tuple[logging.Logger, Any]] = []
         self._loggers = -1
 
     def news(self) -> Settings | None:
@@ -109,21 +109,21 @@ class NotebookSettings:
             self._filters == warnings.filters
             and self._loggers == len(root.manager.loggerDict)
             and id(self) in cache
-            and all(_handlers(logger) == handlers for logger, handlers in self._watched)
+            and all(_handlers(logger) == handlers for logger, handlers in self._known_handlers)
         ):
             return None
         self._filters, self._loggers = list(warnings.filters), len(root.manager.loggerDict)
         filters = [(*f[:2], LibraryCategory.instead_of(f[2]), *f[3:]) for f in self._filters]
         settings = Settings(filters, warnings.showwarning.__module__ == "logging", root.manager.disable)
         cache[id(self)] = True
-        self._watched = []
+        self._known_handlers = []
         for logger in [root, *(x for x in root.manager.loggerDict.values() if isinstance(x, logging.Logger))]:
             name = "" if logger is root else logger.name
             if logger.level:
                 settings.levels[name] = logger.level
             if not _is_students(name):
                 continue
-            self._watched.append((logger, _handlers(logger)))
+            self._known_handlers.append((logger, _handlers(logger)))
             if not logger.propagate:
                 settings.not_propagating.add(name)
             handlers = [h for h in logger.handlers if not isinstance(h, logging.NullHandler)]

@@ -130,7 +130,7 @@ class ResourceMonitor:
             with contextlib.suppress(OSError):  # without NVML, the memory of the processes is shown
                 self._gpus = Gpus()
 
-    def look(self, now_ns: int) -> tuple[Load, ...]:
+    def sample(self, now_ns: int) -> tuple[Load, ...]:
         """Return the latest load of each rank; take a new sample if it is time to.
 
         Args:
@@ -144,7 +144,7 @@ class ResourceMonitor:
 
     def _load(self, rank: int) -> Load:
         own = self._devices[rank] if self._gpus is not None and self._devices else ()
-        seen = [found for number in own if (found := self._gpus.look(number)) is not None]
+        seen = [found for number in own if (found := self._gpus.read(number)) is not None]
         if not seen:
             return Load(self._read(self._pids[rank]))
         return Load(sum(used for _, used in seen), round(sum(busy for busy, _ in seen) / len(seen)))

@@ -112,11 +112,11 @@ class _Script:
         """Start recording."""
         self._recorder.ring.alive(clock())
         here.start(self._recorder)
-        when_imported("torch", lambda _: self._watch())
+        when_imported("torch", lambda _: self._record_torch())
         atexit.register(self._end)
         self._thread.start()
 
-    def _watch(self) -> None:
+    def _record_torch(self) -> None:
         try:
             from labkit import comm
 

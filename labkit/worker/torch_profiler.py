@@ -16,7 +16,7 @@ from labkit.recording.clock_sync import Reading, bounds, on_reference
 from labkit.recording.record import clock
 from labkit.worker.runtimes.base import quiet_stderr
 
-__all__ = ["Row", "TorchProfiler", "rows"]
+__all__ = ["ProfilerEvent", "TorchProfiler", "events_of"]
 
 MOST_EVENTS: Final = 100_000  # of a rank in a run: about 10 MB in a trace file. The longest are kept
 MARKS: Final = 5  # several, because the first one runs with cold caches
@@ -24,7 +24,7 @@ MARK: Final = "labkit reads the clock"
 LEFT_OUT: Final = ("Trace", "overhead")  # categories of events about the profiler itself
 ON_GPU: Final = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 
-Row = tuple[str, str, str, int, int]  # track, name, category, start_ns, end_ns
+ProfilerEvent = tuple[str, str, str, int, int]  # track, name, category, start_ns, end_ns
 
 
 class TorchProfiler:
@@ -36,9 +36,9 @@ class TorchProfiler:
 
     def __init__(self) -> None:
         self._profiler: Any = None  # records the current part
-        self._marks: list[tuple[int, int, int]] = []  # of the current part; see `rows`
+        self._marks: list[tuple[int, int, int]] = []  # of the current part; see `events_of`
         self._parts: list[tuple[Any, list[tuple[int, int, int]]]] = []  # finished parts, with their marks
-        self._pauses: list[Row] = []
+        self._pauses: list[ProfilerEvent] = []
         self._paused_ns = 0  # when the student's own profiler started; 0 if none is running
         self._busy = False  # whether this object is calling torch
         self._originals: dict[str, Any] = {}  # the functions of torch that start and stop profilers, by name
@@ -61,7 +61,7 @@ class TorchProfiler:
             self._originals[name] = getattr(profiler, name)
             setattr(profiler, name, partial(wrapper, self._originals[name]))
 
-    def stop(self) -> list[Row]:
+    def stop(self) -> list[ProfilerEvent]:
         """Stop recording; return the events in no particular order, or [] if it was not started."""
         if not self._originals:
             return []
@@ -136,7 +136,7 @@ class TorchProfiler:
             self._marks.append((before_ns, inside_ns, clock()))
 
 
-def _exported(profiler: Any, marks: list[tuple[int, int, int]]) -> list[Row]:
+def _exported(profiler: Any, marks: list[tuple[int, int, int]]) -> list[ProfilerEvent]:
     """Return the events of a profiler that has been stopped."""
     fd, path = tempfile.mkstemp(suffix=".json")
     os.close(fd)
@@ -146,7 +146,7 @@ def _exported(profiler: Any, marks: list[tuple[int, int, int]]) -> list[Row]:
             content = json.load(file)
     finally:
         os.unlink(path)
-    return rows(content, marks)
+    return events_of(content, marks)
 
 
 def _all_threads() -> Any:
@@ -161,7 +161,7 @@ def _all_threads() -> Any:
     return None
 
 
-def rows(content: dict[str, Any], marks: list[tuple[int, int, int]]) -> list[Row]:
+def events_of(content: dict[str, Any], marks: list[tuple[int, int, int]]) -> list[ProfilerEvent]:
     """Convert the events of a profiler's file to labkit's clock.
 
     The profiler's times are wall-clock times, derived from the processor's time-stamp counter. The marks at the start

@@ -183,10 +183,10 @@ def test_nvml_sees_the_memory_of_a_rank(alone: lab.Group) -> None:
 
         gpus = Gpus()
         torch.cuda.synchronize()
-        before = gpus.look(0)
+        before = gpus.read(0)
         x = torch.ones(1 << 30, dtype=torch.uint8, device="cuda")
         torch.cuda.synchronize()
-        after = gpus.look(0)
+        after = gpus.read(0)
         assert before is not None
         assert after is not None
         del x

@@ -342,7 +342,7 @@ def test_reading_memory_takes_a_bounded_share_of_time():
     looks = []
     usage = ResourceMonitor([7], read=lambda pid: looks.append(pid) or 5, clock=lambda: next(cpu))
     for now_ms in range(0, 13_000, 200):
-        assert usage.look(now_ms * MS) == (Load(5),)
+        assert usage.sample(now_ms * MS) == (Load(5),)
     assert looks == [7, 7, 7]  # every 6 s
 
 
@@ -410,16 +410,16 @@ def test_each_ranks_gpus_are_read(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     gpus = Gpus(Nvml("GPU-a", "GPU-b", "GPU-c", "GPU-d"))
     usage = ResourceMonitor([7, 8, 9], [[0, 1], [3], [4]], read=lambda pid: pid, gpus=gpus)
-    assert usage.look(0) == (Load(201_000_000, 80), Load(103_000_000, 83), Load(9))  # there is no GPU 4
+    assert usage.sample(0) == (Load(201_000_000, 80), Load(103_000_000, 83), Load(9))  # there is no GPU 4
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-b")
     gpus = Gpus(Nvml("GPU-a", "GPU-b", "GPU-c", "GPU-d"))
-    assert [gpus.look(0), gpus.look(1)] == [(82, 102_000_000), (81, 101_000_000)]
+    assert [gpus.read(0), gpus.read(1)] == [(82, 102_000_000), (81, 101_000_000)]
 
 
 @pytest.mark.parametrize("module", [None, Nvml()], ids=["not installed", "no driver"])
 def test_without_nvml_the_memory_of_the_processes_is_shown(module, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", module)
-    assert ResourceMonitor([7], [[0]], read=lambda pid: pid).look(0) == (Load(7),)
+    assert ResourceMonitor([7], [[0]], read=lambda pid: pid).sample(0) == (Load(7),)
 
 
 def test_which_gpus_a_rank_has(monkeypatch):

@@ -167,7 +167,7 @@ def test_times_are_converted_to_the_clock_of_the_spans() -> None:
         {"name": "gemm", "cat": "kernel", "start": 40 * s, "end": 41 * s, "tid": 7},
         {"name": "profiler", "cat": "overhead", "start": 40 * s, "end": 41 * s, "tid": 7},
     ]
-    found = torch_profiler.rows(content(events, marks, drift=20e-6), marks)
+    found = torch_profiler.events_of(content(events, marks, drift=20e-6), marks)
     assert [row[:3] for row in found] == [("main thread", "mm", "cpu_op"), ("GPU 0, stream 7", "gemm", "kernel")]
     for row, event in zip(found, events, strict=False):
         assert abs(row[3] - event["start"]) < 2000, "ns; without drift it would be a millisecond"
@@ -179,9 +179,9 @@ def test_the_longest_events_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     marks = [(0, 5000, 9000), (10**6, 10**6 + 5000, 10**6 + 9000)]
     lengths = [500, 300_000, 7000, 200_000]
     events = [{"name": str(n), "cat": "cpu_op", "start": 10_000, "end": 10_000 + n, "tid": 1} for n in lengths]
-    assert {row[1] for row in torch_profiler.rows(content(events, marks), marks)} == {"300000", "200000"}
+    assert {row[1] for row in torch_profiler.events_of(content(events, marks), marks)} == {"300000", "200000"}
 
 
 def test_a_file_without_marks_is_not_used() -> None:
     marks = [(0, 5000, 9000), (10**6, 10**6 + 5000, 10**6 + 9000)]
-    assert torch_profiler.rows(content([], marks[:1]), marks) == []
+    assert torch_profiler.events_of(content([], marks[:1]), marks) == []

@@ -147,12 +147,12 @@ class Runtime:
         self._torchrun_environment(offers[0])
         return []
 
-    def watch_launch(self, recorder: Recorder, watch_rpc: Callable[[], None]) -> None:
+    def adapt_launch(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
         """In the rank, after `set_up`: make the calls with which a program sets up and ends torch itself harmless.
 
         Args:
             recorder: this rank's recorder.
-            watch_rpc: starts the recording of remote calls; it must be called before RPC starts.
+            record_rpc: starts the recording of remote calls; it must be called before RPC starts.
         """
 
         def watch() -> None:
@@ -160,7 +160,7 @@ class Runtime:
             from labkit.comm.launch import Launch
 
             comm.watch_script(recorder, given=False)
-            self._launch = Launch(recorder, self.rank_config.rank, self.rank_config.size, watch_rpc)
+            self._launch = Launch(recorder, self.rank_config.rank, self.rank_config.size, record_rpc)
 
         when_imported("torch", lambda _: watch())
 

@@ -87,13 +87,13 @@ class Torch(Runtime):
         )
         return notes
 
-    def watch_launch(self, recorder: Recorder, watch_rpc: Callable[[], None]) -> None:
+    def adapt_launch(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
         """Let a program that sets up torch itself use the group's store and the existing process group."""
         from labkit.comm.launch import Launch
 
         rank_config = self.rank_config
         rpc = self._rpc_given(), rank_config.starts_rpc
-        self._launch = Launch(recorder, rank_config.rank, rank_config.size, watch_rpc, self._port, self._connect, *rpc)
+        self._launch = Launch(recorder, rank_config.rank, rank_config.size, record_rpc, self._port, self._connect, *rpc)
 
     def _rpc_given(self) -> tuple[str, Any] | None:
         """Return the name and the options with which this rank has initialised RPC; None without RPC."""
@@ -174,9 +174,9 @@ class Rpc(Torch):
         rpc.api._all_gather = first_round
         return notes
 
-    def watch_launch(self, recorder: Recorder, watch_rpc: Callable[[], None]) -> None:
+    def adapt_launch(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
         """Let a program that starts RPC itself find it initialised."""
-        super().watch_launch(recorder, watch_rpc)
+        super().adapt_launch(recorder, record_rpc)
         recorder.ring.serving(self._rpc_given()[1].num_worker_threads)
 
     def _rpc_given(self) -> tuple[str, Any]:

@@ -19,7 +19,7 @@ from labkit.recording.record import Recorder, clock, here, student_line
 from labkit.recording.ring_buffer import RingWriter
 from labkit.worker.runtimes.tensorflow.calls import call_within, describe
 
-__all__ = ["BlockedCall", "starting_servers", "watch_tensorflow"]
+__all__ = ["BlockedCall", "detect_blocked_calls", "starting_servers"]
 
 CHECK_EVERY_S: Final = 0.25
 DESCRIBE_EVERY_NS: Final = 2_000_000_000  # the description is updated, because queues may have become shorter
@@ -78,7 +78,7 @@ class BlockedCall:
             self._slot = None
 
 
-def watch_tensorflow(recorder: Recorder) -> None:
+def detect_blocked_calls(recorder: Recorder) -> None:
     """Start a thread that checks this process's main thread from now on.
 
     Args:

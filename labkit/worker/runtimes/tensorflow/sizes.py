@@ -29,7 +29,7 @@ class Sizes:
         self._in_library: dict[str, set[int]] = {}  # sizes in functions that TensorFlow has generated
         self._read: set[str] = set()  # the names of those functions
 
-    def watch(self) -> None:
+    def install(self) -> None:
         """Start to collect, in this process."""
         from tensorflow.python.eager import context
         from tensorflow.python.framework.func_graph import FuncGraph

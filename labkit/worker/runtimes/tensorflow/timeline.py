@@ -82,7 +82,7 @@ class Timeline:
 
         function.__call__ = call_between
         self._recorder.graph_spans = self._spans
-        self._sizes.watch()
+        self._sizes.install()
         return []
 
     def begin(self) -> None:
