@@ -480,22 +480,26 @@ def fail(how: str, victim: int) -> float:
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("how", "cause", "words"),
     [
-        ("raise", "ValueError: invalid literal for int"),
-        ("exit", "the process ended with exit code 3"),
-        ("kill", "killed by SIGKILL"),
+        ("raise", Cause.RAISED, "ValueError: invalid literal for int"),
+        ("exit", Cause.EXITED, ""),
+        ("kill", Cause.KILLED, ""),
         (
             "return",
+            Cause.DEADLOCK,
             "returned while rank {other} still waits for it in TensorFlow's total (with 1 all-reduce) (test_tensorflow.py",
         ),
     ],
 )
-def test_the_failed_rank_is_named(two: lab.Group, monkeypatch: pytest.MonkeyPatch, how: str, words: str, victim: int) -> None:
+def test_the_failed_rank_is_named(
+    two: lab.Group, monkeypatch: pytest.MonkeyPatch, how: str, cause: Cause, words: str, victim: int
+) -> None:
     monkeypatch.setattr(TensorFlow, "certain_after_s", 1.0)
     with pytest.raises(lab.RankError) as caught:
         two.run(fail, how, victim)
     assert caught.value.failures[0].name == f"rank {victim}"
+    assert caught.value.failures[0].cause is cause
     assert words.format(other=1 - victim) in caught.value.failures[0].headline
     if how == "return":
         assert (
