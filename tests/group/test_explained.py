@@ -138,7 +138,7 @@ def test_omitted_frames_are_counted(ranks: lab.Group, cells: in_cells.Cells) -> 
     ("source", "words"),
     [
         ("def f(): return (i for i in range(3))", "the result of f() cannot be sent: generator objects cannot be pickled"),
-        ("def f(): return (i for i in range(3))", "return list(...) of it."),
+        ("def f(): return (i for i in range(3))", "return list(...) of it"),
         ("async def f(): return 1", "f() returned a coroutine, which is never awaited: calling an `async def` function"),
     ],
 )
@@ -194,7 +194,7 @@ def test_a_script_shows_its_own_frames_and_one_of_labkit(tmp_path: Path) -> None
     (tmp_path / "script.py").write_text(f"{PROGRAM}\ndef main():\n    group.run(train)\n\nmain()\n")
     lines = shown([sys.executable, "script.py"], "", tmp_path)
     frames = [line.strip().rsplit(", in ")[1] for line in lines if line.startswith("  File")]
-    assert frames == ["<module>", "main", "called", "train", "divide"]
+    assert [*frames[:2], *frames[3:]] == ["<module>", "main", "train", "divide"], "and one of labkit between them"
     assert lines[lines.index(REPORT[0]) :][: len(REPORT)] == REPORT
     assert sum("ZeroDivisionError" in line for line in lines) == 2, "the headline, and the end of its traceback"
 
