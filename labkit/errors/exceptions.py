@@ -64,7 +64,7 @@ class RankFailure:
         own: whether the student's own code raised the exception, rather than a library.
         last: a sentence on what the rank was doing, if it died without a report.
         broken: whether the process is alive but cannot be reused, because CUDA no longer works in it.
-        in_python: whether Python code raised it, not an operation of the framework: wrong types of arguments, for instance.
+        in_python: whether Python code raised it and no operation of the framework, as for arguments of a wrong type.
     """
 
     rank: int

@@ -27,7 +27,7 @@ LIMIT, HIGH_LIMIT = 6.0, 20.0
 NONE = "None values not supported"  # TensorFlow's message
 # TensorFlow's messages after common mistakes, and what they mean here.
 EXPLAINED = (
-    ("name 'tf' is not defined", "`tf` is not defined: begin the function with `import tensorflow as tf`"),
+    ("name 'tf' is not defined", "`tf` is not defined in the ranks: begin with `import tensorflow as tf`"),
     (NONE, "it returns nothing: end the function with `return` and the result"),
     ("OperatorNotAllowedInGraphError", "use tf.reduce_sum: in a graph Python cannot loop over a tensor, as its own sum does"),
     (

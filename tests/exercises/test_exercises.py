@@ -28,12 +28,12 @@ def introduce_from_one():
     return f"rank {dist.get_rank() + 1} of {dist.get_world_size()}"
 
 
-@wrong("introduce", "`return` hands the text to the notebook")
+@wrong("introduce", "`return` gives it to the notebook")
 def introduce_by_print():
     print(f"rank {dist.get_rank()} of {dist.get_world_size()}")
 
 
-@wrong("introduce", "Every rank says the same")
+@wrong("introduce", "All ranks return the same text")
 def introduce_the_first():
     return f"rank 0 of {dist.get_world_size()}"
 
@@ -248,7 +248,7 @@ def divide_what_is_missing_too(model):
         dist.all_reduce(p.grad)
 
 
-@wrong("average_gradients", "are missing on rank 0")
+@wrong("average_gradients", "all gradients are missing, on all ranks")
 def clear_gradients(model):
     model.zero_grad()
 
@@ -371,7 +371,7 @@ def accumulate_and_send_always(model, batches, loss_function):
         (share * len(inputs) * loss_function(model(inputs), targets)).backward()
 
 
-@wrong("accumulate", "forward and backward of all batches but the last both stand inside")
+@wrong("accumulate", "forward and backward of all batches but the last belong inside")
 def accumulate_with_the_forward_outside(model, batches, loss_function):
     share = dist.get_world_size() / examples_of_all_ranks(batches)
     for i, (inputs, targets) in enumerate(batches):
@@ -676,7 +676,7 @@ def middle_step_keeps_the_gradient(stage, shape):
     output.backward(gradient)
 
 
-@wrong("middle_step", "ank 1 did not receive 1 message")
+@wrong("middle_step", "rank 1 did not receive 1 message")
 def middle_step_ignores_rank_2(stage, shape):
     activation = torch.empty(shape)
     dist.recv(activation, src=0)
