@@ -29,8 +29,8 @@ LAZY = "labkit"  # the package itself names all its parts and imports each on fi
 
 # Words that were used for things with a standard name, or that say nothing about the thing.
 METAPHORS = {
-    "aside", "blame", "borrow", "bury", "carried", "crew", "deed", "edge", "flight", "hands", "ledger", "mends", "parcel", "seat",
-    "sheet", "strike", "told", "what", "wire",
+    "aside", "blame", "borrow", "borrowed", "buried", "bury", "carried", "crew", "deed", "deeds", "edge", "flight", "hands",
+    "ledger", "mend", "mends", "parcel", "parcels", "seat", "sheet", "strike", "told", "what", "wire",
 }  # fmt: skip
 STANDARD_TERMS = {"IN_FLIGHT", "_STYLE_SHEET", "edge"}  # names in which such a word is the standard term; edge: of an axis
 NOT_YET_RENAMED = {
