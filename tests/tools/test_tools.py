@@ -18,6 +18,7 @@ from typing import Any
 import nbformat
 import pytest
 
+from labkit.notebook.lessons import Copies
 from tools import lab, notebooks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -175,11 +176,42 @@ def test_a_students_options_come_last() -> None:
     assert lab.command(["--port=9000"])[-1] == "--port=9000"
 
 
+def page(arguments: list[str]) -> tuple[str, str]:
+    """The root folder that JupyterLab serves, and the page that it opens; "" for its file browser."""
+    options = dict(option.partition("=")[::2] for option in lab.command(arguments)[3:])  # as in JupyterLab, the last one counts
+    return options["--ServerApp.root_dir"], options.get("--LabApp.default_url", "")
+
+
+def test_the_page_is_the_students_copy_of_the_first_lesson(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(lab, "FOLDER", ROOT / "my_lessons")
+    assert page([]) == (str(ROOT), "/lab/tree/my_lessons/00_start_here.ipynb")
+    monkeypatch.setattr(lab, "FOLDER", tmp_path)
+    assert page([]) == (str(tmp_path), "/lab/tree/00_start_here.ipynb")
+
+
+def test_a_root_folder_of_the_students_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "a" / "mine").mkdir(parents=True)
+    monkeypatch.setattr(lab, "FOLDER", tmp_path / "a" / "mine")
+    assert page([f"--ServerApp.root_dir={tmp_path}"]) == (str(tmp_path), "/lab/tree/a/mine/00_start_here.ipynb")
+    assert page([f"--ServerApp.root_dir={tmp_path / 'elsewhere'}"]) == (str(tmp_path / "elsewhere"), "")
+
+
+def test_new_and_outdated_copies_are_announced(capsys: pytest.CaptureFixture[str]) -> None:
+    lab.announce(Copies())
+    assert capsys.readouterr().out == ""
+    lab.announce(Copies(new=("00_start_here.ipynb",), outdated=("02_data_parallel.ipynb",)))
+    copied, outdated = capsys.readouterr().out.splitlines()
+    assert copied.startswith(f"Your copies of the lessons are in {lab.FOLDER}.")
+    assert outdated.startswith("02_data_parallel.ipynb has a newer version")
+    assert 'lab.reset_lesson("02")' in outdated
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """JupyterLab as `make lab` starts it on a machine without a display."""
     headless = {k: v for k, v in os.environ.items() if k not in ("DISPLAY", "WAYLAND_DISPLAY")}
     headless["JUPYTER_RUNTIME_DIR"] = str(tmp_path)
+    headless["LABKIT_MY_LESSONS"] = str(tmp_path / "my_lessons")
     command = [sys.executable, str(ROOT / "tools" / "lab.py"), "--port=0"]
     with subprocess.Popen(
         command, env=headless, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -1,0 +1,124 @@
+"""The file of a student's guesses: `my_guesses.json` beside the notebook.
+
+The file belongs to the student and may be deleted at any time. Several kernels may use it at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+from labkit.errors.exceptions import LabError
+
+__all__ = ["FILE", "Entry", "Value", "entries", "entry_for_update"]
+
+FILE: Final = "my_guesses.json"
+VERSION: Final = 1
+
+Value = float | str
+
+
+@dataclass(slots=True)
+class Entry:
+    """One guess.
+
+    Args:
+        lesson: the notebook that asked for it, without ".ipynb"; "" if unknown.
+        name: of the quantity, with its unit: "step_ms".
+        guess: the last value before the first reveal; None if there was none.
+        guessed_at: when it was sealed, in seconds since 1970.
+        measured: the value of the first reveal; None before it.
+        predicted: the formula's value at the first reveal; None if there was none.
+        revealed_at: when it was first revealed, in seconds since 1970.
+        changed: a different guess that was made after the first reveal; None if there is none.
+    """
+
+    lesson: str
+    name: str
+    guess: Value | None = None
+    guessed_at: float = 0.0
+    measured: Value | None = None
+    predicted: float | None = None
+    revealed_at: float = 0.0
+    changed: Value | None = None
+
+
+def entries(folder: Path) -> list[Entry]:
+    """Read all guesses, in the order in which they were first sealed or revealed; none if there is no file.
+
+    Raises:
+        LabError: the file cannot be read as guesses.
+    """
+    path = folder / FILE
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise LabError(f"{path}: cannot be read ({error.strerror})") from None
+    try:
+        content = json.loads(text)
+        if content["version"] != VERSION:
+            raise LabError(f"{path}: written by another version of labkit ({content['version']}); move or delete the file")
+        known = {field.name for field in fields(Entry)}
+        return [Entry(**{key: value for key, value in each.items() if key in known}) for each in content["guesses"]]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise LabError(f"{path}: not a file of guesses; repair or delete it") from None
+
+
+@contextlib.contextmanager
+def entry_for_update(folder: Path, lesson: str, name: str) -> Iterator[Entry]:
+    """Give one guess to the caller, who changes it; afterwards the file is written, unless nothing changed.
+
+    The file is locked meanwhile, and replaced in one step, so that a crash leaves the old one.
+
+    Raises:
+        LabError: the file cannot be read or written.
+    """
+    try:
+        with _locked(folder):
+            found = entries(folder)
+            entry = next((e for e in found if (e.lesson, e.name) == (lesson, name)), None)
+            if entry is None:
+                entry = Entry(lesson, name)
+                found.append(entry)
+            before = asdict(entry)
+            yield entry
+            if asdict(entry) != before:
+                _write(folder, found)
+    except OSError as error:
+        raise LabError(f"{folder / FILE}: cannot be written ({error.strerror})") from None
+
+
+def _write(folder: Path, found: list[Entry]) -> None:
+    content: dict[str, Any] = {"version": VERSION, "guesses": [asdict(entry) for entry in found]}
+    handle, temporary = tempfile.mkstemp(prefix=f".{FILE}.", dir=folder)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1, ensure_ascii=False)
+        os.replace(temporary, folder / FILE)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Exclude other kernels. The folder itself is locked, so that no lock file is left behind."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: two kernels that write at the same moment may lose a guess
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

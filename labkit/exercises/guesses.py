@@ -1,0 +1,250 @@
+"""`guess`, `reveal` and `guesses`: the student commits to a value before the measurement, and compares it afterwards.
+
+A guess that is still `...` is not kept, so a lesson that runs without a student leaves no file.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import numbers
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from labkit.costs.prediction import Prediction
+from labkit.errors.exceptions import LabError
+from labkit.errors.wrong_calls import public_api
+from labkit.exercises.guess_file import Entry, Value, entries, entry_for_update
+from labkit.plots.guesses import Outcome, draw_calibration, draw_outcome
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["Note", "guess", "guesses", "reveal"]
+
+# A quantity's name ends with its unit: "step_ms". For each ending, the unit as it is shown, the unit of a `Prediction` that
+# measures the same, and how many of that one it is.
+UNITS: Final = {
+    "_gbit_per_s": ("Gbit/s", None, 1.0),
+    "_percent": ("%", "", 1e-2),
+    "_gib": ("GiB", "B", 2.0**30), "_mib": ("MiB", "B", 2.0**20), "_kib": ("KiB", "B", 2.0**10),
+    "_gb": ("GB", "B", 1e9), "_mb": ("MB", "B", 1e6), "_kb": ("kB", "B", 1e3), "_bytes": ("B", "B", 1.0),
+    "_ms": ("ms", "s", 1e-3), "_us": ("µs", "s", 1e-6), "_s": ("s", "s", 1.0),
+}  # fmt: skip
+LONGEST_CHOICE: Final = 200  # characters
+
+
+@dataclass(frozen=True, repr=False)
+class Note:
+    """A line under the cell: which guess is sealed, or whether a choice was right.
+
+    Args:
+        text: the line.
+        symbol: what it begins with: "●" sealed, "○" no guess yet, "✓" right, "✗" wrong.
+    """
+
+    text: str
+    symbol: str
+
+    def __repr__(self) -> str:
+        return f"{self.symbol} {self.text}"
+
+    def _repr_html_(self) -> str:
+        return f"<div><b>{self.symbol}</b> {html.escape(self.text)}</div>"
+
+
+@dataclass(frozen=True, repr=False)
+class Notes:
+    """Several notes, one below the other."""
+
+    notes: tuple[Note, ...]
+
+    def __repr__(self) -> str:
+        return "\n".join(map(repr, self.notes))
+
+    def _repr_html_(self) -> str:
+        return "".join(note._repr_html_() for note in self.notes)
+
+
+@public_api
+def guess(**values: Any) -> Note | Notes:
+    """Seal what you expect, before you measure it.
+
+    A quantity's name ends with its unit: `guess(step_ms=12, sent_mb=3)`; without one it is a plain number: `guess(speed_up=1.7)`.
+    A text is a choice: `guess(waits="rank 1")`. A value that is still `...` is no guess yet. A guess may be changed until
+    it is revealed; a later change does not count, and the figure of `reveal` shows it.
+
+    Args:
+        values: one or more quantities, each with a number from 0, a text or `...`.
+
+    Returns:
+        a line for each, which the notebook shows.
+
+    Raises:
+        TypeError: no quantity is given, or a value is neither a number nor a text.
+        ValueError: a negative or infinite number, or a long or empty text.
+        LabError: the file of guesses cannot be read or written.
+    """
+    if not values:
+        raise TypeError("guess(): expected what you guess and its value, as in lab.guess(step_ms=12)")
+    checked = {name: value if value is ... else _checked("guess", name, value) for name, value in values.items()}
+    notes = tuple(_seal(name, value) for name, value in checked.items())
+    return notes[0] if len(notes) == 1 else Notes(notes)
+
+
+@public_api
+def reveal(*, predicted: Any = None, ax: Axes | None = None, **measured: Any) -> Axes | Note:
+    """Compare a sealed guess with the measurement, and both with a formula's prediction.
+
+    The first reveal counts for `guesses`.
+
+    Args:
+        predicted: the formula's value, in the quantity's unit; a `labkit.predict` result is converted to it.
+        ax: where to draw; default: a figure of its own.
+        measured: the quantity and its measured value: `step_ms=11.3`. For a choice, the right answer as a text.
+
+    Returns:
+        the matplotlib Axes; for a choice, a line.
+
+    Raises:
+        TypeError: not exactly one quantity, or a value that is no number.
+        ValueError: a negative or infinite number, or a prediction in a unit that does not fit the quantity's.
+        LabError: the guess was a number and the answer is a text, or the other way round; the file of guesses cannot be read or
+            written.
+    """
+    if len(measured) != 1:
+        given = f"{len(measured)} quantities ({', '.join(measured)})" if measured else "no quantity"
+        raise TypeError(f"reveal(): {given}; expected one, as in lab.reveal(step_ms=11.3, predicted=10.8)")
+    (name, given), *_ = measured.items()
+    value = _checked("reveal", name, given)
+    formula = None if predicted is None else _number("reveal", "predicted", _in_unit(name, predicted))
+    entry = _reveal(name, value, formula)
+    if isinstance(value, str):
+        return _choice(entry, value)
+    return draw_outcome(_outcome(entry, value, formula), ax)
+
+
+@public_api
+def guesses(ax: Axes | None = None) -> Axes:
+    """Draw how close your guesses were over the whole course.
+
+    Each revealed guess is a row: guess divided by measurement, on a logarithmic scale. Delete `my_guesses.json` beside the
+    notebooks to begin anew.
+
+    Args:
+        ax: where to draw; default: a figure of its own.
+
+    Raises:
+        LabError: the file of guesses cannot be read.
+    """
+    revealed = [e for e in entries(Path.cwd()) if e.measured is not None]
+    choices = [e for e in revealed if isinstance(e.measured, str) and e.guess is not None]
+    outcomes = [_outcome(e, e.measured, e.predicted) for e in revealed if not isinstance(e.measured, str | None)]
+    return draw_calibration(outcomes, sum(_same(e) for e in choices), len(choices), ax)
+
+
+def _seal(name: str, value: Any) -> Note:
+    quantity, _ = _parts(name)
+    if value is ...:
+        return Note(f"{quantity}: no guess yet. Replace the ... with your guess and run the cell again.", "○")
+    with entry_for_update(Path.cwd(), _lesson(), name) as entry:
+        if entry.measured is None:
+            entry.guess, entry.guessed_at = value, time.time()
+        elif value != entry.guess:
+            entry.changed = value
+        else:
+            entry.changed = None
+        late = entry.changed is not None
+    words = value if isinstance(value, str) else _outcome(Entry("", name), value, None).in_words(value)
+    if late:
+        return Note(f"{quantity}: {words}. It was already revealed, so this guess does not count.", "●")
+    return Note(f"{quantity}: {words}, sealed.", "●")
+
+
+def _reveal(name: str, value: Value, formula: float | None) -> Entry:
+    lesson = _lesson()
+    if not any((e.lesson, e.name) == (lesson, name) for e in entries(Path.cwd())):
+        return Entry(lesson, name)  # nobody guessed: nothing is written
+    with entry_for_update(Path.cwd(), lesson, name) as entry:
+        if isinstance(entry.guess, str) != isinstance(value, str):
+            raise LabError(
+                f"reveal({name}={value!r}): the guess was {entry.guess!r}; compare numbers with numbers, texts with texts"
+            )
+        if entry.measured is None:
+            entry.measured, entry.predicted, entry.revealed_at = value, formula, time.time()
+    return entry
+
+
+def _choice(entry: Entry, answer: str) -> Note:
+    quantity, _ = _parts(entry.name)
+    if entry.guess is None:
+        return Note(f"{quantity}: {answer}.", "○")
+    changed = f" (later changed to {entry.changed})" if entry.changed is not None else ""
+    right = _folded(entry.guess) == _folded(answer)
+    return Note(f"{quantity}: {answer}. Your guess was {entry.guess}{changed}.", "✓" if right else "✗")
+
+
+def _outcome(entry: Entry, measured: Any, formula: float | None) -> Outcome:
+    quantity, unit = _parts(entry.name)
+    return Outcome(
+        entry.lesson, quantity, unit, float(measured),
+        guess=None if entry.guess is None else float(entry.guess),
+        predicted=formula,
+        changed=None if entry.changed is None else float(entry.changed),
+    )  # fmt: skip
+
+
+def _same(entry: Entry) -> bool:
+    return _folded(entry.guess) == _folded(entry.measured)
+
+
+def _folded(text: Any) -> str:
+    return " ".join(str(text).casefold().split())
+
+
+def _parts(name: str) -> tuple[str, str]:
+    """The quantity's name and unit as they are shown: "step_ms" is ("step", "ms")."""
+    for ending, (unit, _, _) in UNITS.items():
+        if name.endswith(ending) and name != ending:
+            return name.removesuffix(ending).replace("_", " "), unit
+    return name.replace("_", " "), ""
+
+
+def _in_unit(name: str, predicted: Any) -> Any:
+    """A prediction in the quantity's unit; plain numbers are in it already."""
+    if not isinstance(predicted, Prediction):
+        return predicted
+    shown, base, size = next((unit for ending, unit in UNITS.items() if name.endswith(ending)), ("", "", 1.0))
+    if base != predicted.unit:
+        raise ValueError(f"reveal({name}=..., predicted={predicted}): the prediction is not in {shown or 'plain numbers'}")
+    return float(predicted) / size
+
+
+def _checked(function: str, name: str, value: Any) -> Value:
+    if isinstance(value, str):
+        if not value.strip() or len(value) > LONGEST_CHOICE:
+            raise ValueError(f"{function}({name}={value[:20]!r}): expected a text of 1 to {LONGEST_CHOICE} characters")
+        return value.strip()
+    return _number(function, name, _in_unit(name, value))
+
+
+def _number(function: str, name: str, value: Any) -> float:
+    if isinstance(value, bool) or not (isinstance(value, numbers.Real) or hasattr(value, "item")):
+        raise TypeError(f"{function}({name}={value!r}): expected a number from 0, a text or ...")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise TypeError(f"{function}({name}={value!r}): expected one number from 0") from None
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"{function}({name}={value!r}): expected a number from 0")
+    return number
+
+
+def _lesson() -> str:
+    """The notebook's name without ".ipynb", as Jupyter's server or VS Code gives it; "" where nobody does."""
+    path = os.environ.get("JPY_SESSION_NAME", "") or getattr(sys.modules.get("__main__"), "__vsc_ipynb_file__", "")
+    return Path(path).name.removesuffix(".ipynb") if str(path).endswith(".ipynb") else ""

@@ -1,0 +1,156 @@
+"""The student's own copies of the lessons: without outputs, never overwritten by an update, and reset on request."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from labkit.errors.exceptions import LabError
+from labkit.errors.wrong_calls import public_api
+
+__all__ = ["Copies", "copy_lessons", "reset_lesson"]
+
+KEY: Final = "labkit"  # of a copy's metadata: where its original lies, and a digest of the text that was copied
+_LINK: Final = re.compile(r"\]\(([^)#?\s]+)")  # the target of a link or picture in Markdown
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What `copy_lessons` did, as names of notebooks.
+
+    Args:
+        new: copied for the first time.
+        updated: copied again, because the lesson has changed and the student had not changed the copy.
+        outdated: left alone: both the lesson and the copy have changed.
+    """
+
+    new: tuple[str, ...] = ()
+    updated: tuple[str, ...] = ()
+    outdated: tuple[str, ...] = ()
+
+
+def copy_lessons(lessons: Path, folder: Path) -> Copies:
+    """Give the student a copy of each lesson, and leave what the student has changed as it is.
+
+    Args:
+        lessons: the folder of the executed notebooks.
+        folder: where the copies go; made if it does not exist.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    new, updated, outdated = [], [], []
+    for original in sorted(lessons.glob("*.ipynb")):
+        copy = folder / original.name
+        if not copy.exists():
+            new.append(original.name)
+        else:
+            copied = _copied_digest(copy)
+            if copied in ("", _digest(_read(original))):  # a notebook of the student's own; up to date
+                continue
+            if _digest(_read(copy, lessons, folder)) != copied:
+                outdated.append(original.name)
+                continue
+            updated.append(original.name)
+        _write_copy(original, copy)
+    return Copies(tuple(new), tuple(updated), tuple(outdated))
+
+
+@public_api
+def reset_lesson(lesson: str) -> str:
+    """Replace your copy of a lesson by a fresh one; the old copy is kept beside it under another name.
+
+    Args:
+        lesson: how its name begins: "02".
+
+    Returns:
+        what was done, and what to do in JupyterLab.
+
+    Raises:
+        TypeError: not a text.
+        LabError: no copy, or several, begin so; the original is gone.
+    """
+    if not isinstance(lesson, str):
+        raise TypeError(f'reset_lesson({lesson!r}): expected the beginning of a lesson\'s name, as in lab.reset_lesson("02")')
+    folder = Path.cwd()
+    copies = {path.name: path for path in sorted(folder.glob("*.ipynb")) if _copied_digest(path) and ".old" not in path.name}
+    found = [path for name, path in copies.items() if lesson and name.startswith(lesson)]
+    if len(found) != 1:
+        names = ", ".join(name.removesuffix(".ipynb") for name in copies) or "no copies of lessons"
+        raise LabError(f"reset_lesson({lesson!r}): expected the beginning of one lesson's name; this folder has {names}")
+    copy = found[0]
+    original = Path(os.path.normpath(folder / _about(copy)["original"]))
+    if not original.exists():
+        raise LabError(f"reset_lesson({lesson!r}): the original, {original}, no longer exists")
+    number = 1
+    while (old := copy.with_name(f"{copy.stem}.old{number}.ipynb")).exists():
+        number += 1
+    copy.rename(old)
+    _write_copy(original, copy)
+    fresh = f"{copy.name} is as it was at first; your work is in {old.name}."
+    return f"{fresh} If the lesson is open, choose File → Reload Notebook from Disk."
+
+
+def _write_copy(original: Path, copy: Path) -> None:
+    content = json.loads(original.read_text(encoding="utf-8"))
+    digest = _digest(_sources(content))
+    for cell in content["cells"]:
+        if cell["cell_type"] == "code":
+            cell["outputs"], cell["execution_count"] = [], None
+        elif cell["cell_type"] == "markdown":
+            cell["source"] = _relinked("".join(cell["source"]), original.parent, copy.parent)
+    content["metadata"][KEY] = {"original": os.path.relpath(original, copy.parent), "digest": digest}
+    temporary = copy.with_name(f".{copy.name}.new")
+    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.replace(copy)
+
+
+def _relinked(text: str, lessons: Path, folder: Path) -> str:
+    """Point links to files beside the lessons, such as pictures and solutions, to where these are; other lessons have copies."""
+
+    def relinked(match: re.Match[str]) -> str:
+        target = match.group(1)
+        if target.startswith("/") or not (lessons / target).exists() or (lessons / target).parent == lessons:
+            return match.group()
+        return f"]({_from(lessons, folder)}{target}"
+
+    return _LINK.sub(relinked, text)
+
+
+def _from(lessons: Path, folder: Path) -> str:
+    return f"{Path(os.path.relpath(lessons, folder)).as_posix()}/"
+
+
+def _read(path: Path, lessons: Path | None = None, folder: Path | None = None) -> list[str]:
+    """The texts of a notebook's cells; those of a copy as they are in the original."""
+    sources = _sources(json.loads(path.read_text(encoding="utf-8")))
+    if lessons is not None and folder is not None:
+        return [source.replace(f"]({_from(lessons, folder)}", "](") for source in sources]
+    return sources
+
+
+def _sources(content: Any) -> list[str]:
+    return [f"{cell['cell_type']}\n{''.join(cell['source'])}" for cell in content["cells"]]
+
+
+def _digest(sources: list[str]) -> str:
+    return hashlib.sha256("\0".join(sources).encode()).hexdigest()
+
+
+def _about(copy: Path) -> dict[str, str]:
+    try:
+        about = json.loads(copy.read_text(encoding="utf-8"))["metadata"].get(KEY, {})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no notebook, or one that something else wrote
+        return {}
+    return about if isinstance(about, dict) else {}
+
+
+def _copied_digest(copy: Path) -> str:
+    """The digest of what was copied; "" if this is no copy of a lesson."""
+    return str(_about(copy).get("digest", ""))

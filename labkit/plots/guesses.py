@@ -1,0 +1,175 @@
+"""Figures of guesses: one guess beside its prediction and measurement, and all guesses of the course."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from labkit.plots.style import GREY, WIDTH_IN, labkit_style, pyplot
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["Outcome", "draw_calibration", "draw_outcome"]
+
+GUESSED: Final = "#CC79A7"  # Okabe and Ito's purple, which no kind of span has
+PREDICTED: Final = "#56B4E9"
+MEASURED: Final = "#22262E"
+ROW_IN: Final = 0.34
+WIDE: Final = 20.0  # between the smallest and the largest value: from here on the axis is logarithmic
+CLOSE: Final = 2.0  # a guess within this factor of the measurement counts as close
+SHOWN_FACTORS: Final = (1.0, 2.0, 5.0, 10.0, 100.0, 1000.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A guess that was revealed.
+
+    Args:
+        lesson: the notebook that asked for it; "" if unknown.
+        quantity: its name for the student: "step".
+        unit: "ms", "MB", ...; "" for a plain number.
+        measured: the measured value, in `unit`.
+        guess: the guess that was sealed before the first reveal, in `unit`; None if there was none.
+        predicted: the value that a formula gives, in `unit`; None if there is none.
+        changed: the guess that was made after the first reveal, if it differs; else None.
+    """
+
+    lesson: str
+    quantity: str
+    unit: str
+    measured: float
+    guess: float | None = None
+    predicted: float | None = None
+    changed: float | None = None
+
+    def in_words(self, value: float) -> str:
+        """A value with its unit and three significant digits: "12 ms"."""
+        return f"{_digits(value)} {self.unit}".strip()
+
+
+def draw_outcome(outcome: Outcome, ax: Axes | None = None) -> Axes:
+    """Draw guess, prediction and measurement on one scale, each with its ratio to the measurement.
+
+    Args:
+        outcome: the values; those that are None have no row, except the guess, which says that it is missing.
+        ax: where to draw; default: a figure of its own.
+    """
+    plt = pyplot()
+    rows: list[tuple[str, float | None, str, str]] = [("your guess", outcome.guess, GUESSED, "D")]
+    if outcome.changed is not None:
+        rows.append(("changed after the reveal", outcome.changed, GREY, "d"))
+    if outcome.predicted is not None:
+        rows.append(("predicted", outcome.predicted, PREDICTED, "s"))
+    rows.append(("measured", outcome.measured, MEASURED, "o"))
+    values = [value for _, value, _, _ in rows if value is not None]
+    logarithmic = min(values) > 0 and max(values) > WIDE * min(values)
+    with labkit_style():
+        if ax is None:
+            size = (WIDTH_IN, 0.75 + ROW_IN * len(rows))
+            ax = plt.subplots(figsize=size, layout="constrained")[1]
+        if logarithmic:
+            ax.set_xscale("log")
+            left, right = min(values) / 2, max(values) * 2
+        else:
+            left, right = min(0.0, 1.1 * min(values)), 1.08 * max(*values, 0.0) or 1.0
+        ax.set_xlim(left, right)
+        ax.axvline(outcome.measured, color=MEASURED, linewidth=0.8, alpha=0.4)
+        for row, (_, value, color, marker) in enumerate(rows):
+            if value is None:
+                ax.text(0.0, row, " none was sealed", transform=ax.get_yaxis_transform(), va="center", color=GREY, fontsize=8.5)
+                continue
+            filled = color if row != 1 or outcome.changed is None else "none"
+            start = left if logarithmic else 0.0
+            ax.plot([start, value], [row, row], color=color, linewidth=1.4, alpha=0.55)
+            ax.plot([value], [row], marker, color=color, markerfacecolor=filled, clip_on=False)
+            ax.text(1.01, row, _beside(outcome, value), transform=ax.get_yaxis_transform(), va="center", fontsize=8.5)
+        ax.set_yticks(range(len(rows)), [label for label, *_ in rows])
+        ax.set_ylim(len(rows) - 0.5, -0.5)
+        ax.tick_params(axis="y", length=0)
+        ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        ax.minorticks_off()
+        ax.grid(axis="x")
+        ax.set_xlabel(f"{outcome.quantity} ({outcome.unit})" if outcome.unit else outcome.quantity)
+        ax.set_title(_verdict(outcome))
+    return ax
+
+
+def draw_calibration(outcomes: Sequence[Outcome], right: int = 0, choices: int = 0, ax: Axes | None = None) -> Axes:
+    """Draw how far each guess of the course was from the measurement, in the order given.
+
+    Args:
+        outcomes: revealed guesses of numbers; those without a guess, and those at or below zero, are left out.
+        right: how many guesses that were no numbers were right.
+        choices: how many of those there are.
+        ax: where to draw; default: a figure of its own.
+    """
+    plt = pyplot()
+    drawn = [o for o in outcomes if o.guess is not None and o.guess > 0 and o.measured > 0]
+    ratios = np.array([(o.guess or 0.0) / o.measured for o in drawn])
+    factors = np.exp(np.abs(np.log(ratios)))
+    widest = max([10.0, *factors.tolist()]) * 1.15
+    with labkit_style():
+        if ax is None:
+            size = (WIDTH_IN, 0.95 + ROW_IN * 0.8 * max(len(drawn), 1))
+            ax = plt.subplots(figsize=size, layout="constrained")[1]
+        ax.set_xscale("log")
+        ax.set_xlim(1 / widest, widest)
+        ax.axvspan(1 / CLOSE, CLOSE, color="#E9EDF2", linewidth=0)
+        ax.axvline(1.0, color=MEASURED, linewidth=0.8)
+        for row, (outcome, ratio) in enumerate(zip(drawn, ratios.tolist(), strict=True)):
+            ax.plot([1.0, ratio], [row, row], color=GUESSED, linewidth=1.4, alpha=0.55)
+            ax.plot([ratio], [row], "D", color=GUESSED)
+            words = f"{outcome.in_words(outcome.guess or 0.0)} for {outcome.in_words(outcome.measured)}"
+            ax.text(1.01, row, words, transform=ax.get_yaxis_transform(), va="center", fontsize=8.5)
+        ax.set_yticks(range(len(drawn)), [" · ".join(filter(None, (o.lesson, o.quantity))) for o in drawn])
+        ax.set_ylim(max(len(drawn), 1) - 0.5, -0.5)
+        ax.tick_params(axis="y", length=0)
+        ticks = sorted({side for f in SHOWN_FACTORS if f < widest for side in (1 / f, f)})
+        ax.set_xticks(ticks, [_factor(tick) for tick in ticks])
+        ax.minorticks_off()
+        ax.set_xlabel("guess ÷ measured")
+        ax.set_title(_summary(factors, right, choices))
+    return ax
+
+
+def _beside(outcome: Outcome, value: float) -> str:
+    words = outcome.in_words(value)
+    if value == outcome.measured or not outcome.measured:
+        return words
+    return f"{words}, {_digits(value / outcome.measured)} × measured"
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
+
+
+def _verdict(outcome: Outcome) -> str:
+    if outcome.guess is None:
+        return "Revealed without a guess"
+    if outcome.guess <= 0 or outcome.measured <= 0:
+        return "Your guess beside the measurement"
+    ratio = outcome.guess / outcome.measured
+    factor = max(ratio, 1 / ratio)
+    if factor < 1.1:
+        return "Your guess was within 10 %"
+    return f"Your guess was {_digits(factor)} times too {'high' if ratio > 1 else 'low'}"
+
+
+def _factor(ratio: float) -> str:
+    return "1" if ratio == 1 else f"{ratio:g}×" if ratio > 1 else f"1/{1 / ratio:g}"
+
+
+def _summary(factors: np.ndarray, right: int, choices: int) -> str:
+    parts = []
+    if len(factors):
+        near = int((factors <= CLOSE).sum())
+        typical = _digits(math.exp(float(np.median(np.log(factors)))))
+        parts.append(f"{near} of {len(factors)} guesses within a factor of {CLOSE:.0f}, median factor {typical}")
+    if choices:
+        parts.append(f"{right} of {choices} choices right")
+    return "; ".join(parts) or "No guess has been revealed yet"

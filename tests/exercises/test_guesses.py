@@ -1,0 +1,237 @@
+"""`guess`, `reveal` and `guesses`: what is sealed, what counts, what the figures say."""
+
+import re
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+
+import labkit as lab
+from labkit.exercises.guess_file import FILE, entries
+from labkit.exercises.guesses import guess, guesses, reveal
+
+
+@pytest.fixture(autouse=True)
+def lesson(tmp_path, monkeypatch):
+    """A notebook in a folder of its own; the fixture's value opens another notebook there."""
+    monkeypatch.chdir(tmp_path)
+
+    def open_notebook(name):
+        monkeypatch.setenv("JPY_SESSION_NAME", f"some/folder/{name}.ipynb")
+
+    open_notebook("02_data_parallel")
+    yield open_notebook
+    plt.close("all")
+
+
+def kept(tmp_path):
+    return {(e.lesson, e.name): (e.guess, e.measured, e.changed) for e in entries(tmp_path)}
+
+
+def texts(ax):
+    return [text.get_text() for text in ax.texts]
+
+
+def labels(ax):
+    return [text.get_text() for text in ax.get_yticklabels()]
+
+
+def drawn(ax):
+    """By the label of its row, the value at which each marker lies."""
+    points = {round(line.get_ydata()[0]): line.get_xdata()[0] for line in ax.lines if line.get_marker() not in ("None", "")}
+    return {labels(ax)[row]: value for row, value in points.items()}
+
+
+def test_a_guess_that_is_not_made_yet_is_not_kept(tmp_path):
+    assert repr(guess(step_ms=...)) == "○ step: no guess yet. Replace the ... with your guess and run the cell again."
+    ax = reveal(step_ms=10, predicted=9)
+    assert ax.get_title(loc="left") == "Revealed without a guess"
+    assert drawn(ax) == {"predicted": 9, "measured": 10}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_several_guesses_are_sealed_at_once(tmp_path):
+    assert repr(guess(step_ms=12, sent_mb=..., speed_up=1.7)) == (
+        "● step: 12 ms, sealed.\n"
+        "○ sent: no guess yet. Replace the ... with your guess and run the cell again.\n"
+        "● speed up: 1.7, sealed."
+    )
+    assert kept(tmp_path) == {
+        ("02_data_parallel", "step_ms"): (12, None, None),
+        ("02_data_parallel", "speed_up"): (1.7, None, None),
+    }
+
+
+def test_the_figure_shows_guess_prediction_and_measurement_on_one_scale():
+    guess(step_ms=12)
+    ax = reveal(step_ms=10, predicted=9)
+    assert drawn(ax) == {"your guess": 12, "predicted": 9, "measured": 10}
+    assert texts(ax) == ["12 ms, 1.2 × measured", "9 ms, 0.9 × measured", "10 ms"]
+    assert ax.get_title(loc="left") == "Your guess was 1.2 times too high"
+    assert ax.get_xlabel() == "step (ms)"
+    assert ax.get_xscale() == "linear"
+    assert ax.get_xlim()[0] == 0
+
+
+def test_values_far_apart_have_a_logarithmic_scale():
+    guess(sent_mb=3)
+    ax = reveal(sent_mb=0.011)
+    assert ax.get_xscale() == "log"
+    assert texts(ax) == ["3 MB, 273 × measured", "0.011 MB"]
+
+
+@pytest.mark.parametrize(("value", "title"), [(9.5, "Your guess was within 10 %"), (5, "Your guess was 2 times too low")])
+def test_the_title_says_how_far_the_guess_was(value, title):
+    guess(step_ms=value)
+    assert reveal(step_ms=10).get_title(loc="left") == title
+
+
+def test_a_guess_may_be_changed_before_it_is_revealed():
+    guess(step_ms=12)
+    guess(step_ms=11)
+    ax = reveal(step_ms=10)
+    assert drawn(ax) == {"your guess": 11, "measured": 10}
+
+
+def test_a_guess_changed_after_its_reveal_does_not_count_and_the_figure_says_so(tmp_path):
+    guess(step_ms=12)
+    reveal(step_ms=10)
+    assert repr(guess(step_ms=10)) == "● step: 10 ms. It was already revealed, so this guess does not count."
+    ax = reveal(step_ms=10.2)
+    assert drawn(ax) == {"your guess": 12, "changed after the reveal": 10, "measured": 10.2}
+    assert kept(tmp_path)["02_data_parallel", "step_ms"] == (12, 10, 10)
+
+
+def test_running_the_notebook_again_changes_nothing(tmp_path):
+    for measured in (10, 11):
+        assert repr(guess(step_ms=12)) == "● step: 12 ms, sealed."
+        assert labels(reveal(step_ms=measured)) == ["your guess", "measured"]
+    assert kept(tmp_path)["02_data_parallel", "step_ms"] == (12, 10, None)
+
+
+def test_a_guess_made_after_a_reveal_without_one_counts():
+    """A student who ran the cells too early starts again; nothing was kept of the first reveal."""
+    reveal(step_ms=10)
+    guess(step_ms=12)
+    assert drawn(reveal(step_ms=10))["your guess"] == 12
+
+
+def test_two_lessons_may_guess_a_quantity_of_the_same_name(lesson, tmp_path):
+    guess(step_ms=12)
+    lesson("04_model_parallel")
+    guess(step_ms=30)
+    assert {key: value[0] for key, value in kept(tmp_path).items()} == {
+        ("02_data_parallel", "step_ms"): 12,
+        ("04_model_parallel", "step_ms"): 30,
+    }
+
+
+def test_without_a_notebooks_name_guesses_are_kept_all_the_same(monkeypatch, tmp_path):
+    monkeypatch.delenv("JPY_SESSION_NAME")
+    guess(step_ms=12)
+    assert kept(tmp_path) == {("", "step_ms"): (12, None, None)}
+
+
+@pytest.mark.parametrize(
+    ("name", "prediction", "expected"),
+    [
+        ("step_ms", lab.predict.broadcast(0, ranks=2, link=lab.Link(gbit_per_s=1, latency_us=50)), 0.05),
+        ("step_us", lab.predict.broadcast(0, ranks=2, link=lab.Link(gbit_per_s=1, latency_us=50)), 50),
+        ("idle_percent", lab.predict.pipeline_bubble(stages=4, micro_batches=8), 100 * 3 / 11),
+    ],
+)
+def test_a_prediction_is_converted_to_the_unit_of_the_quantity(name, prediction, expected):
+    assert drawn(reveal(**{name: 1.0}, predicted=prediction))["predicted"] == pytest.approx(expected)
+
+
+def test_a_prediction_of_seconds_is_no_number_of_bytes():
+    prediction = lab.predict.barrier(ranks=2, link=lab.Link.ethernet_1g)
+    with pytest.raises(ValueError, match=r"reveal\(sent_mb=\.\.\., predicted=.*\): the prediction is not in MB"):
+        reveal(sent_mb=1, predicted=prediction)
+
+
+@pytest.mark.parametrize("value", [np.float32(2.5), torch.tensor(2.5), 2.5])
+def test_numbers_of_libraries_are_numbers(value):
+    guess(step_ms=value)
+    assert drawn(reveal(step_ms=value)) == {"your guess": 2.5, "measured": 2.5}
+
+
+def test_a_choice_is_right_whatever_its_case_and_spaces():
+    guess(waits="rank 1")
+    assert repr(reveal(waits="Rank  1")) == "✓ waits: Rank  1. Your guess was rank 1."
+
+
+def test_a_choice_that_is_wrong_stays_wrong_when_it_is_changed():
+    guess(waits="rank 1")
+    assert repr(reveal(waits="rank 0")) == "✗ waits: rank 0. Your guess was rank 1."
+    guess(waits="rank 0")
+    assert repr(reveal(waits="rank 0")) == "✗ waits: rank 0. Your guess was rank 1 (later changed to rank 0)."
+
+
+def test_the_answer_of_a_choice_without_a_guess():
+    assert repr(reveal(waits="rank 0")) == "○ waits: rank 0."
+
+
+def test_text_of_a_student_is_no_markup():
+    assert "<b>1" not in guess(waits="<b>1")._repr_html_()
+
+
+@pytest.mark.parametrize(("sealed", "answer"), [(1.0, "rank 0"), ("rank 0", 1.0)])
+def test_numbers_are_not_compared_with_texts(sealed, answer):
+    guess(waits=sealed)
+    with pytest.raises(lab.LabError, match="compare numbers with numbers"):
+        reveal(waits=answer)
+
+
+def test_the_calibration_of_the_course(lesson):
+    for name, sealed, measured in [("a_ms", 10, 10), ("b_ms", 15, 10), ("c_ms", 10, 40)]:
+        guess(**{name: sealed})
+        reveal(**{name: measured})
+    lesson("04_model_parallel")
+    guess(d_ms=1, waits="rank 1", never_revealed=3)
+    reveal(d_ms=1.5)
+    reveal(waits="rank 0")
+    reveal(unguessed_ms=3)
+    ax = guesses()
+    expected = {
+        "02_data_parallel · a": 1,
+        "02_data_parallel · b": 1.5,
+        "02_data_parallel · c": 0.25,
+        "04_model_parallel · d": 2 / 3,
+    }
+    assert drawn(ax) == pytest.approx(expected)
+    assert ax.get_title(loc="left") == "3 of 4 guesses within a factor of 2, median factor 1.5; 0 of 1 choices right"
+
+
+def test_the_calibration_before_the_first_reveal():
+    assert guesses().get_title(loc="left") == "No guess has been revealed yet"
+
+
+def test_guesses_of_zero_have_no_ratio():
+    guess(lost=0)
+    assert reveal(lost=3).get_title(loc="left") == "Your guess beside the measurement"
+    assert labels(guesses()) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda: guess(), TypeError, "guess(): expected what you guess and its value, as in lab.guess(step_ms=12)"),
+        (lambda: guess(step_ms=-1), ValueError, "guess(step_ms=-1): expected a number from 0"),
+        (lambda: guess(step_ms=float("nan")), ValueError, "guess(step_ms=nan): expected a number from 0"),
+        (lambda: guess(step_ms=[1]), TypeError, "guess(step_ms=[1]): expected a number from 0, a text or ..."),
+        (lambda: guess(step_ms=True), TypeError, "guess(step_ms=True): expected a number from 0, a text or ..."),
+        (lambda: guess(step_ms=np.ones(3)), TypeError, "expected one number from 0"),
+        (lambda: guess(waits=" "), ValueError, "guess(waits=' '): expected a text of 1 to 200 characters"),
+        (lambda: guess(12), TypeError, "guess()"),
+        (lambda: reveal(), TypeError, "reveal(): no quantity; expected one, as in lab.reveal(step_ms=11.3, predicted=10.8)"),
+        (lambda: reveal(a=1, b=2), TypeError, "reveal(): 2 quantities (a, b); expected one"),
+        (lambda: reveal(step_ms=...), TypeError, "reveal(step_ms=Ellipsis): expected a number from 0"),
+        (lambda: reveal(step_ms=1, predicted=-1), ValueError, "reveal(predicted=-1): expected a number from 0"),
+    ],
+)  # fmt: skip
+def test_wrong_calls_are_explained(call, kind, message, tmp_path):
+    with pytest.raises(kind, match=re.escape(message)):
+        call()
+    assert not (tmp_path / FILE).exists()
