@@ -1,0 +1,137 @@
+"""`explain`: one paragraph that says what limits a run, chosen from its numbers."""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from labkit.errors.units import bytes_in_words, time_in_words
+from labkit.errors.wrong_calls import public_api
+from labkit.plots.style import HasTrace, trace_of
+from labkit.tracing.limits import Finding, Limit, limit_of
+from labkit.tracing.trace import Trace
+
+__all__ = ["Explanation", "explain"]
+
+NOTICED = 0.02  # a smaller share of the time is not worth a sentence
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """What limits a run. A notebook shows it at the end of the cell; `print` shows the same as text.
+
+    Args:
+        text: the paragraph.
+        finding: the numbers behind it.
+    """
+
+    text: str
+    finding: Finding
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return f'<div style="max-width:72ch">{html.escape(self.text)}</div>'
+
+
+@public_api
+def explain(run: HasTrace | Trace) -> Explanation:
+    """Say in one paragraph what limits a run, and what could make it faster.
+
+    The first step is left out, as it is slower than the others. The largest loss of the ranks' time decides: communication that
+    nothing hides (by latency or by bandwidth), a rank that comes late, ranks that work one after another, or time in which
+    nothing was recorded.
+
+    Args:
+        run: a run or a trace.
+
+    Raises:
+        LabError: the ranks recorded nothing.
+        TypeError: something other than a run or a trace was given.
+    """
+    trace = trace_of(run, "explain")
+    finding = limit_of(trace)
+    sentences = _sentences(finding, trace.ranks)
+    if not isinstance(run, Trace):  # a trace may be another machine's
+        sentences += _machine(len(trace.ranks))
+    return Explanation(" ".join(sentences), finding)
+
+
+def _sentences(f: Finding, ranks: Sequence[str]) -> list[str]:
+    everybody = "The rank" if len(ranks) == 1 else "The ranks"
+    spent = [f"{everybody} computed for {f.compute:.0%} of the time"]
+    spent += [f"communicated for {f.exposed:.0%} with nothing to compute"] if f.exposed >= NOTICED else []
+    spent += [f"waited for each other for {f.waiting + f.standing:.0%}"] if f.waiting + f.standing >= NOTICED else []
+    first = f"{', '.join(spent[:-1])} and {spent[-1]}." if len(spent) > 1 else f"{spent[0]}."
+    per_step = f"{time_in_words(f.duration_ns / f.steps)} per step" if f.steps else f"{time_in_words(f.duration_ns)} in all"
+    found = [f"{first[:-1]} ({per_step})."]
+    found.append(_advice(f, ranks))
+    if f.overlap >= NOTICED and f.limit in (Limit.COMPUTE, Limit.BANDWIDTH, Limit.LATENCY):
+        found.append(f"Another {f.overlap:.0%} of communication was hidden behind computing.")
+    return found
+
+
+def _advice(f: Finding, ranks: Sequence[str]) -> str:
+    match f.limit:
+        case Limit.COMPUTE if not f.messages:
+            return "Only faster computing makes this run faster."
+        case Limit.COMPUTE:
+            return "Communication is not what limits this run: only faster computing, or more ranks, makes it faster."
+        case Limit.LATE_RANK:
+            return (
+                f"{f.late_share:.0%} of the waiting in collectives was for {ranks[f.late_rank]}, which came "
+                f"{time_in_words(f.late_ns)} after the first (median). Find out what it does more, or more slowly, than they do."
+            )
+        case Limit.UNEVEN_RANKS:
+            return (
+                "The waiting was not for one rank alone: they came late in turns, because the time that each needs varies from "
+                "step to step. A busy machine does that, and so do batches of unequal work."
+            )
+        case Limit.TURNS:
+            return (
+                f"While any rank computed, {f.working:.1f} of {len(ranks)} did on average: the others needed its results first. "
+                "Smaller pieces of work (micro-batches, asynchronous calls) let more of them compute at the same time."
+            )
+        case Limit.LATENCY:
+            return (
+                f"Latency limits this run: {_messages(f)}, and even a small one took {time_in_words(f.latency_ns)} (median). "
+                "Send fewer and larger messages."
+            )
+        case Limit.BANDWIDTH:
+            return (
+                f"Bandwidth limits this run: {_messages(f)} at {bytes_in_words(f.nbytes / f.transfer_ns * 1e9)} per second. "
+                "Send fewer bytes, send them less often, or send them while the ranks compute."
+            )
+        case Limit.UNRECORDED:
+            return (
+                f"For {f.unrecorded:.0%} of the time nothing was recorded: that is code outside of spans, such as loading data. "
+                "Put `with lab.span(...)` around it to see it."
+            )
+
+
+def _messages(f: Finding) -> str:
+    """How much each rank sent: "each rank took part in 8 operations per step, of 1.72 MB"."""
+    count, nbytes = (f.messages / f.steps, f.nbytes / f.steps) if f.steps else (f.messages, f.nbytes)
+    often = f"{count:.0f}" if abs(count - round(count)) < 0.05 else f"{count:.1f}"
+    operations = f"{often} operation{'' if often == '1' else 's'}"
+    return f"each rank took part in {operations} {'per step' if f.steps else 'in all'} with {bytes_in_words(nbytes)} of data"
+
+
+def _machine(ranks: int) -> list[str]:
+    """Why times may be longer than the program explains."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or ranks
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > cores + ranks:
+        return [
+            f"Other programs keep this machine busy (load {load:.0f} on {_cores(cores)}), so all times are longer than usual."
+        ]
+    if cores < ranks:
+        return [f"{ranks} ranks share {_cores(cores)}, so all times are longer than with a core for each rank."]
+    return []
+
+
+def _cores(count: int) -> str:
+    return f"{count} core{'' if count == 1 else 's'}"

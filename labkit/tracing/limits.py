@@ -1,0 +1,170 @@
+"""What limits a run: the largest loss among its ranks' time, and the numbers that show it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from labkit.recording.ring_buffer import COMMUNICATION, OPEN
+from labkit.tracing.intervals import Intervals, length, union
+from labkit.tracing.trace import Trace
+
+__all__ = ["Finding", "Limit", "limit_of"]
+
+SMALL_BYTES: Final = 16_384  # the time of a smaller message is latency: at 1 Gbit/s it carries these in 0.13 ms
+MOSTLY: Final = 0.6  # from this share on, one cause explains a loss
+BUSY: Final = 0.85  # computing for this share of the time leaves little to gain
+FEW: Final = 3  # operations: from fewer nobody sees who is usually late
+
+
+class Limit(Enum):
+    """The largest loss."""
+
+    COMPUTE = "the ranks compute nearly all the time"
+    LATE_RANK = "one rank comes late and the others wait for it"
+    UNEVEN_RANKS = "ranks wait for each other, each time for a different one"
+    TURNS = "ranks wait for what others compute"
+    LATENCY = "many small messages"
+    BANDWIDTH = "many bytes"
+    UNRECORDED = "time that no rank recorded as work"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The numbers behind an explanation, as means over the ranks.
+
+    Args:
+        limit: the largest loss.
+        duration_ns: the time looked at: all steps but the first, or the whole trace if there are fewer than three.
+        steps: how many steps that is; 0 if the trace has none.
+        compute, overlap, exposed, waiting: shares of that time, from 0 to 1; overlap is a part of compute.
+        standing: the share in which a rank recorded nothing while another one, with which it communicates, did.
+        unrecorded: the share in which nobody recorded anything; where the ranks do not communicate, in which each did not.
+        working: how many ranks compute at the same time, while any does.
+        late_rank: the rank for which the others waited most; -1 if there were no collectives.
+        late_share: its share of all waiting in collectives.
+        late_ns: how long after the first rank it came, as the median of the collectives at which it came last.
+        messages: operations of each rank.
+        nbytes: bytes of each rank's operations.
+        latency_ns: the median time of a small operation; 0 if there were none.
+        transfer_ns: the time in which each rank's operations moved data.
+    """
+
+    limit: Limit
+    duration_ns: int
+    steps: int
+    compute: float
+    overlap: float
+    exposed: float
+    waiting: float
+    standing: float
+    unrecorded: float
+    working: float
+    late_rank: int
+    late_share: float
+    late_ns: float
+    messages: float
+    nbytes: float
+    latency_ns: float
+    transfer_ns: float
+
+
+def limit_of(trace: Trace) -> Finding:
+    """Find what limits a run.
+
+    Args:
+        trace: of at least one rank, with something in it.
+    """
+    steps, part = _settled(trace)
+    shares = part.shares()
+    ranks, window = len(shares), max(part.duration_ns, 1)
+    compute, overlap, exposed, waiting, idle = (
+        float(np.mean([getattr(s, f"{name}_ns") for s in shares])) / window
+        for name in ("compute", "overlap", "exposed", "waiting", "idle")
+    )
+    activities = [part.activity(rank) for rank in range(ranks)]
+    computing = [activity["compute"] for activity in activities]
+    anybody = length(_union(computing))
+    working = sum(map(length, computing)) / anybody if anybody else 0.0
+    unrecorded = 1 - length(_union([kind for activity in activities for kind in activity.values()])) / window
+    standing = max(idle - waiting - unrecorded, 0.0)
+    rows, transfer = _operations(part)
+    late_rank, late_share, late_ns = _late(rows, ranks)
+    small = transfer[rows["nbytes"] <= SMALL_BYTES]
+    of_small = float(small.sum())
+    latency_ns = float(np.median(small)) if len(small) else 0.0
+    total_ns = float(transfer.sum())
+    if not len(rows):
+        standing, unrecorded = 0.0, idle
+        limit = Limit.COMPUTE if compute >= idle else Limit.UNRECORDED
+    elif compute >= BUSY:
+        limit = Limit.COMPUTE
+    elif unrecorded >= max(exposed, waiting + standing):
+        limit = Limit.UNRECORDED
+    elif exposed >= waiting + standing:
+        limit = Limit.LATENCY if of_small >= MOSTLY * total_ns else Limit.BANDWIDTH
+    elif standing > waiting or _in_collectives(part) < 1 - MOSTLY:
+        limit = Limit.TURNS
+    else:
+        limit = Limit.LATE_RANK if late_share >= MOSTLY else Limit.UNEVEN_RANKS
+    return Finding(
+        limit, part.duration_ns, steps, compute, overlap, exposed, waiting, standing, unrecorded, working, late_rank, late_share,
+        late_ns, len(rows) / ranks, float(rows["nbytes"].sum()) / ranks, latency_ns, total_ns / ranks,
+    )  # fmt: skip
+
+
+def _union(sets: Iterable[Intervals]) -> Intervals:
+    return union(*np.concatenate(list(sets)).T)
+
+
+def _settled(trace: Trace) -> tuple[int, Trace]:
+    """How many steps, and the trace of them without the first, which is slower than the others."""
+    bounds = trace.step_bounds()
+    if len(bounds) < 3:
+        return len(bounds), trace
+    return len(bounds) - 1, trace.between(int(bounds[1, 0]), int(bounds[-1, 1]))
+
+
+def _operations(part: Trace) -> tuple[Any, NDArray[np.int64]]:
+    """The operations that began and completed in this time, and how long the data of each travelled, in ns."""
+    data = part.columns.data
+    here = (data["kind"] == COMMUNICATION) & (data["flags"] & OPEN == 0) & ~part.columns.around
+    here &= data["start_ns"] >= part.start_ns
+    rows = data[here]
+    return rows, np.maximum(rows["end_ns"] - part.ready()[here], 0)
+
+
+def _late(rows: Any, ranks: int) -> tuple[int, float, float]:
+    """Which rank comes last to collectives: its number, its share of the others' waiting, and by how much, in ns."""
+    shared = rows[(rows["group"] != 0) & (rows["peer"] < 0)]
+    shared = shared[np.lexsort((shared["start_ns"], shared["match"], shared["group"]))]
+    if not len(shared):
+        return -1, 0.0, 0.0
+    changes = np.append(True, (np.diff(shared["group"].astype(np.int64)) != 0) | (np.diff(shared["match"]) != 0))
+    first = np.flatnonzero(changes)
+    last = np.append(first[1:], len(shared)) - 1
+    several = last > first
+    first, last = first[several], last[several]
+    if len(first) < FEW:
+        return -1, 0.0, 0.0
+    number = np.repeat(np.arange(len(first)), last - first + 1)
+    members = np.concatenate([np.arange(a, b + 1) for a, b in zip(first.tolist(), last.tolist(), strict=True)])
+    came_last = shared["rank"][last]
+    waited = np.bincount(came_last, np.bincount(number, shared["start_ns"][last][number] - shared["start_ns"][members]), ranks)
+    worst = int(waited.argmax())
+    gaps = (shared["start_ns"][last] - shared["start_ns"][first])[came_last == worst]
+    return worst, float(waited[worst] / max(waited.sum(), 1)), float(np.median(gaps)) if len(gaps) else 0.0
+
+
+def _in_collectives(part: Trace) -> float:
+    """The share of the ranks' blocked time that is in collectives, and not in messages and calls."""
+    data = part.columns.data
+    blocked = (data["kind"] == COMMUNICATION) & ~part.columns.around
+    waits = np.maximum(data["wait_end_ns"] - data["wait_start_ns"], 0)[blocked]
+    collective = (data["peer"] < 0)[blocked]
+    return float(waits[collective].sum() / max(waits.sum(), 1))

@@ -1,0 +1,76 @@
+"""`explain`: one paragraph whose numbers are the trace's."""
+
+import pytest
+from synthetic import Book, data_parallel, model_parallel
+
+import labkit as lab
+from labkit.plots import explain as module
+from labkit.plots.explain import explain
+from labkit.tracing.limits import Limit, limit_of
+from labkit.tracing.trace import Trace
+
+
+class Run:
+    """Something with a trace that was made on this machine."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+
+
+def test_the_paragraph_has_the_numbers_of_the_trace():
+    trace = data_parallel(slow=1, steps=10)
+    found = limit_of(trace)
+    text = explain(trace).text
+    assert text.startswith(f"The ranks computed for {found.compute:.0%} of the time, communicated for {found.exposed:.0%}")
+    assert "each rank took part in 3 operations per step with 7.34 MB of data at" in text
+    assert f"Another {found.overlap:.0%} of communication was hidden behind computing." in text
+    assert str(explain(trace)) == text
+    assert text in explain(trace)._repr_html_()
+
+
+def test_one_rank_has_nobody_to_wait_for():
+    book = Book()
+    book.compute(0, "forward", 0, 10)
+    assert (
+        explain(book.trace(1)).text
+        == "The rank computed for 100% of the time (10.0 ms in all). Only faster computing makes this run faster."
+    )
+
+
+def test_ranks_in_turns():
+    assert "While any rank computed, 1.0 of 2 did on average" in explain(model_parallel()).text
+
+
+@pytest.mark.parametrize("limit", Limit)
+def test_every_limit_has_a_sentence(limit):
+    import dataclasses
+
+    found = dataclasses.replace(limit_of(data_parallel()), limit=limit)
+    text = module._advice(found, [f"rank {i}" for i in range(4)])
+    assert text.endswith(".")
+    assert "nan" not in text
+
+
+@pytest.mark.parametrize(
+    ("cores", "load", "words"),
+    [
+        (8, 0.5, ""),
+        (2, 0.5, "4 ranks share 2 cores, so all times are longer than with a core for each rank."),
+        (2, 9.2, "Other programs keep this machine busy (load 9 on 2 cores), so all times are longer than usual."),
+        (1, 0.5, "4 ranks share 1 core,"),
+    ],
+)
+def test_a_busy_machine_is_named_for_a_run_but_not_for_a_trace(monkeypatch, cores, load, words):
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    monkeypatch.setattr(module.os, "getloadavg", lambda: (load, 0.0, 0.0), raising=False)
+    trace = data_parallel()
+    alone = explain(trace).text
+    assert explain(Run(trace)).text[len(alone) :].strip().startswith(words)
+    assert bool(words) == (explain(Run(trace)).text != alone)
+
+
+def test_nothing_to_explain():
+    with pytest.raises(lab.LabError, match="explain"):
+        explain(Trace([], ranks=["rank 0"]))
+    with pytest.raises(TypeError, match=r"explain\(3\): expected a run"):
+        explain(3)

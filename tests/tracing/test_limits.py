@@ -1,0 +1,120 @@
+"""What limits a run: each kind of loss is found in traces made by hand, with its numbers."""
+
+import pytest
+from synthetic import Book, data_parallel, master_and_workers, model_parallel
+
+from labkit.tracing.limits import Limit, limit_of
+
+
+def steps(travel, compute=(10.0, 10.0), count=6, gap=0.0):
+    """Steps of two ranks: each computes for its time in ms, then `travel` adds what they send, and says when it is over."""
+    book, at = Book(), 0.0
+    for number in range(count):
+        ready = [book.compute(rank, "forward", at + gap, at + gap + ms) for rank, ms in enumerate(compute)]
+        end = travel(book, ready, number)
+        for rank in range(2):
+            book.whole(rank, "step", at, end)
+        at = end
+    for rank in range(2):
+        book.whole(rank, "call", 0, at)
+    return book.trace(2)
+
+
+def all_reduces(count, nbytes, ms):
+    """So many all-reduces one after another, each of which takes `ms` once both ranks have come."""
+
+    def travel(book, ready, number):
+        came = list(ready)
+        for i in range(count):
+            end = max(came) + ms
+            for rank in range(2):
+                match = number * count + i
+                wait = (came[rank], end)
+                book.travel(rank, "all_reduce", came[rank], end, wait=wait, nbytes=nbytes, group="world", match=match)
+            came = [end, end]
+        return came[0]
+
+    return travel
+
+
+def test_nearly_all_time_is_computing():
+    found = limit_of(steps(all_reduces(1, 1 << 20, 0.5)))
+    assert found.limit is Limit.COMPUTE
+    assert found.compute == pytest.approx(10 / 10.5)
+    assert found.exposed == pytest.approx(0.5 / 10.5)
+
+
+def test_many_small_operations():
+    found = limit_of(steps(all_reduces(8, 40, 0.5)))
+    assert found.limit is Limit.LATENCY
+    assert (found.messages / found.steps, found.nbytes / found.steps, found.latency_ns) == (8, 320, 500_000)
+
+
+def test_many_bytes():
+    found = limit_of(steps(all_reduces(1, 8 << 20, 6)))
+    assert found.limit is Limit.BANDWIDTH
+    assert found.nbytes / found.transfer_ns == pytest.approx((8 << 20) / 6e6)
+
+
+def test_a_few_small_operations_beside_large_ones_are_not_to_blame():
+    def both(book, ready, number):
+        small = all_reduces(1, 40, 0.5)(book, ready, number)
+        return all_reduces(1, 8 << 20, 6)(book, [small, small], 1000 + number)
+
+    assert limit_of(steps(both)).limit is Limit.BANDWIDTH
+
+
+def test_one_rank_comes_late():
+    found = limit_of(steps(all_reduces(1, 40, 0.5), compute=(3.0, 10.0)))
+    assert found.limit is Limit.LATE_RANK
+    assert (found.late_rank, found.late_share, found.late_ns) == (1, 1.0, 7_000_000)
+    assert found.waiting == pytest.approx(7 / 10.5 / 2)
+
+
+def test_ranks_come_late_in_turns():
+    def travel(book, ready, number):
+        slow = book.compute(number % 2, "forward", max(ready), max(ready) + 8)
+        came = [max(ready), max(ready)]
+        came[number % 2] = slow
+        return all_reduces(1, 40, 0.2)(book, came, number)
+
+    found = limit_of(steps(travel, compute=(2.0, 2.0), count=9))
+    assert found.limit is Limit.UNEVEN_RANKS
+    assert found.late_share == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("trace", [model_parallel(), master_and_workers()], ids=["messages", "calls"])
+def test_ranks_work_in_turns(trace):
+    found = limit_of(trace)
+    assert found.limit is Limit.TURNS
+    assert 1 <= found.working < len(trace.ranks) * 0.6
+
+
+def test_nothing_was_recorded():
+    found = limit_of(steps(all_reduces(1, 40, 0.2), compute=(2.0, 2.0), gap=8.0))
+    assert found.limit is Limit.UNRECORDED
+    assert found.unrecorded == pytest.approx(8 / 10.2)
+
+
+def test_ranks_that_do_not_communicate_do_not_wait():
+    found = limit_of(steps(lambda _, ready, __: max(ready), compute=(10.0, 7.0)))
+    assert (found.limit, found.waiting, found.standing, found.messages) == (Limit.COMPUTE, 0, 0, 0)
+    assert found.unrecorded == pytest.approx(0.15)
+
+
+def test_the_first_step_does_not_count():
+    book, first = Book(), 100.0
+    book.compute(0, "forward", 0, first)
+    book.whole(0, "step", 0, first)
+    for number in range(4):
+        at = first + 10 * number
+        book.compute(0, "forward", at, at + 5)
+        book.whole(0, "step", at, at + 10)
+    found = limit_of(book.trace(1))
+    assert (found.steps, found.duration_ns, found.compute) == (4, 40_000_000, 0.5)
+
+
+def test_the_shares_are_those_of_the_whole_time():
+    found = limit_of(data_parallel(steps=10))
+    assert found.compute + found.exposed + found.waiting + found.standing + found.unrecorded == pytest.approx(1, abs=1e-6)
+    assert 0 < found.overlap < found.compute
