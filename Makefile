@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test lint format bench chaos gpu notebooks pictures lock clean distclean
+.PHONY: help setup lab test lint format bench chaos gpu notebooks diagrams pictures lock clean distclean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /make \1|/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
@@ -54,6 +54,9 @@ gpu:  ## on a machine with GPUs: tests, lessons and a benchmark on them, into do
 
 notebooks: setup  ## execute the notebooks again from top to bottom (ONLY="02 10": these)
 	$(BIN)/python tools/notebooks.py $(ONLY)
+
+diagrams: setup  ## draw the diagrams of the lessons again, into notebooks/images
+	$(BIN)/python -m tools.diagrams.draw
 
 pictures: setup  ## draw the pictures of README and docs again, from real runs (ONLY="pipeline": that one)
 	$(BIN)/python -m tools.pictures $(ONLY)

@@ -1,0 +1,32 @@
+"""Writes the diagrams of all lessons to notebooks/images/: `make diagrams`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from tools.diagrams import collectives
+from tools.diagrams.kit import Diagram
+
+IMAGES: Final = Path(__file__).resolve().parents[2] / "notebooks" / "images"
+LESSONS: Final = (collectives,)  # a file for each lesson that has diagrams
+
+
+def all_diagrams() -> dict[str, Diagram]:
+    """Each diagram by the name of its file, without ".svg"."""
+    return {name: diagram for lesson in LESSONS for name, diagram in lesson.diagrams().items()}
+
+
+def main() -> None:
+    """Write the files anew, and remove those that no lesson draws."""
+    IMAGES.mkdir(exist_ok=True)
+    found = all_diagrams()
+    for old in IMAGES.glob("*.svg"):
+        if old.stem not in found:
+            old.unlink()
+    for name, diagram in found.items():
+        diagram.save(IMAGES / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    main()
