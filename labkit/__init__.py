@@ -24,13 +24,18 @@ _MODULES = {
     "predict": "costs.formulas",  # the module itself
     "Link": "costs.link",
     "check": "exercises.check",
+    "guess": "exercises.guesses",
+    "guesses": "exercises.guesses",
+    "reveal": "exercises.guesses",
     "profile": "group.profile",
     "Run": "group.run",
     "doctor": "notebook.doctor",
     "Group": "notebook.group",
+    "reset_lesson": "notebook.lessons",
     "measure_link": "notebook.measure_link",
     "breakdown": "plots.breakdown",
     "compare": "plots.breakdown",
+    "explain": "plots.explain",
     "explore": "plots.explore",
     "memory": "plots.memory",
     "scaling": "plots.scaling",
@@ -50,13 +55,18 @@ if TYPE_CHECKING:
     from labkit.costs import formulas as predict  # noqa: F401  # a module, and so under another name than its own
     from labkit.costs.link import Link as Link
     from labkit.exercises.check import check as check
+    from labkit.exercises.guesses import guess as guess
+    from labkit.exercises.guesses import guesses as guesses
+    from labkit.exercises.guesses import reveal as reveal
     from labkit.group.profile import profile as profile
     from labkit.group.run import Run as Run
     from labkit.notebook.doctor import doctor as doctor
     from labkit.notebook.group import Group as Group
+    from labkit.notebook.lessons import reset_lesson as reset_lesson
     from labkit.notebook.measure_link import measure_link as measure_link
     from labkit.plots.breakdown import breakdown as breakdown
     from labkit.plots.breakdown import compare as compare
+    from labkit.plots.explain import explain as explain
     from labkit.plots.explore import explore as explore
     from labkit.plots.memory import memory as memory
     from labkit.plots.scaling import scaling as scaling

@@ -1,4 +1,4 @@
-"""Opens JupyterLab on the student's copy of the first lesson; without a browser, it only prints its address and serves."""
+"""Opens JupyterLab on the student's copy of the first lesson; without a browser, it only prints the address."""
 
 from __future__ import annotations
 

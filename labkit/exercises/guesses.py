@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Note", "guess", "guesses", "reveal"]
 
-# A quantity's name ends with its unit: "step_ms". For each ending, the unit as it is shown, the unit of a `Prediction` that
-# measures the same, and how many of that one it is.
+# A quantity's name ends with its unit: "step_ms". For each ending: the unit as it is shown, the unit of a `Prediction`
+# of such a quantity, and how many of the latter the former is.
 UNITS: Final = {
     "_gbit_per_s": ("Gbit/s", None, 1.0),
     "_percent": ("%", "", 1e-2),
@@ -74,9 +74,9 @@ class Notes:
 def guess(**values: Any) -> Note | Notes:
     """Seal what you expect, before you measure it.
 
-    A quantity's name ends with its unit: `guess(step_ms=12, sent_mb=3)`; without one it is a plain number: `guess(speed_up=1.7)`.
-    A text is a choice: `guess(waits="rank 1")`. A value that is still `...` is no guess yet. A guess may be changed until
-    it is revealed; a later change does not count, and the figure of `reveal` shows it.
+    A quantity's name ends with its unit: `guess(step_ms=12, sent_mb=3)`. Without a unit it is a plain number:
+    `guess(speed_up=1.7)`. A text is a choice: `guess(waits="rank 1")`. A value that is still `...` is no guess yet. You
+    may change a guess until it is revealed; a later change does not count, and the figure of `reveal` shows it.
 
     Args:
         values: one or more quantities, each with a number from 0, a text or `...`.
@@ -113,8 +113,8 @@ def reveal(*, predicted: Any = None, ax: Axes | None = None, **measured: Any) ->
     Raises:
         TypeError: not exactly one quantity, or a value that is no number.
         ValueError: a negative or infinite number, or a prediction in a unit that does not fit the quantity's.
-        LabError: the guess was a number and the answer is a text, or the other way round; the file of guesses cannot be read or
-            written.
+        LabError: the guess was a number and the answer is a text, or the other way round; the file of guesses cannot be
+            read or written.
     """
     if len(measured) != 1:
         given = f"{len(measured)} quantities ({', '.join(measured)})" if measured else "no quantity"
@@ -132,8 +132,8 @@ def reveal(*, predicted: Any = None, ax: Axes | None = None, **measured: Any) ->
 def guesses(ax: Axes | None = None) -> Axes:
     """Draw how close your guesses were over the whole course.
 
-    Each revealed guess is a row: guess divided by measurement, on a logarithmic scale. Delete `my_guesses.json` beside the
-    notebooks to begin anew.
+    Each revealed guess is a row: guess divided by measurement, on a logarithmic scale. Delete `my_guesses.json` beside
+    the notebooks to begin anew.
 
     Args:
         ax: where to draw; default: a figure of its own.

@@ -112,7 +112,7 @@ def _write_copy(original: Path, copy: Path) -> None:
 
 
 def _relinked(text: str, lessons: Path, folder: Path) -> str:
-    """Point links to files beside the lessons, such as pictures and solutions, to where these are; other lessons have copies."""
+    """Point links to pictures and solutions to where these are; links to other lessons lead to their copies."""
 
     def relinked(match: re.Match[str]) -> str:
         target = match.group(1)

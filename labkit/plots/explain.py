@@ -41,9 +41,9 @@ class Explanation:
 def explain(run: HasTrace | Trace) -> Explanation:
     """Say in one paragraph what limits a run, and what could make it faster.
 
-    The first step is left out, as it is slower than the others. The largest loss of the ranks' time decides: communication that
-    nothing hides (by latency or by bandwidth), a rank that comes late, ranks that work one after another, or time in which
-    nothing was recorded.
+    The first step is left out, as it is slower than the others. The largest loss of the ranks' time decides: exposed
+    communication (limited by latency or by bandwidth), a rank that comes late, ranks that work one after another, or
+    time in which nothing was recorded.
 
     Args:
         run: a run or a trace.

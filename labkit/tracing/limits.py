@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.recording.ring_buffer import COMMUNICATION, OPEN
+from labkit.recording.schema import COMMUNICATION, OPEN
 from labkit.tracing.intervals import Intervals, length, union
 from labkit.tracing.trace import Trace
 
@@ -44,7 +44,8 @@ class Finding:
         steps: how many steps that is; 0 if the trace has none.
         compute, overlap, exposed, waiting: shares of that time, from 0 to 1; overlap is a part of compute.
         standing: the share in which a rank recorded nothing while another one, with which it communicates, did.
-        unrecorded: the share in which nobody recorded anything; where the ranks do not communicate, in which each did not.
+        unrecorded: the share in which nobody recorded anything; where the ranks do not communicate, the mean over the
+            ranks of the share in which each recorded nothing.
         working: how many ranks compute at the same time, while any does.
         late_rank: the rank for which the others waited most; -1 if there were no collectives.
         late_share: its share of all waiting in collectives.

@@ -7,7 +7,7 @@ from labkit.tracing.limits import Limit, limit_of
 
 
 def steps(travel, compute=(10.0, 10.0), count=6, gap=0.0):
-    """Steps of two ranks: each computes for its time in ms, then `travel` adds what they send, and says when it is over."""
+    """Steps of two ranks: each computes for its time in ms, then `travel` adds their messages and returns their end."""
     book, at = Book(), 0.0
     for number in range(count):
         ready = [book.compute(rank, "forward", at + gap, at + gap + ms) for rank, ms in enumerate(compute)]

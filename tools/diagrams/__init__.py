@@ -1,1 +1,1 @@
-"""The diagrams of the lessons, drawn as SVG: `kit` has the shapes, `draw` writes the files, and each lesson has a file."""
+"""Diagrams of the lessons as SVG: `kit` has the shapes, each lesson has a file, and `draw` writes the pictures."""

@@ -1,7 +1,7 @@
 """Draws the course's diagrams as SVG: boxes, arrows and text in one style, readable on light and on dark pages.
 
-The background is transparent. Text and lines outside of boxes have an ink whose contrast is 4.4 : 1 both on white and on
-JupyterLab's dark page, so one file serves both themes, also where a picture cannot know the theme.
+The background is transparent. Text and lines outside of boxes have an ink whose contrast is 4.4 : 1 on white and on
+JupyterLab's dark page, so one file serves both themes: a picture in a notebook cannot know the theme.
 """
 
 from __future__ import annotations
