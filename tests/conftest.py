@@ -28,7 +28,7 @@ os.environ[SESSION] = str(os.getpid())
 # On a busy machine, any test, program or notebook may wait for a framework to be imported and print the notice.
 os.environ["LABKIT_SLOW_START_S"] = "180"
 
-SETTLE_LIMIT_S = 60.0  # for processes that were told to end
+SETTLE_LIMIT_S = 60.0  # for processes that were asked to end
 
 VARIABLES = ("PATH", "HOME", "PYTHONPATH", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG")
 

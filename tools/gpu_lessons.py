@@ -29,7 +29,7 @@ def torch_lessons() -> list[Path]:
 
 
 def execute(path: Path, folder: Path) -> dict[str, Any]:
-    """Run one lesson; what came of it, for the page."""
+    """Run one lesson; returns its results for the page."""
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(
         notebook,

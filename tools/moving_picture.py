@@ -26,7 +26,7 @@ from labkit.plots.timeline import figure_of
 __all__ = ["chromium", "film"]
 
 WIDTH, MARGIN = 900, 10  # pixels
-STAYS_MS: Final = 5000  # how long the last picture stays before all begins anew
+STAYS_MS: Final = 5000  # how long the last picture stays before the film restarts
 COLOURS: Final = 192
 SAMPLES: Final = 6  # frames from which the colours are chosen
 PAGE: Final = "<body style='margin:{margin}px;background:white;font-family:DejaVu Sans,sans-serif'>{content}</body>"
@@ -66,7 +66,7 @@ def film(path: Path, group: lab.Group, function: Callable[..., Any], *args: Any)
         args: its arguments.
 
     Raises:
-        LabError: there is no Chromium here.
+        LabError: no Chromium is installed.
     """
     browser = chromium()
     if browser is None:

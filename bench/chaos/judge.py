@@ -24,7 +24,7 @@ class Outcome:
         named: whether the report was right: it named the right rank or, for faults without a rank, the right thing.
         report_s: from the fault to the report; None if there is none, or if the time of the fault is unknown.
         left: what was left behind.
-        told: what the student saw.
+        reported: what the student saw.
     """
 
     turn: Round
@@ -32,7 +32,7 @@ class Outcome:
     named: bool
     report_s: float | None
     left: Sequence[str]
-    told: str = ""
+    reported: str = ""
 
     @property
     def good(self) -> bool:
@@ -40,27 +40,27 @@ class Outcome:
         return self.named and not self.problem and not self.left
 
 
-def named(turn: Round, told: dict[str, Any]) -> bool:
+def named(turn: Round, reported: dict[str, Any]) -> bool:
     """Whether the report was right and named the right rank.
 
     Args:
         turn: the round.
-        told: how the run ended: the exception's `kind`, `text`, `sentence` (the one that says why) and `rank`, and
+        reported: how the run ended: the exception's `kind`, `text`, `sentence` (the one that says why) and `rank`, and
             `results`.
     """
-    kind, expect = told["kind"], FAULTS[turn.fault].expect
+    kind, expect = reported["kind"], FAULTS[turn.fault].expect
     if expect == "rank":
-        return kind == "RankError" and told["rank"] == turn.victim
+        return kind == "RankError" and reported["rank"] == turn.victim
     if expect == "pair":
-        concerned = set(re.findall(r"\b(?:rank |worker)\d+", told["sentence"]))
+        concerned = set(re.findall(r"\b(?:rank |worker)\d+", reported["sentence"]))
         if turn.fault.startswith("another"):  # the victim, and any of those that did it right
             return turn.name_of(turn.victim) in concerned and len(concerned) == 2
         return concerned == {turn.name_of(rank) for rank in turn.facing()}
     if expect == "words":
-        return kind == "LabError" and all(name in told["text"] for name in ("'odd'", "work()"))
+        return kind == "LabError" and all(name in reported["text"] for name in ("'odd'", "work()"))
     if expect == "nothing":
-        return kind == "NoneType" and all(result == 1 for result in told["results"])
-    lines = [line for line in told["text"].splitlines() if line.strip().startswith(f"{turn.name_of(turn.victim)} ")]
+        return kind == "NoneType" and all(result == 1 for result in reported["results"])
+    lines = [line for line in reported["text"].splitlines() if line.strip().startswith(f"{turn.name_of(turn.victim)} ")]
     return kind in ("Stopped", "KeyboardInterrupt") and (expect == "stop" or any("SIGSTOP" in line for line in lines))
 
 

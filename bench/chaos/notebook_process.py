@@ -72,7 +72,7 @@ def _play(turn: Round, folder: str, groups: dict[tuple[str, str], lab.Group], st
     say(**_what_there_is())
     if turn.fault == "interrupt at the start":
         group._end(graceful=False)  # as an earlier failure would have done; the group's next run starts ranks
-    error, results, at_ns = _told(group, turn, folder, stop, say)
+    error, results, at_ns = _reported(group, turn, folder, stop, say)
     text = "" if error is None else str(error)
     rank = getattr(error, "rank", None)
     sentence = getattr(error, "headline", "") or getattr(error, "hint", "")
@@ -89,7 +89,7 @@ def _play(turn: Round, folder: str, groups: dict[tuple[str, str], lab.Group], st
     say(problem=recovered, **_what_there_is())
 
 
-def _told(
+def _reported(
     group: lab.Group, turn: Round, folder: str, stop: Stop, say: Callable[..., None]
 ) -> tuple[BaseException | None, Any, int]:
     """What the student sees, and when."""
@@ -108,8 +108,8 @@ def _told(
                     group.run(_back, much)
             else:
                 results = group.run(work, turn, folder).results
-        except BaseException as told:  # noqa: BLE001  # that is what the judge is to see
-            error = told
+        except BaseException as reported:  # noqa: BLE001  # that is what the judge is to see
+            error = reported
         stop.armed = False
     except KeyboardInterrupt as second:  # pressed again after the prompt was back
         stop.armed = False

@@ -61,15 +61,15 @@ class Arena:
             time.sleep(turn.delay_s)
             return self._kill(turn, files)
         pressed_ns = self._press(turn)
-        told = self._answer()
+        reported = self._answer()
         after = self._answer()
         left, _ = self.traces.left(after["kept"], files, GONE_LIMIT_S)
         if after["files"] > before["files"]:
             left.append(f"{after['files'] - before['files']} open files")
         moment_ns = pressed_ns or self._moment(turn) or (start_ns if turn.fault == "unpicklable argument" else None)
-        report_s = None if moment_ns is None else (told["at_ns"] - moment_ns) / 1e9
-        words = f"{told['kind']} {told['text']}"
-        return Outcome(turn, after["problem"], named(turn, told), report_s, left, words)
+        report_s = None if moment_ns is None else (reported["at_ns"] - moment_ns) / 1e9
+        words = f"{reported['kind']} {reported['text']}"
+        return Outcome(turn, after["problem"], named(turn, reported), report_s, left, words)
 
     def close(self) -> None:
         """End the notebook's process."""
@@ -237,7 +237,7 @@ def _story(outcome: Outcome) -> str:
         f"FAILED --seed {turn.seed} --round {turn.number}: {turn.fault}, {turn.runtime}, {turn.start}",
         f"  {turn.name_of(turn.victim)}, after {turn.delay_s:.3f} s",
         f"  the next run: {outcome.problem or 'succeeded'}",
-        f"  told {'right' if outcome.named else 'WRONG'}: {outcome.told}",
+        f"  reported {'correctly' if outcome.named else 'WRONGLY'}: {outcome.reported}",
         *(f"  left: {thing}" for thing in outcome.left),
     ]
     return "\n".join(lines)

@@ -352,8 +352,8 @@ def one_comes_alone(limit_s: float) -> str:
 
 def test_a_time_limit_of_the_program_is_respected(three: lab.Group) -> None:
     def has_come_itself(limit_s: float) -> bool:
-        told = f"Timed out after {limit_s:g} seconds waiting for clients. 1/3 clients joined."
-        return three.run(one_comes_alone, limit_s).results == [told, "", ""]
+        reported = f"Timed out after {limit_s:g} seconds waiting for clients. 1/3 clients joined."
+        return three.run(one_comes_alone, limit_s).results == [reported, "", ""]
 
     assert some_limit_does(has_come_itself, (1.5, *LIMITS_S))
 
@@ -466,7 +466,7 @@ def test_a_bare_group_that_one_rank_leaves_is_reported(monkeypatch: pytest.Monke
     with lab.Group(3, runtime="bare", timeout_s=200) as bare:
 
         def all_wait(certain_after_s: float) -> bool:
-            """Otherwise only one of them would be told."""
+            """Otherwise only one of them would be reported."""
             monkeypatch.setattr(RUNTIMES["bare"], "certain_after_s", certain_after_s)
             with pytest.raises(RankError, match=r"returned while rank .* still waits? for it in barrier") as caught:
                 bare.run(leaves_one_behind)

@@ -24,7 +24,7 @@ def four() -> Iterator[Group]:
         yield group
 
 
-def told(run: Run | Trace) -> dict[int, list[tuple[str, int, int, int]]]:
+def reported(run: Run | Trace) -> dict[int, list[tuple[str, int, int, int]]]:
     """By rank: name, root and peer of each communication, and how many ranks took part in it, by start."""
     trace = run if isinstance(run, Trace) else run.trace
     spans = [span for span in trace if span.kind == "communication" and span.nbytes]  # not the rendezvous
@@ -51,7 +51,7 @@ def another_world(store: str) -> None:
 def test_a_second_world_of_some_ranks(tmp_path: Path) -> None:
     with Group(4) as group:
         run = group.run(another_world, str(tmp_path / "store"))
-    assert told(run) == {
+    assert reported(run) == {
         2: [("broadcast", 2, -1, 2), ("broadcast", 3, -1, 2), ("send", -1, 3, 2)],
         3: [("broadcast", 2, -1, 2), ("broadcast", 3, -1, 2), ("recv", -1, 2, 2)],
     }
@@ -68,7 +68,7 @@ def two_worlds_at_once(folder: str) -> None:
 def test_two_second_worlds_are_not_one(tmp_path: Path) -> None:
     with Group(4) as group:
         run = group.run(two_worlds_at_once, str(tmp_path))
-    assert told(run) == {rank: [("broadcast", 2 + rank % 2, -1, 2)] for rank in range(4)}
+    assert reported(run) == {rank: [("broadcast", 2 + rank % 2, -1, 2)] for rank in range(4)}
 
 
 def a_backend_by_hand(store: str) -> None:
@@ -98,7 +98,7 @@ def a_group_by_hand(store: str) -> None:
 
 @pytest.mark.parametrize("program", [a_backend_by_hand, a_group_by_hand])
 def test_a_group_made_by_hand(four: Group, program: Callable[[str], None], tmp_path: Path) -> None:
-    assert told(four.run(program, str(tmp_path / "store"))) == {
+    assert reported(four.run(program, str(tmp_path / "store"))) == {
         1: [("all_reduce", -1, -1, 2), ("broadcast", 3, -1, 2), ("send", -1, 3, 2)],
         3: [("all_reduce", -1, -1, 2), ("broadcast", 3, -1, 2), ("recv", -1, 1, 2)],
     }
@@ -113,7 +113,7 @@ def through_a_mesh() -> None:
 
 
 def test_the_groups_of_a_mesh(four: Group) -> None:
-    assert told(four.run(through_a_mesh)) == {
+    assert reported(four.run(through_a_mesh)) == {
         rank: [("broadcast", 2 + rank % 2, -1, 2), ("all_reduce", -1, -1, 2)] for rank in range(4)
     }
 
@@ -129,7 +129,7 @@ def the_first_of_rpc(store: str) -> None:
 def test_the_first_world_of_rpc_workers(tmp_path: Path) -> None:
     with Group(["master", "one", "two"], runtime="rpc") as group:
         run = group.run(the_first_of_rpc, str(tmp_path / "store"))
-    assert told(run) == {1: [("broadcast", 2, -1, 2)], 2: [("broadcast", 2, -1, 2)]}
+    assert reported(run) == {1: [("broadcast", 2, -1, 2)], 2: [("broadcast", 2, -1, 2)]}
 
 
 def the_first_of_bare_ranks(store: str) -> None:
@@ -145,4 +145,4 @@ def the_first_of_bare_ranks(store: str) -> None:
 def test_the_first_world_of_bare_ranks(tmp_path: Path) -> None:
     with Group(3, runtime="bare") as group:
         run = group.run(the_first_of_bare_ranks, str(tmp_path / "store"))
-    assert told(run) == {1: [("broadcast", 2, -1, 2)], 2: [("broadcast", 2, -1, 2)]}
+    assert reported(run) == {1: [("broadcast", 2, -1, 2)], 2: [("broadcast", 2, -1, 2)]}

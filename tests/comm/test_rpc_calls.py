@@ -300,13 +300,13 @@ class Late:
 
 @pytest.mark.parametrize("done", [True, False])
 def test_a_reply_is_written_down_once_and_before_its_caller_goes_on(done: bool) -> None:
-    futures, future, told = Futures(), Late(done=done), []
-    futures.tell_first(future, told.append)
+    futures, future, reported = Futures(), Late(done=done), []
+    futures.tell_first(future, reported.append)
     assert futures._wait(lambda _: "value", future) == "value"
-    assert told == [future]
+    assert reported == [future]
     for callback in future.callbacks:
         callback(future)
-    assert told == [future]
+    assert reported == [future]
 
 
 def test_the_waiting_rank_of_a_call_is_known() -> None:

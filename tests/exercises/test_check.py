@@ -261,18 +261,18 @@ def test_time_with_a_limit_of_its_own_does_not_count() -> None:
 
 
 def test_code_that_catches_everything_is_interrupted_again() -> None:
-    told = []
+    reported = []
 
     def stubborn() -> None:
-        while len(told) < 2:
+        while len(reported) < 2:
             try:
                 for_ever()
             except BaseException as error:  # noqa: BLE001  # that is the point
-                told.append(type(error))
+                reported.append(type(error))
 
     with TimeLimit(0.1):
         stubborn()
-    assert told == [OutOfTimeError] * 2
+    assert reported == [OutOfTimeError] * 2
 
 
 def test_an_unknown_exercise_names_close_ones() -> None:

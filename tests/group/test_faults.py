@@ -608,7 +608,7 @@ class StopWhenBlocked:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self.told: tuple[Any, str] | None = None
+        self.reported: tuple[Any, str] | None = None
 
     def begin(self, *_: Any) -> None:
         """Nothing."""
@@ -619,7 +619,7 @@ class StopWhenBlocked:
             signal.raise_signal(signal.SIGINT)
 
     def end(self, trace: lab.Trace, stopped: str) -> None:
-        self.told = trace, stopped
+        self.reported = trace, stopped
 
 
 def test_the_picture_of_a_stopped_run_shows_what_was_under_way(
@@ -638,8 +638,8 @@ def test_the_picture_of_a_stopped_run_shows_what_was_under_way(
     monkeypatch.setattr(lab.Group, "picture", lambda: picture)
     with pytest.raises(KeyboardInterrupt):
         gloo.watch(cells.f)
-    assert picture.told is not None
-    trace, stopped = picture.told
+    assert picture.reported is not None
+    trace, stopped = picture.reported
     assert stopped == "stopped"
     calls, waits = trace.of(kind="call").spans, trace.of(kind="communication").spans
     assert [(c.rank, c.name, c.start_ns, c.end_ns, c.done) for c in calls] == [

@@ -418,10 +418,10 @@ def test_a_run_that_takes_too_long_says_what_the_ranks_were_doing(start: str) ->
             group.run(int)
             with pytest.raises(RunTimeoutError) as caught:
                 group.run(f)
-            told = str(caught.value).strip().strip("─").strip().splitlines()
-            if "    rank 0 had returned" not in told:
+            reported = str(caught.value).strip().strip("─").strip().splitlines()
+            if "    rank 0 had returned" not in reported:
                 return False
-            assert told == [
+            assert reported == [
                 f"f took longer than the group's timeout_s={limit_s:g}.",
                 "",
                 "    rank 0 had returned",

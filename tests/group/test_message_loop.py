@@ -1,4 +1,4 @@
-"""The loop that takes what ranks send, with channels of this process and pipes in place of process ends."""
+"""The loop that receives what ranks send, tested with channels of this process and pipes in place of processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FakeRank:
         self.process = SimpleNamespace(sentinel=self._end if with_sentinel else -1)
 
     def end(self) -> None:
-        """Its process ends: its channel closes, and its sentinel tells."""
+        """Its process ends: its channel closes, and its sentinel becomes ready."""
         self.own.close()
         os.write(self._write, b"x")
 
@@ -36,7 +36,7 @@ class FakeRank:
 
 
 class Log:
-    """A receiver that notes down what it gets, and waits until that is so much."""
+    """A receiver that records what it gets, and waits for a given number of messages."""
 
     def __init__(self, count: int) -> None:
         self.heard: list[tuple[int, str]] = []
@@ -72,7 +72,7 @@ def loop(ranks: list[FakeRank]) -> Iterator[MessageLoop]:
     loop.close()
 
 
-def test_messages_that_came_together_are_taken_together(loop: MessageLoop, ranks: list[FakeRank]) -> None:
+def test_messages_that_arrive_together_are_received_together(loop: MessageLoop, ranks: list[FakeRank]) -> None:
     ranks[1].own.send("first")
     ranks[1].own.send("last")
     log = Log(1)
@@ -91,7 +91,7 @@ def test_reports_come_before_deaths(loop: MessageLoop, ranks: list[FakeRank]) ->
     assert log.heard[3] == (0, "died")
 
 
-def test_what_a_dead_rank_had_sent_is_taken_as_long_as_it_is_expected(loop: MessageLoop, ranks: list[FakeRank]) -> None:
+def test_messages_of_a_dead_rank_are_received_while_expected(loop: MessageLoop, ranks: list[FakeRank]) -> None:
     class Impatient(Log):
         def message(self, member: Any, message: Message) -> None:
             super().message(member, message)
@@ -106,7 +106,7 @@ def test_what_a_dead_rank_had_sent_is_taken_as_long_as_it_is_expected(loop: Mess
 
 
 @pytest.mark.parametrize("which", [1, 2], ids=["a sentinel tells", "the channel tells"])
-def test_a_death_is_told_once_and_again_to_the_next_receiver(which: int, loop: MessageLoop, ranks: list[FakeRank]) -> None:
+def test_a_death_is_reported_once_and_again_to_the_next_receiver(which: int, loop: MessageLoop, ranks: list[FakeRank]) -> None:
     ranks[which].end()
     log = Log(1)
     loop.run(log)

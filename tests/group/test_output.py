@@ -190,7 +190,7 @@ def test_a_rank_without_standard_output_answers(ranks: lab.Group) -> None:
 
 
 class Notebook:
-    """Stands for IPython's display, and for the clock."""
+    """Replaces IPython's display and the clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0

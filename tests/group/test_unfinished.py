@@ -226,8 +226,8 @@ def main(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_cell_may_receive_what_an_earlier_one_has_sent(two: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
     before = two.run(os.getpid).results
     cell(two, 1, SEND)
-    told = "rank 0 left send to rank 1 (cell 1, line 4) behind, which nobody has received."
-    assert said(capsys) == [f"{told} A later %%ranks cell may finish it. The next `run` starts fresh ranks."]
+    reported = "rank 0 left send to rank 1 (cell 1, line 4) behind, which nobody has received."
+    assert said(capsys) == [f"{reported} A later %%ranks cell may finish it. The next `run` starts fresh ranks."]
     cell(two, 2, RECEIVE + "if dist.get_rank() == 1: print(got.item())")
     assert "[rank 1] 7.0" in capsys.readouterr().out
     assert two.run(os.getpid).results == before, "nothing is left: the ranks stay"
@@ -239,5 +239,5 @@ def test_unfinished_operations_of_a_cell_do_not_reach_a_run(two: lab.Group, caps
     cell(two, 1, SEND)
     said(capsys)
     assert two.run(exchange).results == [(0.0, 2.0), (2.0, 2.0)]
-    told = "rank 0 left send to rank 1 (cell 1, line 4) behind, which nobody has received."
-    assert said(capsys)[0] == f"{told} This run starts fresh ranks."  # and a line lists the lost names of cells
+    reported = "rank 0 left send to rank 1 (cell 1, line 4) behind, which nobody has received."
+    assert said(capsys)[0] == f"{reported} This run starts fresh ranks."  # and a line lists the lost names of cells

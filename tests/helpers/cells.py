@@ -14,7 +14,7 @@ class Cells:
     """A notebook's namespace. `cells(source)` runs a cell; `cells.name` is the object that a cell has defined.
 
     Args:
-        main: the module that stands for the notebook.
+        main: the module that represents the notebook.
     """
 
     def __init__(self, main: types.ModuleType) -> None:

@@ -22,7 +22,7 @@ if rank == 0:
     dist.send(torch.ones(500), size - 1)
 if rank == size - 1:
     dist.recv(torch.empty(500), 0)
-if sys.argv[1:]:  # goes on until its ranks have met, however slow the machine is
+if sys.argv[1:]:  # runs until its ranks have met, however slow the machine is
     (about,) = Path(sys.argv[1]).glob(f"*-rank{rank}.json")
     while not json.loads(about.read_text())["readings" if os.environ["GROUP_RANK"] == "1" else "run"]:
         time.sleep(0.01)

@@ -385,20 +385,20 @@ def _tip(page: Page, rank: int, lane: int, share: float) -> list[str]:
 def _all_tips(page: Page, rank: int) -> set[tuple[str, str]]:
     """First and last line of the texts along a rank's row: the position of a span depends on how busy the machine
     is."""
-    told = [_tip(page, rank, 0, share / 40) for share in range(1, 40)]
-    return {(one[0], one[-1]) for one in told if one}
+    reported = [_tip(page, rank, 0, share / 40) for share in range(1, 40)]
+    return {(one[0], one[-1]) for one in reported if one}
 
 
 def _hover(page: Page, rank: int, lane: int, share: float, first: str = "") -> list[str]:
     """The text beside the pointer there, once it begins with `first`: the page may still be changing its layout or
     theme."""
-    told: list[str] = []
+    reported: list[str] = []
     for _ in range(LIMIT_MS // 50):
-        told = _tip(page, rank, lane, share)
-        if told and told[0].startswith(first):
-            return told
+        reported = _tip(page, rank, lane, share)
+        if reported and reported[0].startswith(first):
+            return reported
         page.wait_for_timeout(50)
-    raise AssertionError(f"the picture says {told}")
+    raise AssertionError(f"the picture says {reported}")
 
 
 def _save(page: Page) -> None:
@@ -414,10 +414,10 @@ def test_the_timeline_is_explored(lab_server: Server, browser: Browser) -> None:
     _run_all(page)
     page.wait_for_selector(EXPLORER, timeout=LIMIT_MS)
 
-    told = _hover(page, 1, 0, _share(3), "forward")
-    assert told == ["forward", "rank 1  ·  6.25 ms", "from 1.20 ms to 7.45 ms"]
-    told = _hover(page, 0, 1, _share(19.5), "all_reduce")
-    assert (told[0], told[2], told[-1]) == (
+    reported = _hover(page, 1, 0, _share(3), "forward")
+    assert reported == ["forward", "rank 1  ·  6.25 ms", "from 1.20 ms to 7.45 ms"]
+    reported = _hover(page, 0, 1, _share(19.5), "all_reduce")
+    assert (reported[0], reported[2], reported[-1]) == (
         "all_reduce  1.05 MB",
         "exposed communication",
         "among all 4 ranks  ·  cell 5, line 12",
@@ -452,7 +452,7 @@ def test_the_timeline_is_explored(lab_server: Server, browser: Browser) -> None:
     page.click('.lm-Menu-itemLabel:text-is("JupyterLab Dark")')
     page.wait_for_selector("body[data-jp-theme-light=false]", state="attached", timeout=LIMIT_MS)
     page.wait_for_function(BRIGHT, timeout=LIMIT_MS)
-    assert _hover(page, 0, 1, _share(19.5), "all_reduce") == told
+    assert _hover(page, 0, 1, _share(19.5), "all_reduce") == reported
     _picture(page, "explore-dark")
     contrast = page.evaluate(PALE)
     assert contrast["pale"] == []

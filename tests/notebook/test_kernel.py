@@ -146,7 +146,7 @@ def test_stop_while_ranks_hang_in_a_collective(tmp_path: Path) -> None:
         kernel("import threading, time\nimport labkit as lab\nimport torch, torch.distributed as dist\ngroup = lab.Group(2)")
         kernel("""
             def f():
-                threading.Thread(target=time.sleep, args=(600,), daemon=True).start()  # it may act: nothing is told to be stuck
+                threading.Thread(target=time.sleep, args=(600,), daemon=True).start()  # it may act: no deadlock
                 if dist.get_rank() == 0:
                     dist.all_reduce(torch.ones(1))
                 else:

@@ -166,8 +166,8 @@ def test_a_pasted_program_runs_twice(case: Case, kernel: Kernel) -> None:
             for line in case.printed:
                 assert line in cell.stdout
             for expression, value in case.values.items():
-                told = kernel(expression)
-                assert told.error is None, told.error[2]
-                assert ast.literal_eval(told.result or "None") == value, expression
+                reported = kernel(expression)
+                assert reported.error is None, reported.error[2]
+                assert ast.literal_eval(reported.result or "None") == value, expression
     finally:
         kernel("group.close()")

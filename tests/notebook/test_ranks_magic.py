@@ -304,24 +304,24 @@ def test_a_cell_leaves_its_run(shell: Shell, cells: in_cells.Cells) -> None:
 
 
 def test_a_cell_is_watched(shell: Shell, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
+    reported: list[Any] = []
 
     class Picture:
         interval_s = 100.0
 
         def begin(self, ranks: tuple[str, ...], title: str, *_: Any) -> None:
-            told.append((ranks, title))
+            reported.append((ranks, title))
 
         def update(self, *_: Any) -> None: ...
 
         def end(self, trace: lab.Trace, stopped: str) -> None:
-            told.append((sorted({s.name for s in trace}), stopped))
+            reported.append((sorted({s.name for s in trace}), stopped))
 
     monkeypatch.setattr(lab.Group, "picture", Picture)
     shell("group", "import labkit as lab\nwith lab.span('forward'): pass")
-    assert told == []
+    assert reported == []
     shell("group --watch --on 0,2 --run mine", "with lab.span('forward'): pass")
-    assert told == [(("a", "b", "c"), "the cell on 2 ranks"), (["cell", "forward"], "")]
+    assert reported == [(("a", "b", "c"), "the cell on 2 ranks"), (["cell", "forward"], "")]
     assert cells.mine.ranks == ("a", "c")
 
 

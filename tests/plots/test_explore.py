@@ -169,8 +169,8 @@ def test_the_details_of_messages_groups_and_unfinished_operations() -> None:
         Span(1, "forward", "compute", 0, MS),
     ]
     answer = Answer(Trace(spans, ranks=["a", "b", "c"]), 0, 5)
-    told = {(answer.text(i, 1), answer.text(i, 3), answer.marks[i, 5]) for i in range(len(answer.edges))}
-    assert told == {
+    reported = {(answer.text(i, 1), answer.text(i, 3), answer.marks[i, 5]) for i in range(len(answer.edges))}
+    assert reported == {
         ("send", "with c", 2), ("recv", "with a", 1), ("broadcast", "among a, b", 0), ("forward", "", 0),
     }  # fmt: skip
 

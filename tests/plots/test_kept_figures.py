@@ -133,12 +133,12 @@ def test_a_figure_matches_its_reference(name, tmp_path):
             keep(now, path)
         return
     kept = pixels(path)
-    if told := differs(now, kept):
+    if reported := differs(now, kept):
         keep(now, tmp_path / "now.png")
         keep(kept, tmp_path / "kept.png")
         coarse = np.kron(np.minimum(difference(now, kept) / LIMIT, 1), np.ones((SQUARE_PX, SQUARE_PX)))
         keep(np.repeat(1 - coarse[..., None], 3, axis=2), tmp_path / "difference.png")
-        pytest.fail(f"{name}: {told}. Look at now.png, kept.png and difference.png in {tmp_path}")
+        pytest.fail(f"{name}: {reported}. Look at now.png, kept.png and difference.png in {tmp_path}")
 
 
 def test_every_reference_belongs_to_a_figure():

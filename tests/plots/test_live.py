@@ -114,7 +114,7 @@ def test_text_on_stripes_has_a_plain_background():
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "told"),
+    ("first", "last", "reported"),
     [
         (2.3, 0.4, {"2.3", "0.4"}),
         (0.00133, 0.00127, {"0.00133", "0.00127"}),
@@ -122,12 +122,12 @@ def test_text_on_stripes_has_a_plain_background():
         (0.69314, 0.69312, {"0.69314", "0.69312"}),
     ],
 )
-def test_the_two_ends_of_the_curve_have_different_labels(first, last, told):
+def test_the_two_ends_of_the_curve_have_different_labels(first, last, reported):
     album = Album()
     live = Live(album, lambda: 0)
     live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
     live.update(400 * MS, part(scalars=[Scalar(0, "loss", 1 * MS, first), Scalar(0, "loss", 300 * MS, last)]), [[], []])
-    assert told <= set(texts(album.pages[-1]))
+    assert reported <= set(texts(album.pages[-1]))
 
 
 def test_shortened_text_says_so():

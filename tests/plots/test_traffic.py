@@ -206,11 +206,11 @@ def test_the_figure_states_its_units_and_its_counting_rule():
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "told"),
+    ("nbytes", "reported"),
     [(5_000_000, "5.0"), (4_400_000, "4.4"), (16_040_000, "16.0"), (144_000_000, "144"), (120_000, "0.12"), (12_000, "12.0 kB")],
 )
-def test_numbers_of_one_unit_have_the_same_digits(nbytes, told):
-    assert _cell(nbytes, 1e6) == told
+def test_numbers_of_one_unit_have_the_same_digits(nbytes, reported):
+    assert _cell(nbytes, 1e6) == reported
     assert _cell(8, 1) == "8"
 
 

@@ -42,9 +42,9 @@ def of_devices(ranks: int, *, across: bool, messages: bool = False) -> Trace:
 def words_for_waiting(trace: Trace) -> set[str]:
     """What the figures of a trace call waiting; all of them must agree."""
     figures = [timeline(trace), breakdown(trace), compare(a=trace, b=trace)]
-    told = [[text.get_text() for text in ax.figure.findobj(Text)] for ax in figures]
-    told.append([style["legend"] for style in about(view_of(trace, None, ""), 0)["styles"]])
-    found = [{text for text in texts if text.startswith("waiting")} for texts in told]
+    reported = [[text.get_text() for text in ax.figure.findobj(Text)] for ax in figures]
+    reported.append([style["legend"] for style in about(view_of(trace, None, ""), 0)["styles"]])
+    found = [{text for text in texts if text.startswith("waiting")} for texts in reported]
     assert [words for words in found if words != found[0]] == []
     return found[0]
 

@@ -200,6 +200,6 @@ def test_deadlocks_are_found_with_any_number_of_span_names(capsys: pytest.Captur
         assert names["(other spans)"] > 0
         assert sum(names.values()) == 2_000 + 2
         assert {s.name for s in run.trace.scalars} == {"loss"}
-        with pytest.raises(lab.LabError) as told:
+        with pytest.raises(lab.LabError) as reported:
             group.run(hang)
-    assert type(told.value).__name__ == "DeadlockError"
+    assert type(reported.value).__name__ == "DeadlockError"

@@ -129,7 +129,7 @@ def test_each_way_to_call_is_in_the_table() -> None:
     assert {type_of(f"rpc_{mode.value} f") for mode in rpc.RPCExecMode} == {RPC}
 
 
-# Names that stand for something else as well: of a runtime, of what takes memory, of a message to a rank's process.
+# Names with other meanings as well: a runtime, a kind of memory, a message to a rank's process.
 AMBIGUOUS = {"rpc", "gradients", "remote", "reply", "serve", "value"}
 ELSEWHERE = {
     "labkit/notebook/measure_link.py",  # what it has torch do for each

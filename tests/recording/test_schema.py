@@ -69,8 +69,7 @@ print(json.dumps({name: [[s.name, {f: getattr(s, f) for f in fields}] for s in f
 
 @pytest.fixture(scope="module")
 def came_back(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a copy of labkit with more fields in its schema, and no other change but one in `Pending`, gives back of
-    them."""
+    """The records as read by a copy of labkit with more fields in its schema and one more in `Pending`."""
     folder = tmp_path_factory.mktemp("copy")
     shutil.copytree(Path(labkit.__file__).parent, folder / "labkit", ignore=shutil.ignore_patterns("__pycache__"))
     path = folder / "labkit" / "recording" / "schema.py"

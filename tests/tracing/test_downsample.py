@@ -37,7 +37,7 @@ def written():
     return reader.read(), reader.names(), at
 
 
-def told(written):
+def reported(written):
     rows, names, end_ns = written
     few = thin(rows, names.index(STEPS_IN_ALL))
     return few, from_records([few], [names], ["rank 0"], start_ns=0, end_ns=end_ns)
@@ -60,13 +60,13 @@ def test_spans_are_unchanged_if_only_values_are_thinned(written):
 
 
 def test_many_become_few(written):
-    few, _ = told(written)
+    few, _ = reported(written)
     assert len(few) < MOST + 200
     assert len(written[0]) == 1.5 * STEPS * 4 + 2
 
 
 def test_the_latest_spans_are_unchanged(written):
-    few, _ = told(written)
+    few, _ = reported(written)
     rows = written[0]
     assert np.array_equal(few[(few["kind"] == 0) & (few["flags"] & SUM == 0)], rows[rows["kind"] == 0][-MOST // 2 :])
     assert few[-1] == rows[-1]
@@ -74,7 +74,7 @@ def test_the_latest_spans_are_unchanged(written):
 
 def test_the_steps_of_each_loop_are_counted(written):
     progress = Progress(1)
-    progress.add(told(written)[1])
+    progress.add(reported(written)[1])
     assert progress.done == 1.5 * STEPS
     assert progress.fraction == 1
     assert progress.in_words().startswith("8000 of 8000 steps  ·  100000 steps/s")
@@ -82,7 +82,7 @@ def test_the_steps_of_each_loop_are_counted(written):
 
 
 def test_the_picture_keeps_the_share_of_each_kind(written):
-    _, trace = told(written)
+    _, trace = reported(written)
     recent = Recent(("rank 0",), 0)
     nothing = from_records([written[0][:0]], [[""]], ["rank 0"])
     recent.add(trace, trace.end_ns)
@@ -103,7 +103,7 @@ def test_lost_records_are_reported():
 
 
 def test_a_span_that_represents_many_is_not_drawn_as_one(written):
-    _, trace = told(written)
+    _, trace = reported(written)
     recent = Recent(("rank 0",), 0)
     recent.add(trace, trace.end_ns)
     assert not (recent._rows["flags"] & SUM).any()

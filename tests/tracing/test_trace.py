@@ -192,7 +192,7 @@ def test_a_rank_without_compute_spans_computes_inside_its_function() -> None:
     ]
     first, second = Trace(spans, ranks=TWO).shares()
     assert (first.compute_ns, first.communication_ns, first.idle_ns) == (50, 30, 20)
-    assert second.compute_ns == 1, "who names some of it names all of it"
+    assert second.compute_ns == 1, "a program that names some spans names all of them"
 
 
 def test_a_part_without_compute_spans_is_not_all_compute() -> None:
@@ -341,7 +341,7 @@ def test_an_operation_with_a_missing_rank_has_only_waited() -> None:
     assert (ready[0, 10], ready[1, 11]) == (90, 90)
     last = travel(2, 60, 90, group="world", match=2, done=False)
     ready = ready_of(*finished, *still, last)
-    assert (ready[0, 10], ready[1, 11], ready[2, 60]) == (60, 60, 60), "all have come: now it travels"
+    assert (ready[0, 10], ready[1, 11], ready[2, 60]) == (60, 60, 60), "all have arrived: now data is sent"
 
 
 def test_the_first_operation_of_a_group_has_waited_until_it_completes() -> None:
@@ -400,7 +400,7 @@ def test_of_keeps_spans_and_scalars_of_one_rank_kind_or_name() -> None:
     assert [s.value for s in TRACE.of(name="loss").scalars] == [0.5, 0.75, 0.25]
     assert [s.value for s in TRACE.of(name="loss", rank=0).scalars] == [0.5, 0.25]
     assert len(TRACE.of(kind="scalar").scalars) == 4
-    assert (TRACE.of(rank=1).start_ns, TRACE.of(rank=1).end_ns) == (0, 40), "the time looked at stays"
+    assert (TRACE.of(rank=1).start_ns, TRACE.of(rank=1).end_ns) == (0, 40), "the interval stays"
     with pytest.raises(ValueError, match="kind='comm': expected one of compute, communication, step, scalar, call"):
         TRACE.of(kind="comm")
 
@@ -408,7 +408,7 @@ def test_of_keeps_spans_and_scalars_of_one_rank_kind_or_name() -> None:
 def test_between_selects_an_interval() -> None:
     part = TRACE.between(10, 20)
     assert (part.start_ns, part.end_ns, part.duration_ns) == (10, 20, 10)
-    assert [(s.rank, s.start_ns) for s in part.of(kind="compute")] == [(1, 5)], "what only touches it from outside is left out"
+    assert [(s.rank, s.start_ns) for s in part.of(kind="compute")] == [(1, 5)], "spans that only touch the interval are left out"
     assert [s.time_ns for s in part.scalars] == [10, 11, 12, 20]
     assert part.shares()[1] == Share(1, 10, 10, 0, 0, 0, 0)
     assert part.activity(0)["communication"].tolist() == [[10, 20]]

@@ -232,11 +232,11 @@ def test_a_display_that_fails_says_why_and_does_not_end_the_run(cells: in_cells.
     """)
     assert cells.group[0].run(cells.f).results == ["result"]
     assert page.shown[-2:] == ["[a] Broken()", "[a] went on"]
-    told = "\n".join(map(str, page.shown))
-    assert "ValueError: no table today" in told
-    assert "_repr_html_" in told
-    assert "NotImplementedError" not in told
-    assert "rank_display" not in told
+    reported = "\n".join(map(str, page.shown))
+    assert "ValueError: no table today" in reported
+    assert "_repr_html_" in reported
+    assert "NotImplementedError" not in reported
+    assert "rank_display" not in reported
 
     for source, shown in (("Broken()", "[a] Broken()"), ("Unspeakable()", "[a] <__main__.Unspeakable object at 0x")):
         page.shown.clear()

@@ -75,7 +75,7 @@ def script(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         program.communicate()
 
 
-def told(program: subprocess.Popen[str]) -> Any:
+def reported(program: subprocess.Popen[str]) -> Any:
     """The next line of JSON that a program prints; other lines before it are shown if there is none."""
     assert program.stdout is not None
     before = []
@@ -507,7 +507,7 @@ def test_nothing_is_left_when_the_notebooks_process_is_killed(start: str, server
     """Its ranks are blocked in C++ and in a computation that holds the GIL; each has started a process."""
     pytest.importorskip("torch")
     program = script(BUSY, LABKIT_START=start)
-    pids = told(program)
+    pids = reported(program)
     assert len(pids) >= 7
     lines = [program.stdout.readline() for _ in range(3)]
     assert all("ready" in line for line in lines), lines
@@ -535,7 +535,7 @@ def test_nothing_is_left_when_the_notebooks_process_ends_by_itself(start: str, s
         """,
         LABKIT_START=start,
     )
-    pids = told(program)
+    pids = reported(program)
     assert the_rest(program) == "the end\n"
     assert not left_after(GONE_LIMIT_S, pids)
 
@@ -562,9 +562,9 @@ def test_a_fork_of_the_notebooks_process_does_not_use_its_groups(start: str, scr
         """,
         LABKIT_START=start,
     )
-    assert told(program) == "this process is a fork of the one that made the group; make a new group here"
-    assert told(program) == [0]
-    assert told(program) is True
+    assert reported(program) == "this process is a fork of the one that made the group; make a new group here"
+    assert reported(program) == [0]
+    assert reported(program) is True
     assert the_rest(program) == ""
 
 

@@ -408,10 +408,10 @@ def test_a_group_of_a_user_other_than_root() -> None:
         pytest.skip(may.stderr.splitlines()[-1])
     ran = python(AS_ANOTHER_USER, command=command, **as_user)
     assert ran.returncode == -signal.SIGKILL, ran.stderr
-    told = json.loads(ran.stdout)
-    assert left_after(GONE_LIMIT_S, told.pop("processes")) == []
+    reported = json.loads(ran.stdout)
+    assert left_after(GONE_LIMIT_S, reported.pop("processes")) == []
     user = as_user.get("user", os.getuid())
-    assert told == {
+    assert reported == {
         "totals": [2.0, 2.0],
         "hidden": True,
         "users": [user],

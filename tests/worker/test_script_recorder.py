@@ -63,9 +63,9 @@ def test_two_nodes_leave_one_trace(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "labkit" not in "".join(err for _, _, err in ended), "nothing to complain of"
     trace = load_trace(folder)
     assert trace.ranks == ("rank 0", "rank 1", "rank 2")
-    (told,) = capsys.readouterr().out.splitlines()
-    assert told == f"labkit: {trace.notes[0]}"
-    assert told.startswith("labkit: clocks of another set to rank 0's, right to within ")
+    (reported,) = capsys.readouterr().out.splitlines()
+    assert reported == f"labkit: {trace.notes[0]}"
+    assert reported.startswith("labkit: clocks of another set to rank 0's, right to within ")
     for rank in range(3):
         spans = trace.of(rank=rank).spans
         assert [s.name for s in spans if s.kind == "compute"] == ["forward"] * 3
@@ -76,7 +76,7 @@ def test_two_nodes_leave_one_trace(tmp_path: Path, capsys: pytest.CaptureFixture
         ]
     assert [s.value for s in trace.scalars if s.rank == 2 and s.name == "loss"] == [6000.0, 12000.0, 18000.0]
     # No rank completes an all_reduce before all have begun it, also if one clock is an hour ahead and too fast.
-    within_ns = 1000 * int(told.removeprefix("labkit: clocks of another set to rank 0's, right to within ").split()[0])
+    within_ns = 1000 * int(reported.removeprefix("labkit: clocks of another set to rank 0's, right to within ").split()[0])
     drift_ns = 1_000_000  # if the machine was so busy that the clock was read only once
     for match in (1, 2, 3):
         parts = [s for s in trace if s.name == "all_reduce" and s.match == match]

@@ -17,41 +17,41 @@ def turn() -> Round:
     return Round(7, 0, "raise", "bare", "fork", 3, 1, 0.1)
 
 
-def told(kind: str, **fields: Any) -> dict[str, Any]:
+def reported(kind: str, **fields: Any) -> dict[str, Any]:
     return {"kind": kind, "rank": None, "text": "", "sentence": "", "results": None} | fields
 
 
 def test_the_right_rank(turn: Round) -> None:
-    assert named(turn, told("RankError", rank=1))
-    assert not named(turn, told("RankError", rank=2))
-    assert not named(turn, told("LabError", rank=None))
-    assert not named(turn, told("NoneType")), "the fault went by unseen"
+    assert named(turn, reported("RankError", rank=1))
+    assert not named(turn, reported("RankError", rank=2))
+    assert not named(turn, reported("LabError", rank=None))
+    assert not named(turn, reported("NoneType")), "the fault went by unseen"
 
 
 def test_the_ranks_that_wait_for_each_other(turn: Round) -> None:
     two = replace(turn, fault="two send", runtime="torch")
-    assert named(two, told("DeadlockError", sentence="rank 1 waits in send for rank 2; rank 2 waits in send for rank 1"))
-    assert not named(two, told("DeadlockError", sentence="rank 0 waits in send for rank 2; rank 2 waits in send for rank 0"))
-    assert not named(two, told("DeadlockError", sentence="rank 1 waits for a message that nobody will send"))
+    assert named(two, reported("DeadlockError", sentence="rank 1 waits in send for rank 2; rank 2 waits in send for rank 1"))
+    assert not named(two, reported("DeadlockError", sentence="rank 0 waits in send for rank 2; rank 2 waits in send for rank 0"))
+    assert not named(two, reported("DeadlockError", sentence="rank 1 waits for a message that nobody will send"))
     other = replace(two, fault="another shape")
-    assert named(other, told("DeadlockError", sentence="is all_reduce on rank 0, and all_reduce on rank 1"))
-    assert not named(other, told("DeadlockError", sentence="is all_reduce on rank 0, and all_reduce on rank 2"))
+    assert named(other, reported("DeadlockError", sentence="is all_reduce on rank 0, and all_reduce on rank 1"))
+    assert not named(other, reported("DeadlockError", sentence="is all_reduce on rank 0, and all_reduce on rank 2"))
 
 
 def test_stop_and_a_rank_that_is_frozen(turn: Round) -> None:
     stop, frozen = replace(turn, fault="interrupt"), replace(turn, fault="freeze")
-    assert named(stop, told("Stopped"))
-    assert not named(stop, told("RankError", rank=1))
-    assert named(frozen, told("Stopped", text="    rank 1 was stopped by a signal (SIGSTOP)"))
-    assert not named(frozen, told("Stopped", text="    rank 1 was computing"))
-    assert not named(frozen, told("Stopped", text="    rank 2 was stopped by a signal (SIGSTOP)"))
+    assert named(stop, reported("Stopped"))
+    assert not named(stop, reported("RankError", rank=1))
+    assert named(frozen, reported("Stopped", text="    rank 1 was stopped by a signal (SIGSTOP)"))
+    assert not named(frozen, reported("Stopped", text="    rank 1 was computing"))
+    assert not named(frozen, reported("Stopped", text="    rank 2 was stopped by a signal (SIGSTOP)"))
 
 
 def test_a_healthy_run_reported_as_a_deadlock(turn: Round) -> None:
     healthy = replace(turn, fault="healthy: DDP")
-    assert named(healthy, told("NoneType", results=[1.0, 1.0, 1.0]))
-    assert not named(healthy, told("NoneType", results=[1.0, 1.0, 0.5]))
-    assert not named(healthy, told("DeadlockError", text="Deadlock"))
+    assert named(healthy, reported("NoneType", results=[1.0, 1.0, 1.0]))
+    assert not named(healthy, reported("NoneType", results=[1.0, 1.0, 0.5]))
+    assert not named(healthy, reported("DeadlockError", text="Deadlock"))
 
 
 def test_a_group_that_did_not_recover_and_leftovers_count(turn: Round) -> None:

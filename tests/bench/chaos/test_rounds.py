@@ -29,7 +29,7 @@ def test_a_dozen_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "ANSWER_LIMIT_S", 200.0)
     turns = [Round(7, i, fault, runtime, "fork", 3, i % 3, 0.05) for i, (fault, runtime) in enumerate(ROUNDS)]
     outcomes = rounds.play(turns)
-    assert [(o.turn.fault, o.problem, o.named, o.left, o.told) for o in outcomes if not o.good] == []
+    assert [(o.turn.fault, o.problem, o.named, o.left, o.reported) for o in outcomes if not o.good] == []
     assert len(outcomes) == len(ROUNDS)
 
 

@@ -510,7 +510,7 @@ def test_the_failed_rank_is_named(
 
 
 def work_alone(seconds: float) -> float:
-    """Rank 0 returns at once; rank 1 goes on: it computes in one call of TensorFlow's, and sleeps."""
+    """Rank 0 returns at once; rank 1 continues: it computes in one TensorFlow call, and sleeps."""
     import tensorflow as tf
 
     tf.distribute.MultiWorkerMirroredStrategy()

@@ -112,13 +112,13 @@ def all_as_worker_0() -> None:
 
 
 def test_ranks_that_start_as_the_same_worker_are_warned_before_they_wait(capsys: pytest.CaptureFixture[str]) -> None:
-    def told_once(limit_s: float) -> bool:
+    def reported_once(limit_s: float) -> bool:
         with lab.Group(2, runtime="tensorflow", timeout_s=limit_s) as group, pytest.raises(lab.LabError):
             group.run(all_as_worker_0)
         out, err = capsys.readouterr()
         return (out + err).count("TF_CONFIG makes this rank worker 0, but it is worker 1") == 1
 
-    assert some_limit_does(told_once)
+    assert some_limit_does(reported_once)
 
 
 # Files

@@ -261,7 +261,7 @@ def multiply_on_devices_of_its_own(steps: int) -> None:
     multiply_on_a_mesh(steps)
 
 
-def test_devices_that_the_program_configures_are_told_apart() -> None:
+def test_devices_that_the_program_configures_are_distinguished() -> None:
     with lab.Group(1, runtime="tensorflow", timeout_s=200) as group:
         trace = group.run(multiply_on_devices_of_its_own, STEPS).trace
     assert Counter((s.device, s.nbytes) for s in reductions(trace, 0)) == {("CPU:0", 32): STEPS, ("CPU:1", 32): STEPS}
