@@ -12,11 +12,10 @@ from labkit.group.member import Member
 from labkit.group.mismatches import Place, first_unequal
 from labkit.recording.ring_buffer import pending_of, place_and_name
 from labkit.recording.ring_layout import PENDING_ORDER, record_dtype
-from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, OPEN, STEPS_IN_ALL, Pending
+from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, OPEN, READING, STEPS_IN_ALL, Pending
 from labkit.tracing.downsample import thin
 from labkit.tracing.trace import Trace, from_records
 from labkit.worker.runtimes.tensorflow.events import COMPUTE as UNNAMED
-from labkit.worker.runtimes.tensorflow.timeline import READING
 
 __all__ = ["Records"]
 

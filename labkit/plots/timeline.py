@@ -17,6 +17,7 @@ from labkit.plots.rows import Row, is_pipeline, rows_of
 from labkit.plots.style import GREY, INKS, WIDTH_IN, HasTrace, labkit_style, pyplot, ranks_in_words, trace_of
 from labkit.plots.waits import legend_of, waiting_in_words
 from labkit.tracing.intervals import Intervals
+from labkit.tracing.median_step import median_step
 from labkit.tracing.trace import Trace
 
 if TYPE_CHECKING:
@@ -94,7 +95,8 @@ def timeline(
         runs: one or more runs or traces, or runs by title, as in `timeline({"naive": a, "overlapped": b})`. Several are
             drawn below one another on one time scale, each from its own start.
         step: the steps to show: a step number (negative: from the end), a range, or "all". Default: everything; in a
-            run of more than 12 steps, the step of median length below a strip that shows the whole run.
+            run of more than 12 steps, the step of median length below a strip that shows the whole run; where labkit
+            reads TensorFlow's profiler in some steps, of the others.
         labels: a title for each run, if `runs` has none.
         ax: the axes to draw into; default: a new figure.
 
@@ -150,7 +152,7 @@ def view_of(trace: Trace, step: int | range | str | None, label: str) -> View:
     if step == "all" or (step is None and count <= ZOOM_BEYOND):
         return View(label, trace, trace, range(0), count)
     if step is None:
-        step = int(np.argsort(bounds[:, 1] - bounds[:, 0], kind="stable")[count // 2])
+        step = median_step(trace)
     if isinstance(step, int):
         number = step if step >= 0 else count + step
         chosen = range(number, number + 1)

@@ -21,7 +21,7 @@ from labkit.recording.operations import OperationType, type_of
 
 __all__ = [
     "AUTOMATIC", "CALL", "CODES", "COMMUNICATION", "COMPUTE", "CPU", "CUDA", "FIELDS", "KINDS", "MEASURED", "MEMORY",
-    "MEMORY_KINDS", "NUMBERED", "OPEN", "PENDING_FIELDS", "ROOTED", "SCALAR", "SERVED", "STEP",
+    "MEMORY_KINDS", "NUMBERED", "OPEN", "PENDING_FIELDS", "READING", "ROOTED", "SCALAR", "SERVED", "STEP",
     "STEPS_IN_ALL", "STREAM", "SUM", "TIMED", "UNSHOWN", "UNSIZED", "Field", "Flag", "Head", "OfRank",
     "Pending", "Span", "Tail", "device_code", "flags_of",
 ]  # fmt: skip
@@ -44,6 +44,7 @@ STREAM: Final = 0xFFFFFFFF  # in place of the thread that is blocked: a GPU's st
 TIMED: Final = 0xFFFFFFFE  # likewise: it is blocked until a time is up
 
 # Names that mean something.
+READING: Final = "reading TensorFlow's profiler"  # a compute span of labkit's own
 STEPS_IN_ALL: Final = "steps in all"  # the scalar by which `steps` says how long its loop will be
 MEMORY: Final = "memory: "  # how the scalars of `track_memory` begin, in bytes; then one of these, from what stays to what goes
 MEMORY_KINDS: Final = ("parameters", "optimizer state", "gradients", "gathered parameters", "activations", "other")

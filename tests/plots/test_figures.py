@@ -18,8 +18,9 @@ from labkit.errors.exceptions import LabError
 from labkit.plots.bars import COMMUNICATION_LANE, COMPUTE_LANE, STYLES, Bars, blend, caption, coverage, ink, lanes, style_of
 from labkit.plots.breakdown import breakdown, compare
 from labkit.plots.scaling import scaling
-from labkit.plots.timeline import timeline
+from labkit.plots.timeline import timeline, view_of
 from labkit.plots.traffic import traffic
+from labkit.recording.schema import READING
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.trace import Span, Trace
 
@@ -384,6 +385,17 @@ def test_the_line_at_the_end_of_the_last_step_is_as_dark_as_the_others():
     assert max(ends) < 300
     clipped = {lines.get_clip_on() for lines in figure.axes[0].collections}
     assert clipped == {True}
+
+
+def test_the_step_shown_of_many_is_one_without_labkits_own_reading():
+    book = Book()
+    for number in range(15):
+        book.whole(0, "step", 10 * number, 10 * number + 9)
+        if number != 3:
+            book.compute(0, READING, 10 * number + 2, 10 * number + 4)
+    assert view_of(book.trace(1), None, "").chosen == range(3, 4)
+    book.compute(0, READING, 32, 34)
+    assert view_of(book.trace(1), None, "").chosen == range(7, 8)  # every step has one: the median of all
 
 
 def test_a_run_of_many_steps_shows_one_of_median_length_below_the_whole():

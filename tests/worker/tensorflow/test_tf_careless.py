@@ -21,9 +21,9 @@ from labkit.errors.causes import Cause
 from labkit.group.collector import Records
 from labkit.ipc.tracebacks import HEADLINE_CHARACTERS, headline
 from labkit.recording.ring_layout import record_dtype
+from labkit.recording.schema import READING
 from labkit.worker.runtimes.tensorflow import callbacks as tf_callbacks
 from labkit.worker.runtimes.tensorflow.config import mistake
-from labkit.worker.runtimes.tensorflow.timeline import READING
 
 pytestmark = [pytest.mark.tf, pytest.mark.slow]
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow

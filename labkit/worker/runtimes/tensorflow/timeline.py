@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from labkit.recording.record import Recorder, clock
 from labkit.recording.ring_layout import CAPACITY, TAIL_FIELDS
-from labkit.recording.schema import COMPUTE, Span, device_code, flags_of
+from labkit.recording.schema import COMPUTE, READING, Span, device_code, flags_of
 from labkit.worker.runtimes.tensorflow.events import Place, spans_of
 from labkit.worker.runtimes.tensorflow.profiler_defect import SafeStop, safe_stop
 from labkit.worker.runtimes.tensorflow.session import Session
@@ -35,7 +35,6 @@ SETTLE_S: Final = 0.005  # the profiler sees an operation only some time after i
 FINISH_S: Final = 5.0  # longest wait for operations that the function has left running
 LIMIT_S: Final = 60.0  # a session that cannot be read between two calls ends at this age: it may have a million events
 MOST: Final = CAPACITY // 4  # spans written at once, so that the notebook, which reads 20 times a second, can keep up
-READING: Final = "reading TensorFlow's profiler"
 
 
 class Timeline:
