@@ -182,7 +182,7 @@ class Runtime:
         return Ending(spent, notes) if notes or spent else None
 
     def raised_in_python(self, error: BaseException) -> bool:  # noqa: ARG002  # unknown by default
-        """In the rank: whether this error is known not to come from an operation of the framework that failed."""
+        """In the rank: whether an error certainly does not come from a failed operation of the framework."""
         return False
 
     def begin_recording(self) -> None:

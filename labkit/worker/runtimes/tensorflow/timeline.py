@@ -197,7 +197,7 @@ class Timeline:
 
 
 def _configured_devices() -> int:
-    """How many logical CPUs the program has asked for itself, as tutorials on DTensor do; 0: it has not."""
+    """Return the number of logical CPUs that the program has configured itself, as for DTensor; 0 if it has not."""
     import tensorflow as tf
 
     cpu = tf.config.list_physical_devices("CPU")[0]
