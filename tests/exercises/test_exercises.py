@@ -229,7 +229,7 @@ def average_the_first(model):
     first.grad /= dist.get_world_size()
 
 
-@wrong("average_gradients", "returns nothing")
+@wrong("average_gradients", "returns None")
 def average_by_assignment(model):
     for p in trainable(model):
         p.grad = dist.all_reduce(p.grad)
