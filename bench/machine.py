@@ -38,7 +38,7 @@ def _processor() -> str:
 
 
 def _gpus() -> str:
-    from labkit.worker.runtimes.registry import gpu_count
+    from labkit.worker.runtimes.devices import gpu_count
 
     count = gpu_count()
     return f"{count} GPU{'s' * (count > 1)}" if count else "no GPU"

@@ -49,7 +49,7 @@ _MODULES = {
     "load_trace": "tracing.load",
     "Span": "tracing.trace",
     "Trace": "tracing.trace",
-    "devices": "worker.runtimes.registry",
+    "devices": "worker.runtimes.devices",
 }
 if TYPE_CHECKING:
     from labkit.costs import formulas as predict  # noqa: F401  # a module, and so under another name than its own
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from labkit.tracing.load import load_trace as load_trace
     from labkit.tracing.trace import Span as Span
     from labkit.tracing.trace import Trace as Trace
-    from labkit.worker.runtimes.registry import devices as devices
+    from labkit.worker.runtimes.devices import devices as devices
 
 __all__ = ["LabError", "RankError"]
 __all__.extend(_MODULES)

@@ -207,7 +207,7 @@ class Group:
             return source, filename, names.send_to(self._pool.members[rank]), files | lines
 
         try:
-            starts_rpc = self.runtime == "rpc" and "init_rpc" in source
+            starts_rpc = self._plan.kind.has_rpc and "init_rpc" in source
             return self._fly("cell", payload, "the cell", on, data, watch=watch, starts_rpc=starts_rpc)
         finally:
             payload.close()
@@ -257,7 +257,7 @@ class Group:
         name = name_of(function)
         payload = pickling.pack(Call(function, args, kwargs), home=sys.modules["__main__"], sent=self._sent, label=f"{name}()")
         try:
-            starts_rpc = self.runtime == "rpc" and mentions("init_rpc", function, payload.data)
+            starts_rpc = self._plan.kind.has_rpc and mentions("init_rpc", function, payload.data)
             return self._fly("call", payload, name, on, lambda _, files: files, watch=watch, starts_rpc=starts_rpc)
         except RankError as error:
             error.hint = error.hint or hint_for_rank(function, args, kwargs)

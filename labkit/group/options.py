@@ -6,7 +6,6 @@ import importlib.util
 import numbers
 import operator
 import os
-import re
 import reprlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,18 +14,20 @@ from typing import Any, Final, NoReturn
 
 from labkit.costs.link import Link
 from labkit.errors.exceptions import LabError, missing
+from labkit.errors.lists import listed
 from labkit.errors.units import in_words
 from labkit.errors.wrong_calls import WrongNameError
 from labkit.group.open_groups import STARTS, default_start
 from labkit.worker.fork_server import BATCH
 from labkit.worker.open_files import count_open_files, raise_limit
-from labkit.worker.runtimes.registry import RUNTIMES, Runtime, gpu_count
+from labkit.worker.runtimes.base import Runtime
+from labkit.worker.runtimes.devices import gpu_count
+from labkit.worker.runtimes.registry import RUNTIMES
 
 __all__ = ["FixedArgument", "Plan", "check_place", "chosen"]
 
 MAX_RANKS: Final = 1024
 FILES_PER_RANK: Final = 5  # that this process holds open: socket, output, process, recording memory and its mapping
-RPC_NAME: Final = re.compile(r"[A-Za-z0-9_:-]{1,127}")  # what torch.distributed.rpc accepts
 STARTING_FILES: Final = 3  # more for each rank of a batch that is being started: the other ends
 RPC_OPTIONS: Final = (16, 60.0)  # torch's own
 FILES_TO_SPARE: Final = 64  # for the arguments of a run, and the student
@@ -103,11 +104,14 @@ class Plan:
         """
         if not isinstance(runtime, str) or runtime not in RUNTIMES:
             raise ValueError(f"runtime={runtime!r}: expected one of {', '.join(map(repr, RUNTIMES))}")
-        names, jobs = _names(ranks, runtime)
+        kind = RUNTIMES[runtime]
+        names, jobs = _names(ranks, kind)
         if devices not in (None, "cpu", "cuda"):
             raise ValueError(f"devices={devices!r}: expected None (GPUs where there are some), 'cpu' or 'cuda'")
-        if devices_per_rank != 1 and runtime != "tensorflow":
-            raise ValueError("devices_per_rank is for runtime='tensorflow'; in torch, lab.devices(n) gives a rank's devices")
+        if devices_per_rank != 1 and not kind.has_logical_devices:
+            raise ValueError(
+                f"devices_per_rank is for {_those('has_logical_devices')}; in torch, lab.devices(n) gives a rank's devices"
+            )
         _check_number("devices_per_rank", devices_per_rank, whole=True)
         _check_number("threads", threads, whole=True)
         _check_number("timeout_s", timeout_s, whole=False)
@@ -142,14 +146,16 @@ def check_place() -> None:
         raise LabError("labkit starts ranks on Linux and macOS; on Windows, install it in WSL2 and open the notebooks from there")
 
 
-def _names(ranks: int | Sequence[str] | Mapping[str, int], runtime: str) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
+def _names(
+    ranks: int | Sequence[str] | Mapping[str, int], kind: type[Runtime]
+) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
     """The names of the ranks, and TensorFlow's job and task of each."""
     if isinstance(ranks, Mapping):
-        jobs = _jobs(ranks, runtime)
+        jobs = _jobs(ranks, kind)
         names = tuple(job if ranks[job] == 1 else f"{job}{task}" for job, task in jobs)
     elif isinstance(ranks, numbers.Integral) and not isinstance(ranks, bool):
         _check_count(int(ranks), f"Group({ranks})")
-        names = tuple(f"worker{i}" if runtime == "rpc" else f"rank {i}" for i in range(int(ranks)))
+        names = tuple(kind.rank_name.format(i) for i in range(int(ranks)))
         jobs = tuple(("worker", i) for i in range(len(names)))
     elif isinstance(ranks, (list, tuple)):
         names = tuple(ranks)
@@ -159,8 +165,8 @@ def _names(ranks: int | Sequence[str] | Mapping[str, int], runtime: str) -> tupl
     for name in names:
         if not isinstance(name, str) or not name.strip():
             raise ValueError(f"Group({ranks!r}): {name!r} is no name; expected non-empty strings")
-        if runtime == "rpc" and not RPC_NAME.fullmatch(name):
-            raise ValueError(f"Group({ranks!r}): RPC takes no {name!r}; expected letters, digits and _ : - (at most 127)")
+        if kind.valid_name is not None and not kind.valid_name.fullmatch(name):
+            raise ValueError(f"Group({ranks!r}): {kind.name_error.format(name)}")
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
         raise ValueError(f"Group({ranks!r}): duplicate rank name {twice[0]!r}; every rank needs a name of its own")
@@ -168,13 +174,18 @@ def _names(ranks: int | Sequence[str] | Mapping[str, int], runtime: str) -> tupl
     return names, jobs
 
 
-def _jobs(ranks: Mapping[str, int], runtime: str) -> tuple[tuple[str, int], ...]:
-    if runtime != "tensorflow":
-        raise ValueError(f"Group({ranks!r}): a dict of jobs is for runtime='tensorflow'; give a number or a list of names")
+def _jobs(ranks: Mapping[str, int], kind: type[Runtime]) -> tuple[tuple[str, int], ...]:
+    if not kind.has_jobs:
+        raise ValueError(f"Group({ranks!r}): a dict of jobs is for {_those('has_jobs')}; give a number or a list of names")
     for job, count in ranks.items():
         if not isinstance(job, str) or not isinstance(count, numbers.Integral) or isinstance(count, bool) or int(count) < 1:
             raise ValueError(f"Group({{{job!r}: {count!r}}}): expected a job's name and a number of tasks of at least 1")
     return tuple((job, task) for job, count in ranks.items() for task in range(count))
+
+
+def _those(ability: str) -> str:
+    """The runtimes that have an ability, an attribute of `Runtime`, as a group is asked for them."""
+    return f"runtime={listed((repr(name) for name, kind in RUNTIMES.items() if getattr(kind, ability)), word='or')}"
 
 
 def _check_count(count: int, given: str) -> None:
@@ -198,9 +209,9 @@ def _check_link(link: Any, runtime: str) -> None:
         raise TypeError(
             f"link={link!r}: expected a Link, as in link=lab.Link(gbit_per_s=1, latency_us=50) or lab.Link.ethernet_1g"
         )
-    if runtime not in ("torch", "rpc"):
+    if not RUNTIMES[runtime].emulates_links:
         raise ValueError(
-            f"link={link}: only what torch sends can be held back; expected runtime='torch' or 'rpc', given {runtime!r}"
+            f"link={link}: only what torch sends can be held back; expected {_those('emulates_links')}, given {runtime!r}"
         )
 
 
@@ -208,8 +219,8 @@ def _rpc_options(given: Any, runtime: str) -> tuple[int, float]:
     """How many threads serve calls, and how long a call may take."""
     if given is None:
         return RPC_OPTIONS
-    if runtime != "rpc":
-        raise ValueError(f"rpc_backend_options is for runtime='rpc', given {runtime!r}")
+    if not RUNTIMES[runtime].has_rpc:
+        raise ValueError(f"rpc_backend_options is for {_those('has_rpc')}, given {runtime!r}")
     names = ("num_worker_threads", "rpc_timeout")
     options = dict(given) if isinstance(given, Mapping) else {n: getattr(given, n) for n in names if hasattr(given, n)}
     if not options or options.keys() - set(names):

@@ -26,7 +26,7 @@ from labkit.worker.edited_modules import Imported, edited
 from labkit.worker.launch import RankProcess, Starter, in_background
 from labkit.worker.notebook_settings import NotebookSettings, Settings
 from labkit.worker.process_state import ProcessState
-from labkit.worker.runtimes.registry import RankConfig
+from labkit.worker.runtimes.base import RankConfig
 
 __all__ = ["RankPool"]
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from labkit.errors.exceptions import LabError
 from labkit.errors.wrong_calls import public_api
+from labkit.worker.runtimes.registry import RUNTIMES
 
 if TYPE_CHECKING:
     from labkit.group.group import Group
@@ -34,6 +35,6 @@ def profile(group: Group) -> AbstractContextManager[None]:
     """
     if not hasattr(group, "profiling"):
         raise TypeError(f"profile({group!r}): expected a group, as in `with lab.profile(group):`")
-    if group.runtime not in ("torch", "rpc"):
+    if not RUNTIMES[group.runtime].has_torch_profiler:
         raise LabError(f"lab.profile looks at torch; this is a group of the runtime {group.runtime!r}")
     return group.profiling.block()

@@ -97,7 +97,7 @@ def _on_rank(operations: list[str], sizes: list[int]) -> Measured:
     import torch
     import torch.distributed as dist
 
-    from labkit.worker.runtimes.registry import devices
+    from labkit.worker.runtimes.devices import devices
 
     device, rank, ranks = devices()[0], dist.get_rank(), dist.get_world_size()
     made = []

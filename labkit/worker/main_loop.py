@@ -29,8 +29,8 @@ from labkit.worker.edited_modules import Imports
 from labkit.worker.network_namespace import Network
 from labkit.worker.notebook_settings import AppliedSettings
 from labkit.worker.process_state import Changes
-from labkit.worker.runtimes.base import Released
-from labkit.worker.runtimes.registry import RUNTIMES, RankConfig, Runtime, devices, quiet_stderr
+from labkit.worker.runtimes.base import RankConfig, Released, Runtime, quiet_stderr
+from labkit.worker.runtimes.registry import RUNTIMES
 from labkit.worker.runtimes.tensorflow import blocked
 from labkit.worker.torch_profiler import ProfilerEvent, TorchProfiler
 from labkit.worker.warnings_capture import RankWarnings
@@ -154,19 +154,9 @@ class _Rank:
     def _set_up(self, offers: list[Any]) -> None:
         recorder = Recorder(self._ring, self._rank_config.rank, self._rank_config.size)
         here.start(recorder)
-        if self._rank_config.runtime in ("torch", "rpc"):
-            from labkit import comm
-
-            record, link = comm.watch_torch if self._rank_config.runtime == "torch" else comm.watch_rpc, self._rank_config.link
-            record_rpc = record(
-                recorder, None if link is None else comm.slow_link(link, self._rank_config.rank, self._shared_link)
-            )
-            notes = self._runtime.set_up(offers)
-            self._runtime.adapt_launch(recorder, record_rpc)
-            comm.watch_device(recorder, devices()[0])
-        else:
-            notes = self._runtime.set_up(offers)
-            self._runtime.adapt_launch(recorder, lambda: None)
+        record_rpc = self._runtime.record_operations(recorder, self._shared_link)
+        notes = self._runtime.set_up(offers)
+        self._runtime.adapt_launch(recorder, record_rpc)
         if self._runtime.resting_is_waiting:
             blocked.detect_blocked_calls(recorder)
         self._variables = {name for name, value in os.environ.items() if self._inherited.get(name) != value} | ALWAYS_OWN

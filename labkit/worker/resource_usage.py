@@ -12,7 +12,7 @@ import psutil
 
 from labkit.worker.gpus import Gpus
 from labkit.worker.launch import RankProcess
-from labkit.worker.runtimes.registry import gpu_count, share_of_devices
+from labkit.worker.runtimes.devices import gpu_count, share_of_devices
 
 __all__ = ["Cores", "Load", "ResourceMonitor", "followed", "gpus_of", "own_bytes"]
 

@@ -24,7 +24,8 @@ from time_limits import some_limit_does
 import labkit as lab
 from labkit.errors.exceptions import RankFailure, RunTimeoutError
 from labkit.group.open_groups import notebook
-from labkit.worker.runtimes.registry import RUNTIMES, share_of_devices
+from labkit.worker.runtimes.devices import share_of_devices
+from labkit.worker.runtimes.registry import RUNTIMES
 
 ROOT = Path(__file__).resolve().parents[2]
 

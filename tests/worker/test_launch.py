@@ -97,7 +97,7 @@ def the_rest(program: subprocess.Popen[str]) -> str:
 
 def test_every_rank_draws_its_own_random_numbers(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the server that they were forked from has loaded numpy."""
-    monkeypatch.setattr("labkit.worker.runtimes.registry.Runtime.preload", ("numpy.random", "labkit.worker.main_loop"))
+    monkeypatch.setattr("labkit.worker.runtimes.base.Runtime.preload", ("numpy.random", "labkit.worker.main_loop"))
 
     def draw() -> tuple[float, float]:
         return random.random(), float(np.random.rand())  # noqa: NPY002  # this is the generator that a fork copies
@@ -129,8 +129,8 @@ def test_a_slow_start_says_once_what_it_waits_for(start: str, monkeypatch: pytes
     """
     (tmp_path / "a_framework.py").write_text(textwrap.dedent(source))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("labkit.worker.runtimes.registry.Runtime.preload", ("a_framework", "labkit.worker.main_loop"))
-    monkeypatch.setattr("labkit.worker.runtimes.registry.Runtime.package", "a_framework")
+    monkeypatch.setattr("labkit.worker.runtimes.base.Runtime.preload", ("a_framework", "labkit.worker.main_loop"))
+    monkeypatch.setattr("labkit.worker.runtimes.base.Runtime.package", "a_framework")
     monkeypatch.setattr("labkit.group.processes.SLOW_START_S", 0.1)
     said: list[str] = []
 
@@ -615,7 +615,7 @@ def test_stop_while_the_server_still_imports(tmp_path: Path, monkeypatch: pytest
         f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path)!r}, 'go').exists(): time.sleep(0.001)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("labkit.worker.runtimes.registry.Runtime.preload", ("slow_module", "labkit.worker.main_loop"))
+    monkeypatch.setattr("labkit.worker.runtimes.base.Runtime.preload", ("slow_module", "labkit.worker.main_loop"))
     receive = ForkStarter._receive
 
     def stopped(starter: ForkStarter, number: int, limit_s: float) -> Any:

@@ -7,6 +7,7 @@ gets the offers of all ranks.
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -103,6 +104,14 @@ class Runtime:
         fresh_each_run: whether each run needs processes in which the framework has not computed yet.
         certain_after_s: how many seconds ranks must be blocked before the deadlock monitor examines them.
         resting_is_waiting: whether, once set up, a process that hardly computes inside its framework must be waiting.
+        emulates_links: whether a group's `link` can slow down what its ranks send.
+        has_rpc: whether ranks call each other by torch's RPC, and so `rpc_backend_options` apply.
+        has_jobs: whether ranks may be given as a dict of TensorFlow's jobs.
+        has_logical_devices: whether a rank may have several, `devices_per_rank`.
+        has_torch_profiler: whether `lab.profile` can record them.
+        rank_name: the names of ranks given by their number.
+        valid_name: the names that ranks may have; None if any.
+        name_error: what is wrong with another name, which stands in place of the braces.
         wait_for_release: waits, on the main thread, until the ranks that were called and do not serve have returned.
     """
 
@@ -115,6 +124,14 @@ class Runtime:
     observes_runs: ClassVar[bool] = False
     fresh_each_run: ClassVar[bool] = False
     certain_after_s: ClassVar[float] = 0.5
+    emulates_links: ClassVar[bool] = False
+    has_rpc: ClassVar[bool] = False
+    has_jobs: ClassVar[bool] = False
+    has_logical_devices: ClassVar[bool] = False
+    has_torch_profiler: ClassVar[bool] = False
+    rank_name: ClassVar[str] = "rank {}"
+    valid_name: ClassVar[re.Pattern[str] | None] = None
+    name_error: ClassVar[str] = ""
     resting_is_waiting: bool = False
 
     @classmethod
@@ -134,6 +151,18 @@ class Runtime:
     def offer(self) -> Any:
         """In the rank: return what the other ranks must know before they set up."""
         return _free_port() if self.rank_config.rank == 0 else None
+
+    def record_operations(self, recorder: Recorder, shared_link: int) -> Callable[[], None]:  # noqa: ARG002  # has none
+        """In the rank, before `set_up`: have the framework's operations recorded.
+
+        Args:
+            recorder: this rank's recorder.
+            shared_link: file descriptor of the memory of an emulated link that ranks share; -1 without one.
+
+        Returns:
+            what starts the recording of remote calls, for `adapt_launch`.
+        """
+        return lambda: None
 
     def set_up(self, offers: Sequence[Any]) -> list[str]:
         """In the rank: prepare it for the student's function.

@@ -25,7 +25,8 @@ from processes import network_of_ranks, who_listens
 import labkit as lab
 from labkit.errors.causes import Cause
 from labkit.worker.network_namespace import Network
-from labkit.worker.runtimes.registry import RankConfig, TensorFlow
+from labkit.worker.runtimes.base import RankConfig
+from labkit.worker.runtimes.tensorflow.runtime import TensorFlow
 
 pytestmark = [pytest.mark.tf, pytest.mark.slow]
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
@@ -137,7 +138,7 @@ def test_each_rank_gets_the_gpus_it_asked_for_or_none(ranks: int, each: int, gpu
 
 
 def test_without_a_gpu_cuda_is_refused_with_an_explanation() -> None:
-    from labkit.worker.runtimes.registry import gpu_count
+    from labkit.worker.runtimes.devices import gpu_count
 
     if gpu_count():
         pytest.skip("this machine has a GPU")

@@ -12,7 +12,7 @@ import pytest
 from time_limits import some_limit_does
 
 import labkit as lab
-from labkit.worker.runtimes.registry import TensorFlow
+from labkit.worker.runtimes.tensorflow.runtime import TensorFlow
 
 pytestmark = [pytest.mark.tf, pytest.mark.slow]
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow

@@ -32,6 +32,8 @@ class TensorFlow(Runtime):
     rank_bytes = 300 * MIB
     fresh_each_run = True  # "Collective ops must be configured at program startup"
     observes_runs = True
+    has_jobs = True
+    has_logical_devices = True
     certain_after_s = 3.0  # seconds; a process that is idle in TensorFlow for so long waits for another rank
 
     _timeline: Timeline | None = None

@@ -1,0 +1,87 @@
+"""Sets up and tears down a rank of torch's RPC."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from labkit.errors.exceptions import LabError
+from labkit.recording.record import Recorder
+from labkit.worker.runtimes.base import quiet_stderr
+from labkit.worker.runtimes.torch import Torch
+
+__all__ = ["Rpc"]
+
+
+class Rpc(Torch):
+    """`torch.distributed.rpc` is initialised, each rank with its name."""
+
+    serving_threads = 16
+    has_rpc = True
+    rank_name = "worker{}"
+    valid_name = re.compile(r"[A-Za-z0-9_:-]{1,127}")  # what torch.distributed.rpc accepts
+    name_error = "RPC takes no {!r}; expected letters, digits and _ : - (at most 127)"
+
+    def record_operations(self, recorder: Recorder, shared_link: int) -> Callable[[], None]:
+        """Record remote calls, and what goes through process groups."""
+        from labkit.comm import watch_rpc
+
+        return watch_rpc(recorder, self._slow_link(shared_link))
+
+    def set_up(self, offers: Sequence[Any]) -> list[str]:
+        """Join the RPC group."""
+        import torch.distributed as dist
+        from torch.distributed import rpc
+
+        if not rpc.is_available():
+            raise LabError("runtime='rpc': this build of torch has no torch.distributed.rpc (Linux builds have it)")
+        _, notes = self._prepare(offers[0])
+        _hide_optimizer_warning()
+        name, options = self._rpc_given()
+        store = self._store if self.rank_config.rank == 0 else self._connect()
+        place = dist.PrefixStore("labkit", store), self.rank_config.rank, self.rank_config.size
+        dist.register_rendezvous_handler("labkit", lambda *_, **__: iter([place]))
+        first_round = rpc.api._all_gather
+        if self.rank_config.starts_rpc:
+            rpc.api._all_gather = lambda *_, **__: None  # makes no call before the program starts RPC itself
+        with quiet_stderr():  # torch calls a constructor that it has deprecated (pytorch/pytorch#149393)
+            rpc.init_rpc(
+                name,
+                rank=self.rank_config.rank,
+                world_size=self.rank_config.size,
+                rpc_backend_options=options.for_torch("labkit://"),
+            )
+        rpc.api._all_gather = first_round
+        return notes
+
+    def adapt_launch(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
+        """Let a program that starts RPC itself find it initialised."""
+        super().adapt_launch(recorder, record_rpc)
+        recorder.ring.serving(self._rpc_given()[1].num_worker_threads)
+
+    def _rpc_given(self) -> tuple[str, Any]:
+        from labkit.comm.rpc_launch import RpcOptions
+
+        return self.rank_config.names[self.rank_config.rank], RpcOptions(*self.rank_config.rpc_options)
+
+    def tear_down(self) -> None:
+        """Shut RPC down without waiting for the other ranks, which may have failed."""
+        from torch.distributed import rpc
+
+        rpc.shutdown(graceful=False)
+
+
+def _hide_optimizer_warning() -> None:
+    """Hide a warning that each DistributedOptimizer issues on each worker and that the student's code cannot avoid.
+
+    torch sets the filter "always" around the warning, so it can only be dropped in `warnings.showwarning`.
+    """
+    show = warnings.showwarning
+
+    def show_others(message: Warning | str, category: type[Warning], *where: Any, **kwargs: Any) -> None:
+        if "`TorchScript` support for functional optimizers" not in str(message):
+            show(message, category, *where, **kwargs)
+
+    warnings.showwarning = show_others
