@@ -22,6 +22,7 @@ import psutil
 import pytest
 from cells import Cells, new_main
 from processes import START, left_after
+from quick_run import mark_those_that_start_processes, note_started_processes, started
 
 SESSION = "LABKIT_TEST_SESSION"  # inherited by every process that a test starts, also by one that has lost its parent
 os.environ[SESSION] = str(os.getpid())
@@ -35,6 +36,24 @@ VARIABLES = ("PATH", "HOME", "PYTHONPATH", "RANK", "WORLD_SIZE", "MASTER_ADDR", 
 KERNEL_THREADS_PARENT = 2  # on Linux
 
 foreign: set[int] = set()  # processes found not to be ours: reading 200 environments at every test takes 40 ms
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "not processes" in config.getoption("markexpr"):
+        note_started_processes()
+
+
+@pytest.hookimpl(tryfirst=True)  # before the tests that `-m` does not select are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_those_that_start_processes(items)
+
+
+@pytest.fixture(autouse=True)
+def no_processes_in_a_quick_run() -> Iterator[None]:
+    """What wider fixtures have started since the test before counts as well."""
+    yield
+    lines, started[:] = list(started), []
+    assert not lines, "the test starts processes; mark it with @pytest.mark.processes, which keeps it out of quick runs"
 
 
 @pytest.fixture(scope="module", params=START)

@@ -71,6 +71,7 @@ def test_enlarging_keeps_flat_pictures_flat_and_ramps_straight() -> None:
     assert (ramp[0], ramp[-1]) == (0.0, 7.0)
 
 
+@pytest.mark.slow
 def test_the_cnn_learns_the_digits() -> None:
     import torch
     import torch.nn.functional as F
@@ -149,6 +150,7 @@ def test_the_vocabulary_pads_in_front_and_marks_unknown_words() -> None:
         vocabulary.encode("The loop ends.")
 
 
+@pytest.mark.slow
 def test_the_text_classifier_learns_the_topics() -> None:
     import torch
     import torch.nn.functional as F

@@ -232,6 +232,13 @@ def test_make_test_runs_everything() -> None:
 
 
 @needs_make
+def test_make_quick_leaves_out_what_starts_processes() -> None:
+    commands = make("--dry-run", "quick").stdout
+    for part in ("ruff check .", "-m mypy", '-m "not processes and not slow" tests notebooks/00_start_here.ipynb'):
+        assert part in commands
+
+
+@needs_make
 def test_clean_leaves_the_environment(tree: Path) -> None:
     for folder in (".venv/lib/__pycache__", "labkit/__pycache__", ".mypy_cache", "notebooks/.ipynb_checkpoints"):
         (tree / folder).mkdir(parents=True)

@@ -124,6 +124,7 @@ def test_an_unchanged_stub_shows_the_target_and_starts_no_process(monkeypatch: p
 
 
 @pytest.mark.parametrize("name", ["my_share", "scaled_learning_rate"])
+@pytest.mark.processes
 def test_not_implemented_counts_as_not_written_wherever_it_runs(name: str) -> None:
     def answer(*_):
         raise NotImplementedError
@@ -152,6 +153,7 @@ def test_an_answer_that_raises_in_this_process_is_shown_with_its_line() -> None:
     assert "test_check.py, line" in verdict.details[-1]
 
 
+@pytest.mark.processes
 def test_an_answer_that_raises_on_a_rank_is_shown_with_its_line() -> None:
     verdict = check("my_share", lambda items: [items][dist.get_rank() + 1 :][0])
     assert "failed: IndexError: list index out of range" in verdict.message
@@ -172,6 +174,7 @@ def test_our_own_errors_are_not_attributed_to_the_student(monkeypatch: pytest.Mo
         check("best_cut", lambda _: 1)
 
 
+@pytest.mark.processes
 def test_a_missing_rank_is_named() -> None:
     def answer(model):
         if dist.get_rank() == 0:
@@ -183,6 +186,7 @@ def test_a_missing_rank_is_named() -> None:
     assert any(line.startswith("rank 0 was waiting in barrier") for line in verdict.details)
 
 
+@pytest.mark.processes
 def test_a_deadlock_in_an_answer_names_the_ranks() -> None:
     def answer(model):
         dist.recv(torch.ones(1), (dist.get_rank() + 1) % dist.get_world_size())
@@ -192,6 +196,7 @@ def test_a_deadlock_in_an_answer_names_the_ranks() -> None:
     assert any("one of them must send first" in line for line in verdict.details)
 
 
+@pytest.mark.processes
 def test_ranks_that_never_end_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(model):
         while dist.get_rank() == 0:

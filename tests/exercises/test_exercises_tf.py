@@ -315,10 +315,12 @@ def clipped_as_one(gradients, limit):
 
 
 @pytest.mark.parametrize("answer", answers.parameters())
+@pytest.mark.processes
 def test_the_verdict_fits_the_answer(answer) -> None:
     judge(answer)
 
 
+@pytest.mark.processes
 def test_a_report_names_no_line_of_the_judge() -> None:
     verdict = check("replica_loss", replica_loss_of_one)
     assert "tf_data_parallel.py" not in str(verdict)

@@ -159,6 +159,7 @@ print(report, "loaded:", sorted(loaded))
     assert answer.stdout.startswith(f"  Python             {sys.version.split()[0]} ")
 
 
+@pytest.mark.processes
 def test_querying_a_process() -> None:
     def ask(question: str) -> dict[str, Any]:
         return doctor._reply(doctor._start_asking(question))
@@ -169,11 +170,13 @@ def test_querying_a_process() -> None:
     assert ask("raise SystemExit(7)") == {"error": "exit code 7"}
 
 
+@pytest.mark.processes
 def test_querying_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "ASK_LIMIT_S", 0)
     assert doctor._reply(doctor._start_asking("import time; time.sleep(100)")) == {"error": "no reply within 0 s"}
 
 
+@pytest.mark.processes
 def test_facts_from_torch() -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     said = doctor._reply(doctor._start_asking(doctor.ASK_TORCH))
@@ -201,6 +204,7 @@ def test_the_drivers_list_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         ("exit 9", (), "nvidia-smi failed: CalledProcessError"),
     ],
 )
+@pytest.mark.processes
 def test_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, gpus: tuple[str, ...], search: str) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{script}\n")

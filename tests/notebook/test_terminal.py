@@ -27,6 +27,7 @@ TYPED = (
 
 
 @pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.processes
 def test_an_error_is_shown_once_and_the_next_line_works(shell: str, tmp_path: Path) -> None:
     arguments, prompt = SHELLS[shell]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "IPYTHONDIR": str(tmp_path), "TERM": "dumb"}

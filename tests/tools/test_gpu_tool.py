@@ -48,12 +48,14 @@ def said(**changes: Any) -> str:
         ("Segmentation fault", "does not load"),
     ],
 )  # fmt: skip
+@pytest.mark.processes
 def test_why_a_python_cannot_run_on_a_gpu(tmp_path: Path, answer: str, words: str) -> None:
     machine, reasons = gpu_machine.find(answering(tmp_path, answer))
     assert machine is None
     assert any(re.search(words, reason) for reason in reasons), reasons
 
 
+@pytest.mark.processes
 def test_a_python_that_can_run_on_a_gpu(tmp_path: Path) -> None:
     machine, reasons = gpu_machine.find(answering(tmp_path, said(missing=["nbclient", "sklearn"])))
     assert machine is not None
@@ -95,11 +97,13 @@ def machine_here(**changes: Any) -> Machine:
 
 
 @pytest.mark.parametrize(("code", "state"), [("print('fine')", "ran"), ("raise SystemExit(1)", "failed")])
+@pytest.mark.processes
 def test_a_stage_that_ends(build: Path, monkeypatch: pytest.MonkeyPatch, code: str, state: str) -> None:
     monkeypatch.setattr(gpu, "_command", lambda _: ["-c", code])
     assert gpu.run_stage("tests", machine_here(), rehearsal=True, left_s=60).state == state
 
 
+@pytest.mark.processes
 def test_a_hanging_stage_is_ended_with_all_its_processes(build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
     monkeypatch.setattr(gpu, "_command", lambda _: ["-c", code])
@@ -132,6 +136,7 @@ def test_the_lessons_are_the_torch_lessons() -> None:
     assert "10" not in names
 
 
+@pytest.mark.processes
 def test_a_lesson_is_run_to_its_end_and_its_figures_are_saved(tmp_path: Path) -> None:
     v4 = nbformat.v4
     draw = "import matplotlib.pyplot as plt\n%matplotlib inline\nplt.plot([1, 2]);"

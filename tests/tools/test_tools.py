@@ -84,6 +84,7 @@ def test_volatile_data_is_removed_and_the_rest_is_kept() -> None:
     assert again == notebook
 
 
+@pytest.mark.processes
 def test_a_lesson_is_executed_from_top_to_bottom(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lesson = write(
         folder / "07_seven.ipynb",
@@ -107,6 +108,7 @@ def test_a_lesson_is_executed_from_top_to_bottom(folder: Path, capsys: pytest.Ca
     assert lesson.read_text() == first
 
 
+@pytest.mark.processes
 def test_a_failing_lesson_is_unchanged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lesson = write(folder / "01_one.ipynb", v4.new_code_cell("raise ValueError('no such rank')", execution_count=5))
     solution = write(folder / "solutions" / "01_one.ipynb", v4.new_code_cell("1"))

@@ -421,6 +421,7 @@ def test_a_server_that_died_between_two_runs_is_replaced() -> None:
 
 
 @pytest.mark.parametrize("make", [ForkStarter, SpawnStarter])
+@pytest.mark.processes
 def test_an_import_that_fails_is_reported(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_module.py").write_text("raise RuntimeError('broken at import')\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -450,7 +451,7 @@ def test_a_system_that_cannot_start_more_processes(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(os, "fork", fork)
     monkeypatch.setattr(os, "setpgid", lambda *_: None)
-    monkeypatch.setattr(fork_server, "_watch", lambda _: -1)
+    monkeypatch.setattr(fork_server, "_pidfd", lambda _: -1)
     near, far = socket.socketpair()
     with socket.socket() as unused:
         own = fork_server._Server(unused, Network())
@@ -460,6 +461,7 @@ def test_a_system_that_cannot_start_more_processes(monkeypatch: pytest.MonkeyPat
     assert buried == [11, 12]
 
 
+@pytest.mark.processes
 def test_a_killed_spare_rank_is_not_used() -> None:
     starter = SpawnStarter([], {}, RING_BYTES, shared_memory)
     try:

@@ -220,6 +220,7 @@ def test_without_the_variable_nothing_is_loaded() -> None:
     assert ended.stdout == "[]\n"
 
 
+@pytest.mark.slow
 def test_records_beyond_the_ring_are_moved(script: Callable[..., _Script], tmp_path: Path) -> None:
     own = script()
     ring = own._recorder.ring
