@@ -1,8 +1,9 @@
 """Every collective, message and RPC of a rank becomes a span with its bytes, without the student's help.
 
-torch makes its process groups of the class that it finds under the name `ProcessGroup`. In a rank that is ours: torch's own
-class, whose methods write down what passes. Everything passes there: `torch.distributed`'s functions, DistributedDataParallel's
-reducer in C++, functional collectives (DTensor, FSDP2), pipelines. A slow link holds it back in the same place.
+torch makes its process groups of the class that it finds under the name `ProcessGroup`. In a rank that is ours: torch's
+own class, whose methods write down what passes. Everything passes there: `torch.distributed`'s functions,
+DistributedDataParallel's reducer in C++, functional collectives (DTensor, FSDP2), pipelines. A slow link holds it back
+in the same place.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def slow_link(link: Link, rank: int, fd: int) -> SlowLink:
     Args:
         link: the link.
         rank: this rank's number.
-        fd: the memory of the group's shared link, `costs.shared_link.SHARED_LINK_BYTES` long, which all its ranks share; kept.
+        fd: the memory of the group's shared link, `costs.shared_link.SHARED_LINK_BYTES` long, which all its ranks
+            share; kept.
     """
     wake_in_time()
     shared_link = SharedLink(fd)
@@ -87,7 +89,8 @@ def watch_script(recorder: Recorder, *, given: bool = True) -> bool:
     else:
         _watch_groups(recorder, None, given=given)
     if torch.version.cuda is not None:
-        # torch calls this when it initialises CUDA: until then there is nothing to time, and to ask for GPUs may initialise it.
+        # torch calls this when it initialises CUDA: until then there is nothing to time, and to ask for GPUs may
+        # initialise it.
         torch.cuda._lazy_call(lambda: watch_device(recorder, torch.device("cuda")))
     return late
 

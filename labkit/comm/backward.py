@@ -1,8 +1,9 @@
 """When a rank waits, at the end of a backward pass, for the gradients that are still under way.
 
-DistributedDataParallel issues its all-reduces during the backward pass and waits for them at its end, both in C++. How much of
-them is hidden behind computing, and how much is not, shows only if the begin of that wait is known. Its end is known as well: the
-backend's thread that tells of a completion may get a core only milliseconds later, when the rank has long been at its next step.
+DistributedDataParallel issues its all-reduces during the backward pass and waits for them at its end, both in C++. How
+much of them is hidden behind computing, and how much is not, shows only if the begin of that wait is known. Its end is
+known as well: the backend's thread that tells of a completion may get a core only milliseconds later, when the rank has
+long been at its next step.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ class Backwards:
     def issued(self, number: int, operation: Operation) -> None:
         """An operation was issued in that pass.
 
-        Callbacks at the end of a pass run in the order in which they were asked for. Ours is asked for with the first bucket, and
-        the one in which DistributedDataParallel waits with the last. One that such a callback asks for runs after them all.
+        Callbacks at the end of a pass run in the order in which they were asked for. Ours is asked for with the first
+        bucket, and the one in which DistributedDataParallel waits with the last. One that such a callback asks for runs
+        after them all.
         """
         operations = self._passes.get(number)
         if operations is None:

@@ -1,7 +1,8 @@
 """Notices when messages complete that the rank does not wait for yet.
 
-gloo tells the completion of a send or a receive only to the thread that waits for it, and to one only. A message that nobody
-waits for after a moment is therefore waited for here, on a thread of its own; the student's `wait` then waits for that thread.
+gloo tells the completion of a send or a receive only to the thread that waits for it, and to one only. A message that
+nobody waits for after a moment is therefore waited for here, on a thread of its own; the student's `wait` then waits
+for that thread.
 """
 
 from __future__ import annotations

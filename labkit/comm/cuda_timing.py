@@ -1,7 +1,8 @@
 """When a GPU did what it was asked to, on the clock that all ranks share, without making it or the student's code wait.
 
-The host only enqueues work, so its clock around a call says nothing. An event enqueued before and after does; it is looked at
-later, when it has come to pass, and translated by a pair of one event and one reading of the host's clock that belong together.
+The host only enqueues work, so its clock around a call says nothing. An event enqueued before and after does; it is
+looked at later, when it has come to pass, and translated by a pair of one event and one reading of the host's clock
+that belong together.
 """
 
 from __future__ import annotations
@@ -247,7 +248,8 @@ class DeviceOperation(Operation):
 
         Args:
             wait: makes the current stream wait for it; None where the student's stream does so already.
-            kept: its tensors. Our own wait for it makes torch let go of them, maybe before the student's stream has waited.
+            kept: its tensors. Our own wait for it makes torch let go of them, maybe before the student's stream has
+                waited.
         """
         if wait is None:
             self._end = self._wait_end = self._clock.mark(self._device)

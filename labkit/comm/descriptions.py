@@ -1,4 +1,4 @@
-"""What a rank gives to a collective: how much, and in words what must be the same on all ranks, so that a mismatch has a name."""
+"""A rank's arguments to a collective: their size, and as text what must agree on all ranks, to explain mismatches."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _uneven(parts: Any) -> bool:
 
 
 def _between_pairs(arguments: tuple[Any, ...]) -> str:
-    """What a rank sends to each of the others in an all-to-all, and gets from each: "float32 2,6 sent, 4,4 received" elements."""
+    """The elements that a rank exchanges with each other rank in an all-to-all: "float32 2,6 sent, 4,4 received"."""
     if len(arguments) < 2:
         return ""
     output, given = arguments[:2]
@@ -78,7 +78,7 @@ def tensor_in_words(value: Any) -> str:
 
 
 def root_of(arguments: tuple[Any, ...]) -> int:
-    """The rank within its group that a collective comes from or goes to, in whichever of torch's two forms it is called."""
+    """The root of a collective as a rank within its group, in whichever of torch's two forms it is called."""
     for argument in reversed(arguments):
         root = getattr(argument, "rootRank", argument)  # of its options, or by itself
         if isinstance(root, int):

@@ -90,7 +90,7 @@ class SlowLink:
     nothing: ClassVar[Cost] = Cost(0, 0, (), (), 1)  # of something that is only known to be there
 
     def collective(self, name: str, nbytes: int, ranks: Sequence[int], group: str, match: int, at_ns: int) -> Booking:
-        """This rank has come to a collective. Those of one rank go over its link one after the other, as on one NCCL stream."""
+        """This rank has entered a collective. A rank's collectives use its link in sequence, as on one NCCL stream."""
         cost_ns = round(self.link.seconds(name, nbytes, len(ranks)) * 1e9)
         self.shared_link.come(group, match, at_ns, Cost(cost_ns, cost_ns, ranks, ranks, len(ranks)))
         return Booking(self, group, match)
@@ -152,7 +152,7 @@ def hold_until(due_ns: int) -> None:
 
 
 def wake_in_time() -> None:
-    """Have this thread, and those that it starts from now on, sleep to within some microseconds. Linux adds 50 by itself.
+    """Let this thread, and those that it starts from now on, sleep to within some microseconds. Linux adds 50.
 
     Source: prctl(2), the Linux man-pages.
     """

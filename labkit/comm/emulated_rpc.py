@@ -1,7 +1,8 @@
-"""Remote procedure calls over a slow link: the callee begins when the call has come, the caller goes on when the reply has.
+"""Remote procedure calls over a slow link: the callee starts when the call arrives, the caller resumes at the reply.
 
 A call, a reply and what an RRef brings are messages. Of a function of torch's own, which C++ runs, the caller's end
-alone is held back; what else torch sends out of Python's sight, the gradients of a distributed backward pass say, not at all.
+alone is held back; what else torch sends out of Python's sight, the gradients of a distributed backward pass say, not
+at all.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class SlowCalls:
     def until_reply(self, operation: Operation, result: Any, pair: str, number: int) -> Any:
         """On the caller: a future that completes when the reply to a call has come over the link.
 
-        How long C++ computed a function of its own is not known, nor when it replied: there and back are one after the other.
+        How long C++ computed a function of its own is not known, nor when it replied: there and back are one after the
+        other.
         """
         held: Any = torch.futures.Future()
 

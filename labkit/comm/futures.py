@@ -77,7 +77,7 @@ class Futures:
                 operation.wait_begins()
 
     def known(self, future: Any) -> bool:
-        """Whether only Python, or operations that are written down, can complete a future: not what C++ computes by itself."""
+        """Whether only Python or recorded operations can complete a future, and not what C++ computes by itself."""
         ties = self._ties.get(future)
         if ties is None or isinstance(future, torch.futures.Future):
             return isinstance(future, torch.futures.Future)
@@ -109,7 +109,8 @@ class Futures:
         if ties is None or not ties.operations:
             return self._made_of([future], then(future, callback))
         for cell in getattr(callback, "__closure__", None) or ():
-            # A callback that holds another future completes it: so `RRef.rpc_async` hands on the result of its second call.
+            # A callback that holds another future completes it: so `RRef.rpc_async` hands on the result of its second
+            # call.
             if cell != CellType() and isinstance(cell.cell_contents, torch._C.Future):
                 self.tie(cell.cell_contents, ties.operations)
         child = self._made_of([future], then(future, callback))

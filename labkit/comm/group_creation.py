@@ -1,7 +1,8 @@
-"""The creation of a sub-group waits for all its members: it is noted as pending meanwhile, with the creations before it.
+"""The creation of a sub-group waits for all its members: meanwhile it is pending, with the creations before it.
 
-torch numbers the groups of each process. A rank that has made one more than the others, perhaps in an earlier run, waits with the
-next one for members that wait under another number. So a creation says which one it is, and where the one before was.
+torch numbers the groups of each process. A rank that has made one more than the others, perhaps in an earlier run,
+waits with the next one for members that wait under another number. So a creation says which one it is, and where the
+one before was.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def watch_creation(recorder: Recorder) -> None:
 
     def create(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         ranks = args[place] if len(args) > place else kwargs["global_ranks_in_group"]
-        # The world is what `init_process_group` waits for. Where the program has made one, its ranks may be other processes.
+        # The world is what `init_process_group` waits for. Where the program has made one, its ranks may be other
+        # processes.
         known = bool(ranks) and (c10d.get_rank(), c10d.get_world_size()) == (recorder.rank, recorder.size)
         if not known:
             return original(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""A program that sets up torch.distributed or RPC itself, and ends them, in a rank where that is done already or not at all."""
+"""Programs that initialise and end torch.distributed or RPC themselves, in ranks where that is done already or not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Launch:
         rank, size: its number, and how many the group has.
         watch_rpc: has remote calls written down; called before the program starts RPC, where the group has not.
         own_port: of the group's store; -1 where it has none.
-        connect: makes a new connection to the group's store; None where it has none, so that torch meets where the program says.
+        connect: makes a new connection to the group's store; None where it has none, so that torch meets where the
+            program says.
         rpc_given: the name and the options with which the group has initialised RPC.
         rpc_unused: whether no call has been made since.
     """

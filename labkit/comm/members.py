@@ -1,8 +1,9 @@
 """Which processes the ranks of a process group are, also where the program numbers them itself.
 
-torch numbers the ranks of a group from 0. In the group that labkit makes they are the processes' own numbers, and so they are in
-the groups that `new_group` makes of it. A program may make another default group, of some processes, or a group by hand over a
-store: there each process leaves its number in the group's store, and looks for the others' when the group is first used.
+torch numbers the ranks of a group from 0. In the group that labkit makes they are the processes' own numbers, and so
+they are in the groups that `new_group` makes of it. A program may make another default group, of some processes, or a
+group by hand over a store: there each process leaves its number in the group's store, and looks for the others' when
+the group is first used.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Members:
         raise NotImplementedError
 
     def of(self, group: Any) -> tuple[str, list[int]]:
-        """A group's name, the same in all its processes, with what tells them apart; and of each of its ranks the process."""
+        """A group's name, equal in all its processes and distinct from others; and the process of each rank."""
         processes = self.processes()  # which may tell the number of the default group
         ranks = [processes[number] for number in numbers_of(group)]
         if group is c10d.GroupMember.WORLD:

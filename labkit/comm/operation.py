@@ -1,4 +1,4 @@
-"""One communication of this rank, from the moment it is issued to its completion: what the ring learns of it, and when."""
+"""One communication of this rank, from issue to completion: what is recorded in the ring, and when."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class Ready(Protocol):
 class Operation:
     """A communication that was issued. Any thread may tell how it goes on; exactly one record is written, at its end.
 
-    The thread that issues it, one that waits for it and one of the backend's that completes it may be three, at the same time.
-    Attributes are set before the question is asked that depends on them, so that under the interpreter's lock no wait is lost.
+    The thread that issues it, one that waits for it and one of the backend's that completes it may be three, at the
+    same time. Attributes are set before the question is asked that depends on them, so that under the interpreter's
+    lock no wait is lost.
 
     Args:
         ring: where it is written down.
@@ -92,14 +93,14 @@ class Operation:
         self._write()
 
     def wait_begins_in_torch(self) -> None:
-        """The rank is now blocked in C++ until it completes, as at the end of DistributedDataParallel's backward pass."""
+        """The rank is now blocked in C++ until it completes, as at the end of a backward pass of DDP."""
         if not self.wait_start_ns and not self.end_ns:
             self.wait_start_ns = now = clock()
             self._served = _thread.get_ident() in self._ring.serving_threads
             self._ring.waiting(self._slot, now, TIMED * self.timed)
 
     def wait_has_ended_in_torch(self) -> None:
-        """The rank goes on: what it waited for in C++ has completed, even if the thread that tells us has had no core yet."""
+        """The rank continues: its wait in C++ has ended, even if the thread that reports it has had no core yet."""
         future = self.future
         if future is not None and future.done():
             self.completed()

@@ -1,4 +1,4 @@
-"""`dist.ProcessGroupGloo` made by the program's own code, over a store: what goes through it is written down as well."""
+"""`dist.ProcessGroupGloo` made by the program's own code, over a store: its operations are recorded as well."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["watched_gloo"]
 def watched_gloo(group_class: Any) -> Any:
     """torch's class of that name, whose collectives and messages go through a process group of our own.
 
-    torch itself calls the backend of a group in C++, past this class. A group that torch makes by this name keeps the workers of
-    RPC in step, which is its own business.
+    torch itself calls the backend of a group in C++, past this class. A group that torch makes by this name keeps the
+    workers of RPC in step, which is its own business.
 
     Args:
         group_class: of process groups whose operations are written down.

@@ -1,7 +1,7 @@
 """Pipelines of `torch.distributed.pipelining`: each pass of a micro-batch through a stage becomes a span by itself.
 
-All schedules, GPipe, 1F1B, interleaved and zero-bubble ones, compute through three methods of the stage. They are wrapped when
-torch's module of stages is imported; a rank that uses no pipeline pays nothing.
+All schedules, GPipe, 1F1B, interleaved and zero-bubble ones, compute through three methods of the stage. They are
+wrapped when torch's module of stages is imported; a rank that uses no pipeline pays nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ STAGES: Final = "torch.distributed.pipelining.stage"
 class Pipelines:
     """Writes down the passes of micro-batches: "forward 3", where a rank has several stages "forward 3 of stage 1".
 
-    Zero-bubble schedules cut a backward pass in two: "backward 3, inputs" and, when nothing is waited for, "backward 3, weights".
+    Zero-bubble schedules cut a backward pass in two: "backward 3, inputs" and, when nothing is waited for, "backward 3,
+    weights".
 
     Args:
         recorder: where to.

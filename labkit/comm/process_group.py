@@ -1,4 +1,4 @@
-"""The process group that torch makes in a rank: torch's own, with every collective and message through it written down."""
+"""The process group that torch makes in a rank: torch's own, with every collective and message recorded."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class _Kind(type(ProcessGroup)):  # type: ignore[misc]  # pybind11's metaclass, 
 class _WatchedGroup(ProcessGroup, metaclass=_Kind):
     """A process group in two halves that share their backends.
 
-    `_real` is made by torch as ever, and does the work. The other half, this object, is what Python and C++ hold: torch calls its
-    methods, which are the ones below. What they do not cover goes to `_real`; and should C++ outlive the Python object, then its
-    own half does the work, unseen.
+    `_real` is made by torch as ever, and does the work. The other half, this object, is what Python and C++ hold: torch
+    calls its methods, which are the ones below. What they do not cover goes to `_real`; and should C++ outlive the
+    Python object, then its own half does the work, unseen.
     """
 
     recorder: ClassVar[Recorder]
@@ -171,7 +171,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         self, kind: OperationType, form: Form, arguments: tuple[Any, ...], root: int, match: int, call: Callable[..., Any],
         args: Any, kwargs: Any,
     ) -> Any:  # fmt: skip
-        """An operation that its caller waits for at once: the same as `_issue` and the wait for it, in half the time."""
+        """An operation that its caller waits for at once: the same as `_issue` and its wait, in half the time."""
         start_ns, ring, group, line, name = clock(), self.recorder.ring, self._label, student_line(), form.name
         nbytes, signature = most_nbytes(arguments), signature_of(kind, form, arguments, root)
         peer = ROOTED - root if root >= 0 else -1
@@ -225,7 +225,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         return None if work is None else WatchedWork(work, operation, self.futures, tells)
 
     def _tell(self, operation: Operation, work: Any, arguments: Any) -> bool:
-        """Have the backend say when the operation completes; False where it does not, so that only the wait for it will show."""
+        """Let the backend report when the operation completes; False if it cannot, so that only the wait will show."""
         if operation.name in self._silent:
             return False
         if self.moves_on_gpu:
@@ -371,7 +371,7 @@ def _collective(method: str, kind: OperationType, form: Form) -> Callable[..., A
 def watched_process_group(
     recorder: Recorder, futures: Futures, numbering: Numbering, slow: SlowLink | None
 ) -> type[ProcessGroup]:
-    """The class of process groups that write down in `recorder` what goes through them, as slowly as over that link if any."""
+    """The class of process groups that record their operations in `recorder`, as slowly as over that link if any."""
     members = {
         "recorder": recorder, "futures": futures, "attendant": Attendant(), "backwards": Backwards(),
         "numbering": numbering, "slow": slow, "__module__": ProcessGroup.__module__,

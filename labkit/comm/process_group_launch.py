@@ -1,8 +1,9 @@
 """`init_process_group` and `destroy_process_group` in a rank: what a program calls to start and end does no harm there.
 
-A rank of a group is initialised before its function runs. To initialise the same again is then nothing to do; what differs, in
-size, rank or backend, is done, while the group's own is set aside. After `destroy_process_group` the program is without a
-default group, as it expects; the group's own is kept, and is back when the program initialises again or the next run begins.
+A rank of a group is initialised before its function runs. To initialise the same again is then nothing to do; what
+differs, in size, rank or backend, is done, while the group's own is set aside. After `destroy_process_group` the
+program is without a default group, as it expects; the group's own is kept, and is back when the program initialises
+again or the next run begins.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ class ProcessGroupLaunch:
     def spent(self) -> bool:
         """Whether the next program could meet this one's: rank 0 still serves the store at the address that both name.
 
-        Each rank would end this program's group when it begins the next one, some before rank 0 does. They would find the old
-        store, and in it the addresses at which the ranks listened.
+        Each rank would end this program's group when it begins the next one, some before rank 0 does. They would find
+        the old store, and in it the addresses at which the ranks listened.
         """
         return not self._rendezvous.in_groups_store and c10d.GroupMember.WORLD is not None
 
@@ -168,8 +169,8 @@ class ProcessGroupLaunch:
 def _destroy(destroy: Callable[..., None], group: Any = None) -> None:
     """torch's `destroy_process_group`, after which DTensor does not look for groups that are gone.
 
-    DTensor remembers by an operation's shapes and mesh what to do, and which groups do it. A mesh of the next program's groups
-    equals the old one, so that the same model would find the old groups.
+    DTensor remembers by an operation's shapes and mesh what to do, and which groups do it. A mesh of the next program's
+    groups equals the old one, so that the same model would find the old groups.
     """
     destroy(group)
     if "torch.distributed.tensor" in sys.modules:

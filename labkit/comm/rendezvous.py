@@ -1,8 +1,9 @@
-"""Where the processes of a program meet before they communicate: in their group's own store, whatever address the program names.
+"""Rendezvous of a program's processes: in their group's own store, whatever address the program names.
 
-torch lets a program name an address (`tcp://localhost:29500`, or MASTER_ADDR and MASTER_PORT), where its rank 0 serves a store.
-In a rank of a group all addresses of this machine are names in the store that the group has already. No port is opened, so none
-can be taken; and each rendezvous has keys of its own, so a second one under the same address never reads what the first left.
+torch lets a program name an address (`tcp://localhost:29500`, or MASTER_ADDR and MASTER_PORT), where its rank 0 serves
+a store. In a rank of a group all addresses of this machine are names in the store that the group has already. No port
+is opened, so none can be taken; and each rendezvous has keys of its own, so a second one under the same address never
+reads what the first left.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ __all__ = ["RpcBackwards", "tensors_in"]
 class RpcBackwards:
     """Writes down the backward passes that this rank starts, and its part in those of others.
 
-    All ranks give a pass the same number, that of its context. So the caller waits until the last of them has computed its part,
-    and what comes after is the way of the gradients.
+    All ranks give a pass the same number, that of its context. So the caller waits until the last of them has computed
+    its part, and what comes after is the way of the gradients.
     """
 
     def __init__(self, ring: RingWriter) -> None:
@@ -59,8 +59,9 @@ class RpcBackwards:
     def served(self, function: str, caller: int, arguments: Any, result: Any, *, replies: bool) -> None:
         """A function was called from another rank: the backward pass may come back to it.
 
-        Gradients are as large as what they are of: those of the arguments go to the caller, those of the result come from it. A
-        result that stays here is fetched by whoever holds the reference, and its gradients come from there: see `fetched`.
+        Gradients are as large as what they are of: those of the arguments go to the caller, those of the result come
+        from it. A result that stays here is fetched by whoever holds the reference, and its gradients come from there:
+        see `fetched`.
         """
         ends = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
         if not ends:
@@ -92,7 +93,7 @@ class RpcBackwards:
 
 
 class _Part:
-    """One rank's part of a backward pass: from the gradient that arrives to the one that leaves, or to the end of the pass.
+    """One rank's part of a backward pass: from the arriving gradient to the leaving one, or to the end of the pass.
 
     Args:
         ring: where to.

@@ -1,10 +1,10 @@
 """Remote procedure calls as spans: on the caller from the call to the result, on the callee while it runs the function.
 
-All calls of `torch.distributed.rpc` come through a few functions of torch's `rpc.api` module, and all Python functions that are
-called run in one of `rpc.internal`, which C++ fetches when RPC starts. They are wrapped. A call carries its caller and its number
-along, so that the two ends are one operation: until the callee replies the caller is waiting; then the result travels. A call
-by `remote` is over when it is on its way. Its result stays at the callee, and is one operation with the `to_here` that fetches
-it, whoever has got the reference.
+All calls of `torch.distributed.rpc` come through a few functions of torch's `rpc.api` module, and all Python functions
+that are called run in one of `rpc.internal`, which C++ fetches when RPC starts. They are wrapped. A call carries its
+caller and its number along, so that the two ends are one operation: until the callee replies the caller is waiting;
+then the result travels. A call by `remote` is over when it is on its way. Its result stays at the callee, and is one
+operation with the `to_here` that fetches it, whoever has got the reference.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class RpcCalls:
         self._numbers = itertools.count(1)
         self._backwards = RpcBackwards(recorder.ring)
         self._thread = _Thread()
-        # The result that torch will pickle next on a thread, by the thread's number, and what to do then. C++ leaves Python
-        # between the two, and with it goes what `threading.local` holds.
+        # The result that torch will pickle next on a thread, by the thread's number, and what to do then. C++ leaves
+        # Python between the two, and with it goes what `threading.local` holds.
         self._replies: dict[int, tuple[Any, Callable[[int], None]]] = {}
         self._values: WeakKeyDictionary[Any, tuple[str, int]] = WeakKeyDictionary()  # RRefs: the call whose result they stand for
 
@@ -200,7 +200,7 @@ class RpcCalls:
         self._replying(call, function, result, clock())
 
     def _called(self, call: _NumberedCall, function: str) -> Any:
-        """What torch's own `_run_function` does, but for its words: an error is told in full to the caller, who shows it."""
+        """As torch's own `_run_function`, except for its messages: the caller gets the whole error and shows it."""
         try:
             return call.func(*call.args, **call.kwargs)
         except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever the student's function raised
@@ -211,13 +211,14 @@ class RpcCalls:
             return internal.RemoteException(told, type(error) if isinstance(error, Exception) else RuntimeError)
 
     def _replying(self, call: _NumberedCall, function: str, result: Any, start_ns: int) -> None:
-        """The result is there. Where it is sent back, torch pickles it next, on this thread; an error it does not pickle.
+        """The result exists. If it is sent back, torch pickles it next, on this thread; errors are not pickled.
 
         Args:
             call: what was called.
             function: its name, in the student's words.
             result: what it gave.
-            start_ns: since when it is there: the very end of the span that served it, by which trace files find the two together.
+            start_ns: since when it is there: the very end of the span that served it, by which trace files find the two
+                together.
         """
 
         def sent(nbytes: int) -> None:
@@ -291,7 +292,8 @@ def _nbytes(value: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors_in(value))
 
 
-# How torch hands a call to C++: what that call's destination, bytes and function are (none for Python functions: known already).
+# How torch hands a call to C++: what that call's destination, bytes and function are (none for Python functions: known
+# already).
 _INVOKERS: Final[dict[str, Callable[..., tuple[Any, int, str]]]] = {
     "_invoke_rpc_python_udf": lambda to, pickled, tensors, *_: (to, len(pickled) + _nbytes(tensors), ""),
     "_invoke_remote_python_udf": lambda to, pickled, tensors, *_: (to, len(pickled) + _nbytes(tensors), ""),

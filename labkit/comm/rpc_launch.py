@@ -1,8 +1,8 @@
 """`init_rpc` and `shutdown` in a rank: what a program calls to start and end RPC does no harm there.
 
-A rank of an RPC group is initialised before its function runs. All ranks that call `init_rpc` meet there, as they do in torch. If
-the names, the numbers and the options are those of the group, there is nothing to do; else RPC starts anew as the program wants
-it. `shutdown` is torch's own, and waits for all: the next run gets fresh ranks.
+A rank of an RPC group is initialised before its function runs. All ranks that call `init_rpc` meet there, as they do in
+torch. If the names, the numbers and the options are those of the group, there is nothing to do; else RPC starts anew as
+the program wants it. `shutdown` is torch's own, and waits for all: the next run gets fresh ranks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from labkit.recording.record import Recorder
 
 __all__ = ["TRANSPORTS", "RpcLaunch", "RpcOptions"]
 
-# TensorPipe's first choice on one machine, shared memory, has a thread in each rank that asks and asks: also in an idle rank it
-# takes a whole core.
+# TensorPipe's first choice on one machine, shared memory, has a thread in each rank that asks and asks: also in an idle
+# rank it takes a whole core.
 TRANSPORTS: Final = ["uv"]
 NOTHING_TO_DO: Final = "init_rpc had nothing to do: the ranks of this group are initialised already, under these names."
 
@@ -62,8 +62,8 @@ class RpcLaunch:
         unused: whether no call has been made since.
 
     Attributes:
-        spent: whether RPC is no more as it was when this process began. torch cannot make it so again: what holds remote
-            references stays with the first of all.
+        spent: whether RPC is no more as it was when this process began. torch cannot make it so again: what holds
+            remote references stays with the first of all.
     """
 
     def __init__(
@@ -150,8 +150,9 @@ class RpcLaunch:
                 f"init_rpc({name!r}, rank={asked.rank}, world_size={asked.size}) is not what this group has initialised, and its "
                 "ranks have used RPC. Call it in a function of group.run, which gets fresh ranks for it."
             )
-        # As torch's `shutdown` does, but for what cannot be undone in a process: torch's context of remote references takes the
-        # agent that is there when it is first asked for, and keeps it for ever. No call has been made, so nobody has asked.
+        # As torch's `shutdown` does, but for what cannot be undone in a process: torch's context of remote references
+        # takes the agent that is there when it is first asked for, and keeps it for ever. No call has been made, so
+        # nobody has asked.
         with quiet_stderr():
             rpc.api._get_current_rpc_agent().shutdown()
             rpc.api._cleanup_python_rpc_handler()
@@ -189,7 +190,7 @@ class RpcLaunch:
         self._ring.serving(0)
 
     def _init_autograd(self, init: Callable[[int], None], worker: int) -> None:
-        """In place of torch's, which cannot change the number by which this process makes names for contexts and messages.
+        """Replaces torch's, which cannot change the number from which this process names contexts and messages.
 
         Any number will do that no other process has, and the first that this process was given is such a one.
         """

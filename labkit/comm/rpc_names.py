@@ -9,7 +9,8 @@ from torch.distributed.rpc import rref_proxy
 
 __all__ = ["last_name", "spoken"]
 
-# What torch calls for the student's sake, in the student's words. What else it calls keeps its own workers in step, unseen.
+# What torch calls for the student's sake, in the student's words. What else it calls keeps its own workers in step,
+# unseen.
 IN_WORDS: Final = {
     "_rref_typeof_on_owner": "type of an RRef",
     "_new_local_optimizer": "new optimizer",
@@ -25,8 +26,9 @@ METHOD_CALLS: Final = (rref_proxy._local_invoke, rref_proxy._local_invoke_async_
 def spoken(func: Any, args: Any) -> str | None:
     """What the student calls a function that is called; None for those by which torch keeps its workers in step.
 
-    A method that is called through a reference is "Decoder.forward". torch itself calls it, as in `rref.rpc_sync().forward(x)`,
-    or a helper of the program's does: a function whose first two arguments are a reference and a method or its name.
+    A method that is called through a reference is "Decoder.forward". torch itself calls it, as in
+    `rref.rpc_sync().forward(x)`, or a helper of the program's does: a function whose first two arguments are a
+    reference and a method or its name.
 
     Args:
         func: what is called.
@@ -51,7 +53,7 @@ def spoken(func: Any, args: Any) -> str | None:
 
 
 def _is_method(given: Any, helper: Any, at: int) -> bool:
-    """Whether a helper's argument says which method it calls: by what it is, or by what the helper calls its parameter."""
+    """Whether a helper's argument names the method to call: judged by the argument, or by its parameter's name."""
     if not (isinstance(given, str) and given.isidentifier()) and not callable(given):
         return False
     code = getattr(helper, "__code__", None)

@@ -1,7 +1,7 @@
 """A step of a `DistributedOptimizer` is seen where it is made: on the owner of the parameters.
 
-torch calls a script function there, which C++ runs, unseen. In its place the owner calls a function of Python, which calls the
-same script of the same optimizer: what is computed is the same, without the interpreter's lock as before.
+torch calls a script function there, which C++ runs, unseen. In its place the owner calls a function of Python, which
+calls the same script of the same optimizer: what is computed is the same, without the interpreter's lock as before.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A wait for a key of a store, or for the store's server, is waiting: torch waits for it in C++, where nobody would see it."""
+"""Waits for a key of a store, or for its server, are recorded: torch waits in C++, where they would be invisible."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Who sent how many bytes to whom, and when: what a trace's communications come to, for `traffic` to draw.
 
-A message and a remote call say who sent and who received. A collective says neither, and the backend is free in how it moves the
-bytes. One from or to a single rank, the root, is counted as that rank's message to or from each other one: a tree moves as many
-bytes, but by ways that differ from backend to backend. The others are counted as a ring of their ranks would move them, which is
-what all-reduce on few ranks usually is.
+A message and a remote call say who sent and who received. A collective says neither, and the backend is free in how it
+moves the bytes. One from or to a single rank, the root, is counted as that rank's message to or from each other one: a
+tree moves as many bytes, but by ways that differ from backend to backend. The others are counted as a ring of their
+ranks would move them, which is what all-reduce on few ranks usually is.
 
-Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009; and for the other
-collectives the bus bandwidth factors in the documentation of NVIDIA's nccl-tests (doc/PERFORMANCE.md).
+Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009; and for
+the other collectives the bus bandwidth factors in the documentation of NVIDIA's nccl-tests (doc/PERFORMANCE.md).
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Flows:
         count: how many times each operation was made; by all ranks of a collective together is once.
         rings: whether there are collectives among them that are counted as rings.
         roots: whether there are some that are counted as messages from or to their root.
-        unsized: operations that are in none of these, because nobody knows their bytes, and how many times each was made.
+        unsized: operations that are in none of these, because nobody knows their bytes, and how many times each was
+            made.
         ends: the names of the ends.
         rank: the number of each end's rank.
         devices: whether there are devices among them.
@@ -118,8 +119,8 @@ def over_time(flows: Flows, edges: NDArray[np.int64]) -> NDArray[np.float64]:
     Returns:
         shape (names, bins).
     """
-    # The bytes of one flow up to a moment rise from 0 at its start to all at its end: the sum of two ramps. All ramps together
-    # are a sum of slopes and one of offsets up to each edge.
+    # The bytes of one flow up to a moment rise from 0 at its start to all at its end: the sum of two ramps. All ramps
+    # together are a sum of slopes and one of offsets up to each edge.
     start = np.minimum(flows.start_ns, flows.end_ns - 1).astype(np.float64)
     slope = flows.nbytes / (flows.end_ns - start)
     moved = np.zeros((len(flows.name), len(edges)))
@@ -136,7 +137,7 @@ def over_time(flows: Flows, edges: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def _on_its_way(trace: Trace, mine: NDArray[np.int64], rows: Any, ready: NDArray[np.int64]) -> tuple[Any, Any]:
-    """When each row's bytes travelled: from when all had come until its end; a remote call's arguments before it is served."""
+    """When each row's bytes were sent: from the last arrival to its end; a call's arguments before it is served."""
     start, end = ready.copy(), np.maximum(rows["end_ns"], ready)
     if not any(type_of(trace.columns.names[number]) is REPLY for number in np.unique(rows["name"]).tolist()):
         return start, end

@@ -1,4 +1,4 @@
-"""How far two clocks are apart: asked over a connection of its own, with a bound on the error, and taken out of times."""
+"""The offset of two clocks: measured over its own connection, with a bound on the error, and removed from times."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Reading(NamedTuple):
-    """What to add to this clock to have rank 0's: `offset_ns`, right to within `within_ns`, when this clock said `at_ns`."""
+    """The offset to rank 0's clock: `offset_ns`, accurate to `within_ns`, when this clock showed `at_ns`."""
 
     at_ns: int
     offset_ns: int
@@ -126,12 +126,14 @@ def _ask(connection: socket.socket, clock: Clock) -> Reading | None:
 def bounds(exchanges: Iterable[tuple[int, int, int]]) -> Reading:
     """The offset that agrees with every exchange, and how far from it the truth may be.
 
-    The server read its clock after it was asked and before the answer was heard, so each exchange bounds the offset from both
-    sides, however long the ways there and back took. The bounds of several are narrower than those of the quickest alone.
+    The server read its clock after it was asked and before the answer was heard, so each exchange bounds the offset
+    from both sides, however long the ways there and back took. The bounds of several are narrower than those of the
+    quickest alone.
     Source: K. Marzullo and S. Owicki, "Maintaining the Time in a Distributed System", 1983.
 
     Args:
-        exchanges: when the question was sent, what the server's clock said, and when the answer was heard; at least one.
+        exchanges: when the question was sent, what the server's clock said, and when the answer was heard; at least
+            one.
     """
     exchanges = list(exchanges)
     low = max(told - heard for _, told, heard in exchanges)
@@ -145,8 +147,8 @@ def bounds(exchanges: Iterable[tuple[int, int, int]]) -> Reading:
 def on_reference(times_ns: NDArray[np.int64], readings: Sequence[Reading]) -> NDArray[np.int64]:
     """Times of a clock on the reference's, by readings of their difference.
 
-    Between two readings the difference is taken to change evenly; before the first and after the last one, as fast as it did
-    between these on the whole. That takes out the drift of the crystals, some 10 µs in a second.
+    Between two readings the difference is taken to change evenly; before the first and after the last one, as fast as
+    it did between these on the whole. That takes out the drift of the crystals, some 10 µs in a second.
 
     Args:
         times_ns: any number of times, in any order.

@@ -85,8 +85,8 @@ class Columns:
         data: an array of `COLUMNS`: the fields of `Span`, its texts as places in `names`, its kind as one in
             `recording.schema.KINDS`.
         names: the texts; the first is "".
-        ready_ns, around: as the properties, for each of `data`; given for a part of a trace, where an operation may lack some of
-            its ranks, and a span what lies within it.
+        ready_ns, around: as the properties, for each of `data`; given for a part of a trace, where an operation may
+            lack some of its ranks, and a span what lies within it.
     """
 
     def __init__(
@@ -137,8 +137,9 @@ class Columns:
     def around(self) -> NDArray[np.bool_]:
         """For each span: whether it is a communication of the program's own around a recorded operation.
 
-        Such a span is a label. The operation counts; what the program does before and after it is no communication. It has to
-        begin inside, and lie there for the greater part: TensorFlow's profiler sees its end a little later than the program.
+        Such a span is a label. The operation counts; what the program does before and after it is no communication. It
+        has to begin inside, and lie there for the greater part: TensorFlow's profiler sees its end a little later than
+        the program.
         """
         if self._around is not None:
             return self._around
@@ -158,10 +159,10 @@ class Columns:
 
     @cached_property
     def ready_ns(self) -> NDArray[np.int64]:
-        """For each span: when the last of the ranks taking part had come, so that data could travel; else its own start.
+        """For each span: when the last participating rank had arrived, so that data could be sent; else its own start.
 
-        Who takes part is known from what a group has completed. An operation that has not completed is ready at its end, and so
-        has waited all the while, unless as many ranks have come to it.
+        Who takes part is known from what a group has completed. An operation that has not completed is ready at its
+        end, and so has waited all the while, unless as many ranks have come to it.
         """
         if self._ready_ns is not None:
             return self._ready_ns
@@ -227,7 +228,7 @@ def shown(operations: Sequence[Pending]) -> Iterator[tuple[Pending, int, int]]:
 
 
 def device_number(rows: Any) -> Any:
-    """Which of several devices of its rank each span was on, from 1 on: 1 is "CPU:0"; 0 where nothing is said of any."""
+    """The device of each span among its rank's devices, from 1 on: 1 is "CPU:0"; 0 if no device is recorded."""
     return np.maximum(rows["device"], CUDA) - CUDA
 
 

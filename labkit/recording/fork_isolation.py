@@ -1,4 +1,4 @@
-"""What a rank forks, such as a worker of a DataLoader, writes nothing into the memory that the rank shares with the notebook."""
+"""Children that a rank forks, such as DataLoader workers, do not write into the memory shared with the notebook."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MAP_FIXED: Final = 0x10  # on Linux and macOS alike; Python's mmap does not name
 def keep_from_forks(memory: mmap.mmap) -> None:
     """From now on, a process that this one forks has zeros of its own where this memory lies.
 
-    The spans, process groups and hooks that it inherits all hold this memory, and count records on from where the rank was. They
-    go on to work, into memory that nobody reads.
+    The spans, process groups and hooks that it inherits all hold this memory, and count records on from where the rank
+    was. They go on to work, into memory that nobody reads.
 
     Args:
         memory: shared memory. Once it is closed, processes are forked as if this had never been called.

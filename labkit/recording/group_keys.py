@@ -1,4 +1,4 @@
-"""What ranks call what they communicate through: a key, the same on all ranks that take part. It is made and read here alone."""
+"""Keys of communication groups, equal on all participating ranks. They are made and parsed only here."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class GroupKind(Enum):
 
 
 TENSORFLOW: Final = "tensorflow"
-# Nobody comes to it: torch's own threads compute it on the other ranks, in C++, where no Python frame and no entry of what is
-# pending shows them, also on a rank that waits in rpc.shutdown.
+# Nobody comes to it: torch's own threads compute it on the other ranks, in C++, where no Python frame and no entry of
+# what is pending shows them, also on a rank that waits in rpc.shutdown.
 DIST_BACKWARD: Final = "dist_autograd.backward"
 
 _WHOLE: Final = {"": GroupKind.ALONE, TENSORFLOW: GroupKind.TENSORFLOW, DIST_BACKWARD: GroupKind.BACKWARD}
@@ -44,7 +44,7 @@ _BEGIN: Final = {
 
 
 def pair_key(source: int, destination: int, tag: int, group: str = "world") -> str:
-    """Of the messages from one rank to another with one tag; `group` is the key of the process group that they go through."""
+    """The key of messages from one rank to another with one tag; `group` is the key of their process group."""
     return f"{_BEGIN[GroupKind.PAIR]}{source}>{destination} tag {tag}" + ("" if group == "world" else f" {group}")
 
 

@@ -1,8 +1,9 @@
-"""`track_memory`: what of a rank's memory is parameters, gradients, optimizer state and activations, from moment to moment.
+"""`track_memory`: parameters, gradients, optimizer state and activations in a rank's memory over time.
 
-It listens where torch says something anyway: what autograd saves for the backward pass, gradients that were accumulated, steps of
-an optimizer, storages that Python code resizes, as FSDP2 does. No operator runs differently. A mode that looks at every operator,
-such as torch's MemTracker, sees temporaries as well, and makes a step up to four times as long.
+It listens where torch says something anyway: what autograd saves for the backward pass, gradients that were
+accumulated, steps of an optimizer, storages that Python code resizes, as FSDP2 does. No operator runs differently. A
+mode that looks at every operator, such as torch's MemTracker, sees temporaries as well, and makes a step up to four
+times as long.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ def track_memory(*objects: Any) -> AbstractContextManager[None]:
     - gradients: `.grad` of the parameters; of sharded ones this rank's part
     - optimizer state: of every optimizer that makes a step
     - activations: what autograd saves for the backward pass, the batch included
-    - other: on CUDA only, what the allocator holds for tensors besides; on the CPU, temporaries are not seen, such as the whole
-      gradients of a sharded layer until they are reduced
+    - other: on CUDA only, what the allocator holds for tensors besides; on the CPU, temporaries are not seen, such as
+      the whole gradients of a sharded layer until they are reduced
 
-    Each stretch of memory counts once, in the first kind that it belongs to. Buckets of DistributedDataParallel are made in C++
-    and are not seen, unless gradients are views of them (`gradient_as_bucket_view=True`).
+    Each stretch of memory counts once, in the first kind that it belongs to. Buckets of DistributedDataParallel are
+    made in C++ and are not seen, unless gradients are views of them (`gradient_as_bucket_view=True`).
 
     Args:
         objects: modules, and optimizers that have a state already.
@@ -125,7 +126,8 @@ class Tracker:
             if p.requires_grad:
                 handles.append(p.register_post_accumulate_grad_hook(lambda p: self._gradients((p,))))
         for layer, within in _gathering(self._modules):
-            # The first hook runs when the layer's parameters are there, the second when FSDP2 has freed them, or kept a part.
+            # The first hook runs when the layer's parameters are there, the second when FSDP2 has freed them, or kept a
+            # part.
             handles.append(layer.register_forward_pre_hook(lambda _, __, within=within: self._gathered(within)))
             handles.append(layer.register_forward_hook(lambda *_, within=within: self._gathered(within)))
         self._gradients(parameters)
@@ -160,7 +162,7 @@ class Tracker:
             self._at_ns = now
 
     def save(self, tensor: Any) -> Key | None:
-        """A node of the graph keeps a tensor: the key by which it is let go, None where that counts as something else."""
+        """A node of the graph keeps a tensor: returns the key for its release, None if it counts as something else."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._storages:
             return None
@@ -270,7 +272,7 @@ def _local(tensor: Any) -> Any:
 
 
 def _gathering(modules: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
-    """The layers at whose begin parameters may be gathered, each with the layers within it whose parameters those may be.
+    """The layers at whose start parameters may be gathered, each with the inner layers that may own these parameters.
 
     FSDP2 gathers for all layers of a module that it was given at once, but for those within that it was given as well.
     """

@@ -1,8 +1,9 @@
-"""The one table of operations: what each is called, who sends what to whom, its cost, its colour, and how messages tell it.
+"""The one table of operations: their names, who sends what to whom, their costs, colours and wording in messages.
 
-To have labkit record another collective, add an entry to `OPERATION_TYPES`. Recording, traffic, colours, predictions, emulated
-links, mismatches and deadlocks all read the entries. What is not in the table is an `OTHER`: a span that the student marks as
-communication, and a call that waits until others come, of which the key of its group tells all (`recording.group_keys`).
+To have labkit record another collective, add an entry to `OPERATION_TYPES`. Recording, traffic, colours, predictions,
+emulated links, mismatches and deadlocks all read the entries. What is not in the table is an `OTHER`: a span that the
+student marks as communication, and a call that waits until others come, of which the key of its group tells all
+(`recording.group_keys`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Traffic(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cost:
-    """What an operation of p ranks takes, rounds·α + share·n/B: α is the latency of a link, B its bandwidth, n a size in bytes.
+    """The time of an operation of p ranks, rounds·α + share·n/B: α is a link's latency, B its bandwidth, n bytes.
 
     Args:
         rounds: by p.
@@ -59,7 +60,8 @@ class Form:
 
     Args:
         name: as the student knows it, and as the record calls it: "all_gather_into_tensor".
-        methods: of torch's process group, which carry it out. Some have one name in torch 2.11 and another one since 2.13.
+        methods: of torch's process group, which carry it out. Some have one name in torch 2.11 and another one since
+            2.13.
         alike: which of their arguments all ranks give alike in number and type; None: it may differ from rank to rank.
         parts: which of their arguments is a list, for each tensor, of what each rank gives or gets; None: none.
         of_one: the form that it counts as with one tensor alone; "": itself.
@@ -85,9 +87,11 @@ class OperationType:
         forms: of which the record has one.
         cost: None where no closed formula is known.
         colour: in every figure: warm as all communication is, and apart for colour-blind eyes as well.
-        of_function: whether the record has the name of the student's function behind that of the form: "rpc_sync Net.forward".
+        of_function: whether the record has the name of the student's function behind that of the form: "rpc_sync
+            Net.forward".
         reduces: whether elements of several ranks become one.
-        root_has_all: whether n of the cost is all ranks' bytes together, of which who is not the root counts its part alone.
+        root_has_all: whether n of the cost is all ranks' bytes together, of which who is not the root counts its part
+            alone.
         own_limit: whether each call may have a time limit of its own.
         kernels: how the names of TensorFlow's kernels that carry it out begin.
         name_in_messages: what messages about waiting and mismatches call it; "": as the record does.
@@ -172,7 +176,8 @@ _THERE_AND_BACK: Final = Cost(
 
 SEND: Final = OperationType("send", Traffic.TO_PEER, (Form("send", ("send",)),), _MESSAGE, "#7A3E65")
 RECV: Final = OperationType("recv", Traffic.SECOND_END, (Form("recv", ("recv", "recv_anysource")),), _MESSAGE)
-# Of remote calls: on the caller the call, on the callee what it does for it and what it sends back, or keeps until it is fetched.
+# Of remote calls: on the caller the call, on the callee what it does for it and what it sends back, or keeps until it
+# is fetched.
 RPC: Final = OperationType(
     "rpc", Traffic.TO_PEER, (Form("rpc_sync"), Form("rpc_async"), Form("rpc_async_jit"), Form("rpc_remote")), _MESSAGE, "#D55E00",
     of_function=True,
@@ -272,7 +277,7 @@ def type_of(name: str) -> OperationType:
 
 @functools.lru_cache(maxsize=1 << 12)
 def type_of_kernel(name: str) -> OperationType:
-    """What a kernel of TensorFlow's, or the Python function that makes it, carries out; `OTHER` for what is no collective.
+    """The operation of a TensorFlow kernel, or of the Python function that makes it; `OTHER` if it is not a collective.
 
     Args:
         name: "CollectiveReduceV2", "collective_reduce_v2".

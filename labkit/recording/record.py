@@ -75,13 +75,13 @@ class _Here:
 here = _Here()
 MOST_SPANS = 4096  # of one kind that are kept
 if hasattr(os, "register_at_fork"):
-    # A process that a rank forks, such as a DataLoader's worker, has the same ring and its own record counter: it would write
-    # over what the rank writes.
+    # A process that a rank forks, such as a DataLoader's worker, has the same ring and its own record counter: it would
+    # write over what the rank writes.
     os.register_at_fork(after_in_child=lambda: here.start(None))
 
 
 class _Off:
-    """A span outside a group: `with` calls methods of C, which run no Python. The first takes nothing, the second anything."""
+    """A span outside a group: `with` calls C methods and no Python. The first takes nothing, the second anything."""
 
     __slots__ = ("kind", "name")
     __enter__ = "".isupper
@@ -106,8 +106,9 @@ def span(name: str, kind: str = "compute") -> Any:
         name: what the timeline calls it. "forward", "backward", "optimizer" and "data" have colours of their own.
         kind: "compute", or "communication" for what travels without labkit seeing it (a TensorFlow all-reduce, a file).
 
-    Recording costs about two clock reads and one write to memory; outside a group nothing is recorded. On a GPU the span is timed
-    by CUDA events, because the host only enqueues the work. The line of code is noted once a run, where it first uses the name.
+    Recording costs about two clock reads and one write to memory; outside a group nothing is recorded. On a GPU the
+    span is timed by CUDA events, because the host only enqueues the work. The line of code is noted once a run, where
+    it first uses the name.
 
     Raises:
         TypeError: `name` is not a string, or what stands below `@span(...)` is not a plain function.
@@ -151,7 +152,7 @@ class SpanStack(threading.local):
 
 
 def not_begun(name: str) -> None:
-    """A thread ends a span that it has not begun: say so. There is nothing to write down, and what else was recorded stays."""
+    """Warn that a thread ends a span that it has not begun. Nothing is recorded, and other records stay."""
     warnings.warn(
         f"span({name!r}) was ended by a thread in which it was not open, so that it is not recorded: `with` ends it once, "
         "in the thread that began it",
@@ -163,7 +164,8 @@ def not_begun(name: str) -> None:
 def _open_span(recorder: Recorder, name: str, kind: str) -> Any:
     """A span that is recorded. All it touches is a local, its methods take no self: a third faster than a plain class.
 
-    To enter it runs no Python: `map` has the list take the next pair of `zip`, for which `starmap` calls both functions.
+    To enter it runs no Python: `map` has the list take the next pair of `zip`, for which `starmap` calls both
+    functions.
     """
     ring, code = recorder.ring, KINDS.index(kind)
     if kind == "communication":
@@ -196,7 +198,7 @@ def _open_span(recorder: Recorder, name: str, kind: str) -> Any:
 
 
 def _taken_from(begun: list[tuple[int, int]], thread: int) -> int | None:
-    """When a thread has begun the newest of its own among the open spans, which is taken out; None where it has none."""
+    """The start of the thread's newest open span, which is removed; None if it has none."""
     for own in reversed(begun.copy()):
         if own[0] == thread:
             begun.remove(own)
@@ -241,7 +243,7 @@ def _decorable(pair: tuple[Callable[[], None], Callable[..., None]], name: str, 
 
 
 def _decorated(function: F, name: str, kind: str) -> F:
-    """The function inside a span that is looked up at each call, since a function decorated in the notebook runs in the ranks."""
+    """The function inside a span, looked up at each call: functions decorated in the notebook run in ranks."""
     if isinstance(function, type) or not callable(function):
         raise WrongTypeError(f"@span({name!r}) stands above {reprlib.repr(function)}: expected a function")
     if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
@@ -260,10 +262,10 @@ def _decorated(function: F, name: str, kind: str) -> F:
 
 
 def steps(iterable: Iterable[T]) -> Iterable[T]:
-    """Go through the batches of a training loop: marks where each step begins and ends, and drives the progress bar of `watch`.
+    """Iterate over the batches of a training loop: records each step and drives the progress bar of `watch`.
 
-    A step lasts from one request for a batch to the next, by the clock of the CPU. One that the loop leaves by `break`, `return`
-    or an exception is not marked.
+    A step lasts from one request for a batch to the next, by the clock of the CPU. One that the loop leaves by `break`,
+    `return` or an exception is not marked.
 
     Args:
         iterable: the batches. Where it has a length, the bar knows how much is left.

@@ -1,7 +1,7 @@
 """The methods of `RingWriter` that take all fields of an operation, made from the schema.
 
-They are compiled from text, as those of a dataclass are: to pass the fields on in a dictionary, or to go through them in a loop,
-would take a communication's record more than twice the time.
+They are compiled from text, as those of a dataclass are: to pass the fields on in a dictionary, or to go through them
+in a loop, would take a communication's record more than twice the time.
 """
 
 from __future__ import annotations

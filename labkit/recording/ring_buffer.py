@@ -1,13 +1,14 @@
 """Where a rank writes and the notebook reads: a ring of fixed-size records in shared memory.
 
-The rank never waits for a reader, and needs no thread or system call to be read: the notebook looks at the same memory whenever
-it likes, also while the rank is blocked in C++ and after it was killed. Layout of the buffer:
+The rank never waits for a reader, and needs no thread or system call to be read: the notebook looks at the same memory
+whenever it likes, also while the rank is blocked in C++ and after it was killed. Layout of the buffer:
 
-    header (64 bytes)    bytes of the names area in use; how many operations found no pending slot; when the rank was seen alive;
-                         which names found no room (`NO_ROOM`); how many of its threads serve other ranks' calls
+    header (64 bytes)    bytes of the names area in use; how many operations found no pending slot; when the rank was
+                         seen alive; which names found no room (`NO_ROOM`); how many of its threads serve calls
     pending (1024 slots) operations issued and not yet completed: what a stuck or killed rank was doing
-    names (1 MiB)        interned strings: span names, places in the code, process groups; a name may have its place beside it
-    records              a ring; record i lies in slot i % capacity and is whole once its commit field reads i
+    names (1 MiB)        interned strings: span names, places in the code, process groups; a name may have its place
+                         beside it
+    records              a ring; record i is in slot i % capacity and is whole once its commit field reads i
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class RingWriter:
         struct.pack_into("<I", self.buffer, NO_ROOM_AT, self._no_room)
 
     def placed(self, name: str, place: str = "") -> str:
-        """A span's name with a place in the code beside it; alone once there are many, `OTHER_SPANS` once there are too many."""
+        """A span's name with its line of code; without it if there are many names, `OTHER_SPANS` if too many."""
         if place and self._used < PLACED_LIMIT:
             return f"{place}{_AT}{name}"
         return self._known_or(name, SPANS_LIMIT, OTHER_SPANS, "spans")
@@ -132,7 +133,7 @@ class RingWriter:
     pend = compiled_pend()
 
     def rare_name(self, text: str, kind: str) -> int:
-        """The number of a text that a program makes up at will; that of "" where there is no room for its kind any more."""
+        """The number of a text that the program chooses; that of "" if there is no room for its kind any more."""
         return self.name(self._known_or(text, SIGNATURES_LIMIT, "", kind))
 
     def free_slot(self) -> int:
@@ -145,7 +146,7 @@ class RingWriter:
             return -1
 
     def waiting(self, slot: int, since_ns: int, thread: int = 0) -> None:
-        """Note that a thread (default: this one), or another (`STREAM`, `TIMED`), is blocked until an operation completes."""
+        """Record that a thread (default: this one), or `STREAM` or `TIMED`, is blocked until an operation completes."""
         if slot >= 0:
             PENDING_WAIT.pack_into(self.buffer, PENDING_AT + slot * PENDING.size, since_ns, thread or get_native_id())
 
@@ -256,8 +257,9 @@ class RingReader:
     def read(self) -> Any:
         """The records completed since the last call: a copy, as an array of `record_dtype()`.
 
-        The rank does not wait, so a record may change while it is looked at. It counts only if its commit number was right before
-        the copy and after it, and the rank not near its slot; what was overwritten is counted in `dropped`.
+        The rank does not wait, so a record may change while it is looked at. It counts only if its commit number was
+        right before the copy and after it, and the rank not near its slot; what was overwritten is counted in
+        `dropped`.
         """
         np = self._numpy
         first = self._next
@@ -282,7 +284,8 @@ class RingReader:
         oldest_safe = self._newest(last) + 1 - CAPACITY + IN_FLIGHT
         if first < oldest_safe or not (finished.all() and whole.all()):
             whole &= numbers >= oldest_safe
-            # What is not finished, another thread is writing, which took its number and was then held up: it will be read later.
+            # What is not finished, another thread is writing, which took its number and was then held up: it will be
+            # read later.
             end = len(numbers) if finished.all() else int(finished.argmin())
             records, last = records[:end][whole[:end]], first + end - 1
         self.dropped += last + 1 - self._next - len(records)
@@ -290,7 +293,7 @@ class RingReader:
         return records
 
     def _read_one(self, number: int) -> Any:
-        """The only record there is to read, in a fifth of the time that many take; None if it must be read as many are."""
+        """The only unread record, in a fifth of the usual time; None if it must be read in the usual way."""
         at = RECORDS_AT + (number & (CAPACITY - 1)) * RECORD_BYTES
         copy = bytearray(self.buffer[at : at + RECORD_BYTES])
         half_round = number + CAPACITY // 2
@@ -303,7 +306,7 @@ class RingReader:
         return _commit_at(self.buffer, number)
 
     def _newest(self, low: int) -> int:
-        """The newest record written after `low`, within a ring's length of it: by strides that double, then bisection."""
+        """The newest record written after `low`, at most a ring's length later: by doubling strides, then bisection."""
         end, step = low + CAPACITY + 1, 1
         while low + step < end and self._commit_at(low + step) >= low + step:
             low, step = low + step, step * 2

@@ -29,8 +29,8 @@ def _letters(fields: Iterable[Field]) -> str:
     return letters + "x" * (-struct.calcsize(letters) % 8)
 
 
-# A compute span fills only the head, in one pack; a communication fills the tail first. The commit number comes last in the
-# head, so that a reader in another process never takes a half-written record for a whole one.
+# A compute span fills only the head, in one pack; a communication fills the tail first. The commit number comes last in
+# the head, so that a reader in another process never takes a half-written record for a whole one.
 _HEAD_FIELDS: Final = _largest_first(f for f in FIELDS if isinstance(f.place, Head))
 TAIL_FIELDS: Final = _largest_first(f for f in FIELDS if isinstance(f.place, Tail))
 HEAD: Final = struct.Struct("<" + "".join(f.code for f in _HEAD_FIELDS) + "Hq")  # ..., flags, commit
@@ -58,9 +58,10 @@ NO_ROOM_AT: Final = 16
 SERVING_AT: Final = 20
 NAMES_BYTES: Final = 1 << 20
 LONGEST_NAME: Final = 1000  # bytes; what is longer is cut
-# A student's program may make up any number of names for its spans. Those of operations, groups and lines must find room all the
-# same: without them nobody sees who waits for whom. So each kind of name is kept while less than this part of the area is in use.
-# Spans with their places in the code, spans by their names alone, curves, what ranks give to operations:
+# A student's program may make up any number of names for its spans. Those of operations, groups and lines must find
+# room all the same: without them nobody sees who waits for whom. So each kind of name is kept while less than this part
+# of the area is in use. Spans with their places in the code, spans by their names alone, curves, what ranks give to
+# operations:
 PLACED_LIMIT, SPANS_LIMIT, SCALARS_LIMIT, SIGNATURES_LIMIT = (NAMES_BYTES * eighths // 8 for eighths in (2, 4, 5, 6))
 NO_ROOM: Final = ("spans", "values", "sizes", "groups")  # which names were not kept: a bit of the header each
 PENDING_AT: Final = HEADER_BYTES

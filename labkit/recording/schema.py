@@ -7,8 +7,8 @@ A field is an attribute of `Span`. Its annotation says where a record in the rin
     Flag(OPEN)       one bit, set where the value is not the default
     OfRank("i")      not in the ring: the reader knows it
 
-The letter is a type of Python's `struct` module. A text is interned, and the record holds its number. An attribute of `Pending`
-with the same name is in the table of operations under way as well.
+The letter is a type of Python's `struct` module. A text is interned, and the record holds its number. An attribute of
+`Pending` with the same name is in the table of operations under way as well.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class Tail:
 
     Args:
         code: of Python's `struct` module, 4 or 8 bytes long.
-        few: of a text: None where it always finds room, else the word of `NO_ROOM` for texts that a program makes up at will.
+        few: of a text: None where it always finds room, else the word of `NO_ROOM` for texts that a program makes up at
+            will.
     """
 
     code: str
@@ -97,18 +98,23 @@ class Span:
         wait_start_ns: when the rank began to be blocked until a communication completes; 0 if it never was.
         wait_end_ns: when it was no longer blocked.
         nbytes: size of the message or of the rank's tensors in a collective; 0 if unknown.
-        peer: the other rank of a message; -1 for a collective, and -2 - r for one from or to a single rank r, its `root`.
+        peer: the other rank of a message; -1 for a collective, and -2 - r for one from or to a single rank r, its
+            `root`.
         group: the process group, or the two ends of a message; "" for what one rank does alone.
-        match: the number of the operation within its group; spans of several ranks with the same group and match are one.
-        line: where the student's code issued it: "cell 5, line 12" or "train.py, line 12"; of a compute span, where the rank
-            first used its name in the run.
-        device: "cpu", or "cuda" where the times were taken by the GPU; "CPU:1" of a rank with several of TensorFlow's devices.
+        match: the number of the operation within its group; spans of several ranks with the same group and match are
+            one.
+        line: where the student's code issued it: "cell 5, line 12" or "train.py, line 12"; of a compute span, where the
+            rank first used its name in the run.
+        device: "cpu", or "cuda" where the times were taken by the GPU; "CPU:1" of a rank with several of TensorFlow's
+            devices.
         done: False for an operation that had not completed; it ends where the time looked at ends.
-        automatic: True for a compute span that labkit records without the program's help, such as a call that is served.
+        automatic: True for a compute span that labkit records without the program's help, such as a call that is
+            served.
         measured: True for operations as TensorFlow's profiler saw them run: nothing blocks them meanwhile.
         sized: False for a communication that moved bytes, nobody knows how many; `nbytes` is 0.
         served: True where a thread of the rank that does what another rank has called computed, or was blocked.
-        signature: of a collective, what all ranks must give alike: "float32 [4, 3], product, root 1"; of a message, its tensor.
+        signature: of a collective, what all ranks must give alike: "float32 [4, 3], product, root 1"; of a message, its
+            tensor.
     """
 
     rank: Annotated[int, OfRank("i")]

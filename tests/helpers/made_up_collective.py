@@ -1,4 +1,5 @@
-"""A collective that no torch has, added to the table of operations and to nothing else: what labkit makes of it, as JSON."""
+"""A collective that no torch has, added to the table of operations and to nothing else: what labkit makes of it, as
+JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The table of operations: its entries are whole, nothing else lists operations, and a new entry needs no other edit."""
+"""The table of operations: its entries are whole, nothing else lists operations, and a new entry needs no other
+edit."""
 
 from __future__ import annotations
 
@@ -139,7 +140,8 @@ ELSEWHERE = {
 
 
 def names_asked_for(path: Path) -> set[str]:
-    """The names of operations, and how they begin, that a file compares something with, or has as keys of a dictionary."""
+    """The names of operations, and how they begin, that a file compares something with, or has as keys of a
+    dictionary."""
     names = {form.name for kind in OPERATION_TYPES for form in kind.forms} | {kind.name for kind in OPERATION_TYPES}
     asked: list[ast.expr | None] = []
     for node in ast.walk(ast.parse(path.read_text())):
