@@ -55,7 +55,7 @@ class Booking:
 
     def cancel(self) -> None:
         """It was refused, so it never was."""
-        self._slow.shared_link.leave(self._group, self._match)
+        self._slow.shared_link.withdraw(self._group, self._match)
 
     def delayed(self, future: Any, tell: Callable[[Any, Callable[[Any], None]], None]) -> Any:
         """A future that completes as the given one does, but not before the operation ends.
@@ -92,7 +92,7 @@ class SlowLink:
     def collective(self, name: str, nbytes: int, ranks: Sequence[int], group: str, match: int, at_ns: int) -> Booking:
         """This rank has entered a collective. A rank's collectives use its link in sequence, as on one NCCL stream."""
         cost_ns = round(self.link.seconds(name, nbytes, len(ranks)) * 1e9)
-        self.shared_link.come(group, match, at_ns, Cost(cost_ns, cost_ns, ranks, ranks, len(ranks)))
+        self.shared_link.arrive(group, match, at_ns, Cost(cost_ns, cost_ns, ranks, ranks, len(ranks)))
         return Booking(self, group, match)
 
     def message(
@@ -111,7 +111,7 @@ class SlowLink:
         """
         busy_ns = round(nbytes / self.link.bytes_per_s * 1e9)
         cost_ns = round(self.link.latency_s * 1e9) + busy_ns
-        self.shared_link.come(group, match, at_ns, Cost(cost_ns, busy_ns, [source], [destination], ends))
+        self.shared_link.arrive(group, match, at_ns, Cost(cost_ns, busy_ns, [source], [destination], ends))
         return Booking(self, group, match)
 
     def at(self, due_ns: int, action: Callable[[], None]) -> None:

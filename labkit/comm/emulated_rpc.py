@@ -47,7 +47,7 @@ class SlowCalls:
         if travels:
             self._send(self._slow.rank, caller, nbytes, f"reply {pair}", number, at_ns)
         else:
-            self._slow.shared_link.come(f"value {pair}", number, at_ns, self._slow.nothing)
+            self._slow.shared_link.arrive(f"value {pair}", number, at_ns, self._slow.nothing)
 
     def until_reply(self, operation: Operation, result: Any, pair: str, number: int) -> Any:
         """On the caller: a future that completes when the reply to a call has come over the link.

@@ -1,1 +1,1 @@
-"""What communication costs: links, closed formulas and predictions, fits to measured times, emulated links shared by ranks."""
+"""The cost of communication: links, closed-form predictions, fits to measured times, the clock of emulated links."""

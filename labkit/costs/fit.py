@@ -1,4 +1,4 @@
-"""Latency and bandwidth from times that were measured: a robust fit of `costs.link`'s model, and how good it is."""
+"""Latency and bandwidth from measured times: a robust fit of the model in `costs.link`, and its errors."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from labkit.errors.units import in_words
 __all__ = ["Fit", "fit"]
 
 ITERATIONS: Final = 60
-SMALLEST_RESIDUAL: Final = 1e-4  # relative: a point that is hit exactly does not count for ever more
+SMALLEST_RESIDUAL: Final = 1e-4  # relative; bounds the weight of a point that the fit hits exactly
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """One operation: the times measured, and the latency and bandwidth that explain them best.
+    """The measured times of one operation, and the latency and bandwidth that fit them best.
 
     Args:
-        operation: as torch.distributed calls it; "send" is one way of a message there and back, "rpc" of a remote call.
-        ranks: how many took part.
-        nbytes: the sizes, as `costs.link.rounds_and_share` counts them.
-        seconds: the median time for each.
-        latency_us: α of the model, microseconds for each of its rounds.
-        gbit_per_s: B of the model; infinite where larger messages took no longer.
+        operation: its name in torch.distributed; "send" is one way of a message and its reply, "rpc" of a remote call.
+        ranks: the number of participating ranks.
+        nbytes: the sizes in bytes, as counted by `costs.link.rounds_and_share`.
+        seconds: the median time of each size.
+        latency_us: α of the model, in microseconds per round.
+        gbit_per_s: B of the model; infinite if larger messages took no longer.
     """
 
     operation: str
@@ -40,23 +40,23 @@ class Fit:
     gbit_per_s: float
 
     def predicted_s(self, nbytes: float) -> float:
-        """What the fit says for a size, in seconds."""
+        """The fitted time of a size, in seconds."""
         rounds, share = rounds_and_share(self.operation, self.ranks)
         return rounds * self.latency_us * 1e-6 + share * nbytes * 8e-9 / self.gbit_per_s
 
     @property
     def residuals(self) -> tuple[float, ...]:
-        """Measured over fitted, less 1, for each size."""
+        """Measured time divided by fitted time, minus 1, for each size."""
         return tuple(s / self.predicted_s(n) - 1 for n, s in zip(self.nbytes, self.seconds, strict=True))
 
     @property
     def error(self) -> float:
-        """How far a point lies from the fit in the median, as a share of the fit: 0.05 is good, 0.5 is no link of this kind."""
+        """The median relative error: 0.05 is a good fit; with 0.5, the model does not describe this link."""
         return float(np.median(np.abs(self.residuals)))
 
     @property
     def worst(self) -> float:
-        """The same for the point that lies farthest."""
+        """The largest relative error."""
         return max(map(abs, self.residuals))
 
     @property
@@ -70,27 +70,27 @@ class Fit:
         """The fit as a link.
 
         Raises:
-            LabError: larger messages took no longer than small ones, so that nothing is known of the bandwidth.
+            LabError: larger messages took no longer than small ones, so that the bandwidth is unknown.
         """
         if not math.isfinite(self.gbit_per_s):
             raise LabError(
                 f"{self.operation}: {in_words(max(self.nbytes), 'B')} took no longer than {in_words(min(self.nbytes), 'B')}, "
-                "which tells nothing of the bandwidth. Measure again, with larger messages or while less else runs."
+                "so the bandwidth is unknown. Measure again, with larger messages or while the machine is less busy."
             )
         return Link(gbit_per_s=self.gbit_per_s, latency_us=self.latency_us, name=f"measured by {self.operation}")
 
 
 def fit(operation: str, ranks: int, nbytes: Sequence[int], seconds: Sequence[float]) -> Fit:
-    """Find the latency and the bandwidth, neither negative, for which the sum of all relative errors is least.
+    """Find the non-negative latency and bandwidth that minimize the sum of the absolute relative errors.
 
-    Relative, so that microseconds count as much as seconds; their sum and not that of their squares, so that a single time which
-    the system has spoilt does not move the rest. Found by least squares with weights that are adapted again and again.
+    Errors are relative, so that microseconds count as much as seconds; and not squared, so that an outlier does not
+    affect the fit. The method is iteratively reweighted least squares.
 
     Args:
-        operation: as torch.distributed calls it.
-        ranks: how many took part.
-        nbytes: sizes, at least two different ones.
-        seconds: how long each took.
+        operation: its name in torch.distributed.
+        ranks: the number of participating ranks.
+        nbytes: sizes in bytes, at least two different ones.
+        seconds: the time of each size.
 
     Source: P. W. Holland, R. E. Welsch, "Robust regression using iteratively reweighted least-squares", 1977.
     """
@@ -108,7 +108,7 @@ def fit(operation: str, ranks: int, nbytes: Sequence[int], seconds: Sequence[flo
 
 
 def _not_negative(terms: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Least squares for two unknowns of which none is negative: the free solution, or that with one of them 0."""
+    """Non-negative least squares for two unknowns: the unconstrained solution, or the best one with an unknown of 0."""
     free: np.ndarray = np.linalg.lstsq(terms, wanted, rcond=None)[0]
     if (free >= 0).all():
         return free

@@ -1,10 +1,10 @@
-"""`lab.predict`: what communication, a step, a bubble or memory should come to, in closed form, with its working.
+"""`lab.predict`: closed-form predictions of communication, training steps, pipeline bubbles and memory.
 
     lab.predict.all_reduce(4e6, ranks=4, link=lab.Link.ethernet_1g)            # 48.3 ms
-    lab.predict.all_reduce(4e6, ranks=4, link=lab.Link.ethernet_1g).working    # how that comes about, set in LaTeX
+    lab.predict.all_reduce(4e6, ranks=4, link=lab.Link.ethernet_1g).working    # the derivation, in LaTeX
 
-Every prediction is a number in seconds, bytes, or a share of one. α is a link's latency, B its bandwidth, p the number of ranks,
-n a size in bytes. What runs over a `labkit.Link` in a group follows the same formulas (`costs.link.rounds_and_share`).
+A prediction is a number of seconds or bytes, or a fraction. α is a link's latency, B its bandwidth, p the number of
+ranks, n a size in bytes. An emulated `labkit.Link` follows the same formulas (`costs.link.rounds_and_share`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def __dir__() -> list[str]:
 
 
 def message(nbytes: float, link: Link) -> Prediction:
-    """Seconds from the moment when sender and receiver have come until a message of `nbytes` bytes has: α + n/B.
+    """Seconds of a message of `nbytes` bytes, once both sender and receiver have arrived: α + n/B.
 
     Source: R. W. Hockney, "The communication challenge for MPP", 1994.
     """
@@ -44,12 +44,12 @@ def all_reduce(nbytes: float, ranks: int, link: Link, *, algorithm: str = "ring"
     """Seconds of an all-reduce of a tensor of `nbytes` bytes.
 
     Args:
-        nbytes: size of the tensor that every rank gives.
-        ranks: p, how many ranks.
-        link: what joins them.
-        algorithm: "ring": 2(p−1)·α + 2(p−1)/p·n/B, best for large tensors, and what a group's link uses; "tree": a reduce and a
-            broadcast, 2⌈log₂ p⌉·(α + n/B), good for small ones; "halving": Rabenseifner's, 2⌈log₂ p⌉·α + 2(p−1)/p·n/B, for p a
-            power of two.
+        nbytes: size of each rank's tensor.
+        ranks: p, the number of ranks.
+        link: the link between them.
+        algorithm: "ring": 2(p−1)·α + 2(p−1)/p·n/B, best for large tensors, and used by emulated links; "tree": a reduce
+            and a broadcast, 2⌈log₂ p⌉·(α + n/B), good for small tensors; "halving": Rabenseifner's algorithm, for p a
+            power of two, 2⌈log₂ p⌉·α + 2(p−1)/p·n/B.
 
     Raises:
         TypeError, ValueError: an invalid argument.
@@ -70,29 +70,29 @@ def all_reduce(nbytes: float, ranks: int, link: Link, *, algorithm: str = "ring"
 
 
 def all_gather(nbytes: float, ranks: int, link: Link) -> Prediction:
-    """Seconds until all ranks have the parts of all, by a ring: (p−1)·α + (p−1)/p·n/B, n the bytes of all parts together."""
+    """Seconds of a ring all-gather: (p−1)·α + (p−1)/p·n/B, with n the bytes of all ranks' parts together."""
     return _collective("all_gather", nbytes, ranks, link)
 
 
 def reduce_scatter(nbytes: float, ranks: int, link: Link) -> Prediction:
-    """Seconds until each rank has its part of the sum, by a ring: (p−1)·α + (p−1)/p·n/B, n the bytes of what each rank gives."""
+    """Seconds of a ring reduce-scatter: (p−1)·α + (p−1)/p·n/B, with n the bytes of each rank's input."""
     return _collective("reduce_scatter", nbytes, ranks, link)
 
 
 def all_to_all(nbytes: float, ranks: int, link: Link) -> Prediction:
-    """Seconds of a pairwise exchange: (p−1)·α + (p−1)/p·n/B, n the bytes that each rank has for all, itself included."""
+    """Seconds of a pairwise all-to-all: (p−1)·α + (p−1)/p·n/B, with n the bytes of a rank's parts for all ranks."""
     return _collective("all_to_all", nbytes, ranks, link)
 
 
 def broadcast(nbytes: float, ranks: int, link: Link, *, algorithm: str = "tree") -> Prediction:
-    """Seconds until all ranks have the `nbytes` bytes of one.
+    """Seconds of a broadcast of `nbytes` bytes.
 
     Args:
         nbytes: size of the tensor.
-        ranks: p, how many ranks, the root included.
-        link: what joins them.
-        algorithm: "tree": binomial, ⌈log₂ p⌉·(α + n/B), which a group's link uses; "scatter": parts to all, then an all-gather,
-            (⌈log₂ p⌉ + p − 1)·α + 2(p−1)/p·n/B, better for large tensors.
+        ranks: p, the number of ranks, including the root.
+        link: the link between them.
+        algorithm: "tree": a binomial tree, ⌈log₂ p⌉·(α + n/B), used by emulated links; "scatter": a scatter and an
+            all-gather, (⌈log₂ p⌉ + p − 1)·α + 2(p−1)/p·n/B, better for large tensors.
 
     Raises:
         TypeError, ValueError: an invalid argument.
@@ -109,22 +109,22 @@ def broadcast(nbytes: float, ranks: int, link: Link, *, algorithm: str = "tree")
 
 
 def reduce(nbytes: float, ranks: int, link: Link) -> Prediction:
-    """Seconds until one rank has the sum of the tensors, of `nbytes` each, by a binomial tree: ⌈log₂ p⌉·(α + n/B)."""
+    """Seconds of a binomial-tree reduce of tensors of `nbytes` bytes: ⌈log₂ p⌉·(α + n/B)."""
     return _collective("reduce", nbytes, ranks, link)
 
 
 def gather(nbytes: float, ranks: int, link: Link) -> Prediction:
-    """Seconds until one rank has the parts of all, by a binomial tree: ⌈log₂ p⌉·α + (p−1)/p·n/B, n their bytes together."""
+    """Seconds of a binomial-tree gather: ⌈log₂ p⌉·α + (p−1)/p·n/B, with n the bytes of all parts together."""
     return _collective("gather", nbytes, ranks, link)
 
 
 def scatter(nbytes: float, ranks: int, link: Link) -> Prediction:
-    """Seconds until each rank has its part of what one had, by a binomial tree: ⌈log₂ p⌉·α + (p−1)/p·n/B, n all parts' bytes."""
+    """Seconds of a binomial-tree scatter: ⌈log₂ p⌉·α + (p−1)/p·n/B, with n the bytes of all parts together."""
     return _collective("scatter", nbytes, ranks, link)
 
 
 def barrier(ranks: int, link: Link) -> Prediction:
-    """Seconds until every rank knows that all have come, by dissemination: ⌈log₂ p⌉·α.
+    """Seconds of a dissemination barrier: ⌈log₂ p⌉·α.
 
     Source: D. Hensgen, R. Finkel, U. Manber, "Two algorithms for barrier synchronization", 1988.
     """
@@ -132,13 +132,13 @@ def barrier(ranks: int, link: Link) -> Prediction:
 
 
 def rpc(request_bytes: float, reply_bytes: float, link: Link, *, compute_s: float = 0.0) -> Prediction:
-    """Seconds of a remote call, there and back: 2α + (n₁ + n₂)/B + t.
+    """Seconds of a remote call and its reply: 2α + (n₁ + n₂)/B + t.
 
     Args:
-        request_bytes: n₁, the arguments.
-        reply_bytes: n₂, the result.
-        link: what joins the two.
-        compute_s: t, how long the callee computes.
+        request_bytes: n₁, the size of the arguments.
+        reply_bytes: n₂, the size of the result.
+        link: the link between the two ranks.
+        compute_s: t, the compute time of the callee.
     """
     check_arguments(request_bytes=request_bytes, reply_bytes=reply_bytes, link=link, compute_s=compute_s)
     value = 2 * link.latency_s + (request_bytes + reply_bytes) / link.bytes_per_s + compute_s
@@ -160,30 +160,29 @@ def data_parallel_step(
 ) -> Prediction:
     """Seconds of one data-parallel training step: forward, backward, all-reduces of the gradients, optimizer.
 
-    With m buckets of n/m bytes, of which each is complete after another m-th of the backward pass, and whose ring all-reduces,
-    t_a each, go one after the other, an overlapped step takes t_f + max(t_b + (m−1)·o + t_a, t_b/m + m·t_a) + t_o: the last
-    bucket is complete with the backward pass, from which the all-reduces before it took o each, and the link has m of them to
-    carry from the first bucket on. Without overlap a step takes t_f + t_b + m·t_a + t_o. Where ranks share cores, give the times
-    as measured with all of them computing.
+    The gradients are reduced in m buckets of n/m bytes. One bucket is complete after each m-th of the backward pass,
+    and their ring all-reduces, of t_a each, run one after the other. With overlap, a step takes t_f + max(t_b + (m−1)·o
+    + t_a, t_b/m + m·t_a) + t_o: either the backward pass is the bottleneck, delayed by o for each all-reduce before the
+    last; or the link, which transfers m buckets from the completion of the first. Without overlap, a step takes t_f +
+    t_b + m·t_a + t_o. If ranks share cores, pass times measured while all of them compute.
 
     Args:
         forward_s: t_f, the forward pass on a rank's part of the batch.
         backward_s: t_b, the backward pass alone.
-        gradient_bytes: n, of all gradients.
-        ranks: p, how many ranks.
-        link: what joins them.
-        overlap: whether all-reduces run beside the backward pass, as DistributedDataParallel's do.
-        buckets: m, in how many parts the gradients are reduced.
-        optimizer_s: t_o, the optimizer.
-        overhead_s: o, for how long one bucket's all-reduce keeps a processor that would compute meanwhile: 0 where another one
-            does it; where every core of a laptop has a rank, the processor time of one all-reduce.
+        gradient_bytes: n, the size of all gradients.
+        ranks: p, the number of ranks.
+        link: the link between them.
+        overlap: whether all-reduces overlap the backward pass, as in DistributedDataParallel.
+        buckets: m, the number of buckets.
+        optimizer_s: t_o, the optimizer step.
+        overhead_s: o, the CPU time that an all-reduce takes from the backward pass: 0 if another processor does it; the
+            CPU time of one all-reduce if every core of a laptop runs a rank.
 
     Raises:
         TypeError, ValueError: an invalid argument.
 
-    Source: buckets and overlap: S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020;
-    overhead: D. Culler et al., "LogP: Towards a Realistic Model of Parallel Computation", 1993; the formula is ours, for equal
-    buckets that are complete at equal intervals.
+    Source: overlap: S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020;
+    overhead: D. Culler et al., "LogP: Towards a Realistic Model of Parallel Computation", 1993; the formula is labkit's.
     """
     check_arguments(forward_s=forward_s, backward_s=backward_s, gradient_bytes=gradient_bytes, ranks=ranks, link=link)
     check_arguments(buckets=buckets, optimizer_s=optimizer_s, overhead_s=overhead_s)
@@ -192,8 +191,8 @@ def data_parallel_step(
     source += f"; {_LOGP}" if overhead_s else ""
     begin, end = rf"{_s(forward_s)} + ", rf" + {_s(optimizer_s)}"
     if overlap:
-        taken = (buckets - 1) * overhead_s
-        value = forward_s + max(backward_s + taken + each, backward_s / buckets + buckets * each) + optimizer_s
+        delay_s = (buckets - 1) * overhead_s
+        value = forward_s + max(backward_s + delay_s + each, backward_s / buckets + buckets * each) + optimizer_s
         o_term = r" + (m - 1)\,o" if overhead_s else ""
         formula = (
             rf"t_f + \max\left(t_b{o_term} + t_a,\ \frac{{t_b}}{{m}} + m\,t_a\right) + t_o,"
@@ -212,21 +211,23 @@ def data_parallel_step(
 
 
 def pipeline_bubble(stages: int, micro_batches: int, *, schedule: str = "gpipe", chunks: int = 1) -> Prediction:
-    """The share of a pipelined step during which a stage has nothing to do: (p−1)/(v·m + p − 1).
+    """The bubble, the share of a pipelined step in which a stage is idle: (p−1)/(v·m + p − 1).
 
-    Narayanan et al. give the bubble in proportion to the ideal time, (p−1)/(v·m); this is its share of the whole step. Stages are
-    taken to be equally long, and messages to take no time.
+    Narayanan et al. define the bubble relative to the ideal time, (p−1)/(v·m); this is its share of the whole step. The
+    formula assumes stages of equal duration and messages that take no time.
 
     Args:
-        stages: p, how many ranks the model is cut over.
-        micro_batches: m, into how many parts the batch is cut.
-        schedule: as for `lab.schedule`: "gpipe" or "1f1b", whose bubbles are equal (1F1B keeps less), or "interleaved 1f1b".
-        chunks: v, how many parts of the model each rank has, for "interleaved 1f1b".
+        stages: p, the number of ranks over which the model is split.
+        micro_batches: m, the number of micro-batches.
+        schedule: as for `lab.schedule`: "gpipe" or "1f1b", which have the same bubble (1F1B keeps fewer activations),
+            or "interleaved 1f1b".
+        chunks: v, the number of model parts per rank, for "interleaved 1f1b".
 
     Raises:
         TypeError, ValueError: an invalid argument.
 
-    Source: Y. Huang et al., "GPipe", 2019; D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
+    Source: Y. Huang et al., "GPipe", 2019; D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
+        Clusters
     Using Megatron-LM", 2021.
     """
     check_arguments(stages=stages, micro_batches=micro_batches, chunks=chunks)
@@ -250,27 +251,27 @@ def pipeline_step(
     nbytes: float = 0.0,
     overlap: bool = False,
 ) -> Prediction:
-    """Seconds of one step of a GPipe pipeline of equal stages, all forwards before all backwards.
+    """Seconds of one step of a GPipe pipeline with equal stages: all forward passes, then all backward passes.
 
-    With t = α + n/B, the way from one stage to the next, the forwards take p·t_f + (p−1)·t + (m−1)·(t_f + t): the first
-    micro-batch passes all stages, and the others follow at the pace of a stage, which receives each and computes on it. The
-    backwards take likewise. Where a stage receives the next micro-batch while it computes on this one, the pace is that of
-    whatever is slower, max(t_f, n/B). Without a link both come to (m + p − 1)·(t_f + t_b).
+    With t = α + n/B, the time of a message between stages, the forward passes take p·t_f + (p−1)·t + (m−1)·(t_f + t):
+    the first micro-batch passes through all stages, and the others follow at the pace of a stage, which receives a
+    micro-batch and computes on it. The backward passes take the corresponding time. If a stage receives the next
+    micro-batch while it computes, the pace is max(t_f, n/B). Without a link, the step takes (m + p − 1)·(t_f + t_b).
 
     Args:
-        stages: p, how many ranks the model is cut over.
-        micro_batches: m, into how many parts the batch is cut.
-        forward_s: t_f, of one stage on one micro-batch.
-        backward_s: t_b, likewise.
-        link: what joins the stages; None: messages take no time.
-        nbytes: n, what one stage sends the next for one micro-batch; as much comes back as a gradient.
-        overlap: whether a stage has asked for its next micro-batch before it computes. torch's `ScheduleGPipe` has not: it posts
-            a receive when it comes to the micro-batch, and a message begins when both its ends have come.
+        stages: p, the number of ranks over which the model is split.
+        micro_batches: m, the number of micro-batches.
+        forward_s: t_f, the forward pass of one stage on one micro-batch.
+        backward_s: t_b, the backward pass of one stage on one micro-batch.
+        link: the link between stages; None: messages take no time.
+        nbytes: n, the size of a stage's output for one micro-batch, and of its gradient.
+        overlap: whether a stage posts the receive of the next micro-batch before it computes. torch's `ScheduleGPipe`
+            does not; and a message starts when both sender and receiver have arrived.
 
     Raises:
         TypeError, ValueError: an invalid argument.
 
-    Source: Y. Huang et al., "GPipe", 2019, for the schedule; the terms of the link are ours.
+    Source: schedule: Y. Huang et al., "GPipe", 2019; the terms of the link are labkit's own.
     """
     check_arguments(stages=stages, micro_batches=micro_batches, forward_s=forward_s, backward_s=backward_s, nbytes=nbytes)
     hop_s = busy_s = 0.0
@@ -302,25 +303,26 @@ def tensor_parallel_layer(
     compute_s: float = 0.0,
     backward: bool = True,
 ) -> Prediction:
-    """Seconds of one transformer layer cut over p ranks as in Megatron-LM: t/p + 4 all-reduces of b·s·h values.
+    """Seconds of one tensor-parallel transformer layer as in Megatron-LM: t/p + 4 all-reduces of b·s·h values.
 
-    Attention and MLP are each cut first by columns, then by rows, so that each needs one all-reduce of its output forward and one
-    of its input's gradient backward; nothing overlaps.
+    Attention and MLP are each split first by columns, then by rows, so that each needs one all-reduce of its output in
+    the forward pass and one of its input's gradient in the backward pass. Nothing overlaps.
 
     Args:
-        batch: b, sequences.
-        sequence: s, tokens in each.
-        hidden: h, width of the model.
-        ranks: p, how many ranks the layer is cut over.
-        link: what joins them.
-        value_bytes: of one activation: 2 for bfloat16, 4 for float32.
-        compute_s: t, how long one rank would compute on the whole layer; 0 gives the communication alone.
-        backward: whether the backward pass counts; else there are 2 all-reduces.
+        batch: b, the number of sequences.
+        sequence: s, tokens per sequence.
+        hidden: h, the width of the model.
+        ranks: p, the number of ranks over which the layer is split.
+        link: the link between them.
+        value_bytes: bytes per activation: 2 for bfloat16, 4 for float32.
+        compute_s: t, the compute time of the whole layer on one rank; 0 gives the communication alone.
+        backward: whether to include the backward pass; without it, there are 2 all-reduces.
 
     Raises:
         TypeError, ValueError: an invalid argument.
 
-    Source: M. Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019.
+    Source: M. Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
+        2019.
     """
     check_arguments(
         batch=batch, sequence=sequence, hidden=hidden, ranks=ranks, link=link, value_bytes=value_bytes, compute_s=compute_s
@@ -341,16 +343,17 @@ def zero_memory(
     gradient_bytes: float = 2,
     optimizer_bytes: float = 12,
 ) -> Prediction:
-    """Bytes that each rank holds of parameters, gradients and optimizer state; activations come on top.
+    """Bytes of parameters, gradients and optimizer state on each rank, without activations.
 
     Args:
-        parameters: Ψ, how many the model has.
-        ranks: p, over how many ranks ZeRO cuts.
-        stage: what is cut: 0 nothing (plain data parallel), 1 the optimizer's state, 2 gradients too, 3 parameters too (FSDP).
-        parameter_bytes: of one parameter; 2 in mixed precision, 4 in float32.
-        gradient_bytes: of one gradient.
-        optimizer_bytes: K, of the optimizer's state for one parameter: 12 for Adam in mixed precision (a float32 copy, momentum,
-            variance), 8 for Adam in float32, 4 for SGD with momentum.
+        parameters: Ψ, the number of parameters.
+        ranks: p, the number of ranks over which ZeRO shards.
+        stage: the ZeRO stage, what is sharded: 0 nothing (plain data parallel), 1 optimizer state, 2 also gradients, 3
+            also parameters (FSDP).
+        parameter_bytes: bytes per parameter; 2 in mixed precision, 4 in float32.
+        gradient_bytes: bytes per gradient.
+        optimizer_bytes: K, bytes of optimizer state per parameter: 12 for Adam in mixed precision (a float32 copy,
+            momentum, variance), 8 for Adam in float32, 4 for SGD with momentum.
 
     Raises:
         TypeError, ValueError: an invalid argument.
@@ -361,13 +364,15 @@ def zero_memory(
     check_arguments(optimizer_bytes=optimizer_bytes)
     if isinstance(stage, bool) or not isinstance(stage, int) or stage not in (0, 1, 2, 3):
         raise ValueError(
-            f"stage={stage!r}: expected 0 (nothing is cut), 1 (optimizer state), 2 (and gradients) or 3 (and parameters)"
+            f"stage={stage!r}: expected 0 (nothing is sharded), 1 (optimizer state), 2 (and gradients) or 3 (and parameters)"
         )
-    cut = [stage >= 3, stage >= 2, stage >= 1]
+    sharded = [stage >= 3, stage >= 2, stage >= 1]
     each = [parameter_bytes, gradient_bytes, optimizer_bytes]
-    value = sum(size * parameters / (ranks if is_cut else 1) for size, is_cut in zip(each, cut, strict=True))
-    letters = [rf"\frac{{{name}}}{{p}}" if is_cut else name for name, is_cut in zip("wgK", cut, strict=True)]
-    figures = [rf"\frac{{{size:g}}}{{{ranks}}}" if is_cut else f"{size:g}" for size, is_cut in zip(each, cut, strict=True)]
+    value = sum(size * parameters / (ranks if is_sharded else 1) for size, is_sharded in zip(each, sharded, strict=True))
+    letters = [rf"\frac{{{name}}}{{p}}" if is_sharded else name for name, is_sharded in zip("wgK", sharded, strict=True)]
+    figures = [
+        rf"\frac{{{size:g}}}{{{ranks}}}" if is_sharded else f"{size:g}" for size, is_sharded in zip(each, sharded, strict=True)
+    ]
     formula, inserted = " + ".join(letters), " + ".join(figures)
     source = "Rajbhandari et al., ZeRO, 2020"
     return Prediction(

@@ -1,4 +1,4 @@
-"""`Prediction`: a number that was worked out, and, for whoever asks, its working in LaTeX."""
+"""`Prediction`: a computed number with its derivation in LaTeX."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["Prediction", "Working", "check_arguments", "in_latex"]
 _COUNTS: Final = frozenset(
     {"ranks", "stages", "micro_batches", "chunks", "buckets", "batch", "sequence", "hidden", "value_bytes"}
 )
-LARGEST: Final = 1e30  # bytes or seconds: more can only be a mistake, and would end as an overflow
+LARGEST: Final = 1e30  # bytes or seconds: more is certainly a mistake, and would overflow
 
 
 class Working(str):
-    """How a number comes about, in LaTeX; a notebook shows it set."""
+    """The derivation of a number in LaTeX, which a notebook renders."""
 
     __slots__ = ()
 
@@ -26,15 +26,15 @@ class Working(str):
 
 
 class Prediction(float):
-    """A predicted number, in seconds, bytes, or as a share of one; calculating with it gives plain numbers.
+    """A predicted number of seconds or bytes, or a fraction; arithmetic with it gives plain floats.
 
     Args:
-        value: in the unit.
-        unit: "s", "B", or "" for a share.
-        symbol: what the formula calls it, in LaTeX.
-        formula: the right side of the formula, in LaTeX.
-        inserted: the same with the numbers in place of the letters.
-        source: where the formula comes from.
+        value: the number, in `unit`.
+        unit: "s", "B", or "" for a fraction.
+        symbol: its symbol in LaTeX.
+        formula: the right side of the formula in LaTeX.
+        inserted: the formula with numbers in place of the symbols.
+        source: the source of the formula.
     """
 
     unit: str
@@ -44,13 +44,13 @@ class Prediction(float):
     source: str
 
     def __new__(cls, value: float, unit: str, symbol: str, formula: str, inserted: str, source: str) -> Prediction:
-        """A float cannot be given its value later."""
+        """Create the number: a float's value is set here, not in `__init__`."""
         self = super().__new__(cls, value)
         self.unit, self.symbol, self.formula, self.inserted, self.source = unit, symbol, formula, inserted, source
         return self
 
     def __getnewargs__(self) -> Any:
-        """What it is made of anew where it is sent to."""
+        """The arguments with which it is unpickled."""
         return float(self), self.unit, self.symbol, self.formula, self.inserted, self.source
 
     def __repr__(self) -> str:
@@ -60,20 +60,24 @@ class Prediction(float):
 
     @property
     def working(self) -> Working:
-        """The formula, the numbers inserted, and the result, in LaTeX. The last line of a cell shows it set."""
+        """The formula, the numbers inserted, and the result, in LaTeX; rendered as a cell's last expression."""
         rest = "".join(rf" \\ &= {step}" for step in (self.inserted, in_latex(float(self), self.unit)))
         return Working(f"{self.symbol} &= {self.formula}{rest}")
 
 
 def in_latex(value: float, unit: str) -> str:
-    """The same in LaTeX."""
+    """A value with its unit in LaTeX."""
     figures, shown = scaled(value, unit)
     shown = shown.replace("%", r"\%").replace("µs", r"µs")
     return rf"{figures}\,\text{{{shown}}}"
 
 
 def check_arguments(**arguments: Any) -> None:
-    """Refuse invalid arguments. Valid are links, whole numbers from 1 for counts, and else numbers from 0."""
+    """Check arguments by name: links, counts (whole numbers from 1), and other numbers (from 0).
+
+    Raises:
+        TypeError, ValueError: an invalid argument.
+    """
     for name, value in arguments.items():
         if name == "link":
             if not isinstance(value, Link):

@@ -1,4 +1,4 @@
-"""The names of pipeline schedules: one spelling of each, and the others that are understood."""
+"""The names of pipeline schedules: the canonical spelling of each, and the accepted alternatives."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ GPIPE: Final = "gpipe"
 ONE_F_ONE_B: Final = "1f1b"
 INTERLEAVED: Final = "interleaved 1f1b"
 _NAMES: Final = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
-_ALSO: Final = {  # without blanks and the like, in small letters
+_ALSO: Final = {  # letters and digits only, in lower case
     "gpipe": GPIPE,
-    "schedulegpipe": GPIPE,  # torch.distributed.pipelining's
+    "schedulegpipe": GPIPE,  # the class in torch.distributed.pipelining
     "1f1b": ONE_F_ONE_B,
     "schedule1f1b": ONE_F_ONE_B,
     "interleaved": INTERLEAVED,
@@ -24,15 +24,15 @@ _ALSO: Final = {  # without blanks and the like, in small letters
 
 
 def schedule_name(given: Any, where: str) -> str:
-    """The one spelling of a schedule's name: `GPIPE`, `ONE_F_ONE_B` or `INTERLEAVED`.
+    """The canonical name of a schedule: `GPIPE`, `ONE_F_ONE_B` or `INTERLEAVED`.
 
     Args:
         given: "1F1B", "interleaved_1f1b", torch's "ScheduleGPipe", ...
-        where: what it was given to, for the error.
+        where: the name of the argument, for the error message.
 
     Raises:
-        TypeError: it is no text.
-        ValueError: no schedule is called so.
+        TypeError: `given` is not a string.
+        ValueError: there is no schedule of this name.
     """
     expected = listed(map(repr, _NAMES), word="or")
     if not isinstance(given, str):

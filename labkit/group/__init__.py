@@ -1,1 +1,4 @@
-"""Groups of ranks in the notebook's process: started, called, watched over, ended. It knows nothing of figures."""
+"""Groups of ranks, in the notebook's process: starts ranks, runs functions on them, detects deadlocks, ends ranks.
+
+Nothing in this package draws; a live picture is passed in as a `picture.Picture`.
+"""

@@ -1,4 +1,4 @@
-"""The names of a `%%ranks` cell: what it takes from the notebook, what it leaves in the ranks, and what is gone with them."""
+"""The names of a `%%ranks` cell: sent from the notebook, assigned in the ranks, and lost when ranks end."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from labkit.group.member import Member
 
 __all__ = ["CellNames", "lost_names"]
 
-MOST_NAMES: Final = 8  # in the line that says which are gone
+MOST_NAMES: Final = 8  # in the message about lost names
 
 
 class CellNames:
-    """What travels with one cell.
+    """The names sent with one cell.
 
-    A name travels if the notebook assigned it after it last travelled, and after the ranks last assigned it themselves.
+    A name is sent if the notebook assigned it after it was last sent, and after the ranks last assigned it themselves.
 
     Args:
         home: the notebook's namespace.
-        read: the names that the cell takes from it.
-        written: the names that the cell surely assigns.
-        label: what the student calls the cell.
-        members: the ranks that run it, if they are there already.
+        read: the names that the cell reads.
+        written: the names that the cell certainly assigns.
+        label: the cell's name for the student: "cell 5".
+        members: the ranks that run it, if they have been started.
+
+    Attributes:
+        to_send: the values that at least one of the ranks lacks, by name.
     """
 
     def __init__(
@@ -31,18 +34,18 @@ class CellNames:
     ) -> None:
         self._home, self._written, self._label = home, written, label
         known = [m.notebook_values for m in members] or [{}]
-        self.due = {n: home[n] for n in read if any(n not in b or b[n] is not home[n] for b in known)}
+        self.to_send = {n: home[n] for n in read if any(n not in b or b[n] is not home[n] for b in known)}
 
     def send_to(self, member: Member) -> set[str]:
-        """The cell goes to a rank: which of the names that are due it has already."""
+        """Note that the cell is sent to a rank, and return the names in `to_send` that the rank has already."""
         known = member.notebook_values
-        there = {n for n, value in self.due.items() if n in known and known[n] is value}
-        known.update(self.due)
-        known.update({n: self._home.get(n) for n in self._written})  # as long as the rank has not told what it has assigned
-        return there
+        present = {n for n, value in self.to_send.items() if n in known and known[n] is value}
+        known.update(self.to_send)
+        known.update({n: self._home.get(n) for n in self._written})  # until the rank reports what it has assigned
+        return present
 
     def learn(self, members: Iterable[Member]) -> None:
-        """The cell is over: what it has assigned there is the ranks' own."""
+        """Note which names the cell, now finished, has assigned in the ranks."""
         for member in members:
             member.notebook_values.update({n: self._home.get(n) for n in member.assigned})
             member.made.update(dict.fromkeys(member.assigned, self._label))
@@ -50,7 +53,7 @@ class CellNames:
 
 
 def lost_names(members: Iterable[Member]) -> str:
-    """What is gone with these ranks of what cells have made in them, in a sentence; "" where that is nothing."""
+    """A sentence about the names that cells have assigned in ranks that have ended; "" if there are none."""
     made = {name: label for m in members for name, label in m.made.items()}
     if not made:
         return ""
@@ -60,5 +63,5 @@ def lost_names(members: Iterable[Member]) -> str:
     names = "; ".join(f"{', '.join(names)} ({label})" for label, names in by_cell.items())
     more = f"; and {len(made) - MOST_NAMES} more" if len(made) > MOST_NAMES else ""
     cells = list(dict.fromkeys(made.values()))
-    lost = f"what %%ranks cells had made there is gone: {names}{more}. Run {listed(cells)} again."
-    return f"fresh ranks take the place of the old ones, and {lost}"
+    lost = f"these names of %%ranks cells are lost: {names}{more}. Run {listed(cells)} again."
+    return f"the ranks were replaced by new ones, so {lost}"

@@ -1,4 +1,4 @@
-"""The raw records of a run: read while it is under way, counted, and made into a trace when somebody asks for one."""
+"""The raw records of a run: read while it is running, queried for operations, and turned into a trace on request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from labkit.group.mismatches import Place, first_unequal
 from labkit.recording.ring_buffer import pending_of, place_and_name
 from labkit.recording.ring_layout import PENDING_ORDER, record_dtype
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, OPEN, READING, STEPS_IN_ALL, Pending
-from labkit.tracing.downsample import thin
+from labkit.tracing.downsample import downsample
 from labkit.tracing.trace import Trace, from_records
 from labkit.worker.runtimes.tensorflow.events import COMPUTE as UNNAMED
 
@@ -21,7 +21,7 @@ __all__ = ["Records"]
 
 
 class Records:
-    """What the ranks of a run have written down, by rank, until somebody asks for the trace.
+    """The records of one run, by rank.
 
     Args:
         members: the ranks.
@@ -34,13 +34,13 @@ class Records:
         self._dropped = [r.dropped for r in self._readers]
         self._names: list[list[str]] = [[] for _ in members]
         self._entered: list[dict[str, int]] = [{} for _ in members]
-        self._counted = [0 for _ in members]  # chunks that `_entered` knows
-        self._cut: dict[str, Any] = {}  # of a run that was stopped: what it was in the middle of
+        self._counted = [0 for _ in members]  # chunks that `_entered` includes
+        self._interrupted: dict[str, Any] = {}  # the calls and operations that were running when the run was stopped
         for reader in self._readers:
-            reader.read()  # what a rank did between the runs
+            reader.read()  # discard records from between the runs
 
     def drain(self) -> list[Any]:
-        """Read what is new; per rank, the records."""
+        """Read new records, and return them per rank."""
         new = [reader.read() for reader in self._readers]
         for chunks, records in zip(self._chunks, new, strict=True):
             if len(records):
@@ -48,39 +48,39 @@ class Records:
         return new
 
     def cut(self, start_ns: int, end_ns: int, calls: Sequence[tuple[int, str]]) -> None:
-        """The run was stopped: what had not come to its end belongs to its picture all the same.
+        """Add the calls and operations that were still running when the run was stopped.
 
         Args:
-            start_ns: when the run began.
+            start_ns: start of the run.
             end_ns: when it was stopped.
-            calls: the ranks that called the function, each with what it is called.
+            calls: the ranks that called the function, each with the function's name.
         """
         self.drain()
         under_way = [(rank, name) for rank, name in calls if not any((c["kind"] == CALL).any() for c in self._chunks[rank])]
         pending = [r.pending() for r in self._readers]
-        self._cut = {"start_ns": start_ns, "end_ns": end_ns, "calls": under_way, "pending": pending}
+        self._interrupted = {"start_ns": start_ns, "end_ns": end_ns, "calls": under_way, "pending": pending}
 
     def freeze(self) -> None:
-        """Read for the last time: the rings serve the next run."""
+        """Read for the last time: the next run uses the same rings."""
         self.drain()
         self._names = [list(r.names()) for r in self._readers]
         self._dropped = [r.dropped - before for r, before in zip(self._readers, self._dropped, strict=True)]
         self._readers = []
 
     def part(self, new: list[list[Any]]) -> Trace:
-        """What a picture is told of some records, given in pieces."""
+        """A downsampled trace of some records for the live picture, given in chunks per rank."""
         names = [list(r.names()) for r in self._readers]
         loops = [own.index(STEPS_IN_ALL) if STEPS_IN_ALL in own else -1 for own in names]
-        thinned = [[thin(rows, loop) for rows in n] for n, loop in zip(new, loops, strict=True)]
-        joined = [np.concatenate(n) if n else np.empty(0, record_dtype()) for n in thinned]
+        sampled = [[downsample(rows, loop) for rows in n] for n, loop in zip(new, loops, strict=True)]
+        joined = [np.concatenate(n) if n else np.empty(0, record_dtype()) for n in sampled]
         return from_records(joined, names, self._members)
 
     def communicated(self) -> bool:
-        """Whether any rank has finished a communication."""
+        """Whether any rank has completed a communication operation."""
         return any((chunk["kind"] == COMMUNICATION).any() for chunks in self._chunks for chunk in chunks)
 
     def entered(self, rank: int) -> dict[str, int]:
-        """By process group or pair of ranks, the number of the last operation that a rank has completed."""
+        """The number of the last operation that a rank has completed, by process group or pair of ranks."""
         found, names = self._entered[rank], self._readers[rank].names()
         chunks = self._chunks[rank]
         for chunk in chunks[self._counted[rank] :]:
@@ -91,11 +91,11 @@ class Records:
         return found
 
     def failed(self, rank: int) -> list[Pending]:
-        """The operations that a rank did not complete because they failed."""
+        """The operations that failed on a rank."""
         return [self._operation(rank, row) for chunk in self._chunks[rank] for row in chunk[_failed(chunk)]]
 
     def last_wait(self, rank: int) -> tuple[Pending, int] | None:
-        """The communication that a rank was in last, of those that the student's code called for, and when it ended or failed."""
+        """The last communication operation that the student's code called on a rank, and when it ended or failed."""
         last = None
         for chunk in self._chunks[rank]:
             rows = chunk[(chunk["kind"] == COMMUNICATION) & (chunk["line"] != 0)]  # 0 is no line: replies, say
@@ -108,7 +108,7 @@ class Records:
         return dataclasses.replace(self._operation(rank, last), wait_start_ns=since_ns), int(last["end_ns"])
 
     def last_span(self, rank: int) -> str:
-        """The name of the span that a rank has completed last, of those that say what it did; "" if there is none."""
+        """The name of the last span that a rank has completed, without unspecific ones; "" if there is none."""
         names, last = self._readers[rank].names(), ""
         for chunk in self._chunks[rank]:
             rows = chunk[chunk["kind"] == COMPUTE]
@@ -117,7 +117,7 @@ class Records:
         return last
 
     def done(self, rank: int, which: Collection[tuple[str, int]]) -> list[Pending]:
-        """Some operations, given by their group and number, as far as a rank has completed them."""
+        """Those of the operations, given by group and number, that a rank has completed."""
         names, found = self._readers[rank].names(), []
         for group, match in which:
             number = names.index(group) if group in names else -1
@@ -127,9 +127,10 @@ class Records:
         return found
 
     def unequal(self) -> tuple[list[tuple[str, Pending]], ...]:
-        """All sides, with the names of their ranks, of the first operation to which ranks came with something different.
+        """The first operation with mismatched arguments: each rank's name and its side of the operation.
 
-        Of the first whose result is wrong, and of the first that reduced unlike shapes; empty where there is none.
+        Returns:
+            the first whose result is wrong, and the first that reduced different shapes; [] for none.
         """
         self.drain()
         return tuple([self._side(place) for place in places] for places in first_unequal(self._chunks, self._names_of))
@@ -145,9 +146,9 @@ class Records:
         return pending_of(((f, int(row[f.name])) for f in PENDING_ORDER), names, int(row["start_ns"]))
 
     def trace(self) -> Trace:
-        """All of it; once frozen."""
+        """The trace of all records; call `freeze` first."""
         joined = [np.concatenate(c) if c else np.empty(0, record_dtype()) for c in self._chunks]
-        return from_records(joined, self._names, self._members, dropped=self._dropped, **self._cut)
+        return from_records(joined, self._names, self._members, dropped=self._dropped, **self._interrupted)
 
 
 def _failed(chunk: Any) -> Any:

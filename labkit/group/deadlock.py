@@ -1,7 +1,8 @@
-"""Who waits for whom, and since when: what a rank is doing in words, and which ranks are in a deadlock, and why.
+"""Deadlocks: which ranks wait for which others, why none of them can continue, and what each rank is doing.
 
-A rank that is blocked needs others to come to the same operation. One that computes may still come; one that has returned, or is
-itself blocked for ever, will not. So "for ever" is not a matter of time: it follows from what each rank is blocked in.
+A blocked rank needs others to enter the same operation. A rank that computes may still do so; a rank that has returned,
+or is itself blocked for ever, will not. So a deadlock is not a matter of time: it follows from the operations in which
+ranks are blocked.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from labkit.errors.lists import listed
-from labkit.group.rank_state import Standing
+from labkit.group.rank_state import RankState
 from labkit.group.remote_calls import has_thread, promised, serves, thread_blocked
-from labkit.group.rendezvous import HINTS, hint_of, not_there
+from labkit.group.rendezvous import HINTS, absent_ranks, hint_of
 from labkit.recording.group_keys import GroupKind, kind_of, ranks_of, where_of
 from labkit.recording.operations import (
     FOR_OTHERS,
@@ -30,8 +31,16 @@ from labkit.recording.operations import (
 from labkit.recording.schema import Pending
 
 __all__ = [
-    "SERVES_OTHERS", "Deadlock", "amount", "doing", "mismatch", "missing", "operation_in_words", "place",
-    "serving_for_ever", "stuck",
+    "SERVES_OTHERS",
+    "Deadlock",
+    "amount",
+    "doing",
+    "find_deadlock",
+    "mismatch",
+    "missing",
+    "operation_in_words",
+    "place",
+    "serving_for_ever",
 ]  # fmt: skip
 
 SAME: Final = "All ranks of a group must call the same collectives, in the same order, on tensors of the same shape and type."
@@ -43,28 +52,28 @@ ALL_OF_TENSORFLOW: Final = (
     "All ranks of a strategy must run the same steps: look for a dataset or a loop of another length, or an early return. A rank "
     "whose server others still need calls `server.join()` at its end, not `return`."
 )
-CREATED: Final = "Every rank calls new_group, in the same order, also one that does not belong to the group."
+CREATED: Final = "Every rank must call new_group, in the same order, also ranks that do not belong to the new group."
 FITTING: Final = "A receive needs a tensor of the size and type that is sent."
 USUALLY: Final = {GroupKind.TENSORFLOW: ALL_OF_TENSORFLOW, GroupKind.CREATION: CREATED}  # else `ALL`
 SERVES_OTHERS: Final = (
-    "`join()` of a server ends when the others have returned: call the rank that they serve, such as the chief, as well."
+    "`join()` of a server returns when the others have returned: also call the rank that they serve, such as the chief."
 )
 PROMISED: Final = (
-    "Somebody must call `set_result` on a future that a function under `rpc.functions.async_execution` returns: look for a count "
+    "A future that a function under `rpc.functions.async_execution` returns needs a call of `set_result`: look for a count "
     "of calls that is never reached, or an early return before it."
 )
-CALLED: Final = "`group[0].run(f)` calls f on rank 0 alone; what ranks do together needs `group.run(f)`."
+CALLED: Final = "`group[0].run(f)` calls f on rank 0 only; operations between ranks need `group.run(f)`."
 
 
 @dataclass(frozen=True, slots=True)
 class Deadlock:
-    """A deadlock: ranks that wait for one another, or for ranks that will never come.
+    """A deadlock: ranks that wait for one another, or for ranks that will never enter their operations.
 
     Args:
-        ranks: their numbers.
-        headline: why, in one sentence.
-        hint: what is usually wrong then; "" where nothing is usual.
-        culprit: the rank that all wait for in vain, where it is one alone; its name does not stand in the headline.
+        ranks: the numbers of the waiting ranks.
+        headline: the cause, in one sentence.
+        hint: the usual mistake behind it; "" if there is none.
+        culprit: the only rank that the others wait for, if there is one; the headline does not contain its name.
     """
 
     ranks: tuple[int, ...]
@@ -82,15 +91,15 @@ def doing(
     names: Sequence[str] = (),
     closely: bool = False,
 ) -> str:
-    """One line: what a rank is doing at this moment.
+    """One line about what a rank is doing.
 
     Args:
         name: the rank's name.
-        pending: its operations that are issued and not completed.
-        now_ns: this moment.
+        pending: its pending operations.
+        now_ns: the current time.
         returned: whether its function has returned.
         names: the names of all ranks, to name a peer.
-        closely: with the number of an operation within its group, and with what the rank gives to it.
+        closely: whether to add the operation's number within its group, and its signature.
     """
     if returned:
         return f"{name} had returned"
@@ -99,37 +108,37 @@ def doing(
         beside = f", with {pending[0].in_words} under way" if pending else ""
         return f"{name} was computing{beside}"
     last = blocked[-1]
-    seconds = max(now_ns - last.wait_start_ns, 0) / 1e9  # it may have begun while the ranks were looked at
+    seconds = max(now_ns - last.wait_start_ns, 0) / 1e9  # it may have started while the states were read
     return f"{name} was waiting in {operation_in_words(last, names, closely=closely)}{place(last)} for {seconds:.1f} s"
 
 
-def stuck(ranks: Sequence[Standing]) -> Deadlock | None:
-    """The deadlock that ranks are in, and why; None where all can still go on.
+def find_deadlock(ranks: Sequence[RankState]) -> Deadlock | None:
+    """The deadlock that ranks are in; None if all of them can still continue.
 
     Args:
-        ranks: in rank order, all looked at in one moment.
+        ranks: the states of all ranks at the same moment, in rank order.
     """
     unequal = _unequal(ranks)
-    hopeless = {i for i, rank in enumerate(ranks) if (rank.blocked or rank.returned) and not (rank.free or rank.timed)}
-    while hopeful := {i for i in hopeless if (i not in unequal or not ranks[i].blocked) and _may_act(ranks, hopeless, i)}:
-        hopeless -= hopeful
-    # A rank whose GPU waits is not blocked, and may still do anything; but the others of that operation must not have returned.
-    queued = {i for i, rank in enumerate(ranks) if any(_absent(ranks, hopeless, i, op) for op in rank.queued)}
-    hopeless |= queued
-    waiting = tuple(i for i in sorted(hopeless) if i in queued or ranks[i].blocked)
-    return Deadlock(waiting, *_why(ranks, waiting, hopeless)) if waiting else None
+    inactive = {i for i, rank in enumerate(ranks) if (rank.blocked or rank.returned) and not (rank.free or rank.timed)}
+    while may_act := {i for i in inactive if (i not in unequal or not ranks[i].blocked) and _may_act(ranks, inactive, i)}:
+        inactive -= may_act
+    # A rank whose GPU waits is not blocked and may do anything; but that operation needs ranks that have not returned.
+    queued = {i for i, rank in enumerate(ranks) if any(_absent(ranks, inactive, i, op) for op in rank.queued)}
+    inactive |= queued
+    waiting = tuple(i for i in sorted(inactive) if i in queued or ranks[i].blocked)
+    return Deadlock(waiting, *_why(ranks, waiting, inactive)) if waiting else None
 
 
 def serving_for_ever(names: Sequence[str]) -> str:
-    """Ranks that serve others for ever, of which none was called: a sentence."""
+    """A sentence about ranks that serve others for ever, while no other rank was called."""
     return f"{listed(names)} {'serves' if len(names) == 1 else 'serve'} others, and no other rank was called"
 
 
 def mismatch(operations: Sequence[tuple[str, Pending]]) -> tuple[str, str]:
-    """Where ranks have come to the same operation of a group with something different: a sentence about it, and a hint; else "".
+    """A sentence and a hint about ranks that entered the same operation with different arguments; ("", "") if none did.
 
     Args:
-        operations: the name of a rank, and what it is in, or was in when it failed.
+        operations: names of ranks, each with an operation that it is in, or was in when it failed.
     """
     by_number: dict[tuple[str, int], list[tuple[str, Pending]]] = {}
     for name, operation in operations:
@@ -145,33 +154,33 @@ def mismatch(operations: Sequence[tuple[str, Pending]]) -> tuple[str, str]:
     return "", ""
 
 
-def _may_act(ranks: Sequence[Standing], hopeless: set[int], me: int) -> bool:
-    """Whether a rank that is blocked, or has returned, may still do something, because one that may go on brings it about."""
+def _may_act(ranks: Sequence[RankState], inactive: set[int], me: int) -> bool:
+    """Whether a blocked or returned rank may still act because of another rank that may."""
     rank = ranks[me]
-    if rank.serving and has_thread(rank) and len(hopeless) < len(ranks):
-        return True  # by a call
-    # It goes on when an operation ends that one of its threads is blocked in. And whatever else it has under way may have a
-    # callback, which does anything once that has ended.
+    if rank.serving and has_thread(rank) and len(inactive) < len(ranks):
+        return True  # another rank may call it
+    # It continues when an operation completes in which one of its threads is blocked. Other pending operations may have
+    # callbacks, which may do anything.
     return any(
-        _may_end(ranks, hopeless, me, op) for op in rank.pending if not (op.type in FOR_OTHERS or _encloses(op, rank.blocked))
+        _may_end(ranks, inactive, me, op) for op in rank.pending if not (op.type in FOR_OTHERS or _encloses(op, rank.blocked))
     )
 
 
 def _encloses(span: Pending, blocked: Sequence[Pending]) -> bool:
-    """Whether it is a span that the student marked as communication, and what the rank is blocked in began later, within it."""
+    """Whether it is a span that the student marked as communication, around a blocked operation."""
     return not (span.group or span.signature) and any(op.start_ns > span.start_ns for op in blocked)
 
 
-def _may_end(ranks: Sequence[Standing], hopeless: set[int], me: int, operation: Pending) -> bool:
-    return all(_may_come(ranks, hopeless, which, operation) for which in missing(ranks, me, operation))
+def _may_end(ranks: Sequence[RankState], inactive: set[int], me: int, operation: Pending) -> bool:
+    return all(_may_come(ranks, inactive, which, operation) for which in missing(ranks, me, operation))
 
 
-def missing(ranks: Sequence[Standing], me: int, operation: Pending) -> Iterator[int]:
-    """The ranks that have not come to an operation. -1: somebody, whoever it is."""
+def missing(ranks: Sequence[RankState], me: int, operation: Pending) -> Iterator[int]:
+    """The ranks that have not entered an operation; -1 stands for any rank."""
     yield from (which for which in _not_entered(ranks, me, operation) if which < 0 or not ranks[which].uncounted)
 
 
-def _not_entered(ranks: Sequence[Standing], me: int, operation: Pending) -> Iterator[int]:
+def _not_entered(ranks: Sequence[RankState], me: int, operation: Pending) -> Iterator[int]:
     group, kind = operation.group, kind_of(operation.group)
     if kind is GroupKind.CALL:
         callee = ranks[operation.peer]
@@ -185,8 +194,8 @@ def _not_entered(ranks: Sequence[Standing], me: int, operation: Pending) -> Iter
         if peer.entered.get(group, 0) < operation.match and not takes_any:
             yield operation.peer
     elif kind in HINTS:
-        yield from not_there(group, operation.match, [rank.entered.get(group, 0) for rank in ranks])
-    elif kind is GroupKind.TENSORFLOW:  # those that are not called may serve, as a "ps" does
+        yield from absent_ranks(group, operation.match, [rank.entered.get(group, 0) for rank in ranks])
+    elif kind is GroupKind.TENSORFLOW:  # ranks that are not called may serve, such as a "ps"
         yield from (i for i, rank in enumerate(ranks) if rank.returned and not rank.free and rank.called and not rank.serving)
     elif kind in (GroupKind.COLLECTIVE, GroupKind.CREATION):
         members = ranks_of(group)
@@ -201,26 +210,26 @@ def _not_entered(ranks: Sequence[Standing], me: int, operation: Pending) -> Iter
             yield -1
 
 
-def _absent(ranks: Sequence[Standing], hopeless: Collection[int], me: int, operation: Pending) -> list[int]:
-    """The ranks that have not come to an operation and take part in nothing any more."""
-    not_here = (i for i in missing(ranks, me, operation) if i in hopeless)
-    apart = kind_of(operation.group) is GroupKind.RENDEZVOUS  # a rank that serves calls does not come to this by that
+def _absent(ranks: Sequence[RankState], inactive: Collection[int], me: int, operation: Pending) -> list[int]:
+    """The ranks that have not entered an operation and never will, since they have returned."""
+    not_here = (i for i in missing(ranks, me, operation) if i in inactive)
+    apart = kind_of(operation.group) is GroupKind.RENDEZVOUS  # serving calls does not enter a rendezvous
     return [i for i in not_here if ranks[i].returned and (apart or not ranks[i].serving)]
 
 
-def _may_come(ranks: Sequence[Standing], hopeless: set[int], which: int, operation: Pending) -> bool:
-    """Whether a rank may still come to an operation that it has not come to."""
+def _may_come(ranks: Sequence[RankState], inactive: set[int], which: int, operation: Pending) -> bool:
+    """Whether a rank may still enter an operation."""
     if which == -1:
-        return any(_may_come(ranks, hopeless, i, operation) for i in range(len(ranks)) if operation not in ranks[i].pending)
+        return any(_may_come(ranks, inactive, i, operation) for i in range(len(ranks)) if operation not in ranks[i].pending)
     if kind_of(operation.group) is GroupKind.CALL:
         future = promised(ranks, operation)
         may_be_answered = has_thread(ranks[which]) if future is None else future.type is UNSEEN_PROMISE
-        return which not in hopeless or may_be_answered
-    return which not in hopeless
+        return which not in inactive or may_be_answered
+    return which not in inactive
 
 
-def _unequal(ranks: Sequence[Standing]) -> set[int]:
-    """The ranks that are blocked in an operation to which others have come with something different."""
+def _unequal(ranks: Sequence[RankState]) -> set[int]:
+    """The ranks that are blocked in an operation that others entered with different arguments."""
     came: dict[tuple[str, int], list[tuple[int, Pending]]] = {}
     for i, rank in enumerate(ranks):
         for operation in (*rank.pending, *rank.done):
@@ -244,19 +253,19 @@ def amount(signature: str) -> str:
     return re.sub(r"\[([\d, ]*)\]", lambda shape: str(math.prod(int(n) for n in re.findall(r"\d+", shape[1]))), signature)
 
 
-def _why(ranks: Sequence[Standing], waiting: Sequence[int], hopeless: set[int]) -> tuple[str, str, int | None]:
-    """The first cause, and what is usually wrong then."""
+def _why(ranks: Sequence[RankState], waiting: Sequence[int], inactive: set[int]) -> tuple[str, str, int | None]:
+    """The headline, the hint and the culprit of a deadlock: see `Deadlock`."""
     blocked = [(ranks[i].name, p) for i in waiting for p in ranks[i].blocked]
     unequal, hint = mismatch([*blocked, *((rank.name, p) for rank in ranks for p in (*rank.pending, *rank.done))])
     if unequal:
         return unequal, hint, None
     for i in waiting:
         for operation in (*ranks[i].blocked, *ranks[i].queued):
-            for gone in _absent(ranks, hopeless, i, operation):
+            for gone in _absent(ranks, inactive, i, operation):
                 return _deserted(ranks, waiting, gone)
-    in_vain = [(ranks[i].name, p) for i in waiting for p in ranks[i].blocked if promised(ranks, p)]
-    if in_vain:
-        return _unkept(ranks, in_vain), PROMISED, None
+    for_futures = [(ranks[i].name, p) for i in waiting for p in ranks[i].blocked if promised(ranks, p)]
+    if for_futures:
+        return _uncompleted_future(ranks, for_futures), PROMISED, None
     circle = _circle(ranks, waiting)
     apart = [(ranks[i].name, p) for i in waiting for p in ranks[i].blocked if kind_of(p.group) in HINTS]
     if apart and (not circle or all(kind_of(p.group) is GroupKind.RENDEZVOUS for _, p in circle)):
@@ -273,7 +282,7 @@ def _why(ranks: Sequence[Standing], waiting: Sequence[int], hopeless: set[int]) 
     return "; ".join(links), _usual([operation for _, operation in circle]), None
 
 
-def _deserted(ranks: Sequence[Standing], waiting: Sequence[int], gone: int) -> tuple[str, str, int]:
+def _deserted(ranks: Sequence[RankState], waiting: Sequence[int], gone: int) -> tuple[str, str, int]:
     for_it = [
         (ranks[i].name, op) for i in waiting for op in (*ranks[i].blocked, *ranks[i].queued) if gone in missing(ranks, i, op)
     ]
@@ -285,8 +294,8 @@ def _deserted(ranks: Sequence[Standing], waiting: Sequence[int], gone: int) -> t
     return f"returned while {who} in {operation.in_words}{place(operation)}", usual, gone
 
 
-def _unkept(ranks: Sequence[Standing], waiting: Sequence[tuple[str, Pending]]) -> str:
-    """Of calls that have returned futures which nobody will complete: the first, and who waits for it."""
+def _uncompleted_future(ranks: Sequence[RankState], waiting: Sequence[tuple[str, Pending]]) -> str:
+    """The headline for the first call that returned a future which no rank will complete."""
     first = waiting[0][1]
     alike = [name for name, p in waiting if (p.name, p.peer, p.line) == (first.name, first.peer, first.line)]
     return (
@@ -295,8 +304,8 @@ def _unkept(ranks: Sequence[Standing], waiting: Sequence[tuple[str, Pending]]) -
     )
 
 
-def _circle(ranks: Sequence[Standing], waiting: Sequence[int]) -> list[tuple[int, Pending]]:
-    """The smallest circle of ranks each of which waits for the next, with what it waits in."""
+def _circle(ranks: Sequence[RankState], waiting: Sequence[int]) -> list[tuple[int, Pending]]:
+    """The shortest cycle of ranks each of which waits for the next, with the operations in which they wait."""
     waits: dict[int, dict[int, Pending]] = {
         i: {q: op for op in ranks[i].blocked for q in missing(ranks, i, op) if q in waiting} for i in waiting
     }
@@ -305,9 +314,9 @@ def _circle(ranks: Sequence[Standing], waiting: Sequence[int]) -> list[tuple[int
 
 
 def _way_back(start: int, waits: Mapping[int, Mapping[int, Pending]]) -> list[int]:
-    """The shortest way from a rank to one that waits for it; empty where no way leads back."""
+    """The shortest path from a rank back to itself along the waits; [] if there is none."""
     paths, seen = [[start]], set()
-    for path in paths:  # which grows meanwhile, the shortest first
+    for path in paths:  # grows during the loop, in order of length
         for which in waits[path[-1]]:
             if which == start:
                 return path
@@ -343,7 +352,7 @@ def _contrast(first: str, mine: Pending, other: str, theirs: Pending) -> str:
 
 
 def _misfit(sender: tuple[str, Pending], receiver: tuple[str, Pending]) -> str:
-    """Of a message."""
+    """The headline for a message whose sides do not match."""
     (source, sent), (destination, received) = sender, receiver
     return f"{source} sends {sent.signature}{place(sent)}, and {destination} receives it as {received.signature}{place(received)}"
 
@@ -365,5 +374,5 @@ def operation_in_words(operation: Pending, names: Sequence[str], *, closely: boo
 
 
 def place(operation: Pending) -> str:
-    """The student's line that an operation was issued on, to stand behind its name."""
+    """The student's line that issued an operation, as the suffix of its name."""
     return f" ({operation.line})" if operation.line else ""

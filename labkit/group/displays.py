@@ -1,4 +1,4 @@
-"""What ranks have shown beside text in one run, until it stands under the cell: labelled, in rank order, within bounds."""
+"""The rich output (figures, HTML) of ranks in one run, shown below the cell at its end: labelled, in rank order."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from labkit.worker.display import Displayed
 
 __all__ = ["Displays"]
 
-MOST: Final = 64  # of all ranks together; what one rank shows is bounded there
+MOST: Final = 64  # of all ranks together; each rank bounds its own
 
 
 class Displays:
     """The displays of all ranks in one run.
 
     Args:
-        names: of the ranks, in rank order.
+        names: names of the ranks, in rank order.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -25,7 +25,7 @@ class Displays:
         self._left_out: dict[int, int] = {}
 
     def take(self, rank: int, shown: Displayed) -> None:
-        """Take what a rank shows, or what it says of that."""
+        """Add a display of a rank, its update or removal, or a count of displays that the rank left out."""
         mine = self._shown.setdefault(rank, [])
         if shown.data is None:
             mine.clear()
@@ -37,10 +37,10 @@ class Displays:
             mine[:] = [shown if shown.key == old.key else old for old in mine]
 
     def finish(self, write: Callable[[str], None]) -> None:
-        """Show all of it under the cell, on the thread that runs the cell.
+        """Show all displays below the cell; call it on the thread that runs the cell.
 
         Args:
-            write: takes the labels.
+            write: prints the labels.
         """
         room = MOST
         for rank in sorted(self._shown):

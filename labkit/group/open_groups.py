@@ -1,4 +1,4 @@
-"""What this process holds for all its groups: the open ones, and the starters, which groups share."""
+"""The process-wide registry: the open groups, and the starters that groups share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STARTS: Final = ("fork", "spawn")
 
 
 class Closable(Protocol):
-    """A group of ranks, as far as it matters here."""
+    """A group of ranks, as far as the registry needs it."""
 
     def close(self) -> None:
         """End its ranks."""
@@ -31,8 +31,8 @@ class Notebook:
     """The groups and starters of this process.
 
     Attributes:
-        groups: those that are open.
-        starters: what starts ranks, by what it imports, how it starts, and what LABKIT_NETWORK asks for.
+        groups: the open groups.
+        starters: the starters of ranks, by preloaded modules, start method and LABKIT_NETWORK.
     """
 
     def __init__(self) -> None:
@@ -44,10 +44,10 @@ class Notebook:
         os.register_at_fork(after_in_child=self._start_afresh)
 
     def starter(self, runtime: str, start: str) -> Any:
-        """What starts ranks of a runtime; the first call begins to import the framework, and does not wait for it.
+        """The starter of a runtime's ranks. The first call starts importing the framework, without waiting for it.
 
         Raises:
-            LabError: the ranks must have a network of their own, and are not forked.
+            LabError: LABKIT_NETWORK=private, and the start method is not "fork".
         """
         from labkit.ipc.pickling import shared_memory
         from labkit.worker.launch import ForkStarter, SpawnStarter
@@ -55,7 +55,9 @@ class Notebook:
         kind = RUNTIMES[runtime]
         network = network_namespace.wanted(os.environ)
         if network == network_namespace.PRIVATE and start == "spawn":
-            raise LabError("LABKIT_NETWORK=private needs start='fork': the server that ranks are forked from holds their network")
+            raise LabError(
+                "LABKIT_NETWORK=private needs start='fork': the private network belongs to the server that forks ranks"
+            )
         key = (",".join(kind.preload), start, network)
         with self._lock:
             starter = self.starters.get(key)
@@ -67,7 +69,7 @@ class Notebook:
         return starter
 
     def close(self) -> None:
-        """At exit: nothing is left."""
+        """At exit: end all ranks and starters."""
         for group in list(self.groups):
             group.close()
         for starter in self.starters.values():
@@ -75,7 +77,7 @@ class Notebook:
         self.starters.clear()
 
     def _start_afresh(self) -> None:
-        """In a fork of this process: groups and starters are the parent's, and must not even be tidied up here."""
+        """In a fork of this process: groups and starters are the parent's, and must not be garbage-collected here."""
         self._of_parent += [self.groups, self.starters]
         self.groups, self.starters, self._lock = weakref.WeakSet(), {}, threading.Lock()
 
@@ -84,7 +86,7 @@ notebook: Final = Notebook()
 
 
 def warm_up(runtime: str = "torch") -> None:
-    """Begin to import a runtime's framework in the background, so that the first group is there at once. Returns immediately."""
+    """Start importing a runtime's framework in the background, so that the first group starts fast; returns at once."""
     package = RUNTIMES[runtime].package
     if os.name == "posix" and "LABKIT_RANK" not in os.environ and (not package or importlib.util.find_spec(package)):
         start = default_start()
@@ -94,7 +96,11 @@ def warm_up(runtime: str = "torch") -> None:
 
 
 def default_start() -> str:
-    """On Linux "fork", because a server can fork safely there; elsewhere "spawn". LABKIT_START chooses the other one."""
+    """The default start method: "fork" on Linux, where it is safe; "spawn" elsewhere; or the value of LABKIT_START.
+
+    Raises:
+        LabError: LABKIT_START is neither.
+    """
     chosen = os.environ.get("LABKIT_START") or ("fork" if sys.platform == "linux" else "spawn")
     if chosen not in STARTS:
         raise LabError(f"LABKIT_START={chosen!r}: expected 'fork' or 'spawn'")

@@ -1,4 +1,4 @@
-"""What a group may be asked for: every argument checked before any process starts."""
+"""The arguments of a group, checked before any process starts."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from labkit.worker.runtimes.base import Runtime
 from labkit.worker.runtimes.devices import gpu_count
 from labkit.worker.runtimes.registry import RUNTIMES
 
-__all__ = ["FixedArgument", "Plan", "check_place", "chosen"]
+__all__ = ["FixedArgument", "Plan", "check_environment", "chosen"]
 
 MAX_RANKS: Final = 1024
-FILES_PER_RANK: Final = 5  # that this process holds open: socket, output, process, recording memory and its mapping
+FILES_PER_RANK: Final = 5  # open in this process: socket, output, process, recording memory and its mapping
 STARTING_FILES: Final = 3  # more for each rank of a batch that is being started: the other ends
-RPC_OPTIONS: Final = (16, 60.0)  # torch's own
+RPC_OPTIONS: Final = (16, 60.0)  # torch's defaults
 FILES_TO_SPARE: Final = 64  # for the arguments of a run, and the student
 
 
 class FixedArgument:
-    """What a group was made with, to be read: `group.timeout_s`. Set later it would have no effect, so that is an error."""
+    """A read-only attribute of a group, such as `group.timeout_s`: setting it later would have no effect."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -44,26 +44,26 @@ class FixedArgument:
 
     def __set__(self, group: Any, value: Any) -> NoReturn:
         raise WrongNameError(
-            f"group.{self._name} = {reprlib.repr(value)}: a group stays as it was made; "
-            f"lab.Group({len(group)}, {self._name}=...) makes another one"
+            f"group.{self._name} = {reprlib.repr(value)}: the options of a group cannot be changed; "
+            f"create another one: lab.Group({len(group)}, {self._name}=...)"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A group as it was asked for, checked.
+    """The checked arguments of a group.
 
     Args:
-        names: of the ranks, in rank order.
-        jobs: TensorFlow's job and task number of each.
+        names: names of the ranks, in rank order.
+        jobs: TensorFlow's job and task number of each rank.
         runtime: one of `RUNTIMES`.
         devices: "auto", "cpu" or "cuda".
         devices_per_rank: logical devices of each TensorFlow rank.
-        threads: that each rank computes with.
-        timeout_s: of a run; None waits for ever.
+        threads: compute threads per rank.
+        timeout_s: time limit of a run; None for no limit.
         start: "fork" or "spawn".
-        link: that the ranks shall seem to be joined by; None: as they are.
-        rpc_options: how many threads of an RPC rank serve calls, and the seconds that a call may take.
+        link: the link to emulate between ranks; None for none.
+        rpc_options: the number of threads that serve calls in an RPC rank, and the time limit of a call in seconds.
     """
 
     names: tuple[str, ...]
@@ -79,7 +79,7 @@ class Plan:
 
     @property
     def kind(self) -> type[Runtime]:
-        """What the runtime needs and does."""
+        """The class of the runtime."""
         return RUNTIMES[self.runtime]
 
     @classmethod
@@ -96,11 +96,11 @@ class Plan:
         link: Link | None = None,
         rpc_backend_options: Any = None,
     ) -> Plan:
-        """Check the arguments of `labkit.Group`, which explains them.
+        """Check the arguments of `labkit.Group`, which documents them.
 
         Raises:
             TypeError, ValueError: an invalid argument.
-            LabError: what this machine or this installation lacks.
+            LabError: this machine or installation lacks what the group needs.
         """
         if not isinstance(runtime, str) or runtime not in RUNTIMES:
             raise ValueError(f"runtime={runtime!r}: expected one of {', '.join(map(repr, RUNTIMES))}")
@@ -134,14 +134,14 @@ class Plan:
         return plan
 
 
-def check_place() -> None:
-    """Refuse to have groups where they cannot be.
+def check_environment() -> None:
+    """Check that this process may create groups.
 
     Raises:
-        LabError: this process is a rank, or this system cannot start any.
+        LabError: this process is a rank, or labkit does not support this system.
     """
     if "LABKIT_RANK" in os.environ:
-        raise LabError("this code runs inside a rank, and ranks cannot have groups of their own; make the group in the notebook")
+        raise LabError("this code runs inside a rank, and ranks cannot create groups; create the group in the notebook")
     if os.name != "posix":
         raise LabError("labkit starts ranks on Linux and macOS; on Windows, install it in WSL2 and open the notebooks from there")
 
@@ -164,12 +164,12 @@ def _names(
         raise TypeError(f"Group({ranks!r}): expected a number of ranks, a list of names, or TensorFlow's jobs as a dict")
     for name in names:
         if not isinstance(name, str) or not name.strip():
-            raise ValueError(f"Group({ranks!r}): {name!r} is no name; expected non-empty strings")
+            raise ValueError(f"Group({ranks!r}): {name!r} is not a valid name; expected non-empty strings")
         if kind.valid_name is not None and not kind.valid_name.fullmatch(name):
             raise ValueError(f"Group({ranks!r}): {kind.name_error.format(name)}")
-    twice = sorted({n for n in names if names.count(n) > 1})
-    if twice:
-        raise ValueError(f"Group({ranks!r}): duplicate rank name {twice[0]!r}; every rank needs a name of its own")
+    duplicates = sorted({n for n in names if names.count(n) > 1})
+    if duplicates:
+        raise ValueError(f"Group({ranks!r}): duplicate rank name {duplicates[0]!r}; every rank needs a name of its own")
     _check_count(len(names), f"Group({ranks!r})")
     return names, jobs
 
@@ -211,12 +211,12 @@ def _check_link(link: Any, runtime: str) -> None:
         )
     if not RUNTIMES[runtime].emulates_links:
         raise ValueError(
-            f"link={link}: only what torch sends can be held back; expected {_those('emulates_links')}, given {runtime!r}"
+            f"link={link}: labkit emulates links for torch only; expected {_those('emulates_links')}, given {runtime!r}"
         )
 
 
 def _rpc_options(given: Any, runtime: str) -> tuple[int, float]:
-    """How many threads serve calls, and how long a call may take."""
+    """The number of threads that serve calls, and the time limit of a call in seconds."""
     if given is None:
         return RPC_OPTIONS
     if not RUNTIMES[runtime].has_rpc:
@@ -228,7 +228,7 @@ def _rpc_options(given: Any, runtime: str) -> tuple[int, float]:
             f"rpc_backend_options={given!r}: expected rpc.TensorPipeRpcBackendOptions(...), or a dict of {' and '.join(names)}"
         )
     if getattr(given, "device_maps", None) or getattr(given, "devices", None):
-        raise ValueError("rpc_backend_options: device maps differ by rank; give them to rpc.init_rpc in the function that runs")
+        raise ValueError("rpc_backend_options: device maps differ by rank; pass them to rpc.init_rpc in the function that runs")
     _check_number("num_worker_threads", options.get("num_worker_threads"), whole=True)
     _check_number("rpc_timeout", options.get("rpc_timeout"), whole=False)
     threads, timeout_s = RPC_OPTIONS
@@ -240,7 +240,7 @@ def _check_machine(plan: Plan) -> None:
     if kind.package and importlib.util.find_spec(kind.package) is None:
         raise missing(kind.package, kind.extra)
     if plan.devices == "cuda" and not gpu_count():
-        raise LabError("devices='cuda': this machine shows no GPU. Leave `devices` out to run on the CPU.")
+        raise LabError("devices='cuda': this machine has no visible GPU. Leave `devices` out to run on the CPU.")
     if plan.start == "fork" and sys.platform != "linux":
         raise LabError("start='fork' needs Linux; elsewhere a forked process may hang in a system library. Use start='spawn'.")
     _check_memory(count, kind.rank_bytes)
@@ -254,8 +254,8 @@ def _check_memory(count: int, rank_bytes: int) -> None:
     if needed > available:
         raise LabError(
             f"{count} ranks need at least {in_words(needed, 'iB')} of memory ({in_words(rank_bytes, 'iB')} each), and "
-            f"{in_words(available, 'iB')} are free. Use at most {max(1, available // rank_bytes)} ranks, or close other groups "
-            f"and notebooks."
+            f"{in_words(available, 'iB')} are available. Use at most {max(1, available // rank_bytes)} ranks, or close other "
+            f"groups and notebooks."
         )
 
 
@@ -271,8 +271,8 @@ def _check_open_files(count: int) -> None:
         most = max((n for n in range(1, count) if files(n) <= limit), default=0)
         first = f"Use at most {most} ranks" if most else "Close some"
         raise LabError(
-            f"{count} ranks need about {needed:,} open files, and this process may have {limit:,}, the system's hard limit. "
-            f"{first}, or raise it (ulimit -Hn {needed}) before JupyterLab starts."
+            f"{count} ranks need about {needed:,} open files, and the hard limit of this process is {limit:,}. "
+            f"{first}, or raise the limit (ulimit -Hn {needed}) before you start JupyterLab."
         )
 
 
@@ -281,15 +281,15 @@ def _cores() -> int:
 
 
 def chosen(names: Sequence[str], which: int | str | slice | Iterable[int | str]) -> list[int]:
-    """The numbers of the ranks that are meant, ascending.
+    """The numbers of the selected ranks in ascending order.
 
     Args:
-        names: of all ranks of the group.
+        names: names of all ranks of the group.
         which: a number, a name, a slice, or several numbers and names.
 
     Raises:
         LabError: the group has no such rank.
-        TypeError: what was given is none of these.
+        TypeError: `which` has another type.
     """
     if isinstance(which, slice):
         on = list(range(len(names))[which])
@@ -306,7 +306,7 @@ def _number(names: Sequence[str], which: int | str) -> int:
     if isinstance(which, str):
         if which in names:
             return names.index(which)
-        raise LabError(f"no rank is called {which!r}; this group has {', '.join(map(repr, names))}")
+        raise LabError(f"no rank is named {which!r}; this group has {', '.join(map(repr, names))}")
     try:
         number = operator.index(which)
     except TypeError:

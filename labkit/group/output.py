@@ -1,7 +1,7 @@
-"""What ranks print: labelled and shown while they run, bounded, and grouped in rank order at the end.
+"""The ranks' prints: shown with labels while the ranks run, bounded, and grouped in rank order at the end.
 
-In a notebook one display under the cell is updated by the thread that runs the cell, and gives way at the end to plain text, so
-that a checked cell reads the same each time. In a terminal lines appear as they come.
+In a notebook, the thread that runs the cell updates one display, which is replaced by plain text at the end, so that
+the output of a checked cell is reproducible. In a terminal, lines appear as they arrive.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from labkit.ipc.ranks_cell import cell_number
 
 __all__ = ["Output", "cell_label", "notebook_shell", "put"]
 
-LIVE_LINES: Final = 12  # of each rank, while the run goes on
-WARNED_AFTER_S: Final = 1.0  # so long a terminal waits for other ranks to warn of the same
-LIVE_AFTER_S: Final = 0.3  # a run shorter than that shows its prints once, at the end
+LIVE_LINES: Final = 12  # of each rank, during the run
+WARNED_AFTER_S: Final = 1.0  # how long a terminal waits for the same warning from other ranks
+LIVE_AFTER_S: Final = 0.3  # a shorter run shows its prints once, at the end
 LIVE_EVERY_S: Final = 0.15
 
 
@@ -35,26 +35,26 @@ class Output:
 
     def __init__(self, names: Sequence[str], *, show: bool = True) -> None:
         self._names = names
-        self._ranks: dict[int, Lines] = {}  # of those that have printed: most runs print nothing, and most of those are short
+        self._ranks: dict[int, Lines] = {}  # only of ranks that have printed: most runs print nothing
         self._shell = notebook_shell() if show else None
         self._terminal = show and self._shell is None
         self._displays, self._warnings = Displays(names), GroupedWarnings(names)
-        self._warned: list[str] = []  # the lines of those that have been printed
-        self._warned_at = 0.0  # when the first of those came that a terminal has not seen yet
+        self._warned: list[str] = []  # the lines of warnings that have been printed
+        self._warned_at = 0.0  # when the first unprinted warning arrived
         self._handle: Any = None
         self._start = self._shown_at = time.monotonic()
         self._changed = False
-        self._word = ""
+        self._notice = ""
 
-    def say(self, word: str) -> None:
-        """Show a word of our own beneath the prints while the run goes on; "" takes it back."""
-        if word and not self._word and self._terminal:
-            put(f"{word}\n", sys.stderr)
-        self._changed |= word != self._word
-        self._word = word
+    def say(self, notice: str) -> None:
+        """Show a notice of labkit's below the prints during the run; "" removes it."""
+        if notice and not self._notice and self._terminal:
+            put(f"{notice}\n", sys.stderr)
+        self._changed |= notice != self._notice
+        self._notice = notice
 
     def feed(self, rank: int, data: bytes) -> None:
-        """Take what a rank printed."""
+        """Add bytes that a rank printed."""
         if rank not in self._ranks:
             self._ranks[rank] = Lines()
         lines = self._ranks[rank].feed(data)
@@ -63,7 +63,7 @@ class Output:
             self._print(rank, lines)
 
     def take(self, rank: int, kind: str, data: Any) -> None:
-        """Take what a rank shows beside text ("shown"), which appears at the end, or a warning of it ("warned")."""
+        """Add rich output of a rank ("shown"), which appears at the end, or a warning ("warned")."""
         if kind == "shown":
             self._displays.take(rank, data)
         else:
@@ -72,24 +72,24 @@ class Output:
             self._changed = True
 
     def refresh(self) -> None:
-        """Show what is new, if it is time to; call it now and then from the thread that runs the cell."""
+        """Show new prints if an update is due; call it regularly from the thread that runs the cell."""
         now = time.monotonic()
         if self._terminal and self._warnings and now - self._warned_at > WARNED_AFTER_S:
             self._put_warnings()
         if self._shell is None or not self._changed or now - self._start < LIVE_AFTER_S or now - self._shown_at < LIVE_EVERY_S:
             return
         lines = [*self._shown(LIVE_LINES), *self._warnings.lines()]
-        text = "\n".join([*lines, self._word] if self._word else lines)
+        text = "\n".join([*lines, self._notice] if self._notice else lines)
         if self._handle is None:
             from IPython.display import display
 
-            # Empty at first: nbval looks at a display's first state alone, and the text that counts is printed at the end.
+            # Empty at first: nbval compares only a display's first state; the final text is printed at the end.
             self._handle = display({}, raw=True, display_id=True)
         self._handle.update({"text/plain": text}, raw=True)
         self._shown_at, self._changed = now, False
 
     def finish(self) -> str:
-        """End all lines, show the final state and return it."""
+        """Complete all lines, show the final text and return it."""
         for rank in sorted(self._ranks):
             rest = self._ranks[rank].finish()
             if self._terminal and rest:
@@ -107,11 +107,11 @@ class Output:
         return "\n".join(filter(None, (text, *self._warned)))
 
     def _shown(self, last: int | None = None) -> list[str]:
-        """What the ranks have printed, labelled, in rank order; of each all that is kept, or the last lines."""
+        """The ranks' prints with labels, in rank order: all that is kept, or the last lines of each rank."""
         return [f"[{self._names[rank]}] {line}" for rank in sorted(self._ranks) for line in self._ranks[rank].shown(last)]
 
     def _put_warnings(self) -> None:
-        """Print the warnings so far, on standard error, where a program's own go."""
+        """Print the warnings so far to standard error, as Python does."""
         if not self._warnings:
             return
         lines = self._warnings.lines()
@@ -125,7 +125,7 @@ class Output:
 
 
 def put(text: str, stream: TextIO | None = None) -> None:
-    """Write text to a stream, by default standard output. A program may have closed it, or have none: `Run.output` has it all."""
+    """Write text to a stream (default: stdout), unless it is closed or missing: `Run.output` has it in any case."""
     stream = stream if stream is not None else sys.stdout
     if stream is not None and not getattr(stream, "closed", False):
         stream.write(text)
@@ -133,7 +133,7 @@ def put(text: str, stream: TextIO | None = None) -> None:
 
 
 def cell_label(filename: str) -> str:
-    """What the student calls a file: "cell 5" for a cell of this notebook, else the base name."""
+    """A file's name for the student: "cell 5" for a cell of this notebook, else the base name."""
     shell, number = _shell(), cell_number(filename)
     if number is None and shell is not None:
         number = getattr(shell.compile, "_filename_map", {}).get(filename)
@@ -141,12 +141,12 @@ def cell_label(filename: str) -> str:
 
 
 def notebook_shell() -> Any:
-    """IPython's shell where it belongs to a notebook's kernel, else None."""
+    """IPython's shell in a notebook kernel, else None."""
     shell = _shell()
     return shell if shell is not None and hasattr(shell, "kernel") else None
 
 
 def _shell() -> Any:
-    """IPython's shell, in a notebook or in a terminal; None where there is none."""
+    """IPython's shell, in a notebook or in a terminal; None if there is none."""
     ipython = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None

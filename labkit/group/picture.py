@@ -1,4 +1,4 @@
-"""What a run tells whoever draws it while it is under way: `Picture`. Nothing in this package draws."""
+"""`Picture`: the interface through which a run informs its live picture. Nothing in this package draws."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["Picture"]
 
 
 class Picture(Protocol):
-    """What a run tells a watcher, on the thread that called `watch`."""
+    """A live picture of a run; its methods are called on the thread that called `watch`."""
 
     interval_s: float
 
     def begin(self, ranks: tuple[str, ...], title: str, start_ns: int, called: Sequence[int]) -> None:
-        """The ranks start now; those with the numbers `called` call the function, the others serve."""
+        """The run starts; the ranks with the numbers `called` call the function, the others serve."""
 
     def update(self, now_ns: int, new: Trace, pending: Sequence[Sequence[Pending]], loads: Sequence[Load]) -> None:
-        """`new`: what was completed since the last update; `pending`: what each rank has under way; `loads`: what it takes."""
+        """Receive newly completed spans, and per rank its pending operations and its resource usage."""
 
     def end(self, trace: Trace, stopped: str) -> None:
-        """The run is over; `stopped` says what ended it before its time: "stopped by an error", or "" if nothing did."""
+        """The run has ended; `stopped` says why it ended early, as in "stopped by an error"; "" if it did not."""

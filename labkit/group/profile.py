@@ -1,4 +1,4 @@
-"""`lab.profile`: the next runs of a group are seen by torch's profiler as well."""
+"""`lab.profile`: records the runs of a group with torch's profiler, too."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ __all__ = ["profile"]
 
 @public_api
 def profile(group: Group) -> AbstractContextManager[None]:
-    """Have torch's profiler look at each rank in the runs of this block: operators, kernels, calls of CUDA.
+    """Record each rank with torch's profiler in the runs of this block: operators, kernels, CUDA calls.
 
         with lab.profile(group):
             run = group.run(train)
         run.trace.save("x.json")      # Perfetto shows them in each rank's process, below labkit's own rows
 
-    The times are on the clock of the spans, to within some microseconds. The ranks are slower meanwhile, so measure without.
-    Of each rank and run the 100,000 events that last longest are kept; `run.trace.profile` has them.
+    The events have the clock of the spans, to within some microseconds. Profiling slows the ranks down, so measure
+    times without it. For each rank and run, the 100,000 longest events are kept, in `run.trace.profile`.
 
     Args:
-        group: of the runtime "torch" or "rpc".
+        group: a group with runtime "torch" or "rpc".
+
+    Returns:
+        a context manager.
 
     Raises:
-        TypeError: it is no group.
-        LabError: the group runs something else.
+        TypeError: `group` is not a group.
+        LabError: the group has another runtime.
     """
     if not hasattr(group, "profiling"):
         raise TypeError(f"profile({group!r}): expected a group, as in `with lab.profile(group):`")
     if not RUNTIMES[group.runtime].has_torch_profiler:
-        raise LabError(f"lab.profile looks at torch; this is a group of the runtime {group.runtime!r}")
+        raise LabError(f"lab.profile is for torch; this group has the runtime {group.runtime!r}")
     return group.profiling.block()

@@ -1,4 +1,4 @@
-"""`Profiling`: whether torch's profiler looks at the runs of a group; `lab.profile` switches it on for a block."""
+"""`Profiling`: whether torch's profiler records the runs of a group; `lab.profile` switches it on for a block."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["Profiling"]
 
 
 class Profiling:
-    """Whether torch's profiler looks at the runs of a group.
+    """Whether torch's profiler records the runs of a group.
 
     Attributes:
-        on: whether it does now.
+        on: whether it does so now.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class Profiling:
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Have it look at the runs of this block."""
+        """Profile the runs of this block."""
         before, self.on = self.on, True
         try:
             yield

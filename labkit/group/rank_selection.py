@@ -1,4 +1,4 @@
-"""`Ranks`: some of a group's ranks, as `group[0]` and `group[1:3]` give them."""
+"""`Ranks`: selected ranks of a group, as returned by `group[0]` and `group[1:3]`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from labkit.group.run import Run
 __all__ = ["Ranks"]
 
 
-class OfRanks(Protocol):
+class GroupOfRanks(Protocol):
     """The group that ranks belong to."""
 
     names: tuple[str, ...]
@@ -22,21 +22,21 @@ class OfRanks(Protocol):
 
 
 class Ranks:
-    """Some ranks of a group: `group[0]`, `group["master"]`, `group[1:3]`. The others keep serving while these run.
+    """Selected ranks of a group: `group[0]`, `group["master"]`, `group[1:3]`. The others keep serving while these run.
 
     Args:
         group: the group they belong to.
         on: their numbers, ascending.
     """
 
-    def __init__(self, group: OfRanks, on: Sequence[int]) -> None:
+    def __init__(self, group: GroupOfRanks, on: Sequence[int]) -> None:
         self.group, self.on = group, tuple(on)
 
     def __len__(self) -> int:
         return len(self.on)
 
     def __iter__(self) -> Iterator[Ranks]:
-        """Each of them alone, in rank order."""
+        """A selection of each rank alone, in rank order."""
         return (Ranks(self.group, [rank]) for rank in self.on)
 
     def __eq__(self, other: object) -> bool:
@@ -52,7 +52,7 @@ class Ranks:
 
     @public_api
     def watch(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
-        """The same with the live picture; see `Group.watch`."""
+        """`run` with the live picture; see `Group.watch`."""
         return self.group._run(function, args, kwargs, self.on, watch=True)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""How a rank stands at one moment: what it has issued, what it is blocked in, whether others can still count on it."""
+"""The state of a rank at one moment: its pending operations, and whether it can still enter others' operations."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from dataclasses import dataclass, field
 
 from labkit.recording.schema import STREAM, TIMED, Pending
 
-__all__ = ["Standing"]
+__all__ = ["RankState"]
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """How a rank stands at one moment.
+class RankState:
+    """The state of a rank at one moment.
 
     Args:
-        name: its name.
+        name: the rank's name.
         pending: its operations that are issued and not completed, oldest first.
-        called: whether it was to call the function.
-        returned: whether it takes part in nothing any more: its function has returned, or it was not called.
-        serving: how many of its threads do others' calls all the same (RPC).
-        entered: by process group or pair of ranks, the number of the last operation that it came to.
-        done: of the operations in which others are blocked, those that it has completed.
-        uncounted: whether it has had more under way than it can note down, so that it may have come to anything.
-        free: whether it may act beside what it is blocked in, or after it has returned: on another thread, say.
+        called: whether it was called to run the function.
+        returned: whether its function has returned, or it was not called: it enters no more operations by itself.
+        serving: the number of its threads that serve calls of others (RPC).
+        entered: the number of the last operation that it entered, by process group or pair of ranks.
+        done: its completed operations among those in which others are blocked.
+        uncounted: whether it had more pending operations than can be recorded, so that it may have entered any
+            operation.
+        free: whether something else in it may still act, such as another thread.
     """
 
     name: str
@@ -38,15 +39,15 @@ class Standing:
 
     @property
     def blocked(self) -> list[Pending]:
-        """What it is blocked in until that completes, oldest first."""
+        """The operations in which it is blocked until they complete, oldest first."""
         return [p for p in self.pending if p.wait_start_ns and p.thread not in (STREAM, TIMED)]
 
     @property
     def timed(self) -> list[Pending]:
-        """What it is blocked in until that completes or a time is up, after which it goes on in any case."""
+        """The operations in which it is blocked until they complete or a time limit expires."""
         return [p for p in self.pending if p.wait_start_ns and p.thread == TIMED]
 
     @property
     def queued(self) -> list[Pending]:
-        """What its GPU waits for, while it goes on itself."""
+        """The operations that its GPU waits for, while the rank itself continues."""
         return [p for p in self.pending if p.wait_start_ns and p.thread == STREAM]

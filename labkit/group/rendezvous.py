@@ -1,4 +1,4 @@
-"""Calls that wait until others come: who has not come to a rendezvous, and what is usually wrong where such a wait never ends."""
+"""Rendezvous and waits for a store's key: which ranks are missing, and the usual mistake behind an endless wait."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Final
 
 from labkit.recording.group_keys import GroupKind, kind_of, size_of
 
-__all__ = ["HINTS", "hint_of", "not_there"]
+__all__ = ["HINTS", "absent_ranks", "hint_of"]
 
-HINTS: Final = {  # what is usually wrong where such a wait never ends
+HINTS: Final = {  # the usual mistake behind an endless wait
     GroupKind.RENDEZVOUS: "Ranks meet where address, port and world size agree, and each must come with a rank of its own.",
     GroupKind.STORE: "A wait for a key ends when a rank sets it: look for a key of another name, or a rank that returned before.",
 }
 
 
-def not_there(group: str, match: int, entered: Sequence[int]) -> list[int]:
-    """Whose coming such a wait needs: ranks by their numbers, or -1 for somebody, whoever it is.
+def absent_ranks(group: str, match: int, entered: Sequence[int]) -> list[int]:
+    """The numbers of the ranks that such a wait still needs; -1 stands for any rank.
 
     Args:
-        group: the key of the rendezvous, or of a wait for a store.
-        match: how often they have met so before, and this time.
-        entered: of each rank, how often it has come there.
+        group: the key of the rendezvous, or of the wait for a store's key.
+        match: the number of this rendezvous, counted from 1.
+        entered: how many times each rank has entered it.
     """
     if kind_of(group) is GroupKind.STORE:
         return [-1]
@@ -33,11 +33,11 @@ def not_there(group: str, match: int, entered: Sequence[int]) -> list[int]:
 
 
 def hint_of(group: str, size: int) -> str:
-    """What is usually wrong where such a wait never ends.
+    """The usual mistake behind an endless wait.
 
     Args:
-        group: the key of the rendezvous, or of a wait for a store.
-        size: how many ranks there are.
+        group: the key of the rendezvous, or of the wait for a store's key.
+        size: the number of ranks in the group.
     """
     kind = kind_of(group)
     if kind is GroupKind.RENDEZVOUS and size_of(group) > size:

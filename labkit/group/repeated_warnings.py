@@ -1,4 +1,4 @@
-"""The warnings of all ranks in one run: each is shown once, with the ranks that said it."""
+"""The warnings of all ranks in one run: each is shown once, with the ranks that raised it."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ MOST_NAMES: Final = 4  # in a label, where ranks have names of their own
 
 
 class GroupedWarnings:
-    """Collects what ranks warn of.
+    """Collects the warnings of ranks.
 
     Args:
-        names: of the ranks, in rank order.
+        names: names of the ranks, in rank order.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self._said: dict[str, dict[int, int]] = {}  # by text, how often each rank said it
-        self._order: dict[tuple[int, str], int] = {}  # in which each rank said them: they arrive in any
+        self._counts: dict[str, dict[int, int]] = {}  # by text and rank, how many times it was raised
+        self._order: dict[tuple[int, str], int] = {}  # of arrival, by rank and text
 
     def __bool__(self) -> bool:
-        return bool(self._said)
+        return bool(self._counts)
 
     def take(self, rank: int, text: str, count: int) -> None:
-        """A rank has raised a warning so many times."""
-        ranks = self._said.setdefault(text, {})
+        """Add a warning that a rank has raised `count` times."""
+        ranks = self._counts.setdefault(text, {})
         ranks[rank] = ranks.get(rank, 0) + count
         self._order.setdefault((rank, text), len(self._order))
 
     def lines(self) -> list[str]:
-        """All of them, labelled, those of the lowest ranks first."""
-        said = sorted(self._said.items(), key=lambda item: (min(item[1]), self._order[min(item[1]), item[0]]))
-        return [line for text, ranks in said for line in self._labelled(text, ranks)]
+        """All warnings with labels, those of the lowest ranks first."""
+        ordered = sorted(self._counts.items(), key=lambda item: (min(item[1]), self._order[min(item[1]), item[0]]))
+        return [line for text, ranks in ordered for line in self._labelled(text, ranks)]
 
     def _labelled(self, text: str, ranks: dict[int, int]) -> list[str]:
         first, *more = text.rstrip("\n").split("\n")

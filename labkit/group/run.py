@@ -12,7 +12,7 @@ from labkit.errors.exceptions import DeadlockError, LabError, RankError, RankFai
 from labkit.errors.lists import listed
 from labkit.group.collector import Records
 from labkit.group.deadlock import SERVES_OTHERS, Deadlock, doing, mismatch, serving_for_ever
-from labkit.group.deadlock_monitor import Watchdog
+from labkit.group.deadlock_monitor import DeadlockMonitor
 from labkit.group.member import Member
 from labkit.group.mismatches import mismatch_error, mismatch_hint, shapes_note
 from labkit.group.output import Output
@@ -99,7 +99,7 @@ class Execution:
         self._serving: set[int] = set()  # called, and serving the others until they have returned
         self._released = False  # whether those have been told
         self._dead: set[int] = set()  # the ranks whose process is no more
-        self._watchdog = Watchdog(pool, self._on, self._records, self._results, self._failures, self._serving)
+        self._monitor = DeadlockMonitor(pool, self._on, self._records, self._results, self._failures, self._serving)
         self._resources: ResourceMonitor | None = None
         if picture is not None:  # to look for GPUs takes a fifth of what a run of nothing does, and NVML's start milliseconds
             gpus = gpus_of(len(self._members), pool.plan.devices)
@@ -182,7 +182,7 @@ class Execution:
         if self._deadline_s is not None and now > self._deadline_s:
             doings = self._doings(time.perf_counter_ns(), closely=True)
             headline = f"{self._name} took longer than the group's timeout_s={self._pool.plan.timeout_s:g}"
-            raise RunTimeoutError(headline, self._watchdog.notice, doings)
+            raise RunTimeoutError(headline, self._monitor.notice, doings)
         if now - self._looked_s > LOOK_EVERY_S or self._hurry:
             self._looked_s = now
             self._hurry = max(self._read_output(m) for m in self._members) >= FULL_BYTES
@@ -216,8 +216,8 @@ class Execution:
             RankError: they wait for one that returned, or was not called.
             DeadlockError: they wait for one another.
         """
-        deadlock = self._watchdog.look(now_ns)
-        self._output.say(self._watchdog.notice)
+        deadlock = self._monitor.check(now_ns)
+        self._output.say(self._monitor.notice)
         if deadlock is not None:
             raise self._deadlock_error(deadlock)
 

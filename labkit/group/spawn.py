@@ -1,4 +1,4 @@
-"""Functions that are given the number of their rank first, as those are that programs hand to `torch.multiprocessing.spawn`."""
+"""`group.spawn`: functions whose first argument is the rank, as for `torch.multiprocessing.spawn`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from labkit.ipc.code_names import name_of
 
 __all__ = ["WithRank", "check_spawn", "hint_for_rank"]
 
-# What programs call the parameter by which mp.spawn tells the rank, where "rank" is no part of it.
+# Usual names of the parameter that receives the rank from mp.spawn, besides those that contain "rank".
 NAMES: Final = ("gpu", "i", "idx", "index", "pid", "proc_id", "process_id", "process_index", "local_process_index", "worker_id")
 
 
 class WithRank:
-    """A function that is called with the number of the rank before its arguments.
+    """A function that is called with the rank's number before its arguments.
 
     Args:
-        function: the student's.
+        function: the student's function.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -29,12 +29,12 @@ class WithRank:
         self.__name__ = name_of(function)
 
     def __call__(self, *args: Any) -> Any:
-        """In a rank: call it."""
+        """In a rank: call the function."""
         return self._function(int(os.environ["LABKIT_RANK"]), *args)
 
 
 def check_spawn(function: Any, args: Any, nprocs: int | None, join: bool, size: int) -> None:
-    """Refuse what `mp.spawn` would take and a group cannot do.
+    """Check the arguments of `group.spawn`, which supports less than `mp.spawn`.
 
     Raises:
         TypeError, ValueError: an invalid argument.
@@ -42,15 +42,15 @@ def check_spawn(function: Any, args: Any, nprocs: int | None, join: bool, size: 
     if not callable(function):
         raise TypeError(f"spawn({function!r}): expected a function, given {type(function).__name__}. Pass f, not f(rank).")
     if not isinstance(args, tuple | list):
-        raise TypeError(f"spawn(..., args={args!r}): expected a tuple of arguments; one alone is written args=({args!r},)")
+        raise TypeError(f"spawn(..., args={args!r}): expected a tuple of arguments; a single one is written args=({args!r},)")
     if nprocs not in (None, size):
-        raise ValueError(f"spawn(..., nprocs={nprocs}): this group has {size} ranks; lab.Group({nprocs}) makes one that fits")
+        raise ValueError(f"spawn(..., nprocs={nprocs}): this group has {size} ranks; create one with lab.Group({nprocs})")
     if not join:
-        raise ValueError("spawn(..., join=False): a group waits for its ranks; leave join out")
+        raise ValueError("spawn(..., join=False): a group always waits for its ranks; leave join out")
 
 
 def hint_for_rank(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """What to say where a function was called without the rank that its first parameter wants; "" where that is not so."""
+    """A hint for a function that was called without the rank that its first parameter expects; else ""."""
     if isinstance(function, WithRank):
         return ""
     try:

@@ -1,7 +1,7 @@
-"""What every rank is in the middle of, as Python stacks, at any moment: also of a rank that is blocked in C++.
+"""The Python stacks of ranks at any moment, also of ranks that are blocked in C++.
 
-The rank writes them into its recording memory, behind the ring: a thread of labkit's does (`worker.stack_writer`), or where that
-one does not get the interpreter's lock, a signal handler in C.
+A rank writes its stacks into its recording memory, behind the ring. A thread of labkit's does that
+(`worker.stack_writer`), or a signal handler in C if that thread does not get the interpreter's lock (GIL).
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from labkit.worker.stack_writer import ASK, INTERRUPT
 __all__ = ["Frame", "Stacks", "ask", "crash", "readable", "stacks_of"]
 
 LIMIT_S: Final = 1.0  # for the ranks to write; they may have to wait for a core
-EACH_S: Final = 0.02  # and so much more for each of them
-SWITCHES_S: Final = 0.1  # of a core, in which a rank that runs Python hands the interpreter's lock on some twenty times
+EACH_S: Final = 0.02  # more for each rank
+SWITCHES_S: Final = 0.1  # of CPU time, in which a rank that runs Python releases the GIL about twenty times
 STARVED_S: Final = 3.0  # more for a rank that gets no core
-QUIET_S: Final = 0.02  # a stack is written line by line: so long after the last one it is whole
-LOOK_EVERY_S: Final = 0.002
-LONGEST_BYTES: Final = 1 << 16  # of a stack: faulthandler ends after 100 frames
-# How the stack of the main thread ends: with its outermost frame, or where it is too deep. Beyond 100 threads it is missing.
-WHOLE: Final = ("in <module>\n", "\n  ...\n")
-LONGEST_END: Final = max(map(len, WHOLE))
+QUIET_S: Final = 0.02  # a stack is written line by line: it is complete this long after the last line
+CHECK_EVERY_S: Final = 0.002
+LONGEST_BYTES: Final = 1 << 16  # of a stack: faulthandler stops after 100 frames
+# The end of the main thread's stack: its outermost frame, or "..." if it is too deep. Beyond 100 threads it is missing.
+COMPLETE: Final = ("in <module>\n", "\n  ...\n")
+LONGEST_END: Final = max(map(len, COMPLETE))
 
 _THREAD: Final = re.compile(r"(?:Stack|(?:Current t|T)hread 0x(?P<ident>[0-9a-f]+)).*\(most recent call first\):")
 _FRAME: Final = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 
 
 class Frame(NamedTuple):
-    """Where a function on a stack is."""
+    """A stack frame: the function, and where it is."""
 
     file: str
     line: int
@@ -50,32 +50,32 @@ class Frame(NamedTuple):
 
 
 class Stacks(dict[str, str]):
-    """By the name of each rank, where it is: prints as a report."""
+    """The stacks by rank name; printed, a report."""
 
     def __repr__(self) -> str:
         return "\n\n".join(f"{name} {text}" for name, text in self.items())
 
 
 def ask(processes: Iterable[RankProcess]) -> list[str]:
-    """The raw stacks of ranks, as `faulthandler` writes them; "" for one that does not answer in time, or not to the end.
+    """The raw stacks of ranks, as `faulthandler` writes them; "" for a rank that does not answer completely in time.
 
     Args:
-        processes: ranks that live.
+        processes: living ranks.
     """
     ranks = list(processes)
     answers = _answers(ranks, INTERRUPT if ASK is None else ASK)
     silent = [i for i, text in enumerate(answers) if not text]
-    if silent and ASK is not None:  # something holds the interpreter's lock all the time, so no other thread changes its stack
+    if silent and ASK is not None:  # a thread holds the GIL all the time, so no other thread changes its stack
         for i, text in zip(silent, _answers([ranks[i] for i in silent], INTERRUPT), strict=True):
             answers[i] = text
     return answers
 
 
 def _answers(ranks: Sequence[RankProcess], by_signal: int) -> list[str]:
-    """What ranks write when they are asked by a signal; "" for one that does not in time, or not to the end."""
+    """What ranks write in reply to a signal; "" for a rank that does not answer completely in time."""
     for process in ranks:
         with contextlib.suppress(OSError):  # it has just ended
-            os.lseek(process.memory, RING_BYTES, os.SEEK_SET)  # the rank's descriptor is the same open file, and writes there
+            os.lseek(process.memory, RING_BYTES, os.SEEK_SET)  # the rank's descriptor shares this file position
             if process.sentinel >= 0:
                 signal.pidfd_send_signal(process.sentinel, by_signal)
             else:
@@ -84,19 +84,19 @@ def _answers(ranks: Sequence[RankProcess], by_signal: int) -> list[str]:
     answers = [_Answer(process) for process in ranks]
     waiting = answers
     while waiting and time.monotonic() < until:
-        time.sleep(LOOK_EVERY_S)
-        waiting = [answer for answer in waiting if not answer.whole()]
-    if by_signal == ASK:  # whoever is silent now will be interrupted, and that may crash a rank which has only had no core so far
+        time.sleep(CHECK_EVERY_S)
+        waiting = [answer for answer in waiting if not answer.complete()]
+    if by_signal == ASK:  # silent ranks are interrupted next, which may crash a rank that was only waiting for a core
         used_s = {answer: answer.cpu_s() for answer in waiting}
         until = time.monotonic() + STARVED_S
         while waiting and time.monotonic() < until:
-            time.sleep(LOOK_EVERY_S)
-            waiting = [a for a in waiting if not (a.whole() or a.frozen or a.cpu_s() >= used_s[a] + SWITCHES_S)]
+            time.sleep(CHECK_EVERY_S)
+            waiting = [a for a in waiting if not (a.complete() or a.frozen or a.cpu_s() >= used_s[a] + SWITCHES_S)]
     return [answer.take() for answer in answers]
 
 
 class _Answer:
-    """What a rank writes of its stacks, until it is whole."""
+    """The stacks that a rank is writing."""
 
     def __init__(self, process: RankProcess) -> None:
         self._process = process
@@ -108,40 +108,40 @@ class _Answer:
         return self._process.frozen
 
     def cpu_s(self) -> float:
-        """How long the rank has computed; for ever where it has ended."""
+        """The rank's CPU time in seconds; infinity if it has ended."""
         try:
             return sum(psutil.Process(self._process.pid).cpu_times()[:2])
         except psutil.NoSuchProcess:
             return math.inf
 
-    def whole(self) -> bool:
-        """Whether the rank has written all of it."""
+    def complete(self) -> bool:
+        """Whether the rank has written all of its stacks."""
         try:
             end, now = os.lseek(self._process.memory, 0, os.SEEK_CUR), time.monotonic()
         except OSError:
-            return True  # the rank has ended, and another thread has taken its memory away
+            return True  # the rank has ended, and another thread has closed its memory
         if end != self._end:
             self._end, self._changed = end, now
         if end == RING_BYTES or now < self._changed + QUIET_S:
             return False
-        # A rank that has lost its core in the middle writes the rest later: its oldest thread, the main one, comes last.
-        return self._tail().endswith(WHOLE)
+        # A rank that lost its core while writing continues later; the oldest thread, the main thread, is written last.
+        return self._tail().endswith(COMPLETE)
 
     def take(self) -> str:
-        """The stacks; "" where they are not whole."""
+        """The stacks; "" if they are incomplete."""
         try:
             text = os.pread(self._process.memory, self._end - RING_BYTES, RING_BYTES).decode("ascii", errors="replace")
             os.ftruncate(self._process.memory, RING_BYTES)
         except OSError:
             return ""
-        return text if text.endswith(WHOLE) else ""
+        return text if text.endswith(COMPLETE) else ""
 
     def _tail(self) -> str:
         return os.pread(self._process.memory, LONGEST_END, max(RING_BYTES, self._end - LONGEST_END)).decode("ascii", "replace")
 
 
 def crash(process: RankProcess) -> str:
-    """Where the student's code was when C code crashed in a rank, as a traceback; "" if none did, or none of theirs ran."""
+    """Where the student's code was when a rank crashed in C code, as a traceback; "" if it did not run."""
     raw = os.pread(process.memory, LONGEST_BYTES, RING_BYTES).strip(b"\0").decode("ascii", errors="replace")
     _, crashed, stack = raw.rpartition("Fatal Python error")
     _, frames = next(_threads(stack), (0, []))
@@ -151,11 +151,11 @@ def crash(process: RankProcess) -> str:
 
 
 def readable(raw: str, pid: int) -> str:
-    """A rank's stacks in words: the student's frames, and beneath each stack what it is in, as Python prints tracebacks.
+    """A rank's stacks as a report in the form of tracebacks: the student's frames, and the frame that they called.
 
     Args:
-        raw: as `ask` gives it.
-        pid: the rank's process, which is looked at if it gave no answer.
+        raw: the stacks from `ask`.
+        pid: the rank's process, whose state is reported if it did not answer.
     """
     if not raw:
         return f"does not answer: {_state(pid)}"
@@ -166,10 +166,10 @@ def readable(raw: str, pid: int) -> str:
 
 
 def stacks_of(raw: str) -> Iterator[tuple[int, tuple[Frame, ...]]]:
-    """The identity of each thread, and its frames, outermost first; the main thread first.
+    """The identity and the frames (outermost first) of each thread; the main thread first.
 
     Args:
-        raw: as `ask` gives it.
+        raw: the stacks from `ask`.
     """
     for ident, frames in _threads(raw):
         yield ident, tuple(Frame(frame["file"], int(frame["line"]), frame["function"]) for frame in frames)
@@ -181,12 +181,12 @@ def _state(pid: int) -> str:
     except psutil.NoSuchProcess:
         return "its process is gone"
     if status == psutil.STATUS_STOPPED:
-        return "its process was stopped by a signal (SIGSTOP); SIGCONT lets it go on"
-    return f"its process is {status}, and did not come to it within {LIMIT_S:.0f} s"
+        return "its process was stopped by a signal (SIGSTOP); SIGCONT resumes it"
+    return f"its process is {status}, and did not answer within {LIMIT_S:.0f} s"
 
 
 def _threads(raw: str) -> Iterator[tuple[int, list[re.Match[str]]]]:
-    """Each thread's identity and its frames, outermost first; the main one, which is the oldest and is written last, first."""
+    """The identity and the frames of each thread; the main thread, which is the oldest and is written last, first."""
     found: list[tuple[int, list[re.Match[str]]]] = []
     writer = -1
     for line in raw.splitlines():
@@ -199,14 +199,14 @@ def _threads(raw: str) -> Iterator[tuple[int, list[re.Match[str]]]]:
     if not found:
         return
     main = found.pop()
-    if 0 <= writer < len(found):  # the thread of labkit's
+    if 0 <= writer < len(found):  # labkit's own thread
         found.pop(writer)
     yield main
     yield from found
 
 
 def _stack(frames: list[re.Match[str]]) -> str:
-    """One stack; "" where none of it is the student's."""
+    """One stack; "" if it contains none of the student's frames."""
     last = max((i for i, frame in enumerate(frames) if is_students(frame["file"])), default=-1)
     if last < 0:
         return ""

@@ -1,6 +1,7 @@
-r"""The lines that one rank prints, as a terminal would leave them, within bounds.
+r"""The lines that one rank prints, as a terminal would show them, within bounds.
 
-A progress bar writes over its line (`\r`), and several of them move between theirs (`\n` and `ESC [A`, as tqdm's `position=`).
+A progress bar overwrites its line (`\r`); several bars move the cursor between lines (`\n` and `ESC [A`, as tqdm's
+`position=`).
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from typing import Final
 
 __all__ = ["KEPT_CHARACTERS", "KEPT_LINES", "LINE_CHARACTERS", "Lines"]
 
-KEPT_LINES: Final = 1_000  # the first ones of what a rank prints in a run, and as many of the last ones
-KEPT_CHARACTERS: Final = 200_000  # of each of the two parts: a notebook is to stay a file that one can open
+KEPT_LINES: Final = 1_000  # the first lines of a rank in a run, and as many of the last ones
+KEPT_CHARACTERS: Final = 200_000  # of each of the two parts, so that a notebook remains a file that can be opened
 LINE_CHARACTERS: Final = 10_000
-HELD_LINES: Final = 24  # of a terminal's, once the cursor has moved up: they may still be written over
+HELD_LINES: Final = 24  # in a terminal, once the cursor has moved up: they may still be overwritten
 
 _STEP: Final = re.compile(rb"\n|\x1b\[(\d*)([AF])|\x1b\[[23]J")  # ends a line, moves up, or clears the screen
 _UNFINISHED: Final = re.compile(rb"\x1b(\[\d{0,3})?\Z")
-# Whatever else moves a cursor; colours (`m`) stay, and a notebook shows them.
+# Other cursor movements, which are removed; colours (`m`) are kept, since a notebook shows them.
 _OTHER: Final = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-ln-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[78=>cDEHMNOZ])")
 
 
@@ -30,14 +31,14 @@ class Lines:
         self._tail: deque[str] = deque()
         self._room = [KEPT_CHARACTERS, KEPT_CHARACTERS]  # in head and tail
         self._left_out = 0
-        self._open = bytearray()  # the line that the cursor is in
-        self._below: list[bytes] = []  # the lines beneath that, where the cursor has moved up
-        self._moved = False  # whether it ever has
-        self._held: deque[str] = deque()  # complete, and not given out yet, since it may move there
-        self._begun = b""  # a sequence of which the rest has not come yet
+        self._open = bytearray()  # the cursor's line
+        self._below: list[bytes] = []  # the lines below it, if the cursor has moved up
+        self._moved = False  # whether the cursor has ever moved up
+        self._held: deque[str] = deque()  # complete lines that are held back, since the cursor may move there
+        self._begun = b""  # the beginning of an incomplete escape sequence
 
     def feed(self, data: bytes) -> list[str]:
-        """Take what the rank has printed; the lines that are complete now."""
+        """Add what the rank has printed, and return the lines that are now complete."""
         if self._begun:
             data, self._begun = self._begun + data, b""
         if b"\x1b" not in data and not self._below:
@@ -63,7 +64,7 @@ class Lines:
         return self._give(complete)
 
     def finish(self) -> list[str]:
-        """Close a last line that has no end."""
+        """Complete the last line, and return the lines not returned yet."""
         self._begun = b""
         rest = [bytes(self._open), *self._below]
         self._open.clear()
@@ -79,7 +80,7 @@ class Lines:
         return lines
 
     def shown(self, last: int | None = None) -> list[str]:
-        """All lines kept, with a word about what was left out; or the last ones, the unfinished ones included."""
+        """All kept lines, with a note of how many were left out; or the last lines, including unfinished ones."""
         if last is not None:
             unfinished = [_clean(line) for line in (bytes(self._open), *self._below)]
             while unfinished and not unfinished[-1]:
@@ -103,12 +104,12 @@ class Lines:
         if not data:
             return
         self._open += data
-        # What a progress bar writes over is gone, and a line without end must not fill the memory.
+        # Overwritten text is dropped, and a line without end must not fill the memory.
         del self._open[: self._open.rfind(b"\r", 0, -1) + 1]
         del self._open[4 * LINE_CHARACTERS :]
 
     def _move_up(self, complete: list[str]) -> None:
-        """To the line above, if it is still there."""
+        """Move the cursor to the line above, if it is still kept."""
         kept = self._tail or self._head
         if not kept:
             return
@@ -123,7 +124,7 @@ class Lines:
         self._open = bytearray(line.encode() + b"\r")
 
     def _clear(self) -> None:
-        """The screen is cleared: `clear_output`."""
+        """Clear the screen, as `clear_output` does."""
         self._head.clear()
         self._tail.clear()
         self._held.clear()
@@ -133,7 +134,7 @@ class Lines:
         self._left_out = 0
 
     def _give(self, complete: list[str]) -> list[str]:
-        """What can be printed for good; once the cursor has moved up, the last lines wait."""
+        """The lines that cannot change any more; once the cursor has moved up, the last lines are held back."""
         if not self._moved:
             return complete
         self._held += complete
@@ -149,11 +150,11 @@ class Lines:
 
 
 def _clean(line: bytes) -> str:
-    """A line as text; of what a progress bar wrote over and over, the last state."""
+    """A line as text, in the last state that a progress bar left."""
     text = line.decode("utf-8", errors="replace").rstrip("\r").rpartition("\r")[2]
     if "\x1b" in text:
         text = _OTHER.sub("", text)
-    if "\b" in text:  # a bar may go back over its line by so many characters
+    if "\b" in text:  # a bar may move back by single characters
         kept: list[str] = []
         for character in text:
             if character != "\b":

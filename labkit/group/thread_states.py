@@ -1,9 +1,9 @@
-"""Which threads of a rank may still act by themselves, and which wait for something that only others can bring about.
+"""The states of a rank's threads: which may still act by themselves, and which wait until another thread wakes them.
 
-A rank is blocked for ever only if none of its threads can act. A thread that sleeps, polls, reads or computes may do anything
-next. One that waits for a lock or a queue without a time limit cannot go on unless another thread of its process wakes it.
-Python's stacks tell where a thread is; on Linux the kernel tells whether that wait has a limit, and whether the thread has moved
-between two looks.
+A rank is blocked for ever only if none of its threads can act. A thread that sleeps, polls, reads or computes may do
+anything next. A thread that waits for a lock or a queue without a time limit only continues when another thread of its
+process wakes it. Python's stacks tell where a thread is; on Linux, the kernel tells whether the wait has a time limit,
+and whether the thread has moved between two checks.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from labkit.errors.own_code import LABKIT
 from labkit.group.stack_dump import Frame, stacks_of
 from labkit.recording.record import is_students
 
-__all__ = ["Active", "Look", "Thread", "active", "children_of", "look"]
+__all__ = ["Active", "RankThreads", "Thread", "active", "children_of", "threads_in"]
 
-# The system call by which a thread waits for a lock: its number on the machines that we know.
+# The number of the system call in which a thread waits for a lock, on known architectures.
 FUTEX: Final = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine(), -1)
 FUTEX_WAITS: Final = (0, 9)  # FUTEX_WAIT, FUTEX_WAIT_BITSET
 FUTEX_PRIVATE: Final = 0x80  # only threads of the same process can wake it
 FUTEX_COMMAND: Final = 0x7F
-LOOKS: Final = 5  # at a thread that runs at that moment
+ATTEMPTS: Final = 5  # to find a running thread waiting
 
 _STDLIB: Final = tuple({os.path.normcase(sysconfig.get_path(p)) + os.sep for p in ("stdlib", "platstdlib")})
 _PACKAGES: Final = ("site-packages", "dist-packages")
 _COMM: Final = os.path.join(LABKIT, "comm") + os.sep
-# Lines of the standard library in which a thread waits without a time limit, where the kernel does not tell.
+# Lines of the standard library in which a thread waits without a time limit, for systems whose kernel does not say so.
 _ENDLESS: Final = ("waiter.acquire()", "work_item = work_queue.get(block=True)")
-# Threads of libraries that wake up now and then, and never run code of the student's: where their frames lie.
+# Files of library threads that wake up regularly, and never run the student's code.
 _HOUSEKEEPING: Final = tuple(
     os.path.join(*parts)
     for parts in (
@@ -49,14 +49,14 @@ _HOUSEKEEPING: Final = tuple(
         ("IPython", "core", "history.py"),
     )
 )
-# Of `multiprocessing.pool`, the thread that starts another worker where one has ended.
+# The thread of `multiprocessing.pool` that replaces workers that have ended.
 _POOL: Final = os.path.join("multiprocessing", "pool.py")
-_POOL_LOOKS: Final = "_handle_workers"
-# Child processes that never communicate for the rank: by their name, or by a word of their command line.
+_POOL_THREAD: Final = "_handle_workers"
+# Child processes that never communicate for the rank: by name, or by a word of their command line.
 _HARMLESS_NAMES: Final = ("pt_data_worker",)
 _HARMLESS_COMMANDS: Final = ("multiprocessing.resource_tracker", "torch/_inductor/compile_worker")
-# Signals that Python, faulthandler, the C library's threads (32, 33) and torch's DataLoader handle in every rank; a handler of
-# another one is the student's.
+# Signals that Python, faulthandler, the C library's threads (32, 33) and torch's DataLoader handle in every rank;
+# handlers of other signals are the student's.
 _USUAL_SIGNALS: Final = frozenset({2, 4, 6, 7, 8, 11, 15, 17, 32, 33, 64})
 
 
@@ -65,11 +65,11 @@ class Thread:
     """One thread that runs Python.
 
     Args:
-        frames: where it is, outermost first.
-        ident: what Python calls it, among the threads of its process.
-        number: the system's number of it; 0 where that is not known.
-        endless: whether it waits, without a time limit, for something that only another thread of its process can bring.
-        switches: how often it has lost its core; -1 where that is not known. It has not moved while the number is the same.
+        frames: its stack, outermost frame first.
+        ident: its `threading.Thread.ident`.
+        number: its native id; 0 if unknown.
+        endless: whether it waits without a time limit for another thread of its process.
+        switches: its number of context switches; -1 if unknown. While the number stays the same, it has not moved.
     """
 
     frames: tuple[Frame, ...]
@@ -80,7 +80,7 @@ class Thread:
 
     @property
     def innermost(self) -> Frame | None:
-        """The frame that it is in."""
+        """Its current frame."""
         return self.frames[-1] if self.frames else None
 
     @property
@@ -90,14 +90,14 @@ class Thread:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class RankThreads:
     """A rank's threads at one moment.
 
     Args:
-        main: the main thread; None where the rank did not answer.
+        main: the main thread; None if the rank did not answer.
         others: the other threads that run Python.
-        children: the command lines of processes that it has started, which may act for it; "" of one that it has forked.
-        handled: numbers of signals that it handles, beside the usual ones.
+        children: the command lines of its child processes, which may act for it; "" for a forked process.
+        handled: the numbers of the signals that it handles, besides the usual ones.
     """
 
     main: Thread | None
@@ -108,12 +108,12 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Active:
-    """What of a rank may still act.
+    """What may still act in a rank.
 
     Args:
-        kind: "silent" (it did not answer), "main", "thread" or "child".
-        thread: which one.
-        child: the command line of the process; "" of one that the rank has forked.
+        kind: "silent" (the rank did not answer), "main", "thread" or "child".
+        thread: the thread, if it is one.
+        child: the command line of the child process; "" for a forked process.
     """
 
     kind: str
@@ -121,39 +121,39 @@ class Active:
     child: str = ""
 
 
-def look(raw: str, pid: int, children: Iterable[str] = ()) -> Look:
-    """What the threads of a rank are in.
+def threads_in(raw: str, pid: int, children: Iterable[str] = ()) -> RankThreads:
+    """The states of a rank's threads.
 
     Args:
-        raw: its stacks, as `group.stack_dump.ask` gives them.
-        pid: its process.
-        children: the command lines of the processes that it has started, as `children_of` gives them.
+        raw: its stacks, from `group.stack_dump.ask`.
+        pid: its process id.
+        children: the command lines of its child processes, from `children_of`.
     """
     stacks = list(stacks_of(raw))
     if not stacks:
-        return Look(None)
+        return RankThreads(None)
     (main, frames), *others = stacks
-    if not others:  # as in nearly all ranks
-        return Look(Thread(frames, main, pid), (), tuple(children))
+    if not others:  # the usual case
+        return RankThreads(Thread(frames, main, pid), (), tuple(children))
     waits = _kernel_waits(pid)
-    # A thread's control block, whose address is its identity, lies just above its stack.
+    # A thread's control block, whose address is its `ident`, lies just above its stack.
     by_pointer = sorted((wait.pointer, number) for number, wait in waits.items() if number != pid)
     found = []
     for ident, where in others:
         at = bisect.bisect_left(by_pointer, (ident, 0)) - 1
         found.append(_thread(where, ident, by_pointer[at][1] if at >= 0 else 0, waits))
-    return Look(_thread(frames, main, pid, waits), tuple(found), tuple(children), _handled_signals(pid))
+    return RankThreads(_thread(frames, main, pid, waits), tuple(found), tuple(children), _handled_signals(pid))
 
 
-def active(now: Look, before: Look | None, *, blocked: Collection[int] | None, idle_main: bool) -> Active | None:
-    """What of a rank may still act by itself; None if nothing can, unless others wake it.
+def active(now: RankThreads, before: RankThreads | None, *, blocked: Collection[int] | None, idle_main: bool) -> Active | None:
+    """What may still act in a rank by itself; None if nothing can, unless other ranks wake it.
 
     Args:
-        now: at this moment.
-        before: some time earlier; None judges this moment alone, which does not suffice for a verdict.
-        blocked: the system's numbers of the threads that are blocked in an operation which is noted as pending; None where an
-            operation is noted whose thread is not known, which is the main one's then.
-        idle_main: whether the main thread serves labkit, because the function has returned or was not called.
+        now: its threads now.
+        before: its threads some time earlier; None judges `now` alone, which does not suffice to report a deadlock.
+        blocked: native ids of the threads that are blocked in a pending operation; None if the thread of a pending
+            operation is unknown: then it is the main thread.
+        idle_main: whether the main thread runs labkit's loop, because the function has returned or was not called.
     """
     if now.main is None:
         return Active("silent")
@@ -169,9 +169,9 @@ def active(now: Look, before: Look | None, *, blocked: Collection[int] | None, i
     earlier = {thread.ident: thread for thread in before.others} if before is not None else {}
     ended = earlier.keys() - {thread.ident for thread in now.others}
     if ended:
-        return Active("thread", earlier[min(ended)])  # it has moved since
+        return Active("thread", earlier[min(ended)])  # it was not blocked
     for thread in now.others:
-        if thread.number in (blocked or ()) or _is_labkits(thread) or _keeps_house(thread):
+        if thread.number in (blocked or ()) or _is_labkits(thread) or _is_housekeeping(thread):
             continue
         unmoved = before is None or earlier.get(thread.ident) == thread
         if not unmoved or not (thread.endless or _in_operation(thread)):
@@ -180,17 +180,17 @@ def active(now: Look, before: Look | None, *, blocked: Collection[int] | None, i
 
 
 def children_of(pids: Iterable[int]) -> dict[int, list[str]]:
-    """By rank's process, the command lines of the living processes that it has started and that may act for it.
+    """The command lines of the living child processes that may act for a rank, by the rank's process id.
 
-    That of a process which it has forked is "".
+    The command line of a forked process is "".
     """
     ranks = set(pids)
     found: dict[int, list[str]] = {}
     for pid in set(psutil.pids()) - ranks:
         try:
-            # A rank leads a process group of its own; a child that has left it is still a child.
+            # A rank leads a process group of its own; a process that has left the group may still be a child.
             rank = next((of for of in (os.getpgid(pid), psutil.Process(pid).ppid()) if of in ranks), 0)
-        except (ProcessLookupError, psutil.Error):  # it has ended meanwhile
+        except (ProcessLookupError, psutil.Error):  # it has just ended
             continue
         command = _command(pid) if rank else None
         if command is not None:
@@ -199,7 +199,7 @@ def children_of(pids: Iterable[int]) -> dict[int, list[str]]:
 
 
 def _command(pid: int) -> str | None:
-    """The command line of a process; None where it has ended or never communicates for the rank that has started it."""
+    """The command line of a process; None if it has ended, or never communicates for the rank that started it."""
     try:
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_ZOMBIE or process.name() in _HARMLESS_NAMES:
@@ -212,7 +212,7 @@ def _command(pid: int) -> str | None:
 
 def _thread(frames: tuple[Frame, ...], ident: int, number: int, waits: Mapping[int, _Wait]) -> Thread:
     innermost = frames[-1] if frames else None
-    # Elsewhere than in the standard library a lock may be one of C++'s, whose owner computes without running Python.
+    # Outside the standard library, the owner of a lock may be C++ code that computes without running Python.
     in_library = innermost is not None and _of_stdlib(innermost.file)
     wait = waits.get(number)
     if wait is None:
@@ -226,25 +226,25 @@ def _of_stdlib(file: str) -> bool:
 
 
 def _is_labkits(thread: Thread) -> bool:
-    """Whether labkit started it for itself, and it runs nothing else at this moment."""
+    """Whether it is a thread of labkit's, and runs nothing but labkit and the standard library."""
     files = [frame.file for frame in thread.frames]
     return any(file.startswith(LABKIT) for file in files) and all(file.startswith(LABKIT) or _of_stdlib(file) for file in files)
 
 
-def _keeps_house(thread: Thread) -> bool:
-    if any(frame.file.endswith(_POOL) and frame.function == _POOL_LOOKS for frame in thread.frames):
+def _is_housekeeping(thread: Thread) -> bool:
+    if any(frame.file.endswith(_POOL) and frame.function == _POOL_THREAD for frame in thread.frames):
         return all(_of_stdlib(frame.file) for frame in thread.frames)
     own = [frame.file for frame in thread.frames if not _of_stdlib(frame.file)]
     return bool(own) and all(file.endswith(_HOUSEKEEPING) for file in own)
 
 
 def _in_backward(main: Thread) -> bool:
-    """Whether it waits for threads of torch's autograd engine, as it does while they communicate."""
+    """Whether it waits for threads of torch's autograd engine, which may be communicating."""
     return main.innermost is not None and main.innermost.function == "_engine_run_backward"
 
 
 def _in_operation(thread: Thread) -> bool:
-    """Whether it waits in an operation that labkit has noted, perhaps for another thread that waits for the same."""
+    """Whether it waits in an operation that labkit records, perhaps for another thread in the same operation."""
     for frame in reversed(thread.frames):
         if frame.file.startswith(_COMM):
             return True
@@ -255,7 +255,7 @@ def _in_operation(thread: Thread) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """What the kernel says of a thread: where its stack ends, whether it waits for a lock without limit, how often it moved."""
+    """The kernel's view of a thread: its stack pointer, whether it waits endlessly for a lock, its context switches."""
 
     pointer: int
     endless: bool
@@ -263,7 +263,7 @@ class _Wait:
 
 
 def _kernel_waits(pid: int) -> dict[int, _Wait]:
-    """Of the threads of a process, those that the kernel tells of: none where it is not Linux, or does not let us see.
+    """The kernel's view of a process's waiting threads, by native id; {} if this is not Linux or access is denied.
 
     Source: proc_pid_syscall(5) and proc_pid_status(5), the Linux man-pages.
     """
@@ -271,12 +271,12 @@ def _kernel_waits(pid: int) -> dict[int, _Wait]:
     if FUTEX < 0:
         return found
     for task in Path(f"/proc/{pid}/task").glob("*"):
-        for _ in range(LOOKS):
+        for _ in range(ATTEMPTS):
             try:
                 words, status = (task / "syscall").read_text().split(), (task / "status").read_text()
             except OSError:
                 break
-            if len(words) < 3:  # "running": it may be back at its wait in a moment
+            if len(words) < 3:  # "running": it may be waiting again in a moment
                 time.sleep(0)
                 continue
             endless = False
@@ -287,7 +287,7 @@ def _kernel_waits(pid: int) -> dict[int, _Wait]:
             found[int(task.name)] = _Wait(int(words[-2], 16), endless, switches)
             break
         else:
-            return {}  # where that thread's stack lies is not known, so that others' might be taken for it
+            return {}  # the unknown stack pointer could make `threads_in` confuse this thread with another
     return found
 
 

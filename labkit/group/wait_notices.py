@@ -1,4 +1,4 @@
-"""The notice of a run in which ranks wait long: one line that says who waits in what, and where those are that have not come."""
+"""The notice about long waits: one line that says which ranks wait in which operation, and where the others are."""
 
 from __future__ import annotations
 
@@ -9,36 +9,38 @@ from typing import Final
 from labkit.errors.lists import listed
 from labkit.group.deadlock import missing, operation_in_words, place
 from labkit.group.output import cell_label
-from labkit.group.rank_state import Standing
+from labkit.group.rank_state import RankState
 from labkit.group.remote_calls import promised, served_by
 from labkit.group.stack_dump import Frame
-from labkit.group.thread_states import Active, Look, Thread
+from labkit.group.thread_states import Active, RankThreads, Thread
 from labkit.recording.schema import Pending
 
 __all__ = ["MOST_NAMES", "waiting_notice"]
 
-MOST_WAITS: Final = 3  # operations that are told of, and ranks that have not come to them
+MOST_WAITS: Final = 3  # operations that are listed, and ranks that have not entered them
 MOST_NAMES: Final = 4
 SOURCE_CHARACTERS: Final = 60
-ROUNDED_S: Final = 5  # the notice changes that often
-SHORT: Final = 0.5  # of the longest wait: what has waited less is not told, for it may be what a healthy rank does all the time
+ROUNDED_S: Final = 5  # how often the notice changes
+SHORT: Final = 0.5  # of the longest wait: shorter waits are not listed, since a healthy rank may do them all the time
 
 
-def waiting_notice(ranks: Sequence[Standing], looks: Mapping[int, Look], acting: Mapping[int, Active], now_ns: int) -> str:
-    """Who has waited long, in what and for whom; "" where nobody waits.
+def waiting_notice(
+    ranks: Sequence[RankState], threads: Mapping[int, RankThreads], acting: Mapping[int, Active], now_ns: int
+) -> str:
+    """The ranks that have waited long, their operations, and the ranks they wait for; "" if no rank waits.
 
     Args:
-        ranks: in rank order.
-        looks: of ranks that are blocked in nothing, what their threads are in, as far as that is known.
-        acting: of the others, what may still act.
-        now_ns: this moment.
+        ranks: the states of the ranks, in rank order.
+        threads: the threads of ranks that are not blocked, as far as they are known.
+        acting: what may still act in the other ranks.
+        now_ns: the current time.
     """
     longest_ns = max((now_ns - p.wait_start_ns for rank in ranks for p in (*rank.blocked, *rank.timed)), default=0)
     waits: dict[tuple[str, str], list[tuple[int, Pending]]] = {}
     for i, rank in enumerate(ranks):
-        in_vain = [p for p in (*rank.blocked, *rank.timed) if now_ns - p.wait_start_ns >= SHORT * longest_ns]
-        if in_vain:
-            last = max(in_vain, key=lambda p: p.start_ns)
+        long_waits = [p for p in (*rank.blocked, *rank.timed) if now_ns - p.wait_start_ns >= SHORT * longest_ns]
+        if long_waits:
+            last = max(long_waits, key=lambda p: p.start_ns)
             waits.setdefault((last.name, place(last)), []).append((i, last))
     longest_first = sorted(waits.values(), key=lambda who: min(p.wait_start_ns for _, p in who))
     if not longest_first:
@@ -49,17 +51,17 @@ def waiting_notice(ranks: Sequence[Standing], looks: Mapping[int, Look], acting:
     awaited = [(rank, p) for who in longest_first for rank, p in who if p not in futures]
     absent = sorted({i for rank, p in awaited for i in missing(ranks, rank, p) if i >= 0})
     not_waiting = [i for i in absent if not ranks[i].blocked and not ranks[i].timed]
-    if not not_waiting:  # as with TensorFlow, which does not tell
+    if not not_waiting:  # unknown, as for TensorFlow
         not_waiting = [i for i, rank in enumerate(ranks) if not rank.blocked and not rank.timed and not rank.returned]
-    parts += _elsewhere(ranks, not_waiting, looks, acting)
-    parts += _serving(ranks, calls, looks)
+    parts += _elsewhere(ranks, not_waiting, threads, acting)
+    parts += _serving(ranks, calls, threads)
     parts += _promised(ranks, futures)
     waiting = [i for who in longest_first for i, _ in who if i in acting]
     parts += [f"{ranks[i].name} {_may_act(acting[i])}" for i in waiting[:MOST_WAITS]]
     return "; ".join(parts)
 
 
-def _waiters(ranks: Sequence[Standing], who: Sequence[tuple[int, Pending]], now_ns: int) -> str:
+def _waiters(ranks: Sequence[RankState], who: Sequence[tuple[int, Pending]], now_ns: int) -> str:
     operation = who[0][1]
     seconds = int((now_ns - max(p.wait_start_ns for _, p in who)) / (ROUNDED_S * 1e9)) * ROUNDED_S
     names = [rank.name for rank in ranks] if len({p.peer for _, p in who}) == 1 else ()
@@ -70,18 +72,18 @@ def _waiters(ranks: Sequence[Standing], who: Sequence[tuple[int, Pending]], now_
 
 
 def _elsewhere(
-    ranks: Sequence[Standing], absent: Sequence[int], looks: Mapping[int, Look], acting: Mapping[int, Active]
+    ranks: Sequence[RankState], absent: Sequence[int], threads: Mapping[int, RankThreads], acting: Mapping[int, Active]
 ) -> list[str]:
-    """What those do for whom the others wait."""
+    """What the ranks do that the others wait for."""
     by_doing: dict[tuple[bool, str], list[str]] = {}  # whether it has returned, and what it does
     for i in absent:
-        look = looks.get(i)
+        of_rank = threads.get(i)
         if ranks[i].returned:
             doing = "returned" + (f", and {_may_act(acting[i])}" if i in acting else "")
-        elif look is None or look.main is None or look.main.students is None:
+        elif of_rank is None or of_rank.main is None or of_rank.main.students is None:
             doing = "computing"
         else:
-            doing = f"at {_at(look.main.students)}"
+            doing = f"at {_at(of_rank.main.students)}"
         by_doing.setdefault((ranks[i].returned, doing), []).append(ranks[i].name)
     parts = []
     for (returned, doing), names in list(by_doing.items())[:MOST_WAITS]:
@@ -90,18 +92,18 @@ def _elsewhere(
     return parts
 
 
-def _serving(ranks: Sequence[Standing], calls: Sequence[Pending], looks: Mapping[int, Look]) -> list[str]:
-    """Where the ranks are in the calls that others wait for."""
+def _serving(ranks: Sequence[RankState], calls: Sequence[Pending], threads: Mapping[int, RankThreads]) -> list[str]:
+    """Where ranks are in the calls that others wait for."""
     parts = []
     for callee, served in filter(None, (served_by(ranks, call) for call in calls)):
-        threads = looks[callee].others if callee in looks else ()
-        frame = next((thread.students for thread in threads if thread.number == served.thread), None)
+        others = threads[callee].others if callee in threads else ()
+        frame = next((thread.students for thread in others if thread.number == served.thread), None)
         if frame is not None:
             parts.append(f"{ranks[callee].name} serves it at {_at(frame)}")
     return list(dict.fromkeys(parts))[:MOST_WAITS]
 
 
-def _promised(ranks: Sequence[Standing], calls: Sequence[Pending]) -> list[str]:
+def _promised(ranks: Sequence[RankState], calls: Sequence[Pending]) -> list[str]:
     """Whose functions have returned, but not what the callers wait for."""
     where = dict.fromkeys((ranks[p.peer].name, p.type.function_in(p.name)) for p in calls)
     return [f"on {callee} {function} has returned a future that is not completed" for callee, function in where][:MOST_WAITS]

@@ -1,1 +1,1 @@
-"""What a run leaves behind: a trace, its arithmetic and its files."""
+"""Traces: the recorded spans of a run as data, with their arithmetic and their files."""

@@ -1,7 +1,8 @@
-"""What the moving picture is told of a rank that writes faster than anyone can look: so many records a look, and no more.
+"""Downsampling for the live picture: a bounded number of records per update, however fast a rank records.
 
-The run keeps every record; this bounds what is worked out while the ranks compute. The latest records stay as they are. Of the
-ones before, some stand for all: their length is that of as many as they stand for, so that sums over time come out right.
+The run keeps all records; this bounds the work while the ranks compute. The latest records are kept as they are.
+Earlier ones are represented by samples whose length is multiplied by the number of records they represent, so that sums
+over time are right on average.
 """
 
 from __future__ import annotations
@@ -12,24 +13,24 @@ import numpy as np
 
 from labkit.recording.schema import COMMUNICATION, COMPUTE, SCALAR, STEP, SUM
 
-__all__ = ["FEW", "MOST", "thin"]
+__all__ = ["FEW", "MOST", "downsample"]
 
-MOST: Final = 1000  # spans of one rank in one look, of which there are twenty a second; half of them stand for many
-FEW: Final = 200  # rows of any kind that are passed on as they are
-STEPS: Final = 100  # the rate is that of the last ones
+MOST: Final = 1000  # spans of one rank per update, with twenty updates a second; half of them represent many
+FEW: Final = 200  # up to this many rows are kept as they are
+STEPS: Final = 100  # the last steps, which determine the rate
 VALUES: Final = 20  # of each curve
 
 
-def thin(rows: Any, loop_name: int) -> Any:
-    """Some records that stand for all.
+def downsample(rows: Any, loop_name: int) -> Any:
+    """Reduce records to a bounded number.
 
     Args:
-        rows: of one rank, as they were read.
-        loop_name: the number of the name of the scalar that begins a loop; -1 where there is none.
+        rows: the records of one rank, as read from its ring.
+        loop_name: the number of the scalar's name that starts a loop; -1 if there is none.
 
     Returns:
-        the same rows where they are `FEW`; else at most `MOST` spans, of the steps the last with up to two rows for the others
-        (flag `SUM`, `nbytes` says how many they are), of each curve some values with the last.
+        the same rows if there are at most `FEW`; else at most `MOST` spans; the last steps, and up to two rows for the
+        other steps (flag `SUM`; `nbytes` is their number); and some values of each curve, including the last.
     """
     if len(rows) <= FEW:
         return rows
@@ -38,7 +39,7 @@ def thin(rows: Any, loop_name: int) -> Any:
     kept = [np.flatnonzero(~np.isin(kind, (COMPUTE, COMMUNICATION, STEP, SCALAR)))]
     sums = []
     if len(work) > MOST:
-        sums.append(_standing_for(rows, work[: -MOST // 2]))
+        sums.append(_samples(rows, work[: -MOST // 2]))
         work = work[-MOST // 2 :]
     began_ns = 0
     if len(values):
@@ -54,10 +55,10 @@ def thin(rows: Any, loop_name: int) -> Any:
     return np.concatenate([*sums, rows[np.sort(np.concatenate([*kept, work, steps]))]])
 
 
-def _standing_for(rows: Any, which: Any) -> Any:
-    """Some of many spans, each as long as those that it stands for."""
+def _samples(rows: Any, which: Any) -> Any:
+    """A sample of many spans, each as long as the spans that it represents together."""
     stride = -(-len(which) // (MOST // 2))
-    # Not every so-and-so-manieth: where forward and backward take turns, that would be one of them only.
+    # At random: with a fixed stride, only one of forward and backward might be sampled, since they alternate.
     first = np.arange(0, len(which) - stride + 1, stride)
     some = rows[which[first + np.random.default_rng(len(which)).integers(stride, size=len(first))]]
     some["end_ns"] = some["start_ns"] + stride * (some["end_ns"] - some["start_ns"])
@@ -66,9 +67,9 @@ def _standing_for(rows: Any, which: Any) -> Any:
 
 
 def _counted(steps: Any, began_ns: int) -> Any:
-    """One row for the steps before the loop under way began, one for those of this loop."""
+    """One row for the steps before the current loop, and one for the steps of the current loop."""
     ends = np.maximum.accumulate(steps["end_ns"])
-    steps = steps[np.append(True, steps["start_ns"][1:] >= ends[:-1])]  # else it is the step of a loop around another
+    steps = steps[np.append(True, steps["start_ns"][1:] >= ends[:-1])]  # without steps of outer loops
     sums = []
     for part in (steps[steps["start_ns"] < began_ns], steps[steps["start_ns"] >= began_ns]):
         if len(part):

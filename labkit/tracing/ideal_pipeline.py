@@ -1,7 +1,7 @@
-"""Pipelines as they would run if only the work took time: GPipe, 1F1B and interleaved 1F1B as a `Trace`, to draw and measure.
+"""`lab.schedule`: ideal GPipe, 1F1B and interleaved 1F1B pipelines as a `Trace`, to compare with measured ones.
 
-A schedule is an order of work per rank. Each piece of work begins when the rank has done the piece before, and when what it needs
-has arrived: a forward pass the activations of the stage before, a backward pass the gradients of the stage after.
+A schedule is an order of passes per rank. A pass starts when the rank has finished the previous pass and its input has
+arrived: the activations of the previous stage for a forward pass, the gradients of the next stage for a backward pass.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from labkit.tracing.trace import Span, Trace
 __all__ = ["schedule"]
 
 MOST: Final = 100_000  # passes of micro-batches through stages
-LONGEST_S: Final = 1e9  # for one pass: more nanoseconds would not fit into a trace
-Times = float | Sequence[float]  # in seconds: of every stage, or one per stage
+LONGEST_S: Final = 1e9  # of one pass: more nanoseconds would not fit into a trace
+Times = float | Sequence[float]  # in seconds: one for all stages, or one per stage
 
 
-class _Work(NamedTuple):
+class _Pass(NamedTuple):
     """One pass of one micro-batch through one stage."""
 
     forward: bool
@@ -41,29 +41,34 @@ def schedule(
     backward: Times = 2.0,
     communication: float = 0.0,
 ) -> Trace:
-    """The ideal course of one step of a pipeline, as a trace: `lab.timeline` draws it, `.bubble` is its idle share.
+    """One step of an ideal pipeline as a trace: `lab.timeline` draws it, `.bubble` is its idle share.
 
-    With p equal stages on p ranks and m micro-batches, the bubble of GPipe and of 1F1B is (p - 1) / (m + p - 1); that of
-    interleaved 1F1B with v stages on each of p ranks is (p - 1) / (v·m + p - 1).
+    With p equal stages on p ranks and m micro-batches, the bubble of GPipe and of 1F1B is (p - 1) / (m + p - 1); that
+    of interleaved 1F1B with v stages on each of p ranks is (p - 1) / (v·m + p - 1).
 
         lab.timeline({"ideal": lab.schedule("1f1b", stages=4, micro_batches=8), "measured": run.trace.step(1)})
 
     Args:
-        kind: "gpipe": all forward passes, then all backward passes. "1f1b": after as many forward passes as fill the pipeline,
-            one backward and one forward in turn, so that fewer activations are kept. "interleaved 1f1b": the same where each rank
-            has several stages that are not neighbours: of 2 ranks, the first has the stages 0 and 2, the second 1 and 3.
-        stages: in all.
-        micro_batches: that the batch is cut into.
-        ranks: for "interleaved 1f1b"; it divides the stages and the micro-batches. Default: one rank per stage.
-        forward: seconds that a stage takes for the forward pass of one micro-batch; one number for all, or one per stage.
-        backward: the same for the backward pass, usually about twice as long.
-        communication: seconds that activations or gradients travel between two ranks. Nobody computes less meanwhile.
+        kind: "gpipe": all forward passes, then all backward passes. "1f1b": forward passes until the pipeline is full,
+            then one backward and one forward pass in turn, so that fewer activations are kept. "interleaved 1f1b": 1F1B
+            where each rank has several stages that are not neighbours: of 2 ranks, the first has the stages 0 and 2,
+            the second 1 and 3.
+        stages: the number of stages.
+        micro_batches: the number of micro-batches.
+        ranks: for "interleaved 1f1b"; must divide `stages` and `micro_batches`. Default: one rank per stage.
+        forward: seconds of a stage's forward pass of one micro-batch; one number for all stages, or one per stage.
+        backward: seconds of the backward pass, usually about twice as long.
+        communication: seconds that activations or gradients take between two ranks; ranks compute meanwhile.
+
+    Returns:
+        a trace with a compute span for each pass, and messages if `communication` is not 0.
 
     Raises:
         TypeError, ValueError: an unknown kind, or numbers that are invalid or do not fit together.
 
-    Source: Y. Huang et al., "GPipe", 2019; D. Narayanan et al., "PipeDream", 2019, for 1F1B, and "Efficient large-scale language
-    model training on GPU clusters using Megatron-LM", 2021, for the interleaved one.
+    Source: Y. Huang et al., "GPipe", 2019; 1F1B: D. Narayanan et al., "PipeDream", 2019; interleaved 1F1B: D. Narayanan
+        et
+    al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021.
     """
     kind = schedule_name(kind, "schedule: kind")
     order = _ORDERS[kind]
@@ -97,33 +102,33 @@ def _in_ns(name: str, times: Times, stages: int, *, zero: bool = False) -> list[
     return [max(round(float(t) * 1e9), 0 if zero else 1) for t in given]
 
 
-def _gpipe(rank: int, _ranks: int, _stages: int, micro_batches: int) -> Iterator[_Work]:
+def _gpipe(rank: int, _ranks: int, _stages: int, micro_batches: int) -> Iterator[_Pass]:
     for forward in (True, False):
         for microbatch in range(micro_batches):
-            yield _Work(forward, rank, microbatch)
+            yield _Pass(forward, rank, microbatch)
 
 
-def _one_forward_one_backward(rank: int, ranks: int, _stages: int, micro_batches: int) -> Iterator[_Work]:
-    ahead = min(ranks - rank - 1, micro_batches)  # the forward passes until the first gradients can come back
+def _one_forward_one_backward(rank: int, ranks: int, _stages: int, micro_batches: int) -> Iterator[_Pass]:
+    ahead = min(ranks - rank - 1, micro_batches)  # forward passes before the first gradients can arrive
     return _in_turn(
-        [_Work(True, rank, i) for i in range(micro_batches)], [_Work(False, rank, i) for i in range(micro_batches)], ahead
+        [_Pass(True, rank, i) for i in range(micro_batches)], [_Pass(False, rank, i) for i in range(micro_batches)], ahead
     )
 
 
-def _interleaved(rank: int, ranks: int, stages: int, micro_batches: int) -> Iterator[_Work]:
-    """As many micro-batches as there are ranks go through a rank's first stage, then through its next; backward the other way."""
+def _interleaved(rank: int, ranks: int, stages: int, micro_batches: int) -> Iterator[_Pass]:
+    """Groups of as many micro-batches as ranks pass through a rank's stages in turn; backward, in reverse order."""
     chunks, forwards, backwards = stages // ranks, [], []
     for first in range(0, micro_batches, ranks):
         for chunk in range(chunks):
             for microbatch in range(first, first + ranks):
-                forwards.append(_Work(True, chunk * ranks + rank, microbatch))
-                backwards.append(_Work(False, (chunks - 1 - chunk) * ranks + rank, microbatch))
+                forwards.append(_Pass(True, chunk * ranks + rank, microbatch))
+                backwards.append(_Pass(False, (chunks - 1 - chunk) * ranks + rank, microbatch))
     if chunks == 1:
         return _in_turn(forwards, backwards, min(ranks - rank - 1, len(forwards)))
     return _in_turn(forwards, backwards, min(2 * (ranks - rank - 1) + (chunks - 1) * ranks, len(forwards)))
 
 
-def _in_turn(forwards: list[_Work], backwards: list[_Work], ahead: int) -> Iterator[_Work]:
+def _in_turn(forwards: list[_Pass], backwards: list[_Pass], ahead: int) -> Iterator[_Pass]:
     yield from forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
         yield forward
@@ -131,7 +136,7 @@ def _in_turn(forwards: list[_Work], backwards: list[_Work], ahead: int) -> Itera
     yield from backwards[len(forwards) - ahead :]
 
 
-_ORDERS: Final[dict[str, Callable[[int, int, int, int], Iterator[_Work]]]] = {
+_ORDERS: Final[dict[str, Callable[[int, int, int, int], Iterator[_Pass]]]] = {
     GPIPE: _gpipe,
     ONE_F_ONE_B: _one_forward_one_backward,
     INTERLEAVED: _interleaved,
@@ -139,22 +144,22 @@ _ORDERS: Final[dict[str, Callable[[int, int, int, int], Iterator[_Work]]]] = {
 
 
 class _Pipeline:
-    """A pipeline that runs.
+    """Simulates a pipeline.
 
     Args:
-        plans: per rank, its work in order.
-        stages: in all.
-        times_ns: how long a stage takes, per stage: backward, forward.
-        travel_ns: how long what a stage hands on is under way between two ranks.
+        plans: the passes of each rank, in order.
+        stages: the number of stages.
+        times_ns: durations per stage, of the backward and of the forward pass.
+        travel_ns: how long a stage's output takes between two ranks.
     """
 
-    def __init__(self, plans: list[list[_Work]], stages: int, times_ns: tuple[list[int], list[int]], travel_ns: int) -> None:
+    def __init__(self, plans: list[list[_Pass]], stages: int, times_ns: tuple[list[int], list[int]], travel_ns: int) -> None:
         self.plans, self.stages, self.times_ns, self.travel_ns = plans, stages, times_ns, travel_ns
-        self.done_ns: dict[_Work, int] = {}
+        self.done_ns: dict[_Pass, int] = {}
         self.spans: list[Span] = []
 
     def trace(self) -> Trace:
-        """Let every rank do what it can, until all is done."""
+        """Let every rank do the passes whose inputs are known, until all passes are done."""
         ranks = len(self.plans)
         free_ns, next_of = [0] * ranks, [0] * ranks
         while any(n < len(plan) for n, plan in zip(next_of, self.plans, strict=True)):
@@ -169,26 +174,26 @@ class _Pipeline:
             self.spans.append(Span(rank, "step", "step", 0, end_ns))
         return Trace(self.spans, ranks=[f"rank {rank}" for rank in range(ranks)], start_ns=0, end_ns=end_ns)
 
-    def _needs(self, work: _Work) -> _Work | None:
-        """The piece of work whose result this one begins with; None for the first of all."""
+    def _needs(self, work: _Pass) -> _Pass | None:
+        """The pass whose result this pass needs; None for the first pass of a micro-batch."""
         if work.forward:
             return work._replace(stage=work.stage - 1) if work.stage else None
         if work.stage == self.stages - 1:
             return work._replace(forward=True)
         return work._replace(stage=work.stage + 1)
 
-    def _travels(self, before: _Work, work: _Work) -> bool:
+    def _travels(self, before: _Pass, work: _Pass) -> bool:
         return before.stage % len(self.plans) != work.stage % len(self.plans)
 
-    def _ready_ns(self, work: _Work) -> int | None:
-        """When what it needs has arrived; None while that is not known."""
+    def _ready_ns(self, work: _Pass) -> int | None:
+        """When the input of a pass arrives; None while that is unknown."""
         before = self._needs(work)
         if before is None:
             return 0
         done_ns = self.done_ns.get(before)
         return done_ns if done_ns is None or not self._travels(before, work) else done_ns + self.travel_ns
 
-    def _do(self, rank: int, work: _Work, start_ns: int) -> int:
+    def _do(self, rank: int, work: _Pass, start_ns: int) -> int:
         end_ns = self.done_ns[work] = start_ns + self.times_ns[work.forward][work.stage]
         name = f"{'forward' if work.forward else 'backward'} {work.microbatch}"
         several = f" of stage {work.stage}" if self.stages > len(self.plans) else ""
@@ -197,8 +202,8 @@ class _Pipeline:
         if before is not None and self.travel_ns and self._travels(before, work):
             sent_ns, source = self.done_ns[before], before.stage % len(self.plans)
             pair, number = f"{'forward' if work.forward else 'backward'} to stage {work.stage}", work.microbatch + 1
-            for here, there, what in ((source, rank, "send"), (rank, source, "recv")):
+            for own, peer, operation in ((source, rank, "send"), (rank, source, "recv")):
                 self.spans.append(
-                    Span(here, what, "communication", sent_ns, sent_ns + self.travel_ns, peer=there, group=pair, match=number)
+                    Span(own, operation, "communication", sent_ns, sent_ns + self.travel_ns, peer=peer, group=pair, match=number)
                 )
         return end_ns

@@ -1,4 +1,4 @@
-"""Arithmetic of sets of intervals: union, intersection, difference, length. A set is disjoint and ascending; times are in ns."""
+"""Set operations on intervals: union, intersection, difference, length. Sets are disjoint and ascending, in ns."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Intervals = NDArray[np.int64]  # shape (n, 2): start and end in ns, disjoint and
 
 
 def union(start_ns: Any, end_ns: Any) -> Intervals:
-    """Merge intervals, in any order and overlapping as they like, into disjoint ascending ones; empty ones vanish.
+    """Merge intervals, which may overlap and be in any order, into disjoint ascending ones; empty ones are dropped.
 
     Args:
-        start_ns: where each begins, shape (n,).
-        end_ns: where each ends, shape (n,).
+        start_ns: start of each, shape (n,).
+        end_ns: end of each, shape (n,).
     """
     start, end = np.asarray(start_ns, np.int64), np.asarray(end_ns, np.int64)
     keep = end > start
@@ -26,13 +26,13 @@ def union(start_ns: Any, end_ns: Any) -> Intervals:
         return np.empty((0, 2), np.int64)
     order = np.argsort(start, kind="stable")
     start, reach = start[order], np.maximum.accumulate(end[order])
-    first = np.append(True, start[1:] > reach[:-1])  # those that touch become one
+    first = np.append(True, start[1:] > reach[:-1])  # touching intervals are merged
     last = np.append(first[1:], True)
     return np.stack([start[first], reach[last]], axis=1)
 
 
 def intersection(a: Intervals, b: Intervals) -> Intervals:
-    """The time covered by both sets."""
+    """The time that both sets cover."""
     if not len(a) or not len(b):
         return np.empty((0, 2), np.int64)
     edges = _edges(a, b)
@@ -41,7 +41,7 @@ def intersection(a: Intervals, b: Intervals) -> Intervals:
 
 
 def difference(a: Intervals, b: Intervals) -> Intervals:
-    """The time covered by the first set and not by the second."""
+    """The time that the first set covers and the second does not."""
     if not len(a) or not len(b):
         return a
     edges = _edges(a, b)
@@ -55,7 +55,7 @@ def length(a: Intervals) -> int:
 
 
 def _edges(a: Intervals, b: Intervals) -> NDArray[np.int64]:
-    """All ends, ascending: a stable sort merges what is sorted already, ten times faster than `np.unique`."""
+    """All boundaries, ascending. A stable sort merges sorted parts, ten times faster than `np.unique`."""
     return np.sort(np.concatenate([a.ravel(), b.ravel()]), kind="stable")
 
 

@@ -1,4 +1,4 @@
-"""Traces come back: from the file that `Trace.save` wrote, or from the folder in which a script left them."""
+"""`load_trace`: reads a trace from a file of `Trace.save`, or from the folder of a traced script."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ __all__ = ["load_trace"]
 
 @public_api
 def load_trace(path: str | Path, *, run: int = -1) -> Trace:
-    """Read a trace that `Trace.save` wrote, or that a script left in the folder that LABKIT_TRACE named.
+    """Read a trace from a file of `Trace.save`, or from the folder that LABKIT_TRACE named for a script.
 
-    A folder may be read while the script still runs. What is missing in it is told, and stands in the trace's `notes`.
+    A folder may be read while the script is still running. Notes about missing data are printed, and kept in the
+    trace's `notes`.
 
     Args:
-        path: of the file or the folder.
-        run: of a folder that holds several runs: which, in the order in which they began; -1 is the newest.
+        path: path of the file or the folder.
+        run: for a folder with several runs: the number of the run, in order of their start; -1 is the newest.
+
+    Returns:
+        the trace.
 
     Raises:
         LabError: there is no such file, folder or run, or it is not a trace of labkit.

@@ -1,4 +1,4 @@
-"""What a run leaves behind: `Trace`, the spans of all ranks on one clock, with its arithmetic."""
+"""`Trace`: the spans of all ranks of a run on one clock, and what can be computed from them."""
 
 from __future__ import annotations
 
@@ -42,15 +42,16 @@ from labkit.tracing.waiting import blocked
 
 __all__ = ["Scalar", "Share", "Span", "Trace", "from_records"]
 
-PIECE: Final = 10_000  # events that are made into text at once: the text of a million has 230 MB
+CHUNK: Final = 10_000  # events that are serialized at once: the text of a million takes 230 MB
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
     """How one rank spent the time of a trace, in nanoseconds.
 
-    The parts `compute_ns`, `exposed_ns` and `idle_ns` add up to `window_ns`. `overlap_ns` is the part of `compute_ns` during
-    which data was travelling as well; `waiting_ns` is the part of `idle_ns` during which the rank was blocked until a peer came.
+    The parts `compute_ns`, `exposed_ns` and `idle_ns` add up to `window_ns`. `overlap_ns` is the part of `compute_ns`
+    that overlaps communication; `waiting_ns` is the part of `idle_ns` in which the rank was blocked until a peer
+    arrived.
     """
 
     rank: int
@@ -63,7 +64,7 @@ class Share:
 
     @property
     def exposed_ns(self) -> int:
-        """Communication that nothing hides: the rank computes nothing meanwhile."""
+        """Exposed communication: communication that does not overlap compute."""
         return self.communication_ns - self.overlap_ns
 
 
@@ -71,14 +72,17 @@ class Trace:
     """The spans of all ranks on one clock.
 
     Args:
-        spans: in any order.
-        scalars: in any order.
+        spans: the spans, in any order.
+        scalars: the recorded values, in any order.
         ranks: the names of the ranks, in rank order.
-        start_ns: begin of the time looked at; default: the first span's start.
-        end_ns: its end; default: the last span's end.
-        dropped: records that were lost per rank, because they came faster than they could be read.
-        notes: what somebody who looks at it should know: a rank that is missing, how well clocks agree.
-        profile: what torch's profiler saw, in any order; `save` writes it below each rank's own rows.
+        start_ns: start of the trace's window; default: the first span's start.
+        end_ns: end of the window; default: the last span's end.
+        dropped: lost records per rank, which were written faster than they could be read.
+        notes: notes for the reader, such as a missing rank, or how well clocks agree.
+        profile: events of torch's profiler, in any order; `save` writes them below each rank's own rows.
+
+    Raises:
+        ValueError: a span has a rank without a name, or the end lies before the start.
     """
 
     @public_api
@@ -122,17 +126,26 @@ class Trace:
 
     @property
     def duration_ns(self) -> int:
-        """Length of the time looked at, in nanoseconds."""
+        """Length of the window in nanoseconds."""
         return self.end_ns - self.start_ns
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """All spans, by start."""
+        """All spans, in order of their start."""
         return tuple(self)
 
     @public_api
     def of(self, *, rank: int | None = None, kind: str | None = None, name: str | None = None) -> Trace:
-        """The same trace with only the spans (and scalars) of one rank, kind or name; the time looked at stays."""
+        """Select the spans (and scalars) of one rank, kind or name; the window stays the same.
+
+        Args:
+            rank: a rank's number; default: all.
+            kind: "compute", "communication", "step", ...; default: all.
+            name: a span's name; default: all.
+
+        Raises:
+            TypeError, ValueError: an invalid argument.
+        """
         data, keep = self.columns.data, np.ones(len(self), bool)
         if rank is not None:
             self._check_rank(rank, "of")
@@ -152,9 +165,13 @@ class Trace:
 
     @public_api
     def between(self, start_ns: int, end_ns: int) -> Trace:
-        """The spans that touch a stretch of time, which becomes the time looked at; shares are taken inside it.
+        """Select the spans that overlap a time window, which becomes the trace's window; shares count time inside it.
 
-        What filled the memory when it begins belongs to it, since such a value lasts until the next.
+        Memory values from before the window are moved to its start, since such a value holds until the next.
+
+        Args:
+            start_ns: start of the window, on the trace's clock.
+            end_ns: end of the window.
         """
         data = self.columns.data
         keep = (data["end_ns"] > start_ns) & (data["start_ns"] < end_ns)
@@ -167,7 +184,12 @@ class Trace:
 
     @public_api
     def step(self, number: int) -> Trace:
-        """One step of `steps`, from the first rank's begin to the last rank's end; negative numbers count from the last one."""
+        """Select one step of `steps`, from the first rank's start to the last rank's end; -1 is the last step.
+
+        Raises:
+            TypeError: `number` is not a whole number.
+            LabError: there is no such step.
+        """
         if not isinstance(number, numbers.Integral) or isinstance(number, bool):
             raise TypeError(f"step({number!r}): expected a step's number, such as step(0), or step(-1) for the last one")
         bounds = self.step_bounds()
@@ -175,15 +197,15 @@ class Trace:
             start, end = bounds[int(number)]
         except IndexError:
             hint = "" if len(bounds) else "; they are marked by `for batch in lab.steps(batches):`"
-            raise LabError(f"step {number}: all ranks of this trace have gone through {len(bounds)} steps{hint}") from None
+            raise LabError(f"step {number}: all ranks of this trace have completed {len(bounds)} steps{hint}") from None
         return self.between(int(start), int(end))
 
     def step_bounds(self) -> Intervals:
-        """Start and end of each step, from the first rank's begin to the last rank's end, shape (steps, 2), in ns.
+        """Start and end of each step, from the first rank's start to the last rank's end, shape (steps, 2), in ns.
 
-        Where loops lie within each other, the steps of the innermost count. Ranks without any are left out; where some have made
-        more steps than others, those that all have made. Of a stretch of a run, those whose middle it holds, on each rank: ranks
-        do not enter a step together, so the steps before and after reach into the time of one.
+        Of nested loops, the steps of the innermost count. Ranks without steps are ignored; only steps that all other
+        ranks have completed count. A step belongs to a window that contains its middle: ranks do not enter a step at
+        the same time, so neighbouring steps reach into the window of a step.
         """
         per_rank = []
         for rank in range(len(self.ranks)):
@@ -200,28 +222,36 @@ class Trace:
         return np.stack([np.min([p[:count, 0] for p in per_rank], 0), np.max([p[:count, 1] for p in per_rank], 0)], axis=1)
 
     def shares(self) -> tuple[Share, ...]:
-        """How each rank spent the time of the trace, in rank order.
+        """How each rank spent the time of the window, in rank order.
 
-        Compute is the time inside compute spans (where the program of a rank has none: inside the function, and in calls that it
-        serves) minus the time it was blocked in a communication. Communication runs from the moment all its ranks have come until
-        it completes, so that waiting for a slow peer counts as idle, not as communication. A communication span that the program
-        puts around recorded operations is their label: the operations count, and it does not.
+        Compute is the time in compute spans, minus the time in which the rank was blocked in communication. For a rank
+        whose program has no compute spans, the time in the function and in served calls counts instead. Communication
+        lasts from the arrival of its last rank until it completes, so that waiting for a slow peer counts as idle time.
+        A communication span that the program puts around recorded operations is only their label, and does not count.
         """
         return tuple(self._share(rank) for rank in range(len(self.ranks)))
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they compute nothing, from 0 to 1: what a pipeline's stages lose by waiting.
+        """The share of all ranks' time without compute, from 0 to 1: what a pipeline's stages lose by waiting.
 
-        Source: of the ideal pipeline, Y. Huang et al., "GPipe", 2019: (p - 1) / (m + p - 1) for p stages and m micro-batches.
+        Raises:
+            LabError: the window is empty.
+
+        Source: for ideal pipelines, Y. Huang et al., "GPipe", 2019: (p - 1) / (m + p - 1) for p stages and m
+            micro-batches.
         """
         if not self.duration_ns:
-            raise LabError("the bubble of a trace of no length")
+            raise LabError("this trace has no duration, so it has no bubble")
         return 1 - sum(share.compute_ns for share in self.shares()) / (self.duration_ns * len(self.ranks))
 
     @public_api
     def activity(self, rank: int) -> dict[str, Intervals]:
-        """The intervals of one rank, clipped to the time looked at: "compute", "communication", "waiting", each (n, 2) in ns."""
+        """The intervals of one rank, clipped to the window: "compute", "communication", "waiting", each (n, 2) in ns.
+
+        Raises:
+            TypeError, ValueError: the trace has no such rank.
+        """
         self._check_rank(rank, "activity")
         window = np.array([[self.start_ns, self.end_ns]], np.int64)
         computing = self._computing(rank)
@@ -236,47 +266,54 @@ class Trace:
 
     @public_api
     def blocked(self, rank: int) -> Intervals:
-        """When a rank could do nothing but wait for a communication, shape (n, 2) in ns; see `tracing.waiting`."""
+        """When a rank was blocked in communication and computed nothing, shape (n, 2) in ns; see `tracing.waiting`.
+
+        Raises:
+            TypeError, ValueError: the trace has no such rank.
+        """
         self._check_rank(rank, "blocked")
         return blocked(self.columns.data[self._is(rank, COMMUNICATION) & ~self.columns.around], self._computing(rank))
 
     def ready(self) -> NDArray[np.int64]:
-        """For each span, in order: when the last of the ranks taking part had come (its own start, if it was the last)."""
+        """When the last participating rank had arrived, for each span in ns (its own start if its rank was last)."""
         return self.columns.ready_ns
 
     @public_api
     def save(self, path: str | Path) -> Path:
-        """Write the Chrome trace format, which https://ui.perfetto.dev and chrome://tracing open and `load_trace` reads.
+        """Write the Chrome trace format, for https://ui.perfetto.dev, chrome://tracing and `load_trace`.
 
         Args:
-            path: of the file; "~" is the home folder, and a name that ends in ".gz" makes it a compressed one.
+            path: path of the file; "~" is the home folder; a file whose name ends in ".gz" is compressed.
+
+        Returns:
+            the path.
 
         Raises:
-            LabError: it cannot be written.
+            LabError: the file cannot be written.
 
         Source: "Trace Event Format", the Chromium project's Catapult documentation.
         """
         path = Path(path).expanduser()
         events, about = self._chrome()
-        # Perfetto opens no file with a character that JSON would escape as two, which those outside of Unicode's first plane are.
+        # Perfetto cannot read surrogate pairs (`\ud83d\ude00`), as which `json` would escape emoji, say.
         text = partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         with writing(path) as file:
             file.write('{"traceEvents":[')
             before = ""
-            while piece := list(islice(events, PIECE)):
-                file.write(before + text(piece)[1:-1])
+            while chunk := list(islice(events, CHUNK)):
+                file.write(before + text(chunk)[1:-1])
                 before = ","
             file.write("]," + text(about)[1:])
         return path
 
     def to_chrome(self) -> dict[str, Any]:
-        """The trace as the object that `save` writes: one process per rank, with rows for its steps, work and communication."""
+        """The content that `save` writes: one process per rank, with rows for its steps, compute and communication."""
         events, about = self._chrome()
         return about | {"traceEvents": list(events)}
 
     def _chrome(self) -> tuple[Iterator[Any], dict[str, Any]]:
-        """The events of a trace file, and what else stands in it."""
-        # What touches the time looked at may have begun before it.
+        """The events of a trace file, and its other content."""
+        # Spans that overlap the window may have started before it.
         began = [self.start_ns, *self.columns.data["start_ns"][:1].tolist(), *(e.start_ns for e in self.profile)]
         zero_ns = min(began + [s.time_ns for s in self.scalars[:1]])
         other = {"labkit": 1, "ranks": self.ranks, "start_ns": self.start_ns, "end_ns": self.end_ns, "dropped": self.dropped}
@@ -291,7 +328,7 @@ class Trace:
 
     @cached_property
     def labelled(self) -> frozenset[int]:
-        """The ranks whose program recorded compute spans: for the others, compute is what is inside the function as well."""
+        """The ranks whose program recorded compute spans; for the others, the whole function counts as compute."""
         data = self.columns.data
         own = (data["kind"] == COMPUTE) & (data["flags"] & AUTOMATIC == 0)
         return frozenset(np.flatnonzero(np.bincount(data["rank"][own])).tolist())
@@ -309,7 +346,7 @@ class Trace:
         return chosen
 
     def _computing(self, rank: int) -> Any:
-        """The spans inside which a rank computes: its program's and labkit's; where its program has none, its whole calls too."""
+        """The spans that count as compute: compute spans; if the rank's program recorded none, its calls, too."""
         computes = self._is(rank, COMPUTE)
         return self.columns.data[computes if rank in self.labelled else computes | self._is(rank, CALL)]
 
@@ -336,18 +373,19 @@ def from_records(
     end_ns: int | None = None,
     notes: Sequence[str] = (),
 ) -> Trace:
-    """The trace of a run from what `recording.ring_buffer.RingReader` gave for each rank.
+    """The trace of a run, from the records that `recording.ring_buffer.RingReader` read for each rank.
 
     Args:
         records: per rank, an array of `recording.ring_buffer.record_dtype()`.
-        names: per rank, the strings that the records' numbers stand for, read after the records.
+        names: per rank, its table of strings, read after the records.
         ranks: the names of the ranks.
-        calls: ranks whose function has not returned, each with what it is called; from `start_ns` to `end_ns`.
+        calls: the ranks whose function has not returned, each with the function's name; their spans last until
+            `end_ns`.
         pending: per rank, the operations that have not completed; they last until `end_ns`.
-        dropped: records lost, per rank.
-        start_ns: begin of the time looked at; default: the first span's start.
-        end_ns: its end; default: the last span's end.
-        notes: as in `Trace`.
+        dropped: lost records per rank.
+        start_ns: start of the trace's window; default: the first span's start.
+        end_ns: end of the window; default: the last span's end.
+        notes: notes for the reader, as in `Trace`.
     """
     ids: dict[str, int] = {"": 0}
 
@@ -361,12 +399,12 @@ def from_records(
         places = np.array([number(place) for place, _ in both], np.uint32)
         is_scalar = rows["kind"] == SCALAR
         curve = rows[is_scalar]
-        values = curve["end_ns"].copy().view(np.float64).tolist()  # a scalar's value travels in the bits of its end
+        values = curve["end_ns"].copy().view(np.float64).tolist()  # the field holds a scalar's value
         for name, time_ns, value in zip(curve["name"].tolist(), curve["start_ns"].tolist(), values, strict=True):
             scalars.append(Scalar(rank, own[name], time_ns, value))
         rows = rows[~is_scalar & (rows["flags"] & UNSHOWN == 0)]
         part = blank(len(rows))
-        tail = rows["kind"] == COMMUNICATION  # the other kinds leave what an older record wrote there
+        tail = rows["kind"] == COMMUNICATION  # other kinds do not overwrite these fields of older records
         part["rank"], part["flags"], part["line"] = rank, rows["flags"], places[rows["name"]]
         for field in FIELDS:
             if isinstance(field.place, Head | Tail):

@@ -1,4 +1,4 @@
-"""A trace's file: plain or gzip, read back or refused with the reason."""
+"""Trace files, plain or gzip: writes them, and reads them with validation."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from labkit.tracing.perfetto import read_events
 
 __all__ = ["TraceFileError", "read_file", "writing"]
 
-GZIP: Final = b"\x1f\x8b"  # how every gzip file begins, whatever it is called
+GZIP: Final = b"\x1f\x8b"  # the first bytes of every gzip file
 LARGEST: Final = 1 << 62  # nanoseconds, and bytes
 
 
 class TraceFileError(ValueError):
-    """What is wrong with a file, as the rest of a sentence: "it ends in the middle"."""
+    """An invalid trace file; the message is the rest of a sentence: "it ends in the middle"."""
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[TextIO]:
-    """A text file to write to, compressed where its name ends in ".gz".
+    """Open a text file for writing, compressed if its name ends in ".gz".
 
     Raises:
-        LabError: it cannot be written.
+        LabError: the file cannot be written.
     """
     try:
         if path.suffix == ".gz":
@@ -47,18 +47,18 @@ def writing(path: Path) -> Iterator[TextIO]:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The arguments of `Trace` that a file holds.
+    """Read the arguments of `Trace` from a file.
 
     Raises:
-        FileNotFoundError: there is none.
-        TraceFileError: it is no trace, or damaged, or may not be read.
+        FileNotFoundError: there is no such file.
+        TraceFileError: the file is not a trace, is damaged, or cannot be read.
     """
     content = _json(path)
     if not isinstance(content, dict) or not isinstance(content.get("traceEvents"), list):
-        raise TraceFileError("it is JSON, and has no list of traceEvents")
+        raise TraceFileError("it is JSON, but has no list of traceEvents")
     other = content.get("otherData")
     if not isinstance(other, dict) or "zero_ns" not in other:
-        raise TraceFileError("it is a trace of another program: otherData lacks what labkit writes there")
+        raise TraceFileError("it is a trace of another program: otherData lacks labkit's entries")
     try:
         return _arguments(content["traceEvents"], other)
     except TraceFileError:
@@ -77,7 +77,7 @@ def _json(path: Path) -> Any:
     except FileNotFoundError:
         raise
     except EOFError:
-        raise TraceFileError("its compressed data end in the middle") from None
+        raise TraceFileError("its compressed data end early") from None
     except (gzip.BadGzipFile, zlib.error) as error:
         raise TraceFileError(f"its compressed data are damaged ({error})") from None
     except OSError as error:
@@ -87,10 +87,10 @@ def _json(path: Path) -> Any:
     try:
         return json.loads(data.decode("utf-8"))
     except UnicodeDecodeError:
-        raise TraceFileError("it is no text") from None
+        raise TraceFileError("it is not a text file") from None
     except json.JSONDecodeError as error:
         cut = error.pos >= len(error.doc.rstrip()) - 1
-        raise TraceFileError("it ends in the middle" if cut else f"it is no JSON: {error}") from None
+        raise TraceFileError("it ends in the middle" if cut else f"it is not valid JSON: {error}") from None
     except RecursionError:
         raise TraceFileError("it is nested too deeply for a trace") from None
 
@@ -98,14 +98,14 @@ def _json(path: Path) -> Any:
 def _arguments(events: list[Any], other: dict[str, Any]) -> dict[str, Any]:
     ranks, dropped, notes = other["ranks"], other["dropped"], other.get("notes", [])
     if not _is_list(ranks, str) or not _is_list(notes, str):
-        raise TraceFileError("the names of its ranks, or its notes, are no texts")
+        raise TraceFileError("the names of its ranks, or its notes, are not strings")
     if not _is_list(dropped, int) or len(dropped) not in (0, len(ranks)) or any(d < 0 for d in dropped):
-        raise TraceFileError("what it says of lost records does not fit its ranks")
+        raise TraceFileError("its numbers of lost records do not match its ranks")
     times = [other[name] for name in ("zero_ns", "start_ns", "end_ns")]
     if not _is_list(times, int) or any(abs(t) > LARGEST for t in times) or times[2] < times[1]:
-        raise TraceFileError("its begin and end are no times")
+        raise TraceFileError("its start and end are not valid times")
     if not all(isinstance(event, dict) for event in events):
-        raise TraceFileError("one of its events is no object")
+        raise TraceFileError("one of its events is not an object")
     spans, scalars, profile = read_events(events, times[0])
     columns = Columns.of(spans)
     _check_spans(columns, len(ranks))
@@ -124,17 +124,17 @@ def _is_list(value: Any, kind: type) -> bool:
 
 
 def _check_spans(columns: Columns, ranks: int) -> None:
-    """What the rest of labkit takes for granted of spans."""
+    """Check what the rest of labkit relies on."""
     data = columns.data
     if not all(isinstance(name, str) for name in columns.names):
-        raise TraceFileError("a span has a name that is no text")
+        raise TraceFileError("a span has a name that is not a string")
     root = ROOTED - data["peer"]
     fits = {
-        "of a rank that it does not name": (data["rank"] >= 0) & (data["rank"] < ranks),
-        "that ends before it begins": (data["end_ns"] >= data["start_ns"]) & (data["wait_end_ns"] >= data["wait_start_ns"]),
+        "of an unknown rank": (data["rank"] >= 0) & (data["rank"] < ranks),
+        "that ends before it starts": (data["end_ns"] >= data["start_ns"]) & (data["wait_end_ns"] >= data["wait_start_ns"]),
         "of a negative size": data["nbytes"] >= 0,
-        "at no possible time": (np.abs(data["start_ns"]) < LARGEST) & (np.abs(data["end_ns"]) < LARGEST),
-        "with a peer that it does not name": ((data["peer"] >= -1) & (data["peer"] < ranks)) | ((root >= 0) & (root < ranks)),
+        "at an impossible time": (np.abs(data["start_ns"]) < LARGEST) & (np.abs(data["end_ns"]) < LARGEST),
+        "with an unknown peer": ((data["peer"] >= -1) & (data["peer"] < ranks)) | ((root >= 0) & (root < ranks)),
     }
     for words, right in fits.items():
         if not right.all():
@@ -144,6 +144,8 @@ def _check_spans(columns: Columns, ranks: int) -> None:
 def _check_other(one: Scalar | ProfilerEvent, ranks: int) -> None:
     time_ns = one.time_ns if isinstance(one, Scalar) else one.start_ns
     if not isinstance(one.name, str) or type(one.rank) is not int or not 0 <= one.rank < ranks or abs(time_ns) > LARGEST:
-        raise TraceFileError(f"it has a {'value' if isinstance(one, Scalar) else 'profiled event'} that fits none of its ranks")
+        raise TraceFileError(
+            f"it has a {'value' if isinstance(one, Scalar) else 'profiled event'} of an unknown rank or at an impossible time"
+        )
     if isinstance(one, ProfilerEvent) and (one.end_ns < one.start_ns or not isinstance(one.track, str)):
-        raise TraceFileError("it has a profiled event that ends before it begins")
+        raise TraceFileError("it has a profiled event that ends before it starts")

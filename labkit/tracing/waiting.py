@@ -1,4 +1,4 @@
-"""When a rank can do nothing but wait: what blocks one of its threads while no other of them computes."""
+"""When a rank is blocked: one of its threads waits in a communication operation, and no other thread computes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["blocked"]
 
 
 def blocked(operations: Any, spans: Any) -> Intervals:
-    """When a rank was blocked in a communication and computed nothing, shape (n, 2) in ns.
+    """When a rank was blocked in communication and computed nothing, shape (n, 2) in ns.
 
-    A thread that does what another rank has called is blocked by what it waits for itself, by nothing that others wait for, and
-    does not block the function. Beyond that nobody knows which thread it was. But a blocked thread begins nothing: a span that
-    begins while an operation blocks the rank is of another thread, and computes but for what blocks it later. Operations that
-    TensorFlow's profiler measured compute in any case.
+    A thread that serves a remote call is only blocked by its own operations, and does not block the rank's function.
+    Otherwise the thread of a record is unknown. But a blocked thread starts nothing: a span that starts while an
+    operation blocks the rank belongs to another thread, which computes except while a later operation blocks it. Spans
+    measured by TensorFlow's profiler always count as compute.
 
     Args:
-        operations: the rank's communications, as `recording.events.COLUMNS`.
-        spans: those inside which it computes, likewise.
+        operations: the rank's communication operations, with the columns `recording.events.COLUMNS`.
+        spans: the spans in which it computes, with the same columns.
     """
     operations = operations[np.argsort(operations["wait_start_ns"], kind="stable")]
     waits = union(operations["wait_start_ns"], operations["wait_end_ns"])
@@ -33,19 +33,21 @@ def blocked(operations: Any, spans: Any) -> Intervals:
         return waits
     for_others, served = (spans["flags"] & SERVED) != 0, (operations["flags"] & SERVED) != 0
     waits = difference(waits, _computing(spans[for_others], operations[served]))
-    if served.any():  # then the function may compute while such a thread is blocked
+    if served.any():  # the function may compute while a serving thread is blocked
         calls, own = spans[spans["kind"] == CALL], operations[~served]
         of_function = union(calls["start_ns"], calls["end_ns"])
         waits = difference(waits, difference(of_function, union(own["wait_start_ns"], own["wait_end_ns"])))
     others = spans[~for_others]
-    before = np.searchsorted(operations["wait_start_ns"], others["start_ns"]) - 1  # what blocked last before the span began
+    before = (
+        np.searchsorted(operations["wait_start_ns"], others["start_ns"]) - 1
+    )  # the last operation that blocked before the span started
     reach = np.maximum.accumulate(operations["wait_end_ns"])
     beside = (before >= 0) & (reach[before] > others["start_ns"])
     return difference(waits, _computing(others[beside], operations))
 
 
 def _computing(spans: Any, operations: Any) -> Intervals:
-    """What of each span is left beside the operations that begin to block within it."""
+    """The spans, without the operations that start to block within them."""
     since, until = operations["wait_start_ns"], operations["wait_end_ns"]
     first, beyond = np.searchsorted(since, spans["start_ns"]), np.searchsorted(since, spans["end_ns"])
     whole = first == beyond

@@ -373,13 +373,13 @@ def test_spawn_gives_the_rank_first(three: lab.Group) -> None:
 
 
 def test_spawn_refuses_what_it_cannot_do(three: lab.Group) -> None:
-    with pytest.raises(ValueError, match=r"nprocs=4\): this group has 3 ranks; lab.Group\(4\) makes one that fits"):
+    with pytest.raises(ValueError, match=r"nprocs=4\): this group has 3 ranks; create one with lab.Group\(4\)"):
         three.spawn(shown, nprocs=4)
     with pytest.raises(ValueError, match="join=False"):
         three.spawn(shown, join=False)
     with pytest.raises(TypeError, match="Pass f, not f"):
         three.spawn(3)  # type: ignore[arg-type]  # what a student may do
-    with pytest.raises(TypeError, match=r"one alone is written args=\(3,\)"):
+    with pytest.raises(TypeError, match=r"a single one is written args=\(3,\)"):
         three.spawn(shown, args=3)  # type: ignore[arg-type]  # likewise
 
 

@@ -131,20 +131,20 @@ def test_links_by_name() -> None:
 
 def test_an_operation_begins_when_its_last_rank_has_arrived(books: tuple[SharedLink, SharedLink]) -> None:
     first, second = books
-    first.come("world", 1, 1000, everybody(50, 0, 1))
+    first.arrive("world", 1, 1000, everybody(50, 0, 1))
     assert first.due_ns("world", 1) == 1050  # as far as anybody knows
-    second.come("world", 1, 4000, everybody(50, 0, 1))
+    second.arrive("world", 1, 4000, everybody(50, 0, 1))
     assert first.due_ns("world", 1) == second.due_ns("world", 1) == 4050
 
 
 def test_operations_queue_for_the_links_of_their_ranks(books: tuple[SharedLink, SharedLink]) -> None:
     for number in (1, 2):
         for book in books:
-            book.come("world", number, 1000, everybody(50, 0, 1))
-    books[0].come("of two others", 1, 1000, everybody(50, 2, 3))
-    books[1].come("of two others", 1, 1000, everybody(50, 2, 3))
-    books[0].come("of some", 1, 1000, everybody(50, 1, 2))
-    books[1].come("of some", 1, 1000, everybody(50, 1, 2))
+            book.arrive("world", number, 1000, everybody(50, 0, 1))
+    books[0].arrive("of two others", 1, 1000, everybody(50, 2, 3))
+    books[1].arrive("of two others", 1, 1000, everybody(50, 2, 3))
+    books[0].arrive("of some", 1, 1000, everybody(50, 1, 2))
+    books[1].arrive("of some", 1, 1000, everybody(50, 1, 2))
     dues = [books[0].due_ns(*which) for which in (("world", 1), ("world", 2), ("of two others", 1), ("of some", 1))]
     assert dues == [1050, 1100, 1050, 1150]
 
@@ -152,7 +152,7 @@ def test_operations_queue_for_the_links_of_their_ranks(books: tuple[SharedLink, 
 def test_an_idle_link_begins_at_once(books: tuple[SharedLink, SharedLink]) -> None:
     for number, at_ns in ((1, 1000), (2, 9000)):
         for book in books:
-            book.come("world", number, at_ns, everybody(50, 0, 1))
+            book.arrive("world", number, at_ns, everybody(50, 0, 1))
     assert books[0].due_ns("world", 2) == 9050
 
 
@@ -160,29 +160,29 @@ def test_both_directions_work_at_once_and_latencies_overlap(books: tuple[SharedL
     for number in (1, 2):
         for source, destination in ((0, 1), (1, 0)):
             for book in books:
-                book.come(f"{source}>{destination}", number, 1000, message(source, destination, cost_ns=300, busy_ns=50))
+                book.arrive(f"{source}>{destination}", number, 1000, message(source, destination, cost_ns=300, busy_ns=50))
     dues = [books[0].due_ns(pair, number) for number in (1, 2) for pair in ("0>1", "1>0")]
     assert dues == [1300, 1300, 1350, 1350]
 
 
 def test_if_ranks_disagree_the_largest_value_counts(books: tuple[SharedLink, SharedLink]) -> None:
-    books[0].come("world", 1, 1000, everybody(70, 0, 1))
-    books[1].come("world", 1, 1000, everybody(50, 0, 1))
+    books[0].arrive("world", 1, 1000, everybody(70, 0, 1))
+    books[1].arrive("world", 1, 1000, everybody(50, 0, 1))
     assert books[0].due_ns("world", 1) == 1070
 
 
 def test_a_refused_operation_does_not_count(books: tuple[SharedLink, SharedLink]) -> None:
-    books[0].come("world", 1, 1000, everybody(50, 0, 1))
-    books[0].leave("world", 1)
-    books[1].come("world", 1, 2000, everybody(50, 0, 1))
-    books[0].come("world", 1, 7000, everybody(50, 0, 1))
+    books[0].arrive("world", 1, 1000, everybody(50, 0, 1))
+    books[0].withdraw("world", 1)
+    books[1].arrive("world", 1, 2000, everybody(50, 0, 1))
+    books[0].arrive("world", 1, 7000, everybody(50, 0, 1))
     assert books[1].due_ns("world", 1) == 7050
 
 
 def test_an_entry_is_reused_by_a_later_operation(books: tuple[SharedLink, SharedLink]) -> None:
     for number in (1, 1 + ENTRIES):
         for book in books:
-            book.come("world", number, 1000 * number, everybody(50, 0, 1))
+            book.arrive("world", number, 1000 * number, everybody(50, 0, 1))
     assert books[0].due_ns("world", 1) == 0
     assert books[0].due_ns("world", 1 + ENTRIES) == 1000 * (1 + ENTRIES) + 50
     assert books[0].due_ns("nobody's", 1) == 0

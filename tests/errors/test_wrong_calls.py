@@ -176,7 +176,8 @@ def test_a_groups_options_cannot_be_set_later(name: str) -> None:
     """A time limit that is set later would have no effect."""
     group = lab.Group(2, runtime="bare", timeout_s=3)
     before = getattr(group, name)
-    with pytest.raises(AttributeError, match=rf"^group.{name} = 9: a group stays as it was made; lab.Group\(2, {name}=...\)"):
+    says = rf"^group.{name} = 9: the options of a group cannot be changed; create another one: lab.Group\(2, {name}=...\)"
+    with pytest.raises(AttributeError, match=says):
         setattr(group, name, 9)
     assert getattr(group, name) == before
     assert (group.runtime, group.timeout_s) == ("bare", 3)

@@ -40,10 +40,10 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Notebook]]:
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("labkit: fresh")]
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("labkit: the ranks were replaced")]
 
 
-LOST = "labkit: fresh ranks take the place of the old ones, and what %%ranks cells had made there is gone: "
+LOST = "labkit: the ranks were replaced by new ones, so these names of %%ranks cells are lost: "
 
 
 @pytest.mark.parametrize("how", ["one dies", "one fails after it has talked", "of a run"])

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from labkit.group.deadlock import doing, mismatch, stuck
-from labkit.group.rank_state import Standing
-from labkit.group.remote_calls import circle_of_calls
+from labkit.group.deadlock import doing, find_deadlock, mismatch
+from labkit.group.rank_state import RankState
+from labkit.group.remote_calls import cycle_of_calls
 from labkit.recording.group_keys import TENSORFLOW
 from labkit.recording.operations import PROMISE, SERVE, UNSEEN_PROMISE, OperationType
 from labkit.recording.schema import STREAM, TIMED, Pending
@@ -40,16 +40,16 @@ def future(caller: int, callee: int, match: int = 1, kind: OperationType = PROMI
     return op(kind.recorded("f"), match, group=f"rpc {caller}>{callee}", peer=caller, since=0)
 
 
-def standing(*pending: Pending, came: dict[str, int] | None = None, **rest: Any) -> Standing:
+def standing(*pending: Pending, came: dict[str, int] | None = None, **rest: Any) -> RankState:
     entered = dict(came or {})
     for p in pending:
         entered[p.group] = max(entered.get(p.group, 0), p.match)
-    return Standing("", pending, entered=entered, **rest)
+    return RankState("", pending, entered=entered, **rest)
 
 
-def verdict(*ranks: Standing) -> Any:
+def verdict(*ranks: RankState) -> Any:
     named = [replace(rank, name=f"rank {i}") for i, rank in enumerate(ranks)]
-    return stuck(named)
+    return find_deadlock(named)
 
 
 COMPUTES = standing()
@@ -391,7 +391,7 @@ def test_a_returned_future_that_nobody_completes() -> None:
         (standing(future(0, 1), call(1, 2), returned=True, serving=THREADS), standing(serve(1, 2, thread=7), serving=THREADS)),
     ],
 )  # fmt: skip
-def test_a_future_that_somebody_may_complete(others: tuple[Standing, Standing]) -> None:
+def test_a_future_that_somebody_may_complete(others: tuple[RankState, RankState]) -> None:
     assert verdict(standing(call(0, 1), serving=THREADS), *others) is None
 
 
@@ -423,13 +423,13 @@ def test_a_path_into_a_cycle_is_not_part_of_it() -> None:
 
 
 def test_a_cycle_of_calls() -> None:
-    a = Standing("a", [call(0, 1, 1, thread=1), serve(1, 0, 1, thread=2), call(0, 1, 2, thread=2)], serving=THREADS)
-    b = Standing("b", [serve(0, 1, 1, thread=7), call(1, 0, 1, thread=7), serve(0, 1, 2, thread=8)], serving=THREADS)
-    assert stuck([a, b]) is None, "the last call may be computing"
-    assert circle_of_calls([a, b]) == "calls wait for one another in a circle: a → b → a → b"
-    assert circle_of_calls([a, Standing("b", b.pending[:2], serving=THREADS)]) == "", "the last call is still on its way"
-    straight = Standing("a", a.pending[:1]), Standing("b", b.pending[:1], serving=THREADS)
-    assert circle_of_calls(straight) == ""
+    a = RankState("a", [call(0, 1, 1, thread=1), serve(1, 0, 1, thread=2), call(0, 1, 2, thread=2)], serving=THREADS)
+    b = RankState("b", [serve(0, 1, 1, thread=7), call(1, 0, 1, thread=7), serve(0, 1, 2, thread=8)], serving=THREADS)
+    assert find_deadlock([a, b]) is None, "the last call may be computing"
+    assert cycle_of_calls([a, b]) == "calls wait for one another in a circle: a → b → a → b"
+    assert cycle_of_calls([a, RankState("b", b.pending[:2], serving=THREADS)]) == "", "the last call is still on its way"
+    straight = RankState("a", a.pending[:1]), RankState("b", b.pending[:1], serving=THREADS)
+    assert cycle_of_calls(straight) == ""
 
 
 # Wording.

@@ -8,27 +8,27 @@ from typing import Any
 
 import pytest
 
-from labkit.group.deadlock_monitor import CONFIRM_NS, LONGEST_PAUSE_NS, Watchdog
-from labkit.group.rank_state import Standing
+from labkit.group.deadlock_monitor import CONFIRM_NS, LONGEST_PAUSE_NS, DeadlockMonitor
+from labkit.group.rank_state import RankState
 from labkit.group.stack_dump import Frame
-from labkit.group.thread_states import Look, Thread
+from labkit.group.thread_states import RankThreads, Thread
 from labkit.recording.schema import Pending
 
 S = 1_000_000_000
 MAIN = 1  # the number of a main thread
 
 
-def waits_for(other: int, *, start: int = 1) -> Standing:
+def waits_for(other: int, *, start: int = 1) -> RankState:
     receive = Pending("recv", start, start, 0, other, f"p2p {other}>{1 - other} tag 0", 1, "cell 1, line 2", "", MAIN)
-    return Standing(f"rank {1 - other}", [receive], entered={receive.group: 1})
+    return RankState(f"rank {1 - other}", [receive], entered={receive.group: 1})
 
 
 def thread(*, endless: bool, switches: int = 3) -> Thread:
     return Thread((Frame(os.__file__, 1, "wait"),), 7, 7, endless, switches)
 
 
-def look(*others: Thread) -> Look:
-    return Look(Thread((Frame("/own.py", 1, "train"),), MAIN, MAIN), others)
+def look(*others: Thread) -> RankThreads:
+    return RankThreads(Thread((Frame("/own.py", 1, "train"),), MAIN, MAIN), others)
 
 
 ASLEEP, AWAKE = thread(endless=True), thread(endless=False)
@@ -40,23 +40,25 @@ class Looked:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pool: Any = SimpleNamespace(members=[SimpleNamespace(reader=SimpleNamespace(unnoted=0))] * 2, plan=None)
-        self._watchdog = Watchdog(pool, [0, 1], None, {}, {})  # type: ignore[arg-type]
-        self._next: list[Look] = []
+        self._monitor = DeadlockMonitor(pool, [0, 1], None, {}, {})  # type: ignore[arg-type]
+        self._next: list[RankThreads] = []
         self._now_ns = 0
         self.looks = 0
-        monkeypatch.setattr(self._watchdog, "_looks_at_threads", self._looks_at_threads)
+        monkeypatch.setattr(self._monitor, "_threads_of", self._threads_of)
         monkeypatch.setattr("labkit.group.deadlock_monitor.time", SimpleNamespace(perf_counter_ns=lambda: self._now_ns))
 
-    def _looks_at_threads(self, _: object, *, with_children: bool) -> dict[int, Look]:
+    def _threads_of(self, _: object, *, with_children: bool) -> dict[int, RankThreads]:
         assert with_children
         self.looks += 1
         return dict(enumerate(self._next))
 
-    def certain(self, zero: Look, one: Look, standings: list[Standing] = FACING, *, after_ns: int = LONGEST_PAUSE_NS) -> bool:
+    def certain(
+        self, zero: RankThreads, one: RankThreads, standings: list[RankState] = FACING, *, after_ns: int = LONGEST_PAUSE_NS
+    ) -> bool:
         """Whether a deadlock is reported, given the time since the previous look."""
         self._next = [zero, one]
         self._now_ns += after_ns
-        return self._watchdog._confirmed(standings, self._now_ns) is not None
+        return self._monitor._confirmed(standings, self._now_ns) is not None
 
 
 @pytest.fixture

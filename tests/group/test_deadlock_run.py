@@ -20,7 +20,7 @@ from torch.distributed import rpc  # noqa: E402
 import labkit as lab  # noqa: E402
 from labkit.errors.exceptions import DeadlockError, MismatchError  # noqa: E402
 from labkit.group.deadlock import FITTING  # noqa: E402
-from labkit.group.deadlock_monitor import Watchdog  # noqa: E402
+from labkit.group.deadlock_monitor import DeadlockMonitor  # noqa: E402
 from labkit.group.output import Output  # noqa: E402
 from labkit.worker.runtimes.registry import RUNTIMES  # noqa: E402
 
@@ -294,26 +294,26 @@ def test_a_cycle_of_calls_around_a_lock_is_reported(monkeypatch: pytest.MonkeyPa
         with pytest.raises(KeyboardInterrupt):
             group["a"].run(call_locked, "a", 3)
     assert said[0].startswith(
-        "calls wait for one another in a circle: a → b → a → b, and nobody computes: does one of them hold a"
+        "calls wait for one another in a circle: a → b → a → b, and no rank computes: does one of them hold a"
     )
 
 
 def test_a_deadlock_that_does_not_last_is_not_reported(three: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are read one after the other: one that seems to hang may have moved meanwhile."""
     looks = []
-    look = Watchdog.look
+    look = DeadlockMonitor.check
 
-    def look_and_forget(watchdog: Watchdog, now_ns: int) -> Any:
+    def look_and_forget(watchdog: DeadlockMonitor, now_ns: int) -> Any:
         looks.append(now_ns)
         if len(looks) % 3 == 0 and watchdog._suspicion is not None:
             watchdog._suspicion = dataclasses.replace(
-                watchdog._suspicion, under_way=()
+                watchdog._suspicion, pending=()
             )  # as if another operation had been under way
         if len(looks) == 60:
-            monkeypatch.setattr(Watchdog, "look", look)
+            monkeypatch.setattr(DeadlockMonitor, "check", look)
         return look(watchdog, now_ns)
 
-    monkeypatch.setattr(Watchdog, "look", look_and_forget)
+    monkeypatch.setattr(DeadlockMonitor, "check", look_and_forget)
     with pytest.raises(DeadlockError):
         three.run(two_receive)
     assert len(looks) == 60
@@ -372,7 +372,7 @@ def test_a_suspended_rank_is_reported_and_can_continue(three: lab.Group, monkeyp
     monkeypatch.setattr(Output, "say", say)
     assert three.run(stop_itself).results == [3.0] * 3
     words = [word for word in said if word]
-    assert words[0] == f"stopped by a signal (SIGSTOP): rank 1; `kill -CONT {pids[1]}` lets the run go on"
+    assert words[0] == f"stopped by a signal (SIGSTOP): rank 1; `kill -CONT {pids[1]}` resumes the run"
 
 
 def stop_itself() -> float:

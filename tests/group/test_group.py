@@ -55,9 +55,14 @@ def rank() -> int:
         ("ab", {}, TypeError, "Group('ab'): expected a number of ranks, a list of names, or TensorFlow's jobs as a dict"),
         ([], {}, ValueError, "Group([]): expected between 1 and 1024 ranks"),
         (["a", "a"], {}, ValueError, "Group(['a', 'a']): duplicate rank name 'a'; every rank needs a name of its own"),
-        (["a", " "], {}, ValueError, "Group(['a', ' ']): ' ' is no name; expected non-empty strings"),
-        (["a", 2], {}, ValueError, "Group(['a', 2]): 2 is no name; expected non-empty strings"),
-        (["a b"], {"runtime": "rpc"}, ValueError, "Group(['a b']): RPC takes no 'a b'; expected letters, digits and _ : -"),
+        (["a", " "], {}, ValueError, "Group(['a', ' ']): ' ' is not a valid name; expected non-empty strings"),
+        (["a", 2], {}, ValueError, "Group(['a', 2]): 2 is not a valid name; expected non-empty strings"),
+        (
+            ["a b"],
+            {"runtime": "rpc"},
+            ValueError,
+            "Group(['a b']): 'a b' is not a valid RPC name; expected at most 127 letters, digits and _ : -",
+        ),
         ({"worker": 2}, {}, ValueError, "Group({'worker': 2}): a dict of jobs is for runtime='tensorflow'; give a number or"),
         ({"worker": 0}, {"runtime": "tensorflow"}, ValueError, "Group({'worker': 0}): expected a job's name and a number of"),
         ({}, {"runtime": "tensorflow"}, ValueError, "Group({}): expected between 1 and 1024 ranks"),
@@ -90,7 +95,7 @@ def test_a_request_that_this_machine_cannot_meet(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=1000 << 20))
     assert refused(11) == (
-        "11 ranks need at least 1.07 GiB of memory (100 MiB each), and 1000 MiB are free. "
+        "11 ranks need at least 1.07 GiB of memory (100 MiB each), and 1000 MiB are available. "
         "Use at most 10 ranks, or close other groups and notebooks."
     )
     monkeypatch.undo()
@@ -98,13 +103,13 @@ def test_a_request_that_this_machine_cannot_meet(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
     monkeypatch.setattr("labkit.group.options.count_open_files", lambda: 100)
     assert refused(300, runtime="bare") == (
-        "300 ranks need about 1,856 open files, and this process may have 1,024, the system's hard limit. "
-        "Use at most 133 ranks, or raise it (ulimit -Hn 1856) before JupyterLab starts."
+        "300 ranks need about 1,856 open files, and the hard limit of this process is 1,024. "
+        "Use at most 133 ranks, or raise the limit (ulimit -Hn 1856) before you start JupyterLab."
     )
     monkeypatch.undo()
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == limits, "where nothing can be raised, nothing is changed"
     monkeypatch.setattr("labkit.group.options.gpu_count", lambda: 0)
-    assert refused(2, devices="cuda") == "devices='cuda': this machine shows no GPU. Leave `devices` out to run on the CPU."
+    assert refused(2, devices="cuda") == "devices='cuda': this machine has no visible GPU. Leave `devices` out to run on the CPU."
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert refused(2).startswith("torch is not installed; the extra 'torch' brings it:  pip install")
     monkeypatch.undo()
@@ -121,10 +126,10 @@ def test_numpy_integers_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("which", "error", "words"),
     [
-        ("nobody", lab.LabError, "no rank is called 'nobody'; this group has 'a', 'b', 'c', 'd'"),
+        ("nobody", lab.LabError, "no rank is named 'nobody'; this group has 'a', 'b', 'c', 'd'"),
         (4, lab.LabError, "no rank 4; this group has ranks 0 to 3"),
         (-5, lab.LabError, "no rank -5; this group has ranks 0 to 3"),
-        ([0, "x"], lab.LabError, "no rank is called 'x'; this group has 'a', 'b', 'c', 'd'"),
+        ([0, "x"], lab.LabError, "no rank is named 'x'; this group has 'a', 'b', 'c', 'd'"),
         ([], lab.LabError, "group[[]] selects no ranks; this group has ranks 0 to 3"),
         (slice(5, 9), lab.LabError, "group[5:9] selects no ranks; this group has ranks 0 to 3"),
         (slice(4, None), lab.LabError, "group[4:] selects no ranks; this group has ranks 0 to 3"),
@@ -185,7 +190,7 @@ def test_no_groups_inside_ranks(four: lab.Group) -> None:
 
         lab.Group(2)
 
-    with pytest.raises(lab.RankError, match="this code runs inside a rank, and ranks cannot have groups of their own") as caught:
+    with pytest.raises(lab.RankError, match="this code runs inside a rank, and ranks cannot create groups") as caught:
         four.run(f)
     assert "arguments.py" not in str(caught.value), "labkit's own frames teach nothing"
 

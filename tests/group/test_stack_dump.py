@@ -244,13 +244,13 @@ def test_a_suspended_rank_does_not_answer(ranks: lab.Group, monkeypatch: pytest.
     finally:
         os.kill(pids[1], signal.SIGCONT)
     assert stacks["rank 0"].startswith("is idle")
-    assert stacks["rank 1"] == ("does not answer: its process was stopped by a signal (SIGSTOP); SIGCONT lets it go on")
+    assert stacks["rank 1"] == ("does not answer: its process was stopped by a signal (SIGSTOP); SIGCONT resumes it")
     assert ranks.run(os.getpid).results == pids, "nothing was hurt"
 
 
 def test_without_ranks_there_are_no_stacks() -> None:
     group = lab.Group(2, runtime="bare")
-    with pytest.raises(lab.LabError, match="no ranks at this moment"):
+    with pytest.raises(lab.LabError, match="this group has no running ranks"):
         group.stacks()
     group.close()
 

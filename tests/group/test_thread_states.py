@@ -19,7 +19,7 @@ import pytest
 import labkit as lab
 from labkit.group import stack_dump
 from labkit.group.stack_dump import Frame
-from labkit.group.thread_states import Look, Thread, active, children_of, look
+from labkit.group.thread_states import RankThreads, Thread, active, children_of, threads_in
 
 STUDENTS = "/students/own.py"
 THREADING = threading.__file__
@@ -36,37 +36,41 @@ SLEEPS = replace(WAITS, endless=False)
 SERVES = at((os.path.join(os.path.dirname(lab.__file__), "rank.py"), "serve"), number=1)
 
 
-def kind(now: Look, before: Look | None = None, blocked: set[int] | None = frozenset({1}), *, idle: bool = False) -> str:
+def kind(
+    now: RankThreads, before: RankThreads | None = None, blocked: set[int] | None = frozenset({1}), *, idle: bool = False
+) -> str:
     found = active(now, before, blocked=blocked, idle_main=idle)
     return "" if found is None else found.kind
 
 
 def test_only_a_main_thread_in_an_operation() -> None:
-    assert kind(Look(MAIN)) == ""
+    assert kind(RankThreads(MAIN)) == ""
 
 
 def test_a_rank_that_does_not_answer_may_do_anything() -> None:
-    assert kind(Look(None)) == "silent"
+    assert kind(RankThreads(None)) == "silent"
 
 
 def test_a_thread_that_waits_without_a_limit_can_only_be_woken() -> None:
-    assert kind(Look(MAIN, (WAITS,)), Look(MAIN, (WAITS,))) == ""
-    assert kind(Look(MAIN, (WAITS,)), Look(MAIN, (replace(WAITS, switches=2),))) == "thread", "it has moved meanwhile"
-    assert kind(Look(MAIN, (WAITS,)), Look(MAIN)) == "thread", "it is new"
-    assert kind(Look(MAIN), Look(MAIN, (WAITS,))) == "thread", "it has gone: who has woken it?"
+    assert kind(RankThreads(MAIN, (WAITS,)), RankThreads(MAIN, (WAITS,))) == ""
+    assert kind(RankThreads(MAIN, (WAITS,)), RankThreads(MAIN, (replace(WAITS, switches=2),))) == "thread", (
+        "it has moved meanwhile"
+    )
+    assert kind(RankThreads(MAIN, (WAITS,)), RankThreads(MAIN)) == "thread", "it is new"
+    assert kind(RankThreads(MAIN), RankThreads(MAIN, (WAITS,))) == "thread", "it has gone: who has woken it?"
 
 
 def test_a_thread_that_sleeps_may_act() -> None:
-    assert kind(Look(MAIN, (SLEEPS,)), Look(MAIN, (SLEEPS,))) == "thread"
+    assert kind(RankThreads(MAIN, (SLEEPS,)), RankThreads(MAIN, (SLEEPS,))) == "thread"
 
 
 def test_a_thread_in_an_operation_is_judged_by_the_operation() -> None:
     sleeping = replace(SLEEPS, number=9)
-    assert kind(Look(MAIN, (sleeping,)), Look(MAIN, (sleeping,)), {1, 9}) == ""
+    assert kind(RankThreads(MAIN, (sleeping,)), RankThreads(MAIN, (sleeping,)), {1, 9}) == ""
     second = at((STUDENTS, "work"), (COMM, "_wait"))  # waits for what another thread waits for
-    assert kind(Look(MAIN, (second,)), Look(MAIN, (second,))) == ""
+    assert kind(RankThreads(MAIN, (second,)), RankThreads(MAIN, (second,))) == ""
     callback = at((COMM, "_finish"), (STUDENTS, "callback"))
-    assert kind(Look(MAIN, (callback,)), Look(MAIN, (callback,))) == "thread"
+    assert kind(RankThreads(MAIN, (callback,)), RankThreads(MAIN, (callback,))) == "thread"
 
 
 @pytest.mark.parametrize(
@@ -76,27 +80,27 @@ def test_a_thread_in_an_operation_is_judged_by_the_operation() -> None:
 def test_housekeeping_threads_of_libraries(file: str, function: str) -> None:
     place = lab.__file__ if file == "labkit" else f"/lib/site-packages/{file}"
     keeps = at((THREADING, "run"), (place, function), (THREADING, "wait"))
-    assert kind(Look(MAIN, (keeps,))) == ""
+    assert kind(RankThreads(MAIN, (keeps,))) == ""
     runs_more = at((place, function), (STUDENTS, "callback"))
-    assert kind(Look(MAIN, (runs_more,))) == "thread"
+    assert kind(RankThreads(MAIN, (runs_more,))) == "thread"
 
 
 def test_an_unknown_librarys_thread_may_act() -> None:
-    assert kind(Look(MAIN, (at((THREADING, "run"), ("/lib/site-packages/other/loop.py", "run")),))) == "thread"
+    assert kind(RankThreads(MAIN, (at((THREADING, "run"), ("/lib/site-packages/other/loop.py", "run")),))) == "thread"
 
 
 def test_a_main_thread_elsewhere() -> None:
     waits = replace(WAITS, number=1)
-    assert kind(Look(waits), Look(waits), {9}) == "", "another one is in an operation"
-    assert kind(Look(waits, handled=frozenset({14})), Look(waits), {9}) == "main", "a handler of SIGALRM may act"
-    assert kind(Look(replace(waits, endless=False)), Look(waits), {9}) == "main"
-    assert kind(Look(SERVES), idle=True) == ""
-    assert kind(Look(waits), idle=True) == "main", "it has not returned after all"
-    assert kind(Look(SERVES), blocked=None) == "", "in an operation whose thread is not known"
+    assert kind(RankThreads(waits), RankThreads(waits), {9}) == "", "another one is in an operation"
+    assert kind(RankThreads(waits, handled=frozenset({14})), RankThreads(waits), {9}) == "main", "a handler of SIGALRM may act"
+    assert kind(RankThreads(replace(waits, endless=False)), RankThreads(waits), {9}) == "main"
+    assert kind(RankThreads(SERVES), idle=True) == ""
+    assert kind(RankThreads(waits), idle=True) == "main", "it has not returned after all"
+    assert kind(RankThreads(SERVES), blocked=None) == "", "in an operation whose thread is not known"
 
 
 def test_a_child_process_may_act() -> None:
-    assert kind(Look(MAIN, children=("sleep 100",))) == "child"
+    assert kind(RankThreads(MAIN, children=("sleep 100",))) == "child"
 
 
 # Real threads.
@@ -157,10 +161,10 @@ def rank() -> Iterator[lab.Group]:
         yield group
 
 
-def seen(group: lab.Group) -> Look:
+def seen(group: lab.Group) -> RankThreads:
     """The stacks of the threads of the only rank."""
     (member,) = group._pool.members
-    return look(stack_dump.ask([member.process])[0], member.process.pid)
+    return threads_in(stack_dump.ask([member.process])[0], member.process.pid)
 
 
 def settled(group: lab.Group) -> str:

@@ -159,7 +159,7 @@ def ask_the_thread() -> float | None:
 def test_ranks_without_unfinished_operations_stay(
     two: lab.Group, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("labkit.group.unfinished.TOGETHER_S", 60.0)  # even on a busy machine
+    monkeypatch.setattr("labkit.group.unfinished.COMPLETE_S", 60.0)  # even on a busy machine
     before = two.run(os.getpid).results
     for function in (reduce_without_waiting, keep_a_work, exchange, serve_on_a_thread):
         two.run(function)

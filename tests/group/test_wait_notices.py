@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from labkit.group.rank_state import Standing
+from labkit.group.rank_state import RankState
 from labkit.group.stack_dump import Frame
-from labkit.group.thread_states import Active, Look, Thread
+from labkit.group.thread_states import Active, RankThreads, Thread
 from labkit.group.wait_notices import waiting_notice
 from labkit.recording.group_keys import TENSORFLOW
 from labkit.recording.operations import PROMISE
@@ -24,8 +24,8 @@ def op(name: str, match: int = 1, *, group: str = "world", since: int = 1 * S, p
     return Pending(name, 1, since, 0, peer, group, match, f"cell 5, line {match}", "float32 [1]", thread)
 
 
-def rank(number: int, *pending: Pending, **rest: Any) -> Standing:
-    return Standing(f"rank {number}", pending, entered={p.group: p.match for p in pending}, **rest)
+def rank(number: int, *pending: Pending, **rest: Any) -> RankState:
+    return RankState(f"rank {number}", pending, entered={p.group: p.match for p in pending}, **rest)
 
 
 @pytest.fixture
@@ -35,12 +35,14 @@ def source(tmp_path: Path) -> str:
     return str(file)
 
 
-def there(file: str, line: int = 2, function: str = "load") -> Look:
-    return Look(Thread((Frame(os.__file__, 1, "run"), Frame(file, line, function))))
+def there(file: str, line: int = 2, function: str = "load") -> RankThreads:
+    return RankThreads(Thread((Frame(os.__file__, 1, "run"), Frame(file, line, function))))
 
 
-def notice(*ranks: Standing, looks: Mapping[int, Look] | None = None, acting: Mapping[int, Active] | None = None) -> str:
-    return waiting_notice(ranks, looks or {}, acting or {}, 23 * S)
+def notice(
+    *ranks: RankState, threads: Mapping[int, RankThreads] | None = None, acting: Mapping[int, Active] | None = None
+) -> str:
+    return waiting_notice(ranks, threads or {}, acting or {}, 23 * S)
 
 
 def test_a_computing_rank_is_waited_for() -> None:
@@ -69,10 +71,10 @@ def test_a_call_that_has_returned_a_future() -> None:
 
 
 def test_where_the_missing_rank_is(source: str) -> None:
-    assert notice(rank(0, op("all_reduce")), rank(1), looks={1: there(source)}) == (
+    assert notice(rank(0, op("all_reduce")), rank(1), threads={1: there(source)}) == (
         "rank 0 has waited in all_reduce (cell 5, line 1) for more than 20 s; rank 1 is at own.py, line 2: time.sleep(100)"
     )
-    assert notice(rank(0, op("all_reduce")), rank(1), looks={1: there("gone.py")}).endswith(
+    assert notice(rank(0, op("all_reduce")), rank(1), threads={1: there("gone.py")}).endswith(
         "rank 1 is at gone.py, line 2, in load"
     )
 
@@ -125,7 +127,7 @@ def test_where_a_call_is_served(source: str) -> None:
     call = op("rpc_sync f", group="rpc 0>1", peer=1)
     serve = op("serve f", group="rpc 0>1", peer=0, since=0, thread=8)
     serving = Thread(there(source).main.frames, 5, 8)  # type: ignore[union-attr]
-    said = notice(rank(0, call), rank(1, serve, returned=True), looks={1: Look(Thread(()), (serving,))})
+    said = notice(rank(0, call), rank(1, serve, returned=True), threads={1: RankThreads(Thread(()), (serving,))})
     assert said == (
         "rank 0 has waited in rpc_sync f with rank 1 (cell 5, line 1) for more than 20 s; rank 1 serves it at own.py, line 2: "
         "time.sleep(100)"

@@ -435,10 +435,10 @@ def test_invalid_python_reaches_no_rank(shell: Shell, cells: in_cells.Cells) -> 
         ("group --all", f"%%ranks: unrecognized arguments: --all. {USAGE}"),
         ("group --on", f"%%ranks: argument --on: expected one argument. {USAGE}"),
         ("group --on 7", "no rank 7; this group has ranks 0 to 2"),
-        ("group --on 0,x", "no rank is called 'x'; this group has 'a', 'b', 'c'"),
+        ("group --on 0,x", "no rank is named 'x'; this group has 'a', 'b', 'c'"),
         ("group --run 1x", f"%%ranks: argument --run: '1x' is not a valid variable name. {USAGE}"),
         ("group --run if", f"%%ranks: argument --run: 'if' is not a valid variable name. {USAGE}"),
-        ("group --on ''", "no rank is called ''; this group has 'a', 'b', 'c'"),
+        ("group --on ''", "no rank is named ''; this group has 'a', 'b', 'c'"),
         ("group --on 'a", f"%%ranks: No closing quotation. {USAGE}"),
     ],
 )

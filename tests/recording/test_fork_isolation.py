@@ -119,11 +119,11 @@ def test_children_of_a_rank_do_not_use_its_emulated_link(two: lab.Group) -> None
 
         book, alone = SharedLink(shared_memory(SHARED_LINK_BYTES)), Cost(1000, 1000, [0], [0], 1)
         book.keep_from_forks()
-        book.come("group", 1, 5, alone)
+        book.arrive("group", 1, 5, alone)
         pid = os.fork()
         if pid == 0:
             try:
-                book.come("group", 2, 5, alone)
+                book.arrive("group", 2, 5, alone)
             finally:
                 os._exit(0)
         return os.waitpid(pid, 0)[1], [book.due_ns("group", match) for match in (1, 2)]

@@ -13,7 +13,7 @@ from labkit.plots.timeline import timeline
 from labkit.recording.ring_buffer import RingReader, RingWriter
 from labkit.recording.ring_layout import RING_BYTES
 from labkit.recording.schema import STEPS_IN_ALL, SUM
-from labkit.tracing.downsample import FEW, MOST, thin
+from labkit.tracing.downsample import FEW, MOST, downsample
 from labkit.tracing.trace import Trace, from_records
 
 from synthetic import alone  # isort: skip
@@ -39,20 +39,20 @@ def written():
 
 def reported(written):
     rows, names, end_ns = written
-    few = thin(rows, names.index(STEPS_IN_ALL))
+    few = downsample(rows, names.index(STEPS_IN_ALL))
     return few, from_records([few], [names], ["rank 0"], start_ns=0, end_ns=end_ns)
 
 
 def test_few_records_are_unchanged(written):
     rows, names, _ = written
     some = rows[:FEW]
-    assert thin(some, names.index(STEPS_IN_ALL)) is some
+    assert downsample(some, names.index(STEPS_IN_ALL)) is some
 
 
 def test_spans_are_unchanged_if_only_values_are_thinned(written):
     rows, names, _ = written
     some = rows[: 2 * MOST]
-    few = thin(some, names.index(STEPS_IN_ALL))
+    few = downsample(some, names.index(STEPS_IN_ALL))
     assert (few["kind"] == 0).sum() == MOST
     assert not (few["flags"][few["kind"] == 0] & SUM).any()
     assert (few["kind"] == 3).sum() < 25

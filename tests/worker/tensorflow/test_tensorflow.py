@@ -142,7 +142,7 @@ def test_without_a_gpu_cuda_is_refused_with_an_explanation() -> None:
 
     if gpu_count():
         pytest.skip("this machine has a GPU")
-    with pytest.raises(lab.LabError, match="shows no GPU"):
+    with pytest.raises(lab.LabError, match="has no visible GPU"):
         lab.Group(1, runtime="tensorflow", devices="cuda")
 
 
