@@ -47,9 +47,9 @@ def all_reduce(nbytes: float, ranks: int, link: Link, *, algorithm: str = "ring"
         nbytes: size of each rank's tensor.
         ranks: p, the number of ranks.
         link: the link between them.
-        algorithm: "ring": 2(p−1)·α + 2(p−1)/p·n/B, best for large tensors, and used by emulated links; "tree": a reduce
-            and a broadcast, 2⌈log₂ p⌉·(α + n/B), good for small tensors; "halving": Rabenseifner's algorithm, for p a
-            power of two, 2⌈log₂ p⌉·α + 2(p−1)/p·n/B.
+        algorithm: "ring": 2(p−1)·α + 2(p−1)/p·n/B, best for large tensors, used by emulated links; "tree": a reduce and
+            a broadcast, 2⌈log₂ p⌉·(α + n/B); "halving": Rabenseifner's, for p a power of two, 2⌈log₂ p⌉·α +
+            2(p−1)/p·n/B.
 
     Raises:
         TypeError, ValueError: an invalid argument.
@@ -160,11 +160,10 @@ def data_parallel_step(
 ) -> Prediction:
     """Seconds of one data-parallel training step: forward, backward, all-reduces of the gradients, optimizer.
 
-    The gradients are reduced in m buckets of n/m bytes. One bucket is complete after each m-th of the backward pass,
-    and their ring all-reduces, of t_a each, run one after the other. With overlap, a step takes t_f + max(t_b + (m−1)·o
-    + t_a, t_b/m + m·t_a) + t_o: either the backward pass is the bottleneck, delayed by o for each all-reduce before the
-    last; or the link, which transfers m buckets from the completion of the first. Without overlap, a step takes t_f +
-    t_b + m·t_a + t_o. If ranks share cores, pass times measured while all of them compute.
+    The gradients are reduced in m buckets of n/m bytes. One is complete after each m-th of the backward pass, and their
+    ring all-reduces, of t_a each, run one after the other. An overlapped step takes t_f + max(t_b + (m−1)·o + t_a, t_b/m
+    + m·t_a) + t_o: limited by the backward pass, delayed by o for each all-reduce but the last; or by the link. Without
+    overlap, it takes t_f + t_b + m·t_a + t_o. If ranks share cores, pass times measured while all of them compute.
 
     Args:
         forward_s: t_f, the forward pass on a rank's part of the batch.
@@ -175,14 +174,13 @@ def data_parallel_step(
         overlap: whether all-reduces overlap the backward pass, as in DistributedDataParallel.
         buckets: m, the number of buckets.
         optimizer_s: t_o, the optimizer step.
-        overhead_s: o, the CPU time that an all-reduce takes from the backward pass: 0 if another processor does it; the
-            CPU time of one all-reduce if every core of a laptop runs a rank.
+        overhead_s: o, the CPU time that an all-reduce takes from the backward pass: 0 if other cores do the all-reduce.
 
     Raises:
         TypeError, ValueError: an invalid argument.
 
     Source: overlap: S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020;
-    overhead: D. Culler et al., "LogP: Towards a Realistic Model of Parallel Computation", 1993; the formula is labkit's.
+    overhead: D. Culler et al., "LogP: Towards a Realistic Model of Parallel Computation", 1993; formula: labkit's own.
     """
     check_arguments(forward_s=forward_s, backward_s=backward_s, gradient_bytes=gradient_bytes, ranks=ranks, link=link)
     check_arguments(buckets=buckets, optimizer_s=optimizer_s, overhead_s=overhead_s)
@@ -213,14 +211,12 @@ def data_parallel_step(
 def pipeline_bubble(stages: int, micro_batches: int, *, schedule: str = "gpipe", chunks: int = 1) -> Prediction:
     """The bubble, the share of a pipelined step in which a stage is idle: (p−1)/(v·m + p − 1).
 
-    Narayanan et al. define the bubble relative to the ideal time, (p−1)/(v·m); this is its share of the whole step. The
-    formula assumes stages of equal duration and messages that take no time.
+    Narayanan et al. define it relative to the ideal time, (p−1)/(v·m). Stages are equally long, messages take no time.
 
     Args:
         stages: p, the number of ranks over which the model is split.
         micro_batches: m, the number of micro-batches.
-        schedule: as for `lab.schedule`: "gpipe" or "1f1b", which have the same bubble (1F1B keeps fewer activations),
-            or "interleaved 1f1b".
+        schedule: as for `lab.schedule`: "gpipe" or "1f1b", which have the same bubble, or "interleaved 1f1b".
         chunks: v, the number of model parts per rank, for "interleaved 1f1b".
 
     Raises:
@@ -253,10 +249,10 @@ def pipeline_step(
 ) -> Prediction:
     """Seconds of one step of a GPipe pipeline with equal stages: all forward passes, then all backward passes.
 
-    With t = α + n/B, the time of a message between stages, the forward passes take p·t_f + (p−1)·t + (m−1)·(t_f + t):
-    the first micro-batch passes through all stages, and the others follow at the pace of a stage, which receives a
-    micro-batch and computes on it. The backward passes take the corresponding time. If a stage receives the next
-    micro-batch while it computes, the pace is max(t_f, n/B). Without a link, the step takes (m + p − 1)·(t_f + t_b).
+    With t = α + n/B, the time of a message, the forward passes take p·t_f + (p−1)·t + (m−1)·(t_f + t): the first
+    micro-batch passes through all stages, and the others follow at the pace of a stage, which receives and computes;
+    the backward passes likewise. If a stage receives the next micro-batch while it computes, the pace is max(t_f, n/B).
+    Without a link, the step takes (m + p − 1)·(t_f + t_b).
 
     Args:
         stages: p, the number of ranks over which the model is split.
@@ -265,8 +261,7 @@ def pipeline_step(
         backward_s: t_b, the backward pass of one stage on one micro-batch.
         link: the link between stages; None: messages take no time.
         nbytes: n, the size of a stage's output for one micro-batch, and of its gradient.
-        overlap: whether a stage posts the receive of the next micro-batch before it computes. torch's `ScheduleGPipe`
-            does not; and a message starts when both sender and receiver have arrived.
+        overlap: whether a stage receives the next micro-batch while it computes; torch's `ScheduleGPipe` does not.
 
     Raises:
         TypeError, ValueError: an invalid argument.
@@ -305,8 +300,8 @@ def tensor_parallel_layer(
 ) -> Prediction:
     """Seconds of one tensor-parallel transformer layer as in Megatron-LM: t/p + 4 all-reduces of b·s·h values.
 
-    Attention and MLP are each split first by columns, then by rows, so that each needs one all-reduce of its output in
-    the forward pass and one of its input's gradient in the backward pass. Nothing overlaps.
+    Attention and MLP are each split first by columns, then by rows: each needs one all-reduce of its output, and in the
+    backward pass one of its input's gradient. Nothing overlaps.
 
     Args:
         batch: b, the number of sequences.
@@ -348,12 +343,12 @@ def zero_memory(
     Args:
         parameters: Ψ, the number of parameters.
         ranks: p, the number of ranks over which ZeRO shards.
-        stage: the ZeRO stage, what is sharded: 0 nothing (plain data parallel), 1 optimizer state, 2 also gradients, 3
-            also parameters (FSDP).
+        stage: what is sharded: 0 nothing (data parallel), 1 optimizer state, 2 also gradients, 3 also parameters
+            (FSDP).
         parameter_bytes: bytes per parameter; 2 in mixed precision, 4 in float32.
         gradient_bytes: bytes per gradient.
-        optimizer_bytes: K, bytes of optimizer state per parameter: 12 for Adam in mixed precision (a float32 copy,
-            momentum, variance), 8 for Adam in float32, 4 for SGD with momentum.
+        optimizer_bytes: K, per parameter: 12 for Adam in mixed precision, 8 for Adam in float32, 4 for SGD with
+            momentum.
 
     Raises:
         TypeError, ValueError: an invalid argument.

@@ -50,8 +50,7 @@ class Share:
     """How one rank spent the time of a trace, in nanoseconds.
 
     The parts `compute_ns`, `exposed_ns` and `idle_ns` add up to `window_ns`. `overlap_ns` is the part of `compute_ns`
-    that overlaps communication; `waiting_ns` is the part of `idle_ns` in which the rank was blocked until a peer
-    arrived.
+    that overlaps communication; `waiting_ns` the part of `idle_ns` in which the rank was blocked until a peer arrived.
     """
 
     rank: int
@@ -205,7 +204,7 @@ class Trace:
 
         Of nested loops, the steps of the innermost count. Ranks without steps are ignored; only steps that all other
         ranks have completed count. A step belongs to a window that contains its middle: ranks do not enter a step at
-        the same time, so neighbouring steps reach into the window of a step.
+        the same time, so its window contains parts of neighbouring steps.
         """
         per_rank = []
         for rank in range(len(self.ranks)):

@@ -86,7 +86,7 @@ def test_the_table() -> None:
     assert measured.link == fits[0].link
     assert MeasuredLink(fits[1:]).link == fits[1].link
     assert list(measured) == list(fits)
-    with pytest.raises(lab.LabError, match="'gather' was not measured; there are send, all_reduce"):
+    with pytest.raises(lab.LabError, match="'gather' was not measured; the measured operations are send, all_reduce"):
         _ = measured["gather"]
 
 

@@ -135,5 +135,5 @@ def test_inconsistent_arguments_are_reported(options, words):
 
 
 def test_a_trace_without_duration_has_no_bubble():
-    with pytest.raises(LabError, match="no length"):
+    with pytest.raises(LabError, match="no duration"):
         _ = Trace(ranks=["rank 0"]).bubble

@@ -551,7 +551,7 @@ def test_a_saved_trace_is_read_back_to_the_nanosecond(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("piece", [1, 2, 7, 1000])
 def test_a_file_is_written_in_pieces(piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("labkit.tracing.trace.PIECE", piece)
+    monkeypatch.setattr("labkit.tracing.trace.CHUNK", piece)
     for trace in (some_rich_trace(random.Random(3)), Trace([], ranks=[])):
         path = trace.save(tmp_path / "x.json")
         assert json.loads(path.read_text(encoding="utf-8")) == json.loads(json.dumps(trace.to_chrome()))
