@@ -132,7 +132,7 @@ def test_many_names_are_bounded() -> None:
     member: Any = types.SimpleNamespace(made={f"x{i}": f"cell {i // 6}" for i in range(20)})
     text = lost_names([member, member])
     shown = "x0, x1, x2, x3, x4, x5 (cell 0); x6, x7 (cell 1)"
-    assert f"gone: {shown}; and {20 - MOST_NAMES} more. Run cell 0, cell 1, cell 2 and cell 3 again." in text
+    assert f"lost: {shown}; and {20 - MOST_NAMES} more. Run cell 0, cell 1, cell 2 and cell 3 again." in text
     assert lost_names([]) == ""
 
 
