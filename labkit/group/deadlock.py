@@ -45,7 +45,7 @@ __all__ = [
 
 SAME: Final = "All ranks of a group must call the same collectives, in the same order, on tensors of the same shape and type."
 ALL: Final = (
-    "What one rank of a group takes part in, all must, equally often: look for a loop of another length, an early return, or a "
+    "All ranks of a group must take part in each operation: look for a loop of another length, an early return, or a "
     "collective inside `if rank == 0`."
 )
 ALL_OF_TENSORFLOW: Final = (
@@ -189,7 +189,7 @@ def _not_entered(ranks: Sequence[RankState], me: int, operation: Pending) -> Ite
             yield operation.peer
     elif kind is GroupKind.PAIR:
         peer = ranks[operation.peer]
-        # What comes from anybody has no number before it has come.
+        # A receive from any rank has no number before the message arrives.
         takes_any = operation.type is SEND and any(p.type is RECV and not p.group for p in peer.pending)
         if peer.entered.get(group, 0) < operation.match and not takes_any:
             yield operation.peer
@@ -362,7 +362,7 @@ def _given(operation: Pending) -> str:
 
 
 def operation_in_words(operation: Pending, names: Sequence[str], *, closely: bool = False) -> str:
-    """Its name, what it waits for and with whom, as far as `names` are given; closely: its number and what it was given, too."""
+    """An operation's name, group and peer (if `names` are given); with `closely`, also its number and its signature."""
     details = [where_of(operation.group)] if operation.type is not RPC_SHUTDOWN else []
     if closely and operation.match and kind_of(operation.group) not in HINTS:
         details.append(f"number {operation.match}")

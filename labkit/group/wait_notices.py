@@ -104,7 +104,7 @@ def _serving(ranks: Sequence[RankState], calls: Sequence[Pending], threads: Mapp
 
 
 def _promised(ranks: Sequence[RankState], calls: Sequence[Pending]) -> list[str]:
-    """Whose functions have returned, but not what the callers wait for."""
+    """Called functions that have returned a future which is not completed yet."""
     where = dict.fromkeys((ranks[p.peer].name, p.type.function_in(p.name)) for p in calls)
     return [f"on {callee} {function} has returned a future that is not completed" for callee, function in where][:MOST_WAITS]
 
@@ -133,5 +133,5 @@ def _cut(text: str) -> str:
 
 
 def _some(names: Sequence[str]) -> str:
-    """The names, or the first of them where they are many."""
+    """The names, or the first of many."""
     return listed(names, most=MOST_NAMES, rest="others")
