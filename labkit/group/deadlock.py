@@ -45,7 +45,7 @@ __all__ = [
 
 SAME: Final = "All ranks of a group must call the same collectives, in the same order, on tensors of the same shape and type."
 ALL: Final = (
-    "All ranks of a group must take part in each operation: look for a loop of another length, an early return, or a "
+    "What one rank of a group takes part in, all must, equally often: look for a loop of another length, an early return, or a "
     "collective inside `if rank == 0`."
 )
 ALL_OF_TENSORFLOW: Final = (
