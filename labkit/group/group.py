@@ -193,9 +193,7 @@ class Group:
 
         Raises:
             CellSyntaxError: the cell has a syntax error.
-            RankError, LabError, KeyboardInterrupt: as for `run`; also `LabError` for magics, and for code that is only
-            valid in
-                a function.
+            RankError, LabError, KeyboardInterrupt: as for `run`; also `LabError` for magics.
         """
         on = chosen(self.names, on) if on is not None else range(len(self))
         home = sys.modules["__main__"]
