@@ -22,7 +22,7 @@ class Rpc(Torch):
     has_rpc = True
     rank_name = "worker{}"
     valid_name = re.compile(r"[A-Za-z0-9_:-]{1,127}")  # what torch.distributed.rpc accepts
-    name_error = "RPC takes no {!r}; expected letters, digits and _ : - (at most 127)"
+    name_error = "{!r} is not a valid RPC name; expected at most 127 letters, digits and _ : - characters"
 
     def record_operations(self, recorder: Recorder, shared_link: int) -> Callable[[], None]:
         """Record remote calls, and what goes through process groups."""
