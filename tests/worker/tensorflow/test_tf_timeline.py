@@ -17,6 +17,7 @@ from labkit.plots.flows import flows_of
 from labkit.plots.rows import rows_of
 from labkit.recording.events import Columns
 from labkit.recording.schema import OPEN, Span
+from labkit.tracing.intervals import intersection
 from labkit.tracing.trace import Trace
 from labkit.worker.runtimes.tensorflow.events import Place, scope_of, spans_of
 from labkit.worker.runtimes.tensorflow.session import Event
@@ -128,7 +129,10 @@ def test_phases_are_recognised_automatically(trained: Trace) -> None:
 
 
 def test_parts_of_the_time_sum_to_the_whole(trained: Trace) -> None:
-    for share in trained.shares():
+    for rank, share in enumerate(trained.shares()):
+        blocked = trained.blocked(rank)
+        assert len(blocked)
+        assert not len(intersection(trained.activity(rank)["compute"], blocked))
         assert share.compute_ns + share.exposed_ns + share.idle_ns == share.window_ns
         assert 0 < share.communication_ns < share.window_ns
         assert share.compute_ns < share.window_ns
