@@ -14,9 +14,9 @@ def listed(items: Iterable[Any], *, word: str = "and", most: int | None = None, 
 
     Args:
         items: anything that `str` turns into text.
-        word: what stands before the last one: "and" or "or".
-        most: how many to name; the others are counted, unless it is only one: "a, b and 3 more".
-        rest: what the others are called: "more", "others".
+        word: the word before the last item: "and" or "or".
+        most: the number of items to name; if at least two are left, they are only counted: "a, b and 3 more".
+        rest: the word for those that are only counted: "more", "others".
     """
     texts = [str(item) for item in items]
     if most is not None and len(texts) > most + 1:

@@ -168,7 +168,7 @@ def _seal(name: str, value: Any) -> Note:
 def _reveal(name: str, value: Value, formula: float | None) -> Entry:
     lesson = _lesson()
     if not any((e.lesson, e.name) == (lesson, name) for e in entries(Path.cwd())):
-        return Entry(lesson, name)  # nobody guessed: nothing is written
+        return Entry(lesson, name)  # there was no guess: nothing is written
     with entry_for_update(Path.cwd(), lesson, name) as entry:
         if isinstance(entry.guess, str) != isinstance(value, str):
             raise LabError(
@@ -245,6 +245,6 @@ def _number(function: str, name: str, value: Any) -> float:
 
 
 def _lesson() -> str:
-    """The notebook's name without ".ipynb", as Jupyter's server or VS Code gives it; "" where nobody does."""
+    """The notebook's name without ".ipynb", as Jupyter's server or VS Code gives it; "" if neither does."""
     path = os.environ.get("JPY_SESSION_NAME", "") or getattr(sys.modules.get("__main__"), "__vsc_ipynb_file__", "")
     return Path(path).name.removesuffix(".ipynb") if str(path).endswith(".ipynb") else ""

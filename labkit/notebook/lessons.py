@@ -15,7 +15,7 @@ from labkit.errors.wrong_calls import public_api
 
 __all__ = ["Copies", "copy_lessons", "reset_lesson"]
 
-KEY: Final = "labkit"  # of a copy's metadata: where its original lies, and a digest of the text that was copied
+KEY: Final = "labkit"  # in a copy's metadata: the path of the original, and a digest of the text that was copied
 _LINK: Final = re.compile(r"\]\(([^)#?\s]+)")  # the target of a link or picture in Markdown
 
 
@@ -35,11 +35,11 @@ class Copies:
 
 
 def copy_lessons(lessons: Path, folder: Path) -> Copies:
-    """Give the student a copy of each lesson, and leave what the student has changed as it is.
+    """Give the student a copy of each lesson; copies that the student has changed stay as they are.
 
     Args:
         lessons: the folder of the executed notebooks.
-        folder: where the copies go; made if it does not exist.
+        folder: the folder for the copies; created if it does not exist.
 
     Raises:
         OSError: the folder cannot be written.
@@ -67,14 +67,14 @@ def reset_lesson(lesson: str) -> str:
     """Replace your copy of a lesson by a fresh one; the old copy is kept beside it under another name.
 
     Args:
-        lesson: how its name begins: "02".
+        lesson: the beginning of its name, such as "02".
 
     Returns:
         what was done, and what to do in JupyterLab.
 
     Raises:
         TypeError: not a text.
-        LabError: no copy, or several, begin so; the original is gone.
+        LabError: no copy or several copies have names that begin so, or the original no longer exists.
     """
     if not isinstance(lesson, str):
         raise TypeError(f'reset_lesson({lesson!r}): expected the beginning of a lesson\'s name, as in lab.reset_lesson("02")')
@@ -112,7 +112,7 @@ def _write_copy(original: Path, copy: Path) -> None:
 
 
 def _relinked(text: str, lessons: Path, folder: Path) -> str:
-    """Point links to pictures and solutions to where these are; links to other lessons lead to their copies."""
+    """Adapt links to pictures and solutions to the new folder; links to other lessons lead to their copies."""
 
     def relinked(match: re.Match[str]) -> str:
         target = match.group(1)
@@ -128,7 +128,7 @@ def _from(lessons: Path, folder: Path) -> str:
 
 
 def _read(path: Path, lessons: Path | None = None, folder: Path | None = None) -> list[str]:
-    """The texts of a notebook's cells; those of a copy as they are in the original."""
+    """Return the texts of a notebook's cells; links in a copy are as in the original."""
     sources = _sources(json.loads(path.read_text(encoding="utf-8")))
     if lessons is not None and folder is not None:
         return [source.replace(f"]({_from(lessons, folder)}", "](") for source in sources]
@@ -152,5 +152,5 @@ def _about(copy: Path) -> dict[str, str]:
 
 
 def _copied_digest(copy: Path) -> str:
-    """The digest of what was copied; "" if this is no copy of a lesson."""
+    """Return the digest of the text that was copied; "" if this is no copy of a lesson."""
     return str(_about(copy).get("digest", ""))
