@@ -34,7 +34,7 @@ METAPHORS = {
 }  # fmt: skip
 STANDARD_TERMS = {"IN_FLIGHT", "_STYLE_SHEET", "edge"}  # names in which such a word is the standard term; edge: of an axis
 NOT_YET_RENAMED = {
-    "comm", "group", "recording", "tracing",
+    "group", "tracing",
 }  # fmt: skip
 
 

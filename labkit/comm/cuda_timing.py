@@ -279,7 +279,7 @@ class DeviceOperation(Operation):
     def completed(self, _: object = None) -> None:
         """The host does not know."""
 
-    def told(self, _: Any) -> None:
+    def on_completion(self, _: Any) -> None:
         """The host does not know."""
 
     def settled(self) -> bool:

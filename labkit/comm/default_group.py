@@ -35,8 +35,8 @@ class DefaultGroup:
         """Whether each rank has a GPU of its own, and NCCL moves what is on it."""
         return any(self.group._get_backend(device).name() == "nccl" for device in self.group._device_types)
 
-    def set_aside(self, destroy: Callable[[Any], None]) -> None:
-        """torch has no default group from now on, and none of the groups that the program has made of it.
+    def unset(self, destroy: Callable[[Any], None]) -> None:
+        """Remove the default group from torch, and the groups that the program has made from it.
 
         Args:
             destroy: torch's own `destroy_process_group`.
@@ -52,8 +52,8 @@ class DefaultGroup:
         c10d._unregister_process_group(self.group.group_name)
         c10d._update_default_pg(None)
 
-    def bring_back(self) -> None:
-        """It is torch's default group again."""
+    def restore(self) -> None:
+        """Make it torch's default group again."""
         assert self._tables is not None
         world = c10d._world
         for name, table in self._tables.items():

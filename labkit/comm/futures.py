@@ -22,11 +22,11 @@ EXIT_LIMIT_S: Final = 0.5  # for the backends' threads to come to the end of our
 class _Ties:
     """What completes a future, and whether a thread is waiting for it now."""
 
-    __slots__ = ("known", "operations", "told", "waiters")
+    __slots__ = ("first", "known", "operations", "waiters")
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
-        self.told: list[Callable[[Any], None]] = []  # as `Futures.tell_first` was asked, and nobody was yet
+        self.first: list[Callable[[Any], None]] = []  # callbacks of `Futures.tell_first` that have not been called
         self.known: bool | None = None  # see `Futures.known`; None: where there are operations
         self.waiters = 0
 
@@ -49,7 +49,7 @@ class Futures:
     def tell_first(self, future: Any, callback: Callable[[Any], None]) -> None:
         """Call back once when the future has completed, before a thread that waits for it goes on."""
         ties = self._ties.setdefault(future, _Ties())
-        ties.told.append(callback)
+        ties.first.append(callback)
         self.tell(future, lambda _: _tell(ties, future))
 
     def install(self) -> None:
@@ -134,9 +134,9 @@ class Futures:
 
 
 def _tell(ties: _Ties, future: Any) -> None:
-    while ties.told:
+    while ties.first:
         try:
-            callback = ties.told.pop()
+            callback = ties.first.pop()
         except IndexError:  # another thread was quicker
             return
         callback(future)

@@ -113,9 +113,9 @@ class Exchanged(Members):
         """Of each rank, its process. All are in the group when it is first used."""
         if not self._processes:
             get = getattr(type(self._store).get, "__labkit_original__", type(self._store).get)  # the program does not wait here
-            told = [get(self._store, KEY.format(rank)).decode().split() for rank in range(self._size)]
-            self._processes = [int(process) for process, _ in told]
-            self._world = max(int(world) for _, world in told)  # they may have been in differently many before
+            replies = [get(self._store, KEY.format(rank)).decode().split() for rank in range(self._size)]
+            self._processes = [int(process) for process, _ in replies]
+            self._world = max(int(world) for _, world in replies)  # they may have been in differently many before
             self._store = None
         return self._processes
 

@@ -105,7 +105,7 @@ class Operation:
         if future is not None and future.done():
             self.completed()
 
-    def told(self, future: Any) -> None:
+    def on_completion(self, future: Any) -> None:
         """For a future's `add_done_callback`: it has completed now, or failed."""
         try:
             future.value()

@@ -167,7 +167,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
             self.backwards.issued(number, operation)
         return operation
 
-    def _carried_out(
+    def _execute(
         self, kind: OperationType, form: Form, arguments: tuple[Any, ...], root: int, match: int, call: Callable[..., Any],
         args: Any, kwargs: Any,
     ) -> Any:  # fmt: skip
@@ -237,7 +237,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         except RuntimeError:  # "getFuture not implemented": gloo's reduce_scatter
             self._silent.add(operation.name)
             return False
-        self.futures.tell(future, operation.told)
+        self.futures.tell(future, operation.on_completion)
         return True
 
     def _message(self, method: str, tensors: list[Any], peer: int, tag: int, *who: int) -> Any:
@@ -353,7 +353,7 @@ def _collective(method: str, kind: OperationType, form: Form) -> Callable[..., A
         self._count = match = self._count + 1
         at_once = arguments and not getattr(arguments[-1], "asyncOp", True)  # who asks for it so waits for it at once
         if at_once and self.recorder.device_clock is None:
-            return self._carried_out(kind, called, arguments, root, match, inherited, args, kwargs)
+            return self._execute(kind, called, arguments, root, match, inherited, args, kwargs)
         signature = signature_of(kind, called, arguments, root)
         operation = self._issue(called.name, arguments, ROOTED - root if root >= 0 else -1, label, match, signature)
         operation.booking = self._booked(kind, arguments, operation.nbytes, match, operation.start_ns)

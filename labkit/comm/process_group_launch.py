@@ -82,7 +82,7 @@ class ProcessGroupLaunch:
             self._destroy()
         if self._own is not None:
             if not self._own.in_place:
-                self._own.bring_back()
+                self._own.restore()
             if not keep:
                 self._own.set_timeout(None)
 
@@ -114,7 +114,7 @@ class ProcessGroupLaunch:
                 return
             if self._own_in_place:
                 assert self._own is not None
-                self._own.set_aside(self._destroy)
+                self._own.unset(self._destroy)
             elif c10d.GroupMember.WORLD is not None:  # made in an earlier cell
                 self._destroy()
             timed = ends_by_itself(given.get("timeout"))
@@ -146,7 +146,7 @@ class ProcessGroupLaunch:
 
     def _keep(self, timeout: timedelta | None) -> None:
         if self._own is not None and not self._own.in_place and c10d.GroupMember.WORLD is None:
-            self._own.bring_back()
+            self._own.restore()
         if self._own_in_place and timeout is not None:
             assert self._own is not None
             self._own.set_timeout(timeout)
@@ -161,7 +161,7 @@ class ProcessGroupLaunch:
             self._initialised = False
             if world is not None and self._own_in_place:
                 assert self._own is not None
-                self._own.set_aside(self._destroy)
+                self._own.unset(self._destroy)
                 return
         self._destroy(group)
 

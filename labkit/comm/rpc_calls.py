@@ -207,8 +207,8 @@ class RpcCalls:
             line = headline(error)
             # The caller may never look at it, as where nobody waits for the future.
             sys.stderr.write(f"{function} failed: {line}\n")
-            told = sent(api.get_worker_info(), line, students_traceback(error))
-            return internal.RemoteException(told, type(error) if isinstance(error, Exception) else RuntimeError)
+            text = sent(api.get_worker_info(), line, students_traceback(error))
+            return internal.RemoteException(text, type(error) if isinstance(error, Exception) else RuntimeError)
 
     def _replying(self, call: _NumberedCall, function: str, result: Any, start_ns: int) -> None:
         """The result exists. If it is sent back, torch pickles it next, on this thread; errors are not pickled.

@@ -28,14 +28,14 @@ class WatchedWork(Work):
         work: what the backend gave.
         operation: what it carries out.
         futures: knows what is behind a future.
-        told: whether the backend tells the operation when it completes; else `wait` does.
+        notified: whether the backend notifies the operation when it completes; otherwise `wait` does.
     """
 
-    __slots__ = ("_future", "_futures", "_operation", "_told", "_work")
+    __slots__ = ("_future", "_futures", "_notified", "_operation", "_work")
 
-    def __init__(self, work: Any, operation: Operation | Batch, futures: Futures, told: bool) -> None:
+    def __init__(self, work: Any, operation: Operation | Batch, futures: Futures, notified: bool) -> None:
         super().__init__()
-        self._work, self._operation, self._futures, self._told = work, operation, futures, told
+        self._work, self._operation, self._futures, self._notified = work, operation, futures, notified
         self._future: Any = None  # over a slow link, the one that all get
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
@@ -69,9 +69,9 @@ class WatchedWork(Work):
         operations = self._operation.operations if isinstance(self._operation, Batch) else [self._operation]
         self._futures.tie(future, operations)
         for operation in operations:
-            if not self._told:
-                self._futures.tell(future, operation.told)
-        self._told = True
+            if not self._notified:
+                self._futures.tell(future, operation.on_completion)
+        self._notified = True
         booking = operations[-1].booking
         if booking is not None:
             future = self._future = booking.delayed(future, self._futures.tell)

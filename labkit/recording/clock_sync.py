@@ -136,11 +136,11 @@ def bounds(exchanges: Iterable[tuple[int, int, int]]) -> Reading:
             one.
     """
     exchanges = list(exchanges)
-    low = max(told - heard for _, told, heard in exchanges)
-    high = min(told - asked for asked, told, _ in exchanges)
+    low = max(server - received for _, server, received in exchanges)
+    high = min(server - sent for sent, server, _ in exchanges)
     if low > high:  # clocks that drift, or were set: the quickest exchange is the best that is known
-        asked, told, heard = min(exchanges, key=lambda e: e[2] - e[0])
-        low, high = told - heard, told - asked
+        sent, server, received = min(exchanges, key=lambda e: e[2] - e[0])
+        low, high = server - received, server - sent
     return Reading(exchanges[-1][2], (low + high) // 2, (high - low + 1) // 2)
 
 

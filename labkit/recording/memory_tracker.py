@@ -136,7 +136,7 @@ class Tracker:
         self._written_ns = self._at_ns
         try:
             saving = torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Saved(self, tensor), _Saved.tensor)
-            with _resizing_told(self._resized), saving:
+            with _resizing_reported(self._resized), saving:
                 yield
         finally:
             for handle in handles:
@@ -288,7 +288,7 @@ def _gathering(modules: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
 
 
 @contextlib.contextmanager
-def _resizing_told(tell: Callable[[Any], None]) -> Iterator[None]:
+def _resizing_reported(tell: Callable[[Any], None]) -> Iterator[None]:
     """Inside this context, `tell` is called with each storage that Python code has resized."""
     from torch import UntypedStorage
 
