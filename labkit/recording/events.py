@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -27,7 +28,6 @@ from labkit.recording.schema import (  # fmt: skip
     Flag,
     Pending,
     Span,
-    flags_of,
 )
 
 __all__ = ["COLUMNS", "Columns", "ProfilerEvent", "Scalar", "blank", "device_number", "shown", "under_way"]
@@ -112,9 +112,13 @@ class Columns:
 
         spans = list(spans)
         data = np.zeros(len(spans), COLUMNS)
-        for field in STORED:
-            data[field.name] = _as_numbers(field, (getattr(s, field.name) for s in spans), number)
-        data["flags"] = [flags_of(s) for s in spans]
+        for field in FIELDS:
+            values = map(attrgetter(field.name), spans)
+            if isinstance(field.place, Flag):
+                is_set = np.fromiter(values, bool, len(spans)) != field.default
+                data["flags"] |= np.where(is_set, np.uint16(field.place.bit), np.uint16(0))
+            else:
+                data[field.name] = _as_numbers(field, values, number)
         return cls(data, list(ids))
 
     def __len__(self) -> int:
@@ -234,8 +238,12 @@ def device_number(rows: Any) -> Any:
 
 def _as_numbers(field: Field, values: Iterable[Any], number: Callable[[str], int]) -> NDArray[Any]:
     """Values of a field as a column keeps them; `number` gives a text its place."""
-    encode = number if field.is_text else CODES[field.name][0] if field.name in CODES else None
-    return np.array(list(values if encode is None else map(encode, values)), COLUMNS[field.name])
+    given = list(values)
+    if field.is_text or field.name in CODES:
+        encode = number if field.is_text else CODES[field.name][0]
+        known = {value: encode(value) for value in dict.fromkeys(given)}
+        given = [known[value] for value in given]
+    return np.array(given, COLUMNS[field.name])
 
 
 def _values(field: Field, rows: Any, names: Sequence[str]) -> Iterable[Any]:
