@@ -149,7 +149,7 @@ def test_a_program_without_standard_output_can_run(closed: bool, ranks: lab.Grou
     stream.close()
     monkeypatch.setattr(sys, "stdout", stream if closed else None)
     monkeypatch.setattr(sys, "stderr", stream if closed else None)
-    ranks._tell("something")
+    ranks._announce("something")
     assert ranks.run(lambda: print("said", end="")).output == "[rank 0] said\n[rank 1] said"
 
 

@@ -49,7 +49,7 @@ def cells(monkeypatch: pytest.MonkeyPatch, group: lab.Group) -> in_cells.Cells:
     main.__dict__["group"] = group
     for member in group._pool.members if group._pool is not None else ():
         member.made.clear()  # not needed
-    group._fit = False  # fresh ranks, without the names of earlier tests
+    group._reusable = False  # fresh ranks, without the names of earlier tests
     return in_cells.Cells(main)
 
 
