@@ -222,7 +222,7 @@ def test_an_operation_that_nobody_waits_for(gpu: FakeGpu, rank: Rank) -> None:
     sent = rank.operation(gpu, "send")
     sent.launched(lambda: None, ["tensors"])
     sent.completed()  # the host's clock does not matter
-    sent.reported(None)
+    sent.on_completion(None)
     gpu.comes_to(1_000_000)
     gpu.comes_to(3_000_000)
     rank.clock.settle()

@@ -183,7 +183,7 @@ def futures_of(rank: Rank) -> tuple[Futures, Any, Operation]:
     futures, future = Futures(), torch.futures.Future()  # type: ignore[var-annotated]
     operation = rank.issue(10)
     futures.tie(future, [operation])
-    futures.tell(future, operation.reported)
+    futures.tell(future, operation.on_completion)
     return futures, future, operation
 
 
