@@ -161,9 +161,9 @@ def data_parallel_step(
     """Seconds of one data-parallel training step: forward, backward, all-reduces of the gradients, optimizer.
 
     The gradients are reduced in m buckets of n/m bytes. One is complete after each m-th of the backward pass, and their
-    ring all-reduces, of t_a each, run one after the other. An overlapped step takes t_f + max(t_b + (m−1)·o + t_a, t_b/m
-    + m·t_a) + t_o: limited by the backward pass, delayed by o for each all-reduce but the last; or by the link. Without
-    overlap, it takes t_f + t_b + m·t_a + t_o. If ranks share cores, pass times measured while all of them compute.
+    ring all-reduces, of t_a each, run one after the other. An overlapped step takes t_f + max(t_b + (m−1)·o + t_a,
+    t_b/m + m·t_a) + t_o: limited by the backward pass plus o per all-reduce but the last, or by the link. Without
+    overlap it takes t_f + t_b + m·t_a + t_o. If ranks share cores, pass times measured while all of them compute.
 
     Args:
         forward_s: t_f, the forward pass on a rank's part of the batch.

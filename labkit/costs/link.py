@@ -1,7 +1,8 @@
 """`Link`: how long messages and collectives take between ranks, by latency and bandwidth alone.
 
-The model is that of Hockney ("The communication challenge for MPP", 1994): a message of n bytes takes α + n/B, whatever else goes
-on elsewhere. Every rank has one such link into a network without other limits, and both directions work at once.
+The model is that of Hockney ("The communication challenge for MPP", 1994): a message of n bytes takes α + n/B, whatever
+else goes on elsewhere. Every rank has one such link into a network without other limits, and both directions work at
+once.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class Link:
         name: what it is called; "" shows the numbers alone.
         source: where the numbers come from.
 
-    Links by name, such as `Link.ethernet_1g`, have the bandwidth of their standard or their maker's data sheet (`.source`).
-    Latencies stand in no standard: they depend on software, and those here are round numbers of our own, of the order that
-    programs see.
+    Links by name, such as `Link.ethernet_1g`, have the bandwidth of their standard or their maker's data sheet
+    (`.source`). Latencies stand in no standard: they depend on software, and those here are round numbers of our own,
+    of the order that programs see.
 
     Raises:
         TypeError, ValueError: an invalid number.

@@ -23,7 +23,8 @@ class Member:
         unshown: what it has printed while no run was under way.
         unseen: what it has shown, and warned of, meanwhile: each with its kind.
         known_files: the student's files that it has the names, and perhaps the lines, of.
-        notebook_values: for `%%ranks`, what the notebook's names meant when they last travelled, or were assigned there.
+        notebook_values: for `%%ranks`, what the notebook's names meant when they last travelled, or were assigned
+            there.
         gone: numbers of definitions that the notebook does not have any more, which the rank has not been told.
         assigned: the names that the last cell has assigned or deleted there.
         made: by name, the cell that assigned it last there.
@@ -43,7 +44,7 @@ class Member:
         self.made: dict[str, str] = {}
 
     def printed(self) -> Iterator[bytes]:
-        """What it has printed and nobody has read yet, in pieces; not what it prints meanwhile, which may have no end."""
+        """Its unread prints, in pieces; not what it prints meanwhile, which may be endless."""
         count = 0
         while self.output_open and count < PIPE_BYTES:
             try:

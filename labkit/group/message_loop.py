@@ -38,8 +38,8 @@ class Receiver(Protocol):
 class MessageLoop:
     """Waits for messages and for the ends of processes.
 
-    Prints are not waited for. To wake up at each of them would cost the ranks, which print, more than the notebook; receivers
-    look at them now and then.
+    Prints are not waited for. To wake up at each of them would cost the ranks, which print, more than the notebook;
+    receivers look at them now and then.
     """
 
     def __init__(self) -> None:

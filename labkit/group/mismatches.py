@@ -1,7 +1,7 @@
 """Finds the operations to which ranks came with something different, although all of them completed.
 
-A backend moves bytes. It tells nobody when a message is shorter than its receive, when one rank reduces float32 and another
-int32, or when one sums and the other takes the maximum: the results are wrong.
+A backend moves bytes. It tells nobody when a message is shorter than its receive, when one rank reduces float32 and
+another int32, or when one sums and the other takes the maximum: the results are wrong.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def first_unequal(chunks: Sequence[Sequence[Any]], names: Callable[[int], Sequen
         names: the interned strings of a rank.
 
     Returns:
-        those of the first whose result is wrong; and of the first that reduced tensors of other shapes with as many elements,
-        which may be meant.
+        those of the first whose result is wrong; and of the first that reduced tensors of other shapes with as many
+        elements, which may be meant.
     """
     texts: dict[str, int] = {}
     parts = []  # in columns: rank, chunk, row; group, match; the name; how much of what; when it was issued; the shapes
@@ -84,7 +84,7 @@ def first_unequal(chunks: Sequence[Sequence[Any]], names: Callable[[int], Sequen
 
 
 def _earliest(every: Any, differ: Any) -> list[Any]:
-    """The columns of the operation that was issued first, of those that differ from the one to the right; at most one."""
+    """The columns of the first issued operation among those that differ from the right one; at most one."""
     suspects = np.flatnonzero(differ)
     return [] if not len(suspects) else [_operation(every, suspects[every[7, suspects].argmin()])]
 

@@ -51,15 +51,17 @@ class RankPool:
     Attributes:
         spent: whether the framework has computed in them, and cannot begin anew.
         used: whether a run has begun in them; `called`: one of a function, and not of a cell.
-        unfinished: what a `%%ranks` cell has left unfinished, which a later one may finish; a `group.unfinished.Unfinished`.
+        unfinished: what a `%%ranks` cell has left unfinished, which a later one may finish; a
+            `group.unfinished.Unfinished`.
         members: the ranks, in rank order.
         loop: takes what they send.
         notes: what the student should be told once.
         modules: the student's modules that ranks have imported, by name.
         oom_kills: the kernel's counters of processes killed for lack of memory.
 
-    It exists before its processes do, and they are started and ended on threads of their own: Stop interrupts the waiting, not
-    the action, so there is never a process that nobody knows of. Whoever makes a pool ends it, also where `start` fails.
+    It exists before its processes do, and they are started and ended on threads of their own: Stop interrupts the
+    waiting, not the action, so there is never a process that nobody knows of. Whoever makes a pool ends it, also where
+    `start` fails.
     """
 
     def __init__(self, plan: Plan, starter: Starter, sent: Sent, *, starts_rpc: bool = False) -> None:
@@ -85,8 +87,8 @@ class RankPool:
         """Whether these processes may serve another run.
 
         Args:
-            kind: "call" or "cell"; what cells define stays where it is as long as it can. Where the framework cannot begin
-                anew, a function has processes of its own, and cells share theirs until one is called.
+            kind: "call" or "cell"; what cells define stays where it is as long as it can. Where the framework cannot
+                begin anew, a function has processes of its own, and cells share theirs until one is called.
             starts_rpc: whether it calls `init_rpc` itself.
         """
         if self.plan.kind.fresh_each_run:
@@ -172,7 +174,8 @@ class RankPool:
         Args:
             on: which.
             kind: of the message.
-            data: what it says to a rank; where that is the object that the rank before got, it is pickled once for both.
+            data: what it says to a rank; where that is the object that the rank before got, it is pickled once for
+                both.
             payload: what travels with it.
         """
         all_called, last, message = len(on) == len(self.members), None, None
@@ -192,12 +195,12 @@ class RankPool:
                 pass
 
     def exchange(self, kind: str, data: Any, payload: Payload | None, expected: str) -> list[Any]:
-        """Send a message to every rank, outside a run, and wait until all have answered it: what they say, in rank order."""
+        """Send a message to every rank, outside a run, and wait for all answers; returns them in rank order."""
         self._send_all(kind, data, payload)
         return self._answers(expected)
 
     def share_settings(self, pack: Callable[[Settings], Payload]) -> list[str]:
-        """Tell the ranks what the notebook has set up of `logging` and warnings since this was called last; notes on it."""
+        """Send the notebook's new `logging` and warnings settings to the ranks; returns notes for the student."""
         settings = self._settings.news()
         if settings is None:
             return []
@@ -214,7 +217,7 @@ class RankPool:
         return notes
 
     def observe(self, *, begin: bool) -> list[str]:
-        """Tell all ranks that a run begins, or is over, where those that only serve must know; what the student should know."""
+        """Notify all ranks, if serving ones must know, that a run begins or is over; returns notes for the student."""
         if not self.plan.kind.observes_runs:
             return []
         return [note for notes in self.exchange("observe", begin, None, "observed") for note in notes]
@@ -244,7 +247,7 @@ class RankPool:
             put(f"labkit: the ranks take {seconds} to start; this machine is busy\n")
 
     def death(self, member: Member, *, at_ns: int = 0, last: str = "") -> RankFailure:
-        """How a rank's process ended: exit code, OOM killer, where C code crashed, what it printed and nobody has shown.
+        """How a rank's process ended: exit code, OOM killer, where C code crashed, and its prints not yet shown.
 
         Args:
             member: the rank.

@@ -107,7 +107,8 @@ class Execution:
         self.notes: list[str] = []
         self.unfinished: Unfinished | None = None
         self.intact = True
-        # Whether any rank has communicated, and whether any has left something unfinished, by what they say as they return.
+        # Whether any rank has communicated, and whether any has left something unfinished, by what they say as they
+        # return.
         self._communicated, self._unfinished = False, pool.plan.kind.serving_threads > 0
         self._deadline_s: float | None = None
         self._looked_s = self._pictured_s = 0.0
@@ -339,8 +340,8 @@ class Execution:
         self._records.drain()
         safe = self.intact and answered and not self._dead
         self.intact = safe and may_go_on(self._failures, self._members, self._records, self._pool.plan.kind)
-        # What came of another rank's end is never the cause of it. A death is the cause of many a failure, and only noticed a
-        # little later; but libraries that find a peer dead may give up, and abort.
+        # What came of another rank's end is never the cause of it. A death is the cause of many a failure, and only
+        # noticed a little later; but libraries that find a peer dead may give up, and abort.
         ordered = sorted(
             self._failures.values(),
             key=lambda f: (f.consequence, f.rank not in self._dead, f.cause is Cause.ABORTED, f.at_ns),

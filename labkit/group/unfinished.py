@@ -82,9 +82,9 @@ def left_unfinished(members: Sequence[Member], records: Records) -> Unfinished |
 def may_go_on(failures: Mapping[int, RankFailure], members: Sequence[Member], records: Records, kind: type[Runtime]) -> bool:
     """Whether ranks may serve another run after a run in which some failed, and all that were called have answered.
 
-    They may if none had communicated; or if all ranks failed with the same error in the student's code and no operation is
-    unfinished: a typo in the last line of a cell must not cost the model that earlier cells have trained. The same holds
-    for an argument of a wrong type that TensorFlow rejects in the only rank of a group.
+    They may if none had communicated; or if all ranks failed with the same error in the student's code and no operation
+    is unfinished: a typo in the last line of a cell must not cost the model that earlier cells have trained. The same
+    holds for an argument of a wrong type that TensorFlow rejects in the only rank of a group.
 
     Args:
         failures: the failures by rank.

@@ -11,7 +11,7 @@ __all__ = ["median_step"]
 
 
 def median_step(trace: Trace) -> int:
-    """The number of the step of median length, if possible among those in which labkit did not read TensorFlow's profiler."""
+    """The number of the step of median length, if possible without a reading of TensorFlow's profiler."""
     bounds, data = trace.step_bounds(), trace.columns.data
     reads = data[np.array([name == READING for name in trace.columns.names], bool)[data["name"]]]
     disturbed = (reads["start_ns"] < bounds[:, 1:]) & (reads["end_ns"] > bounds[:, :1])

@@ -1,8 +1,8 @@
 """Trace files: spans and scalars as events of the Chrome trace format, and back without the loss of a nanosecond.
 
-Source: "Trace Event Format", the Chromium project's Catapult documentation. Its times are floating-point microseconds; counted
-from the start of the trace they hold whole nanoseconds exactly for as long as any run lasts. Perfetto is stricter than the format
-and differs from it; what it wants was found with its own trace processor (docs/decisions.md).
+Source: "Trace Event Format", the Chromium project's Catapult documentation. Its times are floating-point microseconds;
+counted from the start of the trace they hold whole nanoseconds exactly for as long as any run lasts. Perfetto is
+stricter than the format and differs from it; what it wants was found with its own trace processor (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def write_events(
 ) -> Iterator[Event]:
     """The events, one at a time: a process for each rank, with rows for its calls, steps, work and communication.
 
-    A curve for each scalar and for the bytes under way, an arrow for each message and remote call, and what torch's profiler saw
-    in rows of its own below. Values that are not finite are marks, and so is how many steps there will be.
+    A curve for each scalar and for the bytes under way, an arrow for each message and remote call, and what torch's
+    profiler saw in rows of its own below. Values that are not finite are marks, and so is how many steps there will be.
 
     Args:
         spans: in any order.
@@ -157,12 +157,13 @@ def _under_way(spans: Sequence[Span], start_ns: int) -> Iterator[Event]:
 
 
 def _arrows(spans: Sequence[Span], places: Sequence[int], ranks: Sequence[str], start_ns: int) -> list[Event]:
-    """From each message's send to its receive; from a remote call to what serves it, and from the reply back to the call.
+    """Arrows from each send to its receive, from a remote call to its serving span, and from the reply to the call.
 
-    A viewer ties the end of an arrow to the span in whose row and time it lies; so an arrow ends a nanosecond before its span.
-    Perfetto then draws it from the end of the span that began first to the begin of the other, which for a receive that was there
-    before its send is the wrong way round. So what lasts longer than one side alone has a span of its own within the other's:
-    in a receive from when the message was sent, in a send until somebody receives. The arrow is tied to that one.
+    A viewer ties the end of an arrow to the span in whose row and time it lies; so an arrow ends a nanosecond before
+    its span. Perfetto then draws it from the end of the span that began first to the begin of the other, which for a
+    receive that was there before its send is the wrong way round. So what lasts longer than one side alone has a span
+    of its own within the other's: in a receive from when the message was sent, in a send until somebody receives. The
+    arrow is tied to that one.
     """
     events: list[Event] = []
     serving: dict[tuple[int, str, int], int] = {}  # a call is served until the moment in which its reply begins

@@ -128,8 +128,8 @@ def _is_description(about: Any) -> bool:
 def _runs(left: Iterable[_Left]) -> list[list[_Left]]:
     """What belongs together, in the order in which it began.
 
-    Ranks that have met know the name of their run. One that ended before belongs to the run that was started in the same way at
-    about the same time and has no such rank yet.
+    Ranks that have met know the name of their run. One that ended before belongs to the run that was started in the
+    same way at about the same time and has no such rank yet.
     """
     met: dict[str, list[_Left]] = {}
     alone: list[list[_Left]] = []
