@@ -1,8 +1,7 @@
-"""Notices when messages complete that the rank does not wait for yet.
+"""Notices when messages complete that no thread of the student's waits for yet.
 
-gloo tells the completion of a send or a receive only to the thread that waits for it, and to one only. A message that
-nobody waits for after a moment is therefore waited for here, on a thread of its own; the student's `wait` then waits
-for that thread.
+gloo reports the completion of a send or receive only to a thread that waits for it, and only to one thread. After a
+grace period, a thread of labkit's waits for the message; the student's `wait` then waits for that thread.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from labkit.recording.record import clock
 
 __all__ = ["Attendant", "Attended"]
 
-# A student who waits at once, as `send` and `recv` do, pays nothing; completions are seen up to this much late.
+# No cost for programs that wait at once, as `send` and `recv` do; completions are noticed late by up to this time.
 GRACE_NS: Final = 500_000
-EXIT_LIMIT_S: Final = 0.5  # for threads to see that their messages have failed
+EXIT_LIMIT_S: Final = 0.5  # for threads to notice that their messages have failed
 
 
 class Attended(Protocol):
-    """A message, as far as its attendant knows it."""
+    """A message that a thread may wait for."""
 
     @property
     def start_ns(self) -> int:

@@ -1,7 +1,7 @@
-"""When a GPU did what it was asked to, on the clock that all ranks share, without making it or the student's code wait.
+"""Times GPU work with CUDA events, on the clock of all ranks, without synchronizing the GPU or the student's code.
 
-The host only enqueues work, so its clock around a call says nothing. An event enqueued before and after does; it is
-looked at later, when it has come to pass, and translated by a pair of one event and one reading of the host's clock
+The host only enqueues work, so its clock around a call does not measure it. Events enqueued before and after do. They
+are read later, when the GPU has reached them, and converted to the host's clock by an anchor: an event and a host time
 that belong together.
 """
 
@@ -30,16 +30,16 @@ STUCK_LIMIT_S: Final = 0.1  # the same where it may be waiting for a rank that n
 
 
 class Event(Protocol):
-    """What a `torch.cuda.Event` does here."""
+    """The part of `torch.cuda.Event` that is used here."""
 
     def query(self) -> bool:
-        """Whether the GPU has come to it."""
+        """Whether the GPU has reached it."""
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from it to a later one of the same device."""
+        """Milliseconds from it to a later event of the same device."""
 
     def synchronize(self) -> None:
-        """Block the host until the GPU has come to it."""
+        """Block the host until the GPU has reached it."""
 
 
 class Events(Protocol):
@@ -73,13 +73,13 @@ class CudaEvents:
         return torch.cuda.current_device()
 
     def here(self, device: int) -> Event:
-        """An event behind all that was enqueued on the device's current stream."""
+        """An event behind all work on the device's current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(device))
         return event
 
     def on_side_stream(self, device: int, wait: Callable[[], object] | None = None) -> Event:
-        """An event on a stream that nobody else uses, behind what `wait` makes it wait for."""
+        """An event on a separate stream, behind the work that `wait` waits for."""
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = torch.cuda.Stream(device)
@@ -92,7 +92,7 @@ class CudaEvents:
 
 
 class Mark:
-    """A moment in the GPU's work."""
+    """A point in the GPU's work."""
 
     __slots__ = ("_anchor", "_event", "_ns")
 
@@ -100,7 +100,7 @@ class Mark:
         self._event, self._anchor, self._ns = event, anchor, ns
 
     def time_ns(self) -> int | None:
-        """When it was, on `time.perf_counter_ns`; None while it has not come."""
+        """When the GPU reached it, on `time.perf_counter_ns`; None if it has not yet."""
         if self._ns is None:
             assert self._event is not None and self._anchor is not None
             if not self._event.query():
@@ -112,13 +112,13 @@ class Mark:
 
 
 class DeviceClock:
-    """Times spans and operations by what the GPU does.
+    """Times spans and operations by the GPU's work.
 
-    `recording.record.span` asks for `span`; the rank calls `flush` when the student's function has returned.
+    `recording.record.span` uses `span`; the rank calls `flush` when the student's function has returned.
 
     Args:
-        ring: where to write them.
-        events: where the events come from.
+        ring: the ring to write to.
+        events: the source of events; default: `CudaEvents`.
     """
 
     def __init__(self, ring: RingWriter, events: Events | None = None) -> None:
@@ -139,12 +139,12 @@ class DeviceClock:
         return Mark(events.here(device), anchor)
 
     def mark_after(self, device: int, wait: Callable[[], object]) -> Mark:
-        """The moment when that will have come which `wait` makes the current stream wait for."""
+        """A mark behind the work that `wait` makes the current stream wait for."""
         anchor = self._anchor(device)
         return Mark(self._events.on_side_stream(device, wait), anchor)
 
     def span(self, name: str, flags: int = 0) -> tuple[Callable[[], None], Callable[..., None]]:
-        """What to call at the begin and at the end of a span; `flags` is 0 or `AUTOMATIC`."""
+        """The functions to call at the start and at the end of a span; `flags` is 0 or `AUTOMATIC`."""
         stack = SpanStack()
 
         def enter() -> None:
@@ -162,24 +162,24 @@ class DeviceClock:
         return enter, leave
 
     def follow(self, operation: DeviceOperation) -> None:
-        """Write that operation down when the GPU has done it."""
+        """Record an operation when the GPU has completed it."""
         self._operations.append(operation)
         self.settle()
 
     def settle(self) -> None:
-        """Write down what the GPU has done by now. Never waits."""
+        """Record what the GPU has completed so far, without waiting."""
         if not self._settling.acquire(blocking=False):
-            return  # another thread is at it
+            return  # another thread is doing it
         try:
             spans = self._spans
             while spans:
                 name, flags, start, end = spans[0]
                 end_ns, start_ns = end.time_ns(), start.time_ns()
                 if end_ns is None or start_ns is None:
-                    break  # those behind it come later still
+                    break  # later spans cannot be complete either
                 self._ring.write(name, COMPUTE, start_ns, end_ns, device=CUDA, flags=flags)
                 spans.popleft()
-            for _ in range(len(self._operations)):  # these may overtake each other
+            for _ in range(len(self._operations)):  # operations may complete in any order
                 operation = self._operations.popleft()
                 if not operation.settled():
                     self._operations.append(operation)
@@ -187,12 +187,12 @@ class DeviceClock:
             self._settling.release()
 
     def flush(self) -> float:
-        """Wait until the GPU has done what spans and operations are open for, and write them down.
+        """Wait until the GPU has completed all open spans and operations, and record them.
 
-        A little while at most where operations are under way: the ranks that they need may never come.
+        The wait is short if operations are pending, because other ranks may never arrive.
 
         Returns:
-            how many seconds are left for whatever else the GPU still has to do.
+            the seconds left of the time limit, for other work of the GPU.
         """
         until = time.monotonic() + (STUCK_LIMIT_S if self._operations else FLUSH_LIMIT_S)
         self.settle()
@@ -202,7 +202,7 @@ class DeviceClock:
         return max(0.0, until - time.monotonic())
 
     def _anchor(self, device: int) -> tuple[Event, int]:
-        """An event and the host's time that belong together, not older than a second."""
+        """An event and the host's time at that event, not older than a second."""
         old = self._anchors.get(device)
         if old is not None and clock() - old[1] < ANCHOR_LIFE_NS:
             return old
@@ -224,10 +224,10 @@ class DeviceClock:
 
 
 class DeviceOperation(Operation):
-    """A communication between GPUs: the host only enqueues it, and the wait for it too.
+    """A communication operation between GPUs: the host only enqueues it, and the wait for it.
 
     Args:
-        device_clock: tells when.
+        device_clock: the clock that times it.
         device: the GPU's number.
         ring, name, details: as for `Operation`.
     """
@@ -244,12 +244,12 @@ class DeviceOperation(Operation):
         self._kept: object = None
 
     def launched(self, wait: Callable[[], object] | None, kept: object) -> None:
-        """It is enqueued.
+        """Note that it is enqueued.
 
         Args:
-            wait: makes the current stream wait for it; None where the student's stream does so already.
-            kept: its tensors. Our own wait for it makes torch let go of them, maybe before the student's stream has
-                waited.
+            wait: makes the current stream wait for it; None if the student's stream already does.
+            kept: its tensors. The wait on the side stream makes torch release them, perhaps before the student's stream
+                has waited.
         """
         if wait is None:
             self._end = self._wait_end = self._clock.mark(self._device)
@@ -259,19 +259,19 @@ class DeviceOperation(Operation):
         self._clock.follow(self)
 
     def wait_begins(self, _thread: int = STREAM) -> None:
-        """The student's stream waits from here."""
+        """Note that the student's stream waits from here."""
         if self._wait_start is None:
             self._wait_start = self._clock.mark(self._device)
             super().wait_begins(STREAM)
 
     def wait_ends(self) -> None:
-        """The student's stream goes on from here."""
+        """Note that the student's stream continues from here."""
         self._wait_end = self._clock.mark(self._device)
         self._kept = None
         self._clock.settle()
 
     def wait_begins_in_torch(self) -> None:
-        """The student's stream waits from here until the operation is done."""
+        """Note that the student's stream waits from here until the operation is complete."""
         if self._wait_start is None:
             self._wait_start = self._clock.mark(self._device)
             self._wait_end = self._end

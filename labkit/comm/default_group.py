@@ -1,4 +1,4 @@
-"""The process group that a rank was given: set aside while the program is without it, and brought back as it was."""
+"""torch's default process group as labkit made it: detached when the program destroys it, and restored later."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import torch.distributed.distributed_c10d as c10d
 
 __all__ = ["DefaultGroup"]
 
-# What torch knows of all groups, by group or name. `destroy_process_group` empties these.
+# torch's tables of all groups, by group or name. `destroy_process_group` empties them.
 TABLES: Final = (
     "pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state",
 )  # fmt: skip
 
 
 class DefaultGroup:
-    """torch's default group as it is now, which is the one that labkit has made."""
+    """The default group that labkit has made, which is torch's default group at construction."""
 
     def __init__(self) -> None:
         self.group: Any = c10d.GroupMember.WORLD
-        self._tables: dict[str, dict[Any, Any]] | None = None  # while it is set aside
-        self._groups = 0  # that have been made so far; torch numbers them
-        self._timeout: timedelta | None = None  # that the program has set
+        self._tables: dict[str, dict[Any, Any]] | None = None  # while it is detached
+        self._groups = 0  # torch's count of groups
+        self._timeout: timedelta | None = None  # set by the program
 
     @property
     def in_place(self) -> bool:
-        """Whether it is torch's default group."""
+        """Whether it is now torch's default group."""
         return self._tables is None
 
     @property
     def moves_by_nccl(self) -> bool:
-        """Whether each rank has a GPU of its own, and NCCL moves what is on it."""
+        """Whether NCCL moves tensors on GPUs, since each rank has a GPU of its own."""
         return any(self.group._get_backend(device).name() == "nccl" for device in self.group._device_types)
 
     def unset(self, destroy: Callable[[Any], None]) -> None:
@@ -64,7 +64,7 @@ class DefaultGroup:
         self._tables = None
 
     def set_timeout(self, timeout: timedelta | None) -> None:
-        """How long its operations may take; None: as ever."""
+        """Set the time limit of its operations; None: torch's default."""
         if timeout != self._timeout:
             standard = c10d._get_default_timeout(c10d.Backend("nccl" if self.moves_by_nccl else "gloo"))
             c10d._set_pg_timeout(timeout or standard, self.group)

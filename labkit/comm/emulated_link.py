@@ -1,6 +1,6 @@
-"""A slow link: what went through the backend is held back until the model of the link says that it has ended.
+"""Emulated links: delays operations that the backend has completed until they end according to the link's model.
 
-Nothing spins meanwhile: whoever waits sleeps, and what nobody waits for is told by one thread when its time has come.
+Waiting threads sleep. One thread completes the operations that no thread waits for.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from labkit.recording.record import clock
 __all__ = ["Booking", "SlowLink", "hold_until"]
 
 PR_SET_TIMERSLACK: Final = 29
-EXIT_LIMIT_S: Final = 0.5  # for the thread that tells of ends to come to an end itself
+EXIT_LIMIT_S: Final = 0.5  # for the thread that completes operations to end
 
 
 class Booking:
-    """One operation of this rank in the book.
+    """A scheduled operation of this rank on an emulated link.
 
     Args:
         slow: the rank's link.
-        group, match: which operation, as in `recording.events.Span`.
+        group, match: the operation, as in `recording.events.Span`.
     """
 
     __slots__ = ("_group", "_match", "_slow")
@@ -42,7 +42,7 @@ class Booking:
 
     @property
     def due_ns(self) -> int:
-        """When it ends by the model, on `recording.record.clock`; to be asked once the backend has ended it."""
+        """When it ends according to the model, on `recording.record.clock`; valid once the backend has completed it."""
         return self._slow.shared_link.due_ns(self._group, self._match)
 
     def hold(self) -> None:
@@ -50,19 +50,19 @@ class Booking:
         hold_until(self.due_ns)
 
     def then(self, action: Callable[[], None]) -> None:
-        """Do something when it ends, on a thread for such actions."""
+        """Run an action when it ends, on the link's thread."""
         self._slow.at(self.due_ns, action)
 
     def cancel(self) -> None:
-        """It was refused, so it never was."""
+        """Remove it, because the backend has rejected it."""
         self._slow.shared_link.withdraw(self._group, self._match)
 
     def delayed(self, future: Any, tell: Callable[[Any, Callable[[Any], None]], None]) -> Any:
-        """A future that completes as the given one does, but not before the operation ends.
+        """A future that completes with the result of the given one, but not before the operation ends.
 
         Args:
-            future: the backend's.
-            tell: has a function called with a future when that completes.
+            future: the backend's future.
+            tell: registers a function that is called with a future when it completes.
         """
         held: Any = torch.futures.Future()
         tell(future, lambda done: self.then(lambda: pass_on(done, held)))
@@ -70,24 +70,24 @@ class Booking:
 
 
 class SlowLink:
-    """What a rank sends and receives, as over a link.
+    """The emulated link of one rank.
 
     Args:
-        link: the link.
+        link: the link's model.
         rank: this rank's number.
-        shared_link: the group's book.
+        shared_link: the schedule that all ranks of the group share.
     """
 
     def __init__(self, link: Link, rank: int, shared_link: SharedLink) -> None:
         self.link, self.rank, self.shared_link = link, rank, shared_link
         self._due: list[tuple[int, int, Callable[[], None]]] = []
-        self._order = itertools.count()  # of actions that are due at the same time
+        self._order = itertools.count()  # orders actions that are due at the same time
         self._change = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
         atexit.register(self._close)
 
-    nothing: ClassVar[Cost] = Cost(0, 0, (), (), 1)  # of something that is only known to be there
+    nothing: ClassVar[Cost] = Cost(0, 0, (), (), 1)  # of a value that is only announced
 
     def collective(self, name: str, nbytes: int, ranks: Sequence[int], group: str, match: int, at_ns: int) -> Booking:
         """This rank has entered a collective. A rank's collectives use its link in sequence, as on one NCCL stream."""
@@ -98,16 +98,16 @@ class SlowLink:
     def message(
         self, source: int, destination: int, nbytes: int, group: str, match: int, at_ns: int, *, ends: int = 2
     ) -> Booking:
-        """A message whose sender or receiver this rank is. The next one may follow it at once: latencies overlap.
+        """Schedule a message that this rank sends or receives. Latencies of consecutive messages overlap.
 
         Args:
-            source: the rank that sends it.
-            destination: the rank that receives it.
+            source: the sending rank.
+            destination: the receiving rank.
             nbytes: its size.
-            group: what both call the pair of them.
-            match: its number there.
+            group: the key of the pair of ranks.
+            match: its number between the two.
             at_ns: when this rank issued it.
-            ends: 2 where it begins when both ends have come; 1 where its sender alone books it.
+            ends: 2 if it starts when both ranks have arrived; 1 if only its sender schedules it.
         """
         busy_ns = round(nbytes / self.link.bytes_per_s * 1e9)
         cost_ns = round(self.link.latency_s * 1e9) + busy_ns
@@ -115,7 +115,7 @@ class SlowLink:
         return Booking(self, group, match)
 
     def at(self, due_ns: int, action: Callable[[], None]) -> None:
-        """Do something at a moment; at once, if that has passed and nothing is to be done before."""
+        """Run an action at a given time, or as soon as possible after it."""
         with self._change:
             heapq.heappush(self._due, (due_ns, next(self._order), action))
             if self._thread is None:
@@ -132,10 +132,10 @@ class SlowLink:
                     return
                 _, _, action = heapq.heappop(self._due)
             action()
-            del action  # and with it the tensors
+            del action  # it holds tensors
 
     def _close(self) -> None:
-        """A thread that calls into torch while the interpreter ends aborts the process."""
+        """End the thread: one that calls into torch while the interpreter shuts down aborts the process."""
         with self._change:
             self._closed = True
             self._change.notify()
@@ -144,7 +144,7 @@ class SlowLink:
 
 
 def hold_until(due_ns: int) -> None:
-    """Sleep until a moment of `recording.record.clock`."""
+    """Sleep until a time on `recording.record.clock`."""
     left_ns = due_ns - clock()
     while left_ns > 0:
         time.sleep(left_ns / 1e9)
@@ -161,10 +161,10 @@ def wake_in_time() -> None:
 
 
 def pass_on(done: Any, held: Any) -> None:
-    """Complete a future as another one has."""
+    """Complete a future with the result or the error of another."""
     try:
         value = done.value()
-    except Exception as error:  # noqa: BLE001  # who waits for it gets to see what
+    except Exception as error:  # noqa: BLE001  # raised where the future is waited for
         held.set_exception(error)
     else:
         held.set_result(value)

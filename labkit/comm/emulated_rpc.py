@@ -21,11 +21,11 @@ __all__ = ["SlowCalls"]
 
 
 class SlowCalls:
-    """Holds this rank's calls back, and those that it serves.
+    """Delays this rank's calls, and those that it serves.
 
     Args:
-        slow: the rank's link.
-        futures: tells when calls have completed.
+        slow: the rank's emulated link.
+        futures: reports when calls have completed.
     """
 
     def __init__(self, slow: SlowLink, futures: Futures) -> None:
@@ -33,16 +33,16 @@ class SlowCalls:
         self._fetched = itertools.count(1)
 
     def call(self, operation: Operation, pair: str, number: int) -> None:
-        """A call is sent, `operation.nbytes` long; `pair` is "" for a function of torch's own, which C++ runs."""
+        """Schedule a call of `operation.nbytes`; `pair` is "" for a function of torch's own, which runs in C++."""
         if pair:
             self._send(self._slow.rank, operation.peer, operation.nbytes, f"call {pair}", number, operation.start_ns)
 
     def arrives(self, pair: str, number: int) -> None:
-        """On the callee: sleep until a call that is here has come over the link, too."""
+        """On the callee: sleep until a received call has arrived over the emulated link."""
         hold_until(self._slow.shared_link.due_ns(f"call {pair}", number))
 
     def reply(self, caller: int, number: int, nbytes: int, at_ns: int, *, travels: bool) -> None:
-        """On the callee: a result is there, and is sent back unless it stays as the value of an RRef."""
+        """On the callee: schedule a reply, or announce a value that stays there for an RRef."""
         pair = call_key(caller, self._slow.rank)
         if travels:
             self._send(self._slow.rank, caller, nbytes, f"reply {pair}", number, at_ns)
@@ -50,10 +50,9 @@ class SlowCalls:
             self._slow.shared_link.arrive(f"value {pair}", number, at_ns, self._slow.nothing)
 
     def until_reply(self, operation: Operation, result: Any, pair: str, number: int) -> Any:
-        """On the caller: a future that completes when the reply to a call has come over the link.
+        """On the caller: a future that completes when the reply to a call has arrived over the emulated link.
 
-        How long C++ computed a function of its own is not known, nor when it replied: there and back are one after the
-        other.
+        For a function that runs in C++, the compute time is unknown: only the two messages are counted.
         """
         held: Any = torch.futures.Future()
 
@@ -79,7 +78,7 @@ class SlowCalls:
     def _there_and_back_ns(self, operation: Operation, done: Any) -> int:
         try:
             value = done.value()
-        except Exception:  # noqa: BLE001  # it is shown to whoever waits
+        except Exception:  # noqa: BLE001  # raised where the result is waited for
             value = None
         nbytes = value.nbytes if isinstance(value, torch.Tensor) else 0
         link = self._slow.link

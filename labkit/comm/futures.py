@@ -1,4 +1,4 @@
-"""torch's futures: they tell when an operation has completed, and what a rank is blocked in while it waits for one."""
+"""torch's futures: which operations complete them, and when a rank is blocked in one."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class _Ties:
 
 
 class Futures:
-    """Knows the operations behind every future, also behind those that `then` and `collect_all` make of others.
+    """The operations behind every future, including futures made by `then` and `collect_all`.
 
-    All futures in Python are waited for by one C++ method, which is where we look.
+    All Python code waits for futures in one C++ method, which is wrapped here.
     """
 
     def __init__(self) -> None:
         self._ties: WeakKeyDictionary[Any, _Ties] = WeakKeyDictionary()
-        self._callbacks: set[Any] = set()  # references to those that C++ holds
+        self._callbacks: set[Any] = set()  # weak references to callbacks that C++ holds
 
     def tell(self, future: Any, callback: Callable[[Any], None]) -> None:
-        """Call back when the future has completed."""
+        """Call a function with the future when it has completed."""
         self._callbacks.add(ref(callback, self._callbacks.discard))
         future.add_done_callback(callback)
 
@@ -53,7 +53,7 @@ class Futures:
         self.tell(future, lambda _: _tell(ties, future))
 
     def install(self) -> None:
-        """From now on see what Python code waits for."""
+        """Wrap the methods of torch's futures."""
         future = torch._C.Future
         future.wait = in_place_of(future.wait, self._wait)  # type: ignore[method-assign]
         future.then = in_place_of(future.then, self._then)  # type: ignore[method-assign]
@@ -67,13 +67,13 @@ class Futures:
             time.sleep(0.001)
 
     def tie(self, future: Any, operations: Iterable[Operation]) -> None:
-        """The future completes when these operations have."""
+        """Note that the future completes with these operations."""
         ties = self._ties.get(future)
         if ties is None:
             ties = self._ties[future] = _Ties()
         for operation in operations:
             ties.operations.append(operation)
-            if ties.waiters:  # a thread waits for what it learns of only now
+            if ties.waiters:  # a thread is already waiting
                 operation.wait_begins()
 
     def known(self, future: Any) -> bool:
@@ -118,7 +118,7 @@ class Futures:
         return child
 
     def _made_of(self, parts: Iterable[Any], future: Any) -> Any:
-        """A future that completes when others have."""
+        """Note that a future completes when others have completed, and return it."""
         ties = self._ties[future] = _Ties()
         ties.known = all(self.known(part) for part in parts)
         return future
@@ -143,7 +143,7 @@ def _tell(ties: _Ties, future: Any) -> None:
 
 
 def in_place_of(function: Any, ours: Callable[..., Any]) -> Any:
-    """What to put where `function` was: it calls ours with the original first, also where ours stands there already."""
+    """A replacement for `function` that calls `ours` with the original as first argument; wrapping is idempotent."""
     original = getattr(function, "__labkit_original__", function)
 
     @functools.wraps(original)

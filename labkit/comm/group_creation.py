@@ -24,8 +24,8 @@ __all__ = ["watch_creation"]
 
 
 def watch_creation(recorder: Recorder) -> None:
-    """From now on note when this rank waits for the members of a new group."""
-    before: list[str] = []  # the lines that made a group
+    """Record from now on when this rank waits for the members of a new group."""
+    before: list[str] = []  # the lines that created a group
     helper = c10d._new_process_group_helper
     torchs = getattr(helper, "__labkit_original__", helper)
     place = inspect.unwrap(torchs).__code__.co_varnames.index("global_ranks_in_group")
@@ -37,7 +37,7 @@ def watch_creation(recorder: Recorder) -> None:
         known = bool(ranks) and (c10d.get_rank(), c10d.get_world_size()) == (recorder.rank, recorder.size)
         if not known:
             return original(*args, **kwargs)
-        given = inspect.signature(torchs).bind(*args, **kwargs).arguments  # not above: it takes a thirtieth of a rank's start
+        given = inspect.signature(torchs).bind(*args, **kwargs).arguments  # only here: it takes a thirtieth of a rank's start
         line = student_line()
         order = f"its group number {len(before) + 1}" + (f", after that of {before[-1]}" if before else "")
         before.append(line)
@@ -46,10 +46,10 @@ def watch_creation(recorder: Recorder) -> None:
         operation.wait_begins(TIMED if ends_by_itself(given.get("timeout")) else 0)
         try:
             created = original(*args, **kwargs)
-            # A member may be through, and return, while another still waits for a third: what it has come to is kept.
+            # A member may return while another still waits for a third: keep that it has entered the creation.
             recorder.ring.write_communication("new_group", operation.start_ns, clock(), group=group, match=1, flags=UNSHOWN)
         finally:
-            operation.withdrawn()  # what it took is the program's own time, as is all else that prepares communication
+            operation.withdrawn()  # no span: like all preparation of communication, it counts as the program's own time
         return created
 
     c10d._new_process_group_helper = in_place_of(helper, create)

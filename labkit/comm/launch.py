@@ -16,16 +16,16 @@ __all__ = ["Launch"]
 
 
 class Launch:
-    """What this rank's program calls to start and to end communication.
+    """Replaces the functions by which a rank's program starts and ends communication.
 
     Args:
-        recorder: this rank's.
-        rank, size: its number, and how many the group has.
-        watch_rpc: has remote calls written down; called before the program starts RPC, where the group has not.
-        own_port: of the group's store; -1 where it has none.
-        connect: makes a new connection to the group's store; None where it has none, so that torch meets where the
-            program says.
-        rpc_given: the name and the options with which the group has initialised RPC.
+        recorder: this rank's recorder.
+        rank, size: the rank's number, and the number of ranks.
+        watch_rpc: starts recording remote calls; called before the program starts RPC, unless the group has.
+        own_port: the port of the group's store; -1 if it has none.
+        connect: opens a new connection to the group's store; None if it has none: then torch uses the program's
+            address.
+        rpc_given: the name and the options with which the group has initialized RPC.
         rpc_unused: whether no call has been made since.
     """
 
@@ -55,17 +55,17 @@ class Launch:
             self._rpc.install()
 
     def begin_run(self, *, keep: bool, all_called: bool) -> None:
-        """A function or a cell is about to run; see `worker.runtimes.base.Runtime.begin_run`."""
+        """Prepare for a run of a function or a cell; see `worker.runtimes.base.Runtime.begin_run`."""
         self._process_group.begin_run(keep=keep)
         if self._rpc is not None:
             self._rpc.begin_run(keep=keep, all_called=all_called)
 
     @property
     def spent(self) -> bool:
-        """Whether another program needs fresh processes."""
+        """Whether another program needs new processes."""
         return self._process_group.spent or (self._rpc is not None and self._rpc.spent)
 
     def notes(self) -> list[str]:
-        """What the student should be told, since this was asked last."""
+        """The notes for the student since the last call."""
         notes, self._notes[:] = list(self._notes), []
         return notes

@@ -1,9 +1,9 @@
-"""Which processes the ranks of a process group are, also where the program numbers them itself.
+"""Which processes the ranks of a process group are, also if the program numbers them itself.
 
-torch numbers the ranks of a group from 0. In the group that labkit makes they are the processes' own numbers, and so
-they are in the groups that `new_group` makes of it. A program may make another default group, of some processes, or a
-group by hand over a store: there each process leaves its number in the group's store, and looks for the others' when
-the group is first used.
+torch numbers the ranks of a group from 0. In labkit's default group, and in groups that `new_group` makes from it, they
+correspond to the processes' own numbers. A program may create another default group, of some processes, or a group by
+hand over a store: then each process writes its number to the group's store, and reads the others' when the group is
+first used.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ KEY: Final = "labkit: process of rank {}"
 
 
 class Numbering:
-    """The processes of a run and the groups that this one joins.
+    """The numbers of the processes, and the groups that this process joins.
 
     Args:
         process: this process's number.
-        size: how many there are.
-        given: whether the first default group is made for the program, whose ranks have the processes' numbers.
+        size: the number of processes.
+        given: whether the first default group is made for the program, so that its ranks are the processes' numbers.
     """
 
     def __init__(self, process: int, size: int, *, given: bool) -> None:
@@ -39,8 +39,8 @@ class Numbering:
         self.made_by_hand: Counter[tuple[int, ...]] = Counter()
 
     def join(self, store: Any, rank: int, size: int) -> Members:
-        """A group is made: to be called from where torch's `ProcessGroup` is."""
-        if c10d.GroupMember.WORLD is None:  # this will be it
+        """Register a new group; to be called from the constructor of `ProcessGroup`."""
+        if c10d.GroupMember.WORLD is None:  # this is the default group
             self._worlds += 1
             given, self._given = self._given, False
             if given:
@@ -53,16 +53,16 @@ class Numbering:
 
 
 def numbers_of(group: Any) -> list[int]:
-    """A group's ranks as the default group numbers them."""
+    """A group's ranks in the numbering of the default group."""
     return list(c10d._world.pg_group_ranks.get(group) or group.numbers or range(group.size()))
 
 
 class Members:
-    """The processes of a default group, and of the groups that torch makes of it.
+    """The processes of a default group, and of the groups that torch makes from it.
 
     Args:
-        numbering: of the processes.
-        world: the number of the default group.
+        numbering: the numbers of the processes.
+        world: the number of the default group, since a program may create several.
     """
 
     def __init__(self, numbering: Numbering, world: int) -> None:
@@ -79,7 +79,7 @@ class Members:
         if group is c10d.GroupMember.WORLD:
             name = "world" if self._world == 1 else f"world {self._world}"
             return name if ranks == list(range(self._numbering.size)) else of_ranks(name, ranks), ranks
-        # torch describes a part by the address at which this process keeps the whole: that differs from rank to rank.
+        # torch describes a split group with an address of its parent in this process, which differs between ranks.
         desc = group.group_desc.partition(":split:")[0]
         desc = "" if desc == "undefined" else f" {desc}"
         world = "" if self._world == 1 else f" of world {self._world}"
@@ -87,20 +87,20 @@ class Members:
 
 
 class Given(Members):
-    """Those of the default group that is made for the program."""
+    """The members of the default group that is made for the program."""
 
     def processes(self) -> Sequence[int]:
-        """Of each rank, its process."""
+        """The process of each rank."""
         return range(self._numbering.size)
 
 
 class Exchanged(Members):
-    """Those of a group that the program makes over a store.
+    """The members of a default group that the program creates over a store.
 
     Args:
         numbering, world: as for `Members`.
-        store: the group's.
-        rank, size: of this process in the group.
+        store: the group's store.
+        rank, size: this process's rank in the group, and the group's size.
     """
 
     def __init__(self, numbering: Numbering, world: int, store: Any, rank: int, size: int) -> None:
@@ -121,10 +121,10 @@ class Exchanged(Members):
 
 
 class ByHand(Exchanged):
-    """Those of a group that is none of torch's."""
+    """The members of a group that the program constructs itself."""
 
     def of(self, _group: Any) -> tuple[str, list[int]]:
-        """As for all."""
+        """See `Members.of`."""
         ranks = list(self.processes())
         made = self._numbering.made_by_hand
         made[tuple(ranks)] += 1

@@ -17,25 +17,24 @@ __all__ = ["Batch", "Operation", "Ready"]
 
 
 class Ready(Protocol):
-    """The moment when a GPU had computed what is sent."""
+    """The time at which a GPU had computed the data to send."""
 
     def time_ns(self) -> int | None:
-        """That moment on `time.perf_counter_ns`; None while it has not come."""
+        """That time on `time.perf_counter_ns`; None if the GPU has not reached it."""
 
 
 class Operation:
-    """A communication that was issued. Any thread may tell how it goes on; exactly one record is written, at its end.
+    """An issued operation. Any thread may report its progress; exactly one record is written, at its end.
 
-    The thread that issues it, one that waits for it and one of the backend's that completes it may be three, at the
-    same time. Attributes are set before the question is asked that depends on them, so that under the interpreter's
-    lock no wait is lost.
+    The thread that issues it, a thread that waits for it and the backend's thread that completes it may run
+    concurrently. Attributes are set before the checks that depend on them, so that with the GIL, no wait is lost.
 
     Args:
-        ring: where it is written down.
-        name: as the student knows it: "all_reduce".
+        ring: the ring to write to.
+        name: its name for the student: "all_reduce".
         start_ns: when it was issued.
         nbytes, peer, group, match, line, signature: as in `recording.events.Span`.
-        ready: where what is sent comes from a GPU: the rank neither communicates nor waits before that has computed it.
+        ready: for data on a GPU, when the GPU has computed it: the rank neither communicates nor waits before that.
     """
 
     __slots__ = (
@@ -59,26 +58,26 @@ class Operation:
         self._ring, self.name, self.start_ns, self.nbytes = ring, name, start_ns, nbytes
         self.peer, self.group, self.match, self.line, self.signature = peer, group, match, line, signature
         self.end_ns = self.wait_start_ns = self.wait_end_ns = 0
-        self.future: Any = None  # until it completes, if somebody asked for it, and so may wait for it where we do not see it
-        self.waited_for = False  # a thread of ours is blocked in it, and writes the record when it goes on
-        self.booking: Booking | None = None  # over a slow link: when it ends
-        self.timed = False  # who waits for it goes on after a time that the program has set
+        self.future: Any = None  # until it completes, if it was requested: it may be waited for in C++
+        self.waited_for = False  # a Python thread is blocked in it, and writes the record when it continues
+        self.booking: Booking | None = None  # on an emulated link
+        self.timed = False  # whether waits for it end after a time limit that the program has set
         self._ready = ready
-        self._served = False  # it is waited for on a thread that does what another rank has called
+        self._served = False  # whether the waiting thread serves a remote call
         self._once = _thread.allocate_lock()
         self._slot = ring.pend(name, start_ns, nbytes=nbytes, peer=peer, group=group, match=match, line=line, signature=signature)
 
     @property
     def done(self) -> bool:
-        """Whether it has completed or failed, so that waiting for it takes no time."""
+        """Whether it has completed or failed."""
         return self.end_ns != 0
 
     def wait_begins(self, thread: int = 0) -> None:
-        """This thread is now blocked until it completes. Nothing changes where it has, or another thread waits already.
+        """Note that this thread is blocked until it completes, unless it has, or another thread is already waiting.
 
         Args:
-            thread: `recording.ring_buffer.STREAM` where it is not this thread that is blocked, but a stream of its GPU;
-                `TIMED` where it goes on at some time in any case.
+            thread: `STREAM` (see `recording.schema`) if a stream of the GPU is blocked rather than this thread; `TIMED`
+                if the wait has a time limit.
         """
         if not self.wait_start_ns and not self.end_ns:
             self.wait_start_ns = now = clock()
@@ -87,7 +86,7 @@ class Operation:
             self._ring.waiting(self._slot, now, thread or TIMED * self.timed)
 
     def wait_ends(self) -> None:
-        """This thread goes on, because it has completed."""
+        """Note that this thread continues, because it has completed."""
         self.wait_end_ns = now = clock()
         self.end_ns = self.end_ns or now
         self._write()
@@ -120,16 +119,16 @@ class Operation:
 
     @property
     def held(self) -> bool:
-        """Whether a slow link holds it back at this moment, once the backend has completed it."""
+        """Whether an emulated link still delays it, once the backend has completed it."""
         return self.booking is not None and not self.done and clock() < self.booking.due_ns
 
     def hold(self) -> None:
-        """The backend has completed it; over a slow link, sleep until it ends there."""
+        """Once the backend has completed it: on an emulated link, sleep until it ends there."""
         if self.booking is not None:
             self.booking.hold()
 
     def completed(self, _: object = None) -> None:
-        """It has completed now."""
+        """Note that it has completed now."""
         self.end_ns = self.end_ns or clock()
         if not self.waited_for:
             if self.wait_start_ns:
@@ -137,7 +136,7 @@ class Operation:
             self._write()
 
     def failed(self) -> None:
-        """It will never complete: it raised, or the wait for it did."""
+        """Note that it will never complete, because it or the wait for it has raised."""
         now = clock()
         self.end_ns = self.end_ns or now
         if self.wait_start_ns:
@@ -145,7 +144,7 @@ class Operation:
         self._write(OPEN)
 
     def withdrawn(self) -> None:
-        """It was refused when it was issued, so it never was."""
+        """Drop it, because the backend has rejected it."""
         if self.booking is not None:
             self.booking.cancel()
         if self._once.acquire(blocking=False):
@@ -160,7 +159,7 @@ class Operation:
             device = CUDA
             start_ns = min(max(start_ns, ready_ns), end_ns)
             wait_start_ns = max(wait_start_ns, ready_ns) if wait_start_ns else 0
-        if wait_end_ns <= wait_start_ns:  # it had completed when somebody began to wait for it
+        if wait_end_ns <= wait_start_ns:  # it had completed before the wait
             wait_start_ns = wait_end_ns = 0
         if self._served:
             flags |= SERVED
@@ -173,15 +172,15 @@ class Operation:
 
     def _leave_slot(self) -> None:
         self.future = None  # it holds tensors
-        slot, self._slot = self._slot, -1  # from now on the slot is another's
+        slot, self._slot = self._slot, -1  # the slot may be reused from now on
         self._ring.unpend(slot)
 
 
 class Batch:
-    """Operations that were launched as one, and end together.
+    """Operations that were launched together, and end together.
 
     Args:
-        operations: at least one.
+        operations: at least one operation.
     """
 
     def __init__(self, operations: Sequence[Operation]) -> None:
@@ -194,30 +193,30 @@ class Batch:
 
     @property
     def held(self) -> bool:
-        """As for any of them."""
+        """Whether an emulated link still delays any of them."""
         return any(operation.held for operation in self.operations)
 
     def wait_begins(self, thread: int = 0) -> None:
-        """As for one of them, and so are the others."""
+        """Note for all of them that this thread is blocked."""
         for operation in self.operations:
             operation.wait_begins(thread)
 
     def wait_ends(self) -> None:
-        """This thread goes on."""
+        """Note for all of them that this thread continues."""
         for operation in self.operations:
             operation.wait_ends()
 
     def hold(self) -> None:
-        """As for the last of them."""
+        """On an emulated link, sleep until all of them end."""
         for operation in self.operations:
             operation.hold()
 
     def completed(self) -> None:
-        """All have completed now."""
+        """Note that all have completed now."""
         for operation in self.operations:
             operation.completed()
 
     def failed(self) -> None:
-        """None will ever complete."""
+        """Note that none will ever complete."""
         for operation in self.operations:
             operation.failed()

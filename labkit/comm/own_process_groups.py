@@ -14,13 +14,13 @@ __all__ = ["watched_gloo"]
 
 
 def watched_gloo(group_class: Any) -> Any:
-    """torch's class of that name, whose collectives and messages go through a process group of our own.
+    """A subclass of torch's `ProcessGroupGloo` whose collectives and messages go through a recorded process group.
 
-    torch itself calls the backend of a group in C++, past this class. A group that torch makes by this name keeps the
-    workers of RPC in step, which is its own business.
+    torch itself calls a group's backend in C++, without this class. A group that torch constructs by this name
+    synchronizes the workers of RPC, and is not recorded.
 
     Args:
-        group_class: of process groups whose operations are written down.
+        group_class: the class of recorded process groups.
     """
     gloo: Any = torch.distributed.ProcessGroupGloo
 

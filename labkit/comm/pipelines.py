@@ -1,7 +1,7 @@
-"""Pipelines of `torch.distributed.pipelining`: each pass of a micro-batch through a stage becomes a span by itself.
+"""Pipelines of `torch.distributed.pipelining`: records each pass of a micro-batch through a stage as a span.
 
-All schedules, GPipe, 1F1B, interleaved and zero-bubble ones, compute through three methods of the stage. They are
-wrapped when torch's module of stages is imported; a rank that uses no pipeline pays nothing.
+All schedules (GPipe, 1F1B, interleaved, zero-bubble) compute through three methods of the stage. They are wrapped when
+torch's module of stages is imported, so that ranks without pipelines have no cost.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ STAGES: Final = "torch.distributed.pipelining.stage"
 
 
 class Pipelines:
-    """Writes down the passes of micro-batches: "forward 3", where a rank has several stages "forward 3 of stage 1".
+    """Records the passes of micro-batches: "forward 3", or "forward 3 of stage 1" for a rank with several stages.
 
-    Zero-bubble schedules cut a backward pass in two: "backward 3, inputs" and, when nothing is waited for, "backward 3,
-    weights".
+    Zero-bubble schedules split a backward pass in two: "backward 3, inputs" and, later, "backward 3, weights".
 
     Args:
-        recorder: where to.
+        recorder: this rank's recorder.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -35,7 +34,7 @@ class Pipelines:
         self._names: dict[tuple[Any, ...], str] = {}
 
     def install(self) -> None:
-        """See the stages, those that are imported later too."""
+        """Wrap the stages now, or when they are imported."""
         when_imported(STAGES, self._wrap)
 
     def _wrap(self, module: ModuleType) -> None:

@@ -32,12 +32,12 @@ from labkit.recording.schema import OPEN, ROOTED, TIMED
 __all__ = ["watched_process_group"]
 
 BLOCKING: Final = frozenset(inspect.unwrap(function).__code__ for function in (c10d.send, c10d.recv))  # they wait at once
-# What changes a group is done to both halves of ours; see `_WatchedGroup`.
+# Methods that are called on both halves of a group; see `_WatchedGroup`.
 SETTERS: Final = ("_register_backend", "_set_default_backend", "_set_group_desc", "_set_group_name")
 
 
 class _Kind(type(ProcessGroup)):  # type: ignore[misc]  # pybind11's metaclass, which has no name of its own
-    """Where torch asks for a process group, it gets ours, and torch's own are process groups all the same."""
+    """Makes torch's own process groups instances of the class that replaces them."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return issubclass(type(instance), ProcessGroup)
@@ -46,9 +46,9 @@ class _Kind(type(ProcessGroup)):  # type: ignore[misc]  # pybind11's metaclass, 
 class _WatchedGroup(ProcessGroup, metaclass=_Kind):
     """A process group in two halves that share their backends.
 
-    `_real` is made by torch as ever, and does the work. The other half, this object, is what Python and C++ hold: torch
-    calls its methods, which are the ones below. What they do not cover goes to `_real`; and should C++ outlive the
-    Python object, then its own half does the work, unseen.
+    `_real` is made by torch, and does the work. The other half, this object, is the one that Python and C++ reference:
+    torch calls its methods below. Other methods are delegated to `_real`. If C++ outlives the Python object, the C++
+    part of this object does the work, unrecorded.
     """
 
     recorder: ClassVar[Recorder]
@@ -75,7 +75,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
 
     @classmethod
     def around(cls, real: Any) -> _WatchedGroup:
-        """Watch a group that torch has made."""
+        """Wrap a group that torch has made."""
         group = cls(None, real.rank(), real.size(), real=real)
         for device in real._device_types:
             backend = real._get_backend(device)
@@ -87,7 +87,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         return group
 
     def split_group(self, *args: Any, **kwargs: Any) -> Any:
-        """Part of the ranks as a group of their own."""
+        """Some of the ranks as a new group."""
         child = self._real.split_group(*args, **kwargs)
         if child is None:
             return None
@@ -96,12 +96,12 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         return part
 
     def merge_remote_group(self, *args: Any, **kwargs: Any) -> Any:
-        """The ranks of several groups as one."""
+        """The ranks of several groups as one group."""
         return self.around(self._real.merge_remote_group(*args, **kwargs))
 
     @property
     def moves_on_gpu(self) -> bool:
-        """Whether tensors of a GPU travel without the host, so that only the GPU knows when."""
+        """Whether GPU tensors are sent without the host, so that only the GPU can time operations."""
         if self._on_gpu is None:
             kinds = {d.type: self._real._get_backend(d).name() for d in self._real._device_types}
             self._on_gpu = kinds.get("cuda") == "nccl"
@@ -109,14 +109,14 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
 
     @property
     def timed(self) -> bool:
-        """Whether who waits for an operation of this group goes on after a time that the program has set."""
+        """Whether waits for this group's operations end after a time limit that the program has set."""
         if self._timed is None:
             self._timed = self._has_limit()
         return self._timed
 
     @property
     def timed_messages(self) -> bool:
-        """The same of messages: gloo gives each the limit that the group was made with, whatever has been set since."""
+        """The same for messages: gloo gives them the time limit with which the group was created."""
         if self._timed_messages is None:
             self._timed_messages = self._has_limit()
         return self._timed_messages
@@ -126,30 +126,30 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         return any(ends_by_itself(limit) for limit in limits)
 
     def _get_backend(self, device: torch.device) -> Any:
-        """What carries out the operations on a kind of device; whoever asks for it may give it another time limit."""
-        assert self.timed_messages is not None  # it is looked up before another limit is set
+        """The backend for a kind of device; the caller may change its time limit."""
+        assert self.timed_messages is not None  # evaluated before the limit changes
         self._timed = None
         return self._real._get_backend(device)
 
     @property
     def label(self) -> str:
-        """The group's name, the same on all its ranks, with what tells them apart."""
+        """The group's key, the same on all its ranks."""
         if not self._label:
             self._label, self._ranks = self._members.of(self)
         return self._label
 
     def _root(self, arguments: tuple[Any, ...]) -> int:
-        """The global rank that a collective of this group comes from or goes to."""
+        """The global rank of a collective's root; -1 if it has none."""
         root = root_of(arguments)
-        return self._ranks[root] if 0 <= root < len(self._ranks) else -1  # torch will say that there is no such rank
+        return self._ranks[root] if 0 <= root < len(self._ranks) else -1  # torch will reject the rank
 
     def _issue(self, name: str, tensors: tuple[Any, ...], peer: int, group: str, match: int, signature: str) -> Operation:
-        """An operation issued now: timed by the GPU where NCCL moves the tensors, else by the host."""
+        """An operation issued now: timed by the GPU if NCCL moves the tensors, else by the host."""
         start_ns = clock()
         nbytes = most_nbytes(tensors)
         ring, device_clock, line = self.recorder.ring, self.recorder.device_clock, student_line()
         number = in_backward()
-        if number != -1 and not line:  # a thread of the autograd engine works for the student's
+        if number != -1 and not line:  # a thread of the autograd engine works for the main thread
             line = student_line(sys._current_frames().get(threading.main_thread().ident or 0))
         on_gpu = first_tensor(tensors) if device_clock is not None else None
         operation: Operation
@@ -204,15 +204,15 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         return work
 
     def _booked(self, kind: OperationType, arguments: tuple[Any, ...], nbytes: int, match: int, at_ns: int) -> Booking | None:
-        """A collective that this rank has come to, in the book of the slow link if there is one."""
+        """Schedule a collective on the emulated link, if there is one."""
         if self.slow is None:
             return None
         if kind.root_has_all and not (nbytes_of(arguments[0]) and nbytes_of(arguments[1])):
-            nbytes *= self.size()  # the root alone gives or gets what all have
+            nbytes *= self.size()  # only the root has all parts
         return self.slow.collective(kind.name, nbytes, self._ranks, self._label, match, at_ns)
 
     def _followed(self, operation: Operation, work: Any, kept: object, tells: bool) -> Any:
-        """See to it that the end of what is on its way is noticed."""
+        """Arrange that the end of an issued operation is recorded."""
         if self._together is not None:
             self._together.append((operation, kept))
             return work
@@ -231,7 +231,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         if self.moves_on_gpu:
             tensor = first_tensor(arguments)
             if tensor is None or tensor.is_cuda:
-                return False  # NCCL's futures complete at once, its barrier with the wait for it
+                return False  # NCCL's futures complete at once, its barrier when it is waited for
         try:
             future = work.get_future()
         except RuntimeError:  # "getFuture not implemented": gloo's reduce_scatter
@@ -242,7 +242,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
 
     def _message(self, method: str, tensors: list[Any], peer: int, tag: int, *who: int) -> Any:
         name, group, match = method, "", 0
-        if who:  # else from whoever sends
+        if who:  # else a receive from any rank
             if not 0 <= peer < self.size():  # with gloo, it would wait for ever
                 raise ValueError(f"{method} with rank {peer}: this group has the ranks 0 to {self.size() - 1}")
             peer, group, numbers = self._pairs.get((method, peer, tag)) or self._pair(method, peer, tag)
@@ -266,23 +266,23 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         return message
 
     def _arrived(self, tag: int, work: Any, operation: Operation) -> None:
-        """Only now is it known who sent it."""
+        """A message to a receive from any rank has arrived: now its sender is known."""
         operation.peer, operation.group, numbers = self._pair(RECV.name, work._source_rank(), tag)
         operation.match = next(numbers)
         self._book_message(operation)
 
     def _book_message(self, operation: Operation) -> None:
-        """This end of a message has come, in the book of the slow link if there is one."""
+        """Schedule this end of a message on the emulated link, if there is one."""
         if self.slow is not None:
             me, other = self._ranks[self.rank()], operation.peer
             ends = (me, other) if operation.name == SEND.name else (other, me)
             operation.booking = self.slow.message(*ends, operation.nbytes, operation.group, operation.match, operation.start_ns)
 
     def _pair(self, method: str, peer: int, tag: int) -> tuple[int, str, Iterator[int]]:
-        """The global rank of the other end, what both ends call the pair of them, and the numbers of their messages."""
+        """The global rank of the other end, the key of the pair, and the numbers of their messages."""
         pair = self._pairs.get((method, peer, tag))
         if pair is None:
-            label = self.label  # knows the ranks, from here on
+            label = self.label  # also sets `_ranks`
             me, other = self._ranks[self.rank()], self._ranks[peer]
             source, destination = (me, other) if method == SEND.name else (other, me)
             pair = self._pairs[method, peer, tag] = other, pair_key(source, destination, tag, label), itertools.count(1)
@@ -297,11 +297,11 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         return self._message("recv", tensors, srcRank, tag, srcRank)
 
     def recv_anysource(self, tensors: list[Any], tag: int) -> Any:
-        """A message from whoever sends one."""
+        """A message from any rank."""
         return self._message("recv_anysource", tensors, -1, tag)
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
-        """A barrier that names the ranks which do not come. It has no asynchronous form."""
+        """A barrier that reports missing ranks. It has no asynchronous form."""
         self._count += 1
         kind = type_of("monitored_barrier")
         operation = self._issue(kind.name, (), -1, self.label, self._count, "")
@@ -317,7 +317,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         operation.wait_ends()
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """What comes until `_end_coalescing` is launched as one."""
+        """Start a batch: operations until `_end_coalescing` are launched together."""
         self._real._start_coalescing(device)
         self._together = []
 
@@ -337,21 +337,21 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
             return None
         return WatchedWork(work, batch, self.futures, False)
 
-    start_coalescing, end_coalescing = _start_coalescing, _end_coalescing  # what C++ calls in versions after 2.13
+    start_coalescing, end_coalescing = _start_coalescing, _end_coalescing  # called by C++ in versions after 2.13
 
 
 def _collective(method: str, kind: OperationType, form: Form) -> Callable[..., Any]:
-    """The method that does what torch's does, and has it written down."""
+    """The method that replaces a collective of torch's, and records it."""
     inherited = getattr(ProcessGroup, method)
     of_one = next((other for other in kind.forms if other.name == form.of_one), None)
 
     def collective(self: _WatchedGroup, *args: Any, **kwargs: Any) -> Any:
         arguments = (*args, *kwargs.values()) if kwargs else args
         called = of_one if of_one is not None and len(arguments[0]) == 1 else form
-        label = self._label or self.label  # knows the ranks, from here on
+        label = self._label or self.label  # also sets `_ranks`
         root = self._root(arguments) if kind.rooted else -1
         self._count = match = self._count + 1
-        at_once = arguments and not getattr(arguments[-1], "asyncOp", True)  # who asks for it so waits for it at once
+        at_once = arguments and not getattr(arguments[-1], "asyncOp", True)  # the caller waits for it at once
         if at_once and self.recorder.device_clock is None:
             return self._execute(kind, called, arguments, root, match, inherited, args, kwargs)
         signature = signature_of(kind, called, arguments, root)
@@ -361,7 +361,7 @@ def _collective(method: str, kind: OperationType, form: Form) -> Callable[..., A
             work = inherited(self._real, *args, **kwargs)
         except BaseException:
             operation.withdrawn()
-            self._count -= 1  # so that this rank's next one still matches those of the others
+            self._count -= 1  # so that this rank's next collective matches those of the others
             raise
         return self._followed(operation, work, arguments, not at_once)
 
@@ -402,7 +402,7 @@ def _delegated(method: str) -> Any:
 
 
 def _fill_in() -> None:
-    """Give the class the methods that this version of torch has."""
+    """Add the methods of this version of torch to the class."""
     known = methods()
     kept = {"BackendType", "boxed", "unbox", "rank", "size", *ProcessGroup.BackendType.__members__, *vars(_WatchedGroup)}
     for method in dir(ProcessGroup):

@@ -1,9 +1,9 @@
-"""`init_process_group` and `destroy_process_group` in a rank: what a program calls to start and end does no harm there.
+"""`init_process_group` and `destroy_process_group` in a rank: makes a program's own calls work there.
 
-A rank of a group is initialised before its function runs. To initialise the same again is then nothing to do; what
-differs, in size, rank or backend, is done, while the group's own is set aside. After `destroy_process_group` the
-program is without a default group, as it expects; the group's own is kept, and is back when the program initialises
-again or the next run begins.
+A rank of a group is initialized before its function runs. If the program initializes the same default group again,
+there is nothing to do; if size, rank or backend differ, labkit's group is detached, and torch makes the program's.
+After `destroy_process_group`, the program has no default group, as it expects; labkit's group is kept, and restored
+when the program initializes again or the next run starts.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ ENVIRONMENT: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "M
 
 
 class ProcessGroupLaunch:
-    """What this rank's program does with the default process group.
+    """Replaces the functions by which a rank's program initializes and destroys the default process group.
 
     Args:
-        rank, size: this rank's number, and how many the group has.
-        rendezvous: where it meets the others, if they are to make another group.
-        tell: says something to the student, once in the life of the group.
+        rank, size: the rank's number, and the number of ranks.
+        rendezvous: where the ranks meet to create another group.
+        tell: prints a note for the student, once per group.
     """
 
     def __init__(self, rank: int, size: int, rendezvous: Rendezvous, tell: Callable[[str], None]) -> None:
         self._rank, self._size, self._rendezvous, self._tell = rank, size, rendezvous, tell
-        self._own: DefaultGroup | None = None  # None in a rank that is given no process group, of RPC or bare
-        self._initialised = False  # by this run's program, and not destroyed since
+        self._own: DefaultGroup | None = None  # None in a rank of RPC or a bare rank
+        self._initialised = False  # by this run's program, and not yet destroyed
         self._destroy: Callable[..., None] = functools.partial(_destroy, c10d.destroy_process_group)
         self._environment: dict[str, str] = {}
         self._used = False  # by this run's program
 
     def install(self) -> None:
-        """From now on; what is torch's default group by now is the group's own."""
+        """Replace torch's functions; torch's present default group, if any, is labkit's."""
         if c10d.GroupMember.WORLD is not None:
             self._own = DefaultGroup()
         self._environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
@@ -65,10 +65,10 @@ class ProcessGroupLaunch:
                     setattr(module, function.__name__, function)
 
     def begin_run(self, *, keep: bool) -> None:
-        """A function or a cell is about to run: it finds the rank as a program finds it that has just started.
+        """Prepare for a run of a function or a cell: reset the rank to the state in which a program starts.
 
         Args:
-            keep: what the program before has initialised, as from one cell to the next.
+            keep: whether to keep what the previous program has initialized, as from one cell to the next.
         """
         if not self._used:
             return
@@ -88,10 +88,10 @@ class ProcessGroupLaunch:
 
     @property
     def spent(self) -> bool:
-        """Whether the next program could meet this one's: rank 0 still serves the store at the address that both name.
+        """Whether the next program could read this program's store, which rank 0 still serves at the same address.
 
-        Each rank would end this program's group when it begins the next one, some before rank 0 does. They would find
-        the old store, and in it the addresses at which the ranks listened.
+        Ranks end this program's group when they start the next program, some of them before rank 0 does: these would
+        find stale addresses in the old store.
         """
         return not self._rendezvous.in_groups_store and c10d.GroupMember.WORLD is not None
 
@@ -100,12 +100,12 @@ class ProcessGroupLaunch:
         return self._own is not None and self._own.in_place
 
     def _init(self, init: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """In place of torch's."""
+        """Replaces torch's `init_process_group`."""
         self._used = True
         try:
             given = inspect.signature(init).bind(*args, **kwargs).arguments
         except TypeError:
-            init(*args, **kwargs)  # which says what is wrong
+            init(*args, **kwargs)  # raises torch's error
             return
         if not self._initialised:
             asked = _asked(given)
@@ -122,17 +122,17 @@ class ProcessGroupLaunch:
                 init(*args, **kwargs)
             self._initialised = True
         else:
-            init(*args, **kwargs)  # twice: torch says so
+            init(*args, **kwargs)  # raises torch's error about a second call
 
     def _present(self) -> tuple[int, int]:
-        """The rank and the size of the group that is there, or set aside."""
+        """The rank and the size of the current default group, or of the detached one."""
         world = c10d.GroupMember.WORLD
         if world is not None:
             return world.rank(), world.size()
         return (self._rank, self._size) if self._own is not None else (-1, -1)
 
     def _suits(self, given: dict[str, Any]) -> bool:
-        """Whether the group that is there does what a program wants of the backends that it names."""
+        """Whether the current group can replace the backends that a program asks for."""
         if self._own is None or (c10d.GroupMember.WORLD is not None and not self._own.in_place):
             return True
         wanted = c10d.BackendConfig(c10d.Backend(given.get("backend") or "undefined")).get_device_backend_map()
@@ -154,7 +154,7 @@ class ProcessGroupLaunch:
         self._tell(NOTHING_TO_DO)
 
     def _destroyed(self, _: Callable[..., None], group: Any = None) -> None:
-        """In place of torch's."""
+        """Replaces torch's `destroy_process_group`."""
         self._used = True
         world = c10d.GroupMember.WORLD
         if group is None or group is world:
@@ -167,10 +167,10 @@ class ProcessGroupLaunch:
 
 
 def _destroy(destroy: Callable[..., None], group: Any = None) -> None:
-    """torch's `destroy_process_group`, after which DTensor does not look for groups that are gone.
+    """Call torch's `destroy_process_group`, and clear DTensor's cache.
 
-    DTensor remembers by an operation's shapes and mesh what to do, and which groups do it. A mesh of the next program's
-    groups equals the old one, so that the same model would find the old groups.
+    DTensor caches by an operation's shapes and mesh which groups to use. A mesh of the next program's groups equals the
+    old mesh, so that the same model would use destroyed groups.
     """
     destroy(group)
     if "torch.distributed.tensor" in sys.modules:
@@ -180,7 +180,7 @@ def _destroy(destroy: Callable[..., None], group: Any = None) -> None:
 
 
 def _asked(given: dict[str, Any]) -> Address:
-    """Which rank of how many a program wants to be, and where it meets the others."""
+    """The rank, the world size and the address that a program asks for."""
     rank, size = int(given.get("rank", -1)), int(given.get("world_size", -1))
     if given.get("store") is not None:
         return Address("store", "a store of its own", rank, size)

@@ -31,27 +31,27 @@ from labkit.recording.schema import TIMED
 
 __all__ = ["Address", "Rendezvous"]
 
-SCHEMES: Final = ("tcp", "env")  # those of torch's that name an address
-_WAIT: Final = dist.Store.wait  # torch's own: this wait is part of the call that is under way
-LOCAL: Final = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "")  # the last two: tutorials that leave it open
+SCHEMES: Final = ("tcp", "env")  # torch's schemes that name an address
+_WAIT: Final = dist.Store.wait  # torch's own, which is not recorded: this wait is part of the call that is
+LOCAL: Final = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "")  # the last two occur in tutorials
 
 
 class Address(NamedTuple):
-    """What a program says of a rendezvous; -1 for what it leaves open."""
+    """A rendezvous as a program specifies it; -1 for unspecified numbers."""
 
     scheme: str
-    where: str  # as the program would write it: "localhost:29500"
+    where: str  # as the program writes it: "localhost:29500"
     rank: int
     size: int
 
     @classmethod
     def of(cls, url: str, rank: int = -1, size: int = -1) -> Address:
-        """What an init_method and the arguments beside it say together, and the environment where that counts.
+        """Combine an init_method, the arguments beside it, and for "env://" the environment.
 
         Args:
             url: "env://", "tcp://localhost:29500?rank=0&world_size=4", "file:///shared/file".
-            rank: what was given beside it; -1 for nothing.
-            size: likewise.
+            rank: the `rank` argument; -1 for none.
+            size: the `world_size` argument; -1 for none.
         """
         parts = urlsplit(url)
         query = dict(parse_qsl(parts.query))
@@ -65,45 +65,45 @@ class Address(NamedTuple):
 
 
 class Rendezvous:
-    """Has this rank's rendezvous take place in its group's store, and writes down how long it waits there.
+    """Redirects this rank's rendezvous to its group's store, and records the waits.
 
     Args:
-        recorder: this rank's.
+        recorder: this rank's recorder.
         rank: its number in the group.
-        connect: makes a new connection to the group's store.
+        connect: opens a new connection to the group's store.
     """
 
     def __init__(self, recorder: Recorder, rank: int, connect: Callable[[], Any] | None = None) -> None:
         self._ring, self._rank, self._connect = recorder.ring, rank, connect
-        self._operation: Operation | None = None  # the call of torch's that is under way
-        self._timed = False  # whether it ends by itself, when a time is up
+        self._operation: Operation | None = None  # the current call of torch's
+        self._timed = False  # whether it fails after a time limit
         self._visits: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
 
     def install(self) -> None:
-        """From now on."""
-        handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers  # a function has that name, too
+        """Replace torch's handlers of addresses."""
+        handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers  # a function has the same name
         for scheme in SCHEMES:
             handlers[scheme] = partial(self._handler, handlers[scheme])
 
     @property
     def in_groups_store(self) -> bool:
-        """Whether this rank's group has a store; else torch opens one at the address that the program names."""
+        """Whether this rank's group has a store; else torch opens one at the program's address."""
         return self._connect is not None
 
     @property
     def under_way(self) -> bool:
-        """Whether this rank is in such a call."""
+        """Whether this rank is in a call that is recorded by `waiting`."""
         return self._operation is not None
 
     @contextlib.contextmanager
     def waiting(self, name: str, where: str, size: int, timed: bool = False) -> Iterator[None]:
-        """This rank is in a call that returns when `size` processes are in it.
+        """Record that this rank is in a call that returns when `size` processes have entered it.
 
         Args:
-            name: of the call: "init_process_group".
-            where: the address at which they meet.
-            size: how many.
-            timed: whether the call fails by itself after a time that the program has set.
+            name: the call: "init_process_group".
+            where: the address at which the processes meet.
+            size: the number of processes.
+            timed: whether the call fails after a time limit that the program has set.
         """
         before = self._operation, self._timed
         group = rendezvous_key(where, size)
@@ -120,19 +120,19 @@ class Rendezvous:
             self._operation, self._timed = before
 
     def meet(self, where: str, size: int, value: Any, timeout: timedelta = default_pg_timeout) -> tuple[Any, list[Any]]:
-        """Wait until `size` processes have come; for the call that is under way, if there is one.
+        """Wait until `size` processes have arrived, as part of the current call if there is one.
 
         Args:
             where: the address.
-            size: how many come.
-            value: what the others shall know of this one: plain data.
-            timeout: for all to come.
+            size: the number of processes.
+            value: plain data to share with the others.
+            timeout: time limit for all processes to arrive.
 
         Returns:
-            a store of their own, and what each has told, in the order in which they came.
+            a store for these processes, and the values of all, in order of arrival.
 
         Raises:
-            DistStoreError: the time is up.
+            DistStoreError: the time limit has expired.
         """
         assert self._connect is not None, "a rank without a store of its group has torch meet where the program says"
         if self._operation is None:
@@ -161,10 +161,10 @@ class Rendezvous:
         return operation
 
     def _handler(self, torchs: Callable[..., Any], url: str, timeout: timedelta = default_pg_timeout, **kwargs: Any) -> Any:
-        """In place of one of torch's: a generator of the store, the rank and the world size."""
+        """Replaces a handler of torch's: a generator of the store, the rank and the world size."""
         asked = Address.of(url)
         if asked.rank < 0 or asked.size < 1 or not _is_here(asked.where):
-            yield from torchs(url, timeout=timeout, **kwargs)  # which says what is missing, or goes to another machine
+            yield from torchs(url, timeout=timeout, **kwargs)  # reports missing numbers, or connects to another machine
             return
         store, _ = self.meet(asked.where, asked.size, [asked.rank, self._rank], timeout)
         yield store, asked.rank, asked.size
@@ -172,7 +172,7 @@ class Rendezvous:
 
 
 def _is_here(where: str) -> bool:
-    """Whether an address is one of this machine's."""
+    """Whether an address belongs to this machine."""
     host = where.rpartition(":")[0].strip("[]")
     if host in LOCAL:
         return True

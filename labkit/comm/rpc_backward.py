@@ -1,6 +1,6 @@
-"""The distributed backward pass: what it computes on each rank, and how long its caller waits for the others.
+"""Records distributed backward passes: the compute of each rank, and the caller's wait for the others.
 
-torch runs it in C++ on every rank, out of Python's sight, but calls the hooks of the graph that it goes through.
+torch runs a distributed backward pass in C++ on every rank, but calls the hooks of the autograd graph.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["RpcBackwards", "tensors_in"]
 
 
 class RpcBackwards:
-    """Writes down the backward passes that this rank starts, and its part in those of others.
+    """Records the backward passes that this rank starts, and its part in those of other ranks.
 
-    All ranks give a pass the same number, that of its context. So the caller waits until the last of them has computed
-    its part, and what comes after is the way of the gradients.
+    All ranks identify a pass by its context's id. So the caller's wait lasts until the last of them has computed its
+    part; after that, gradients are transferred.
     """
 
     def __init__(self, ring: RingWriter) -> None:
@@ -35,7 +35,7 @@ class RpcBackwards:
     def started(
         self, backward: Callable[..., Any], context_id: int, roots: Sequence[torch.Tensor], *args: Any, **kwargs: Any
     ) -> None:
-        """The student's call: here until this rank's own part is computed, waiting from then on."""
+        """Record the student's call: compute until this rank's own part is done, then waiting."""
         start_ns = clock()
         operation = Operation(self._ring, DIST_BACKWARD, start_ns, group=DIST_BACKWARD, match=context_id, line=student_line())
 
@@ -57,11 +57,11 @@ class RpcBackwards:
         operation.wait_ends()
 
     def served(self, function: str, caller: int, arguments: Any, result: Any, *, replies: bool) -> None:
-        """A function was called from another rank: the backward pass may come back to it.
+        """Add hooks for a function that another rank called, through which a backward pass may go.
 
-        Gradients are as large as what they are of: those of the arguments go to the caller, those of the result come
-        from it. A result that stays here is fetched by whoever holds the reference, and its gradients come from there:
-        see `fetched`.
+        Gradients have the size of their tensors: gradients of the arguments go to the caller, gradients of the result
+        come from it. A result that stays here is fetched by the holder of the reference, who sends its gradients: see
+        `fetched`.
         """
         ends = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
         if not ends:
@@ -69,7 +69,7 @@ class RpcBackwards:
         try:
             context_id = dist_autograd._current_context()._context_id()
         except RuntimeError:
-            return  # not called within a context: nobody can go back through it
+            return  # called outside of a context: no backward pass can go through it
         nbytes = tuple(sum(t.nbytes for t in tensors_in(value) if t.grad_fn is not None) for value in (result, arguments))
         part = _Part(self._ring, f"backward of {function}", context_id, caller, (nbytes[0] if replies else 0, nbytes[1]))
         for end in ends:
@@ -79,7 +79,7 @@ class RpcBackwards:
                 tensor.register_hook(part.sends_back)
 
     def fetched(self, value: Any, owner: int) -> None:
-        """A value was fetched by its reference: the gradients of its tensors go back to the rank that owns it."""
+        """Add hooks for a value fetched through its reference: gradients of its tensors go to the owning rank."""
         ends: dict[Any, int] = {}
         for tensor in tensors_in(value):
             if tensor.grad_fn is not None:
@@ -119,7 +119,7 @@ class _Part:
 
     def _ends(self) -> None:
         start_ns, end_ns = self._start_ns, self._sent_ns or clock()
-        self._start_ns = self._sent_ns = 0  # there may be another pass through the same graph
+        self._start_ns = self._sent_ns = 0  # for another pass through the same graph
         self._ring.write(self._name, COMPUTE, start_ns, end_ns, flags=AUTOMATIC)
         self._ring.write_communication(
             GRADIENTS.name, end_ns, end_ns, nbytes=self._nbytes[1], peer=self._caller, group=DIST_BACKWARD, match=self._context_id
@@ -131,7 +131,7 @@ def _at_end_of_pass(callback: Callable[[], None]) -> None:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a value, also those in lists, tuples and dictionaries."""
+    """The tensors in a value, including those in nested lists, tuples and dictionaries."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple, dict)):

@@ -1,10 +1,10 @@
-"""Remote procedure calls as spans: on the caller from the call to the result, on the callee while it runs the function.
+"""Remote procedure calls as spans: on the caller from the call to the result, on the callee while the function runs.
 
-All calls of `torch.distributed.rpc` come through a few functions of torch's `rpc.api` module, and all Python functions
-that are called run in one of `rpc.internal`, which C++ fetches when RPC starts. They are wrapped. A call carries its
-caller and its number along, so that the two ends are one operation: until the callee replies the caller is waiting;
-then the result travels. A call by `remote` is over when it is on its way. Its result stays at the callee, and is one
-operation with the `to_here` that fetches it, whoever has got the reference.
+All calls of `torch.distributed.rpc` go through a few functions of torch's module `rpc.api`, and all called Python
+functions run in a function of `rpc.internal`, which C++ looks up when RPC starts. These are wrapped. A call contains
+its caller and its number, so that its two ends are matched: until the callee replies, the caller is waiting; then the
+result is transferred. A call of `remote` completes when it is sent. Its result stays at the callee, and is matched with
+the `to_here` that fetches it, on whichever rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = ["RpcCalls"]
 
 
 class _NumberedCall(NamedTuple):
-    """A function and its arguments as they travel, like torch's `PythonUDF`, and which call of whom this is."""
+    """A function and its arguments as they are sent, like torch's `PythonUDF`, with the caller and the number."""
 
     func: Any
     args: Any
@@ -63,12 +63,12 @@ class _Thread(threading.local):
 
 
 class RpcCalls:
-    """Writes down this rank's calls and what it serves.
+    """Records the calls that this rank makes and serves.
 
     Args:
-        recorder: where to.
-        futures: knows who waits for what.
-        slow: holds calls and replies back; None: nothing does.
+        recorder: this rank's recorder.
+        futures: records waits for futures.
+        slow: the emulated link, which delays calls and replies; None: no delays.
     """
 
     def __init__(self, recorder: Recorder, futures: Futures, slow: SlowLink | None = None) -> None:
@@ -84,7 +84,7 @@ class RpcCalls:
         self._values: WeakKeyDictionary[Any, tuple[str, int]] = WeakKeyDictionary()  # RRefs: the call whose result they stand for
 
     def install(self) -> None:
-        """From now on see the calls. Before `init_rpc`: it fixes what C++ calls."""
+        """Wrap torch's functions; to be called before `init_rpc`, when C++ looks them up."""
         api._invoke_rpc = in_place_of(api._invoke_rpc, self._calling)
         api.PythonUDF = in_place_of(api.PythonUDF, self._pickling)  # type: ignore[misc]  # a factory will do
         for name, look_at in _INVOKERS.items():
@@ -115,7 +115,7 @@ class RpcCalls:
             thread.api, thread.timed = before
 
     def _pickling(self, udf: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
-        """The call as it will be pickled."""
+        """Replace the call that will be pickled by a numbered one."""
         thread = self._thread
         if spoken(func, args) is None:
             return udf(func, args, kwargs)
@@ -125,14 +125,14 @@ class RpcCalls:
         return call
 
     def _invoke(self, look_at: Callable[..., tuple[Any, int, str]], invoke: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The call is sent."""
+        """Record a call that is sent."""
         thread = self._thread
         (call, start_ns), thread.call = thread.call or (None, clock()), None
         to, nbytes, function = look_at(*args, **kwargs)
         if call is not None:
             function = spoken(call.func, call.args) or ""
         elif not function:
-            return invoke(*args, **kwargs)  # torch's own business
+            return invoke(*args, **kwargs)  # an internal call of torch's
         peer = to.id if hasattr(to, "id") else api.get_worker_info(to).id
         pair, number = (call_key(call.caller, peer), call.number) if call is not None else ("", 0)
         shared = (pair, number) if call is None or call.replies else ("", 0)
@@ -149,7 +149,7 @@ class RpcCalls:
             result = self._slow.until_reply(operation, result, pair, number)
         if isinstance(result, PyRRef):
             self._values[result] = pair, number
-            operation.completed()  # the call is on its way; when its value is there, whoever fetches it will tell
+            operation.completed()  # the call is sent; `to_here` records the rest
         else:
             self._futures.tie(result, [operation])
             if call is None:
@@ -165,7 +165,7 @@ class RpcCalls:
             self._ring.write_communication(name, now, now, nbytes=nbytes, peer=operation.peer, line=operation.line)
 
     def _serve(self, run: Callable[..., Any], call: Any) -> Any:
-        """The callee runs the function."""
+        """On the callee: run the function and record it."""
         if not isinstance(call, _NumberedCall):
             return run(call)
         function = spoken(call.func, call.args) or ""
@@ -182,10 +182,10 @@ class RpcCalls:
             self._ring.serving_threads.discard(thread)
         end_ns = clock()
         self._ring.write(name, COMPUTE, start_ns, end_ns, flags=AUTOMATIC | SERVED)
-        if isinstance(result, torch._C.Future):  # of a function under `async_execution`: torch sends what is in it, later
+        if isinstance(result, torch._C.Future):  # of a function under `async_execution`: torch replies when it completes
             kind = PROMISE if self._futures.known(result) else UNSEEN_PROMISE
             promise = self._ring.pend(kind.recorded(function), end_ns, peer=call.caller, group=pair, match=call.number)
-            self._ring.unpend(slot)  # not before: a moment between the two would look as if the call had not come yet
+            self._ring.unpend(slot)  # only now: without either record, the call would seem not to have arrived
             self._backwards.served(function, call.caller, call.args, result, replies=call.replies)
             result.add_done_callback(lambda future: self._kept(promise, call, function, _value(future)))
             return result
@@ -242,7 +242,7 @@ class RpcCalls:
         return pickled, tensors
 
     def _send_reference(self, reduce: Callable[..., Any], pickler: Any, rref: Any) -> tuple[Any, tuple[Any, ...]]:
-        """A reference that is sent on takes along which call's result it stands for."""
+        """Add to a reference that is sent the call whose result it stands for."""
         receiver, (data,) = reduce(pickler, rref)
         return receiver, (data, *self._values.get(rref, ("", 0)))
 
@@ -272,7 +272,7 @@ class RpcCalls:
 
 
 def _ends_by_itself(limit_s: float) -> bool:
-    """Whether a call fails after a time that the program has set; torch's own minute is not meant."""
+    """Whether a call fails after a time limit that the program has set; torch's default of a minute does not count."""
     if limit_s == UNSET_RPC_TIMEOUT:
         limit_s = rpc.get_rpc_timeout()
         return limit_s != DEFAULT_RPC_TIMEOUT_SEC and ends_by_itself(limit_s)
@@ -280,7 +280,7 @@ def _ends_by_itself(limit_s: float) -> bool:
 
 
 def _value(future: Any) -> Any:
-    """What is in a future that has completed, or its error."""
+    """The result of a completed future, or its error."""
     try:
         return future.value()
     except Exception as error:  # noqa: BLE001  # whatever the student's function raised

@@ -1,8 +1,8 @@
-"""`init_rpc` and `shutdown` in a rank: what a program calls to start and end RPC does no harm there.
+"""`init_rpc` and `shutdown` in a rank: makes a program's own calls work there.
 
-A rank of an RPC group is initialised before its function runs. All ranks that call `init_rpc` meet there, as they do in
-torch. If the names, the numbers and the options are those of the group, there is nothing to do; else RPC starts anew as
-the program wants it. `shutdown` is torch's own, and waits for all: the next run gets fresh ranks.
+A rank of an RPC group is initialized before its function runs. All ranks that call `init_rpc` meet, as they do in
+torch. If names, numbers and options equal the group's, there is nothing to do; else RPC is restarted with the
+program's. `shutdown` is torch's own, and waits for all ranks; the next run starts new ranks.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ NOTHING_TO_DO: Final = "init_rpc had nothing to do: the ranks of this group are 
 
 
 class RpcOptions(NamedTuple):
-    """What a program can choose of TensorPipe; the defaults are torch's."""
+    """The options of TensorPipe that a program can choose; the defaults are torch's."""
 
     num_worker_threads: int = 16
     rpc_timeout: float = 60.0
 
     @classmethod
     def of(cls, given: Any) -> RpcOptions:
-        """Those of torch's `TensorPipeRpcBackendOptions`."""
+        """The options in torch's `TensorPipeRpcBackendOptions`."""
         return cls(given.num_worker_threads, given.rpc_timeout)
 
     def for_torch(self, init_method: str, device_maps: Any = None, devices: Any = None) -> Any:
-        """What torch wants to be given."""
+        """As torch's `TensorPipeRpcBackendOptions`."""
         return rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=self.num_worker_threads, rpc_timeout=self.rpc_timeout, init_method=init_method,
             device_maps=device_maps, devices=devices, _transports=TRANSPORTS,
@@ -50,20 +50,20 @@ class RpcOptions(NamedTuple):
 
 
 class RpcLaunch:
-    """What this rank's program does with RPC.
+    """Replaces the functions by which a rank's program starts and ends RPC.
 
     Args:
-        recorder: this rank's.
-        rank, size: its number, and how many the group has.
-        rendezvous: where it meets the others.
-        tell: says something to the student, once in the life of the group.
-        watch: has calls written down from now on; called before RPC starts for the first time.
-        given: the name and the options with which the group has initialised RPC; None where it has not.
+        recorder: this rank's recorder.
+        rank, size: the rank's number, and the number of ranks.
+        rendezvous: where the ranks meet.
+        tell: prints a note for the student, once per group.
+        watch: starts recording calls; called before RPC starts for the first time.
+        given: the name and the options with which the group has initialized RPC; None if it has not.
         unused: whether no call has been made since.
 
     Attributes:
-        spent: whether RPC is no more as it was when this process began. torch cannot make it so again: what holds
-            remote references stays with the first of all.
+        spent: whether RPC is no longer in its initial state. torch cannot restore it: the context of remote references
+            keeps the first agent.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class RpcLaunch:
     ) -> None:
         self._ring, self._rank, self._size = recorder.ring, rank, size
         self._rendezvous, self._tell, self._watch, self._given = rendezvous, tell, watch, given
-        self._initialised = False  # by this run's program, and not shut down since
+        self._initialised = False  # by this run's program, and not yet shut down
         self._watched = given is not None
         self._all_called = True
         self._shutdown: Callable[..., None] = rpc.shutdown
@@ -88,33 +88,33 @@ class RpcLaunch:
         self.spent = False
 
     def install(self) -> None:
-        """From now on."""
+        """Replace torch's functions."""
         rpc.init_rpc = in_place_of(rpc.init_rpc, self._init)
         rpc.shutdown = rpc.api.shutdown = in_place_of(rpc.shutdown, self._shut_down)
         dist_autograd._init = in_place_of(dist_autograd._init, self._init_autograd)
 
     def begin_run(self, *, keep: bool, all_called: bool) -> None:
-        """A function or a cell is about to run.
+        """Prepare for a run of a function or a cell.
 
         Args:
-            keep: what the program before has initialised, as from one cell to the next.
+            keep: whether to keep what the previous program has initialized, as from one cell to the next.
             all_called: whether all ranks of the group run it.
         """
         self._all_called = all_called
         self._initialised = False
         self._anew, self._unused = self._unused, False
         if self._given is None and not keep and rpc.api._is_current_rpc_agent_set():
-            self._shutdown(graceful=False)  # the program has left it standing
+            self._shutdown(graceful=False)  # the previous program did not shut it down
 
     def _init(self, init: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """In place of torch's."""
+        """Replaces torch's `init_rpc`."""
         try:
             given = inspect.signature(init).bind(*args, **kwargs).arguments
         except TypeError:
-            init(*args, **kwargs)  # which says what is wrong
+            init(*args, **kwargs)  # raises torch's error
             return
         if self._initialised:
-            init(*args, **kwargs)  # twice: torch says so
+            init(*args, **kwargs)  # raises torch's error about a second call
             return
         options = given.get("rpc_backend_options")
         address = Address.of(
@@ -130,7 +130,7 @@ class RpcLaunch:
             self._start(init, given, options)
 
     def _nothing_to_do(self, name: str, options: Any, asked: Address) -> bool:
-        """Whether what is set up is what the program wants, on all ranks that come here."""
+        """Whether RPC is already initialized as the program wants, on all ranks that call `init_rpc`."""
         if self._given is None:
             return False
         own_name, own_options = self._given
@@ -159,7 +159,7 @@ class RpcLaunch:
             rpc.api._reset_current_rpc_agent()
 
     def _start(self, init: Callable[..., None], given: dict[str, Any], options: Any) -> None:
-        """Have torch start RPC as the program wants it, and see the calls."""
+        """Let torch start RPC with the program's options, and record the calls."""
         if not self._watched:
             self._watch()
             self._watched = True
@@ -170,15 +170,15 @@ class RpcLaunch:
                 getattr(options, "device_maps", None),
                 getattr(options, "devices", None) or None,
             )
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # of torch's, about a constructor that it calls
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch's own, about a constructor that it calls
             init(**given)
         self._ring.serving(wanted.num_worker_threads)
         self._initialised = self.spent = True
 
     def _shut_down(self, shutdown: Callable[..., None], graceful: bool = True, *args: Any, **kwargs: Any) -> None:
-        """In place of torch's."""
+        """Replaces torch's `shutdown`."""
         if not rpc.api._is_current_rpc_agent_set():
-            shutdown(graceful, *args, **kwargs)  # which says so
+            shutdown(graceful, *args, **kwargs)  # raises torch's error
             return
         self._initialised, self.spent = False, True
         if graceful:

@@ -1,4 +1,4 @@
-"""What is said of a function that is called by RPC: a method by its class and name, whichever helper calls it."""
+"""Names of functions called by RPC, as shown to the student: "Decoder.forward", whichever helper calls the method."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def spoken(func: Any, args: Any) -> str | None:
         return None
     if isinstance(func, type) or len(args) < 2:
         return name
-    at = 1 if isinstance(args[0], PyRRef) else 0  # of the method
+    at = 1 if isinstance(args[0], PyRRef) else 0  # position of the method
     rref, method = args[1 - at], args[at]
     if not isinstance(rref, PyRRef):
         return name
@@ -66,13 +66,13 @@ def _method(rref: Any, method: Any, *, torch_knows_class: bool = False) -> str:
     own = method if isinstance(method, str) else str(getattr(method, "__name__", type(method).__name__))
     if rref.is_owner():
         return f"{type(rref.local_value()).__name__}.{own}"
-    if torch_knows_class:  # it has asked the owner before it calls
+    if torch_knows_class:  # torch has asked the owner before the call
         found = rref._get_type(blocking=False)
         return f"{found.value().__name__}.{own}" if found.done() else own
     return str(getattr(method, "__qualname__", own)).rpartition("<locals>.")[2]
 
 
 def last_name(qualified: str) -> str:
-    """What the student calls an operator or a script function of torch's."""
+    """The name of an operator or a script function of torch's for the student."""
     name = qualified.rpartition("::")[2].rpartition(".")[2]
     return IN_WORDS.get(name, name)

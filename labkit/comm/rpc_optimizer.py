@@ -1,7 +1,7 @@
-"""A step of a `DistributedOptimizer` is seen where it is made: on the owner of the parameters.
+"""Makes steps of a `DistributedOptimizer` visible on the owner of the parameters.
 
-torch calls a script function there, which C++ runs, unseen. In its place the owner calls a function of Python, which
-calls the same script of the same optimizer: what is computed is the same, without the interpreter's lock as before.
+torch calls a script function there, which runs in C++ and cannot be recorded. It is replaced by a Python function that
+calls the same script of the same optimizer: the computation is the same, and still runs without the GIL.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ __all__ = ["step_in_python"]
 
 
 def step_in_python() -> None:
-    """From now on, as this process calls steps."""
+    """Replace the script function in this process, which calls steps."""
     try:
         from torch.distributed.optim import optimizer
     except ImportError:  # a build of torch without distributed optimizers
@@ -22,5 +22,5 @@ def step_in_python() -> None:
 
 
 def _script_local_optimizer_step(local_optim_rref: Any, autograd_ctx_id: int) -> None:
-    """The name is torch's, by which the call is told."""
+    """Run a step; the name is torch's, by which the call is recognized."""
     local_optim_rref.local_value().step(autograd_ctx_id)

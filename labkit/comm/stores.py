@@ -18,24 +18,24 @@ from labkit.recording.schema import TIMED
 
 __all__ = ["Stores"]
 
-SHORTEST_NS: Final = 1_000_000  # a wait that is written down
-STANDARD: Final = (timedelta(seconds=300), default_pg_timeout)  # of a store, and of a process group
+SHORTEST_NS: Final = 1_000_000  # shorter waits are not recorded
+STANDARD: Final = (timedelta(seconds=300), default_pg_timeout)  # torch's default time limits of stores and process groups
 
 
 class Stores:
-    """Writes down how long this rank's program waits for stores.
+    """Records how long this rank's program waits for stores.
 
     Args:
-        recorder: this rank's.
-        rendezvous: knows whether a call is under way that opens one by itself.
-        own_port: of the group's store, to which labkit connects at any time; -1 where it has none.
+        recorder: this rank's recorder.
+        rendezvous: knows whether a recorded call is running that opens a store itself.
+        own_port: the port of the group's store, whose connections are labkit's; -1 if it has none.
     """
 
     def __init__(self, recorder: Recorder, rendezvous: Rendezvous, own_port: int = -1) -> None:
         self._ring, self._rendezvous, self._own_port = recorder.ring, rendezvous, own_port
 
     def install(self) -> None:
-        """From now on."""
+        """Wrap the methods of torch's stores."""
         store = c10d.Store
         store.get = in_place_of(store.get, self._get)  # type: ignore[method-assign]
         store.wait = in_place_of(store.wait, self._wait)  # type: ignore[method-assign]
@@ -76,5 +76,5 @@ class Stores:
 
 
 def _sets_time(store: Any) -> bool:
-    """Whether the program has said how long this store's waits may last: then it expects them to end by themselves."""
+    """Whether the program has set a time limit for this store's waits."""
     return store.timeout not in STANDARD

@@ -1,4 +1,4 @@
-"""What a rank holds of an operation under way: torch's `Work`, with every wait for it written down."""
+"""The `Work` objects of pending operations, with every wait for them recorded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from labkit.recording.schema import TIMED
 
 __all__ = ["SilentWork", "WatchedMessage", "WatchedWork"]
 
-NO_TIMEOUT: Final = timedelta(0)  # torch's own default
+NO_TIMEOUT: Final = timedelta(0)  # torch's default
 SHORTEST: Final = timedelta(milliseconds=1)
 
 
@@ -83,7 +83,7 @@ class WatchedWork(Work):
 
 
 class SilentWork(WatchedWork):
-    """One whose backend tells only its waiter of its completion."""
+    """A `Work` whose backend reports the completion only to the thread that waits for it."""
 
     __slots__ = ()
 
@@ -91,16 +91,16 @@ class SilentWork(WatchedWork):
         if self._operation.done:
             return
         if self._work.is_completed():
-            self._operation.completed()  # at some time before
+            self._operation.completed()  # at an unknown earlier time
         else:
-            self._operation.failed()  # nobody will ever know
+            self._operation.failed()  # its completion will never be known
 
 
 class WatchedMessage(WatchedWork):
-    """A message. Only one thread may wait for it, so this one or its attendant does, and the other waits for that one.
+    """A message. Only one thread may wait for it in C++: the student's or labkit's; the other waits for that thread.
 
     Args:
-        arrived: called when it has completed, with what the backend gave.
+        arrived: called with the backend's `Work` when it has completed.
         work, operation, futures: as for `WatchedWork`.
     """
 
@@ -164,7 +164,7 @@ class WatchedMessage(WatchedWork):
             self._error = error
 
     def is_completed(self) -> bool:
-        """Whether it was waited for: with gloo, no message is complete before that, and so it shall be here."""
+        """Whether it was waited for: with gloo, a message is never complete before that."""
         return self._waited
 
     def _finish(self, timeout: timedelta) -> None:
@@ -193,8 +193,8 @@ def _delegate(name: str) -> None:
 
 for _name in dir(Work):
     if not _name.startswith(("__", "_pybind11")) and _name not in vars(WatchedWork) and _name != "unbox":
-        _delegate(_name)  # all the rest is the backend's: `result`, `exception`, `_source_rank`, ...
+        _delegate(_name)  # `result`, `exception`, `_source_rank`, ...
 for _class in (WatchedWork, SilentWork, WatchedMessage):
-    # Printed, they look as they would without us.
+    # Printed, they look as without labkit.
     _class.__name__ = _class.__qualname__ = Work.__name__
     _class.__module__ = Work.__module__
