@@ -172,8 +172,10 @@ def mismatch_hint(sides: Sequence[tuple[str, Pending]]) -> tuple[str, str]:
         return sentence, hint
     operation = sides[0][1]
     group = "" if operation.group == "world" else f" of {operation.group}"
-    what = f"collective number {operation.match}{group} is {operation.in_words}: a rank sends something else than another expects"
-    return what, "What rank i sends to rank j must be what rank j receives from rank i, in number and type."
+    headline = (
+        f"collective number {operation.match}{group} is {operation.in_words}: a rank sends something else than another expects"
+    )
+    return headline, "What rank i sends to rank j must be what rank j receives from rank i, in number and type."
 
 
 def shapes_note(sides: Sequence[tuple[str, Pending]]) -> str:

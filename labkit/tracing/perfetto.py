@@ -136,8 +136,8 @@ def _names(title: str, rank: int, first: int, count: int) -> Iterator[Event]:
         yield _about("thread_sort_index", rank, row, sort_index=row)
 
 
-def _about(what: str, pid: int, tid: int, **args: Any) -> Event:
-    return {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": what, "args": args}
+def _about(metadata: str, pid: int, tid: int, **args: Any) -> Event:
+    return {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": metadata, "args": args}
 
 
 def _under_way(spans: Sequence[Span], start_ns: int) -> Iterator[Event]:

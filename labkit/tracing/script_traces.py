@@ -203,9 +203,9 @@ def _trace(run: Sequence[_Left], notes: list[str]) -> Trace:
         r.rows = np.append(r.rows, _row(r.names, CALL, script, max(start_ns, r.began_ns), min(end_ns, r.end_ns)))
     nothing = _Recorded(np.empty(0, record_dtype()), [""], 0, 0, 0, [])
     all_ranks = [found.get(rank, nothing) for rank in range(size)]
-    told = {one.rank: one.about.get("name") for one in run}  # those of RPC's workers
+    names = {one.rank: one.about.get("name") for one in run}  # the names of RPC workers
     return from_records(
-        [r.rows for r in all_ranks], [r.names for r in all_ranks], [told.get(rank) or f"rank {rank}" for rank in range(size)],
+        [r.rows for r in all_ranks], [r.names for r in all_ranks], [names.get(rank) or f"rank {rank}" for rank in range(size)],
         dropped=[r.lost for r in all_ranks], notes=notes,
     )  # fmt: skip
 
@@ -237,9 +237,9 @@ def _check(rows: Any, names: int) -> None:
     """
     spans = rows[rows["kind"] != SCALAR]
     tail = rows[rows["kind"] == COMMUNICATION]
-    told = [rows["kind"] < len(KINDS), rows["name"] < names, *(tail[f.name] < names for f in TAIL_FIELDS if f.is_text)]
-    told += [spans["end_ns"] >= spans["start_ns"], np.abs(rows["start_ns"]) < 1 << 62]
-    if not all(right.all() for right in told):
+    valid = [rows["kind"] < len(KINDS), rows["name"] < names, *(tail[f.name] < names for f in TAIL_FIELDS if f.is_text)]
+    valid += [spans["end_ns"] >= spans["start_ns"], np.abs(rows["start_ns"]) < 1 << 62]
+    if not all(right.all() for right in valid):
         raise ValueError("its records are damaged")
 
 
@@ -269,8 +269,8 @@ class _Clocks:
     """
 
     def __init__(self, run: Sequence[_Left]) -> None:
-        told = [one.about["reference"] for one in run if one.about["reference"]]
-        self._machine = told[0] if told else run[0].about["machine"]
+        references = [one.about["reference"] for one in run if one.about["reference"]]
+        self._machine = references[0] if references else run[0].about["machine"]
         on_it = [one for one in run if one.about["machine"] == self._machine]
         self._reference = (on_it or run)[0]
         self._within: dict[str, int] = {}  # by machine, how far from the truth its times may be

@@ -88,8 +88,8 @@ WORKERS = [("worker", 0), ("worker", 1)]
     ("jobs", "rank", "started", "words"),
     [
         (WORKERS, 1, ("worker", 0, 2), "makes this rank worker 0, but it is worker 1"),
-        (WORKERS, 1, ("worker", 1, 3), "names 3 tasks of the job 'worker', and this group has 2"),
-        ([("worker", 0)], 0, ("worker", 0, 2), "names 2 tasks of the job 'worker', and this group has 1"),
+        (WORKERS, 1, ("worker", 1, 3), "names 3 tasks of the job 'worker', but this group has 2"),
+        ([("worker", 0)], 0, ("worker", 0, 2), "names 2 tasks of the job 'worker', but this group has 1"),
         (WORKERS, 1, ("worker", 1, 2), ""),
         (WORKERS, 0, ("chief", 0, 1), ""),  # it has started the cluster inside this rank
         ([("chief", 0), ("worker", 0), ("ps", 0)], 0, ("chief", 0, 1), ""),
