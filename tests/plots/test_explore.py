@@ -171,7 +171,7 @@ def test_the_details_of_messages_groups_and_unfinished_operations() -> None:
     answer = Answer(Trace(spans, ranks=["a", "b", "c"]), 0, 5)
     reported = {(answer.text(i, 1), answer.text(i, 3), answer.marks[i, 5]) for i in range(len(answer.edges))}
     assert reported == {
-        ("send", "with c", 2), ("recv", "with a", 1), ("broadcast", "among a, b", 0), ("forward", "", 0),
+        ("send", "with c", 2), ("recv", "with a", 1), ("broadcast", "among a and b", 0), ("forward", "", 0),
     }  # fmt: skip
 
 
