@@ -1,1 +1,1 @@
-"""What a rank writes down, and the shared memory that it writes to: spans, scalars, operations under way."""
+"""Records what a rank does (spans, scalars, pending operations), and the shared memory that holds the records."""
