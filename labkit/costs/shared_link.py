@@ -102,7 +102,7 @@ class SharedLink:
         """Return when an operation ends; 0 if unknown.
 
         A rank that completes an operation before another rank arrives, such as the root of a broadcast, does not need
-        that rank: for it, the operation starts when the last of the ranks so far arrived.
+        that rank: for it, the operation starts at the latest arrival so far.
         """
         key, at = _place(group, match)
         with self:

@@ -90,7 +90,7 @@ class RankPool:
         again, each function call gets new processes, and cells share theirs until a function is called.
 
         Args:
-            kind: "call" for a function or "cell".
+            kind: "call" (of a function) or "cell".
             starts_rpc: whether the run calls `init_rpc` itself.
         """
         if self.plan.kind.fresh_each_run:

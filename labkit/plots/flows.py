@@ -137,7 +137,11 @@ def over_time(flows: Flows, edges: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def _on_its_way(trace: Trace, mine: NDArray[np.int64], rows: Any, ready: NDArray[np.int64]) -> tuple[Any, Any]:
-    """Return when each row's transfer starts and ends: last arrival to end; for a call's arguments, before serving."""
+    """Return the start and the end of each row's transfer.
+
+    A transfer lasts from the arrival of the last rank to the end of the operation. The arguments of a remote call
+    arrive before the call is served.
+    """
     start, end = ready.copy(), np.maximum(rows["end_ns"], ready)
     if not any(type_of(trace.columns.names[number]) is REPLY for number in np.unique(rows["name"]).tolist()):
         return start, end

@@ -34,7 +34,7 @@ TEXTURES: Final = (
     "++++",
 )
 MOST: Final = len(TEXTURES)  # operations with their own colour and texture; all others are grey
-SMALL: Final = 0.01  # operations with a smaller share of the bytes are drawn together
+SMALL: Final = 0.01  # operations with a smaller share of the bytes are drawn together as "others"
 OTHERS: Final = "#B4BAC4"
 BINS: Final = 150
 NUMBERED: Final = 8  # ranks; with more, the matrix has no room for numbers
@@ -118,7 +118,10 @@ def _short(ranks: Sequence[str]) -> list[str]:
 
 
 def _shown(flows: Flows) -> int:
-    """Return how many operations, most bytes first, get their own colour and texture; never all but one."""
+    """Return how many operations, most bytes first, get their own colour and texture.
+
+    If only one operation would be left over, it gets its own too.
+    """
     nbytes = flows.by_operation()
     large = max(int((nbytes >= SMALL * nbytes.sum()).sum()), 1)
     return min(large + (len(nbytes) == large + 1), MOST)

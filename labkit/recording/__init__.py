@@ -1,1 +1,1 @@
-"""Records what a rank does (spans, scalars, pending operations), and the shared memory that holds the records."""
+"""Recording of what a rank does (spans, scalars, pending operations) in shared memory."""

@@ -139,7 +139,7 @@ class Columns:
 
     @cached_property
     def around(self) -> NDArray[np.bool_]:
-        """A boolean per span: whether it is a communication span of the program's own around a recorded operation.
+        """A boolean per span: whether it is the program's own communication span around a recorded operation.
 
         Such a span is only a label. The operation counts as communication; what the program does before and after it
         does not. The operation must begin inside the span, but only most of it must be inside: TensorFlow's profiler
@@ -227,7 +227,7 @@ def shown(operations: Sequence[Pending]) -> Iterator[tuple[Pending, int, int]]:
     for p in operations:
         if p.type is SERVE:
             yield p, COMPUTE, OPEN | AUTOMATIC | SERVED
-        elif p.type not in FOR_OTHERS:  # an owed future takes no time; waiting for it is an operation of its own
+        elif p.type not in FOR_OTHERS:  # a future owed to a caller takes no time; waiting for it is an operation of its own
             yield p, COMMUNICATION, OPEN | (SERVED if p.wait_start_ns and p.thread in threads else 0)
 
 

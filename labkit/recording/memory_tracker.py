@@ -23,7 +23,7 @@ from labkit.recording.schema import MEMORY, MEMORY_KINDS
 
 __all__ = ["Tracker", "track_memory"]
 
-APART_NS: Final = 200_000  # between points of the curve, except for peaks and valleys, which are all kept
+APART_NS: Final = 200_000  # minimum spacing of the curve's points, except peaks and valleys, which are all kept
 NEVER_NS: Final = 1 << 62
 
 Key = tuple[int, int, int]
@@ -42,8 +42,8 @@ def track_memory(*objects: Any) -> AbstractContextManager[None]:
     - other: on CUDA only, the rest of what the allocator holds for tensors. On the CPU, temporaries are not seen, such
       as the full gradients of a sharded layer before they are reduced
 
-    Each storage counts once, as the first kind that it belongs to. DistributedDataParallel creates its buckets in C++,
-    so they are not seen unless gradients are views of them (`gradient_as_bucket_view=True`).
+    Each piece of memory counts once, as the first kind that it belongs to. DistributedDataParallel creates its buckets
+    in C++, so they are not seen unless gradients are views of them (`gradient_as_bucket_view=True`).
 
     Recording costs a few microseconds per saved tensor; outside a group nothing happens.
 
@@ -222,7 +222,7 @@ class Tracker:
                         self._own("optimizer state", value)
 
     def _gathered(self, layers: list[Any]) -> None:
-        """Count the parameters of these layers that were not there before they were gathered."""
+        """Count the newly gathered parameters of these layers."""
         for layer in layers:
             for parameter in layer._parameters.values():
                 if parameter is not None:
@@ -276,7 +276,7 @@ def _local(tensor: Any) -> Any:
 def _gathering(modules: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
     """Yield the layers at whose start parameters may be gathered, each with the inner layers that may own them.
 
-    FSDP2 gathers the parameters of a module that it shards all at once, except for inner modules that it shards
+    For each module that FSDP2 manages, it gathers all parameters at once, except those of inner modules that it manages
     separately.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")

@@ -103,8 +103,8 @@ def span(name: str, kind: str = "compute") -> Any:
     Spans may be nested, even under the same name. An exception that leaves the block ends its span.
 
     Recording costs about two clock reads and one memory write; outside a group nothing is recorded. On a GPU, CUDA
-    events time the span, because the host only enqueues the work. The line of code is recorded once per run, where it
-    first uses the name.
+    events time the span, because the host only enqueues the work. The line of code is recorded once per run, where the
+    run first uses the name.
 
     Args:
         name: the name in the timeline. "forward", "backward", "optimizer" and "data" have their own colours.
