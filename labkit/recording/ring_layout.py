@@ -48,7 +48,7 @@ PENDING: Final = struct.Struct(PENDING_WAIT.format + _letters(PENDING_ORDER)[1:]
 PENDING_START: Final = PENDING.size - 8
 PENDING_SLOTS: Final = 1024  # a program may issue an all_reduce for each parameter before it waits for the first
 
-CAPACITY: Final = 1 << 18  # a power of two, so a mask gives the slot; at 0.4 µs per span the notebook has 0.1 s to read
+CAPACITY: Final = 1 << 18  # a power of two, so a mask gives the slot; at 0.4 µs per span the notebook has 0.1 s to read it
 HEADWAY: Final = CAPACITY // 8  # records that an overtaken reader skips, since the rank may overwrite them during the copy
 IN_FLIGHT: Final = 64  # records that the rank's threads may be writing at the same time
 HEADER_BYTES: Final = 64
@@ -72,7 +72,7 @@ assert [f.name for f in _HEAD_FIELDS] == ["start_ns", "end_ns", "name", "kind", 
 
 
 def record_dtype() -> Any:
-    """The numpy dtype of a record."""
+    """Return the numpy dtype of a record."""
     import numpy as np  # imported here because ranks import this module, and a bare rank runs without numpy
 
     letters = [(f.name, f.code) for f in _HEAD_FIELDS] + [("flags", "H"), ("commit", "q")]
