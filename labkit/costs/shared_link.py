@@ -1,8 +1,8 @@
-"""The schedule of a group's emulated links, shared by its ranks, so that all agree when each operation ends.
+"""The schedule of a group's emulated links, shared by its ranks so that all agree on when each operation ends.
 
-The schedule is in shared memory, and all ranks have the same clock. Each rank enters when it has issued an operation;
-the last of the participating ranks schedules it: it starts when all have arrived and their links are free, takes the
-model's time, and occupies the links meanwhile. The backend's real transfer does not matter.
+The schedule is in shared memory, and all ranks use the same clock. Each rank registers every operation that it issues.
+The last of the participating ranks schedules it: it starts when all ranks have arrived and their links are free, takes
+the model's time, and occupies the links meanwhile. The backend's real transfer does not matter.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class SharedLink:
     """One rank's view of the schedule; thread-safe.
 
     Args:
-        fd: the shared memory, initially `SHARED_LINK_BYTES` of zeros; owned. No other descriptor of it may be closed in
-            this process, since that would release the lock.
+        fd: the shared memory, initially `SHARED_LINK_BYTES` zeros; `close` closes it. This process must not close any
+            other descriptor of it, since that would release the lock.
     """
 
     def __init__(self, fd: int) -> None:
@@ -68,13 +68,13 @@ class SharedLink:
         keep_from_forks(self._memory)
 
     def arrive(self, group: str, match: int, at_ns: int, cost: Cost) -> None:
-        """Enter that a rank has issued an operation; the last rank schedules it.
+        """Register that this rank has issued an operation; the last rank to do so schedules it.
 
         Args:
-            group: the key of its group or pair, as in `recording.events.Span`.
+            group: the key of its group or pair, as in `recording.schema.Span`.
             match: its number in the group.
             at_ns: when it was issued.
-            cost: its cost; if ranks differ, as in an uneven all-to-all, the highest counts.
+            cost: its cost; if the ranks' costs differ, as in an uneven all-to-all, the highest counts.
         """
         key, at = _place(group, match)
         with self:
@@ -99,11 +99,10 @@ class SharedLink:
                 ENTRY.pack_into(self._memory, at, key, arrived - 1, 0, last_ns, cost_ns, busy_ns, 0)
 
     def due_ns(self, group: str, match: int) -> int:
-        """When an operation ends; 0 if unknown.
+        """Return when an operation ends; 0 if unknown.
 
         A rank that completes an operation before another rank arrives, such as the root of a broadcast, does not need
-        that
-        rank: for it, the operation starts with the last rank that has arrived.
+        that rank: for it, the operation starts at the latest arrival so far.
         """
         key, at = _place(group, match)
         with self:
@@ -133,6 +132,6 @@ class SharedLink:
 
 
 def _place(group: str, match: int) -> tuple[int, int]:
-    """The key and the offset of an operation's entry; those of one group are adjacent."""
+    """Return the key and the offset of an operation's entry; the entries of a group are adjacent."""
     crc = zlib.crc32(group.encode())
     return (crc << 32 | match & 0xFFFFFFFF) or 1, ENTRIES_AT + (crc + match) % ENTRIES * ENTRY.size

@@ -1,4 +1,4 @@
-"""`Member`: one rank while its process lives, as the notebook's side knows it."""
+"""`Member`: the notebook's view of one rank while its process is alive."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from labkit.worker.launch import RankProcess
 __all__ = ["Member"]
 
 READ_BYTES: Final = 1 << 16
-PIPE_BYTES: Final = 1 << 20  # the most that a rank's pipe holds, and so the most that it has printed when we begin to look
+PIPE_BYTES: Final = 1 << 20  # capacity of a rank's pipe, and so the most that is unread when reading starts
 
 
 class Member:
-    """A rank while its process lives: the process and what this side knows of it.
+    """A rank while its process is alive: the process, and what the notebook knows about it.
 
     Attributes:
-        unshown: what it has printed while no run was under way.
-        unseen: what it has shown, and warned of, meanwhile: each with its kind.
-        known_files: the student's files that it has the names, and perhaps the lines, of.
-        notebook_values: for `%%ranks`, what the notebook's names meant when they last travelled, or were assigned
-            there.
-        gone: numbers of definitions that the notebook does not have any more, which the rank has not been told.
-        assigned: the names that the last cell has assigned or deleted there.
-        made: by name, the cell that assigned it last there.
+        unshown: the output that it printed while no run was in progress.
+        unseen: what it displayed, and its warnings, while no run was in progress; each with its kind.
+        known_files: the student's files whose names, and perhaps lines, the rank has.
+        notebook_values: for `%%ranks`, the values of the notebook's names when they were last sent to the rank, or
+            assigned there.
+        gone: numbers of definitions that the notebook no longer has, and that the rank has not yet been told to forget.
+        assigned: the names that the last cell assigned or deleted in the rank.
+        made: by name, the cell that last assigned it in the rank.
     """
 
     def __init__(self, rank: int, name: str, process: RankProcess) -> None:
@@ -44,7 +44,7 @@ class Member:
         self.made: dict[str, str] = {}
 
     def printed(self) -> Iterator[bytes]:
-        """Its unread prints, in pieces; not what it prints meanwhile, which may be endless."""
+        """Yield its unread output in pieces, without what it prints meanwhile, which may be endless."""
         count = 0
         while self.output_open and count < PIPE_BYTES:
             try:
@@ -60,5 +60,5 @@ class Member:
                 return
 
     def keep_output(self) -> None:
-        """Read what it has printed, and leave it for the next run to show."""
+        """Read its unread output and keep it for the next run to show."""
         self.unshown += b"".join(self.printed())

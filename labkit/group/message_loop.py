@@ -1,4 +1,4 @@
-"""One loop takes what ranks send, whether they start, run or end: a receiver gets each message and each death."""
+"""The loop that passes each message and each death of a rank to a receiver, whether ranks start, run or end."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ _END: Final = "end"
 
 
 class Receiver(Protocol):
-    """What somebody does with the messages of ranks while they wait for some of them."""
+    """Handles the messages of ranks while waiting for some of them."""
 
     def pause_s(self) -> float | None:
-        """Called before each wait: do what is due, and say how long to wait at most; None ends the loop."""
+        """Do what is due and return how long to wait at most; None ends the loop. Called before each wait."""
 
     def expects(self, member: Member) -> bool:
-        """Whether a message of this rank is still expected."""
+        """Return whether a message from this rank is still expected."""
 
     def message(self, member: Member, message: Message) -> None:
-        """A rank has sent a message.
+        """Handle a message from a rank.
 
         Raises:
             EOFError, OSError: the rank is gone.
         """
 
     def died(self, member: Member) -> None:
-        """A rank's process has ended; all messages of it that were expected and had been sent have been received."""
+        """Handle the end of a rank's process. All expected messages that it sent have been received before."""
 
 
 class MessageLoop:
     """Waits for messages and for the ends of processes.
 
-    Prints are not waited for. To wake up at each of them would cost the ranks, which print, more than the notebook;
-    receivers look at them now and then.
+    It does not wait for printed output: waking up for each print would cost the ranks more than the notebook. Receivers
+    check for output now and then.
     """
 
     def __init__(self) -> None:
@@ -47,18 +47,18 @@ class MessageLoop:
         self._dead: dict[int, Member] = {}
 
     def add(self, member: Member) -> None:
-        """From now on wait for a rank, too."""
+        """Also wait for a rank from now on."""
         self._selector.register(member.channel, selectors.EVENT_READ, (_MESSAGE, member))
-        if member.process.sentinel >= 0:  # else the end of the channel tells
+        if member.process.sentinel >= 0:  # otherwise the end of the channel reports it
             self._selector.register(member.process.sentinel, selectors.EVENT_READ, (_END, member))
 
     def run(self, receiver: Receiver) -> None:
-        """Give a receiver everything that comes, until it ends the loop."""
-        for member in list(self._dead.values()):  # it died in an earlier run of the loop, and will not be heard of again
+        """Pass everything that arrives to a receiver, until it ends the loop."""
+        for member in list(self._dead.values()):  # died in an earlier run of the loop, so no event will report it again
             receiver.died(member)
         while (limit_s := receiver.pause_s()) is not None:
             events = self._selector.select(limit_s)
-            # Messages before deaths: a failing rank's own report tells more than the fact that it ended.
+            # Messages before deaths: a failing rank's own report says more than the fact that it ended.
             for kind in (_MESSAGE, _END):
                 for key, _ in events:
                     its_kind, member = key.data
@@ -66,7 +66,7 @@ class MessageLoop:
                         self._receive(member, receiver) if kind is _MESSAGE else self._end(member, receiver)
 
     def close(self) -> None:
-        """Wait for nobody any more."""
+        """Stop waiting for all ranks."""
         self._selector.close()
 
     def _receive(self, member: Member, receiver: Receiver) -> None:

@@ -1,4 +1,4 @@
-"""The processes of a group: started together, set up together, ended together."""
+"""The processes of a group, which are started, set up and ended together."""
 
 from __future__ import annotations
 
@@ -30,38 +30,38 @@ from labkit.worker.runtimes.base import RankConfig
 
 __all__ = ["RankPool"]
 
-# For all ranks to set up; 0.05 s if forked, but a spawned one may import TensorFlow from a cold disk.
+# For all ranks to set up: 0.05 s if they are forked, but a spawned rank may import TensorFlow from a cold disk.
 START_LIMIT_S: Final = 180.0
 CLOSE_LIMIT_S: Final = 0.5  # for a rank to leave its process group by itself, before it is ended
-# A start that takes longer says what it waits for; a lesson's first, whose output is checked, must not.
+# A start that takes longer prints what it waits for. The first start in a lesson with checked output must not.
 SLOW_START_S: Final = float(os.environ.get("LABKIT_SLOW_START_S", "20"))  # the variable is for tests of checked output
-LOOK_EVERY_S: Final = 0.1  # at what ranks print while they set up: they would be blocked when nobody reads it
-LAST_LINES: Final = 10  # of what a rank has printed are shown where it died outside a run
+LOOK_EVERY_S: Final = 0.1  # how often output is read while ranks set up: they would block if nobody read it
+LAST_LINES: Final = 10  # the last lines of a rank's output, shown if it died outside a run
 
 
 class RankPool:
     """One generation of a group's processes.
 
     Args:
-        plan: the group as it was asked for.
-        starter: what starts and ends processes.
+        plan: the group as requested.
+        starter: starts and ends the processes.
         sent: the definitions that the group has sent.
-        starts_rpc: whether they are for a program that calls `init_rpc` itself.
+        starts_rpc: whether the processes are for a program that calls `init_rpc` itself.
 
     Attributes:
-        spent: whether the framework has computed in them, and cannot begin anew.
-        used: whether a run has begun in them; `called`: one of a function, and not of a cell.
-        unfinished: what a `%%ranks` cell has left unfinished, which a later one may finish; a
-            `group.unfinished.Unfinished`.
+        spent: whether the framework has computed in the processes and cannot be initialized again.
+        used: whether a run has begun in the processes.
+        called: whether a run of a function, as opposed to a cell, has begun in them.
+        unfinished: a `group.unfinished.Unfinished`: the operation that a `%%ranks` cell has left unfinished, and that a
+            later cell may finish.
         members: the ranks, in rank order.
-        loop: takes what they send.
-        notes: what the student should be told once.
+        loop: receives what the ranks send.
+        notes: notes for the student, to be shown once.
         modules: the student's modules that ranks have imported, by name.
-        oom_kills: the kernel's counters of processes killed for lack of memory.
+        oom_kills: the kernel's counters of processes killed by the OOM killer.
 
-    It exists before its processes do, and they are started and ended on threads of their own: Stop interrupts the
-    waiting, not the action, so there is never a process that nobody knows of. Whoever makes a pool ends it, also where
-    `start` fails.
+    A pool exists before its processes do. Separate threads start and end them: Stop interrupts only the waiting, not
+    the action, so no process is ever left untracked. Whoever creates a pool must end it, even if `start` fails.
     """
 
     def __init__(self, plan: Plan, starter: Starter, sent: Sent, *, starts_rpc: bool = False) -> None:
@@ -77,19 +77,21 @@ class RankPool:
         self._state: ProcessState | None = None
         self._reaping = threading.Lock()
         self._codes: dict[int, int] = {}
-        self._changing = threading.Lock()  # held while processes come into `_processes`, or are taken out to be ended
+        self._changing = threading.Lock()  # held while processes are added to `_processes`, or removed to be ended
         self._processes: list[RankProcess] = []
         self._over = False
         self._start_failed: BaseException | None = None
-        self._slow_s = float("inf")  # on `time.monotonic`, when a start that is under way is told to be slow
+        self._slow_s = float("inf")  # on `time.monotonic`: when a start in progress is reported as slow
 
     def may_run(self, kind: str, starts_rpc: bool) -> bool:
-        """Whether these processes may serve another run.
+        """Return whether these processes may serve another run.
+
+        The definitions of cells stay in the processes as long as possible. If the framework cannot be initialized
+        again, each function call gets new processes, and cells share theirs until a function is called.
 
         Args:
-            kind: "call" or "cell"; what cells define stays where it is as long as it can. Where the framework cannot
-                begin anew, a function has processes of its own, and cells share theirs until one is called.
-            starts_rpc: whether it calls `init_rpc` itself.
+            kind: "call" (of a function) or "cell".
+            starts_rpc: whether the run calls `init_rpc` itself.
         """
         if self.plan.kind.fresh_each_run:
             return not self.used or (kind == "cell" and not self.called)
@@ -101,8 +103,8 @@ class RankPool:
         """Start the processes and set them up.
 
         Raises:
-            LabError: the processes did not come up.
-            RankError: a rank failed while it was set up.
+            LabError: the processes did not start.
+            RankError: a rank failed during setup.
         """
         self._state = ProcessState.now()
         self._slow_s = time.monotonic() + SLOW_START_S
@@ -118,13 +120,13 @@ class RankPool:
         self._slow_s = float("inf")
 
     def follow(self) -> list[str]:
-        """Have the ranks take over what the notebook's process has changed.
+        """Apply changes of the notebook's process to the ranks.
 
         Returns:
-            a line for each edited module that they have as it was.
+            a line for each edited module of which the ranks still have the old version.
 
         Raises:
-            LabError: the working folder is no more.
+            LabError: the working folder no longer exists.
         """
         assert self._state is not None, "ranks that were never set up"
         if not self._state.holds():
@@ -145,7 +147,7 @@ class RankPool:
             if not self._over:
                 self._processes = processes
                 return
-        self._let_go(processes)  # nobody waits for them any more
+        self._let_go(processes)  # the pool has been ended meanwhile
 
     def _set_up(self, plan: Plan) -> None:
         for member in self.members:
@@ -169,14 +171,14 @@ class RankPool:
             self.notes += notes
 
     def begin(self, on: Sequence[int], kind: str, data: Callable[[int], Any], payload: Payload) -> None:
-        """Have ranks begin to run something; what they must know before goes first.
+        """Start a run on some ranks, after telling them which definitions to forget.
 
         Args:
-            on: which.
-            kind: of the message.
-            data: what it says to a rank; where that is the object that the rank before got, it is pickled once for
-                both.
-            payload: what travels with it.
+            on: the ranks.
+            kind: the kind of the message.
+            data: returns the message's data for a rank; if that is the same object as for the previous rank, it is
+                pickled only once.
+            payload: the payload of the message.
         """
         all_called, last, message = len(on) == len(self.members), None, None
         if gone := self.sent.take_gone():
@@ -191,16 +193,16 @@ class RankPool:
                 if message is None or own is not last:
                     last, message = own, encode(kind, (all_called, own), payload)
                 member.channel.send_encoded(message)
-            except OSError:  # it has just ended; the run will see that, and say why
+            except OSError:  # it has just ended; the run will notice and explain it
                 pass
 
     def exchange(self, kind: str, data: Any, payload: Payload | None, expected: str) -> list[Any]:
-        """Send a message to every rank, outside a run, and wait for all answers; returns them in rank order."""
+        """Send a message to every rank, outside a run, wait for all answers and return them in rank order."""
         self._send_all(kind, data, payload)
         return self._answers(expected)
 
     def share_settings(self, pack: Callable[[Settings], Payload]) -> list[str]:
-        """Send the notebook's new `logging` and warnings settings to the ranks; returns notes for the student."""
+        """Send the notebook's new `logging` and warnings settings to the ranks; return notes for the student."""
         settings = self._settings.news()
         if settings is None:
             return []
@@ -211,30 +213,30 @@ class RankPool:
             payload = pack(settings.plain())
             notes.append(f"ranks log without the notebook's formats: {str(error).splitlines()[0]}")
         try:
-            self._send_all("settings", None, payload)  # without an answer, as in `follow`: the next call says what went wrong
+            self._send_all("settings", None, payload)  # without an answer, as in `follow`: the next call reports errors
         finally:
             payload.close()
         return notes
 
     def observe(self, *, begin: bool) -> list[str]:
-        """Notify all ranks, if serving ones must know, that a run begins or is over; returns notes for the student."""
+        """Notify all ranks, if serving ones must know, that a run begins or is over; return notes for the student."""
         if not self.plan.kind.observes_runs:
             return []
         return [note for notes in self.exchange("observe", begin, None, "observed") for note in notes]
 
     def _send_all(self, kind: str, data: Any, payload: Payload | None = None) -> None:
         for member in self.members:
-            with contextlib.suppress(OSError):  # it has just ended; `_answers` will see that, and say why
+            with contextlib.suppress(OSError):  # it has just ended; `_answers` will notice and explain it
                 member.channel.send(kind, data, payload)
 
     def _answers(self, expected: str) -> list[Any]:
-        """One message from every rank, outside a run."""
+        """Return one message from every rank, outside a run."""
         answers = _Answers(self, expected)
         self.loop.run(answers)
         return [answers.data[m.rank] for m in self.members]
 
     def tell_if_slow(self) -> None:
-        """Say once of a start that is under way and takes long what it is waiting for."""
+        """If a start in progress takes long, print once what it is waiting for."""
         if time.monotonic() > self._slow_s:
             self._tell_slow_start()
 
@@ -247,12 +249,12 @@ class RankPool:
             put(f"labkit: the ranks take {seconds} to start; this machine is busy\n")
 
     def death(self, member: Member, *, at_ns: int = 0, last: str = "") -> RankFailure:
-        """How a rank's process ended: exit code, OOM killer, where C code crashed, and its prints not yet shown.
+        """Explain how a rank's process ended: exit code, OOM killer, location of a C crash, and output not yet shown.
 
         Args:
             member: the rank.
-            at_ns: when that was noticed, on `time.perf_counter_ns`.
-            last: what it was doing: a sentence.
+            at_ns: when its end was noticed, on `time.perf_counter_ns`.
+            last: a sentence that says what the rank was doing.
         """
         oom_kills = self.oom_kills.recent()
         code = self.reap(member)
@@ -262,22 +264,22 @@ class RankPool:
         return RankFailure(member.rank, member.name, explain_exit(code, oom_kills), text, at_ns=at_ns, last=last, cause=cause)
 
     def reap(self, member: Member) -> int:
-        """The exit code of a rank that has ended, or is ended by this."""
+        """Reap a rank's process, ending it first if necessary, and return its exit code."""
         with self._reaping:
             self._codes |= self._starter.end([member.process])
         return self._codes.get(member.process.pid, 0)
 
     def kill(self) -> None:
-        """End the processes and leave the rest to the run that is under way on another thread."""
+        """End the processes and leave the rest to the run in progress on another thread."""
         with self._reaping:
             self._codes |= self._starter.end([m.process for m in self.members])
 
     def end(self, *, graceful: bool = False, wait: bool = True) -> None:
-        """End the processes. Once that has begun, this does nothing.
+        """End the processes. Further calls do nothing.
 
         Args:
-            graceful: let the ranks leave their process group by themselves first.
-            wait: until it is done.
+            graceful: first let the ranks leave their process group by themselves.
+            wait: whether to wait until the processes have ended.
         """
         if self._over:
             return
@@ -297,27 +299,27 @@ class RankPool:
                 try:
                     member.channel.send("close")
                 except OSError:
-                    continue  # it has gone already
+                    continue  # it is already gone
             self.loop.run(_Ends(self.members))
         self._let_go(processes)
         self.loop.close()
 
     def _let_go(self, processes: Sequence[RankProcess]) -> None:
-        if processes:  # else what should have started them may be busy importing
+        if processes:  # if there are none, the starter may be busy importing
             self._starter.end(processes)
         for process in processes:
             process.close()
 
 
 class _Answers:
-    """Takes one answer from every rank, outside a run: see `Receiver`.
+    """Receives one answer from every rank, outside a run; see `Receiver`.
 
     Args:
         pool: the processes.
-        kind: of the messages that answer.
+        kind: the kind of the messages that are answers.
 
     Attributes:
-        data: by the number of a rank, what it has answered so far.
+        data: the answers received so far, by rank number.
     """
 
     def __init__(self, pool: RankPool, kind: str) -> None:
@@ -340,7 +342,7 @@ class _Answers:
         return member.rank not in self.data
 
     def message(self, member: Member, message: Message) -> None:
-        if message.kind in ("shown", "warned"):  # by a thread that goes on between two runs, or while it is set up
+        if message.kind in ("shown", "warned"):  # from a thread that keeps running between two runs, or during setup
             member.unseen.append((message.kind, message.data))
             return
         if message.kind == "raised":
@@ -354,7 +356,7 @@ class _Answers:
 
 
 class _Ends:
-    """Waits until ranks that were told to have ended by themselves, but not long: see `Receiver`."""
+    """Waits briefly for ranks that were told to end by themselves; see `Receiver`."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._left = {m.rank for m in members}
@@ -368,7 +370,7 @@ class _Ends:
         return False
 
     def message(self, _: Member, __: Message) -> None:
-        """What a thread shows or warns of now, nobody reads any more."""
+        """Discard the message: what a thread displays or warns of now, nobody reads."""
 
     def died(self, member: Member) -> None:
         self._left.discard(member.rank)

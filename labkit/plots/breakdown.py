@@ -99,8 +99,8 @@ def compare(
     difference between two runs is the sum of the differences of their parts.
 
     Args:
-        runs: runs or traces by name, for names that are not Python identifiers: `compare({"2 ranks": a, "4 ranks":
-            b})`.
+        runs: runs or traces by name, for names that are not Python identifiers:
+            `compare({"2 ranks": a, "4 ranks": b})`.
         step: a step number, a range of steps, or "all" for whole runs; the same for every run.
         ax: the axes to draw into; default: a new figure.
         named: runs or traces by name.
@@ -152,17 +152,17 @@ def compare(
 
 
 def _wide_in(names: Sequence[str]) -> float:
-    """The approximate width of the axes in a new figure, beside the row names."""
+    """Return the approximate width of the axes in a new figure, beside the row names."""
     return WIDTH_IN - 0.2 - CHARACTER_IN * max(map(len, names))
 
 
 def _fitting(texts: Sequence[str], room_in: NDArray[np.float64]) -> list[str]:
-    """The texts that fit into their part of a bar; "" for the others."""
+    """Return the texts that fit into their part of a bar; "" for the others."""
     return [text if room > 0.05 + 0.85 * CHARACTER_IN * len(text) else "" for text, room in zip(texts, room_in, strict=True)]
 
 
 def _ratios(lengths_ns: NDArray[np.float64]) -> list[str]:
-    """Each run's duration, and how it compares with the first run's."""
+    """Return each run's duration, and how it compares with the first run's."""
     words = [time_in_words(lengths_ns[0])]
     for length_ns in lengths_ns[1:].tolist():
         faster = float(lengths_ns[0]) / length_ns
@@ -186,7 +186,7 @@ def _ranks_and_steps(view: View) -> str:
 
 
 def _percent(share: Share) -> NDArray[np.float64]:
-    """The five parts in the order of `_PARTS`, in % of the trace's window."""
+    """Return the five parts in the order of `_PARTS`, in % of the trace's window."""
     computing = share.compute_ns - share.overlap_ns
     rest = share.idle_ns - share.waiting_ns
     parts = np.array([computing, share.overlap_ns, share.exposed_ns, share.waiting_ns, rest], np.float64)

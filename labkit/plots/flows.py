@@ -1,9 +1,10 @@
-"""Who sent how many bytes to whom, and when: what a trace's communications come to, for `traffic` to draw.
+"""The byte flows of a trace, drawn by `traffic`: who sent how many bytes to whom, and when.
 
-A message and a remote call say who sent and who received. A collective says neither, and the backend is free in how it
-moves the bytes. One from or to a single rank, the root, is counted as that rank's message to or from each other one: a
-tree moves as many bytes, but by ways that differ from backend to backend. The others are counted as a ring of their
-ranks would move them, which is what all-reduce on few ranks usually is.
+Messages and remote calls have a sender and a receiver. Collectives do not, and backends are free in how they move the
+bytes. A collective with a root is counted as messages from the root to each other rank, or from each of them to the
+root: a tree moves as many bytes, but along paths that differ between backends. An all-to-all is counted as messages
+between all pairs. The others are counted as a ring of their ranks would move them, which is how all-reduce on few ranks
+usually works.
 
 Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009; and for
 the other collectives the bus bandwidth factors in the documentation of NVIDIA's nccl-tests (doc/PERFORMANCE.md).
@@ -29,26 +30,25 @@ __all__ = ["Flows", "flows_of", "over_time"]
 
 @dataclass(frozen=True, slots=True)
 class Flows:
-    """Bytes on their way, an entry for each end that sends in an operation and each that it sends to.
+    """Byte flows, with one entry per sending and receiving end of each operation.
 
-    An end is a rank; of a rank with several of TensorFlow's devices, one of them.
+    An end is a rank, or one device of a rank with several TensorFlow devices.
 
     Args:
         name: the operations, most bytes first.
-        operation: of each entry, its place in `name`.
-        source: the end that sends, as its place in `ends`.
-        destination: the end that receives.
-        nbytes: how much; a collective's share need not be whole.
-        start_ns: from when it can travel.
-        end_ns: when it has arrived.
-        count: how many times each operation was made; by all ranks of a collective together is once.
-        rings: whether there are collectives among them that are counted as rings.
-        roots: whether there are some that are counted as messages from or to their root.
-        unsized: operations that are in none of these, because nobody knows their bytes, and how many times each was
-            made.
+        operation: for each entry, its operation as an index into `name`.
+        source: the sending end, as an index into `ends`.
+        destination: the receiving end.
+        nbytes: the number of bytes; a collective's share need not be an integer.
+        start_ns: when the bytes can start to travel.
+        end_ns: when they have arrived.
+        count: how often each operation was carried out; a collective counts once for all its ranks.
+        rings: whether any collectives are counted as rings.
+        roots: whether any collectives are counted as messages from or to their root.
+        unsized: operations of unknown size, which have no entries, and how often each was carried out.
         ends: the names of the ends.
         rank: the number of each end's rank.
-        devices: whether there are devices among them.
+        devices: whether any of the ends are devices.
     """
 
     name: tuple[str, ...]
@@ -67,21 +67,21 @@ class Flows:
     devices: bool
 
     def matrix(self) -> NDArray[np.float64]:
-        """Bytes from end to end, shape (ends, ends): the row sends, the column receives."""
+        """Return the bytes from end to end, shape (ends, ends): rows send, columns receive."""
         count = len(self.ends)
         return np.bincount(self.source * count + self.destination, self.nbytes, count**2).astype(np.float64).reshape(count, count)
 
     def between_ranks(self) -> float:
-        """Bytes that went from one rank to another, and not to a device of the same."""
+        """Return the bytes that went from one rank to another, rather than between devices of the same rank."""
         return float(self.nbytes[self.rank[self.source] != self.rank[self.destination]].sum())
 
     def by_operation(self) -> NDArray[np.float64]:
-        """Bytes of each operation, shape (names,)."""
+        """Return the bytes of each operation, shape (names,)."""
         return np.bincount(self.operation, self.nbytes, len(self.name)).astype(np.float64)
 
 
 def flows_of(trace: Trace) -> Flows:
-    """The flows of a trace; of a stretch of it, those of what completed in it."""
+    """Return the flows of a trace; for a part of a trace, those of the operations that completed in it."""
     data, names, ends = trace.columns.data, trace.columns.names, ends_of(trace)
     data_ready = trace.ready()
     complete = (data["kind"] == COMMUNICATION) & (data["flags"] & OPEN == 0)
@@ -110,17 +110,17 @@ def flows_of(trace: Trace) -> Flows:
 
 
 def over_time(flows: Flows, edges: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Bytes that each operation moved in each bin, spread evenly over the time that they were on their way.
+    """Return the bytes that each operation moved in each bin, spread evenly over the time of the transfer.
 
     Args:
-        flows: what travelled.
-        edges: of the bins, in ns, ascending and equally far apart, shape (bins + 1,).
+        flows: the flows.
+        edges: the edges of the bins in ns, ascending and equidistant, shape (bins + 1,).
 
     Returns:
         shape (names, bins).
     """
-    # The bytes of one flow up to a moment rise from 0 at its start to all at its end: the sum of two ramps. All ramps
-    # together are a sum of slopes and one of offsets up to each edge.
+    # The bytes that a flow has moved rise linearly from 0 at its start to all of them at its end: the sum of two ramps.
+    # For all ramps together, it is enough to sum the slopes and the offsets up to each edge.
     start = np.minimum(flows.start_ns, flows.end_ns - 1).astype(np.float64)
     slope = flows.nbytes / (flows.end_ns - start)
     moved = np.zeros((len(flows.name), len(edges)))
@@ -137,7 +137,11 @@ def over_time(flows: Flows, edges: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def _on_its_way(trace: Trace, mine: NDArray[np.int64], rows: Any, ready: NDArray[np.int64]) -> tuple[Any, Any]:
-    """When each row's bytes were sent: from the last arrival to its end; a call's arguments before it is served."""
+    """Return the start and the end of each row's transfer.
+
+    A transfer lasts from the arrival of the last rank to the end of the operation. The arguments of a remote call
+    arrive before the call is served.
+    """
     start, end = ready.copy(), np.maximum(rows["end_ns"], ready)
     if not any(type_of(trace.columns.names[number]) is REPLY for number in np.unique(rows["name"]).tolist()):
         return start, end
@@ -150,7 +154,7 @@ def _on_its_way(trace: Trace, mine: NDArray[np.int64], rows: Any, ready: NDArray
 
 
 def _messages(rows: Any, names: list[str], ends: Ends) -> list[tuple[Any, ...]]:
-    """Of messages and remote calls: row, source, destination, bytes."""
+    """Return row, source, destination and bytes of messages and remote calls."""
     peer = rows["peer"] >= 0
     received, second = _travels(rows, names, Traffic.FROM_PEER), _travels(rows, names, Traffic.SECOND_END)
     here = np.flatnonzero(peer & ~second)
@@ -160,16 +164,16 @@ def _messages(rows: Any, names: list[str], ends: Ends) -> list[tuple[Any, ...]]:
 
 
 def _roots(rows: Any, names: list[str], ends: Ends) -> list[tuple[Any, ...]]:
-    """Of collectives with a root: row, source, destination, bytes. The root's own entry goes from it to itself."""
+    """Return row, source, destination and bytes of collectives with a root. The root's own entry is to itself."""
     here = np.flatnonzero(rows["peer"] <= ROOTED)
-    leaves = _travels(rows[here], names, Traffic.FROM_ROOT)  # the other collectives with a root bring it something
+    leaves = _travels(rows[here], names, Traffic.FROM_ROOT)  # in the other collectives with a root, the root receives
     mine, root = ends.of(rows[here]), ends.root(ROOTED - rows["peer"][here])
     part = (here, np.where(leaves, root, mine), np.where(leaves, mine, root), rows["nbytes"][here].astype(np.float64))
     return [part] if len(here) else []
 
 
 def _rings(rows: Any, names: list[str], ends: Ends) -> list[tuple[Any, ...]]:
-    """Of collectives without a root, per process group: row, source, destination, bytes."""
+    """Return row, source, destination and bytes of collectives without a root, per process group."""
     parts: list[tuple[Any, ...]] = []
     collective = np.flatnonzero((rows["peer"] < 0) & (rows["peer"] > ROOTED) & (rows["group"] != 0) & (rows["nbytes"] > 0))
     for group in np.unique(rows["group"][collective]).tolist():
@@ -183,7 +187,7 @@ def _rings(rows: Any, names: list[str], ends: Ends) -> list[tuple[Any, ...]]:
             mine, nbytes, kind = ends.of(rows[here]), rows["nbytes"][here].astype(np.float64), type_of(names[number])
             if kind.traffic is Traffic.PAIRWISE:
                 for other in members.tolist():
-                    parts.append((here, mine, np.full(len(here), other), nbytes / n))  # to itself as well: that does not travel
+                    parts.append((here, mine, np.full(len(here), other), nbytes / n))  # includes itself: does not travel
             elif kind.traffic is Traffic.RING and kind.cost is not None:
                 parts.append((here, mine, after[mine], nbytes * kind.cost.share(n)))
     return parts
@@ -196,13 +200,13 @@ def _unsized(rows: Any, names: list[str]) -> tuple[tuple[str, int], ...]:
 
 
 def _travels(rows: Any, names: list[str], how: Traffic) -> NDArray[np.bool_]:
-    """For each row, whether that is how its bytes travel."""
+    """Return for each row whether its bytes travel in the given way."""
     used, place = np.unique(rows["name"], return_inverse=True)
     return np.array([type_of(names[number]).traffic is how for number in used.tolist()], bool)[place]
 
 
 def _times(rows: Any, used: NDArray[np.int64]) -> dict[int, int]:
-    """By the number of its name, how many times an operation was made: those of one group and number are one."""
+    """Return how often each operation was carried out, by name number; rows with the same group and match are one."""
     some = rows[np.unique(used)]
     alone = some["group"] == 0
     found: dict[int, int] = {}

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["traffic"]
 
+# Textures that distinguish operations of the same colour in one figure.
 TEXTURES: Final = (
     "",
     "////",
@@ -31,13 +32,13 @@ TEXTURES: Final = (
     "----",
     "||||",
     "++++",
-)  # of the operations of one colour, in one figure
-MOST: Final = len(TEXTURES)  # operations with a colour and texture of their own; all others are grey
-SMALL: Final = 0.01  # operations with a smaller share of the bytes are drawn with the others
+)
+MOST: Final = len(TEXTURES)  # operations with their own colour and texture; all others are grey
+SMALL: Final = 0.01  # operations with a smaller share of the bytes are drawn together as "others"
 OTHERS: Final = "#B4BAC4"
 BINS: Final = 150
-NUMBERED: Final = 8  # ranks: with more, the matrix has no room for numbers
-TITLED: Final = 2 * NUMBERED  # ranks: with more, it has no room for their names either
+NUMBERED: Final = 8  # ranks; with more, the matrix has no room for numbers
+TITLED: Final = 2 * NUMBERED  # ranks; with more, it has no room for their names either
 CHARACTER_IN: Final = 0.07
 MATRIX_IN: Final = 2.1  # width of the matrix in a new figure
 LONGEST: Final = 56  # characters of an operation's name
@@ -48,12 +49,10 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
     """Draw the communicated bytes: on the left by operation over time, on the right from rank to rank.
 
     A message or remote call counts from its sender to its receiver. Collectives are counted independently of the
-    backend's
-    algorithm: a broadcast or scatter as messages from the root to each other rank; a gather or reduce as messages from
-        each
-    rank to the root; an all-to-all as messages between all pairs; the others as a ring algorithm moves them: in an
-    all-reduce of S bytes on n ranks, each rank sends 2·(n - 1)/n·S to the next. Each of a rank's several TensorFlow
-    devices counts as a rank.
+    backend's algorithm. A broadcast or scatter counts as messages from the root to each other rank; a gather or reduce
+    as messages from each rank to the root; an all-to-all as messages between all pairs. The others count as a ring
+    algorithm moves them: in an all-reduce of S bytes on n ranks, each rank sends 2·(n - 1)/n·S to the next. If a rank
+    has several TensorFlow devices, each counts as a rank.
 
     Bytes are those of tensors, and for remote calls those of the pickled data. They are spread evenly over the time
     from the arrival of the last rank to the end of the operation. An operation has the same colour in all figures;
@@ -113,20 +112,23 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
 
 
 def _short(ranks: Sequence[str]) -> list[str]:
-    """The names of ranks, shortened as far as they remain distinct."""
+    """Return the names of ranks, shortened as far as they remain distinct."""
     tried = ([shortened(name, most) for name in ranks] for most in range(18, max(map(len, ranks))))
     return next((names for names in tried if len(set(names)) == len(names)), list(ranks))
 
 
 def _shown(flows: Flows) -> int:
-    """How many operations, those with the most bytes first, have a look of their own; never all but one."""
+    """Return how many operations, most bytes first, get their own colour and texture.
+
+    If only one operation would be left over, it gets its own too.
+    """
     nbytes = flows.by_operation()
     large = max(int((nbytes >= SMALL * nbytes.sum()).sum()), 1)
     return min(large + (len(nbytes) == large + 1), MOST)
 
 
 def _labels(flows: Flows) -> list[str]:
-    """Legend texts: of each operation with a look of its own, and of all others together."""
+    """Return the legend's texts: one per operation with its own colour and texture, and one for all others."""
     nbytes, shown = flows.by_operation(), _shown(flows)
     each = zip(flows.name[:shown], flows.count, nbytes.tolist(), strict=False)
     labels = [f"{shortened(name, LONGEST)}: {count} ×, {bytes_in_words(n)}" for name, count, n in each]
@@ -140,12 +142,12 @@ def _unsized(flows: Flows) -> str:
 
 
 def _endpoint(flows: Flows) -> str:
-    """The word for what sends and receives."""
+    """Return the word for what sends and receives."""
     return "device" if flows.devices else "rank"
 
 
 def _rules(flows: Flows) -> str:
-    """How collectives are counted."""
+    """Return the note that says how collectives are counted."""
     rules = [f"as a ring of its {_endpoint(flows)}s"] * flows.rings + ["as its root's messages"] * flows.roots
     return "\n(a collective counts " + "\nor ".join(rules) + ")" if rules else ""
 
@@ -173,7 +175,7 @@ def _draw_rates(ax: Axes, trace: Trace, flows: Flows, labels: list[str]) -> None
 
 
 def _looks(names: Sequence[str]) -> list[dict[str, Any]]:
-    """The colour of each operation, with a texture if an operation earlier in the alphabet has the same colour."""
+    """Return each operation's colour, with a texture if an operation earlier in the alphabet has the same colour."""
     found, used = {}, Counter[str]()
     for name in sorted(names):
         colour = type_of(name).colour
@@ -219,7 +221,7 @@ def _draw_matrix(ax: Axes, scale: Axes | None, flows: Flows, ranks: list[str], r
 
 
 def _cell(nbytes: float, size: float) -> str:
-    """At most two decimals, in units of `size` bytes; less than a tenth of the unit is written with a smaller one."""
+    """Format bytes in units of `size`, with at most two decimals; below a tenth of the unit, in a smaller one."""
     value = nbytes / size
     if 0 < value < 0.0995:
         return bytes_in_words(nbytes)

@@ -1,1 +1,1 @@
-"""What a rank writes down, and the shared memory that it writes to: spans, scalars, operations under way."""
+"""Recording of what a rank does (spans, scalars, pending operations) in shared memory."""

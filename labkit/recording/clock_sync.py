@@ -1,4 +1,4 @@
-"""The offset of two clocks: measured over its own connection, with a bound on the error, and removed from times."""
+"""Measures the offset between two clocks over a separate connection, with an error bound, and corrects times for it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["ClockServer", "Reading", "ask", "bounds", "machine", "on_reference"]
 
 Clock = Callable[[], int]
 
-TRIES: Final = 16  # each may narrow the bound; the first ones find caches cold
-LIMIT_S: Final = 0.5  # for all of them
-GOOD_NS: Final = 20_000  # half the time of a quick exchange between two machines: better is not worth more tries
+TRIES: Final = 16  # each may tighten the bound; the first ones run with cold caches
+LIMIT_S: Final = 0.5  # for all tries together
+GOOD_NS: Final = 20_000  # half the time of a quick exchange between two machines; a tighter bound is not worth more tries
 SECRET_BYTES: Final = 16
 ANSWER: Final = struct.Struct("<q")
 BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Reading(NamedTuple):
-    """The offset to rank 0's clock: `offset_ns`, accurate to `within_ns`, when this clock showed `at_ns`."""
+    """The offset to rank 0's clock: `offset_ns` ± `within_ns` at the time `at_ns` of this clock."""
 
     at_ns: int
     offset_ns: int
@@ -36,24 +36,24 @@ class Reading(NamedTuple):
 
 
 def machine() -> str:
-    """What this machine has of its own, as long as it is not started anew: its processes share one clock."""
+    """Return an identifier of this machine since its last boot; processes with the same one share a clock."""
     boot = ""
-    with contextlib.suppress(OSError):  # only Linux has it
+    with contextlib.suppress(OSError):  # only Linux has this file
         boot = BOOT_ID.read_text(encoding="ascii").strip()
     return f"{socket.gethostname()} {boot}".strip()
 
 
 class ClockServer:
-    """Tells its clock to whoever knows the secret, on a thread of its own.
+    """Serves the time of a clock to clients that know a secret, on its own thread.
 
     Args:
-        host: the address to listen on; "" for all.
-        secret: 16 bytes.
-        clock: what it tells, in nanoseconds.
+        host: the address to listen on; "" for all addresses.
+        secret: the 16 bytes that a client must send first.
+        clock: the clock to serve, in nanoseconds.
 
     Attributes:
-        port: where it listens.
-        asked: how often somebody has come, asked, and gone.
+        port: the port that it listens on.
+        asked: the number of clients that have been served and have disconnected.
     """
 
     def __init__(self, host: str, secret: bytes, clock: Clock = time.perf_counter_ns) -> None:
@@ -78,9 +78,9 @@ class ClockServer:
                     self.asked += 1
 
     def close(self) -> None:
-        """Tell nobody any more."""
+        """Stop serving."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # else `accept` goes on
+            self._socket.shutdown(socket.SHUT_RDWR)  # otherwise `accept` keeps blocking
         self._socket.close()
 
 
@@ -88,13 +88,13 @@ def ask(hosts: Sequence[str], port: int, secret: bytes, clock: Clock = time.perf
     """Read the clock of a `ClockServer`.
 
     Args:
-        hosts: addresses where it may be found; the first that answers counts.
-        port: where it listens.
-        secret: the server's.
-        clock: this process's, in nanoseconds.
+        hosts: possible addresses of the server; the first that accepts a connection is used.
+        port: the port that the server listens on.
+        secret: the server's secret.
+        clock: this process's clock, in nanoseconds.
 
     Returns:
-        the reading; None where nobody answered in time.
+        the reading; None if no server answered in time.
     """
     for host in hosts:
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=LIMIT_S) as connection:
@@ -124,37 +124,37 @@ def _ask(connection: socket.socket, clock: Clock) -> Reading | None:
 
 
 def bounds(exchanges: Iterable[tuple[int, int, int]]) -> Reading:
-    """The offset that agrees with every exchange, and how far from it the truth may be.
+    """Return the offset that is consistent with every exchange, and a bound on its error.
 
-    The server read its clock after it was asked and before the answer was heard, so each exchange bounds the offset
-    from both sides, however long the ways there and back took. The bounds of several are narrower than those of the
-    quickest alone.
+    The server reads its clock after the question was sent and before the answer was received. Each exchange therefore
+    bounds the offset from both sides, however long the messages took in either direction. Several exchanges together
+    give tighter bounds than the fastest one alone.
     Source: K. Marzullo and S. Owicki, "Maintaining the Time in a Distributed System", 1983.
 
     Args:
-        exchanges: when the question was sent, what the server's clock said, and when the answer was heard; at least
-            one.
+        exchanges: at least one; for each, when the question was sent, what the server's clock showed, and when the
+            answer was received.
     """
     exchanges = list(exchanges)
     low = max(server - received for _, server, received in exchanges)
     high = min(server - sent for sent, server, _ in exchanges)
-    if low > high:  # clocks that drift, or were set: the quickest exchange is the best that is known
+    if low > high:  # a clock drifts, or was set: the fastest exchange is the best estimate
         sent, server, received = min(exchanges, key=lambda e: e[2] - e[0])
         low, high = server - received, server - sent
     return Reading(exchanges[-1][2], (low + high) // 2, (high - low + 1) // 2)
 
 
 def on_reference(times_ns: NDArray[np.int64], readings: Sequence[Reading]) -> NDArray[np.int64]:
-    """Times of a clock on the reference's, by readings of their difference.
+    """Convert times of a clock to the reference clock, given readings of the offset between the two.
 
-    Between two readings the difference is taken to change evenly; before the first and after the last one, as fast as
-    it did between these on the whole. That takes out the drift of the crystals, some 10 µs in a second.
+    The offset is interpolated linearly between readings. Before the first and after the last reading it is extrapolated
+    with the mean slope between these two. This corrects for the drift of the crystals, about 10 µs per second.
 
     Args:
         times_ns: any number of times, in any order.
-        readings: at least one, in the order in which they were made.
+        readings: at least one, in the order in which they were taken.
     """
-    import numpy as np  # here, not above: a script that is recorded may do without numpy
+    import numpy as np  # imported here because a script may be recorded without numpy
 
     at: NDArray[np.int64] = np.array([r.at_ns for r in readings], np.int64)
     offset: NDArray[np.int64] = np.array([r.offset_ns for r in readings], np.int64)
@@ -162,7 +162,7 @@ def on_reference(times_ns: NDArray[np.int64], readings: Sequence[Reading]) -> ND
         shifted: NDArray[np.int64] = times_ns + offset[0]
         return shifted
     slope = (offset[-1] - offset[0]) / (at[-1] - at[0])
-    # Counted from the first reading: as floating-point numbers, nanoseconds since the start of a machine lose some.
+    # Relative to the first reading: nanoseconds since boot would lose precision as floating-point numbers.
     since = (times_ns - at[0]).astype(float)
     change = np.interp(since, (at - at[0]).astype(float), (offset - offset[0]).astype(float))
     beyond = np.minimum(since, 0) + np.maximum(since - (at[-1] - at[0]), 0)

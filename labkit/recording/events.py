@@ -1,4 +1,4 @@
-"""What a rank did, as plain data: a `Span` and a `Scalar` one at a time, and `Columns` for a million of them."""
+"""Recorded events as plain data: `Span` and `Scalar` for single events, `Columns` for a million spans."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from labkit.recording.schema import (  # fmt: skip
 
 __all__ = ["COLUMNS", "Columns", "ProfilerEvent", "Scalar", "blank", "device_number", "shown", "under_way"]
 
-PIECE: Final = 100_000  # spans that are made at once
+PIECE: Final = 100_000  # `Span` objects that are created at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """One value that a rank recorded with `record(name=value)`, and when."""
+    """A value that a rank recorded with `record(name=value)`, and when it did."""
 
     rank: int
     name: str
@@ -47,14 +47,14 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class ProfilerEvent:
-    """Something that torch's profiler saw in a rank: an operator, a kernel, a call of the CUDA runtime.
+    """An event that torch's profiler recorded in a rank: an operator, a kernel, or a call to the CUDA runtime.
 
     Args:
-        rank: the number of the rank.
-        track: where it ran: a thread of the rank, or a stream of a GPU.
-        name: torch's: "aten::mm", the name of a kernel.
-        category: torch's: "cpu_op", "kernel", "user_annotation", ...
-        start_ns, end_ns: on the clock of the spans.
+        rank: the rank's number.
+        track: where the event ran: a thread of the rank, or a stream of a GPU.
+        name: torch's name for it, such as "aten::mm" or the name of a kernel.
+        category: torch's category: "cpu_op", "kernel", "user_annotation", ...
+        start_ns, end_ns: its times, on the same clock as the spans.
     """
 
     rank: int
@@ -65,12 +65,12 @@ class ProfilerEvent:
     end_ns: int
 
 
-STORED: Final = tuple(f for f in FIELDS if not isinstance(f.place, Flag))  # as numbers; the others are bits of one, the flags
+STORED: Final = tuple(f for f in FIELDS if not isinstance(f.place, Flag))  # one number each; the others are bits of `flags`
 COLUMNS: Final = np.dtype([(f.name, DTYPES[f.code]) for f in STORED] + [("flags", "<u2")])
 
 
 def blank(count: int) -> Any:
-    """An array of `COLUMNS` in which every field has its default."""
+    """Return an array of `COLUMNS` in which every field has its default."""
     rows = np.zeros(count, COLUMNS)
     for field in STORED:
         if isinstance(field.default, int):
@@ -79,14 +79,14 @@ def blank(count: int) -> Any:
 
 
 class Columns:
-    """Spans as one numpy array, by start, so that a million of them can be counted and drawn.
+    """Spans in one numpy array, sorted by start time, so that a million of them can be counted and drawn.
 
     Args:
-        data: an array of `COLUMNS`: the fields of `Span`, its texts as places in `names`, its kind as one in
-            `recording.schema.KINDS`.
-        names: the texts; the first is "".
-        ready_ns, around: as the properties, for each of `data`; given for a part of a trace, where an operation may
-            lack some of its ranks, and a span what lies within it.
+        data: an array of `COLUMNS` with the fields of `Span`. Strings are stored as indices into `names`, the kind as
+            an index into `recording.schema.KINDS`.
+        names: the strings; the first is "".
+        ready_ns, around: the values of these two properties, one per entry of `data`. Pass them for a part of a trace,
+            which may lack some of the ranks of an operation, or the operations inside a span.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Columns:
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> Columns:
-        """The columns of spans in any order."""
+        """Build the columns from spans in any order."""
         ids: dict[str, int] = {"": 0}
 
         def number(text: str) -> int:
@@ -130,20 +130,20 @@ class Columns:
             yield from map(Span, *(_values(field, rows, self.names) for field in FIELDS))
 
     def where(self, keep: Any) -> Columns:
-        """The spans for which `keep`, a boolean per span, is true."""
+        """Return the spans for which `keep`, with one boolean per span, is true."""
         return Columns(self.data[keep], self.names, self.ready_ns[keep], self.around[keep])
 
     def name_id(self, text: str) -> int:
-        """The place of a text in `names`; one that no span has, if it is not there."""
+        """Return the index of a string in `names`; if it is absent, an index that no span has."""
         return self.names.index(text) if text in self.names else len(self.names)
 
     @cached_property
     def around(self) -> NDArray[np.bool_]:
-        """For each span: whether it is a communication of the program's own around a recorded operation.
+        """A boolean per span: whether it is the program's own communication span around a recorded operation.
 
-        Such a span is a label. The operation counts; what the program does before and after it is no communication. It
-        has to begin inside, and lie there for the greater part: TensorFlow's profiler sees its end a little later than
-        the program.
+        Such a span is only a label. The operation counts as communication; what the program does before and after it
+        does not. The operation must begin inside the span, but only most of it must be inside: TensorFlow's profiler
+        sees its end slightly later than the program does.
         """
         if self._around is not None:
             return self._around
@@ -163,10 +163,10 @@ class Columns:
 
     @cached_property
     def ready_ns(self) -> NDArray[np.int64]:
-        """For each span: when the last participating rank had arrived, so that data could be sent; else its own start.
+        """The time, per span, when the last participating rank had arrived and data could be sent; else its own start.
 
-        Who takes part is known from what a group has completed. An operation that has not completed is ready at its
-        end, and so has waited all the while, unless as many ranks have come to it.
+        The number of participating ranks is known from the group's completed operations. An incomplete operation is
+        ready only at its end, so that all of its time counts as waiting, unless that many ranks have arrived.
         """
         if self._ready_ns is not None:
             return self._ready_ns
@@ -175,7 +175,7 @@ class Columns:
         if not len(shared):
             return ready
         shared = shared[np.lexsort((self.data["match"][shared], self.data["group"][shared]))]
-        rows = self.data[shared]  # those of a group lie together, and within them those of an operation
+        rows = self.data[shared]  # sorted by group and, within a group, by operation
         first = np.flatnonzero(_changes(rows["group"]) | _changes(rows["match"]))
         came = np.diff(first, append=len(rows))
         last_start = np.maximum.reduceat(rows["start_ns"], first)
@@ -196,14 +196,14 @@ def under_way(
     calls: Iterable[tuple[int, str]] = (),
     pending: Sequence[Sequence[Pending]] = (),
 ) -> Any:
-    """What has not come to its end, as if it did now: an array of `COLUMNS`.
+    """Return an array of `COLUMNS` with everything that is still in progress, as if it ended now.
 
     Args:
         start_ns: when the calls began.
-        now_ns: the moment.
-        number: gives a text its place in `Columns.names`.
-        calls: the ranks whose function has not returned, each with what the function is called.
-        pending: per rank, the operations under way.
+        now_ns: the current time.
+        number: returns a string's index in `Columns.names`.
+        calls: the ranks whose function has not returned, each with the function's name.
+        pending: for each rank, its pending operations.
     """
     began = list(calls)
     found = [(rank, *one) for rank, operations in enumerate(pending) for one in shown(operations)]
@@ -222,22 +222,22 @@ def under_way(
 
 
 def shown(operations: Sequence[Pending]) -> Iterator[tuple[Pending, int, int]]:
-    """What of a rank's operations under way is drawn, each with its kind and its flags."""
+    """Yield the pending operations of a rank that are drawn, each with its kind and its flags."""
     threads = {p.thread for p in operations if p.type is SERVE}
     for p in operations:
         if p.type is SERVE:
             yield p, COMPUTE, OPEN | AUTOMATIC | SERVED
-        elif p.type not in FOR_OTHERS:  # a promise takes nobody's time: who waits for it has an operation of its own
+        elif p.type not in FOR_OTHERS:  # a future owed to a caller takes no time; waiting for it is an operation of its own
             yield p, COMMUNICATION, OPEN | (SERVED if p.wait_start_ns and p.thread in threads else 0)
 
 
 def device_number(rows: Any) -> Any:
-    """The device of each span among its rank's devices, from 1 on: 1 is "CPU:0"; 0 if no device is recorded."""
+    """Return the number of each span's device within its rank, from 1: 1 is "CPU:0"; 0 if no device is recorded."""
     return np.maximum(rows["device"], CUDA) - CUDA
 
 
 def _as_numbers(field: Field, values: Iterable[Any], number: Callable[[str], int]) -> NDArray[Any]:
-    """Values of a field as a column keeps them; `number` gives a text its place."""
+    """Encode a field's values as its column stores them; `number` returns a string's index."""
     given = list(values)
     if field.is_text or field.name in CODES:
         encode = number if field.is_text else CODES[field.name][0]
@@ -247,7 +247,7 @@ def _as_numbers(field: Field, values: Iterable[Any], number: Callable[[str], int
 
 
 def _values(field: Field, rows: Any, names: Sequence[str]) -> Iterable[Any]:
-    """The values of a field, one for each row."""
+    """Return the values of a field, one per row."""
     if isinstance(field.place, Flag):
         is_set = rows["flags"] & field.place.bit != 0
         values: list[Any] = (~is_set if field.default else is_set).tolist()
@@ -263,6 +263,6 @@ def _values(field: Field, rows: Any, names: Sequence[str]) -> Iterable[Any]:
 
 
 def _changes(column: Any) -> NDArray[np.bool_]:
-    """Where a value differs from the one before it; the first does."""
+    """Return where a value differs from the previous one; the first value counts as different."""
     changes: NDArray[np.bool_] = np.append(True, column[1:] != column[:-1])[: len(column)]
     return changes

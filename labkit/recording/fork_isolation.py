@@ -1,4 +1,4 @@
-"""Children that a rank forks, such as DataLoader workers, do not write into the memory shared with the notebook."""
+"""Keeps processes that a rank forks, such as DataLoader workers, from writing to memory shared with the notebook."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Final
 
 __all__ = ["keep_from_forks"]
 
-MAP_FIXED: Final = 0x10  # on Linux and macOS alike; Python's mmap does not name it
+MAP_FIXED: Final = 0x10  # the same on Linux and macOS; Python's mmap module does not define it
 
 
 def keep_from_forks(memory: mmap.mmap) -> None:
-    """From now on, a process that this one forks has zeros of its own where this memory lies.
+    """Give every process forked from now on its own zeroed pages in place of this memory.
 
-    The spans, process groups and hooks that it inherits all hold this memory, and count records on from where the rank
-    was. They go on to work, into memory that nobody reads.
+    A forked process inherits spans, process groups and hooks that refer to this memory, and it continues the rank's
+    numbering of records. They keep working, but write to memory that nobody reads.
 
     Args:
-        memory: shared memory. Once it is closed, processes are forked as if this had never been called.
+        memory: shared memory. Once it is closed, forks are no longer affected.
     """
     if not hasattr(os, "register_at_fork"):
         return
@@ -29,13 +29,13 @@ def keep_from_forks(memory: mmap.mmap) -> None:
     map_memory.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
     address, nbytes = ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory)
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
-    mapped = weakref.ref(memory)  # a hook at fork stays for as long as the process lives; it must not keep the memory
+    mapped = weakref.ref(memory)  # a fork hook lives as long as the process; it must not keep the memory alive
 
     def replace() -> None:
         memory = mapped()
         if memory is None or memory.closed:
-            return  # something else may lie at this address by now
+            return  # something else may be mapped at this address by now
         if map_memory(address, nbytes, protection, flags, -1, 0) != address:
-            os._exit(1)  # there is no memory left; and to go on would be to spoil the rank's records
+            os._exit(1)  # out of memory; continuing would corrupt the rank's records
 
     os.register_at_fork(after_in_child=replace)

@@ -1,4 +1,4 @@
-"""Keys of communication groups, equal on all participating ranks. They are made and parsed only here."""
+"""Keys of communication groups, identical on all participating ranks. Only this module builds and parses them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = [
 
 
 class GroupKind(Enum):
-    """What a key stands for."""
+    """The kind of communication that a key identifies."""
 
     ALONE = "what one rank does alone: there is no key"
     COLLECTIVE = "a process group"
@@ -29,8 +29,8 @@ class GroupKind(Enum):
 
 
 TENSORFLOW: Final = "tensorflow"
-# Nobody comes to it: torch's own threads compute it on the other ranks, in C++, where no Python frame and no entry of
-# what is pending shows them, also on a rank that waits in rpc.shutdown.
+# The other ranks never enter this group: torch's own C++ threads run their part, even on a rank that waits in
+# rpc.shutdown. They appear neither in Python frames nor among the pending operations.
 DIST_BACKWARD: Final = "dist_autograd.backward"
 
 _WHOLE: Final = {"": GroupKind.ALONE, TENSORFLOW: GroupKind.TENSORFLOW, DIST_BACKWARD: GroupKind.BACKWARD}
@@ -44,59 +44,59 @@ _BEGIN: Final = {
 
 
 def pair_key(source: int, destination: int, tag: int, group: str = "world") -> str:
-    """The key of messages from one rank to another with one tag; `group` is the key of their process group."""
+    """Return the key of messages with one tag from one rank to another; `group` is the key of their process group."""
     return f"{_BEGIN[GroupKind.PAIR]}{source}>{destination} tag {tag}" + ("" if group == "world" else f" {group}")
 
 
 def call_key(caller: int, callee: int) -> str:
-    """Of the remote calls from one rank to another."""
+    """Return the key of the remote calls from one rank to another."""
     return f"{_BEGIN[GroupKind.CALL]}{caller}>{callee}"
 
 
 def rendezvous_key(where: str, size: int) -> str:
-    """Of the calls that `size` ranks make to meet at an address."""
+    """Return the key of the calls by which `size` ranks meet at an address."""
     return f"{_BEGIN[GroupKind.RENDEZVOUS]}{where} of {size} ranks"
 
 
 def store_key(keys: str) -> str:
-    """Of the waits for keys of a store."""
+    """Return the key of the waits for keys of a store."""
     return f"{_BEGIN[GroupKind.STORE]}{keys}"
 
 
 def creation_key(name: str, ranks: Iterable[int]) -> str:
-    """Of the creation of a sub-group that torch calls `name`."""
+    """Return the key of the creation of a sub-group that torch calls `name`."""
     return of_ranks(f"{_BEGIN[GroupKind.CREATION]}{name}", ranks)
 
 
 def of_ranks(name: str, ranks: Iterable[int]) -> str:
-    """Of a process group of some ranks alone."""
+    """Return the key of a process group that consists of the given ranks only."""
     return f"{name} of ranks {','.join(map(str, ranks))}"
 
 
 @lru_cache(maxsize=1 << 12)
 def kind_of(key: str) -> GroupKind:
-    """What a key stands for."""
+    """Return the kind of communication that a key identifies."""
     return _WHOLE.get(key) or next((kind for kind, begin in _BEGIN.items() if key.startswith(begin)), GroupKind.COLLECTIVE)
 
 
 def ranks_of(key: str) -> list[int] | None:
-    """The ranks of a process group, or of one that is created; None for all."""
+    """Return the ranks of a process group that exists or is being created; None for all ranks."""
     listed = re.search(r" of ranks ([\d,]+)$", key)
     return [int(number) for number in listed[1].split(",")] if listed else None
 
 
 def sender_of(key: str) -> int:
-    """The rank that sends: of the key of a pair."""
+    """Return the sending rank, given the key of a pair."""
     return int(key.removeprefix(_BEGIN[GroupKind.PAIR]).partition(">")[0])
 
 
 def size_of(key: str) -> int:
-    """How many ranks meet: of the key of a rendezvous."""
+    """Return the number of ranks that meet, given the key of a rendezvous."""
     return int(key.split()[-2])
 
 
 def where_of(key: str) -> str:
-    """Where ranks meet, or the key that they wait for, in words that stand behind the name of the call; else ""."""
+    """Return where ranks meet, or the key that they wait for, in words that follow the name of the call; else ""."""
     kind = kind_of(key)
     if kind is GroupKind.STORE:
         return f"for key {key.removeprefix(_BEGIN[kind])!r}"

@@ -1,4 +1,4 @@
-"""Calls something as soon as a module has been imported, in a process that may never import it."""
+"""Calls a function as soon as a module has been imported, in a process that may never import it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["when_imported"]
 
 
 class _Finder:
-    """Stands in `sys.meta_path` until a module has been imported, and tells when it has.
+    """Stays in `sys.meta_path` until a module has been imported, then calls a function.
 
     Args:
-        name: of the module.
-        then: what to call with it.
+        name: the name of the module.
+        then: the function to call with the module.
     """
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
@@ -25,10 +25,10 @@ class _Finder:
         self._looking = False
 
     def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> ModuleSpec | None:
-        """What Python asks for each module: of this one its own spec, with a loader that calls afterwards."""
+        """Return the spec of the module, with a loader that calls `then` after loading; None for other modules."""
         if name != self._name or self._looking:
             return None
-        self._looking = True  # the other finders are asked, and this one again
+        self._looking = True  # `importlib` asks all finders, including this one
         try:
             spec = importlib.util.find_spec(name)
         finally:
@@ -39,16 +39,21 @@ class _Finder:
 
         def load_and_tell(module: ModuleType) -> None:
             load(module)
-            if self in sys.meta_path:  # else another thread was first
+            if self in sys.meta_path:  # otherwise another thread was first
                 sys.meta_path.remove(self)
                 self._then(module)
 
-        spec.loader.exec_module = load_and_tell  # type: ignore[method-assign]  # of this one loader
+        spec.loader.exec_module = load_and_tell  # type: ignore[method-assign]  # only on this loader
         return spec
 
 
 def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Call `then` with the module of that name once it has been imported, at once where it has been."""
+    """Call a function as soon as a module has been imported; at once if it already has been.
+
+    Args:
+        name: the name of the module.
+        then: the function to call with the module.
+    """
     if name in sys.modules:
         then(sys.modules[name])
     else:

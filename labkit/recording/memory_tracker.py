@@ -1,9 +1,8 @@
 """`track_memory`: parameters, gradients, optimizer state and activations in a rank's memory over time.
 
-It listens where torch says something anyway: what autograd saves for the backward pass, gradients that were
-accumulated, steps of an optimizer, storages that Python code resizes, as FSDP2 does. No operator runs differently. A
-mode that looks at every operator, such as torch's MemTracker, sees temporaries as well, and makes a step up to four
-times as long.
+It relies on what torch reports anyway: tensors that autograd saves for the backward pass, accumulated gradients,
+optimizer steps, and storages that Python code resizes, as FSDP2 does. Operators run unchanged. A mode that intercepts
+every operator, such as torch's MemTracker, also sees temporaries, but makes a step take up to four times as long.
 """
 
 from __future__ import annotations
@@ -24,35 +23,38 @@ from labkit.recording.schema import MEMORY, MEMORY_KINDS
 
 __all__ = ["Tracker", "track_memory"]
 
-APART_NS: Final = 200_000  # points of the curve, but for its peaks and valleys, which are all kept
+APART_NS: Final = 200_000  # minimum spacing of the curve's points, except peaks and valleys, which are all kept
 NEVER_NS: Final = 1 << 62
 
 Key = tuple[int, int, int]
 
 
 def track_memory(*objects: Any) -> AbstractContextManager[None]:
-    """Follow what fills this rank's memory: `with track_memory(model, optimizer):` around the training loop.
+    """Track what occupies this rank's memory: `with track_memory(model, optimizer):` around the training loop.
 
-    `labkit.memory(run)` draws it. Each kind counts what it keeps alive, in bytes of this rank:
+    `labkit.memory(run)` draws the result. Memory is counted in bytes of this rank, by kind:
 
-    - parameters: those of the modules, with their buffers; of sharded ones (FSDP2, DTensor) this rank's part
-    - gathered parameters: what FSDP2 has put together for a layer under way, until it frees it
-    - gradients: `.grad` of the parameters; of sharded ones this rank's part
-    - optimizer state: of every optimizer that makes a step
-    - activations: what autograd saves for the backward pass, the batch included
-    - other: on CUDA only, what the allocator holds for tensors besides; on the CPU, temporaries are not seen, such as
-      the whole gradients of a sharded layer until they are reduced
+    - parameters: the parameters and buffers of the modules; of sharded ones (FSDP2, DTensor), this rank's shard
+    - gathered parameters: what FSDP2 has gathered for the layer in progress, until it frees it
+    - gradients: `.grad` of the parameters; of sharded ones, this rank's shard
+    - optimizer state: the state of every optimizer that makes a step
+    - activations: what autograd saves for the backward pass, including the batch
+    - other: on CUDA only, the rest of what the allocator holds for tensors. On the CPU, temporaries are not seen, such
+      as the full gradients of a sharded layer before they are reduced
 
-    Each stretch of memory counts once, in the first kind that it belongs to. Buckets of DistributedDataParallel are
-    made in C++ and are not seen, unless gradients are views of them (`gradient_as_bucket_view=True`).
+    Each piece of memory counts once, as the first kind that it belongs to. DistributedDataParallel creates its buckets
+    in C++, so they are not seen unless gradients are views of them (`gradient_as_bucket_view=True`).
+
+    Recording costs a few microseconds per saved tensor; outside a group nothing happens.
 
     Args:
-        objects: modules, and optimizers that have a state already.
+        objects: at least one module, and the optimizers that already have state.
 
-    Recording costs some microseconds for each tensor that is saved; outside a group nothing happens.
+    Returns:
+        the context manager.
 
     Raises:
-        TypeError: there is no module among the objects, or something that is neither module nor optimizer.
+        TypeError: the objects include no module, or include something that is neither a module nor an optimizer.
     """
     recorder = here.recorder
     if recorder is None:
@@ -72,7 +74,7 @@ def track_memory(*objects: Any) -> AbstractContextManager[None]:
 
 @dataclass(slots=True)
 class _Storage:
-    """A stretch of memory of one kind: what was last counted of it, and how its end is noticed."""
+    """A storage of one kind: its size when last counted, and the weak reference that reports its deletion."""
 
     kind: str
     nbytes: int
@@ -80,13 +82,13 @@ class _Storage:
 
 
 class Tracker:
-    """Follows some modules.
+    """Tracks the memory of modules and optimizers.
 
     Args:
-        ring: where to write.
-        modules: whose parameters, gradients and activations.
-        optimizers: whose state is there already.
-        allocated: what the device's allocator holds, in bytes; None where there is none to ask.
+        ring: the ring to write to.
+        modules: the modules whose parameters, gradients and activations are tracked.
+        optimizers: the optimizers that already have state.
+        allocated: returns how many bytes the device's allocator holds; None if there is no allocator to ask.
         now: the clock, in ns.
     """
 
@@ -99,22 +101,22 @@ class Tracker:
         now: Callable[[], int] = clock,
     ) -> None:
         self._ring, self._modules, self._optimizers, self._allocated, self._now = ring, modules, optimizers, allocated, now
-        self._lock = threading.RLock()  # tensors die in any thread, also while this one counts
+        self._lock = threading.RLock()  # reentrant: any thread may free a tensor, even this one while it counts
         self._bytes = dict.fromkeys(MEMORY_KINDS, 0)
         self._written: dict[str, int] = {}
         self._written_ns = self._at_ns = now()
         self._rising = True
-        self._storages: dict[int, _Storage] = {}  # those of a kind of their own, so that no activation counts them again
-        self._saved: dict[Key, int] = {}  # how many nodes of the graph hold each
-        self._states: dict[int, int] = {}  # by optimizer: how many parameters had a state when it was last looked at
+        self._storages: dict[int, _Storage] = {}  # counted as another kind, so not as activations as well
+        self._saved: dict[Key, int] = {}  # how many graph nodes hold each tensor
+        self._states: dict[int, int] = {}  # per optimizer: how many parameters had state when last checked
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Follow them inside this context."""
+        """Track memory inside this context."""
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        self._written_ns = NEVER_NS  # what is there already is one point, however long it takes to look at it
+        self._written_ns = NEVER_NS  # existing memory becomes one point, however long it takes to count
         parameters = [p for m in self._modules for p in m.parameters()]
         handles = [
             register_optimizer_step_pre_hook(lambda *_: self._gradients(parameters)),
@@ -126,8 +128,8 @@ class Tracker:
             if p.requires_grad:
                 handles.append(p.register_post_accumulate_grad_hook(lambda p: self._gradients((p,))))
         for layer, within in _gathering(self._modules):
-            # The first hook runs when the layer's parameters are there, the second when FSDP2 has freed them, or kept a
-            # part.
+            # The first hook runs once the layer's parameters are gathered, the second once FSDP2 has freed them or kept
+            # a part.
             handles.append(layer.register_forward_pre_hook(lambda _, __, within=within: self._gathered(within)))
             handles.append(layer.register_forward_hook(lambda *_, within=within: self._gathered(within)))
         self._gradients(parameters)
@@ -142,13 +144,13 @@ class Tracker:
             for handle in handles:
                 handle.remove()
             with self._lock:
-                self._write()  # what changed last, when it did
+                self._write()  # the last change, at its own time
                 self._at_ns = self._now()
                 self._write(last=True)
-                self._ring = None  # type: ignore[assignment]  # what dies later is not followed any more
+                self._ring = None  # type: ignore[assignment]  # memory that is freed later is no longer tracked
 
     def count(self, kind: str, nbytes: int) -> None:
-        """So much more, or less, of one kind."""
+        """Add bytes to one kind; a negative number removes them."""
         if not nbytes:
             return
         with self._lock:
@@ -156,13 +158,13 @@ class Tracker:
                 return
             now, rising = self._now(), nbytes > 0
             if rising != self._rising or now - self._written_ns > APART_NS:
-                self._write()  # how it was before: a peak, or a valley
+                self._write()  # the values before this change: a peak or a valley
                 self._rising = rising
             self._bytes[kind] += nbytes
             self._at_ns = now
 
     def save(self, tensor: Any) -> Key | None:
-        """A node of the graph keeps a tensor: returns the key for its release, None if it counts as something else."""
+        """Count a tensor that a graph node saves; return the key for its release, or None if it is of another kind."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._storages:
             return None
@@ -175,7 +177,7 @@ class Tracker:
         return key
 
     def let_go(self, key: Key) -> None:
-        """A node does not need it any more."""
+        """Release a tensor that a graph node no longer needs."""
         with self._lock:
             self._saved[key] -= 1
             if not self._saved[key]:
@@ -183,7 +185,7 @@ class Tracker:
                 self.count("activations", -key[2])
 
     def _own(self, kind: str, tensor: Any) -> None:
-        """Count a tensor's storage as one kind, until it dies."""
+        """Count a tensor's storage as one kind until it is freed."""
         storage = _local(tensor).untyped_storage()
         key = storage._cdata
         with self._lock:
@@ -198,7 +200,7 @@ class Tracker:
             self.count(kind, storage.nbytes())
 
     def _resized(self, storage: Any) -> None:
-        """A storage has become larger or smaller: FSDP2 empties those of gathered parameters, and fills them again."""
+        """Count the new size of a storage: FSDP2 empties the storages of gathered parameters and fills them again."""
         with self._lock:
             known = self._storages.get(storage._cdata)
             if known is not None:
@@ -211,7 +213,7 @@ class Tracker:
                 self._own("gradients", p.grad)
 
     def _state_of(self, optimizer: Any) -> None:
-        """Look at an optimizer's state, if there is more of it than the last time."""
+        """Count an optimizer's state if it has grown since the last check."""
         if self._states.get(id(optimizer)) != len(optimizer.state):
             self._states[id(optimizer)] = len(optimizer.state)
             for of_parameter in optimizer.state.values():
@@ -220,14 +222,14 @@ class Tracker:
                         self._own("optimizer state", value)
 
     def _gathered(self, layers: list[Any]) -> None:
-        """Parameters that were not there before were gathered for these layers."""
+        """Count the newly gathered parameters of these layers."""
         for layer in layers:
             for parameter in layer._parameters.values():
                 if parameter is not None:
                     self._own("gathered parameters", parameter)
 
     def _write(self, *, last: bool = False) -> None:
-        """Write down what has changed, as it was when it last did; the `last` time, every kind that there was."""
+        """Write the kinds that changed, at the time of the last change; the `last` time, every kind ever written."""
         if self._allocated is not None:
             known = sum(self._bytes.values()) - self._bytes["other"]
             self._bytes["other"] = max(self._allocated() - known, 0)
@@ -239,7 +241,7 @@ class Tracker:
 
 
 class _Saved:
-    """A tensor that autograd keeps for the backward pass, and whose end is told."""
+    """A tensor that autograd saves for the backward pass; reports its own release."""
 
     __slots__ = ("_held", "_key", "_tracker", "_version")
 
@@ -248,10 +250,10 @@ class _Saved:
         self._tracker, self._key = tracker, tracker.save(tensor)
 
     def tensor(self) -> Any:
-        """The tensor, as it was saved.
+        """Return the tensor as it was saved.
 
         Raises:
-            RuntimeError: it was changed since: torch itself does not look where tensors are saved through hooks.
+            RuntimeError: it was modified since; torch itself does not check this for tensors saved through hooks.
         """
         if self._held._version != self._version:
             raise RuntimeError(
@@ -267,17 +269,18 @@ class _Saved:
 
 
 def _local(tensor: Any) -> Any:
-    """This rank's part of a tensor."""
+    """Return this rank's shard of a tensor."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def _gathering(modules: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
-    """The layers at whose start parameters may be gathered, each with the inner layers that may own these parameters.
+    """Yield the layers at whose start parameters may be gathered, each with the inner layers that may own them.
 
-    FSDP2 gathers for all layers of a module that it was given at once, but for those within that it was given as well.
+    For each module that FSDP2 manages, it gathers all parameters at once, except those of inner modules that it manages
+    separately.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    given = getattr(fsdp, "FSDPModule", ())  # without FSDP2, of no class
+    given = getattr(fsdp, "FSDPModule", ())  # without FSDP2: (), which matches no layer
     for layer in dict.fromkeys(layer for module in modules for layer in module.modules()):
         if isinstance(layer, given):
             within = list(layer.modules())
@@ -289,7 +292,7 @@ def _gathering(modules: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
 
 @contextlib.contextmanager
 def _resizing_reported(tell: Callable[[Any], None]) -> Iterator[None]:
-    """Inside this context, `tell` is called with each storage that Python code has resized."""
+    """Inside this context, call `tell` with each storage that Python code has resized."""
     from torch import UntypedStorage
 
     resize = UntypedStorage.resize_
@@ -299,9 +302,9 @@ def _resizing_reported(tell: Callable[[Any], None]) -> Iterator[None]:
         tell(storage)
         return resized
 
-    UntypedStorage.resize_ = resize_and_tell  # type: ignore[assignment,method-assign]  # its argument has another name
+    UntypedStorage.resize_ = resize_and_tell  # type: ignore[assignment,method-assign]  # its argument has a different name
     try:
         yield
     finally:
-        if UntypedStorage.resize_ is resize_and_tell:  # else another context has begun inside this one and not ended
+        if UntypedStorage.resize_ is resize_and_tell:  # otherwise a context begun inside this one has not ended
             UntypedStorage.resize_ = resize  # type: ignore[method-assign]

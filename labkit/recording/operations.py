@@ -1,9 +1,9 @@
-"""The one table of operations: their names, who sends what to whom, their costs, colours and wording in messages.
+"""The single table of operations: their names, traffic, costs, colours and wording in messages.
 
 To have labkit record another collective, add an entry to `OPERATION_TYPES`. Recording, traffic, colours, predictions,
-emulated links, mismatches and deadlocks all read the entries. What is not in the table is an `OTHER`: a span that the
-student marks as communication, and a call that waits until others come, of which the key of its group tells all
-(`recording.group_keys`).
+emulated links, and the detection of mismatches and deadlocks all read the entries. Anything that is not in the table is
+an `OTHER`: a span that the student marks as communication, or a call that blocks until other ranks arrive and is fully
+described by the key of its group (`recording.group_keys`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class Traffic(Enum):
-    """Who sends what to whom. Bytes are those that go into the operation on a rank or come out, whichever are more."""
+    """Who sends what to whom. A rank's bytes are its input or its output of the operation, whichever is larger."""
 
     RING = "each rank sends the next one in the ring its share of the bytes, as the cost says it"
     PAIRWISE = "each rank sends each other one an equal part; ranks may give different amounts"
@@ -39,13 +39,13 @@ class Traffic(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cost:
-    """The time of an operation of p ranks, rounds·α + share·n/B: α is a link's latency, B its bandwidth, n bytes.
+    """The time of an operation on p ranks, rounds·α + share·n/B: α is a link's latency, B its bandwidth, n bytes.
 
     Args:
-        rounds: by p.
-        share: by p. Of a ring, it is also the share of the bytes that each rank sends to the next one.
-        formula: the same in LaTeX.
-        source: where it comes from.
+        rounds: the number of rounds, as a function of p.
+        share: the share of n, as a function of p. For a ring, each rank also sends this share to the next rank.
+        formula: the time as a LaTeX formula.
+        source: where the formula comes from.
     """
 
     rounds: Callable[[int], int]
@@ -56,15 +56,16 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Form:
-    """One of the forms of an operation. All move the same bytes.
+    """One form of an operation. All forms of an operation move the same bytes.
 
     Args:
-        name: as the student knows it, and as the record calls it: "all_gather_into_tensor".
-        methods: of torch's process group, which carry it out. Some have one name in torch 2.11 and another one since
-            2.13.
-        alike: which of their arguments all ranks give alike in number and type; None: it may differ from rank to rank.
-        parts: which of their arguments is a list, for each tensor, of what each rank gives or gets; None: none.
-        of_one: the form that it counts as with one tensor alone; "": itself.
+        name: the name that students know and that records use: "all_gather_into_tensor".
+        methods: the methods of torch's process group that carry it out. Some have one name in torch 2.11 and another
+            since 2.13.
+        alike: the index of the argument that must match in number and type on all ranks; None if it may differ.
+        parts: the index of the argument that lists, for each tensor, what each rank sends or receives; None if there
+            is no such argument.
+        of_one: the form that a call with a single tensor counts as; "" for this form.
     """
 
     name: str
@@ -79,22 +80,22 @@ OTHER_COLOUR: Final = "#690F2D"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OperationType:
-    """What labkit knows of an operation.
+    """Everything that labkit knows about an operation.
 
     Args:
-        name: of its plainest form; `costs` and `lab.predict` know it by this.
+        name: the name of its plainest form, used by `costs` and `lab.predict`.
         traffic: who sends what to whom.
-        forms: of which the record has one.
-        cost: None where no closed formula is known.
-        colour: in every figure: warm as all communication is, and apart for colour-blind eyes as well.
-        of_function: whether the record has the name of the student's function behind that of the form: "rpc_sync
-            Net.forward".
-        reduces: whether elements of several ranks become one.
-        root_has_all: whether n of the cost is all ranks' bytes together, of which who is not the root counts its part
-            alone.
-        own_limit: whether each call may have a time limit of its own.
-        kernels: how the names of TensorFlow's kernels that carry it out begin.
-        name_in_messages: what messages about waiting and mismatches call it; "": as the record does.
+        forms: its forms; a record names one of them.
+        cost: its cost; None if no closed formula is known.
+        colour: its colour in every figure: warm, like all communication, and distinct for colour-blind readers too.
+        of_function: whether records append the name of the student's function to that of the form:
+            "rpc_sync Net.forward".
+        reduces: whether it combines elements of several ranks into one.
+        root_has_all: whether n in the cost is the total of all ranks' bytes, although a rank other than the root counts
+            only its own part.
+        own_limit: whether each call may have its own time limit.
+        kernels: the prefixes of the names of the TensorFlow kernels that carry it out.
+        name_in_messages: its name in messages about waiting and mismatches; "" for the name in the record.
     """
 
     name: str
@@ -116,23 +117,23 @@ class OperationType:
 
     @property
     def rooted(self) -> bool:
-        """Whether it comes from one rank, or goes to one."""
+        """Whether one rank, the root, sends to all others or receives from them."""
         return self.traffic in (Traffic.FROM_ROOT, Traffic.TO_ROOT)
 
     def recorded(self, function: str) -> str:
-        """Its name in the record, of one that has one form and is about a function: "serve Decoder.forward"."""
+        """Return the name in the record, for an operation with one form and a function: "serve Decoder.forward"."""
         return f"{self.name} {function}"
 
     def function_in(self, recorded: str) -> str:
-        """The function that it is about, of its name in the record; "" where it is about none."""
+        """Return the function in a name from the record; "" if there is none."""
         begin = next((form.name for form in self.forms if self.of_function and recorded.startswith(f"{form.name} ")), None)
         return "" if begin is None else recorded[len(begin) + 1 :]
 
     def in_words(self, recorded: str) -> str:
-        """What messages call it.
+        """Return the name that messages use.
 
         Args:
-            recorded: its name in the record.
+            recorded: the name in the record.
         """
         return " ".join(filter(None, (self.name_in_messages, self.function_in(recorded)))) if self.name_in_messages else recorded
 
@@ -152,16 +153,16 @@ def _deep(ranks: int) -> int:
 #
 # | operation | algorithm | rounds | share | n |
 # |---|---|---|---|---|
-# | send, recv, rpc | | 1 | 1 | the message; of a remote call, one way |
+# | send, recv, rpc | | 1 | 1 | the message; for a remote call, in one direction |
 # | all_reduce | ring | 2(p−1) | 2(p−1)/p | a rank's tensor |
 # | all_gather, reduce_scatter | ring | p−1 | (p−1)/p | the parts of all ranks together |
-# | all_to_all | pairwise exchange | p−1 | (p−1)/p | what a rank sends in all, to itself too |
+# | all_to_all | pairwise exchange | p−1 | (p−1)/p | the total that a rank sends, including to itself |
 # | broadcast, reduce | binomial tree | L | L | the tensor |
 # | gather, scatter | binomial tree | L | (p−1)/p | the parts of all ranks together |
 # | barrier | dissemination | L | 0 | |
 # | monitored_barrier | all to rank 0, and back | 2 | 0 | |
 #
-# Thakur and others, and Chan and others, have a term for the arithmetic as well, which is left out here.
+# Thakur et al. and Chan et al. also have a term for the arithmetic, which is omitted here.
 _MESSAGE: Final = Cost(lambda _: 1, lambda _: 1.0, r"\alpha + \frac{n}{B}", HOCKNEY)
 _RING_TWICE: Final = Cost(
     lambda p: 2 * (p - 1), lambda p: 2 * (p - 1) / p, r"2(p-1)\,\alpha + \frac{2(p-1)}{p}\,\frac{n}{B}", THAKUR
@@ -176,27 +177,27 @@ _THERE_AND_BACK: Final = Cost(
 
 SEND: Final = OperationType("send", Traffic.TO_PEER, (Form("send", ("send",)),), _MESSAGE, "#7A3E65")
 RECV: Final = OperationType("recv", Traffic.SECOND_END, (Form("recv", ("recv", "recv_anysource")),), _MESSAGE)
-# Of remote calls: on the caller the call, on the callee what it does for it and what it sends back, or keeps until it
-# is fetched.
+# Remote calls: the caller records the call; the callee records its execution, and the result that it sends back or
+# keeps until it is fetched.
 RPC: Final = OperationType(
     "rpc", Traffic.TO_PEER, (Form("rpc_sync"), Form("rpc_async"), Form("rpc_async_jit"), Form("rpc_remote")), _MESSAGE, "#D55E00",
     of_function=True,
 )  # fmt: skip
 REMOTE: Final = OperationType("remote", Traffic.TO_PEER, (Form("remote"),), colour="#D55E00", of_function=True)
 SERVE: Final = OperationType("serve", Traffic.NONE, (Form("serve"),), of_function=True)
-# The call has returned a future that is not completed (`async_execution`).
+# The called function has returned a future that is not complete yet (`async_execution`).
 PROMISE: Final = OperationType("future of", Traffic.NONE, (Form("future of"),), of_function=True)
-# Likewise, where C++ may complete it, as that of `torch.jit.fork`.
+# The same for a future that C++ may complete, such as that of `torch.jit.fork`.
 UNSEEN_PROMISE: Final = OperationType("unseen future of", Traffic.NONE, (Form("unseen future of"),), of_function=True)
 REPLY: Final = OperationType("reply", Traffic.TO_PEER, (Form("reply"),), colour="#F0E442", of_function=True)
-# Of a function of torch's own, whose callee writes nothing down.
+# The reply to a call of one of torch's own functions, for which the callee records nothing.
 RECEIVED_REPLY: Final = OperationType(
     "received reply", Traffic.FROM_PEER, (Form("received reply"),), colour="#F0E442", of_function=True
 )
 VALUE: Final = OperationType("value", Traffic.TO_PEER, (Form("value"),), colour="#F0E442", of_function=True)
-# As all_gather, which no group with remote calls has beside it as a rule.
+# It has the colour of all_gather, which rarely occurs in a group with remote calls.
 TO_HERE: Final = OperationType("to_here", Traffic.FROM_PEER, (Form("to_here"),), colour="#E69F00")
-# Of a distributed backward pass.
+# In a distributed backward pass.
 GRADIENTS: Final = OperationType("gradients", Traffic.TO_PEER, (Form("gradients"),), colour="#CC79A7")
 RECEIVED_GRADIENTS: Final = OperationType(
     "received gradients", Traffic.FROM_PEER, (Form("received gradients"),), colour="#CC79A7"
@@ -204,9 +205,9 @@ RECEIVED_GRADIENTS: Final = OperationType(
 RPC_SHUTDOWN: Final = OperationType("rpc.shutdown", Traffic.TOGETHER, (Form("rpc.shutdown"),))
 OTHER: Final = OperationType("", Traffic.UNKNOWN, ())
 
-FOR_OTHERS: Final = (SERVE, PROMISE, UNSEEN_PROMISE)  # what a rank does, or owes, for the sake of another that has called it
+FOR_OTHERS: Final = (SERVE, PROMISE, UNSEEN_PROMISE)  # what a rank executes, or still owes, for a caller on another rank
 
-# The colours are those of Okabe and Ito that no compute has, and others found by search to be far from them.
+# The colours are those of Okabe and Ito that compute does not use, and others found by search to be far from them.
 OPERATION_TYPES: tuple[OperationType, ...] = (
     SEND,
     RECV,
@@ -222,7 +223,7 @@ OPERATION_TYPES: tuple[OperationType, ...] = (
             Form("all_gather", ("allgather",), alike=1, parts=0),
             Form("all_gather_coalesced", ("allgather_coalesced",), alike=1),
             Form("all_gather_into_tensor", ("_allgather_base", "all_gather_single"), alike=1),
-            # Functional collectives know the coalesced form alone, also for one tensor.
+            # Functional collectives use only the coalesced form, even for one tensor.
             Form(
                 "all_gather_into_tensor_coalesced", ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"), alike=1,
                 of_one="all_gather_into_tensor",
@@ -267,7 +268,7 @@ OPERATION_TYPES: tuple[OperationType, ...] = (
 
 @functools.lru_cache(maxsize=1 << 12)
 def type_of(name: str) -> OperationType:
-    """What an operation is, by its name in the record, by its own, or by that of a method of torch's; else `OTHER`."""
+    """Return the operation with this name, which may be from a record, its own or a torch method's; else `OTHER`."""
     by_name, by_begin = _names()
     found = by_name.get(name)
     if found is None:
@@ -277,24 +278,24 @@ def type_of(name: str) -> OperationType:
 
 @functools.lru_cache(maxsize=1 << 12)
 def type_of_kernel(name: str) -> OperationType:
-    """The operation of a TensorFlow kernel, or of the Python function that makes it; `OTHER` if it is not a collective.
+    """Return the operation of a TensorFlow kernel or of the Python function that creates it; `OTHER` if not collective.
 
     Args:
-        name: "CollectiveReduceV2", "collective_reduce_v2".
+        name: such as "CollectiveReduceV2" or "collective_reduce_v2".
     """
     plain = name.replace("_", "").lower()
     begins = {kernel.lower(): kind for kind in OPERATION_TYPES for kernel in kind.kernels if plain.startswith(kernel.lower())}
-    return begins[max(begins, key=len)] if begins else OTHER  # ReduceScatter, not Reduce
+    return begins[max(begins, key=len)] if begins else OTHER  # the longest match: ReduceScatter, not Reduce
 
 
 def methods() -> Mapping[str, tuple[OperationType, Form]]:
-    """The methods of torch's process group that are operations."""
+    """Return the methods of torch's process group that are operations, each with its operation and form."""
     return {method: (kind, form) for kind in OPERATION_TYPES for form in kind.forms for method in form.methods}
 
 
 @functools.cache
 def _names() -> tuple[Mapping[str, OperationType], Mapping[str, OperationType]]:
-    """The types by their names, and those with a function behind by how their names in the record begin."""
+    """Return the types by name, and those whose records append a function, by the prefix of the recorded name."""
     by_name = {name: kind for kind in OPERATION_TYPES for form in kind.forms for name in form.methods}
     by_name |= {form.name: kind for kind in OPERATION_TYPES for form in kind.forms if not kind.of_function}
     by_name |= {kind.name: kind for kind in OPERATION_TYPES if kind.cost is not None}

@@ -1,4 +1,4 @@
-"""What a rank writes down: `span`, `steps`, `record`. Outside a group they do nothing and cost next to nothing."""
+"""The recording functions `span`, `steps` and `record`. Outside a group they do nothing, at almost no cost."""
 
 from __future__ import annotations
 
@@ -33,55 +33,55 @@ clock = time.perf_counter_ns
 
 
 class Recorder:
-    """Writes what this rank does into its ring; any thread may call it.
+    """Writes what this rank does to its ring; thread-safe.
 
     Args:
-        ring: where to.
+        ring: the ring to write to.
         rank: this rank's number.
-        size: how many ranks there are.
+        size: the number of ranks.
     """
 
     def __init__(self, ring: RingWriter, rank: int = 0, size: int = 1) -> None:
         self.ring, self.rank, self.size = ring, rank, size
-        self.name = ""  # as a worker of RPC, once it is one
+        self.name = ""  # its name as an RPC worker, once it is one
         self.graph_spans: Any = None  # set in a TensorFlow rank: spans in a tf.function are marked in its graph
         self.device_clock: Any = None  # set by `labkit.comm` in a rank with its own GPU: spans are timed by CUDA events
 
     def call(self, name: str, start_ns: int, end_ns: int) -> None:
-        """Keep the whole of one call of the student's function."""
+        """Record one complete call of the student's function."""
         self.ring.write(name, CALL, start_ns, end_ns)
 
 
 class _Here:
-    """This process as a rank sees it: the one place that says whether, and where, things are written down."""
+    """The recording state of this process: the one place that says whether, and where, it records."""
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
-        self.files: dict[str, str] = {}  # the student's cells and files as the notebook names them: "cell 5", "train.py"
-        self.spans: dict[str, Any] = {}  # by name, those that `span` has made
+        self.files: dict[str, str] = {}  # the notebook's names for the student's cells and files: "cell 5", "train.py"
+        self.spans: dict[str, Any] = {}  # the compute spans that `span` has created, by name
         self.communication_spans: dict[str, Any] = {}
 
     def start(self, recorder: Recorder | None) -> None:
-        """From now on write to `recorder` (None: nowhere)."""
+        """Record with `recorder` from now on; None stops recording."""
         self.recorder = recorder
-        self.forget_spans()  # one that records and one that does not are different objects
+        self.forget_spans()  # a span that records and one that does not are different objects
 
     def forget_spans(self) -> None:
-        """Make all spans anew when they are used next."""
+        """Discard all cached spans, so that each is created anew at its next use."""
         self.spans.clear()
         self.communication_spans.clear()
 
 
 here = _Here()
-MOST_SPANS = 4096  # of one kind that are kept
+MOST_SPANS = 4096  # that are cached per kind
 if hasattr(os, "register_at_fork"):
-    # A process that a rank forks, such as a DataLoader's worker, has the same ring and its own record counter: it would
-    # write over what the rank writes.
+    # A process that a rank forks, such as a DataLoader worker, shares the rank's ring but has its own record counter.
+    # It would overwrite the rank's records.
     os.register_at_fork(after_in_child=lambda: here.start(None))
 
 
 class _Off:
-    """A span outside a group: `with` calls C methods and no Python. The first takes nothing, the second anything."""
+    """A span outside a group: `with` calls only C methods. `isupper` takes no arguments, `format` takes any."""
 
     __slots__ = ("kind", "name")
     __enter__ = "".isupper
@@ -94,27 +94,30 @@ class _Off:
         return _decorated(function, self.name, self.kind)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return span, (self.name, self.kind)  # made in the notebook, it is a recorded one in a rank
+        return span, (self.name, self.kind)  # created in the notebook, it records once it is in a rank
 
 
 def span(name: str, kind: str = "compute") -> Any:
-    """Time a stretch of code under a name: `with span("forward"): ...`, or `@span("forward")` above a function.
+    """Time a block of code under a name: `with span("forward"): ...`, or `@span("forward")` above a function.
 
-    Spans may lie within each other, also within one of the same name; an exception that leaves the block ends its span.
+    Spans may be nested, even under the same name. An exception that leaves the block ends its span.
+
+    Recording costs about two clock reads and one memory write; outside a group nothing is recorded. On a GPU, CUDA
+    events time the span, because the host only enqueues the work. The line of code is recorded once per run, where the
+    run first uses the name.
 
     Args:
-        name: what the timeline calls it. "forward", "backward", "optimizer" and "data" have colours of their own.
-        kind: "compute", or "communication" for what travels without labkit seeing it (a TensorFlow all-reduce, a file).
+        name: the name in the timeline. "forward", "backward", "optimizer" and "data" have their own colours.
+        kind: "compute", or "communication" for transfers that labkit does not see (a TensorFlow all-reduce, a file).
 
-    Recording costs about two clock reads and one write to memory; outside a group nothing is recorded. On a GPU the
-    span is timed by CUDA events, because the host only enqueues the work. The line of code is noted once a run, where
-    it first uses the name.
+    Returns:
+        a context manager that is also a decorator.
 
     Raises:
-        TypeError: `name` is not a string, or what stands below `@span(...)` is not a plain function.
+        TypeError: `name` is not a string, or `@span(...)` decorates something other than a plain function.
         ValueError: `kind` is neither "compute" nor "communication".
     """
-    try:  # faster than `functools.lru_cache`, which moreover answers "unhashable type" to a list
+    try:  # faster than `functools.lru_cache`, which would also raise "unhashable type" for a list
         if kind == "compute":
             return here.spans[name]
     except (KeyError, TypeError):
@@ -133,7 +136,7 @@ def span(name: str, kind: str = "compute") -> Any:
 
 
 def _new_span(name: str, kind: str) -> Any:
-    """A span as this process uses it now."""
+    """Create the kind of span that this process uses now."""
     recorder = here.recorder
     if recorder is None:
         return _Off(name, kind)
@@ -143,16 +146,16 @@ def _new_span(name: str, kind: str) -> Any:
 
 
 class SpanStack(threading.local):
-    """What the open spans of one name began with: a span may contain itself, and each thread has its own."""
+    """A stack, per thread, of the start values of the open spans of one name: a span may contain itself."""
 
     def __init__(self) -> None:
         begun: list[Any] = []
         self.push = begun.append
-        self.pop = begun.pop  # IndexError where this thread has none open
+        self.pop = begun.pop  # IndexError if this thread has no open span
 
 
 def not_begun(name: str) -> None:
-    """Warn that a thread ends a span that it has not begun. Nothing is recorded, and other records stay."""
+    """Warn that a thread ended a span that it had not begun. It is not recorded; other records are unaffected."""
     warnings.warn(
         f"span({name!r}) was ended by a thread in which it was not open, so that it is not recorded: `with` ends it once, "
         "in the thread that began it",
@@ -162,17 +165,17 @@ def not_begun(name: str) -> None:
 
 
 def _open_span(recorder: Recorder, name: str, kind: str) -> Any:
-    """A span that is recorded. All it touches is a local, its methods take no self: a third faster than a plain class.
+    """Create a span that records. It uses only locals, and methods without `self`: a third faster than a plain class.
 
-    To enter it runs no Python: `map` has the list take the next pair of `zip`, for which `starmap` calls both
-    functions.
+    Entering the span runs no Python code: `map` appends the next pair of `zip` to the list, and `starmap` calls both
+    functions for the pair.
     """
     ring, code = recorder.ring, KINDS.index(kind)
     if kind == "communication":
         return _decorable(_communication_pair(ring, ring.placed(name)), name, kind)
     buffer, pack, next_slot, now, this_thread = ring.buffer, SPAN_HEAD.pack_into, ring.next_slot, clock, get_ident
     name_and_kind = ring.name(ring.placed(name, student_line())) | code << KIND_SHIFT
-    begun: list[tuple[int, int]] = []  # by all threads: which of them, and when
+    begun: list[tuple[int, int]] = []  # open spans of all threads: thread and start
     enter = map(begun.append, zip(starmap(this_thread, repeat(())), starmap(now, repeat(())), strict=False)).__next__
 
     def leave(_type: object, _value: object, _traceback: object) -> None:
@@ -183,13 +186,13 @@ def _open_span(recorder: Recorder, name: str, kind: str) -> Any:
             not_begun(name)
             return
         if whose == thread and len(begun) == 1:
-            del begun[0]  # it is still there, whatever other threads have done meanwhile: they take their own alone
+            del begun[0]  # still there, whatever other threads did meanwhile: they remove only their own
         elif (newest := _taken_from(begun, thread)) is not None:
             start_ns = newest
         else:
             not_begun(name)
             return
-        number, at = next_slot()  # only now: readers wait for a record whose number was taken
+        number, at = next_slot()  # not earlier: readers wait for a record whose number is taken
         pack(buffer, at, start_ns, end_ns, name_and_kind, number)
 
     if recorder.graph_spans is not None:
@@ -198,7 +201,7 @@ def _open_span(recorder: Recorder, name: str, kind: str) -> Any:
 
 
 def _taken_from(begun: list[tuple[int, int]], thread: int) -> int | None:
-    """The start of the thread's newest open span, which is removed; None if it has none."""
+    """Remove the thread's newest open span and return its start; None if it has none."""
     for own in reversed(begun.copy()):
         if own[0] == thread:
             begun.remove(own)
@@ -207,7 +210,7 @@ def _taken_from(begun: list[tuple[int, int]], thread: int) -> int | None:
 
 
 def _communication_pair(ring: RingWriter, name: str) -> tuple[Callable[[], None], Callable[..., None]]:
-    """What the student calls a communication: pending while it lasts, and the rank is blocked in it all the while."""
+    """Return enter and leave for a student's communication span: pending, and the rank blocked, from start to end."""
     stack = SpanStack()
 
     def enter() -> None:
@@ -230,7 +233,7 @@ def _communication_pair(ring: RingWriter, name: str) -> tuple[Callable[[], None]
 
 
 def _decorable(pair: tuple[Callable[[], None], Callable[..., None]], name: str, kind: str) -> Any:
-    """An object whose type holds enter and leave as static methods: `with` then calls them without binding."""
+    """Return an object whose type holds enter and leave as static methods: `with` then calls them without binding."""
     enter, leave = pair
     members = {
         "__slots__": (),
@@ -243,7 +246,7 @@ def _decorable(pair: tuple[Callable[[], None], Callable[..., None]], name: str, 
 
 
 def _decorated(function: F, name: str, kind: str) -> F:
-    """The function inside a span, looked up at each call: functions decorated in the notebook run in ranks."""
+    """Wrap a function in a span that is looked up at each call: functions decorated in the notebook run in ranks."""
     if isinstance(function, type) or not callable(function):
         raise WrongTypeError(f"@span({name!r}) stands above {reprlib.repr(function)}: expected a function")
     if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
@@ -251,7 +254,7 @@ def _decorated(function: F, name: str, kind: str) -> F:
             f"@span({name!r}) above {function.__name__!r}, which yields or awaits, would time only its creation: "
             f"put `with span({name!r}):` around the work inside it"
         )
-    here.spans.pop(name, None)  # made anew at the first call, the span has the line of that call
+    here.spans.pop(name, None)  # created anew at the first call, the span gets the line of that call
 
     @functools.wraps(function)
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -262,19 +265,19 @@ def _decorated(function: F, name: str, kind: str) -> F:
 
 
 def steps(iterable: Iterable[T]) -> Iterable[T]:
-    """Iterate over the batches of a training loop: records each step and drives the progress bar of `watch`.
+    """Iterate over the batches of a training loop, record each step and drive the progress bar of `watch`.
 
-    A step lasts from one request for a batch to the next, by the clock of the CPU. One that the loop leaves by `break`,
-    `return` or an exception is not marked.
+    A step lasts from one request for a batch to the next, on the CPU's clock. A step that the loop leaves by `break`,
+    `return` or an exception is not recorded.
 
     Args:
-        iterable: the batches. Where it has a length, the bar knows how much is left.
+        iterable: the batches. If it has a length, the bar shows how much is left.
 
     Returns:
-        the same items, as often as `iterable` gives them. Outside a group: `iterable` itself.
+        an iterable of the same items, which can be iterated as often as `iterable`. Outside a group: `iterable` itself.
 
     Raises:
-        TypeError: there is nothing to loop over.
+        TypeError: `iterable` is not iterable.
     """
     if not isinstance(iterable, Iterable) and not hasattr(type(iterable), "__getitem__"):
         raise WrongTypeError(f"steps({reprlib.repr(iterable)}): expected something to loop over, such as a list or a DataLoader")
@@ -283,14 +286,14 @@ def steps(iterable: Iterable[T]) -> Iterable[T]:
 
 
 class _Steps(Generic[T]):
-    """An iterable whose steps are marked."""
+    """An iterable whose steps are recorded."""
 
     def __init__(self, iterable: Iterable[T], ring: RingWriter) -> None:
         self._iterable = iterable
         self._ring = ring
 
     def __len__(self) -> int:
-        return len(self._iterable)  # type: ignore[arg-type]  # raises TypeError where there is no length, as it should
+        return len(self._iterable)  # type: ignore[arg-type]  # raises TypeError if there is no length, as it should
 
     def __iter__(self) -> Iterator[T]:
         ring, in_all = self._ring, operator.length_hint(self._iterable, -1)
@@ -305,12 +308,16 @@ class _Steps(Generic[T]):
 
 
 def record(*nameless: float, **scalars: float) -> None:
-    """Write down values as they are now: `record(loss=loss)`. Each name becomes a curve over time.
+    """Record the current value of each name: `record(loss=loss)`. Each name becomes a curve over time.
 
-    A value that is still being computed on a GPU is waited for.
+    If a GPU is still computing a value, the call waits for it.
+
+    Args:
+        nameless: not allowed; each value needs a name.
+        scalars: the values by name: numbers, or tensors with one element.
 
     Raises:
-        TypeError: a value is not a number (a tensor of one element is one), or has no name.
+        TypeError: a value has no name, or is neither a number nor a tensor with one element.
     """
     if nameless:
         raise WrongTypeError(f"record({reprlib.repr(nameless[0])}): expected a name for each value, as in record(loss=loss)")
@@ -320,7 +327,7 @@ def record(*nameless: float, **scalars: float) -> None:
     now = clock()
     for name, value in scalars.items():
         try:
-            # torch warns where a tensor that has a gradient becomes a number
+            # torch warns if a tensor that requires a gradient is converted to a number
             number = float(value.detach() if getattr(value, "requires_grad", False) else value)  # type: ignore[attr-defined]
         except (TypeError, ValueError):
             got = reprlib.repr(value)
@@ -329,13 +336,13 @@ def record(*nameless: float, **scalars: float) -> None:
 
 
 _LIBRARIES = tuple({os.path.normcase(sysconfig.get_path(p)) + os.sep for p in ("stdlib", "platstdlib", "purelib", "platlib")})
-_NOT_STUDENTS = ("site-packages", "dist-packages", "__autograph_generated_file")  # the last: what TensorFlow makes of a function
-_TYPED_IN = ("<ipython-input", "<stdin>", "<python-input")  # what interactive Pythons call what is typed into them
+_NOT_STUDENTS = ("site-packages", "dist-packages", "__autograph_generated_file")  # the last: code generated by TensorFlow
+_TYPED_IN = ("<ipython-input", "<stdin>", "<python-input")  # file names of code typed into an interactive Python
 
 
 @functools.lru_cache(maxsize=4096)
 def is_students(filename: str) -> bool:
-    """Whether code of that file is the student's: a cell, or a file outside Python, its packages and labkit.
+    """Return whether a file's code is the student's: a cell, or a file outside Python, its packages and labkit.
 
     Cached: after a change of `here.files`, call `is_students.cache_clear()`.
     """
@@ -348,10 +355,10 @@ def is_students(filename: str) -> bool:
 
 
 def student_line(innermost: FrameType | None = None) -> str:
-    """Where the innermost of the student's functions on a stack is now: "cell 5, line 12"; "" if there is none.
+    """Return the current line of the innermost student function on a stack: "cell 5, line 12"; "" if there is none.
 
     Args:
-        innermost: where the stack ends; default: this thread's, here.
+        innermost: the innermost frame of the stack; default: the frame of the caller.
     """
     frame: FrameType | None = innermost or sys._getframe(1)
     while frame is not None:
@@ -362,5 +369,5 @@ def student_line(innermost: FrameType | None = None) -> str:
 
 
 def label(filename: str) -> str:
-    """A file's name as the student knows it: "cell 5" for a cell, else the base name."""
+    """Return a file's name as the student knows it: "cell 5" for a cell, else the base name."""
     return here.files.get(filename) or os.path.basename(filename)

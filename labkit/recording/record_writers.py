@@ -1,7 +1,7 @@
-"""The methods of `RingWriter` that take all fields of an operation, made from the schema.
+"""The methods of `RingWriter` that take all fields of an operation, generated from the schema.
 
-They are compiled from text, as those of a dataclass are: to pass the fields on in a dictionary, or to go through them
-in a loop, would take a communication's record more than twice the time.
+They are compiled from source text, like those of a dataclass. Passing the fields in a dictionary, or looping over them,
+would more than double the time to record a communication.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["compiled_pend", "compiled_write_communication"]
 
 
 def compiled_write_communication() -> Callable[..., None]:
-    """Of one finished communication."""
+    """Compile the method that records a finished communication."""
     fields = layout.TAIL_FIELDS
     return _compiled(
         "write_communication",
@@ -38,7 +38,7 @@ def write_communication(self, name, start_ns, end_ns, *, {_parameters(fields)}, 
 
 
 def compiled_pend() -> Callable[..., int]:
-    """Of an operation under way."""
+    """Compile the method that records a pending operation."""
     fields = layout.PENDING_ORDER
     return _compiled(
         "pend",
@@ -68,7 +68,7 @@ def _values(fields: Iterable[Field]) -> str:
 
 
 def _interned(fields: Iterable[Field]) -> str:
-    """Statements that make each text its number. Most are known, and a call would take longer than to look twice."""
+    """Return statements that replace each string by its number. Most are known: two lookups are faster than a call."""
     return "; ".join(f"{f.name} = ids[{f.name}] if {f.name} in ids else {_asked(f)}" for f in fields if f.is_text)
 
 

@@ -1,14 +1,14 @@
-"""The fields of a span, each declared once: the ring's layout, the columns, the trace and its files follow from here.
+"""The fields of a span, each declared once: the ring's layout, the columns and the trace with its files derive from it.
 
-A field is an attribute of `Span`. Its annotation says where a record in the ring keeps it:
+A field is an attribute of `Span`. Its annotation says where a record in the ring stores it:
 
-    Head("q")        in every record, written in one step: its size is fixed
+    Head("q")        in every record, written in one step: the head's size is fixed
     Tail("q")        in the record of a communication; other spans have the default
-    Flag(OPEN)       one bit, set where the value is not the default
+    Flag(OPEN)       one bit, set if the value is not the default
     OfRank("i")      not in the ring: the reader knows it
 
-The letter is a type of Python's `struct` module. A text is interned, and the record holds its number. An attribute of
-`Pending` with the same name is in the table of operations under way as well.
+The letter is a type code of Python's `struct` module. Strings are interned, and records hold their numbers. An
+attribute of `Pending` with the same name is also stored in the table of pending operations.
 """
 
 from __future__ import annotations
@@ -29,42 +29,42 @@ __all__ = [
 KINDS: Final = ("compute", "communication", "step", "scalar", "call")
 COMPUTE, COMMUNICATION, STEP, SCALAR, CALL = range(len(KINDS))
 
-# Flags of a record. A flag that is no field of `Span` concerns only who reads the ring.
+# Flags of a record. A flag that is not a field of `Span` matters only to readers of the ring.
 OPEN: Final = 1 << 0  # it has not completed, or failed
-SUM: Final = 1 << 1  # it stands for as many as `nbytes` says
+SUM: Final = 1 << 1  # it represents several spans; `nbytes` is their number
 AUTOMATIC: Final = 1 << 2  # labkit records it without the program's help
-MEASURED: Final = 1 << 3  # a profiler saw it run: nothing blocks it meanwhile
-UNSHOWN: Final = 1 << 4  # it is part of no trace
-UNSIZED: Final = 1 << 5  # nobody knows how many bytes it moved
-SERVED: Final = 1 << 6  # on a thread that does what another rank has called
+MEASURED: Final = 1 << 3  # a profiler observed it running: nothing blocks it meanwhile
+UNSHOWN: Final = 1 << 4  # it is not part of any trace
+UNSIZED: Final = 1 << 5  # it moved an unknown number of bytes
+SERVED: Final = 1 << 6  # it is on a thread that executes a call from another rank
 
-CPU, CUDA, NUMBERED = range(3)  # devices: where the host takes the times; where a GPU does; the first of TensorFlow's "CPU:<n>"
-ROOTED: Final = -2  # in place of a peer, of a collective from or to one rank, its root: this minus that rank
-STREAM: Final = 0xFFFFFFFF  # in place of the thread that is blocked: a GPU's stream is, and the rank goes on
-TIMED: Final = 0xFFFFFFFE  # likewise: it is blocked until a time is up
+CPU, CUDA, NUMBERED = range(3)  # devices: timed by the host; timed by a GPU; the first of TensorFlow's "CPU:<n>"
+ROOTED: Final = -2  # a collective with root r has ROOTED - r as its peer
+STREAM: Final = 0xFFFFFFFF  # in place of the blocked thread: a GPU's stream is blocked, and the rank continues
+TIMED: Final = 0xFFFFFFFE  # in place of the blocked thread: it is blocked until a set time has passed
 
-# Names that mean something.
-READING: Final = "reading TensorFlow's profiler"  # a compute span of labkit's own
-STEPS_IN_ALL: Final = "steps in all"  # the scalar by which `steps` says how long its loop will be
-MEMORY: Final = "memory: "  # how the scalars of `track_memory` begin, in bytes; then one of these, from what stays to what goes
+# Names with a special meaning.
+READING: Final = "reading TensorFlow's profiler"  # labkit's own compute span
+STEPS_IN_ALL: Final = "steps in all"  # the scalar with which `steps` announces the length of its loop
+MEMORY: Final = "memory: "  # prefix of `track_memory`'s scalars, in bytes; then one of these, long-lived kinds first
 MEMORY_KINDS: Final = ("parameters", "optimizer state", "gradients", "gathered parameters", "activations", "other")
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """In every record. The span's own write fills the head in one step, so a new field belongs into the tail."""
+    """A field in every record. A span writes its head in one step, so a new field belongs in the tail."""
 
     code: str
 
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """In the record of a communication.
+    """A field in the record of a communication.
 
     Args:
-        code: of Python's `struct` module, 4 or 8 bytes long.
-        few: of a text: None where it always finds room, else the word of `NO_ROOM` for texts that a program makes up at
-            will.
+        code: a type code of Python's `struct` module, 4 or 8 bytes long.
+        few: for a string: None if it always finds room; for strings that a program can create freely, their kind in
+            `NO_ROOM`.
     """
 
     code: str
@@ -73,47 +73,44 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One bit of the record's flags."""
+    """A field in one bit of the record's flags."""
 
     bit: int
 
 
 @dataclass(frozen=True, slots=True)
 class OfRank:
-    """Not in the ring."""
+    """A field that is not in the ring."""
 
     code: str
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something a rank did, from `start_ns` to `end_ns` on the machine's monotonic clock (`time.perf_counter_ns`).
+    """An activity of a rank, from `start_ns` to `end_ns` on the machine's monotonic clock (`time.perf_counter_ns`).
 
     Args:
-        rank: the number of the rank.
-        name: what it did: "forward", "all_reduce", ...
+        rank: the rank's number.
+        name: the name of the activity: "forward", "all_reduce", ...
         kind: "compute", "communication", "step" (one iteration of `steps`) or "call" (the whole function).
         start_ns: when it began; for a communication, when it was issued.
-        end_ns: when it was over; for a communication, when it completed.
-        wait_start_ns: when the rank began to be blocked until a communication completes; 0 if it never was.
-        wait_end_ns: when it was no longer blocked.
-        nbytes: size of the message or of the rank's tensors in a collective; 0 if unknown.
-        peer: the other rank of a message; -1 for a collective, and -2 - r for one from or to a single rank r, its
-            `root`.
-        group: the process group, or the two ends of a message; "" for what one rank does alone.
-        match: the number of the operation within its group; spans of several ranks with the same group and match are
-            one.
-        line: where the student's code issued it: "cell 5, line 12" or "train.py, line 12"; of a compute span, where the
-            rank first used its name in the run.
-        device: "cpu", or "cuda" where the times were taken by the GPU; "CPU:1" of a rank with several of TensorFlow's
-            devices.
-        done: False for an operation that had not completed; it ends where the time looked at ends.
-        automatic: True for a compute span that labkit records without the program's help, such as a call that is
-            served.
-        measured: True for operations as TensorFlow's profiler saw them run: nothing blocks them meanwhile.
-        sized: False for a communication that moved bytes, nobody knows how many; `nbytes` is 0.
-        served: True where a thread of the rank that does what another rank has called computed, or was blocked.
-        signature: of a collective, what all ranks must give alike: "float32 [4, 3], product, root 1"; of a message, its
+        end_ns: when it ended; for a communication, when it completed.
+        wait_start_ns: when the rank began to block until the communication completes; 0 if it never did.
+        wait_end_ns: when it stopped blocking.
+        nbytes: the size of the message, or of the rank's tensors in a collective; 0 if unknown.
+        peer: the other rank of a message; -1 for a collective without a root; -2 - r for one with the `root` r.
+        group: the process group, or the two ends of a message; "" for what a rank does alone.
+        match: the number of the operation within its group; spans of several ranks with the same group and match belong
+            to one operation.
+        line: the student's line that issued it: "cell 5, line 12" or "train.py, line 12"; for a compute span, the line
+            where the rank first used its name in the run.
+        device: "cpu"; "cuda" if the GPU took the times; "CPU:1" on a rank with several TensorFlow devices.
+        done: False for an operation that had not completed; it ends where the observed time ends.
+        automatic: True for a compute span that labkit records without the program's help, such as a served call.
+        measured: True for operations as TensorFlow's profiler observed them running: nothing blocks them meanwhile.
+        sized: False for a communication that moved an unknown number of bytes; `nbytes` is then 0.
+        served: True if it computed, or was blocked, on a thread of the rank that executes a call from another rank.
+        signature: for a collective, what must match on all ranks: "float32 [4, 3], product, root 1"; for a message, its
             tensor.
     """
 
@@ -139,24 +136,24 @@ class Span:
 
     @property
     def duration_ns(self) -> int:
-        """Length in nanoseconds."""
+        """The duration in nanoseconds."""
         return self.end_ns - self.start_ns
 
     @property
     def root(self) -> int:
-        """The rank that a broadcast or a scatter comes from, or that a gather or a reduce goes to; -1 for the rest."""
+        """The root of a broadcast, scatter, gather or reduce; -1 for all other spans."""
         return ROOTED - self.peer if self.peer <= ROOTED else -1
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """An operation that a rank issued and that has not completed: what it is waiting for, or what runs beside it.
+    """An operation that a rank has issued and that has not completed: the rank waits for it, or computes meanwhile.
 
-    The fields mean what they mean in `Span`, and are kept as there.
+    The fields have the same meaning as in `Span`, and are stored in the same way.
 
     Args:
-        wait_start_ns: since when the rank is blocked in it; 0 while it is not.
-        thread: the system's number of the thread that is blocked in it, or that issued it.
+        wait_start_ns: since when the rank has been blocked in it; 0 while it is not.
+        thread: the native id of the thread that is blocked in it, or that issued it.
     """
 
     name: str
@@ -172,12 +169,12 @@ class Pending:
 
     @property
     def type(self) -> OperationType:
-        """What it is."""
+        """The type of the operation."""
         return type_of(self.name)
 
     @property
     def in_words(self) -> str:
-        """What messages call it."""
+        """The name that messages use for it."""
         return self.type.in_words(self.name)
 
 
@@ -186,10 +183,10 @@ class Field:
     """One entry of the schema.
 
     Args:
-        name: of the attribute.
-        place: where a record keeps it.
-        default: what a span has that says nothing else; `dataclasses.MISSING` where it must.
-        is_text: whether it is interned.
+        name: the name of the attribute.
+        place: where a record stores it.
+        default: the value of a span that does not specify one; `dataclasses.MISSING` if every span must.
+        is_text: whether it is an interned string.
     """
 
     name: str
@@ -199,18 +196,18 @@ class Field:
 
     @property
     def code(self) -> str:
-        """Its type as a number: a letter of `struct`."""
+        """The type code under which it is stored: a letter of `struct`."""
         assert not isinstance(self.place, Flag), f"{self.name} is one bit"
         return self.place.code
 
     @property
     def is_time(self) -> bool:
-        """Whether it is a moment on the clock of the rank's machine; 0 where there was none."""
+        """Whether it is a time on the clock of the rank's machine; such a field is 0 if it does not apply."""
         return self.name.endswith("_ns")
 
 
 def flags_of(span: Span) -> int:
-    """The bits that a record keeps of a span."""
+    """Return the flags that a record stores for a span."""
     flags = 0
     for field in FIELDS:
         if isinstance(field.place, Flag) and bool(getattr(span, field.name)) is not field.default:
@@ -219,17 +216,17 @@ def flags_of(span: Span) -> int:
 
 
 def device_code(device: str) -> int:
-    """The number that a record keeps of a device."""
+    """Return the number that a record stores for a device."""
     _, _, number = device.partition(":")
     return NUMBERED + int(number) if number else CUDA if device == "cuda" else CPU
 
 
 def device_name(code: int) -> str:
-    """The device of such a number."""
+    """Return the device that a record's number stands for."""
     return f"CPU:{code - NUMBERED}" if code >= NUMBERED else "cuda" if code == CUDA else "cpu"
 
 
-# Texts of which there are only a few: how they become a number, and back.
+# Strings with few possible values: how to encode them as numbers, and how to decode these.
 CODES: Final[dict[str, tuple[Callable[[str], int], Callable[[int], str]]]] = {
     "kind": (KINDS.index, KINDS.__getitem__),
     "device": (device_code, device_name),

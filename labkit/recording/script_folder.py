@@ -1,4 +1,4 @@
-"""Where a script that torchrun started leaves what its ranks record."""
+"""The folder in which a script started by torchrun saves what its ranks record."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from typing import Final
 __all__ = ["DEFAULT_FOLDER", "VARIABLE"]
 
 VARIABLE: Final = "LABKIT_TRACE"
-DEFAULT_FOLDER: Final = "labkit-trace"  # for `python -m labkit` without the variable
+DEFAULT_FOLDER: Final = "labkit-trace"  # used by `python -m labkit` if the variable is not set
