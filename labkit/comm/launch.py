@@ -1,4 +1,4 @@
-"""Programs that initialise and end torch.distributed or RPC themselves, in ranks where that is done already or not."""
+"""Lets programs initialize and shut down torch.distributed or RPC themselves, also if labkit has initialized them."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ class Launch:
 
     @property
     def spent(self) -> bool:
-        """Whether another program needs new processes."""
+        """Whether another program would need new processes."""
         return self._process_group.spent or (self._rpc is not None and self._rpc.spent)
 
     def notes(self) -> list[str]:
-        """The notes for the student since the last call."""
+        """Return the notes for the student since the last call."""
         notes, self._notes[:] = list(self._notes), []
         return notes

@@ -99,9 +99,9 @@ class Records:
         return [self._operation(rank, row) for chunk in self._chunks[rank] for row in chunk[_failed(chunk)]]
 
     def last_wait(self, rank: int) -> tuple[Pending, int] | None:
-        """Return the last communication operation that the student's code called on a rank, and when it ended or failed.
+        """Return the last communication operation that the student's code called on a rank, and when it ended.
 
-        None if there is none.
+        An operation that failed counts, too. None if there is none.
         """
         last = None
         for chunk in self._chunks[rank]:
@@ -116,7 +116,7 @@ class Records:
         return dataclasses.replace(self._operation(rank, last), wait_start_ns=since_ns), int(last["end_ns"])
 
     def last_span(self, rank: int) -> str:
-        """Return the name of the last span that a rank has completed, ignoring unspecific names; "" if there is none."""
+        """Return the name of the last span that a rank has completed, ignoring unspecific names; "" for none."""
         names, last = self._readers[rank].names(), ""
         for chunk in self._chunks[rank]:
             rows = chunk[chunk["kind"] == COMPUTE]
