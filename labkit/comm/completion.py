@@ -1,4 +1,4 @@
-"""Notices when messages complete that no thread of the student's waits for yet.
+"""Detects when messages complete that no thread of the student's waits for yet.
 
 gloo reports the completion of a send or receive only to a thread that waits for it, and only to one thread. After a
 grace period, a thread of labkit's waits for the message; the student's `wait` then waits for that thread.

@@ -23,6 +23,9 @@ __all__ = ["SlowCalls"]
 class SlowCalls:
     """Delays this rank's calls, and those that it serves.
 
+    The methods identify a call by `pair`, the key of its caller and callee ("" for torch's own functions, which run in
+    C++), and `number`, its number on the caller.
+
     Args:
         slow: the rank's emulated link.
         futures: reports when calls have completed.
@@ -33,7 +36,7 @@ class SlowCalls:
         self._fetched = itertools.count(1)
 
     def call(self, operation: Operation, pair: str, number: int) -> None:
-        """Schedule a call of `operation.nbytes`; `pair` is "" for a function of torch's own, which runs in C++."""
+        """On the caller: schedule a call of `operation.nbytes`; does nothing for torch's own functions."""
         if pair:
             self._send(self._slow.rank, operation.peer, operation.nbytes, f"call {pair}", number, operation.start_ns)
 
@@ -42,7 +45,15 @@ class SlowCalls:
         hold_until(self._slow.shared_link.due_ns(f"call {pair}", number))
 
     def reply(self, caller: int, number: int, nbytes: int, at_ns: int, *, travels: bool) -> None:
-        """On the callee: schedule a reply, or announce a value that stays there for an RRef."""
+        """On the callee: schedule a reply, or announce a value that stays there for an RRef.
+
+        Args:
+            caller: the calling rank.
+            number: the number of the call.
+            nbytes: the size of the result.
+            at_ns: when the function returned.
+            travels: whether the result is sent to the caller.
+        """
         pair = call_key(caller, self._slow.rank)
         if travels:
             self._send(self._slow.rank, caller, nbytes, f"reply {pair}", number, at_ns)

@@ -55,7 +55,12 @@ class Launch:
             self._rpc.install()
 
     def begin_run(self, *, keep: bool, all_called: bool) -> None:
-        """Prepare for a run of a function or a cell; see `worker.runtimes.base.Runtime.begin_run`."""
+        """Prepare for a run of a function or a cell; see `worker.runtimes.base.Runtime.begin_run`.
+
+        Args:
+            keep: whether to keep what the previous program has initialized, as from one cell to the next.
+            all_called: whether all ranks of the group run it.
+        """
         self._process_group.begin_run(keep=keep)
         if self._rpc is not None:
             self._rpc.begin_run(keep=keep, all_called=all_called)

@@ -39,7 +39,16 @@ class Numbering:
         self.made_by_hand: Counter[tuple[int, ...]] = Counter()
 
     def join(self, store: Any, rank: int, size: int) -> Members:
-        """Register a new group; to be called from the constructor of `ProcessGroup`."""
+        """Register a new group; to be called from the constructor of `ProcessGroup`.
+
+        Args:
+            store: the group's store; None for some groups that torch constructs.
+            rank: this process's rank in the group.
+            size: the group's size.
+
+        Returns:
+            the members of the group.
+        """
         if c10d.GroupMember.WORLD is None:  # this is the default group
             self._worlds += 1
             given, self._given = self._given, False

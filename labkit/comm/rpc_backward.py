@@ -35,7 +35,7 @@ class RpcBackwards:
     def started(
         self, backward: Callable[..., Any], context_id: int, roots: Sequence[torch.Tensor], *args: Any, **kwargs: Any
     ) -> None:
-        """Record the student's call: compute until this rank's own part is done, then waiting."""
+        """Record the student's call of `backward`: compute until this rank's own part is done, then waiting."""
         start_ns = clock()
         operation = Operation(self._ring, DIST_BACKWARD, start_ns, group=DIST_BACKWARD, match=context_id, line=student_line())
 

@@ -242,7 +242,7 @@ class RpcCalls:
         return pickled, tensors
 
     def _send_reference(self, reduce: Callable[..., Any], pickler: Any, rref: Any) -> tuple[Any, tuple[Any, ...]]:
-        """When a reference is sent, add the call whose result it refers to."""
+        """Send a reference together with the call whose result it refers to."""
         receiver, (data,) = reduce(pickler, rref)
         return receiver, (data, *self._values.get(rref, ("", 0)))
 

@@ -125,7 +125,12 @@ class Records:
         return last
 
     def done(self, rank: int, which: Collection[tuple[str, int]]) -> list[Pending]:
-        """Select the operations, given by group and number, that a rank has completed."""
+        """Return the operations that a rank has completed, out of some that are given by group and number.
+
+        Args:
+            rank: the rank's number.
+            which: pairs of a group's key and an operation's number.
+        """
         names, found = self._readers[rank].names(), []
         for group, match in which:
             number = names.index(group) if group in names else -1

@@ -209,7 +209,7 @@ class Execution:
         return 0 if self._hurry else GRACE_S / 10 if self._failed_s else LOOK_EVERY_S
 
     def _grace_s(self) -> float:
-        """How long the run goes on after the first failure."""
+        """Return how long the run continues after the first failure."""
         if any(not f.consequence for f in self._failures.values()):
             return GRACE_S
         return DEATH_S if self._end_to_come() else CAUSE_S

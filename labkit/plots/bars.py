@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How one kind of bar looks.
+    """The appearance of one kind of bar.
 
     Args:
         colour: "#rrggbb".
@@ -212,7 +212,15 @@ def hairlines(bars: Bars, px_per_ns: float) -> tuple[NDArray[np.float64], NDArra
 
 
 def crowded(bars: Bars, px_per_ns: float) -> NDArray[np.bool_]:
-    """Return a mask of bars so narrow, numerous and close together that hairlines would merge into one wide bar."""
+    """Find bars so narrow, numerous and close together that hairlines would merge into one wide bar.
+
+    Args:
+        bars: the bars of one lane.
+        px_per_ns: the scale.
+
+    Returns:
+        a mask of these bars.
+    """
     narrow = (bars.end_ns - bars.start_ns) * px_per_ns < HAIRLINE_PX
     found = np.zeros(len(bars), bool)
     at = np.flatnonzero(narrow & (bars.style != _NUMBER["unlabelled"]))

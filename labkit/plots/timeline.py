@@ -37,7 +37,7 @@ HEADING_IN: Final = 0.3  # the minimum of the same in inches, for low rows
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a timeline shows of one run.
+    """The part of one run that a timeline shows.
 
     Args:
         label: the run's title; "" if it has none.

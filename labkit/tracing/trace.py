@@ -47,7 +47,7 @@ CHUNK: Final = 10_000  # events that are serialized at once: the text of a milli
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How one rank spent the time of a trace, in nanoseconds.
+    """The time of a trace as one rank spent it, in nanoseconds.
 
     The parts `compute_ns`, `exposed_ns` and `idle_ns` add up to `window_ns`. `overlap_ns` is the part of `compute_ns`
     that overlaps communication; `waiting_ns` the part of `idle_ns` in which the rank was blocked until a peer arrived.
@@ -81,7 +81,7 @@ class Trace:
         profile: events of torch's profiler, in any order; `save` writes them below each rank's own rows.
 
     Raises:
-        ValueError: a span has a rank without a name, or the end lies before the start.
+        ValueError: a span has a rank without a name, or the end is before the start.
     """
 
     @public_api

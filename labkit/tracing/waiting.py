@@ -1,4 +1,4 @@
-"""When a rank is blocked: one of its threads waits in a communication operation, and no other thread computes."""
+"""Finds when a rank is blocked: one of its threads waits in a communication operation, and no other thread computes."""
 
 from __future__ import annotations
 

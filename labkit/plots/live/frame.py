@@ -120,7 +120,7 @@ class Detail:
 
 @dataclass(slots=True)
 class LiveFrame:
-    """What one frame shows.
+    """The content of one frame.
 
     Args:
         title: the function and the ranks: "train on 4 ranks".

@@ -55,7 +55,12 @@ class Recent:
         return self.shown_ns / BINS
 
     def add(self, new: Trace, now_ns: int) -> None:
-        """Add the newly completed spans."""
+        """Add newly completed spans.
+
+        Args:
+            new: the spans completed since the last call.
+            now_ns: the current time.
+        """
         rows = self._renamed(new.columns)
         for rank, end in zip(*(rows[rows["kind"] == CALL][field].tolist() for field in ("rank", "end_ns")), strict=True):
             self.returned_ns[rank] = end
