@@ -1,9 +1,9 @@
-"""Every collective, message and RPC of a rank becomes a span with its bytes, without the student's help.
+"""Records every collective, message and RPC of a rank as a span with its bytes, without changes to the student's code.
 
-torch makes its process groups of the class that it finds under the name `ProcessGroup`. In a rank that is ours: torch's
-own class, whose methods write down what passes. Everything passes there: `torch.distributed`'s functions,
-DistributedDataParallel's reducer in C++, functional collectives (DTensor, FSDP2), pipelines. A slow link holds it back
-in the same place.
+torch creates its process groups from the class that is called `ProcessGroup`. In a rank this name refers to a subclass
+of labkit's, whose methods record their calls. All communication uses them: `torch.distributed`'s functions,
+DistributedDataParallel's reducer in C++, functional collectives (DTensor, FSDP2), and pipelines. The same methods delay
+operations on an emulated link.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ __all__ = ["slow_link", "watch_device", "watch_rpc", "watch_script", "watch_torc
 
 
 def slow_link(link: Link, rank: int, fd: int) -> SlowLink:
-    """Have what this rank sends and receives take as long as over a link.
+    """Create the emulated link of this rank.
 
     Args:
-        link: the link.
+        link: the link's model.
         rank: this rank's number.
-        fd: the memory of the group's shared link, `costs.shared_link.SHARED_LINK_BYTES` long, which all its ranks
-            share; kept.
+        fd: the shared memory of the group's links, `costs.shared_link.SHARED_LINK_BYTES` long; ownership passes to the
+            link.
+
+    Returns:
+        the link, to be passed to `watch_torch` or `watch_rpc`.
     """
     wake_in_time()
     shared_link = SharedLink(fd)
@@ -45,43 +48,49 @@ def slow_link(link: Link, rank: int, fd: int) -> SlowLink:
 
 
 def watch_torch(recorder: Recorder, slow: SlowLink | None = None) -> Callable[[], None]:
-    """Write down what goes through the process groups made from now on.
+    """Record the operations of all process groups that are created from now on.
+
+    To be called before `torch.distributed.init_process_group`.
 
     Args:
-        recorder: this rank's. Call it before `torch.distributed.init_process_group`.
-        slow: what holds it back; default: nothing.
+        recorder: this rank's recorder.
+        slow: the emulated link that delays operations; default: no delays.
 
     Returns:
-        what has the calls of RPC written down as well, if called before `init_rpc`.
+        a function that starts recording remote calls, too; to be called before `init_rpc`.
     """
     futures = _watch_groups(recorder, slow, given=True)
     return lambda: _watch_calls(recorder, futures, slow)
 
 
 def watch_rpc(recorder: Recorder, slow: SlowLink | None = None, *, given: bool = False) -> Callable[[], None]:
-    """Write down the calls of `torch.distributed.rpc`, on both ends, and what goes through process groups.
+    """Record the calls of `torch.distributed.rpc`, on both ends, and the operations of process groups.
+
+    To be called before `torch.distributed.rpc.init_rpc`, when C++ looks up the functions that it calls.
 
     Args:
-        recorder: this rank's. Call it before `torch.distributed.rpc.init_rpc`, which fixes what C++ calls.
-        slow: what holds calls and replies back; default: nothing.
-        given: whether the ranks of the first process group have the numbers of their processes.
+        recorder: this rank's recorder.
+        slow: the emulated link that delays calls, replies and operations; default: no delays.
+        given: whether ranks in the first process group equal the processes' numbers.
 
     Returns:
-        what is left to do before another `init_rpc`: nothing.
+        a function that does nothing, in place of the function that `watch_torch` returns.
     """
     _watch_calls(recorder, _watch_groups(recorder, slow, given=given), slow)
     return lambda: None
 
 
 def watch_script(recorder: Recorder, *, given: bool = True) -> bool:
-    """Write down whatever a script that somebody else starts may use: process groups, RPC, a GPU once it is awake.
+    """Record everything that a script may use that labkit did not start: process groups, RPC, and GPUs.
+
+    To be called once torch has been imported.
 
     Args:
-        recorder: this process's. Call it when torch has been imported.
-        given: whether the ranks of the first process group have the numbers of their processes, as torchrun gives them.
+        recorder: this process's recorder.
+        given: whether ranks in the first process group equal the processes' numbers, as with torchrun.
 
     Returns:
-        whether a process group was there already, which is not seen.
+        whether there already was a default process group, whose operations are not recorded.
     """
     late = c10d.GroupMember.WORLD is not None
     if rpc.is_available():
@@ -89,8 +98,8 @@ def watch_script(recorder: Recorder, *, given: bool = True) -> bool:
     else:
         _watch_groups(recorder, None, given=given)
     if torch.version.cuda is not None:
-        # torch calls this when it initialises CUDA: until then there is nothing to time, and to ask for GPUs may
-        # initialise it.
+        # Called when torch initializes CUDA. Before that there is nothing to time, and a query for GPUs could
+        # initialize CUDA.
         torch.cuda._lazy_call(lambda: watch_device(recorder, torch.device("cuda")))
     return late
 
@@ -107,7 +116,7 @@ def _watch_groups(recorder: Recorder, slow: SlowLink | None, *, given: bool) -> 
     Pipelines(recorder).install()
     numbering = Numbering(recorder.rank, recorder.size, given=given)
     c10d.ProcessGroup = watched_process_group(recorder, futures, numbering, slow)  # type: ignore[misc]
-    # By these names programs make groups themselves.
+    # Programs that construct process groups themselves use these names.
     torch.distributed.ProcessGroup = c10d.ProcessGroup  # type: ignore[misc]
     if c10d.is_gloo_available():
         torch.distributed.ProcessGroupGloo = watched_gloo(c10d.ProcessGroup)  # type: ignore[misc]
@@ -119,9 +128,9 @@ def watch_device(recorder: Recorder, device: torch.device) -> None:
     """Time spans and operations by the GPU.
 
     Args:
-        recorder: this rank's.
-        device: what the rank computes on; nothing changes unless it is a GPU.
+        recorder: this rank's recorder.
+        device: the device on which the rank computes; unless it is a GPU, nothing changes.
     """
     if device.type == "cuda":
         recorder.device_clock = DeviceClock(recorder.ring)
-        here.forget_spans()  # spans made until now are timed by the host
+        here.forget_spans()  # existing span objects are timed by the host

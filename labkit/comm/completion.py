@@ -1,4 +1,4 @@
-"""Notices when messages complete that no thread of the student's waits for yet.
+"""Detects when messages complete that no thread of the student's waits for yet.
 
 gloo reports the completion of a send or receive only to a thread that waits for it, and only to one thread. After a
 grace period, a thread of labkit's waits for the message; the student's `wait` then waits for that thread.
@@ -29,17 +29,17 @@ class Attended(Protocol):
         """When it was issued."""
 
     def claim(self) -> bool:
-        """Whether the caller is the one to wait for it: True for the first who asks."""
+        """Whether the caller must wait for it: True for the first caller."""
 
     def attend(self) -> None:
-        """Block until it is complete or has failed, and keep which."""
+        """Block until it has completed or failed, and record which."""
 
     def give_up(self) -> None:
         """Make it fail."""
 
 
 class Attendant:
-    """Threads that wait for messages: as many as there are messages under way that nobody else waits for."""
+    """Threads that wait for messages: one for each pending message that no other thread waits for."""
 
     def __init__(self) -> None:
         self._messages: queue.SimpleQueue[Attended] = queue.SimpleQueue()
@@ -50,7 +50,7 @@ class Attendant:
         atexit.register(self._let_go)
 
     def watch(self, message: Attended) -> None:
-        """See to it that somebody waits for the message."""
+        """Make sure that a thread waits for the message."""
         self._messages.put(message)
         if not self._free:
             self._more()
@@ -71,15 +71,15 @@ class Attendant:
                 with self._lock:
                     self._free -= 1
                     self._attended.add(message)
-                self._more()  # for the messages behind this one, which may complete before it
+                self._more()  # later messages may complete before this one
                 message.attend()
                 with self._lock:
                     self._attended.discard(message)
                     self._free += 1
-            del message  # and with it the tensors
+            del message  # releases its tensors
 
     def _let_go(self) -> None:
-        """A thread that comes back from C++ while the interpreter ends aborts the process. Let all come back before."""
+        """Let all threads return from C++: one that returns while the interpreter exits would abort the process."""
         self._closed = True
         with self._lock:
             messages = list(self._attended)

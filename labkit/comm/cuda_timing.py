@@ -22,11 +22,11 @@ from labkit.recording.schema import COMPUTE, CUDA, STREAM
 
 __all__ = ["CudaEvents", "DeviceClock", "DeviceOperation", "Event", "Events", "Mark"]
 
-ANCHOR_LIFE_NS: Final = 1_000_000_000  # crystals drift by some 10 ppm: within a second, about as much as an anchor is uncertain
-ANCHOR_TRIES: Final = 5  # the quickest of these is the truest
-ANCHOR_LIMIT_NS: Final = 1_000_000  # for one try; where other work holds the event up, the old anchor is the better one
-FLUSH_LIMIT_S: Final = 10.0  # for what the student's function enqueued before it returned
-STUCK_LIMIT_S: Final = 0.1  # the same where it may be waiting for a rank that never comes
+ANCHOR_LIFE_NS: Final = 1_000_000_000  # clocks drift by about 10 ppm: as much in a second as an anchor's own error
+ANCHOR_TRIES: Final = 5  # the fastest of these tries is the most accurate
+ANCHOR_LIMIT_NS: Final = 1_000_000  # for one try; if other work delays the event longer, the old anchor is more accurate
+FLUSH_LIMIT_S: Final = 10.0  # for work that the student's function enqueued before it returned
+STUCK_LIMIT_S: Final = 0.1  # the same if operations are pending, since another rank may never arrive
 
 
 class Event(Protocol):
@@ -43,19 +43,19 @@ class Event(Protocol):
 
 
 class Events(Protocol):
-    """Where events come from: `CudaEvents`, or a test."""
+    """The source of events: `CudaEvents`, or a fake in tests."""
 
     def awake(self) -> bool:
-        """Whether there are events to be had: CUDA is initialised, and is not recording a graph."""
+        """Whether events can be recorded: CUDA is initialized, and is not recording a graph."""
 
     def device(self) -> int:
-        """The device that work goes to where none is named."""
+        """The current device."""
 
     def here(self, device: int) -> Event:
-        """An event behind all that was enqueued on the device's current stream."""
+        """Record an event behind all work on the device's current stream."""
 
     def on_side_stream(self, device: int, wait: Callable[[], object] | None = None) -> Event:
-        """An event on a stream of our own, behind what `wait`, called with that stream current, makes it wait for."""
+        """Record an event on a separate stream, behind the work that `wait` makes that stream wait for."""
 
 
 class CudaEvents:
@@ -65,7 +65,7 @@ class CudaEvents:
         self._streams: dict[int, torch.cuda.Stream] = {}
 
     def awake(self) -> bool:
-        """Whether CUDA is initialised and not recording a graph: then it would record our events too."""
+        """Whether CUDA is initialized, and is not recording a graph, which would include these events."""
         return torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
 
     def device(self) -> int:
@@ -73,13 +73,13 @@ class CudaEvents:
         return torch.cuda.current_device()
 
     def here(self, device: int) -> Event:
-        """An event behind all work on the device's current stream."""
+        """Record an event behind all work on the device's current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(device))
         return event
 
     def on_side_stream(self, device: int, wait: Callable[[], object] | None = None) -> Event:
-        """An event on a separate stream, behind the work that `wait` waits for."""
+        """Record an event on a separate stream, behind the work that `wait` makes that stream wait for."""
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = torch.cuda.Stream(device)
@@ -100,7 +100,7 @@ class Mark:
         self._event, self._anchor, self._ns = event, anchor, ns
 
     def time_ns(self) -> int | None:
-        """When the GPU reached it, on `time.perf_counter_ns`; None if it has not yet."""
+        """Return when the GPU reached it, on `time.perf_counter_ns`'s clock; None if it has not."""
         if self._ns is None:
             assert self._event is not None and self._anchor is not None
             if not self._event.query():
@@ -130,7 +130,11 @@ class DeviceClock:
         self._settling = threading.Lock()
 
     def mark(self, device: int | None = None) -> Mark:
-        """The moment when the GPU will have done all that it was asked to until now; this moment, where CUDA sleeps."""
+        """Mark the end of all work enqueued so far; the present host time if events cannot be recorded.
+
+        Args:
+            device: the GPU's number; default: the current device.
+        """
         events = self._events
         if not events.awake():
             return Mark(None, None, clock())
@@ -139,12 +143,17 @@ class DeviceClock:
         return Mark(events.here(device), anchor)
 
     def mark_after(self, device: int, wait: Callable[[], object]) -> Mark:
-        """A mark behind the work that `wait` makes the current stream wait for."""
+        """Mark the end of the work that `wait` makes the current stream wait for."""
         anchor = self._anchor(device)
         return Mark(self._events.on_side_stream(device, wait), anchor)
 
     def span(self, name: str, flags: int = 0) -> tuple[Callable[[], None], Callable[..., None]]:
-        """The functions to call at the start and at the end of a span; `flags` is 0 or `AUTOMATIC`."""
+        """Return the functions to call at the start and at the end of a span.
+
+        Args:
+            name: the span's name.
+            flags: 0 or `AUTOMATIC`.
+        """
         stack = SpanStack()
 
         def enter() -> None:
@@ -202,7 +211,7 @@ class DeviceClock:
         return max(0.0, until - time.monotonic())
 
     def _anchor(self, device: int) -> tuple[Event, int]:
-        """An event and the host's time at that event, not older than a second."""
+        """Return an event and the host time at that event, at most `ANCHOR_LIFE_NS` old if the GPU is responsive."""
         old = self._anchors.get(device)
         if old is not None and clock() - old[1] < ANCHOR_LIFE_NS:
             return old
@@ -248,8 +257,8 @@ class DeviceOperation(Operation):
 
         Args:
             wait: makes the current stream wait for it; None if the student's stream already does.
-            kept: its tensors. The wait on the side stream makes torch release them, perhaps before the student's stream
-                has waited.
+            kept: its tensors, to be kept until the student's stream has waited. Otherwise the wait on the side stream
+                could make torch release them too early.
         """
         if wait is None:
             self._end = self._wait_end = self._clock.mark(self._device)
@@ -277,13 +286,13 @@ class DeviceOperation(Operation):
             self._wait_end = self._end
 
     def completed(self, _: object = None) -> None:
-        """The host does not know."""
+        """Does nothing: the host does not know when it completes."""
 
     def on_completion(self, _: Any) -> None:
-        """The host does not know."""
+        """Does nothing: the host does not know when it completes."""
 
     def settled(self) -> bool:
-        """Whether the GPU is done with it; if so, it has been written down."""
+        """Whether it has failed, or the GPU has completed it; in the latter case, record it."""
         end_ns = self._end.time_ns() if self._end is not None else None
         start_ns = self._start.time_ns()
         if end_ns is None or start_ns is None:

@@ -1,4 +1,4 @@
-"""torch's default process group as labkit made it: detached when the program destroys it, and restored later."""
+"""The default process group that labkit creates: detached when the program destroys it, and restored later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TABLES: Final = (
 
 
 class DefaultGroup:
-    """The default group that labkit has made, which is torch's default group at construction."""
+    """The default group that labkit has created: torch's default group at the time of construction."""
 
     def __init__(self) -> None:
         self.group: Any = c10d.GroupMember.WORLD
@@ -27,16 +27,16 @@ class DefaultGroup:
 
     @property
     def in_place(self) -> bool:
-        """Whether it is now torch's default group."""
+        """Whether it is torch's default group at present."""
         return self._tables is None
 
     @property
     def moves_by_nccl(self) -> bool:
-        """Whether NCCL moves tensors on GPUs, since each rank has a GPU of its own."""
+        """Whether NCCL transfers GPU tensors, since each rank has its own GPU."""
         return any(self.group._get_backend(device).name() == "nccl" for device in self.group._device_types)
 
     def unset(self, destroy: Callable[[Any], None]) -> None:
-        """Remove the default group from torch, and the groups that the program has made from it.
+        """Detach the default group from torch, and destroy the groups that the program has created from it.
 
         Args:
             destroy: torch's own `destroy_process_group`.

@@ -1,4 +1,4 @@
-"""A rank's arguments to a collective: their size, and as text what must agree on all ranks, to explain mismatches."""
+"""Describes a rank's arguments to a collective: their size, and the part that must agree on all ranks, as text."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ __all__ = ["first_tensor", "most_nbytes", "nbytes_of", "root_of", "signature_of"
 
 
 def signature_of(kind: OperationType, form: Form, arguments: tuple[Any, ...], root: int = -1) -> str:
-    """For example "float32 [4, 3], product, root 1"; "" for an operation that asks for nothing of the kind.
+    """Describe the arguments that must agree on all ranks, as in "float32 [4, 3], product, root 1".
 
     Args:
-        kind: of the operation.
-        form: in which it is called.
-        arguments: what it is called with.
-        root: its global rank, as the student knows it; -1 where there is none.
+        kind: the type of the operation.
+        form: the form in which it is called.
+        arguments: its arguments.
+        root: the global rank of its root; -1 for none.
+
+    Returns:
+        the description; "" if nothing must agree.
     """
     place = form.alike
     if place is None or len(arguments) <= place:
@@ -40,12 +43,12 @@ def signature_of(kind: OperationType, form: Form, arguments: tuple[Any, ...], ro
 
 
 def _uneven(parts: Any) -> bool:
-    """Whether a list has tensors of different sizes."""
+    """Whether a value is a list of tensors of different sizes."""
     return isinstance(parts, list) and len({t.numel() for t in parts if isinstance(t, torch.Tensor)}) > 1
 
 
 def _between_pairs(arguments: tuple[Any, ...]) -> str:
-    """The elements that a rank exchanges with each other rank in an all-to-all: "float32 2,6 sent, 4,4 received"."""
+    """Describe the elements that a rank exchanges with each other one: "float32 2,6 sent, 4,4 received"."""
     if len(arguments) < 2:
         return ""
     output, given = arguments[:2]
@@ -64,7 +67,13 @@ def _between_pairs(arguments: tuple[Any, ...]) -> str:
 
 
 def _elements(tensor: torch.Tensor, splits: Sequence[int], count: int) -> list[int]:
-    """How many elements each part of a tensor has, cut along its first dimension; without sizes, into equal ones."""
+    """Return the number of elements of each part of a tensor that is split along its first dimension.
+
+    Args:
+        tensor: the tensor.
+        splits: the number of rows of each part; empty for parts of equal size.
+        count: the number of parts, if their sizes are not given.
+    """
     if not splits:
         return [tensor.numel() // count] * count
     in_a_row = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
@@ -72,22 +81,22 @@ def _elements(tensor: torch.Tensor, splits: Sequence[int], count: int) -> list[i
 
 
 def tensor_in_words(value: Any) -> str:
-    """Type and shape of a tensor, or of the first in a list: "float32 [4, 3]"."""
+    """Describe a tensor, or the first in a list, by dtype and shape: "float32 [4, 3]"."""
     tensor = first_tensor((value,))
     return "" if tensor is None else _in_words(tensor.dtype, tensor.shape, None, -1)
 
 
 def root_of(arguments: tuple[Any, ...]) -> int:
-    """The root of a collective as a rank within its group, in whichever of torch's two forms it is called."""
+    """Return the root of a collective as a rank within its group; torch passes it in one of two ways."""
     for argument in reversed(arguments):
-        root = getattr(argument, "rootRank", argument)  # of its options, or by itself
+        root = getattr(argument, "rootRank", argument)  # in the options, or as an argument of its own
         if isinstance(root, int):
             return root
     return 0  # torch's default
 
 
 def most_nbytes(arguments: tuple[Any, ...]) -> int:
-    """The bytes of what goes in or of what comes out, whichever is more."""
+    """Return the bytes of the inputs or of the outputs, whichever is larger."""
     nbytes = 0
     for argument in arguments[:2]:
         nbytes = max(nbytes, nbytes_of(argument))
@@ -95,7 +104,7 @@ def most_nbytes(arguments: tuple[Any, ...]) -> int:
 
 
 def nbytes_of(value: Any) -> int:
-    """The bytes of a tensor, or of all in a list."""
+    """Return the bytes of a tensor, or of all tensors in a list."""
     if isinstance(value, list):
         return sum(map(nbytes_of, value))
     if isinstance(value, torch.Tensor):
@@ -104,7 +113,7 @@ def nbytes_of(value: Any) -> int:
 
 
 def first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
-    """The first tensor among values, and in lists of lists of them; None where there is none."""
+    """Return the first tensor among values, including those in nested lists and tuples; None if there is none."""
     for value in values:
         found = value if isinstance(value, torch.Tensor) else first_tensor(value) if isinstance(value, (list, tuple)) else None
         if found is not None:

@@ -58,7 +58,7 @@ class Booking:
         self._slow.shared_link.withdraw(self._group, self._match)
 
     def delayed(self, future: Any, tell: Callable[[Any, Callable[[Any], None]], None]) -> Any:
-        """A future that completes with the result of the given one, but not before the operation ends.
+        """Return a future that completes with the result of the given one, but not before the operation ends.
 
         Args:
             future: the backend's future.
@@ -90,7 +90,18 @@ class SlowLink:
     nothing: ClassVar[Cost] = Cost(0, 0, (), (), 1)  # of a value that is only announced
 
     def collective(self, name: str, nbytes: int, ranks: Sequence[int], group: str, match: int, at_ns: int) -> Booking:
-        """This rank has entered a collective. A rank's collectives use its link in sequence, as on one NCCL stream."""
+        """Schedule a collective that this rank enters.
+
+        A rank's collectives use its link one after another, as on one NCCL stream.
+
+        Args:
+            name: the collective, as the link's model knows it.
+            nbytes: its size.
+            ranks: the participating ranks.
+            group: the key of their group.
+            match: its number in the group.
+            at_ns: when this rank issued it.
+        """
         cost_ns = round(self.link.seconds(name, nbytes, len(ranks)) * 1e9)
         self.shared_link.arrive(group, match, at_ns, Cost(cost_ns, cost_ns, ranks, ranks, len(ranks)))
         return Booking(self, group, match)
@@ -152,7 +163,7 @@ def hold_until(due_ns: int) -> None:
 
 
 def wake_in_time() -> None:
-    """Let this thread, and those that it starts from now on, sleep to within some microseconds. Linux adds 50.
+    """Make sleeps accurate to a few microseconds in this thread and those that it starts; by default Linux adds 50.
 
     Source: prctl(2), the Linux man-pages.
     """

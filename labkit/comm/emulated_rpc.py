@@ -1,8 +1,8 @@
-"""Remote procedure calls over a slow link: the callee starts when the call arrives, the caller resumes at the reply.
+"""Delays remote procedure calls on an emulated link: the callee starts and the caller resumes when a message arrives.
 
-A call, a reply and what an RRef brings are messages. Of a function of torch's own, which C++ runs, the caller's end
-alone is held back; what else torch sends out of Python's sight, the gradients of a distributed backward pass say, not
-at all.
+Calls, replies and values fetched through an RRef are messages. For torch's own functions, which run in C++, only the
+caller is delayed. Other messages that torch sends in C++, such as the gradients of a distributed backward pass, are not
+delayed at all.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ __all__ = ["SlowCalls"]
 class SlowCalls:
     """Delays this rank's calls, and those that it serves.
 
+    The methods identify a call by `pair`, the key of its caller and callee ("" for torch's own functions, which run in
+    C++), and `number`, its number on the caller.
+
     Args:
         slow: the rank's emulated link.
         futures: reports when calls have completed.
@@ -33,7 +36,7 @@ class SlowCalls:
         self._fetched = itertools.count(1)
 
     def call(self, operation: Operation, pair: str, number: int) -> None:
-        """Schedule a call of `operation.nbytes`; `pair` is "" for a function of torch's own, which runs in C++."""
+        """On the caller: schedule a call of `operation.nbytes`; does nothing for torch's own functions."""
         if pair:
             self._send(self._slow.rank, operation.peer, operation.nbytes, f"call {pair}", number, operation.start_ns)
 
@@ -42,7 +45,15 @@ class SlowCalls:
         hold_until(self._slow.shared_link.due_ns(f"call {pair}", number))
 
     def reply(self, caller: int, number: int, nbytes: int, at_ns: int, *, travels: bool) -> None:
-        """On the callee: schedule a reply, or announce a value that stays there for an RRef."""
+        """On the callee: schedule a reply, or announce a value that stays there for an RRef.
+
+        Args:
+            caller: the calling rank.
+            number: the number of the call.
+            nbytes: the size of the result.
+            at_ns: when the function returned.
+            travels: whether the result is sent to the caller.
+        """
         pair = call_key(caller, self._slow.rank)
         if travels:
             self._send(self._slow.rank, caller, nbytes, f"reply {pair}", number, at_ns)
@@ -50,7 +61,7 @@ class SlowCalls:
             self._slow.shared_link.arrive(f"value {pair}", number, at_ns, self._slow.nothing)
 
     def until_reply(self, operation: Operation, result: Any, pair: str, number: int) -> Any:
-        """On the caller: a future that completes when the reply to a call has arrived over the emulated link.
+        """On the caller: return a future that completes when the reply has arrived over the emulated link.
 
         For a function that runs in C++, the compute time is unknown: only the two messages are counted.
         """
@@ -68,7 +79,7 @@ class SlowCalls:
         return held
 
     def fetched(self, operation: Operation, pair: str, number: int) -> None:
-        """On the caller of `to_here`: sleep until the value, which is here, has come over the link, too."""
+        """On the caller of `to_here`: sleep until the value has arrived over the emulated link."""
         asked_ns = operation.start_ns + round(self._slow.link.latency_s * 1e9)
         there_ns = self._slow.shared_link.due_ns(f"value {pair}", number) if pair else 0
         group, number, start_ns = f"fetched by {self._slow.rank}", next(self._fetched), max(asked_ns, there_ns)

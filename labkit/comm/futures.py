@@ -1,4 +1,4 @@
-"""torch's futures: which operations complete them, and when a rank is blocked in one."""
+"""Tracks torch's futures: which operations complete them, and when a rank is blocked in one."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from labkit.comm.operation import Operation
 
 __all__ = ["Futures", "in_place_of"]
 
-EXIT_LIMIT_S: Final = 0.5  # for the backends' threads to come to the end of our callbacks
+EXIT_LIMIT_S: Final = 0.5  # for the backends' threads to finish the callbacks
 
 
 class _Ties:
-    """What completes a future, and whether a thread is waiting for it now."""
+    """The operations that complete a future, and the threads that wait for it."""
 
     __slots__ = ("first", "known", "operations", "waiters")
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
         self.first: list[Callable[[Any], None]] = []  # callbacks of `Futures.tell_first` that have not been called
-        self.known: bool | None = None  # see `Futures.known`; None: where there are operations
+        self.known: bool | None = None  # see `Futures.known`; None: known if there are operations
         self.waiters = 0
 
 
@@ -47,7 +47,7 @@ class Futures:
         future.add_done_callback(callback)
 
     def tell_first(self, future: Any, callback: Callable[[Any], None]) -> None:
-        """Call back once when the future has completed, before a thread that waits for it goes on."""
+        """Call a function once with the future when it has completed, before any waiting thread continues."""
         ties = self._ties.setdefault(future, _Ties())
         ties.first.append(callback)
         self.tell(future, lambda _: _tell(ties, future))
@@ -61,7 +61,10 @@ class Futures:
         atexit.register(self._let_go)
 
     def _let_go(self) -> None:
-        """A backend's thread that drops a callback while the interpreter ends aborts the process. Let it come first."""
+        """Wait for pending callbacks.
+
+        A backend's thread that releases a callback while the interpreter exits would abort the process.
+        """
         until = time.monotonic() + EXIT_LIMIT_S
         while self._callbacks and time.monotonic() < until:
             time.sleep(0.001)
@@ -77,7 +80,7 @@ class Futures:
                 operation.wait_begins()
 
     def known(self, future: Any) -> bool:
-        """Whether only Python or recorded operations can complete a future, and not what C++ computes by itself."""
+        """Whether a future can only be completed by Python or by recorded operations, not by unrecorded work in C++."""
         ties = self._ties.get(future)
         if ties is None or isinstance(future, torch.futures.Future):
             return isinstance(future, torch.futures.Future)
@@ -109,8 +112,8 @@ class Futures:
         if ties is None or not ties.operations:
             return self._made_of([future], then(future, callback))
         for cell in getattr(callback, "__closure__", None) or ():
-            # A callback that holds another future completes it: so `RRef.rpc_async` hands on the result of its second
-            # call.
+            # A callback that refers to another future completes it: `RRef.rpc_async` returns the result of its second
+            # call in this way.
             if cell != CellType() and isinstance(cell.cell_contents, torch._C.Future):
                 self.tie(cell.cell_contents, ties.operations)
         child = self._made_of([future], then(future, callback))
@@ -143,7 +146,10 @@ def _tell(ties: _Ties, future: Any) -> None:
 
 
 def in_place_of(function: Any, ours: Callable[..., Any]) -> Any:
-    """A replacement for `function` that calls `ours` with the original as first argument; wrapping is idempotent."""
+    """Return a replacement for `function` that calls `ours` with the original as first argument.
+
+    If `function` is such a replacement itself, its original is used.
+    """
     original = getattr(function, "__labkit_original__", function)
 
     @functools.wraps(original)

@@ -1,8 +1,8 @@
-"""The creation of a sub-group waits for all its members: meanwhile it is pending, with the creations before it.
+"""Records the creation of sub-groups as pending operations, since it blocks until all members have entered it.
 
-torch numbers the groups of each process. A rank that has made one more than the others, perhaps in an earlier run,
-waits with the next one for members that wait under another number. So a creation says which one it is, and where the
-one before was.
+torch numbers the groups in each process. A rank that has created one group more than the others, perhaps in an earlier
+run, waits for the next group's members under another number than they do. So the record of a creation has its number,
+and the line of the previous one.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def watch_creation(recorder: Recorder) -> None:
 
     def create(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         ranks = args[place] if len(args) > place else kwargs["global_ranks_in_group"]
-        # The world is what `init_process_group` waits for. Where the program has made one, its ranks may be other
-        # processes.
+        # `init_process_group` records its own wait. If the program has created the default group itself, its ranks may
+        # be other processes than labkit's.
         known = bool(ranks) and (c10d.get_rank(), c10d.get_world_size()) == (recorder.rank, recorder.size)
         if not known:
             return original(*args, **kwargs)
-        given = inspect.signature(torchs).bind(*args, **kwargs).arguments  # only here: it takes a thirtieth of a rank's start
+        given = inspect.signature(torchs).bind(*args, **kwargs).arguments  # slow: a thirtieth of a rank's start
         line = student_line()
         order = f"its group number {len(before) + 1}" + (f", after that of {before[-1]}" if before else "")
         before.append(line)

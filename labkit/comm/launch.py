@@ -1,4 +1,4 @@
-"""Programs that initialise and end torch.distributed or RPC themselves, in ranks where that is done already or not."""
+"""Lets programs initialize and shut down torch.distributed or RPC themselves, also if labkit has initialized them."""
 
 from __future__ import annotations
 
@@ -55,17 +55,22 @@ class Launch:
             self._rpc.install()
 
     def begin_run(self, *, keep: bool, all_called: bool) -> None:
-        """Prepare for a run of a function or a cell; see `worker.runtimes.base.Runtime.begin_run`."""
+        """Prepare for a run of a function or a cell; see `worker.runtimes.base.Runtime.begin_run`.
+
+        Args:
+            keep: whether to keep what the previous program has initialized, as from one cell to the next.
+            all_called: whether all ranks of the group run it.
+        """
         self._process_group.begin_run(keep=keep)
         if self._rpc is not None:
             self._rpc.begin_run(keep=keep, all_called=all_called)
 
     @property
     def spent(self) -> bool:
-        """Whether another program needs new processes."""
+        """Whether another program would need new processes."""
         return self._process_group.spent or (self._rpc is not None and self._rpc.spent)
 
     def notes(self) -> list[str]:
-        """The notes for the student since the last call."""
+        """Return the notes for the student since the last call."""
         notes, self._notes[:] = list(self._notes), []
         return notes

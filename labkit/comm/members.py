@@ -1,9 +1,9 @@
-"""Which processes the ranks of a process group are, also if the program numbers them itself.
+"""Maps the ranks of process groups to processes, also if the program numbers the ranks itself.
 
-torch numbers the ranks of a group from 0. In labkit's default group, and in groups that `new_group` makes from it, they
-correspond to the processes' own numbers. A program may create another default group, of some processes, or a group by
-hand over a store: then each process writes its number to the group's store, and reads the others' when the group is
-first used.
+torch numbers the ranks of a group from 0. In labkit's default group they equal the processes' numbers; groups of
+`new_group` are defined by ranks of the default group. But a program may create another default group, with only some of
+the processes, or construct a group itself over a store. Then each process writes its number to the group's store, and
+reads the others' numbers when the group is first used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Numbering:
     Args:
         process: this process's number.
         size: the number of processes.
-        given: whether the first default group is made for the program, so that its ranks are the processes' numbers.
+        given: whether the first default group is created for the program, so that its ranks are the processes' numbers.
     """
 
     def __init__(self, process: int, size: int, *, given: bool) -> None:
@@ -39,7 +39,16 @@ class Numbering:
         self.made_by_hand: Counter[tuple[int, ...]] = Counter()
 
     def join(self, store: Any, rank: int, size: int) -> Members:
-        """Register a new group; to be called from the constructor of `ProcessGroup`."""
+        """Register a new group; to be called from the constructor of `ProcessGroup`.
+
+        Args:
+            store: the group's store; None for some groups that torch constructs.
+            rank: this process's rank in the group.
+            size: the group's size.
+
+        Returns:
+            the members of the group.
+        """
         if c10d.GroupMember.WORLD is None:  # this is the default group
             self._worlds += 1
             given, self._given = self._given, False
@@ -53,7 +62,7 @@ class Numbering:
 
 
 def numbers_of(group: Any) -> list[int]:
-    """A group's ranks in the numbering of the default group."""
+    """Return a group's ranks as ranks of the default group."""
     return list(c10d._world.pg_group_ranks.get(group) or group.numbers or range(group.size()))
 
 
@@ -69,17 +78,17 @@ class Members:
         self._numbering, self._world = numbering, world
 
     def processes(self) -> Sequence[int]:
-        """Of each rank, its process."""
+        """Return the process of each rank."""
         raise NotImplementedError
 
     def of(self, group: Any) -> tuple[str, list[int]]:
-        """A group's name, equal in all its processes and distinct from others; and the process of each rank."""
-        processes = self.processes()  # which may tell the number of the default group
+        """Return a group's name, equal in all its processes and unique among groups, and the process of each rank."""
+        processes = self.processes()  # first, since it may change `_world`
         ranks = [processes[number] for number in numbers_of(group)]
         if group is c10d.GroupMember.WORLD:
             name = "world" if self._world == 1 else f"world {self._world}"
             return name if ranks == list(range(self._numbering.size)) else of_ranks(name, ranks), ranks
-        # torch describes a split group with an address of its parent in this process, which differs between ranks.
+        # torch's description of a split group contains a memory address of its parent, which differs between ranks.
         desc = group.group_desc.partition(":split:")[0]
         desc = "" if desc == "undefined" else f" {desc}"
         world = "" if self._world == 1 else f" of world {self._world}"
@@ -87,10 +96,10 @@ class Members:
 
 
 class Given(Members):
-    """The members of the default group that is made for the program."""
+    """The members of the default group that is created for the program."""
 
     def processes(self) -> Sequence[int]:
-        """The process of each rank."""
+        """Return the process of each rank."""
         return range(self._numbering.size)
 
 
@@ -110,12 +119,12 @@ class Exchanged(Members):
         store.set(KEY.format(rank), f"{numbering.process} {world}")
 
     def processes(self) -> Sequence[int]:
-        """Of each rank, its process. All are in the group when it is first used."""
+        """Return the process of each rank; to be called when the group is first used, since then all have joined it."""
         if not self._processes:
             get = getattr(type(self._store).get, "__labkit_original__", type(self._store).get)  # the program does not wait here
             replies = [get(self._store, KEY.format(rank)).decode().split() for rank in range(self._size)]
             self._processes = [int(process) for process, _ in replies]
-            self._world = max(int(world) for _, world in replies)  # they may have been in differently many before
+            self._world = max(int(world) for _, world in replies)  # processes may have joined different numbers of groups
             self._store = None
         return self._processes
 

@@ -1,4 +1,4 @@
-"""One communication of this rank, from issue to completion: what is recorded in the ring, and when."""
+"""One communication operation of this rank, from issue to completion, and its record in the ring."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["Batch", "Operation", "Ready"]
 
 
 class Ready(Protocol):
-    """The time at which a GPU had computed the data to send."""
+    """The time at which a GPU has computed the data to send."""
 
     def time_ns(self) -> int | None:
-        """That time on `time.perf_counter_ns`; None if the GPU has not reached it."""
+        """Return that time on `time.perf_counter_ns`'s clock; None if the GPU has not reached it."""
 
 
 class Operation:
@@ -58,7 +58,7 @@ class Operation:
         self._ring, self.name, self.start_ns, self.nbytes = ring, name, start_ns, nbytes
         self.peer, self.group, self.match, self.line, self.signature = peer, group, match, line, signature
         self.end_ns = self.wait_start_ns = self.wait_end_ns = 0
-        self.future: Any = None  # until it completes, if it was requested: it may be waited for in C++
+        self.future: Any = None  # the future, if one was requested, until it completes: C++ may wait for it
         self.waited_for = False  # a Python thread is blocked in it, and writes the record when it continues
         self.booking: Booking | None = None  # on an emulated link
         self.timed = False  # whether waits for it end after a time limit that the program has set
@@ -92,23 +92,23 @@ class Operation:
         self._write()
 
     def wait_begins_in_torch(self) -> None:
-        """The rank is now blocked in C++ until it completes, as at the end of a backward pass of DDP."""
+        """Note that the rank is blocked in C++ until it completes, as at the end of a backward pass of DDP."""
         if not self.wait_start_ns and not self.end_ns:
             self.wait_start_ns = now = clock()
             self._served = _thread.get_ident() in self._ring.serving_threads
             self._ring.waiting(self._slot, now, TIMED * self.timed)
 
     def wait_has_ended_in_torch(self) -> None:
-        """The rank continues: its wait in C++ has ended, even if the thread that reports it has had no core yet."""
+        """Note that the rank's wait in C++ has ended, perhaps before the backend's thread reports the completion."""
         future = self.future
         if future is not None and future.done():
             self.completed()
 
     def on_completion(self, future: Any) -> None:
-        """For a future's `add_done_callback`: it has completed now, or failed."""
+        """Note that it has completed or failed; for a future's `add_done_callback`."""
         try:
             future.value()
-        except Exception:  # noqa: BLE001  # who waits for it gets to see what
+        except Exception:  # noqa: BLE001  # raised where the future is waited for
             if not self.waited_for:
                 self.failed()
                 return
@@ -123,7 +123,7 @@ class Operation:
         return self.booking is not None and not self.done and clock() < self.booking.due_ns
 
     def hold(self) -> None:
-        """Once the backend has completed it: on an emulated link, sleep until it ends there."""
+        """Sleep until it ends on the emulated link, if there is one; to be called once the backend has completed it."""
         if self.booking is not None:
             self.booking.hold()
 

@@ -1,4 +1,4 @@
-"""`dist.ProcessGroupGloo` made by the program's own code, over a store: its operations are recorded as well."""
+"""Records the operations of a `dist.ProcessGroupGloo` that the program's own code constructs over a store."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["watched_gloo"]
 
 
 def watched_gloo(group_class: Any) -> Any:
-    """A subclass of torch's `ProcessGroupGloo` whose collectives and messages go through a recorded process group.
+    """Return a subclass of torch's `ProcessGroupGloo` whose collectives and messages use a recorded process group.
 
-    torch itself calls a group's backend in C++, without this class. A group that torch constructs by this name
-    synchronizes the workers of RPC, and is not recorded.
+    torch itself calls a group's backend in C++, without this class. Groups that torch constructs by this name
+    synchronize the workers of RPC, and are not recorded.
 
     Args:
         group_class: the class of recorded process groups.

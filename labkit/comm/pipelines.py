@@ -1,7 +1,7 @@
-"""Pipelines of `torch.distributed.pipelining`: records each pass of a micro-batch through a stage as a span.
+"""Records each pass of a micro-batch through a stage of `torch.distributed.pipelining` as a span.
 
-All schedules (GPipe, 1F1B, interleaved, zero-bubble) compute through three methods of the stage. They are wrapped when
-torch's module of stages is imported, so that ranks without pipelines have no cost.
+All schedules (GPipe, 1F1B, interleaved, zero-bubble) compute in three methods of the stage. They are wrapped when
+torch's module of stages is imported, so that ranks without pipelines have no overhead.
 """
 
 from __future__ import annotations

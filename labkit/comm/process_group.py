@@ -1,4 +1,4 @@
-"""The process group that torch makes in a rank: torch's own, with every collective and message recorded."""
+"""The process group that torch creates in a rank: torch's own, with every collective and message recorded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SETTERS: Final = ("_register_backend", "_set_default_backend", "_set_group_desc"
 
 
 class _Kind(type(ProcessGroup)):  # type: ignore[misc]  # pybind11's metaclass, which has no name of its own
-    """Makes torch's own process groups instances of the class that replaces them."""
+    """Makes `isinstance` true for torch's own process groups, too."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return issubclass(type(instance), ProcessGroup)
@@ -46,9 +46,9 @@ class _Kind(type(ProcessGroup)):  # type: ignore[misc]  # pybind11's metaclass, 
 class _WatchedGroup(ProcessGroup, metaclass=_Kind):
     """A process group in two halves that share their backends.
 
-    `_real` is made by torch, and does the work. The other half, this object, is the one that Python and C++ reference:
-    torch calls its methods below. Other methods are delegated to `_real`. If C++ outlives the Python object, the C++
-    part of this object does the work, unrecorded.
+    `_real` is an instance of torch's class, and does the work. The other half is this object, which Python and C++
+    refer to: torch calls its methods below. Other methods are delegated to `_real`. If C++ still uses the group when
+    the Python object is gone, the C++ part of this object does the work, unrecorded.
     """
 
     recorder: ClassVar[Recorder]
@@ -64,18 +64,18 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         self._real: Any = real if real is not None else ProcessGroup(store, rank, size)
         self._label = ""
         self._ranks: list[int] = []
-        self.numbers: list[int] = []  # of a part that torch does not keep a list of: its ranks in the default group
+        self.numbers: list[int] = []  # for a part, whose ranks torch does not list: its ranks in the default group
         self._count = 0  # of collectives
-        self._pairs: dict[tuple[str, int, int], tuple[int, str, Iterator[int]]] = {}  # of ranks between which messages go
-        self._together: list[tuple[Operation, object]] | None = None  # the batch that is being put together
-        self._silent: set[str] = set()  # operations whose completion the backend does not tell
+        self._pairs: dict[tuple[str, int, int], tuple[int, str, Iterator[int]]] = {}  # a cache of `_pair`
+        self._together: list[tuple[Operation, object]] | None = None  # the current batch
+        self._silent: set[str] = set()  # operations whose completion the backend does not report
         self._on_gpu: bool | None = None
         self._timed: bool | None = None
         self._timed_messages: bool | None = None
 
     @classmethod
     def around(cls, real: Any) -> _WatchedGroup:
-        """Wrap a group that torch has made."""
+        """Wrap a group that torch has created."""
         group = cls(None, real.rank(), real.size(), real=real)
         for device in real._device_types:
             backend = real._get_backend(device)
@@ -87,7 +87,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         return group
 
     def split_group(self, *args: Any, **kwargs: Any) -> Any:
-        """Some of the ranks as a new group."""
+        """Return a new group of some of the ranks; None in a rank that is not one of them."""
         child = self._real.split_group(*args, **kwargs)
         if child is None:
             return None
@@ -96,12 +96,12 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         return part
 
     def merge_remote_group(self, *args: Any, **kwargs: Any) -> Any:
-        """The ranks of several groups as one group."""
+        """Return a new group of the ranks of several groups."""
         return self.around(self._real.merge_remote_group(*args, **kwargs))
 
     @property
     def moves_on_gpu(self) -> bool:
-        """Whether GPU tensors are sent without the host, so that only the GPU can time operations."""
+        """Whether NCCL transfers GPU tensors without the host, so that only the GPU can time operations."""
         if self._on_gpu is None:
             kinds = {d.type: self._real._get_backend(d).name() for d in self._real._device_types}
             self._on_gpu = kinds.get("cuda") == "nccl"
@@ -116,7 +116,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
 
     @property
     def timed_messages(self) -> bool:
-        """The same for messages: gloo gives them the time limit with which the group was created."""
+        """The same for messages, to which gloo applies the time limit with which the group was created."""
         if self._timed_messages is None:
             self._timed_messages = self._has_limit()
         return self._timed_messages
@@ -126,8 +126,8 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         return any(ends_by_itself(limit) for limit in limits)
 
     def _get_backend(self, device: torch.device) -> Any:
-        """The backend for a kind of device; the caller may change its time limit."""
-        assert self.timed_messages is not None  # evaluated before the limit changes
+        """Return the backend for a kind of device; the caller may change its time limit."""
+        assert self.timed_messages is not None  # evaluate it before the limit changes
         self._timed = None
         return self._real._get_backend(device)
 
@@ -139,17 +139,17 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         return self._label
 
     def _root(self, arguments: tuple[Any, ...]) -> int:
-        """The global rank of a collective's root; -1 if it has none."""
+        """Return the global rank of a collective's root; -1 if the group has no such rank."""
         root = root_of(arguments)
         return self._ranks[root] if 0 <= root < len(self._ranks) else -1  # torch will reject the rank
 
     def _issue(self, name: str, tensors: tuple[Any, ...], peer: int, group: str, match: int, signature: str) -> Operation:
-        """An operation issued now: timed by the GPU if NCCL moves the tensors, else by the host."""
+        """Return a new operation, timed by the GPU if NCCL transfers its tensors, otherwise by the host."""
         start_ns = clock()
         nbytes = most_nbytes(tensors)
         ring, device_clock, line = self.recorder.ring, self.recorder.device_clock, student_line()
         number = in_backward()
-        if number != -1 and not line:  # a thread of the autograd engine works for the main thread
+        if number != -1 and not line:  # a thread of the autograd engine runs this on behalf of the main thread
             line = student_line(sys._current_frames().get(threading.main_thread().ident or 0))
         on_gpu = first_tensor(tensors) if device_clock is not None else None
         operation: Operation
@@ -171,7 +171,10 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         self, kind: OperationType, form: Form, arguments: tuple[Any, ...], root: int, match: int, call: Callable[..., Any],
         args: Any, kwargs: Any,
     ) -> Any:  # fmt: skip
-        """An operation that its caller waits for at once: the same as `_issue` and its wait, in half the time."""
+        """Execute and record an operation that its caller waits for at once.
+
+        The same as `_issue` and the wait, in half the time.
+        """
         start_ns, ring, group, line, name = clock(), self.recorder.ring, self._label, student_line(), form.name
         nbytes, signature = most_nbytes(arguments), signature_of(kind, form, arguments, root)
         peer = ROOTED - root if root >= 0 else -1
@@ -225,13 +228,13 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         return None if work is None else WatchedWork(work, operation, self.futures, tells)
 
     def _tell(self, operation: Operation, work: Any, arguments: Any) -> bool:
-        """Let the backend report when the operation completes; False if it cannot, so that only the wait will show."""
+        """Let the backend report when the operation completes; False if it cannot: then only a wait shows its end."""
         if operation.name in self._silent:
             return False
         if self.moves_on_gpu:
             tensor = first_tensor(arguments)
             if tensor is None or tensor.is_cuda:
-                return False  # NCCL's futures complete at once, its barrier when it is waited for
+                return False  # NCCL's futures complete immediately, and its barrier when it is waited for
         try:
             future = work.get_future()
         except RuntimeError:  # "getFuture not implemented": gloo's reduce_scatter
@@ -242,8 +245,8 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
 
     def _message(self, method: str, tensors: list[Any], peer: int, tag: int, *who: int) -> Any:
         name, group, match = method, "", 0
-        if who:  # else a receive from any rank
-            if not 0 <= peer < self.size():  # with gloo, it would wait for ever
+        if who:  # otherwise a receive from any rank
+            if not 0 <= peer < self.size():  # gloo would wait for ever
                 raise ValueError(f"{method} with rank {peer}: this group has the ranks 0 to {self.size() - 1}")
             peer, group, numbers = self._pairs.get((method, peer, tag)) or self._pair(method, peer, tag)
             match = next(numbers)
@@ -266,7 +269,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         return message
 
     def _arrived(self, tag: int, work: Any, operation: Operation) -> None:
-        """A message to a receive from any rank has arrived: now its sender is known."""
+        """Complete the record of a receive from any rank, since the sender is known once the message has arrived."""
         operation.peer, operation.group, numbers = self._pair(RECV.name, work._source_rank(), tag)
         operation.match = next(numbers)
         self._book_message(operation)
@@ -279,7 +282,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
             operation.booking = self.slow.message(*ends, operation.nbytes, operation.group, operation.match, operation.start_ns)
 
     def _pair(self, method: str, peer: int, tag: int) -> tuple[int, str, Iterator[int]]:
-        """The global rank of the other end, the key of the pair, and the numbers of their messages."""
+        """Return the peer's global rank, the key of the pair of ranks, and the numbers of its messages."""
         pair = self._pairs.get((method, peer, tag))
         if pair is None:
             label = self.label  # also sets `_ranks`
@@ -289,19 +292,19 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         return pair
 
     def send(self, tensors: list[Any], dstRank: int, tag: int) -> Any:  # noqa: N803  # torch's names
-        """A message to another rank."""
+        """Send a message to another rank."""
         return self._message("send", tensors, dstRank, tag, dstRank)
 
     def recv(self, tensors: list[Any], srcRank: int, tag: int) -> Any:  # noqa: N803
-        """A message from another rank."""
+        """Receive a message from another rank."""
         return self._message("recv", tensors, srcRank, tag, srcRank)
 
     def recv_anysource(self, tensors: list[Any], tag: int) -> Any:
-        """A message from any rank."""
+        """Receive a message from any rank."""
         return self._message("recv_anysource", tensors, -1, tag)
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
-        """A barrier that reports missing ranks. It has no asynchronous form."""
+        """Run a barrier that reports missing ranks; it has no asynchronous form."""
         self._count += 1
         kind = type_of("monitored_barrier")
         operation = self._issue(kind.name, (), -1, self.label, self._count, "")
@@ -341,7 +344,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
 
 
 def _collective(method: str, kind: OperationType, form: Form) -> Callable[..., Any]:
-    """The method that replaces a collective of torch's, and records it."""
+    """Return a method that replaces one of torch's collectives, and records it."""
     inherited = getattr(ProcessGroup, method)
     of_one = next((other for other in kind.forms if other.name == form.of_one), None)
 
@@ -361,7 +364,7 @@ def _collective(method: str, kind: OperationType, form: Form) -> Callable[..., A
             work = inherited(self._real, *args, **kwargs)
         except BaseException:
             operation.withdrawn()
-            self._count -= 1  # so that this rank's next collective matches those of the others
+            self._count -= 1  # keeps this rank's next collective matched with the others'
             raise
         return self._followed(operation, work, arguments, not at_once)
 
@@ -371,7 +374,14 @@ def _collective(method: str, kind: OperationType, form: Form) -> Callable[..., A
 def watched_process_group(
     recorder: Recorder, futures: Futures, numbering: Numbering, slow: SlowLink | None
 ) -> type[ProcessGroup]:
-    """The class of process groups that record their operations in `recorder`, as slowly as over that link if any."""
+    """Return a class of process groups that record their operations.
+
+    Args:
+        recorder: this rank's recorder.
+        futures: tracks the futures of operations.
+        numbering: maps the groups' ranks to processes.
+        slow: the emulated link that delays operations; None: no delays.
+    """
     members = {
         "recorder": recorder, "futures": futures, "attendant": Attendant(), "backwards": Backwards(),
         "numbering": numbering, "slow": slow, "__module__": ProcessGroup.__module__,

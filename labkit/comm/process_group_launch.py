@@ -1,7 +1,7 @@
-"""`init_process_group` and `destroy_process_group` in a rank: makes a program's own calls work there.
+"""Makes a program's own calls of `init_process_group` and `destroy_process_group` work in a rank.
 
 A rank of a group is initialized before its function runs. If the program initializes the same default group again,
-there is nothing to do; if size, rank or backend differ, labkit's group is detached, and torch makes the program's.
+there is nothing to do; if size, rank or backend differ, labkit's group is detached, and torch creates the program's.
 After `destroy_process_group`, the program has no default group, as it expects; labkit's group is kept, and restored
 when the program initializes again or the next run starts.
 """
@@ -51,7 +51,7 @@ class ProcessGroupLaunch:
         self._used = False  # by this run's program
 
     def install(self) -> None:
-        """Replace torch's functions; torch's present default group, if any, is labkit's."""
+        """Replace torch's functions; torch's current default group, if any, is labkit's."""
         if c10d.GroupMember.WORLD is not None:
             self._own = DefaultGroup()
         self._environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
@@ -90,8 +90,8 @@ class ProcessGroupLaunch:
     def spent(self) -> bool:
         """Whether the next program could read this program's store, which rank 0 still serves at the same address.
 
-        Ranks end this program's group when they start the next program, some of them before rank 0 does: these would
-        find stale addresses in the old store.
+        Ranks destroy this program's group when they start the next program. Ranks that start it before rank 0 does
+        would find stale addresses in the old store.
         """
         return not self._rendezvous.in_groups_store and c10d.GroupMember.WORLD is not None
 
@@ -100,7 +100,7 @@ class ProcessGroupLaunch:
         return self._own is not None and self._own.in_place
 
     def _init(self, init: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Replaces torch's `init_process_group`."""
+        """Replace torch's `init_process_group`."""
         self._used = True
         try:
             given = inspect.signature(init).bind(*args, **kwargs).arguments
@@ -115,7 +115,7 @@ class ProcessGroupLaunch:
             if self._own_in_place:
                 assert self._own is not None
                 self._own.unset(self._destroy)
-            elif c10d.GroupMember.WORLD is not None:  # made in an earlier cell
+            elif c10d.GroupMember.WORLD is not None:  # created in an earlier cell
                 self._destroy()
             timed = ends_by_itself(given.get("timeout"))
             with self._rendezvous.waiting("init_process_group", asked.where, asked.size, timed):
@@ -125,14 +125,14 @@ class ProcessGroupLaunch:
             init(*args, **kwargs)  # raises torch's error about a second call
 
     def _present(self) -> tuple[int, int]:
-        """The rank and the size of the current default group, or of the detached one."""
+        """Return the rank and the size of the current default group, or of the detached one; -1 for none."""
         world = c10d.GroupMember.WORLD
         if world is not None:
             return world.rank(), world.size()
         return (self._rank, self._size) if self._own is not None else (-1, -1)
 
     def _suits(self, given: dict[str, Any]) -> bool:
-        """Whether the current group can replace the backends that a program asks for."""
+        """Whether the current group can stand in for one with the backends that a program asks for."""
         if self._own is None or (c10d.GroupMember.WORLD is not None and not self._own.in_place):
             return True
         wanted = c10d.BackendConfig(c10d.Backend(given.get("backend") or "undefined")).get_device_backend_map()
@@ -154,7 +154,7 @@ class ProcessGroupLaunch:
         self._tell(NOTHING_TO_DO)
 
     def _destroyed(self, _: Callable[..., None], group: Any = None) -> None:
-        """Replaces torch's `destroy_process_group`."""
+        """Replace torch's `destroy_process_group`."""
         self._used = True
         world = c10d.GroupMember.WORLD
         if group is None or group is world:
@@ -169,8 +169,8 @@ class ProcessGroupLaunch:
 def _destroy(destroy: Callable[..., None], group: Any = None) -> None:
     """Call torch's `destroy_process_group`, and clear DTensor's cache.
 
-    DTensor caches by an operation's shapes and mesh which groups to use. A mesh of the next program's groups equals the
-    old mesh, so that the same model would use destroyed groups.
+    DTensor caches which groups to use, by an operation's shapes and mesh. The next program's mesh equals the old one,
+    so that the same model would use destroyed groups.
     """
     destroy(group)
     if "torch.distributed.tensor" in sys.modules:
@@ -180,7 +180,7 @@ def _destroy(destroy: Callable[..., None], group: Any = None) -> None:
 
 
 def _asked(given: dict[str, Any]) -> Address:
-    """The rank, the world size and the address that a program asks for."""
+    """Return the rank, the world size and the address that a program asks for."""
     rank, size = int(given.get("rank", -1)), int(given.get("world_size", -1))
     if given.get("store") is not None:
         return Address("store", "a store of its own", rank, size)

@@ -1,9 +1,9 @@
-"""Rendezvous of a program's processes: in their group's own store, whatever address the program names.
+"""Lets a program's processes meet in their group's own store, whatever address the program specifies.
 
-torch lets a program name an address (`tcp://localhost:29500`, or MASTER_ADDR and MASTER_PORT), where its rank 0 serves
-a store. In a rank of a group all addresses of this machine are names in the store that the group has already. No port
-is opened, so none can be taken; and each rendezvous has keys of its own, so a second one under the same address never
-reads what the first left.
+In torch, a program specifies an address (`tcp://localhost:29500`, or MASTER_ADDR and MASTER_PORT) at which its rank 0
+serves a store. In a rank of a group, all addresses of this machine become keys in the store that the group already has.
+No port is opened, so none can be in use already. Each rendezvous has its own keys, so a second one at the same address
+never reads stale values of the first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from labkit.recording.schema import TIMED
 __all__ = ["Address", "Rendezvous"]
 
 SCHEMES: Final = ("tcp", "env")  # torch's schemes that name an address
-_WAIT: Final = dist.Store.wait  # torch's own, which is not recorded: this wait is part of the call that is
+_WAIT: Final = dist.Store.wait  # the original, which is not recorded: this wait is part of a recorded call
 LOCAL: Final = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "")  # the last two occur in tutorials
 
 
@@ -46,7 +46,7 @@ class Address(NamedTuple):
 
     @classmethod
     def of(cls, url: str, rank: int = -1, size: int = -1) -> Address:
-        """Combine an init_method, the arguments beside it, and for "env://" the environment.
+        """Combine an init_method, the other arguments, and for "env://" the environment.
 
         Args:
             url: "env://", "tcp://localhost:29500?rank=0&world_size=4", "file:///shared/file".
@@ -75,8 +75,8 @@ class Rendezvous:
 
     def __init__(self, recorder: Recorder, rank: int, connect: Callable[[], Any] | None = None) -> None:
         self._ring, self._rank, self._connect = recorder.ring, rank, connect
-        self._operation: Operation | None = None  # the current call of torch's
-        self._timed = False  # whether it fails after a time limit
+        self._operation: Operation | None = None  # the current call of a function of torch's
+        self._timed = False  # whether that call fails after a time limit
         self._visits: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
 
     def install(self) -> None:
@@ -87,7 +87,7 @@ class Rendezvous:
 
     @property
     def in_groups_store(self) -> bool:
-        """Whether this rank's group has a store; else torch opens one at the program's address."""
+        """Whether this rank's group has a store; otherwise torch opens one at the program's address."""
         return self._connect is not None
 
     @property
@@ -161,14 +161,14 @@ class Rendezvous:
         return operation
 
     def _handler(self, torchs: Callable[..., Any], url: str, timeout: timedelta = default_pg_timeout, **kwargs: Any) -> Any:
-        """Replaces a handler of torch's: a generator of the store, the rank and the world size."""
+        """Replace a handler of torch's: a generator of the store, the rank and the world size."""
         asked = Address.of(url)
         if asked.rank < 0 or asked.size < 1 or not _is_here(asked.where):
             yield from torchs(url, timeout=timeout, **kwargs)  # reports missing numbers, or connects to another machine
             return
         store, _ = self.meet(asked.where, asked.size, [asked.rank, self._rank], timeout)
         yield store, asked.rank, asked.size
-        raise RuntimeError(f"Unable to perform re-rendezvous using {asked.scheme}:// method")  # as torch says
+        raise RuntimeError(f"Unable to perform re-rendezvous using {asked.scheme}:// method")  # torch's own message
 
 
 def _is_here(where: str) -> bool:

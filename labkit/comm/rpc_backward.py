@@ -25,8 +25,8 @@ __all__ = ["RpcBackwards", "tensors_in"]
 class RpcBackwards:
     """Records the backward passes that this rank starts, and its part in those of other ranks.
 
-    All ranks identify a pass by its context's id. So the caller's wait lasts until the last of them has computed its
-    part; after that, gradients are transferred.
+    All ranks identify a pass by the id of its context. The caller waits until the last rank has computed its part;
+    after that, gradients are transferred.
     """
 
     def __init__(self, ring: RingWriter) -> None:
@@ -35,7 +35,7 @@ class RpcBackwards:
     def started(
         self, backward: Callable[..., Any], context_id: int, roots: Sequence[torch.Tensor], *args: Any, **kwargs: Any
     ) -> None:
-        """Record the student's call: compute until this rank's own part is done, then waiting."""
+        """Record the student's call of `backward`: compute until this rank's own part is done, then waiting."""
         start_ns = clock()
         operation = Operation(self._ring, DIST_BACKWARD, start_ns, group=DIST_BACKWARD, match=context_id, line=student_line())
 
@@ -57,11 +57,18 @@ class RpcBackwards:
         operation.wait_ends()
 
     def served(self, function: str, caller: int, arguments: Any, result: Any, *, replies: bool) -> None:
-        """Add hooks for a function that another rank called, through which a backward pass may go.
+        """Add hooks to the autograd graph of a function that another rank has called.
 
         Gradients have the size of their tensors: gradients of the arguments go to the caller, gradients of the result
-        come from it. A result that stays here is fetched by the holder of the reference, who sends its gradients: see
-        `fetched`.
+        come from it. A result that stays here is fetched by the rank with the reference, which records that it sends
+        the gradients: see `fetched`.
+
+        Args:
+            function: the function's name.
+            caller: the rank that called it.
+            arguments: its arguments.
+            result: its result.
+            replies: whether the result is sent to the caller; otherwise it stays here.
         """
         ends = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
         if not ends:
@@ -79,7 +86,7 @@ class RpcBackwards:
                 tensor.register_hook(part.sends_back)
 
     def fetched(self, value: Any, owner: int) -> None:
-        """Add hooks for a value fetched through its reference: gradients of its tensors go to the owning rank."""
+        """Add hooks to a value that was fetched through its reference: gradients of its tensors go to the owner."""
         ends: dict[Any, int] = {}
         for tensor in tensors_in(value):
             if tensor.grad_fn is not None:
@@ -96,11 +103,11 @@ class _Part:
     """One rank's part of a backward pass: from the arriving gradient to the leaving one, or to the end of the pass.
 
     Args:
-        ring: where to.
-        name: of its span.
-        context_id: of the pass.
+        ring: the ring to write to.
+        name: the name of its span.
+        context_id: the id of the pass's context.
         caller: the rank that gradients come from and go to.
-        nbytes: how many come from there, and how many go.
+        nbytes: the bytes of gradients that come from there, and of those that go there.
     """
 
     def __init__(self, ring: RingWriter, name: str, context_id: int, caller: int, nbytes: tuple[int, ...]) -> None:
@@ -131,7 +138,7 @@ def _at_end_of_pass(callback: Callable[[], None]) -> None:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a value, including those in nested lists, tuples and dictionaries."""
+    """Yield the tensors in a value, including those in nested lists, tuples and dictionaries."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple, dict)):

@@ -1,10 +1,10 @@
-"""Remote procedure calls as spans: on the caller from the call to the result, on the callee while the function runs.
+"""Records remote procedure calls: on the caller until the result arrives, on the callee while the function runs.
 
-All calls of `torch.distributed.rpc` go through a few functions of torch's module `rpc.api`, and all called Python
-functions run in a function of `rpc.internal`, which C++ looks up when RPC starts. These are wrapped. A call contains
-its caller and its number, so that its two ends are matched: until the callee replies, the caller is waiting; then the
-result is transferred. A call of `remote` completes when it is sent. Its result stays at the callee, and is matched with
-the `to_here` that fetches it, on whichever rank.
+All calls of `torch.distributed.rpc` use a few functions of torch's module `rpc.api`, and all called Python functions
+run in a function of `rpc.internal`, which C++ looks up when RPC starts. These functions are wrapped. A call contains
+its caller and its number, by which its two ends are matched: the caller waits until the callee replies; then the result
+is transferred. A call of `remote` completes when it is sent. Its result stays at the callee, and is matched with the
+`to_here` that fetches it on any rank.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ __all__ = ["RpcCalls"]
 
 
 class _NumberedCall(NamedTuple):
-    """A function and its arguments as they are sent, like torch's `PythonUDF`, with the caller and the number."""
+    """A function and its arguments as they are sent, like torch's `PythonUDF`, plus the caller and a number."""
 
     func: Any
     args: Any
     kwargs: Any
     caller: int
     number: int
-    replies: bool  # else its result stays with the callee, as an RRef
+    replies: bool  # otherwise its result stays at the callee, as an RRef
 
 
 class _Thread(threading.local):
-    """What a thread is in the middle of."""
+    """The call that a thread is preparing."""
 
     def __init__(self) -> None:
-        self.api = REMOTE.name  # the student's function, while torch prepares a call of it
-        self.call: tuple[_NumberedCall, int] | None = None  # the one that torch pickles, and since when
-        self.timed = False  # whether it fails after a time that the program has set
+        self.api = REMOTE.name  # the function by which the student calls: "rpc_sync", "rpc_async" or "remote"
+        self.call: tuple[_NumberedCall, int] | None = None  # the call that torch pickles, and its start in ns
+        self.timed = False  # whether it fails after a time limit that the program has set
 
 
 class RpcCalls:
@@ -78,15 +78,15 @@ class RpcCalls:
         self._numbers = itertools.count(1)
         self._backwards = RpcBackwards(recorder.ring)
         self._thread = _Thread()
-        # The result that torch will pickle next on a thread, by the thread's number, and what to do then. C++ leaves
-        # Python between the two, and with it goes what `threading.local` holds.
+        # By thread id, the result that torch will pickle next on that thread, and a callback for that moment. Not in a
+        # `threading.local`, whose contents would be lost since C++ leaves Python in between.
         self._replies: dict[int, tuple[Any, Callable[[int], None]]] = {}
-        self._values: WeakKeyDictionary[Any, tuple[str, int]] = WeakKeyDictionary()  # RRefs: the call whose result they stand for
+        self._values: WeakKeyDictionary[Any, tuple[str, int]] = WeakKeyDictionary()  # by RRef, the call whose result it refers to
 
     def install(self) -> None:
         """Wrap torch's functions; to be called before `init_rpc`, when C++ looks them up."""
         api._invoke_rpc = in_place_of(api._invoke_rpc, self._calling)
-        api.PythonUDF = in_place_of(api.PythonUDF, self._pickling)  # type: ignore[misc]  # a factory will do
+        api.PythonUDF = in_place_of(api.PythonUDF, self._pickling)  # type: ignore[misc]  # torch only calls it
         for name, look_at in _INVOKERS.items():
             setattr(api, name, in_place_of(getattr(api, name), partial(self._invoke, look_at)))
         internal._run_function = in_place_of(internal._run_function, self._serve)
@@ -159,7 +159,7 @@ class RpcCalls:
         return result
 
     def _replied(self, function: str, operation: Operation, future: Any) -> None:
-        """A function of torch's own has replied; the callee runs it in C++, where nobody writes that down."""
+        """Record the reply to one of torch's own functions, which the callee runs in C++ without a record."""
         if nbytes := _nbytes(_value(future)):
             now, name = clock(), RECEIVED_REPLY.recorded(function)
             self._ring.write_communication(name, now, now, nbytes=nbytes, peer=operation.peer, line=operation.line)
@@ -182,7 +182,7 @@ class RpcCalls:
             self._ring.serving_threads.discard(thread)
         end_ns = clock()
         self._ring.write(name, COMPUTE, start_ns, end_ns, flags=AUTOMATIC | SERVED)
-        if isinstance(result, torch._C.Future):  # of a function under `async_execution`: torch replies when it completes
+        if isinstance(result, torch._C.Future):  # the function has `async_execution`: torch replies when the future completes
             kind = PROMISE if self._futures.known(result) else UNSEEN_PROMISE
             promise = self._ring.pend(kind.recorded(function), end_ns, peer=call.caller, group=pair, match=call.number)
             self._ring.unpend(slot)  # only now: without either record, the call would seem not to have arrived
@@ -195,30 +195,30 @@ class RpcCalls:
         return result
 
     def _kept(self, promise: int, call: _NumberedCall, function: str, result: Any) -> None:
-        """The future that a function had returned has completed."""
+        """Record that the future that a function has returned has completed."""
         self._ring.unpend(promise)
         self._replying(call, function, result, clock())
 
     def _called(self, call: _NumberedCall, function: str) -> Any:
-        """As torch's own `_run_function`, except for its messages: the caller gets the whole error and shows it."""
+        """Call the function, like torch's `_run_function`, but send the caller the whole error, which it will show."""
         try:
             return call.func(*call.args, **call.kwargs)
         except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever the student's function raised
             line = headline(error)
-            # The caller may never look at it, as where nobody waits for the future.
+            # The caller may never see the error, since it may not wait for the future.
             sys.stderr.write(f"{function} failed: {line}\n")
             text = sent(api.get_worker_info(), line, students_traceback(error))
             return internal.RemoteException(text, type(error) if isinstance(error, Exception) else RuntimeError)
 
     def _replying(self, call: _NumberedCall, function: str, result: Any, start_ns: int) -> None:
-        """The result exists. If it is sent back, torch pickles it next, on this thread; errors are not pickled.
+        """Record the reply. If the result is sent back, torch pickles it next, on this thread; errors are not pickled.
 
         Args:
-            call: what was called.
-            function: its name, in the student's words.
-            result: what it gave.
-            start_ns: since when it is there: the very end of the span that served it, by which trace files find the two
-                together.
+            call: the call.
+            function: the function's name for the student.
+            result: the function's result.
+            start_ns: when it returned: exactly the end of the span of serving the call, by which trace files match the
+                two.
         """
 
         def sent(nbytes: int) -> None:
@@ -242,7 +242,7 @@ class RpcCalls:
         return pickled, tensors
 
     def _send_reference(self, reduce: Callable[..., Any], pickler: Any, rref: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Add to a reference that is sent the call whose result it stands for."""
+        """Send a reference together with the call whose result it refers to."""
         receiver, (data,) = reduce(pickler, rref)
         return receiver, (data, *self._values.get(rref, ("", 0)))
 
@@ -280,7 +280,7 @@ def _ends_by_itself(limit_s: float) -> bool:
 
 
 def _value(future: Any) -> Any:
-    """The result of a completed future, or its error."""
+    """Return the result of a completed future, or its error."""
     try:
         return future.value()
     except Exception as error:  # noqa: BLE001  # whatever the student's function raised
@@ -288,12 +288,12 @@ def _value(future: Any) -> Any:
 
 
 def _nbytes(value: Any) -> int:
-    """The bytes of the tensors in a value."""
+    """Return the bytes of the tensors in a value."""
     return sum(tensor.nbytes for tensor in tensors_in(value))
 
 
-# How torch hands a call to C++: what that call's destination, bytes and function are (none for Python functions: known
-# already).
+# The functions by which torch passes a call to C++, and how to find the call's destination, bytes and function in their
+# arguments ("" for Python functions, which are already known).
 _INVOKERS: Final[dict[str, Callable[..., tuple[Any, int, str]]]] = {
     "_invoke_rpc_python_udf": lambda to, pickled, tensors, *_: (to, len(pickled) + _nbytes(tensors), ""),
     "_invoke_remote_python_udf": lambda to, pickled, tensors, *_: (to, len(pickled) + _nbytes(tensors), ""),

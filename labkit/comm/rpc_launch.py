@@ -1,7 +1,7 @@
-"""`init_rpc` and `shutdown` in a rank: makes a program's own calls work there.
+"""Makes a program's own calls of `init_rpc` and `shutdown` work in a rank.
 
-A rank of an RPC group is initialized before its function runs. All ranks that call `init_rpc` meet, as they do in
-torch. If names, numbers and options equal the group's, there is nothing to do; else RPC is restarted with the
+A rank of an RPC group is initialized before its function runs. All ranks that call `init_rpc` wait for one another, as
+in torch. If names, numbers and options equal the group's, there is nothing to do; otherwise RPC is restarted with the
 program's. `shutdown` is torch's own, and waits for all ranks; the next run starts new ranks.
 """
 
@@ -24,8 +24,8 @@ from labkit.recording.record import Recorder
 
 __all__ = ["TRANSPORTS", "RpcLaunch", "RpcOptions"]
 
-# TensorPipe's first choice on one machine, shared memory, has a thread in each rank that asks and asks: also in an idle
-# rank it takes a whole core.
+# Not shared memory, TensorPipe's first choice on one machine: it has a polling thread in each rank, which takes a whole
+# core even if the rank is idle.
 TRANSPORTS: Final = ["uv"]
 NOTHING_TO_DO: Final = "init_rpc had nothing to do: the ranks of this group are initialised already, under these names."
 
@@ -38,11 +38,11 @@ class RpcOptions(NamedTuple):
 
     @classmethod
     def of(cls, given: Any) -> RpcOptions:
-        """The options in torch's `TensorPipeRpcBackendOptions`."""
+        """Return the options in torch's `TensorPipeRpcBackendOptions`."""
         return cls(given.num_worker_threads, given.rpc_timeout)
 
     def for_torch(self, init_method: str, device_maps: Any = None, devices: Any = None) -> Any:
-        """As torch's `TensorPipeRpcBackendOptions`."""
+        """Return torch's `TensorPipeRpcBackendOptions` with these options."""
         return rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=self.num_worker_threads, rpc_timeout=self.rpc_timeout, init_method=init_method,
             device_maps=device_maps, devices=devices, _transports=TRANSPORTS,
@@ -107,7 +107,7 @@ class RpcLaunch:
             self._shutdown(graceful=False)  # the previous program did not shut it down
 
     def _init(self, init: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Replaces torch's `init_rpc`."""
+        """Replace torch's `init_rpc`."""
         try:
             given = inspect.signature(init).bind(*args, **kwargs).arguments
         except TypeError:
@@ -144,15 +144,19 @@ class RpcLaunch:
         return all(others)
 
     def _make_way(self, name: str, asked: Address) -> None:
-        """End RPC as the group has started it, so that the program can start it."""
+        """Shut down RPC as the group has started it, so that the program can start it.
+
+        Raises:
+            LabError: the ranks have already used RPC.
+        """
         if not self._anew:
             raise LabError(
                 f"init_rpc({name!r}, rank={asked.rank}, world_size={asked.size}) is not what this group has initialised, and its "
                 "ranks have used RPC. Call it in a function of group.run, which gets fresh ranks for it."
             )
-        # As torch's `shutdown` does, but for what cannot be undone in a process: torch's context of remote references
-        # takes the agent that is there when it is first asked for, and keeps it for ever. No call has been made, so
-        # nobody has asked.
+        # The same as torch's `shutdown`, without the steps that cannot be undone in a process. torch's context of
+        # remote references keeps for ever the agent that exists when it is first used. Since no call has been made, it
+        # has not been used.
         with quiet_stderr():
             rpc.api._get_current_rpc_agent().shutdown()
             rpc.api._cleanup_python_rpc_handler()
@@ -170,13 +174,13 @@ class RpcLaunch:
                 getattr(options, "device_maps", None),
                 getattr(options, "devices", None) or None,
             )
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch's own, about a constructor that it calls
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch warns of a constructor that it calls itself
             init(**given)
         self._ring.serving(wanted.num_worker_threads)
         self._initialised = self.spent = True
 
     def _shut_down(self, shutdown: Callable[..., None], graceful: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Replaces torch's `shutdown`."""
+        """Replace torch's `shutdown`."""
         if not rpc.api._is_current_rpc_agent_set():
             shutdown(graceful, *args, **kwargs)  # raises torch's error
             return
@@ -190,9 +194,10 @@ class RpcLaunch:
         self._ring.serving(0)
 
     def _init_autograd(self, init: Callable[[int], None], worker: int) -> None:
-        """Replaces torch's, which cannot change the number from which this process names contexts and messages.
+        """Replace torch's `_init`, which cannot be called again with another number.
 
-        Any number will do that no other process has, and the first that this process was given is such a one.
+        torch derives the ids of contexts and messages from this number. It only has to be unique among processes, so
+        the first number that this process was given is used each time.
         """
         if self._autograd is None:
             self._autograd = worker

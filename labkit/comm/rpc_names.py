@@ -9,8 +9,8 @@ from torch.distributed.rpc import rref_proxy
 
 __all__ = ["last_name", "spoken"]
 
-# What torch calls for the student's sake, in the student's words. What else it calls keeps its own workers in step,
-# unseen.
+# Internal functions that torch calls because of a call of the student's, with names for the student. All other internal
+# functions only synchronize torch's workers, and are not recorded.
 IN_WORDS: Final = {
     "_rref_typeof_on_owner": "type of an RRef",
     "_new_local_optimizer": "new optimizer",
@@ -18,21 +18,21 @@ IN_WORDS: Final = {
     "_local_optimizer_step": "optimizer step",
     "_script_local_optimizer_step": "optimizer step",
 }
-REMOTE_MODULE: Final = "_remote_forward"  # by which torch's RemoteModule calls `forward` of the module that it stands for
-METHOD_WORDS: Final = ("method", "func", "fn", "attr")  # what helpers call the parameter that says which method to call
-METHOD_CALLS: Final = (rref_proxy._local_invoke, rref_proxy._local_invoke_async_execution)  # of (rref, name of the method, ...)
+REMOTE_MODULE: Final = "_remote_forward"  # the function with which torch's RemoteModule calls `forward` of its module
+METHOD_WORDS: Final = ("method", "func", "fn", "attr")  # usual in names of helpers' parameters for the method to call
+METHOD_CALLS: Final = (rref_proxy._local_invoke, rref_proxy._local_invoke_async_execution)  # called with (rref, method name, ...)
 
 
 def spoken(func: Any, args: Any) -> str | None:
-    """What the student calls a function that is called; None for those by which torch keeps its workers in step.
+    """Return the name of a called function for the student; None for an internal function of torch's.
 
-    A method that is called through a reference is "Decoder.forward". torch itself calls it, as in
-    `rref.rpc_sync().forward(x)`, or a helper of the program's does: a function whose first two arguments are a
-    reference and a method or its name.
+    A method that is called through a reference is "Decoder.forward". It is called by torch, as in
+    `rref.rpc_sync().forward(x)`, or by a helper of the program: a function whose first two arguments are a reference
+    and a method or its name.
 
     Args:
-        func: what is called.
-        args: with what.
+        func: the function.
+        args: its arguments.
     """
     if func in METHOD_CALLS:
         return _method(args[0], args[1], torch_knows_class=True)
@@ -53,7 +53,7 @@ def spoken(func: Any, args: Any) -> str | None:
 
 
 def _is_method(given: Any, helper: Any, at: int) -> bool:
-    """Whether a helper's argument names the method to call: judged by the argument, or by its parameter's name."""
+    """Whether a helper's argument is the method to call, judging by the argument or by the parameter's name."""
     if not (isinstance(given, str) and given.isidentifier()) and not callable(given):
         return False
     code = getattr(helper, "__code__", None)
@@ -73,6 +73,6 @@ def _method(rref: Any, method: Any, *, torch_knows_class: bool = False) -> str:
 
 
 def last_name(qualified: str) -> str:
-    """The name of an operator or a script function of torch's for the student."""
+    """Return the name of one of torch's operators or script functions for the student."""
     name = qualified.rpartition("::")[2].rpartition(".")[2]
     return IN_WORDS.get(name, name)

@@ -1,7 +1,7 @@
 """Makes steps of a `DistributedOptimizer` visible on the owner of the parameters.
 
-torch calls a script function there, which runs in C++ and cannot be recorded. It is replaced by a Python function that
-calls the same script of the same optimizer: the computation is the same, and still runs without the GIL.
+There torch calls a script function, which runs in C++ and cannot be recorded. It is replaced by a Python function that
+calls the same script of the same optimizer. The computation is the same, and still runs without the GIL.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ __all__ = ["step_in_python"]
 
 
 def step_in_python() -> None:
-    """Replace the script function in this process, which calls steps."""
+    """Replace the script function; needed in each process that calls steps."""
     try:
         from torch.distributed.optim import optimizer
     except ImportError:  # a build of torch without distributed optimizers

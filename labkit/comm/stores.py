@@ -1,4 +1,4 @@
-"""Waits for a key of a store, or for its server, are recorded: torch waits in C++, where they would be invisible."""
+"""Records waits for a key of a store, or for its server, which would be invisible since torch waits in C++."""
 
 from __future__ import annotations
 

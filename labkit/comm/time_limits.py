@@ -1,4 +1,4 @@
-"""Time limits of waits: the program's own are respected; torch's defaults do not postpone the report of a deadlock."""
+"""Time limits of waits: the program's own are respected, but torch's defaults do not delay the report of a deadlock."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, Final
 
 __all__ = ["backends_limit", "ends_by_itself"]
 
-# NCCL's own limit; gloo's is three times as long. A program that means to go on after a wait has failed sets a shorter
-# one.
+# NCCL's default; gloo's is three times as long. A program that expects a wait to fail, and handles that, sets a shorter
+# limit.
 RESPECTED: Final = timedelta(minutes=10)
 
 
 def ends_by_itself(limit: timedelta | float | None) -> bool:
-    """Whether a wait with this limit (in seconds if it is a number) is so short that the program expects a failure."""
+    """Whether a time limit (in seconds if it is a number) is so short that the program expects the wait to fail."""
     if limit is None:
         return False
     seconds = limit.total_seconds() if isinstance(limit, timedelta) else limit
@@ -21,7 +21,7 @@ def ends_by_itself(limit: timedelta | float | None) -> bool:
 
 
 def backends_limit(backend: Any) -> timedelta | None:
-    """The time limit of a backend's operations; None if it is unknown, or if it ends the process, as with NCCL."""
+    """Return the time limit of a backend's operations; None if it is unknown, or ends the process as NCCL's does."""
     if backend.name() != "gloo":
         return None
     limit: timedelta = backend.options._timeout

@@ -22,12 +22,12 @@ SHORTEST: Final = timedelta(milliseconds=1)
 
 
 class WatchedWork(Work):
-    """A `Work` of torch's that tells its operation when it is waited for. C++ calls these methods too.
+    """A `Work` of torch's that informs its operation about waits. C++ calls these methods, too.
 
     Args:
-        work: what the backend gave.
-        operation: what it carries out.
-        futures: knows what is behind a future.
+        work: the backend's `Work`.
+        operation: its operation.
+        futures: tracks which operations complete a future.
         notified: whether the backend notifies the operation when it completes; otherwise `wait` does.
     """
 
@@ -36,7 +36,7 @@ class WatchedWork(Work):
     def __init__(self, work: Any, operation: Operation | Batch, futures: Futures, notified: bool) -> None:
         super().__init__()
         self._work, self._operation, self._futures, self._notified = work, operation, futures, notified
-        self._future: Any = None  # over a slow link, the one that all get
+        self._future: Any = None  # on an emulated link, the delayed future, the same for all callers
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Block until it has completed; on a GPU, make the current stream wait for it."""
@@ -62,7 +62,7 @@ class WatchedWork(Work):
         return False
 
     def get_future(self) -> Any:
-        """A future that completes with it."""
+        """Return a future that completes with it."""
         if self._future is not None:
             return self._future
         future = self._work.get_future()
@@ -112,8 +112,8 @@ class WatchedMessage(WatchedWork):
     ) -> None:
         super().__init__(work, operation, futures, True)
         self._arrived = arrived
-        self._taken = _thread.allocate_lock()  # held by whoever waits for it in C++
-        self._under_way = _thread.allocate_lock()  # held until that one has seen the end
+        self._taken = _thread.allocate_lock()  # held by the thread that waits for it in C++
+        self._under_way = _thread.allocate_lock()  # held until that wait has ended
         self._under_way.acquire()
         self._error: BaseException | None = None
         self._waited = False
@@ -124,15 +124,15 @@ class WatchedMessage(WatchedWork):
         return self._operation.start_ns
 
     def claim(self) -> bool:
-        """Whether the caller is the one to wait for it: True for the first who asks."""
+        """Whether the caller must wait for it: True for the first caller."""
         return self._taken.acquire(blocking=False)
 
     def attend(self) -> None:
-        """Block until it is complete or has failed, and keep which."""
+        """Block until it has completed or failed, and record which."""
         self._finish(NO_TIMEOUT)
 
     def give_up(self) -> None:
-        """Make it fail for the thread that waits for it: gloo closes the connection when a time is up."""
+        """Make it fail for the thread that waits for it: gloo closes the connection when a time limit expires."""
         with contextlib.suppress(RuntimeError):
             self._work.wait(SHORTEST)
 
@@ -155,7 +155,7 @@ class WatchedMessage(WatchedWork):
         return True
 
     def _time_is_up(self, timeout: timedelta) -> None:
-        """Have gloo fail, and say what it says then."""
+        """Make gloo fail, and keep its error, with the program's time limit in the message."""
         try:
             self._work.wait(SHORTEST)
         except RuntimeError as error:
@@ -164,7 +164,7 @@ class WatchedMessage(WatchedWork):
             self._error = error
 
     def is_completed(self) -> bool:
-        """Whether it was waited for: with gloo, a message is never complete before that."""
+        """Whether it was waited for: with gloo, a message never completes before that."""
         return self._waited
 
     def _finish(self, timeout: timedelta) -> None:
@@ -195,6 +195,6 @@ for _name in dir(Work):
     if not _name.startswith(("__", "_pybind11")) and _name not in vars(WatchedWork) and _name != "unbox":
         _delegate(_name)  # `result`, `exception`, `_source_rank`, ...
 for _class in (WatchedWork, SilentWork, WatchedMessage):
-    # Printed, they look as without labkit.
+    # Their `repr` is the same as without labkit.
     _class.__name__ = _class.__qualname__ = Work.__name__
     _class.__module__ = Work.__module__

@@ -40,7 +40,7 @@ class Records:
             reader.read()  # discard records from between the runs
 
     def drain(self) -> list[Any]:
-        """Read new records, and return them per rank."""
+        """Read the new records of each rank, and return them by rank."""
         new = [reader.read() for reader in self._readers]
         for chunks, records in zip(self._chunks, new, strict=True):
             if len(records):
@@ -61,14 +61,18 @@ class Records:
         self._interrupted = {"start_ns": start_ns, "end_ns": end_ns, "calls": under_way, "pending": pending}
 
     def freeze(self) -> None:
-        """Read for the last time: the next run uses the same rings."""
+        """Read for the last time, before the next run uses the same rings."""
         self.drain()
         self._names = [list(r.names()) for r in self._readers]
         self._dropped = [r.dropped - before for r, before in zip(self._readers, self._dropped, strict=True)]
         self._readers = []
 
     def part(self, new: list[list[Any]]) -> Trace:
-        """A downsampled trace of some records for the live picture, given in chunks per rank."""
+        """Return a downsampled trace of some records, for the live picture.
+
+        Args:
+            new: by rank, the records in chunks, as `drain` returned them.
+        """
         names = [list(r.names()) for r in self._readers]
         loops = [own.index(STEPS_IN_ALL) if STEPS_IN_ALL in own else -1 for own in names]
         sampled = [[downsample(rows, loop) for rows in n] for n, loop in zip(new, loops, strict=True)]
@@ -80,7 +84,7 @@ class Records:
         return any((chunk["kind"] == COMMUNICATION).any() for chunks in self._chunks for chunk in chunks)
 
     def entered(self, rank: int) -> dict[str, int]:
-        """The number of the last operation that a rank has completed, by process group or pair of ranks."""
+        """Return the number of the last operation that a rank has completed, by process group or pair of ranks."""
         found, names = self._entered[rank], self._readers[rank].names()
         chunks = self._chunks[rank]
         for chunk in chunks[self._counted[rank] :]:
@@ -91,14 +95,18 @@ class Records:
         return found
 
     def failed(self, rank: int) -> list[Pending]:
-        """The operations that failed on a rank."""
+        """Return the operations that failed on a rank."""
         return [self._operation(rank, row) for chunk in self._chunks[rank] for row in chunk[_failed(chunk)]]
 
     def last_wait(self, rank: int) -> tuple[Pending, int] | None:
-        """The last communication operation that the student's code called on a rank, and when it ended or failed."""
+        """Return the last communication operation that the student's code called on a rank, and when it ended.
+
+        An operation that failed counts, too. None if there is none.
+        """
         last = None
         for chunk in self._chunks[rank]:
-            rows = chunk[(chunk["kind"] == COMMUNICATION) & (chunk["line"] != 0)]  # 0 is no line: replies, say
+            # Operations without a line, such as replies, were not called by the student's code.
+            rows = chunk[(chunk["kind"] == COMMUNICATION) & (chunk["line"] != 0)]
             if len(rows):
                 row = rows[rows["end_ns"].argmax()]
                 last = row if last is None or row["end_ns"] >= last["end_ns"] else last
@@ -108,7 +116,7 @@ class Records:
         return dataclasses.replace(self._operation(rank, last), wait_start_ns=since_ns), int(last["end_ns"])
 
     def last_span(self, rank: int) -> str:
-        """The name of the last span that a rank has completed, without unspecific ones; "" if there is none."""
+        """Return the name of the last span that a rank has completed, ignoring unspecific names; "" for none."""
         names, last = self._readers[rank].names(), ""
         for chunk in self._chunks[rank]:
             rows = chunk[chunk["kind"] == COMPUTE]
@@ -117,7 +125,12 @@ class Records:
         return last
 
     def done(self, rank: int, which: Collection[tuple[str, int]]) -> list[Pending]:
-        """Those of the operations, given by group and number, that a rank has completed."""
+        """Return the operations that a rank has completed, out of some that are given by group and number.
+
+        Args:
+            rank: the rank's number.
+            which: pairs of a group's key and an operation's number.
+        """
         names, found = self._readers[rank].names(), []
         for group, match in which:
             number = names.index(group) if group in names else -1
@@ -127,10 +140,11 @@ class Records:
         return found
 
     def unequal(self) -> tuple[list[tuple[str, Pending]], ...]:
-        """The first operation with mismatched arguments: each rank's name and its side of the operation.
+        """Find the first operations with mismatched arguments.
 
         Returns:
-            the first whose result is wrong, and the first that reduced different shapes; [] for none.
+            the first whose result is wrong, and the first that reduced different shapes: for each rank its name and its
+            side of the operation; [] for none.
         """
         self.drain()
         return tuple([self._side(place) for place in places] for places in first_unequal(self._chunks, self._names_of))
@@ -146,7 +160,7 @@ class Records:
         return pending_of(((f, int(row[f.name])) for f in PENDING_ORDER), names, int(row["start_ns"]))
 
     def trace(self) -> Trace:
-        """The trace of all records; call `freeze` first."""
+        """Return the trace of all records; call `freeze` first."""
         joined = [np.concatenate(c) if c else np.empty(0, record_dtype()) for c in self._chunks]
         return from_records(joined, self._names, self._members, dropped=self._dropped, **self._interrupted)
 

@@ -1,7 +1,7 @@
-"""Finds the operations to which ranks came with something different, although all of them completed.
+"""Finds completed operations to which ranks gave mismatched arguments.
 
-A backend moves bytes. It tells nobody when a message is shorter than its receive, when one rank reduces float32 and
-another int32, or when one sums and the other takes the maximum: the results are wrong.
+A backend moves bytes. It reports no error when a message is shorter than its receive, when one rank reduces float32 and
+another int32, or when one rank sums and another takes the maximum: the results are silently wrong.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from labkit.recording.schema import COMMUNICATION, OPEN, Pending
 
 __all__ = ["Place", "first_unequal", "mismatch_error", "mismatch_hint", "shapes_note"]
 
-_ANY_OTHER: Final = -1  # the number of a group in which nothing is compared
+_ANY_OTHER: Final = -1  # stands for all groups whose operations are not compared
 _PARTS: Final = re.compile(r"(?P<dtype>\w+) (?P<sent>[\d,]*) sent, (?P<received>[\d,]*) received")
 
-UNCOMPARED: Final = (GroupKind.ALONE, GroupKind.CALL, GroupKind.TENSORFLOW)  # what a rank gives to it alone
+# Operations of these groups have no counterpart on another rank whose arguments must agree.
+UNCOMPARED: Final = (GroupKind.ALONE, GroupKind.CALL, GroupKind.TENSORFLOW)
 
 
 class Place(NamedTuple):
-    """Where the record of an operation is: of a rank, in one of its chunks, a row."""
+    """The place of an operation's record: a rank, one of its chunks, and a row of that chunk."""
 
     rank: int
     chunk: int
@@ -37,18 +38,20 @@ class Place(NamedTuple):
 
 
 def first_unequal(chunks: Sequence[Sequence[Any]], names: Callable[[int], Sequence[str]]) -> tuple[list[Place], list[Place]]:
-    """The records of the first operation to which ranks came with something different; empty where there is none.
+    """Find the first operations to which ranks gave mismatched arguments.
 
     Args:
-        chunks: by rank, its records, in pieces, as arrays of `recording.ring_buffer.record_dtype()`.
-        names: the interned strings of a rank.
+        chunks: by rank, its records, in chunks: arrays of `recording.ring_layout.record_dtype()`.
+        names: a function from a rank to its interned strings.
 
     Returns:
-        those of the first whose result is wrong; and of the first that reduced tensors of other shapes with as many
-        elements, which may be meant.
+        the records of the first operation whose result is wrong, and of the first that reduced tensors of different
+        shapes with the same number of elements, which may be intended; [] for none.
     """
     texts: dict[str, int] = {}
-    parts = []  # in columns: rank, chunk, row; group, match; the name; how much of what; when it was issued; the shapes
+    # A column for each record. Its rows: 0-2 rank, chunk and row; 3-4 group and match; 5 name; 6 dtype and number of
+    # elements; 7 when it was issued; 8 shape.
+    parts = []
     for rank, of_rank in enumerate(chunks):
         own = names(rank) if of_rank else []
         for number, chunk in enumerate(of_rank):
@@ -84,19 +87,26 @@ def first_unequal(chunks: Sequence[Sequence[Any]], names: Callable[[int], Sequen
 
 
 def _earliest(every: Any, differ: Any) -> list[Any]:
-    """The columns of the first issued operation among those that differ from the right one; at most one."""
+    """Return the earliest operation with neighbouring columns that `differ`, in a list; [] if there is none."""
     suspects = np.flatnonzero(differ)
     return [] if not len(suspects) else [_operation(every, suspects[every[7, suspects].argmin()])]
 
 
 def _places(found: Sequence[Any]) -> list[Place]:
-    """Where the earliest of some operations stands."""
+    """Return the places of the records of the earliest operation."""
     first = min(found, key=lambda columns: columns[7].min(), default=None)
     return [] if first is None else [Place(*column) for column in first[:3].T.tolist()]
 
 
 def _numbers(column: Any, names: Sequence[str], texts: dict[str, int], make: Callable[[str], str | None]) -> Any:
-    """For each value of a column, the number of what is made of its text; `_ANY_OTHER` for None."""
+    """Return a column in which equal texts have equal numbers.
+
+    Args:
+        column: numbers of interned strings.
+        names: the interned strings.
+        texts: the number of each text so far; new texts are added.
+        make: turns a string into the text to compare; None becomes `_ANY_OTHER`.
+    """
     found, inverse = np.unique(column, return_inverse=True)
     made = [make(names[number]) for number in found.tolist()]
     return np.array([_ANY_OTHER if text is None else texts.setdefault(text, len(texts)) for text in made], np.int64)[inverse]
@@ -107,22 +117,28 @@ def _compared(group: str) -> str | None:
 
 
 def _alike(name: str) -> str:
-    """What an operation must be called on all ranks: a message has two ends."""
+    """Return a name that is the same on all ranks of an operation: send and receive become "message"."""
     return "message" if type_of(name) in (SEND, RECV) else name
 
 
 def _without_ones(signature: str) -> str:
-    """The same words for shapes that lie alike in memory but for dimensions of one: [4] is as good as [4, 1]."""
+    """Return a signature without dimensions of size 1, which do not change the layout in memory: [4, 1] becomes [4]."""
     return re.sub(r"\[([\d, ]*)\]", lambda shape: str([n for n in re.findall(r"\d+", shape[1]) if n != "1"]), signature)
 
 
 def _operation(every: Any, at: int) -> Any:
-    """The columns of one operation, of all ranks."""
+    """Return the columns of one operation on all ranks."""
     return every[:, (every[3] == every[3, at]) & (every[4] == every[4, at])]
 
 
 def _misfit(every: Any, which: Any, words: Sequence[str]) -> list[Any]:
-    """The first all-to-all in which a rank sends another than that one expects."""
+    """Return the first all-to-all in which a rank sends something different from what the receiver expects.
+
+    Args:
+        every: the columns of all operations, sorted by group, match and rank.
+        which: which of them belong to an all-to-all.
+        words: the texts, by number.
+    """
     mine = every[:, which]
     edges = np.flatnonzero((mine[3:5, 1:] != mine[3:5, :-1]).any(axis=0)) + 1
     known: dict[tuple[int, ...], bool] = {}
@@ -136,10 +152,10 @@ def _misfit(every: Any, which: Any, words: Sequence[str]) -> list[Any]:
 
 
 def _fits(signatures: Sequence[str]) -> bool:
-    """Whether what each rank of an all-to-all sends is what the others expect; ranks in the order of their group."""
+    """Whether each rank of an all-to-all sends what the others expect; signatures in the order of the group's ranks."""
     sides = [_sides(signature, len(signatures)) for signature in signatures]
     if None in sides or len({side["dtype"] for side in sides if side}) != 1:
-        return None in sides  # not all of it is known
+        return None in sides  # a mismatch cannot be proved if a signature is unknown
     for (i, a), (j, b) in itertools.permutations(enumerate(sides), 2):
         if a and b and len(a["sent"]) == len(b["received"]) == len(sides) and a["sent"][j] != b["received"][i]:
             return False
@@ -162,10 +178,10 @@ def _sides(signature: str, size: int) -> Mapping[str, Any] | None:
 
 
 def mismatch_hint(sides: Sequence[tuple[str, Pending]]) -> tuple[str, str]:
-    """What an operation was on some ranks and on others, and what is usually wrong then.
+    """Return a sentence on how the ranks' arguments to an operation differ, and a hint at the usual mistake.
 
     Args:
-        sides: the name of each of its ranks, and what it gave.
+        sides: the name of each of its ranks, and that rank's side of the operation.
     """
     sentence, hint = mismatch(sides)
     if sentence or not sides:
@@ -179,7 +195,7 @@ def mismatch_hint(sides: Sequence[tuple[str, Pending]]) -> tuple[str, str]:
 
 
 def shapes_note(sides: Sequence[tuple[str, Pending]]) -> str:
-    """What to tell of a reduction of unlike shapes; `sides` as for `mismatch_hint`."""
+    """Return the note about a reduction of tensors of different shapes; `sides` as for `mismatch_hint`."""
     (first, mine), (other, theirs) = next((a, b) for a, b in itertools.pairwise(sides) if a[1].signature != b[1].signature)
     place = f" ({mine.line})" if mine.line else ""
     return (
@@ -189,6 +205,6 @@ def shapes_note(sides: Sequence[tuple[str, Pending]]) -> str:
 
 
 def mismatch_error(sides: Sequence[tuple[str, Pending]]) -> MismatchError:
-    """The error for an operation to which ranks came with something different; `sides` as for `mismatch_hint`."""
+    """Return the error for an operation with mismatched arguments; `sides` as for `mismatch_hint`."""
     lines = [f"{name}: {p.in_words} of {p.signature}" + (f" ({p.line})" if p.line else "") for name, p in sides]
     return MismatchError(*mismatch_hint(sides), lines)

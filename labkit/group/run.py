@@ -1,4 +1,4 @@
-"""One run: under way (`Execution`: messages, prints, spans and failures come in) and over (`Run`: plain data)."""
+"""One run: in progress (`Execution`, which receives what ranks send) and completed (`Run`: plain data)."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ from labkit.worker.resource_usage import Cores, ResourceMonitor, gpus_of
 
 __all__ = ["Execution", "Run"]
 
-LOOK_EVERY_S: Final = 0.05  # at rings and prints; the fastest writer takes twice as long to fill a ring
-FULL_BYTES: Final = 1 << 15  # a rank that has printed so much since the last look may soon be blocked: look again at once
-GRACE_S: Final = 0.1  # after a failure, the others may come back by themselves before they are stopped
-CAUSE_S: Final = 0.4  # so long where it was a lost connection only: what another rank says may be the cause of that
-DEATH_S: Final = 5.0  # and so long where a process is about to end, which surely is
+LOOK_EVERY_S: Final = 0.05  # between reads of rings and prints; the fastest writer needs twice as long to fill a ring
+FULL_BYTES: Final = 1 << 15  # a rank that has printed this much since the last read may soon block: read again at once
+# After the first failure, the time in which the other ranks may return or fail before they are stopped.
+GRACE_S: Final = 0.1  # usually
+CAUSE_S: Final = 0.4  # if all failures are lost connections: another rank may still report the cause
+DEATH_S: Final = 5.0  # if also a process is about to end: its death is certainly the cause
 
 
 class Run:
-    """What a run leaves behind.
+    """A completed run.
 
     Attributes:
-        results: what the function returned on each rank that called it, in rank order.
-        output: what the ranks printed, a line each, in rank order.
+        results: the function's return values, one for each rank that called it, in rank order.
+        output: the printed lines, in rank order.
         ranks: the names of the ranks that called it.
     """
 
     def __init__(self, name: str, ranks: tuple[str, ...], results: list[Any], output: str, records: Records) -> None:
         self._name, self.ranks, self.results, self.output = name, ranks, results, output
         self._records = records
-        # For each rank, its `torch_profiler.ProfilerEvent`s.
-        self.profiled: list[list[Any]] = []
+        self.profiled: list[list[Any]] = []  # by rank, the fields of its `ProfilerEvent`s
         self._trace: Trace | None = None
 
     @property
@@ -73,19 +73,19 @@ def _these(ranks: Sequence[str]) -> str:
 
 
 class Execution:
-    """One run while it is under way. Everything happens on the thread that called `run`.
+    """A run in progress. Everything happens on the thread that called `run`.
 
     Args:
         pool: the processes.
         on: the numbers of the ranks that call the function.
-        name: what the function is called.
-        picture: who watches, or None.
-        show: whether prints are shown.
+        name: the function's name.
+        picture: the live picture, or None.
+        show: whether to show prints.
 
     Attributes:
         intact: False once the processes must not be used again.
-        notes: what the student should be told of a run that succeeded.
-        unfinished: what it has left unfinished.
+        notes: notes for the student after a successful run.
+        unfinished: the operation that the run has left unfinished, or None.
     """
 
     def __init__(self, pool: RankPool, on: Sequence[int], name: str, picture: Picture | None, *, show: bool) -> None:
@@ -96,37 +96,41 @@ class Execution:
         self._records = Records(self._members)
         self._results: dict[int, Any] = {}
         self._failures: dict[int, RankFailure] = {}
-        self._serving: set[int] = set()  # called, and serving the others until they have returned
-        self._released = False  # whether those have been told
-        self._dead: set[int] = set()  # the ranks whose process is no more
+        self._serving: set[int] = set()  # ranks that were called, and serve the others until these have returned
+        self._released = False  # whether the serving ranks have been told to stop
+        self._dead: set[int] = set()  # ranks whose process has ended
         self._monitor = DeadlockMonitor(pool, self._on, self._records, self._results, self._failures, self._serving)
         self._resources: ResourceMonitor | None = None
-        if picture is not None:  # to look for GPUs takes a fifth of what a run of nothing does, and NVML's start milliseconds
+        if picture is not None:  # slow: finding GPUs takes a fifth of the time of an empty run, starting NVML milliseconds
             gpus = gpus_of(len(self._members), pool.plan.devices)
             self._resources = ResourceMonitor([m.process.pid for m in self._members], gpus)
         self.notes: list[str] = []
         self.unfinished: Unfinished | None = None
         self.intact = True
-        # Whether any rank has communicated, and whether any has left something unfinished, by what they say as they
-        # return.
+        # Whether any rank has communicated or left an operation unfinished, as the ranks report when they return.
         self._communicated, self._unfinished = False, pool.plan.kind.serving_threads > 0
         self._deadline_s: float | None = None
         self._looked_s = self._pictured_s = 0.0
-        self._hurry = False  # whether a rank prints so much that its output must be read at once
-        self._failed_s = 0.0  # when the first failure was told
+        self._hurry = False  # whether a rank prints so much that its output must be read without a pause
+        self._failed_s = 0.0  # when the first failure was reported
         self._cores = Cores([])
         self._new: list[list[Any]] = [[] for _ in self._members]  # records that the picture has not shown
-        self._start_ns = time.perf_counter_ns()  # before a rank is told: nothing that belongs to the run happened earlier
+        self._start_ns = time.perf_counter_ns()  # before any rank is called: nothing of this run happens earlier
 
     def wait(self, deadline_s: float | None) -> Run:
-        """Take what comes until every rank that was called has answered.
+        """Receive messages until every rank that was called has answered.
 
         Args:
-            deadline_s: on `time.monotonic`, when to give up; None waits as long as it takes.
+            deadline_s: when to give up, on `time.monotonic`'s clock; None: no limit.
+
+        Returns:
+            the completed run.
 
         Raises:
             RankError: a rank failed.
-            RunTimeoutError: the time is over.
+            DeadlockError: the ranks wait for one another, or all of them serve for ever.
+            MismatchError: ranks gave different arguments to an operation, so that its result is wrong.
+            RunTimeoutError: the deadline has passed.
             Stopped: the student pressed Stop.
         """
         for member in self._members:
@@ -171,7 +175,13 @@ class Execution:
         return Run(self._name, tuple(self._names[i] for i in self._on), [self._results[i] for i in self._on], text, self._records)
 
     def pause_s(self) -> float | None:
-        """See `Receiver`: look at output, records, deadlocks and time limits as far as it is time to."""
+        """See `Receiver`: read output and records, and check for deadlocks and time limits, each when it is due.
+
+        Raises:
+            RankError: a rank waits for one that returned, or was not called.
+            DeadlockError: ranks wait for one another.
+            RunTimeoutError: the deadline has passed.
+        """
         now = time.monotonic()
         if self._failures and not self._failed_s:
             self._failed_s, self._cores = now, Cores([m.process for m in self._members])
@@ -199,23 +209,23 @@ class Execution:
         return 0 if self._hurry else GRACE_S / 10 if self._failed_s else LOOK_EVERY_S
 
     def _grace_s(self) -> float:
-        """How long after the first failure the run ends."""
+        """Return how long the run continues after the first failure."""
         if any(not f.consequence for f in self._failures.values()):
             return GRACE_S
         return DEATH_S if self._end_to_come() else CAUSE_S
 
     def _end_to_come(self) -> bool:
-        """Whether all that failed lost a connection, and a process is about to end, perhaps one that only serves."""
+        """Whether all failures are lost connections, and a process, perhaps one that only serves, is about to end."""
         if not self._failures or any(not f.consequence for f in self._failures.values()):
             return False
         return any(m.process.exiting for m in self._members if m.rank not in self._failures)
 
     def _look_for_stuck(self, now_ns: int) -> None:
-        """End a run whose ranks are in a deadlock; tell of one in which they wait long.
+        """End the run if its ranks are in a deadlock; show a notice if they wait for a long time.
 
         Raises:
-            RankError: they wait for one that returned, or was not called.
-            DeadlockError: they wait for one another.
+            RankError: a rank waits for one that returned, or was not called.
+            DeadlockError: ranks wait for one another.
         """
         deadlock = self._monitor.check(now_ns)
         self._output.say(self._monitor.notice)
@@ -237,7 +247,12 @@ class Execution:
         return not self._answered(member)
 
     def message(self, member: Member, message: Message) -> None:
-        """See `Receiver`: a print, a result, an error, or what else a rank has to say in a run."""
+        """See `Receiver`: handle a print, a result, an error or another message of a rank.
+
+        Raises:
+            EOFError: the rank is gone, and with it the shared memory of its result.
+            DeadlockError: all ranks that were called serve the others, so none will return.
+        """
         if message.kind == "assigned":
             member.assigned = message.data
             return
@@ -267,19 +282,19 @@ class Execution:
             self.notes.append("CUDA tensors in results come back as CPU tensors.")
         try:
             self._results[member.rank] = pickling.unpack(message.payload, sent=self._pool.sent)
-        except EOFError:  # the rank has gone, and what it lent with it
+        except EOFError:  # the rank is gone, and with it the memory that it shared
             raise
-        except Exception as error:  # noqa: BLE001  # what makes a result anew may raise anything
+        except Exception as error:  # noqa: BLE001  # the student's classes may raise anything when they are unpickled
             self._failures[member.rank] = unreadable(error, member.rank, member.name)
         if message.payload.owner_pid:
             member.channel.send("read")
         self._release_servers()
 
     def _release_servers(self) -> None:
-        """Let the ranks go on that serve others for ever, once those have returned.
+        """Tell the serving ranks to stop once all others that were called have returned.
 
         Raises:
-            DeadlockError: all ranks that were called serve, so that none will return.
+            DeadlockError: all ranks that were called serve, so none will return.
         """
         if self._released or not self._serving:
             return
@@ -290,11 +305,11 @@ class Execution:
             raise DeadlockError(serving_for_ever(names), SERVES_OTHERS, self._doings(time.perf_counter_ns()))
         self._released = True
         for rank in self._serving:
-            with contextlib.suppress(OSError):  # it has just ended, which will be seen
+            with contextlib.suppress(OSError):  # it has just ended, and the loop will report that
                 self._members[rank].channel.send("release")
 
     def died(self, member: Member) -> None:
-        """See `Receiver`: a failure even of a rank that has answered, for a dead rank serves nobody."""
+        """See `Receiver`. A death is a failure even after the rank has answered, since others may still need it."""
         self._dead.add(member.rank)
         self.intact = False
         self._read_output(member)
@@ -303,7 +318,7 @@ class Execution:
             self._failures[member.rank] = self._pool.death(member, at_ns=now_ns, last=self._last_doing(member, now_ns))
 
     def _read_output(self, member: Member) -> int:
-        """Take what a rank has printed; how many bytes that was."""
+        """Read a rank's new output, and return its number of bytes."""
         count = 0
         for data in member.printed():
             self._output.feed(member.rank, data)
@@ -340,14 +355,15 @@ class Execution:
         self._records.drain()
         safe = self.intact and answered and not self._dead
         self.intact = safe and may_go_on(self._failures, self._members, self._records, self._pool.plan.kind)
-        # What came of another rank's end is never the cause of it. A death is the cause of many a failure, and only
-        # noticed a little later; but libraries that find a peer dead may give up, and abort.
+        # The likely cause comes first. A consequence of another rank's end is never the cause. A dead process usually
+        # is, although its end is noticed a little later than the failures that it causes. An abort comes after other
+        # deaths, since a library may abort its process when it finds a peer dead.
         ordered = sorted(
             self._failures.values(),
             key=lambda f: (f.consequence, f.rank not in self._dead, f.cause is Cause.ABORTED, f.at_ns),
         )
         causes = ordered[:1] + sorted((f for f in ordered[1:] if not f.consequence), key=lambda f: f.rank)
-        # Where several failed alike, the lowest speaks for them: a checked cell must read the same each time.
+        # Of equal failures, the lowest rank's comes first: the output of a checked cell must be reproducible.
         causes.sort(key=lambda f: (f.headline != ordered[0].headline, f.rank))
         others = {f.rank: self._consequence(f) for f in ordered[1:] if f.consequence} | self._doings_by_rank(now_ns)
         operations = [(m.name, p) for m in self._members for p in (*self._records.failed(m.rank), *m.reader.pending())]
@@ -361,8 +377,8 @@ class Execution:
         return RankError(causes, [others[rank] for rank in sorted(others)], stopped=not self.intact, hint=hint)
 
     def _consequence(self, failure: RankFailure) -> str:
-        """One line for a rank that failed because another one was gone."""
-        if failure.cause is not Cause.LOST_CONNECTION:  # the student's code has caught that, and raised something of its own
+        """Return a line about a rank that failed because another one was gone."""
+        if failure.cause is not Cause.LOST_CONNECTION:  # the student's code caught that error and raised another
             return f"{failure.name}: {failure.headline}"
         last = self._records.last_wait(failure.rank)
         if last is None:
@@ -371,7 +387,7 @@ class Execution:
         return doing(failure.name, [operation], end_ns, names=self._names)
 
     def _last_doing(self, member: Member, now_ns: int) -> str:
-        """What a rank that has just died was doing: a sentence."""
+        """Return a sentence about what a rank was doing when it died; "" if it was idle."""
         pending = member.reader.pending()
         if member.rank not in self._on or member.rank in self._results:
             served = [SERVE.function_in(p.name) for p in pending if p.type is SERVE]
@@ -384,11 +400,11 @@ class Execution:
     def _finish(self, stopped: str = "") -> str:
         now_ns = time.perf_counter_ns()
         if not self.intact:
-            self._pool.kill()  # before the picture is drawn, which takes a moment
+            self._pool.kill()  # first, since drawing the picture takes a moment
         if stopped:
             self._records.cut(self._start_ns, now_ns, [(rank, self._name) for rank in self._on])
         for member in self._members:
-            if member.rank not in self._results or stopped:  # else that was read with the answer
+            if member.rank not in self._results or stopped:  # otherwise its output was read with its answer
                 self._read_output(member)
         self._records.freeze()
         if self._picture is not None:

@@ -44,23 +44,26 @@ class Unfinished(NamedTuple):
     failed: bool
 
     def after_a_run(self) -> str:
-        """The message after a run that has left it."""
+        """Return the message after a run that has left it."""
         return f"{self.sentence}. The next run starts fresh ranks, which know nothing of it."
 
     def after_a_cell(self) -> str:
-        """The message after a `%%ranks` cell. Its ranks are kept: a later cell may receive what an earlier one sent."""
+        """Return the message after a `%%ranks` cell.
+
+        The cell's ranks are kept: a later cell may receive what an earlier one has sent.
+        """
         hope = "" if self.failed else " A later %%ranks cell may finish it."
         return f"{self.sentence}.{hope} The next `run` starts fresh ranks."
 
     def before_a_run(self) -> str:
-        """The message before a run that needs new ranks because a cell has left it."""
+        """Return the message before a run that needs new ranks because a cell has left it."""
         return f"{self.sentence}. This run starts fresh ranks."
 
 
 def left_unfinished(members: Sequence[Member], records: Records) -> Unfinished | None:
-    """The first unfinished operation of a run in which all ranks have returned; None if there is none.
+    """Return the first unfinished operation of a run in which all ranks have returned; None if there is none.
 
-    Waits a moment for operations that are about to complete.
+    Waits up to `COMPLETE_S` for operations that are about to complete.
 
     Args:
         members: the ranks.
@@ -80,17 +83,20 @@ def left_unfinished(members: Sequence[Member], records: Records) -> Unfinished |
 
 
 def may_go_on(failures: Mapping[int, RankFailure], members: Sequence[Member], records: Records, kind: type[Runtime]) -> bool:
-    """Whether ranks may serve another run after a run in which some failed, and all that were called have answered.
+    """Whether ranks may be kept after a run in which some failed, and all that were called have answered.
 
-    They may if none had communicated; or if all ranks failed with the same error in the student's code and no operation
-    is unfinished: a typo in the last line of a cell must not cost the model that earlier cells have trained. The same
-    holds for an argument of a wrong type that TensorFlow rejects in the only rank of a group.
+    They may if none had communicated, or if all ranks failed with the same error in the student's code and no operation
+    is unfinished. Otherwise a typo in the last line of a cell would cost the model that earlier cells have trained. The
+    same holds for an argument of a wrong type that TensorFlow rejects in the only rank of a group.
 
     Args:
         failures: the failures by rank.
         members: all ranks.
         records: the records of the run.
         kind: the ranks' runtime.
+
+    Returns:
+        whether they may.
     """
     if any(m.reader.pending() for m in members):
         return False
@@ -102,7 +108,7 @@ def may_go_on(failures: Mapping[int, RankFailure], members: Sequence[Member], re
 
 
 def still_unfinished(left: Unfinished | None, members: Sequence[Member]) -> Unfinished | None:
-    """An operation that a cell has left unfinished, unless a later cell has completed it.
+    """Return the operation that a cell has left unfinished; None once a later cell has completed it.
 
     Args:
         left: the operation that a cell has left.
@@ -131,7 +137,7 @@ def _await_end(members: Sequence[Member], entered: Callable[[int], Mapping[str, 
 
 
 def _with(entered: Mapping[str, int], pending: Sequence[Pending]) -> Mapping[str, int]:
-    """The numbers of the last operations that a rank has entered, including pending ones."""
+    """Return the numbers of the last operations that a rank has entered, including pending ones."""
     found = dict(entered)
     for p in pending:
         found[p.group] = max(found.get(p.group, 0), p.match)
@@ -139,7 +145,10 @@ def _with(entered: Mapping[str, int], pending: Sequence[Pending]) -> Mapping[str
 
 
 def _matters(operation: Pending) -> bool:
-    """Whether it may disturb the next run; not for served calls, waits for a store's key, and the student's spans."""
+    """Whether an operation may disturb the next run.
+
+    Served calls, waits for a store's key, and the student's spans do not.
+    """
     kind = kind_of(operation.group)
     if operation.type in FOR_OTHERS or kind in (GroupKind.TENSORFLOW, GroupKind.STORE):
         return False
@@ -151,7 +160,7 @@ def _is_call(operation: Pending) -> bool:
 
 
 def _goes_on(member: Member, operation: Pending) -> bool:
-    """Whether it belongs to a thread of the student's that is still alive, and is so meant to outlast the run."""
+    """Whether an operation belongs to a living thread of the student's, and so may outlast the run on purpose."""
     pid = member.process.pid
     if operation.thread in (pid, STREAM, TIMED) or not sys.platform.startswith("linux"):
         return False

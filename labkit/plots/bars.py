@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How one kind of bar looks.
+    """The appearance of one kind of bar.
 
     Args:
         colour: "#rrggbb".
@@ -69,14 +69,15 @@ STYLES: Final[dict[str, Style]] = {
 }
 _MICRO_BATCH: Final = re.compile(r"(?i)(?:forward|backward) (\d+)")  # "forward 3 of stage 1"
 _NUMBER: Final = {name: i for i, name in enumerate(STYLES)}
-IMPORTANCE: Final = {"unlabelled": 0, "issued": 1, "waiting": 2}  # 3 for the others: a hairline covers less important styles
+IMPORTANCE: Final = {"unlabelled": 0, "issued": 1, "waiting": 2}  # 3 for others; hairlines may cover less important styles
 _ACTIVE: Final = np.array([IMPORTANCE.get(name, 3) == 3 for name in STYLES])
-HAIRLINE_PX: Final = 0.7  # the minimum width of a bar, where there is room
-CLOSE_PX: Final = 2.0  # narrower bars with gaps of at most this width
-CROWD: Final = 8  # would look like one wide bar where there are at least this many: their colours are mixed instead
+HAIRLINE_PX: Final = 0.7  # the minimum width of a bar, if there is space
+# `CROWD` or more narrower bars, with gaps of at most `CLOSE_PX`, would look like one wide bar: their colours are mixed.
+CLOSE_PX: Final = 2.0
+CROWD: Final = 8
 MIN_OPACITY: Final = 0.25  # of activity in a pixel that several bars share
 
-# Top and height of the lanes, as fractions of the row, measured from its top. Tenths, so that they fall on coarse
+# Top and height of the lanes, as fractions of the row, measured from its top: multiples of 0.1, which align with coarse
 # pixels.
 COMPUTE_LANE: Final = (0.1, 0.5)
 COMMUNICATION_LANE: Final = (0.6, 0.3)
@@ -107,15 +108,15 @@ class Bars:
         return Bars(self.start_ns[keep], self.end_ns[keep], self.style[keep], self.span[keep])
 
     def of(self, style: str) -> Bars:
-        """Only the bars of one style."""
+        """Select the bars of one style."""
         return self[self.style == _NUMBER[style]]
 
 
 @functools.lru_cache(maxsize=4096)
 def style_of(name: str) -> str:
-    """The style of a compute span, from the first word of its name: "forward 3" and "forward_stage1" are forward.
+    """Return the style of a compute span by the first word of its name: "forward 3" and "forward_stage1" are forward.
 
-    A served call takes the style of its function or method: "serve Decoder.forward" is forward.
+    A served call has the style of its function or method: "serve Decoder.forward" is forward.
     """
     if type_of(name) is SERVE:
         name = SERVE.function_in(name).partition(" ")[0].rpartition(".")[2]
@@ -124,8 +125,8 @@ def style_of(name: str) -> str:
 
 
 def lanes(trace: Trace, rank: int) -> tuple[Bars, Bars]:
-    """The bars of a rank's two lanes, compute and communication, clipped to the trace's window."""
-    columns = trace.columns  # a million spans are drawn as arrays; as objects they would take seconds
+    """Return the bars of a rank's two lanes, compute and communication, clipped to the trace's window."""
+    columns = trace.columns  # arrays: a million spans as objects would take seconds
     data = columns.data
     mine, kind = data["rank"] == rank, data["kind"]
     window = np.array([[trace.start_ns, trace.end_ns]], np.int64)
@@ -162,7 +163,7 @@ def lanes(trace: Trace, rank: int) -> tuple[Bars, Bars]:
 
 
 def coverage(bars: Bars, edges: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The time that each style covers in each bin.
+    """Compute the time that each style covers in each bin.
 
     Args:
         bars: the bars of one lane.
@@ -176,17 +177,26 @@ def coverage(bars: Bars, edges: NDArray[np.int64]) -> NDArray[np.int64]:
         of_style = bars.style == number
         start, end = bars.start_ns[of_style], bars.end_ns[of_style]
         before = np.concatenate([[0], np.cumsum(end - start)])
-        last = np.searchsorted(start, edges, side="right")  # bars started before each edge; the last may cross it
+        last = np.searchsorted(
+            start, edges, side="right"
+        )  # the number of bars that start before each edge; the last may cross it
         beyond = np.where(last > 0, np.maximum(end[np.maximum(last - 1, 0)] - edges, 0), 0)
         covered[number] = np.diff(before[last] - beyond)
     return covered
 
 
 def hairlines(bars: Bars, px_per_ns: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The drawn start and end of each bar in ns: its own, or those of a hairline where that hides nothing as important.
+    """Widen narrow bars to hairlines where this hides nothing as important.
 
-    A bar of a tenth of a pixel would be drawn at a tenth of its opacity, which is invisible: two milliseconds in a run
-    of seconds, say. It grows into empty or less important space, at most half of the way to the next bar.
+    A bar of a tenth of a pixel, such as two milliseconds in a run of seconds, would be drawn at a tenth of its opacity,
+    which is invisible. It is extended into empty or less important space, at most half of the way to the next bar.
+
+    Args:
+        bars: the bars of one lane.
+        px_per_ns: the scale.
+
+    Returns:
+        the start and the end to draw for each bar, in ns.
     """
     left, right = bars.start_ns.astype(np.float64), bars.end_ns.astype(np.float64)
     importance = np.array([IMPORTANCE.get(name, 3) for name in STYLES])[bars.style]
@@ -202,7 +212,15 @@ def hairlines(bars: Bars, px_per_ns: float) -> tuple[NDArray[np.float64], NDArra
 
 
 def crowded(bars: Bars, px_per_ns: float) -> NDArray[np.bool_]:
-    """A mask of the bars that are so narrow, many and close together that hairlines would merge into a wide bar."""
+    """Find bars so narrow, numerous and close together that hairlines would merge into one wide bar.
+
+    Args:
+        bars: the bars of one lane.
+        px_per_ns: the scale.
+
+    Returns:
+        a mask of these bars.
+    """
     narrow = (bars.end_ns - bars.start_ns) * px_per_ns < HAIRLINE_PX
     found = np.zeros(len(bars), bool)
     at = np.flatnonzero(narrow & (bars.style != _NUMBER["unlabelled"]))
@@ -218,7 +236,7 @@ def crowded(bars: Bars, px_per_ns: float) -> NDArray[np.bool_]:
 
 
 def blend(covered: NDArray[Any], bin_ns: float) -> NDArray[np.float64]:
-    """The colour of each bin: the mean of its styles' colours, weighted by time; uncovered time is transparent.
+    """Mix the colour of each bin: the mean of its styles' colours, weighted by time; uncovered time is transparent.
 
     Activity that fills a small part of a bin gets at least the opacity `MIN_OPACITY`.
 
@@ -239,13 +257,16 @@ def blend(covered: NDArray[Any], bin_ns: float) -> NDArray[np.float64]:
 
 
 def caption(trace: Trace, bar: int, bars: Bars, characters: float) -> str:
-    """The text inside a bar: its name, with its size where there is room, or a micro-batch's number; "" if none fits.
+    """Return the text inside a bar.
 
     Args:
-        trace: the trace that the bars come from.
+        trace: the trace of the bars.
         bar: index of the bar.
         bars: the bars of one lane.
         characters: how many characters fit.
+
+    Returns:
+        its name, with its size if there is space, or a micro-batch's number; "" if nothing fits.
     """
     style = list(STYLES)[bars.style[bar]]
     if style == "unlabelled":
@@ -266,25 +287,26 @@ def caption(trace: Trace, bar: int, bars: Bars, characters: float) -> str:
 
 
 def _display_width(text: str) -> int:
-    """The width of a text in character cells: East Asian characters and emoji take two."""
+    """Return the width of a text in character cells: East Asian characters and emoji take two."""
     return len(text) + sum(east_asian_width(c) in "FW" for c in text)
 
 
 def ink(style: str) -> str:
-    """The text colour on a style: "light", "dark", or "page" (the page's own) where the page shows through."""
+    """Return the text colour on a style: "light", "dark", or "page" (the page's own) where the page shows through."""
     look = STYLES[style]
     if look.alpha < 1:
         return "page"
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in look.rgba[:3]]
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]  # as WCAG 2 defines it
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]  # relative luminance, as defined by WCAG 2
     return "light" if luminance < 0.25 else "dark"
 
 
 def _flatten(start_ns: Any, end_ns: Any, rows: NDArray[np.int64]) -> Bars:
-    """Disjoint bars from spans that nest and overlap: at any time, the span that ends first (of several, the newest).
+    """Turn nested and overlapping spans into disjoint bars.
 
-    So an inner span covers an outer one, a call that a thread of an RPC rank computes covers one that waits for its
-    turn, and a running operation covers those queued behind it.
+    At any time, the bar is the span that ends first; of several, the newest. So an inner span covers an outer one, a
+    call that a thread of an RPC rank executes covers one that is queued, and a running operation covers those queued
+    behind it.
 
     Args:
         start_ns: starts of all spans.
@@ -302,7 +324,7 @@ def _flatten(start_ns: Any, end_ns: Any, rows: NDArray[np.int64]) -> Bars:
 
 
 def _visible_pieces(start: list[int], end: list[int]) -> tuple[list[int], list[int], list[int]]:
-    """Sweep over spans in the order of their start; returns starts, ends and span index of each visible piece."""
+    """Sweep over spans in the order of their start, and return starts, ends and span index of the visible pieces."""
     starts: list[int] = []
     ends: list[int] = []
     owners: list[int] = []
@@ -327,7 +349,7 @@ def _visible_pieces(start: list[int], end: list[int]) -> tuple[list[int], list[i
 
 
 def _clip(bars: Bars, intervals: Intervals, *, inside: bool) -> Bars:
-    """The parts of bars inside, or outside, disjoint ascending intervals."""
+    """Return the parts of bars inside, or outside, disjoint ascending intervals."""
     if not len(bars) or not len(intervals):
         return bars[:0] if inside else bars
     edges = np.sort(np.concatenate([bars.start_ns, bars.end_ns, intervals.ravel()]), kind="stable")

@@ -37,15 +37,15 @@ class Ends:
         return bool(self.place.shape[1] > 1)
 
     def of(self, rows: Any) -> NDArray[np.int64]:
-        """The endpoint that recorded each of these rows."""
+        """Return the endpoint that recorded each of these rows."""
         return np.asarray(self.place[rows["rank"], device_number(rows)])
 
     def root(self, ranks: NDArray[Any]) -> NDArray[np.int64]:
-        """The endpoint of a collective's root, given the root's rank: in TensorFlow, the rank's first device."""
+        """Return the endpoint of a collective's root, given the root's rank: in TensorFlow, the rank's first device."""
         return np.asarray(self.place[ranks, min(1, self.place.shape[1] - 1)])
 
     def opposite(self, sent: Any, received: Any) -> NDArray[np.int64]:
-        """The peer endpoint of each message: the device that recorded the matching row; the rank if none did."""
+        """Return the peer endpoint of each message: the device that recorded the matching row; the rank if none did."""
         found = np.array(self.place[sent["peer"], 0])
         if self.devices:
             at = defaultdict(list)
@@ -57,7 +57,10 @@ class Ends:
         return found
 
     def matter(self, ends: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """A mask of the endpoints to show: all but ranks that have devices and do not occur in `ends` as a whole."""
+        """Return a mask of the endpoints to show.
+
+        These are all endpoints, except for ranks that have devices and do not occur in `ends` themselves.
+        """
         shown = np.ones(len(self.names), bool)
         with_devices = (self.place != self.place[:, :1]).any(axis=1)
         shown[self.place[with_devices, 0]] = False
@@ -66,7 +69,7 @@ class Ends:
 
 
 def devices_of(trace: Trace, rank: int) -> list[int]:
-    """The active devices of a rank, by `device_number`; [] if there is at most one."""
+    """Return the active devices of a rank, by `device_number`; [] if there is at most one."""
     data = trace.columns.data
     active = (data["rank"] == rank) & ((data["kind"] == COMPUTE) | (data["kind"] == COMMUNICATION))
     numbers = np.unique(device_number(data[active]))
@@ -75,7 +78,7 @@ def devices_of(trace: Trace, rank: int) -> list[int]:
 
 
 def ends_of(trace: Trace) -> Ends:
-    """The endpoints of a trace."""
+    """Return the endpoints of a trace."""
     devices = [devices_of(trace, rank) for rank in range(len(trace.ranks))]
     place = np.zeros((len(devices), 1 + max((d[-1] for d in devices if d), default=0)), np.int64)
     names: list[str] = []

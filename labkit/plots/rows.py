@@ -24,11 +24,11 @@ class Row:
     """One row of a timeline.
 
     Args:
-        name: the rank's name, with the device where the rank has two rows.
+        name: the rank's name, with the device if the rank has two rows.
         rank: the rank's number.
-        device: "GPU" or "CPU" where the rank has two rows, else "".
-        number: the TensorFlow device where the rank has a row for each: 1 for "CPU:0", 0 for spans of no device; else
-            -1.
+        device: "GPU" or "CPU" if the rank has two rows, otherwise "".
+        number: the TensorFlow device if the rank has a row for each: 1 for "CPU:0", 0 for spans without a device;
+            otherwise -1.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Row:
     number: int = -1
 
     def lanes(self, trace: Trace) -> tuple[Bars, Bars]:
-        """The bars of the row's two lanes, compute and communication; `span` is an index into the trace's columns."""
+        """Return the bars of the row's lanes, compute and communication; `span` is an index into `trace.columns`."""
         if self.number >= 0:
             data = trace.columns.data
             kept = np.flatnonzero((data["rank"] == self.rank) & (device_number(data) == self.number))
@@ -47,7 +47,7 @@ class Row:
         compute, communication = lanes(trace, self.rank)
         if not self.device:
             return compute, communication
-        # Compute on either device hides communication; nesting and overlap are resolved for each device alone.
+        # Compute on either device hides communication; nesting and overlap are resolved separately for each device.
         mine = (trace.columns.data["device"] == CUDA) == (self.device == "GPU")
         kept = np.flatnonzero(mine)
         part = Trace(trace.columns.where(mine), ranks=trace.ranks, start_ns=trace.start_ns, end_ns=trace.end_ns)
@@ -60,7 +60,7 @@ class Row:
 
 
 def rows_of(trace: Trace) -> list[Row]:
-    """The rows of all ranks, from top to bottom."""
+    """Return the rows of all ranks, from top to bottom."""
     data, found = trace.columns.data, []
     active = (data["kind"] == COMPUTE) | (data["kind"] == COMMUNICATION)
     on_cuda = data["device"] == CUDA
@@ -79,8 +79,8 @@ def rows_of(trace: Trace) -> list[Row]:
 def is_pipeline(trace: Trace) -> bool:
     """Whether several ranks compute numbered micro-batches (spans such as "forward 3") and pass them on to one another.
 
-    A pipeline's ranks send messages. An ideal pipeline may have none: there, a micro-batch is never on two ranks at
-    once. A run with collectives only accumulates gradients over micro-batches, which is not a pipeline.
+    A pipeline's ranks send messages. The trace of an ideal pipeline may have none: then a micro-batch is never on two
+    ranks at once. A run that only has collectives accumulates gradients over micro-batches, and is not a pipeline.
     """
     data, names = trace.columns.data, trace.columns.names
     travels = data["kind"] == COMMUNICATION

@@ -32,12 +32,12 @@ ZOOM_BEYOND: Final = 12  # steps: with more, their parts are too narrow to disti
 TEXT_PT: Final = 7.0  # inside bars
 HATCH: Final = "//////"
 HEADING: Final = 0.95  # height of the title and step numbers above each of several runs, in rows
-HEADING_IN: Final = 0.3  # the same in inches, where rows are low
+HEADING_IN: Final = 0.3  # the minimum of the same in inches, for low rows
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a timeline shows of one run.
+    """The part of one run that a timeline shows.
 
     Args:
         label: the run's title; "" if it has none.
@@ -64,11 +64,11 @@ class View:
         return bool(self.chosen)
 
     def in_words(self) -> str:
-        """The number of ranks, the steps shown, and their duration."""
+        """Return the number of ranks, the steps shown, and their duration."""
         return f"{ranks_in_words(self.shown)}, {self.steps_in_words()}"
 
     def steps_in_words(self) -> str:
-        """The steps shown, and their duration."""
+        """Return the steps shown, and their duration."""
         length = time_in_words(self.shown.duration_ns)
         if not self.zoomed:
             return f"{self.steps} steps, {length}" if self.steps > 1 else length
@@ -87,16 +87,17 @@ def timeline(
     """Draw what each rank did over time: a row per rank, compute above communication, so that overlap is visible.
 
     Bars narrower than a pixel are drawn as hairlines where they cover nothing more important. A rank with activity on
-    both GPU and CPU has a row for each; so has each of a rank's several TensorFlow devices. Messages are drawn as
-    arrows from sender to receiver if there are few enough. For a pipeline, whose ranks compute numbered micro-batches
-    ("forward 3") and pass them on, the title shows the bubble: the share of all ranks' time without compute.
+    both GPU and CPU has a row for each; a rank with several TensorFlow devices has a row for each of them. Messages are
+    drawn as arrows from sender to receiver if there are few enough. For a pipeline, whose ranks compute numbered
+    micro-batches ("forward 3") and pass them on, the title shows the bubble: the share of all ranks' time without
+    compute.
 
     Args:
         runs: one or more runs or traces, or runs by title, as in `timeline({"naive": a, "overlapped": b})`. Several are
             drawn below one another on one time scale, each from its own start.
         step: the steps to show: a step number (negative: from the end), a range, or "all". Default: everything; in a
-            run of more than 12 steps, the step of median length below a strip that shows the whole run; where labkit
-            reads TensorFlow's profiler in some steps, of the others.
+            run of more than 12 steps, the step of median length, below a strip that shows the whole run. Steps in which
+            labkit reads TensorFlow's profiler are avoided.
         labels: a title for each run, if `runs` has none.
         ax: the axes to draw into; default: a new figure.
 
@@ -124,7 +125,15 @@ def timeline(
 
 
 def figure_of(trace: Trace, title: str, step: int | range | str | None = None) -> Figure:
-    """The timeline of one trace as a figure that is unknown to pyplot, so that a notebook does not show it by itself.
+    """Draw the timeline of one trace as a figure unknown to pyplot, so that a notebook does not show it by itself.
+
+    Args:
+        trace: the trace.
+        title: the title.
+        step: as for `timeline`.
+
+    Returns:
+        the figure.
 
     Raises:
         LabError: the trace is empty, has no such step, or matplotlib is not installed.
@@ -141,7 +150,12 @@ def figure_of(trace: Trace, title: str, step: int | range | str | None = None) -
 
 
 def view_of(trace: Trace, step: int | range | str | None, label: str) -> View:
-    """The part of a trace that `step` selects, as documented in `timeline`.
+    """Select the part of a trace to show.
+
+    Args:
+        trace: the trace.
+        step: as for `timeline`.
+        label: the run's title; "" for none.
 
     Raises:
         LabError: the trace has no such step.
@@ -169,10 +183,10 @@ def view_of(trace: Trace, step: int | range | str | None, label: str) -> View:
 
 
 def numbered_steps(trace: Trace, rank: int) -> Intervals:
-    """Start and end in ns of the steps numbered above a rank's row, shape (steps, 2).
+    """Return start and end in ns of the steps that are numbered above a rank's row, shape (steps, 2).
 
-    These are the rank's own steps, as far as all ranks have completed them. A rank may have no steps, such as a master
-    that only serves: then the steps of all ranks together.
+    These are the rank's own steps, as far as all ranks have completed them. If the rank has no steps, such as a master
+    that only serves, they are the common steps of all ranks.
     """
     common = trace.step_bounds()
     own = trace.of(rank=rank).step_bounds()
@@ -200,10 +214,10 @@ class _Timeline:
         self.width_px, self.dpi = box.width, self.ax.figure.dpi
         self.height_in = box.height / self.dpi
         row_in = (self.height_in - HEADING_IN * len(views)) / self.rows
-        if self.several and row_in > 0.08:  # else the given axes are too low for headings and rows
+        if self.several and row_in > 0.08:  # otherwise the given axes are too low for headings and rows
             self.heading = max(HEADING, HEADING_IN / row_in)
         self.polygons: dict[str, list[Any]] = {}  # per style: corners, shape (bars, 4, 2), in units of the axes
-        self.drawn: set[str] = set()  # styles, "step" and "message": what the legend has to explain
+        self.drawn: set[str] = set()  # what the legend has to explain: styles, "step" and "message"
         self.mixed = False  # whether there are so many bars that a pixel shows several
 
     @property
@@ -245,7 +259,7 @@ class _Timeline:
         return ax
 
     def _axes(self, new_figure: Callable[..., Figure]) -> Axes:
-        """Axes with margins in inches, so that the width of bars in pixels is known before their texts are chosen."""
+        """Create axes with margins in inches, so that bars' widths in pixels are known when their texts are chosen."""
         row_in = min(max((2.4 + 0.8 * len(self.views)) / self.height, 0.16), 0.56)
         if self.several:
             self.heading = max(HEADING, HEADING_IN / row_in)
@@ -281,7 +295,7 @@ class _Timeline:
 
     def _arrows(self, view: View, top: float) -> None:
         if self.height_in / self.height < 0.2:
-            return  # an arrow's direction is invisible in such low rows
+            return  # the rows are too low for an arrow's direction to be visible
         width_px = self.width_px * view.shown.duration_ns / self.longest_ns
         if draw_messages(self.ax, view.shown, view.rows, top, self.unit_ns, width_px):
             self.drawn.add("message")
@@ -338,22 +352,22 @@ class _Timeline:
             self.drawn.add("step")
 
     def _step_numbers(self, view: View, y: float) -> None:
-        """Above the first row: the number of each step, as passed to `step=`, centred over that row's own step.
+        """Draw the number of each step, as for `step=`, above the first row, centred over that rank's own step.
 
         The steps of the ranks need not coincide: a label centred over the step of all ranks could be above another step
         of the first rank.
         """
         bounds, found = numbered_steps(view.whole, 0), []
         for number in view.chosen or range(min(len(bounds), 100)):
-            # Only the visible part of a step that crosses the edge of the window.
+            # Clipped to the window: the label is centred over the visible part of a step.
             start, end = (int(t) - view.shown.start_ns for t in np.clip(bounds[number], view.shown.start_ns, view.shown.end_ns))
             if (end - start) / self.unit_ns * self._px_per_unit() > 45:
                 found.append((f"step {number}", (start + end) / 2 / self.unit_ns))
-        for text, x in found if len(found) > 1 else []:  # the title says which, if there is one
+        for text, x in found if len(found) > 1 else []:  # a single step is named in the title
             self.ax.text(x, y + 0.01, text, fontsize=TEXT_PT, color=GREY, ha="center", va="bottom")
 
     def _strip(self, view: View) -> None:
-        """Above the rows: a strip of the whole run with the shown part marked."""
+        """Draw a strip of the whole run above the rows, with the shown part marked."""
         trace = view.whole
         gap, tall = 0.14 / self.height_in, self.strip_in / self.height_in
         strip = self.ax.inset_axes((0, 1 + gap, 1, tall))
@@ -371,7 +385,7 @@ class _Timeline:
         strip.set_ylabel("whole run", rotation=0, ha="right", va="center", fontsize=TEXT_PT + 0.5, color=GREY)
 
     def _legend(self) -> None:
-        """Two lines below the axis: the styles of the upper lane, and those of the lower lane."""
+        """Draw two lines below the axis: the styles of the upper lane, and the styles of the lower lane."""
         from matplotlib.legend import Legend
         from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
@@ -400,17 +414,17 @@ class _Timeline:
         assert figure is not None
         wide_in = max((line.get_window_extent().width for line in lines.values()), default=0) / self.dpi
         left_in = self.ax.get_window_extent().x0 / self.dpi
-        # Moved to the left if they would extend beyond the figure.
+        # The lines are moved to the left if they would extend beyond the figure.
         shift_in = min(max(left_in + wide_in + 0.05 - figure.get_figwidth(), 0), max(left_in - 0.05, 0))
         for down_in, line in lines.items():
             place = ScaledTranslation(-shift_in, -down_in, self.ax.figure.dpi_scale_trans)
             line.set_bbox_to_anchor((0, 0), self.ax.transAxes + place)
-            self.ax.add_artist(line).set_clip_on(False)  # a notebook trims figures, and would cut it off
+            self.ax.add_artist(line).set_clip_on(False)  # otherwise a notebook, which trims figures, would cut it off
 
     def _px_per_unit(self) -> float:
         return float(self.width_px * self.unit_ns / self.longest_ns)
 
 
 def bubble_in_words(trace: Trace) -> str:
-    """The bubble for a title, as in ", bubble 27 %"; "" if the trace is no pipeline."""
+    """Return the bubble for a title, as in ", bubble 27 %"; "" if the trace is not of a pipeline."""
     return f", bubble {percent(trace.bubble)}" if is_pipeline(trace) else ""

@@ -1,8 +1,10 @@
-"""Trace files: spans and scalars as events of the Chrome trace format, and back without the loss of a nanosecond.
+"""Converts spans and scalars to events of the Chrome trace format and back, exact to the nanosecond.
 
-Source: "Trace Event Format", the Chromium project's Catapult documentation. Its times are floating-point microseconds;
-counted from the start of the trace they hold whole nanoseconds exactly for as long as any run lasts. Perfetto is
-stricter than the format and differs from it; what it wants was found with its own trace processor (docs/decisions.md).
+Times in this format are floating-point microseconds. Counted from the start of the trace, they represent whole
+nanoseconds exactly for the length of any realistic run. Perfetto is stricter than the format and differs from it; its
+requirements were found with its own trace processor (docs/decisions.md).
+
+Source: "Trace Event Format", the Chromium project's Catapult documentation.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from labkit.recording.schema import FIELDS, ROOTED, STEPS_IN_ALL, Span
 
 __all__ = ["read_events", "write_events"]
 
-_EVENT: Final = ("rank", "name", "kind", "start_ns", "end_ns")  # an event has places for these; the other fields are arguments
+_EVENT: Final = ("rank", "name", "kind", "start_ns", "end_ns")  # fields of an event itself; all others are its arguments
 _DEFAULTS: Final = {f.name: f.default for f in FIELDS if f.name not in _EVENT}
 _ROWS: Final = ("call", "step", "compute", "communication")  # from top to bottom
-_DERIVED: Final = ("derived", "message")  # the categories of what follows from the rest, and is not read back
-_TORCH: Final = "torch "  # how the categories of torch's profiler begin
-_TIMES: Final = tuple(f.name for f in FIELDS if f.is_time and f.name not in _EVENT)  # counted like the events' own times
-_ROWS_APART: Final = 1000  # between the first row of one rank and that of the next
+_DERIVED: Final = ("derived", "message")  # categories of events that are computed from spans, and are not read back
+_TORCH: Final = "torch "  # prefix of the categories of torch's profiler
+_TIMES: Final = tuple(f.name for f in FIELDS if f.is_time and f.name not in _EVENT)  # counted from the start of the trace
+_ROWS_APART: Final = 1000  # row numbers reserved for each rank
 
 Event = dict[str, Any]
 
@@ -36,17 +38,21 @@ def write_events(
     start_ns: int,
     profile: Iterable[ProfilerEvent] = (),
 ) -> Iterator[Event]:
-    """The events, one at a time: a process for each rank, with rows for its calls, steps, work and communication.
+    """Yield the events of a trace file.
 
-    A curve for each scalar and for the bytes under way, an arrow for each message and remote call, and what torch's
-    profiler saw in rows of its own below. Values that are not finite are marks, and so is how many steps there will be.
+    Each rank becomes a process, with rows for its calls, steps, compute and communication, and below them rows for the
+    events of torch's profiler. There is a curve for each scalar and for the bytes of pending operations, and an arrow
+    for each message and remote call. Scalars that are not finite, and the total number of steps, become marks.
 
     Args:
-        spans: in any order.
-        scalars: in any order.
+        spans: the spans, in any order.
+        scalars: the recorded values, in any order.
         ranks: the names of the ranks.
-        start_ns: what the times are counted from; nothing may begin earlier, since Perfetto drops times below zero.
-        profile: in any order.
+        start_ns: the origin of all times. Nothing may start earlier, since Perfetto drops negative times.
+        profile: the events of torch's profiler, in any order.
+
+    Yields:
+        one event at a time.
     """
     next_row = [_first_row(rank) for rank in range(len(ranks))]
     for rank, name in enumerate(ranks):
@@ -60,13 +66,14 @@ def write_events(
     for rank, kind, device in sorted(rows, key=lambda row: (row[0], _ROWS.index(row[1]), row[2])):
         own = sorted(rows[rank, kind, device], key=lambda i: (spans[i].start_ns, -spans[i].end_ns))
         title = kind if device == "cpu" else f"{kind} on {device}"
-        # An operation that lies within another in time is no part of it, and an arrow to it must not end at the other.
+        # Operations do not nest: one that happens during another is not part of it. In the same row, a viewer would
+        # attach its arrows to the other.
         numbers = list(_lanes([spans[i] for i in own], nest=kind != "communication"))
         for i, lane in zip(own, numbers, strict=True):
             span, places[i] = spans[i], next_row[rank] + lane
             arguments = {k: v for k, default in _DEFAULTS.items() if (v := getattr(span, k)) != default}
             if span.root >= 0:
-                arguments["root"] = ROOTED - arguments.pop("peer")  # for who reads it in a viewer
+                arguments["root"] = ROOTED - arguments.pop("peer")  # readable in a viewer, unlike the encoded peer
             arguments |= {k: arguments[k] - start_ns for k in _TIMES if k in arguments}
             event = {"ph": "X", "pid": rank, "tid": places[i], "name": span.name, "cat": kind, "args": arguments}
             yield event | {"ts": (span.start_ns - start_ns) / 1e3, "dur": span.duration_ns / 1e3}
@@ -88,7 +95,7 @@ def write_events(
         place = {"pid": s.rank, "tid": _first_row(s.rank), "ts": (s.time_ns - start_ns) / 1e3}
         if s.value - s.value == 0 and s.name != STEPS_IN_ALL:
             yield place | {"ph": "C", "name": s.name, "args": {"value": s.value}}
-        else:  # a mark. JSON has no number that is not finite, and as a text one would hide the whole curve
+        else:  # a mark: JSON has no infinities or NaN, and a string as value would hide the whole curve
             mark = {"ph": "i", "s": "p", "name": f"{s.name} = {s.value:g}", "cat": "scalar"}
             yield place | mark | {"args": {"name": s.name, "value": str(s.value)}}
     yield from _under_way(spans, start_ns)
@@ -96,11 +103,14 @@ def write_events(
 
 
 def read_events(events: Iterable[Event], start_ns: int) -> tuple[list[Span], list[Scalar], list[ProfilerEvent]]:
-    """The spans, scalars and profiler's events of events that `write_events` made.
+    """Convert events of `write_events` back.
 
     Args:
-        events: in any order; those of other kinds are passed over.
-        start_ns: what their times are counted from.
+        events: the events, in any order; other kinds of events are ignored.
+        start_ns: the origin of their times.
+
+    Returns:
+        the spans, the scalars, and the events of torch's profiler.
     """
     spans, scalars, profile = [], [], []
     for event in events:
@@ -125,12 +135,12 @@ def read_events(events: Iterable[Event], start_ns: int) -> tuple[list[Span], lis
 
 
 def _first_row(rank: int) -> int:
-    """The number of a rank's first row. Neither 0 nor the rank's own: with either, Perfetto makes two rows into one."""
+    """Return the number of a rank's first row: neither 0 nor the rank's number, with which Perfetto merges two rows."""
     return _ROWS_APART * (rank + 1)
 
 
 def _names(title: str, rank: int, first: int, count: int) -> Iterator[Event]:
-    """The names of the rows of one title."""
+    """Yield the metadata events that name consecutive rows after one title."""
     for row in range(first, first + count):
         yield _about("thread_name", rank, row, name=title if row == first else f"{title} ({row - first + 1})")
         yield _about("thread_sort_index", rank, row, sort_index=row)
@@ -141,7 +151,7 @@ def _about(metadata: str, pid: int, tid: int, **args: Any) -> Event:
 
 
 def _under_way(spans: Sequence[Span], start_ns: int) -> Iterator[Event]:
-    """For each rank, a curve of the bytes of the operations that it has issued and that are not complete."""
+    """Yield for each rank the points of a curve: the bytes of its pending operations."""
     changes: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for span in spans:
         if span.nbytes:
@@ -151,22 +161,21 @@ def _under_way(spans: Sequence[Span], start_ns: int) -> Iterator[Event]:
         nbytes = 0
         for time_ns, change in sorted(of_rank.items()):
             nbytes += change
-            # Perfetto calls the curve by both, the name and what the value is.
+            # Perfetto's title of the curve consists of the event's name and the value's key: "bytes under way".
             event = {"ph": "C", "pid": rank, "tid": _first_row(rank), "name": "bytes", "cat": _DERIVED[0]}
             yield event | {"ts": (time_ns - start_ns) / 1e3, "args": {"under way": nbytes}}
 
 
 def _arrows(spans: Sequence[Span], places: Sequence[int], ranks: Sequence[str], start_ns: int) -> list[Event]:
-    """Arrows from each send to its receive, from a remote call to its serving span, and from the reply to the call.
+    """Return arrows from each send to its receive, from each remote call to its serving span, and from reply to call.
 
-    A viewer ties the end of an arrow to the span in whose row and time it lies; so an arrow ends a nanosecond before
-    its span. Perfetto then draws it from the end of the span that began first to the begin of the other, which for a
-    receive that was there before its send is the wrong way round. So what lasts longer than one side alone has a span
-    of its own within the other's: in a receive from when the message was sent, in a send until somebody receives. The
-    arrow is tied to that one.
+    A viewer attaches the end of an arrow to the span at that row and time, so an arrow ends a nanosecond before the end
+    of its span. But Perfetto draws an arrow from the end of the span that starts first to the start of the other. This
+    is the wrong direction if a receive starts before its send. Therefore the longer side gets an inner span, to which
+    the arrow is attached: in a receive it starts when the message is sent; in a send it lasts until the receive starts.
     """
     events: list[Event] = []
-    serving: dict[tuple[int, str, int], int] = {}  # a call is served until the moment in which its reply begins
+    serving: dict[tuple[int, str, int], int] = {}  # by rank, function and end, which is also the start of the reply
     pairs: dict[tuple[str, int], list[int]] = defaultdict(list)
     for i, span in enumerate(spans):
         if span.kind == "compute" and type_of(span.name) is SERVE:
@@ -184,7 +193,7 @@ def _arrows(spans: Sequence[Span], places: Sequence[int], ranks: Sequence[str], 
         begin_ns, target_ns = spans[source].start_ns, spans[target].start_ns
         end_ns = target_ns if to_start else max(target_ns, spans[target].end_ns - 1)
         if begin_ns > end_ns:
-            return  # two clocks disagree, and no arrow goes back in time
+            return  # the ranks' clocks disagree: the arrow would point back in time
         until_ns = min(target_ns, spans[source].end_ns)
         if target_ns < begin_ns:
             add("X", target, f"{name} from {ranks[spans[source].rank]}", begin_ns, dur=(spans[target].end_ns - begin_ns) / 1e3)
@@ -214,13 +223,13 @@ def _arrows(spans: Sequence[Span], places: Sequence[int], ranks: Sequence[str], 
 
 
 def _lanes(spans: Sequence[Span | ProfilerEvent], *, nest: bool = True) -> Iterator[int]:
-    """A lane for each span: viewers draw only those that nest or lie apart. They come by start, the longer first.
+    """Yield a lane for each span, since viewers cannot draw spans of one row that overlap without nesting.
 
     Args:
-        spans: what is to be laid out.
-        nest: whether one may lie within another.
+        spans: the spans, ordered by start; of those with the same start, the longest first.
+        nest: whether a span may share a lane with one that contains it.
     """
-    lanes: list[list[int]] = []  # the ends of the spans that are open in each lane, the innermost last
+    lanes: list[list[int]] = []  # for each lane, the ends of its open spans, the innermost last
     for span in spans:
         lane = 0
         while lane < len(lanes):

@@ -1,4 +1,4 @@
-"""The folder in which the ranks of a script left what they recorded (`worker.script_recorder`), made into a trace."""
+"""Reads the folder in which the ranks of a script have left their records (`worker.script_recorder`), as a trace."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from labkit.tracing.trace import Trace, from_records
 
 __all__ = ["load_folder"]
 
-# What describes a rank, by kind; its readings of other clocks come beside these.
+# The required keys of a rank's description, by type. In addition it has "readings" of the reference clock.
 _DESCRIPTION: Final[dict[type, tuple[str, ...]]] = {
     int: ("rank", "world_size", "restart", "began_unix_ns", "began_ns", "ended_ns"),
     str: ("host", "machine", "script", "run_id", "run", "reference", "master"),
 }
 MAX_RANKS: Final = 1 << 20
-TOGETHER_NS: Final = 60_000_000_000  # ranks of one run begin so close to one another, by the machines' own ideas of the time
-LOOSE: Final = 4  # a reading of the clock that is so many times less certain than the best says nothing new
+TOGETHER_NS: Final = 60_000_000_000  # ranks of one run start within this time of each other, by their machines' clocks
+LOOSE: Final = 4  # a clock reading that is this many times less certain than the best one is ignored
 
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """What one rank left: its description, and where the rest is."""
+    """The files of one rank: its description, and the path of its ring."""
 
     about: dict[str, Any]
-    path: Path  # of the ring
+    path: Path
 
     @property
     def rank(self) -> int:
@@ -54,14 +54,17 @@ class _Left:
 
 
 def load_folder(folder: Path, run: int = -1) -> Trace:
-    """The trace of one run of a folder.
+    """Load the trace of one run from a folder.
 
     Args:
-        folder: what LABKIT_TRACE named.
-        run: which of its runs, in the order in which they began.
+        folder: the folder that LABKIT_TRACE named.
+        run: the number of the run, in order of their start; default: the last one.
+
+    Returns:
+        the trace.
 
     Raises:
-        LabError: it holds no such run.
+        LabError: the folder has no such run.
     """
     runs = _runs(_left_in(folder))
     if not runs:
@@ -78,7 +81,7 @@ def load_folder(folder: Path, run: int = -1) -> Trace:
 
 
 def _why_empty(folder: Path) -> str:
-    """What was forgotten, as far as that can be known here."""
+    """Return an error message with the likely reason why a folder has no trace."""
     nothing = f"no trace in the folder {str(folder)!r}: "
     default = Path(DEFAULT_FOLDER)
     if default.absolute() != folder.absolute() and _left_in(default):
@@ -103,7 +106,7 @@ def _left_in(folder: Path) -> list[_Left]:
     for path in folder.glob("*.json"):
         try:
             about = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, OSError, RecursionError):  # of something else
+        except (ValueError, OSError, RecursionError):  # not labkit's file
             continue
         if _is_description(about) and path.with_suffix(".ring").exists():
             found.append(_Left(about, path.with_suffix(".ring")))
@@ -111,7 +114,7 @@ def _left_in(folder: Path) -> list[_Left]:
 
 
 def _is_description(about: Any) -> bool:
-    """Whether this is what `worker.script_recorder` writes of a rank, whole."""
+    """Whether a JSON value is a complete description of a rank by `worker.script_recorder`."""
     if not isinstance(about, dict):
         return False
     kinds = all(type(about.get(name)) is kind for kind, names in _DESCRIPTION.items() for name in names)
@@ -126,10 +129,10 @@ def _is_description(about: Any) -> bool:
 
 
 def _runs(left: Iterable[_Left]) -> list[list[_Left]]:
-    """What belongs together, in the order in which it began.
+    """Group ranks by run, the runs in order of their start, the ranks of each in rank order.
 
-    Ranks that have met know the name of their run. One that ended before belongs to the run that was started in the
-    same way at about the same time and has no such rank yet.
+    Ranks that have met know the name of their run. A rank that ended before that belongs to the run that was started
+    in the same way at about the same time, and in which this rank is still missing.
     """
     met: dict[str, list[_Left]] = {}
     alone: list[list[_Left]] = []
@@ -153,7 +156,7 @@ def _runs(left: Iterable[_Left]) -> list[list[_Left]]:
 
 
 def _together(some: Sequence[_Left], others: Sequence[_Left]) -> bool:
-    """Whether ranks may be of one run."""
+    """Whether ranks may belong to the same run."""
     same = all(some[0].about[key] == others[0].about[key] for key in ("run_id", "restart", "master", "world_size", "script"))
     disjoint = not {one.rank for one in some} & {one.rank for one in others}
     return same and disjoint and abs(some[0].began - others[0].began) < TOGETHER_NS
@@ -168,14 +171,14 @@ def _described(run: Sequence[_Left]) -> str:
 
 @dataclass(slots=True)
 class _Recorded:
-    """What one rank recorded, on rank 0's clock once it was set to that."""
+    """The records of one rank: at first on its own clock, later on rank 0's."""
 
     rows: Any  # of `record_dtype()`
     names: list[str]
     lost: int
     began_ns: int
     end_ns: int
-    no_room: Sequence[str]  # kinds of names
+    no_room: Sequence[str]  # kinds of names for which the ring had no space
 
 
 def _trace(run: Sequence[_Left], notes: list[str]) -> Trace:
@@ -214,7 +217,8 @@ def _read(left: _Left) -> _Recorded:
     older = np.empty(0, record_dtype())
     moved = left.path.with_suffix(".records")
     if moved.exists():
-        older = np.fromfile(moved, record_dtype(), moved.stat().st_size // record_dtype().itemsize)  # the last one may be cut
+        # The last record may be incomplete.
+        older = np.fromfile(moved, record_dtype(), moved.stat().st_size // record_dtype().itemsize)
     with open(left.path, "rb") as file:
         ring = mmap.mmap(file.fileno(), RING_BYTES, access=mmap.ACCESS_READ)
     last = int(older["commit"][-1]) if len(older) else 0
@@ -230,10 +234,10 @@ def _read(left: _Left) -> _Recorded:
 
 
 def _check(rows: Any, names: int) -> None:
-    """Refuse records that nobody has written.
+    """Check that records are valid.
 
     Raises:
-        ValueError: there are such.
+        ValueError: the records are damaged.
     """
     spans = rows[rows["kind"] != SCALAR]
     tail = rows[rows["kind"] == COMMUNICATION]
@@ -244,7 +248,7 @@ def _check(rows: Any, names: int) -> None:
 
 
 def _row(names: list[str], kind: int, name: str, start_ns: int, end_ns: int) -> Any:
-    """One record, and its name among the rank's."""
+    """Return a new record, and append its name to the rank's interned strings."""
     row = np.zeros(1, record_dtype())
     row["name"], row["kind"], row["start_ns"], row["end_ns"] = len(names), kind, start_ns, max(start_ns, end_ns)
     names.append(name)
@@ -252,7 +256,7 @@ def _row(names: list[str], kind: int, name: str, start_ns: int, end_ns: int) -> 
 
 
 def _under_way(names: list[str], p: Pending, kind: int, flags: int, end_ns: int) -> Any:
-    """What a rank that ended, or was last looked at, was in the middle of: a record that ends there."""
+    """Return a record of a pending operation or open span that ends at `end_ns`, the last sign of life of its rank."""
     row = _row(names, kind, p.name, p.start_ns, end_ns)
     for field in {*TAIL_FIELDS, *PENDING_FIELDS}:
         value = getattr(p, field.name, field.default)
@@ -262,10 +266,10 @@ def _under_way(names: list[str], p: Pending, kind: int, flags: int, end_ns: int)
 
 
 class _Clocks:
-    """Sets what the ranks recorded to the clock of rank 0's machine.
+    """Converts the times of records to the clock of rank 0's machine.
 
     Args:
-        run: what its ranks left.
+        run: the ranks of the run.
     """
 
     def __init__(self, run: Sequence[_Left]) -> None:
@@ -273,12 +277,12 @@ class _Clocks:
         self._machine = references[0] if references else run[0].about["machine"]
         on_it = [one for one in run if one.about["machine"] == self._machine]
         self._reference = (on_it or run)[0]
-        self._within: dict[str, int] = {}  # by machine, how far from the truth its times may be
-        self._once: list[str] = []  # machines whose drift is not known
-        self._unknown: list[str] = []  # machines of which only their own idea of the time is known
+        self._within: dict[str, int] = {}  # by host, the largest error of its times in nanoseconds
+        self._once: list[str] = []  # hosts whose drift is unknown, since their clock was compared only once
+        self._unknown: list[str] = []  # hosts whose clock was not compared: only their own time of day is known
 
     def set(self, left: _Left, recorded: _Recorded) -> None:
-        """Set one rank's."""
+        """Convert the times of one rank's records, in place."""
         about = left.about
         host = about["host"]
         if about["machine"] == self._machine:
@@ -296,14 +300,14 @@ class _Clocks:
             readings = [Reading(0, about["began_unix_ns"] - about["began_ns"] - wall_ns, 0)]
         rows, tail = recorded.rows, recorded.rows["kind"] == COMMUNICATION
         chosen = {f.name: tail & (rows[f.name] != 0) for f in TAIL_FIELDS if f.is_time}
-        chosen |= {"start_ns": np.ones(len(rows), bool), "end_ns": rows["kind"] != SCALAR}  # a scalar's value lies there
+        chosen |= {"start_ns": np.ones(len(rows), bool), "end_ns": rows["kind"] != SCALAR}  # a scalar's `end_ns` is its value
         for field, which in chosen.items():
             rows[field][which] = on_reference(rows[field][which], readings)
         ends = on_reference(np.array([recorded.began_ns, recorded.end_ns]), readings)
         recorded.began_ns, recorded.end_ns = int(ends[0]), int(ends[1])
 
     def notes(self) -> list[str]:
-        """How well the clocks agree."""
+        """Return notes on how well the clocks agree."""
         notes = []
         if self._within:
             worst_us = max(self._within.values()) / 1e3

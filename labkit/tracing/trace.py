@@ -47,7 +47,7 @@ CHUNK: Final = 10_000  # events that are serialized at once: the text of a milli
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How one rank spent the time of a trace, in nanoseconds.
+    """The time of a trace as one rank spent it, in nanoseconds.
 
     The parts `compute_ns`, `exposed_ns` and `idle_ns` add up to `window_ns`. `overlap_ns` is the part of `compute_ns`
     that overlaps communication; `waiting_ns` the part of `idle_ns` in which the rank was blocked until a peer arrived.
@@ -81,7 +81,7 @@ class Trace:
         profile: events of torch's profiler, in any order; `save` writes them below each rank's own rows.
 
     Raises:
-        ValueError: a span has a rank without a name, or the end lies before the start.
+        ValueError: a span has a rank without a name, or the end is before the start.
     """
 
     @public_api
@@ -200,11 +200,11 @@ class Trace:
         return self.between(int(start), int(end))
 
     def step_bounds(self) -> Intervals:
-        """Start and end of each step, from the first rank's start to the last rank's end, shape (steps, 2), in ns.
+        """Return the bounds of each step: from the first rank's start to the last rank's end, shape (steps, 2), in ns.
 
-        Of nested loops, the steps of the innermost count. Ranks without steps are ignored; only steps that all other
-        ranks have completed count. A step belongs to a window that contains its middle: ranks do not enter a step at
-        the same time, so its window contains parts of neighbouring steps.
+        In nested loops, only the steps of the innermost count. Ranks without steps are ignored; only steps that all
+        other ranks have completed count. A step belongs to a window that contains its middle: ranks do not enter a step
+        at the same time, so its window contains parts of neighbouring steps.
         """
         per_rank = []
         for rank in range(len(self.ranks)):
@@ -221,12 +221,12 @@ class Trace:
         return np.stack([np.min([p[:count, 0] for p in per_rank], 0), np.max([p[:count, 1] for p in per_rank], 0)], axis=1)
 
     def shares(self) -> tuple[Share, ...]:
-        """How each rank spent the time of the window, in rank order.
+        """Return how each rank spent the time of the window, in rank order.
 
         Compute is the time in compute spans, minus the time in which the rank was blocked in communication. For a rank
         whose program has no compute spans, the time in the function and in served calls counts instead. Communication
         lasts from the arrival of its last rank until it completes, so that waiting for a slow peer counts as idle time.
-        A communication span that the program puts around recorded operations is only their label, and does not count.
+        A communication span that the program puts around recorded operations only labels them, and does not count.
         """
         return tuple(self._share(rank) for rank in range(len(self.ranks)))
 
@@ -246,7 +246,13 @@ class Trace:
 
     @public_api
     def activity(self, rank: int) -> dict[str, Intervals]:
-        """The intervals of one rank, clipped to the window: "compute", "communication", "waiting", each (n, 2) in ns.
+        """Return the intervals of one rank, clipped to the window.
+
+        Args:
+            rank: the rank's number.
+
+        Returns:
+            "compute", "communication" and "waiting", each of shape (n, 2) in ns.
 
         Raises:
             TypeError, ValueError: the trace has no such rank.
@@ -265,7 +271,13 @@ class Trace:
 
     @public_api
     def blocked(self, rank: int) -> Intervals:
-        """When a rank was blocked in communication and computed nothing, shape (n, 2) in ns; see `tracing.waiting`.
+        """Return when a rank was blocked in communication and computed nothing; see `tracing.waiting`.
+
+        Args:
+            rank: the rank's number.
+
+        Returns:
+            the intervals, shape (n, 2) in ns.
 
         Raises:
             TypeError, ValueError: the trace has no such rank.
@@ -274,7 +286,10 @@ class Trace:
         return blocked(self.columns.data[self._is(rank, COMMUNICATION) & ~self.columns.around], self._computing(rank))
 
     def ready(self) -> NDArray[np.int64]:
-        """When the last participating rank had arrived, for each span in ns (its own start if its rank was last)."""
+        """Return for each span when its last participating rank had arrived, in ns.
+
+        This is the span's own start if its rank was last.
+        """
         return self.columns.ready_ns
 
     @public_api
@@ -294,7 +309,7 @@ class Trace:
         """
         path = Path(path).expanduser()
         events, about = self._chrome()
-        # Perfetto cannot read surrogate pairs (`\ud83d\ude00`), as which `json` would escape emoji, say.
+        # Perfetto cannot read surrogate pairs (`\ud83d\ude00`), into which `json` would turn an emoji, for example.
         text = partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         with writing(path) as file:
             file.write('{"traceEvents":[')
@@ -306,12 +321,12 @@ class Trace:
         return path
 
     def to_chrome(self) -> dict[str, Any]:
-        """The content that `save` writes: one process per rank, with rows for its steps, compute and communication."""
+        """Return what `save` writes: one process per rank, with rows for its steps, compute and communication."""
         events, about = self._chrome()
         return about | {"traceEvents": list(events)}
 
     def _chrome(self) -> tuple[Iterator[Any], dict[str, Any]]:
-        """The events of a trace file, and its other content."""
+        """Return the events of a trace file, and its other content."""
         # Spans that overlap the window may have started before it.
         began = [self.start_ns, *self.columns.data["start_ns"][:1].tolist(), *(e.start_ns for e in self.profile)]
         zero_ns = min(began + [s.time_ns for s in self.scalars[:1]])
@@ -345,7 +360,7 @@ class Trace:
         return chosen
 
     def _computing(self, rank: int) -> Any:
-        """The spans that count as compute: compute spans; if the rank's program recorded none, its calls, too."""
+        """Return the spans that count as compute: compute spans; if the program recorded none, its calls, too."""
         computes = self._is(rank, COMPUTE)
         return self.columns.data[computes if rank in self.labelled else computes | self._is(rank, CALL)]
 
@@ -372,7 +387,7 @@ def from_records(
     end_ns: int | None = None,
     notes: Sequence[str] = (),
 ) -> Trace:
-    """The trace of a run, from the records that `recording.ring_buffer.RingReader` read for each rank.
+    """Make the trace of a run from the records that `recording.ring_buffer.RingReader` read for each rank.
 
     Args:
         records: per rank, an array of `recording.ring_buffer.record_dtype()`.
@@ -385,6 +400,9 @@ def from_records(
         start_ns: start of the trace's window; default: the first span's start.
         end_ns: end of the window; default: the last span's end.
         notes: notes for the reader, as in `Trace`.
+
+    Returns:
+        the trace.
     """
     ids: dict[str, int] = {"": 0}
 

@@ -1,4 +1,4 @@
-"""When a rank is blocked: one of its threads waits in a communication operation, and no other thread computes."""
+"""Finds when a rank is blocked: one of its threads waits in a communication operation, and no other thread computes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["blocked"]
 
 
 def blocked(operations: Any, spans: Any) -> Intervals:
-    """When a rank was blocked in communication and computed nothing, shape (n, 2) in ns.
+    """Return when a rank was blocked in communication and computed nothing.
 
     A thread that serves a remote call is only blocked by its own operations, and does not block the rank's function.
     Otherwise the thread of a record is unknown. But a blocked thread starts nothing: a span that starts while an
@@ -23,6 +23,9 @@ def blocked(operations: Any, spans: Any) -> Intervals:
     Args:
         operations: the rank's communication operations, with the columns `recording.events.COLUMNS`.
         spans: the spans in which it computes, with the same columns.
+
+    Returns:
+        the intervals, shape (n, 2) in ns.
     """
     operations = operations[np.argsort(operations["wait_start_ns"], kind="stable")]
     waits = union(operations["wait_start_ns"], operations["wait_end_ns"])
@@ -47,7 +50,7 @@ def blocked(operations: Any, spans: Any) -> Intervals:
 
 
 def _computing(spans: Any, operations: Any) -> Intervals:
-    """The spans, without the operations that start to block within them."""
+    """Return the intervals of spans, minus the operations that start to block within them."""
     since, until = operations["wait_start_ns"], operations["wait_end_ns"]
     first, beyond = np.searchsorted(since, spans["start_ns"]), np.searchsorted(since, spans["end_ns"])
     whole = first == beyond

@@ -1,6 +1,6 @@
 """Curves: values from `lab.record` over time, per rank and averaged, in the live picture and below the timeline.
 
-The first name with several values is drawn. A name that was recorded only once (a size, say) is no curve.
+The first name with several values is drawn. A name that was recorded only once, such as a size, has no curve.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 __all__ = ["COLOUR", "EACH_RANK", "Curves", "draw_below", "recorded"]
 
-COLOUR: Final = "#CC79A7"  # the colour of Okabe and Ito's palette that no bar of the timeline has
-EACH_RANK: Final = 8  # up to this many ranks are drawn one by one beside their mean
+COLOUR: Final = "#CC79A7"  # of Okabe and Ito's palette, the colour that no bar of the timeline has
+EACH_RANK: Final = 8  # up to this many ranks have their own lines besides their mean
 BINS: Final = 128  # over the time shown
-CURVES: Final = 16  # names that are kept, since some may have a single value
-POINTS: Final = 500  # of one line below a timeline
+CURVES: Final = 16  # names that are kept: more than one, since the first ones may have a single value
+POINTS: Final = 500  # the most points of a line below a timeline
 NAME: Final = 80  # characters of a curve's name
 SUPERSCRIPTS: Final = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 HEIGHT_IN: Final = 1.15  # of the panel below a timeline, with its axis
 
 
 def recorded(scalars: Sequence[Scalar]) -> list[Scalar]:
-    """The values recorded by the student's code, without labkit's own."""
+    """Select the values recorded by the student's code, without labkit's own."""
     return [s for s in scalars if s.name != STEPS_IN_ALL and not s.name.startswith(MEMORY)]
 
 
@@ -56,7 +56,7 @@ class Curves:
 
         Args:
             new: the values.
-            shown_ns: the time that the bins cover: as before, or doubled once or several times.
+            shown_ns: the time that the bins cover: the same as before, or doubled once or several times.
         """
         while self._shown_ns and self._shown_ns < shown_ns:
             for name, sums in self._sums.items():
@@ -75,13 +75,13 @@ class Curves:
 
     @property
     def names(self) -> list[str]:
-        """The names that a rank recorded more than once, in the order in which they first appeared."""
+        """The names that any rank has recorded more than once, in the order in which they first appeared."""
         return [name for name, (_, numbers) in self._sums.items() if (numbers.sum(axis=1) > 1).any()]
 
     def means(self, name: str) -> NDArray[np.float64]:
-        """The mean of each bin per rank, then over all ranks, shape (ranks + 1, bins); NaN for empty bins.
+        """Return the mean of each bin per rank, then over all ranks, shape (ranks + 1, bins); NaN for empty bins.
 
-        Ranks reach the same step at different times, so the mean over the ranks uses the last value of each.
+        Ranks reach the same step at different times, so the mean over all ranks uses the last value of each rank.
         """
         sums, numbers = self._sums[name]
         with np.errstate(invalid="ignore"):
@@ -123,10 +123,10 @@ def draw_below(figure: Figure, trace: Trace) -> None:
         for points in each if 1 < len(each) <= EACH_RANK else []:
             panel.plot(*points.T, color=COLOUR, alpha=0.45, linewidth=0.8)
         count = min(map(len, each))
-        mean = np.mean([points[:count] for points in each], axis=0)  # of the ranks' first values, of their second, …
+        mean = np.mean([points[:count] for points in each], axis=0)  # over the ranks' first values, their second ones, …
         panel.plot(*mean.T, color=COLOUR, linewidth=1.6, marker="o" if count < 20 else "", markersize=3)
         panel.set(xlim=(0, trace.duration_ns / unit_ns), xlabel=f"time since the start of the run [{unit}]")
-        # Above the panel: beside the numbers there may be no room for a long name.
+        # Above the panel, since a long name may not fit beside the numbers.
         panel.set_title(shortened(name, NAME) + _scaled(panel), fontsize=8.5, pad=2)
         panel.locator_params(axis="y", nbins=3)
         panel.grid(axis="y")
@@ -136,7 +136,7 @@ def draw_below(figure: Figure, trace: Trace) -> None:
         around = panel.get_tightbbox()
         assert around is not None
         beyond = 2 - around.x0
-        if beyond > 0:  # long numbers need more room than the ranks' names above
+        if beyond > 0:  # long numbers need more space than the ranks' names above
             inside, moved = panel.get_position(), beyond / figure.bbox.width
             panel.set_position((inside.x0 + moved, inside.y0, inside.width - moved, inside.height))
 

@@ -1,10 +1,10 @@
-"""One frame of the live picture: an SVG in a string, with the colours and the geometry of the timeline.
+"""One frame of the live picture: an SVG string with the colours and the geometry of the timeline.
 
-The SVG is built by hand: a matplotlib figure takes 100 ms, this about 2 ms. Its size is bounded, its height is the same
-in all frames of a run, and everything but the bars has the theme's colours, light or dark.
+The SVG is built without matplotlib: this takes about 2 ms, a matplotlib figure 100 ms. Its size is bounded, its height
+is the same in all frames of a run, and everything except the bars has the theme's colours, light or dark.
 
-A frame that is not replaced fades, and says that it was saved while the ranks were running: a reloaded page gets no
-further frames, because a front end drops the updates of a cell that it did not run itself.
+A frame that is not replaced fades, and says that it was saved while the ranks were running. A reloaded page gets no
+further frames, since a front end ignores updates of cells that it did not run itself.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ __all__ = ["STILL", "Curve", "Detail", "LiveFrame", "LiveRow", "Past", "svg"]
 
 Cells = tuple[NDArray[np.float64], NDArray[np.float64]]  # covered time in ns of each lane, shape (styles, bins)
 
-WIDTH: Final = 900.0  # of the drawing, in its own units: pixels in a notebook of usual width
-RIGHT: Final = 215.0  # right of the rows: the ranks' statuses and memory; above them, the curve
-SLOTS: Final = (0.0, 150.0, 245.0, 395.0, 505.0)  # x of steps, rate, time left, values: fixed, whatever the length of texts
+WIDTH: Final = 900.0  # of the drawing, in SVG units: pixels in a notebook of usual width
+RIGHT: Final = 215.0  # width to the right of the rows, for the ranks' statuses and memory, and above these the curve
+SLOTS: Final = (0.0, 150.0, 245.0, 395.0, 505.0)  # x of steps, rate, time left, and values: fixed, so that texts do not move
 CHARACTER: Final = 6.1  # mean width of a character at 11 units
 BARS_IN_ALL: Final = 1600  # more bars are drawn as cells, so that a frame stays below 100 kB
 CELLS_IN_ALL: Final = 2048
@@ -41,7 +41,7 @@ TEXTS_PER_LANE: Final = 12
 COARSE: Final = 15  # mixed colours are rounded to this many steps from 0 to 1, so that similar neighbours are merged
 HEAD: Final = 58.0  # height of title and progress
 FOOT: Final = 66.0  # height of axis and legend
-STILL_S: Final = 10  # no live frame takes this long to be replaced, however busy the machine
+STILL_S: Final = 10  # longer than any live frame stays, even on a busy machine
 STILL: Final = (
     "This picture is no longer live: it was saved while the ranks were running.",
     "When the run is over, lab.timeline(run) draws it, and run.output has the prints.",
@@ -120,16 +120,16 @@ class Detail:
 
 @dataclass(slots=True)
 class LiveFrame:
-    """What one frame shows.
+    """The content of one frame.
 
     Args:
-        title: what runs where.
+        title: the function and the ranks: "train on 4 ranks".
         elapsed_ns: time since the run's start.
         fraction: completed fraction of the loop, from 0 to 1; None if unknown.
         progress: texts for steps, rate, time left, and values; "" if unknown.
         rows: the ranks.
-        past: what the strip shows.
-        detail: what the rows show; None: the same as the strip.
+        past: the content of the strip.
+        detail: the content of the rows; None: the same as the strip.
         curve: the first recorded value with several points; None if there is none yet.
     """
 
@@ -149,11 +149,14 @@ class LiveFrame:
 
 
 def svg(frame: LiveFrame, name: str) -> str:
-    """The frame as HTML.
+    """Draw a frame as HTML.
 
     Args:
-        frame: what to show.
-        name: prefix that makes the SVG's ids unique in the page.
+        frame: the frame.
+        name: a prefix that makes the SVG's ids unique in the page.
+
+    Returns:
+        the HTML.
     """
     return _Drawing(frame, name).html()
 
@@ -175,7 +178,7 @@ class _Pen:
             self.above.append(f'<text x="{x:.1f}" y="{y:.1f}"{more}>{escape(text)}</text>')
 
     def drawn(self) -> str:
-        """All shapes and texts as SVG."""
+        """Return all shapes and texts as SVG."""
         return "".join(f'<path {fill} d="{"".join(parts)}"/>' for fill, parts in self.paths.items()) + "".join(self.above)
 
 
@@ -212,7 +215,7 @@ class _Drawing:
         label = escape(f"{frame.title}: {frame.in_words}", quote=True)
         fonts = "font-family:var(--jp-ui-font-family,system-ui,sans-serif);font-size:11px"
         return (
-            # The theme's text colour in JupyterLab and in VS Code, else that of the page.
+            # The theme's text colour in JupyterLab and in VS Code, otherwise the page's.
             '<div style="color:var(--jp-ui-font-color1,var(--vscode-editor-foreground,inherit));max-width:1000px">'
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {self.bottom + FOOT:g}" role="img" '
             f'aria-label="{label}" fill="currentColor" style="display:block;width:100%;{fonts}">'
@@ -235,14 +238,14 @@ class _Drawing:
         return reaches
 
     def _still(self) -> str:
-        """The text of a frame that was not replaced."""
+        """Return the text that appears in a frame that was not replaced."""
         pen, x, y = _Pen(), self.left + self.wide / 2, (self.top + self.bottom) / 2
         for line, text in enumerate(STILL):
             pen.text(x, y + 18 * line, text, ' text-anchor="middle" font-size="13" font-weight="600"')
         return f'<g visibility="hidden"><set attributeName="visibility" to="visible" begin="{STILL_S}s"/>{pen.drawn()}</g>'
 
     def _head(self) -> None:
-        """Title, time, progress."""
+        """Draw the title, the time and the progress."""
         frame, pen = self.frame, self.pen
         pen.text(0, 14, shortened(frame.title, 80), ' font-size="13" font-weight="600"')
         pen.text(self.left + self.wide, 14, clock_time(frame.elapsed_ns / 1e9, tenths=True), ' text-anchor="end"')
@@ -254,7 +257,7 @@ class _Drawing:
             pen.text(self.left + x, 49, part)
 
     def _curve(self, curve: Curve) -> None:
-        """A small panel in the upper right corner: thin lines for the ranks, a thick line for their mean."""
+        """Draw a small panel in the upper right corner: thin lines for the ranks, a thick line for their mean."""
         left, top, bottom = self.left + self.wide + 48, 22.0, HEAD + self.strip_high
         wide = WIDTH - 4 - left
         self.pen.text(left, 14, shortened(curve.name, 22), ' font-size="10" font-weight="600"')
@@ -315,7 +318,7 @@ class _Drawing:
         return past.drawn[where]
 
     def _cells(self, pen: _Pen, cells: Cells, columns: int, shown_ns: int, y: float, high: float) -> None:
-        """The bins of a rank's lanes as coloured cells; neighbours of the same colour are merged."""
+        """Draw the bins of a rank's lanes as coloured cells; neighbours of the same colour are merged."""
         pixel = self.wide / columns
         for covered, (top, height) in zip(cells, LANES, strict=True):
             fold = covered.shape[1] // columns
@@ -329,7 +332,7 @@ class _Drawing:
                     pen.box(fill, self.left + a * pixel, y + top * high, (b - a) * pixel + 0.1, height * high)
 
     def _bars(self, pen: _Pen, detail: Detail, rank: int, y: float) -> None:
-        """A rank's row, bar by bar, or as cells if there are too many bars."""
+        """Draw a rank's row bar by bar, or as cells if there are too many bars."""
         limit, start_ns = BARS_IN_ALL // (2 * self.count), detail.trace.start_ns
         both = lanes(detail.trace, rank)
         if max(len(bars) for bars in both) > limit:
@@ -354,7 +357,7 @@ class _Drawing:
             text = caption(trace, i, bars, (width[i] - 5) / 5.6) if width[i] > 12 else ""
             if text:
                 colour = {"light": "white", "dark": "#16191F", "page": "currentColor"}[ink(_NAMES[bars.style[i]])]
-                halo = _HALO if STYLES[_NAMES[bars.style[i]]].hatch else ""  # else stripes cross the text
+                halo = _HALO if STYLES[_NAMES[bars.style[i]]].hatch else ""  # keeps stripes from crossing the text
                 pen.text(x[i] + width[i] / 2, y, text, f' text-anchor="middle" font-size="10" fill="{colour}"{halo}')
 
     def _axis(self) -> None:
@@ -380,7 +383,7 @@ def _fill(name: str, style: str) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _hatch(name: str) -> str:
-    """The SVG patterns of striped styles."""
+    """Return the SVG patterns of striped styles."""
     found = ""
     for style, look in STYLES.items():
         if look.hatch:
@@ -393,7 +396,14 @@ def _hatch(name: str) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _legend(name: str, left: float, y: float, *, alone: bool) -> str:
-    """Two lines: the styles of the upper lane, and those of the lower. `alone`: there is no other rank to wait for."""
+    """Return the legend's two lines: the styles of the upper lane, and the styles of the lower lane.
+
+    Args:
+        name: the prefix of the SVG's ids.
+        left: x of both lines.
+        y: y of the first line.
+        alone: whether there is only one rank, so that it cannot wait for others.
+    """
     pen, x = _Pen(), left
     for style, look in STYLES.items():
         if style == "exposed":
@@ -406,7 +416,7 @@ def _legend(name: str, left: float, y: float, *, alone: bool) -> str:
 
 
 def _ticks(extent: float) -> list[float]:
-    """About six round numbers from 0 to `extent`."""
+    """Return about six round numbers from 0 to `extent`."""
     rough = extent / 6
     power = 10.0 ** math.floor(math.log10(rough))
     stride = next(m * power for m in (1, 2, 5, 10) if m * power >= rough)

@@ -13,8 +13,8 @@ from labkit.tracing.trace import Trace
 
 __all__ = ["Progress"]
 
-KEPT_STEPS: Final = 100  # per rank; the rate is their mean
-NAMES_SHOWN: Final = 4  # recorded values beside the bar
+KEPT_STEPS: Final = 100  # per rank; the rate is the mean over these
+NAMES_SHOWN: Final = 4  # the most recorded values in the text
 
 
 class _Steps:
@@ -90,7 +90,7 @@ class Progress:
         return min(slowest.in_loop / slowest.loop_length, 1.0) if slowest and slowest.loop_length else None
 
     def last_step(self) -> tuple[int, int] | None:
-        """Start and end in ns, over all ranks, of the last step that all ranks have completed."""
+        """Return start and end in ns, over all ranks, of the last step that all ranks have completed; None for none."""
         done, found = self.done, []
         for own in self._steps:
             ahead = own.count - done
@@ -101,11 +101,11 @@ class Progress:
         return min(start for start, _ in found), max(end for _, end in found)
 
     def in_words(self) -> str:
-        """Steps, rate, time left and last values: "37 of 500 steps  ·  12.4 steps/s  ·  37 s left  ·  loss 0.412"."""
+        """Return the progress as text: "37 of 500 steps  ·  12.4 steps/s  ·  37 s left  ·  loss 0.412"."""
         return "  ·  ".join(part for part in self.parts() if part)
 
     def parts(self) -> tuple[str, ...]:
-        """Steps, rate and time left ("" if unknown), and a text for each of the last values."""
+        """Return texts for steps, rate and time left ("" if unknown), and for each of the last values."""
         steps, rate, left, slowest = "", "", "", self._slowest()
         if slowest is not None:
             length = slowest.loop_length

@@ -19,7 +19,7 @@ from labkit.tracing.trace import Trace
 __all__ = ["Recent"]
 
 KEPT: Final = 4000  # spans: a step of a large model on many ranks; processed in 4 ms
-EXACT: Final = 6000  # spans per update whose nesting and overlap are resolved; of more, only sums are binned
+EXACT: Final = 6000  # spans per update whose nesting and overlap are resolved; if there are more, only sums are binned
 BINS: Final = 256  # over the time shown: about three pixels each
 FIRST_NS: Final = 500_000_000  # the time axis starts with half a second and doubles when it is full
 
@@ -27,7 +27,7 @@ _NUMBER: Final = {name: i for i, name in enumerate(STYLES)}
 
 
 class Recent:
-    """The recent spans of a run, and the binned whole.
+    """The recent spans of a run, and the whole run in bins.
 
     Args:
         ranks: names of the ranks.
@@ -40,13 +40,13 @@ class Recent:
         self.shown_ns = FIRST_NS
         self.dropped_ns = 0  # all spans that ended after this time are kept; 0: no span was dropped
         self._rows = np.empty(0, COLUMNS)
-        self._unbinned = np.empty(0, COLUMNS)  # an operation's other ranks may come with the next update
+        self._unbinned = np.empty(0, COLUMNS)  # kept back, since the next update may contain an operation's other ranks
         self._ids: dict[str, int] = {"": 0}
         self._styles = np.zeros(1, np.uint8)  # of a compute span, by the number of its name
         self._bins = np.zeros((len(ranks), len(STYLES), BINS))  # ns
-        self._binned_ns = self.complete_ns = start_ns  # when bins were last filled, and up to when they are complete
+        self._binned_ns = self.complete_ns = start_ns  # when bins were last filled, and until when they are complete
         running = range(len(ranks)) if called is None else called
-        # When each rank's function returned; None: it is running; the run's start: it was not called.
+        # When each rank's function returned; None if it is running; the run's start if the rank was not called.
         self.returned_ns = [None if rank in running else start_ns for rank in range(len(ranks))]
 
     @property
@@ -55,7 +55,12 @@ class Recent:
         return self.shown_ns / BINS
 
     def add(self, new: Trace, now_ns: int) -> None:
-        """Add the newly completed spans."""
+        """Add newly completed spans.
+
+        Args:
+            new: the spans completed since the last call.
+            now_ns: the current time.
+        """
         rows = self._renamed(new.columns)
         for rank, end in zip(*(rows[rows["kind"] == CALL][field].tolist() for field in ("rank", "end_ns")), strict=True):
             self.returned_ns[rank] = end
@@ -77,12 +82,12 @@ class Recent:
             self._rows = self._rows[-KEPT:].copy()  # a view would keep the whole array alive
 
     def trace(self, now_ns: int, pending: Sequence[Sequence[Pending]]) -> Trace:
-        """The latest spans; functions and operations that are still running end at `now_ns`."""
+        """Return the latest spans; functions and operations that are still running end at `now_ns`."""
         rows = np.concatenate([self._rows, under_way(self.start_ns, now_ns, self._id, calls=self._running(), pending=pending)])
         return Trace(Columns(rows, list(self._ids)), ranks=self.ranks, start_ns=self.start_ns, end_ns=now_ns)
 
     def binned(self, rank: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """The time in ns that each style covers in each bin of a rank's two lanes, shape (styles, bins) each."""
+        """Return the time in ns that each style covers in each bin of a rank's two lanes, shape (styles, bins) each."""
         covered = self._bins[rank].copy()
         compute, communication = covered.copy(), covered.copy()
         compute[_TRAVELS], communication[~_TRAVELS] = 0, 0
@@ -93,11 +98,11 @@ class Recent:
         return compute, communication
 
     def _running(self) -> list[tuple[int, str]]:
-        """The ranks whose function has not returned."""
+        """Return the ranks whose function has not returned."""
         return [(rank, "") for rank, end in enumerate(self.returned_ns) if end is None]
 
     def _occupied(self, rank: int) -> NDArray[np.float64]:
-        """The time in each bin in which the rank computed in a span or was blocked."""
+        """Return the time in each bin in which the rank computed in a span or was blocked."""
         return self._bins[rank][_EXCLUSIVE].sum(axis=0)  # type: ignore[no-any-return]  # numpy's stubs say Any
 
     def _bin(self, rows: Any, later: Any, now_ns: int) -> None:
@@ -125,7 +130,7 @@ class Recent:
             self._fill(rank, coverage(compute[current[compute.span] & (compute.style != _NUMBER["unlabelled"])], edges))
 
     def _bin_sums(self, rows: Any) -> None:
-        """Add very many, so short, spans: each to the bin of its start, without resolving overlap."""
+        """Add each span to the bin of its start, without resolving overlap; for very many spans, which are short."""
         style = self._styles[rows["name"]]
         travels = rows["kind"] == COMMUNICATION
         blocked = rows["wait_end_ns"] > rows["wait_start_ns"]
@@ -138,14 +143,17 @@ class Recent:
             self._fill(rank, sums[rank])
 
     def _fill(self, rank: int, covered: NDArray[Any]) -> None:
-        """Add time to bins, up to their width: an outer span, which ends after its inner spans, gets what they left."""
+        """Add time to bins, up to their width.
+
+        Outer spans end after their inner spans, so they are added later and get the time that these have left.
+        """
         for which in (_EXCLUSIVE, ~_EXCLUSIVE):
             room = np.maximum(self.bin_ns - self._bins[rank][which].sum(axis=0), 0)
             more = covered[which]
             self._bins[rank][which] += more * np.minimum(1, room / np.maximum(more.sum(axis=0), 1e-9))
 
     def _renamed(self, columns: Columns) -> Any:
-        """The rows of a trace, with their texts renumbered to this object's ids."""
+        """Return the rows of a trace, with their texts renumbered to this object's ids."""
         rows = columns.data.copy()
         for field in ("name", "group"):
             used = np.flatnonzero(np.bincount(rows[field])) if len(rows) else np.zeros(1, np.int64)
@@ -162,7 +170,7 @@ class Recent:
         return number
 
 
-_LATER: Final = 1 << 15  # a flag that no span has
+_LATER: Final = 1 << 15  # an unused flag, which marks spans that must not be binned yet
 _TRAVELS: Final = np.array([style in ("exposed", "hidden", "waiting", "issued") for style in STYLES])
 # A rank is in at most one of these at a time; the others overlap with them.
 _EXCLUSIVE: Final = np.array([style not in ("hidden", "issued", "unlabelled") for style in STYLES])

@@ -29,8 +29,8 @@ from labkit.worker.resource_usage import Load
 
 __all__ = ["Live"]
 
-SHARE: Final = 1 / 30  # of one core that drawing may take: the more a frame costs, the fewer frames are drawn
-FEW_STEPS: Final = 12  # up to this many steps, the whole run is drawn; beyond it, one step
+SHARE: Final = 1 / 30  # of one core's time for drawing: the more a frame costs, the fewer frames are drawn
+FEW_STEPS: Final = 12  # up to this many steps, the whole run is drawn; beyond, one step
 SLOW_STEP_NS: Final = 400_000_000  # a longer step is shown while it runs
 HOLD_NS: Final = 600_000_000  # how long a step stays in the picture, so that the eye can follow
 LONG_WAIT_NS: Final = 500_000_000  # a longer wait is shown with its duration
@@ -40,7 +40,7 @@ class Screen(Protocol):
     """Shows frames."""
 
     def begin(self, alt_text: str) -> None:
-        """Open the display; `alt_text` is what a viewer without images shows, throughout the run."""
+        """Open the display; a viewer without images shows `alt_text` throughout the run."""
 
     def show(self, frame: LiveFrame) -> None:
         """Replace the last frame."""
@@ -67,7 +67,7 @@ class Live:
 
         Args:
             ranks: names of the ranks.
-            title: what runs where: "train on 4 ranks".
+            title: the function and the ranks: "train on 4 ranks".
             start_ns: start of the run.
             called: the numbers of the ranks that call the function, while the others serve; default: all.
         """
@@ -146,7 +146,7 @@ class Live:
         )  # fmt: skip
 
     def _detail_at(self, now_ns: int, pending: Sequence[Sequence[Pending]]) -> Detail | None:
-        """The part drawn bar by bar: all of a short run; of a long one, a recent step if its spans are still kept."""
+        """Return the part to draw bar by bar: all of a short run; of a long one, a recent step if it is still kept."""
         recent = self._recent
         if not recent.dropped_ns and self._progress.done <= FEW_STEPS:
             return Detail(recent.trace(now_ns, pending), recent.shown_ns, "time since the start of the run")
@@ -156,9 +156,9 @@ class Live:
         if last is None or last[0] < recent.dropped_ns:
             return None
         begin, end = last
-        grows = end - begin > SLOW_STEP_NS  # then the current step is shown beside it
+        grows = end - begin > SLOW_STEP_NS  # for slow steps, the current step is shown, too
         extent_ns = _round_up((end - begin) * (2 if grows else 1), self._detail.extent_ns if self._detail else 0)
-        # A quick step is cut at its end: incomplete spans beyond it would look like idle time.
+        # A fast step is clipped at its end, since incomplete spans after it would look like idle time.
         until = min(begin + extent_ns, now_ns) if grows else end
         self._detail = Detail(
             recent.trace(now_ns, pending).between(begin, until), extent_ns,
@@ -169,7 +169,7 @@ class Live:
 
 
 def _round_up(length_ns: int, before_ns: int) -> int:
-    """A round length for an axis, at least `length_ns`; the previous length as long as it fits."""
+    """Return a round length for an axis, at least `length_ns`; the previous length as long as it fits."""
     if 0.55 * before_ns <= length_ns <= before_ns:
         return before_ns
     power = 10 ** (len(str(length_ns)) - 1)
@@ -177,7 +177,7 @@ def _round_up(length_ns: int, before_ns: int) -> int:
 
 
 def _status(pending: Sequence[Pending], now_ns: int, *, returned: bool) -> tuple[str, bool]:
-    """What a rank is doing, if known, and whether it is blocked."""
+    """Return the status of a rank ("" if unknown), and whether it is blocked."""
     waits = [p for p in pending if p.wait_start_ns]
     if waits:
         oldest = min(waits, key=lambda p: p.wait_start_ns)
@@ -191,8 +191,8 @@ def _status(pending: Sequence[Pending], now_ns: int, *, returned: bool) -> tuple
 class _Cell:
     """The output of a notebook's cell: one display, which is updated.
 
-    The display starts as text alone, and ends with the same text beside the image: nbval 0.11 compares the first
-    version of a display with the saved notebook, and ignores images.
+    The display starts with text only, and ends with the same text and the image: nbval 0.11 compares the first version
+    of a display with the saved notebook, and ignores images.
     """
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ class _Cell:
     def begin(self, alt_text: str) -> None:
         self._alt_text = alt_text
         self._display({})
-        # The first import takes half a second, which would delay an error message or Stop if it came later.
+        # The first import takes half a second. Later, it would delay an error message or the reaction to Stop.
         threading.Thread(target=_import_matplotlib, daemon=True, name="labkit-import").start()
 
     def show(self, frame: LiveFrame) -> None:
@@ -226,7 +226,7 @@ class _Cell:
 
 
 def _import_matplotlib() -> None:
-    with contextlib.suppress(ImportError):  # drawing the timeline will say what is missing
+    with contextlib.suppress(ImportError):  # drawing the timeline will report what is missing
         import matplotlib.backends.backend_agg
         import matplotlib.figure  # noqa: F401
 
@@ -265,7 +265,7 @@ class _Nowhere:
 
 
 def _screen_here() -> Screen:
-    """The cell's output in a notebook kernel, a line if standard error is a terminal, else nowhere."""
+    """Return the cell's output in a notebook kernel, a line if standard error is a terminal, otherwise `_Nowhere`."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if hasattr(shell, "kernel"):
