@@ -130,7 +130,7 @@ def cost_of(operation: str, ranks: int) -> Cost:
     cost = type_of(operation).cost
     if cost is None:
         known = ", ".join(kind.name for kind in OPERATION_TYPES if kind.cost is not None)
-        raise ValueError(f"{operation!r} is no operation whose cost is known; expected {known}")
+        raise ValueError(f"{operation!r} is not an operation with a known cost; expected {known}")
     return cost
 
 

@@ -244,7 +244,7 @@ class RankPool:
         self._slow_s = float("inf")
         package, seconds = self.plan.kind.package, f"more than {SLOW_START_S:.0f} s"
         if package and self._starter.importing:
-            put(f"labkit: importing {package} for the ranks takes {seconds}: a first time, from a disk, it may be a minute\n")
+            put(f"labkit: importing {package} for the ranks takes {seconds}; the first time, from disk, it may take a minute\n")
         else:
             put(f"labkit: the ranks take {seconds} to start; this machine is busy\n")
 

@@ -17,15 +17,15 @@ __all__ = [
 class GroupKind(Enum):
     """The kind of communication that a key identifies."""
 
-    ALONE = "what one rank does alone: there is no key"
+    ALONE = "one rank alone: no key"
     COLLECTIVE = "a process group"
     PAIR = "messages from one rank to another"
     CALL = "remote calls from one rank to another"
-    RENDEZVOUS = "a call that returns when so many ranks are in it"
-    STORE = "a wait for a key that somebody sets"
+    RENDEZVOUS = "a call that returns once a given number of ranks have entered it"
+    STORE = "a wait until some rank sets a key of a store"
     CREATION = "the creation of a sub-group, which waits for all its members"
     BACKWARD = "a distributed backward pass"
-    TENSORFLOW = "what TensorFlow waits in: who has come to it, TensorFlow alone knows"
+    TENSORFLOW = "a wait inside TensorFlow, which alone knows the participants"
 
 
 TENSORFLOW: Final = "tensorflow"

@@ -25,16 +25,16 @@ __all__ = [
 class Traffic(Enum):
     """Who sends what to whom. A rank's bytes are its input or its output of the operation, whichever is larger."""
 
-    RING = "each rank sends the next one in the ring its share of the bytes, as the cost says it"
-    PAIRWISE = "each rank sends each other one an equal part; ranks may give different amounts"
-    FROM_ROOT = "the root sends each other rank the bytes that this one counts"
-    TO_ROOT = "each rank sends the root the bytes that it counts"
-    TOGETHER = "ranks wait for one another, and nothing is counted"
-    TO_PEER = "the rank sends its peer the bytes"
-    FROM_PEER = "the rank gets the bytes from its peer, which counts nothing"
-    SECOND_END = "the rank gets the bytes from its peer, which counts them"
-    NONE = "a rank is busy with what another one has called"
-    UNKNOWN = "nobody knows, or there is a peer to which the rank sends the bytes"
+    RING = "each rank sends the share of its bytes that the cost names to the next rank in the ring"
+    PAIRWISE = "each rank sends an equal part to every other rank; the amounts of two ranks may differ"
+    FROM_ROOT = "the root sends each other rank the bytes that the receiver records"
+    TO_ROOT = "each rank sends the root the bytes that it records"
+    TOGETHER = "the ranks wait for one another; no bytes are counted"
+    TO_PEER = "the rank sends the bytes to its peer"
+    FROM_PEER = "the rank receives the bytes from its peer, which records none"
+    SECOND_END = "the rank receives the bytes from its peer, which records them"
+    NONE = "the rank executes a call from another rank"
+    UNKNOWN = "unknown; if there is a peer, the rank sends it the bytes"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -157,7 +157,7 @@ class SpanStack(threading.local):
 def not_begun(name: str) -> None:
     """Warn that a thread ended a span that it had not begun. It is not recorded; other records are unaffected."""
     warnings.warn(
-        f"span({name!r}) was ended by a thread in which it was not open, so that it is not recorded: `with` ends it once, "
+        f"span({name!r}) was ended by a thread in which it was not open, so it is not recorded: `with` ends it once, "
         "in the thread that began it",
         RuntimeWarning,
         stacklevel=3,

@@ -74,7 +74,7 @@ def test_every_recorded_collective_has_a_cost() -> None:
 
 
 def test_an_unknown_operation() -> None:
-    with pytest.raises(ValueError, match="'shout' is no operation whose cost is known; expected send, recv, rpc, all_reduce"):
+    with pytest.raises(ValueError, match="'shout' is not an operation with a known cost; expected send, recv, rpc, all_reduce"):
         SLOW.seconds("shout", 1)
 
 
