@@ -185,7 +185,7 @@ class DeadlockMonitor:
             self._suspicion = None
             ids = " ".join(str(m.process.pid) for m in self._frozen)
             names = listed((m.name for m in self._frozen), most=MOST_NAMES, rest="others")
-            self.notice = f"stopped by a signal (SIGSTOP): {names}; `kill -CONT {ids}` lets the run go on"
+            self.notice = f"stopped by a signal (SIGSTOP): {names}; `kill -CONT {ids}` resumes the run"
         elif before:
             self.notice = ""
         return bool(self._frozen)

@@ -378,7 +378,7 @@ def test_a_low_limit_of_open_files(hard: bool) -> None:
     first, second = done.stdout.splitlines()
     if hard:
         assert first == "[256, 256] 256"
-        assert "the system's hard limit. Use at most" in second
+        assert "the hard limit of this process is 256" in second
     else:
         assert first == "[4096, 4096] 256"
         assert second == "64 True"

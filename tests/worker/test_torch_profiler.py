@@ -133,7 +133,7 @@ def test_a_profiler_that_was_not_stopped_is_an_error_and_not_a_crash(pair: Group
 
 
 def test_only_torch_has_a_profiler() -> None:
-    expected = "looks at torch; this is a group of the runtime 'bare'"
+    expected = "is for torch; this group has the runtime 'bare'"
     with Group(1, runtime="bare") as group, pytest.raises(LabError, match=expected), profile(group):
         pass
 
