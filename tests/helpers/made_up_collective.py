@@ -25,9 +25,9 @@ ProcessGroup.gossip = lambda self, tensors, options: self.allreduce(tensors, opt
 
 import labkit as lab  # noqa: E402
 from labkit.comm import watch_torch  # noqa: E402
-from labkit.group.deadlock import mismatch, stuck  # noqa: E402
+from labkit.group.deadlock import find_deadlock, mismatch  # noqa: E402
 from labkit.group.mismatches import first_unequal  # noqa: E402
-from labkit.group.rank_state import Standing  # noqa: E402
+from labkit.group.rank_state import RankState  # noqa: E402
 from labkit.plots.flows import flows_of  # noqa: E402
 from labkit.plots.traffic import _looks  # noqa: E402
 from labkit.recording.record import Recorder  # noqa: E402
@@ -73,7 +73,7 @@ def main() -> None:
     flows = flows_of(Trace(spans, [], ranks=[f"rank {rank}" for rank in range(4)]))
     sides = [("rank 0", pending("float32 [4]")), ("rank 1", pending("int32 [4]"))]
     link = lab.Link(gbit_per_s=0.008, latency_us=1000)
-    deadlock = stuck([Standing("rank 0", (pending(""),), entered={"world": 1}), Standing("rank 1", (), returned=True)])
+    deadlock = find_deadlock([RankState("rank 0", (pending(""),), entered={"world": 1}), RankState("rank 1", (), returned=True)])
     print(
         json.dumps(
             {
