@@ -171,10 +171,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         self, kind: OperationType, form: Form, arguments: tuple[Any, ...], root: int, match: int, call: Callable[..., Any],
         args: Any, kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Execute and record an operation that its caller waits for at once.
-
-        The same as `_issue` and the wait, in half the time.
-        """
+        """Execute and record an operation that its caller waits for: `_issue` and the wait in half the time."""
         start_ns, ring, group, line, name = clock(), self.recorder.ring, self._label, student_line(), form.name
         nbytes, signature = most_nbytes(arguments), signature_of(kind, form, arguments, root)
         peer = ROOTED - root if root >= 0 else -1
@@ -374,14 +371,7 @@ def _collective(method: str, kind: OperationType, form: Form) -> Callable[..., A
 def watched_process_group(
     recorder: Recorder, futures: Futures, numbering: Numbering, slow: SlowLink | None
 ) -> type[ProcessGroup]:
-    """Return a class of process groups that record their operations.
-
-    Args:
-        recorder: this rank's recorder.
-        futures: tracks the futures of operations.
-        numbering: maps the groups' ranks to processes.
-        slow: the emulated link that delays operations; None: no delays.
-    """
+    """Return a class of process groups that record their operations, delayed by the emulated link `slow` if any."""
     members = {
         "recorder": recorder, "futures": futures, "attendant": Attendant(), "backwards": Backwards(),
         "numbering": numbering, "slow": slow, "__module__": ProcessGroup.__module__,

@@ -127,14 +127,6 @@ def timeline(
 def figure_of(trace: Trace, title: str, step: int | range | str | None = None) -> Figure:
     """Draw the timeline of one trace as a figure unknown to pyplot, so that a notebook does not show it by itself.
 
-    Args:
-        trace: the trace.
-        title: the title.
-        step: as for `timeline`.
-
-    Returns:
-        the figure.
-
     Raises:
         LabError: the trace is empty, has no such step, or matplotlib is not installed.
     """
@@ -150,12 +142,7 @@ def figure_of(trace: Trace, title: str, step: int | range | str | None = None) -
 
 
 def view_of(trace: Trace, step: int | range | str | None, label: str) -> View:
-    """Select the part of a trace to show.
-
-    Args:
-        trace: the trace.
-        step: as for `timeline`.
-        label: the run's title; "" for none.
+    """Select the part of a trace that `step` names, as for `timeline`; `label` is the run's title, "" for none.
 
     Raises:
         LabError: the trace has no such step.

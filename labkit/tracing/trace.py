@@ -246,13 +246,7 @@ class Trace:
 
     @public_api
     def activity(self, rank: int) -> dict[str, Intervals]:
-        """Return the intervals of one rank, clipped to the window.
-
-        Args:
-            rank: the rank's number.
-
-        Returns:
-            "compute", "communication" and "waiting", each of shape (n, 2) in ns.
+        """Return one rank's intervals in the window: "compute", "communication", "waiting", each (n, 2) in ns.
 
         Raises:
             TypeError, ValueError: the trace has no such rank.
@@ -271,13 +265,7 @@ class Trace:
 
     @public_api
     def blocked(self, rank: int) -> Intervals:
-        """Return when a rank was blocked in communication and computed nothing; see `tracing.waiting`.
-
-        Args:
-            rank: the rank's number.
-
-        Returns:
-            the intervals, shape (n, 2) in ns.
+        """Return when a rank was blocked and computed nothing, shape (n, 2) in ns; see `tracing.waiting`.
 
         Raises:
             TypeError, ValueError: the trace has no such rank.
@@ -286,10 +274,7 @@ class Trace:
         return blocked(self.columns.data[self._is(rank, COMMUNICATION) & ~self.columns.around], self._computing(rank))
 
     def ready(self) -> NDArray[np.int64]:
-        """Return for each span when its last participating rank had arrived, in ns.
-
-        This is the span's own start if its rank was last.
-        """
+        """Return for each span when its last rank had arrived, in ns: its own start if its rank was last."""
         return self.columns.ready_ns
 
     @public_api
@@ -400,9 +385,6 @@ def from_records(
         start_ns: start of the trace's window; default: the first span's start.
         end_ns: end of the window; default: the last span's end.
         notes: notes for the reader, as in `Trace`.
-
-    Returns:
-        the trace.
     """
     ids: dict[str, int] = {"": 0}
 

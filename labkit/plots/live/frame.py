@@ -154,9 +154,6 @@ def svg(frame: LiveFrame, name: str) -> str:
     Args:
         frame: the frame.
         name: a prefix that makes the SVG's ids unique in the page.
-
-    Returns:
-        the HTML.
     """
     return _Drawing(frame, name).html()
 
