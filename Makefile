@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test quick lint format bench chaos gpu notebooks diagrams pictures lock clean distclean
+.PHONY: help setup lab test quick quick-tests quick-lesson lint format bench chaos gpu notebooks diagrams pictures lock clean distclean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /make \1|/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
@@ -32,8 +32,14 @@ lab: setup  ## open JupyterLab on lesson 00 (ARGS="--port=9000" reaches JupyterL
 test: lint  ## lint, types, all tests, all notebooks
 	$(BIN)/python -m pytest --nbval-lax tests notebooks
 
-quick: lint  ## for daily work, under two minutes: lint, types, the tests that start no processes, lesson 00
-	$(BIN)/python -m pytest --nbval-lax -m "not processes and not slow" tests notebooks/00_start_here.ipynb
+quick: setup  ## for daily work, under two minutes: lint, types, the tests that start no processes, lesson 00
+	@$(MAKE) --no-print-directory -j2 quick-tests quick-lesson
+
+quick-tests:
+	$(BIN)/python -m pytest -m "not processes and not slow" tests
+
+quick-lesson: lint
+	$(BIN)/python -m pytest --nbval-lax notebooks/00_start_here.ipynb
 
 lint: setup  ## ruff and mypy
 	$(BIN)/python -m ruff check .

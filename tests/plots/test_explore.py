@@ -209,6 +209,7 @@ def test_a_rank_without_steps_uses_the_steps_of_all_ranks() -> None:
     assert alone.said["rows"][0]["steps"] == 0
 
 
+@pytest.mark.slow
 def test_a_million_spans_are_drawn() -> None:
     trace = many()
     windows = Windows(trace)

@@ -462,6 +462,7 @@ def test_several_runs_are_stacked_on_one_scale():
 # Many spans
 
 
+@pytest.mark.slow
 def test_a_million_spans_become_pixels():
     trace = many(1_000_000)
     ax = timeline(trace)

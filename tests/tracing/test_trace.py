@@ -639,6 +639,7 @@ def test_a_missing_file_is_reported() -> None:
 # Size.
 
 
+@pytest.mark.slow
 def test_a_million_spans_are_summed() -> None:
     trace = many(1_000_000, ranks=4)  # 9 µs each, every third an all_reduce, which each rank enters 300 ns after the previous one
     for rank, share in enumerate(trace.shares()):
