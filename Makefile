@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test quick quick-tests quick-lesson lint format bench chaos gpu notebooks diagrams pictures lock clean distclean
+.PHONY: help setup lab test quick lint format bench chaos gpu notebooks diagrams pictures lock clean distclean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /make \1|/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
@@ -35,6 +35,8 @@ test: lint  ## lint, types, all tests, all notebooks
 quick: setup  ## for daily work, under two minutes: lint, types, the tests that start no processes, lesson 00
 	@$(MAKE) --no-print-directory -j2 quick-tests quick-lesson
 
+# Its two halves, one for each core.
+.PHONY: quick-tests quick-lesson
 quick-tests:
 	$(BIN)/python -m pytest -m "not processes and not slow" tests
 
