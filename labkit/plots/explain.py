@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from labkit.errors.lists import counted
 from labkit.errors.units import bytes_in_words, time_in_words
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.style import HasTrace, trace_of
@@ -125,13 +126,8 @@ def _machine(ranks: int) -> list[str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or ranks
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > cores + ranks:
-        return [
-            f"Other programs keep this machine busy (load {load:.0f} on {_cores(cores)}), so all times are longer than usual."
-        ]
+        busy = f"Other programs keep this machine busy (load {load:.0f} on {counted(cores, 'core')})"
+        return [f"{busy}, so all times are longer than usual."]
     if cores < ranks:
-        return [f"{ranks} ranks share {_cores(cores)}, so all times are longer than with a core for each rank."]
+        return [f"{ranks} ranks share {counted(cores, 'core')}, so all times are longer than with a core for each rank."]
     return []
-
-
-def _cores(count: int) -> str:
-    return f"{count} core{'' if count == 1 else 's'}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from labkit.plots.scaling import PREDICTED
 from labkit.plots.style import GREY, WIDTH_IN, labkit_style, pyplot
 
 if TYPE_CHECKING:
@@ -16,8 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Outcome", "draw_calibration", "draw_outcome"]
 
-GUESSED: Final = "#CC79A7"  # Okabe and Ito's purple, which no kind of span has
-PREDICTED: Final = "#56B4E9"
+GUESSED: Final = "#882255"  # Tol's wine, which no kind of span has
 MEASURED: Final = "#22262E"
 ROW_IN: Final = 0.34
 WIDE: Final = 20.0  # between the smallest and the largest value: from here on the axis is logarithmic
