@@ -232,7 +232,9 @@ def test_an_argument_that_is_not_a_method_is_not_shown_as_one(group: Group) -> N
     called = [s.name for s in spans(run, MASTER)]
     assert [name for name in called if name.startswith("rpc_sync")][-2:] == ["rpc_sync scaled", "rpc_sync made"]
     assert called[-1] == "rpc_async RemoteModule.forward"
-    assert [s.name for s in spans(run, WORKER, "compute")][-3:] == ["serve scaled", "serve made", "serve Decoder.forward"]
+    served = [s.name for s in spans(run, WORKER, "compute")]  # several threads serve: `remote` may create its object late
+    assert [name for name in served if name in ("serve scaled", "serve made")] == ["serve scaled", "serve made"], served
+    assert served[-1] == "serve Decoder.forward", served
 
 
 def test_a_rank_without_spans_computes_also_after_it_has_served(group: Group) -> None:
