@@ -38,6 +38,7 @@ _MODULES = {
     "explain": "plots.explain",
     "explore": "plots.explore",
     "memory": "plots.memory",
+    "predictions": "plots.predictions",
     "scaling": "plots.scaling",
     "timeline": "plots.timeline",
     "traffic": "plots.traffic",
@@ -47,8 +48,11 @@ _MODULES = {
     "steps": "recording.record",
     "schedule": "tracing.ideal_pipeline",
     "load_trace": "tracing.load",
+    "best_of": "tracing.step_times",
+    "step_ms": "tracing.step_times",
     "Span": "tracing.trace",
     "Trace": "tracing.trace",
+    "device": "worker.runtimes.devices",
     "devices": "worker.runtimes.devices",
 }
 if TYPE_CHECKING:
@@ -69,6 +73,7 @@ if TYPE_CHECKING:
     from labkit.plots.explain import explain as explain
     from labkit.plots.explore import explore as explore
     from labkit.plots.memory import memory as memory
+    from labkit.plots.predictions import predictions as predictions
     from labkit.plots.scaling import scaling as scaling
     from labkit.plots.timeline import timeline as timeline
     from labkit.plots.traffic import traffic as traffic
@@ -78,8 +83,11 @@ if TYPE_CHECKING:
     from labkit.recording.record import steps as steps
     from labkit.tracing.ideal_pipeline import schedule as schedule
     from labkit.tracing.load import load_trace as load_trace
+    from labkit.tracing.step_times import best_of as best_of
+    from labkit.tracing.step_times import step_ms as step_ms
     from labkit.tracing.trace import Span as Span
     from labkit.tracing.trace import Trace as Trace
+    from labkit.worker.runtimes.devices import device as device
     from labkit.worker.runtimes.devices import devices as devices
 
 __all__ = ["LabError", "RankError"]

@@ -52,7 +52,7 @@ def step_in_a_picture(folder: Path) -> dict[str, Any]:
 
 def train(steps: int) -> None:
     """In a rank."""
-    device = lab.devices()[0]
+    device = lab.device()
     torch.manual_seed(0)
     width = 256 if REHEARSAL else 2048
     layers = [module for _ in range(4) for module in (nn.Linear(width, width), nn.ReLU())]
@@ -73,7 +73,7 @@ def train(steps: int) -> None:
 
 def fill_memory() -> None:
     """In a rank."""
-    device = lab.devices()[0]
+    device = lab.device()
     width = 256 if REHEARSAL else 4096
     model = nn.Sequential(*[module for _ in range(4) for module in (nn.Linear(width, width), nn.ReLU())]).to(device)
     optimizer = torch.optim.Adam(model.parameters())
@@ -99,7 +99,7 @@ def save(axes: Any, path: Path) -> None:
 
 def copies_and_kernels() -> None:
     """In a rank: each copy and kernel `REPEATS` times, a span each."""
-    device = lab.devices()[0]
+    device = lab.device()
     pinned = device.type == "cuda"
     for mib in COPIED:
         n = mib * MIB
@@ -167,7 +167,7 @@ def events_beside_profiler() -> dict[str, float]:
 
 def products() -> None:
     """In a rank."""
-    x = torch.ones(WIDTHS[1], WIDTHS[1], device=lab.devices()[0])
+    x = torch.ones(WIDTHS[1], WIDTHS[1], device=lab.device())
     for _ in range(10):
         with lab.span("products"):
             for _ in range(10):

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 def train(steps):
     torch.manual_seed(0)
-    device = lab.devices()[0]
+    device = lab.device()
     model = DistributedDataParallel(CNN().to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     images, labels = torch.randn(64, 1, 28, 28, device=device), torch.randint(10, (64,), device=device)

@@ -8,11 +8,18 @@ from typing import Any, Final
 from labkit.costs.link import Link, as_float
 from labkit.errors.units import in_words, scaled
 
-__all__ = ["Prediction", "Working", "check_arguments", "in_latex"]
+__all__ = ["UNITS", "Prediction", "Working", "check_arguments", "in_latex"]
 
 _COUNTS: Final = frozenset(
     {"ranks", "stages", "micro_batches", "chunks", "buckets", "batch", "sequence", "hidden", "value_bytes"}
 )
+# The units in which a prediction can be read: which of "s", "B" and "" (a fraction) each measures, and its size.
+UNITS: Final = {
+    "": ("", 1.0), "%": ("", 1e-2),
+    "s": ("s", 1.0), "ms": ("s", 1e-3), "µs": ("s", 1e-6),
+    "B": ("B", 1.0), "kB": ("B", 1e3), "MB": ("B", 1e6), "GB": ("B", 1e9),
+    "KiB": ("B", 2.0**10), "MiB": ("B", 2.0**20), "GiB": ("B", 2.0**30),
+}  # fmt: skip
 LARGEST: Final = 1e30  # bytes or seconds: more is certainly a mistake, and would overflow
 
 
@@ -57,6 +64,17 @@ class Prediction(float):
         return in_words(float(self), self.unit)
 
     __str__ = __repr__
+
+    def in_unit(self, unit: str) -> float:
+        """The number in another unit, one of `UNITS`.
+
+        Raises:
+            ValueError: the prediction does not have this unit.
+        """
+        base, size = UNITS.get(unit, (None, 1.0))
+        if base != self.unit:
+            raise ValueError(f"the prediction, {self}, is not in {unit or 'plain numbers'}")
+        return float(self) / size
 
     @property
     def working(self) -> Working:

@@ -26,14 +26,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Note", "guess", "guesses", "reveal"]
 
-# A quantity's name ends with its unit: "step_ms". For each ending: the unit as it is shown, the unit of a `Prediction`
-# of such a quantity, and how many of the latter the former is.
+# A quantity's name ends with its unit: "step_ms". For each ending, the unit as it is shown.
 UNITS: Final = {
-    "_gbit_per_s": ("Gbit/s", None, 1.0),
-    "_percent": ("%", "", 1e-2),
-    "_gib": ("GiB", "B", 2.0**30), "_mib": ("MiB", "B", 2.0**20), "_kib": ("KiB", "B", 2.0**10),
-    "_gb": ("GB", "B", 1e9), "_mb": ("MB", "B", 1e6), "_kb": ("kB", "B", 1e3), "_bytes": ("B", "B", 1.0),
-    "_ms": ("ms", "s", 1e-3), "_us": ("µs", "s", 1e-6), "_s": ("s", "s", 1.0),
+    "_gbit_per_s": "Gbit/s", "_percent": "%",
+    "_gib": "GiB", "_mib": "MiB", "_kib": "KiB", "_gb": "GB", "_mb": "MB", "_kb": "kB", "_bytes": "B",
+    "_ms": "ms", "_us": "µs", "_s": "s",
 }  # fmt: skip
 LONGEST_CHOICE: Final = 200  # characters
 
@@ -208,7 +205,7 @@ def _folded(text: Any) -> str:
 
 def _parts(name: str) -> tuple[str, str]:
     """The quantity's name and unit as they are shown: "step_ms" is ("step", "ms")."""
-    for ending, (unit, _, _) in UNITS.items():
+    for ending, unit in UNITS.items():
         if name.endswith(ending) and name != ending:
             return name.removesuffix(ending).replace("_", " "), unit
     return name.replace("_", " "), ""
@@ -218,10 +215,10 @@ def _in_unit(name: str, predicted: Any) -> Any:
     """A prediction in the quantity's unit; plain numbers are in it already."""
     if not isinstance(predicted, Prediction):
         return predicted
-    shown, base, size = next((unit for ending, unit in UNITS.items() if name.endswith(ending)), ("", "", 1.0))
-    if base != predicted.unit:
-        raise ValueError(f"reveal({name}=..., predicted={predicted}): the prediction is not in {shown or 'plain numbers'}")
-    return float(predicted) / size
+    try:
+        return predicted.in_unit(_parts(name)[1])
+    except ValueError as error:
+        raise ValueError(f"reveal({name}=..., predicted=...): {error}") from None
 
 
 def _checked(function: str, name: str, value: Any) -> Value:

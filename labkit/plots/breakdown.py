@@ -13,9 +13,10 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.units import percent, time_in_words, unit_of
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import STYLES
-from labkit.plots.style import GREY, INKS, WIDTH_IN, HasTrace, labkit_style, pyplot, shortened, trace_of
+from labkit.plots.style import GREY, INKS, WIDTH_IN, labkit_style, pyplot, shortened
 from labkit.plots.timeline import HATCH, View, view_of
 from labkit.plots.waits import waiting_in_words
+from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Share, Trace
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from labkit.errors.lists import counted
 from labkit.errors.units import bytes_in_words, time_in_words
 from labkit.errors.wrong_calls import public_api
-from labkit.plots.style import HasTrace, trace_of
 from labkit.tracing.limits import Finding, Limit, limit_of
+from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
 __all__ = ["Explanation", "explain"]

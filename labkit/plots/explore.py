@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from labkit.errors.exceptions import missing
 from labkit.errors.wrong_calls import public_api
-from labkit.plots.style import HasTrace, trace_of
 from labkit.plots.timeline import view_of
+from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
 if TYPE_CHECKING:

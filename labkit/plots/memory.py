@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import in_words, three_digits, unit_of, unit_of_bytes
 from labkit.errors.wrong_calls import public_api
-from labkit.plots.style import GREY, WIDTH_IN, HasTrace, labkit_style, pyplot, trace_of
+from labkit.plots.style import GREY, WIDTH_IN, labkit_style, pyplot
 from labkit.plots.timeline import view_of
 from labkit.recording.schema import MEMORY, MEMORY_KINDS
+from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
 if TYPE_CHECKING:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import reprlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
-from labkit.errors.exceptions import LabError, missing
+from labkit.errors.exceptions import missing
 from labkit.tracing.trace import Trace
 
 if TYPE_CHECKING:
@@ -16,26 +15,16 @@ __all__ = [
     "GREY",
     "INKS",
     "WIDTH_IN",
-    "HasTrace",
     "labkit_style",
     "pyplot",
     "ranks_in_words",
     "shortened",
-    "trace_of",
 ]
 
 WIDTH_IN: Final = 9.0  # of a notebook's cell
 INKS: Final = {"light": "white", "dark": "#16191F", "page": "#16191F"}  # text on bars; a figure's page is white
 GREY: Final = "#5A6270"
 _STYLE_SHEET: Final = Path(__file__).with_name("labkit.mplstyle")
-
-
-class HasTrace(Protocol):
-    """A `Run`, or any other object with a trace."""
-
-    @property
-    def trace(self) -> Trace:
-        """The spans of all ranks."""
 
 
 def pyplot() -> Any:
@@ -59,31 +48,6 @@ def labkit_style() -> AbstractContextManager[None]:
     import matplotlib.style
 
     return matplotlib.style.context(_STYLE_SHEET)
-
-
-def trace_of(run: HasTrace | Trace, figure: str) -> Trace:
-    """The trace of a run, which must not be empty.
-
-    Args:
-        run: a run or a trace.
-        figure: the name of the calling function, for error messages.
-
-    Raises:
-        LabError: the trace is empty.
-        TypeError: `run` is neither a run nor a trace.
-    """
-    trace = run if isinstance(run, Trace) else getattr(run, "trace", None)
-    if not isinstance(trace, Trace):
-        if isinstance(run, list | tuple):
-            hint = f"; pass several runs as {figure}(a, b)" if figure == "timeline" else "; pass one run"
-        else:
-            hint = "; a group's last run is group.last_run" if hasattr(run, "last_run") else ""
-        raise TypeError(
-            f"{figure}({reprlib.repr(run)}): expected a run, as group.run and group.watch return it, or a trace{hint}"
-        )
-    if not len(trace) or trace.duration_ns <= 0:
-        raise LabError(f"{figure}: there is nothing to draw, since the ranks recorded nothing (run.trace has {len(trace)} spans)")
-    return trace
 
 
 def shortened(text: str, most: int) -> str:

@@ -14,10 +14,11 @@ from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import IMPORTANCE, LANES, STYLES, Bars, blend, caption, coverage, crowded, hairlines, ink
 from labkit.plots.message_arrows import COLOUR, draw_messages
 from labkit.plots.rows import Row, is_pipeline, rows_of
-from labkit.plots.style import GREY, INKS, WIDTH_IN, HasTrace, labkit_style, pyplot, ranks_in_words, trace_of
+from labkit.plots.style import GREY, INKS, WIDTH_IN, labkit_style, pyplot, ranks_in_words
 from labkit.plots.waits import legend_of, waiting_in_words
 from labkit.tracing.intervals import Intervals
 from labkit.tracing.median_step import median_step
+from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
 if TYPE_CHECKING:

@@ -12,9 +12,10 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.units import bytes_in_words, unit_of, unit_of_bytes
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.flows import Flows, flows_of, over_time
-from labkit.plots.style import GREY, INKS, WIDTH_IN, HasTrace, labkit_style, pyplot, shortened, trace_of
+from labkit.plots.style import GREY, INKS, WIDTH_IN, labkit_style, pyplot, shortened
 from labkit.plots.timeline import view_of
 from labkit.recording.operations import type_of
+from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
 if TYPE_CHECKING:

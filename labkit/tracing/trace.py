@@ -37,6 +37,7 @@ from labkit.recording.schema import (
 )
 from labkit.tracing.intervals import Intervals, difference, intersection, length, union
 from labkit.tracing.perfetto import write_events
+from labkit.tracing.steps_of_rank import steps_of_rank
 from labkit.tracing.trace_file import writing
 from labkit.tracing.waiting import blocked
 
@@ -199,26 +200,23 @@ class Trace:
             raise LabError(f"step {number}: all ranks of this trace have completed {len(bounds)} steps{hint}") from None
         return self.between(int(start), int(end))
 
-    def step_bounds(self) -> Intervals:
+    def step_bounds(self, rank: int | None = None) -> Intervals:
         """Return the bounds of each step: from the first rank's start to the last rank's end, shape (steps, 2), in ns.
 
         In nested loops, only the steps of the innermost count. Ranks without steps are ignored; only steps that all
         other ranks have completed count. A step belongs to a window that contains its middle: ranks do not enter a step
         at the same time, so its window contains parts of neighbouring steps.
+
+        Args:
+            rank: only this rank's own steps; default: those of all ranks.
         """
-        per_rank = []
-        for rank in range(len(self.ranks)):
-            rows = self._rows(rank, STEP)
-            rows = rows[np.lexsort((-rows["end_ns"], rows["start_ns"]))]
-            rows = rows[np.append(rows["start_ns"][1:] >= rows["end_ns"][:-1], np.ones(len(rows[:1]), bool))]
-            middle = rows["start_ns"] + (rows["end_ns"] - rows["start_ns"]) // 2
-            rows = rows[(middle >= self.start_ns) & (middle <= self.end_ns)]
-            if len(rows):
-                per_rank.append(np.stack([rows["start_ns"], rows["end_ns"]], axis=1))
-        if not per_rank:
-            return np.empty((0, 2), np.int64)
-        count = min(len(p) for p in per_rank)
-        return np.stack([np.min([p[:count, 0] for p in per_rank], 0), np.max([p[:count, 1] for p in per_rank], 0)], axis=1)
+        if rank is not None:
+            self._check_rank(rank, "step_bounds")
+        ranks = range(len(self.ranks)) if rank is None else [rank]
+        per_rank = [steps_of_rank(self._rows(one, STEP), self.start_ns, self.end_ns) for one in ranks]
+        count = min((len(steps) for steps in per_rank if len(steps)), default=0)
+        bounds = [steps[:count] for steps in per_rank if len(steps)] or [np.empty((0, 2), np.int64)]
+        return np.stack([np.min([b[:, 0] for b in bounds], 0), np.max([b[:, 1] for b in bounds], 0)], axis=1)
 
     def shares(self) -> tuple[Share, ...]:
         """Return how each rank spent the time of the window, in rank order.

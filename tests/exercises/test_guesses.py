@@ -147,7 +147,7 @@ def test_a_prediction_is_converted_to_the_unit_of_the_quantity(name, prediction,
 
 def test_a_prediction_of_seconds_is_no_number_of_bytes():
     prediction = lab.predict.barrier(ranks=2, link=lab.Link.ethernet_1g)
-    with pytest.raises(ValueError, match=r"reveal\(sent_mb=\.\.\., predicted=.*\): the prediction is not in MB"):
+    with pytest.raises(ValueError, match=r"reveal\(sent_mb=\.\.\., predicted=.*\): the prediction, .*, is not in MB"):
         reveal(sent_mb=1, predicted=prediction)
 
 

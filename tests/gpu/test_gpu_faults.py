@@ -30,7 +30,7 @@ def pair() -> Iterator[lab.Group]:
 def total() -> float:
     import torch.distributed as dist
 
-    x = torch.ones(1, device=lab.devices()[0])
+    x = torch.ones(1, device=lab.device())
     dist.all_reduce(x)
     return x.item()
 
@@ -45,7 +45,7 @@ def test_out_of_memory(pair: lab.Group) -> None:
         import torch.distributed as dist
 
         if dist.get_rank() == 1:
-            torch.empty(2 * torch.cuda.get_device_properties(0).total_memory, dtype=torch.uint8, device=lab.devices()[0])
+            torch.empty(2 * torch.cuda.get_device_properties(0).total_memory, dtype=torch.uint8, device=lab.device())
         total()
 
     with pytest.raises(RankError, match=r"rank 1 failed: .*OutOfMemoryError: CUDA out of memory"):
@@ -71,7 +71,7 @@ def test_the_memory_of_a_failed_run_is_freed(pair: lab.Group) -> None:
 @needs_cuda
 def test_a_device_side_assert(pair: lab.Group) -> None:
     def out_of_bounds() -> float:
-        table = torch.ones(4, device=lab.devices()[0])
+        table = torch.ones(4, device=lab.device())
         return float(table[torch.tensor([99], device=table.device)].sum().item())
 
     with pytest.raises(RankError, match=r"rank 0 failed: .*CUDA error: device-side assert triggered"):
@@ -82,7 +82,7 @@ def test_a_device_side_assert(pair: lab.Group) -> None:
 @needs_cuda
 def test_a_kernel_that_fails_after_its_function_returned(pair: lab.Group) -> None:
     def leave_it_running() -> None:
-        table = torch.ones(4, device=lab.devices()[0])
+        table = torch.ones(4, device=lab.device())
         torch.cuda._sleep(100_000_000)
         table[torch.tensor([99], device=table.device)]
 
@@ -96,7 +96,7 @@ def test_a_rank_killed_while_its_kernel_runs(pair: lab.Group) -> None:
     def killed() -> None:
         import torch.distributed as dist
 
-        torch.ones(1, device=lab.devices()[0])
+        torch.ones(1, device=lab.device())
         if dist.get_rank() == 1:
             torch.cuda._sleep(LONG_CYCLES)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -146,7 +146,7 @@ def test_collectives_of_nccl_in_another_order(pair: lab.Group) -> None:
     def crossed() -> None:
         import torch.distributed as dist
 
-        x, y = torch.ones(1 << 20, device=lab.devices()[0]), torch.ones(1 << 10, device=lab.devices()[0])
+        x, y = torch.ones(1 << 20, device=lab.device()), torch.ones(1 << 10, device=lab.device())
         total()
         if dist.get_rank() == 0:
             dist.broadcast(x, 0)

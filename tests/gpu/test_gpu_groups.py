@@ -33,14 +33,14 @@ def shared() -> Iterator[lab.Group]:
 def where() -> tuple[str, str, int]:
     import torch.distributed as dist
 
-    return dist.get_backend(), lab.devices()[0].type, torch.cuda.current_device() if torch.cuda.is_available() else -1
+    return dist.get_backend(), lab.device().type, torch.cuda.current_device() if torch.cuda.is_available() else -1
 
 
 def collectives() -> dict[str, list[float]]:
     """Each collective once, on this rank's device."""
     import torch.distributed as dist
 
-    rank, size, device = dist.get_rank(), dist.get_world_size(), lab.devices()[0]
+    rank, size, device = dist.get_rank(), dist.get_world_size(), lab.device()
     mine = torch.full((4,), float(rank + 1), device=device)
     found = {}
     x = mine.clone()
@@ -100,7 +100,7 @@ def test_each_rank_has_a_gpu_and_nccl_moves_the_tensors() -> None:
 def ping_pong() -> list[float]:
     import torch.distributed as dist
 
-    x = torch.ones(2, device=lab.devices()[0])
+    x = torch.ones(2, device=lab.device())
     if dist.get_rank() == 0:
         dist.send(x + 1, 1)
         dist.recv(x, 1)
@@ -140,7 +140,7 @@ def trained(wrapped: bool, steps: int = 5) -> list[float]:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    rank, size, device = dist.get_rank(), dist.get_world_size(), lab.devices()[0]
+    rank, size, device = dist.get_rank(), dist.get_world_size(), lab.device()
     model, inputs, labels = model_and_data()
     model = model.to(device)
     trained_model = DistributedDataParallel(model) if wrapped else model
@@ -167,7 +167,7 @@ def sharded() -> list[float]:
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    device = lab.devices()[0]
+    device = lab.device()
     model, inputs, labels = model_and_data()
     model = model.to(device)
     fully_shard(model)
@@ -192,7 +192,7 @@ def test_fsdp2_on_gpus_equals_one_process(alone: lab.Group, ranks: int) -> None:
 
 def on_the_owners_device(x: Any) -> Any:
     """A callee moves its arguments to its own GPU and returns a CPU tensor: RPC sends nothing else."""
-    return (x.to(lab.devices()[0]) * 2).cpu()
+    return (x.to(lab.device()) * 2).cpu()
 
 
 def asked() -> list[float]:
@@ -210,7 +210,7 @@ def test_rpc_with_callees_on_gpus() -> None:
 @needs_cuda
 def test_tensors_of_a_gpu_come_back_as_tensors_of_the_cpu(alone: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
     def make(x: Any) -> Any:
-        return x.to(lab.devices()[0]) + 1
+        return x.to(lab.device()) + 1
 
     (found,) = alone.run(make, torch.ones(2)).results
     assert found.device.type == "cpu"

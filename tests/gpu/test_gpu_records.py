@@ -34,7 +34,7 @@ def pair() -> Iterator[lab.Group]:
 
 
 def many_products(count: int, size: int) -> None:
-    x = torch.ones(size, size, device=lab.devices()[0])
+    x = torch.ones(size, size, device=lab.device())
     for _ in range(count):
         x = x @ x / size
 
@@ -77,7 +77,7 @@ def test_events_and_the_profiler_agree_on_when_the_gpu_worked(alone: lab.Group) 
 
 
 def train(steps: int) -> None:
-    device = lab.devices()[0]
+    device = lab.device()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 10)).to(device)
     replica = torch.nn.parallel.DistributedDataParallel(model)
@@ -117,7 +117,7 @@ def test_a_collective_of_nccl_lasts_as_long_as_it_is_under_way(pair: lab.Group) 
     def late() -> None:
         import torch.distributed as dist
 
-        x = torch.ones(1 << 20, device=lab.devices()[0])
+        x = torch.ones(1 << 20, device=lab.device())
         dist.all_reduce(x)
         torch.cuda.synchronize()
         dist.barrier()
@@ -198,7 +198,7 @@ def test_nvml_sees_the_memory_of_a_rank(alone: lab.Group) -> None:
 
 def tracked() -> dict[str, int]:
     """A few steps of Adam, with the numbers of torch's own allocator."""
-    device = lab.devices()[0]
+    device = lab.device()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 1024)).to(device)
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)

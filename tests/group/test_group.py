@@ -287,10 +287,10 @@ def test_threads_and_devices_of_a_rank(start: str) -> None:
 
         mine = torch.full((1,), float(dist.get_rank() + 1))
         dist.all_reduce(mine)
-        return torch.get_num_threads(), [str(d) for d in lab.devices(2)], mine.item(), dist.get_backend()
+        return torch.get_num_threads(), [str(d) for d in (*lab.devices(2), lab.device())], mine.item(), dist.get_backend()
 
     with lab.Group(2, threads=3, devices="cpu", start=start) as group:
-        assert group.run(look).results == [(3, ["cpu", "cpu"], 3.0, "gloo")] * 2
+        assert group.run(look).results == [(3, ["cpu", "cpu", "cpu"], 3.0, "gloo")] * 2
 
 
 def test_shares_of_gpus() -> None:

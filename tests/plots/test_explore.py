@@ -282,7 +282,7 @@ def test_without_anywidget_the_error_names_the_extra(monkeypatch: pytest.MonkeyP
 def test_objects_that_cannot_be_explored_are_reported() -> None:
     with pytest.raises(TypeError, match=r"explore\(3\): expected a run"):
         lab.explore(3)
-    with pytest.raises(LabError, match="explore: there is nothing to draw"):
+    with pytest.raises(LabError, match="explore: the ranks recorded nothing"):
         lab.explore(Trace([], ranks=["rank 0"]))
     with pytest.raises(LabError, match="this run has the steps 0 to 2"):
         lab.explore(data_parallel(), step=3)

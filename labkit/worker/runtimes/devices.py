@@ -10,7 +10,17 @@ from typing import Any
 from labkit.errors.exceptions import missing
 from labkit.errors.wrong_calls import public_api
 
-__all__ = ["devices", "gpu_count", "share_of_devices"]
+__all__ = ["device", "devices", "gpu_count", "share_of_devices"]
+
+
+@public_api
+def device() -> Any:
+    """Return the first torch device of this rank: a GPU of its own if there are enough, else a shared one or the CPU.
+
+    Raises:
+        LabError: torch is not installed.
+    """
+    return devices(1)[0]
 
 
 @public_api

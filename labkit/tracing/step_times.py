@@ -1,0 +1,75 @@
+"""`step_ms`: how long a typical step of a run took; `best_of`: the run of several tries that was disturbed least."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from labkit.errors.exceptions import LabError
+from labkit.errors.wrong_calls import public_api
+from labkit.tracing.run_argument import HasTrace, trace_of
+from labkit.tracing.trace import Trace
+
+__all__ = ["best_of", "step_ms"]
+
+
+@public_api
+def step_ms(run: HasTrace | Trace, rank: int | None = None) -> float:
+    """Return the median duration of a run's steps in milliseconds.
+
+    A step is one iteration of `lab.steps`. If there are at least three, the first is left out, because it includes what
+    is done only once. Without `rank`, a step lasts as long as on the rank that took longest for it.
+
+    Args:
+        run: a run or a trace.
+        rank: only the steps of this rank.
+
+    Raises:
+        LabError: there are no steps.
+        TypeError: neither a run nor a trace, or a rank that is not a whole number.
+        ValueError: there is no such rank.
+    """
+    trace = trace_of(run, "step_ms")
+    bounds = [trace.step_bounds(one) for one in (range(len(trace.ranks)) if rank is None else [rank])]
+    durations = [np.diff(own)[:, 0] for own in bounds if len(own)]
+    if not durations:
+        whose = "the ranks have" if rank is None else f"{trace.ranks[rank]} has"
+        raise LabError(f"step_ms: {whose} recorded no steps; write `for batch in lab.steps(batches):` in the function")
+    count = min(map(len, durations))
+    longest = np.max([own[:count] for own in durations], axis=0)
+    return float(np.median(longest[1:] if count > 2 else longest)) / 1e6
+
+
+@public_api
+def best_of(tries: int, call: Callable[..., Any], *args: Any, key: Callable[[Any], Any] = step_ms, **options: Any) -> Any:
+    """Run the same several times and return the fastest run: other programs can only make a run slower.
+
+    For example, `best_of(5, group.run, train, batches)` calls `group.run(train, batches)` five times and returns the
+    run with the shortest median step.
+
+    Args:
+        tries: how many times to call.
+        call: usually `group.run`.
+        args: its arguments.
+        key: what to compare, a function of the result; the smallest counts.
+        options: its named arguments.
+
+    Returns:
+        the result of `call` for which `key` is smallest.
+
+    Raises:
+        TypeError: `tries` is not a whole number, or `call` or `key` not a function.
+        ValueError: `tries` is less than 1.
+        LabError: without `key`, a run has no steps.
+    """
+    if not isinstance(tries, numbers.Integral) or isinstance(tries, bool):
+        raise TypeError(f"best_of({tries!r}, ...): expected the number of tries first, as in lab.best_of(5, group.run, train)")
+    if tries < 1:
+        raise ValueError(f"best_of({tries}, ...): expected at least one try")
+    for name, given in (("call", call), ("key", key)):
+        if not callable(given):
+            raise TypeError(f"best_of({name}={given!r}): expected a function, as in lab.best_of(5, group.run, train)")
+    return min((call(*args, **options) for _ in range(tries)), key=key)

@@ -1,0 +1,69 @@
+"""The table of predicted and measured values."""
+
+import numpy as np
+import pytest
+
+from labkit.costs import formulas as predict
+from labkit.costs.link import Link
+from labkit.plots.predictions import MIME, predictions
+
+
+def test_the_table_as_text():
+    table = predictions({"usual cut": (10.0, 12.5), "balanced cut": (1200.4, 600.2)}, unit="ms")
+    assert repr(table).splitlines() == [
+        "              predicted  measured  ratio",
+        "usual cut         10 ms   12.5 ms   1.25",
+        "balanced cut   1,200 ms    600 ms   0.50",
+    ]
+
+
+def test_the_table_as_html_and_as_numbers():
+    table = predictions({"<sent>": [3, np.float32(6)]}, unit="MB")
+    bundle = table._repr_mimebundle_()
+    assert bundle["text/plain"] == repr(table)
+    assert "&lt;sent&gt;" in bundle["text/html"]
+    assert bundle["text/html"].count("<td") == 4
+    assert bundle["text/html"].count("<th ") == 4
+    assert bundle[MIME] == {"unit": "MB", "rows": [{"name": "<sent>", "predicted": 3.0, "measured": 6.0}]}
+
+
+def test_a_prediction_is_converted_to_the_unit_of_the_table():
+    message = predict.message(1_000_000, Link(gbit_per_s=1, latency_us=50))  # 8.05 ms
+    (row,) = predictions({"message": (message, 8.05)}, unit="ms").rows
+    assert (row.predicted, row.ratio) == (pytest.approx(8.05), pytest.approx(1))
+    with pytest.raises(ValueError, match=r"predictions\('message': \.\.\.\): the prediction, 8\.05 ms, is not in MB"):
+        predictions({"message": (message, 8.05)}, unit="MB")
+
+
+def test_a_fraction_in_percent():
+    bubble = predict.pipeline_bubble(stages=2, micro_batches=1)
+    assert repr(predictions({"bubble": (bubble, 55)}, unit="%")).splitlines()[1].split() == [
+        "bubble",
+        "50",
+        "%",
+        "55",
+        "%",
+        "1.10",
+    ]
+
+
+def test_zero_predicted_has_no_ratio():
+    assert repr(predictions({"messages": (0, 3)})).splitlines()[1].split() == ["messages", "0", "3"]
+
+
+@pytest.mark.parametrize(
+    ("values", "unit", "error", "words"),
+    [
+        ([("a", 1, 2)], "", TypeError, "expected pairs by name"),
+        ({}, "", ValueError, "expected at least one quantity"),
+        ({"a": 3}, "", TypeError, r"predictions\('a': 3\): expected a pair"),
+        ({"a": (1, 2, 3)}, "", TypeError, "expected a pair"),
+        ({"a": (1, "2")}, "", TypeError, r"predictions\('a': '2'\): expected a number"),
+        ({"a": (1, True)}, "", TypeError, "expected a number"),
+        ({"a": (1, float("nan"))}, "", ValueError, "expected a finite number"),
+        ({"a": (1, 2)}, "hours", ValueError, r"predictions\(unit='hours'\): expected one of '', '%', 's', 'ms'"),
+    ],
+)
+def test_invalid_arguments(values, unit, error, words):
+    with pytest.raises(error, match=words):
+        predictions(values, unit)
