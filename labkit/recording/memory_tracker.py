@@ -165,6 +165,7 @@ class Tracker:
 
     def save(self, tensor: Any) -> Key | None:
         """Count a tensor that a graph node saves; return the key for its release, or None if it is of another kind."""
+        tensor = _local(tensor)
         storage = tensor.untyped_storage()
         if storage._cdata in self._storages:
             return None
@@ -269,8 +270,9 @@ class _Saved:
 
 
 def _local(tensor: Any) -> Any:
-    """Return this rank's shard of a tensor."""
-    return getattr(tensor, "_local_tensor", tensor)
+    """Return this rank's own memory of a tensor: a DTensor's shard, and the result behind a functional collective."""
+    shard = getattr(tensor, "_local_tensor", tensor)
+    return getattr(shard, "elem", shard)
 
 
 def _gathering(modules: list[Any]) -> Iterator[tuple[Any, list[Any]]]:

@@ -292,6 +292,30 @@ def test_gathered_parameters_that_fsdp_keeps_count_until_the_backward_pass():
     assert at(run, "backward_is_over") == {"parameters": WHOLE / 4, "gradients": WHOLE / 4}
 
 
+def tensor_parallel(gathered):
+    """One step of a model of two layers that DTensor splits; with `gathered`, its input is split as well."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH, bias=False))
+    first = ColwiseParallel(input_layouts=Shard(0) if gathered else Replicate())
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": first, "2": RowwiseParallel()})
+    with lab.track_memory(model):
+        out = model(torch.ones(ROWS // 2 if gathered else ROWS, WIDTH))
+        lab.record(forward_is_over=1)
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_activations_of_dtensors_are_this_ranks_own(two_ranks, gathered):
+    run = two_ranks.run(tensor_parallel, gathered)
+    # The first layer keeps the whole input; ReLU and the second layer keep this rank's half of the hidden values, once.
+    expected = {"parameters": 4 * 2 * WIDTH * WIDTH, "activations": 4 * ROWS * (WIDTH + WIDTH)}
+    assert at(run, "forward_is_over") == expected
+
+
 def test_the_last_change_has_its_own_time(rank):
     now = SimpleNamespace(ns=0)
     tracker = Tracker(rank.ring, [], [], now=lambda: now.ns)
