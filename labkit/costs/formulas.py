@@ -10,140 +10,40 @@ ranks, n a size in bytes. An emulated `labkit.Link` follows the same formulas (`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Final
 
-from labkit.costs.link import Link, cost_of
-from labkit.costs.prediction import Prediction, check_arguments, in_latex
+from labkit.costs import collectives
+from labkit.costs.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    collective,
+    gather,
+    in_seconds,
+    message,
+    reduce,
+    reduce_scatter,
+    rpc,
+    scatter,
+)  # fmt: skip
+from labkit.costs.link import Link
+from labkit.costs.prediction import Prediction, check_arguments
 from labkit.costs.schedule_names import INTERLEAVED, schedule_name
 from labkit.errors.wrong_calls import public_api
-from labkit.recording.operations import CHAN, HOCKNEY, OPERATION_TYPES, THAKUR, Traffic
 
 __all__ = [
     "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "data_parallel_step", "gather", "message",
     "pipeline_bubble", "pipeline_step", "reduce", "reduce_scatter", "rpc", "scatter", "tensor_parallel_layer", "zero_memory",
 ]  # fmt: skip
 
+_s: Final = in_seconds
 _LOGP: Final = "Culler et al., LogP, 1993 (overhead)"
-_DEEP: Final = r"\lceil\log_2 p\rceil"
 
 
 def __dir__() -> list[str]:
     return list(__all__)
-
-
-def message(nbytes: float, link: Link) -> Prediction:
-    """Seconds of a message of `nbytes` bytes, once both sender and receiver have arrived: α + n/B.
-
-    Source: R. W. Hockney, "The communication challenge for MPP", 1994.
-    """
-    return _collective("send", nbytes, 2, link)
-
-
-def all_reduce(nbytes: float, ranks: int, link: Link, *, algorithm: str = "ring") -> Prediction:
-    """Seconds of an all-reduce of a tensor of `nbytes` bytes.
-
-    Args:
-        nbytes: size of each rank's tensor.
-        ranks: p, the number of ranks.
-        link: the link between them.
-        algorithm: "ring": 2(p−1)·α + 2(p−1)/p·n/B, best for large tensors, used by emulated links; "tree": a reduce and
-            a broadcast, 2⌈log₂ p⌉·(α + n/B); "halving": Rabenseifner's, for p a power of two, 2⌈log₂ p⌉·α +
-            2(p−1)/p·n/B.
-
-    Raises:
-        TypeError, ValueError: an invalid argument.
-
-    Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH", 2005.
-    """
-    if algorithm == "ring":
-        return _collective("all_reduce", nbytes, ranks, link)
-    check_arguments(nbytes=nbytes, ranks=ranks, link=link)
-    deep, around = math.ceil(math.log2(ranks)), 2 * (ranks - 1) / ranks
-    if algorithm == "tree":
-        return _timed(2 * deep, 2 * deep, nbytes, link, rf"2{_DEEP}\left(\alpha + \frac{{n}}{{B}}\right)", CHAN)
-    if algorithm == "halving":
-        if ranks & (ranks - 1):
-            raise ValueError(f"algorithm='halving' with ranks={ranks}: this form holds for powers of two (2, 4, 8, ...)")
-        return _timed(2 * deep, around, nbytes, link, rf"2{_DEEP}\,\alpha + \frac{{2(p-1)}}{{p}}\,\frac{{n}}{{B}}", THAKUR)
-    raise ValueError(f"algorithm={algorithm!r}: expected 'ring', 'tree' or 'halving'")
-
-
-def all_gather(nbytes: float, ranks: int, link: Link) -> Prediction:
-    """Seconds of a ring all-gather: (p−1)·α + (p−1)/p·n/B, with n the bytes of all ranks' parts together."""
-    return _collective("all_gather", nbytes, ranks, link)
-
-
-def reduce_scatter(nbytes: float, ranks: int, link: Link) -> Prediction:
-    """Seconds of a ring reduce-scatter: (p−1)·α + (p−1)/p·n/B, with n the bytes of each rank's input."""
-    return _collective("reduce_scatter", nbytes, ranks, link)
-
-
-def all_to_all(nbytes: float, ranks: int, link: Link) -> Prediction:
-    """Seconds of a pairwise all-to-all: (p−1)·α + (p−1)/p·n/B, with n the bytes of a rank's parts for all ranks."""
-    return _collective("all_to_all", nbytes, ranks, link)
-
-
-def broadcast(nbytes: float, ranks: int, link: Link, *, algorithm: str = "tree") -> Prediction:
-    """Seconds of a broadcast of `nbytes` bytes.
-
-    Args:
-        nbytes: size of the tensor.
-        ranks: p, the number of ranks, including the root.
-        link: the link between them.
-        algorithm: "tree": a binomial tree, ⌈log₂ p⌉·(α + n/B), used by emulated links; "scatter": a scatter and an
-            all-gather, (⌈log₂ p⌉ + p − 1)·α + 2(p−1)/p·n/B, better for large tensors.
-
-    Raises:
-        TypeError, ValueError: an invalid argument.
-
-    Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH", 2005.
-    """
-    if algorithm == "tree":
-        return _collective("broadcast", nbytes, ranks, link)
-    if algorithm != "scatter":
-        raise ValueError(f"algorithm={algorithm!r}: expected 'tree' or 'scatter'")
-    check_arguments(nbytes=nbytes, ranks=ranks, link=link)
-    rounds, share = math.ceil(math.log2(ranks)) + ranks - 1, 2 * (ranks - 1) / ranks
-    return _timed(rounds, share, nbytes, link, rf"({_DEEP} + p - 1)\,\alpha + \frac{{2(p-1)}}{{p}}\,\frac{{n}}{{B}}", THAKUR)
-
-
-def reduce(nbytes: float, ranks: int, link: Link) -> Prediction:
-    """Seconds of a binomial-tree reduce of tensors of `nbytes` bytes: ⌈log₂ p⌉·(α + n/B)."""
-    return _collective("reduce", nbytes, ranks, link)
-
-
-def gather(nbytes: float, ranks: int, link: Link) -> Prediction:
-    """Seconds of a binomial-tree gather: ⌈log₂ p⌉·α + (p−1)/p·n/B, with n the bytes of all parts together."""
-    return _collective("gather", nbytes, ranks, link)
-
-
-def scatter(nbytes: float, ranks: int, link: Link) -> Prediction:
-    """Seconds of a binomial-tree scatter: ⌈log₂ p⌉·α + (p−1)/p·n/B, with n the bytes of all parts together."""
-    return _collective("scatter", nbytes, ranks, link)
-
-
-def barrier(ranks: int, link: Link) -> Prediction:
-    """Seconds of a dissemination barrier: ⌈log₂ p⌉·α.
-
-    Source: D. Hensgen, R. Finkel, U. Manber, "Two algorithms for barrier synchronization", 1988.
-    """
-    return _collective("barrier", 0, ranks, link)
-
-
-def rpc(request_bytes: float, reply_bytes: float, link: Link, *, compute_s: float = 0.0) -> Prediction:
-    """Seconds of a remote call and its reply: 2α + (n₁ + n₂)/B + t.
-
-    Args:
-        request_bytes: n₁, the size of the arguments.
-        reply_bytes: n₂, the size of the result.
-        link: the link between the two ranks.
-        compute_s: t, the compute time of the callee.
-    """
-    check_arguments(request_bytes=request_bytes, reply_bytes=reply_bytes, link=link, compute_s=compute_s)
-    value = 2 * link.latency_s + (request_bytes + reply_bytes) / link.bytes_per_s + compute_s
-    inserted = rf"2 \cdot {_s(link.latency_s)} + {_over(request_bytes + reply_bytes, link)} + {_s(compute_s)}"
-    return Prediction(value, "s", "T", r"2\,\alpha + \frac{n_1 + n_2}{B} + t", inserted, HOCKNEY)
 
 
 def data_parallel_step(
@@ -184,7 +84,7 @@ def data_parallel_step(
     """
     check_arguments(forward_s=forward_s, backward_s=backward_s, gradient_bytes=gradient_bytes, ranks=ranks, link=link)
     check_arguments(buckets=buckets, optimizer_s=optimizer_s, overhead_s=overhead_s)
-    each = float(_collective("all_reduce", gradient_bytes / buckets, ranks, link))
+    each = float(collective("all_reduce", gradient_bytes / buckets, ranks, link))
     source = "Li et al., PyTorch Distributed, 2020 (overlap); equal buckets at equal intervals"
     source += f"; {_LOGP}" if overhead_s else ""
     begin, end = rf"{_s(forward_s)} + ", rf" + {_s(optimizer_s)}"
@@ -323,7 +223,7 @@ def tensor_parallel_layer(
         batch=batch, sequence=sequence, hidden=hidden, ranks=ranks, link=link, value_bytes=value_bytes, compute_s=compute_s
     )
     nbytes, times = batch * sequence * hidden * value_bytes, 4 if backward else 2
-    each = float(_collective("all_reduce", nbytes, ranks, link))
+    each = float(collective("all_reduce", nbytes, ranks, link))
     formula = rf"\frac{{t}}{{p}} + {times}\,T_\text{{all-reduce}}(b\,s\,h \cdot {value_bytes}\,\text{{B}})"
     inserted = rf"\frac{{{_s(compute_s)}}}{{{ranks}}} + {times} \cdot {_s(each)}"
     return Prediction(compute_s / ranks + times * each, "s", "T", formula, inserted, "Shoeybi et al., Megatron-LM, 2019")
@@ -375,27 +275,6 @@ def zero_memory(
     )
 
 
-def _collective(operation: str, nbytes: float, ranks: int, link: Link) -> Prediction:
-    check_arguments(nbytes=nbytes, ranks=ranks, link=link)
-    cost = cost_of(operation, ranks)
-    return _timed(cost.rounds(ranks), cost.share(ranks), nbytes, link, cost.formula, cost.source)
-
-
-def _timed(rounds: int, share: float, nbytes: float, link: Link, formula: str, source: str) -> Prediction:
-    value = rounds * link.latency_s + share * nbytes / link.bytes_per_s
-    bytes_term = rf" + {share:.4g} \cdot {_over(nbytes, link)}" if r"{B}" in formula else ""
-    inserted = rf"{rounds} \cdot {_s(link.latency_s)}{bytes_term}"
-    return Prediction(value, "s", "T", formula, inserted, source)
-
-
-def _over(nbytes: float, link: Link) -> str:
-    return rf"\frac{{8 \cdot {in_latex(nbytes, 'B')}}}{{{in_latex(link.gbit_per_s * 1e9, 'bit/s')}}}"
-
-
-def _s(seconds: float) -> str:
-    return in_latex(seconds, "s")
-
-
 def _times(count: float) -> str:
     if count < 1e5:
         return f"{count:g}"
@@ -403,18 +282,10 @@ def _times(count: float) -> str:
     return rf"{count / 10**power:g} \cdot 10^{{{power}}}"
 
 
-def _of_table(operation: str) -> Callable[[float, int, Link], Prediction]:
-    """The function for a collective that has none of its own here."""
-
-    def predicted(nbytes: float, ranks: int, link: Link) -> Prediction:
-        return _collective(operation, nbytes, ranks, link)
-
-    predicted.__name__ = predicted.__qualname__ = operation
-    return predicted
-
-
-for _kind in OPERATION_TYPES:
-    if _kind.collective and _kind.traffic is not Traffic.TOGETHER and _kind.cost is not None and _kind.name not in __all__:
-        __all__.append(_kind.name)
-        globals()[_kind.name] = _of_table(_kind.name)
-globals().update({name: public_api(globals()[name]) for name in __all__})
+for _name in __all__:
+    if _name not in collectives.__all__:
+        globals()[_name] = public_api(globals()[_name])
+for _name in collectives.__all__:
+    if _name not in __all__:  # operations of the table that have no function of their own
+        __all__.append(_name)
+        globals()[_name] = getattr(collectives, _name)

@@ -134,7 +134,7 @@ def test_each_way_to_call_is_in_the_table() -> None:
 AMBIGUOUS = {"rpc", "gradients", "remote", "reply", "serve", "value"}
 ELSEWHERE = {
     "labkit/notebook/measure_link.py",  # what it has torch do for each
-    "labkit/costs/formulas.py",  # the algorithm of a broadcast that begins with a scatter
+    "labkit/costs/collectives.py",  # the algorithm of a broadcast that begins with a scatter
     "labkit/worker/runtimes/tensorflow/strategies.py",  # a method of TensorFlow's strategies
 }
 
