@@ -118,19 +118,46 @@ def barrier(ranks: int, link: Link) -> Prediction:
     return collective("barrier", 0, ranks, link)
 
 
-def rpc(request_bytes: float, reply_bytes: float, link: Link, *, compute_s: float = 0.0) -> Prediction:
-    """Seconds of a remote call and its reply: 2α + (n₁ + n₂)/B + t.
+def rpc(
+    request_bytes: float,
+    reply_bytes: float,
+    link: Link,
+    *,
+    compute_s: float = 0.0,
+    calls: int = 1,
+    asynchronous: bool = False,
+) -> Prediction:
+    """Seconds of k remote calls of one rank to another, with their replies.
+
+    One after another they take k·(2α + (n₁ + n₂)/B + t). Asynchronous calls are all sent before the first wait: their
+    latencies overlap, and messages of one direction follow one another, 2α + (k·max(n₁, n₂) + min(n₁, n₂))/B + t.
 
     Args:
         request_bytes: n₁, the size of the arguments.
         reply_bytes: n₂, the size of the result.
         link: the link between the two ranks.
-        compute_s: t, the compute time of the callee.
+        compute_s: t, the compute time of the callee; asynchronous calls compute at the same time, a thread each.
+        calls: k, the number of calls.
+        asynchronous: whether all calls are sent before the first wait, as with `rpc_async`.
+
+    Raises:
+        TypeError, ValueError: an invalid argument.
+
+    Source: a message: R. W. Hockney, "The communication challenge for MPP", 1994; overlapping messages: labkit's own.
     """
-    check_arguments(request_bytes=request_bytes, reply_bytes=reply_bytes, link=link, compute_s=compute_s)
-    value = 2 * link.latency_s + (request_bytes + reply_bytes) / link.bytes_per_s + compute_s
-    inserted = rf"2 \cdot {in_seconds(link.latency_s)} + {_over(request_bytes + reply_bytes, link)} + {in_seconds(compute_s)}"
-    return Prediction(value, "s", "T", r"2\,\alpha + \frac{n_1 + n_2}{B} + t", inserted, HOCKNEY)
+    check_arguments(request_bytes=request_bytes, reply_bytes=reply_bytes, link=link, compute_s=compute_s, calls=calls)
+    nbytes, times = request_bytes + reply_bytes, 1 if asynchronous else calls
+    if asynchronous and calls > 1:
+        nbytes = calls * max(request_bytes, reply_bytes) + min(request_bytes, reply_bytes)
+        share = r"\frac{k \max(n_1, n_2) + \min(n_1, n_2)}{B}"
+    else:
+        share = r"\frac{n_1 + n_2}{B}"
+    value = times * (2 * link.latency_s + nbytes / link.bytes_per_s + compute_s)
+    formula = rf"2\,\alpha + {share} + t"
+    inserted = rf"2 \cdot {in_seconds(link.latency_s)} + {_over(nbytes, link)} + {in_seconds(compute_s)}"
+    if times > 1:
+        formula, inserted = rf"k \left({formula}\right)", rf"{calls} \cdot \left({inserted}\right)"
+    return Prediction(value, "s", "T", formula, inserted, HOCKNEY)
 
 
 def collective(operation: str, nbytes: float, ranks: int, link: Link) -> Prediction:

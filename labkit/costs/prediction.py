@@ -11,7 +11,7 @@ from labkit.errors.units import in_words, scaled
 __all__ = ["UNITS", "Prediction", "Working", "check_arguments", "in_latex"]
 
 _COUNTS: Final = frozenset(
-    {"ranks", "stages", "micro_batches", "chunks", "buckets", "batch", "sequence", "hidden", "value_bytes"}
+    {"ranks", "stages", "micro_batches", "chunks", "buckets", "batch", "sequence", "hidden", "value_bytes", "calls"}
 )
 # The units in which a prediction can be read: which of "s", "B" and "" (a fraction) each measures, and its size.
 UNITS: Final = {

@@ -39,6 +39,10 @@ def test_the_module_is_a_public_name() -> None:
         (formulas.scatter(8000, 4, LINK), 2 + 6),
         (formulas.barrier(5, LINK), 3),
         (formulas.rpc(5000, 1000, LINK, compute_s=0.01), 2 + 6 + 10),
+        (formulas.rpc(5000, 1000, LINK, compute_s=0.01, calls=3), 3 * (2 + 6 + 10)),
+        (formulas.rpc(5000, 1000, LINK, compute_s=0.01, calls=3, asynchronous=True), 2 + 3 * 5 + 1 + 10),
+        (formulas.rpc(1000, 5000, LINK, calls=3, asynchronous=True), 2 + 3 * 5 + 1),
+        (formulas.rpc(1000, 5000, LINK, asynchronous=True), 2 + 6),
         # 10 forward, 20 backward, two buckets of 4 kB: an all-reduce of 2 + 4 ms each
         (formulas.data_parallel_step(0.01, 0.02, 8000, 2, LINK, overlap=False, optimizer_s=0.001), 10 + 20 + 2 + 8 + 1),
         (formulas.data_parallel_step(0.01, 0.02, 8000, 2, LINK, buckets=2, optimizer_s=0.001), 10 + 20 + 6 + 1),
