@@ -33,6 +33,7 @@ _MODULES = {
     "Group": "notebook.group",
     "reset_lesson": "notebook.lessons",
     "measure_link": "notebook.measure_link",
+    "press_stop": "notebook.press_stop",
     "breakdown": "plots.breakdown",
     "compare": "plots.breakdown",
     "explain": "plots.explain",
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from labkit.notebook.group import Group as Group
     from labkit.notebook.lessons import reset_lesson as reset_lesson
     from labkit.notebook.measure_link import measure_link as measure_link
+    from labkit.notebook.press_stop import press_stop as press_stop
     from labkit.plots.breakdown import breakdown as breakdown
     from labkit.plots.breakdown import compare as compare
     from labkit.plots.explain import explain as explain

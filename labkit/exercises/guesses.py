@@ -8,8 +8,6 @@ from __future__ import annotations
 import html
 import math
 import numbers
-import os
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ from labkit.costs.prediction import Prediction
 from labkit.errors.exceptions import LabError
 from labkit.errors.wrong_calls import public_api
 from labkit.exercises.guess_file import Entry, Value, entries, entry_for_update
+from labkit.notebook.opened import notebook_path
 from labkit.plots.guesses import Outcome, draw_calibration, draw_outcome
 
 if TYPE_CHECKING:
@@ -242,6 +241,5 @@ def _number(function: str, name: str, value: Any) -> float:
 
 
 def _lesson() -> str:
-    """The notebook's name without ".ipynb", as Jupyter's server or VS Code gives it; "" if neither does."""
-    path = os.environ.get("JPY_SESSION_NAME", "") or getattr(sys.modules.get("__main__"), "__vsc_ipynb_file__", "")
-    return Path(path).name.removesuffix(".ipynb") if str(path).endswith(".ipynb") else ""
+    """The notebook's name without ".ipynb"; "" if no notebook is open."""
+    return Path(notebook_path()).name.removesuffix(".ipynb")
