@@ -206,8 +206,12 @@ def _parts(name: str) -> tuple[str, str]:
     """The quantity's name and unit as they are shown: "step_ms" is ("step", "ms")."""
     for ending, unit in UNITS.items():
         if name.endswith(ending) and name != ending:
-            return name.removesuffix(ending).replace("_", " "), unit
-    return name.replace("_", " "), ""
+            return _spoken(name.removesuffix(ending)), unit
+    return _spoken(name), ""
+
+
+def _spoken(name: str) -> str:
+    return name.replace("_", " ").replace("speed up", "speed-up")
 
 
 def _in_unit(name: str, predicted: Any) -> Any:

@@ -45,8 +45,8 @@ __all__ = [
 
 SAME: Final = "All ranks of a group must call the same collectives, in the same order, on tensors of the same shape and type."
 ALL: Final = (
-    "What one rank of a group takes part in, all must, equally often: look for a loop of another length, an early return, or a "
-    "collective inside `if rank == 0`."
+    "All ranks of a group must call the same collectives, equally often: look for a loop of another length, an early return, or "
+    "a collective inside `if rank == 0`."
 )
 ALL_OF_TENSORFLOW: Final = (
     "All ranks of a strategy must run the same steps: look for a dataset or a loop of another length, or an early return. A rank "

@@ -82,7 +82,8 @@ class Predictions:
         return {"text/plain": repr(self), "text/html": self._repr_html_(), MIME: {"unit": self.unit, "rows": rows}}
 
     def _shown(self, value: float) -> str:
-        figures = f"{value:,.0f}" if abs(value) >= 999.5 or value == round(value) else three_digits(value)
+        whole = all(value == round(value) for row in self.rows for value in (row.predicted, row.measured))
+        figures = f"{value:,.0f}" if whole or abs(value) >= 999.5 else three_digits(value)
         return f"{figures} {self.unit}".strip()
 
 

@@ -55,7 +55,7 @@ def test_several_guesses_are_sealed_at_once(tmp_path):
     assert repr(guess(step_ms=12, sent_mb=..., speed_up=1.7)) == (
         "● step: 12 ms, sealed.\n"
         "○ sent: no guess yet. Replace the ... with your guess and run the cell again.\n"
-        "● speed up: 1.7, sealed."
+        "● speed-up: 1.7, sealed."
     )
     assert kept(tmp_path) == {
         ("02_data_parallel", "step_ms"): (12, None, None),

@@ -12,9 +12,13 @@ def test_the_table_as_text():
     table = predictions({"usual cut": (10.0, 12.5), "balanced cut": (1200.4, 600.2)}, unit="ms")
     assert repr(table).splitlines() == [
         "              predicted  measured  ratio",
-        "usual cut         10 ms   12.5 ms   1.25",
+        "usual cut       10.0 ms   12.5 ms   1.25",
         "balanced cut   1,200 ms    600 ms   0.50",
     ]
+
+
+def test_whole_numbers_have_no_decimal_places():
+    assert [row[1:3] for row in predictions({"messages": (6, 6), "ranks": (4, 3)}).cells()] == [("6", "6"), ("4", "3")]
 
 
 def test_the_table_as_html_and_as_numbers():
