@@ -39,8 +39,8 @@ def timeline() -> Diagram:
     """Two ranks as a timeline draws them."""
     picture = Diagram(
         700, 216, "How to read a timeline",
-        "Two rows, one for each rank, on one clock. The upper half of a row is what the rank computes, the lower half what it sends "
-        "and receives. Rank 1 finishes computing first and waits, hatched, until rank 0 arrives; then the data moves, solid.",
+        "Two rows, one for each rank, on one clock. The upper half of a row is what the rank computes, the lower half what it "
+        "sends and receives. Rank 1 finishes computing first and waits, hatched, until rank 0 arrives; then the data moves, solid.",
     )  # fmt: skip
     left, end = 78.0, 590.0
     for rank, busy in enumerate((430.0, 270.0)):
@@ -82,8 +82,8 @@ def memories() -> Diagram:
     """Each rank appends to its own copy of a list."""
     picture = Diagram(
         620, 130, "Separate memories",
-        "The notebook has a list called seen. Each of the four ranks has a list called seen in its own memory. What does each of the "
-        "five lists hold after every rank has appended its number?",
+        "The notebook has a list called seen. Each of the four ranks has a list called seen in its own memory. What does each of "
+        "the five lists hold after every rank has appended its number?",
     )  # fmt: skip
     picture.box(12, 30, 110, 76, "")
     picture.text(67, 50, "notebook", bold=True, size=13)
