@@ -40,7 +40,7 @@ def timeline() -> Diagram:
     picture = Diagram(
         700, 216, "How to read a timeline",
         "Two rows, one for each rank, on one clock. The upper half of a row is what the rank computes, the lower half what it "
-        "sends and receives. Rank 1 finishes computing first and waits, hatched, until rank 0 arrives; then the data moves, solid.",
+        "sends and receives. Rank 1 finishes computing first and waits, hatched, until rank 0 arrives; then the data moves.",
     )  # fmt: skip
     left, end = 78.0, 590.0
     for rank, busy in enumerate((430.0, 270.0)):
