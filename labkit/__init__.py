@@ -39,6 +39,8 @@ _MODULES = {
     "explain": "plots.explain",
     "explore": "plots.explore",
     "memory": "plots.memory",
+    "memory_mb": "plots.byte_counts",
+    "sent_mb": "plots.byte_counts",
     "predictions": "plots.predictions",
     "scaling": "plots.scaling",
     "timeline": "plots.timeline",
@@ -72,6 +74,8 @@ if TYPE_CHECKING:
     from labkit.notebook.press_stop import press_stop as press_stop
     from labkit.plots.breakdown import breakdown as breakdown
     from labkit.plots.breakdown import compare as compare
+    from labkit.plots.byte_counts import memory_mb as memory_mb
+    from labkit.plots.byte_counts import sent_mb as sent_mb
     from labkit.plots.explain import explain as explain
     from labkit.plots.explore import explore as explore
     from labkit.plots.memory import memory as memory

@@ -36,6 +36,7 @@ from labkit.errors.wrong_calls import public_api
 __all__ = [
     "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "data_parallel_step", "gather", "message",
     "pipeline_bubble", "pipeline_step", "reduce", "reduce_scatter", "rpc", "scatter", "tensor_parallel_layer", "zero_memory",
+    "zero_traffic",
 ]  # fmt: skip
 
 _s: Final = in_seconds
@@ -257,10 +258,7 @@ def zero_memory(
     """
     check_arguments(parameters=parameters, ranks=ranks, parameter_bytes=parameter_bytes, gradient_bytes=gradient_bytes)
     check_arguments(optimizer_bytes=optimizer_bytes)
-    if isinstance(stage, bool) or not isinstance(stage, int) or stage not in (0, 1, 2, 3):
-        raise ValueError(
-            f"stage={stage!r}: expected 0 (nothing is sharded), 1 (optimizer state), 2 (and gradients) or 3 (and parameters)"
-        )
+    _check_stage(stage)
     sharded = [stage >= 3, stage >= 2, stage >= 1]
     each = [parameter_bytes, gradient_bytes, optimizer_bytes]
     value = sum(size * parameters / (ranks if is_sharded else 1) for size, is_sharded in zip(each, sharded, strict=True))
@@ -273,6 +271,41 @@ def zero_memory(
     return Prediction(
         value, "B", "M", rf"\left({formula}\right)\Psi", rf"\left({inserted}\right) \cdot {_times(parameters)}", source
     )
+
+
+def zero_traffic(parameters: float, ranks: int, stage: int, *, value_bytes: int = 4) -> Prediction:
+    """Bytes that each rank sends per step, if rings move them.
+
+    Stages 0 to 2 send 2(p−1)/p·n: a reduce-scatter of the gradients and an all-gather, of the gradients in stage 0 and
+    of the updated parameters in stages 1 and 2. Stage 3 gathers the parameters in the forward pass and again in the
+    backward pass, and reduce-scatters the gradients: 3(p−1)/p·n.
+
+    Args:
+        parameters: Ψ, the number of parameters; n is Ψ times `value_bytes`.
+        ranks: p, the number of ranks.
+        stage: what is sharded, as for `zero_memory`.
+        value_bytes: bytes of a gradient or parameter under way: 4 in float32, 2 in bfloat16.
+
+    Raises:
+        TypeError, ValueError: an invalid argument.
+
+    Source: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC20, 2020,
+        section 7.
+    """
+    check_arguments(parameters=parameters, ranks=ranks, value_bytes=value_bytes)
+    _check_stage(stage)
+    times = 3 if stage == 3 else 2
+    formula = rf"\frac{{{times}(p-1)}}{{p}}\,{value_bytes}\,\text{{B}}\cdot\Psi"
+    inserted = rf"\frac{{{times} \cdot {ranks - 1}}}{{{ranks}}} \cdot {value_bytes}\,\text{{B}} \cdot {_times(parameters)}"
+    nbytes = times * (ranks - 1) / ranks * value_bytes * parameters
+    return Prediction(nbytes, "B", "N", formula, inserted, "Rajbhandari et al., ZeRO, 2020")
+
+
+def _check_stage(stage: int) -> None:
+    if isinstance(stage, bool) or not isinstance(stage, int) or stage not in (0, 1, 2, 3):
+        raise ValueError(
+            f"stage={stage!r}: expected 0 (nothing is sharded), 1 (optimizer state), 2 (and gradients) or 3 (and parameters)"
+        )
 
 
 def _times(count: float) -> str:

@@ -14,6 +14,7 @@ __all__ = ["LESSONS", "find"]
 LESSONS: dict[str, tuple[str, ...]] = {
     "start_here": ("introduce", "my_share", "waiting_share"),
     "data_parallel": ("average_gradients", "draw_indices", "accumulate", "scaled_learning_rate"),
+    "sharded_data_parallel": ("shard_range", "memory_per_rank", "zero1", "global_norm"),
     "model_parallel": ("activation_bytes", "best_cut", "TwoDevices", "middle_step"),
     "rpc_hybrid": ("overlapped_time", "both_workers", "distributed_step"),
     "tf_data_parallel": ("replica_loss", "global_batches", "clipped_sum"),

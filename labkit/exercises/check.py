@@ -16,7 +16,7 @@ from labkit.errors.causes import Cause
 from labkit.errors.exceptions import DeadlockError, RankError, RunTimeoutError
 from labkit.errors.wrong_calls import public_api
 from labkit.exercises import find
-from labkit.exercises.judging import AnswerError, Exercise
+from labkit.exercises.judging import AnswerError, Exercise, Results
 from labkit.exercises.time_limit import OutOfTimeError, TimeLimit
 from labkit.group.group import Group
 from labkit.recording.record import is_students, label
@@ -101,7 +101,7 @@ def check(name: str, answer: Any = ...) -> Verdict:
         return Verdict(name, False, _sentence(hint), (f'lab.check("{name}", {name})',))
     limit = TimeLimit(SERIAL_LIMIT_S)
 
-    def on_ranks(*args: Any, **options: Any) -> list[Any]:
+    def on_ranks(*args: Any, **options: Any) -> Results:
         with limit.paused():  # runs have their own limit
             return _on_ranks(*args, **options)
 
@@ -134,10 +134,10 @@ def _not_written(exercise: Exercise) -> Verdict:
     return Verdict(exercise.name, False, exercise.target, written=False)
 
 
-def _on_ranks(ranks: Any, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+def _on_ranks(ranks: Any, function: Callable[..., Any], *args: Any, **options: Any) -> Results:
     with Group(ranks, devices="cpu", timeout_s=LIMIT_S, **options) as group:  # the same verdict with and without GPUs
         try:
-            return list(group.run(function, *args).results)
+            return Results(group.run(function, *args))
         except DeadlockError as deadlock:
             details = filter(None, (deadlock.hint, *deadlock.doings))
             raise AnswerError(f"deadlock: {deadlock.headline}", *details) from None

@@ -10,11 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.errors.lists import listed
+from labkit.group.run import Run
 
 __all__ = [
     "AnswerError",
     "Exercise",
     "OnRanks",
+    "Results",
     "call",
     "compare",
     "differ",
@@ -26,10 +28,22 @@ __all__ = [
 TOLERANCE = 1e-4  # relative; another order of summation changes a float32 by 1e-6, the mistakes here by 1e-1
 
 
+class Results(list[Any]):
+    """The result of each rank, in rank order, and the trace of the run.
+
+    Args:
+        run: the completed run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run.results)
+        self.trace = run.trace
+
+
 class OnRanks(Protocol):
     """Runs a function on new ranks, for a judge."""
 
-    def __call__(self, ranks: Any, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    def __call__(self, ranks: Any, function: Callable[..., Any], *args: Any, **options: Any) -> Results:
         """Start a group, and call `function(*args)` on each rank.
 
         Args:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.errors.exceptions import RankError
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, Results
 
 __all__ = ["EXERCISES"]
 
@@ -52,7 +52,7 @@ EXPLAINED = (
 def _explain(on: OnRanks) -> OnRanks:
     """Wrap an `OnRanks` so that it explains common mistakes."""
 
-    def explained(ranks: Any, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    def explained(ranks: Any, function: Callable[..., Any], *args: Any, **options: Any) -> Results:
         try:
             return on(ranks, function, *args, runtime="tensorflow", **options)
         except RankError as error:

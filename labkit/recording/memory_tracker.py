@@ -34,8 +34,10 @@ def track_memory(*objects: Any) -> AbstractContextManager[None]:
 
     `labkit.memory(run)` draws the result. Memory is counted in bytes of this rank, by kind:
 
-    - parameters: the parameters and buffers of the modules; of sharded ones (FSDP2, DTensor), this rank's shard
-    - gathered parameters: what FSDP2 has gathered for the layer in progress, until it frees it
+    - parameters: the parameters and buffers of the modules; of sharded ones (FSDP2, DTensor), this rank's shard; and
+      other tensors that an optimizer updates, such as shards that the program keeps itself
+    - gathered parameters: what FSDP2 has gathered for the layer in progress, until it frees it; and parameters whose
+      storage the program has emptied and fills again
     - gradients: `.grad` of the parameters; of sharded ones, this rank's shard
     - optimizer state: the state of every optimizer that makes a step
     - activations: what autograd saves for the backward pass, including the batch
@@ -119,14 +121,21 @@ class Tracker:
         self._written_ns = NEVER_NS  # existing memory becomes one point, however long it takes to count
         parameters = [p for m in self._modules for p in m.parameters()]
         handles = [
-            register_optimizer_step_pre_hook(lambda *_: self._gradients(parameters)),
+            register_optimizer_step_pre_hook(lambda optimizer, *_: self._before_step(parameters, optimizer)),
             register_optimizer_step_post_hook(lambda optimizer, *_: self._state_of(optimizer)),
         ]
         for tensor in (*parameters, *(b for m in self._modules for b in m.buffers())):
             self._own("parameters", tensor)
         for p in parameters:
             if p.requires_grad:
+                # Before all other hooks: one of them may free the gradient, as ZeRO 2 does. Torch calls hooks in the
+                # order in which they entered the dictionary.
+                hooks = p._post_accumulate_grad_hooks
+                others = dict(hooks or {})
+                if others:
+                    hooks.clear()
                 handles.append(p.register_post_accumulate_grad_hook(lambda p: self._gradients((p,))))
+                p._post_accumulate_grad_hooks.update(others)
         for layer, within in _gathering(self._modules):
             # The first hook runs once the layer's parameters are gathered, the second once FSDP2 has freed them or kept
             # a part.
@@ -134,6 +143,7 @@ class Tracker:
             handles.append(layer.register_forward_hook(lambda *_, within=within: self._gathered(within)))
         self._gradients(parameters)
         for optimizer in self._optimizers:
+            self._before_step((), optimizer)
             self._state_of(optimizer)
         self._written_ns = self._at_ns
         try:
@@ -206,7 +216,16 @@ class Tracker:
             known = self._storages.get(storage._cdata)
             if known is not None:
                 before, known.nbytes = known.nbytes, storage.nbytes()
+                if not before and known.kind == "parameters":
+                    known.kind = "gathered parameters"
                 self.count(known.kind, known.nbytes - before)
+
+    def _before_step(self, parameters: Any, optimizer: Any) -> None:
+        """Count the gradients, and what the optimizer updates besides the modules' parameters."""
+        updated = [p for group in optimizer.param_groups for p in group["params"]]
+        for p in updated:
+            self._own("parameters", p)
+        self._gradients([*parameters, *updated])
 
     def _gradients(self, parameters: Any) -> None:
         for p in parameters:

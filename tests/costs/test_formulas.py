@@ -104,6 +104,22 @@ def test_memory_as_in_the_paper(stage: int, gigabytes: float) -> None:
     assert formulas.zero_memory(7.5e9, 64, stage) / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 
+@pytest.mark.parametrize(("stage", "times"), [(0, 1), (1, 1), (2, 1), (3, 1.5)])
+def test_traffic_as_in_the_paper(stage: int, times: float) -> None:
+    """Rajbhandari et al., section 7: as much as data parallel, and half as much again for sharded parameters."""
+    data_parallel = 2 * (3 / 4) * 4e6  # a ring all-reduce of a million float32 gradients on four ranks
+    assert formulas.zero_traffic(1e6, 4, stage) == pytest.approx(times * data_parallel)
+    assert formulas.zero_traffic(1e6, 4, stage, value_bytes=2) == pytest.approx(times * data_parallel / 2)
+    assert formulas.zero_traffic(1e6, 1, stage) == 0
+
+
+def test_the_working_of_traffic_gives_its_value() -> None:
+    assert formulas.zero_traffic(2e6, 4, 3).working == (
+        r"N &= \frac{3(p-1)}{p}\,4\,\text{B}\cdot\Psi \\ &= \frac{3 \cdot 3}{4} \cdot 4\,\text{B} \cdot 2 \cdot 10^{6} \\ "
+        r"&= 18\,\text{MB}"
+    )
+
+
 def test_bubbles() -> None:
     assert formulas.pipeline_bubble(4, 8) == pytest.approx(3 / 11)
     assert formulas.pipeline_bubble(4, 8, schedule="1f1b") == formulas.pipeline_bubble(4, 8)
@@ -170,6 +186,7 @@ def test_words(value: float, unit: str, words: str) -> None:
         (lambda: formulas.pipeline_bubble(4, 8, schedule="zb"), ValueError, "expected 'gpipe', '1f1b' or 'interleaved 1f1b'"),
         (lambda: formulas.pipeline_bubble(4, 8, chunks=2), ValueError, "only schedule='interleaved 1f1b'"),
         (lambda: formulas.zero_memory(1, 2, 4), ValueError, "stage=4: expected 0"),
+        (lambda: formulas.zero_traffic(1, 2, 4), ValueError, "stage=4: expected 0"),
         (lambda: formulas.data_parallel_step(-1, 1, 1, 2, LINK), ValueError, "forward_s=-1"),
     ],
 )
@@ -195,6 +212,7 @@ NUMBERS = {
     formulas.pipeline_step: (4, 8, 0.1, 0.2),
     formulas.tensor_parallel_layer: (1, 128, 64, 4, LINK),
     formulas.zero_memory: (1e6, 4, 2),
+    formulas.zero_traffic: (1e6, 4, 2),
 }
 
 
@@ -207,7 +225,7 @@ def test_no_prediction_accepts_an_invalid_number(function: Any) -> None:
     for place, value in enumerate(good):
         wrong: list[Any] = [-1, float("nan"), float("inf"), None, "4", True, [1]]
         if isinstance(value, int):
-            wrong += [1.5] if (function, place) == (formulas.zero_memory, 2) else [0, 1.5]
+            wrong += [1.5] if (function, place) in ((formulas.zero_memory, 2), (formulas.zero_traffic, 2)) else [0, 1.5]
         for bad in wrong:
             with pytest.raises((TypeError, ValueError), match="expected"):
                 function(*good[:place], bad, *good[place + 1 :])

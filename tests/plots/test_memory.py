@@ -316,6 +316,29 @@ def test_activations_of_dtensors_are_this_ranks_own(two_ranks, gathered):
     assert at(run, "forward_is_over") == expected
 
 
+def test_shards_that_the_program_keeps_itself(rank):
+    """As in ZeRO 3 by hand: the weight is emptied, gathered for use, and its gradient goes to the shard at once."""
+    layer = nn.Linear(16, 16, bias=False)
+    shard = layer.weight.data.view(-1)[:64].clone()
+    layer.weight.untyped_storage().resize_(0)
+
+    def keep_my_part(p):
+        shard.grad, p.grad = p.grad.view(-1)[:64].clone(), None
+        p.untyped_storage().resize_(0)
+
+    layer.weight.register_post_accumulate_grad_hook(keep_my_part)
+    optimizer = torch.optim.SGD([shard], momentum=0.9)
+    with track_memory(layer):
+        layer.weight.untyped_storage().resize_(4 * 256)
+        layer(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+    usage = rank.usage()
+    assert set(usage["parameters"]) == {4 * 64}
+    assert (max(usage["gathered parameters"]), usage["gathered parameters"][-1]) == (4 * 256, 0)
+    assert (max(usage["gradients"]), usage["gradients"][-1]) == (4 * 256, 4 * 64)  # the whole one, until it is freed
+    assert usage["optimizer state"][-1] == 4 * 64
+
+
 def test_the_last_change_has_its_own_time(rank):
     now = SimpleNamespace(ns=0)
     tracker = Tracker(rank.ring, [], [], now=lambda: now.ns)

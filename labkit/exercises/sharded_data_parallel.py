@@ -1,0 +1,349 @@
+"""The exercises of lesson 03: which rank owns what, memory per rank, a ZeRO 1 step, the norm of sharded gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from labkit.errors.exceptions import RankError
+from labkit.errors.lists import counted
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, differ
+from labkit.exercises.sharded_oracles import STEPS, Weights, batch, network, serial, weights
+
+__all__ = ["EXERCISES"]
+
+LESSON: Final = "03_sharded_data_parallel"
+WORLDS: Final = (3, 4, 2, 1)  # 3 first: no size below divides by it, and dividing by a constant 2 or 4 is wrong there
+
+
+def _shard_range(answer: Any, _: OnRanks) -> str:
+    for numbers, ranks in ((10, 4), (12, 3), (5, 4), (3, 4), (7, 1), (1000, 3)):
+        given = [_as_triple(answer(numbers, ranks, rank), numbers, ranks, rank) for rank in range(ranks)]
+        _judge_ranges(given, numbers, ranks)
+    return "All shards are equally long, every number has one owner, and the padding fills the last shards."
+
+
+def _as_triple(given: Any, numbers: int, ranks: int, rank: int) -> tuple[int, int, int]:
+    try:
+        start, end, padding = (int(number) for number in given)
+    except (TypeError, ValueError):
+        raise AnswerError(
+            f"shard_range({numbers}, {ranks}, {rank}) returned {given!r}: expected three numbers, (start, end, padding)"
+        ) from None
+    return start, end, padding
+
+
+def _judge_ranges(given: list[tuple[int, int, int]], numbers: int, ranks: int) -> None:
+    size = -(-numbers // ranks)
+    expected = [(min(r * size, numbers), min((r + 1) * size, numbers)) for r in range(ranks)]
+    expected_padding = [size - (end - start) for start, end in expected]
+    case = f"{counted(numbers, 'number')} on {counted(ranks, 'rank')}"
+    right = [(*bounds, padding) for bounds, padding in zip(expected, expected_padding, strict=True)]
+    details = tuple(f"rank {r}: given {given[r]}, expected {right[r]}" for r in range(ranks))
+    lengths = [end - start for start, end, _ in given]
+    if any(start > numbers or end > numbers for start, end, _ in given):
+        raise AnswerError(f"{case}: a shard reaches beyond the last number; limit start and end with min(..., numbers)", *details)
+    if any(length < 0 for length in lengths):
+        raise AnswerError(f"{case}: a shard ends before it starts; a rank that owns nothing has start == end", *details)
+    if sum(lengths) < numbers and set(lengths) == {numbers // ranks}:
+        raise AnswerError(f"{case}: // rounds down, so the last numbers have no owner; round the size up", *details)
+    if len({length + padding for length, (_, _, padding) in zip(lengths, given, strict=True)}) > 1:
+        if [g[:2] for g in given] == expected:
+            raise AnswerError(
+                f"{case}: the ranges are right, the padding is not: it is what this rank's own shard lacks to the common size",
+                *details,
+            )
+        raise AnswerError(
+            f"{case}: the shards, with their padding, differ in length; reduce_scatter and all_gather need the same on "
+            "every rank",
+            *details,
+        )
+    if [g[:2] for g in given] != expected and sum(lengths) == numbers:
+        raise AnswerError(
+            f"{case}: the numbers are spread evenly, so several shards need padding in their middle of the whole; fill "
+            "the ranks in order, so that all padding lies at the end",
+            *details,
+        )
+    if [g[:2] for g in given] != expected:
+        raise AnswerError(f"{case}: some numbers have no owner, or two; shard r begins where shard r - 1 ends", *details)
+    if [g[2] for g in given] != expected_padding:
+        raise AnswerError(f"{case}: more padding than needed: the size of a shard is numbers / ranks, rounded up", *details)
+
+
+def _memory_per_rank(answer: Any, _: OnRanks) -> str:
+    for stage in (1, 2, 3, 0):
+        for parameters, activations, ranks in ((1_200_000, 700_000, 5), (999_999, 50_000, 3), (300_000, 4_000_000, 1)):
+            _judge_memory(float(answer(parameters, activations, ranks, stage)), parameters, activations, ranks, stage)
+    return "Parameters, gradients and Adam's two moments for stages 0 to 3, and activations that no stage shards."
+
+
+def _judge_memory(given: float, parameters: int, activations: int, ranks: int, stage: int) -> None:
+    whole = 4 * parameters  # bytes in float32
+
+    def total(*divided: bool, moments: int = 2) -> float:
+        parts = zip((whole, whole, moments * whole), divided, strict=True)
+        return sum(part / (ranks if is_divided else 1) for part, is_divided in parts) + activations
+
+    sharded = (stage >= 3, stage >= 2, stage >= 1)
+    expected = total(*sharded)
+    near = 64.0  # bytes: shards may be rounded up
+    if abs(given - expected) <= near:
+        return
+    mistakes = {
+        "the activations are missing": expected - activations,
+        "activations are not sharded: they belong to this rank's own examples": expected - activations + activations / ranks,
+        "Adam keeps two moments for each parameter, not one": total(*sharded, moments=1),
+        "the gradients or the parameters are missing": expected - whole / (ranks if stage >= 2 else 1),
+        "a stage keeps what the stages before it shard: stage 2 shards the optimizer state as well, stage 3 all three": total(
+            stage == 3, stage == 2, stage == 1
+        ),
+        "that divides everything; stages 1 and 2 keep all parameters on every rank": total(True, True, True),
+        "that divides nothing; stage 1 shards the optimizer state": total(False, False, False),
+        "the stages are in another order: first the optimizer state, then the gradients, then the parameters": total(
+            stage >= 1, stage >= 2, stage >= 3
+        ),
+        "these are numbers, not bytes: a float32 has 4 bytes": (expected - activations) / 4 + activations,
+    }
+    hint = next((hint for hint, value in mistakes.items() if abs(given - value) <= near), "")
+    hint = hint or "start from 4 bytes each for parameters, gradients and two moments; divide what the stage shards"
+    raise AnswerError(
+        f"stage {stage}, {parameters:,} parameters on {counted(ranks, 'rank')}: {hint}",
+        f"given {given:,.0f} bytes, expected {expected:,.0f}",
+    )
+
+
+Step = Callable[[], object]
+
+
+def _zero1_on_rank(answer: Callable[..., Step]) -> tuple[Weights, Weights, int, int]:
+    """Train with the student's function; return weights before and after, and numbers about the optimizer.
+
+    The numbers are those in its state, and how many optimizers there are; -1 if the function returned no `step`.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model, made = network(), []
+
+    def make_optimizer(tensors: Any) -> torch.optim.Optimizer:
+        made.append(torch.optim.SGD(list(tensors), lr=0.1, momentum=0.9))
+        return made[-1]
+
+    before = weights(model)
+    step = answer(list(model.parameters()), make_optimizer)
+    if not callable(step):
+        return before, before, 0, -1
+    for number in range(STEPS):
+        inputs, targets = (part.chunk(ranks)[rank] for part in batch(ranks, number))
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        step()
+    kept = sum(
+        value.numel() for optimizer in made for state in optimizer.state.values() for value in state.values()
+        if isinstance(value, Tensor) and value.dim()
+    )  # fmt: skip
+    return before, weights(model), kept, len(made)
+
+
+def _zero1(answer: Any, on: OnRanks) -> str:
+    for ranks in WORLDS:
+        try:
+            results = on(ranks, _zero1_on_rank, answer)
+        except RankError as error:
+            _explain_failure(error, ranks)
+            raise
+        before, after, kept, made = (list(column) for column in zip(*results, strict=True))
+        _judge_weights(before, after, made, ranks, _operations(results))
+        sizes = [value.size for value in before[0].values()]
+        fair = sum(-(-size // ranks) for size in sizes)
+        if max(kept) > fair and min(kept) == max(kept):
+            raise AnswerError(
+                f"the parameters are right, but every rank keeps optimizer state for {max(kept)} of {sum(sizes)} numbers: give "
+                "make_optimizer this rank's shards instead of the parameters",
+            )
+        if max(kept) > fair:
+            raise AnswerError(
+                f"the parameters are right, but the state is uneven: one rank keeps {max(kept)} numbers, {fair} are enough on "
+                f"{ranks} ranks. Do not give whole tensors to ranks; cut each tensor, or all of them joined, into equal shards",
+                f"numbers of state per rank: {kept}",
+            )
+        _judge_traffic(results, ranks, sizes)
+    return (
+        "On 1, 2, 3 and 4 ranks: the parameters of one process with the whole batch, 1/p of the optimizer state "
+        "on each rank, and no more bytes than data parallel sends."
+    )
+
+
+def _operations(results: Any) -> list[str]:
+    return [span.name for span in results.trace.of(kind="communication")]
+
+
+def _explain_failure(error: RankError, ranks: int) -> None:
+    """Say why a rank failed, if the reason is a size that the number of ranks does not divide."""
+    first = error.failures[0]
+    words = ("must be equal to", "size", "shape", "divisible", "invalid tensor", "split")
+    if any(word in first.traceback.casefold() for word in words):
+        raise AnswerError(
+            f"{first.name} failed: not every tensor here divides by {ranks}. Add zeros at its end until it does, as in "
+            f"F.pad(x, (0, -x.numel() % {ranks})), and cut them off after gathering",
+            first.traceback,
+        ) from None
+
+
+def _judge_weights(
+    before: Sequence[Weights], after: Sequence[Weights], made: Sequence[int], ranks: int, operations: Sequence[str]
+) -> None:
+    if -1 in made:
+        raise AnswerError("zero1 must return a function, step, that is called after each backward()")
+    if not all(made):
+        raise AnswerError("make_optimizer was never called: it makes the optimizer that updates this rank's shards")
+    expected = serial(ranks)
+    wrong = differ(after, expected)
+    if not wrong:
+        return
+    if all(not differ([b], a) for a, b in zip(after, before, strict=True)):
+        raise AnswerError(
+            "the parameters are unchanged after step(): write the gathered values into the given tensors, as "
+            "p.data.copy_(...) does"
+        )
+    if ranks > 1 and not any("reduce" in name for name in operations):
+        raise AnswerError(
+            "no operation added up the gradients of the ranks, so each shard learns from one rank's examples only",
+            f"operations: {', '.join(sorted(set(operations))) or 'none'}",
+        )
+    if not differ(after, serial(ranks, scale=ranks)):
+        raise AnswerError("the gradients were summed, not averaged: divide by the number of ranks")
+    if not differ(after, serial(ranks, clear=False)):
+        raise AnswerError("the gradients of earlier steps are still there: set p.grad to None at the end of step()")
+    if any(differ([a], after[0]) for a in after):
+        raise AnswerError(
+            "the ranks have different parameters after step(): each updated its own shard, and the others must receive it "
+            "(dist.all_gather)",
+            f"different: {', '.join(sorted(wrong))}",
+        )
+    compare(after, expected, subject="the parameters")
+
+
+def _judge_traffic(results: Any, ranks: int, sizes: Sequence[int]) -> None:
+    """Check that the ranks sent no more than a reduce-scatter and an all-gather of everything, with padding."""
+    from labkit.plots.flows import flows_of
+
+    padded = sum(sizes) + len(sizes) * (ranks - 1)
+    sent = float(flows_of(results.trace).nbytes.sum()) / STEPS / ranks
+    enough = 2 * (ranks - 1) / ranks * 4 * padded
+    if sent > enough:
+        times = sent / (2 * (ranks - 1) / ranks * 4 * sum(sizes))
+        raise AnswerError(
+            f"the result is right, but each rank sends {times:.2g} times the bytes of data parallel: an all_reduce "
+            "gives every rank the mean of all gradients, and it needs only its shard's. Use dist.reduce_scatter",
+            f"sent per rank and step: {sent:.0f} B, enough: {enough:.0f} B",
+        )
+
+
+def _shards(rank: int, ranks: int) -> list[Tensor]:
+    """The gradients of a rank's shards: sizes differ between ranks, and the last rank of several has an empty one."""
+    random = torch.Generator().manual_seed(10 * ranks + rank)
+    shapes = [(5 + rank,), (rank + 1, 3), (0,) if ranks > 1 and rank == ranks - 1 else (4,)]
+    return [torch.randn(shape, generator=random) * (1 + rank) for shape in shapes]
+
+
+def _norm_on_rank(answer: Callable[..., Any]) -> tuple[float | None, bool]:
+    """Return the norm, and whether the gradients are unchanged."""
+    own = _shards(dist.get_rank(), dist.get_world_size())
+    given = [shard.clone() for shard in own]
+    norm = answer(given)
+    same = all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(own, given, strict=True))
+    return (None if norm is None else float(norm)), same
+
+
+def _global_norm(answer: Any, on: OnRanks) -> str:
+    for ranks in WORLDS:
+        results = on(ranks, _norm_on_rank, answer)
+        _judge_norms([norm for norm, _ in results], ranks)
+        if not all(same for _, same in results):
+            raise AnswerError("the norm is right, but the gradients have changed: collectives and x.square_() work in place")
+        calls = len(results.trace.of(rank=0, kind="communication"))
+        if ranks > 1 and calls > 1:
+            raise AnswerError(
+                f"the norm is right, with {calls} operations; one is enough: add up this rank's squares first, then "
+                "all_reduce that one number"
+            )
+    return "On 1, 2, 3 and 4 ranks: the norm of the whole gradient, on every rank, with one all_reduce."
+
+
+def _judge_norms(given: Sequence[float | None], ranks: int) -> None:
+    shards = [_shards(rank, ranks) for rank in range(ranks)]
+    own = [math.sqrt(sum(float(s.square().sum()) for s in of_rank)) for of_rank in shards]
+    square = sum(norm**2 for norm in own)
+    right = math.sqrt(square)
+    details = tuple(f"rank {r}: given {g if g is None else f'{g:.4g}'}, expected {right:.4g}" for r, g in enumerate(given))
+    if any(norm is None for norm in given):
+        raise AnswerError("nothing is returned: dist.all_reduce works in place and returns None", *details)
+    norms = [norm for norm in given if norm is not None]
+
+    def are(values: Sequence[float]) -> bool:
+        return bool(np.allclose(norms, values, rtol=1e-3))
+
+    if are([right] * ranks):
+        return
+    case = f"{counted(ranks, 'rank')}: "
+    tensors = [s for of_rank in shards for s in of_rank]
+    mistakes: list[tuple[str, Sequence[float]]] = [
+        ("the square root is missing at the end", [square] * ranks),
+        ("each rank has the norm of its own shards; add up the squares of all ranks", own),
+        ("norms do not add up, squares do: all_reduce the sum of squares, then take the root", [sum(own)] * ranks),
+        (
+            "norms of tensors do not add up, squares do: take the root once, at the end",
+            [sum(float(s.norm()) for s in tensors)] * ranks,
+        ),
+        (
+            "the sum of squares was divided by the number of ranks: shards are parts, not copies",
+            [right / math.sqrt(ranks)] * ranks,
+        ),
+        ("the norm was divided by the number of ranks: shards are parts, not copies", [right / ranks] * ranks),
+        ("that is the largest norm of a rank; the whole gradient has a larger one", [max(own)] * ranks),
+        ("these are averages of norms; squares add up, norms do not", [sum(own) / ranks] * ranks),
+    ]
+    for hint, values in mistakes:
+        if are(values):
+            raise AnswerError(case + hint, *details)
+    if math.isclose(norms[0], right, rel_tol=1e-3):
+        raise AnswerError(f"{case}rank 0 has the norm, the others do not: use all_reduce, not reduce", *details)
+    raise AnswerError(f"{case}not the norm of all shards of all ranks: the root of the sum of all squares", *details)
+
+
+EXERCISES = (
+    Exercise(
+        "shard_range",
+        LESSON,
+        "shard_range(numbers, ranks, rank) returns (start, end, padding): rank's shard is numbers start to end of "
+        "a flat tensor. All shards have the same size, the smallest that is enough; the last ones are filled with "
+        "`padding` zeros.",
+        _shard_range,
+    ),
+    Exercise(
+        "memory_per_rank",
+        LESSON,
+        "memory_per_rank(parameters, activations, ranks, stage) returns the bytes of a rank in float32 training "
+        "with Adam, for ZeRO stages 0 to 3; `activations` are the bytes of one rank's activations.",
+        _memory_per_rank,
+    ),
+    Exercise(
+        "zero1",
+        LESSON,
+        "zero1(parameters, make_optimizer) prepares a ZeRO 1 optimizer and returns step(), which is called after "
+        "each backward(). It averages the gradients, updates this rank's shards, and gives every rank all "
+        "parameters; sizes need not divide by the number of ranks. It sends no more bytes than data parallel.",
+        _zero1,
+    ),
+    Exercise(
+        "global_norm",
+        LESSON,
+        "global_norm(gradients) takes the gradients of this rank's shards, a list of tensors, and returns on "
+        "every rank the norm of the whole gradient. It leaves the gradients as they are and communicates once.",
+        _global_norm,
+    ),
+)

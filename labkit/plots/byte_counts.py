@@ -1,0 +1,72 @@
+"""`memory_mb` and `sent_mb`: what `memory` and `traffic` draw, as one number to compare with a prediction."""
+
+from __future__ import annotations
+
+from labkit.errors.exceptions import LabError
+from labkit.errors.wrong_calls import public_api
+from labkit.plots.flows import flows_of
+from labkit.plots.memory import memory_uses
+from labkit.recording.schema import MEMORY_KINDS
+from labkit.tracing.run_argument import HasTrace, trace_of
+from labkit.tracing.trace import Trace
+
+__all__ = ["memory_mb", "sent_mb"]
+
+
+@public_api
+def memory_mb(run: HasTrace | Trace, *kinds: str, rank: int | None = None) -> float:
+    """Return the peak memory of a rank in MB (10⁶ bytes), as `track_memory` recorded it.
+
+    For example, `memory_mb(run, "gradients", "optimizer state")` is the most that both together occupied at any time.
+
+    Args:
+        run: a run or a trace.
+        kinds: what to count: "parameters", "gathered parameters", "gradients", "optimizer state", "activations",
+            "other"; default: everything.
+        rank: the rank; default: the one that needs most.
+
+    Raises:
+        LabError: no rank tracked its memory, or not this one.
+        TypeError: `run` is neither a run nor a trace.
+        ValueError: an unknown kind.
+    """
+    trace = trace_of(run, "memory_mb")
+    for kind in kinds:
+        if kind not in MEMORY_KINDS:
+            raise ValueError(f"memory_mb({kind!r}): expected {', '.join(map(repr, MEMORY_KINDS))}")
+    rows = [MEMORY_KINDS.index(kind) for kind in kinds or MEMORY_KINDS]
+    found = [use for use in memory_uses(trace) if rank in (None, use.rank)]
+    if not found:
+        whose = "no rank of this run has" if rank is None else f"rank {rank} of this run has not"
+        raise LabError(
+            f"memory_mb: {whose} tracked its memory; put `with lab.track_memory(model, optimizer):` around the training loop"
+        )
+    return max(float(use.nbytes[rows].sum(axis=0).max()) for use in found) / 1e6
+
+
+@public_api
+def sent_mb(run: HasTrace | Trace, rank: int | None = None) -> float:
+    """Return how many MB (10⁶ bytes) a rank sends in a step, counted as `traffic` counts them.
+
+    A run without `lab.steps` counts as one step. What is sent before the first step or after the last does not count.
+
+    Args:
+        run: a run or a trace.
+        rank: the rank; default: the mean of all ranks.
+
+    Raises:
+        LabError: the ranks recorded nothing.
+        TypeError: `run` is neither a run nor a trace.
+        ValueError: there is no such rank.
+    """
+    trace = trace_of(run, "sent_mb")
+    if rank is not None and rank not in range(len(trace.ranks)):
+        raise ValueError(f"sent_mb(rank={rank!r}): expected a rank from 0 to {len(trace.ranks) - 1}")
+    bounds = trace.step_bounds()
+    steps = max(len(bounds), 1)
+    flows = flows_of(trace)
+    counted = (flows.end_ns > bounds[0, 0]) & (flows.start_ns < bounds[-1, -1]) if len(bounds) else flows.end_ns > 0
+    if rank is not None:
+        counted &= flows.rank[flows.source] == rank
+    among = len(trace.ranks) if rank is None else 1
+    return float(flows.nbytes[counted].sum()) / steps / among / 1e6

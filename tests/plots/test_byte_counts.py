@@ -1,0 +1,68 @@
+"""`memory_mb` and `sent_mb`: the numbers behind two figures."""
+
+import pytest
+
+from labkit.errors.exceptions import LabError
+from labkit.plots.byte_counts import memory_mb, sent_mb
+from labkit.recording.schema import MEMORY
+
+from synthetic import Book  # isort: skip
+
+
+def remembered():
+    book = Book()
+    for rank in range(2):
+        book.whole(rank, "call", 0, 100)
+        book.scalar(rank, f"{MEMORY}parameters", 10, 2e6)
+        book.scalar(rank, f"{MEMORY}activations", 20, (3 + rank) * 1e6)
+        book.scalar(rank, f"{MEMORY}gradients", 30, 1e6)
+        book.scalar(rank, f"{MEMORY}activations", 30, 0)
+    return book.trace(3)
+
+
+def test_the_peak_is_that_of_the_fullest_rank_and_of_all_kinds_at_the_same_time():
+    trace = remembered()
+    assert memory_mb(trace) == pytest.approx(6)  # of rank 1: parameters and activations; the gradients came later
+    assert memory_mb(trace, rank=0) == pytest.approx(5)
+    assert memory_mb(trace, "parameters", "gradients") == pytest.approx(3)
+    assert memory_mb(trace, "optimizer state") == 0
+
+
+def test_what_memory_mb_refuses():
+    with pytest.raises(ValueError, match=r"memory_mb\('weights'\): expected 'parameters'"):
+        memory_mb(remembered(), "weights")
+    with pytest.raises(LabError, match="rank 2 of this run has not tracked its memory; put `with"):
+        memory_mb(remembered(), rank=2)
+    with pytest.raises(TypeError, match="expected a run"):
+        memory_mb(3)
+
+
+def sending(steps):
+    """In each step an all-reduce of 4 MB on four ranks; after the last step another one."""
+    book = Book()
+    for rank in range(4):
+        for step in range(steps):
+            book.whole(rank, "step", 20 * step, 20 * step + 20)
+            book.travel(rank, "all_reduce", 20 * step + 2, 20 * step + 5, nbytes=4_000_000, group="world", match=step)
+        book.travel(rank, "all_reduce", 101, 105, nbytes=4_000_000, group="world", match=9)
+    return book.trace(4)
+
+
+def test_bytes_are_those_of_a_step():
+    assert sent_mb(sending(3)) == pytest.approx(6)  # 2·3/4 of 4 MB; not the all-reduce after the last step
+    assert sent_mb(sending(3), rank=2) == pytest.approx(6)
+    assert sent_mb(sending(0)) == pytest.approx(6)  # without steps, everything
+
+
+def test_a_broadcast_counts_at_its_root():
+    book = Book()
+    for rank in range(4):
+        book.travel(rank, "broadcast", 2, 5, nbytes=1_000_000, group="world", match=1, peer=-2)
+    trace = book.trace(4)
+    assert [sent_mb(trace, rank=rank) for rank in range(4)] == pytest.approx([3, 0, 0, 0])
+    assert sent_mb(trace) == pytest.approx(0.75)
+
+
+def test_what_sent_mb_refuses():
+    with pytest.raises(ValueError, match=r"sent_mb\(rank=4\): expected a rank from 0 to 3"):
+        sent_mb(sending(1), rank=4)
