@@ -23,6 +23,7 @@ from labkit.notebook.startup import begin
 _MODULES = {
     "predict": "costs.formulas",  # the module itself
     "Link": "costs.link",
+    "Network": "costs.network",
     "check": "exercises.check",
     "guess": "exercises.guesses",
     "guesses": "exercises.guesses",
@@ -61,6 +62,7 @@ _MODULES = {
 if TYPE_CHECKING:
     from labkit.costs import formulas as predict  # noqa: F401  # a module, and so under another name than its own
     from labkit.costs.link import Link as Link
+    from labkit.costs.network import Network as Network
     from labkit.exercises.check import check as check
     from labkit.exercises.guesses import guess as guess
     from labkit.exercises.guesses import guesses as guesses

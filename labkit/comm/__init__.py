@@ -23,17 +23,18 @@ from labkit.comm.own_process_groups import watched_gloo
 from labkit.comm.pipelines import Pipelines
 from labkit.comm.process_group import watched_process_group
 from labkit.costs.link import Link
+from labkit.costs.network import Network
 from labkit.costs.shared_link import SharedLink
 from labkit.recording.record import Recorder, here
 
 __all__ = ["slow_link", "watch_device", "watch_rpc", "watch_script", "watch_torch"]
 
 
-def slow_link(link: Link, rank: int, fd: int) -> SlowLink:
+def slow_link(link: Link | Network, rank: int, fd: int) -> SlowLink:
     """Create the emulated link of this rank.
 
     Args:
-        link: the link's model.
+        link: the model of the link or the network.
         rank: this rank's number.
         fd: the shared memory of the group's links, `costs.shared_link.SHARED_LINK_BYTES` long; ownership passes to the
             link.

@@ -17,7 +17,9 @@ from typing import Any, ClassVar, Final
 
 import torch
 
+from labkit.costs.emulated_costs import collective_cost, message_cost
 from labkit.costs.link import Link
+from labkit.costs.network import Network, link_of_pair
 from labkit.costs.shared_link import Cost, SharedLink
 from labkit.recording.record import clock
 
@@ -70,15 +72,15 @@ class Booking:
 
 
 class SlowLink:
-    """The emulated link of one rank.
+    """The emulated link of one rank, or its links in a network.
 
     Args:
-        link: the link's model.
+        link: the model of the link or the network.
         rank: this rank's number.
         shared_link: the schedule that all ranks of the group share.
     """
 
-    def __init__(self, link: Link, rank: int, shared_link: SharedLink) -> None:
+    def __init__(self, link: Link | Network, rank: int, shared_link: SharedLink) -> None:
         self.link, self.rank, self.shared_link = link, rank, shared_link
         self._due: list[tuple[int, int, Callable[[], None]]] = []
         self._order = itertools.count()  # orders actions that are due at the same time
@@ -92,8 +94,6 @@ class SlowLink:
     def collective(self, name: str, nbytes: int, ranks: Sequence[int], group: str, match: int, at_ns: int) -> Booking:
         """Schedule a collective that this rank enters.
 
-        A rank's collectives use its link one after another, as on one NCCL stream.
-
         Args:
             name: the collective, as the link's model knows it.
             nbytes: its size.
@@ -102,14 +102,13 @@ class SlowLink:
             match: its number in the group.
             at_ns: when this rank issued it.
         """
-        cost_ns = round(self.link.seconds(name, nbytes, len(ranks)) * 1e9)
-        self.shared_link.arrive(group, match, at_ns, Cost(cost_ns, cost_ns, ranks, ranks, len(ranks)))
+        self.shared_link.arrive(group, match, at_ns, collective_cost(self.link, name, nbytes, ranks))
         return Booking(self, group, match)
 
     def message(
         self, source: int, destination: int, nbytes: int, group: str, match: int, at_ns: int, *, ends: int = 2
     ) -> Booking:
-        """Schedule a message that this rank sends or receives. Latencies of consecutive messages overlap.
+        """Schedule a message that this rank sends or receives.
 
         Args:
             source: the sending rank.
@@ -120,10 +119,12 @@ class SlowLink:
             at_ns: when this rank issued it.
             ends: 2 if it starts when both ranks have arrived; 1 if only its sender schedules it.
         """
-        busy_ns = round(nbytes / self.link.bytes_per_s * 1e9)
-        cost_ns = round(self.link.latency_s * 1e9) + busy_ns
-        self.shared_link.arrive(group, match, at_ns, Cost(cost_ns, busy_ns, [source], [destination], ends))
+        self.shared_link.arrive(group, match, at_ns, message_cost(self.link, source, destination, nbytes, ends))
         return Booking(self, group, match)
+
+    def to(self, peer: int) -> Link:
+        """Return the link between this rank and another."""
+        return link_of_pair(self.link, self.rank, peer)
 
     def at(self, due_ns: int, action: Callable[[], None]) -> None:
         """Run an action at a given time, or as soon as possible after it."""

@@ -80,7 +80,7 @@ class SlowCalls:
 
     def fetched(self, operation: Operation, pair: str, number: int) -> None:
         """On the caller of `to_here`: sleep until the value has arrived over the emulated link."""
-        asked_ns = operation.start_ns + round(self._slow.link.latency_s * 1e9)
+        asked_ns = operation.start_ns + round(self._slow.to(operation.peer).latency_s * 1e9)
         there_ns = self._slow.shared_link.due_ns(f"value {pair}", number) if pair else 0
         group, number, start_ns = f"fetched by {self._slow.rank}", next(self._fetched), max(asked_ns, there_ns)
         self._send(operation.peer, self._slow.rank, operation.nbytes, group, number, start_ns)
@@ -92,7 +92,7 @@ class SlowCalls:
         except Exception:  # noqa: BLE001  # raised where the result is waited for
             value = None
         nbytes = value.nbytes if isinstance(value, torch.Tensor) else 0
-        link = self._slow.link
+        link = self._slow.to(operation.peer)
         return operation.start_ns + round((link.seconds("send", operation.nbytes) + link.seconds("send", nbytes)) * 1e9)
 
     def _send(self, source: int, destination: int, nbytes: int, group: str, number: int, at_ns: int) -> None:

@@ -10,6 +10,7 @@ ranks, n a size in bytes. An emulated `labkit.Link` follows the same formulas (`
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 from labkit.costs import collectives
@@ -20,8 +21,8 @@ from labkit.costs.collectives import (
     barrier,
     broadcast,
     collective,
+    count_of,
     gather,
-    in_seconds,
     message,
     reduce,
     reduce_scatter,
@@ -29,7 +30,8 @@ from labkit.costs.collectives import (
     scatter,
 )  # fmt: skip
 from labkit.costs.link import Link
-from labkit.costs.prediction import Prediction, check_arguments
+from labkit.costs.network import Network
+from labkit.costs.prediction import Prediction, check_arguments, in_seconds
 from labkit.costs.schedule_names import INTERLEAVED, schedule_name
 from labkit.errors.wrong_calls import public_api
 
@@ -51,8 +53,8 @@ def data_parallel_step(
     forward_s: float,
     backward_s: float,
     gradient_bytes: float,
-    ranks: int,
-    link: Link,
+    ranks: int | Sequence[int],
+    link: Link | Network,
     *,
     overlap: bool = True,
     buckets: int = 1,
@@ -70,8 +72,8 @@ def data_parallel_step(
         forward_s: t_f, the forward pass on a rank's part of the batch.
         backward_s: t_b, the backward pass alone.
         gradient_bytes: n, the size of all gradients.
-        ranks: p, the number of ranks.
-        link: the link between them.
+        ranks: p, the number of ranks; of a network, also a list of some of its ranks.
+        link: the link between them, or their network.
         overlap: whether all-reduces overlap the backward pass, as in DistributedDataParallel.
         buckets: m, the number of buckets.
         optimizer_s: t_o, the optimizer step.
@@ -83,7 +85,7 @@ def data_parallel_step(
     Source: overlap: S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020;
     overhead: D. Culler et al., "LogP: Towards a Realistic Model of Parallel Computation", 1993; formula: labkit's own.
     """
-    check_arguments(forward_s=forward_s, backward_s=backward_s, gradient_bytes=gradient_bytes, ranks=ranks, link=link)
+    check_arguments(forward_s=forward_s, backward_s=backward_s, gradient_bytes=gradient_bytes, link=link)
     check_arguments(buckets=buckets, optimizer_s=optimizer_s, overhead_s=overhead_s)
     each = float(collective("all_reduce", gradient_bytes / buckets, ranks, link))
     source = "Li et al., PyTorch Distributed, 2020 (overlap); equal buckets at equal intervals"
@@ -192,8 +194,8 @@ def tensor_parallel_layer(
     batch: int,
     sequence: int,
     hidden: int,
-    ranks: int,
-    link: Link,
+    ranks: int | Sequence[int],
+    link: Link | Network,
     *,
     value_bytes: int = 2,
     compute_s: float = 0.0,
@@ -208,8 +210,8 @@ def tensor_parallel_layer(
         batch: b, the number of sequences.
         sequence: s, tokens per sequence.
         hidden: h, the width of the model.
-        ranks: p, the number of ranks over which the layer is split.
-        link: the link between them.
+        ranks: p, the number of ranks over which the layer is split; of a network, also a list of some of its ranks.
+        link: the link between them, or their network.
         value_bytes: bytes per activation: 2 for bfloat16, 4 for float32.
         compute_s: t, the compute time of the whole layer on one rank; 0 gives the communication alone.
         backward: whether to include the backward pass; without it, there are 2 all-reduces.
@@ -220,14 +222,13 @@ def tensor_parallel_layer(
     Source: M. Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
         2019.
     """
-    check_arguments(
-        batch=batch, sequence=sequence, hidden=hidden, ranks=ranks, link=link, value_bytes=value_bytes, compute_s=compute_s
-    )
+    check_arguments(batch=batch, sequence=sequence, hidden=hidden, link=link, value_bytes=value_bytes, compute_s=compute_s)
+    count = count_of(ranks, link)
     nbytes, times = batch * sequence * hidden * value_bytes, 4 if backward else 2
     each = float(collective("all_reduce", nbytes, ranks, link))
     formula = rf"\frac{{t}}{{p}} + {times}\,T_\text{{all-reduce}}(b\,s\,h \cdot {value_bytes}\,\text{{B}})"
-    inserted = rf"\frac{{{_s(compute_s)}}}{{{ranks}}} + {times} \cdot {_s(each)}"
-    return Prediction(compute_s / ranks + times * each, "s", "T", formula, inserted, "Shoeybi et al., Megatron-LM, 2019")
+    inserted = rf"\frac{{{_s(compute_s)}}}{{{count}}} + {times} \cdot {_s(each)}"
+    return Prediction(compute_s / count + times * each, "s", "T", formula, inserted, "Shoeybi et al., Megatron-LM, 2019")
 
 
 def zero_memory(

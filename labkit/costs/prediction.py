@@ -6,6 +6,7 @@ import numbers
 from typing import Any, Final
 
 from labkit.costs.link import Link, as_float
+from labkit.costs.network import Network
 from labkit.errors.units import in_words, scaled
 
 __all__ = ["UNITS", "Prediction", "Working", "check_arguments", "in_latex"]
@@ -90,17 +91,28 @@ def in_latex(value: float, unit: str) -> str:
     return rf"{figures}\,\text{{{shown}}}"
 
 
+def in_seconds(seconds: float) -> str:
+    """A time in LaTeX."""
+    return in_latex(seconds, "s")
+
+
+def transfer_in_latex(nbytes: float, link: Link) -> str:
+    """The time in which bytes pass through a link, as a fraction in LaTeX."""
+    return rf"\frac{{8 \cdot {in_latex(nbytes, 'B')}}}{{{in_latex(link.gbit_per_s * 1e9, 'bit/s')}}}"
+
+
 def check_arguments(**arguments: Any) -> None:
-    """Check arguments by name: links, counts (whole numbers from 1), and other numbers (from 0).
+    """Check arguments by name: links and networks, counts (whole numbers from 1), and other numbers (from 0).
 
     Raises:
         TypeError, ValueError: an invalid argument.
     """
     for name, value in arguments.items():
         if name == "link":
-            if not isinstance(value, Link):
+            if not isinstance(value, (Link, Network)):
                 raise TypeError(
-                    f"link={value!r}: expected a Link, as in lab.Link(gbit_per_s=1, latency_us=50) or lab.Link.ethernet_1g"
+                    f"link={value!r}: expected a Link, as in lab.Link(gbit_per_s=1, latency_us=50) or lab.Link.ethernet_1g, "
+                    "or a lab.Network"
                 )
         elif name in _COUNTS:
             if not isinstance(value, numbers.Integral) or isinstance(value, bool):

@@ -18,15 +18,27 @@ from typing import Final, NamedTuple
 
 from labkit.recording.fork_isolation import keep_from_forks
 
-__all__ = ["SHARED_LINK_BYTES", "Cost", "SharedLink"]
+__all__ = ["SHARED_LINK_BYTES", "Cost", "SharedLink", "node_port", "outer_port"]
 
-FREE: Final = struct.Struct("<q")  # when a direction of a link becomes free, ns
-# Key, number of ranks that have arrived, (unused); in ns: last arrival, cost, occupation, end (0: not scheduled).
-ENTRY: Final = struct.Struct("<QiIqqqq")
+FREE: Final = struct.Struct("<q")  # when a direction of a port becomes free, ns
+# Key, number of ranks that have arrived, (unused); in ns: last arrival, cost, occupation of ports and of shared ports,
+# end (0: not scheduled).
+ENTRY: Final = struct.Struct("<QiIqqqqq")
 ENTRIES: Final = 1 << 14  # more than are ever pending: an entry is kept until another operation overwrites it
 MAX_RANKS: Final = 1024
-ENTRIES_AT: Final = 2 * MAX_RANKS * FREE.size
+PORTS: Final = 3 * MAX_RANKS  # a rank's link has the rank's number; the others: `outer_port`, `node_port`
+ENTRIES_AT: Final = 2 * PORTS * FREE.size
 SHARED_LINK_BYTES: Final = ENTRIES_AT + ENTRIES * ENTRY.size  # untouched pages cost nothing
+
+
+def outer_port(rank: int) -> int:
+    """Return the port by which a rank issues its collectives that leave its node."""
+    return MAX_RANKS + rank
+
+
+def node_port(node: int) -> int:
+    """Return the port by which a node is connected to the other nodes."""
+    return 2 * MAX_RANKS + node
 
 
 class Cost(NamedTuple):
@@ -34,9 +46,11 @@ class Cost(NamedTuple):
 
     Args:
         cost_ns: its duration.
-        busy_ns: how long it occupies the links of its ranks, from its start.
-        senders, receivers: the ranks whose links it occupies, by direction.
+        busy_ns: how long it occupies ports, from its start.
+        senders, receivers: the ports that it occupies, by direction; a rank's own link has the rank's number.
         of: the number of participating ranks.
+        shared_ns: how long it occupies both directions of the shared ports.
+        shared: these ports, which several ranks use.
     """
 
     cost_ns: int
@@ -44,6 +58,8 @@ class Cost(NamedTuple):
     senders: Sequence[int]
     receivers: Sequence[int]
     of: int
+    shared_ns: int = 0
+    shared: Sequence[int] = ()
 
 
 class SharedLink:
@@ -78,25 +94,27 @@ class SharedLink:
         """
         key, at = _place(group, match)
         with self:
-            known, arrived, _, last_ns, cost_ns, busy_ns, due_ns = ENTRY.unpack_from(self._memory, at)
+            known, arrived, _, last_ns, cost_ns, busy_ns, shared_ns, due_ns = ENTRY.unpack_from(self._memory, at)
             if known != key or arrived >= cost.of:  # the entry of an older operation
-                arrived = last_ns = cost_ns = busy_ns = due_ns = 0
+                arrived = last_ns = cost_ns = busy_ns = shared_ns = due_ns = 0
             arrived, last_ns = arrived + 1, max(last_ns, at_ns)
-            cost_ns, busy_ns = max(cost_ns, cost.cost_ns), max(busy_ns, cost.busy_ns)
+            cost_ns, busy_ns, shared_ns = max(cost_ns, cost.cost_ns), max(busy_ns, cost.busy_ns), max(shared_ns, cost.shared_ns)
             if arrived == cost.of:
-                start_ns = max(last_ns, self._free_ns(cost.senders, 0), self._free_ns(cost.receivers, 1))
+                occupied = [(cost.senders, 0, busy_ns), (cost.receivers, 1, busy_ns)]
+                occupied += [(cost.shared, direction, shared_ns) for direction in (0, 1)]
+                start_ns = max(last_ns, *(self._free_ns(ports, direction) for ports, direction, _ in occupied))
                 due_ns = start_ns + cost_ns
-                self._occupy(cost.senders, 0, start_ns + busy_ns)
-                self._occupy(cost.receivers, 1, start_ns + busy_ns)
-            ENTRY.pack_into(self._memory, at, key, arrived, 0, last_ns, cost_ns, busy_ns, due_ns)
+                for ports, direction, ns in occupied:
+                    self._occupy(ports, direction, start_ns + ns)
+            ENTRY.pack_into(self._memory, at, key, arrived, 0, last_ns, cost_ns, busy_ns, shared_ns, due_ns)
 
     def withdraw(self, group: str, match: int) -> None:
         """Undo `arrive`, because the backend has rejected the operation."""
         key, at = _place(group, match)
         with self:
-            known, arrived, _, last_ns, cost_ns, busy_ns, _ = ENTRY.unpack_from(self._memory, at)
+            known, arrived, _, last_ns, cost_ns, busy_ns, shared_ns, _ = ENTRY.unpack_from(self._memory, at)
             if known == key:
-                ENTRY.pack_into(self._memory, at, key, arrived - 1, 0, last_ns, cost_ns, busy_ns, 0)
+                ENTRY.pack_into(self._memory, at, key, arrived - 1, 0, last_ns, cost_ns, busy_ns, shared_ns, 0)
 
     def due_ns(self, group: str, match: int) -> int:
         """Return when an operation ends; 0 if unknown.
@@ -106,7 +124,7 @@ class SharedLink:
         """
         key, at = _place(group, match)
         with self:
-            known, _, _, last_ns, cost_ns, _, due_ns = ENTRY.unpack_from(self._memory, at)
+            known, _, _, last_ns, cost_ns, _, _, due_ns = ENTRY.unpack_from(self._memory, at)
         return 0 if known != key else due_ns or last_ns + cost_ns
 
     def __enter__(self) -> None:
@@ -122,13 +140,13 @@ class SharedLink:
         self._memory.close()
         os.close(self._fd)
 
-    def _free_ns(self, ranks: Iterable[int], direction: int) -> int:
-        free = (FREE.unpack_from(self._memory, (2 * rank + direction) * FREE.size)[0] for rank in ranks)
+    def _free_ns(self, ports: Iterable[int], direction: int) -> int:
+        free = (FREE.unpack_from(self._memory, (2 * port + direction) * FREE.size)[0] for port in ports)
         return max(free, default=0)
 
-    def _occupy(self, ranks: Iterable[int], direction: int, until_ns: int) -> None:
-        for rank in ranks:
-            FREE.pack_into(self._memory, (2 * rank + direction) * FREE.size, until_ns)
+    def _occupy(self, ports: Iterable[int], direction: int, until_ns: int) -> None:
+        for port in ports:
+            FREE.pack_into(self._memory, (2 * port + direction) * FREE.size, until_ns)
 
 
 def _place(group: str, match: int) -> tuple[int, int]:

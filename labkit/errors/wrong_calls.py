@@ -34,9 +34,9 @@ _LONGEST: Final = 20  # characters; longer default values are shown as "..."
 _RAISE: Final = dis.opmap["RAISE_VARARGS"]
 _IN_WORDS: Final = {
     "Any": "anything", "Axes": "matplotlib Axes", "Callable": "a function", "Group": "a group (lab.Group)", "HasTrace": "a run",
-    "Iterable": "something to loop over", "Link": "a lab.Link", "Mapping": "a dict", "None": "None", "NoneType": "None",
-    "Path": "a path", "Sequence": "a list", "Trace": "a trace", "bool": "True or False", "float": "a number",
-    "int": "a whole number", "range": "a range", "str": "a string",
+    "Iterable": "something to loop over", "Link": "a lab.Link", "Mapping": "a dict", "Network": "a lab.Network",
+    "None": "None", "NoneType": "None", "Path": "a path", "Sequence": "a list", "Trace": "a trace",
+    "bool": "True or False", "float": "a number", "int": "a whole number", "range": "a range", "str": "a string",
 }  # fmt: skip
 
 

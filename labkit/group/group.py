@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, Self
 
 from labkit.costs.link import Link
+from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError, RankError, Stopped
 from labkit.errors.lists import counted
 from labkit.errors.wrong_calls import public_api
@@ -52,7 +53,7 @@ class Group:
         threads: compute threads per rank; default: the cores divided among the ranks, at least 1.
         timeout_s: seconds after which a run is stopped; default: never.
         start: "fork" or "spawn"; default: the method that is safe on this system.
-        link: the `labkit.Link` to emulate between ranks (never faster than the real one); torch and RPC only.
+        link: the `labkit.Link` or `Network` to emulate between ranks (never faster than the real one); torch, RPC only.
         rpc_backend_options: torch's `TensorPipeRpcBackendOptions`, or a dict of its `num_worker_threads` and
             `rpc_timeout`.
 
@@ -83,7 +84,7 @@ class Group:
         threads: int | None = None,
         timeout_s: float | None = None,
         start: str | None = None,
-        link: Link | None = None,
+        link: Link | Network | None = None,
         rpc_backend_options: Any = None,
     ) -> None:
         check_environment()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from labkit.costs.link import Link
+from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError, missing
 from labkit.errors.lists import listed
 from labkit.errors.units import in_words
@@ -62,7 +63,7 @@ class Plan:
         threads: compute threads per rank.
         timeout_s: time limit of a run; None for no limit.
         start: "fork" or "spawn".
-        link: the link to emulate between ranks; None for none.
+        link: the link or network to emulate between ranks; None for none.
         rpc_options: the number of threads that serve calls in an RPC rank, and the time limit of a call in seconds.
     """
 
@@ -74,7 +75,7 @@ class Plan:
     threads: int
     timeout_s: float | None
     start: str
-    link: Link | None = None
+    link: Link | Network | None = None
     rpc_options: tuple[int, float] = RPC_OPTIONS
 
     @property
@@ -93,7 +94,7 @@ class Plan:
         threads: int | None,
         timeout_s: float | None,
         start: str | None,
-        link: Link | None = None,
+        link: Link | Network | None = None,
         rpc_backend_options: Any = None,
     ) -> Plan:
         """Check the arguments of `labkit.Group`, which documents them.
@@ -117,7 +118,7 @@ class Plan:
         _check_number("timeout_s", timeout_s, whole=False)
         if start not in (None, *STARTS):
             raise ValueError(f"start={start!r}: expected 'fork' or 'spawn'")
-        _check_link(link, runtime)
+        link = _checked_link(link, runtime, len(names))
         plan = cls(
             names,
             jobs,
@@ -202,17 +203,24 @@ def _check_number(option: str, value: Any, *, whole: bool) -> None:
         raise ValueError(f"{option}={value!r}: expected a {'whole ' * whole}number above 0")
 
 
-def _check_link(link: Any, runtime: str) -> None:
+def _checked_link(link: Any, runtime: str, ranks: int) -> Link | Network | None:
+    """The link; a network knows the number of ranks."""
     if link is None:
-        return
-    if not isinstance(link, Link):
+        return None
+    if not isinstance(link, (Link, Network)):
         raise TypeError(
-            f"link={link!r}: expected a Link, as in link=lab.Link(gbit_per_s=1, latency_us=50) or lab.Link.ethernet_1g"
+            f"link={link!r}: expected a Link, as in link=lab.Link(gbit_per_s=1, latency_us=50) or lab.Link.ethernet_1g, "
+            "or a Network, as in link=lab.Network(nodes=2, inside=lab.Link.nvlink4, between=lab.Link.ethernet_10g)"
         )
     if not RUNTIMES[runtime].emulates_links:
         raise ValueError(
             f"link={link}: labkit emulates links for torch only; expected {_those('emulates_links')}, given {runtime!r}"
         )
+    if isinstance(link, Link):
+        return link
+    if link.ranks not in (None, ranks):
+        raise ValueError(f"link={link}: this network has {link.ranks} ranks, and the group {ranks}; leave ranks= out of Network")
+    return link.of(ranks)
 
 
 def _rpc_options(given: Any, runtime: str) -> tuple[int, float]:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
 __all__ = [
     "CHAN", "FOR_OTHERS", "GRADIENTS", "HOCKNEY", "OPERATION_TYPES", "OTHER", "PROMISE", "RECEIVED_GRADIENTS",
     "RECEIVED_REPLY", "RECV", "REMOTE", "REPLY", "RPC", "RPC_SHUTDOWN", "SEND", "SERVE", "THAKUR", "TO_HERE", "UNSEEN_PROMISE",
-    "VALUE", "Cost", "Form", "OperationType", "Traffic", "methods", "type_of", "type_of_kernel",
+    "VALUE", "Algorithm", "Cost", "Form", "OperationType", "Traffic", "methods", "type_of", "type_of_kernel",
 ]  # fmt: skip
 
 
@@ -37,6 +37,17 @@ class Traffic(Enum):
     UNKNOWN = "unknown; if there is a peer, the rank sends it the bytes"
 
 
+class Algorithm(Enum):
+    """How the ranks of an operation exchange messages; `costs.rounds` lists the messages."""
+
+    RING = "in each round, each rank sends an equal part to the next"
+    PAIRWISE = "in round k, each rank sends a part to the k-th rank after it"
+    TREE = "a binomial tree from the first rank, over which everything travels, or the same towards it"
+    TREE_OF_PARTS = "the same tree, over which only the parts of the ranks beyond travel"
+    DISSEMINATION = "in round k, each rank notifies the rank 2ᵏ places after it"
+    CENTRAL = "all ranks notify the first, which notifies them"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Cost:
     """The time of an operation on p ranks, rounds·α + share·n/B: α is a link's latency, B its bandwidth, n bytes.
@@ -46,12 +57,14 @@ class Cost:
         share: the share of n, as a function of p. For a ring, each rank also sends this share to the next rank.
         formula: the time as a LaTeX formula.
         source: where the formula comes from.
+        algorithm: who sends to whom in each round, which matters where not all ranks have the same link.
     """
 
     rounds: Callable[[int], int]
     share: Callable[[int], float]
     formula: str
     source: str
+    algorithm: Algorithm = Algorithm.RING
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,12 +181,16 @@ _RING_TWICE: Final = Cost(
     lambda p: 2 * (p - 1), lambda p: 2 * (p - 1) / p, r"2(p-1)\,\alpha + \frac{2(p-1)}{p}\,\frac{n}{B}", THAKUR
 )
 _RING: Final = Cost(lambda p: p - 1, lambda p: (p - 1) / p, r"(p-1)\,\alpha + \frac{p-1}{p}\,\frac{n}{B}", THAKUR)
-_TREE: Final = Cost(_deep, lambda p: float(_deep(p)), rf"{_DEEP}\left(\alpha + \frac{{n}}{{B}}\right)", THAKUR)
-_TREE_OF_PARTS: Final = Cost(_deep, lambda p: (p - 1) / p, rf"{_DEEP}\,\alpha + \frac{{p-1}}{{p}}\,\frac{{n}}{{B}}", CHAN)
-_DISSEMINATION: Final = Cost(_deep, lambda _: 0.0, rf"{_DEEP}\,\alpha", _HENSGEN)
-_THERE_AND_BACK: Final = Cost(
-    lambda p: 2 if p > 1 else 0, lambda _: 0.0, r"2\,\alpha", "torch.distributed, documentation of monitored_barrier"
+_PAIRWISE: Final = replace(_RING, algorithm=Algorithm.PAIRWISE)
+_TREE: Final = Cost(_deep, lambda p: float(_deep(p)), rf"{_DEEP}\left(\alpha + \frac{{n}}{{B}}\right)", THAKUR, Algorithm.TREE)
+_TREE_OF_PARTS: Final = Cost(
+    _deep, lambda p: (p - 1) / p, rf"{_DEEP}\,\alpha + \frac{{p-1}}{{p}}\,\frac{{n}}{{B}}", CHAN, Algorithm.TREE_OF_PARTS
 )
+_DISSEMINATION: Final = Cost(_deep, lambda _: 0.0, rf"{_DEEP}\,\alpha", _HENSGEN, Algorithm.DISSEMINATION)
+_THERE_AND_BACK: Final = Cost(
+    lambda p: 2 if p > 1 else 0, lambda _: 0.0, r"2\,\alpha", "torch.distributed, documentation of monitored_barrier",
+    Algorithm.CENTRAL,
+)  # fmt: skip
 
 SEND: Final = OperationType("send", Traffic.TO_PEER, (Form("send", ("send",)),), _MESSAGE, "#7A3E65")
 RECV: Final = OperationType("recv", Traffic.SECOND_END, (Form("recv", ("recv", "recv_anysource")),), _MESSAGE)
@@ -246,7 +263,7 @@ OPERATION_TYPES: tuple[OperationType, ...] = (
     OperationType(
         "all_to_all", Traffic.PAIRWISE,
         (Form("all_to_all", ("alltoall",)), Form("all_to_all_single", ("alltoall_base", "all_to_all_single"))),
-        _RING, "#C3A55A", kernels=("CollectiveAllToAll",),
+        _PAIRWISE, "#C3A55A", kernels=("CollectiveAllToAll",),
     ),
     OperationType(
         "broadcast", Traffic.FROM_ROOT, (Form("broadcast", ("broadcast",), alike=0),), _TREE, "#A52D96",

@@ -50,12 +50,6 @@ def nothing_was_early(run: Run, ranks: int = 2) -> list[str]:
     return seen
 
 
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    return len(a) == len(b) and all(map(same, a, b)) if isinstance(a, (list, tuple)) else a == b
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -66,7 +60,7 @@ def same(a: Any, b: Any) -> bool:
 def test_the_results_are_right_and_nothing_is_early(pair: Group, case: Callable[..., Any]) -> None:
     run = pair.run(cases.watched_and_bare, case)
     for over_link, bare in run.results:
-        assert same(over_link, bare)
+        assert cases.same(over_link, bare)
     assert nothing_was_early(run)
 
 
@@ -74,7 +68,7 @@ def test_the_results_are_right_and_nothing_is_early(pair: Group, case: Callable[
 def test_data_parallel(pair: Group, how: str) -> None:
     run = pair.run(cases.watched_and_bare, cases.data_parallel, how)
     for over_link, bare in run.results:
-        assert same(over_link, bare)
+        assert cases.same(over_link, bare)
     assert nothing_was_early(run).count("all_reduce") >= 6
 
 
@@ -82,7 +76,7 @@ def test_data_parallel(pair: Group, how: str) -> None:
 def test_pipelines(pair: Group, schedule: str) -> None:
     run = pair.run(cases.watched_and_bare, cases.pipelined, schedule)
     for over_link, bare in run.results:
-        assert same(over_link, bare)
+        assert cases.same(over_link, bare)
     assert nothing_was_early(run).count("send") >= 8
 
 

@@ -180,7 +180,11 @@ def test_words(value: float, unit: str, words: str) -> None:
         (lambda: formulas.all_reduce(-1, 2, LINK), ValueError, "nbytes=-1: expected a number from 0"),
         (lambda: formulas.all_reduce("4", 2, LINK), TypeError, "nbytes='4': expected a number"),  # type: ignore[arg-type]
         (lambda: formulas.all_reduce(1, 2, 1e9), TypeError, "expected a Link, as in lab.Link"),  # type: ignore[arg-type]
-        (lambda: formulas.all_reduce(1, 2, LINK, algorithm="star"), ValueError, "expected 'ring', 'tree' or 'halving'"),
+        (
+            lambda: formulas.all_reduce(1, 2, LINK, algorithm="star"),
+            ValueError,
+            "expected 'ring', 'tree', 'halving'",
+        ),
         (lambda: formulas.all_reduce(1, 6, LINK, algorithm="halving"), ValueError, "holds for powers of two"),
         (lambda: formulas.broadcast(1, 2, LINK, algorithm="ring"), ValueError, "expected 'tree' or 'scatter'"),
         (lambda: formulas.pipeline_bubble(4, 8, schedule="zb"), ValueError, "expected 'gpipe', '1f1b' or 'interleaved 1f1b'"),

@@ -357,3 +357,10 @@ def pipelined(group: Any, schedule: str) -> list[torch.Tensor]:
     else:
         runner.step(target=target, losses=losses)
     return [*(p.grad for p in stage.submod.parameters() if p.grad is not None), *(loss.detach() for loss in losses)]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two results, which may be nested lists of tensors, are equal."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    return len(a) == len(b) and all(map(same, a, b)) if isinstance(a, (list, tuple)) else a == b

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from labkit.costs.link import Link
+from labkit.costs.network import Network as EmulatedNetwork
 from labkit.ipc.stdio import quiet_stderr
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import Recorder
@@ -49,7 +50,7 @@ class RankConfig:
         readable_memory: whether the notebook may read this rank's memory, so that large results can stay there.
         environment: variables that the notebook has changed since the server or spare rank was started; None deletes
             one.
-        link: the link to emulate between ranks; None for none.
+        link: the link or network to emulate between ranks; None for none.
         rich: whether the notebook can display more than text.
         starts_rpc: whether the program calls `init_rpc` itself, so that RPC must not be used before.
         rpc_options: the number of an RPC rank's threads that serve calls, and the time limit of a call in seconds.
@@ -66,7 +67,7 @@ class RankConfig:
     folder: str = ""
     readable_memory: bool = False
     environment: dict[str, str | None] = field(default_factory=dict, repr=False)
-    link: Link | None = None
+    link: Link | EmulatedNetwork | None = None
     rich: bool = False
     starts_rpc: bool = False
     rpc_options: tuple[int, float] = (16, 60.0)
