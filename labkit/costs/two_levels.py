@@ -93,7 +93,7 @@ def _predicted(rounds: Iterable[Round], nbytes: float, network: Network, formula
     for level, (times, share) in levels.items():
         link, index = getattr(network, level), _LEVEL[level]
         general.append(rf"{times}\,\alpha_{index}" + (rf" + {share:.4g}\,\frac{{n}}{{B_{index}}}" if share else ""))
-        carried = rf" + {share:.4g} \cdot {transfer_in_latex(nbytes, link)}" if share else ""
-        inserted.append(rf"{times} \cdot {in_seconds(link.latency_s)}{carried}")
+        transfer = rf" + {share:.4g} \cdot {transfer_in_latex(nbytes, link)}" if share else ""
+        inserted.append(rf"{times} \cdot {in_seconds(link.latency_s)}{transfer}")
     value = sum(network.round_s(each, nbytes) for each in rounds)
     return Prediction(value, "s", "T", formula or " + ".join(general) or "0", " + ".join(inserted) or "0", source)
