@@ -16,6 +16,8 @@ LESSONS: dict[str, tuple[str, ...]] = {
     "data_parallel": ("average_gradients", "draw_indices", "accumulate", "scaled_learning_rate"),
     "sharded_data_parallel": ("shard_range", "memory_per_rank", "zero1", "global_norm"),
     "model_parallel": ("activation_bytes", "best_cut", "TwoDevices", "middle_step"),
+    "remote_calls": ("ask_all", "remote_tallies"),
+    "parameter_server": ("WeightedServer", "push_less"),
     "rpc_hybrid": ("overlapped_time", "both_workers", "distributed_step"),
     "tf_data_parallel": ("replica_loss", "global_batches", "clipped_sum"),
 }

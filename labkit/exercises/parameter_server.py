@@ -1,0 +1,316 @@
+"""Exercises of lesson 07 about parameter servers: a server with weighted batches, and a trainer that sends little."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed.rpc as rpc
+from numpy.typing import NDArray
+from torch import Tensor
+
+from labkit.errors.lists import counted
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks
+from labkit.exercises.remote_calls import mistake_of
+
+__all__ = ["EXERCISES"]
+
+LESSON = "07_rpc"
+SIZE = 4
+ROUNDS = 3
+RATE = 0.5
+ANSWER_S = 10.0  # that a trainer waits for its answer, which takes milliseconds
+Array = NDArray[Any]
+OLD_GRADIENTS = "gradients of earlier rounds are still there: each round begins with none"
+
+
+# WeightedServer
+
+
+class _Host:
+    """An object on the server that passes calls on to the student's server, and observes them.
+
+    Args:
+        server: the student's server.
+        decorated: whether its `update` has `async_execution`.
+    """
+
+    def __init__(self, server: Any, decorated: bool) -> None:
+        self.server, self.decorated = server, decorated
+
+    @rpc.functions.async_execution  # type: ignore[untyped-decorator]  # torch's decorator has no types
+    def update(self, gradient: Tensor, examples: int) -> Any:
+        """Return a future of the answer and whether the student's server returned a future too."""
+        given = self.server.update(gradient, examples)
+        if isinstance(given, torch.futures.Future):
+            return given.then(lambda done: (done.value(), True))
+        answer: Any = torch.futures.Future()
+        answer.set_result((given, False))
+        return answer
+
+
+class _Answers(NamedTuple):
+    """What a trainer received.
+
+    Args:
+        answers: one for each round, as arrays; the name of its type if it is no tensor.
+        futures: whether the server returned futures.
+    """
+
+    answers: list[Array | str]
+    futures: bool
+
+
+def _trainer(host: Any, gradients: list[Tensor], examples: list[int]) -> _Answers | str:
+    """Run a trainer: one call in each round."""
+    answers: list[Array | str] = []
+    futures = True
+    for gradient, count in zip(gradients, examples, strict=True):
+        try:
+            value, as_future = host.rpc_sync(timeout=ANSWER_S).update(gradient, count)
+        except RuntimeError as error:
+            if "timeout" in str(error).lower():
+                return f"waited {ANSWER_S:.0f} s"
+            raise
+        answers.append(value.detach().numpy() if isinstance(value, Tensor) else type(value).__name__)
+        futures = futures and as_future
+    return _Answers(answers, futures)
+
+
+def _serve_on_rank(answer: Callable[..., Any], weights: Tensor, gradients: list[list[Tensor]], examples: list[list[int]]) -> Any:
+    """Return what each trainer received, and whether `update` is decorated; or a sentence on what went wrong."""
+    if rpc.get_worker_info().name != "server":
+        return None
+    decorated = hasattr(getattr(answer, "update", None), "_wrapped_async_rpc_function")
+    host = rpc.RRef(_Host(answer(weights.clone(), RATE, len(gradients)), decorated))
+    calls = [
+        rpc.rpc_async(f"trainer{i}", _trainer, args=(host, *own), timeout=0)
+        for i, own in enumerate(zip(gradients, examples, strict=True), 1)
+    ]
+    try:
+        return torch.futures.wait_all(calls), decorated
+    except (RuntimeError, TypeError, AttributeError) as error:
+        if "once" in str(error) and "Future" in str(error):
+            return (
+                "a future was completed twice: every future gets one result. Each round needs its own, so forget the old ones "
+                "when the round is complete"
+            )
+        if meaning := mistake_of(error):
+            return meaning
+        raise
+
+
+def _weighted_server(answer: Any, on: OnRanks) -> str:
+    random = np.random.default_rng()
+    if not isinstance(answer, type):
+        raise AnswerError("expected a class with __init__(self, weights, rate, trainers) and update(self, gradient, examples)")
+    for trainers in (2, 3, 1):
+        weights = random.normal(size=SIZE).astype(np.float32)
+        gradients = random.normal(size=(trainers, ROUNDS, SIZE)).astype(np.float32)
+        examples = random.permutation(3 * ROUNDS).reshape(3, ROUNDS)[:trainers] + 1  # no two are equal
+        sent = [[torch.from_numpy(one) for one in own] for own in gradients]
+        names = ["server", *(f"trainer{i}" for i in range(1, trainers + 1))]
+        seen = on(names, _serve_on_rank, answer, torch.from_numpy(weights), sent, examples.tolist(), runtime="rpc")[0]
+        if isinstance(seen, str):
+            raise AnswerError(seen)
+        received, decorated = seen
+        _judge_served(received, decorated, weights, gradients, examples)
+    return f"{ROUNDS} steps for {3 * ROUNDS} calls of three trainers, and no thread of the server waited."
+
+
+def _judge_served(received: list[_Answers | str], decorated: bool, weights: Array, gradients: Array, examples: Array) -> None:
+    trainers = len(gradients)
+    given = [one for one in received if isinstance(one, _Answers)]
+    if len(given) < trainers:
+        raise AnswerError(
+            f"{counted(trainers - len(given), 'trainer')} got no answer within {ANSWER_S:.0f} s: when the last gradient of a "
+            "round arrives, complete the future of every caller, not only of the last, and begin a new round"
+        )
+    kinds = [part for one in given for part in one.answers if isinstance(part, str)]
+    if kinds:
+        raise AnswerError(f"the answer to update is a {kinds[0]}: complete the future with a tensor, the new weights")
+    _judge_values([one.answers for one in given], weights, gradients, examples)
+    if not all(one.futures for one in given):
+        raise AnswerError(
+            "the weights are right, but `update` keeps a thread of the server waiting until the last gradient is there: with "
+            "more trainers than threads nobody could be served. Return a torch.futures.Future at once, and complete it later"
+        )
+    if not decorated:
+        raise AnswerError(
+            "`update` returns a future, and RPC would try to send the future itself: the decorator "
+            "@rpc.functions.async_execution makes it send the result once there is one"
+        )
+
+
+def _judge_values(answers: list[list[Any]], weights: Array, gradients: Array, examples: Array) -> None:
+    trainers, before = len(gradients), weights
+    all_weighted, all_examples = np.zeros(SIZE), 0.0
+    for number in range(ROUNDS):
+        these, counts = gradients[:, number], examples[:, number, None]
+        weighted = (these * counts).sum(0)
+        mean = weighted / counts.sum()
+        all_weighted, all_examples = all_weighted + weighted, all_examples + counts.sum()
+        expected = before - RATE * mean
+        got = [own[number] for own in answers]
+        if all(_close(one, expected) for one in got):
+            before = expected
+            continue
+        details = (f"round {number + 1}: given {_rounded(got[0])}", f"expected {_rounded(expected)}")
+        for name, one in enumerate(got, 1):
+            if one.shape != expected.shape:
+                raise AnswerError("the weights have the wrong shape", f"given {one.shape}, expected {expected.shape}")
+            if trainers > 1 and _close(one, before - RATE * these[name - 1]):
+                raise AnswerError(
+                    f"trainer{name} was answered with only its own gradient applied: keep the gradients until all trainers' have "
+                    "arrived, then step once with their mean",
+                    *details,
+                )
+        for step, hint in (
+            (RATE * these.mean(0), "that is the plain mean of the gradients: weight each by the number of its examples"),
+            (RATE * these.sum(0), "the gradients are only added up: weight them by their examples, divide by all examples"),
+            (RATE * weighted, "the weighted sum is not divided: divide it by the number of all examples"),
+            (RATE * weighted / trainers, "the weighted sum is divided by the number of trainers: divide by that of all examples"),
+            (-RATE * mean, "the step goes uphill: subtract rate times the mean gradient"),
+            (mean, "the learning rate is missing: subtract rate times the mean gradient"),
+            (RATE * all_weighted / all_examples, OLD_GRADIENTS),
+            (RATE * all_weighted / counts.sum(), OLD_GRADIENTS),
+            (np.zeros(SIZE), "the trainers got the weights from before the step: complete the futures after it"),
+            (before - weights + RATE * mean, "each round starts from the first weights again: keep the new ones"),
+        ):
+            if all(_close(one, before - step) for one in got):
+                raise AnswerError(hint, *details)
+        raise AnswerError("the weights are not those of one step with the weighted mean of all gradients", *details)
+
+
+def _close(given: Array, expected: Array) -> bool:
+    return given.shape == expected.shape and bool(np.allclose(given, expected, atol=1e-5))
+
+
+def _rounded(values: Array) -> list[float]:
+    return [round(float(v), 3) for v in np.ravel(values)]
+
+
+# push_less
+
+
+class _Weights:
+    """The server of a single trainer.
+
+    Args:
+        weights: the first weights.
+        log: a reference to the list of calls, which a copy uses too.
+    """
+
+    def __init__(self, weights: Tensor, log: Any) -> None:
+        self._weights, self._log, self._copied = weights, log, False
+
+    def __getstate__(self) -> tuple[Tensor, Any]:
+        return self._weights, self._log
+
+    def __setstate__(self, state: tuple[Tensor, Any]) -> None:
+        (self._weights, self._log), self._copied = state, True
+
+    def values(self) -> Tensor:
+        """Return the weights."""
+        self._note("values")
+        return self._weights.clone()
+
+    def update(self, gradient: Tensor) -> Tensor:
+        """Apply a gradient and return the new weights."""
+        self._note("update")
+        self._weights = self._weights - RATE * gradient
+        return self._weights.clone()
+
+    def _note(self, what: str) -> None:
+        self._log.rpc_sync().append(f"{what} of a copy" if self._copied else what)
+
+
+def _push_on_rank(answer: Callable[..., Any], weights: Tensor, targets: Tensor, rounds: int) -> Any:
+    """Return the result, the server's weights in the end, and the calls; or a sentence on what went wrong."""
+    if rpc.get_worker_info().name != "trainer":
+        return None
+    calls: list[str] = []
+    server = rpc.remote("server", _Weights, args=(weights, rpc.RRef(calls)))
+
+    def gradient_of(values: Tensor, part: int) -> Tensor:
+        return values - targets[part]
+
+    try:
+        result = answer(server, gradient_of, rounds, len(targets))
+    except IndexError as error:
+        if error.__traceback__ is not None and "out of bounds" in str(error):
+            return f"gradient_of(weights, part) was called with a part that does not exist: they are 0 to {len(targets) - 1}"
+        raise
+    except (TypeError, AttributeError, RuntimeError) as error:
+        if meaning := mistake_of(error):
+            return meaning
+        raise
+    made = list(calls)
+    final = server.rpc_sync().values().numpy()
+    return result.numpy() if isinstance(result, Tensor) else type(result).__name__, final, made
+
+
+def _push_less(answer: Any, on: OnRanks) -> str:
+    random = np.random.default_rng()
+    for rounds, parts in ((3, 2), (2, 4), (1, 1)):
+        weights, *targets = random.normal(size=(parts + 1, SIZE)).astype(np.float32)
+        given = torch.from_numpy(weights), torch.from_numpy(np.stack(targets)), rounds
+        seen = on(["server", "trainer"], _push_on_rank, answer, *given, runtime="rpc")[1]
+        if isinstance(seen, str):
+            raise AnswerError(seen)
+        _judge_push(*seen, weights=weights, targets=np.stack(targets), rounds=rounds)
+    return "One call to fetch the weights, then one per round, however many parts it has."
+
+
+def _judge_push(result: Any, final: Array, calls: list[str], *, weights: Array, targets: Array, rounds: int) -> None:
+    parts, start = len(targets), weights - targets.mean(0)
+    updates, fetches = calls.count("update"), calls.count("values")
+    counts = f"calls for {counted(rounds, 'round')} of {counted(parts, 'part')}: {updates} of update, {fetches} of values"
+    expected = targets.mean(0) + start * (1 - RATE) ** rounds
+    details = (counts, f"given {_rounded(final)}", f"expected {_rounded(expected)}")
+    if any(call.endswith("copy") for call in calls):
+        raise AnswerError("to_here() brings a copy of the server to the trainer: update the server itself, through the reference")
+    if parts > 1 and updates == rounds * parts:
+        raise AnswerError("every part was sent by itself: compute all parts of a round first, and send their mean", counts)
+    if updates != rounds:
+        raise AnswerError(f"expected {counted(rounds, 'update')}, one in each round", counts)
+    if not _close(final, expected):
+        for value, hint in (
+            (weights - rounds * RATE * start, "every gradient was computed with the first weights: use the last update's reply"),
+            (targets.mean(0) + start * (1 - RATE * parts) ** rounds, "the gradients of the parts are added up: send their mean"),
+            (targets[-1] + (weights - targets[-1]) * (1 - RATE) ** rounds, "only the last part of each round was sent"),
+            (targets[0] + (weights - targets[0]) * (1 - RATE) ** rounds, "only the first part of each round was sent"),
+        ):
+            if _close(final, value):
+                raise AnswerError(hint, *details)
+        raise AnswerError("the weights on the server are not those of steps with the parts' mean gradient", *details)
+    if isinstance(result, str):
+        raise AnswerError(f"the answer is a {result}: return the weights after the last update")
+    if not _close(result, expected):
+        hint = "the server has the right weights, but others were returned: return what the last update replied"
+        raise AnswerError(hint, f"given {_rounded(result)}", f"expected {_rounded(expected)}")
+    if fetches != 1:
+        hint = "the reply to update already contains the new weights: fetch them with values() only once, before the loop"
+        raise AnswerError(f"the weights are right, with {counted(fetches, 'call')} of values: {hint}", counts)
+
+
+EXERCISES = (
+    Exercise(
+        "WeightedServer",
+        LESSON,
+        "A class WeightedServer(weights, rate, trainers) whose update(gradient, examples) returns a future at once: when the "
+        "gradients of all trainers are there, step once with their mean, weighted by examples, and answer every caller with the "
+        "new weights.",
+        _weighted_server,
+    ),
+    Exercise(
+        "push_less",
+        LESSON,
+        "push_less(server, gradient_of, rounds, parts) runs on a trainer: fetch the weights with values(); in each round send "
+        "the mean of gradient_of(weights, part) over all parts with one update(...), whose reply is the new weights; return "
+        "the last ones.",
+        _push_less,
+    ),
+)
