@@ -223,8 +223,8 @@ class _Weights:
         self._weights = self._weights - RATE * gradient
         return self._weights.clone()
 
-    def _note(self, what: str) -> None:
-        self._log.rpc_sync().append(f"{what} of a copy" if self._copied else what)
+    def _note(self, kind: str) -> None:
+        self._log.rpc_sync().append(f"{kind} of a copy" if self._copied else kind)
 
 
 def _push_on_rank(answer: Callable[..., Any], weights: Tensor, targets: Tensor, rounds: int) -> Any:

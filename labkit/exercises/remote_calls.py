@@ -174,13 +174,13 @@ class _Event(NamedTuple):
     """One call of a method.
 
     Args:
-        what: "made", "add" or "total".
+        kind: "made", "add" or "total".
         where: the process in which it ran.
         copied: whether the object is a copy of another.
         adds: how many additions the object has finished.
     """
 
-    what: str
+    kind: str
     where: str
     copied: bool
     adds: int
@@ -225,8 +225,8 @@ class _Tally:
         self._asked.set()
         return total
 
-    def _note(self, what: str) -> None:
-        self._log.rpc_sync().note(what, rpc.get_worker_info().name, self._copied, self._adds)
+    def _note(self, kind: str) -> None:
+        self._log.rpc_sync().note(kind, rpc.get_worker_info().name, self._copied, self._adds)
 
 
 def _tally_on_rank(
@@ -261,8 +261,8 @@ def _remote_tallies(answer: Any, on: OnRanks) -> str:
 
 
 def _judge_tallies(result: list[Any] | str, events: list[_Event], owners: list[str], amounts: list[list[float]]) -> None:
-    made = [event.where for event in events if event.what == "made"]
-    adds = [event for event in events if event.what == "add"]
+    made = [event.where for event in events if event.kind == "made"]
+    adds = [event for event in events if event.kind == "add"]
     if any(event.copied for event in events):
         raise AnswerError(
             "to_here() brings a copy to the master, and the object on its owner does not change: call the method through the "
@@ -287,7 +287,7 @@ def _judge_tallies(result: list[Any] | str, events: list[_Event], owners: list[s
         raise AnswerError(
             f"the list contains a {kinds[0]} in place of a number: wait() for a future, call to_here() for a reference", *details
         )
-    early = [e for e in events if e.what == "total" and e.adds < len(amounts[owners.index(e.where)])]
+    early = [e for e in events if e.kind == "total" and e.adds < len(amounts[owners.index(e.where)])]
     if early and result != expected:
         raise AnswerError(
             f"the total was asked for when {counted(early[0].adds, 'addition')} had finished: rpc_async and remote only send "
