@@ -47,7 +47,7 @@ class _Film:
     def end(self, trace: lab.Trace, title: str) -> None:
         figure = figure_of(trace, title)
         draw_below(figure, trace)
-        data, _ = as_image(figure)
+        data, _ = as_image(figure, figure.alt_text)
         self.shown.append((time.perf_counter(), f"<img src='data:image/png;base64,{data['image/png']}' width='{WIDTH}'>"))
 
 

@@ -17,6 +17,8 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellControlSignal, DeadKernelError
 
+from labkit.plots.image import HTML_CLASS
+
 ROOT = Path(__file__).resolve().parent.parent
 CELL_LIMIT_S = 120
 SIZE_LIMIT_KB = 500  # beyond this, GitHub shows notebooks slowly or not at all
@@ -79,6 +81,8 @@ def _strip_output(output: Any) -> bool:
     data = output.get("data")
     if data is None:
         return True
+    if "image/png" in data and HTML_CLASS in "".join(data.get("text/html", "")):
+        del data["text/html"]  # the same image; GitHub shows the PNG, whose metadata has the alternative text
     widget = [data.pop(mime) for mime in WIDGET_MIMES if mime in data]
     return not widget or bool(set(data) - {"text/plain"})  # without its state a widget's text is only its constructor
 

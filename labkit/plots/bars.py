@@ -36,13 +36,13 @@ class Style:
     Args:
         colour: "#rrggbb".
         alpha: opacity, 1 for opaque; lower values let the page, light or dark, show through.
-        hatch: True for stripes of the colour.
+        hatch: the texture in the colour, as matplotlib writes it: "//////" for stripes, "...." for dots, "" for none.
         legend: its text in the legend.
     """
 
     colour: str
     alpha: float
-    hatch: bool
+    hatch: str
     legend: str
 
     @property
@@ -56,16 +56,16 @@ class Style:
 # https://jfly.uni-koeln.de/color/): compute has cool colours, communication warm ones.
 _COMMUNICATION_COLOUR: Final = "#D55E00"
 STYLES: Final[dict[str, Style]] = {
-    "data": Style("#8FD3C0", 1, False, "data"),
-    "forward": Style("#56B4E9", 1, False, "forward"),
-    "backward": Style("#0072B2", 1, False, "backward"),
-    "optimizer": Style("#009E73", 1, False, "optimizer"),
-    "compute": Style("#7C93C9", 1, False, "compute"),
-    "unlabelled": Style("#8A93A5", 0.28, False, "in the function, in no span"),
-    "exposed": Style(_COMMUNICATION_COLOUR, 1, False, "exposed communication"),
-    "hidden": Style(_COMMUNICATION_COLOUR, 0.5, False, "hidden behind compute"),
-    "waiting": Style(_COMMUNICATION_COLOUR, 0.16, True, "waiting for another rank"),
-    "issued": Style(_COMMUNICATION_COLOUR, 0.16, False, "issued, others not there yet"),
+    "data": Style("#8FD3C0", 1, "", "data"),
+    "forward": Style("#56B4E9", 1, "", "forward"),
+    "backward": Style("#0072B2", 1, "", "backward"),
+    "optimizer": Style("#009E73", 1, "", "optimizer"),
+    "compute": Style("#7C93C9", 1, "", "compute"),
+    "unlabelled": Style("#8A93A5", 0.33, "", "in the function, in no span"),
+    "exposed": Style(_COMMUNICATION_COLOUR, 1, "", "exposed communication"),
+    "hidden": Style("#EBAF80", 1, "", "hidden behind compute"),
+    "waiting": Style(_COMMUNICATION_COLOUR, 0.16, "//////", "waiting for another rank"),
+    "issued": Style(_COMMUNICATION_COLOUR, 0.16, "....", "issued, others not there yet"),
 }
 _MICRO_BATCH: Final = re.compile(r"(?i)(?:forward|backward) (\d+)")  # "forward 3 of stage 1"
 _NUMBER: Final = {name: i for i, name in enumerate(STYLES)}
@@ -298,7 +298,7 @@ def ink(style: str) -> str:
         return "page"
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in look.rgba[:3]]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]  # relative luminance, as defined by WCAG 2
-    return "light" if luminance < 0.25 else "dark"
+    return "light" if luminance < 0.2 else "dark"
 
 
 def _flatten(start_ns: Any, end_ns: Any, rows: NDArray[np.int64]) -> Bars:

@@ -13,8 +13,8 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.units import percent, time_in_words, unit_of
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import STYLES
-from labkit.plots.style import GREY, INKS, WIDTH_IN, labkit_style, pyplot, shortened
-from labkit.plots.timeline import HATCH, View, view_of
+from labkit.plots.style import CHIP, INK, INKS, WIDTH_IN, describe, labkit_style, new_axes, pyplot, shortened
+from labkit.plots.view import View, view_of
 from labkit.plots.waits import waiting_in_words
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Share, Trace
@@ -59,7 +59,7 @@ def breakdown(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axe
         LabError: the trace is empty, has no such step, or matplotlib is not installed.
         TypeError: `run` is neither a run nor a trace.
     """
-    plt = pyplot()
+    pyplot()
     view = view_of(trace_of(run, "breakdown"), step, "")
     trace = view.shown
     parts = np.array([_percent(share) for share in trace.shares()])
@@ -67,7 +67,7 @@ def breakdown(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axe
     y = np.append(np.arange(len(trace.ranks)), len(trace.ranks) + 0.3)
     with labkit_style():
         if ax is None:
-            ax, wide_in = plt.subplots(figsize=(WIDTH_IN, 1.2 + 0.36 * len(y)), layout="constrained")[1], _wide_in(trace.ranks)
+            ax, wide_in = new_axes(figsize=(WIDTH_IN, 1.2 + 0.36 * len(y)), layout="constrained"), _wide_in(trace.ranks)
         else:
             wide_in = ax.get_window_extent().width / ax.figure.dpi
         left = np.zeros(len(y))
@@ -80,7 +80,8 @@ def breakdown(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axe
         ax.tick_params(axis="y", length=0)
         ax.spines["left"].set_visible(False)
         _legend_of_parts(ax, [part for part, width in zip(_PARTS, parts.T, strict=True) if width.any()], [view])
-    return ax
+    shares = ", ".join(f"{part} {percent(share / 100)}" for part, share in zip(_PARTS, parts[-1], strict=True) if share)
+    return describe(ax, f"Where the time went: {view.in_words()}. All ranks: {shares}.")
 
 
 @public_api
@@ -113,7 +114,7 @@ def compare(
         LabError: fewer than two runs, an empty trace, no such step, or matplotlib is not installed.
         TypeError: a value is neither a run nor a trace.
     """
-    plt = pyplot()
+    pyplot()
     if runs is not None and not isinstance(runs, Mapping):
         raise TypeError(f"compare({runs!r}): expected runs by name, as in compare(naive=a, overlapped=b)")
     given = {**(runs or {}), **named}
@@ -130,7 +131,7 @@ def compare(
     with labkit_style():
         if ax is None:
             row_in = max(0.5, 0.1 + 0.15 * max(map(len, lines)))
-            ax = plt.subplots(figsize=(WIDTH_IN, 1.2 + row_in * len(y)), layout="constrained")[1]
+            ax = new_axes(figsize=(WIDTH_IN, 1.2 + row_in * len(y)), layout="constrained")
             wide_in = _wide_in([line for of_name in lines for line in of_name])
         else:
             wide_in = ax.get_window_extent().width / ax.figure.dpi
@@ -149,7 +150,8 @@ def compare(
         ax.tick_params(axis="y", length=0)
         ax.spines["left"].set_visible(False)
         _legend_of_parts(ax, [part for part, width in zip(_PARTS, parts.T, strict=True) if width.any()], views)
-    return ax
+    each = "; ".join(f"{view.label} {words}" for view, words in zip(views, ratios, strict=True))
+    return describe(ax, f"Where the time of each run went: {each}.")
 
 
 def _wide_in(names: Sequence[str]) -> float:
@@ -203,18 +205,17 @@ def _draw_part(
         ax.barh(
             y - tall / 2 + (top + height / 2) * tall, width, height * tall, left, label=part if not top else None, **_look(style)
         )
-    ax.barh(y, width, tall, left, facecolor="none", edgecolor="#C6CBD3" if part == "idle" else "white", linewidth=0.6)
+    ax.barh(y, width, tall, left, facecolor="none", edgecolor=INK if part == "idle" else "none", linewidth=0.6)
     for row in (i for i, text in enumerate(texts) if text):
-        paper = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.8} if part == WAITING else None
         ax.text(
-            left[row] + width[row] / 2, y[row], texts[row], ha="center", va="center", fontsize=8, bbox=paper,
-            color=GREY if part == "idle" else INKS["dark"],
+            left[row] + width[row] / 2, y[row], texts[row], ha="center", va="center", fontsize=8,
+            color=INK if part == "idle" else INKS["dark"], bbox=CHIP if part == WAITING else None,
         )  # fmt: skip
 
 
 def _look(style: str) -> dict[str, Any]:
     look = STYLES[style]
-    hatch = {"edgecolor": look.colour, "hatch": HATCH} if look.hatch else {}
+    hatch = {"edgecolor": look.colour, "hatch": look.hatch} if look.hatch else {}
     return {"facecolor": look.rgba, "linewidth": 0} | hatch
 
 
@@ -225,7 +226,7 @@ def _legend_of_parts(ax: Axes, parts: list[str], views: Sequence[View]) -> None:
     waiting = waiting_in_words(view.whole for view in views)
     handles: list[Any] = []
     for part in parts:
-        patches = [Patch(**_look(style)) for style, _, _ in _PARTS[part]] or [Patch(facecolor="none", edgecolor="#C6CBD3")]
+        patches = [Patch(**_look(style)) for style, _, _ in _PARTS[part]] or [Patch(facecolor="none", edgecolor=INK)]
         handles.append(tuple(patches))
     names = [waiting if part == WAITING else part for part in parts]
     ax.figure.legend(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from labkit.errors.exceptions import missing
 from labkit.errors.wrong_calls import public_api
-from labkit.plots.timeline import view_of
+from labkit.plots.view import view_of
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from labkit.plots.bars import STYLES
 from labkit.plots.scaling import PREDICTED
-from labkit.plots.style import GREY, WIDTH_IN, labkit_style, pyplot
+from labkit.plots.style import INK, WIDTH_IN, describe, labkit_style, new_axes, pyplot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["Outcome", "draw_calibration", "draw_outcome"]
 
-GUESSED: Final = "#882255"  # Tol's wine, which no kind of span has
-MEASURED: Final = "#22262E"
+GUESSED: Final = "#B0406B"  # a wine red that is visible on dark pages, too, and that no kind of span has
+MEASURED: Final = STYLES["backward"].colour  # as in the scaling figure
 ROW_IN: Final = 0.34
 WIDE: Final = 20.0  # between the smallest and the largest value: from here on the axis is logarithmic
 CLOSE: Final = 2.0  # a guess within this factor of the measurement counts as close
@@ -59,10 +60,10 @@ def draw_outcome(outcome: Outcome, ax: Axes | None = None) -> Axes:
         outcome: the values; those that are None have no row, except the guess, which says that it is missing.
         ax: where to draw; default: a figure of its own.
     """
-    plt = pyplot()
+    pyplot()
     rows: list[tuple[str, float | None, str, str]] = [("your guess", outcome.guess, GUESSED, "D")]
     if outcome.changed is not None:
-        rows.append(("changed after the reveal", outcome.changed, GREY, "d"))
+        rows.append(("changed after the reveal", outcome.changed, INK, "d"))
     if outcome.predicted is not None:
         rows.append(("predicted", outcome.predicted, PREDICTED, "s"))
     rows.append(("measured", outcome.measured, MEASURED, "o"))
@@ -71,7 +72,7 @@ def draw_outcome(outcome: Outcome, ax: Axes | None = None) -> Axes:
     with labkit_style():
         if ax is None:
             size = (WIDTH_IN, 0.75 + ROW_IN * len(rows))
-            ax = plt.subplots(figsize=size, layout="constrained")[1]
+            ax = new_axes(figsize=size, layout="constrained")
         if logarithmic:
             ax.set_xscale("log")
             left, right = min(values) / 2, max(values) * 2
@@ -81,7 +82,7 @@ def draw_outcome(outcome: Outcome, ax: Axes | None = None) -> Axes:
         ax.axvline(outcome.measured, color=MEASURED, linewidth=0.8, alpha=0.4)
         for row, (_, value, color, marker) in enumerate(rows):
             if value is None:
-                ax.text(0.0, row, " none was sealed", transform=ax.get_yaxis_transform(), va="center", color=GREY, fontsize=8.5)
+                ax.text(0.0, row, " none was sealed", transform=ax.get_yaxis_transform(), va="center", color=INK, fontsize=8.5)
                 continue
             filled = color if row != 1 or outcome.changed is None else "none"
             start = left if logarithmic else 0.0
@@ -96,7 +97,8 @@ def draw_outcome(outcome: Outcome, ax: Axes | None = None) -> Axes:
         ax.grid(axis="x")
         ax.set_xlabel(f"{outcome.quantity} ({outcome.unit})" if outcome.unit else outcome.quantity)
         ax.set_title(_verdict(outcome))
-    return ax
+    each = "; ".join(f"{label} {_beside(outcome, value)}" for label, value, _, _ in rows if value is not None)
+    return describe(ax, f"A guess beside the measurement: {_verdict(outcome)}. {each}.")
 
 
 def draw_calibration(outcomes: Sequence[Outcome], right: int = 0, choices: int = 0, ax: Axes | None = None) -> Axes:
@@ -108,7 +110,7 @@ def draw_calibration(outcomes: Sequence[Outcome], right: int = 0, choices: int =
         choices: how many of those there are.
         ax: where to draw; default: a figure of its own.
     """
-    plt = pyplot()
+    pyplot()
     drawn = [o for o in outcomes if o.guess is not None and o.guess > 0 and o.measured > 0]
     ratios = np.array([(o.guess or 0.0) / o.measured for o in drawn])
     factors = np.exp(np.abs(np.log(ratios)))
@@ -116,10 +118,10 @@ def draw_calibration(outcomes: Sequence[Outcome], right: int = 0, choices: int =
     with labkit_style():
         if ax is None:
             size = (WIDTH_IN, 0.95 + ROW_IN * 0.8 * max(len(drawn), 1))
-            ax = plt.subplots(figsize=size, layout="constrained")[1]
+            ax = new_axes(figsize=size, layout="constrained")
         ax.set_xscale("log")
         ax.set_xlim(1 / widest, widest)
-        ax.axvspan(1 / CLOSE, CLOSE, color="#E9EDF2", linewidth=0)
+        ax.axvspan(1 / CLOSE, CLOSE, color=INK, alpha=0.15, linewidth=0)
         ax.axvline(1.0, color=MEASURED, linewidth=0.8)
         for row, (outcome, ratio) in enumerate(zip(drawn, ratios.tolist(), strict=True)):
             ax.plot([1.0, ratio], [row, row], color=GUESSED, linewidth=1.4, alpha=0.55)
@@ -134,7 +136,7 @@ def draw_calibration(outcomes: Sequence[Outcome], right: int = 0, choices: int =
         ax.minorticks_off()
         ax.set_xlabel("guess ÷ measured")
         ax.set_title(_summary(factors, right, choices))
-    return ax
+    return describe(ax, f"All guesses of the course: {_summary(factors, right, choices)}.")
 
 
 def _beside(outcome: Outcome, value: float) -> str:

@@ -14,7 +14,7 @@ from labkit.costs.fit import Fit
 from labkit.costs.link import Link
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import in_words
-from labkit.plots.style import WIDTH_IN, labkit_style, pyplot
+from labkit.plots.style import WIDTH_IN, describe, labkit_style, new_axes, pyplot
 from labkit.recording.operations import type_of
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ MARKERS: Final = "osD^vP*X"  # six colours alone are not distinguishable in prin
 
 def _draw(fits: Sequence[Fit], ax: Axes | None = None) -> Axes:
     """Draw at least one fit on logarithmic axes; without `ax`, in a new figure."""
-    plt = pyplot()
+    pyplot()
     with labkit_style():
         if ax is None:
-            ax = plt.subplots(figsize=(WIDTH_IN, 4.2), layout="constrained")[1]
+            ax = new_axes(figsize=(WIDTH_IN, 4.2), layout="constrained")
         for number, fit in enumerate(fits):
             colour, marker = type_of(fit.operation).colour, MARKERS[number % len(MARKERS)]
             sizes = np.geomspace(min(fit.nbytes), max(fit.nbytes), 100)
@@ -55,7 +55,8 @@ def _draw(fits: Sequence[Fit], ax: Axes | None = None) -> Axes:
         ranks = max(fit.ranks for fit in fits)
         ax.set_title(f"{ranks} ranks: measured (points), and fitted by latency and bandwidth (lines)")
         ax.legend(loc="upper left", ncols=1 if len(fits) < 3 else 2)
-    return ax
+    each = "; ".join(f"{fit.operation}: {', '.join(fit.in_short)}" for fit in fits)
+    return describe(ax, f"Time by size, measured and fitted: {ranks} ranks. {each}.")
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import in_words, three_digits, unit_of, unit_of_bytes
 from labkit.errors.wrong_calls import public_api
-from labkit.plots.style import GREY, WIDTH_IN, labkit_style, pyplot
-from labkit.plots.timeline import view_of
+from labkit.plots.style import INK, WIDTH_IN, describe, labkit_style, new_axes, pyplot
+from labkit.plots.view import view_of
 from labkit.recording.schema import MEMORY, MEMORY_KINDS
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
@@ -89,7 +89,7 @@ def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes |
         LabError: no rank tracked its memory, the trace is empty, has no such step, or matplotlib is not installed.
         TypeError: `run` is neither a run nor a trace.
     """
-    plt = pyplot()
+    pyplot()
     view = view_of(trace_of(run, "memory"), step, "")
     trace = view.shown
     found = memory_uses(trace)
@@ -106,7 +106,7 @@ def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes |
     pitch = top * row_in / (row_in - _HEADROOM_IN)
     with labkit_style():
         if ax is None:
-            ax, wide_in = plt.subplots(figsize=(WIDTH_IN, 1.15 + row_in * len(found)), layout="constrained")[1], WIDTH_IN - 0.75
+            ax, wide_in = new_axes(figsize=(WIDTH_IN, 1.15 + row_in * len(found)), layout="constrained"), WIDTH_IN - 0.75
         else:
             wide_in = ax.get_window_extent().width / ax.figure.dpi
         peaks = [_words(usage, trace, unit, size) for usage in found]
@@ -123,14 +123,14 @@ def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes |
             for i in range(int(top / stride + 1e-9) + 1):
                 ticks.append(base + i * stride)
                 labels.append(f"{i * stride:g}")
-                ax.axhline(ticks[-1], color=GREY if not i else "#E3E6EB", linewidth=0.8 if not i else 0.6, zorder=1)
+                ax.axhline(ticks[-1], color=INK, alpha=0.3 if i else 1, linewidth=0.6 if i else 0.8, zorder=1)
         ax.set(xlim=(0, trace.duration_ns / unit_ns), ylim=(0, pitch * len(found)), yticks=ticks, yticklabels=labels)
         ax.set_xlabel(f"time since the start of the {'step' if view.zoomed else 'run'} [{time_unit}]")
         ax.set_ylabel(f"memory of a rank [{unit}]")
         ax.tick_params(axis="y", length=0)
         ax.set_title(f"What fills the memory  ·  {view.in_words()}")
         _legend(ax, [kind for i, kind in enumerate(MEMORY_KINDS) if any(usage.nbytes[i].any() for usage in found)])
-    return ax
+    return describe(ax, f"What fills the memory: {view.in_words()}. {'; '.join(peaks)}.")
 
 
 def _draw(ax: Axes, usage: MemoryUse, trace: Trace, base: float, size: float, unit_ns: float) -> None:
@@ -141,7 +141,7 @@ def _draw(ax: Axes, usage: MemoryUse, trace: Trace, base: float, size: float, un
     for i, kind in enumerate(MEMORY_KINDS):
         if usage.nbytes[i].any():
             ax.fill_between(x, edges[i], edges[i + 1], step="post", facecolor=_COLOURS[kind], linewidth=0, zorder=2)
-    ax.plot(x, edges[-1], drawstyle="steps-post", color="#22262E", linewidth=0.7, zorder=3)
+    ax.plot(x, edges[-1], drawstyle="steps-post", color=INK, linewidth=0.7, zorder=3)
     peak = usage.peak
     ax.plot(x[peak], edges[-1, peak], "v", color="#D55E00", markersize=5, markeredgecolor="white", markeredgewidth=0.5, zorder=4)
 

@@ -16,9 +16,10 @@ from labkit.tracing.trace import Trace
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["COLOUR", "Message", "draw_messages", "messages"]
+__all__ = ["COLOUR", "OUTLINE", "Message", "draw_messages", "messages"]
 
-COLOUR: Final = "#22262E"
+COLOUR: Final = "#F4F5F7"  # light, in a dark outline: visible on bars, and on light and dark pages
+OUTLINE: Final = "#16191F"
 APART_PX: Final = 16  # with fewer pixels of width per message between the same two ranks, no arrows are drawn
 MOST: Final = 200  # arrows in one figure
 
@@ -119,8 +120,8 @@ def draw_messages(ax: Axes, trace: Trace, rows: list[Row], top: float, unit_ns: 
             continue
         x = [(t - trace.start_ns) / unit_ns for t in (m.sent_ns, m.arrived_ns)]
         arrow = FancyArrowPatch(
-            (x[0], top + start), (x[1], top + end), arrowstyle="-|>", mutation_scale=6, linewidth=0.7, color=COLOUR, zorder=4,
-            shrinkA=0, shrinkB=0, label="message", path_effects=[withStroke(linewidth=1.7, foreground="white")],
+            (x[0], top + start), (x[1], top + end), arrowstyle="-|>", mutation_scale=6, linewidth=0.8, color=COLOUR, zorder=4,
+            shrinkA=0, shrinkB=0, label="message", path_effects=[withStroke(linewidth=1.8, foreground=OUTLINE)],
         )  # fmt: skip
         ax.add_patch(arrow)
     return True

@@ -13,7 +13,7 @@ from labkit.errors.lists import listed
 from labkit.errors.units import percent
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import STYLES
-from labkit.plots.style import GREY, WIDTH_IN, labkit_style, pyplot
+from labkit.plots.style import INK, WIDTH_IN, describe, labkit_style, new_axes, pyplot
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["scaling"]
 
 LABEL: Final = 0.075  # width of a text such as "100 %", as a fraction of the axis
-PALE: Final = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.5}  # behind a text that a line may cross
 PREDICTED: Final = "#CC79A7"  # Okabe and Ito's purple, which no kind of span uses
 
 
@@ -71,7 +70,7 @@ def scaling(
     Source: strong scaling: G. M. Amdahl, "Validity of the single processor approach …", 1967;
     weak scaling: J. L. Gustafson, "Reevaluating Amdahl's law", 1988.
     """
-    plt = pyplot()
+    pyplot()
     counts, time_s = _measured(runs)
     done = _done(counts, work, weak)
     throughput = done / time_s
@@ -85,10 +84,10 @@ def scaling(
     top = max(ideal.max(), drawn.max(), *expected)
     with labkit_style():
         if ax is None:
-            ax = plt.subplots(figsize=(WIDTH_IN * 0.62, 3.6), layout="constrained")[1]
-        ax.plot(every, ideal, linestyle=(0, (4, 3)), color=GREY, linewidth=1.2, label="ideal: proportional to the ranks")
+            ax = new_axes(figsize=(WIDTH_IN, 3.6), layout="constrained")
+        ax.plot(every, ideal, linestyle=(0, (4, 3)), color=INK, linewidth=1.2, label="ideal: proportional to the ranks")
         if len(ahead):
-            look: dict[str, Any] = {"marker": "D", "markersize": 5, "markerfacecolor": "white", "linestyle": (0, (1, 1.5))}
+            look: dict[str, Any] = {"marker": "D", "markersize": 5, "markerfacecolor": "none", "linestyle": (0, (1, 1.5))}
             ax.plot(ahead, expected, color=PREDICTED, label="predicted", **look)
         ax.plot(counts, drawn, marker="o", color=STYLES["backward"].colour, label="measured, with its efficiency")
         logarithmic = bool(every[-1] > 8 * every[0])
@@ -96,7 +95,7 @@ def scaling(
         place = (place - place.min()) / np.ptp(place)
         of_ticks, of_points = place[: len(every)], place[len(every) :]
         for i in _labelled_points(of_points):
-            there: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8.5, "bbox": PALE}
+            there: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8.5}
             ax.annotate(percent(efficiency[i]), (counts[i], drawn[i]), (0, -14), **there)
         if logarithmic:
             ax.set_xscale("log", base=2)
@@ -115,8 +114,9 @@ def scaling(
         base = "1 rank" if counts[0] == 1 else f"{counts[0]} ranks"
         ax.set_ylabel(f"speed-up over {base}" if work is None else f"throughput [{unit}/s]")
         ax.set_title(f"{'Speed-up' if work is None else 'Throughput'}, {_scaling_in_words(counts, done)}")
-        ax.legend(loc="best")  # the upper left corner, where the ideal leaves it free, but for runs that are better than that
-    return ax
+        ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside lower left", ncols=3)
+    each = ", ".join(f"{n}: {value:.3g} ({percent(e)})" for n, value, e in zip(counts.tolist(), drawn, efficiency, strict=True))
+    return describe(ax, f"Scaling: {ax.get_ylabel()} by the number of ranks, with the efficiency: {each}.")
 
 
 def _labelled_points(places: NDArray[np.float64]) -> list[int]:

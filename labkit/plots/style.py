@@ -6,24 +6,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from labkit.errors.exceptions import missing
+from labkit.plots.image import WIDTH_IN
 from labkit.tracing.trace import Trace
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 __all__ = [
-    "GREY",
+    "CHIP",
+    "INK",
     "INKS",
     "WIDTH_IN",
+    "describe",
     "labkit_style",
+    "new_axes",
+    "new_figure",
     "pyplot",
     "ranks_in_words",
     "shortened",
 ]
 
-WIDTH_IN: Final = 9.0  # of a notebook's cell
-INKS: Final = {"light": "white", "dark": "#16191F", "page": "#16191F"}  # text on bars; a figure's page is white
-GREY: Final = "#5A6270"
+INK: Final = "#787878"  # text and lines on the page: its contrast is 4.4 : 1 on white and on JupyterLab's dark page
+INKS: Final = {"light": "white", "dark": "#16191F", "page": INK}  # text on bars
+# Behind a text on stripes: the text is dark, since the page behind the stripes may be light or dark.
+CHIP: Final = {"facecolor": "#FBE9DD", "edgecolor": "none", "pad": 0.8}
 _STYLE_SHEET: Final = Path(__file__).with_name("labkit.mplstyle")
 
 
@@ -41,6 +50,32 @@ def pyplot() -> Any:
     # context would turn it off again, and the notebook would show only its first figure.
     plt.draw_if_interactive()
     return plt
+
+
+def new_figure(**options: Any) -> Figure:
+    """Make a figure that shows itself in a notebook; `options` are those of `matplotlib.pyplot.figure`."""
+    from labkit.plots.figure import LabFigure
+
+    made: Figure = pyplot().figure(FigureClass=LabFigure, **options)
+    return made
+
+
+def new_axes(**options: Any) -> Axes:
+    """Make a figure as `new_figure` does, with one Axes; `options` are those of `matplotlib.pyplot.subplots`."""
+    from labkit.plots.figure import LabFigure
+
+    made: Axes = pyplot().subplots(FigureClass=LabFigure, **options)[1]
+    return made
+
+
+def describe(ax: Axes, alt_text: str) -> Axes:
+    """Give the figure of these axes its alternative text, unless the figure is the student's own; return the axes."""
+    from labkit.plots.figure import LabFigure
+
+    figure = ax.get_figure(root=True)
+    if isinstance(figure, LabFigure):
+        figure.alt_text = alt_text
+    return ax
 
 
 def labkit_style() -> AbstractContextManager[None]:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from labkit.errors.exceptions import LabError, missing
-from labkit.errors.units import percent, time_in_words, unit_of
+from labkit.errors.exceptions import missing
+from labkit.errors.lists import listed
+from labkit.errors.units import unit_of
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import IMPORTANCE, LANES, STYLES, Bars, blend, caption, coverage, crowded, hairlines, ink
-from labkit.plots.message_arrows import COLOUR, draw_messages
-from labkit.plots.rows import Row, is_pipeline, rows_of
-from labkit.plots.style import GREY, INKS, WIDTH_IN, labkit_style, pyplot, ranks_in_words
+from labkit.plots.message_arrows import COLOUR, OUTLINE, draw_messages
+from labkit.plots.rows import Row
+from labkit.plots.style import (
+    CHIP,
+    INK,
+    INKS,
+    WIDTH_IN,
+    describe,
+    labkit_style,
+    new_figure,
+    pyplot,
+)  # fmt: skip
+from labkit.plots.view import View, bubble_in_words, numbered_steps, view_of
 from labkit.plots.waits import legend_of, waiting_in_words
-from labkit.tracing.intervals import Intervals
-from labkit.tracing.median_step import median_step
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
@@ -27,55 +35,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["View", "bubble_in_words", "figure_of", "numbered_steps", "timeline", "view_of"]
+    from labkit.plots.figure import LabFigure
 
-ZOOM_BEYOND: Final = 12  # steps: with more, their parts are too narrow to distinguish at notebook width
+__all__ = ["figure_of", "timeline"]
+
 TEXT_PT: Final = 7.0  # inside bars
-HATCH: Final = "//////"
+GAP_PX: Final = 0.7  # after a wide bar
+STEP_LINE: Final[dict[str, Any]] = {"color": INK, "linewidth": 0.6}
 HEADING: Final = 0.95  # height of the title and step numbers above each of several runs, in rows
 HEADING_IN: Final = 0.3  # the minimum of the same in inches, for low rows
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """The part of one run that a timeline shows.
-
-    Args:
-        label: the run's title; "" if it has none.
-        whole: the trace of the whole run.
-        shown: the trace clipped to the chosen steps; the whole trace if none were chosen.
-        chosen: the numbers of the chosen steps; empty for the whole run.
-        steps: how many steps the run has.
-    """
-
-    label: str
-    whole: Trace
-    shown: Trace
-    chosen: range
-    steps: int
-
-    @property
-    def rows(self) -> list[Row]:
-        """The rows from top to bottom, independent of the chosen steps."""
-        return rows_of(self.whole)
-
-    @property
-    def zoomed(self) -> bool:
-        """Whether only some steps are shown."""
-        return bool(self.chosen)
-
-    def in_words(self) -> str:
-        """Return the number of ranks, the steps shown, and their duration."""
-        return f"{ranks_in_words(self.shown)}, {self.steps_in_words()}"
-
-    def steps_in_words(self) -> str:
-        """Return the steps shown, and their duration."""
-        length = time_in_words(self.shown.duration_ns)
-        if not self.zoomed:
-            return f"{self.steps} steps, {length}" if self.steps > 1 else length
-        first, last = self.chosen[0], self.chosen[-1]
-        some = f"step {first}" if first == last else f"steps {first} to {last}"
-        return f"{some} ({length}) of the steps 0 to {self.steps - 1}"
 
 
 @public_api
@@ -110,7 +78,7 @@ def timeline(
         TypeError: a value is neither a run nor a trace, or `step` has a wrong type.
         ValueError: `labels` does not have one title for each run.
     """
-    plt = pyplot()
+    pyplot()
     given: list[Any] = list(runs)
     if len(given) == 1 and isinstance(given[0], Mapping):
         labels, given = [str(name) for name in given[0]], list(given[0].values())
@@ -122,63 +90,24 @@ def timeline(
     names = list(labels) or ([""] if len(given) == 1 else [f"run {i + 1}" for i in range(len(given))])
     views = [view_of(trace, step, name) for trace, name in zip(traces, names, strict=True)]
     with labkit_style():
-        return _Timeline(views, ax, plt.figure).draw()
+        return _Timeline(views, ax, new_figure).draw()
 
 
-def figure_of(trace: Trace, title: str, step: int | range | str | None = None) -> Figure:
+def figure_of(trace: Trace, title: str, step: int | range | str | None = None) -> LabFigure:
     """Draw the timeline of one trace as a figure unknown to pyplot, so that a notebook does not show it by itself.
 
     Raises:
         LabError: the trace is empty, has no such step, or matplotlib is not installed.
     """
     try:
-        from matplotlib.figure import Figure
+        from labkit.plots.figure import LabFigure
     except ImportError:
         raise missing("matplotlib", "plot") from None
     with labkit_style():
-        axes = _Timeline([view_of(trace_of(trace, "timeline"), step, title)], None, Figure).draw()
+        axes = _Timeline([view_of(trace_of(trace, "timeline"), step, title)], None, LabFigure).draw()
     figure = axes.get_figure(root=True)
-    assert figure is not None
+    assert isinstance(figure, LabFigure)
     return figure
-
-
-def view_of(trace: Trace, step: int | range | str | None, label: str) -> View:
-    """Select the part of a trace that `step` names, as for `timeline`; `label` is the run's title, "" for none.
-
-    Raises:
-        LabError: the trace has no such step.
-        TypeError: `step` is neither a number, a range with step 1, nor "all".
-    """
-    bounds = trace.step_bounds()
-    count = len(bounds)
-    if step == "all" or (step is None and count <= ZOOM_BEYOND):
-        return View(label, trace, trace, range(0), count)
-    if step is None:
-        step = median_step(trace)
-    if isinstance(step, int):
-        number = step if step >= 0 else count + step
-        chosen = range(number, number + 1)
-    elif isinstance(step, range) and step.step == 1 and step:
-        chosen = step
-    else:
-        raise TypeError(f"step={step!r}: expected a step number, a range such as range(3, 6), or 'all'")
-    if not count:
-        raise LabError(f"step={step!r}: this run has no steps; wrap its loop: `for batch in lab.steps(batches):`")
-    if chosen[0] < 0 or chosen[-1] >= count:
-        raise LabError(f"step={step!r}: this run has the steps 0 to {count - 1}")
-    shown = trace.between(int(bounds[chosen[0], 0]), int(bounds[chosen[-1], 1]))
-    return View(label, trace, shown, chosen, count)
-
-
-def numbered_steps(trace: Trace, rank: int) -> Intervals:
-    """Return start and end in ns of the steps that are numbered above a rank's row, shape (steps, 2).
-
-    These are the rank's own steps, as far as all ranks have completed them. If the rank has no steps, such as a master
-    that only serves, they are the common steps of all ranks.
-    """
-    common = trace.step_bounds()
-    own = trace.of(rank=rank).step_bounds()
-    return own[: len(common)] if len(own) >= len(common) else common
 
 
 class _Timeline:
@@ -244,6 +173,11 @@ class _Timeline:
         if self.strip_in:
             self._strip(self.views[0])
         self._legend()
+        titles = [
+            f"{view.label + ', ' if view.label else ''}{view.in_words()}{bubble_in_words(view.shown)}" for view in self.views
+        ]
+        bars = listed(legend_of(style, "waiting") for style in STYLES if style in self.drawn)
+        describe(ax, f"Timeline: {'; '.join(titles)}. One row for each of {listed(names)}. The bars show: {bars}.")
         return ax
 
     def _axes(self, new_figure: Callable[..., Figure]) -> Axes:
@@ -294,10 +228,10 @@ class _Timeline:
         for style, parts in self.polygons.items():
             look, corners = STYLES[style], np.concatenate(parts)
             wide = (corners[:, 1, 0] - corners[:, 0, 0]) * self._px_per_unit() > 5
+            corners[:, 1:3, 0] -= (wide * GAP_PX / self._px_per_unit())[:, None]  # so that neighbours can be counted
             bars = PolyCollection(
                 list(corners), facecolors=[look.rgba], label=style, zorder=2 + IMPORTANCE.get(style, 3) / 100, antialiased=True,
-                edgecolors=look.colour if look.hatch else "white", hatch=HATCH if look.hatch else None,
-                linewidths=0 if look.hatch else np.where(wide, 0.5, 0.0),
+                edgecolors=look.colour if look.hatch else "none", hatch=look.hatch or None, linewidths=0,
             )  # fmt: skip
             self.ax.add_collection(bars, autolim=False)
 
@@ -320,10 +254,10 @@ class _Timeline:
             text = caption(trace, int(i), bars, (width_px[i] - 3) / character_px)
             if text:
                 x = (left[i] + right[i]) / 2
-                pale = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.6} if STYLES[style].hatch else None
+                chip = CHIP if STYLES[style].hatch else None
+                color = INKS["dark" if chip else ink(style)]
                 self.ax.text(
-                    x, top + height / 2, text, color=INKS[ink(style)], fontsize=TEXT_PT, ha="center", va="center", clip_on=True,
-                    bbox=pale,
+                    x, top + height / 2, text, color=color, fontsize=TEXT_PT, ha="center", va="center", clip_on=True, bbox=chip,
                 )  # fmt: skip
 
     def _step_lines(self, trace: Trace, rank: int, y: float) -> None:
@@ -334,7 +268,7 @@ class _Timeline:
         # A step at the edge of the window may start before it or end after it, where the row of another run continues.
         at = (times_ns[(times_ns >= trace.start_ns) & (times_ns <= trace.end_ns)] - trace.start_ns) / self.unit_ns
         if 0 < len(at) < self.width_px / 6:
-            lines = self.ax.vlines(at, y + 0.02, y + 0.98, color="#22262E", linewidth=0.9, zorder=3, label="step")
+            lines = self.ax.vlines(at, y + 0.02, y + 0.98, zorder=3, label="step", **STEP_LINE)
             # Lines at the ends of the axis are drawn in their whole width.
             lines.set_clip_box(TransformedBbox(Bbox.from_extents(-0.002, 0, 1.002, 1), self.ax.transAxes))
             self.drawn.add("step")
@@ -352,7 +286,7 @@ class _Timeline:
             if (end - start) / self.unit_ns * self._px_per_unit() > 45:
                 found.append((f"step {number}", (start + end) / 2 / self.unit_ns))
         for text, x in found if len(found) > 1 else []:  # a single step is named in the title
-            self.ax.text(x, y + 0.01, text, fontsize=TEXT_PT, color=GREY, ha="center", va="bottom")
+            self.ax.text(x, y + 0.01, text, fontsize=TEXT_PT, color=INK, ha="center", va="bottom")
 
     def _strip(self, view: View) -> None:
         """Draw a strip of the whole run above the rows, with the shown part marked."""
@@ -367,16 +301,17 @@ class _Timeline:
                 strip.imshow(pixels[None], extent=extent, aspect="auto", interpolation="antialiased")
         strip.set(xlim=(0, 1), ylim=(len(view.rows), 0), xticks=[], yticks=[])
         for spine in strip.spines.values():
-            spine.set(visible=True, color="#C6CBD3", linewidth=0.6)
+            spine.set(visible=True, color=INK, alpha=0.5, linewidth=0.6)
         left, right = ((t - trace.start_ns) / trace.duration_ns for t in (view.shown.start_ns, view.shown.end_ns))
-        strip.axvspan(left, right, facecolor="none", edgecolor="black", linewidth=1.2, zorder=5, clip_on=False)
-        strip.set_ylabel("whole run", rotation=0, ha="right", va="center", fontsize=TEXT_PT + 0.5, color=GREY)
+        strip.axvspan(left, right, facecolor="none", edgecolor=INK, linewidth=1.4, zorder=5, clip_on=False)
+        strip.set_ylabel("whole run", rotation=0, ha="right", va="center", fontsize=TEXT_PT + 0.5, color=INK)
 
     def _legend(self) -> None:
         """Draw two lines below the axis: the styles of the upper lane, and the styles of the lower lane."""
         from matplotlib.legend import Legend
         from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
+        from matplotlib.patheffects import withStroke
         from matplotlib.transforms import ScaledTranslation
 
         waiting = waiting_in_words(view.whole for view in self.views)
@@ -387,12 +322,25 @@ class _Timeline:
             for style in styles:
                 if style in self.drawn:
                     look = STYLES[style]
-                    stripes = {"edgecolor": look.colour, "hatch": HATCH, "linewidth": 0.0} if look.hatch else {"linewidth": 0.0}
+                    stripes = (
+                        {"edgecolor": look.colour, "hatch": look.hatch, "linewidth": 0.0} if look.hatch else {"linewidth": 0.0}
+                    )
                     handles.append(Patch(facecolor=look.rgba, label=legend_of(style, waiting), **stripes))
             if "step" in self.drawn and upper:
-                handles.append(Line2D([], [], color="#22262E", linewidth=0.9, label="step boundary"))
+                handles.append(Line2D([], [], label="step boundary", **STEP_LINE))
             if "message" in self.drawn and not upper:
-                handles.append(Line2D([], [], color=COLOUR, linewidth=0.7, marker=">", markersize=3, label="message"))
+                handles.append(
+                    Line2D(
+                        [],
+                        [],
+                        color=COLOUR,
+                        linewidth=0.8,
+                        marker=">",
+                        markersize=3,
+                        label="message",
+                        path_effects=[withStroke(linewidth=1.8, foreground=OUTLINE)],
+                    )
+                )
             if handles:
                 lines[0.46 if upper else 0.67] = Legend(
                     self.ax, handles, [handle.get_label() for handle in handles], loc="upper left", ncols=len(handles),
@@ -411,8 +359,3 @@ class _Timeline:
 
     def _px_per_unit(self) -> float:
         return float(self.width_px * self.unit_ns / self.longest_ns)
-
-
-def bubble_in_words(trace: Trace) -> str:
-    """Return the bubble for a title, as in ", bubble 27 %"; "" if the trace is not of a pipeline."""
-    return f", bubble {percent(trace.bubble)}" if is_pipeline(trace) else ""

@@ -12,8 +12,8 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.units import bytes_in_words, unit_of, unit_of_bytes
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.flows import Flows, flows_of, over_time
-from labkit.plots.style import GREY, INKS, WIDTH_IN, labkit_style, pyplot, shortened
-from labkit.plots.timeline import view_of
+from labkit.plots.style import INK, INKS, WIDTH_IN, describe, labkit_style, new_axes, pyplot, shortened
+from labkit.plots.view import view_of
 from labkit.recording.operations import type_of
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
@@ -75,7 +75,7 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
 
     Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
     """
-    plt = pyplot()
+    pyplot()
     view = view_of(trace_of(run, "traffic"), step, "")
     trace, flows = view.shown, flows_of(view.shown)
     if not len(flows.name) and flows.unsized:
@@ -95,7 +95,7 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
             below = max(0.75 + 0.19 * -(-len(entries) // columns), 0.45 + names_in + 0.17 * rules.count("\n"))
             height = 0.45 + 1.9 + below
             sides = {"left": 0.075, "right": 0.96, "top": 1 - 0.45 / height, "bottom": below / height}
-            ax = plt.subplots(figsize=(WIDTH_IN, height), gridspec_kw=sides)[1]
+            ax = new_axes(figsize=(WIDTH_IN, height), gridspec_kw=sides)
         from mpl_toolkits.axes_grid1 import make_axes_locatable  # type: ignore[import-untyped]  # part of matplotlib
 
         beside = make_axes_locatable(ax)
@@ -109,7 +109,9 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
         least = "at least " if flows.unsized else ""
         some = f", {bytes_in_words(flows.between_ranks())} between ranks" if flows.devices and len(trace.ranks) > 1 else ""
         ax.set_title(f"What travelled  ·  {view.in_words()}, {least}{bytes_in_words(matrix.sum())} in all{some}")
-    return ax
+    return describe(
+        ax, f"What travelled: {view.in_words()}, {least}{bytes_in_words(matrix.sum())} in all{some}. {'; '.join(entries)}."
+    )
 
 
 def _short(ranks: Sequence[str]) -> list[str]:
@@ -169,7 +171,7 @@ def _draw_rates(ax: Axes, trace: Trace, flows: Flows, labels: list[str]) -> None
     for values, label, look in zip(rate / size, labels, looks, strict=True):
         ax.stairs(floor + values, x, baseline=floor, fill=True, label=label, linewidth=0, **look)
         floor = floor + values
-    ax.stairs(floor, x, color=GREY, linewidth=0.5)
+    ax.stairs(floor, x, color=INK, linewidth=0.5)
     ax.set(xlim=(0, x[-1]), ylim=(0, 1.06 * floor.max()))
     ax.set_xlabel(f"time since the start [{time_unit}]")
     ax.set_ylabel(f"sent by all {_endpoint(flows)}s [{unit}/s]")
@@ -191,9 +193,9 @@ def _draw_matrix(ax: Axes, scale: Axes | None, flows: Flows, ranks: list[str], r
 
     matrix, endpoint = flows.matrix(), _endpoint(flows)
     unit, size = unit_of_bytes(matrix.max())
-    colours: Any = LinearSegmentedColormap.from_list("sent", ["#FFFFFF", "#F3B58A", "#D55E00"])
+    colours: Any = LinearSegmentedColormap.from_list("sent", ["#FBE9DD", "#F3B58A", "#D55E00"])
     n = len(ranks)
-    shown = np.ma.masked_where(np.eye(n, dtype=bool), matrix / size)
+    shown = np.ma.masked_where(matrix == 0, matrix / size)  # nothing sent: the page shows through
     image = ax.imshow(shown, cmap=colours, vmin=0, vmax=matrix.max() / size, aspect="auto")
     short = [name.removeprefix("rank ") for name in ranks]
     if n <= TITLED:
@@ -209,7 +211,7 @@ def _draw_matrix(ax: Axes, scale: Axes | None, flows: Flows, ranks: list[str], r
     ax.set_ylabel(f"from {endpoint}" if numbered else "from")
     ax.set_title(f"from {endpoint} to {endpoint} [{unit}]")
     for spine in ax.spines.values():
-        spine.set(visible=True, color="#C6CBD3", linewidth=0.6)
+        spine.set(visible=True, color=INK, alpha=0.5, linewidth=0.6)
     if scale is not None:
         ax.figure.colorbar(image, cax=scale)
         return
@@ -217,7 +219,7 @@ def _draw_matrix(ax: Axes, scale: Axes | None, flows: Flows, ranks: list[str], r
         if row != column:
             ax.text(
                 column, row, _cell(nbytes, size), ha="center", va="center", fontsize=8.5 if n <= 4 else 7,
-                color=INKS["dark"] if nbytes else GREY,
+                color=INKS["dark"] if nbytes else INK,
             )  # fmt: skip
 
 

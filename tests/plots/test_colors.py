@@ -12,7 +12,8 @@ import itertools
 import numpy as np
 import pytest
 
-from labkit.plots.bars import STYLES
+from labkit.plots.bars import STYLES, ink
+from labkit.plots.style import CHIP, INK, INKS
 from labkit.plots.traffic import OTHERS
 from labkit.recording.operations import OPERATION_TYPES, OTHER
 
@@ -26,17 +27,25 @@ TO_XYZ = np.array([[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0
 WHITE = np.array([0.95047, 1.0, 1.08883])
 
 COMPUTE = ("data", "forward", "backward", "optimizer", "compute", "unlabelled")
-COMMUNICATION = ("exposed", "hidden", "waiting")  # an issued operation has the colour of waiting, without its stripes
+COMMUNICATION = ("exposed", "hidden", "waiting")  # an issued operation has the colour of waiting, with dots for its stripes
+PAGES = {"light": np.ones(3), "dark": np.full(3, 0x11 / 255)}  # of JupyterLab
 
 
 def rgb(colour: str) -> np.ndarray:
     return np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
 
 
-def on_page(style: str) -> np.ndarray:
-    """The colour of a bar with the white page behind it."""
+def on_page(style: str, page: str = "light") -> np.ndarray:
+    """The colour of a bar with the page behind it, without its stripes."""
     look = STYLES[style]
-    return look.alpha * rgb(look.colour) + 1 - look.alpha
+    return look.alpha * rgb(look.colour) + (1 - look.alpha) * PAGES[page]
+
+
+def contrast(one: np.ndarray, other: np.ndarray) -> float:
+    """The ratio of relative luminances, as WCAG 2 defines it."""
+    linear = [np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4) for c in (one, other)]
+    both = sorted(float(c @ [0.2126, 0.7152, 0.0722]) for c in linear)
+    return (both[1] + 0.05) / (both[0] + 0.05)
 
 
 def seen(colour: np.ndarray, eye: str) -> np.ndarray:
@@ -63,10 +72,25 @@ def test_a_red_and_a_green_that_are_too_close():
     assert apart["deuteranopia"] < 2
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_text_and_lines_are_legible_on_both_pages(page):
+    """WCAG 2 requires 3 : 1 for graphics and 4.5 : 1 for small text; no colour has more than 4.4 : 1 on both pages."""
+    assert contrast(rgb(INK), PAGES[page]) > 4.2
+    assert contrast(rgb(INKS["dark"]), rgb(CHIP["facecolor"])) > 7
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_texts_on_bars_are_legible(style):
+    look = STYLES[style]
+    if look.alpha == 1:
+        assert contrast(rgb({"white": "#FFFFFF"}.get(INKS[ink(style)], INKS[ink(style)])), rgb(look.colour)) > 4.5
+
+
+@pytest.mark.parametrize("page", PAGES)
 @pytest.mark.parametrize("eye", EYES)
 @pytest.mark.parametrize("lane", [COMPUTE, COMMUNICATION], ids=["compute", "communication"])
-def test_the_colours_of_one_lane_are_distinguishable(lane, eye):
-    distance, pair = closest({name: on_page(name) for name in lane} | {"the page": np.ones(3)}, eye)
+def test_the_colours_of_one_lane_are_distinguishable(lane, eye, page):
+    distance, pair = closest({name: on_page(name, page) for name in lane} | {"the page": PAGES[page]}, eye)
     assert distance > 9, f"{pair}: {distance:.1f}"
 
 

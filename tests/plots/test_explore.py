@@ -227,9 +227,9 @@ def test_the_output_is_the_image_of_timeline_and_names_no_widget(monkeypatch: py
     monkeypatch.delenv("VSCODE_PID", raising=False)
     explorer = lab.explore(data_parallel())
     data, metadata = explorer._repr_mimebundle_()
-    assert sorted(data) == ["image/png", "text/plain"]
+    assert sorted(data) == ["image/png", "text/html", "text/plain"]
     assert data["text/plain"] == "timeline of 4 ranks, 3 steps, 67.7 ms"
-    assert metadata == {"image/png": {"width": 900}}
+    assert metadata["image/png"]["alt"].startswith("Timeline: 4 ranks, 3 steps, 67.7 ms. One row for each of rank 0,")
     assert data["image/png"].endswith(explorer.about["image"]), "the page finds the image by its end"
     monkeypatch.setenv("VSCODE_PID", "1")  # there, a widget is loaded only if an output names it
     named = explorer._repr_mimebundle_()[0]

@@ -11,6 +11,7 @@ import pytest
 mpl.use("agg")
 
 import matplotlib.pyplot as plt
+from bar_ends import ends_of
 from matplotlib.collections import PolyCollection
 from matplotlib.legend import Legend
 
@@ -18,8 +19,9 @@ from labkit.errors.exceptions import LabError
 from labkit.plots.bars import COMMUNICATION_LANE, COMPUTE_LANE, STYLES, Bars, blend, caption, coverage, ink, lanes, style_of
 from labkit.plots.breakdown import breakdown, compare
 from labkit.plots.scaling import scaling
-from labkit.plots.timeline import timeline, view_of
+from labkit.plots.timeline import timeline
 from labkit.plots.traffic import traffic
+from labkit.plots.view import view_of
 from labkit.recording.schema import READING
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.trace import Span, Trace
@@ -38,7 +40,7 @@ def drawn(ax, style):
     found = [c for c in ax.collections if isinstance(c, PolyCollection) and c.get_label() == style]
     assert len(found) <= 1
     corners = [path.vertices for c in found for path in c.get_paths()]
-    return sorted((*np.round([p[:, 0].min(), p[:, 0].max(), p[:, 1].min(), p[:, 1].max()], 6).tolist(),) for p in corners)
+    return sorted((*np.round([*ends_of(ax, p), p[:, 1].min(), p[:, 1].max()], 6).tolist(),) for p in corners)
 
 
 def spans_of(ax, style, row=0):
@@ -269,13 +271,14 @@ def test_one_colour_per_kind():
     for style in ("data", "forward", "backward", "optimizer", "compute", "exposed"):
         (bars,) = [c for c in ax.collections if c.get_label() == style]
         assert bars.get_facecolor()[0].tolist() == pytest.approx(STYLES[style].rgba)
-    assert len({s.colour for s in STYLES.values() if s.alpha == 1}) == 6
+    opaque = [s.colour for s in STYLES.values() if s.alpha == 1]
+    assert len(set(opaque)) == len(opaque) == 7
 
 
-def test_only_waiting_is_hatched():
-    ax = timeline(model_parallel())
-    hatched = {c.get_label() for c in ax.collections if isinstance(c, PolyCollection) and c.get_hatch()}
-    assert hatched == {"waiting"}
+def test_waiting_has_stripes_and_issued_has_dots():
+    ax = timeline(data_parallel())
+    hatches = {c.get_label(): c.get_hatch() for c in ax.collections if isinstance(c, PolyCollection) and c.get_hatch()}
+    assert hatches == {"waiting": "//////", "issued": "...."}
 
 
 @pytest.mark.parametrize(
@@ -382,7 +385,7 @@ def test_the_line_at_the_end_of_the_last_step_is_as_dark_as_the_others():
     box = figure.axes[0].get_window_extent()
     row = picture.shape[0] - int(box.y0 + 0.97 * box.height)  # in the first row, near its upper edge: above the bars
     ends = [picture[row, int(x) - 3 : int(x) + 4].sum(axis=1).min() for x in (box.x0, box.x1)]
-    assert max(ends) < 300
+    assert max(ends) < 600  # INK is 360, the page 765
     clipped = {lines.get_clip_on() for lines in figure.axes[0].collections}
     assert clipped == {True}
 
@@ -579,9 +582,8 @@ def test_the_legend_of_scaling_covers_no_point():
     """Also if runs scale superlinearly, so that their points are where the legend usually is."""
     ax = scaling({1: lasting(8), 2: lasting(1), 4: lasting(1), 8: lasting(1)}, predicted={1: 8, 2: 0.9, 8: 0.9})
     ax.figure.canvas.draw()
-    legend = ax.get_legend().get_window_extent()
-    for points in lines_of(ax).values():
-        assert not any(legend.contains(x, y) for x, y in ax.transData.transform(points))
+    (legend,) = ax.figure.legends
+    assert legend.get_window_extent().y1 < ax.get_window_extent().y0, "below the axes"
 
 
 def test_weak_scaling_counts_the_work_of_all_ranks():

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 
 import matplotlib as mpl
+import numpy as np
 import pytest
 
 mpl.use("agg")
 
 import matplotlib.pyplot as plt
+from bar_ends import ends_of
 from matplotlib.collections import PolyCollection
 
 from labkit.plots.bars import caption, lanes
@@ -29,7 +31,7 @@ def closed():
 def bars_of(ax, style, row):
     (found,) = [c for c in ax.collections if isinstance(c, PolyCollection) and c.get_label() == style]
     corners = [path.vertices for path in found.get_paths()]
-    return sorted((round(c[:, 0].min(), 3), round(c[:, 0].max(), 3)) for c in corners if row <= c[:, 1].min() < row + 1)
+    return sorted(tuple(np.round(ends_of(ax, c), 3).tolist()) for c in corners if row <= c[:, 1].min() < row + 1)
 
 
 def rows(ax):

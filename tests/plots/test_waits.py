@@ -14,7 +14,8 @@ from labkit.plots.breakdown import breakdown, compare
 from labkit.plots.explorer.window import about
 from labkit.plots.live.frame import LiveFrame, LiveRow, Past, svg
 from labkit.plots.live.recent import Recent
-from labkit.plots.timeline import timeline, view_of
+from labkit.plots.timeline import timeline
+from labkit.plots.view import view_of
 from labkit.tracing.trace import Trace
 
 from synthetic import Book, model_parallel  # isort: skip

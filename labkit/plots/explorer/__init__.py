@@ -19,7 +19,8 @@ import traitlets
 
 from labkit.plots.explorer.window import Windows, about
 from labkit.plots.image import as_image
-from labkit.plots.timeline import View, figure_of
+from labkit.plots.timeline import figure_of
+from labkit.plots.view import View
 
 __all__ = ["Explorer"]
 
@@ -46,7 +47,8 @@ class Explorer(anywidget.AnyWidget):
     about = traitlets.Dict().tag(sync=True)
 
     def __init__(self, view: View, step: int | range | str | None) -> None:
-        self._image, self._metadata = as_image(figure_of(view.whole, "", step))
+        figure = figure_of(view.whole, "", step)
+        self._image, self._metadata = as_image(figure, figure.alt_text)
         self._alt_text = f"timeline of {view.in_words()}"
         self._windows = Windows(view.whole)
         super().__init__(about=about(view, self._image["image/png"][-END:]))

@@ -337,6 +337,15 @@ function fillOf(pen, style) {
   const brush = tile.getContext("2d");
   brush.fillStyle = paper;
   brush.fillRect(0, 0, size, size);
+  if (style.hatch.includes(".")) {
+    brush.fillStyle = style.colour;
+    for (const [x, y] of [[0.25, 0.25], [0.75, 0.75]]) {
+      brush.beginPath();
+      brush.arc(x * size, y * size, 0.16 * size, 0, 2 * Math.PI);
+      brush.fill();
+    }
+    return scaledPattern(pen, tile, ratio);
+  }
   brush.strokeStyle = style.colour;
   brush.lineWidth = 1.1 * ratio;
   for (const shift of [-size, 0, size]) {
@@ -345,6 +354,10 @@ function fillOf(pen, style) {
     brush.lineTo(shift + size * 1.5, -size / 2);
     brush.stroke();
   }
+  return scaledPattern(pen, tile, ratio);
+}
+
+function scaledPattern(pen, tile, ratio) {
   const pattern = pen.createPattern(tile, "repeat");
   pattern.setTransform(new DOMMatrix().scale(1 / ratio));
   return pattern;

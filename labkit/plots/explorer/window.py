@@ -15,7 +15,7 @@ from labkit.errors.lists import listed
 from labkit.plots.bars import LANES, STYLES, Bars, blend, coverage, ink
 from labkit.plots.rows import rows_of
 from labkit.plots.style import INKS
-from labkit.plots.timeline import View, bubble_in_words, numbered_steps
+from labkit.plots.view import View, bubble_in_words, numbered_steps
 from labkit.plots.waits import legend_of, waiting_in_words
 from labkit.recording.schema import COMMUNICATION, CUDA, OPEN, STEP
 from labkit.tracing.intervals import Intervals

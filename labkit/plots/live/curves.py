@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.errors.units import unit_of
-from labkit.plots.style import GREY, labkit_style, shortened
+from labkit.plots.style import INK, labkit_style, shortened
 from labkit.recording.schema import MEMORY, STEPS_IN_ALL
 from labkit.tracing.trace import Scalar, Trace
 
@@ -132,7 +132,7 @@ def draw_below(figure: Figure, trace: Trace) -> None:
         panel.grid(axis="y")
         if len(each) > 1:
             thin = "thin: each rank;  " if len(each) <= EACH_RANK else ""
-            panel.set_title(f"{thin}thick: mean of the {len(each)} ranks", loc="right", fontsize=7.5, color=GREY, pad=2)
+            panel.set_title(f"{thin}thick: mean of the {len(each)} ranks", loc="right", fontsize=7.5, color=INK, pad=2)
         around = panel.get_tightbbox()
         assert around is not None
         beyond = 2 - around.x0

@@ -386,8 +386,8 @@ def _hatch(name: str) -> str:
         if look.hatch:
             size = 'width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"'
             paper = f'<rect width="5" height="5" fill="{look.colour}" fill-opacity="{look.alpha:g}"/>'
-            stripe = f'<rect width="1.4" height="5" fill="{look.colour}"/>'
-            found += f'<defs><pattern id="{name}-{style}" {size}>{paper}{stripe}</pattern></defs>'
+            shape = 'circle cx="2.5" cy="2.5" r="1.1"' if "." in look.hatch else 'rect width="1.4" height="5"'
+            found += f'<defs><pattern id="{name}-{style}" {size}>{paper}<{shape} fill="{look.colour}"/></pattern></defs>'
     return found
 
 

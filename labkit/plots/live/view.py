@@ -216,7 +216,7 @@ class _Cell:
 
         figure = figure_of(trace, title)
         draw_below(figure, trace)
-        data, metadata = as_image(figure)
+        data, metadata = as_image(figure, figure.alt_text)
         self._display(data, metadata, update=True)
 
     def _display(self, data: dict[str, Any], metadata: dict[str, Any] | None = None, *, update: bool = False) -> None:

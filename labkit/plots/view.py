@@ -1,0 +1,111 @@
+"""The part of a run that a figure shows: the whole run, or some of its steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from labkit.errors.exceptions import LabError
+from labkit.errors.units import percent, time_in_words
+from labkit.plots.rows import Row, is_pipeline, rows_of
+from labkit.plots.style import ranks_in_words
+from labkit.tracing.intervals import Intervals
+from labkit.tracing.median_step import median_step
+from labkit.tracing.trace import Trace
+
+__all__ = ["View", "bubble_in_words", "numbered_steps", "view_of"]
+
+ZOOM_BEYOND: Final = 12  # steps: with more, their parts are too narrow to distinguish at notebook width
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The part of one run that a timeline shows.
+
+    Args:
+        label: the run's title; "" if it has none.
+        whole: the trace of the whole run.
+        shown: the trace clipped to the chosen steps; the whole trace if none were chosen.
+        chosen: the numbers of the chosen steps; empty for the whole run.
+        steps: how many steps the run has.
+    """
+
+    label: str
+    whole: Trace
+    shown: Trace
+    chosen: range
+    steps: int
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows from top to bottom, independent of the chosen steps."""
+        return rows_of(self.whole)
+
+    @property
+    def zoomed(self) -> bool:
+        """Whether only some steps are shown."""
+        return bool(self.chosen)
+
+    def in_words(self) -> str:
+        """Return the number of ranks, the steps shown, and their duration."""
+        return f"{ranks_in_words(self.shown)}, {self.steps_in_words()}"
+
+    def steps_in_words(self) -> str:
+        """Return the steps shown, and their duration: as long as on the rank that took longest for them."""
+        if not self.zoomed:
+            length = time_in_words(self.shown.duration_ns)
+            return f"{self.steps} steps, {length}" if self.steps > 1 else length
+        length = time_in_words(self._steps_ns())
+        first, last = self.chosen[0], self.chosen[-1]
+        some = f"step {first}" if first == last else f"steps {first} to {last}"
+        return f"{some} ({length}) of the steps 0 to {self.steps - 1}"
+
+    def _steps_ns(self) -> int:
+        """The picture is longer than that, since the ranks do not start a step at the same time."""
+        own = [self.whole.step_bounds(rank) for rank in range(len(self.whole.ranks))]
+        lasted = [int(steps[self.chosen[-1], 1] - steps[self.chosen[0], 0]) for steps in own if len(steps) >= self.steps]
+        return max(lasted, default=self.shown.duration_ns)
+
+
+def view_of(trace: Trace, step: int | range | str | None, label: str) -> View:
+    """Select the part of a trace that `step` names, as for `timeline`; `label` is the run's title, "" for none.
+
+    Raises:
+        LabError: the trace has no such step.
+        TypeError: `step` is neither a number, a range with step 1, nor "all".
+    """
+    bounds = trace.step_bounds()
+    count = len(bounds)
+    if step == "all" or (step is None and count <= ZOOM_BEYOND):
+        return View(label, trace, trace, range(0), count)
+    if step is None:
+        step = median_step(trace)
+    if isinstance(step, int):
+        number = step if step >= 0 else count + step
+        chosen = range(number, number + 1)
+    elif isinstance(step, range) and step.step == 1 and step:
+        chosen = step
+    else:
+        raise TypeError(f"step={step!r}: expected a step number, a range such as range(3, 6), or 'all'")
+    if not count:
+        raise LabError(f"step={step!r}: this run has no steps; wrap its loop: `for batch in lab.steps(batches):`")
+    if chosen[0] < 0 or chosen[-1] >= count:
+        raise LabError(f"step={step!r}: this run has the steps 0 to {count - 1}")
+    shown = trace.between(int(bounds[chosen[0], 0]), int(bounds[chosen[-1], 1]))
+    return View(label, trace, shown, chosen, count)
+
+
+def numbered_steps(trace: Trace, rank: int) -> Intervals:
+    """Return start and end in ns of the steps that are numbered above a rank's row, shape (steps, 2).
+
+    These are the rank's own steps, as far as all ranks have completed them. If the rank has no steps, such as a master
+    that only serves, they are the common steps of all ranks.
+    """
+    common = trace.step_bounds()
+    own = trace.of(rank=rank).step_bounds()
+    return own[: len(common)] if len(own) >= len(common) else common
+
+
+def bubble_in_words(trace: Trace) -> str:
+    """Return the bubble for a title, as in ", bubble 27 %"; "" if the trace is not of a pipeline."""
+    return f", bubble {percent(trace.bubble)}" if is_pipeline(trace) else ""
