@@ -29,6 +29,7 @@ from labkit.costs.collectives import (
     rpc,
     scatter,
 )  # fmt: skip
+from labkit.costs.crossover import all_reduce_crossover
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.costs.prediction import Prediction, check_arguments, in_seconds
@@ -36,9 +37,9 @@ from labkit.costs.schedule_names import INTERLEAVED, schedule_name
 from labkit.errors.wrong_calls import public_api
 
 __all__ = [
-    "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "data_parallel_step", "gather", "message",
-    "pipeline_bubble", "pipeline_step", "reduce", "reduce_scatter", "rpc", "scatter", "tensor_parallel_layer", "zero_memory",
-    "zero_traffic",
+    "all_gather", "all_reduce", "all_reduce_crossover", "all_to_all", "barrier", "broadcast", "data_parallel_step", "gather",
+    "message", "pipeline_bubble", "pipeline_step", "reduce", "reduce_scatter", "rpc", "scatter", "tensor_parallel_layer",
+    "zero_memory", "zero_traffic",
 ]  # fmt: skip
 
 _s: Final = in_seconds

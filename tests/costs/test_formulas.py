@@ -202,6 +202,7 @@ def test_invalid_arguments(call: Any, error: type[Exception], says: str) -> None
 NUMBERS = {
     formulas.message: (1e6, LINK),
     formulas.all_reduce: (1e6, 4, LINK),
+    formulas.all_reduce_crossover: (4, LINK),
     formulas.all_gather: (1e6, 4, LINK),
     formulas.reduce_scatter: (1e6, 4, LINK),
     formulas.all_to_all: (1e6, 4, LINK),

@@ -214,6 +214,30 @@ def test_on_equal_levels_the_algorithms_take_the_times_of_one_link() -> None:
     assert hierarchical == pytest.approx(lab.predict.all_reduce(8000, 4, SLOW))
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8, 16])
+def test_the_crossover_of_ring_and_tree_over_one_link(ranks: int) -> None:
+    deep = math.ceil(math.log2(ranks))
+    by_hand = (ranks - 1 - deep) / (deep - (ranks - 1) / ranks) * SLOW.latency_s * SLOW.bytes_per_s
+    assert lab.predict.all_reduce_crossover(ranks, SLOW) == pytest.approx(by_hand)
+
+
+def test_the_crossover_over_a_network() -> None:
+    # ring: 6·(1 ms + n/4 kB); tree: 2·(1 ms + 1 ms/kB·n + 0.1 ms + 0.1 ms/kB·n): 6 + 1.5 n = 2.2 + 2.2 n
+    crossover = lab.predict.all_reduce_crossover(4, NETWORK)
+    assert crossover == pytest.approx(3.8 / 0.7 * 1000)
+    assert crossover.unit == "B"
+    ring, tree = (lab.predict.all_reduce(crossover, 4, NETWORK, algorithm=name) for name in ("ring", "tree"))
+    assert ring == pytest.approx(tree)
+    assert r"\frac{6\,\text{ms} - 2.20\,\text{ms}}" in crossover.working
+    hierarchical = lab.predict.all_reduce_crossover(8, NETWORK, large="hierarchical")
+    times = [lab.predict.all_reduce(hierarchical, 8, NETWORK, algorithm=name) for name in ("tree", "hierarchical")]
+    assert times[0] == pytest.approx(times[1])
+    with pytest.raises(ValueError, match="small='hierarchical' takes at most as long as large='ring' at every size"):
+        lab.predict.all_reduce_crossover(4, NETWORK, small="hierarchical")
+    with pytest.raises(ValueError, match=r"expected a lab\.Network"):
+        lab.predict.all_reduce_crossover(4, SLOW, large="hierarchical")
+
+
 def test_steps_accept_a_network() -> None:
     reduced = lab.predict.all_reduce(8000, 4, NETWORK)
     assert lab.predict.data_parallel_step(0.01, 0.02, 8000, 4, NETWORK, overlap=False) == pytest.approx(0.03 + reduced)
