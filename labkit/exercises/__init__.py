@@ -13,7 +13,7 @@ __all__ = ["LESSONS", "find"]
 # The exercises of each file, so that a check imports only its own lesson's file. A test compares them with the files.
 LESSONS: dict[str, tuple[str, ...]] = {
     "start_here": ("introduce", "my_share", "waiting_share"),
-    "data_parallel": ("average_gradients", "draw_indices", "accumulate", "scaled_learning_rate"),
+    "data_parallel": ("average_gradients", "average_in_buckets", "draw_indices", "scaled_learning_rate"),
     "sharded_data_parallel": ("shard_range", "memory_per_rank", "zero1", "global_norm"),
     "model_parallel": ("activation_bytes", "best_cut", "TwoDevices", "middle_step"),
     "remote_calls": ("ask_all", "remote_tallies"),

@@ -1,20 +1,18 @@
-"""The exercises of lesson 02: average gradients, draw each epoch's examples, accumulate, scale the learning rate."""
+"""The exercises of lesson 02: average gradients, also in buckets, draw examples, scale the learning rate."""
 
-# No `from __future__ import annotations`: DDP reads the annotations of a communication hook, and needs types there.
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 
 from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
+from labkit.exercises.gradients import Experts, Gradients, gradients_of, keeps, random_batch
 from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, differ, listing, takes_number_for_list
 
 __all__ = ["EXERCISES"]
@@ -22,62 +20,30 @@ __all__ = ["EXERCISES"]
 LESSON = "02_data_parallel"
 PER_RANK = 4  # examples of each rank in a batch
 
-Gradients = dict[str, NDArray[Any]]
-
-
-class _Experts(nn.Module):
-    """A trunk, partly frozen as in fine-tuning, and several experts of equal size; each example passes through one.
-
-    Args:
-        experts: the number of experts.
-    """
-
-    def __init__(self, experts: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.trunk = nn.Linear(6, 5)
-        self.trunk.bias.requires_grad_(False)
-        self.experts = nn.ModuleList(nn.Linear(5, 3) for _ in range(experts))
-
-    def forward(self, inputs: Tensor, expert: int = 0) -> Tensor:
-        """Send all inputs (batch, 6) through one expert: (batch, 3)."""
-        outputs: Tensor = self.experts[expert](torch.tanh(self.trunk(inputs)))
-        return outputs
-
-
-def _batch(examples: int) -> tuple[Tensor, Tensor]:
-    random = torch.Generator().manual_seed(1)
-    return torch.randn(examples, 6, generator=random), torch.randn(examples, 3, generator=random)
-
-
-def _gradients(model: nn.Module) -> Gradients:
-    """Return a copy of each parameter's `.grad`; parameters without a gradient are left out."""
-    return {n: p.grad.detach().clone().numpy() for n, p in model.named_parameters() if p.grad is not None}
-
 
 def _shares(ranks: int) -> list[tuple[Tensor, Tensor]]:
     """Return the inputs and targets of each rank."""
-    inputs, targets = _batch(PER_RANK * ranks)
+    inputs, targets = random_batch(PER_RANK * ranks)
     return list(zip(inputs.chunk(ranks), targets.chunk(ranks), strict=True))
 
 
 def _serial_average(ranks: int) -> Gradients:
     """Return the expected gradients: one process with the whole batch, each rank's share through its own expert."""
-    model = _Experts(ranks)
+    model = Experts(ranks)
     outputs = torch.cat([model(inputs, expert) for expert, (inputs, _) in enumerate(_shares(ranks))])
     nn.functional.mse_loss(outputs, torch.cat([targets for _, targets in _shares(ranks)])).backward()
-    return _gradients(model)
+    return gradients_of(model)
 
 
 def _average_on_rank(answer: Callable[[nn.Module], object]) -> tuple[Gradients, Gradients]:
     """Return the gradients of this rank's share of the batch before and after the student's function."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = _Experts(ranks)
+    model = Experts(ranks)
     inputs, targets = _shares(ranks)[rank]
     nn.functional.mse_loss(model(inputs, rank), targets).backward()
-    before = _gradients(model)
+    before = gradients_of(model)
     answer(model)
-    return before, _gradients(model)
+    return before, gradients_of(model)
 
 
 def _average_gradients(answer: Any, on: OnRanks) -> str:
@@ -110,13 +76,13 @@ def _average_gradients(answer: Any, on: OnRanks) -> str:
             )
         expected = _serial_average(ranks)
         _judge_participation(before, after, expected)
-        if all(_keeps(a, b) for a, b in zip(after, before, strict=True)):
+        if all(keeps(a, b) for a, b in zip(after, before, strict=True)):
             raise AnswerError(
                 "the gradients are unchanged: each rank still has its own",
                 "the sum must be stored in p.grad itself, as dist.all_reduce(p.grad) does; a new tensor in a variable changes "
                 "nothing",
             )
-        if all(_keeps(a, before[0]) for a in after):
+        if all(keeps(a, before[0]) for a in after):
             raise AnswerError(
                 "every rank has rank 0's gradients: a broadcast copies one rank's, an all_reduce combines all of them"
             )
@@ -153,9 +119,140 @@ def _judge_participation(before: Sequence[Gradients], after: Sequence[Gradients]
             )
 
 
-def _keeps(a: Gradients, b: Gradients) -> bool:
-    """Whether `a` contains all gradients of `b`, unchanged."""
-    return all(n in a and np.array_equal(a[n], b[n]) for n in b)
+def _layers() -> nn.Sequential:
+    """Return a model whose gradients have, from the last parameter to the first, 12, 60, 20, 160, none and 192 bytes.
+
+    With these sizes, each of the usual mistakes about `bucket_bytes` sends other messages.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3))
+    model[0].bias.requires_grad_(False)
+    return model
+
+
+def _bucketed_on_rank(answer: Callable[[nn.Module, int], object], bucket_bytes: int) -> tuple[Gradients, Gradients]:
+    """Return the gradients of this rank's share of the batch before and after the student's function."""
+    inputs, targets = _shares(dist.get_world_size())[dist.get_rank()]
+    model = _layers()
+    nn.functional.mse_loss(model(inputs), targets).backward()
+    before = gradients_of(model)
+    answer(model, bucket_bytes)
+    return before, gradients_of(model)
+
+
+def _packed(sizes: Sequence[int], most: float) -> list[int]:
+    """Return the sizes of buckets: a gradient that does not fit into the current bucket begins the next one."""
+    buckets: list[int] = []
+    for size in sizes:
+        if buckets and buckets[-1] + size <= most:
+            buckets[-1] += size
+        else:
+            buckets.append(size)
+    return buckets
+
+
+def _average_in_buckets(answer: Any, on: OnRanks) -> str:
+    for ranks, bucket_bytes in ((3, 80), (2, 200), (2, 1000)):
+        case = f"bucket_bytes={bucket_bytes} on {ranks} ranks"
+        model = _layers()
+        nn.functional.mse_loss(model((batch := random_batch(PER_RANK * ranks))[0]), batch[1]).backward()
+        expected = gradients_of(model)
+        try:
+            results = on(ranks, _bucketed_on_rank, answer, bucket_bytes)
+        except RankError as error:
+            if "NoneType" not in error.failures[0].traceback:
+                raise
+            raise AnswerError(
+                f"{error.failures[0].name} failed: a frozen parameter (requires_grad is False) has no gradient, p.grad is None; "
+                "leave it out of the buckets",
+                error.failures[0].traceback,
+            ) from None
+        before, after = zip(*results, strict=True)
+        _judge_unpacked(case, before, after, expected)
+        sent = [span.nbytes for span in results.trace.of(rank=0, kind="communication").spans]
+        _judge_buckets(case, sent, [array.nbytes for array in reversed(expected.values())], bucket_bytes)
+    return "The gradients are those of one process with the whole batch, and each bucket was filled before the next one began."
+
+
+def _judge_unpacked(case: str, before: Sequence[Gradients], after: Sequence[Gradients], expected: Gradients) -> None:
+    """Check that each rank has the average of each gradient in its place.
+
+    Raises:
+        AnswerError: it does not.
+    """
+    ranks = len(after)
+    frozen = [name for has in after for name in has if name not in expected]
+    if frozen:
+        raise AnswerError(f"{case}: {frozen[0]} is frozen (requires_grad is False), and now has a gradient; leave it out")
+    if all(keeps(has, had) for has, had in zip(after, before, strict=True)):
+        raise AnswerError(
+            f"{case}: the gradients are unchanged. A bucket is a copy: after the all_reduce, copy its parts back into p.grad",
+            "torch.cat([...]) copies; p.grad.copy_(part.view_as(p.grad)) writes into the gradient",
+        )
+    own = [
+        n
+        for n in expected
+        if n in differ(after, expected) and all(keeps(a, {n: b[n]}) for a, b in zip(after, before, strict=True))
+    ]
+    if own and len(own) < len(expected):
+        raise AnswerError(
+            f"{case}: the gradients of {listing(own)} are still each rank's own. The last bucket is rarely full: send it after "
+            "the loop"
+        )
+    if differ(after, expected) and all(np.allclose(_sorted(has), _sorted(expected), rtol=1e-3, atol=1e-6) for has in after):
+        raise AnswerError(
+            f"{case}: the averages are right, but in the wrong places: take the parts out of the bucket in the order in which "
+            "you packed them"
+        )
+    causes = {
+        float(ranks): "were summed, not averaged (divide by the number of ranks)",
+        1 / ranks: "were divided by the number of ranks once too often",
+    }
+    compare(
+        after, expected, subject="the gradients",
+        explain=lambda times: next((cause for factor, cause in causes.items() if abs(times - factor) < 1e-3), None),
+    )  # fmt: skip
+
+
+def _sorted(gradients: Gradients) -> Any:
+    """Return all values in ascending order."""
+    return np.sort(np.concatenate([np.ravel(array) for array in gradients.values()]))
+
+
+def _judge_buckets(case: str, sent: Sequence[int], sizes: Sequence[int], bucket_bytes: int) -> None:
+    """Check the sizes of the messages against those of the gradients, given from the last parameter to the first.
+
+    Raises:
+        AnswerError: there are more messages than needed, or one is larger than a bucket.
+    """
+    details = (f"sent: {listing(sent)} bytes", f"gradients, from the last parameter: {listing(sizes)} bytes")
+    right = _packed(sizes, bucket_bytes)
+    if max(sent) <= max(bucket_bytes, *sizes) and len(sent) <= len(right) and sum(sent) <= sum(sizes) + 64:
+        return
+    if list(sent) == list(sizes) or list(sent) == [*reversed(sizes)]:
+        raise AnswerError(
+            f"{case}: the gradients are right, but each travelled alone: put them into one tensor while they fit, and call "
+            "all_reduce on that",
+            *details,
+        )
+    if len(sent) == 1:
+        raise AnswerError(f"{case}: all gradients travelled in one message; bucket_bytes limits its size", *details)
+    if list(sent) in ([*_packed(sizes, 4 * bucket_bytes)], [*_packed([*reversed(sizes)], 4 * bucket_bytes)]):
+        raise AnswerError(
+            f"{case}: the buckets are four times too large: numel() counts numbers, and each of them has 4 bytes (p.grad.nbytes)",
+            *details,
+        )
+    if max(sent) > max(bucket_bytes, *sizes) or any(n > bucket_bytes and n not in sizes for n in sent):
+        raise AnswerError(
+            f"{case}: a bucket of {max(n for n in sent if n > bucket_bytes and n not in sizes)} bytes was sent: look whether "
+            "the next gradient fits before you add it, not after",
+            *details,
+        )
+    raise AnswerError(
+        f"{case}: {counted(len(sent), 'message')} where {len(right)} are enough: one all_reduce for each bucket, and as many "
+        "gradients in it as fit",
+        *details,
+    )
 
 
 def _draw_indices(answer: Any, _: OnRanks) -> str:
@@ -220,102 +317,6 @@ def _examples(numbers: list[int]) -> str:
     return f"example {numbers[0]} is" if len(numbers) == 1 else f"examples {listing(numbers)} are"
 
 
-class _Counter:
-    """Counts the buckets that DDP sends, and the losses that are computed after the last of them."""
-
-    def __init__(self) -> None:
-        self.buckets = 0
-        self.late = 0
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Compute the loss; passed to the student's function as its loss function."""
-        self.late += 1
-        return nn.functional.mse_loss(outputs, targets)
-
-    def hook(self, _: object, bucket: dist.GradBucket) -> Future[Tensor]:
-        """DDP's communication hook; DDP calls it for each bucket, once its gradients are complete."""
-        self.buckets += 1
-        self.late = 0
-        assert dist.group.WORLD is not None
-        return allreduce_hook(dist.group.WORLD, bucket)
-
-
-SIZES = ((5, 1, 2), (2, 4, 6), (1, 1, 2))  # examples in each micro-batch of each rank; no mistake cancels out
-
-
-def _micro_batches() -> list[list[tuple[Tensor, Tensor]]]:
-    """Return the micro-batches of each rank."""
-    inputs, targets = (iter(part.split([n for sizes in SIZES for n in sizes])) for part in _batch(sum(map(sum, SIZES))))
-    return [[(next(inputs), next(targets)) for _ in sizes] for sizes in SIZES]
-
-
-def _serial_accumulation(weights: Sequence[Sequence[float]]) -> Gradients:
-    """Return the gradients of one process that multiplies each micro-batch's mean loss by its weight."""
-    model = _Experts(1)
-    for of_rank, batches in zip(weights, _micro_batches(), strict=True):
-        for weight, (inputs, targets) in zip(of_rank, batches, strict=True):
-            (weight * nn.functional.mse_loss(model(inputs), targets)).backward()
-    return _gradients(model)
-
-
-def _accumulate_on_rank(answer: Callable[..., object]) -> tuple[Gradients, int, int]:
-    """Return the gradients after the student's function, and the numbers of buckets sent and losses computed later."""
-    model = DistributedDataParallel(_Experts(1))
-    counter = _Counter()
-    model.register_comm_hook(None, counter.hook)
-    answer(model, _micro_batches()[dist.get_rank()], counter.loss)
-    return _gradients(model.module), counter.buckets, counter.late
-
-
-def _accumulate(answer: Any, on: OnRanks) -> str:
-    ranks, examples = len(SIZES), sum(map(sum, SIZES))
-    mistakes = {  # with the weights of the micro-batches' mean losses that result, after DDP has divided by the ranks
-        "every batch counts the same, however few examples it has: weight each loss by the number of its examples": [
-            [1 / len(sizes) / ranks for _ in sizes] for sizes in SIZES
-        ],
-        "every rank counts the same, however few examples it has: divide by the examples of all ranks together (an all_reduce "
-        "of the number), not by this rank's own": [[size / sum(sizes) / ranks for size in sizes] for sizes in SIZES],
-        "the mean losses of the batches were added up: weight each by its share of the examples": [
-            [1 / ranks for _ in sizes] for sizes in SIZES
-        ],
-    }
-
-    def explain(times: float) -> str | None:
-        if abs(times - 1 / ranks) < 1e-3:
-            return "were divided by the number of ranks once too often (DDP averages over the ranks: it divides already)"
-        if abs(times - examples / ranks) < 1e-3:
-            return "were weighted by the number of examples, but not divided by that of all ranks"
-        return None
-
-    after, buckets, late = zip(*on(ranks, _accumulate_on_rank, answer), strict=True)
-    if not any(after):
-        raise AnswerError("no parameter has a gradient afterwards: backward() adds to .grad, and nothing may clear it at the end")
-    if buckets[0] == 0 and not all(_keeps(gradients, after[0]) for gradients in after):
-        raise AnswerError(
-            "no rank sent its gradients: no_sync() was active for every batch. The last one must run outside it, and sends the "
-            "sum of all"
-        )
-    right = _serial_accumulation([[size / examples for size in sizes] for sizes in SIZES])
-    if buckets[0] and late[0] and differ(after, right):
-        raise AnswerError(
-            "gradients computed after the backward that sends stay on their rank: the batch outside no_sync() must be the last",
-            f"computed after it: {late[0]} of {len(SIZES[0])} losses",
-        )
-    for mistake, weights in mistakes.items():
-        if not differ(after, _serial_accumulation(weights)):
-            each = "; ".join(f"rank {rank}: {listing(sizes)}" for rank, sizes in enumerate(SIZES))
-            raise AnswerError(mistake, f"examples in the batches: {each}")
-    compare(after, right, subject="the gradients", explain=explain)
-    if buckets[0] > 1:
-        raise AnswerError(
-            f"the gradients are right, but were sent {counted(buckets[0], 'time')}; once is enough",
-            "forward and backward of all batches but the last belong inside `with model.no_sync():`; DDP decides in the "
-            "forward pass whether the backward will send",
-        )
-    most = max(map(max, SIZES))
-    return f"{ranks} ranks, batches of 1 to {most} examples, sent once: the gradients of one process with all the examples."
-
-
 def _scaled_learning_rate(answer: Any, _: OnRanks) -> str:
     # The first case tells all rules apart. In the others the new batch is no multiple of the old one, smaller or equal.
     for base, base_batch, per_rank, ranks in ((0.1, 256, 64, 12), (0.05, 256, 100, 3), (0.1, 256, 32, 2), (0.1, 64, 64, 1)):
@@ -355,18 +356,19 @@ EXERCISES = (
         _average_gradients,
     ),
     Exercise(
+        "average_in_buckets",
+        LESSON,
+        "average_in_buckets(model, bucket_bytes) averages all gradients over all ranks, in place, with one all_reduce for each "
+        "bucket. A bucket holds as many gradients as fit into bucket_bytes, from the last parameter to the first; one that is "
+        "larger travels alone.",
+        _average_in_buckets,
+    ),
+    Exercise(
         "draw_indices",
         LESSON,
         "What DistributedSampler does: draw_indices(examples, rank, ranks, epoch) returns the numbers of the examples of that "
         "rank in that epoch. All ranks have equally many, together they have every example, and every epoch has its own order.",
         _draw_indices,
-    ),
-    Exercise(
-        "accumulate",
-        LESSON,
-        "accumulate(model, batches, loss_function) gives a DDP model the gradients of the mean loss over all examples of all "
-        "ranks, and sends them only once. Batches and ranks have different numbers of examples.",
-        _accumulate,
     ),
     Exercise(
         "scaled_learning_rate",
