@@ -281,8 +281,8 @@ def test_code_that_catches_everything_is_interrupted_again() -> None:
 
 
 def test_an_unknown_exercise_names_close_ones() -> None:
-    with pytest.raises(LabError, match=r"no exercise is called 'average_gradient'; did you mean 'average_gradients'\?"):
-        check("average_gradient", None)
+    with pytest.raises(LabError, match=r"no exercise is called 'draw_index'; did you mean 'draw_indices'\?"):
+        check("draw_index", None)
     with pytest.raises(LabError, match=r"did you mean 'TwoDevices'\?"):
         check("twodevices", None)
     with pytest.raises(LabError, match="there are: introduce, my_share, waiting_share, average_gradients"):

@@ -120,7 +120,7 @@ def link_cost() -> Diagram:
     picture.text(550, 120, "n / B", anchor="end", size=16, bold=True, color=COMMUNICATION)
     picture.text(200, 198, "small: mostly latency", size=13)
     picture.text(452, 198, "large: mostly bandwidth", size=13)
-    picture.text(300, 90, "T = α + n / B", size=17, bold=True, color=COMMUNICATION)
+    picture.box(200, 44, 150, 36, "T = α + n / B", fill=COMMUNICATION, size=16, bold=True)
     return picture
 
 
@@ -131,7 +131,7 @@ def break_even() -> Diagram:
         "Three bars. One process computes the whole batch. Two ranks compute half each, then an all-reduce follows: over a fast "
         "link the step is shorter than that of one process, over a slow link longer.",
     )  # fmt: skip
-    left, whole = 150.0, 340.0
+    left, whole = 170.0, 330.0
     rows = (
         ("one process", whole, 0),
         ("two ranks, fast link", whole / 2 + 20, 70),
@@ -139,7 +139,7 @@ def break_even() -> Diagram:
     )
     for number, (name, compute, communication) in enumerate(rows):
         y = 34 + number * 56
-        picture.text(left - 10, y + 20, name, anchor="end", size=13)
+        picture.text(left - 8, y + 20, name, anchor="end", size=12)
         picture.box(left, y, compute, 40, "compute", fill=BLUE, radius=3)
         if communication:
             words = "all_reduce" if communication > 100 else "all-red."
