@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from labkit.costs.fit import fit
+from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
 from labkit.errors.wrong_calls import public_api
 from labkit.group.group import Group
 from labkit.plots.link_fit import MeasuredLink
+from labkit.plots.network_fit import MeasuredNetwork
 
 __all__ = ["measure_link"]
 
@@ -28,15 +30,19 @@ FEWEST, MOST = 5, 20  # repetitions; fewer make a poor median, more do not impro
 
 
 @public_api
-def measure_link(group: Group, *, operations: Sequence[str] | None = None, sizes: Sequence[int] = SIZES) -> MeasuredLink:
+def measure_link(
+    group: Group, *, operations: Sequence[str] | None = None, sizes: Sequence[int] = SIZES
+) -> MeasuredLink | MeasuredNetwork:
     """Fit latency and bandwidth to real messages of many sizes between the ranks of a group.
 
     Each operation is repeated for each size, and the median of the times is used. A collective follows a barrier; its
     time runs from the moment when the last rank starts to the moment when the last rank ends. The time of a message or
     a remote call is half a round trip between the first two ranks. The fitted model is that of `labkit.predict`, so
-    operations can be
-    compared: with a perfect model, all would give the same link. The latency of a remote call is mostly CPU time of
-        RPC.
+    operations can be compared: with a perfect model, all would give the same link. The latency of a remote call is
+    mostly CPU time of RPC.
+
+    A group with a `labkit.Network` has two links: `inside` is measured among the ranks of the first node, `between`
+    among the first ranks of all nodes.
 
     Args:
         group: a group of at least two ranks with runtime "torch" or "rpc".
@@ -45,7 +51,8 @@ def measure_link(group: Group, *, operations: Sequence[str] | None = None, sizes
         sizes: at least two sizes in bytes, as `n` in `labkit.predict`. Sizes beyond one that takes 0.15 s are skipped.
 
     Returns:
-        the fits, which a notebook shows as a table; see `.link`, `["all_reduce"]` and `.plot()`.
+        the fits, which a notebook shows as a table; see `.link`, `["all_reduce"]` and `.plot()`. For a network with
+        several ranks on a node, the fits of both levels beside the emulated links; see also `.inside` and `.between`.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -67,7 +74,20 @@ def measure_link(group: Group, *, operations: Sequence[str] | None = None, sizes
     if len(set(sizes)) < 2 or any(not isinstance(n, int) or n < FLOAT for n in sizes) or not operations:
         raise ValueError(f"measure_link(sizes={list(sizes)}): expected at least two sizes from {FLOAT} bytes, and an operation")
     plan = list(operations), sorted(set(sizes))
-    of_ranks = (group.run(_on_rank, *plan) if group.runtime == "torch" else group[0].run(_on_caller, plan[1])).results
+    network = group.link
+    if not isinstance(network, Network) or not 1 < network.nodes < len(group):
+        return _measured(group, *plan, list(range(len(group))))
+    among = {"inside": network.ranks_of(0), "between": [network.ranks_of(node)[0] for node in range(network.nodes)]}
+    return MeasuredNetwork(network, **{level: _measured(group, *plan, ranks) for level, ranks in among.items()})
+
+
+def _measured(group: Group, operations: list[str], sizes: list[int], ranks: list[int]) -> MeasuredLink:
+    """Measure among some ranks, in ascending order."""
+    if group.runtime == "torch":
+        results = group.run(_on_rank, operations, sizes, ranks).results
+        of_ranks = [results[rank] for rank in ranks]
+    else:
+        of_ranks = group[ranks[0]].run(_on_caller, sizes, ranks[1]).results
     fits = []
     for operation in operations:
         nbytes, seconds = [], []
@@ -76,7 +96,7 @@ def measure_link(group: Group, *, operations: Sequence[str] | None = None, sizes
             seconds.append(_median_s(operation, [size[1:], *(t[1:] for t in times)]))
         if len(nbytes) < 2:
             raise LabError(f"measure_link: {operation} of {nbytes} bytes takes too long for larger ones; give smaller sizes")
-        fits.append(fit(operation, 2 if operation in BETWEEN_TWO else len(group), nbytes, seconds))
+        fits.append(fit(operation, 2 if operation in BETWEEN_TWO else len(ranks), nbytes, seconds))
     return MeasuredLink(tuple(fits))
 
 
@@ -92,18 +112,21 @@ def _median_s(operation: str, of_ranks: list[Any]) -> float:
 Measured = list[tuple[str, int, list[int], list[int]]]  # operation, bytes, starts and ends in ns
 
 
-def _on_rank(operations: list[str], sizes: list[int]) -> Measured:
-    """In a rank: time each operation with each size."""
+def _on_rank(operations: list[str], sizes: list[int], members: list[int]) -> Measured:
+    """In a rank: time each operation with each size, if it is one of the members."""
     import torch
     import torch.distributed as dist
 
     from labkit.worker.runtimes.devices import devices
 
-    device, rank, ranks = devices()[0], dist.get_rank(), dist.get_world_size()
-    made = []
+    device, ranks = devices()[0], len(members)
+    group = dist.group.WORLD if ranks == dist.get_world_size() else dist.new_group(members)
+    made: Measured = []
+    if dist.get_rank() not in members:
+        return made
 
     def timed(action: Callable[[], object]) -> tuple[int, int]:
-        dist.barrier()
+        dist.barrier(group)
         begin_ns = time.perf_counter_ns()
         action()
         if device.type == "cuda":
@@ -114,11 +137,11 @@ def _on_rank(operations: list[str], sizes: list[int]) -> Measured:
         for size in sizes:
             part = max(1, size // (FLOAT * ranks))
             x, parts = torch.ones(part * ranks, device=device), torch.ones(part, device=device)
-            action = _action_of(operation, rank, x, parts)
+            action = _action_of(operation, members, group, x, parts)
             timed(action)
             begin_ns, end_ns = timed(action)
             plan = torch.tensor([(end_ns - begin_ns) / 1e9], device=device)
-            dist.broadcast(plan, 0)  # rank 0's time decides for all ranks
+            dist.broadcast(plan, members[0], group)  # the first rank's time decides for all
             took_s = float(plan)
             if took_s > LONGEST_S and size != sizes[0]:
                 break
@@ -127,8 +150,8 @@ def _on_rank(operations: list[str], sizes: list[int]) -> Measured:
     return made
 
 
-def _on_caller(sizes: list[int]) -> Measured:
-    """In the first rank of an RPC group: time calls that send a tensor to the second rank and return it."""
+def _on_caller(sizes: list[int], to: int) -> Measured:
+    """In a rank of an RPC group: time calls that send a tensor to another rank and return it."""
     import torch
     from torch.distributed import rpc
 
@@ -136,7 +159,7 @@ def _on_caller(sizes: list[int]) -> Measured:
 
     def timed() -> tuple[int, int]:
         begin_ns = time.perf_counter_ns()
-        rpc.rpc_sync(1, _same, args=(x,))
+        rpc.rpc_sync(to, _same, args=(x,))
         return begin_ns, time.perf_counter_ns()
 
     for size in sizes:
@@ -160,33 +183,37 @@ def _repetitions(took_s: float) -> int:
     return min(MOST, max(FEWEST, int(BUDGET_S / max(took_s, 1e-9))))
 
 
-def _action_of(operation: str, rank: int, whole: Any, part: Any) -> Callable[[], object]:
+def _action_of(operation: str, members: list[int], group: Any, whole: Any, part: Any) -> Callable[[], object]:
     """Return what a rank does in one repetition.
 
     Args:
         operation: the operation's name.
-        rank: this rank's number.
+        members: the ranks that take part.
+        group: their process group.
         whole: a tensor of the full size.
         part: a tensor of one rank's share of it.
     """
     import torch.distributed as dist
 
-    def round_trip() -> None:
-        if rank == 0:
-            dist.send(whole, 1)
-            dist.recv(whole, 1)
-        elif rank == 1:
-            dist.recv(whole, 0)
-            dist.send(whole, 0)
+    rank, first, second = dist.get_rank(), *members[:2]
 
-    pieces = list(whole.chunk(dist.get_world_size()))
+    def round_trip() -> None:
+        if rank == first:
+            dist.send(whole, second)
+            dist.recv(whole, second)
+        elif rank == second:
+            dist.recv(whole, first)
+            dist.send(whole, first)
+
+    pieces = list(whole.chunk(len(members)))
     others, other = [piece.clone() for piece in pieces], whole.clone()
     actions: dict[str, Callable[[], object]] = {
         "send": round_trip,
-        "all_reduce": lambda: dist.all_reduce(whole),
-        "broadcast": lambda: dist.broadcast(whole, 0),
-        "all_gather": lambda: dist.all_gather(others, part),
-        "reduce_scatter": lambda: dist.reduce_scatter(part, pieces),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole),  # torch 2.11: gloo does not support lists
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "broadcast": lambda: dist.broadcast(whole, first, group),
+        "all_gather": lambda: dist.all_gather(others, part, group),
+        "reduce_scatter": lambda: dist.reduce_scatter(part, pieces, group=group),
+        # torch 2.11: gloo does not support lists
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
     }
     return actions[operation]

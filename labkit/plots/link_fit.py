@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-__all__ = ["MeasuredLink"]
+__all__ = ["MeasuredLink", "table", "table_in_markdown"]
 
 MARKERS: Final = "osD^vP*X"  # six colours alone are not distinguishable in print
 
@@ -105,10 +105,19 @@ class MeasuredLink:
         return [head, *([f.operation, str(f.ranks), *f.in_short, f"{f.error:.0%}", f"{f.worst:.0%}"] for f in self.fits)]
 
     def __repr__(self) -> str:
-        rows = self._rows()
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+        return table(self._rows())
 
     def _repr_markdown_(self) -> str:
-        head, *rows = (f"| {' | '.join(row)} |" for row in self._rows())
-        return "\n".join([head, "|" + "---|" * 6, *rows])
+        return table_in_markdown(self._rows())
+
+
+def table(rows: list[list[str]]) -> str:
+    """A table as text: columns of equal width, two spaces apart."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def table_in_markdown(rows: list[list[str]]) -> str:
+    """A table in Markdown; the first row is its head."""
+    head, *rest = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *rest])

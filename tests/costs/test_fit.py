@@ -17,6 +17,7 @@ from labkit.errors.units import in_words
 from labkit.notebook.measure_link import OPERATIONS as BY_RUNTIME
 from labkit.notebook.measure_link import _median_s
 from labkit.plots.link_fit import MeasuredLink
+from labkit.plots.network_fit import MeasuredNetwork
 
 OPERATIONS = (*BY_RUNTIME["torch"], *BY_RUNTIME["rpc"])
 SIZES = [4**i for i in range(3, 13)]
@@ -136,6 +137,60 @@ def test_real_calls() -> None:
     for n, s in zip(found.nbytes, found.seconds, strict=True):
         assert s >= link.seconds("rpc", n) - 1e-9  # half of a call's round trip
     assert measured.link.name == "measured by rpc"
+
+
+NETWORK = lab.Network(nodes=2, inside=LINK, between=Link(gbit_per_s=0.5, latency_us=5000), ranks=4)
+
+
+def test_both_levels_of_a_network() -> None:
+    inside, between = (
+        MeasuredLink(tuple(fit(name, 2, SIZES, times(name, 2, link)) for name in ("send", "all_reduce")))
+        for link in (Link(gbit_per_s=8, latency_us=50), NETWORK.between)
+    )
+    measured = MeasuredNetwork(NETWORK, inside, between)
+    assert repr(measured).splitlines() == [
+        "level    operation   ranks  latency α  emulated  bandwidth B  emulated     off by (median)  at most",
+        "inside   send        2      50 µs      41.7 µs   8 Gbit/s     8.30 Gbit/s  0%               0%",
+        "inside   all_reduce  2      50 µs      41.7 µs   8 Gbit/s     8.30 Gbit/s  0%               0%",
+        "between  send        2      5 ms       5 ms      500 Mbit/s   500 Mbit/s   0%               0%",
+        "between  all_reduce  2      5 ms       5 ms      500 Mbit/s   500 Mbit/s   0%               0%",
+    ]
+    assert measured._repr_markdown_().splitlines()[2].startswith("| inside | send | 2 | 50")
+    assert measured.link.inside.latency_us == pytest.approx(50)
+    assert measured.link.between.gbit_per_s == pytest.approx(0.5)
+    assert (measured.link.nodes, measured.link.ranks) == (2, 4)
+    assert measured["between"]["all_reduce"] is between["all_reduce"]
+    assert len(list(measured)) == 4
+    with pytest.raises(lab.LabError, match="'send' is not a level; expected 'inside' or 'between'"):
+        _ = measured["send"]
+    upper = measured.plot()
+    axes = upper.figure.axes
+    assert [ax.get_title(loc="left").partition(",")[0] for ax in axes] == ["inside a node", "between nodes"]
+    for ax, link in zip(axes, (NETWORK.inside, NETWORK.between), strict=True):
+        dashed = [line for line in ax.lines if line.get_linestyle() == "--"]
+        for line, name in zip(dashed, ("send", "all_reduce"), strict=True):
+            assert line.get_ydata()[0] == pytest.approx(link.seconds(name, SIZES[0], 2))
+        assert f"over {link}" in [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+@pytest.mark.parametrize("runtime", ["torch", "rpc"])
+def test_both_levels_of_real_ranks(runtime: str) -> None:
+    network = lab.Network(nodes=2, inside=Link(gbit_per_s=1, latency_us=10), between=Link(gbit_per_s=0.005, latency_us=40_000))
+    names: Any = 4 if runtime == "torch" else ["a", "b", "c", "d"]
+    with lab.Group(names, runtime=runtime, link=network) as group:
+        operations = ["send", "all_reduce"] if runtime == "torch" else None
+        measured = lab.measure_link(group, operations=operations, sizes=[64, 4096])
+    assert isinstance(measured, MeasuredNetwork)
+    for found in measured.between:
+        for n, s in zip(found.nbytes, found.seconds, strict=True):
+            assert s >= network.between.seconds(found.operation, n, 2) - 1e-9
+    assert measured.inside.fits[0].seconds[0] < network.between.latency_s  # a message inside a node does not wait for the other
+    assert {found.ranks for found in measured} == {2}
+
+
+def test_a_network_with_one_rank_on_each_node_has_one_level() -> None:
+    with lab.Group(2, link=lab.Network(nodes=2, inside=LINK, between=LINK)) as group:
+        assert isinstance(lab.measure_link(group, operations=["send"], sizes=[64, 4096]), MeasuredLink)
 
 
 @pytest.mark.parametrize(
