@@ -1,0 +1,400 @@
+"""The exercises of lesson 06: a column split's backward, a row split, the split of heads, and bytes per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from labkit.errors.lists import counted
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, factor
+
+__all__ = ["EXERCISES"]
+
+LESSON = "06_tensor_parallel"
+BATCH, INPUTS, OUTPUTS = 5, 7, 10  # neither features nor outputs can be divided by 2, 3 and 4
+
+
+class _Collectives(TorchDispatchMode):
+    """Counts the numbers in each all_reduce of this rank, and names the other collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note a collective, then carry it out."""
+        if function.namespace in ("c10d", "_c10d_functional"):
+            name = function._schema.name.partition("::")[2].strip("_")
+            if not name.startswith("wait"):
+                given = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+                self.seen.append((name, sum(t.numel() for t in given if isinstance(t, Tensor))))
+        return function(*args, **(kwargs or {}))
+
+
+def _numbers(*shape: int) -> Tensor:
+    """Random numbers; the generator is that of the process, which `_begin` seeds alike on all ranks."""
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def _rank() -> tuple[int, int]:
+    return dist.get_rank(), dist.get_world_size()
+
+
+# ------------------------------------------------------------------------------------------------------ column_backward
+
+
+def _column_case(ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The input, and the whole weight and gradient of the output."""
+    torch.manual_seed(ranks)
+    return _numbers(BATCH, INPUTS), _numbers(OUTPUTS, INPUTS), _numbers(BATCH, OUTPUTS)
+
+
+def _column_on_rank(answer: Callable[..., Any]) -> Any:
+    """Return what the student's function gives, the rank's collectives, and whether it changed what it was given."""
+    rank, ranks = _rank()
+    x, weight, gradient = _column_case(ranks)
+    own, part = weight.tensor_split(ranks)[rank].clone(), gradient.tensor_split(ranks, -1)[rank].clone()
+    given = [t.clone() for t in (x, own, part)]
+    with _Collectives() as collectives:
+        result = answer(x, own, part)
+    changed = [name for name, a, b in zip(("x", "weight", "grad"), (x, own, part), given, strict=True) if not torch.equal(a, b)]
+    return _detached(result), collectives.seen, changed
+
+
+def _detached(result: Any) -> Any:
+    if isinstance(result, (tuple, list)):
+        return [r.detach().numpy() if isinstance(r, Tensor) else type(r).__name__ for r in result]
+    return type(result).__name__
+
+
+def _column_backward(answer: Any, on: OnRanks) -> str:
+    for ranks in (2, 3, 4, 1):
+        seen = on(ranks, _column_on_rank, answer)
+        x, weight, gradient = _column_case(ranks)
+        parts = gradient.tensor_split(ranks, -1)
+        for rank, (result, _, changed) in enumerate(seen):
+            if not isinstance(result, list) or len(result) != 3:
+                raise AnswerError(f"expected three gradients, (grad_x, grad_weight, grad_bias); rank {rank} returned {result!r}")
+            for name, value in zip(("grad_x", "grad_weight", "grad_bias"), result, strict=True):
+                if isinstance(value, str):
+                    hint = "; dist.all_reduce works in place and returns None" if value == "NoneType" else ""
+                    raise AnswerError(f"{name} is a {value} on rank {rank}, expected a tensor{hint}")
+            if changed:
+                raise AnswerError(
+                    f"{changed[0]} was modified: autograd still needs it. dist.all_reduce works in place, so give it a new tensor"
+                )
+        own = [
+            {"grad_weight": (g.T @ x).numpy(), "grad_bias": g.sum(0).numpy()} for g in parts
+        ]  # each rank's part of the whole gradients
+        for rank, (result, _, _) in enumerate(seen):
+            names = {"grad_weight": result[1], "grad_bias": result[2]}
+            _judge_own_gradients(names, own, rank, ranks)
+        got = [{"grad_x": result[0]} for result, _, _ in seen]
+        _judge_grad_x(
+            got, (gradient @ weight).numpy(), [(g @ w).numpy() for g, w in zip(parts, weight.tensor_split(ranks), strict=True)]
+        )
+        _judge_messages([collectives for _, collectives, _ in seen], ranks, BATCH * INPUTS)
+    return "On 1, 2, 3 and 4 ranks the gradients are those of one process, with one all_reduce of the size of x."
+
+
+def _judge_own_gradients(got: dict[str, Any], own: Sequence[dict[str, Any]], rank: int, ranks: int) -> None:
+    for name, value in got.items():
+        if ranks > 1 and name == "grad_weight" and value.shape == own[rank][name].T.shape != own[rank][name].shape:
+            raise AnswerError(
+                "grad_weight is transposed: nn.Linear's weight, and so its gradient, has the shape (outputs, inputs)"
+            )
+        if value.shape == own[rank][name].shape and ranks > 1:
+            times = factor([value], [own[rank][name]])
+            if times is not None and abs(times - ranks) < 1e-6 and ranks > 1:
+                raise AnswerError(f"{name} is {ranks} times what it should be: each rank owns its part, nothing is added up")
+    try:
+        compare([got], own[rank], subject=f"rank {rank} of {ranks}: the gradients")
+    except AnswerError as error:
+        shapes = [f"{name}: given {value.shape}, expected {own[rank][name].shape}" for name, value in got.items()]
+        raise AnswerError(
+            f"{error.message}. A rank's own weight and bias need no other rank: its part of the gradient of the output "
+            "and the whole x suffice, without communication",
+            *shapes, *error.details,
+        ) from None  # fmt: skip
+
+
+def _judge_grad_x(got: Sequence[dict[str, Any]], expected: Any, partial: Sequence[Any]) -> None:
+    ranks = len(got)
+    if ranks > 1 and all(_same(a["grad_x"], p) for a, p in zip(got, partial, strict=True)):
+        raise AnswerError(
+            "grad_x is only this rank's part of the sum: x went into every rank's columns, so its gradient is the sum over the "
+            "ranks",
+            "all_reduce it",
+        )
+
+    def explain(times: float) -> str | None:
+        if abs(times - 1 / ranks) < 1e-3:
+            return "of x were averaged. Each rank adds what its own columns contribute: it is a sum, not a mean"
+        return None
+
+    compare(got, {"grad_x": expected}, subject="the gradients", explain=explain)
+
+
+def _judge_messages(collectives: Sequence[list[tuple[str, int]]], ranks: int, numbers: int) -> None:
+    sent = sum(count for _, count in collectives[0])
+    details = [f"{name} of {counted(count, 'number')}" for name, count in collectives[0]]
+    if ranks > 1 and sent > numbers:
+        raise AnswerError(
+            f"the result is right, but rank 0 communicated {sent} numbers where {numbers} are enough: only the gradient of x is "
+            "needed by other ranks",
+            *details,
+        )
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a.shape == b.shape and bool(abs(a - b).max(initial=0.0) < 1e-9)
+
+
+# ----------------------------------------------------------------------------------------------------------- row_linear
+
+
+def _row_case(ranks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The input, the whole weight, the bias, and the gradient of the output."""
+    torch.manual_seed(10 + ranks)
+    return _numbers(BATCH, INPUTS), _numbers(OUTPUTS, INPUTS), _numbers(OUTPUTS), _numbers(BATCH, OUTPUTS)
+
+
+def _row_on_rank(answer: Callable[..., Any]) -> Any:
+    """Return the student's output and gradients, and the collectives of forward and backward."""
+    rank, ranks = _rank()
+    x, weight, bias, gradient = _row_case(ranks)
+    own = weight.tensor_split(ranks, -1)[rank].clone()
+    leaves = [t.requires_grad_() for t in (x, own, bias)]
+    try:
+        with _Collectives() as collectives:
+            y = answer(*leaves)
+            if not isinstance(y, Tensor):
+                return type(y).__name__
+            shown = y.detach().clone().numpy()
+            if y.shape == gradient.shape and y.requires_grad:
+                y.backward(gradient)
+    except RuntimeError as error:
+        if "shapes cannot be multiplied" in str(error):
+            return "sizes", str(error)
+        raise
+    gradients = [None if t.grad is None else t.grad.numpy() for t in leaves]
+    return shown, gradients, collectives.seen
+
+
+def _row_linear(answer: Any, on: OnRanks) -> str:
+    for ranks in (2, 3, 4, 1):
+        seen = on(ranks, _row_on_rank, answer)
+        x, weight, bias, gradient = _row_case(ranks)
+        if isinstance(seen[0], str):
+            raise AnswerError(f"expected a tensor, the output of the layer; it returned {seen[0]}")
+        if wrong := [s for s in seen if s[0] is not None and isinstance(s[0], str)]:
+            raise AnswerError(
+                "x is whole on every rank, and this rank's weight has only some of its columns: take the same columns of x, with "
+                "x.tensor_split(p, -1)[rank]. (chunk(p) cuts into other sizes if p does not divide them.)",
+                wrong[0][1],
+            )
+        own = weight.tensor_split(ranks, -1)
+        _judge_row_output([s[0] for s in seen], x, own, bias)
+        _judge_row_gradients([s[1] for s in seen], x, own, gradient)
+    return "On 1, 2, 3 and 4 ranks, output and gradients are those of one process."
+
+
+def _judge_row_output(got: Sequence[Any], x: Tensor, own: Sequence[Tensor], bias: Tensor) -> None:
+    ranks = len(got)
+    products = [part @ w.T for part, w in zip(x.tensor_split(ranks, -1), own, strict=True)]
+    total = sum(products[1:], products[0])
+    known = {
+        "the bias was added on every rank before the sum, so it is in it " + str(ranks) + " times: add it after the all_reduce": [
+            total + ranks * bias
+        ]
+        * ranks,
+        "the bias is missing": [total] * ranks,
+        "each rank returns only the product of its own columns: the output is the sum over the ranks": [
+            p + bias for p in products
+        ],
+        "the products were averaged: each rank holds a part of the sum, so they must be added": [total / ranks + bias] * ranks,
+    }
+    expected = [total + bias] * ranks
+    if all(_same(a, e.numpy()) for a, e in zip(got, expected, strict=True)):
+        return
+    for hint, outputs in known.items():
+        if all(_same(a, o.numpy()) for a, o in zip(got, outputs, strict=True)):
+            raise AnswerError(hint)
+    compare([{"y": a} for a in got], {"y": expected[0].numpy()}, subject="the outputs")
+
+
+def _judge_row_gradients(got: Sequence[Sequence[Any]], x: Tensor, own: Sequence[Tensor], gradient: Tensor) -> None:
+    ranks, whole = len(got), torch.cat(tuple(own), -1)
+    for rank, gradients in enumerate(got):
+        for name, value in zip(("x", "weight", "bias"), gradients, strict=True):
+            if value is None:
+                raise AnswerError(
+                    f"the output is right, but {name} gets no gradient on rank {rank}: autograd must be able to follow the way "
+                    "from it to the output"
+                )
+    for index, name in ((1, "weight"), (2, "bias")):
+        right = [gradient.T @ part if index == 1 else gradient.sum(0) for part in x.tensor_split(ranks, -1)]
+        times = factor([g[index] for g in got], [r.numpy() for r in right])
+        if times is not None and abs(times - ranks) < 1e-6 and ranks > 1:
+            raise AnswerError(
+                f"the output is right, but the gradient of the {name} is {ranks} times what it should be: the backward of this "
+                "sum passes the gradient on as it is. (torch.distributed.nn's all_reduce adds up the gradients once more.)"
+            )
+        if times is not None and abs(times * ranks - 1) < 1e-6 and ranks > 1:
+            raise AnswerError(
+                f"the output is right, but the gradient of the {name} is 1/{ranks} of what it should be: a bias divided among "
+                "the ranks learns more slowly. Add the whole bias after the sum"
+            )
+        for rank, r in enumerate(right):
+            compare([{name: got[rank][index]}], {name: r.numpy()}, subject=f"rank {rank} of {ranks}: the gradients")
+    expected = (gradient @ whole).numpy()
+    alone = [(gradient @ w) for w in own]
+    widths = [w.shape[1] for w in own]
+    padded = []
+    for rank, part in enumerate(alone):
+        padded.append(torch.nn.functional.pad(part, (sum(widths[:rank]), sum(widths[rank + 1 :]))).numpy())
+    if ranks > 1 and all(_same(g[0], p) for g, p in zip(got, padded, strict=True)):
+        raise AnswerError(
+            "the output is right, but each rank's gradient of x is zero outside of its own columns: x is whole on every rank, so "
+            "its gradient must be too. Pass x through f before you cut it",
+        )
+    compare([{"x": g[0]} for g in got], {"x": expected}, subject="the gradients")
+
+
+# ------------------------------------------------------------------------------------------------------------- my_heads
+
+
+def _heads_on_rank(answer: Callable[..., Any], weight: Tensor, heads: int) -> Any:
+    result = answer(weight, heads)
+    return result.detach().clone() if isinstance(result, Tensor) else type(result).__name__
+
+
+def _my_heads(answer: Any, on: OnRanks) -> str:
+    for ranks, heads, width in ((2, 4, 3), (3, 5, 4), (4, 6, 2), (4, 5, 3), (1, 4, 3)):
+        hidden = heads * width
+        torch.manual_seed(ranks)
+        weight = torch.randn(3 * hidden, hidden)
+        case = f"{counted(ranks, 'rank')}, {heads} heads of {width}"
+        got = on(ranks, _heads_on_rank, answer, weight, heads)
+        for rank, value in enumerate(got):
+            if not isinstance(value, Tensor):
+                raise AnswerError(f"{case}: expected a tensor with this rank's rows of the weight; rank {rank} returned {value}")
+        q, k, v = weight.chunk(3)
+        by_head = [part.unflatten(0, (heads, width)).tensor_split(ranks) for part in (q, k, v)]
+        right = [torch.cat([part[rank].flatten(0, 1) for part in by_head]) for rank in range(ranks)]
+        if _all_equal(got, right):
+            continue
+        shapes = [
+            f"rank {r}: given {tuple(a.shape)}, expected {tuple(b.shape)}"
+            for r, (a, b) in enumerate(zip(got, right, strict=True))
+        ]
+        for hint, parts in {
+            "the whole weight was cut in a row: rank 0 has the queries, others only keys or values. Cut q, k and v one by "
+            "one": weight.tensor_split(ranks),
+            "the heads are cut through: rows were counted, not heads. A rank needs whole heads": [
+                torch.cat([p.tensor_split(ranks)[r] for p in (q, k, v)]) for r in range(ranks)
+            ],
+            "only the queries: a rank needs the keys and values of its heads as well": [
+                by_head[0][r].flatten(0, 1) for r in range(ranks)
+            ],
+            "the weight is split by its inputs, not by its outputs: nn.Linear's weight has the shape (outputs, inputs), so the "
+            "outputs of a head are rows": weight.tensor_split(ranks, -1),
+            "a head's q, k and v stand together, but the layer's output is cut into q, k and v by chunk(3): all q first, then "
+            "all k, then all v": [torch.stack([p[r] for p in by_head], 1).flatten(0, 2) for r in range(ranks)],
+            "every rank has all heads": [weight] * ranks,
+        }.items():
+            if ranks > 1 and _all_equal(got, parts):
+                raise AnswerError(f"{case}: {hint}", *shapes)
+        rows = sum(len(value) for value in got)
+        if rows < len(weight):
+            raise AnswerError(
+                f"{case}: {len(weight) - rows} rows are on no rank: heads // p rounds down, and the first heads % p ranks have a "
+                "head more",
+                *shapes,
+            )
+        raise AnswerError(
+            f"{case}: these are not the rows of the rank's heads, q then k then v, as tensor_split cuts them", *shapes
+        )
+    return "Every rank has whole heads, with their queries, keys and values, also where the heads cannot be divided evenly."
+
+
+def _all_equal(got: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------- bytes_per_step
+
+
+def _bytes_per_step(answer: Any, _: OnRanks) -> str:
+    for layers, batch, sequence, hidden, ranks, value_bytes in (
+        (1, 64, 28, 128, 2, 4), (3, 2, 5, 7, 4, 2), (2, 4, 10, 6, 3, 4), (5, 3, 4, 8, 1, 2),
+    ):  # fmt: skip
+        n = batch * sequence * hidden * value_bytes
+        expected = layers * 4 * 2 * (ranks - 1) / ranks * n
+        given = answer(layers, batch, sequence, hidden, ranks, value_bytes)
+        arguments = (layers, batch, sequence, hidden, ranks, value_bytes)
+        details = (f"bytes_per_step{arguments}: given {given!r}, expected {expected:,.6g}",)
+        if isinstance(given, bool) or not isinstance(given, (int, float)):
+            raise AnswerError("expected a number of bytes", *details)
+        if abs(given - expected) <= 1e-6 * max(expected, 1):
+            continue
+        for value, hint in (
+            (layers * 4 * n, "n bytes per all_reduce: a rank of a ring sends 2(p − 1)/p times that, and alone it sends nothing"),
+            (expected / 2, "that is half: the forward pass has two all_reduces per layer, and the backward pass has two more"),
+            (expected / layers, "that is one layer; there are several"),
+            (expected / value_bytes, "those are numbers, not bytes: each takes value_bytes"),
+            (
+                expected * ranks,
+                "that is what all ranks send together: one rank passes on 2(p − 1) pieces of n/p bytes, not of n bytes",
+            ),
+            (
+                layers * 12 * hidden * hidden * value_bytes * 2 * (ranks - 1) / ranks,
+                "those are the parameters, as in data parallelism; here activations travel: batch × sequence × hidden",
+            ),
+            (expected / ranks, "the all_reduce is of the whole activation on every rank, not of 1/p of it"),
+            (expected / sequence, "each example has `sequence` tokens"),
+        ):  # fmt: skip
+            if abs(given - value) <= 1e-6 * max(value, 1):
+                raise AnswerError(hint, *details)
+        raise AnswerError(
+            "count the all_reduces of a layer in forward and backward, and multiply by what a rank of a ring sends in each",
+            *details,
+        )
+    return "Four all_reduces per layer, each of the whole activation: more ranks do not make it less."
+
+
+EXERCISES = (
+    Exercise(
+        "column_backward",
+        LESSON,
+        "column_backward(x, weight, grad) runs on every rank: `weight` is its rows of nn.Linear's weight, `grad` the gradient of "
+        "its part of the output, x of shape (batch, inputs) is the same on all ranks. Return (grad_x, grad_weight, grad_bias).",
+        _column_backward,
+    ),
+    Exercise(
+        "row_linear",
+        LESSON,
+        "row_linear(x, weight, bias) runs on every rank: x and bias are whole, `weight` is this rank's columns of nn.Linear's "
+        "weight, cut by tensor_split. Return the layer's whole output, with correct gradients of x, weight and bias.",
+        _row_linear,
+    ),
+    Exercise(
+        "my_heads",
+        LESSON,
+        "my_heads(weight, heads) runs on every rank: `weight`, of shape (3 · hidden, hidden), computes all queries, then all "
+        "keys, then all values. Return the rows of this rank's heads in that order; tensor_split says which heads are whose.",
+        _my_heads,
+    ),
+    Exercise(
+        "bytes_per_step",
+        LESSON,
+        "bytes_per_step(layers, batch, sequence, hidden, ranks, value_bytes) returns how many bytes each rank sends per training "
+        "step of a transformer, if every layer is split as in Megatron-LM and all_reduce is a ring.",
+        _bytes_per_step,
+    ),
+)
