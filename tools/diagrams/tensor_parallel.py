@@ -65,6 +65,7 @@ def _lanes(
     left = 120.0
     lanes = left + 64 + len(stages) * (wide + gap)
     picture = Diagram(lanes + 64 + 110, 206, title, description)
+    after = left + 88 + (len(stages) - 1) * (wide + gap) + wide - 4
     for rank in range(2):
         y = 34.0 + 84 * rank
         picture.text(8, y + 28, f"rank {rank}", anchor="start", size=13)
@@ -76,7 +77,6 @@ def _lanes(
             picture.box(x, y, wide - 4, 56, texts[rank], fill=SHARES[rank], size=13)
             if number:
                 picture.arrow((x - gap - 2, y + 28), (x, y + 28))
-        after = left + 88 + (len(stages) - 1) * (wide + gap) + wide - 4
         picture.arrow((after, y + 28), (after + 18, y + 28))
         picture.arrow((after + 42, y + 28), (after + 58, y + 28))
         picture.box(after + 60, y + 4, 46, 48, end, fill=WHOLE)
