@@ -9,23 +9,21 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["cores", "describe"]
+from labkit.worker.usable_cores import usable_cores
+
+__all__ = ["describe"]
 
 
 def describe() -> list[str]:
     """One line each: processor, memory, system, versions, load."""
+    memory_gib = psutil.virtual_memory().total / 2**30
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
     return [
-        f"{_processor()}, {cores()} cores for this process, {psutil.virtual_memory().total / 2**30:.0f} GiB of memory, {_gpus()}",
+        f"{_processor()}, {usable_cores()} cores for this process, {memory_gib:.0f} GiB of memory, {_gpus()}",
         f"{platform.system()} {platform.release()}, Python {platform.python_version()}, "
         + ", ".join(f"{name} {_version(name)}" for name in ("torch", "numpy", "ipykernel")),
         f"load before the start (1, 5, 15 min): {load}",
     ]
-
-
-def cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _processor() -> str:

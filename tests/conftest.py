@@ -2,7 +2,8 @@
 unchanged.
 
 Two things may stay for the next group: the server that forks ranks, and spare spawned ranks.
-A group that a wider fixture opened before the test may keep its ranks.
+A group that a wider fixture opened before the test may keep its ranks, and a kernel that several tests share what it
+has started.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import psutil
 import pytest
 from cells import Cells, new_main
-from processes import START, left_after
+from processes import START, below, left_after, shared
 from quick_run import mark_those_that_start_processes, note_started_processes, started
 
 SESSION = "LABKIT_TEST_SESSION"  # inherited by every process that a test starts, also by one that has lost its parent
@@ -39,6 +40,8 @@ foreign: set[int] = set()  # processes found not to be ours: reading 200 environ
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell that starts the tests in the background lets them ignore SIGINT; tests of Stop need KeyboardInterrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if "not processes" in config.getoption("markexpr"):
         note_started_processes()
 
@@ -71,10 +74,11 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
         assert _state() == state, "the test changed this process for all later tests"
         return
     groups, processes, ports, memory = set(_groups()), _processes(), _listening(), _shared_memory()
+    kernels = shared.copy()
     yield
 
     def left() -> list[psutil.Process]:
-        kept = processes | _cached() | _ranks(groups & set(_groups()))
+        kept = processes | _cached() | _ranks(groups & set(_groups())) | below(kernels & shared)
         return [p for p in _processes() - kept if not _is_pythons_own(p)]
 
     if left() or _listening() - ports or _shared_memory() - memory:
@@ -122,14 +126,6 @@ def plain() -> Iterator[None]:
         plt.rcParams["font.family"] = "DejaVu Sans"
         yield
         plt.close("all")
-
-
-@pytest.fixture
-def stop_works() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, also if the tests run in the background, where it is ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def _at_last(look: Callable[[], Collection[Any]]) -> Collection[Any]:

@@ -48,13 +48,22 @@ def through_a_benchmark() -> None:
     loads.many_ranks(2)
 
 
+def through_a_context_manager() -> None:
+    with kernels.shared_kernel(ROOT):
+        pass
+
+
 def not_at_all() -> str:
     return os.getcwd()
 
 
 @pytest.mark.parametrize(
-    "function", [itself, inside_a_function, through_a_function, through_a_class, through_a_helper, through_a_benchmark]
-)
+    "function",
+    [
+        itself, inside_a_function, through_a_function, through_a_class, through_a_helper, through_a_benchmark,
+        through_a_context_manager,
+    ],
+)  # fmt: skip
 def test_who_starts_processes_is_recognized(function: Callable[[], Any]) -> None:
     assert quick_run.starts_processes(function)
 

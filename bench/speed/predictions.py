@@ -21,6 +21,7 @@ from bench.speed import sharded_models
 from bench.speed.repetitions import REPEATS, Times, in_turns, repeated, seconds
 from bench.table import duration, table
 from labkit.errors.units import in_words
+from labkit.worker.usable_cores import usable_cores
 
 LINK: Final = lab.Link(gbit_per_s=1, latency_us=50)
 FAR: Final = lab.Link(gbit_per_s=1, latency_us=5000)  # where latency dominates
@@ -233,7 +234,7 @@ def data_parallel() -> Iterator[Row]:
         for name, overlap in (("overlapped", True), ("one after the other", False)):
             predicted = lab.predict.data_parallel_step(
                 forward_s, backward_s, BUCKETS * BUCKET_BYTES, 2, link, overlap=overlap, buckets=BUCKETS,
-                overhead_s=max(overhead_s) if machine.cores() <= 2 else 0.0,
+                overhead_s=max(overhead_s) if usable_cores() <= 2 else 0.0,
             )  # fmt: skip
             yield f"data-parallel step, {name}, 2 ranks, {link}", predicted, took[name]
 

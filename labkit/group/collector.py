@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from labkit.errors.lists import listed
 from labkit.group.member import Member
 from labkit.group.mismatches import Place, first_unequal
+from labkit.recording.events import ProfilerEvent
 from labkit.recording.ring_buffer import pending_of, place_and_name
 from labkit.recording.ring_layout import PENDING_ORDER, record_dtype
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, OPEN, READING, STEPS_IN_ALL, Pending
@@ -159,10 +161,19 @@ class Records:
         names = self._names_of(rank)
         return pending_of(((f, int(row[f.name])) for f in PENDING_ORDER), names, int(row["start_ns"]))
 
-    def trace(self) -> Trace:
-        """Return the trace of all records; call `freeze` first."""
+    def trace(self, profiled: Sequence[Sequence[Any]] = ()) -> Trace:
+        """Return the trace of all records; call `freeze` first.
+
+        Args:
+            profiled: by rank, the fields of its `ProfilerEvent`s; empty if torch's profiler was off.
+        """
+        profile = [ProfilerEvent(rank, *row) for rank, rows in enumerate(profiled) for row in rows]
+        unseen = [self._members[rank] for rank, rows in enumerate(profiled) if not rows]
+        notes = [f"torch's profiler gave nothing for {listed(unseen)}"] if unseen else []
         joined = [np.concatenate(c) if c else np.empty(0, record_dtype()) for c in self._chunks]
-        return from_records(joined, self._names, self._members, dropped=self._dropped, **self._interrupted)
+        return from_records(
+            joined, self._names, self._members, dropped=self._dropped, profile=profile, notes=notes, **self._interrupted
+        )
 
 
 def _failed(chunk: Any) -> Any:

@@ -266,8 +266,9 @@ class Group:
             starts_rpc = self._plan.kind.has_rpc and mentions("init_rpc", function, payload.data)
             return self._execute("call", payload, name, on, lambda _, files: files, watch=watch, starts_rpc=starts_rpc)
         except RankError as error:
-            error.hint = error.hint or hint_for_rank(function, args, kwargs)
-            raise
+            if error.hint or not (hint := hint_for_rank(function, args, kwargs)):
+                raise
+            raise RankError(error.failures, error.others, stopped=error.stopped, hint=hint) from None
         finally:
             payload.close()
 
@@ -298,8 +299,7 @@ class Group:
             picture = make_picture() if make_picture is not None else None
             if payload.copied_from_gpu:
                 self._announce("CUDA tensors in arguments reach the ranks as CPU tensors.")
-            pool = self._usable_pool(kind, starts_rpc)
-            home = sys.modules["__main__"]
+            pool, home = self._usable_pool(kind, starts_rpc), sys.modules["__main__"]
             for note in pool.follow():
                 self._announce(note)
             pool.used, self._reusable = True, False  # until this run is known to have left nothing unfinished
@@ -317,8 +317,8 @@ class Group:
             deadline_s = None if self._plan.timeout_s is None else time.monotonic() + self._plan.timeout_s
             pool.called |= kind == "call"
             try:
-                run = execution.wait(deadline_s)
-                run.profiled = pool.exchange("profile", False, None, "profiled") if self.profiling.on else []
+                profiled = (lambda: pool.exchange("profile", False, None, "profiled")) if self.profiling.on else list
+                run = execution.wait(deadline_s, profiled)
             except LabError:
                 self._reusable = execution.intact and not self.profiling.on
                 raise

@@ -24,6 +24,7 @@ from labkit.worker.open_files import count_open_files, raise_limit
 from labkit.worker.runtimes.base import Runtime
 from labkit.worker.runtimes.devices import gpu_count
 from labkit.worker.runtimes.registry import RUNTIMES
+from labkit.worker.usable_cores import usable_cores
 
 __all__ = ["FixedArgument", "Plan", "check_environment", "chosen"]
 
@@ -125,7 +126,7 @@ class Plan:
             runtime,
             devices or "auto",
             int(devices_per_rank),
-            int(threads or max(1, _cores() // len(names))),
+            int(threads or max(1, usable_cores() // len(names))),
             timeout_s,
             start or default_start(),
             link,
@@ -282,10 +283,6 @@ def _check_open_files(count: int) -> None:
             f"{count} ranks need about {needed:,} open files, and the hard limit of this process is {limit:,}. "
             f"{first}, or raise the limit (ulimit -Hn {needed}) before you start JupyterLab."
         )
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def chosen(names: Sequence[str], which: int | str | slice | Iterable[int | str]) -> list[int]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from labkit.errors.causes import Cause
 from labkit.errors.exceptions import DeadlockError, LabError, RankError, RankFailure, RunTimeoutError, Stopped
-from labkit.errors.lists import listed
 from labkit.group.collector import Records
 from labkit.group.deadlock import SERVES_OTHERS, Deadlock, doing, mismatch, serving_for_ever
 from labkit.group.deadlock_monitor import DeadlockMonitor
@@ -22,7 +21,6 @@ from labkit.group.unfinished import Unfinished, left_unfinished, may_go_on
 from labkit.ipc import pickling
 from labkit.ipc.messages import Message
 from labkit.ipc.tracebacks import unreadable
-from labkit.recording.events import ProfilerEvent
 from labkit.recording.operations import SERVE
 from labkit.tracing.missing_names import about_names
 from labkit.tracing.trace import Trace
@@ -47,21 +45,18 @@ class Run:
         ranks: the names of the ranks that called it.
     """
 
-    def __init__(self, name: str, ranks: tuple[str, ...], results: list[Any], output: str, records: Records) -> None:
+    def __init__(
+        self, name: str, ranks: tuple[str, ...], results: list[Any], output: str, records: Records, profiled: list[list[Any]]
+    ) -> None:
         self._name, self.ranks, self.results, self.output = name, ranks, results, output
-        self._records = records
-        self.profiled: list[list[Any]] = []  # by rank, the fields of its `ProfilerEvent`s
+        self._records, self._profiled = records, profiled
         self._trace: Trace | None = None
 
     @property
     def trace(self) -> Trace:
         """The spans of all ranks on one clock."""
         if self._trace is None:
-            self._trace = self._records.trace()
-            self._trace.profile = tuple(ProfilerEvent(rank, *row) for rank, rows in enumerate(self.profiled) for row in rows)
-            unseen = [self._trace.ranks[rank] for rank, rows in enumerate(self.profiled) if not rows]
-            if unseen:
-                self._trace.notes = (f"torch's profiler gave nothing for {listed(unseen)}",)
+            self._trace = self._records.trace(self._profiled)
         return self._trace
 
     def __repr__(self) -> str:
@@ -117,11 +112,12 @@ class Execution:
         self._new: list[list[Any]] = [[] for _ in self._members]  # records that the picture has not shown
         self._start_ns = time.perf_counter_ns()  # before any rank is called: nothing of this run happens earlier
 
-    def wait(self, deadline_s: float | None) -> Run:
+    def wait(self, deadline_s: float | None, profiled: Callable[[], list[list[Any]]] = list) -> Run:
         """Receive messages until every rank that was called has answered.
 
         Args:
             deadline_s: when to give up, on `time.monotonic`'s clock; None: no limit.
+            profiled: called at the end of a successful run; returns what torch's profiler has recorded on each rank.
 
         Returns:
             the completed run.
@@ -172,7 +168,8 @@ class Execution:
             self.unfinished = left_unfinished(self._members, self._records)
         text = self._finish()
         self.notes += about_names(kind for m in self._members for kind in m.reader.no_room)
-        return Run(self._name, tuple(self._names[i] for i in self._on), [self._results[i] for i in self._on], text, self._records)
+        names, results = tuple(self._names[i] for i in self._on), [self._results[i] for i in self._on]
+        return Run(self._name, names, results, text, self._records, profiled())
 
     def pause_s(self) -> float | None:
         """See `Receiver`: read output and records, and check for deadlocks and time limits, each when it is due.

@@ -23,6 +23,7 @@ import psutil
 from labkit.errors.exceptions import install_command
 from labkit.errors.lists import counted, listed
 from labkit.errors.units import in_words
+from labkit.worker.usable_cores import usable_cores
 
 __all__ = ["Facts", "Finding", "Report", "collect_facts", "diagnose", "doctor"]
 
@@ -330,7 +331,7 @@ def _version(package: str) -> str | None:
 
 
 def _usable_cores() -> float:
-    cores = float(len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else float(os.cpu_count() or 1)
+    cores = float(usable_cores())
     try:
         quota_us, period_us = (CGROUP / "cpu.max").read_text().split()  # "max 100000" without a quota
     except (OSError, ValueError):

@@ -13,6 +13,7 @@ from labkit.errors.wrong_calls import public_api
 from labkit.tracing.limits import Finding, Limit, limit_of
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
+from labkit.worker.usable_cores import usable_cores
 
 __all__ = ["Explanation", "explain"]
 
@@ -123,7 +124,7 @@ def _messages(f: Finding) -> str:
 
 def _machine(ranks: int) -> list[str]:
     """Why times may be longer than the program explains."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or ranks
+    cores = usable_cores()
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > cores + ranks:
         busy = f"Other programs keep this machine busy (load {load:.0f} on {counted(cores, 'core')})"

@@ -159,9 +159,8 @@ class Trace:
                 raise TypeError(f"of(name={name!r}): expected the name of spans, as in trace.of(name='forward')")
             keep &= data["name"] == self.columns.name_id(name)
         scalars = [s for s in self.scalars if rank in (None, s.rank) and name in (None, s.name) and kind in (None, "scalar")]
-        part = self._with(self.columns.where(keep), scalars, self.start_ns, self.end_ns)
-        part.profile = tuple(e for e in self.profile if rank in (None, e.rank) and name in (None, e.name) and kind is None)
-        return part
+        profile = [e for e in self.profile if rank in (None, e.rank) and name in (None, e.name) and kind is None]
+        return self._with(self.columns.where(keep), scalars, self.start_ns, self.end_ns, profile)
 
     @public_api
     def between(self, start_ns: int, end_ns: int) -> Trace:
@@ -178,9 +177,8 @@ class Trace:
         before = {(s.rank, s.name): s for s in self.scalars if s.time_ns < start_ns and s.name.startswith(MEMORY)}
         scalars = [replace(s, time_ns=start_ns) for s in before.values()]
         scalars += [s for s in self.scalars if start_ns <= s.time_ns <= end_ns]
-        part = self._with(self.columns.where(keep), scalars, start_ns, end_ns)
-        part.profile = tuple(e for e in self.profile if e.end_ns > start_ns and e.start_ns < end_ns)
-        return part
+        profile = [e for e in self.profile if e.end_ns > start_ns and e.start_ns < end_ns]
+        return self._with(self.columns.where(keep), scalars, start_ns, end_ns, profile)
 
     @public_api
     def step(self, number: int) -> Trace:
@@ -318,8 +316,11 @@ class Trace:
         events = write_events(self, self.scalars, self.ranks, zero_ns, self.profile)
         return events, {"displayTimeUnit": "ms", "otherData": other}
 
-    def _with(self, columns: Columns, scalars: Iterable[Scalar], start_ns: int, end_ns: int) -> Trace:
-        part = Trace(columns, scalars, ranks=self.ranks, start_ns=start_ns, end_ns=end_ns, dropped=self.dropped, notes=self.notes)
+    def _with(
+        self, columns: Columns, scalars: Iterable[Scalar], start_ns: int, end_ns: int, profile: Iterable[ProfilerEvent]
+    ) -> Trace:
+        kept: dict[str, Any] = {"ranks": self.ranks, "dropped": self.dropped, "notes": self.notes}
+        part = Trace(columns, scalars, start_ns=start_ns, end_ns=end_ns, profile=profile, **kept)
         part.labelled = self.labelled
         return part
 
@@ -368,7 +369,7 @@ def from_records(
     dropped: Sequence[int] = (),
     start_ns: int | None = None,
     end_ns: int | None = None,
-    notes: Sequence[str] = (),
+    **others: Any,
 ) -> Trace:
     """Make the trace of a run from the records that `recording.ring_buffer.RingReader` read for each rank.
 
@@ -382,7 +383,7 @@ def from_records(
         dropped: lost records per rank.
         start_ns: start of the trace's window; default: the first span's start.
         end_ns: end of the window; default: the last span's end.
-        notes: notes for the reader, as in `Trace`.
+        others: further arguments of `Trace`.
     """
     ids: dict[str, int] = {"": 0}
 
@@ -415,4 +416,4 @@ def from_records(
         assert end_ns is not None and (start_ns is not None or not calls), "since when, and until when?"
         parts.append(under_way(start_ns or 0, end_ns, number, calls=calls, pending=pending))
     columns = Columns(np.concatenate(parts), list(ids))
-    return Trace(columns, scalars, ranks=ranks, start_ns=start_ns, end_ns=end_ns, dropped=dropped, notes=notes)
+    return Trace(columns, scalars, ranks=ranks, start_ns=start_ns, end_ns=end_ns, dropped=dropped, **others)

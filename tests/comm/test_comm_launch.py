@@ -358,57 +358,17 @@ def test_a_time_limit_of_the_program_is_respected(three: lab.Group) -> None:
     assert some_limit_does(has_come_itself, (1.5, *LIMITS_S))
 
 
-# group.spawn
-
-
-def shown(rank: int, *rest: Any) -> tuple[Any, ...]:
-    return rank, *rest
-
-
-def test_spawn_gives_the_rank_first(three: lab.Group) -> None:
-    assert three.spawn(shown).results == [(0,), (1,), (2,)]
-    run = three.spawn(shown, args=(3, "x"), nprocs=3, join=True)
-    assert run.results == [(r, 3, "x") for r in range(3)]
-    assert [s.name for s in run.trace.of(rank=0, kind="call")] == ["shown"]
-
-
-def test_spawn_refuses_what_it_cannot_do(three: lab.Group) -> None:
-    with pytest.raises(ValueError, match=r"nprocs=4\): this group has 3 ranks; create one with lab.Group\(4\)"):
-        three.spawn(shown, nprocs=4)
-    with pytest.raises(ValueError, match="join=False"):
-        three.spawn(shown, join=False)
-    with pytest.raises(TypeError, match="Pass f, not f"):
-        three.spawn(3)  # type: ignore[arg-type]  # what a student may do
-    with pytest.raises(TypeError, match=r"a single one is written args=\(3,\)"):
-        three.spawn(shown, args=3)  # type: ignore[arg-type]  # likewise
-
-
-def demo(rank: int, world_size: int) -> None: ...
-
-
-def train(epochs: int) -> None: ...
-
-
-def fails_by_itself(rank: int) -> None:
-    raise TypeError(f"rank {rank} and a mistake")
-
-
-def test_a_missing_rank_leads_to_spawn(three: lab.Group) -> None:
-    with pytest.raises(RankError, match=r"`group.spawn\(demo, args=\(...\)\)` calls demo\(rank, ...\)") as caught:
-        three.run(demo, 3)
-    assert caught.value.failures[0].headline.startswith("TypeError")
-    with pytest.raises(RankError) as other:
-        three.run(train)
-    assert "spawn" not in str(other.value)
-    with pytest.raises(RankError) as own:
-        three.spawn(fails_by_itself)
-    assert "spawn" not in str(own.value)
-
-
 # Ranks without a framework of their own
 
 
-def trains_in_a_bare_rank() -> float:
+@pytest.fixture(scope="module")
+def bare() -> Iterator[lab.Group]:
+    """Its ranks import torch when a program does, which takes seconds, so a test replaces them only where it must."""
+    with lab.Group(3, runtime="bare", timeout_s=200) as group:
+        yield group
+
+
+def trains_in_a_bare_rank(end: bool = True) -> tuple[float, int]:
     dist.init_process_group("gloo")
     value = torch.ones(10)
     dist.all_reduce(value)
@@ -416,7 +376,13 @@ def trains_in_a_bare_rank() -> float:
         dist.send(value, 1)
     elif dist.get_rank() == 1:
         dist.recv(value, 0)
-    return value[0].item()
+    dist.barrier()
+    if end:
+        dist.destroy_process_group()
+    return value[0].item(), os.getpid()
+
+
+TRAINED = [("init_process_group", 0, -1), ("all_reduce", 40, -1), ("send", 40, 1), ("barrier", 0, -1)]
 
 
 def calls_in_a_bare_rank() -> Any:
@@ -433,46 +399,34 @@ def leaves_one_behind() -> None:
         dist.barrier()
 
 
-def test_a_bare_group_is_recorded_like_any_other() -> None:
-    with lab.Group(3, runtime="bare", timeout_s=200) as bare:
-        for _ in range(2):
-            run = bare.run(trains_in_a_bare_rank)
-            assert run.results == [3.0] * 3
-        assert [(s.name, s.nbytes, s.peer) for s in run.trace.of(rank=0, kind="communication")] == [
-            ("init_process_group", 0, -1), ("all_reduce", 40, -1), ("send", 40, 1)
-        ]  # fmt: skip
-        for _ in range(2):
-            run = bare.run(calls_in_a_bare_rank)
-            assert run.results == [1, 2, 3]
+def test_remote_calls_in_bare_ranks_are_recorded(bare: lab.Group) -> None:
+    for _ in range(2):
+        run = bare.run(calls_in_a_bare_rank)
+        assert run.results == [1, 2, 3]
         assert {"init_rpc", "rpc_sync add", "rpc.shutdown"} <= set(names(run))
 
 
-def ends_its_group_or_not(end: bool) -> int:
-    dist.init_process_group("gloo")
-    dist.barrier()
-    if end:
-        dist.destroy_process_group()
-    return os.getpid()
-
-
-def test_a_group_left_in_bare_ranks_does_not_reach_the_next_run() -> None:
-    with lab.Group(2, runtime="bare", timeout_s=200) as bare:
-        ended, left, last = (bare.run(ends_its_group_or_not, end).results for end in (True, False, True))
+def test_collectives_in_bare_ranks_are_recorded_and_a_group_left_there_does_not_reach_the_next_run(bare: lab.Group) -> None:
+    pids = []
+    for end in (True, False, True):
+        run = bare.run(trains_in_a_bare_rank, end)
+        assert [value for value, _ in run.results] == [3.0] * 3
+        assert [(s.name, s.nbytes, s.peer) for s in run.trace.of(rank=0, kind="communication")] == TRAINED
+        pids.append([pid for _, pid in run.results])
+    ended, left, last = pids
     assert left == ended
     assert not set(last) & set(left)
 
 
-def test_a_bare_group_that_one_rank_leaves_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    with lab.Group(3, runtime="bare", timeout_s=200) as bare:
+def test_a_bare_group_that_one_rank_leaves_is_reported(bare: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_wait(certain_after_s: float) -> bool:
+        """Otherwise only one of them would be reported."""
+        monkeypatch.setattr(RUNTIMES["bare"], "certain_after_s", certain_after_s)
+        with pytest.raises(RankError, match=r"returned while rank .* still waits? for it in barrier") as caught:
+            bare.run(leaves_one_behind)
+        return "rank 1 and rank 2 still wait for it" in caught.value.report()
 
-        def all_wait(certain_after_s: float) -> bool:
-            """Otherwise only one of them would be reported."""
-            monkeypatch.setattr(RUNTIMES["bare"], "certain_after_s", certain_after_s)
-            with pytest.raises(RankError, match=r"returned while rank .* still waits? for it in barrier") as caught:
-                bare.run(leaves_one_behind)
-            return "rank 1 and rank 2 still wait for it" in caught.value.report()
-
-        assert some_limit_does(all_wait, (0.5, 5.0, 30.0))
+    assert some_limit_does(all_wait, (0.5, 5.0, 30.0))
 
 
 def test_a_bare_group_does_not_import_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,6 @@ def test_a_rank_killed_while_its_kernel_runs(pair: lab.Group) -> None:
 
 
 @needs_cuda
-@pytest.mark.usefixtures("stop_works")
 def test_stop_while_ranks_wait_for_a_long_kernel(pair: lab.Group) -> None:
     def wait_long() -> None:
         torch.cuda._sleep(LONG_CYCLES)

@@ -33,8 +33,6 @@ from labkit.ipc.tracebacks import HEADLINE_CHARACTERS, TEXT_CHARACTERS
 from labkit.recording.schema import Pending
 from labkit.worker.launch import RankProcess
 
-pytestmark = pytest.mark.usefixtures("stop_works")
-
 RULE = "─" * 70
 KEPT = "The ranks are still running and keep their state."
 
@@ -46,7 +44,18 @@ def ranks(start: str) -> Iterator[lab.Group]:
 
 
 @pytest.fixture(scope="module")
-def gloo(start: str) -> Iterator[lab.Group]:
+def gloo() -> Iterator[lab.Group]:
+    pytest.importorskip("torch")
+    with lab.Group(3, start="fork", timeout_s=200) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def gloo_of_each(start: str, request: pytest.FixtureRequest) -> Iterator[lab.Group]:
+    """For tests of how processes end, which depends on how they were started. A spawned rank imports torch itself."""
+    if start == "fork":
+        yield request.getfixturevalue("gloo")
+        return
     pytest.importorskip("torch")
     with lab.Group(3, start=start, timeout_s=200) as group:
         yield group
@@ -234,7 +243,7 @@ def test_after_a_message_that_nobody_received_the_ranks_are_not_kept(gloo: lab.G
     assert not set(pids(gloo)) & set(before)
 
 
-def test_the_death_of_a_rank_is_reported_before_broken_connections(gloo: lab.Group, cells: in_cells.Cells) -> None:
+def test_the_death_of_a_rank_is_reported_before_broken_connections(gloo_of_each: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import os, signal
         import torch
@@ -245,11 +254,11 @@ def test_the_death_of_a_rank_is_reported_before_broken_connections(gloo: lab.Gro
                 os.kill(os.getpid(), signal.SIGKILL)
             dist.all_reduce(torch.ones(1))
     """)
-    error = failure(gloo, cells.f)
+    error = failure(gloo_of_each, cells.f)
     assert [(f.name, f.cause) for f in error.failures] == [("rank 2", Cause.KILLED)]
     assert {line[:6] for line in error.others} == {"rank 0", "rank 1"}
     assert all("was waiting in all_reduce (<ipython-input-1-test>, line 9) for " in line for line in error.others)
-    assert gloo.run(int).results == [0, 0, 0]
+    assert gloo_of_each.run(int).results == [0, 0, 0]
 
 
 # How processes end
@@ -572,7 +581,9 @@ def test_stop_while_ranks_hang(where: str, ranks: lab.Group, cells: in_cells.Cel
     assert not [p for p in before if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
 
 
-def test_stop_while_ranks_hang_in_a_collective(gloo: lab.Group, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_while_ranks_hang_in_a_collective(
+    gloo_of_each: lab.Group, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cells("""
         import torch
         import torch.distributed as dist
@@ -583,11 +594,11 @@ def test_stop_while_ranks_hang_in_a_collective(gloo: lab.Group, cells: in_cells.
             else:
                 dist.recv(torch.ones(1), src=0)
     """)
-    gloo.run(int)
+    gloo_of_each.run(int)
     with monkeypatch.context() as patch:
         stop_when_printed(patch, 3)
         with pytest.raises(KeyboardInterrupt):
-            gloo.run(cells.f)
+            gloo_of_each.run(cells.f)
 
     def g() -> float:
         import torch
@@ -597,7 +608,7 @@ def test_stop_while_ranks_hang_in_a_collective(gloo: lab.Group, cells: in_cells.
         dist.all_reduce(one)
         return one.item()
 
-    assert gloo.run(g).results == [3.0] * 3
+    assert gloo_of_each.run(g).results == [3.0] * 3
 
 
 class StopWhenBlocked:

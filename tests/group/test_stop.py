@@ -39,10 +39,8 @@ from labkit.ipc import pickling
 from labkit.ipc.messages import Channel
 from labkit.plots.live.view import Live
 
-pytestmark = [
-    pytest.mark.usefixtures("stop_works"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # a Stop where Python ignores exceptions
-]
+# A Stop where Python ignores exceptions.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 RUNTIMES = ("bare", "torch", "rpc", "tensorflow")
 # How many moments of a run a test tries. All of them, some 1,300, take minutes: LABKIT_STOP_MOMENTS=10000 tries them.

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from jupyter_client import BlockingKernelClient, KernelManager
+from processes import GONE_LIMIT_S, below, left_after, shared
 
 ROOT = Path(__file__).resolve().parents[2]
 ANSWER_LIMIT_S = 200.0
@@ -83,3 +85,17 @@ class Kernel:
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
         self.manager.cleanup_resources()
+
+
+@contextlib.contextmanager
+def shared_kernel(folder: Path, **environment: str) -> Iterator[Kernel]:
+    """A kernel for several tests, which has imported labkit. Afterwards nothing that it started is left."""
+    kernel = Kernel(folder, **environment)
+    shared.add(kernel.pid)
+    try:
+        yield kernel
+    finally:
+        started = {process.pid for process in below([kernel.pid])}
+        shared.discard(kernel.pid)
+        kernel.close()
+    assert not left_after(GONE_LIMIT_S, started)

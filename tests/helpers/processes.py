@@ -13,10 +13,12 @@ import psutil
 
 from labkit.worker.network_namespace import Network
 
-__all__ = ["GONE_LIMIT_S", "START", "left_after", "network_of_ranks", "who_listens"]
+__all__ = ["GONE_LIMIT_S", "START", "below", "left_after", "network_of_ranks", "shared", "who_listens"]
 
 START = ("fork", "spawn")  # the ways in which ranks start
 GONE_LIMIT_S = 60.0  # for processes to end: the promise is 2 s, but a busy machine may notice it later
+
+shared: set[int] = set()  # kernels that several tests use: what these start may stay until they end
 
 LISTEN = "0A"  # in the tables of /proc/net
 
@@ -49,6 +51,15 @@ def left_after(limit_s: float, pids: Iterable[int]) -> list[psutil.Process]:
     finally:
         for fd in running:
             os.close(fd)
+
+
+def below(pids: Iterable[int]) -> set[psutil.Process]:
+    """The descendants of processes, as far as these are still running."""
+    found: set[psutil.Process] = set()
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.update(psutil.Process(pid).children(recursive=True))
+    return found
 
 
 def network_of_ranks() -> Network:

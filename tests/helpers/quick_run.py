@@ -86,4 +86,5 @@ def _names(code: CodeType) -> set[str]:
 def _called(thing: Any) -> list[FunctionType]:
     """A function of `tests/` or `bench/`, or the methods of a class there."""
     methods = vars(thing).values() if inspect.isclass(thing) else [thing]
-    return [f for f in methods if isinstance(f, FunctionType) and _lies_here(f.__code__.co_filename)]
+    functions = [inspect.unwrap(f) for f in methods if isinstance(f, FunctionType)]  # also inside decorators
+    return [f for f in functions if isinstance(f, FunctionType) and _lies_here(f.__code__.co_filename)]

@@ -61,7 +61,7 @@ def test_every_limit_has_a_sentence(limit):
     ],
 )
 def test_a_busy_machine_is_named_for_a_run_but_not_for_a_trace(monkeypatch, cores, load, words):
-    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    monkeypatch.setattr(module, "usable_cores", lambda: cores)
     monkeypatch.setattr(module.os, "getloadavg", lambda: (load, 0.0, 0.0), raising=False)
     trace = data_parallel()
     alone = explain(trace).text

@@ -38,8 +38,6 @@ from labkit.worker.launch import ForkStarter, RankProcess, SpawnStarter, _Pipes
 from labkit.worker.network_namespace import Network
 from labkit.worker.open_files import count_open_files, raise_limit
 
-pytestmark = pytest.mark.usefixtures("stop_works")
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
