@@ -83,12 +83,14 @@ class AnswerError(Exception):
     Args:
         message: one sentence: what is wrong and where to look.
         details: further lines, such as what was given and what was expected.
+        deadlock: whether ranks waited for each other for ever.
     """
 
-    def __init__(self, message: str, *details: str) -> None:
+    def __init__(self, message: str, *details: str, deadlock: bool = False) -> None:
         super().__init__(message)
         self.message = message
         self.details = details
+        self.deadlock = deadlock
 
 
 def call(answer: Callable[..., Any], *args: Any) -> Any:
