@@ -51,6 +51,7 @@ HOLDS = {
     """,
     "rpc": """
         from torch.distributed import rpc
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()  # it may act: no deadlock to be reported
         if rpc.get_worker_info().id == 0:
             rpc.rpc_sync("worker1", threading.Event().wait)
         threading.Event().wait()
