@@ -47,7 +47,7 @@ def standing(*pending: Pending, came: dict[str, int] | None = None, **rest: Any)
     return RankState("", pending, entered=entered, **rest)
 
 
-def verdict(*ranks: RankState) -> Any:
+def deadlock_of(*ranks: RankState) -> Any:
     named = [replace(rank, name=f"rank {i}") for i, rank in enumerate(ranks)]
     return find_deadlock(named)
 
@@ -60,69 +60,71 @@ RETURNED = standing(returned=True)
 
 
 def test_a_computing_rank_may_arrive() -> None:
-    assert verdict(standing(op("all_reduce")), COMPUTES) is None
+    assert deadlock_of(standing(op("all_reduce")), COMPUTES) is None
 
 
 def test_an_operation_that_all_have_entered_may_end() -> None:
-    assert verdict(standing(op("all_reduce")), standing(op("all_reduce"))) is None
-    assert verdict(standing(op("all_reduce")), standing(came={"world": 1}, returned=True)) is None
+    assert deadlock_of(standing(op("all_reduce")), standing(op("all_reduce"))) is None
+    assert deadlock_of(standing(op("all_reduce")), standing(came={"world": 1}, returned=True)) is None
 
 
 def test_a_rank_that_waits_for_one_that_may_arrive_may_arrive_itself() -> None:
-    assert verdict(standing(op("all_reduce")), standing(message("recv", 2, 1)), COMPUTES) is None
+    assert deadlock_of(standing(op("all_reduce")), standing(message("recv", 2, 1)), COMPUTES) is None
 
 
 def test_an_operation_that_nobody_waits_for_blocks_nobody() -> None:
-    assert verdict(standing(op("all_reduce", since=0)), RETURNED) is None
+    assert deadlock_of(standing(op("all_reduce", since=0)), RETURNED) is None
 
 
 def test_only_the_members_of_a_group_must_arrive() -> None:
     some = "group 3 of ranks 0,2"
-    assert verdict(standing(op("all_reduce", group=some)), RETURNED, COMPUTES) is None
-    assert verdict(standing(op("all_reduce", group=some)), COMPUTES, RETURNED).culprit == 2
+    assert deadlock_of(standing(op("all_reduce", group=some)), RETURNED, COMPUTES) is None
+    assert deadlock_of(standing(op("all_reduce", group=some)), COMPUTES, RETURNED).culprit == 2
 
 
 def test_a_sent_message_arrives() -> None:
-    assert verdict(standing(message("recv", 1, 0)), standing(came={"p2p 1>0 tag 0": 1}, returned=True)) is None
-    assert verdict(standing(message("recv", 1, 0, 2)), standing(came={"p2p 1>0 tag 0": 1}, returned=True)).culprit == 1
+    assert deadlock_of(standing(message("recv", 1, 0)), standing(came={"p2p 1>0 tag 0": 1}, returned=True)) is None
+    assert deadlock_of(standing(message("recv", 1, 0, 2)), standing(came={"p2p 1>0 tag 0": 1}, returned=True)).culprit == 1
 
 
 def test_a_message_of_another_tag_is_another_one() -> None:
-    assert verdict(standing(message("recv", 1, 0)), standing(came={"p2p 1>0 tag 7": 1}, returned=True)).culprit == 1
+    assert deadlock_of(standing(message("recv", 1, 0)), standing(came={"p2p 1>0 tag 7": 1}, returned=True)).culprit == 1
 
 
 def test_another_shape_with_as_many_elements_is_not_a_mismatch() -> None:
     """[4] matches [2, 2]; while the third rank computes, the other two wait only for it."""
     flat, square = op("all_reduce", signature="float32 [4]"), op("all_reduce", signature="float32 [2, 2]")
-    assert verdict(standing(flat), standing(square), COMPUTES) is None
-    assert verdict(standing(flat), standing(op("all_reduce", signature="float32 [2, 3]")), COMPUTES).ranks == (0, 1)
+    assert deadlock_of(standing(flat), standing(square), COMPUTES) is None
+    assert deadlock_of(standing(flat), standing(op("all_reduce", signature="float32 [2, 3]")), COMPUTES).ranks == (0, 1)
     scalar, one = op("all_reduce", signature="float32 []"), op("all_reduce", signature="float32 [1]")
-    assert verdict(standing(scalar), standing(one), COMPUTES) is None
+    assert deadlock_of(standing(scalar), standing(one), COMPUTES) is None
 
 
 def test_a_message_to_a_receiver_from_any_source_arrives() -> None:
     """It has no number at the receiver before it has arrived, and a large one takes time."""
-    assert verdict(standing(message("send", 0, 1)), standing(op("recv", 0, group="", signature="float32 [1]"))) is None
+    assert deadlock_of(standing(message("send", 0, 1)), standing(op("recv", 0, group="", signature="float32 [1]"))) is None
     taken = standing(op("recv", 0, group="", signature="float32 [1]", since=0), returned=True)
-    assert verdict(standing(message("send", 0, 1)), taken) is None, "it returned before what it takes was there"
+    assert deadlock_of(standing(message("send", 0, 1)), taken) is None, "it returned before what it takes was there"
     other_way = (
         standing(message("send", 0, 2)),
         standing(op("recv", 0, group="", signature="float32 [1]")),
         standing(op("barrier")),
     )
-    assert verdict(*other_way).ranks == (0, 1, 2)
+    assert deadlock_of(*other_way).ranks == (0, 1, 2)
 
 
 def test_a_rank_with_more_operations_than_slots_may_have_arrived() -> None:
-    assert verdict(standing(op("all_reduce", 70)), standing(message("recv", 0, 1), came={"world": 64}, uncounted=True)) is None
-    assert verdict(standing(op("all_reduce", 70)), standing(message("recv", 0, 1), came={"world": 64})) is not None
+    assert (
+        deadlock_of(standing(op("all_reduce", 70)), standing(message("recv", 0, 1), came={"world": 64}, uncounted=True)) is None
+    )
+    assert deadlock_of(standing(op("all_reduce", 70)), standing(message("recv", 0, 1), came={"world": 64})) is not None
 
 
 # Ranks that cannot.
 
 
 def test_one_returned() -> None:
-    found = verdict(standing(op("all_reduce", 3)), RETURNED, standing(op("all_reduce", 3)))
+    found = deadlock_of(standing(op("all_reduce", 3)), RETURNED, standing(op("all_reduce", 3)))
     assert found.ranks == (0, 2)
     assert found.culprit == 1
     assert found.headline == "returned while rank 0 and rank 2 still wait for it in all_reduce (cell 5, line 3)"
@@ -130,20 +132,20 @@ def test_one_returned() -> None:
 
 
 def test_one_was_not_called() -> None:
-    found = verdict(standing(op("barrier")), standing(called=False, returned=True))
+    found = deadlock_of(standing(op("barrier")), standing(called=False, returned=True))
     assert found.culprit == 1
     assert found.headline == "was not called, and rank 0 still waits for it in barrier (cell 5, line 1)"
     assert "group.run(f)" in found.hint
 
 
 def test_a_rank_waits_for_one_that_waits_for_one_that_returned() -> None:
-    found = verdict(standing(op("all_reduce")), standing(message("recv", 2, 1)), RETURNED)
+    found = deadlock_of(standing(op("all_reduce")), standing(message("recv", 2, 1)), RETURNED)
     assert found.ranks == (0, 1)
     assert found.culprit == 2
 
 
 def test_two_collectives_in_different_order() -> None:
-    found = verdict(
+    found = deadlock_of(
         standing(op("all_reduce", signature="float32 [3]")), standing(op("broadcast", signature="float32 [3], root 0"))
     )
     assert found.ranks == (0, 1)
@@ -157,14 +159,14 @@ def test_two_collectives_in_different_order() -> None:
 
 def test_different_shapes_also_if_the_other_rank_has_completed() -> None:
     other = op("all_reduce", signature="float32 [4]")
-    found = verdict(standing(op("all_reduce", signature="float32 [5]")), standing(came={"world": 1}, done=[other]))
+    found = deadlock_of(standing(op("all_reduce", signature="float32 [5]")), standing(came={"world": 1}, done=[other]))
     assert found.ranks == (0,)
     assert "float32 [5] (cell 5, line 1) on rank 0, and all_reduce of float32 [4]" in found.headline
 
 
 def test_two_groups_entered_in_different_order() -> None:
     a, b = "group 1 of ranks 0,1", "group 2 of ranks 0,1"
-    found = verdict(standing(op("all_reduce", group=a)), standing(op("all_reduce", group=b)))
+    found = deadlock_of(standing(op("all_reduce", group=a)), standing(op("all_reduce", group=b)))
     assert found.ranks == (0, 1)
     assert found.headline == (
         "rank 0 waits in all_reduce (cell 5, line 1) for rank 1; rank 1 waits in all_reduce (cell 5, line 1) for rank 0"
@@ -175,7 +177,7 @@ def test_two_groups_entered_in_different_order() -> None:
 @pytest.mark.parametrize(("kind", "advice"), [("send", "use isend"), ("recv", "must send first")])
 def test_two_sends_to_each_other(kind: str, advice: str) -> None:
     there, back = ((0, 1), (1, 0)) if kind == "send" else ((1, 0), (0, 1))
-    found = verdict(standing(message(kind, *there)), standing(message(kind, *back)))
+    found = deadlock_of(standing(message(kind, *there)), standing(message(kind, *back)))
     assert found.ranks == (0, 1)
     assert (
         found.headline
@@ -186,38 +188,38 @@ def test_two_sends_to_each_other(kind: str, advice: str) -> None:
 
 def test_a_ring_of_sends() -> None:
     ranks = [standing(message("send", i, (i + 1) % 3)) for i in range(3)]
-    found = verdict(*ranks)
+    found = deadlock_of(*ranks)
     assert found.ranks == (0, 1, 2)
     assert [part.split()[-1] for part in found.headline.split("; ")] == ["1", "2", "0"]
 
 
 def test_a_message_and_a_collective() -> None:
-    found = verdict(standing(message("recv", 1, 0)), standing(op("barrier")))
+    found = deadlock_of(standing(message("recv", 1, 0)), standing(op("barrier")))
     assert found.ranks == (0, 1)
     assert "rank 1 waits in barrier" in found.headline
 
 
 def test_a_message_from_anybody_when_all_have_returned() -> None:
     anybody = op("recv", 0, group="", signature="float32 [5]")
-    assert verdict(standing(anybody), COMPUTES, RETURNED) is None
-    found = verdict(standing(anybody), RETURNED, RETURNED)
+    assert deadlock_of(standing(anybody), COMPUTES, RETURNED) is None
+    found = deadlock_of(standing(anybody), RETURNED, RETURNED)
     assert found.ranks == (0,)
     assert found.headline == "rank 0 waits for a message that nobody will send"
 
 
 def test_nothing_is_known_of_the_students_own_communication_spans() -> None:
-    assert verdict(standing(op("recv", 0, group="")), RETURNED) is None
+    assert deadlock_of(standing(op("recv", 0, group="")), RETURNED) is None
 
 
 def test_a_span_around_a_blocked_operation_changes_nothing() -> None:
     span = op("all_reduce", 0, group="")
     blocked = replace(op("TensorFlow's step", 0, group=TENSORFLOW), start_ns=2)
-    assert verdict(standing(span, blocked), RETURNED).culprit == 1
-    assert verdict(standing(replace(span, start_ns=3), blocked), RETURNED) is None, "on another thread, it may end"
+    assert deadlock_of(standing(span, blocked), RETURNED).culprit == 1
+    assert deadlock_of(standing(replace(span, start_ns=3), blocked), RETURNED) is None, "on another thread, it may end"
 
 
 def test_messages_of_different_sizes() -> None:
-    found = verdict(
+    found = deadlock_of(
         standing(message("send", 0, 1, signature="float32 [5]")), standing(message("recv", 0, 1, signature="float32 [9]"))
     )
     assert found.ranks == (0, 1)
@@ -225,30 +227,30 @@ def test_messages_of_different_sizes() -> None:
 
 
 def test_the_other_ranks_keep_computing() -> None:
-    found = verdict(standing(message("recv", 1, 0)), standing(message("recv", 0, 1)), COMPUTES)
+    found = deadlock_of(standing(message("recv", 1, 0)), standing(message("recv", 0, 1)), COMPUTES)
     assert found.ranks == (0, 1)
 
 
 def test_a_rank_with_a_time_limit_continues_by_itself() -> None:
-    assert verdict(standing(op("all_reduce", thread=TIMED)), RETURNED) is None
+    assert deadlock_of(standing(op("all_reduce", thread=TIMED)), RETURNED) is None
 
 
 def test_a_rank_with_a_time_limit_on_one_thread_may_act() -> None:
     waits = standing(message("recv", 1, 0, thread=5), op("all_reduce", thread=TIMED))
-    assert verdict(waits, standing(message("recv", 0, 1))) is None
+    assert deadlock_of(waits, standing(message("recv", 0, 1))) is None
 
 
 # Ranks that may act besides what they are blocked in.
 
 
 def test_another_thread_may_send_what_all_wait_for() -> None:
-    assert verdict(standing(message("recv", 1, 0)), standing(message("recv", 0, 1), free=True)) is None
-    assert verdict(standing(message("recv", 1, 0)), standing(returned=True, free=True)) is None
-    assert verdict(standing(message("recv", 1, 0)), standing(called=False, returned=True, free=True)) is None
+    assert deadlock_of(standing(message("recv", 1, 0)), standing(message("recv", 0, 1), free=True)) is None
+    assert deadlock_of(standing(message("recv", 1, 0)), standing(returned=True, free=True)) is None
+    assert deadlock_of(standing(message("recv", 1, 0)), standing(called=False, returned=True, free=True)) is None
 
 
 def test_a_thread_of_one_rank_does_not_help_those_that_wait_for_others() -> None:
-    found = verdict(standing(message("recv", 1, 0)), standing(message("recv", 0, 1)), standing(op("all_reduce"), free=True))
+    found = deadlock_of(standing(message("recv", 1, 0)), standing(message("recv", 0, 1)), standing(op("all_reduce"), free=True))
     assert found.ranks == (0, 1)
 
 
@@ -257,27 +259,27 @@ def test_an_operation_under_way_may_have_a_callback() -> None:
     call back."""
     begun, third = op("all_reduce", group="group 2 of ranks 0,2", since=0), standing()
     one, other = standing(message("recv", 1, 0), begun), standing(message("recv", 0, 1))
-    assert verdict(one, other, third) is None
-    assert verdict(one, other, RETURNED).ranks == (0, 1), "it will never end"
+    assert deadlock_of(one, other, third) is None
+    assert deadlock_of(one, other, RETURNED).ranks == (0, 1), "it will never end"
     came = standing(came={"group 2 of ranks 0,2": 1}, returned=True)
-    assert verdict(one, other, came) is None, "it is about to end"
+    assert deadlock_of(one, other, came) is None, "it is about to end"
 
 
 def test_an_operation_that_a_rank_has_left_under_way_may_have_a_callback_too() -> None:
     left = standing(op("all_reduce", group="group 2 of ranks 1,2", since=0), returned=True)
-    assert verdict(standing(message("recv", 1, 0)), left, COMPUTES) is None
-    assert verdict(standing(message("recv", 1, 0)), left, RETURNED).culprit == 1
+    assert deadlock_of(standing(message("recv", 1, 0)), left, COMPUTES) is None
+    assert deadlock_of(standing(message("recv", 1, 0)), left, RETURNED).culprit == 1
 
 
 def test_one_thread_continues_while_another_hangs() -> None:
     both = standing(message("recv", 1, 0, thread=1), message("recv", 2, 0, thread=2))
-    assert verdict(both, standing(message("recv", 0, 1)), COMPUTES) is None
+    assert deadlock_of(both, standing(message("recv", 0, 1)), COMPUTES) is None
 
 
 def test_many_ranks_with_many_operations() -> None:
     """64 ranks with the maximum number of operations, checked twenty times a second."""
     under_way = [op("all_reduce", n, since=0, signature="float32 [4]") for n in range(1, 60)]
-    found = verdict(*(standing(*under_way, op("barrier", 60)) for _ in range(63)), RETURNED)
+    found = deadlock_of(*(standing(*under_way, op("barrier", 60)) for _ in range(63)), RETURNED)
     assert found.ranks == tuple(range(63))
     assert found.culprit == 63
 
@@ -291,12 +293,12 @@ def queued(name: str, match: int = 1, *, group: str = "world") -> Pending:
 
 def test_a_rank_whose_gpu_waits_may_still_enter_anything() -> None:
     a, b = "group 1 of ranks 0,1", "group 2 of ranks 0,1"
-    assert verdict(standing(queued("all_reduce", group=a)), standing(queued("all_reduce", group=b))) is None
-    assert verdict(standing(queued("all_reduce", group=a)), standing(op("all_reduce", group=b))) is None
+    assert deadlock_of(standing(queued("all_reduce", group=a)), standing(queued("all_reduce", group=b))) is None
+    assert deadlock_of(standing(queued("all_reduce", group=a)), standing(op("all_reduce", group=b))) is None
 
 
 def test_a_gpu_waits_for_ever_for_a_rank_that_returned() -> None:
-    found = verdict(standing(queued("all_reduce", 2)), RETURNED)
+    found = deadlock_of(standing(queued("all_reduce", 2)), RETURNED)
     assert found.ranks == (0,)
     assert found.culprit == 1
     assert found.headline == "returned while rank 0 still waits for it in all_reduce (cell 5, line 2)"
@@ -307,10 +309,10 @@ def test_a_gpu_waits_for_ever_for_a_rank_that_returned() -> None:
 
 def test_tensorflow_waits_for_ever_only_if_a_rank_has_returned() -> None:
     waits = standing(op("TensorFlow", 0, group=TENSORFLOW))
-    assert verdict(waits, waits) is None
-    assert verdict(waits, COMPUTES) is None
-    assert verdict(waits, RETURNED).culprit == 1
-    assert verdict(waits, standing(returned=True, serving=1)) is None, "a worker beside a ps has a server"
+    assert deadlock_of(waits, waits) is None
+    assert deadlock_of(waits, COMPUTES) is None
+    assert deadlock_of(waits, RETURNED).culprit == 1
+    assert deadlock_of(waits, standing(returned=True, serving=1)) is None, "a worker beside a ps has a server"
 
 
 # Remote procedure calls: a rank is several threads.
@@ -318,7 +320,7 @@ def test_tensorflow_waits_for_ever_only_if_a_rank_has_returned() -> None:
 
 def test_a_computing_call_ends() -> None:
     assert (
-        verdict(standing(call(0, 1, thread=1)), standing(serve(0, 1, thread=7), called=False, returned=True, serving=THREADS))
+        deadlock_of(standing(call(0, 1, thread=1)), standing(serve(0, 1, thread=7), called=False, returned=True, serving=THREADS))
         is None
     )
 
@@ -326,45 +328,45 @@ def test_a_computing_call_ends() -> None:
 def test_a_computing_rank_may_call_a_function_that_sends() -> None:
     served = standing(called=False, returned=True, serving=THREADS)
     waits = standing(message("recv", 1, 0), serving=THREADS)
-    assert verdict(waits, served, standing(serving=THREADS)) is None
-    assert verdict(waits, served, served).ranks == (0,)
+    assert deadlock_of(waits, served, standing(serving=THREADS)) is None
+    assert deadlock_of(waits, served, served).ranks == (0,)
 
 
 def test_a_distributed_backward_pass_may_run_on_hidden_threads() -> None:
     shut = op("rpc.shutdown", group="rendezvous at rpc.shutdown of 2 ranks")
     backward = op("dist_autograd.backward", 5, group="dist_autograd.backward")
     serving = standing(shut, serving=THREADS)
-    assert verdict(standing(backward, serving=THREADS), serving) is None
-    assert verdict(standing(shut), replace(RETURNED, name="")) is not None, "a shutdown to which one never comes"
+    assert deadlock_of(standing(backward, serving=THREADS), serving) is None
+    assert deadlock_of(standing(shut), replace(RETURNED, name="")) is not None, "a shutdown to which one never comes"
 
 
 def test_a_rendezvous_of_too_many_ranks_says_how_many() -> None:
     group = "rendezvous at localhost:29500 of {} ranks"
     both = [standing(op("init_process_group", group=group.format(4))) for _ in range(2)]
-    assert "4 ranks, and this group has 2" in verdict(*both).hint
+    assert "4 ranks, and this group has 2" in deadlock_of(*both).hint
 
 
 def test_a_rank_that_uses_anothers_number_is_reported() -> None:
     comes = standing(op("init_process_group", group="rendezvous at localhost:29500 of 2 ranks"))
-    found = verdict(standing(op("all_gather")), comes)
+    found = deadlock_of(standing(op("all_gather")), comes)
     assert found.ranks == (0, 1)
     assert "each must come with a rank of its own" in found.hint
 
 
 def test_a_call_under_way_will_arrive() -> None:
-    assert verdict(standing(call(0, 1, thread=1)), standing(called=False, returned=True, serving=THREADS)) is None
+    assert deadlock_of(standing(call(0, 1, thread=1)), standing(called=False, returned=True, serving=THREADS)) is None
 
 
 def test_a_call_back_is_served_by_another_thread() -> None:
     master = standing(call(0, 1, thread=1), serve(1, 0, thread=2), serving=THREADS)
     worker = standing(serve(0, 1, thread=7), call(1, 0, thread=7), serving=THREADS)
-    assert verdict(master, worker) is None
+    assert deadlock_of(master, worker) is None
 
 
 def test_calls_that_wait_for_each_other_until_no_thread_is_left() -> None:
     there = [p for i in range(THREADS) for p in (serve(1, 0, i + 1, thread=i), call(0, 1, i + 2, thread=i))]
     back = [p for i in range(THREADS) for p in (serve(0, 1, i + 1, thread=i), call(1, 0, i + 1, thread=i))]
-    found = verdict(standing(call(0, 1, 1, thread=99), *there, serving=THREADS), standing(*back, serving=THREADS))
+    found = deadlock_of(standing(call(0, 1, 1, thread=99), *there, serving=THREADS), standing(*back, serving=THREADS))
     assert found is not None
     assert found.ranks == (0, 1)
     assert "Calls wait for one another" in found.hint
@@ -372,7 +374,7 @@ def test_calls_that_wait_for_each_other_until_no_thread_is_left() -> None:
 
 def test_a_returned_future_that_nobody_completes() -> None:
     owner = standing(future(0, 2), future(1, 2), returned=True, serving=THREADS)
-    found = verdict(standing(call(0, 2), serving=THREADS), standing(call(1, 2), serving=THREADS), owner)
+    found = deadlock_of(standing(call(0, 2), serving=THREADS), standing(call(1, 2), serving=THREADS), owner)
     assert found is not None
     assert found.ranks == (0, 1)
     assert found.headline == (
@@ -392,12 +394,12 @@ def test_a_returned_future_that_nobody_completes() -> None:
     ],
 )  # fmt: skip
 def test_a_future_that_somebody_may_complete(others: tuple[RankState, RankState]) -> None:
-    assert verdict(standing(call(0, 1), serving=THREADS), *others) is None
+    assert deadlock_of(standing(call(0, 1), serving=THREADS), *others) is None
 
 
 def test_a_future_that_depends_on_one_that_nobody_completes() -> None:
     first = standing(future(0, 1), replace(call(1, 2), wait_start_ns=0), returned=True, serving=THREADS)
-    found = verdict(standing(call(0, 1), serving=THREADS), first, standing(future(1, 2), returned=True, serving=THREADS))
+    found = deadlock_of(standing(call(0, 1), serving=THREADS), first, standing(future(1, 2), returned=True, serving=THREADS))
     assert found is not None
     assert found.ranks == (0,)
 
@@ -405,7 +407,7 @@ def test_a_future_that_depends_on_one_that_nobody_completes() -> None:
 def test_the_smallest_cycle_is_reported() -> None:
     """A rank waits on several threads, and one of these waits leads through a longer cycle."""
     both = standing(message("recv", 2, 0, thread=1), message("recv", 1, 0, thread=2))
-    found = verdict(both, standing(message("recv", 0, 1)), standing(message("recv", 1, 2)))
+    found = deadlock_of(both, standing(message("recv", 0, 1)), standing(message("recv", 1, 2)))
     assert found is not None
     assert found.ranks == (0, 1, 2)
     assert found.headline == (
@@ -414,7 +416,7 @@ def test_the_smallest_cycle_is_reported() -> None:
 
 
 def test_a_path_into_a_cycle_is_not_part_of_it() -> None:
-    found = verdict(
+    found = deadlock_of(
         standing(message("recv", 1, 0)), standing(message("recv", 2, 1)), standing(message("recv", 1, 2)), standing(op("barrier"))
     )
     assert found is not None
@@ -477,4 +479,4 @@ def test_doing_closely() -> None:
 
 def test_a_server_of_tensorflow_is_not_called_and_serves() -> None:
     waits = standing(op("TensorFlow", 0, group=TENSORFLOW))
-    assert verdict(waits, standing(called=False, returned=True)) is None
+    assert deadlock_of(waits, standing(called=False, returned=True)) is None
