@@ -118,9 +118,9 @@ class _Script:
 
     def _record_torch(self) -> None:
         try:
-            from labkit import comm
+            from labkit.comm import install
 
-            if comm.watch_script(self._recorder):
+            if install.watch_script(self._recorder):
                 _report(
                     "the process group was initialised before labkit was imported, so its communication is not recorded. "
                     "Put `import labkit` before init_process_group."

@@ -9,7 +9,7 @@ import comm_cases as cases
 import pytest
 import torch
 
-from labkit import comm
+from labkit.comm import install
 from labkit.comm.cuda_timing import DeviceClock
 from labkit.group.group import Group
 from labkit.recording.record import Recorder, here
@@ -197,7 +197,7 @@ def test_a_batch_that_is_launched_as_one(pair: Group) -> None:
 
 def test_what_a_rank_computes_on() -> None:
     recorder = Recorder(RingWriter(bytearray(RING_BYTES)))
-    comm.watch_device(recorder, torch.device("cpu"))
+    install.watch_device(recorder, torch.device("cpu"))
     assert recorder.device_clock is None
-    comm.watch_device(recorder, torch.device("cuda", 0))
+    install.watch_device(recorder, torch.device("cuda", 0))
     assert isinstance(recorder.device_clock, DeviceClock)

@@ -251,7 +251,7 @@ def test_torchs_own_calls_are_not_shown(tmp_path: Path) -> None:
     program = """
 import json, mmap, os, sys
 from torch.distributed import rpc
-from labkit import comm
+from labkit.comm import install
 from labkit.recording.record import Recorder, here
 from labkit.recording.ring_buffer import RingReader, RingWriter
 from labkit.recording.ring_layout import RING_BYTES
@@ -259,7 +259,7 @@ rank = 0 if (child := os.fork()) else 1
 memory = mmap.mmap(-1, RING_BYTES)
 recorder = Recorder(RingWriter(memory))
 here.start(recorder)
-comm.watch_rpc(recorder)
+install.watch_rpc(recorder)
 options = rpc.TensorPipeRpcBackendOptions(init_method="file://" + sys.argv[1])
 rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
 lengths = [rpc.rpc_sync("worker1", len, args=([1, 2],))] if rank == 0 else []

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from labkit import comm
+from labkit.comm import install
 from labkit.recording.record import Recorder, here
 from labkit.recording.ring_buffer import RingWriter
 from labkit.recording.ring_layout import RING_BYTES
@@ -71,7 +71,7 @@ def join(way: Callable[[int], object], rank: int, store: Path) -> object:
     torch.set_num_threads(1)
     recorder = Recorder(RingWriter(mmap.mmap(-1, RING_BYTES)))
     here.start(recorder)
-    comm.watch_torch(recorder)
+    install.watch_torch(recorder)
     dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
     dist.all_reduce(torch.ones(1))
     return way(rank)

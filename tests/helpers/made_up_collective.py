@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import ProcessGroup  # noqa: E402
 ProcessGroup.gossip = lambda self, tensors, options: self.allreduce(tensors, options)  # as if torch had it
 
 import labkit as lab  # noqa: E402
-from labkit.comm import watch_torch  # noqa: E402
+from labkit.comm.install import watch_torch  # noqa: E402
 from labkit.group.deadlock import find_deadlock, mismatch  # noqa: E402
 from labkit.group.mismatches import first_unequal  # noqa: E402
 from labkit.group.rank_state import RankState  # noqa: E402

@@ -186,10 +186,10 @@ class Runtime:
         """
 
         def watch() -> None:
-            from labkit import comm
+            from labkit.comm import install
             from labkit.comm.launch import Launch
 
-            comm.watch_script(recorder, given=False)
+            install.watch_script(recorder, given=False)
             self._launch = Launch(recorder, self.rank_config.rank, self.rank_config.size, record_rpc)
 
         when_imported("torch", lambda _: watch())

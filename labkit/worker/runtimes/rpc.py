@@ -26,7 +26,7 @@ class Rpc(Torch):
 
     def record_operations(self, recorder: Recorder, shared_link: int) -> Callable[[], None]:
         """Record remote calls, and what goes through process groups."""
-        from labkit.comm import watch_rpc
+        from labkit.comm.install import watch_rpc
 
         return watch_rpc(recorder, self._slow_link(shared_link))
 

@@ -29,7 +29,7 @@ class Torch(Runtime):
         "numpy", "torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.optim", "torch.utils.data",
         "torch.distributed.optim", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.tensor.parallel",
         "torch.distributed.pipelining", "torch.distributed.rpc", "torch.distributed.autograd", "torch.distributed.device_mesh",
-        "torch.distributed._functional_collectives", "labkit.worker.main_loop", "labkit.comm", "labkit.comm.launch",
+        "torch.distributed._functional_collectives", "labkit.worker.main_loop", "labkit.comm.install", "labkit.comm.launch",
         "labkit.comm.rpc_launch", "labkit.comm.rpc_calls", "labkit.worker.runtimes.torch_sockets",
     )  # fmt: skip
     environment: ClassVar[dict[str, str]] = {"OPENBLAS_NUM_THREADS": "1"}  # a fork would break numpy's thread pool
@@ -64,13 +64,13 @@ class Torch(Runtime):
 
     def record_operations(self, recorder: Recorder, shared_link: int) -> Callable[[], None]:
         """Record what goes through process groups; RPC only once the returned function is called."""
-        from labkit.comm import watch_torch
+        from labkit.comm.install import watch_torch
 
         return watch_torch(recorder, self._slow_link(shared_link))
 
     def _slow_link(self, shared_link: int) -> SlowLink | None:
         """What holds messages back, if the group has a link."""
-        from labkit.comm import slow_link
+        from labkit.comm.install import slow_link
 
         config = self.rank_config
         return None if config.link is None else slow_link(config.link, config.rank, shared_link)
@@ -93,7 +93,7 @@ class Torch(Runtime):
 
     def adapt_launch(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
         """Let a program that sets up torch itself use the group's store and the existing process group."""
-        from labkit.comm import watch_device
+        from labkit.comm.install import watch_device
         from labkit.comm.launch import Launch
 
         rank_config = self.rank_config

@@ -1,0 +1,137 @@
+"""Installs in a rank what records its collectives, messages and RPCs, without changes to the student's code.
+
+torch creates its process groups from the class that is called `ProcessGroup`. In a rank this name refers to a subclass
+of labkit's, whose methods record their calls. All communication uses them: `torch.distributed`'s functions,
+DistributedDataParallel's reducer in C++, functional collectives (DTensor, FSDP2), and pipelines. The same methods delay
+operations on an emulated link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed import rpc
+
+from labkit.comm.cuda_timing import DeviceClock
+from labkit.comm.emulated_link import SlowLink, wake_in_time
+from labkit.comm.futures import Futures
+from labkit.comm.group_creation import watch_creation
+from labkit.comm.members import Numbering
+from labkit.comm.own_process_groups import watched_gloo
+from labkit.comm.pipelines import Pipelines
+from labkit.comm.process_group import watched_process_group
+from labkit.costs.link import Link
+from labkit.costs.network import Network
+from labkit.costs.shared_link import SharedLink
+from labkit.recording.record import Recorder, here
+
+__all__ = ["slow_link", "watch_device", "watch_rpc", "watch_script", "watch_torch"]
+
+
+def slow_link(link: Link | Network, rank: int, fd: int) -> SlowLink:
+    """Create the emulated link of this rank.
+
+    Args:
+        link: the model of the link or the network.
+        rank: this rank's number.
+        fd: the shared memory of the group's links, `costs.shared_link.SHARED_LINK_BYTES` long; ownership passes to the
+            link.
+
+    Returns:
+        the link, to be passed to `watch_torch` or `watch_rpc`.
+    """
+    wake_in_time()
+    shared_link = SharedLink(fd)
+    shared_link.keep_from_forks()
+    return SlowLink(link, rank, shared_link)
+
+
+def watch_torch(recorder: Recorder, slow: SlowLink | None = None) -> Callable[[], None]:
+    """Record the operations of all process groups that are created from now on.
+
+    To be called before `torch.distributed.init_process_group`.
+
+    Args:
+        recorder: this rank's recorder.
+        slow: the emulated link that delays operations; default: no delays.
+
+    Returns:
+        a function that starts recording remote calls, too; to be called before `init_rpc`.
+    """
+    futures = _watch_groups(recorder, slow, given=True)
+    return lambda: _watch_calls(recorder, futures, slow)
+
+
+def watch_rpc(recorder: Recorder, slow: SlowLink | None = None, *, given: bool = False) -> Callable[[], None]:
+    """Record the calls of `torch.distributed.rpc`, on both ends, and the operations of process groups.
+
+    To be called before `torch.distributed.rpc.init_rpc`, when C++ looks up the functions that it calls.
+
+    Args:
+        recorder: this rank's recorder.
+        slow: the emulated link that delays calls, replies and operations; default: no delays.
+        given: whether ranks in the first process group equal the processes' numbers.
+
+    Returns:
+        a function that does nothing, in place of the function that `watch_torch` returns.
+    """
+    _watch_calls(recorder, _watch_groups(recorder, slow, given=given), slow)
+    return lambda: None
+
+
+def watch_script(recorder: Recorder, *, given: bool = True) -> bool:
+    """Record everything that a script may use that labkit did not start: process groups, RPC, and GPUs.
+
+    To be called once torch has been imported.
+
+    Args:
+        recorder: this process's recorder.
+        given: whether ranks in the first process group equal the processes' numbers, as with torchrun.
+
+    Returns:
+        whether there already was a default process group, whose operations are not recorded.
+    """
+    late = c10d.GroupMember.WORLD is not None
+    if rpc.is_available():
+        watch_rpc(recorder, given=given)
+    else:
+        _watch_groups(recorder, None, given=given)
+    if torch.version.cuda is not None:
+        # Called when torch initializes CUDA. Before that there is nothing to time, and a query for GPUs could
+        # initialize CUDA.
+        torch.cuda._lazy_call(lambda: watch_device(recorder, torch.device("cuda")))
+    return late
+
+
+def _watch_calls(recorder: Recorder, futures: Futures, slow: SlowLink | None) -> None:
+    from labkit.comm.rpc_calls import RpcCalls  # not every build of torch has RPC
+
+    RpcCalls(recorder, futures, slow).install()
+
+
+def _watch_groups(recorder: Recorder, slow: SlowLink | None, *, given: bool) -> Futures:
+    futures = Futures()
+    futures.install()
+    Pipelines(recorder).install()
+    numbering = Numbering(recorder.rank, recorder.size, given=given)
+    c10d.ProcessGroup = watched_process_group(recorder, futures, numbering, slow)  # type: ignore[misc]
+    # Programs that construct process groups themselves use these names.
+    torch.distributed.ProcessGroup = c10d.ProcessGroup  # type: ignore[misc]
+    if c10d.is_gloo_available():
+        torch.distributed.ProcessGroupGloo = watched_gloo(c10d.ProcessGroup)  # type: ignore[misc]
+    watch_creation(recorder)
+    return futures
+
+
+def watch_device(recorder: Recorder, device: torch.device) -> None:
+    """Time spans and operations by the GPU.
+
+    Args:
+        recorder: this rank's recorder.
+        device: the device on which the rank computes; unless it is a GPU, nothing changes.
+    """
+    if device.type == "cuda":
+        recorder.device_clock = DeviceClock(recorder.ring)
+        here.forget_spans()  # existing span objects are timed by the host
