@@ -19,7 +19,8 @@ from PIL import Image
 import labkit as lab
 from labkit.plots.image import as_image
 from labkit.plots.live.curves import draw_below
-from labkit.plots.live.frame import LiveFrame, svg
+from labkit.plots.live.frame import LiveFrame
+from labkit.plots.live.page import page as html_of
 from labkit.plots.live.view import Live
 from labkit.plots.timeline import figure_of
 
@@ -42,7 +43,7 @@ class _Film:
         """Nothing yet."""
 
     def show(self, frame: LiveFrame) -> None:
-        self.shown.append((time.perf_counter(), svg(frame, "film")))
+        self.shown.append((time.perf_counter(), html_of(frame, "film")))
 
     def end(self, trace: lab.Trace, title: str) -> None:
         figure = figure_of(trace, title)

@@ -25,8 +25,8 @@ __all__ = ["Verdict", "check"]
 
 SERIAL_LIMIT_S = 60.0  # for code in this process, which may have to import TensorFlow from a cold disk
 LIMIT_S = 60.0  # for one run on ranks; the slowest right answer, with TensorFlow, takes 4 s on two busy cores
-# Symbol and colour of each state. Colour-blind readers can tell the colours apart, and the symbols do not need colour.
-_SYMBOL_AND_COLOUR = {"passed": ("✓", "#0072b2"), "wrong": ("✗", "#d55e00"), "not written yet": ("○", "#767676")}
+# Symbol and colour of each state: the symbols do not need the colours, which are legible in light and dark themes.
+_SYMBOL_AND_COLOUR = {"passed": ("✓", "#12885c"), "wrong": ("✗", "#d55e00"), "not written yet": ("○", "#767676")}
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,4 +1,4 @@
-"""`Group`: processes that run a notebook's functions, are replaced when they fail, and end with the notebook."""
+"""`Group`: processes that run a notebook's functions, are replaced when they fail, and end with the kernel."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any, Final
 
@@ -135,6 +136,9 @@ class Finding:
     pip: bool = False
 
 
+_CELL: Final = "text-align:left;vertical-align:top;padding:2px 8px;white-space:normal;word-break:normal"
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """What a machine can run; its text is the output of `lab.doctor()`."""
@@ -161,6 +165,16 @@ class Report:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """As a table, which breaks long lines between words at any width of the page."""
+        rows = []
+        for f in self.findings:
+            remedy = f"<br>→ <code>{escape(f.remedy)}</code>" if f.remedy else ""
+            cells = "" if f.ok else "✗", f"<b>{escape(f.subject)}</b>", escape(f.found) + remedy
+            rows.append("<tr>" + "".join(f'<td style="{_CELL}">{cell}</td>' for cell in cells) + "</tr>")
+        last = "<br>".join(escape(line) for line in str(self).split("\n\n")[-1].splitlines())
+        return f"<table><tbody>{''.join(rows)}</tbody></table><p>{last}</p>"
 
 
 def doctor() -> Report:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from labkit.errors.lists import counted
-from labkit.errors.units import bytes_in_words, time_in_words
+from labkit.errors.units import bytes_in_words, percent, time_in_words
 from labkit.errors.wrong_calls import public_api
 from labkit.tracing.limits import Finding, Limit, limit_of
 from labkit.tracing.run_argument import HasTrace, trace_of
@@ -64,15 +64,15 @@ def explain(run: HasTrace | Trace) -> Explanation:
 
 def _sentences(f: Finding, ranks: Sequence[str]) -> list[str]:
     everybody = "The rank" if len(ranks) == 1 else "The ranks"
-    spent = [f"{everybody} computed for {f.compute:.0%} of the time"]
-    spent += [f"communicated for {f.exposed:.0%} with nothing to compute"] if f.exposed >= NOTICED else []
-    spent += [f"waited for each other for {f.waiting + f.standing:.0%}"] if f.waiting + f.standing >= NOTICED else []
+    spent = [f"{everybody} computed for {percent(f.compute)} of the time"]
+    spent += [f"communicated for {percent(f.exposed)} with nothing to compute"] if f.exposed >= NOTICED else []
+    spent += [f"waited for each other for {percent(f.waiting + f.standing)}"] if f.waiting + f.standing >= NOTICED else []
     first = f"{', '.join(spent[:-1])} and {spent[-1]}." if len(spent) > 1 else f"{spent[0]}."
     per_step = f"{time_in_words(f.duration_ns / f.steps)} per step" if f.steps else f"{time_in_words(f.duration_ns)} in all"
     found = [f"{first[:-1]} ({per_step})."]
     found.append(_advice(f, ranks))
     if f.overlap >= NOTICED and f.limit in (Limit.COMPUTE, Limit.BANDWIDTH, Limit.LATENCY):
-        found.append(f"Another {f.overlap:.0%} of communication was hidden behind computing.")
+        found.append(f"Another {percent(f.overlap)} of communication was hidden behind computing.")
     return found
 
 
@@ -84,7 +84,7 @@ def _advice(f: Finding, ranks: Sequence[str]) -> str:
             return "Communication is not what limits this run: only faster computing, or more ranks, makes it faster."
         case Limit.LATE_RANK:
             return (
-                f"{f.late_share:.0%} of the waiting in collectives was for {ranks[f.late_rank]}, which came "
+                f"{percent(f.late_share)} of the waiting in collectives was for {ranks[f.late_rank]}, which came "
                 f"{time_in_words(f.late_ns)} after the first (median). Find out what it does more, or more slowly, than they do."
             )
         case Limit.UNEVEN_RANKS:
@@ -109,8 +109,8 @@ def _advice(f: Finding, ranks: Sequence[str]) -> str:
             )
         case Limit.UNRECORDED:
             return (
-                f"For {f.unrecorded:.0%} of the time nothing was recorded: that is code outside of spans, such as loading data. "
-                "Put `with lab.span(...)` around it to see it."
+                f"For {percent(f.unrecorded)} of the time nothing was recorded: that is code outside of spans, such as loading "
+                "data. Put `with lab.span(...)` around it to see it."
             )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from labkit.costs.fit import Fit
 from labkit.costs.link import Link
 from labkit.errors.exceptions import LabError
-from labkit.errors.units import in_words
+from labkit.errors.units import in_words, percent
 from labkit.plots.style import WIDTH_IN, describe, labkit_style, new_axes, pyplot
 from labkit.recording.operations import type_of
 
@@ -36,7 +36,7 @@ def _draw(fits: Sequence[Fit], ax: Axes | None = None) -> Axes:
             colour, marker = type_of(fit.operation).colour, MARKERS[number % len(MARKERS)]
             sizes = np.geomspace(min(fit.nbytes), max(fit.nbytes), 100)
             ax.plot(sizes, [fit.predicted_s(n) for n in sizes.tolist()], color=colour, linewidth=1.4)
-            label = f"{fit.operation}: {', '.join(fit.in_short)}, off by {fit.error:.0%}"
+            label = f"{fit.operation}: {', '.join(fit.in_short)}, off by {percent(fit.error)}"
             ax.plot(fit.nbytes, fit.seconds, marker, color=colour, markersize=5, label=label)
         ax.set_xscale("log")
         ax.set_yscale("log")
@@ -102,7 +102,10 @@ class MeasuredLink:
 
     def _rows(self) -> list[list[str]]:
         head = ["operation", "ranks", "latency α", "bandwidth B", "off by (median)", "at most"]
-        return [head, *([f.operation, str(f.ranks), *f.in_short, f"{f.error:.0%}", f"{f.worst:.0%}"] for f in self.fits)]
+        return [
+            head,
+            *([f.operation, str(f.ranks), *f.in_short, percent(f.error), percent(f.worst)] for f in self.fits),
+        ]
 
     def __repr__(self) -> str:
         return table(self._rows())

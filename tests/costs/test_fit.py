@@ -79,10 +79,10 @@ def test_the_table() -> None:
     measured = MeasuredLink(fits)
     assert repr(measured).splitlines() == [
         "operation   ranks  latency α  bandwidth B  off by (median)  at most",
-        "send        2      41.7 µs    8.30 Gbit/s  0%               0%",
-        "all_reduce  2      41.7 µs    8.30 Gbit/s  0%               0%",
+        "send        2      41.7 µs    8.30 Gbit/s  0 %              0 %",
+        "all_reduce  2      41.7 µs    8.30 Gbit/s  0 %              0 %",
     ]
-    assert measured._repr_markdown_().splitlines()[2] == "| send | 2 | 41.7 µs | 8.30 Gbit/s | 0% | 0% |"
+    assert measured._repr_markdown_().splitlines()[2] == "| send | 2 | 41.7 µs | 8.30 Gbit/s | 0 % | 0 % |"
     assert measured["all_reduce"] is fits[1]
     assert measured.link == fits[0].link
     assert MeasuredLink(fits[1:]).link == fits[1].link
@@ -101,7 +101,7 @@ def test_the_picture() -> None:
     fits = tuple(fit(name, 4, SIZES, times(name, 4)) for name in OPERATIONS)
     ax = MeasuredLink(fits).plot()
     assert [text.get_text() for text in ax.get_legend().get_texts()] == [
-        f"{name}: 41.7 µs, 8.30 Gbit/s, off by 0%" for name in OPERATIONS
+        f"{name}: 41.7 µs, 8.30 Gbit/s, off by 0 %" for name in OPERATIONS
     ]
     points = [line for line in ax.lines if line.get_linestyle() == "None"]
     assert [list(line.get_xdata()) for line in points] == [SIZES] * len(OPERATIONS)

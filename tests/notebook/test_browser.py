@@ -16,10 +16,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import nbformat
+import numpy as np
 import pytest
 from synthetic import MS, data_parallel
 
-from labkit.plots.live.frame import STILL
+from labkit.plots.bars import STYLES
+from labkit.plots.image import as_image
+from labkit.plots.live.drawing import STILL
+from labkit.plots.live.frame import LiveFrame, LiveRow, Past
+from labkit.plots.live.page import page as live_page
+from labkit.plots.timeline import timeline
 
 pytest.importorskip("playwright", reason="playwright is not installed: the extra 'test' brings it")
 from playwright.sync_api import Browser, Page, sync_playwright
@@ -27,6 +33,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from tools.moving_picture import chromium
 
 CHROMIUM = chromium()
+EMPTY = (np.zeros((len(STYLES), 256)), np.zeros((len(STYLES), 256)))
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.slow,
@@ -262,7 +269,7 @@ def test_a_page_reloaded_during_a_run_is_not_misleading(kind: str, lab_server: S
     lab_server.write(name, cells)
     page = _open(browser, lab_server, name, kind)
     _run_cells(page, 0, 1, 2)
-    drawing, stale = ".jp-CodeCell:nth-child(3) .jp-OutputArea-output svg", f"text={STILL[0]}"
+    drawing, stale = ".jp-CodeCell:nth-child(3) .jp-OutputArea-output svg", f".labkit-wide >> text={STILL[0]}"
     page.wait_for_selector(f"{drawing} >> text=steps/s", timeout=LIMIT_MS)
     _picture(page, f"reload-{kind}-before")
     _save(page)
@@ -293,6 +300,85 @@ def test_a_page_reloaded_during_a_run_is_not_misleading(kind: str, lab_server: S
     page.wait_for_selector(EXPLORER, timeout=LIMIT_MS)
     _hover(page, 0, 0, 0.5)
     assert "forward" in {first for first, _ in _all_tips(page, 0)}
+    page.close()
+
+
+LONG_RUN = """def work(folder):
+    for step in lab.steps(range(10**6)):
+        with lab.span('forward'):
+            threading.Event().wait(0.05)
+        if os.path.exists(folder + '/over'):
+            return"""
+# How much of the live picture's height is inside the notebook's panel, and its width as a share of the output's.
+SEEN = """() => {
+    const shown = document.querySelector('.labkit-live');
+    const { top, bottom, width } = shown.getBoundingClientRect();
+    const panel = document.querySelector('.jp-WindowedPanel-outer').getBoundingClientRect();
+    const inside = Math.min(bottom, panel.bottom) - Math.max(top, panel.top);
+    return [inside / (bottom - top), width / shown.parentElement.clientWidth];
+}"""
+SMALLEST_LETTERS = """() => {
+    const texts = [...document.querySelectorAll('.labkit-live text')].filter((text) => text.checkVisibility());
+    return Math.min(...texts.map((text) => parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a));
+}"""
+
+
+@pytest.mark.parametrize("before", [2, 28], ids=["above", "below"])
+def test_shift_enter_leaves_the_whole_picture_in_the_window(before: int, lab_server: Server, browser: Browser) -> None:
+    """In a plain JupyterLab: the settings of `make lab` play no part.
+
+    Chromium keeps the focused next cell in its place while the picture grows above it (`above`). The picture of a cell
+    at the window's lower edge would be below the window (`below`).
+    """
+    folder = lab_server.folder / f"scroll-{before}"
+    folder.mkdir()
+    (name, over) = f"scroll-{before}.ipynb", folder / "over"
+    cells = ["import os, threading\nimport labkit as lab\ngroup = lab.Group(4, runtime='bare')", LONG_RUN]
+    cells += ["#\n" * before, f"group.watch(work, {str(folder)!r});", "#\n" * 12, *["#\n" * 12] * 4]
+    lab_server.write(name, cells)
+    page = _open(browser, lab_server, name)
+    _run_cells(page, 0, 1)
+    page.locator(".jp-CodeCell:nth-child(4) .jp-InputArea-prompt").click()
+    page.keyboard.press("Shift+Enter")
+    page.wait_for_selector(".labkit-live svg >> text=steps/s >> visible=true", timeout=LIMIT_MS)
+    page.wait_for_timeout(500)
+    _picture(page, f"scroll-{before}")
+    inside, _ = page.evaluate(SEEN)
+    assert inside > 0.99
+    for width in (1000, 1440, 1920):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_timeout(500)  # the next frame has been drawn in this width
+        _picture(page, f"scroll-{before}-{width}")
+        assert page.evaluate(SEEN)[1] > 0.98
+        assert page.evaluate(SMALLEST_LETTERS) > 7.5, f"letters in px at {width} px"
+    over.touch()
+    page.wait_for_selector("img.labkit-figure", timeout=LIMIT_MS)
+    page.wait_for_selector(IDLE["lab"], timeout=LIMIT_MS)
+    share = "() => { const i = document.querySelector('img.labkit-figure'); return i.clientWidth / i.parentElement.clientWidth; }"
+    page.set_viewport_size({"width": 1000, "height": 900})
+    page.wait_for_timeout(500)
+    assert page.evaluate(share) > 0.98
+    assert "Timeline: work on 4 ranks" in (page.locator("img.labkit-figure").get_attribute("alt") or "")
+    page.close()
+
+
+def test_a_notebook_that_is_not_trusted_shows_a_sentence_instead_of_the_live_picture(
+    lab_server: Server, browser: Browser
+) -> None:
+    frame = LiveFrame("train on 2 ranks", 0, None, (), [LiveRow("rank 0", "recv", blocked=True)] * 2, Past([EMPTY] * 2, 10), None)
+    figure = as_image(timeline(data_parallel()).figure, "Timeline: two steps")[0]
+    outputs = [
+        nbformat.v4.new_output("display_data", {"text/html": html}) for html in (live_page(frame, "a"), figure["text/html"])
+    ]
+    cell = nbformat.v4.new_code_cell("group.watch(train)", outputs=outputs)
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3 (ipykernel)"}}
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell], metadata=kernel), lab_server.folder / "other.ipynb")
+    page = _open(browser, lab_server, "other.ipynb")
+    page.wait_for_selector(f"text={STILL[0]}", timeout=LIMIT_MS)
+    _picture(page, "not-trusted")
+    assert page.inner_text(".jp-OutputArea").split() == " ".join(STILL).split()
+    page.wait_for_function("() => document.querySelector('img.labkit-figure').naturalWidth > 400", timeout=LIMIT_MS)
+    assert page.locator("img.labkit-figure").get_attribute("alt") == "Timeline: two steps"
     page.close()
 
 
@@ -460,7 +546,7 @@ def test_the_timeline_is_explored(lab_server: Server, browser: Browser) -> None:
 
     _save(page)
     saved = nbformat.read(lab_server.folder / "explore.ipynb", as_version=4)
-    assert [sorted(output.data) for output in saved.cells[-1].outputs] == [["image/png", "text/plain"]]
+    assert [sorted(output.data) for output in saved.cells[-1].outputs] == [["image/png", "text/html", "text/plain"]]
     assert "widgets" not in saved.metadata
     assert "all_reduce" not in (lab_server.folder / "explore.ipynb").read_text(), "no span is in the file"
     page.close()

@@ -21,9 +21,11 @@ def test_the_paragraph_has_the_numbers_of_the_trace():
     trace = data_parallel(slow=1, steps=10)
     found = limit_of(trace)
     text = explain(trace).text
-    assert text.startswith(f"The ranks computed for {found.compute:.0%} of the time, communicated for {found.exposed:.0%}")
+    assert text.startswith(
+        f"The ranks computed for {100 * found.compute:.0f} % of the time, communicated for {100 * found.exposed:.0f} %"
+    )
     assert "each rank took part in 3 operations per step with 7.34 MB of data at" in text
-    assert f"Another {found.overlap:.0%} of communication was hidden behind computing." in text
+    assert f"Another {100 * found.overlap:.0f} % of communication was hidden behind computing." in text
     assert str(explain(trace)) == text
     assert text in explain(trace)._repr_html_()
 
@@ -33,7 +35,7 @@ def test_one_rank_has_nobody_to_wait_for():
     book.compute(0, "forward", 0, 10)
     assert (
         explain(book.trace(1)).text
-        == "The rank computed for 100% of the time (10.0 ms in all). Only faster computing makes this run faster."
+        == "The rank computed for 100 % of the time (10.0 ms in all). Only faster computing makes this run faster."
     )
 
 

@@ -37,7 +37,7 @@ class Answer:
         self.edges, self.times, self.marks = arrays[0].reshape(-1, 2), arrays[1].reshape(-1, 6), arrays[2].reshape(-1, 6)
         self.colours = arrays[3].reshape(-1, self.said["columns"], 4)
         self.counts, self.most = (a.reshape(-1, self.said["columns"]) for a in arrays[4:6])
-        self.steps, self.numbers = arrays[6], arrays[7].reshape(-1, 3)
+        self.steps, self.numbers = arrays[6], arrays[7].reshape(-1, 4)
         self.edges = self.edges / MS
 
     def lane(self, rank: int, which: int) -> slice:
@@ -197,7 +197,11 @@ def test_steps_have_their_lines_and_numbers() -> None:
     trace = data_parallel(ranks=2, steps=3)
     answer = Answer(trace, 0, trace.duration_ns / MS)
     own = trace.of(rank=0).step_bounds() - trace.start_ns
-    assert answer.numbers.tolist() == [[i, *bounds] for i, bounds in enumerate(own.tolist())]
+    other = trace.of(rank=1).step_bounds() - trace.start_ns
+    assert own.tolist() != other.tolist()
+    assert answer.numbers.tolist() == [
+        [row, i, *bounds] for row, steps in enumerate((own, other)) for i, bounds in enumerate(steps.tolist())
+    ]
     assert [row["steps"] for row in answer.said["rows"]] == [4, 4]
     assert answer.steps[:4].tolist() == np.unique(own).tolist()
 

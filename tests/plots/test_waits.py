@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import matplotlib as mpl
+import numpy as np
 import pytest
 
 mpl.use("agg")
@@ -10,10 +11,11 @@ mpl.use("agg")
 import matplotlib.pyplot as plt
 from matplotlib.text import Text
 
+from labkit.plots.bars import STYLES
 from labkit.plots.breakdown import breakdown, compare
 from labkit.plots.explorer.window import about
-from labkit.plots.live.frame import LiveFrame, LiveRow, Past, svg
-from labkit.plots.live.recent import Recent
+from labkit.plots.live.drawing import svg
+from labkit.plots.live.frame import LiveFrame, LiveRow, Past
 from labkit.plots.timeline import timeline
 from labkit.plots.view import view_of
 from labkit.tracing.trace import Trace
@@ -74,7 +76,8 @@ def test_a_single_rank_never_waits_for_another():
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_live_picture_of_a_single_rank_never_waits_for_another(ranks: int):
     names = tuple(f"rank {i}" for i in range(ranks))
-    recent = Recent(names, 0)
-    past = Past([recent.binned(rank) for rank in range(ranks)], recent.shown_ns)
+    waiting = np.zeros((len(STYLES), 256))
+    waiting[list(STYLES).index("waiting")] = 1.0
+    past = Past([(np.zeros_like(waiting), waiting)] * ranks, 256)
     page = svg(LiveFrame("train", 0, None, (), [LiveRow(name, "", blocked=False) for name in names], past, None), "a")
     assert ("another rank" in page) == (ranks > 1)

@@ -123,7 +123,6 @@ class Explorer extends Picture {
       this.base = new Layer(header, buffers);
       this.root.classList.remove("labkit-unseen");
       this.arrived();
-      this.drawLegend();
     } else if (query.rank == this.isolated) {
       this.fine = new Layer(header, buffers);
     }

@@ -119,6 +119,7 @@ class Picture {
     this.rows(pen, base, whole, allRows, 0, this.stripHigh / allRows.length, false);
     this.frame(pen);
     this.mixed = false;
+    this.visible = new Set(); // the styles that are drawn in the rows
     pen.save();
     pen.beginPath();
     pen.rect(0, this.stripHigh + 3, width, high);
@@ -132,6 +133,7 @@ class Picture {
     this.outline(pen, x);
     pen.restore();
     this.drawAxis();
+    this.drawLegend();
     this.showWindow();
   }
 
@@ -158,7 +160,9 @@ class Picture {
           const x = (layer.start - view.start) * scale;
           pen.drawImage(layer.image, 0, lane.mixed, layer.columns, 1, x, y, (layer.end - layer.start) * scale, h);
         }
+        if (mixes && large) layer.styles.forEach((style) => this.visible.add(style));
         for (let i = layer.firstAfter(lane, view.start); i < lane.last && layer.edges[2 * i] < view.end; i++) {
+          if (large) this.visible.add(layer.marks[6 * i]);
           const x = Math.max((layer.edges[2 * i] - view.start) * scale, -9);
           const w = Math.min((layer.edges[2 * i + 1] - view.start) * scale, this.width + 9) - x;
           if (mixes && w < NARROW_PX) continue;
@@ -206,7 +210,9 @@ class Picture {
     const shown = edges.filter((ns) => ns >= view.start && ns <= view.end);
     if (shown.length > this.width / 6) return;
     pen.fillStyle = this.ink;
+    pen.globalAlpha = 0.45; // the bars matter more
     for (const ns of shown) pen.fillRect((ns - view.start) * scale - 0.5, y + 1, 1, high - 2);
+    pen.globalAlpha = 1;
   }
 
   /** The step numbers above the first row. */
@@ -215,8 +221,9 @@ class Picture {
     pen.textAlign = "center";
     pen.textBaseline = "bottom";
     pen.fillStyle = this.ink;
-    for (let i = 0; i < layer.numbers.length; i += 3) {
-      const [number, start, end] = layer.numbers.subarray(i, i + 3);
+    for (let i = 0; i < layer.numbers.length; i += 4) {
+      const [row, number, start, end] = layer.numbers.subarray(i, i + 4);
+      if (row != this.shown[0]) continue; // each rank has steps of its own
       const [from, to] = [Math.max(x(start), 0), Math.min(x(end), this.width)];
       if (to - from > 45) pen.fillText(`step ${number}`, (from + to) / 2, this.top);
     }
@@ -266,13 +273,17 @@ class Picture {
     this.unit.textContent = `time since the start of the run [${unit}]${mixed}`;
   }
 
-  /** Two lines: the styles of the upper lane, and those of the lower lane. */
+  /** Two lines: the visible styles of the upper lane, and those of the lower lane. */
   drawLegend() {
     const { about } = this;
+    const visible = about.styles.map((_, number) => number).filter((number) => this.visible.has(number));
+    const key = `${visible} ${this.ink}`;
+    if (key == this.explained) return;
+    this.explained = key;
     const high = 10;
     const lines = [(n) => n < about.communication, (n) => n >= about.communication].map((mine) => {
       const line = element("div", "", null);
-      for (const number of this.base.styles.filter(mine)) {
+      for (const number of visible.filter(mine)) {
         const entry = element("span", "labkit-entry", line);
         const swatch = element("canvas", "", entry);
         const ratio = window.devicePixelRatio || 1;
@@ -286,7 +297,7 @@ class Picture {
       }
       return line;
     });
-    this.legend.replaceChildren(...lines.filter((line) => line.childNodes.length));
+    this.legend.replaceChildren(...lines);
   }
 
   // Positions

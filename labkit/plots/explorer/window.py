@@ -103,8 +103,8 @@ class Windows:
             a header that describes the buffers, and the buffers. For bars: start and end, float64 (bars, 2); times of
             their spans and bytes, float64 (bars, 6); style, name, line, partner, operation and flags, int32 (bars, 6).
             For lanes with colours, one after the other: colours, uint8 (columns, 4); counts, uint32 (columns,); most,
-            uint8 (columns,). For rows: boundaries of steps, float64. For the first row: numbers, starts and ends of
-            steps, float64 (n, 3).
+            uint8 (columns,). For rows: boundaries of steps, float64. Row, number, start and end of each rank's
+            steps, float64 (n, 4).
         """
         trace, zero = self._trace, self._trace.start_ns
         start = zero + int(np.clip(start_ns, 0, trace.duration_ns - 1))
@@ -114,8 +114,9 @@ class Windows:
         limit = max(min(EXACT, BARS_IN_ALL // (2 * len(shown))), 1)
         columns = min(columns, max(BARS_IN_ALL // (2 * len(shown)), 1))
         edges = np.linspace(start, end, columns + 1).astype(np.int64)
-        numbers = self._numbers(self._rows[shown[0]].rank, start, end)
-        complete = len(numbers) <= limit
+        first_rows = {self._rows[number].rank: number for number in reversed(shown)}
+        numbered = [self._numbers(rank_shown, row, start, end) for rank_shown, row in sorted(first_rows.items())]
+        complete = max(map(len, numbered)) <= limit
         rows, sent, step_edges = [], [], []
         for number in shown:
             both = [_resolved(_within(bars, start, end), edges, limit) for bars in self._lanes_of(number)]
@@ -135,7 +136,7 @@ class Windows:
             b"".join(lane.counts.tobytes() for lane in mixed),
             b"".join(lane.most.tobytes() for lane in mixed),
             (np.concatenate(step_edges) - zero).astype(np.float64).tobytes(),
-            numbers[: limit if complete else 0].tobytes(),
+            np.concatenate(numbered if complete else [np.empty((0, 4))]).tobytes(),
         ]
         complete &= all(lane.complete for lane in sent)
         styles = frozenset[int]().union(*(lane.styles for lane in sent))
@@ -156,11 +157,11 @@ class Windows:
             self._steps[rank] = edges, numbered_steps(self._trace, rank)
         return self._steps[rank]
 
-    def _numbers(self, rank: int, start_ns: int, end_ns: int) -> NDArray[np.float64]:
-        """Number, start and end of the numbered steps that overlap a window."""
+    def _numbers(self, rank: int, row: int, start_ns: int, end_ns: int) -> NDArray[np.float64]:
+        """Row, number, start and end of a rank's numbered steps that overlap a window."""
         steps = self._steps_of(rank)[1]
         touch = np.flatnonzero((steps[:, 1] > start_ns) & (steps[:, 0] < end_ns))
-        return np.column_stack([touch, steps[touch] - self._trace.start_ns]).astype(np.float64)
+        return np.column_stack([np.full(len(touch), row), touch, steps[touch] - self._trace.start_ns]).astype(np.float64)
 
     def _details(self, parts: list[Bars]) -> tuple[dict[str, Any], list[bytes]]:
         """The details of each bar: tables of texts, and buffers of times, bytes and indices into these tables."""

@@ -1,56 +1,19 @@
-"""One frame of the live picture: an SVG string with the colours and the geometry of the timeline.
-
-The SVG is built without matplotlib: this takes about 2 ms, a matplotlib figure 100 ms. Its size is bounded, its height
-is the same in all frames of a run, and everything except the bars has the theme's colours, light or dark.
-
-A frame that is not replaced fades, and says that it was saved while the ranks were running. A reloaded page gets no
-further frames, since a front end ignores updates of cells that it did not run itself.
-"""
+"""One frame of the live picture as plain data: what `drawing` draws."""
 
 from __future__ import annotations
 
-import functools
-import math
 from dataclasses import dataclass, field
-from html import escape
-from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.errors.units import bytes_in_words, clock_time, unit_of
-from labkit.plots.bars import LANES, STYLES, Bars, blend, caption, coverage, ink, lanes
-from labkit.plots.live.curves import COLOUR, EACH_RANK
-from labkit.plots.style import shortened
-from labkit.plots.waits import ALONE
-from labkit.plots.widths import fitting_status, text_width
+from labkit.errors.units import clock_time
 from labkit.tracing.trace import Trace
 from labkit.worker.resource_usage import Load
 
-__all__ = ["STILL", "Curve", "Detail", "LiveFrame", "LiveRow", "Past", "svg"]
+__all__ = ["Cells", "Curve", "Detail", "LiveFrame", "LiveRow", "Past"]
 
 Cells = tuple[NDArray[np.float64], NDArray[np.float64]]  # covered time in ns of each lane, shape (styles, bins)
-
-WIDTH: Final = 900.0  # of the drawing, in SVG units: pixels in a notebook of usual width
-RIGHT: Final = 215.0  # width to the right of the rows, for the ranks' statuses and memory, and above these the curve
-SLOTS: Final = (0.0, 150.0, 245.0, 395.0, 505.0)  # x of steps, rate, time left, and values: fixed, so that texts do not move
-CHARACTER: Final = 6.1  # mean width of a character at 11 units
-BARS_IN_ALL: Final = 1600  # more bars are drawn as cells, so that a frame stays below 100 kB
-CELLS_IN_ALL: Final = 2048
-TEXTS_PER_LANE: Final = 12
-COARSE: Final = 15  # mixed colours are rounded to this many steps from 0 to 1, so that similar neighbours are merged
-HEAD: Final = 58.0  # height of title and progress
-FOOT: Final = 66.0  # height of axis and legend
-STILL_S: Final = 10  # longer than any live frame stays, even on a busy machine
-STILL: Final = (
-    "This picture is no longer live: it was saved while the ranks were running.",
-    "When the run is over, lab.timeline(run) draws it, and run.output has the prints.",
-)
-GAP: Final = 8.0  # minimum between a rank's status and its resource usage
-_SOFT: Final = ' opacity=".65"'
-_HALO: Final = ' paint-order="stroke" stroke-width="3" stroke="var(--jp-layout-color0,var(--vscode-editor-background,white))"'
-_LINE: Final = 'fill="currentColor" fill-opacity=".5"'
-_NAMES: Final = tuple(STYLES)
 
 
 @dataclass(slots=True)
@@ -90,13 +53,17 @@ class Past:
     Args:
         cells: per rank, the covered time of its lanes' bins.
         shown_ns: the time that the bins cover.
-        drawn: the strip and the rows as SVG once drawn: a cache, since bins are filled less often than frames are
-            drawn.
+        drawn: the strip and the rows as SVG once drawn, by width: a cache, since bins are filled less often than frames
+            are drawn.
     """
 
     cells: list[Cells]
     shown_ns: int
-    drawn: dict[str, str] = field(default_factory=dict)
+    drawn: dict[tuple[str, float], str] = field(default_factory=dict)
+
+    def styles(self) -> set[int]:
+        """Return the numbers of the styles that occur in it."""
+        return {int(number) for lanes in self.cells for lane in lanes for number in np.flatnonzero(lane.any(axis=1))}
 
 
 @dataclass(slots=True)
@@ -108,14 +75,16 @@ class Detail:
         extent_ns: length of the rows' time axis.
         label: label of that axis.
         marked: start and end of the part in ns since the run's start; None if it is the whole run.
-        drawn: the rows as SVG once drawn: a cache, since a part may be shown for several frames.
+        drawn: the rows as SVG once drawn, by width: a cache, since a part may be shown for several frames.
+        styles: the numbers of the styles drawn in it.
     """
 
     trace: Trace
     extent_ns: int
     label: str
     marked: tuple[int, int] | None = None
-    drawn: str = ""
+    drawn: dict[float, str] = field(default_factory=dict)
+    styles: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -146,275 +115,3 @@ class LiveFrame:
     def in_words(self) -> str:
         """The progress in one line."""
         return "  ·  ".join(part for part in self.progress if part) or clock_time(self.elapsed_ns / 1e9, tenths=True)
-
-
-def svg(frame: LiveFrame, name: str) -> str:
-    """Draw a frame as HTML.
-
-    Args:
-        frame: the frame.
-        name: a prefix that makes the SVG's ids unique in the page.
-    """
-    return _Drawing(frame, name).html()
-
-
-@dataclass(slots=True)
-class _Pen:
-    """Collects shapes by fill, so that a drawing has few elements; texts are drawn above them."""
-
-    paths: dict[str, list[str]] = field(default_factory=dict)
-    above: list[str] = field(default_factory=list)
-
-    def box(self, fill: str, x: float, y: float, width: float, height: float) -> None:
-        """Add a rectangle with this fill attribute."""
-        self.paths.setdefault(fill, []).append(f"M{x:.1f} {y:.1f}h{width:.1f}v{height:.1f}h-{width:.1f}z")
-
-    def text(self, x: float, y: float, text: str, more: str = "") -> None:
-        """Add a text with more attributes."""
-        if text:
-            self.above.append(f'<text x="{x:.1f}" y="{y:.1f}"{more}>{escape(text)}</text>')
-
-    def drawn(self) -> str:
-        """Return all shapes and texts as SVG."""
-        return "".join(f'<path {fill} d="{"".join(parts)}"/>' for fill, parts in self.paths.items()) + "".join(self.above)
-
-
-class _Drawing:
-    """Draws one frame."""
-
-    def __init__(self, frame: LiveFrame, name: str) -> None:
-        self.frame, self.name, self.count = frame, name, len(frame.rows)
-        self.left = max(14 + CHARACTER * max(min(len(row.name), 16) for row in frame.rows), 64)
-        self.wide = WIDTH - self.left - RIGHT
-        self.row_high = float(min(max(round(170 / self.count), 10), 40))
-        self.strip_high = min(max(5.0 * self.count, 12), 40)
-        self.top = HEAD + self.strip_high + 12
-        self.bottom = self.top + self.count * self.row_high
-        self.pen = _Pen()
-
-    def html(self) -> str:
-        frame = self.frame
-        self._head()
-        drawn = self._strip() + self._rows()
-        for number, row in enumerate(frame.rows):
-            middle = self.top + (number + 0.5) * self.row_high + 4
-            size = f' font-size="{min(11.0, self.row_high):g}"'
-            self.pen.text(self.left - 8, middle, shortened(row.name, 16), ' text-anchor="end"' + size)
-            at = self.left + self.wide + 8
-            text = fitting_status((WIDTH - self._load(row, middle, size) - at - GAP) / min(11.0, self.row_high), row.status)
-            self.pen.text(at, middle, text, size + (' font-weight="600"' if row.blocked else _SOFT))
-        if any(row.load.nbytes for row in frame.rows):
-            label = "own memory" if all(row.load.busy is None for row in frame.rows) else "GPU busy, its memory"
-            self.pen.text(WIDTH - 4, self.bottom + 14, label, ' text-anchor="end" font-size="9.5"' + _SOFT)
-        if frame.curve is not None:
-            self._curve(frame.curve)
-        self._axis()
-        label = escape(f"{frame.title}: {frame.in_words}", quote=True)
-        fonts = "font-family:var(--jp-ui-font-family,system-ui,sans-serif);font-size:11px"
-        return (
-            # The theme's text colour in JupyterLab and in VS Code, otherwise the page's.
-            '<div style="color:var(--jp-ui-font-color1,var(--vscode-editor-foreground,inherit));max-width:1000px">'
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {self.bottom + FOOT:g}" role="img" '
-            f'aria-label="{label}" fill="currentColor" style="display:block;width:100%;{fonts}">'
-            f"{_hatch(self.name)}<g>{drawn}{self.pen.drawn()}"
-            f"{_legend(self.name, self.left, self.bottom + 43, alone=self.count == 1)}"
-            f'<animate attributeName="opacity" to=".2" begin="{STILL_S}s" dur=".5s" fill="freeze"/></g>'
-            f"{self._still()}</svg></div>"
-        )
-
-    def _load(self, row: LiveRow, y: float, size: str) -> float:
-        """Draw the rank's resource usage at the right margin, and return its width."""
-        reaches, font = 4.0, min(11.0, self.row_high)
-        if row.load.nbytes:
-            text = bytes_in_words(row.load.nbytes)
-            self.pen.text(WIDTH - 4, y, text, ' text-anchor="end"' + size)
-            reaches += text_width(text) * font
-        if row.load.busy is not None:
-            self.pen.text(WIDTH - 58, y, f"{row.load.busy} %", ' text-anchor="end"' + size)
-            reaches = 58 + text_width(f"{row.load.busy} %") * font
-        return reaches
-
-    def _still(self) -> str:
-        """Return the text that appears in a frame that was not replaced."""
-        pen, x, y = _Pen(), self.left + self.wide / 2, (self.top + self.bottom) / 2
-        for line, text in enumerate(STILL):
-            pen.text(x, y + 18 * line, text, ' text-anchor="middle" font-size="13" font-weight="600"')
-        return f'<g visibility="hidden"><set attributeName="visibility" to="visible" begin="{STILL_S}s"/>{pen.drawn()}</g>'
-
-    def _head(self) -> None:
-        """Draw the title, the time and the progress."""
-        frame, pen = self.frame, self.pen
-        pen.text(0, 14, shortened(frame.title, 80), ' font-size="13" font-weight="600"')
-        pen.text(self.left + self.wide, 14, clock_time(frame.elapsed_ns / 1e9, tenths=True), ' text-anchor="end"')
-        if frame.fraction is not None:
-            pen.text(self.left - 8, 35, "steps", ' text-anchor="end" font-size="9.5"' + _SOFT)
-            pen.box('fill="currentColor" fill-opacity=".14"', self.left, 28, self.wide, 7)
-            pen.box(f'fill="{STYLES["forward"].colour}"', self.left, 28, self.wide * frame.fraction, 7)
-        for x, part in zip(SLOTS, frame.progress, strict=False):
-            pen.text(self.left + x, 49, part)
-
-    def _curve(self, curve: Curve) -> None:
-        """Draw a small panel in the upper right corner: thin lines for the ranks, a thick line for their mean."""
-        left, top, bottom = self.left + self.wide + 48, 22.0, HEAD + self.strip_high
-        wide = WIDTH - 4 - left
-        self.pen.text(left, 14, shortened(curve.name, 22), ' font-size="10" font-weight="600"')
-        self.pen.above.append(
-            f'<rect x="{left:.1f}" y="{top:g}" width="{wide:.1f}" height="{bottom - top:g}" fill="none" '
-            'stroke="currentColor" stroke-opacity=".25"/>'
-        )
-        if np.isnan(curve.means).all():
-            return
-        low, high = float(np.nanmin(curve.means)), float(np.nanmax(curve.means))
-        digits = next((n for n in range(2, 6) if f"{low:.{n}g}" != f"{high:.{n}g}"), 2)  # enough to distinguish both
-        middle, half = (low + high) / 2, max((high - low) / 2, abs(high) * 1e-6, 1e-12) * 1.12
-        for value, y in ((high, top + 8), (low, bottom - 1)) if high > low else ((high, (top + bottom) / 2 + 3),):
-            self.pen.text(left - 4, y, f"{value:.{digits}g}", ' text-anchor="end" font-size="9"' + _SOFT)
-        each = (np.arange(curve.means.shape[1]) + 0.5) * wide / curve.means.shape[1] + left
-        ranks = curve.means[:-1]
-        lines = [(row, ' stroke-width=".8" stroke-opacity=".5"') for row in ranks] if 1 < len(ranks) <= EACH_RANK else []
-        for row, look in (*lines, (curve.means[-1], ' stroke-width="1.8" stroke-linecap="round"')):
-            there = ~np.isnan(row)
-            y = (top + bottom) / 2 - (row[there] - middle) / half * (bottom - top) / 2
-            points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(each[there].tolist(), y.tolist(), strict=True))
-            if points.count(" ") == 0 and points:
-                points = f"{points} {points}"  # a line needs two points; two equal ones draw a dot
-            self.pen.above.append(f'<polyline points="{points}" fill="none" stroke="{COLOUR}"{look}/>')
-
-    def _strip(self) -> str:
-        frame, columns = self.frame, min(128, max(CELLS_IN_ALL // (4 * self.count), 16))
-        strip = self._past("strip", columns, HEAD, self.strip_high / self.count)
-        self.pen.text(self.left - 8, HEAD + self.strip_high / 2 + 3.5, "whole run", ' text-anchor="end" font-size="9.5"' + _SOFT)
-        self._outline(self.left, self.wide, 1, ' stroke-opacity=".25"')
-        if frame.detail is not None and frame.detail.marked is not None:
-            begin, end = (self.wide * t / frame.past.shown_ns for t in frame.detail.marked)
-            self._outline(self.left + begin, max(end - begin, 2), 2, ' stroke-width="1.4"')
-        return strip
-
-    def _outline(self, x: float, width: float, beyond: float, more: str) -> None:
-        size = f'y="{HEAD - beyond:g}" width="{width:.1f}" height="{self.strip_high + 2 * beyond:g}"'
-        self.pen.above.append(f'<rect x="{x:.1f}" {size} fill="none" stroke="currentColor"{more}/>')
-
-    def _rows(self) -> str:
-        detail = self.frame.detail
-        if detail is None:
-            return self._past("rows", min(256, CELLS_IN_ALL // (2 * self.count)), self.top, self.row_high)
-        if not detail.drawn:
-            pen = _Pen()
-            for number in range(self.count):
-                self._bars(pen, detail, number, self.top + number * self.row_high)
-            detail.drawn = pen.drawn()
-        return detail.drawn
-
-    def _past(self, where: str, columns: int, y: float, high: float) -> str:
-        past = self.frame.past
-        if where not in past.drawn:
-            pen = _Pen()
-            for number, cells in enumerate(past.cells):
-                self._cells(pen, cells, columns, past.shown_ns, y + number * high, high)
-            past.drawn[where] = pen.drawn()
-        return past.drawn[where]
-
-    def _cells(self, pen: _Pen, cells: Cells, columns: int, shown_ns: int, y: float, high: float) -> None:
-        """Draw the bins of a rank's lanes as coloured cells; neighbours of the same colour are merged."""
-        pixel = self.wide / columns
-        for covered, (top, height) in zip(cells, LANES, strict=True):
-            fold = covered.shape[1] // columns
-            sums = covered[:, : fold * columns].reshape(len(covered), columns, fold).sum(axis=2)
-            steps = np.round(blend(sums, shown_ns / columns) * COARSE).astype(np.int64)
-            mixed = steps @ (16**3, 16**2, 16, 1)  # a hexadecimal digit each for red, green, blue and opacity
-            first = np.append(0, np.flatnonzero(mixed[1:] != mixed[:-1]) + 1)
-            for colour, a, b in zip(mixed[first].tolist(), first.tolist(), [*first[1:].tolist(), columns], strict=True):
-                if alpha := colour & 15:
-                    fill = f'fill="#{colour >> 4:03x}"' + (f' fill-opacity="{alpha / COARSE:.2f}"' if alpha < COARSE else "")
-                    pen.box(fill, self.left + a * pixel, y + top * high, (b - a) * pixel + 0.1, height * high)
-
-    def _bars(self, pen: _Pen, detail: Detail, rank: int, y: float) -> None:
-        """Draw a rank's row bar by bar, or as cells if there are too many bars."""
-        limit, start_ns = BARS_IN_ALL // (2 * self.count), detail.trace.start_ns
-        both = lanes(detail.trace, rank)
-        if max(len(bars) for bars in both) > limit:
-            edges = np.linspace(start_ns, start_ns + detail.extent_ns, 257).astype(np.int64)
-            compute, communication = (coverage(bars, edges).astype(np.float64) for bars in both)
-            columns = min(256, CELLS_IN_ALL // (2 * self.count))
-            self._cells(pen, (compute, communication), columns, detail.extent_ns, y, self.row_high)
-            return
-        scale, fills = self.wide / detail.extent_ns, [_fill(self.name, style) for style in STYLES]
-        for bars, (top, height) in zip(both, LANES, strict=True):
-            at, tall = y + top * self.row_high, height * self.row_high
-            x = (self.left + (bars.start_ns - start_ns) * scale).tolist()
-            width = np.maximum((bars.end_ns - bars.start_ns) * scale, 0.3)
-            gap = np.where(width > 4, 0.7, 0)  # between neighbours, so that buckets can be counted
-            for style, a, w in zip(bars.style.tolist(), x, (width - gap).tolist(), strict=True):
-                pen.box(fills[style], a, at, w, tall)
-            if tall >= 9:
-                self._captions(pen, detail.trace, bars, x, width, at + tall / 2 + 3.5)
-
-    def _captions(self, pen: _Pen, trace: Trace, bars: Bars, x: list[float], width: Any, y: float) -> None:
-        for i in np.argsort(-width)[:TEXTS_PER_LANE].tolist():
-            text = caption(trace, i, bars, (width[i] - 5) / 5.6) if width[i] > 12 else ""
-            if text:
-                colour = {"light": "white", "dark": "#16191F", "page": "currentColor"}[ink(_NAMES[bars.style[i]])]
-                halo = _HALO if STYLES[_NAMES[bars.style[i]]].hatch else ""  # keeps stripes from crossing the text
-                pen.text(x[i] + width[i] / 2, y, text, f' text-anchor="middle" font-size="10" fill="{colour}"{halo}')
-
-    def _axis(self) -> None:
-        detail, pen, y = self.frame.detail, self.pen, self.bottom
-        extent_ns = detail.extent_ns if detail else self.frame.past.shown_ns
-        unit, unit_ns = unit_of(extent_ns)
-        extent = extent_ns / unit_ns
-        pen.box(_LINE, self.left, y, self.wide, 0.8)
-        for tick in _ticks(extent):
-            x = self.left + self.wide * tick / extent
-            pen.box(_LINE, x, y, 0.8, 4)
-            pen.text(x, y + 14, f"{tick:g}", ' text-anchor="middle" font-size="9.5"')
-        label = f"{detail.label if detail else 'time since the start of the run'} [{unit}]"
-        pen.text(self.left + self.wide / 2, y + 27, label, ' text-anchor="middle" font-size="10"' + _SOFT)
-
-
-def _fill(name: str, style: str) -> str:
-    look = STYLES[style]
-    if look.hatch:
-        return f'fill="url(#{name}-{style})"'
-    return f'fill="{look.colour}"' + (f' fill-opacity="{look.alpha:g}"' if look.alpha < 1 else "")
-
-
-@functools.lru_cache(maxsize=8)
-def _hatch(name: str) -> str:
-    """Return the SVG patterns of striped styles."""
-    found = ""
-    for style, look in STYLES.items():
-        if look.hatch:
-            size = 'width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"'
-            paper = f'<rect width="5" height="5" fill="{look.colour}" fill-opacity="{look.alpha:g}"/>'
-            shape = 'circle cx="2.5" cy="2.5" r="1.1"' if "." in look.hatch else 'rect width="1.4" height="5"'
-            found += f'<defs><pattern id="{name}-{style}" {size}>{paper}<{shape} fill="{look.colour}"/></pattern></defs>'
-    return found
-
-
-@functools.lru_cache(maxsize=8)
-def _legend(name: str, left: float, y: float, *, alone: bool) -> str:
-    """Return the legend's two lines: the styles of the upper lane, and the styles of the lower lane.
-
-    Args:
-        name: the prefix of the SVG's ids.
-        left: x of both lines.
-        y: y of the first line.
-        alone: whether there is only one rank, so that it cannot wait for others.
-    """
-    pen, x = _Pen(), left
-    for style, look in STYLES.items():
-        if style == "exposed":
-            x, y = left, y + 16
-        pen.box(_fill(name, style), x, y - 7.5, 14, 9)
-        words = ALONE if alone and style == "waiting" else look.legend
-        pen.text(x + 18, y, words, ' font-size="10"')
-        x += 34 + 5.5 * len(words)
-    return pen.drawn()
-
-
-def _ticks(extent: float) -> list[float]:
-    """Return about six round numbers from 0 to `extent`."""
-    rough = extent / 6
-    power = 10.0 ** math.floor(math.log10(rough))
-    stride = next(m * power for m in (1, 2, 5, 10) if m * power >= rough)
-    return [round(i * stride, 9) for i in range(int(extent / stride + 1e-9) + 1)]

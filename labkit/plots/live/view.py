@@ -20,7 +20,8 @@ from typing import Any, Final, Protocol, TextIO
 from labkit.errors.units import time_in_words
 from labkit.plots.image import as_image
 from labkit.plots.live.curves import Curves, draw_below
-from labkit.plots.live.frame import Curve, Detail, LiveFrame, LiveRow, Past, svg
+from labkit.plots.live.frame import Curve, Detail, LiveFrame, LiveRow, Past
+from labkit.plots.live.page import page
 from labkit.plots.live.progress import Progress
 from labkit.plots.live.recent import Recent
 from labkit.recording.schema import Pending
@@ -198,6 +199,7 @@ class _Cell:
     def __init__(self) -> None:
         self._name = f"labkit-{uuid.uuid4().hex[:12]}"  # ids in an SVG must be unique in the page
         self._alt_text = ""
+        self._first = True
 
     def begin(self, alt_text: str) -> None:
         self._alt_text = alt_text
@@ -206,7 +208,8 @@ class _Cell:
         threading.Thread(target=_import_matplotlib, daemon=True, name="labkit-import").start()
 
     def show(self, frame: LiveFrame) -> None:
-        self._display({"text/html": svg(frame, self._name)}, update=True)
+        self._display({"text/html": page(frame, self._name, first=self._first)}, update=True)
+        self._first = False
 
     def end(self, trace: Trace, title: str) -> None:
         if not len(trace):

@@ -1,0 +1,378 @@
+"""A frame of the live picture as an SVG string with the colours and the geometry of the timeline.
+
+The SVG is built without matplotlib: this takes about 2 ms, a matplotlib figure 100 ms. Its size is bounded, its height
+is the same in all frames of a run, and everything except the bars has the theme's colours, light or dark.
+
+A frame that is not replaced fades, and says that it was saved while the ranks were running. A reloaded page gets no
+further frames, since a front end ignores updates of cells that it did not run itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any, Final
+
+import numpy as np
+
+from labkit.errors.units import bytes_in_words, clock_time, unit_of
+from labkit.plots.bars import LANES, STYLES, Bars, blend, caption, coverage, ink, lanes
+from labkit.plots.live.curves import COLOUR, EACH_RANK
+from labkit.plots.live.frame import Cells, Curve, Detail, LiveFrame, LiveRow
+from labkit.plots.style import shortened
+from labkit.plots.waits import ALONE
+from labkit.plots.widths import fitting_status, text_width
+from labkit.tracing.trace import Trace
+
+__all__ = ["NARROW", "STILL", "WIDE", "Layout", "svg"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A layout for pages of some width.
+
+    Args:
+        width: of the drawing, in SVG units: pixels if the page has that width.
+        right: width to the right of the rows, for the ranks' statuses and memory, if a row has two lines of text.
+        slots: x of steps, rate, time left, and values: fixed, so that texts do not move.
+        legend_left: x of the legend; None for that of the rows.
+        foot: height of axis and legend.
+    """
+
+    width: float
+    right: float
+    slots: tuple[float, ...]
+    legend_left: float | None
+    foot: float
+
+
+WIDE: Final = Layout(1000, 165, (0.0, 150.0, 245.0, 395.0, 505.0), None, 66)
+NARROW: Final = Layout(600, 112, (0.0, 112.0, 196.0, 262.0), 4, 82)
+CURVE: Final = 60.0  # how far the curve reaches into the width of the rows, above them
+CHARACTER: Final = 6.1  # mean width of a character at 11 units
+BARS_IN_ALL: Final = 1600  # more bars are drawn as cells, so that a frame stays below 100 kB
+CELLS_IN_ALL: Final = 2048
+TEXTS_PER_LANE: Final = 12
+COARSE: Final = 15  # mixed colours are rounded to this many steps from 0 to 1, so that similar neighbours are merged
+HEAD: Final = 58.0  # height of title and progress
+STILL_S: Final = 10  # longer than any live frame stays, even on a busy machine
+STILL: Final = (
+    "This picture is no longer live: it was saved while the ranks were running.",
+    "When the run is over, lab.timeline(run) draws it, and run.output has the prints.",
+)
+TWO_LINES: Final = 30.0  # a row of this height has room for status and memory below each other
+ONE_LINE: Final = 215.0  # width to the right of lower rows
+GAP: Final = 8.0  # minimum between a rank's status and its resource usage
+_SOFT: Final = ' opacity=".65"'
+_HALO: Final = ' paint-order="stroke" stroke-width="3" stroke="var(--jp-layout-color0,var(--vscode-editor-background,white))"'
+_LINE: Final = 'fill="currentColor" fill-opacity=".5"'
+_NAMES: Final = tuple(STYLES)
+
+
+def svg(frame: LiveFrame, name: str, layout: Layout = WIDE) -> str:
+    """Draw a frame.
+
+    Args:
+        frame: the frame.
+        name: a prefix that makes the SVG's ids unique in the page.
+        layout: for a wide or a narrow page.
+    """
+    return _Drawing(frame, name, layout).svg()
+
+
+@dataclass(slots=True)
+class _Pen:
+    """Collects shapes by fill, so that a drawing has few elements; texts are drawn above them."""
+
+    paths: dict[str, list[str]] = field(default_factory=dict)
+    above: list[str] = field(default_factory=list)
+
+    def box(self, fill: str, x: float, y: float, width: float, height: float) -> None:
+        """Add a rectangle with this fill attribute."""
+        self.paths.setdefault(fill, []).append(f"M{x:.1f} {y:.1f}h{width:.1f}v{height:.1f}h-{width:.1f}z")
+
+    def text(self, x: float, y: float, text: str, more: str = "") -> None:
+        """Add a text with more attributes."""
+        if text:
+            self.above.append(f'<text x="{x:.1f}" y="{y:.1f}"{more}>{escape(text)}</text>')
+
+    def drawn(self) -> str:
+        """Return all shapes and texts as SVG."""
+        return "".join(f'<path {fill} d="{"".join(parts)}"/>' for fill, parts in self.paths.items()) + "".join(self.above)
+
+
+class _Drawing:
+    """Draws one frame."""
+
+    def __init__(self, frame: LiveFrame, name: str, layout: Layout) -> None:
+        self.frame, self.name, self.count = frame, name, len(frame.rows)
+        self.layout, self.width = layout, layout.width
+        self.left = max(14 + CHARACTER * max(min(len(row.name), 16) for row in frame.rows), 64)
+        self.row_high = float(min(max(round(170 / self.count), 10), 40))
+        self.two_lines = self.row_high >= TWO_LINES
+        self.wide = self.width - self.left - (layout.right if self.two_lines else ONE_LINE)
+        self.head = self.wide - CURVE  # of progress and strip
+        self.strip_high = min(max(5.0 * self.count, 12), 40)
+        self.top = HEAD + self.strip_high + 12
+        self.bottom = self.top + self.count * self.row_high
+        self.pen = _Pen()
+
+    def svg(self) -> str:
+        frame = self.frame
+        self._head()
+        drawn = self._strip() + self._rows()
+        for number, row in enumerate(frame.rows):
+            middle = self.top + (number + 0.5) * self.row_high + 4
+            font = min(11.0, self.row_high)
+            size = f' font-size="{font:g}"'
+            self.pen.text(self.left - 8, middle, shortened(row.name, 16), ' text-anchor="end"' + size)
+            at = self.left + self.wide + 8
+            used = self._load(row, middle + 7.5 * self.two_lines, size)
+            text = fitting_status((self.width - (4 if self.two_lines else used) - at - GAP) / font, row.status)
+            self.pen.text(at, middle - 6.5 * self.two_lines, text, size + (' font-weight="600"' if row.blocked else _SOFT))
+        if any(row.load.nbytes for row in frame.rows):
+            label = "own memory" if all(row.load.busy is None for row in frame.rows) else "GPU busy, its memory"
+            at, anchor = (self.left + self.wide + 8, "start") if self.two_lines else (self.width - 4, "end")
+            self.pen.text(
+                at, self.bottom + (27 if self.two_lines else 14), label, f' text-anchor="{anchor}" font-size="9.5"' + _SOFT
+            )
+        if frame.curve is not None:
+            self._curve(frame.curve)
+        self._axis()
+        label = escape(f"{frame.title}: {frame.in_words}", quote=True)
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.bottom + self.layout.foot:g}" role="img" '
+            f'aria-label="{label}" fill="currentColor" style="display:block;width:100%">'
+            f"{_hatch(self.name)}<g>{drawn}{self.pen.drawn()}{self._legend()}"
+            f'<animate attributeName="opacity" to=".2" begin="{STILL_S}s" dur=".5s" fill="freeze"/></g>'
+            f"{self._still()}</svg>"
+        )
+
+    def _legend(self) -> str:
+        """Draw the legend of what is visible."""
+        styles = self.frame.past.styles() | (self.frame.detail.styles if self.frame.detail else set())
+        left = self.left if self.layout.legend_left is None else self.layout.legend_left
+        visible = tuple(name for number, name in enumerate(STYLES) if number in styles)
+        return _legend(self.name, visible, left, self.width, self.bottom + 43, alone=self.count == 1)
+
+    def _load(self, row: LiveRow, y: float, size: str) -> float:
+        """Draw the rank's resource usage, below its status or at the right margin, and return its width there."""
+        reaches, font = 4.0, min(11.0, self.row_high)
+        if self.two_lines:
+            x = self.left + self.wide + 8
+            if row.load.busy is not None:
+                self.pen.text(x, y, f"{row.load.busy} %", size + _SOFT)
+                x += 42
+            self.pen.text(x, y, bytes_in_words(row.load.nbytes) if row.load.nbytes else "", size + _SOFT)
+            return reaches
+        if row.load.nbytes:
+            text = bytes_in_words(row.load.nbytes)
+            self.pen.text(self.width - 4, y, text, ' text-anchor="end"' + size)
+            reaches += text_width(text) * font
+        if row.load.busy is not None:
+            self.pen.text(self.width - 58, y, f"{row.load.busy} %", ' text-anchor="end"' + size)
+            reaches = 58 + text_width(f"{row.load.busy} %") * font
+        return reaches
+
+    def _still(self) -> str:
+        """Return the text that appears in a frame that was not replaced."""
+        pen, x, y = _Pen(), self.width / 2, (self.top + self.bottom) / 2
+        for line, text in enumerate(STILL):
+            pen.text(x, y + 18 * line, text, ' text-anchor="middle" font-size="13" font-weight="600"')
+        return f'<g visibility="hidden"><set attributeName="visibility" to="visible" begin="{STILL_S}s"/>{pen.drawn()}</g>'
+
+    def _head(self) -> None:
+        """Draw the title, the time and the progress."""
+        frame, pen = self.frame, self.pen
+        pen.text(0, 14, shortened(frame.title, 80), ' font-size="13" font-weight="600"')
+        pen.text(self.left + self.head, 14, clock_time(frame.elapsed_ns / 1e9, tenths=True), ' text-anchor="end"')
+        if frame.fraction is not None:
+            pen.text(self.left - 8, 35, "steps", ' text-anchor="end" font-size="9.5"' + _SOFT)
+            pen.box('fill="currentColor" fill-opacity=".14"', self.left, 28, self.head, 7)
+            pen.box(f'fill="{STYLES["forward"].colour}"', self.left, 28, self.head * frame.fraction, 7)
+        for x, part in zip(self.layout.slots, frame.progress, strict=False):
+            pen.text(self.left + x, 49, part)
+
+    def _curve(self, curve: Curve) -> None:
+        """Draw a small panel in the upper right corner: thin lines for the ranks, a thick line for their mean."""
+        left, top, bottom = self.left + self.head + 48, 22.0, HEAD + self.strip_high
+        wide = self.width - 4 - left
+        self.pen.text(left, 14, shortened(curve.name, 22), ' font-size="10" font-weight="600"')
+        self.pen.above.append(
+            f'<rect x="{left:.1f}" y="{top:g}" width="{wide:.1f}" height="{bottom - top:g}" fill="none" '
+            'stroke="currentColor" stroke-opacity=".25"/>'
+        )
+        if np.isnan(curve.means).all():
+            return
+        low, high = float(np.nanmin(curve.means)), float(np.nanmax(curve.means))
+        digits = next((n for n in range(2, 6) if f"{low:.{n}g}" != f"{high:.{n}g}"), 2)  # enough to distinguish both
+        middle, half = (low + high) / 2, max((high - low) / 2, abs(high) * 1e-6, 1e-12) * 1.12
+        for value, y in ((high, top + 8), (low, bottom - 1)) if high > low else ((high, (top + bottom) / 2 + 3),):
+            self.pen.text(left - 4, y, f"{value:.{digits}g}", ' text-anchor="end" font-size="9"' + _SOFT)
+        each = (np.arange(curve.means.shape[1]) + 0.5) * wide / curve.means.shape[1] + left
+        ranks = curve.means[:-1]
+        lines = [(row, ' stroke-width=".8" stroke-opacity=".5"') for row in ranks] if 1 < len(ranks) <= EACH_RANK else []
+        for row, look in (*lines, (curve.means[-1], ' stroke-width="1.8" stroke-linecap="round"')):
+            there = ~np.isnan(row)
+            y = (top + bottom) / 2 - (row[there] - middle) / half * (bottom - top) / 2
+            points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(each[there].tolist(), y.tolist(), strict=True))
+            if points.count(" ") == 0 and points:
+                points = f"{points} {points}"  # a line needs two points; two equal ones draw a dot
+            self.pen.above.append(f'<polyline points="{points}" fill="none" stroke="{COLOUR}"{look}/>')
+
+    def _strip(self) -> str:
+        frame, columns = self.frame, min(128, max(CELLS_IN_ALL // (4 * self.count), 16))
+        strip = self._past("strip", columns, HEAD, self.strip_high / self.count, self.head)
+        self.pen.text(self.left - 8, HEAD + self.strip_high / 2 + 3.5, "whole run", ' text-anchor="end" font-size="9.5"' + _SOFT)
+        self._outline(self.left, self.head, 1, ' stroke-opacity=".25"')
+        if frame.detail is not None and frame.detail.marked is not None:
+            begin, end = (self.head * t / frame.past.shown_ns for t in frame.detail.marked)
+            self._outline(self.left + begin, max(end - begin, 2), 2, ' stroke-width="1.4"')
+        return strip
+
+    def _outline(self, x: float, width: float, beyond: float, more: str) -> None:
+        size = f'y="{HEAD - beyond:g}" width="{width:.1f}" height="{self.strip_high + 2 * beyond:g}"'
+        self.pen.above.append(f'<rect x="{x:.1f}" {size} fill="none" stroke="currentColor"{more}/>')
+
+    def _rows(self) -> str:
+        detail = self.frame.detail
+        if detail is None:
+            return self._past("rows", min(256, CELLS_IN_ALL // (2 * self.count)), self.top, self.row_high, self.wide)
+        if self.width not in detail.drawn:
+            pen = _Pen()
+            for number in range(self.count):
+                self._bars(pen, detail, number, self.top + number * self.row_high)
+            detail.drawn[self.width] = pen.drawn()
+        return detail.drawn[self.width]
+
+    def _past(self, where: str, columns: int, y: float, high: float, wide: float) -> str:
+        past, key = self.frame.past, (where, self.width)
+        if key not in past.drawn:
+            pen = _Pen()
+            for number, cells in enumerate(past.cells):
+                self._cells(pen, cells, columns, past.shown_ns, (y + number * high, high, wide))
+            past.drawn[key] = pen.drawn()
+        return past.drawn[key]
+
+    def _cells(self, pen: _Pen, cells: Cells, columns: int, shown_ns: int, place: tuple[float, float, float]) -> None:
+        """Draw the bins of a rank's lanes as coloured cells; neighbours of the same colour are merged.
+
+        Args:
+            pen: draws.
+            cells: the bins.
+            columns: how many cells.
+            shown_ns: the time that they cover.
+            place: top, height and width.
+        """
+        y, high, wide = place
+        pixel = wide / columns
+        for covered, (top, height) in zip(cells, LANES, strict=True):
+            fold = covered.shape[1] // columns
+            sums = covered[:, : fold * columns].reshape(len(covered), columns, fold).sum(axis=2)
+            steps = np.round(blend(sums, shown_ns / columns) * COARSE).astype(np.int64)
+            mixed = steps @ (16**3, 16**2, 16, 1)  # a hexadecimal digit each for red, green, blue and opacity
+            first = np.append(0, np.flatnonzero(mixed[1:] != mixed[:-1]) + 1)
+            for colour, a, b in zip(mixed[first].tolist(), first.tolist(), [*first[1:].tolist(), columns], strict=True):
+                if alpha := colour & 15:
+                    fill = f'fill="#{colour >> 4:03x}"' + (f' fill-opacity="{alpha / COARSE:.2f}"' if alpha < COARSE else "")
+                    pen.box(fill, self.left + a * pixel, y + top * high, (b - a) * pixel + 0.1, height * high)
+
+    def _bars(self, pen: _Pen, detail: Detail, rank: int, y: float) -> None:
+        """Draw a rank's row bar by bar, or as cells if there are too many bars."""
+        limit, start_ns = BARS_IN_ALL // (2 * self.count), detail.trace.start_ns
+        both = lanes(detail.trace, rank)
+        detail.styles.update(int(number) for bars in both for number in np.unique(bars.style))
+        if max(len(bars) for bars in both) > limit:
+            edges = np.linspace(start_ns, start_ns + detail.extent_ns, 257).astype(np.int64)
+            compute, communication = (coverage(bars, edges).astype(np.float64) for bars in both)
+            columns = min(256, CELLS_IN_ALL // (2 * self.count))
+            self._cells(pen, (compute, communication), columns, detail.extent_ns, (y, self.row_high, self.wide))
+            return
+        scale, fills = self.wide / detail.extent_ns, [_fill(self.name, style) for style in STYLES]
+        for bars, (top, height) in zip(both, LANES, strict=True):
+            at, tall = y + top * self.row_high, height * self.row_high
+            x = (self.left + (bars.start_ns - start_ns) * scale).tolist()
+            width = np.maximum((bars.end_ns - bars.start_ns) * scale, 0.3)
+            gap = np.where(width > 4, 0.7, 0)  # between neighbours, so that buckets can be counted
+            for style, a, w in zip(bars.style.tolist(), x, (width - gap).tolist(), strict=True):
+                pen.box(fills[style], a, at, w, tall)
+            if tall >= 9:
+                self._captions(pen, detail.trace, bars, x, width, at + tall / 2 + 3.5)
+
+    def _captions(self, pen: _Pen, trace: Trace, bars: Bars, x: list[float], width: Any, y: float) -> None:
+        for i in np.argsort(-width)[:TEXTS_PER_LANE].tolist():
+            text = caption(trace, i, bars, (width[i] - 5) / 5.6) if width[i] > 12 else ""
+            if text:
+                colour = {"light": "white", "dark": "#16191F", "page": "currentColor"}[ink(_NAMES[bars.style[i]])]
+                halo = _HALO if STYLES[_NAMES[bars.style[i]]].hatch else ""  # keeps stripes from crossing the text
+                pen.text(x[i] + width[i] / 2, y, text, f' text-anchor="middle" font-size="10" fill="{colour}"{halo}')
+
+    def _axis(self) -> None:
+        detail, pen, y = self.frame.detail, self.pen, self.bottom
+        extent_ns = detail.extent_ns if detail else self.frame.past.shown_ns
+        unit, unit_ns = unit_of(extent_ns)
+        extent = extent_ns / unit_ns
+        pen.box(_LINE, self.left, y, self.wide, 0.8)
+        for tick in _ticks(extent):
+            x = self.left + self.wide * tick / extent
+            pen.box(_LINE, x, y, 0.8, 4)
+            pen.text(x, y + 14, f"{tick:g}", ' text-anchor="middle" font-size="9.5"')
+        label = f"{detail.label if detail else 'time since the start of the run'} [{unit}]"
+        pen.text(self.left + self.wide / 2, y + 27, label, ' text-anchor="middle" font-size="10"' + _SOFT)
+
+
+def _fill(name: str, style: str) -> str:
+    look = STYLES[style]
+    if look.hatch:
+        return f'fill="url(#{name}-{style})"'
+    return f'fill="{look.colour}"' + (f' fill-opacity="{look.alpha:g}"' if look.alpha < 1 else "")
+
+
+@functools.lru_cache(maxsize=8)
+def _hatch(name: str) -> str:
+    """Return the SVG patterns of striped styles."""
+    found = ""
+    for style, look in STYLES.items():
+        if look.hatch:
+            size = 'width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"'
+            paper = f'<rect width="5" height="5" fill="{look.colour}" fill-opacity="{look.alpha:g}"/>'
+            shape = 'circle cx="2.5" cy="2.5" r="1.1"' if "." in look.hatch else 'rect width="1.4" height="5"'
+            found += f'<defs><pattern id="{name}-{style}" {size}>{paper}<{shape} fill="{look.colour}"/></pattern></defs>'
+    return found
+
+
+@functools.lru_cache(maxsize=16)
+def _legend(name: str, visible: Sequence[str], left: float, right: float, y: float, *, alone: bool) -> str:
+    """Return the legend's lines: the visible styles of the upper lane, and those of the lower lane.
+
+    Args:
+        name: the prefix of the SVG's ids.
+        visible: the styles to explain.
+        left: x of the lines.
+        right: where the lines end.
+        y: y of the first line.
+        alone: whether there is only one rank, so that it cannot wait for others.
+    """
+    pen, x, lower = _Pen(), left, False
+    communication = list(STYLES).index("exposed")
+    for style in visible:
+        words = ALONE if alone and style == "waiting" else STYLES[style].legend
+        wide = 34 + 5.5 * len(words)
+        if (not lower and list(STYLES).index(style) >= communication and x > left) or x + wide - 16 > right:
+            x, y = left, y + 16
+        lower = list(STYLES).index(style) >= communication
+        pen.box(_fill(name, style), x, y - 7.5, 14, 9)
+        pen.text(x + 18, y, words, ' font-size="10"')
+        x += wide
+    return pen.drawn()
+
+
+def _ticks(extent: float) -> list[float]:
+    """Return about six round numbers from 0 to `extent`."""
+    rough = extent / 6
+    power = 10.0 ** math.floor(math.log10(rough))
+    stride = next(m * power for m in (1, 2, 5, 10) if m * power >= rough)
+    return [round(i * stride, 9) for i in range(int(extent / stride + 1e-9) + 1)]
