@@ -27,9 +27,11 @@ class Records:
 
     Args:
         members: the ranks.
+        nodes: the node of each rank of an emulated network; empty without one.
     """
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(self, members: Sequence[Member], nodes: Sequence[int] = ()) -> None:
+        self._nodes = tuple(nodes)
         self._members = [m.name for m in members]
         self._readers = [m.reader for m in members]
         self._chunks: list[list[Any]] = [[] for _ in members]
@@ -172,7 +174,14 @@ class Records:
         notes = [f"torch's profiler gave nothing for {listed(unseen)}"] if unseen else []
         joined = [np.concatenate(c) if c else np.empty(0, record_dtype()) for c in self._chunks]
         return from_records(
-            joined, self._names, self._members, dropped=self._dropped, profile=profile, notes=notes, **self._interrupted
+            joined,
+            self._names,
+            self._members,
+            dropped=self._dropped,
+            profile=profile,
+            notes=notes,
+            nodes=self._nodes,
+            **self._interrupted,
         )
 
 

@@ -84,6 +84,11 @@ class Plan:
         """The class of the runtime."""
         return RUNTIMES[self.runtime]
 
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The node of each rank of an emulated network; empty without one."""
+        return self.link.nodes_among(len(self.names)) if isinstance(self.link, Network) else ()
+
     @classmethod
     def of(
         cls,

@@ -88,7 +88,7 @@ class Execution:
         self._on, self._name, self._picture = tuple(on), name, picture
         self._names = tuple(m.name for m in self._members)
         self._output = Output(self._names, show=show)
-        self._records = Records(self._members)
+        self._records = Records(self._members, pool.plan.nodes)
         self._results: dict[int, Any] = {}
         self._failures: dict[int, RankFailure] = {}
         self._serving: set[int] = set()  # ranks that were called, and serve the others until these have returned

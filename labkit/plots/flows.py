@@ -49,6 +49,7 @@ class Flows:
         ends: the names of the ends.
         rank: the number of each end's rank.
         devices: whether any of the ends are devices.
+        node: the number of each end's node, if the ranks communicated over a network of several; else empty.
     """
 
     name: tuple[str, ...]
@@ -65,6 +66,7 @@ class Flows:
     ends: tuple[str, ...]
     rank: NDArray[np.int64]
     devices: bool
+    node: NDArray[np.int64]
 
     def matrix(self) -> NDArray[np.float64]:
         """Return the bytes from end to end, shape (ends, ends): rows send, columns receive."""
@@ -74,6 +76,10 @@ class Flows:
     def between_ranks(self) -> float:
         """Return the bytes that went from one rank to another, rather than between devices of the same rank."""
         return float(self.nbytes[self.rank[self.source] != self.rank[self.destination]].sum())
+
+    def between_nodes(self) -> float:
+        """Return the bytes that went from one node to another."""
+        return float(self.nbytes[self.node[self.source] != self.node[self.destination]].sum())
 
     def by_operation(self) -> NDArray[np.float64]:
         """Return the bytes of each operation, shape (names,)."""
@@ -106,6 +112,7 @@ def flows_of(trace: Trace) -> Flows:
         tuple(once[i] for i in used[order].tolist()),
         rings=any(type_of(names[i]).traffic is Traffic.RING for i in used), roots=bool(roots), unsized=_unsized(rows, names),
         ends=tuple(itertools.compress(ends.names, shown)), rank=ends.rank[shown], devices=ends.devices,
+        node=np.array(trace.nodes, np.int64)[ends.rank[shown]] if len(set(trace.nodes)) > 1 else np.empty(0, np.int64),
     )  # fmt: skip
 
 

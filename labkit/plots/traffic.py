@@ -41,6 +41,7 @@ BINS: Final = 150
 NUMBERED: Final = 8  # ranks; with more, the matrix has no room for numbers
 TITLED: Final = 2 * NUMBERED  # ranks; with more, it has no room for their names either
 CHARACTER_IN: Final = 0.07
+NODES_IN: Final = 0.2  # width of the names of nodes beside the matrix
 MATRIX_IN: Final = 2.1  # width of the matrix in a new figure
 LONGEST: Final = 56  # characters of an operation's name
 
@@ -53,7 +54,8 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
     backend's algorithm. A broadcast or scatter counts as messages from the root to each other rank; a gather or reduce
     as messages from each rank to the root; an all-to-all as messages between all pairs. The others count as a ring
     algorithm moves them: in an all-reduce of S bytes on n ranks, each rank sends 2·(n - 1)/n·S to the next. If a rank
-    has several TensorFlow devices, each counts as a rank.
+    has several TensorFlow devices, each counts as a rank. Over a `labkit.Network`, lines separate the nodes, and the
+    title gives the bytes between nodes.
 
     Bytes are those of tensors, and for remote calls those of the pickled data. They are spread evenly over the time
     from the arrival of the last rank to the end of the operation. An operation has the same colour in all figures;
@@ -100,7 +102,8 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
 
         beside = make_axes_locatable(ax)
         right = beside.append_axes("right", size="48%", pad=0.55 + CHARACTER_IN * max(map(len, ranks)))
-        scale = beside.append_axes("right", size="2.5%", pad=0.08) if len(ranks) > NUMBERED else None
+        pad = 0.08 + NODES_IN * bool(len(flows.node))
+        scale = beside.append_axes("right", size="2.5%", pad=pad) if len(ranks) > NUMBERED else None
         _draw_rates(ax, trace, flows, labels)
         if flows.unsized:
             ax.plot([], [], linestyle="none", label=entries[-1])
@@ -108,6 +111,7 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
         _draw_matrix(right, scale, flows, ranks, rules, upright)
         least = "at least " if flows.unsized else ""
         some = f", {bytes_in_words(flows.between_ranks())} between ranks" if flows.devices and len(trace.ranks) > 1 else ""
+        some += f", {bytes_in_words(flows.between_nodes())} between nodes" if len(flows.node) else ""
         ax.set_title(f"What travelled  ·  {view.in_words()}, {least}{bytes_in_words(matrix.sum())} in all{some}")
     return describe(
         ax, f"What travelled: {view.in_words()}, {least}{bytes_in_words(matrix.sum())} in all{some}. {'; '.join(entries)}."
@@ -212,6 +216,7 @@ def _draw_matrix(ax: Axes, scale: Axes | None, flows: Flows, ranks: list[str], r
     ax.set_title(f"from {endpoint} to {endpoint} [{unit}]")
     for spine in ax.spines.values():
         spine.set(visible=True, color=INK, alpha=0.5, linewidth=0.6)
+    _draw_nodes(ax, flows)
     if scale is not None:
         ax.figure.colorbar(image, cax=scale)
         return
@@ -221,6 +226,19 @@ def _draw_matrix(ax: Axes, scale: Axes | None, flows: Flows, ranks: list[str], r
                 column, row, _cell(nbytes, size), ha="center", va="center", fontsize=8.5 if n <= 4 else 7,
                 color=INKS["dark"] if nbytes else INK,
             )  # fmt: skip
+
+
+def _draw_nodes(ax: Axes, flows: Flows) -> None:
+    """Draw lines between the nodes of a network, and each node's name beside its rows."""
+    for node in np.unique(flows.node).tolist():
+        first, last = np.flatnonzero(flows.node == node)[[0, -1]].tolist()
+        if first:
+            for line in (ax.axhline, ax.axvline):
+                line(first - 0.5, color=INK, linewidth=1.6)
+        ax.annotate(
+            f"node {node}", (1, (first + last) / 2), xytext=(4, 0), xycoords=ax.get_yaxis_transform(),
+            textcoords="offset points", rotation=90, va="center", fontsize=8, annotation_clip=False,
+        )  # fmt: skip
 
 
 def _cell(nbytes: float, size: float) -> str:

@@ -80,6 +80,7 @@ class Trace:
         dropped: lost records per rank, which were written faster than they could be read.
         notes: notes for the reader, such as a missing rank, or how well clocks agree.
         profile: events of torch's profiler, in any order; `save` writes them below each rank's own rows.
+        nodes: the node of each rank, if the ranks communicated over a `labkit.Network`.
 
     Raises:
         ValueError: a span has a rank without a name, or the end is before the start.
@@ -97,6 +98,7 @@ class Trace:
         dropped: Sequence[int] = (),
         notes: Sequence[str] = (),
         profile: Iterable[ProfilerEvent] = (),
+        nodes: Sequence[int] = (),
     ) -> None:
         self.columns = spans if isinstance(spans, Columns) else Columns.of(spans)
         self.scalars = tuple(sorted(scalars, key=lambda s: s.time_ns))
@@ -111,8 +113,7 @@ class Trace:
         if self.end_ns < self.start_ns:
             raise ValueError(f"a trace from {self.start_ns} to {self.end_ns} ns: the end lies before the start")
         self.dropped = tuple(dropped) or (0,) * len(self.ranks)
-        self.notes = tuple(notes)
-        self.profile = tuple(profile)
+        self.notes, self.profile, self.nodes = tuple(notes), tuple(profile), tuple(nodes)
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -312,14 +313,14 @@ class Trace:
         began = [self.start_ns, *self.columns.data["start_ns"][:1].tolist(), *(e.start_ns for e in self.profile)]
         zero_ns = min(began + [s.time_ns for s in self.scalars[:1]])
         other = {"labkit": 1, "ranks": self.ranks, "start_ns": self.start_ns, "end_ns": self.end_ns, "dropped": self.dropped}
-        other |= {"notes": self.notes, "zero_ns": zero_ns}
+        other |= {"notes": self.notes, "zero_ns": zero_ns} | ({"nodes": self.nodes} if self.nodes else {})
         events = write_events(self, self.scalars, self.ranks, zero_ns, self.profile)
         return events, {"displayTimeUnit": "ms", "otherData": other}
 
     def _with(
         self, columns: Columns, scalars: Iterable[Scalar], start_ns: int, end_ns: int, profile: Iterable[ProfilerEvent]
     ) -> Trace:
-        kept: dict[str, Any] = {"ranks": self.ranks, "dropped": self.dropped, "notes": self.notes}
+        kept: dict[str, Any] = {"ranks": self.ranks, "dropped": self.dropped, "notes": self.notes, "nodes": self.nodes}
         part = Trace(columns, scalars, start_ns=start_ns, end_ns=end_ns, profile=profile, **kept)
         part.labelled = self.labelled
         return part

@@ -96,11 +96,13 @@ def _json(path: Path) -> Any:
 
 
 def _arguments(events: list[Any], other: dict[str, Any]) -> dict[str, Any]:
-    ranks, dropped, notes = other["ranks"], other["dropped"], other.get("notes", [])
+    ranks, dropped, notes, nodes = other["ranks"], other["dropped"], other.get("notes", []), other.get("nodes", [])
     if not _is_list(ranks, str) or not _is_list(notes, str):
         raise TraceFileError("the names of its ranks, or its notes, are not strings")
     if not _is_list(dropped, int) or len(dropped) not in (0, len(ranks)) or any(d < 0 for d in dropped):
         raise TraceFileError("its numbers of lost records do not match its ranks")
+    if not _is_list(nodes, int) or len(nodes) not in (0, len(ranks)):
+        raise TraceFileError("its numbers of nodes do not match its ranks")
     times = [other[name] for name in ("zero_ns", "start_ns", "end_ns")]
     if not _is_list(times, int) or any(abs(t) > LARGEST for t in times) or times[2] < times[1]:
         raise TraceFileError("its start and end are not valid times")
@@ -115,7 +117,7 @@ def _arguments(events: list[Any], other: dict[str, Any]) -> dict[str, Any]:
         _check_other(event, len(ranks))
     return {
         "spans": columns, "scalars": scalars, "ranks": ranks, "start_ns": times[1], "end_ns": times[2],
-        "dropped": dropped, "notes": notes, "profile": profile,
+        "dropped": dropped, "notes": notes, "profile": profile, "nodes": nodes,
     }  # fmt: skip
 
 

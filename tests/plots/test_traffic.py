@@ -375,3 +375,26 @@ def test_the_figure_of_devices_names_devices():
     assert ax.get_title(loc="left").endswith("2.00 kB in all")
     several = traffic(reduced_by_devices(2, across=True).trace(2))
     assert several.get_title(loc="left").endswith("6.00 kB in all, 3.00 kB between ranks")
+
+
+def test_the_nodes_of_a_network():
+    """Four ranks on two nodes: of the ring's four arrows, two lead from node to node."""
+    trace = collective("all_reduce", [1000] * 4)
+    ax = traffic(trace)
+    assert "between nodes" not in ax.get_title(loc="left")
+    trace.nodes = (0, 0, 1, 1)
+    flows = flows_of(trace)
+    assert flows.node.tolist() == [0, 0, 1, 1]
+    assert flows.between_nodes() == 3000
+    ax = traffic(trace)
+    assert ax.get_title(loc="left").endswith("6.00 kB in all, 3.00 kB between nodes")
+    matrix = ax.figure.axes[1]
+    assert [(list(line.get_xdata()), list(line.get_ydata())) for line in matrix.lines] == [
+        ([0, 1], [1.5] * 2),
+        ([1.5] * 2, [0, 1]),
+    ]
+    assert [text.get_text() for text in matrix.texts if text.get_text().startswith("node")] == ["node 0", "node 1"]
+    part = trace.between(trace.start_ns, trace.end_ns)
+    assert part.nodes == trace.of(rank=0).nodes == (0, 0, 1, 1)
+    trace.nodes = (0, 0, 0, 0)
+    assert "between nodes" not in traffic(trace).get_title(loc="left")

@@ -44,6 +44,7 @@ def a_trace() -> Trace:
         ranks=["rank 0", "rank 1"],
         notes=["a note"],
         profile=[ProfilerEvent(0, "cpu", "aten::mm", "operator", 12, 30)],
+        nodes=[0, 1],
     )
 
 
@@ -98,8 +99,10 @@ BROKEN: dict[str, tuple[Callable[[str], str | bytes], str]] = {
     "another program's": (lambda _: '{"traceEvents": [], "otherData": {"version": 1}}', "it is a trace of another program"),
     "lacks ranks": (content_with(lambda c: c["otherData"].pop("ranks")), "it lacks 'ranks'"),
     "ranks are numbers": (content_with(lambda c: c["otherData"].update(ranks=[0, 1])), "the names of its ranks"),
-    "a rank less": (content_with(lambda c: c["otherData"].update(ranks=["a"], dropped=[0])), "it has a .* rank"),
+    "a rank less": (content_with(lambda c: c["otherData"].update(ranks=["a"], dropped=[0], nodes=[0])), "it has a .* rank"),
     "lost records": (content_with(lambda c: c["otherData"].update(dropped=["many", 0])), "lost records"),
+    "a node less": (content_with(lambda c: c["otherData"].update(nodes=[0])), "its numbers of nodes do not match its ranks"),
+    "nodes are words": (content_with(lambda c: c["otherData"].update(nodes=["a", "b"])), "its numbers of nodes"),
     "the end first": (
         content_with(lambda c: c["otherData"].update(start_ns=9, end_ns=1)),
         "its start and end are not valid times",
