@@ -59,7 +59,8 @@ def announce(copies: Copies) -> None:
     if copies.new:
         print(f"Your copies of the lessons are in {FOLDER}. An update never overwrites what you write there.")
     for name in copies.outdated:
-        print(f'{name} has a newer version; your copy is kept. lab.reset_lesson("{name[:2]}") gives you the new one.')
+        number = name.partition("_")[0]
+        print(f'{name} has a newer version; your copy is kept. lab.reset_lesson("{number}") gives you the new one.')
 
 
 def main() -> None:

@@ -64,10 +64,10 @@ def data_parallel_step(
 ) -> Prediction:
     """Seconds of one data-parallel training step: forward, backward, all-reduces of the gradients, optimizer.
 
-    The gradients are reduced in m buckets of n/m bytes. One is complete after each m-th of the backward pass, and their
-    ring all-reduces, of t_a each, run one after the other. An overlapped step takes t_f + max(t_b + (m−1)·o + t_a,
-    t_b/m + m·t_a) + t_o: limited by the backward pass plus o per all-reduce but the last, or by the link. Without
-    overlap it takes t_f + t_b + m·t_a + t_o. If ranks share cores, pass times measured while all of them compute.
+    The gradients are reduced in k buckets of n/k bytes. One is complete after each k-th of the backward pass, and their
+    ring all-reduces, of t_a each, run one after the other. An overlapped step takes t_f + max(t_b + (k−1)·o + t_a,
+    t_b/k + k·t_a) + t_o: limited by the backward pass plus o per all-reduce but the last, or by the link. Without
+    overlap it takes t_f + t_b + k·t_a + t_o. If ranks share cores, pass times measured while all of them compute.
 
     Args:
         forward_s: t_f, the forward pass on a rank's part of the batch.
@@ -76,7 +76,7 @@ def data_parallel_step(
         ranks: p, the number of ranks; of a network, also a list of some of its ranks.
         link: the link between them, or their network.
         overlap: whether all-reduces overlap the backward pass, as in DistributedDataParallel.
-        buckets: m, the number of buckets.
+        buckets: k, the number of buckets.
         optimizer_s: t_o, the optimizer step.
         overhead_s: o, the CPU time that an all-reduce takes from the backward pass: 0 if other cores do the all-reduce.
 
@@ -95,10 +95,10 @@ def data_parallel_step(
     if overlap:
         delay_s = (buckets - 1) * overhead_s
         value = forward_s + max(backward_s + delay_s + each, backward_s / buckets + buckets * each) + optimizer_s
-        o_term = r" + (m - 1)\,o" if overhead_s else ""
+        o_term = r" + (k - 1)\,o" if overhead_s else ""
         formula = (
-            rf"t_f + \max\left(t_b{o_term} + t_a,\ \frac{{t_b}}{{m}} + m\,t_a\right) + t_o,"
-            r"\quad t_a = T_\text{all-reduce}(n/m)"
+            rf"t_f + \max\left(t_b{o_term} + t_a,\ \frac{{t_b}}{{k}} + k\,t_a\right) + t_o,"
+            r"\quad t_a = T_\text{all-reduce}(n/k)"
         )
         last, link_bound = (
             _s(backward_s) + (rf" + {buckets - 1} \cdot {_s(overhead_s)}" if overhead_s else "") + rf" + {_s(each)}",
@@ -107,7 +107,7 @@ def data_parallel_step(
         inserted = rf"{begin}\max\left({last},\ {link_bound}\right){end}"
     else:
         value = forward_s + backward_s + buckets * each + optimizer_s
-        formula = r"t_f + t_b + m\,t_a + t_o,\quad t_a = T_\text{all-reduce}(n/m)"
+        formula = r"t_f + t_b + k\,t_a + t_o,\quad t_a = T_\text{all-reduce}(n/k)"
         inserted = rf"{begin}{_s(backward_s)} + {buckets} \cdot {_s(each)}{end}"
     return Prediction(value, "s", "T", formula, inserted, source)
 

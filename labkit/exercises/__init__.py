@@ -14,6 +14,7 @@ __all__ = ["LESSONS", "find"]
 LESSONS: dict[str, tuple[str, ...]] = {
     "start_here": ("introduce", "my_share", "waiting_share"),
     "data_parallel": ("average_gradients", "average_in_buckets", "draw_indices", "scaled_learning_rate"),
+    "what_it_costs": ("break_even", "accumulate"),
     "sharded_data_parallel": ("shard_range", "memory_per_rank", "zero1", "global_norm"),
     "model_parallel": ("activation_bytes", "best_cut", "TwoDevices", "middle_step"),
     "pipeline_parallel": ("bubble", "balanced_stages", "gpipe_step", "one_f_one_b_step"),

@@ -67,7 +67,7 @@ def reset_lesson(lesson: str) -> str:
     """Replace your copy of a lesson by a fresh one; the old copy is kept beside it under another name.
 
     Args:
-        lesson: the beginning of its name, such as "02".
+        lesson: its number, such as "02" or "02b", or another beginning of its name.
 
     Returns:
         what was done, and what to do in JupyterLab.
@@ -80,7 +80,8 @@ def reset_lesson(lesson: str) -> str:
         raise TypeError(f'reset_lesson({lesson!r}): expected the beginning of a lesson\'s name, as in lab.reset_lesson("02")')
     folder = Path.cwd()
     copies = {path.name: path for path in sorted(folder.glob("*.ipynb")) if _copied_digest(path) and ".old" not in path.name}
-    found = [path for name, path in copies.items() if lesson and name.startswith(lesson)]
+    found = [path for name, path in copies.items() if name.partition("_")[0] == lesson]  # "02" is not "02b"
+    found = found or [path for name, path in copies.items() if lesson and name.startswith(lesson)]
     if len(found) != 1:
         names = ", ".join(name.removesuffix(".ipynb") for name in copies) or "no copies of lessons"
         raise LabError(f"reset_lesson({lesson!r}): expected the beginning of one lesson's name; this folder has {names}")

@@ -105,6 +105,14 @@ def test_reset_takes_the_lesson_as_it_is_now(lessons, mine):
     assert copy_lessons(lessons, mine) == Copies()
 
 
+def test_reset_of_a_lesson_whose_number_begins_another_ones(lessons, mine):
+    write(lessons / "01b_c.ipynb", "Text.", "print(3)")
+    copy_lessons(lessons, mine)
+    for number, name in (("01", "01_b"), ("01b", "01b_c")):
+        edit(mine / f"{name}.ipynb", 1, "my answer")
+        assert f"your work is in {name}.old1.ipynb" in reset_lesson(number)
+
+
 @pytest.mark.parametrize("lesson", ["", "0", "7"])
 def test_reset_names_the_copies_that_there_are(mine, lesson):
     with pytest.raises(lab.LabError, match="expected the beginning of one lesson's name; this folder has 00_a, 01_b"):

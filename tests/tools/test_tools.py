@@ -201,11 +201,12 @@ def test_a_root_folder_of_the_students_own(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_new_and_outdated_copies_are_announced(capsys: pytest.CaptureFixture[str]) -> None:
     lab.announce(Copies())
     assert capsys.readouterr().out == ""
-    lab.announce(Copies(new=("00_start_here.ipynb",), outdated=("02_data_parallel.ipynb",)))
-    copied, outdated = capsys.readouterr().out.splitlines()
+    lab.announce(Copies(new=("00_start_here.ipynb",), outdated=("02_data_parallel.ipynb", "02b_costs.ipynb")))
+    copied, outdated, second = capsys.readouterr().out.splitlines()
     assert copied.startswith(f"Your copies of the lessons are in {lab.FOLDER}.")
     assert outdated.startswith("02_data_parallel.ipynb has a newer version")
     assert 'lab.reset_lesson("02")' in outdated
+    assert 'lab.reset_lesson("02b")' in second
 
 
 @pytest.fixture

@@ -1,0 +1,199 @@
+"""The exercises of lesson 02b: the bandwidth that data parallelism needs, and gradients accumulated over batches."""
+
+# No `from __future__ import annotations`: DDP reads the annotations of a communication hook, and needs types there.
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.errors.lists import counted
+from labkit.exercises.gradients import Experts, Gradients, gradients_of, keeps, random_batch
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, differ, listing
+
+__all__ = ["EXERCISES"]
+
+LESSON = "02b_what_it_costs"
+
+# Milliseconds of a step of one process, and of the computing of a rank; bytes of gradients; ranks; latency in µs.
+CASES = ((40.0, 15.0, 4_000_000, 4, 100.0), (14.0, 7.5, 1_724_320, 2, 50.0), (100.0, 20.0, 100_000_000, 8, 5.0))
+HOPELESS = (14.0, 13.95, 1_724_320, 2, 50.0)  # the latencies alone take longer than what is saved
+
+
+def _break_even(answer: Any, _: OnRanks) -> str:
+    for case in CASES:
+        given = float(answer(*case))
+        alone_ms, shared_ms, nbytes, ranks, latency_us = case
+        saved_s, rounds = (alone_ms - shared_ms) / 1e3, 2 * (ranks - 1)
+        bits, latency_s = 8 * nbytes, latency_us * 1e-6
+        right = rounds / ranks * bits / (saved_s - rounds * latency_s) / 1e9
+        mistakes = {
+            right / 8: "that is in gigabytes per second; a byte has 8 bits",
+            rounds / ranks * bits / saved_s / 1e9: "the latency is missing: a ring all-reduce has 2(p−1) rounds, each with α",
+            rounds
+            / ranks
+            * bits
+            / (saved_s - latency_s)
+            / 1e9: "α was counted once; a ring has 2(p−1) rounds, one after another",
+            bits / (saved_s - rounds * latency_s) / 1e9: (
+                "each rank sends 2(p−1)/p times the gradients, not once; only for two ranks is it the same"
+            ),
+            2 * bits / (saved_s - rounds * latency_s) / 1e9: "2(p−1)/p is less than 2: a ring sends p-ths of the gradients",
+            rounds * bits / (saved_s - rounds * latency_s) / 1e9: (
+                "each of the 2(p−1) rounds carries a p-th of the gradients, not all of them"
+            ),
+            rounds / ranks * bits / (alone_ms / 1e3 - rounds * latency_s) / 1e9: (
+                "the all-reduce may take what is *saved*, alone_ms − shared_ms, not the whole step of one process"
+            ),
+            rounds / ranks * bits / (shared_ms / 1e3 - rounds * latency_s) / 1e9: (
+                "the all-reduce may take what is *saved*, alone_ms − shared_ms, not as long as a rank computes"
+            ),
+            right * 1e9: "that is in bit/s; 1 Gbit/s is 10⁹ of them",
+            right * 1e-3: "milliseconds are not seconds: 1 ms is 0.001 s",
+        }
+        if math.isclose(given, right, rel_tol=1e-3):
+            continue
+        details = (f"break_even{case}: given {given:.4g}, expected {right:.4g} Gbit/s",)
+        if math.isclose(given, 1 / right, rel_tol=1e-3):
+            raise AnswerError("that is upside down: bandwidth is bits divided by seconds", *details)
+        cause = next((words for value, words in mistakes.items() if math.isclose(given, value, rel_tol=1e-3)), None)
+        raise AnswerError(
+            cause or "set the all-reduce's time, 2(p−1)·α + 2(p−1)/p · 8n/B, equal to what is saved, and solve for B", *details
+        )
+    _judge_hopeless(answer)
+    return "Above this bandwidth the ranks are faster than one process; where latency alone costs more, no bandwidth is enough."
+
+
+def _judge_hopeless(answer: Any) -> None:
+    details = (f"break_even{HOPELESS}: 0.05 ms are saved, and two latencies of 50 µs cost 0.1 ms",)
+    try:
+        given = float(answer(*HOPELESS))
+    except ZeroDivisionError:
+        raise AnswerError(
+            "division by zero where latency alone takes all that is saved: return float('inf') then", *details
+        ) from None
+    if given < 0:
+        raise AnswerError(
+            f"{given:.3g} Gbit/s: a negative bandwidth means that no bandwidth is enough; return float('inf') there", *details
+        )
+    if not math.isinf(given):
+        raise AnswerError("no bandwidth is enough where latency alone costs more than is saved: return float('inf')", *details)
+
+
+class _Counter:
+    """Counts the buckets that DDP sends, and the losses that are computed after the last of them."""
+
+    def __init__(self) -> None:
+        self.buckets = 0
+        self.late = 0
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Compute the loss; passed to the student's function as its loss function."""
+        self.late += 1
+        return nn.functional.mse_loss(outputs, targets)
+
+    def hook(self, _: object, bucket: dist.GradBucket) -> Future[Tensor]:
+        """DDP's communication hook; DDP calls it for each bucket, once its gradients are complete."""
+        self.buckets += 1
+        self.late = 0
+        assert dist.group.WORLD is not None
+        return allreduce_hook(dist.group.WORLD, bucket)
+
+
+SIZES = ((5, 1, 2), (2, 4, 6), (1, 1, 2))  # examples in each micro-batch of each rank; no mistake cancels out
+
+
+def _micro_batches() -> list[list[tuple[Tensor, Tensor]]]:
+    """Return the micro-batches of each rank."""
+    inputs, targets = (iter(part.split([n for sizes in SIZES for n in sizes])) for part in random_batch(sum(map(sum, SIZES))))
+    return [[(next(inputs), next(targets)) for _ in sizes] for sizes in SIZES]
+
+
+def _serial_accumulation(weights: Sequence[Sequence[float]]) -> Gradients:
+    """Return the gradients of one process that multiplies each micro-batch's mean loss by its weight."""
+    model = Experts(1)
+    for of_rank, batches in zip(weights, _micro_batches(), strict=True):
+        for weight, (inputs, targets) in zip(of_rank, batches, strict=True):
+            (weight * nn.functional.mse_loss(model(inputs), targets)).backward()
+    return gradients_of(model)
+
+
+def _accumulate_on_rank(answer: Callable[..., object]) -> tuple[Gradients, int, int]:
+    """Return the gradients after the student's function, and the numbers of buckets sent and losses computed later."""
+    model = DistributedDataParallel(Experts(1))
+    counter = _Counter()
+    model.register_comm_hook(None, counter.hook)
+    answer(model, _micro_batches()[dist.get_rank()], counter.loss)
+    return gradients_of(model.module), counter.buckets, counter.late
+
+
+def _accumulate(answer: Any, on: OnRanks) -> str:
+    ranks, examples = len(SIZES), sum(map(sum, SIZES))
+    mistakes = {  # with the weights of the micro-batches' mean losses that result, after DDP has divided by the ranks
+        "every batch counts the same, however few examples it has: weight each loss by the number of its examples": [
+            [1 / len(sizes) / ranks for _ in sizes] for sizes in SIZES
+        ],
+        "every rank counts the same, however few examples it has: divide by the examples of all ranks together (an all_reduce "
+        "of the number), not by this rank's own": [[size / sum(sizes) / ranks for size in sizes] for sizes in SIZES],
+        "the mean losses of the batches were added up: weight each by its share of the examples": [
+            [1 / ranks for _ in sizes] for sizes in SIZES
+        ],
+    }
+
+    def explain(times: float) -> str | None:
+        if abs(times - 1 / ranks) < 1e-3:
+            return "were divided by the number of ranks once too often (DDP averages over the ranks: it divides already)"
+        if abs(times - examples / ranks) < 1e-3:
+            return "were weighted by the number of examples, but not divided by that of all ranks"
+        return None
+
+    after, buckets, late = zip(*on(ranks, _accumulate_on_rank, answer), strict=True)
+    if not any(after):
+        raise AnswerError("no parameter has a gradient afterwards: backward() adds to .grad, and nothing may clear it at the end")
+    if buckets[0] == 0 and not all(keeps(gradients, after[0]) for gradients in after):
+        raise AnswerError(
+            "no rank sent its gradients: no_sync() was active for every batch. The last one must run outside it, and sends the "
+            "sum of all"
+        )
+    right = _serial_accumulation([[size / examples for size in sizes] for sizes in SIZES])
+    if buckets[0] and late[0] and differ(after, right):
+        raise AnswerError(
+            "gradients computed after the backward that sends stay on their rank: the batch outside no_sync() must be the last",
+            f"computed after it: {late[0]} of {len(SIZES[0])} losses",
+        )
+    for mistake, weights in mistakes.items():
+        if not differ(after, _serial_accumulation(weights)):
+            each = "; ".join(f"rank {rank}: {listing(sizes)}" for rank, sizes in enumerate(SIZES))
+            raise AnswerError(mistake, f"examples in the batches: {each}")
+    compare(after, right, subject="the gradients", explain=explain)
+    if buckets[0] > 1:
+        raise AnswerError(
+            f"the gradients are right, but were sent {counted(buckets[0], 'time')}; once is enough",
+            "forward and backward of all batches but the last belong inside `with model.no_sync():`; DDP decides in the "
+            "forward pass whether the backward will send",
+        )
+    most = max(map(max, SIZES))
+    return f"{ranks} ranks, batches of 1 to {most} examples, sent once: the gradients of one process with all the examples."
+
+
+EXERCISES = (
+    Exercise(
+        "break_even",
+        LESSON,
+        "break_even(alone_ms, shared_ms, nbytes, ranks, latency_us) returns the bandwidth in Gbit/s above which data "
+        "parallelism is faster than one process: a step of one process takes alone_ms; a rank computes for shared_ms, then "
+        "follows a ring all-reduce of nbytes. float('inf') where no bandwidth is enough.",
+        _break_even,
+    ),
+    Exercise(
+        "accumulate",
+        LESSON,
+        "accumulate(model, batches, loss_function) gives a DDP model the gradients of the mean loss over all examples of all "
+        "ranks, and sends them only once. Batches and ranks have different numbers of examples.",
+        _accumulate,
+    ),
+)
