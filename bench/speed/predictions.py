@@ -19,6 +19,7 @@ import labkit as lab
 from bench import machine
 from bench.speed import sharded_models
 from bench.speed.repetitions import REPEATS, Times, in_turns, repeated, seconds
+from bench.speed.two_levels import two_levels
 from bench.table import duration, table
 from labkit.errors.units import in_words
 from labkit.worker.usable_cores import usable_cores
@@ -37,7 +38,7 @@ def main() -> None:
     arguments = parser.parse_args()
     about = [f"- {line}" for line in [*machine.describe(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"]]
     cells, ratios = [], []
-    timed = (collectives, messages, overlapped, data_parallel, pipeline, sharded_models.tensor_parallel)
+    timed = (collectives, messages, two_levels, overlapped, data_parallel, pipeline, sharded_models.tensor_parallel)
     for part in (*timed, sharded_models.memory, echo):
         print(part.__name__, file=sys.stderr, flush=True)
         for name, predicted, measured in part():
@@ -55,9 +56,9 @@ def main() -> None:
 INTRODUCTION: Final = """# Predicted and measured
 
 `python -m bench.speed.predictions` prints this page; `--write docs/predictions.md` keeps it here. The ranks of one
-machine communicate over a `lab.Link`. `lab.predict` computes the predictions from the link's two numbers and, where
-ranks compute, from how long they compute alone, measured in the same run. Where ranks have all cores, it also uses how
-much processor time an all-reduce takes from them.
+machine communicate over a `lab.Link`, or over a `lab.Network` of two nodes. `lab.predict` computes the predictions from
+the numbers of the links and, where ranks compute, from how long they compute alone, measured in the same run. Where
+ranks have all cores, it also uses how much processor time an all-reduce takes from them.
 
 A time is the median of nine, from the moment when the last rank has begun to the moment when the last has ended. On a
 busy machine, or with fewer cores than ranks, gloo's own time is added, and where it exceeds the link's time it is what

@@ -171,6 +171,22 @@ def test_the_hierarchical_all_reduce_is_the_sum_of_its_collectives(schedule: Sha
     assert max(last) == pytest.approx(predicted_ms)
 
 
+@pytest.mark.parametrize(("ranks", "nodes"), [(4, 2), (6, 2), (6, 3), (8, 2), (5, 2)])
+def test_a_ring_of_messages_takes_the_time_of_the_formula(schedule: SharedLink, ranks: int, nodes: int) -> None:
+    """Each rank sends a part to the next and receives one, and begins the next step when both have arrived."""
+    network, nbytes = lab.Network(nodes=nodes, inside=FAST, between=SLOW).of(ranks), 8000
+    ready_ns = [1] * ranks
+    for step in range(2 * (ranks - 1)):
+        for end in ("sent", "received"):
+            for rank in range(ranks):
+                to = (rank + 1) % ranks
+                at_ns = ready_ns[rank] if end == "sent" else ready_ns[to]
+                schedule.arrive(f"{rank}>{to}", step, at_ns, message_cost(network, rank, to, nbytes // ranks, 2))
+        due_ns = [schedule.due_ns(f"{rank}>{(rank + 1) % ranks}", step) for rank in range(ranks)]
+        ready_ns = [max(due_ns[rank], due_ns[rank - 1]) for rank in range(ranks)]
+    assert max(ready_ns) / 1e9 == pytest.approx(lab.predict.all_reduce(nbytes // ranks * ranks, ranks, network), rel=1e-6)
+
+
 def test_predictions_accept_a_network() -> None:
     predict: Any = lab.predict
     for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter"):
