@@ -10,6 +10,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from labkit.recording.operations import Form, OperationType, Traffic
+from labkit.recording.signatures import of_exchange, of_parts, of_tensor
 
 __all__ = ["first_tensor", "most_nbytes", "nbytes_of", "root_of", "signature_of", "tensor_in_words"]
 
@@ -35,7 +36,7 @@ def signature_of(kind: OperationType, form: Form, arguments: tuple[Any, ...], ro
         return ""
     operation = getattr(getattr(options, "reduceOp", None), "op", None) if kind.reduces else None
     if form.parts is not None and (parts := arguments[form.parts]) and _uneven(parts[0]):
-        return _in_words(tensor.dtype, tuple(t.numel() for t in parts[0]), operation, root, "parts of ")
+        return of_parts(_name(tensor.dtype), [t.numel() for t in parts[0]], _reduction(operation), root)
     words = _in_words(tensor.dtype, tensor.shape, operation, root)
     if isinstance(given, list) and len(given) > 1:
         words = " and ".join([words, *(_in_words(t.dtype, t.shape, None, -1) for t in given[1:])])
@@ -62,8 +63,7 @@ def _between_pairs(arguments: tuple[Any, ...]) -> str:
         if not of_output and not of_input:
             return _in_words(tensor.dtype, tensor.shape, None, -1)
         sizes = _elements(given, of_input, len(of_output)), _elements(output, of_output, len(of_input))
-    sent, received = (",".join(map(str, numbers)) for numbers in sizes)
-    return f"{str(tensor.dtype).removeprefix('torch.')} {sent} sent, {received} received"
+    return of_exchange(_name(tensor.dtype), *sizes)
 
 
 def _elements(tensor: torch.Tensor, splits: Sequence[int], count: int) -> list[int]:
@@ -122,11 +122,14 @@ def first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _in_words(dtype: torch.dtype, shape: Sequence[int], operation: Any, root: int, before: str = "") -> str:
-    sizes = f"{before}{', '.join(map(str, shape))}" if before else str(list(shape))
-    parts = [f"{str(dtype).removeprefix('torch.')} {sizes}"]
-    if operation not in (None, c10d.ReduceOp.SUM):
-        parts.append(getattr(operation, "name", str(operation)).lower())
-    if root >= 0:
-        parts.append(f"root {root}")
-    return ", ".join(parts)
+def _in_words(dtype: torch.dtype, shape: Sequence[int], operation: Any, root: int) -> str:
+    return of_tensor(_name(dtype), shape, _reduction(operation), root)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _reduction(operation: Any) -> str:
+    """The name of a reduction; "" for the sum, which is torch's default, and for none."""
+    return "" if operation in (None, c10d.ReduceOp.SUM) else getattr(operation, "name", str(operation)).lower()

@@ -7,8 +7,6 @@ ranks are blocked.
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -29,11 +27,11 @@ from labkit.recording.operations import (
     Traffic,
 )  # fmt: skip
 from labkit.recording.schema import Pending
+from labkit.recording.signatures import with_elements
 
 __all__ = [
     "SERVES_OTHERS",
     "Deadlock",
-    "amount",
     "doing",
     "find_deadlock",
     "mismatch",
@@ -245,12 +243,7 @@ def _differs(a: Pending, b: Pending) -> bool:
     names_differ = a.name != b.name and kind_of(a.group) is not GroupKind.PAIR
     if a.type.traffic is Traffic.PAIRWISE:  # ranks may give different amounts; see `group.mismatches`
         return names_differ
-    return names_differ or (a.signature != b.signature and amount(a.signature) != amount(b.signature))
-
-
-def amount(signature: str) -> str:
-    """The same words for tensors of as many elements: a backend sends elements, and [4] goes well with [2, 2]."""
-    return re.sub(r"\[([\d, ]*)\]", lambda shape: str(math.prod(int(n) for n in re.findall(r"\d+", shape[1]))), signature)
+    return names_differ or with_elements(a.signature) != with_elements(b.signature)
 
 
 def _why(ranks: Sequence[RankState], waiting: Sequence[int], inactive: set[int]) -> tuple[str, str, int | None]:

@@ -7,23 +7,21 @@ another int32, or when one rank sums and another takes the maximum: the results 
 from __future__ import annotations
 
 import itertools
-import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from labkit.errors.exceptions import MismatchError
-from labkit.group.deadlock import amount, mismatch
+from labkit.group.deadlock import mismatch
 from labkit.recording.group_keys import GroupKind, kind_of
 from labkit.recording.operations import RECV, SEND, Traffic, type_of
 from labkit.recording.schema import COMMUNICATION, OPEN, Pending
+from labkit.recording.signatures import exchange_of, with_elements, without_ones
 
 __all__ = ["Place", "first_unequal", "mismatch_error", "mismatch_hint", "shapes_note"]
 
 _ANY_OTHER: Final = -1  # stands for all groups whose operations are not compared
-_PARTS: Final = re.compile(r"(?P<dtype>\w+) (?P<sent>[\d,]*) sent, (?P<received>[\d,]*) received")
 
 # Operations of these groups have no counterpart on another rank whose arguments must agree.
 UNCOMPARED: Final = (GroupKind.ALONE, GroupKind.CALL, GroupKind.TENSORFLOW)
@@ -61,8 +59,8 @@ def first_unequal(chunks: Sequence[Sequence[Any]], names: Callable[[int], Sequen
                 continue
             rows = chunk[at]
             group = _numbers(rows["group"], own, texts, _compared)
-            name, signature = _numbers(rows["name"], own, texts, _alike), _numbers(rows["signature"], own, texts, amount)
-            shape = _numbers(rows["signature"], own, texts, _without_ones)
+            name, signature = _numbers(rows["name"], own, texts, _alike), _numbers(rows["signature"], own, texts, with_elements)
+            shape = _numbers(rows["signature"], own, texts, without_ones)
             place = np.full_like(at, rank), np.full_like(at, number), at
             match, start_ns = rows["match"].astype(at.dtype), rows["start_ns"].astype(at.dtype)
             parts.append(np.stack([*place, group, match, name, signature, start_ns, shape]))
@@ -121,11 +119,6 @@ def _alike(name: str) -> str:
     return "message" if type_of(name) in (SEND, RECV) else name
 
 
-def _without_ones(signature: str) -> str:
-    """Return a signature without dimensions of size 1, which do not change the layout in memory: [4, 1] becomes [4]."""
-    return re.sub(r"\[([\d, ]*)\]", lambda shape: str([n for n in re.findall(r"\d+", shape[1]) if n != "1"]), signature)
-
-
 def _operation(every: Any, at: int) -> Any:
     """Return the columns of one operation on all ranks."""
     return every[:, (every[3] == every[3, at]) & (every[4] == every[4, at])]
@@ -153,28 +146,13 @@ def _misfit(every: Any, which: Any, words: Sequence[str]) -> list[Any]:
 
 def _fits(signatures: Sequence[str]) -> bool:
     """Whether each rank of an all-to-all sends what the others expect; signatures in the order of the group's ranks."""
-    sides = [_sides(signature, len(signatures)) for signature in signatures]
-    if None in sides or len({side["dtype"] for side in sides if side}) != 1:
+    sides = [exchange_of(signature, len(signatures)) for signature in signatures]
+    if None in sides or len({side.dtype for side in sides if side}) != 1:
         return None in sides  # a mismatch cannot be proved if a signature is unknown
     for (i, a), (j, b) in itertools.permutations(enumerate(sides), 2):
-        if a and b and len(a["sent"]) == len(b["received"]) == len(sides) and a["sent"][j] != b["received"][i]:
+        if a and b and len(a.sent) == len(b.received) == len(sides) and a.sent[j] != b.received[i]:
             return False
     return True
-
-
-def _sides(signature: str, size: int) -> Mapping[str, Any] | None:
-    parts = _PARTS.fullmatch(signature)
-    if parts is not None:
-        sent, received = ([int(n) for n in parts[side].split(",") if n] for side in ("sent", "received"))
-        return {"dtype": parts["dtype"], "sent": sent, "received": received}
-    even = re.fullmatch(r"(\w+) (\d+)", signature)
-    if even is None:
-        return None
-    return {
-        "dtype": even[1],
-        "sent": [math.ceil(int(even[2]) / size)] * size,
-        "received": [math.ceil(int(even[2]) / size)] * size,
-    }
 
 
 def mismatch_hint(sides: Sequence[tuple[str, Pending]]) -> tuple[str, str]:
