@@ -15,6 +15,7 @@ from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
 from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, differ
 from labkit.exercises.sharded_oracles import STEPS, Weights, batch, network, serial, weights
+from labkit.recording.operations import type_of
 
 __all__ = ["EXERCISES"]
 
@@ -209,7 +210,7 @@ def _judge_weights(
             "the parameters are unchanged after step(): write the gathered values into the given tensors, as "
             "p.data.copy_(...) does"
         )
-    if ranks > 1 and not any("reduce" in name for name in operations):
+    if ranks > 1 and not any(type_of(name).reduces for name in operations):
         raise AnswerError(
             "no operation added up the gradients of the ranks, so each shard learns from one rank's examples only",
             f"operations: {', '.join(sorted(set(operations))) or 'none'}",
