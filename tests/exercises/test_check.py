@@ -44,6 +44,18 @@ def test_the_three_states_have_their_own_symbol() -> None:
     assert bool(Verdict("x", True, "Good."))
 
 
+@pytest.mark.parametrize("state", ["passed", "wrong", "not written yet"])
+def test_the_colour_of_a_state_is_legible_in_light_and_dark_themes(state: str) -> None:
+    verdict = Verdict("x", state == "passed", "Do this.", written=state != "not written yet")
+    assert verdict.state == state
+    red, green, blue = bytes.fromhex(verdict._repr_html_().partition("color:#")[2][:6])
+    assert (green > max(red, blue)) == (state == "passed")
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (red / 255, green / 255, blue / 255)]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]  # as WCAG 2 defines it
+    assert 1.05 / (luminance + 0.05) > 3.5, "on white"
+    assert (luminance + 0.05) / (0.0056 + 0.05) > 3.5, "on JupyterLab's dark page, #111111"
+
+
 def test_long_messages_are_wrapped_and_details_kept_as_they_are() -> None:
     lines = repr(Verdict("x", False, "word " * 60, ("y" * 150,))).splitlines()
     assert all(len(line) <= 112 for line in lines[:-1])

@@ -349,7 +349,7 @@ def test_shift_enter_leaves_the_whole_picture_in_the_window(before: int, lab_ser
         page.set_viewport_size({"width": width, "height": 900})
         page.wait_for_timeout(500)  # the next frame has been drawn in this width
         _picture(page, f"scroll-{before}-{width}")
-        assert page.evaluate(SEEN)[1] > 0.98
+        assert page.evaluate(SEEN)[1] > 0.95  # an output has a padding of 10 px
         assert page.evaluate(SMALLEST_LETTERS) > 7.5, f"letters in px at {width} px"
     over.touch()
     page.wait_for_selector("img.labkit-figure", timeout=LIMIT_MS)
@@ -357,7 +357,7 @@ def test_shift_enter_leaves_the_whole_picture_in_the_window(before: int, lab_ser
     share = "() => { const i = document.querySelector('img.labkit-figure'); return i.clientWidth / i.parentElement.clientWidth; }"
     page.set_viewport_size({"width": 1000, "height": 900})
     page.wait_for_timeout(500)
-    assert page.evaluate(share) > 0.98
+    assert page.evaluate(share) > 0.95
     assert "Timeline: work on 4 ranks" in (page.locator("img.labkit-figure").get_attribute("alt") or "")
     page.close()
 
@@ -374,7 +374,7 @@ def test_a_notebook_that_is_not_trusted_shows_a_sentence_instead_of_the_live_pic
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3 (ipykernel)"}}
     nbformat.write(nbformat.v4.new_notebook(cells=[cell], metadata=kernel), lab_server.folder / "other.ipynb")
     page = _open(browser, lab_server, "other.ipynb")
-    page.wait_for_selector(f"text={STILL[0]}", timeout=LIMIT_MS)
+    page.wait_for_selector(".labkit-not-live", timeout=LIMIT_MS)
     _picture(page, "not-trusted")
     assert page.inner_text(".jp-OutputArea").split() == " ".join(STILL).split()
     page.wait_for_function("() => document.querySelector('img.labkit-figure').naturalWidth > 400", timeout=LIMIT_MS)

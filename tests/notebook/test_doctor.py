@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -66,6 +67,16 @@ def test_a_complete_laptop() -> None:
         "",
         "Nothing is missing.",
     ]
+
+
+def test_a_notebook_shows_a_table_that_breaks_lines_between_words() -> None:
+    report = diagnose(dataclasses.replace(LAPTOP, versions=LAPTOP.versions | {"tensorflow": None}))
+    html = report._repr_html_()
+    assert html.count("<tr>") == len(report.findings)
+    assert "word-break:normal" in html
+    assert "✗" in html
+    assert re.search(r"→ <code>.*pip install", html)
+    assert str(report).splitlines()[-1] in html
 
 
 def test_a_complete_server() -> None:

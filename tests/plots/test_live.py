@@ -287,7 +287,7 @@ def test_only_the_first_frame_comes_into_the_window(displayed):
 def test_without_its_style_a_frame_is_hidden_and_a_sentence_remains():
     """JupyterLab removes the style and the drawing in a notebook that is not trusted, and keeps the drawing's texts."""
     html = html_of(watched(data_parallel(), [60]).frames[-1], "a")
-    hidden = re.search(r'<div class="labkit-live" hidden>.*</div>', html)[0]
+    hidden = re.search(r'<div class="labkit-live" hidden="hidden">.*</div>', html)[0]
     assert "<svg" not in html.replace(hidden, "")
     assert f'<p class="labkit-not-live">{" ".join(STILL)}</p>' in html
 

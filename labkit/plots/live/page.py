@@ -44,6 +44,6 @@ def page(frame: LiveFrame, name: str, *, first: bool = False) -> str:
         f'<div class="labkit-narrow">{svg(frame, f"{name}-n", NARROW)}</div>'
     )
     return (
-        f'{_STYLE}<div class="labkit-live" hidden>{drawings}</div>'
+        f'{_STYLE}<div class="labkit-live" hidden="hidden">{drawings}</div>'
         f'<p class="labkit-not-live">{" ".join(STILL)}</p>{_COME if first else ""}'
     )
