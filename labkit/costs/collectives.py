@@ -1,6 +1,8 @@
 """Closed-form times of messages, collectives and remote calls, part of `lab.predict`.
 
-Each accepts a `labkit.Network` in place of a link. Then `ranks` may also list some of its ranks: `ranks=[0, 2]`.
+Each accepts a `labkit.Network` in place of a link. Then `ranks` may also list some of its ranks, `ranks=[0, 2]`, or
+equal groups that communicate at the same time and share the connections of their nodes, as those of one dimension of a
+mesh do: `ranks=[[0, 2], [1, 3]]`.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ __all__ = [
     "scatter",
 ]  # fmt: skip
 
+Ranks = int | Sequence[int] | Sequence[Sequence[int]]
 _DEEP: Final = r"\lceil\log_2 p\rceil"
 
 
@@ -40,12 +43,13 @@ def message(nbytes: float, link: Link | Network, *, ranks: Sequence[int] | None 
     return collective("send", nbytes, 2, _of_pair(link, ranks))
 
 
-def all_reduce(nbytes: float, ranks: int | Sequence[int], link: Link | Network, *, algorithm: str = "ring") -> Prediction:
+def all_reduce(nbytes: float, ranks: Ranks, link: Link | Network, *, algorithm: str = "ring") -> Prediction:
     """Seconds of an all-reduce of a tensor of `nbytes` bytes.
 
     Args:
         nbytes: size of each rank's tensor.
-        ranks: p, the number of ranks; of a network, also a list of some of its ranks.
+        ranks: p, the number of ranks; of a network, also a list of some of its ranks, or with the ring a list of groups
+            that communicate at the same time.
         link: the link between them, or their network.
         algorithm: "ring": 2(p−1)·α + 2(p−1)/p·n/B, best for large tensors, used by emulated links; "tree": a reduce and
             a broadcast, 2⌈log₂ p⌉·(α + n/B); "halving": Rabenseifner's, for p a power of two, 2⌈log₂ p⌉·α +
@@ -67,7 +71,7 @@ def all_reduce(nbytes: float, ranks: int | Sequence[int], link: Link | Network, 
         return collective("all_reduce", nbytes, ranks, link)
     check_arguments(nbytes=nbytes, link=link)
     if isinstance(link, Network):
-        return all_reduce_over(nbytes, link.nodes_among(ranks), link, algorithm)
+        return all_reduce_over(nbytes, link.nodes_among(_one_group(ranks)), link, algorithm)
     p = count_of(ranks, link)
     deep, around = math.ceil(math.log2(p)), 2 * (p - 1) / p
     if algorithm == "tree":
@@ -81,22 +85,22 @@ def all_reduce(nbytes: float, ranks: int | Sequence[int], link: Link | Network, 
     raise ValueError(f"algorithm={algorithm!r}: expected 'ring', 'tree', 'halving' or 'hierarchical'")
 
 
-def all_gather(nbytes: float, ranks: int | Sequence[int], link: Link | Network) -> Prediction:
+def all_gather(nbytes: float, ranks: Ranks, link: Link | Network) -> Prediction:
     """Seconds of a ring all-gather: (p−1)·α + (p−1)/p·n/B, with n the bytes of all ranks' parts together."""
     return collective("all_gather", nbytes, ranks, link)
 
 
-def reduce_scatter(nbytes: float, ranks: int | Sequence[int], link: Link | Network) -> Prediction:
+def reduce_scatter(nbytes: float, ranks: Ranks, link: Link | Network) -> Prediction:
     """Seconds of a ring reduce-scatter: (p−1)·α + (p−1)/p·n/B, with n the bytes of each rank's input."""
     return collective("reduce_scatter", nbytes, ranks, link)
 
 
-def all_to_all(nbytes: float, ranks: int | Sequence[int], link: Link | Network) -> Prediction:
+def all_to_all(nbytes: float, ranks: Ranks, link: Link | Network) -> Prediction:
     """Seconds of a pairwise all-to-all: (p−1)·α + (p−1)/p·n/B, with n the bytes of a rank's parts for all ranks."""
     return collective("all_to_all", nbytes, ranks, link)
 
 
-def broadcast(nbytes: float, ranks: int | Sequence[int], link: Link | Network, *, algorithm: str = "tree") -> Prediction:
+def broadcast(nbytes: float, ranks: Ranks, link: Link | Network, *, algorithm: str = "tree") -> Prediction:
     """Seconds of a broadcast of `nbytes` bytes.
 
     Args:
@@ -117,28 +121,28 @@ def broadcast(nbytes: float, ranks: int | Sequence[int], link: Link | Network, *
         raise ValueError(f"algorithm={algorithm!r}: expected 'tree' or 'scatter'")
     check_arguments(nbytes=nbytes, link=link)
     if isinstance(link, Network):
-        return operation_over(("scatter", "all_gather"), nbytes, link.nodes_among(ranks), link, THAKUR)
+        return operation_over(("scatter", "all_gather"), nbytes, link.nodes_among(_one_group(ranks)), link, THAKUR)
     p = count_of(ranks, link)
     rounds, share = math.ceil(math.log2(p)) + p - 1, 2 * (p - 1) / p
     return _timed(rounds, share, nbytes, link, rf"({_DEEP} + p - 1)\,\alpha + \frac{{2(p-1)}}{{p}}\,\frac{{n}}{{B}}", THAKUR)
 
 
-def reduce(nbytes: float, ranks: int | Sequence[int], link: Link | Network) -> Prediction:
+def reduce(nbytes: float, ranks: Ranks, link: Link | Network) -> Prediction:
     """Seconds of a binomial-tree reduce of tensors of `nbytes` bytes: ⌈log₂ p⌉·(α + n/B)."""
     return collective("reduce", nbytes, ranks, link)
 
 
-def gather(nbytes: float, ranks: int | Sequence[int], link: Link | Network) -> Prediction:
+def gather(nbytes: float, ranks: Ranks, link: Link | Network) -> Prediction:
     """Seconds of a binomial-tree gather: ⌈log₂ p⌉·α + (p−1)/p·n/B, with n the bytes of all parts together."""
     return collective("gather", nbytes, ranks, link)
 
 
-def scatter(nbytes: float, ranks: int | Sequence[int], link: Link | Network) -> Prediction:
+def scatter(nbytes: float, ranks: Ranks, link: Link | Network) -> Prediction:
     """Seconds of a binomial-tree scatter: ⌈log₂ p⌉·α + (p−1)/p·n/B, with n the bytes of all parts together."""
     return collective("scatter", nbytes, ranks, link)
 
 
-def barrier(ranks: int | Sequence[int], link: Link | Network) -> Prediction:
+def barrier(ranks: Ranks, link: Link | Network) -> Prediction:
     """Seconds of a dissemination barrier: ⌈log₂ p⌉·α.
 
     Source: D. Hensgen, R. Finkel, U. Manber, "Two algorithms for barrier synchronization", 1988.
@@ -191,17 +195,19 @@ def rpc(
     return Prediction(value, "s", "T", formula, inserted, HOCKNEY)
 
 
-def collective(operation: str, nbytes: float, ranks: int | Sequence[int], link: Link | Network) -> Prediction:
+def collective(operation: str, nbytes: float, ranks: Ranks, link: Link | Network) -> Prediction:
     """Return the predicted time of an operation of the table."""
     check_arguments(nbytes=nbytes, link=link)
     p = count_of(ranks, link)
     cost = cost_of(operation, p)
     if isinstance(link, Network):
-        return operation_over((operation,), nbytes, link.nodes_among(ranks), link, cost.source)
+        groups = _groups(ranks)
+        nodes = tuple(node for group in groups for node in link.nodes_among(group))
+        return operation_over((operation,), nbytes, nodes, link, cost.source, len(groups))
     return _timed(cost.rounds(p), cost.share(p), nbytes, link, cost.formula, cost.source)
 
 
-def count_of(ranks: int | Sequence[int], link: Link | Network) -> int:
+def count_of(ranks: Ranks, link: Link | Network) -> int:
     """Return the number of ranks that are given by their number or, for a network, listed.
 
     Raises:
@@ -209,10 +215,29 @@ def count_of(ranks: int | Sequence[int], link: Link | Network) -> int:
     """
     check_arguments(link=link)
     if isinstance(link, Network):
-        return len(link.nodes_among(ranks))
+        return len(link.nodes_among(_groups(ranks)[0]))
     check_arguments(ranks=ranks)
     assert isinstance(ranks, int)
     return ranks
+
+
+def _groups(ranks: Ranks) -> Sequence[int | Sequence[int]]:
+    """Return the groups of ranks that communicate at the same time: one, unless `ranks` lists lists."""
+    if isinstance(ranks, int) or not isinstance(ranks, Sequence) or not any(isinstance(group, Sequence) for group in ranks):
+        return [ranks]  # type: ignore[list-item]  # `nodes_among` checks it
+    if len({len(group) if isinstance(group, Sequence) else 0 for group in ranks}) > 1:
+        raise ValueError(f"ranks={ranks!r}: expected groups of equally many ranks, as in ranks=[[0, 2], [1, 3]]")
+    members = [rank for group in ranks for rank in group]  # type: ignore[union-attr]  # all are lists
+    if len(set(members)) < len(members):
+        raise ValueError(f"ranks={ranks!r}: expected groups without a common rank, as in ranks=[[0, 2], [1, 3]]")
+    return ranks
+
+
+def _one_group(ranks: Ranks) -> int | Sequence[int]:
+    groups = _groups(ranks)
+    if len(groups) > 1:
+        raise ValueError(f"ranks={ranks!r}: groups at the same time are predicted for the default algorithm only; expected one")
+    return groups[0]
 
 
 def _of_pair(link: Link | Network, ranks: Sequence[int] | None) -> Link:
@@ -236,10 +261,10 @@ def _timed(rounds: int, share: float, nbytes: float, link: Link, formula: str, s
     return Prediction(value, "s", "T", formula, inserted, source)
 
 
-def _of_table(operation: str) -> Callable[[float, int | Sequence[int], Link | Network], Prediction]:
+def _of_table(operation: str) -> Callable[[float, Ranks, Link | Network], Prediction]:
     """The function for a collective that has none of its own here."""
 
-    def predicted(nbytes: float, ranks: int | Sequence[int], link: Link | Network) -> Prediction:
+    def predicted(nbytes: float, ranks: Ranks, link: Link | Network) -> Prediction:
         return collective(operation, nbytes, ranks, link)
 
     predicted.__name__ = predicted.__qualname__ = operation

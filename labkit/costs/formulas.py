@@ -10,11 +10,11 @@ ranks, n a size in bytes. An emulated `labkit.Link` follows the same formulas (`
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Final
 
 from labkit.costs import collectives
 from labkit.costs.collectives import (
+    Ranks,
     all_gather,
     all_reduce,
     all_to_all,
@@ -31,7 +31,7 @@ from labkit.costs.collectives import (
 )  # fmt: skip
 from labkit.costs.crossover import all_reduce_crossover
 from labkit.costs.link import Link
-from labkit.costs.network import Network
+from labkit.costs.network import Network, link_of_pair
 from labkit.costs.prediction import Prediction, check_arguments, in_seconds
 from labkit.costs.schedule_names import INTERLEAVED, schedule_name
 from labkit.errors.wrong_calls import public_api
@@ -54,7 +54,7 @@ def data_parallel_step(
     forward_s: float,
     backward_s: float,
     gradient_bytes: float,
-    ranks: int | Sequence[int],
+    ranks: Ranks,
     link: Link | Network,
     *,
     overlap: bool = True,
@@ -73,7 +73,8 @@ def data_parallel_step(
         forward_s: t_f, the forward pass on a rank's part of the batch.
         backward_s: t_b, the backward pass alone.
         gradient_bytes: n, the size of all gradients.
-        ranks: p, the number of ranks; of a network, also a list of some of its ranks.
+        ranks: p, the number of ranks; of a network, also a list of ranks, or of groups that communicate
+            at the same time.
         link: the link between them, or their network.
         overlap: whether all-reduces overlap the backward pass, as in DistributedDataParallel.
         buckets: k, the number of buckets.
@@ -147,7 +148,7 @@ def pipeline_step(
     forward_s: float,
     backward_s: float,
     *,
-    link: Link | None = None,
+    link: Link | Network | None = None,
     nbytes: float = 0.0,
     overlap: bool = False,
 ) -> Prediction:
@@ -158,12 +159,15 @@ def pipeline_step(
     the backward passes likewise. If a stage receives the next micro-batch while it computes, the pace is max(t_f, n/B).
     Without a link, the step takes (m + p − 1)·(t_f + t_b).
 
+    Over a network, stage k is on rank k, and each message takes the link of its two ranks: the first micro-batch takes
+    the sum of all their times, the others follow at the pace of the slowest.
+
     Args:
         stages: p, the number of ranks over which the model is split.
         micro_batches: m, the number of micro-batches.
         forward_s: t_f, the forward pass of one stage on one micro-batch.
         backward_s: t_b, the backward pass of one stage on one micro-batch.
-        link: the link between stages; None: messages take no time.
+        link: the link between stages, or the network of their ranks; None: messages take no time.
         nbytes: n, the size of a stage's output for one micro-batch, and of its gradient.
         overlap: whether a stage receives the next micro-batch while it computes; torch's `ScheduleGPipe` does not.
 
@@ -173,20 +177,26 @@ def pipeline_step(
     Source: schedule: Y. Huang et al., "GPipe", 2019; the terms of the link are labkit's own.
     """
     check_arguments(stages=stages, micro_batches=micro_batches, forward_s=forward_s, backward_s=backward_s, nbytes=nbytes)
-    hop_s = busy_s = 0.0
+    hops: list[Link] = []
     if link is not None:
         check_arguments(link=link)
-        hop_s, busy_s = link.seconds("send", nbytes), nbytes / link.bytes_per_s
-    between, others = stages - 1, micro_batches - 1
-    if not between:
-        hop_s = busy_s = 0.0
+        whole = link.of(stages) if isinstance(link, Network) else link
+        hops = [link_of_pair(whole, stage, stage + 1) for stage in range(stages - 1)]
+    times = [hop.seconds("send", nbytes) for hop in hops]
+    hop_s, busy_s = max(times, default=0.0), max((nbytes / hop.bytes_per_s for hop in hops), default=0.0)
     paces = [max(compute_s, busy_s) if overlap else compute_s + hop_s for compute_s in (forward_s, backward_s)]
-    value = stages * (forward_s + backward_s) + 2 * between * hop_s + others * sum(paces)
-    pace = r"\max\left(t_f, \tfrac{n}{B}\right) + \max\left(t_b, \tfrac{n}{B}\right)" if overlap else r"t_f + t_b + 2\,t"
-    formula = rf"p\,(t_f + t_b) + 2(p-1)\,t + (m-1)\left({pace}\right),\quad t = \alpha + \tfrac{{n}}{{B}}"
+    value = stages * (forward_s + backward_s) + 2 * sum(times) + (micro_batches - 1) * sum(paces)
+    several = isinstance(link, Network)
+    n_over_b, t = (r"\max_k \tfrac{n}{B_k}", r"\max_k t_k") if several else (r"\tfrac{n}{B}", "t")
+    pace = rf"\max\left(t_f, {n_over_b}\right) + \max\left(t_b, {n_over_b}\right)" if overlap else rf"t_f + t_b + 2\,{t}"
+    first, one = r"2(p-1)\,t", r"t = \alpha + \tfrac{n}{B}"
+    if several:
+        first, one = r"2 \sum_k t_k", r"t_k = \alpha_k + \tfrac{n}{B_k}"
+    formula = rf"p\,(t_f + t_b) + {first} + (m-1)\left({pace}\right),\quad {one}"
+    messages = rf"2 \cdot {_s(sum(times))}" if several else rf"{2 * (stages - 1)} \cdot {_s(hop_s)}"
     inserted = (
-        rf"{stages} \cdot \left({_s(forward_s)} + {_s(backward_s)}\right) + {2 * between} \cdot {_s(hop_s)} + "
-        rf"{others} \cdot \left({_s(paces[0])} + {_s(paces[1])}\right)"
+        rf"{stages} \cdot \left({_s(forward_s)} + {_s(backward_s)}\right) + {messages} + "
+        rf"{micro_batches - 1} \cdot \left({_s(paces[0])} + {_s(paces[1])}\right)"
     )
     return Prediction(value, "s", "T", formula, inserted, "Huang et al., GPipe, 2019")
 
@@ -195,7 +205,7 @@ def tensor_parallel_layer(
     batch: int,
     sequence: int,
     hidden: int,
-    ranks: int | Sequence[int],
+    ranks: Ranks,
     link: Link | Network,
     *,
     value_bytes: int = 2,
@@ -211,7 +221,8 @@ def tensor_parallel_layer(
         batch: b, the number of sequences.
         sequence: s, tokens per sequence.
         hidden: h, the width of the model.
-        ranks: p, the number of ranks over which the layer is split; of a network, also a list of some of its ranks.
+        ranks: p, the number of ranks over which the layer is split; of a network, also a list of ranks, or of groups
+            that communicate at the same time.
         link: the link between them, or their network.
         value_bytes: bytes per activation: 2 for bfloat16, 4 for float32.
         compute_s: t, the compute time of the whole layer on one rank; 0 gives the communication alone.

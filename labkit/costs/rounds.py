@@ -33,20 +33,23 @@ class Round(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 10)
-def rounds_of(operation: str, nodes: tuple[int, ...]) -> tuple[Round, ...]:
+def rounds_of(operation: str, nodes: tuple[int, ...], groups: int = 1) -> tuple[Round, ...]:
     """Return the rounds of an operation of the table.
 
     Args:
         operation: its name in torch.distributed.
-        nodes: the node of each participating rank, in rank order.
+        nodes: the node of each participating rank, in rank order; group after group if there are several.
+        groups: the number of equal groups that carry it out at the same time and share the connections of their nodes.
 
     Raises:
         TypeError, ValueError: as for `costs.link.cost_of`.
     """
-    cost = cost_of(operation, len(nodes))
-    if len(nodes) == 1:
+    p = len(nodes) // groups
+    cost = cost_of(operation, p)
+    if p == 1:
         return ()
-    return _on(nodes, _MESSAGES[cost.algorithm](cost, len(nodes)))
+    of_one = [(times, list(messages)) for times, messages in _MESSAGES[cost.algorithm](cost, p)]
+    return _on(nodes, ((n, [(i + k * p, j + k * p, x) for k in range(groups) for i, j, x in one]) for n, one in of_one))
 
 
 def halving(nodes: Sequence[int]) -> tuple[Round, ...]:

@@ -17,7 +17,9 @@ _SOURCES: Final = {"ring": THAKUR, "tree": CHAN, "halving": THAKUR, "hierarchica
 _LEVEL: Final = {"inside": r"\text{inside}", "between": r"\text{between}"}  # indices of α and B
 
 
-def operation_over(operations: Sequence[str], nbytes: float, nodes: tuple[int, ...], network: Network, source: str) -> Prediction:
+def operation_over(
+    operations: Sequence[str], nbytes: float, nodes: tuple[int, ...], network: Network, source: str, groups: int = 1
+) -> Prediction:
     """Return the predicted time of operations, one after the other.
 
     Args:
@@ -26,11 +28,12 @@ def operation_over(operations: Sequence[str], nbytes: float, nodes: tuple[int, .
         nodes: the node of each participating rank, in rank order.
         network: the network.
         source: the source of the formula.
+        groups: as for `rounds_of`.
     """
-    rounds = [each for operation in operations for each in rounds_of(operation, nodes)]
+    rounds = [each for operation in operations for each in rounds_of(operation, nodes, groups)]
     formula = ""
     cost = type_of(operations[0]).cost
-    if len(operations) == 1 and cost is not None and cost.algorithm is Algorithm.RING and rounds:
+    if groups == 1 and len(operations) == 1 and cost is not None and cost.algorithm is Algorithm.RING and rounds:
         level = _LEVEL[network.slower(rounds[0], nbytes)]
         formula = cost.formula.replace(r"\alpha", rf"\alpha_{level}").replace("{B}", f"{{B_{level}}}")
     return _predicted(rounds, nbytes, network, formula, source)

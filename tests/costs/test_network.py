@@ -254,6 +254,41 @@ def test_the_crossover_over_a_network() -> None:
         lab.predict.all_reduce_crossover(4, SLOW, large="hierarchical")
 
 
+def test_groups_that_communicate_at_the_same_time_share_the_connections(schedule: SharedLink) -> None:
+    columns = [[0, 2], [1, 3]]
+    predicted = lab.predict.all_reduce(8000, columns, FOUR)
+    last_ms = max(due_ms(schedule, "all_reduce", 1, *group) for group in columns)
+    assert predicted * 1e3 == pytest.approx(last_ms) == pytest.approx(2 + 16)
+    assert lab.predict.all_reduce(8000, [[0, 1], [2, 3]], FOUR) == pytest.approx(FAST.seconds("all_reduce", 8000, 2))
+    step = lab.predict.data_parallel_step(0.01, 0.02, 8000, columns, FOUR, overlap=False)
+    assert step == pytest.approx(0.03 + predicted)
+    for wrong, says in (
+        ([[0, 2], [1]], "equally many"),
+        ([[0, 1], [1, 2]], "without a common rank"),
+        ([[0, 2], 1], "equally many"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            lab.predict.all_reduce(8000, wrong, FOUR)  # type: ignore[arg-type]
+
+
+def test_groups_at_the_same_time_take_the_default_algorithm() -> None:
+    with pytest.raises(ValueError, match="for the default algorithm only"):
+        lab.predict.all_reduce(8000, [[0, 2], [1, 3]], FOUR, algorithm="tree")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_pipeline_over_a_network(overlap: bool) -> None:
+    # three messages of 1 kB: 0.2 ms inside, 2 ms between, 0.2 ms inside
+    step = lab.predict.pipeline_step(4, 5, 0.001, 0.003, link=NETWORK, nbytes=1000, overlap=overlap)
+    pace_ms = max(1, 1) + max(3, 1) if overlap else 1 + 3 + 2 * 2
+    assert step * 1e3 == pytest.approx(4 * 4 + 2 * 2.4 + 4 * pace_ms)
+    assert r"\sum_k t_k" in step.working
+    same = lab.Network(nodes=2, inside=SLOW, between=SLOW)
+    options = {"nbytes": 1000, "overlap": overlap}
+    alike = lab.predict.pipeline_step(4, 5, 0.001, 0.003, link=same, **options)  # type: ignore[arg-type]
+    assert alike == pytest.approx(lab.predict.pipeline_step(4, 5, 0.001, 0.003, link=SLOW, **options))  # type: ignore[arg-type]
+
+
 def test_steps_accept_a_network() -> None:
     reduced = lab.predict.all_reduce(8000, 4, NETWORK)
     assert lab.predict.data_parallel_step(0.01, 0.02, 8000, 4, NETWORK, overlap=False) == pytest.approx(0.03 + reduced)
