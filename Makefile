@@ -29,8 +29,11 @@ $(INSTALLED): $(BIN)/python pyproject.toml constraints.txt
 lab: setup  ## open JupyterLab on lesson 00 (ARGS="--port=9000" reaches JupyterLab)
 	@$(BIN)/python tools/lab.py $(ARGS)
 
-test: lint  ## lint, types, all tests, all notebooks
-	$(BIN)/python -m pytest --nbval-lax tests notebooks
+# Files of tests and notebooks that run at a time, each in one process; 0: one after another, in pytest's own.
+JOBS := 0
+
+test: lint  ## lint, types, all tests, all notebooks (JOBS=2: two files at a time)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --nbval-lax tests notebooks
 
 quick: setup  ## for daily work, under two minutes: lint, types, the tests that start no processes, lesson 00
 	@$(MAKE) --no-print-directory -j2 quick-tests quick-lesson

@@ -161,7 +161,7 @@ class Trace:
             keep &= data["name"] == self.columns.name_id(name)
         scalars = [s for s in self.scalars if rank in (None, s.rank) and name in (None, s.name) and kind in (None, "scalar")]
         profile = [e for e in self.profile if rank in (None, e.rank) and name in (None, e.name) and kind is None]
-        return self._with(self.columns.where(keep), scalars, self.start_ns, self.end_ns, profile)
+        return self._with(self.columns.where(keep), scalars, profile, start_ns=self.start_ns, end_ns=self.end_ns)
 
     @public_api
     def between(self, start_ns: int, end_ns: int) -> Trace:
@@ -179,7 +179,7 @@ class Trace:
         scalars = [replace(s, time_ns=start_ns) for s in before.values()]
         scalars += [s for s in self.scalars if start_ns <= s.time_ns <= end_ns]
         profile = [e for e in self.profile if e.end_ns > start_ns and e.start_ns < end_ns]
-        return self._with(self.columns.where(keep), scalars, start_ns, end_ns, profile)
+        return self._with(self.columns.where(keep), scalars, profile, start_ns=start_ns, end_ns=end_ns)
 
     @public_api
     def step(self, number: int) -> Trace:
@@ -199,6 +199,7 @@ class Trace:
             raise LabError(f"step {number}: all ranks of this trace have completed {len(bounds)} steps{hint}") from None
         return self.between(int(start), int(end))
 
+    @public_api
     def step_bounds(self, rank: int | None = None) -> Intervals:
         """Return the bounds of each step: from the first rank's start to the last rank's end, shape (steps, 2), in ns.
 
@@ -317,11 +318,9 @@ class Trace:
         events = write_events(self, self.scalars, self.ranks, zero_ns, self.profile)
         return events, {"displayTimeUnit": "ms", "otherData": other}
 
-    def _with(
-        self, columns: Columns, scalars: Iterable[Scalar], start_ns: int, end_ns: int, profile: Iterable[ProfilerEvent]
-    ) -> Trace:
+    def _with(self, columns: Columns, scalars: Iterable[Scalar], profile: Iterable[ProfilerEvent], **window: Any) -> Trace:
         kept: dict[str, Any] = {"ranks": self.ranks, "dropped": self.dropped, "notes": self.notes, "nodes": self.nodes}
-        part = Trace(columns, scalars, start_ns=start_ns, end_ns=end_ns, profile=profile, **kept)
+        part = Trace(columns, scalars, profile=profile, **kept, **window)
         part.labelled = self.labelled
         return part
 
