@@ -35,7 +35,7 @@ def stages() -> Diagram:
             picture.arrow((x + width + space - 4, top + 66), (x + width + 4, top + 66), color=COMMUNICATION, dashed=True)
     picture.arrow((14, top + 30), (left - 4, top + 30), "images", color=INK, size=12)
     picture.text(left + 4 * width + 3 * space + 4, top + 48, "loss", anchor="start", size=13)
-    picture.text(left, top + 112, "solid: activation    dashed: its gradient", anchor="start", size=12)
+    picture.text(left, top + 112, "solid: activation, dashed: its gradient", anchor="start", size=12)
     return picture
 
 
