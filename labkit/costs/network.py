@@ -152,6 +152,7 @@ class Network:
         rounds = rounds_of(operation, nodes)
         return sum(self.round_s(each, nbytes) for each in rounds)
 
+    @public_api
     def round_s(self, each: Round, nbytes: float) -> float:
         """Return how long equal rounds of an algorithm take, in seconds.
 
@@ -163,6 +164,7 @@ class Network:
             self._level_s(self.inside, each.inside, nbytes), self._level_s(self.between, each.between, nbytes)
         )
 
+    @public_api
     def slower(self, each: Round, nbytes: float) -> str:
         """Return the level, "inside" or "between", that determines how long a round takes."""
         inside_s = self._level_s(self.inside, each.inside, nbytes)
