@@ -13,6 +13,7 @@ __all__ = ["LESSONS", "find"]
 # The exercises of each file, so that a check imports only its own lesson's file. A test compares them with the files.
 LESSONS: dict[str, tuple[str, ...]] = {
     "start_here": ("introduce", "my_share", "waiting_share"),
+    "messages": ("link_from_times", "ring_all_reduce", "tree_broadcast"),
     "data_parallel": ("average_gradients", "average_in_buckets", "draw_indices", "scaled_learning_rate"),
     "what_it_costs": ("break_even", "accumulate"),
     "sharded_data_parallel": ("shard_range", "memory_per_rank", "zero1", "global_norm"),

@@ -5,12 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from tools.diagrams import collectives, data_parallel, pipelines, rpc, sharded_data_parallel, start_here, tensor_parallel
+from tools.diagrams import (
+    collectives,
+    data_parallel,
+    messages,
+    pipelines,
+    rpc,
+    sharded_data_parallel,
+    start_here,
+    tensor_parallel,
+)
 from tools.diagrams.kit import Diagram
 
 IMAGES: Final = Path(__file__).resolve().parents[2] / "notebooks" / "images"
 # A file for each lesson that has diagrams.
-LESSONS: Final = (start_here, collectives, data_parallel, sharded_data_parallel, pipelines, rpc, tensor_parallel)
+LESSONS: Final = (start_here, messages, collectives, data_parallel, sharded_data_parallel, pipelines, rpc, tensor_parallel)
 
 
 def all_diagrams() -> dict[str, Diagram]:

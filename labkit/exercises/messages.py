@@ -1,0 +1,240 @@
+"""The exercises of lesson 01: a link from two times, a ring all-reduce and a tree broadcast over messages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from labkit.errors.exceptions import RankError
+from labkit.errors.lists import counted
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks
+
+__all__ = ["EXERCISES"]
+
+LESSON = "01_messages_and_collectives"
+FLOAT = 4  # bytes
+
+
+def _link_from_times(answer: Any, _: OnRanks) -> str:
+    random = np.random.default_rng()
+    for latency_s, rate, n1, n2 in ((0.005, 125e6, 1000, 1_000_000), (20e-6, 5e9, 100, 64_000_000), (*_drawn(random),)):
+        t1, t2 = latency_s + n1 / rate, latency_s + n2 / rate
+        case = f"link_from_times({n1}, {t1:.6g}, {n2}, {t2:.6g})"
+        given = answer(n1, t1, n2, t2)
+        try:
+            latency, bandwidth = (float(value) for value in given)
+        except (TypeError, ValueError):
+            raise AnswerError(f"{case}: given {given!r}; expected two numbers, latency in s and bandwidth in bytes/s") from None
+        details = (case, f"given {latency:.4g} s and {bandwidth:.4g} bytes/s, expected {latency_s:.4g} s and {rate:.4g} bytes/s")
+        if _near(latency, latency_s) and _near(bandwidth, rate):
+            continue
+        if _near(latency, rate) and _near(bandwidth, latency_s):
+            raise AnswerError("right, but in the other order: first the latency, then the bandwidth", *details)
+        for value, hint in (
+            (8 * rate, "the bandwidth is in bits per second; the sizes are in bytes, and so is the result"),
+            (1 / rate, "that is the time per byte; the bandwidth is its inverse"),
+            (n2 / t2, "the latency is part of both times: divide a difference of sizes by a difference of times"),
+            (n1 / t1, "the latency is part of both times: divide a difference of sizes by a difference of times"),
+        ):
+            if _near(bandwidth, value):
+                raise AnswerError(hint, *details)
+        if _near(bandwidth, rate):
+            hint = "the bandwidth is right; the latency is what is left of a time when its bytes have been paid for"
+            raise AnswerError(hint, *details)
+        raise AnswerError("two messages of one link give two equations, t = α + n/B, with the same α and B", *details)
+    return "Two times of different sizes are enough to know a link."
+
+
+def _drawn(random: np.random.Generator) -> tuple[float, float, int, int]:
+    return float(random.uniform(1e-5, 1e-2)), float(random.uniform(1e7, 1e9)), 4096, int(random.integers(10**6, 10**7))
+
+
+def _near(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=1e-3)
+
+
+class _Outcome(NamedTuple):
+    """What one rank did.
+
+    Args:
+        result: its tensor afterwards.
+        sent: receiving rank and number of elements of each message, in order.
+        collectives: the names of the collectives that it called.
+    """
+
+    result: list[float]
+    sent: list[tuple[int, int]]
+    collectives: list[str]
+
+
+def _tensor(rank: int, length: int) -> torch.Tensor:
+    return torch.randint(-9, 10, (length,), generator=torch.Generator().manual_seed(100 * length + rank)).float()
+
+
+def _on_rank(answer: Callable[[torch.Tensor], object], length: int) -> list[float]:
+    x = _tensor(dist.get_rank(), length)
+    answer(x)
+    return x.tolist()
+
+
+def _run(answer: Any, on: OnRanks, ranks: int, length: int) -> list[_Outcome]:
+    results = on(ranks, _on_rank, answer, length)
+    outcomes = []
+    for rank, result in enumerate(results):
+        spans = sorted(results.trace.of(rank=rank, kind="communication"), key=lambda span: span.start_ns)
+        sent = [(span.peer, span.nbytes // FLOAT) for span in spans if span.name == "send"]
+        outcomes.append(_Outcome(result, sent, [span.name for span in spans if span.name not in ("send", "recv")]))
+    return outcomes
+
+
+DEADLOCK = "every rank waits in send until its neighbour receives, and none does: dist.isend starts a message without waiting"
+
+
+def _messages_of(answer: Any, on: OnRanks, ranks: int, length: int, case: str) -> list[_Outcome]:
+    """Run the answer, which may only use messages.
+
+    Raises:
+        AnswerError: the ranks deadlock, or a collective does the work.
+    """
+    try:
+        outcomes = _run(answer, on, ranks, length)
+    except AnswerError as error:
+        if error.deadlock and "send" in error.message and "recv" not in error.message:
+            raise AnswerError(f"{case}: {DEADLOCK}", error.message, *error.details) from None
+        raise
+    used = sorted({name for outcome in outcomes for name in outcome.collectives})
+    if used:
+        raise AnswerError(f"{case}: {used[0]} does the work; write it with send, isend, recv and irecv")
+    return outcomes
+
+
+def _ring_all_reduce(answer: Any, on: OnRanks) -> str:
+    for ranks, length in ((3, 12), (2, 2), (4, 13), (3, 2), (1, 5)):
+        case = f"{counted(ranks, 'rank')}, {counted(length, 'number')}"
+        try:
+            outcomes = _messages_of(answer, on, ranks, length, case)
+        except RankError as error:
+            if length % ranks == 0:
+                raise
+            raise AnswerError(f"{case}: {UNEVEN}", str(error), error.failures[0].traceback) from None
+        own = [_tensor(rank, length).tolist() for rank in range(ranks)]
+        expected = [sum(values) for values in zip(*own, strict=True)]
+        for rank, outcome in enumerate(outcomes):
+            if outcome.result != expected:
+                raise AnswerError(*_wrong_sum(case, rank, outcomes, own, expected, even=length % ranks == 0))
+        _check_ring(case, ranks, length, outcomes)
+    return "The sum on every rank, for any length, and each rank sends 2(p-1) parts of p, to one neighbour."
+
+
+UNEVEN = (
+    "the ranks do not divide the length: `chunk` may give parts of other sizes than you expect, or fewer than there are ranks; "
+    "`tensor_split(p)` always gives p parts, whose sizes differ by one at most"
+)
+
+
+def _wrong_sum(
+    case: str, rank: int, outcomes: list[_Outcome], own: list[list[float]], expected: list[float], *, even: bool
+) -> tuple[str, ...]:
+    got = outcomes[rank].result
+    details = (f"rank {rank} has {got}", f"expected    {expected}")
+    if all(outcome.result == mine for outcome, mine in zip(outcomes, own, strict=True)):
+        return f"{case}: x is unchanged; the sum must end up in x itself, as with dist.all_reduce", *details
+    if len(outcomes) > 1 and all(len(outcome.sent) < len(outcomes) for outcome in outcomes):
+        hint = "only a part is complete on each rank: after p-1 rounds of adding come p-1 rounds of copying"
+        return f"{case}: {hint}", *details
+    if not even:
+        return f"{case}: {UNEVEN}", *details
+    if len(outcomes) > 1 and np.allclose(np.multiply(got, len(outcomes)), expected):
+        return f"{case}: that is the mean; all_reduce gives the sum", *details
+    if all(len(outcome.sent) == 2 * len(outcomes) - 2 for outcome in outcomes):
+        hint = "some values are added more than once: in the second half, what arrives replaces the part and is not added"
+        return f"{case}: {hint}", *details
+    return f"{case}: the sums are wrong: write down for p = 3 which part each rank sends in each round", *details
+
+
+def _check_ring(case: str, ranks: int, length: int, outcomes: list[_Outcome]) -> None:
+    most = 2 * (ranks - 1) * -(-length // ranks)
+    for rank, outcome in enumerate(outcomes):
+        elements = sum(count for _, count in outcome.sent)
+        details = (f"rank {rank} sent {elements} numbers in {len(outcome.sent)} messages; a ring needs at most {most}",)
+        if elements > most:
+            whole = any(count == length > 1 for _, count in outcome.sent)
+            hint = "whole tensors go round: in each round, send one part of p" if whole else "more is sent than a ring needs"
+            raise AnswerError(f"{case}: right, but {hint}", *details)
+        if len({peer for peer, _ in outcome.sent}) > 1:
+            raise AnswerError(f"{case}: right, but no ring: each rank sends to the next rank only", *details)
+
+
+def _tree_broadcast(answer: Any, on: OnRanks) -> str:
+    for ranks in (4, 2, 3, 5, 1):
+        case = counted(ranks, "rank")
+        try:
+            outcomes = _messages_of(answer, on, ranks, 6, case)
+        except RankError as error:
+            if ranks & (ranks - 1) == 0:
+                raise
+            hint = f"{ranks} is not a power of two: some receivers do not exist; send only to ranks below the world size"
+            raise AnswerError(f"{case}: {hint}", str(error), error.failures[0].traceback) from None
+        root = _tensor(0, 6).tolist()
+        missing = [rank for rank, outcome in enumerate(outcomes) if outcome.result != root]
+        if missing:
+            hint = f"rank {missing[0]} does not have what rank 0 has"
+            if len(missing) == ranks - 1:
+                hint = "no rank has what rank 0 has: receive into x itself"
+            raise AnswerError(f"{case}: {hint}", f"given {outcomes[missing[0]].result}, expected {root}")
+        _check_tree(case, ranks, outcomes)
+    return "Every rank has it after ⌈log₂ p⌉ rounds, in which the number of ranks that have it doubles."
+
+
+def _check_tree(case: str, ranks: int, outcomes: list[_Outcome]) -> None:
+    received = [peer for outcome in outcomes for peer, _ in outcome.sent]
+    if len(received) > len(set(received)) or 0 in received:
+        twice = next(peer for peer in received if received.count(peer) > 1 or peer == 0)
+        raise AnswerError(
+            f"{case}: right, but rank {twice} {'is the root' if twice == 0 else 'receives it twice'}; once is enough"
+        )
+    # A rank sends one message per round; what it receives in round r, it can pass on from round r + 1.
+    rounds, order = {0: 0}, [0]
+    for rank in order:
+        for number, (peer, _) in enumerate(outcomes[rank].sent, 1):
+            rounds[peer] = rounds[rank] + number
+            order.append(peer)
+    needed, allowed = max(rounds.values()), math.ceil(math.log2(ranks))
+    if needed > allowed:
+        star = len(outcomes[0].sent) == ranks - 1
+        hint = (
+            "rank 0 sends everything itself: ranks that have the data can help from the next round on"
+            if star
+            else "it takes too many rounds: every rank that has the data should send in every round"
+        )
+        raise AnswerError(f"{case}: right, but {hint}", f"given {needed} rounds, expected {allowed}")
+
+
+EXERCISES = (
+    Exercise(
+        "link_from_times",
+        LESSON,
+        "link_from_times(n1, t1, n2, t2): two messages of n1 and n2 bytes took t1 and t2 seconds over one link. Return its "
+        "latency in seconds and its bandwidth in bytes per second.",
+        _link_from_times,
+    ),
+    Exercise(
+        "ring_all_reduce",
+        LESSON,
+        "ring_all_reduce(x) runs on every rank: with messages to the next rank only, put the sum of all ranks' x into x. It "
+        "works for any length and any number of ranks, and sends one part of p in each round.",
+        _ring_all_reduce,
+    ),
+    Exercise(
+        "tree_broadcast",
+        LESSON,
+        "tree_broadcast(x) runs on every rank: with messages, put rank 0's x into every rank's x, in as few rounds as possible. "
+        "In a round, each rank sends at most one message.",
+        _tree_broadcast,
+    ),
+)

@@ -1,0 +1,245 @@
+"""The exercises of lesson 01: right answers pass, and wrong ones get an explanation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from answers import Answers, judge
+
+answers = Answers()
+right, wrong = answers.right, answers.wrong
+
+
+# link_from_times
+
+
+@right("link_from_times")
+def link_from_times(n1, t1, n2, t2):
+    bandwidth = (n2 - n1) / (t2 - t1)
+    return t1 - n1 / bandwidth, bandwidth
+
+
+@right("link_from_times")
+def link_by_elimination(n1, t1, n2, t2):
+    return [(t1 * n2 - t2 * n1) / (n2 - n1), 1 / ((t2 - t1) / (n2 - n1))]
+
+
+@wrong("link_from_times", "in the other order")
+def link_in_the_other_order(n1, t1, n2, t2):
+    return link_from_times(n1, t1, n2, t2)[::-1]
+
+
+@wrong("link_from_times", "in bits per second")
+def link_in_bits(n1, t1, n2, t2):
+    latency, bandwidth = link_from_times(n1, t1, n2, t2)
+    return latency, 8 * bandwidth
+
+
+@wrong("link_from_times", "its inverse")
+def link_with_time_per_byte(n1, t1, n2, t2):
+    latency, bandwidth = link_from_times(n1, t1, n2, t2)
+    return latency, 1 / bandwidth
+
+
+@wrong("link_from_times", "divide a difference of sizes")
+def link_without_latency(n1, t1, n2, t2):
+    return t1, n2 / t2
+
+
+@wrong("link_from_times", "the bandwidth is right")
+def link_with_a_short_message_as_latency(n1, t1, n2, t2):
+    return t2, link_from_times(n1, t1, n2, t2)[1]
+
+
+@wrong("link_from_times", "expected two numbers")
+def link_of_one_number(n1, t1, n2, t2):
+    return (n2 - n1) / (t2 - t1)
+
+
+# ring_all_reduce
+
+
+@right("ring_all_reduce")
+def ring_all_reduce(x):
+    rank, p = dist.get_rank(), dist.get_world_size()
+    parts = x.tensor_split(p)
+    for step in range(2 * p - 2):
+        sending = dist.isend(parts[(rank - step) % p], (rank + 1) % p)
+        part = parts[(rank - step - 1) % p]
+        incoming = torch.empty_like(part)
+        dist.recv(incoming, (rank - 1) % p)
+        sending.wait()
+        part.copy_(part + incoming if step < p - 1 else incoming)
+
+
+@right("ring_all_reduce")
+def ring_of_batches_with_padding(x):
+    rank, p = dist.get_rank(), dist.get_world_size()
+    size = -(-len(x) // p)
+    padded = torch.zeros(size * p)
+    padded[: len(x)] = x
+    for step in range(2 * p - 2):
+        outgoing, incoming = padded.view(p, size)[(rank - step) % p].clone(), torch.empty(size)
+        both = [dist.P2POp(dist.isend, outgoing, (rank + 1) % p), dist.P2POp(dist.irecv, incoming, (rank - 1) % p)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+        part = padded.view(p, size)[(rank - step - 1) % p]
+        part.copy_(part + incoming if step < p - 1 else incoming)
+    x.copy_(padded[: len(x)])
+
+
+@wrong("ring_all_reduce", "all_reduce does the work")
+def ring_by_the_collective(x):
+    dist.all_reduce(x)
+
+
+@wrong("ring_all_reduce", "x is unchanged")
+def ring_that_returns_a_copy(x):
+    total = x.clone()
+    ring_all_reduce(total)
+    return total
+
+
+@wrong("ring_all_reduce", "dist.isend starts a message without waiting")
+def ring_of_blocking_sends(x):
+    rank, p = dist.get_rank(), dist.get_world_size()
+    dist.send(x, (rank + 1) % p)
+    dist.recv(x, (rank - 1) % p)
+
+
+@wrong("ring_all_reduce", "come p-1 rounds of copying")
+def ring_without_its_second_half(x):
+    rank, p = dist.get_rank(), dist.get_world_size()
+    parts = x.tensor_split(p)
+    for step in range(p - 1):
+        sending = dist.isend(parts[(rank - step) % p], (rank + 1) % p)
+        part = parts[(rank - step - 1) % p]
+        incoming = torch.empty_like(part)
+        dist.recv(incoming, (rank - 1) % p)
+        sending.wait()
+        part += incoming
+
+
+@wrong("ring_all_reduce", "replaces the part and is not added")
+def ring_that_adds_in_both_halves(x):
+    rank, p = dist.get_rank(), dist.get_world_size()
+    parts = x.tensor_split(p)
+    for step in range(2 * p - 2):
+        sending = dist.isend(parts[(rank - step) % p], (rank + 1) % p)
+        part = parts[(rank - step - 1) % p]
+        incoming = torch.empty_like(part)
+        dist.recv(incoming, (rank - 1) % p)
+        sending.wait()
+        part += incoming
+
+
+@wrong("ring_all_reduce", "whole tensors go round")
+def ring_of_whole_tensors(x):
+    rank, p = dist.get_rank(), dist.get_world_size()
+    outgoing = x.clone()
+    for _ in range(p - 1):
+        incoming = torch.empty_like(x)
+        sending = dist.isend(outgoing, (rank + 1) % p)
+        dist.recv(incoming, (rank - 1) % p)
+        sending.wait()
+        x += incoming
+        outgoing = incoming
+    if p > 1:
+        sending = dist.isend(x, (rank + 1) % p)
+        dist.recv(torch.empty_like(x), (rank - 1) % p)
+        sending.wait()
+
+
+@wrong("ring_all_reduce", "do not divide the length")
+def ring_of_equal_chunks(x):
+    rank, p = dist.get_rank(), dist.get_world_size()
+    parts = x.chunk(p)
+    incoming = torch.empty_like(parts[0])
+    for step in range(2 * p - 2):
+        sending = dist.isend(parts[(rank - step) % p], (rank + 1) % p)
+        dist.recv(incoming, (rank - 1) % p)
+        sending.wait()
+        part = parts[(rank - step - 1) % p]
+        part.copy_(part + incoming if step < p - 1 else incoming)
+
+
+@wrong("ring_all_reduce", "that is the mean")
+def ring_of_means(x):
+    ring_all_reduce(x)
+    x /= dist.get_world_size()
+
+
+# tree_broadcast
+
+
+@right("tree_broadcast")
+def tree_broadcast(x):
+    rank, p, distance = dist.get_rank(), dist.get_world_size(), 1
+    while distance < p:
+        if rank < distance and rank + distance < p:
+            dist.send(x, rank + distance)
+        elif distance <= rank < 2 * distance:
+            dist.recv(x, rank - distance)
+        distance *= 2
+
+
+@right("tree_broadcast")
+def tree_from_far_to_near(x):
+    rank, p = dist.get_rank(), dist.get_world_size()
+    distance = 1 << (p - 1).bit_length() >> 1
+    while distance:
+        if rank % (2 * distance) == 0 and rank + distance < p:
+            dist.send(x, rank + distance)
+        elif rank % (2 * distance) == distance:
+            dist.recv(x, rank - distance)
+        distance //= 2
+
+
+@wrong("tree_broadcast", "rank 0 sends everything itself")
+def tree_as_a_star(x):
+    if dist.get_rank() == 0:
+        for other in range(1, dist.get_world_size()):
+            dist.send(x, other)
+    else:
+        dist.recv(x, 0)
+
+
+@wrong("tree_broadcast", "too many rounds")
+def tree_as_a_chain(x):
+    rank, p = dist.get_rank(), dist.get_world_size()
+    if rank > 0:
+        dist.recv(x, rank - 1)
+    if rank + 1 < p:
+        dist.send(x, rank + 1)
+
+
+@wrong("tree_broadcast", "3 is not a power of two")
+def tree_of_powers_of_two(x):
+    rank, p, distance = dist.get_rank(), dist.get_world_size(), 1
+    while distance < p:
+        if rank < distance:
+            dist.send(x, rank + distance)
+        elif rank < 2 * distance:
+            dist.recv(x, rank - distance)
+        distance *= 2
+
+
+@wrong("tree_broadcast", "receive into x itself")
+def tree_into_a_copy(x):
+    copy = x.clone()
+    tree_broadcast(copy)
+
+
+@wrong("tree_broadcast", "broadcast does the work")
+def tree_by_the_collective(x):
+    dist.broadcast(x, 0)
+
+
+@pytest.mark.parametrize("answer", answers.parameters())
+def test_the_verdict_fits_the_answer(answer) -> None:
+    judge(answer)
+
+
+def test_every_exercise_has_right_and_wrong_answers_here() -> None:
+    answers.complete("messages")
