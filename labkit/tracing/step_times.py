@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -72,4 +73,16 @@ def best_of(tries: int, call: Callable[..., Any], *args: Any, key: Callable[[Any
     for name, given in (("call", call), ("key", key)):
         if not callable(given):
             raise TypeError(f"best_of({name}={given!r}): expected a function, as in lab.best_of(5, group.run, train)")
+    if not _takes_one(key):
+        raise TypeError(f"best_of(key={key!r}): expected a function of one argument, the run, as in key=lab.step_ms")
     return min((call(*args, **options) for _ in range(tries)), key=key)
+
+
+def _takes_one(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # written in C, without a signature
+        return True
+    return True

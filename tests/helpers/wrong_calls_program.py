@@ -24,6 +24,7 @@ WRONG: dict[str, Any] = {
 RIGHT: dict[str, Any] = {
     "int": 2, "float": 2.0, "str": "pass", "Link": lab.Link.ethernet_1g, "Callable[..., Any]": lambda: 1, "int | None": 1,
 }  # fmt: skip
+os.environ["JPY_SESSION_NAME"] = "pressed_by_hand.ipynb"  # else `press_stop(3)`, which is right, interrupts a later call
 LABKIT = os.path.dirname(lab.__file__) + os.sep
 SKIPPED = {"labkit.Run", "labkit.Span", "labkit.RankError", "labkit.LabError"}  # students get these, and do not make them
 

@@ -95,3 +95,5 @@ def test_invalid_arguments():
         best_of(1, None)
     with pytest.raises(TypeError, match=r"best_of\(key='step'\): expected a function"):
         best_of(1, print, key="step")
+    with pytest.raises(TypeError, match=r"best_of\(key=.*\): expected a function of one argument, the run"):
+        best_of(1, print, key=lambda: 1)

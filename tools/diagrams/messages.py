@@ -104,7 +104,7 @@ def hierarchy() -> Diagram:
                     picture.box(x + 37 * half, y, 34, 30, text, fill=BLUE if text == "Σ" else SHARES[rank], size=12)
         if number:
             picture.arrow((x - 78, 112), (x - 12, 112), color=COMMUNICATION)
-    picture.line((10, 112), (x - 90, 112), dashed=True, width=0.8)
+    picture.line((10, 114), (690, 114), dashed=True, width=0.8)
     return picture
 
 
