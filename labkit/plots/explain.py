@@ -81,7 +81,9 @@ def _advice(f: Finding, ranks: Sequence[str]) -> str:
         case Limit.COMPUTE if not f.messages:
             return "Only faster computing makes this run faster."
         case Limit.COMPUTE:
-            return "Communication is not what limits this run: only faster computing, or more ranks, makes it faster."
+            return (
+                "Communication is not what limits this run: only faster computing makes it faster: faster cores, or more of them."
+            )
         case Limit.LATE_RANK:
             return (
                 f"{percent(f.late_share)} of the waiting in collectives was for {ranks[f.late_rank]}, which came "
