@@ -108,30 +108,26 @@ def ring_of_blocking_sends(x):
     dist.recv(x, (rank - 1) % p)
 
 
-@wrong("ring_all_reduce", "come p-1 rounds of copying")
-def ring_without_its_second_half(x):
+def add_round_the_ring(x, rounds):
     rank, p = dist.get_rank(), dist.get_world_size()
     parts = x.tensor_split(p)
-    for step in range(p - 1):
+    for step in range(rounds):
         sending = dist.isend(parts[(rank - step) % p], (rank + 1) % p)
         part = parts[(rank - step - 1) % p]
         incoming = torch.empty_like(part)
         dist.recv(incoming, (rank - 1) % p)
         sending.wait()
         part += incoming
+
+
+@wrong("ring_all_reduce", "come p-1 rounds of copying")
+def ring_without_its_second_half(x):
+    add_round_the_ring(x, dist.get_world_size() - 1)
 
 
 @wrong("ring_all_reduce", "replaces the part and is not added")
 def ring_that_adds_in_both_halves(x):
-    rank, p = dist.get_rank(), dist.get_world_size()
-    parts = x.tensor_split(p)
-    for step in range(2 * p - 2):
-        sending = dist.isend(parts[(rank - step) % p], (rank + 1) % p)
-        part = parts[(rank - step - 1) % p]
-        incoming = torch.empty_like(part)
-        dist.recv(incoming, (rank - 1) % p)
-        sending.wait()
-        part += incoming
+    add_round_the_ring(x, 2 * dist.get_world_size() - 2)
 
 
 @wrong("ring_all_reduce", "whole tensors go round")
