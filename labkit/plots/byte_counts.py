@@ -6,6 +6,7 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.flows import flows_of
 from labkit.plots.memory import memory_uses
+from labkit.plots.view import view_of
 from labkit.recording.schema import MEMORY_KINDS
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
@@ -62,11 +63,15 @@ def sent_mb(run: HasTrace | Trace, rank: int | None = None) -> float:
     trace = trace_of(run, "sent_mb")
     if rank is not None and rank not in range(len(trace.ranks)):
         raise ValueError(f"sent_mb(rank={rank!r}): expected a rank from 0 to {len(trace.ranks) - 1}")
-    bounds = trace.step_bounds()
-    steps = max(len(bounds), 1)
-    flows = flows_of(trace)
-    counted = (flows.end_ns > bounds[0, 0]) & (flows.start_ns < bounds[-1, -1]) if len(bounds) else flows.end_ns > 0
+    steps = len(trace.step_bounds())
+    last = trace.end_ns + 1
+    bounds = view_of(trace, range(steps) if steps else "all", "").bounds_of_ranks()
+    if bounds is not None:
+        last = int(bounds[:, 1].max())
+        bounds[:, 1] = trace.end_ns  # what a rank has begun in its last step may end after it
+    flows = flows_of(trace, bounds)
+    counted = flows.start_ns < last
     if rank is not None:
         counted &= flows.rank[flows.source] == rank
     among = len(trace.ranks) if rank is None else 1
-    return float(flows.nbytes[counted].sum()) / steps / among / 1e6
+    return float(flows.nbytes[counted].sum()) / max(steps, 1) / among / 1e6

@@ -23,6 +23,7 @@ from labkit.plots.ends import Ends, ends_of
 from labkit.plots.message_arrows import messages
 from labkit.recording.operations import REPLY, Traffic, type_of
 from labkit.recording.schema import COMMUNICATION, OPEN, ROOTED, UNSIZED
+from labkit.tracing.intervals import Intervals
 from labkit.tracing.trace import Trace
 
 __all__ = ["Flows", "flows_of", "over_time"]
@@ -86,12 +87,22 @@ class Flows:
         return np.bincount(self.operation, self.nbytes, len(self.name)).astype(np.float64)
 
 
-def flows_of(trace: Trace) -> Flows:
-    """Return the flows of a trace; for a part of a trace, those of the operations that completed in it."""
+def flows_of(trace: Trace, bounds: Intervals | None = None) -> Flows:
+    """Return the flows of a trace; for a part of a trace, those of the operations that completed in it.
+
+    Args:
+        trace: the trace.
+        bounds: for each rank, when its operations count, shape (ranks, 2), in ns; default: the trace's window. Ranks
+            do not start a step at the same time, so the window of a step includes parts of neighbouring steps.
+    """
     data, names, ends = trace.columns.data, trace.columns.names, ends_of(trace)
     data_ready = trace.ready()
     complete = (data["kind"] == COMMUNICATION) & (data["flags"] & OPEN == 0)
-    mine = np.flatnonzero(complete & (data["end_ns"] <= trace.end_ns))
+    inside = data["end_ns"] <= trace.end_ns
+    if bounds is not None:
+        first, last = bounds[data["rank"]].T
+        inside = (data["end_ns"] > first) & (data["end_ns"] <= last)
+    mine = np.flatnonzero(complete & inside)
     rows, ready = data[mine], data_ready[mine]
     rings, roots = _rings(rows, names, ends), _roots(rows, names, ends)
     parts = [*_messages(rows, names, ends), *rings, *roots]

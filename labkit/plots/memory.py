@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import in_words, three_digits, unit_of, unit_of_bytes
 from labkit.errors.wrong_calls import public_api
-from labkit.plots.style import INK, WIDTH_IN, describe, labkit_style, new_axes, pyplot
+from labkit.plots.style import INK, WIDTH_IN, describe, labkit_style, new_axes, pyplot, ranks_in_words
 from labkit.plots.view import view_of
 from labkit.recording.schema import MEMORY, MEMORY_KINDS
 from labkit.tracing.run_argument import HasTrace, trace_of
@@ -98,6 +98,7 @@ def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes |
             "memory: no rank of this run tracked its memory; "
             "put `with lab.track_memory(model, optimizer):` around the training loop"
         )
+    shown = f"{ranks_in_words([trace.ranks[usage.rank] for usage in found])}, {view.steps_in_words()}"
     highest = max(usage.nbytes.sum(axis=0).max() for usage in found) or 1.0
     unit, size = unit_of_bytes(highest, "iB")
     time_unit, unit_ns = unit_of(trace.duration_ns)
@@ -128,9 +129,9 @@ def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes |
         ax.set_xlabel(f"time since the start of the {'step' if view.zoomed else 'run'} [{time_unit}]")
         ax.set_ylabel(f"memory of a rank [{unit}]")
         ax.tick_params(axis="y", length=0)
-        ax.set_title(f"What fills the memory  ·  {view.in_words()}")
+        ax.set_title(f"What fills the memory  ·  {shown}")
         _legend(ax, [kind for i, kind in enumerate(MEMORY_KINDS) if any(usage.nbytes[i].any() for usage in found)])
-    return describe(ax, f"What fills the memory: {view.in_words()}. {'; '.join(peaks)}.")
+    return describe(ax, f"What fills the memory: {shown}. {'; '.join(peaks)}.")
 
 
 def _draw(ax: Axes, usage: MemoryUse, trace: Trace, base: float, size: float, unit_ns: float) -> None:

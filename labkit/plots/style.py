@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from labkit.errors.exceptions import missing
 from labkit.plots.image import WIDTH_IN
-from labkit.tracing.trace import Trace
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from matplotlib.axes import Axes
@@ -93,6 +93,6 @@ def shortened(text: str, most: int) -> str:
     return f"{text[: most - 1 - end]}…{text[-end:]}"
 
 
-def ranks_in_words(trace: Trace) -> str:
+def ranks_in_words(names: Sequence[str]) -> str:
     """The number of ranks, as in "4 ranks"; of a single rank, its name."""
-    return f"{len(trace.ranks)} ranks" if len(trace.ranks) > 1 else trace.ranks[0]
+    return f"{len(names)} ranks" if len(names) > 1 else names[0]

@@ -79,7 +79,7 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
     """
     pyplot()
     view = view_of(trace_of(run, "traffic"), step, "")
-    trace, flows = view.shown, flows_of(view.shown)
+    trace, flows = view.shown, flows_of(view.shown, view.bounds_of_ranks())
     if not len(flows.name) and flows.unsized:
         raise LabError(f"traffic: there is nothing to draw: the sizes of all operations are unknown ({_unsized(flows)})")
     if not len(flows.name):

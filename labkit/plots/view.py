@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import percent, time_in_words
 from labkit.plots.rows import Row, is_pipeline, rows_of
@@ -48,7 +50,18 @@ class View:
 
     def in_words(self) -> str:
         """Return the number of ranks, the steps shown, and their duration."""
-        return f"{ranks_in_words(self.shown)}, {self.steps_in_words()}"
+        return f"{ranks_in_words(self.shown.ranks)}, {self.steps_in_words()}"
+
+    def bounds_of_ranks(self) -> Intervals | None:
+        """Return when each rank was in the chosen steps, shape (ranks, 2), in ns; None if no steps were chosen.
+
+        For a rank without steps, this is the window.
+        """
+        if not self.zoomed:
+            return None
+        window = (self.shown.start_ns, self.shown.end_ns)
+        own = [self.whole.step_bounds(rank) for rank in range(len(self.whole.ranks))]
+        return np.array([(s[self.chosen[0], 0], s[self.chosen[-1], 1]) if len(s) else window for s in own], np.int64)
 
     def steps_in_words(self) -> str:
         """Return the steps shown, and their duration: as long as on the rank that took longest for them."""

@@ -63,6 +63,16 @@ def test_a_broadcast_counts_at_its_root():
     assert sent_mb(trace) == pytest.approx(0.75)
 
 
+def test_what_a_late_rank_sends_before_its_first_step_does_not_count():
+    """When rank 0 begins its first step, rank 1 still receives the model."""
+    book = Book()
+    for rank, late in ((0, 0), (1, 3)):
+        book.travel(rank, "broadcast", 1, 6 + late, nbytes=8_000_000, group="world", match=1, peer=-2)
+        book.whole(rank, "step", 7 + late, 17 + late)
+        book.travel(rank, "all_reduce", 8 + late, 12 + late, nbytes=1_000_000, group="world", match=2)
+    assert sent_mb(book.trace(2)) == pytest.approx(1)
+
+
 def test_what_sent_mb_refuses():
     with pytest.raises(ValueError, match=r"sent_mb\(rank=4\): expected a rank from 0 to 3"):
         sent_mb(sending(1), rank=4)

@@ -387,6 +387,18 @@ def test_the_figure_shows_the_peak_its_parts_and_the_units():
     plt.close(ax.figure)
 
 
+def test_the_figure_names_the_ranks_that_it_shows():
+    """A trace of one rank, and a run in which only some ranks tracked their memory."""
+    trace = followed()
+    name = trace.ranks[0]
+    assert memory(trace.of(rank=0)).get_title(loc="left").startswith(f"What fills the memory  ·  {name}, ")
+    book = Book()
+    for rank in (0, 2):
+        book.scalar(rank, f"{MEMORY}parameters", 1, 4e6)
+        book.whole(rank, "call", 0, 3)
+    assert "·  2 ranks, " in memory(book.trace(3)).get_title(loc="left")
+
+
 def test_a_step_begins_with_the_existing_memory():
     book = Book()
     book.whole(0, "step", 0, 50)

@@ -306,6 +306,33 @@ def test_one_step():
     assert "step 1 " in traffic(data_parallel(), step=1).get_title(loc="left")
 
 
+def late_rank():
+    """Before the loop and in each of two steps, the ranks reduce; rank 1 is a little later than rank 0."""
+    book = Book()
+    for rank, late in ((0, 0), (1, 1)):
+        for number, nbytes in enumerate((4000, 1000, 300)):
+            end = 10 * number + late
+            book.travel(rank, "all_reduce", end - 3, end - 0.5, nbytes=nbytes, group="world", match=number)
+            if number:
+                book.whole(rank, "step", end - 10, end)
+    return book.trace(2)
+
+
+def test_a_step_has_the_operations_of_each_ranks_own_step():
+    """When rank 0 begins a step, rank 1 is still in the operation before it."""
+    trace = late_rank()
+    titles = [traffic(trace, step=step).get_title(loc="left") for step in (0, 1, range(2))]
+    assert [title.rpartition(", ")[2] for title in titles] == ["2.00 kB in all", "600 B in all", "2.60 kB in all"]
+
+
+def test_in_a_step_a_rank_without_steps_counts_by_the_window():
+    book = Book()
+    for number in range(2):
+        book.whole(0, "step", 10 * number, 10 * number + 10)
+        book.travel(1, "send", 10 * number + 4, 10 * number + 6, nbytes=500 + number, peer=0)
+    assert matrix_of(traffic(book.trace(2), step=1)).texts[1].get_text() == "501"
+
+
 def test_without_traffic_the_figure_says_so():
     with pytest.raises(LabError, match="labkit recorded no bytes between ranks"):
         traffic(alone())
