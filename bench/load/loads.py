@@ -243,9 +243,8 @@ def _tell(process: subprocess.Popen[str]) -> None:
 
 def _answer(process: subprocess.Popen[str]) -> Any:
     assert process.stdout is not None
-    for line in process.stdout:
-        if not line.startswith("labkit: "):  # a slow start prints a notice as well
-            return json.loads(line)
+    if line := process.stdout.readline():
+        return json.loads(line)
     raise AssertionError(f"a notebook's process has ended with exit code {process.wait()}")
 
 

@@ -17,7 +17,7 @@ from labkit.group.repeated_warnings import GroupedWarnings
 from labkit.group.terminal_lines import Lines
 from labkit.ipc.ranks_cell import cell_number
 
-__all__ = ["Output", "cell_label", "notebook_shell", "put"]
+__all__ = ["Notice", "Output", "cell_label", "notebook_shell", "put"]
 
 LIVE_LINES: Final = 12  # of each rank, during the run
 WARNED_AFTER_S: Final = 1.0  # how long a terminal waits for the same warning from other ranks
@@ -81,10 +81,7 @@ class Output:
         lines = [*self._shown(LIVE_LINES), *self._warnings.lines()]
         text = "\n".join([*lines, self._notice] if self._notice else lines)
         if self._handle is None:
-            from IPython.display import display
-
-            # Empty at first: nbval compares only a display's first state; the final text is printed at the end.
-            self._handle = display({}, raw=True, display_id=True)
+            self._handle = _empty_display()
         self._handle.update({"text/plain": text}, raw=True)
         self._shown_at, self._changed = now, False
 
@@ -122,6 +119,36 @@ class Output:
 
     def _print(self, rank: int, lines: list[str]) -> None:
         put("".join(f"[{self._names[rank]}] {line}\n" for line in lines))
+
+
+class Notice:
+    """A line of labkit's about something that does not last: below the cell until `clear`, or on standard error.
+
+    It is no part of a notebook cell's output, so that checked outputs do not depend on the speed of the machine.
+    """
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def show(self, text: str) -> None:
+        """Show the line."""
+        if notebook_shell() is None:
+            put(f"{text}\n", sys.stderr)
+            return
+        self._handle = self._handle or _empty_display()
+        self._handle.update({"text/plain": text}, raw=True)
+
+    def clear(self) -> None:
+        """Remove the line where that is possible: not in a terminal."""
+        if self._handle is not None:
+            self._handle.update({}, raw=True)
+
+
+def _empty_display() -> Any:
+    """Display nothing at first, since nbval compares only a display's first state; return what updates it."""
+    from IPython.display import display
+
+    return display({}, raw=True, display_id=True)
 
 
 def put(text: str, stream: TextIO | None = None) -> None:

@@ -16,7 +16,7 @@ from labkit.errors.lists import listed
 from labkit.group.member import Member
 from labkit.group.message_loop import MessageLoop
 from labkit.group.options import Plan
-from labkit.group.output import notebook_shell, put
+from labkit.group.output import Notice, notebook_shell
 from labkit.group.stack_dump import crash
 from labkit.ipc.definitions import Sent
 from labkit.ipc.messages import Message, encode
@@ -33,8 +33,8 @@ __all__ = ["RankPool"]
 # For all ranks to set up: 0.05 s if they are forked, but a spawned rank may import TensorFlow from a cold disk.
 START_LIMIT_S: Final = 180.0
 CLOSE_LIMIT_S: Final = 0.5  # for a rank to leave its process group by itself, before it is ended
-# A start that takes longer prints what it waits for. The first start in a lesson with checked output must not.
-SLOW_START_S: Final = float(os.environ.get("LABKIT_SLOW_START_S", "20"))  # the variable is for tests of checked output
+# A start that takes longer says what it waits for.
+SLOW_START_S: Final = float(os.environ.get("LABKIT_SLOW_START_S", "20"))  # the variable is for tests of programs' output
 LOOK_EVERY_S: Final = 0.1  # how often output is read while ranks set up: they would block if nobody read it
 LAST_LINES: Final = 10  # the last lines of a rank's output, shown if it died outside a run
 
@@ -82,6 +82,7 @@ class RankPool:
         self._over = False
         self._start_failed: BaseException | None = None
         self._slow_s = float("inf")  # on `time.monotonic`: when a start in progress is reported as slow
+        self._slow_notice = Notice()
 
     def may_run(self, kind: str, starts_rpc: bool) -> bool:
         """Return whether these processes may serve another run.
@@ -108,6 +109,13 @@ class RankPool:
         """
         self._state = ProcessState.now()
         self._slow_s = time.monotonic() + SLOW_START_S
+        try:
+            self._start_and_set_up()
+        finally:
+            self._slow_s = float("inf")
+            self._slow_notice.clear()
+
+    def _start_and_set_up(self) -> None:
         started = in_background(self._start)
         if not started.acquire(timeout=SLOW_START_S):
             self._tell_slow_start()
@@ -117,7 +125,6 @@ class RankPool:
             raise self._start_failed
         self.members = [Member(i, name, p) for i, (name, p) in enumerate(zip(self.plan.names, self._processes, strict=True))]
         self._set_up(self.plan)
-        self._slow_s = float("inf")
 
     def follow(self) -> list[str]:
         """Apply changes of the notebook's process to the ranks.
@@ -236,7 +243,7 @@ class RankPool:
         return [answers.data[m.rank] for m in self.members]
 
     def tell_if_slow(self) -> None:
-        """If a start in progress takes long, print once what it is waiting for."""
+        """If a start in progress takes long, say once what it is waiting for."""
         if time.monotonic() > self._slow_s:
             self._tell_slow_start()
 
@@ -244,9 +251,10 @@ class RankPool:
         self._slow_s = float("inf")
         package, seconds = self.plan.kind.package, f"more than {SLOW_START_S:.0f} s"
         if package and self._starter.importing:
-            put(f"labkit: importing {package} for the ranks takes {seconds}; the first time, from disk, it may take a minute\n")
+            slow = f"importing {package} for the ranks takes {seconds}; the first time, from disk, it may take a minute"
         else:
-            put(f"labkit: the ranks take {seconds} to start; this machine is busy\n")
+            slow = f"the ranks take {seconds} to start; this machine is busy"
+        self._slow_notice.show(f"labkit: {slow}")
 
     def death(self, member: Member, *, at_ns: int = 0, last: str = "") -> RankFailure:
         """Explain how a rank's process ended: exit code, OOM killer, location of a C crash, and output not yet shown.

@@ -18,7 +18,7 @@ from time_limits import some_limit_does
 
 import labkit as lab
 from labkit.group import output
-from labkit.group.output import LIVE_AFTER_S, LIVE_EVERY_S, LIVE_LINES, Output
+from labkit.group.output import LIVE_AFTER_S, LIVE_EVERY_S, LIVE_LINES, Notice, Output
 from labkit.group.terminal_lines import HELD_LINES, KEPT_CHARACTERS, KEPT_LINES, LINE_CHARACTERS
 from labkit.worker.runtimes.base import quiet_stderr
 
@@ -265,6 +265,27 @@ def test_a_run_that_prints_nothing_leaves_nothing(monkeypatch: pytest.MonkeyPatc
     prints.refresh()
     assert prints.finish() == ""
     assert (notebook.states, capsys.readouterr().out) == ([], "")
+
+
+def test_a_notice_in_a_notebook_is_no_part_of_the_cells_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """nbval compares the first state of a display, and what is printed."""
+    notebook, notice = Notebook(monkeypatch), Notice()
+    notice.clear()
+    assert notebook.states == [], "nothing said, nothing shown"
+    notice.show("takes long")
+    assert notebook.states == [{}, {"text/plain": "takes long"}]
+    notice.clear()
+    assert notebook.states[2:] == [{}]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_notice_in_a_terminal_does_not_mix_with_the_programs_output(capsys: pytest.CaptureFixture[str]) -> None:
+    notice = Notice()
+    notice.show("takes long")
+    notice.clear()
+    assert capsys.readouterr() == ("", "takes long\n")
 
 
 # Real ranks

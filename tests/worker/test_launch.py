@@ -29,7 +29,7 @@ from labkit.errors.causes import Cause
 from labkit.errors.exceptions import Stopped
 from labkit.group.open_groups import Notebook, default_start, notebook
 from labkit.group.options import FILES_PER_RANK, STARTING_FILES
-from labkit.group.output import Output
+from labkit.group.output import Notice, Output
 from labkit.ipc.pickling import shared_memory
 from labkit.recording.ring_layout import RING_BYTES
 from labkit.worker import fork_server
@@ -106,7 +106,7 @@ def test_every_rank_draws_its_own_random_numbers(start: str, monkeypatch: pytest
     notebook.starters.pop(("numpy.random,labkit.worker.main_loop", start, "")).close()
 
 
-def test_a_slow_start_prints_no_notice_in_test_programs() -> None:
+def test_a_slow_start_gives_no_notice_in_test_programs() -> None:
     """Their output is compared, as in lessons."""
     code = "from labkit.group.processes import SLOW_START_S; print(SLOW_START_S)"
     for more, expected in (({}, "180.0\n"), ({"LABKIT_SLOW_START_S": "20"}, "20.0\n")):
@@ -132,11 +132,11 @@ def test_a_slow_start_says_once_what_it_waits_for(start: str, monkeypatch: pytes
     monkeypatch.setattr("labkit.group.processes.SLOW_START_S", 0.1)
     said: list[str] = []
 
-    def put(text: str) -> None:
+    def show(notice: Notice, text: str) -> None:
         said.append(text)
         go_on.touch()
 
-    monkeypatch.setattr("labkit.group.processes.put", put)
+    monkeypatch.setattr(Notice, "show", show)
     with lab.Group(2, runtime="bare", start=start) as group:
         assert group.run(os.getpid).results
         assert len(said) == 1
