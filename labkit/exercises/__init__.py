@@ -17,7 +17,7 @@ LESSONS: dict[str, tuple[str, ...]] = {
     "data_parallel": ("average_gradients", "average_in_buckets", "draw_indices", "scaled_learning_rate"),
     "what_it_costs": ("break_even", "accumulate"),
     "sharded_data_parallel": ("shard_range", "memory_per_rank", "zero1", "global_norm"),
-    "model_parallel": ("activation_bytes", "best_cut", "TwoDevices", "middle_step"),
+    "model_parallel": ("idle_shares", "best_cut", "TwoDevices", "middle_step"),
     "pipeline_parallel": ("bubble", "balanced_stages", "gpipe_step", "one_f_one_b_step"),
     "tensor_parallel": ("column_backward", "row_linear", "my_heads", "bytes_per_step"),
     "remote_calls": ("ask_all", "remote_tallies"),

@@ -1,9 +1,9 @@
-"""The exercises of lesson 04: sizes of activations, where to cut a model, a model on two devices, a middle stage."""
+"""The exercises of lesson 04: idle shares, where to cut a model, a model on two devices, a middle stage."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,72 +26,103 @@ def _network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 4)), nn.Flatten())
 
 
-def _activation_bytes(answer: Any, _: OnRanks) -> str:
-    model, batch = _network(), 5
-    given = answer(model, torch.zeros(batch, 6))
-    numbers = {"0": 8, "1.0": 8, "1.1": 4, "2": 4}  # outputs of each layer for one example
-    expected = {name: batch * count * 4 for name, count in numbers.items()}
-    if not isinstance(given, dict):
-        raise AnswerError(f"expected a dict from layer names to bytes, given {given!r}")
-    details = (f"given {given}", f"expected {expected}")
-    if given == expected:
-        if any(module._forward_hooks for module in model.modules()):
-            raise AnswerError(
-                "the numbers are right, but your hooks are still on the model, and slow every later forward: keep what "
-                "register_forward_hook returns, and call its remove()"
-            )
-        if not all(module.training for module in model.modules()):
-            raise AnswerError("the numbers are right, but the model is left in eval mode: leave it as you found it")
-        doubled = answer(_network().double(), torch.zeros(batch, 6, dtype=torch.float64))
-        if doubled != {name: 2 * count for name, count in expected.items()}:
-            raise AnswerError(
-                "right for float32, but a float64 has 8 bytes: ask the output itself, with element_size()",
-                f"given for a model in float64: {doubled}",
-            )
-        return "Every layer's output in bytes: what would travel if the model were cut behind it."
-    containers = sorted({str(name) for name in given} & {"", "1"})
-    if containers:
-        raise AnswerError(
-            f"{listing([repr(name) for name in containers])} {'is a container' if len(containers) == 1 else 'are containers'}: "
-            "count layers that have no children, or outputs are counted twice",
-            *details,
-        )
-    lost = [name for name in expected if name not in given]
-    if list(given) == [list(expected)[-1]]:
-        raise AnswerError(
-            "every hook wrote under the last layer's name: hooks that are made in a loop share its variable, and run when the "
-            "loop is over. Make each in a separate function call, as note_shape does, or give it name=name",
-            *details,
-        )
-    if lost:
-        raise AnswerError(
-            f"missing: {listing([repr(name) for name in lost])}. Look into containers, with named_modules()", *details
-        )
-    for factor, hint in (
-        (1 / 4, "those are numbers, not bytes: a float32 has 4 (tensor.element_size())"),
-        (1 / batch, f"that is one example: the whole batch of {batch} leaves the layer"),
-        (1 / (4 * batch), f"those are the numbers of one example: the batch has {batch}, and a float32 4 bytes"),
+def _idle_shares(answer: Any, _: OnRanks) -> str:
+    """Judge on steps of two and three ranks; none starts at 0, and in two of them ranks compute at the same time."""
+    for spans in (
+        [(0, 10, 12), (1, 12, 13), (1, 13, 15), (0, 15, 19)],
+        [(1, 105, 111), (0, 100, 104), (0, 112, 120)],
+        [(0, 3.5, 5.5), (1, 5.5, 6.5), (2, 6.5, 7.5), (2, 7.5, 9.5), (1, 9.5, 11.5), (0, 11.5, 13.5)],
+        [(0, 50, 54), (0, 54, 58), (1, 54, 57), (1, 58, 60)],
     ):
-        if all(given[name] == expected[name] * factor for name in expected):
-            raise AnswerError(hint, *details)
-    raise AnswerError("the bytes are not those of the layers' outputs (numel() × element_size())", *details)
+        _judge_idle_shares(answer(list(spans)), spans)
+    return "Each rank's idle share of the whole step, also where ranks compute at the same time."
+
+
+def _judge_idle_shares(given: Any, spans: Sequence[tuple[int, float, float]]) -> None:
+    ranks = 1 + max(rank for rank, _, _ in spans)
+    first, last = min(start for _, start, _ in spans), max(end for _, _, end in spans)
+    own = [[(start, end) for r, start, end in spans if r == rank] for rank in range(ranks)]
+    busy = [sum(end - start for start, end in mine) for mine in own]
+    windows = [max(end for _, end in mine) - min(start for start, _ in mine) for mine in own]
+    right = [1 - b / (last - first) for b in busy]
+    case = f"idle_shares({spans})"
+    try:
+        shares = [float(share) for share in given]
+    except (TypeError, ValueError):
+        raise AnswerError(f"{case}: given {given!r}; expected a list with one share per rank") from None
+    mistakes: dict[str, list[float]] = {
+        "that is the share in which each rank computes; the idle share is the rest": [b / (last - first) for b in busy],
+        "right as percentages: return shares between 0 and 1": [100 * share for share in right],
+        "each rank is measured from its own first span to its own last; the step lasts from the first start on any rank to the "
+        "last end on any rank": [1 - b / window for b, window in zip(busy, windows, strict=True)],
+        "the step does not begin at 0: it begins with the first start of all spans": [1 - b / last for b in busy],
+        "the spans are divided by what all ranks compute together, but ranks can compute at the same time, or none may": [
+            1 - b / sum(busy) for b in busy
+        ],
+        "those are idle milliseconds; divide them by the length of the step": [last - first - b for b in busy],
+    }
+    details = (f"given {[round(share, 4) for share in shares]}", f"expected {[round(share, 4) for share in right]}")
+    if _alike(shares, right):
+        return
+    if len(shares) != ranks:
+        raise AnswerError(f"{case}: {counted(len(shares), 'number')} for {counted(ranks, 'rank')}: one share per rank", *details)
+    for hint, values in mistakes.items():
+        if _alike(shares, values):
+            raise AnswerError(f"{case}: {hint}", *details)
+    if _alike(shares, right[::-1]):
+        raise AnswerError(f"{case}: right, but in another order: rank 0 comes first, however the spans are sorted", *details)
+    raise AnswerError(f"{case}: add up what each rank computes, and compare it with the length of the whole step", *details)
+
+
+def _alike(given: list[float], expected: list[float]) -> bool:
+    return len(given) == len(expected) and np.allclose(given, expected, atol=1e-6)
 
 
 def _best_cut(answer: Any, _: OnRanks) -> str:
-    for costs in ([1, 1, 1, 1], [9, 1, 1, 1], [1, 1, 1, 9], [4, 3, 2, 1, 5], [2, 9, 4, 3, 3, 1], [1, 6, 1, 1, 1, 1, 1]):
-        given = answer(list(costs))
-        case = f"costs {costs}"
-        if not isinstance(given, int) or not 0 < given < len(costs):
-            raise AnswerError(f"{case}: given {given!r}, expected how many layers the first part has, from 1 to {len(costs) - 1}")
-        slower = {cut: max(sum(costs[:cut]), sum(costs[cut:])) for cut in range(1, len(costs))}
-        best = min(slower.values())
-        if slower[given] == best:
-            continue
-        details = (f"given {given}: parts cost {sum(costs[:given])} and {sum(costs[given:])}", f"the slower part can be {best}")
-        if given == len(costs) // 2:
-            raise AnswerError(f"{case}: that is the middle by number of layers; layers cost different amounts", *details)
-        raise AnswerError(f"{case}: another cut has a faster slower part, and the slower part sets the pace", *details)
-    return "The slower of the two parts is as fast as one cut can make it."
+    for ms, nbytes, limit in (
+        ([1, 1, 1, 1], [1, 1, 1, 1], 4),
+        ([9, 1, 1, 1], [1, 1, 1, 1], 4),
+        ([1, 1, 1, 9], [1, 1, 1, 1], 4),
+        ([4, 3, 2, 1, 5], [2, 2, 2, 2, 2], 8),
+        ([2, 9, 4, 3, 3, 1], [1, 1, 1, 1, 1, 1], 5),
+        ([4, 1, 1, 2], [1, 1, 1, 1], 2),  # the fastest cut does not fit into the second rank
+        ([2, 2, 2, 6], [3, 3, 3, 1], 6),  # ... nor here into the first
+        ([5, 5, 5, 5], [8, 1, 1, 6], 9),
+        ([1, 2, 3], [4, 4, 4], 7),  # no cut fits
+    ):
+        _judge_cut(answer(list(ms), list(nbytes), limit), ms, nbytes, limit)
+    return "The slower rank is as fast as a cut that fits into both memories can make it."
+
+
+def _judge_cut(given: Any, ms: list[int], nbytes: list[int], limit: int) -> None:
+    case, cuts = f"best_cut({ms}, {nbytes}, limit={limit})", range(1, len(ms))
+    slower = {cut: max(sum(ms[:cut]), sum(ms[cut:])) for cut in cuts}
+    memory = {cut: (sum(nbytes[:cut]), sum(nbytes[cut:])) for cut in cuts}
+    fitting = [cut for cut in cuts if max(memory[cut]) <= limit]
+    if given is None:
+        if fitting:
+            raise AnswerError(
+                f"{case}: given None, but a cut fits: with {fitting[0]} layers on rank 0, {memory[fitting[0]]} bytes"
+            )
+        return
+    if not isinstance(given, int) or given not in cuts:
+        raise AnswerError(
+            f"{case}: given {given!r}, expected how many layers rank 0 gets, from 1 to {len(ms) - 1}, or None if no cut fits"
+        )
+    details = (
+        f"given {given}: the parts take {sum(ms[:given])} and {sum(ms[given:])} ms and {memory[given]} bytes",
+        f"cuts that fit: {fitting}; of these the slower part can take {min((slower[cut] for cut in fitting), default='-')} ms",
+    )
+    if not fitting:
+        raise AnswerError(f"{case}: no cut fits into {limit} bytes per rank: return None", *details)
+    if given not in fitting:
+        rank = 0 if memory[given][0] > limit else 1
+        raise AnswerError(f"{case}: rank {rank} would need {memory[given][rank]} bytes of {limit}: both parts must fit", *details)
+    if slower[given] == min(slower[cut] for cut in fitting):
+        return
+    if given == len(ms) // 2:
+        raise AnswerError(f"{case}: that is the middle by number of layers; layers take different times", *details)
+    raise AnswerError(f"{case}: another cut that fits has a faster slower part, which sets the pace", *details)
 
 
 class _Spy(nn.Module):
@@ -300,17 +331,17 @@ def _same(message: NDArray[Any], expected: Tensor) -> bool:
 
 EXERCISES = (
     Exercise(
-        "activation_bytes",
+        "idle_shares",
         LESSON,
-        "activation_bytes(model, inputs) runs the model once and returns a dict: for each layer without children, by its name in "
-        "named_modules(), the bytes of its output for that batch.",
-        _activation_bytes,
+        "idle_shares(spans) returns a list: for each rank, in rank order, the share of the step in which it does not compute. A "
+        "span is (rank, start, end) in milliseconds; the step lasts from the first start to the last end of all ranks.",
+        _idle_shares,
     ),
     Exercise(
         "best_cut",
         LESSON,
-        "Given the cost of each layer, return how many layers the first of two parts shall have, so that the slower part is as "
-        "fast as possible.",
+        "best_cut(ms, nbytes, limit) returns how many layers rank 0 gets, so that both parts fit into `limit` bytes and the "
+        "slower part is as fast as possible; None if no cut fits.",
         _best_cut,
     ),
     Exercise(

@@ -156,12 +156,12 @@ def test_a_result_instead_of_the_function_is_explained(name: str, monkeypatch: p
 
 
 def test_an_answer_that_raises_in_this_process_is_shown_with_its_line() -> None:
-    def answer(costs):
-        return costs[99]
+    def answer(ms, nbytes, limit):
+        return ms[99]
 
     verdict = check("best_cut", answer)
     assert verdict.message == "it raised IndexError: list index out of range"
-    assert verdict.details[-1].endswith("return costs[99]")
+    assert verdict.details[-1].endswith("return ms[99]")
     assert "test_check.py, line" in verdict.details[-1]
 
 
@@ -237,7 +237,7 @@ def asleep(*_, **__):
 
 
 @pytest.mark.parametrize("answer", [for_ever, asleep])
-@pytest.mark.parametrize("name", ["activation_bytes", "best_cut", "draw_indices"])
+@pytest.mark.parametrize("name", ["idle_shares", "best_cut", "draw_indices"])
 def test_an_endless_loop_in_this_process_is_stopped_too(name: str, answer, monkeypatch: pytest.MonkeyPatch) -> None:
     def names_the_line(limit_s: float) -> bool:
         monkeypatch.setattr(MODULE, "SERIAL_LIMIT_S", limit_s)

@@ -9,6 +9,7 @@ from tools.diagrams import (
     collectives,
     data_parallel,
     messages,
+    model_parallel,
     pipelines,
     rpc,
     sharded_data_parallel,
@@ -19,7 +20,17 @@ from tools.diagrams.kit import Diagram
 
 IMAGES: Final = Path(__file__).resolve().parents[2] / "notebooks" / "images"
 # A file for each lesson that has diagrams.
-LESSONS: Final = (start_here, messages, collectives, data_parallel, sharded_data_parallel, pipelines, rpc, tensor_parallel)
+LESSONS: Final = (
+    start_here,
+    messages,
+    collectives,
+    data_parallel,
+    sharded_data_parallel,
+    model_parallel,
+    pipelines,
+    rpc,
+    tensor_parallel,
+)
 
 
 def all_diagrams() -> dict[str, Diagram]:
