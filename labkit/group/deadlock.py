@@ -1,66 +1,40 @@
-"""Deadlocks: which ranks wait for which others, why none of them can continue, and what each rank is doing.
+"""Finds deadlocks: which ranks wait for which others, and why none of them can continue.
 
 A blocked rank needs others to enter the same operation. A rank that computes may still do so; a rank that has returned,
 or is itself blocked for ever, will not. So a deadlock is not a matter of time: it follows from the operations in which
-ranks are blocked.
+ranks are blocked. `group.deadlock_words` describes what is found here.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TypeVar
 
-from labkit.errors.lists import listed
 from labkit.group.rank_state import RankState
 from labkit.group.remote_calls import has_thread, promised, serves, thread_blocked
-from labkit.group.rendezvous import HINTS, absent_ranks, hint_of
-from labkit.recording.group_keys import GroupKind, kind_of, ranks_of, where_of
-from labkit.recording.operations import (
-    FOR_OTHERS,
-    RECV,
-    RPC,
-    RPC_SHUTDOWN,
-    SEND,
-    TO_HERE,
-    UNSEEN_PROMISE,
-    Traffic,
-)  # fmt: skip
+from labkit.group.rendezvous import HINTS, absent_ranks
+from labkit.recording.group_keys import GroupKind, kind_of, ranks_of
+from labkit.recording.operations import FOR_OTHERS, RECV, SEND, UNSEEN_PROMISE, Traffic
 from labkit.recording.schema import Pending
 from labkit.recording.signatures import with_elements
 
-__all__ = [
-    "SERVES_OTHERS",
-    "Deadlock",
-    "doing",
-    "find_deadlock",
-    "mismatch",
-    "missing",
-    "operation_in_words",
-    "place",
-    "serving_for_ever",
-]  # fmt: skip
+__all__ = ["Deadlock", "Reason", "find_deadlock", "first_mismatch", "missing"]
 
-SAME: Final = "All ranks of a group must call the same collectives, in the same order, on tensors of the same shape and type."
-ALL: Final = (
-    "All ranks of a group must call the same collectives, equally often: look for a loop of another length, an early return, or "
-    "a collective inside `if rank == 0`."
-)
-ALL_OF_TENSORFLOW: Final = (
-    "All ranks of a strategy must run the same steps: look for a dataset or a loop of another length, or an early return. A rank "
-    "whose server others still need calls `server.join()` at its end, not `return`."
-)
-CREATED: Final = "Every rank must call new_group, in the same order, also ranks that do not belong to the new group."
-FITTING: Final = "A receive needs a tensor of the size and type that is sent."
-USUALLY: Final = {GroupKind.TENSORFLOW: ALL_OF_TENSORFLOW, GroupKind.CREATION: CREATED}  # else `ALL`
-SERVES_OTHERS: Final = (
-    "`join()` of a server returns when the others have returned: also call the rank that they serve, such as the chief."
-)
-PROMISED: Final = (
-    "A future that a function under `rpc.functions.async_execution` returns needs a call of `set_result`: look for a count "
-    "of calls that is never reached, or an early return before it."
-)
-CALLED: Final = "`group[0].run(f)` calls f on rank 0 only; operations between ranks need `group.run(f)`."
+_Who = TypeVar("_Who")  # a rank's number or its name
+
+
+class Reason(enum.Enum):
+    """Why ranks cannot continue."""
+
+    MISMATCH = enum.auto()  # two ranks entered the same operation with different arguments
+    RETURNED = enum.auto()  # a rank has returned without entering the operation
+    NOT_CALLED = enum.auto()  # a rank was not called
+    FUTURE = enum.auto()  # a call has returned a future that no rank will complete
+    RENDEZVOUS = enum.auto()  # too few ranks come to a rendezvous, or no rank sets a store's key
+    CIRCLE = enum.auto()  # each rank waits for the next one
+    NO_SENDER = enum.auto()  # nobody will send a message that is received from any rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,45 +43,16 @@ class Deadlock:
 
     Args:
         ranks: the numbers of the waiting ranks.
-        headline: the cause, in one sentence.
-        hint: the usual mistake behind it; "" if there is none.
-        culprit: the only rank that the others wait for, if there is one; the headline does not contain its name.
+        reason: why they cannot continue.
+        waits: the ranks and operations that show the reason. Of a mismatch, the two sides, a message's sender first; of
+            a circle, each rank waits for the next; else the ranks that wait, in rank order.
+        culprit: the only rank that the others wait for, if there is one.
     """
 
     ranks: tuple[int, ...]
-    headline: str
-    hint: str = ""
+    reason: Reason
+    waits: tuple[tuple[int, Pending], ...]
     culprit: int | None = None
-
-
-def doing(
-    name: str,
-    pending: Sequence[Pending],
-    now_ns: int,
-    *,
-    returned: bool = False,
-    names: Sequence[str] = (),
-    closely: bool = False,
-) -> str:
-    """One line about what a rank is doing.
-
-    Args:
-        name: the rank's name.
-        pending: its pending operations.
-        now_ns: the current time.
-        returned: whether its function has returned.
-        names: the names of all ranks, to name a peer.
-        closely: whether to add the operation's number within its group, and its signature.
-    """
-    if returned:
-        return f"{name} had returned"
-    blocked = [p for p in pending if p.wait_start_ns]
-    if not blocked:
-        beside = f", with {pending[0].in_words} under way" if pending else ""
-        return f"{name} was computing{beside}"
-    last = blocked[-1]
-    seconds = max(now_ns - last.wait_start_ns, 0) / 1e9  # it may have started while the states were read
-    return f"{name} was waiting in {operation_in_words(last, names, closely=closely)}{place(last)} for {seconds:.1f} s"
 
 
 def find_deadlock(ranks: Sequence[RankState]) -> Deadlock | None:
@@ -124,32 +69,27 @@ def find_deadlock(ranks: Sequence[RankState]) -> Deadlock | None:
     queued = {i for i, rank in enumerate(ranks) if any(_absent(ranks, inactive, i, op) for op in rank.queued)}
     inactive |= queued
     waiting = tuple(i for i in sorted(inactive) if i in queued or ranks[i].blocked)
-    return Deadlock(waiting, *_why(ranks, waiting, inactive)) if waiting else None
+    return _explained(ranks, waiting, inactive) if waiting else None
 
 
-def serving_for_ever(names: Sequence[str]) -> str:
-    """A sentence about ranks that serve others for ever, while no other rank was called."""
-    return f"{listed(names)} {'serves' if len(names) == 1 else 'serve'} others, and no other rank was called"
+def first_mismatch(operations: Sequence[tuple[_Who, Pending]]) -> tuple[tuple[_Who, Pending], ...]:
+    """The two sides of the first operation that ranks entered with different arguments; () if there is none.
 
-
-def mismatch(operations: Sequence[tuple[str, Pending]]) -> tuple[str, str]:
-    """A sentence and a hint about ranks that entered the same operation with different arguments; ("", "") if none did.
+    Of a message, the sender comes first.
 
     Args:
-        operations: names of ranks, each with an operation that it is in, or was in when it failed.
+        operations: ranks, each with an operation that it is in, or was in when it failed.
     """
-    by_number: dict[tuple[str, int], list[tuple[str, Pending]]] = {}
-    for name, operation in operations:
+    by_number: dict[tuple[str, int], list[tuple[_Who, Pending]]] = {}
+    for who, operation in operations:
         if operation.group and operation.match and kind_of(operation.group) is not GroupKind.CALL:
-            by_number.setdefault((operation.group, operation.match), []).append((name, operation))
-    for together in by_number.values():
-        (first, mine), *others = together
-        for other, theirs in others:
-            if _differs(mine, theirs):
-                if kind_of(mine.group) is GroupKind.PAIR:
-                    return _misfit(*sorted([(first, mine), (other, theirs)], key=lambda side: side[1].type is not SEND)), FITTING
-                return _contrast(first, mine, other, theirs), SAME
-    return "", ""
+            by_number.setdefault((operation.group, operation.match), []).append((who, operation))
+    for first, *others in by_number.values():
+        for other in others:
+            if _differs(first[1], other[1]):
+                message = kind_of(first[1].group) is GroupKind.PAIR
+                return (other, first) if message and first[1].type is not SEND else (first, other)
+    return ()
 
 
 def _may_act(ranks: Sequence[RankState], inactive: set[int], me: int) -> bool:
@@ -246,55 +186,25 @@ def _differs(a: Pending, b: Pending) -> bool:
     return names_differ or with_elements(a.signature) != with_elements(b.signature)
 
 
-def _why(ranks: Sequence[RankState], waiting: Sequence[int], inactive: set[int]) -> tuple[str, str, int | None]:
-    """The headline, the hint and the culprit of a deadlock: see `Deadlock`."""
-    blocked = [(ranks[i].name, p) for i in waiting for p in ranks[i].blocked]
-    unequal, hint = mismatch([*blocked, *((rank.name, p) for rank in ranks for p in (*rank.pending, *rank.done))])
+def _explained(ranks: Sequence[RankState], waiting: tuple[int, ...], inactive: set[int]) -> Deadlock:
+    """The deadlock of these waiting ranks, with its reason."""
+    blocked = [(i, p) for i in waiting for p in ranks[i].blocked]
+    unequal = first_mismatch([*blocked, *((i, p) for i, rank in enumerate(ranks) for p in (*rank.pending, *rank.done))])
     if unequal:
-        return unequal, hint, None
+        return Deadlock(waiting, Reason.MISMATCH, unequal)
     for i in waiting:
         for operation in (*ranks[i].blocked, *ranks[i].queued):
             for gone in _absent(ranks, inactive, i, operation):
-                return _deserted(ranks, waiting, gone)
-    for_futures = [(ranks[i].name, p) for i in waiting for p in ranks[i].blocked if promised(ranks, p)]
-    if for_futures:
-        return _uncompleted_future(ranks, for_futures), PROMISED, None
+                both = ((j, op) for j in waiting for op in (*ranks[j].blocked, *ranks[j].queued))
+                for_it = tuple((j, op) for j, op in both if gone in missing(ranks, j, op))
+                return Deadlock(waiting, Reason.RETURNED if ranks[gone].called else Reason.NOT_CALLED, for_it, gone)
+    if for_futures := tuple((i, p) for i, p in blocked if promised(ranks, p)):
+        return Deadlock(waiting, Reason.FUTURE, for_futures)
     circle = _circle(ranks, waiting)
-    apart = [(ranks[i].name, p) for i in waiting for p in ranks[i].blocked if kind_of(p.group) in HINTS]
+    apart = tuple((i, p) for i, p in blocked if kind_of(p.group) in HINTS)
     if apart and (not circle or all(kind_of(p.group) is GroupKind.RENDEZVOUS for _, p in circle)):
-        hint = hint_of(apart[0][1].group, len(ranks))
-        return "; ".join(f"{name} waits in {operation_in_words(p, ())}{place(p)}" for name, p in apart), hint, None
-    if not circle:
-        names = listed([ranks[i].name for i in waiting])
-        verb = "waits" if len(waiting) == 1 else "wait"
-        return f"{names} {verb} for a message that nobody will send", "", None
-    links = [
-        f"{ranks[i].name} waits in {operation_in_words(operation, ())}{place(operation)} for {ranks[which].name}"
-        for (i, operation), (which, _) in zip(circle, [*circle[1:], circle[0]], strict=True)
-    ]
-    return "; ".join(links), _usual([operation for _, operation in circle]), None
-
-
-def _deserted(ranks: Sequence[RankState], waiting: Sequence[int], gone: int) -> tuple[str, str, int]:
-    for_it = [
-        (ranks[i].name, op) for i in waiting for op in (*ranks[i].blocked, *ranks[i].queued) if gone in missing(ranks, i, op)
-    ]
-    operation = for_it[0][1]
-    who = f"{listed([name for name, _ in for_it])} still {'waits' if len(for_it) == 1 else 'wait'} for it"
-    if not ranks[gone].called:
-        return f"was not called, and {who} in {operation.in_words}{place(operation)}", CALLED, gone
-    usual = USUALLY.get(kind_of(operation.group), ALL)
-    return f"returned while {who} in {operation.in_words}{place(operation)}", usual, gone
-
-
-def _uncompleted_future(ranks: Sequence[RankState], waiting: Sequence[tuple[str, Pending]]) -> str:
-    """The headline for the first call that returned a future which no rank will complete."""
-    first = waiting[0][1]
-    alike = [name for name, p in waiting if (p.name, p.peer, p.line) == (first.name, first.peer, first.line)]
-    return (
-        f"{listed(list(dict.fromkeys(alike)))} {'waits' if len(alike) == 1 else 'wait'} in {first.in_words}{place(first)}: on "
-        f"{ranks[first.peer].name} it has returned a future that nobody will complete"
-    )
+        return Deadlock(waiting, Reason.RENDEZVOUS, apart)
+    return Deadlock(waiting, Reason.CIRCLE, tuple(circle)) if circle else Deadlock(waiting, Reason.NO_SENDER, tuple(blocked))
 
 
 def _circle(ranks: Sequence[RankState], waiting: Sequence[int]) -> list[tuple[int, Pending]]:
@@ -317,55 +227,3 @@ def _way_back(start: int, waits: Mapping[int, Mapping[int, Pending]]) -> list[in
                 seen.add(which)
                 paths.append([*path, which])
     return []
-
-
-def _usual(operations: Sequence[Pending]) -> str:
-    types = {p.type for p in operations}
-    if any(kind_of(p.group) is GroupKind.CREATION for p in operations):
-        return CREATED
-    if any(kind_of(p.group) is GroupKind.RENDEZVOUS and p.type is not RPC_SHUTDOWN for p in operations):
-        return HINTS[GroupKind.RENDEZVOUS]
-    if types == {SEND}:
-        return "A send ends only when the other side receives: one of them must receive first, or use isend."
-    if types == {RECV}:
-        return "Both wait for a message before they send one: one of them must send first."
-    if types & {RPC, TO_HERE}:
-        return "Calls wait for one another: return a future (`rpc.functions.async_execution`), or do not wait inside a call."
-    if types & {SEND, RECV}:
-        return "The order of messages and collectives must fit on both sides."
-    return "Ranks that belong to several groups must enter their collectives in the same order."
-
-
-def _contrast(first: str, mine: Pending, other: str, theirs: Pending) -> str:
-    group = "" if mine.group == "world" else f" of {mine.group}"
-    return (
-        f"collective number {mine.match}{group} is {_given(mine)}{place(mine)} on {first}, and {_given(theirs)}{place(theirs)} "
-        f"on {other}"
-    )
-
-
-def _misfit(sender: tuple[str, Pending], receiver: tuple[str, Pending]) -> str:
-    """The headline for a message whose sides do not match."""
-    (source, sent), (destination, received) = sender, receiver
-    return f"{source} sends {sent.signature}{place(sent)}, and {destination} receives it as {received.signature}{place(received)}"
-
-
-def _given(operation: Pending) -> str:
-    return f"{operation.in_words} of {operation.signature}" if operation.signature else operation.in_words
-
-
-def operation_in_words(operation: Pending, names: Sequence[str], *, closely: bool = False) -> str:
-    """An operation's name, group and peer (if `names` are given); with `closely`, also its number and its signature."""
-    details = [where_of(operation.group)] if operation.type is not RPC_SHUTDOWN else []
-    if closely and operation.match and kind_of(operation.group) not in HINTS:
-        details.append(f"number {operation.match}")
-    if closely and operation.signature:
-        details.append(f"of {operation.signature}")
-    if 0 <= operation.peer < len(names):
-        details.append(f"with {names[operation.peer]}")
-    return " ".join(filter(None, [operation.in_words, *details]))
-
-
-def place(operation: Pending) -> str:
-    """The student's line that issued an operation, as the suffix of its name."""
-    return f" ({operation.line})" if operation.line else ""

@@ -19,7 +19,7 @@ from labkit.group.rank_state import RankState
 from labkit.group.remote_calls import cycle_of_calls, served_by
 from labkit.group.stack_dump import ask
 from labkit.group.thread_states import Active, RankThreads, active, children_of, threads_in
-from labkit.group.wait_notices import MOST_NAMES, waiting_notice
+from labkit.group.wait_notices import MOST_NAMES, cycle_notice, waiting_notice
 from labkit.recording.group_keys import GroupKind, kind_of
 from labkit.recording.schema import Pending
 
@@ -158,9 +158,9 @@ class DeadlockMonitor:
 
     def _notice_of(self, states: Sequence[RankState], waited_ns: int, now_ns: int) -> str:
         """The notice while no deadlock is certain: who waits, and for whom."""
-        cycle = cycle_of_calls(states) if waited_ns > CYCLE_NS else ""
+        cycle = cycle_of_calls(states) if waited_ns > CYCLE_NS else []
         if cycle and self._idle(now_ns):
-            return f"{cycle}, and no rank computes: does one of them hold a lock? Stop ends the run."
+            return cycle_notice([states[i].name for i in cycle])
         if waited_ns <= SLOW_NS:
             return ""
         acting = self._suspicion.acting if self._suspicion is not None else {}

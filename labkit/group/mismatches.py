@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from labkit.errors.exceptions import MismatchError
-from labkit.group.deadlock import mismatch
+from labkit.group.deadlock_words import mismatch_in_words
 from labkit.recording.group_keys import GroupKind, kind_of
 from labkit.recording.operations import RECV, SEND, Traffic, type_of
 from labkit.recording.schema import COMMUNICATION, OPEN, Pending
@@ -161,7 +161,7 @@ def mismatch_hint(sides: Sequence[tuple[str, Pending]]) -> tuple[str, str]:
     Args:
         sides: the name of each of its ranks, and that rank's side of the operation.
     """
-    sentence, hint = mismatch(sides)
+    sentence, hint = mismatch_in_words(sides)
     if sentence or not sides:
         return sentence, hint
     operation = sides[0][1]

@@ -12,30 +12,30 @@ from labkit.recording.schema import Pending
 __all__ = ["cycle_of_calls", "has_thread", "promised", "served_by", "serves", "thread_blocked"]
 
 
-def cycle_of_calls(ranks: Sequence[RankState]) -> str:
-    """A sentence about calls of RPC ranks that wait for one another in a cycle; "" if there are none.
+def cycle_of_calls(ranks: Sequence[RankState]) -> list[int]:
+    """The ranks along a cycle of calls that wait for one another, from the first caller on; [] if there is none.
 
     The innermost call is being executed as far as labkit knows, and may complete, unless it waits for a lock that the
     outermost caller holds.
     """
     for start, rank in enumerate(ranks):
         for first in rank.blocked:
-            links, at, call = [rank.name], start, first
+            links, at, call = [start], start, first
             visited = {start}
             while kind_of(call.group) is GroupKind.CALL:
                 at = call.peer
-                links.append(ranks[at].name)
+                links.append(at)
                 served = next((p for p in ranks[at].pending if serves(p, call)), None)
                 if served is None:
                     break
                 inner = next((p for p in ranks[at].blocked if p.thread == served.thread), None)
                 if inner is None:
                     if at in visited:
-                        return f"calls wait for one another in a circle: {' → '.join(links)}"
+                        return links
                     break
                 visited.add(at)
                 call = inner
-    return ""
+    return []
 
 
 def served_by(ranks: Sequence[RankState], call: Pending) -> tuple[int, Pending] | None:

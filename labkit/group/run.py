@@ -10,8 +10,9 @@ from typing import Any, Final
 from labkit.errors.causes import Cause
 from labkit.errors.exceptions import DeadlockError, LabError, RankError, RankFailure, RunTimeoutError, Stopped
 from labkit.group.collector import Records
-from labkit.group.deadlock import SERVES_OTHERS, Deadlock, doing, mismatch, serving_for_ever
+from labkit.group.deadlock import Deadlock
 from labkit.group.deadlock_monitor import DeadlockMonitor
+from labkit.group.deadlock_words import SERVES_OTHERS, deadlock_in_words, doing, mismatch_in_words, serving_for_ever
 from labkit.group.member import Member
 from labkit.group.mismatches import mismatch_error, mismatch_hint, shapes_note
 from labkit.group.output import Output
@@ -339,12 +340,13 @@ class Execution:
     def _deadlock_error(self, deadlock: Deadlock) -> LabError:
         now_ns = time.perf_counter_ns()
         doings = self._doings_by_rank(now_ns, closely=True)
+        headline, hint = deadlock_in_words(deadlock, self._names)
         if deadlock.culprit is None:
-            return DeadlockError(deadlock.headline, deadlock.hint, list(doings.values()))
+            return DeadlockError(headline, hint, list(doings.values()))
         doings.pop(deadlock.culprit, None)
         name, cause = self._names[deadlock.culprit], Cause.DEADLOCK
-        failure = RankFailure(deadlock.culprit, name, deadlock.headline, at_ns=now_ns, cause=cause, verb="")
-        return RankError([failure], list(doings.values()), hint=deadlock.hint)
+        failure = RankFailure(deadlock.culprit, name, headline, at_ns=now_ns, cause=cause, verb="")
+        return RankError([failure], list(doings.values()), hint=hint)
 
     def _error(self) -> RankError:
         now_ns = time.perf_counter_ns()
@@ -367,7 +369,7 @@ class Execution:
         there = {(p.group, p.match) for _, p in operations}
         unequal, usual = mismatch_hint(self._records.unequal()[0])
         if not unequal:
-            unequal, usual = mismatch(
+            unequal, usual = mismatch_in_words(
                 [*operations, *((m.name, p) for m in self._members for p in self._records.done(m.rank, there))]
             )
         hint = f"{unequal[0].upper()}{unequal[1:]}. {usual}" if unequal else ""

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from labkit.errors.lists import listed
-from labkit.group.deadlock import missing, operation_in_words, place
+from labkit.group.deadlock import missing
+from labkit.group.deadlock_words import operation_in_words, place
 from labkit.group.output import cell_label
 from labkit.group.rank_state import RankState
 from labkit.group.remote_calls import promised, served_by
@@ -15,13 +16,23 @@ from labkit.group.stack_dump import Frame
 from labkit.group.thread_states import Active, RankThreads, Thread
 from labkit.recording.schema import Pending
 
-__all__ = ["MOST_NAMES", "waiting_notice"]
+__all__ = ["MOST_NAMES", "cycle_notice", "waiting_notice"]
 
 MOST_WAITS: Final = 3  # operations that are listed, and ranks that have not entered them
 MOST_NAMES: Final = 4
 SOURCE_CHARACTERS: Final = 60
 ROUNDED_S: Final = 5  # how often the notice changes
 SHORT: Final = 0.5  # of the longest wait: shorter waits are not listed, since a healthy rank may do them all the time
+
+
+def cycle_notice(names: Sequence[str]) -> str:
+    """The notice about calls that wait for one another while no rank computes.
+
+    Args:
+        names: the names of the ranks along the cycle, from the first caller on.
+    """
+    calls = f"calls wait for one another in a circle: {' → '.join(names)}"
+    return f"{calls}, and no rank computes: does one of them hold a lock? Stop ends the run."
 
 
 def waiting_notice(

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,21 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
+from reported import Reported, collect  # noqa: E402
 from time_limits import some_limit_does  # noqa: E402
 from torch.distributed import rpc  # noqa: E402
 
 import labkit as lab  # noqa: E402
 from labkit.errors.exceptions import DeadlockError, MismatchError  # noqa: E402
-from labkit.group.deadlock import FITTING  # noqa: E402
+from labkit.group.deadlock import Reason  # noqa: E402
 from labkit.group.deadlock_monitor import DeadlockMonitor  # noqa: E402
 from labkit.group.output import Output  # noqa: E402
 from labkit.worker.runtimes.registry import RUNTIMES  # noqa: E402
+
+
+@pytest.fixture
+def reported(monkeypatch: pytest.MonkeyPatch) -> Reported:
+    return collect(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -103,21 +109,21 @@ def ddp_with_a_batch_less() -> None:
         model(torch.ones(2, 4)).sum().backward()
 
 
-STUCK: dict[Callable[[], None], tuple[str, str]] = {
-    only_on_rank_0: ("is barrier", "on rank 0, and all_reduce of float32 [2]"),
-    another_order: ("is all_reduce of float32 [3]", "and broadcast of float32 [3], root 0"),
-    other_shapes: ("all_reduce of float32 [5]", "and all_reduce of float32 [4]"),
-    other_roots: ("broadcast of float32 [4], root 0", "broadcast of float32 [4], root 1"),
-    two_send: ("rank 0 waits in send", "for rank 1; rank 1 waits in send"),
-    two_receive: ("rank 0 waits in recv", "for rank 1; rank 1 waits in recv"),
-    nobody_sends: ("rank 0 waits in recv", "rank 1 waits in barrier"),
-    a_ring_of_sends: ("for rank 2; rank 2 waits in send", "for rank 0"),
-    one_caught_its_error: ("all_reduce of float32 [2]", "and barrier"),
+STUCK: dict[Callable[[], None], tuple[Reason, list[tuple[int, str]]]] = {
+    only_on_rank_0: (Reason.MISMATCH, [(0, "barrier"), (1, "all_reduce")]),
+    another_order: (Reason.MISMATCH, [(0, "all_reduce"), (1, "broadcast")]),
+    other_shapes: (Reason.MISMATCH, [(0, "all_reduce"), (1, "all_reduce")]),
+    other_roots: (Reason.MISMATCH, [(0, "broadcast"), (1, "broadcast")]),
+    two_send: (Reason.CIRCLE, [(0, "send"), (1, "send")]),
+    two_receive: (Reason.CIRCLE, [(0, "recv"), (1, "recv")]),
+    nobody_sends: (Reason.CIRCLE, [(0, "recv"), (1, "barrier")]),
+    a_ring_of_sends: (Reason.CIRCLE, [(0, "send"), (1, "send"), (2, "send")]),
+    one_caught_its_error: (Reason.MISMATCH, [(0, "all_reduce"), (1, "barrier")]),
 }
-DESERTED: dict[Callable[[], None], tuple[int, str]] = {
-    returns_early: (1, "rank 0 and rank 2 still wait for it in all_reduce"),
-    waits_for_an_asynchronous_one: (2, "rank 0 and rank 1 still wait for it in all_reduce"),
-    ddp_with_a_batch_less: (1, "rank 0 and rank 2 still wait for it in all_reduce"),
+DESERTED: dict[Callable[[], None], tuple[int, list[tuple[int, str]]]] = {
+    returns_early: (1, [(0, "all_reduce"), (2, "all_reduce")]),
+    waits_for_an_asynchronous_one: (2, [(0, "all_reduce"), (1, "all_reduce")]),
+    ddp_with_a_batch_less: (1, [(0, "all_reduce"), (2, "all_reduce")]),
 }
 
 
@@ -128,21 +134,20 @@ def total() -> float:
 
 
 @pytest.mark.parametrize("function", STUCK, ids=lambda f: f.__name__)
-def test_ranks_that_wait_for_each_other(three: lab.Group, function: Callable[[], None]) -> None:
+def test_ranks_that_wait_for_each_other(three: lab.Group, function: Callable[[], None], reported: Reported) -> None:
     with pytest.raises(DeadlockError) as caught:
         three.run(function)
-    for words in STUCK[function]:
-        assert words in caught.value.headline
-    assert "test_deadlock_run.py, line" in caught.value.headline
-    assert [line.split(" was ")[0].split(" had ")[0] for line in caught.value.doings] == ["rank 0", "rank 1", "rank 2"]
+    assert reported.deadlock() == STUCK[function]
+    assert all("test_deadlock_run.py, line" in line for line in reported.lines())
+    assert [" ".join(line.split()[:2]) for line in caught.value.doings] == ["rank 0", "rank 1", "rank 2"]
     assert three.run(total).results == [3.0] * 3
 
 
 @pytest.mark.parametrize("function", DESERTED, ids=lambda f: f.__name__)
 def test_ranks_that_wait_for_a_rank_that_returned(
-    three: lab.Group, function: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    three: lab.Group, function: Callable[[], None], monkeypatch: pytest.MonkeyPatch, reported: Reported
 ) -> None:
-    culprit, words = DESERTED[function]
+    culprit, waits = DESERTED[function]
 
     def all_have_come(certain_after_s: float) -> bool:
         """Otherwise only one of them is reported as waiting."""
@@ -150,15 +155,17 @@ def test_ranks_that_wait_for_a_rank_that_returned(
         with pytest.raises(lab.RankError) as caught:
             three.run(function)
         assert caught.value.rank == culprit
-        return f"rank {culprit} returned while {words}" in caught.value.report()
+        return reported.deadlock() == (Reason.RETURNED, waits)
 
     assert some_limit_does(all_have_come, (0.5, 5.0, 30.0))
     assert three.run(total).results == [3.0] * 3
 
 
-def test_a_collective_on_one_rank_alone(three: lab.Group) -> None:
-    with pytest.raises(lab.RankError, match="rank 1 was not called, and rank 0 still waits for it in all_reduce"):
+def test_a_collective_on_one_rank_alone(three: lab.Group, reported: Reported) -> None:
+    with pytest.raises(lab.RankError) as caught:
         three[0].run(total)
+    assert caught.value.rank == 1
+    assert reported.deadlock() == (Reason.NOT_CALLED, [(0, "all_reduce")])
     assert three.run(total).results == [3.0] * 3
 
 
@@ -221,12 +228,14 @@ def call_back(name: str, depth: int) -> int:
     return rpc.rpc_sync(other, call_back, args=(other, depth - 1)) + 1
 
 
-def test_calls_that_wait_for_each_other_without_a_free_thread() -> None:
+def test_calls_that_wait_for_each_other_without_a_free_thread(reported: Reported) -> None:
     with lab.Group(["a", "b"], runtime="rpc", timeout_s=200) as group:
         assert group["a"].run(call_back, "a", 8).results == [8]
-        with pytest.raises(DeadlockError) as caught:
+        with pytest.raises(DeadlockError):
             group["a"].run(call_back, "a", 200)
-        assert "a waits in rpc_sync call_back" in caught.value.headline
+        reason, waits = reported.deadlock()
+        assert reason is Reason.CIRCLE
+        assert (0, "rpc_sync call_back") in waits
         assert group["a"].run(call_back, "a", 2).results == [2]
 
 
@@ -250,15 +259,14 @@ def train(**times: int) -> int:
     return sum(rpc.rpc_sync("server", add) for _ in range(mine))
 
 
-def test_a_future_that_nobody_completes() -> None:
+def test_a_future_that_nobody_completes(reported: Reported) -> None:
     with lab.Group(["a", "b", "server"], runtime="rpc", timeout_s=60) as group:
         assert group.run(train, a=3, b=3).results == [6, 6, 0]
-        with pytest.raises(DeadlockError) as caught:
+        with pytest.raises(DeadlockError):
             group.run(train, a=3, b=2)
-        place = f"test_deadlock_run.py, line {train.__code__.co_firstlineno + 2}"
-        assert caught.value.headline == (
-            f"a waits in rpc_sync add ({place}): on server it has returned a future that nobody will complete"
-        )
+        assert reported.deadlock() == (Reason.FUTURE, [(0, "rpc_sync add")])
+        assert reported.lines() == [f"test_deadlock_run.py, line {train.__code__.co_firstlineno + 2}"]
+        assert [operation.peer for _, operation in reported.deadlocks[-1].waits] == [2]
         assert group.run(train, a=1, b=1).results == [2, 2, 0]
 
 
@@ -281,21 +289,26 @@ def call_locked(me: str, depth: int) -> int:
 
 
 def test_a_cycle_of_calls_around_a_lock_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    cycles: list[list[str]] = []
     said: list[str] = []
+
+    def cycle_notice(names: Sequence[str]) -> str:
+        cycles.append(list(names))
+        return "a cycle"
 
     def say_and_stop(_: Output, word: str) -> None:
         if word and not said:
             said.append(word)
             signal.raise_signal(signal.SIGINT)
 
+    monkeypatch.setattr("labkit.group.deadlock_monitor.cycle_notice", cycle_notice)
     monkeypatch.setattr(Output, "say", say_and_stop)
     with lab.Group(["a", "b"], runtime="rpc", timeout_s=200) as group:
         assert group["a"].run(call_locked, "a", 1).results == [0]
         with pytest.raises(KeyboardInterrupt):
             group["a"].run(call_locked, "a", 3)
-    assert said[0].startswith(
-        "calls wait for one another in a circle: a → b → a → b, and no rank computes: does one of them hold a"
-    )
+    assert said[0] == "a cycle"
+    assert cycles[0] == ["a", "b", "a", "b"]
 
 
 def test_a_deadlock_that_does_not_last_is_not_reported(three: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,31 +407,29 @@ def sends(*given: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ((torch.ones(4), torch.ones(8)), "float32 [4] {}, and rank 1 receives it as float32 [8] {}"),
-        ((torch.ones(4), torch.ones(4, dtype=torch.int32)), "float32 [4] {}, and rank 1 receives it as int32 [4] {}"),
-    ],
+    ("given", "received"),
+    [((torch.ones(4), torch.ones(8)), "float32 [8]"), ((torch.ones(4), torch.ones(4, dtype=torch.int32)), "int32 [4]")],
     ids=["too large", "another type"],
 )
 def test_a_message_that_was_received_as_something_else_is_an_error(
-    three: lab.Group, given: tuple[torch.Tensor, ...], words: str
+    three: lab.Group, given: tuple[torch.Tensor, ...], received: str, reported: Reported
 ) -> None:
-    with pytest.raises(MismatchError) as caught:
+    with pytest.raises(MismatchError):
         three.run(sends, *given)
     first = sends.__code__.co_firstlineno
-    places = (f"(test_deadlock_run.py, line {first + line})" for line in (3, 6))
-    assert caught.value.headline == f"rank 0 sends {words.format(*places)}"
-    assert caught.value.hint == FITTING
+    sent, taken = (f"test_deadlock_run.py, line {first + line}" for line in (3, 6))
+    sides = [(name, p.name, p.signature, p.line) for name, p in reported.mismatches[-1]]
+    assert sides == [("rank 0", "send", "float32 [4]", sent), ("rank 1", "recv", received, taken)]
 
 
 def test_a_message_may_be_received_in_another_shape(three: lab.Group) -> None:
     three.run(sends, torch.ones(4), torch.ones(2, 2))
 
 
-def test_a_receive_that_is_too_small_ends_the_rank_and_is_explained(three: lab.Group) -> None:
+def test_a_receive_that_is_too_small_ends_the_rank_and_is_explained(three: lab.Group, reported: Reported) -> None:
     with pytest.raises(lab.RankError) as caught:
         three.run(sends, torch.ones(8), torch.ones(4))
     assert caught.value.rank == 1
-    assert "Rank 0 sends float32 [8]" in caught.value.hint
-    assert caught.value.hint.endswith(FITTING)
+    sides = [(name, p.name, p.signature) for name, p in reported.mismatches[-1]]
+    assert sides == [("rank 0", "send", "float32 [8]"), ("rank 1", "recv", "float32 [4]")]
+    assert caught.value.hint

@@ -12,7 +12,7 @@ import pytest
 from labkit.group.rank_state import RankState
 from labkit.group.stack_dump import Frame
 from labkit.group.thread_states import Active, RankThreads, Thread
-from labkit.group.wait_notices import waiting_notice
+from labkit.group.wait_notices import cycle_notice, waiting_notice
 from labkit.recording.group_keys import TENSORFLOW
 from labkit.recording.operations import PROMISE
 from labkit.recording.schema import TIMED, Pending
@@ -43,6 +43,10 @@ def notice(
     *ranks: RankState, threads: Mapping[int, RankThreads] | None = None, acting: Mapping[int, Active] | None = None
 ) -> str:
     return waiting_notice(ranks, threads or {}, acting or {}, 23 * S)
+
+
+def test_a_cycle_of_calls() -> None:
+    assert cycle_notice(["a", "b", "a"]).startswith("calls wait for one another in a circle: a → b → a, and no rank computes")
 
 
 def test_a_computing_rank_is_waited_for() -> None:

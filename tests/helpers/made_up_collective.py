@@ -3,7 +3,6 @@ JSON."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
@@ -25,7 +24,8 @@ ProcessGroup.gossip = lambda self, tensors, options: self.allreduce(tensors, opt
 
 import labkit as lab  # noqa: E402
 from labkit.comm.install import watch_torch  # noqa: E402
-from labkit.group.deadlock import find_deadlock, mismatch  # noqa: E402
+from labkit.group.deadlock import find_deadlock  # noqa: E402
+from labkit.group.deadlock_words import deadlock_in_words, mismatch_in_words  # noqa: E402
 from labkit.group.mismatches import first_unequal  # noqa: E402
 from labkit.group.rank_state import RankState  # noqa: E402
 from labkit.plots.flows import flows_of  # noqa: E402
@@ -79,8 +79,8 @@ def main() -> None:
             {
                 "recorded": recorded(), "matrix": flows.matrix().tolist(), "rings": flows.rings,
                 "colour": _looks(flows.name)[0]["facecolor"], "seconds": link.seconds("gossip", 8000, 4),
-                "predicted": float(lab.predict.gossip(8000, ranks=4, link=link)), "mismatch": mismatch(sides)[0],
-                "deadlock": deadlock and dataclasses.asdict(deadlock)["headline"], "reduced": unequal(),
+                "predicted": float(lab.predict.gossip(8000, ranks=4, link=link)), "mismatch": mismatch_in_words(sides)[0],
+                "deadlock": deadlock and deadlock_in_words(deadlock, ["rank 0", "rank 1"])[0], "reduced": unequal(),
             }
         )
     )  # fmt: skip
