@@ -37,6 +37,7 @@ _MODULES = {
     "press_stop": "notebook.press_stop",
     "breakdown": "plots.breakdown",
     "compare": "plots.breakdown",
+    "busy_shares": "plots.busy",
     "explain": "plots.explain",
     "explore": "plots.explore",
     "memory": "plots.memory",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from labkit.notebook.press_stop import press_stop as press_stop
     from labkit.plots.breakdown import breakdown as breakdown
     from labkit.plots.breakdown import compare as compare
+    from labkit.plots.busy import busy_shares as busy_shares
     from labkit.plots.byte_counts import memory_mb as memory_mb
     from labkit.plots.byte_counts import sent_mb as sent_mb
     from labkit.plots.explain import explain as explain

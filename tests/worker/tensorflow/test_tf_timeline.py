@@ -221,6 +221,36 @@ def test_completion_signals_between_devices_have_no_bytes(one: lab.Group) -> Non
     assert {s.nbytes for s in trace if s.name == "send" and s.sized} == {0, 4}  # and each loss
 
 
+def train_on_two_devices(steps: int) -> None:
+    import tensorflow as tf
+
+    with tf.device("CPU:0"):
+        first = [tf.Variable(tf.ones((8, 8))) for _ in range(2)]
+    with tf.device("CPU:1"):
+        last = [tf.Variable(tf.ones((8, 8))) for _ in range(2)]
+
+    @tf.function
+    def one_step() -> Any:
+        with tf.device("CPU:1"):
+            h = tf.ones((3, 8)) @ last[0] @ last[1]
+            for w in last:
+                w.assign_sub(0.1 * tf.ones((8, 8)))
+        with tf.device("CPU:0"):
+            for w in first:
+                w.assign_sub(0.1 * tf.ones((8, 8)))
+            return tf.reduce_sum(h @ first[0] @ first[1])
+
+    for _ in range(steps):
+        one_step()
+
+
+def test_signals_that_the_graph_optimizer_combines_have_no_bytes(one: lab.Group) -> None:
+    trace = one.run(train_on_two_devices, STEPS).trace
+    sent = [s for s in trace if s.name == "send"]
+    assert all(s.sized for s in sent)
+    assert {s.nbytes for s in sent} == {0, 4 * 3 * 8}
+
+
 def test_ranks_that_reduce_on_their_own_devices_do_not_wait_for_each_other() -> None:
     with lab.Group(2, runtime="tensorflow", devices_per_rank=2, timeout_s=60) as group:
         trace = group.run(train, "MirroredStrategy", STEPS).trace

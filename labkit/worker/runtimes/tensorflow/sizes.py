@@ -13,6 +13,7 @@ __all__ = ["NOTHING", "Sizes"]
 NOTHING: Final = -1  # the size of a message without a tensor, which only signals that an operation has ended
 
 COLLECTIVE_PREFIX: Final = "collective_"  # of the Python functions that create collectives
+GROUPED: Final = "GroupCrossDeviceControlEdges_"  # prefix of the signals that TensorFlow's graph optimizer combines
 LOWERED: Final = "_func_"  # prefix of the functions that DTensor generates
 # Collectives whose size is that of the largest input; for others it is that of the largest output.
 LARGEST_INPUT: Final = ("CollectiveReduceScatter", "CollectiveAllToAll", "CollectiveBcastSend")
@@ -95,6 +96,8 @@ class Sizes:
     def _look_up(self, name: str) -> int:
         """Return the size that all graphs with an operation of this name agree on; 0 if they do not."""
         parts = name.split("/")
+        if any(part.startswith(GROUPED) for part in parts):
+            return NOTHING
         names = ["/".join(parts[i:]) for i in range(len(parts)) if all("PartitionedCall" in part for part in parts[:i])]
         for one in reversed(names):
             found = {size for graph in list(self._graphs) if (size := _in_graph(graph, one))}
