@@ -24,6 +24,7 @@ LESSONS: dict[str, tuple[str, ...]] = {
     "parameter_server": ("WeightedServer", "push_less"),
     "rpc_hybrid": ("overlapped_time", "both_workers", "distributed_step"),
     "tf_data_parallel": ("replica_loss", "global_batches", "clipped_sum"),
+    "tf_model_parallel": ("idle_shares", "place_layers", "pair_layouts", "weights_per_device"),
 }
 
 

@@ -15,6 +15,7 @@ from tools.diagrams import (
     sharded_data_parallel,
     start_here,
     tensor_parallel,
+    tf_model_parallel,
 )
 from tools.diagrams.kit import Diagram
 
@@ -30,6 +31,7 @@ LESSONS: Final = (
     pipelines,
     rpc,
     tensor_parallel,
+    tf_model_parallel,
 )
 
 

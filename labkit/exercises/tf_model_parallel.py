@@ -1,0 +1,320 @@
+"""The exercises of lesson 11: idle devices, layers under a memory limit, layouts of a pair, weights per device."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from labkit.errors.exceptions import RankError
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks
+
+__all__ = ["EXERCISES"]
+
+LESSON = "11_tf_model_parallel"
+
+# ---------------------------------------------------------------------------------------------------------- idle_shares
+
+TimedSpan = tuple[str, float, float]
+# The cases: spans, devices, length of the step in ms. In the second, spans overlap; in the third, a device has none.
+TIMELINES: tuple[tuple[list[TimedSpan], list[str], float], ...] = (
+    ([("CPU:0", 1.0, 4.0), ("CPU:1", 4.0, 8.0), ("CPU:0", 8.0, 9.0)], ["CPU:0", "CPU:1"], 10.0),
+    ([("CPU:1", 6.0, 10.0), ("CPU:0", 0.0, 4.0), ("CPU:1", 7.0, 9.0), ("CPU:0", 2.0, 6.0)], ["CPU:0", "CPU:1"], 16.0),
+    ([("GPU:1", 2.0, 3.0), ("GPU:0", 0.0, 2.0)], ["GPU:0", "GPU:1", "GPU:2"], 4.0),
+)
+
+
+def _idle_shares(answer: Any, _: OnRanks) -> str:
+    for spans, devices, step_ms in TIMELINES:
+        given = answer(list(spans), list(devices), step_ms)
+        expected = {device: 1 - _covered(spans, device) / step_ms for device in devices}
+        details = (f"spans {spans}, step of {step_ms:g} ms", f"given {given!r}", f"expected {_rounded(expected)}")
+        if not isinstance(given, dict) or not all(_is_number(value) for value in given.values()):
+            raise AnswerError("expected a dict with a number for each device", *details)
+        missing = [device for device in devices if device not in given]
+        if missing:
+            raise AnswerError(
+                f"{missing[0]} is missing: a device without spans is idle for the whole step, so go through `devices`", *details
+            )
+        if all(_close(given[device], expected[device]) for device in devices):
+            continue
+        for other, hint in (
+            ({d: 1 - v for d, v in expected.items()}, "those are the shares in which a device computes; the rest is idle"),
+            ({d: 1 - _added(spans, d) / step_ms for d in devices},
+             "spans that overlap count twice: from 2 to 6 and from 0 to 4 ms, a device is busy for 6 ms, not for 8"),
+            ({d: 1 - _covered(spans, d) / _length(spans, d) for d in devices},
+             "these are shares of the time from a device's first span to its last; the step also has a beginning and an end"),
+            ({d: 100 * value for d, value in expected.items()}, "those are percentages; a share is between 0 and 1"),
+            ({d: value * step_ms for d, value in expected.items()}, "those are milliseconds: divide by the length of the step"),
+        ):  # fmt: skip
+            if all(_close(given[device], other[device]) for device in devices):
+                raise AnswerError(hint, *details)
+        raise AnswerError("idle is what is left of the step when the time in which a device has any span is taken away", *details)
+    return "Spans that overlap count once, and a device without spans is idle for the whole step."
+
+
+def _of(spans: Sequence[TimedSpan], device: str) -> list[tuple[float, float]]:
+    return sorted((start, end) for name, start, end in spans if name == device)
+
+
+def _covered(spans: Sequence[TimedSpan], device: str) -> float:
+    """Return for how many ms a device has at least one span."""
+    covered, until = 0.0, -math.inf
+    for start, end in _of(spans, device):
+        covered += max(end - max(start, until), 0.0)
+        until = max(until, end)
+    return covered
+
+
+def _added(spans: Sequence[TimedSpan], device: str) -> float:
+    return sum(end - start for start, end in _of(spans, device))
+
+
+def _length(spans: Sequence[TimedSpan], device: str) -> float:
+    """Return the time from the start of a device's first span to the end of its last one; 1 if it has none."""
+    own = _of(spans, device)
+    return max(end for _, end in own) - own[0][0] if own else 1.0
+
+
+def _rounded(shares: dict[str, float]) -> dict[str, float]:
+    return {device: round(share, 4) for device, share in shares.items()}
+
+
+def _close(given: float, expected: float) -> bool:
+    return abs(given - expected) <= 1e-6 * max(abs(expected), 1.0)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+# --------------------------------------------------------------------------------------------------------- place_layers
+
+# The cases: weights and outputs in bytes, the limit, the number of devices.
+MODELS: tuple[tuple[list[int], list[int], int, int], ...] = (
+    ([802816, 1048576, 1048576, 10240], [131072, 524288, 131072, 5120], 2_000_000, 2),
+    ([4, 4, 4, 4], [9, 1, 9, 1], 12, 2),
+    ([5, 1, 6, 2, 2], [3, 8, 2, 7, 1], 9, 3),
+    ([3, 3, 3], [4, 4, 4], 9, 2),
+    ([2, 2, 2, 2, 8, 1], [5, 4, 6, 3, 2, 1], 8, 4),
+)
+
+
+def _place_layers(answer: Any, _: OnRanks) -> str:
+    for weights, outputs, limit, devices in MODELS:
+        given = answer(list(weights), list(outputs), limit, devices)
+        case = f"weights {weights}, outputs {outputs}, limit {limit}, {devices} devices"
+        best = min(_placements(weights, limit, devices), key=lambda place: _crossing(place, outputs))
+        details = (case, f"given {given!r}", f"one answer: {best}")
+        if not isinstance(given, (list, tuple)) or not all(isinstance(d, int) and not isinstance(d, bool) for d in given):
+            raise AnswerError("expected a list with the number of a device for each layer", *details)
+        if len(given) != len(weights):
+            raise AnswerError(
+                f"the list has {len(given)} numbers for {len(weights)} layers: one for each layer, not one for each device",
+                *details,
+            )
+        if min(given) < 0 or max(given) >= devices:
+            raise AnswerError(f"there are the devices 0 to {devices - 1}", *details)
+        if any(after < before for before, after in itertools.pairwise(given)):
+            raise AnswerError("a device number goes down: layers stay in order, so a later layer is never on an earlier device",
+                              *details)  # fmt: skip
+        held = [sum(w for w, d in zip(weights, given, strict=True) if d == device) for device in range(devices)]
+        if max(held) > limit:
+            full = held.index(max(held))
+            raise AnswerError(f"device {full} holds {held[full]} bytes, and the limit is {limit}", *details)
+        sent, least = _crossing(given, outputs), _crossing(best, outputs)
+        if sent == least:
+            continue
+        if not least:
+            raise AnswerError("everything fits on one device, and then nothing crosses: do not cut without need", *details)
+        if _close_to_even(weights, given, devices):
+            raise AnswerError(
+                f"the weights are divided as evenly as possible, but {sent} bytes cross, and {least} would do: a cut where the "
+                "output is small may be uneven", *details,
+            )  # fmt: skip
+        raise AnswerError(
+            f"{sent} bytes cross, and {least} would do: filling one device after the other cuts wherever it happens to be full. "
+            "Compare all places to cut", *details,
+        )  # fmt: skip
+    return "Every device holds what it can, and the layers are cut where their outputs are smallest."
+
+
+def _placements(weights: Sequence[int], limit: int, devices: int) -> Iterator[list[int]]:
+    """All lists of ascending device numbers under which no device is over the limit."""
+    for place in itertools.combinations_with_replacement(range(devices), len(weights)):
+        if all(sum(w for w, d in zip(weights, place, strict=True) if d == device) <= limit for device in range(devices)):
+            yield list(place)
+
+
+def _crossing(place: Sequence[int], outputs: Sequence[int]) -> int:
+    return sum(size for size, (before, after) in zip(outputs, itertools.pairwise(place), strict=False) if after != before)
+
+
+def _close_to_even(weights: Sequence[int], given: Sequence[int], devices: int) -> bool:
+    def fullest(place: Sequence[int]) -> int:
+        return max(sum(w for w, d in zip(weights, place, strict=True) if d == device) for device in range(devices))
+
+    return fullest(given) == min(fullest(place) for place in _placements(weights, sum(weights), devices))
+
+
+# --------------------------------------------------------------------------------------------------------- pair_layouts
+
+WHOLE, PARTS = "unsharded", "model"
+SIZE = 12  # sides of the matrices; can be divided by 2 and 3
+
+
+def _pair_on_rank(answer: Callable[..., Any], devices: int) -> dict[str, Any]:
+    """Compute the pair with the student's layouts; return them, the parts' shapes, and whether the product is right."""
+    import numpy as np
+    import tensorflow as tf
+    from tensorflow.experimental import dtensor
+
+    mesh = dtensor.create_mesh([(PARTS, devices)], devices=[f"CPU:{i}" for i in range(devices)])
+    given = answer(mesh)
+    if not isinstance(given, (tuple, list)) or len(given) != 3:
+        return {"returned": repr(given)}
+    *layouts, count = given
+    names = [layout.sharding_specs if isinstance(layout, dtensor.Layout) else layout for layout in layouts]
+    if not all(isinstance(own, (list, tuple)) and len(own) == 2 for own in names):
+        return {"returned": repr(given)}
+    random = np.random.default_rng(0)
+    arrays = [random.standard_normal((SIZE, SIZE)) for _ in range(3)]
+
+    def put(array: Any, layout: Any) -> Any:
+        copies = dtensor.copy_to_mesh(array, dtensor.Layout.replicated(mesh, 2))
+        return dtensor.relayout(copies, dtensor.Layout(list(layout), mesh))
+
+    x, a, b = (put(array, layout) for array, layout in zip(arrays, ([WHOLE, WHOLE], *names), strict=True))
+
+    @tf.function  # type: ignore[untyped-decorator]  # TensorFlow ships no types
+    def product() -> Any:
+        return dtensor.relayout(tf.nn.relu(x @ a) @ b, dtensor.Layout.replicated(mesh, 2))
+
+    result = product().numpy()
+    right = np.maximum(arrays[0] @ arrays[1], 0) @ arrays[2]
+    shapes = [[tuple(part.shape) for part in dtensor.unpack(tensor)] for tensor in (a, b)]
+    return {"layouts": [list(own) for own in names], "count": count, "shapes": shapes, "right": bool(np.allclose(result, right))}
+
+
+def _pair_layouts(answer: Any, on: OnRanks) -> str:
+    for devices in (2, 3):
+        try:
+            (found,) = on(1, _pair_on_rank, answer, devices, runtime="tensorflow", devices_per_rank=devices)
+        except RankError as error:
+            text = f"{error.failures[0].headline}\n{error.failures[0].traceback}"
+            if "A dimension sharding must" in text:
+                raise AnswerError(
+                    f'a layout has two names, each "{WHOLE}" or the name of the mesh dimension, "{PARTS}"',
+                    error.failures[0].headline,
+                ) from None
+            raise
+        _judge_pair(found)
+    return "Columns, then rows: no device holds more than its share, and one all-reduce adds up the products."
+
+
+def _judge_pair(found: dict[str, Any]) -> None:
+    if "returned" in found:
+        raise AnswerError(
+            "expected three values: the layout of a, the layout of b, each with two names, and a number",
+            f"given {found['returned']}",
+        )
+    a, b = found["layouts"]
+    details = (f"a: {a}, each device has {found['shapes'][0]}", f"b: {b}, each device has {found['shapes'][1]}")
+    columns, rows, whole = [WHOLE, PARTS], [PARTS, WHOLE], [WHOLE, WHOLE]
+    if whole in (a, b):
+        raise AnswerError("a copy on each device needs no message, but it saves no memory: divide both matrices", *details)
+    for pair, hint in (
+        ((rows, columns), "rows, then columns: the hidden layer must be added up, and the output gathered. Try the other order"),
+        ((columns, columns), "both by columns: the second product needs the whole hidden layer, so it is gathered first"),
+        ((rows, rows), "both by rows: the first product must be added up before ReLU, and then the second one, too"),
+    ):  # fmt: skip
+        if (a, b) == pair:
+            raise AnswerError(hint, *details)
+    if (a, b) != (columns, rows) or not found["right"]:
+        raise AnswerError(f'a layout has two names, each "{WHOLE}" or the name of the mesh dimension, "{PARTS}"', *details)
+    if not _is_number(found["count"]):
+        raise AnswerError("the third value is a number: how many all-reduces the forward pass has", f"given {found['count']!r}")
+    if found["count"] == 2:
+        raise AnswerError(
+            "the layouts are right, the number is not: two all-reduces are those of a whole training step. The forward pass has "
+            "only g", f"given {found['count']}",
+        )  # fmt: skip
+    if found["count"] != 1:
+        raise AnswerError(
+            "the layouts are right, the number is not: each device has the product of its own rows of b, and adding these up is "
+            "an all-reduce", f"given {found['count']}",
+        )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------- weights_per_device
+
+Shape = tuple[int, ...]
+# The cases: shapes, layouts, mesh.
+MESHES: tuple[tuple[list[Shape], list[list[str]], dict[str, int]], ...] = (
+    ([(784, 256), (256, 1024), (1024, 256), (256, 10)],
+     [[WHOLE, WHOLE], [WHOLE, "model"], ["model", WHOLE], [WHOLE, WHOLE]], {"model": 2}),
+    ([(8, 16), (16,), (16, 8)], [[WHOLE, "model"], ["model"], ["model", WHOLE]], {"batch": 2, "model": 4}),
+    ([(12, 6), (6,), (6, 12)], [["batch", "model"], [WHOLE], [WHOLE, "batch"]], {"batch": 3, "model": 2}),
+)  # fmt: skip
+
+
+def _weights_per_device(answer: Any, _: OnRanks) -> str:
+    for shapes, layouts, mesh in MESHES:
+        given = answer(list(shapes), [list(layout) for layout in layouts], dict(mesh))
+        cases = list(zip(shapes, layouts, strict=True))
+        expected = sum(math.prod(shape) // math.prod(mesh.get(name, 1) for name in layout) for shape, layout in cases)
+        details = (f"shapes {shapes}", f"layouts {layouts}", f"mesh {mesh}", f"given {given!r}, expected {expected}")
+        if not _is_number(given):
+            raise AnswerError("expected a number: what one device of the mesh holds of all weights together", *details)
+        if _close(given, expected):
+            continue
+        total, size = sum(math.prod(shape) for shape in shapes), math.prod(mesh.values())
+        divided = sum(math.prod(shape) / (size if any(n != WHOLE for n in layout) else 1) for shape, layout in cases)
+        by_first = sum(math.prod(shape) / next((mesh[n] for n in layout if n in mesh), 1) for shape, layout in cases)
+        sides = sum(sum(side / mesh.get(n, 1) for side, n in zip(shape, layout, strict=True)) for shape, layout in cases)
+        for value, hint in (
+            (total, "that is the whole model: a dimension with the name of a mesh dimension is divided by its size"),
+            (expected * 4, "those are bytes; the question is how many numbers"),
+            (divided, "divide by the mesh dimensions that a layout names, not by all devices: along others, weights are copied"),
+            (total / size, "unsharded weights are copied to every device: only divide the dimensions that name a mesh dimension"),
+            (by_first, "a layout may name two mesh dimensions: divide by both"),
+            (expected * size, "that is what all devices hold together: asked is one device"),
+            (sides, "multiply the sides of a part, do not add them"),
+        ):  # fmt: skip
+            if _close(given, value):
+                raise AnswerError(hint, *details)
+        raise AnswerError("divide each side of a weight by the size of the mesh dimension that the layout names for it", *details)
+    return "Along a mesh dimension that a layout does not name, a weight is copied; along the others it is divided."
+
+
+EXERCISES = (
+    Exercise(
+        "idle_shares",
+        LESSON,
+        "idle_shares(spans, devices, step_ms): spans are (device, start_ms, end_ms) within a step from 0 to step_ms, and may "
+        "overlap. Return a dict with the share of the step, 0 to 1, in which each of `devices` is idle.",
+        _idle_shares,
+    ),
+    Exercise(
+        "place_layers",
+        LESSON,
+        "place_layers(weights, outputs, limit, devices) returns the device number of each layer, never going down, so that no "
+        "device holds more than `limit` bytes of weights, and as few bytes of outputs as possible cross between devices.",
+        _place_layers,
+    ),
+    Exercise(
+        "pair_layouts",
+        LESSON,
+        "pair_layouts(mesh) returns (layout of a, layout of b, number of all-reduces) for relu(x @ a) @ b with a whole x and a "
+        "whole result: as few all-reduces as possible, and each device holds only its share of a and b.",
+        _pair_layouts,
+    ),
+    Exercise(
+        "weights_per_device",
+        LESSON,
+        "weights_per_device(shapes, layouts, mesh) returns how many numbers one device holds of weights with these shapes and "
+        'DTensor layouts, on a mesh such as {"batch": 2, "model": 4}.',
+        _weights_per_device,
+    ),
+)
