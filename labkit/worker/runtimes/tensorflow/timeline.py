@@ -3,7 +3,7 @@
 A session begins and ends with the run. In a long run it is read and restarted regularly, between two calls of
 tf.functions on the main thread, when no operation is running: so events take limited memory, and `watch` can show them.
 A rank that only serves calls no functions, so a thread reads its session; operations that are running at that moment
-are lost.
+are lost, and the timeline shows the reading instead.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ class Timeline:
             start_ns = clock()
             if not self._place.serves:
                 _finish_running_operations()
-            self._stop(go_on=not self._students_sessions)
+            blind_ns = self._stop(go_on=not self._students_sessions)
             end_ns = clock()
-            if not self._place.serves:  # in a rank that serves, another thread computes meanwhile
-                self._recorder.ring.write(READING, COMPUTE, start_ns, end_ns)
+            # In a rank that serves, other threads compute meanwhile; their operations are missing only between sessions.
+            self._recorder.ring.write(READING, COMPUTE, *(blind_ns if self._place.serves else (start_ns, end_ns)))
             self._due_ns = next_reading(end_ns, end_ns - start_ns) if self._session is not None else 0
 
     def end(self) -> list[str]:
@@ -140,22 +140,29 @@ class Timeline:
         self._over = over = threading.Event()
         threading.Thread(target=self._read_when_due, args=(over,), daemon=True, name="labkit-profiler").start()
 
-    def _stop(self, *, go_on: bool = False) -> None:
-        """Stop the session and write its events to the ring; if `go_on`, start another one in between."""
+    def _stop(self, *, go_on: bool = False) -> tuple[int, int]:
+        """Stop the session and write its events to the ring; if `go_on`, start another one in between.
+
+        Returns:
+            when operations are not recorded: from the end of the session to the start of the next one.
+        """
         session, self._session, self._due_ns = self._session, None, 0
         if session is not None:
             time.sleep(SETTLE_S)
         self._over.set()
+        start_ns = end_ns = clock()
         if session is not None:
             try:
                 session.stop()
                 if go_on:
                     self._start()
+                end_ns = clock()
                 place = self._place._replace(devices=max(self._place.devices, _configured_devices()))
                 self._write(spans_of(session.events(), place, self._spans.names, self._sizes.nbytes, self._times))
             except Exception as error:  # noqa: BLE001  # as above
                 self._fail(error)
             self._sizes.forget()
+        return start_ns, end_ns
 
     def _fail(self, error: Exception) -> None:
         self._notes.append(
