@@ -100,7 +100,7 @@ class Timeline:
                 _finish_running_operations()
             blind_ns = self._stop(go_on=not self._students_sessions)
             end_ns = clock()
-            # In a rank that serves, other threads compute meanwhile; their operations are missing only between sessions.
+            # In a rank that serves, other threads compute meanwhile; their operations are missing only between the two.
             self._recorder.ring.write(READING, COMPUTE, *(blind_ns if self._place.serves else (start_ns, end_ns)))
             self._due_ns = next_reading(end_ns, end_ns - start_ns) if self._session is not None else 0
 
