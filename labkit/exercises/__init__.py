@@ -23,6 +23,7 @@ LESSONS: dict[str, tuple[str, ...]] = {
     "remote_calls": ("ask_all", "remote_tallies"),
     "parameter_server": ("WeightedServer", "push_less"),
     "rpc_hybrid": ("overlapped_time", "both_workers", "distributed_step"),
+    "hybrid_master": ("hybrid_master",),
     "tf_data_parallel": ("replica_loss", "global_batches", "clipped_sum"),
     "tf_model_parallel": ("idle_shares", "place_layers", "pair_layouts", "weights_per_device"),
 }

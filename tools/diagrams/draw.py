@@ -12,6 +12,7 @@ from tools.diagrams import (
     model_parallel,
     pipelines,
     rpc,
+    rpc_hybrid,
     sharded_data_parallel,
     start_here,
     tensor_parallel,
@@ -30,6 +31,7 @@ LESSONS: Final = (
     model_parallel,
     pipelines,
     rpc,
+    rpc_hybrid,
     tensor_parallel,
     tf_model_parallel,
 )
