@@ -17,6 +17,7 @@ from tools.diagrams import (
     start_here,
     tensor_parallel,
     tf_model_parallel,
+    tf_hybrid,
 )
 from tools.diagrams.kit import Diagram
 
@@ -34,6 +35,7 @@ LESSONS: Final = (
     rpc_hybrid,
     tensor_parallel,
     tf_model_parallel,
+    tf_hybrid,
 )
 
 

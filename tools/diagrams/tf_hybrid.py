@@ -1,0 +1,152 @@
+"""The diagrams of lesson 12: replicas in two processes, a mesh over them, a chief and its queue, staleness, backups."""
+
+from __future__ import annotations
+
+from tools.diagrams.kit import BLUE, COMMUNICATION, EMPTY, GREEN, ORANGE, PURPLE, SHARES, Diagram
+
+
+def hybrid() -> Diagram:
+    """Two workers with two devices each, and one all-reduce over all four replicas."""
+    picture = Diagram(
+        720, 250, "four replicas in two processes",
+        "Worker 0 and worker 1 are processes with two devices each. Every device holds a replica, a copy of the whole model, and "
+        "gets a quarter of the batch. One all-reduce joins the four replicas, inside and between the processes.",
+    )  # fmt: skip
+    for worker in (0, 1):
+        left = 10 + 370 * worker
+        picture.box(left, 34, 330, 160)
+        picture.text(left + 165, 18, f"worker {worker}: a process", bold=True)
+        for device in (0, 1):
+            x = left + 15 + 155 * device
+            picture.text(x + 72, 54, f"CPU:{device}", size=13)
+            picture.box(x, 68, 145, 44, "replica", fill=GREEN)
+            picture.box(x, 118, 145, 32, f"quarter {2 * worker + device} of the batch", fill=SHARES[2 * worker + device], size=12)
+            picture.line((x + 72, 152), (x + 72, 220), color=COMMUNICATION, width=2)
+    picture.line((97, 220), (622, 220), color=COMMUNICATION, width=2)
+    picture.text(360, 236, "all-reduce of the gradients", color=COMMUNICATION, size=13)
+    return picture
+
+
+def mesh() -> Diagram:
+    """A mesh of two processes times two devices: which axis lies on which connection."""
+    picture = Diagram(
+        720, 280, "a mesh of processes and devices",
+        "A 2 by 2 mesh. Its rows, the batch axis, are processes: each gets half of the examples. The columns, the model axis, "
+        "are the devices of a process: each holds half of the weights. Scores are summed along a row, inside a process; "
+        "gradients along a column, between processes.",
+    )  # fmt: skip
+    picture.text(350, 16, "model axis: halves of the weights →", size=13)
+    for row in (0, 1):
+        top = 40 + 130 * row
+        picture.box(120, top, 460, 90)
+        picture.text(60, top + 34, f"process {row}", bold=True, size=13)
+        picture.text(60, top + 54, f"examples {32 * row}–{32 * row + 31}", size=12)
+        for column in (0, 1):
+            picture.box(
+                140 + 240 * column,
+                top + 16,
+                180,
+                58,
+                f"CPU:{column}\nweights, half {column}",
+                fill=(BLUE, ORANGE)[column],
+                size=13,
+            )
+        picture.arrow((324, top + 38), (376, top + 38), color=PURPLE)
+        picture.arrow((376, top + 54), (324, top + 54), color=PURPLE)
+    for column in (0, 1):
+        x = 230 + 240 * column
+        picture.arrow((x - 8, 118), (x - 8, 182), color=COMMUNICATION)
+        picture.arrow((x + 8, 182), (x + 8, 118), color=COMMUNICATION)
+    picture.text(350, 150, "gradients", color=COMMUNICATION, size=13)
+    picture.text(650, 78, "scores: summed", color=PURPLE, size=13)
+    picture.text(650, 96, "in each process", color=PURPLE, size=13)
+    picture.text(650, 141, "gradients: summed", color=COMMUNICATION, size=13)
+    picture.text(650, 159, "between them", color=COMMUNICATION, size=13)
+    return picture
+
+
+def server() -> Diagram:
+    """A chief with its queue, two workers, and the server with the weights."""
+    picture = Diagram(
+        720, 250, "TensorFlow's parameter server strategy",
+        "The chief puts functions into a queue with schedule. Two workers take them out, one at a time. Each reads the weights "
+        "from the ps task, computes a gradient and updates the weights there, without waiting for the other.",
+    )  # fmt: skip
+    picture.box(10, 90, 110, 66, "chief:\nyour program", fill=PURPLE, size=13)
+    picture.text(185, 74, "queue", size=13)
+    for number in range(3):
+        picture.box(160 + 18 * number, 90 + 4, 14, 58, fill=ORANGE)
+    picture.arrow((122, 123), (156, 123))
+    picture.text(138, 176, "schedule", size=13)
+    for y, number in ((20, 0), (170, 1)):
+        picture.box(310, y, 140, 60, f"worker {number}:\na step at a time", fill=BLUE, size=13)
+        picture.arrow((220, 112 if number == 0 else 134), (306, y + 30))
+        toward = 108 if number == 0 else 142
+        picture.arrow((586, toward - 10), (454, y + 18), color=GREEN)
+        picture.arrow((454, y + 42), (586, toward + 10), color=COMMUNICATION)
+    picture.box(590, 84, 120, 80, "ps:\nthe weights", fill=GREEN, size=14)
+    picture.text(560, 46, "weights", color=GREEN, size=13)
+    picture.text(560, 212, "gradients", color=COMMUNICATION, size=13)
+    return picture
+
+
+def stale() -> Diagram:
+    """Two workers that read and update without waiting: one gradient is late by two updates."""
+    picture = Diagram(
+        720, 236, "a stale gradient",
+        "Three rows over time: worker 0, the weights on the server, worker 1. Worker 0 reads version 3 and computes for a long "
+        "time. Meanwhile worker 1 updates the weights twice, to versions 4 and 5. Then worker 0 updates: its gradient belongs "
+        "to version 3, two updates ago.",
+    )  # fmt: skip
+    for name, y in {"worker 0": 40, "the weights": 118, "worker 1": 196}.items():
+        picture.text(12, y, name, anchor="start", bold=True, size=13)
+        picture.line((110, y), (710, y))
+    picture.text(706, 14, "time →", anchor="end", size=12)
+    for x, width, version in ((116, 204, 3), (326, 154, 4), (486, 104, 5), (596, 110, 6)):
+        picture.box(x, 104, width, 28, f"version {version}", fill=GREEN, size=13)
+    picture.box(150, 24, 406, 32, "computes with version 3", fill=BLUE, size=13)
+    for x, width, version in ((136, 150, 3), (344, 100, 4)):
+        picture.box(x, 180, width, 32, f"with version {version}", fill=BLUE, size=13)
+        picture.arrow((x + 4, 132), (x + 4, 178), color=GREEN)
+        picture.arrow((x + width, 180), (x + width + 38, 134), color=COMMUNICATION)
+    picture.arrow((154, 104), (154, 58), color=GREEN)
+    picture.arrow((556, 58), (594, 102), color=COMMUNICATION)
+    picture.text(162, 82, "reads", anchor="start", color=GREEN, size=13)
+    picture.text(148, 158, "reads", anchor="start", color=GREEN, size=13)
+    picture.text(474, 164, "updates", anchor="start", color=COMMUNICATION, size=13)
+    picture.text(584, 76, "updates: stale by 2", anchor="start", color=COMMUNICATION, size=13)
+    return picture
+
+
+def resume() -> Diagram:
+    """A training with a backup after each epoch, killed in its third."""
+    picture = Diagram(
+        720, 110, "backups, and a death",
+        "A training of four epochs with eight batches each writes a backup after each epoch. In the middle of epoch 3, after "
+        "20 batches, worker 1 is killed.",
+    )  # fmt: skip
+    for epoch in range(4):
+        x = 10 + 176 * epoch
+        done = epoch < 2
+        picture.box(
+            x,
+            30,
+            168,
+            34,
+            "" if epoch == 2 else f"epoch {epoch + 1}: 8 batches",
+            fill=BLUE if done else EMPTY,
+            dashed=not done,
+            size=13,
+        )
+        if done:
+            picture.box(x + 138, 74, 60, 26, "backup", fill=GREEN, size=12)
+    picture.box(362, 30, 84, 34, "epoch 3:\n4 batches", fill=ORANGE, size=12)
+    picture.text(446, 14, "✗ worker 1 is killed", color=COMMUNICATION, size=13)
+    return picture
+
+
+def diagrams() -> dict[str, Diagram]:
+    """The pictures of lesson 12, by the name of their file."""
+    return {
+        "12_hybrid": hybrid(), "12_mesh": mesh(), "12_server": server(), "12_stale": stale(), "12_resume": resume(),
+    }  # fmt: skip
