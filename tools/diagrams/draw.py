@@ -16,8 +16,8 @@ from tools.diagrams import (
     sharded_data_parallel,
     start_here,
     tensor_parallel,
-    tf_model_parallel,
     tf_hybrid,
+    tf_model_parallel,
 )
 from tools.diagrams.kit import Diagram
 

@@ -114,7 +114,7 @@ def stale() -> Diagram:
     picture.text(162, 82, "reads", anchor="start", color=GREEN, size=13)
     picture.text(148, 158, "reads", anchor="start", color=GREEN, size=13)
     picture.text(474, 164, "updates", anchor="start", color=COMMUNICATION, size=13)
-    picture.text(584, 76, "updates: stale by 2", anchor="start", color=COMMUNICATION, size=13)
+    picture.text(586, 76, "late by 2 updates", anchor="start", color=COMMUNICATION, size=12)
     return picture
 
 
