@@ -6,6 +6,7 @@ import re
 import nbformat
 import pytest
 
+import labkit.exercises
 from tools.lesson_numbers import NOTEBOOKS, numbers_of
 
 # Lessons from before the course had this form; each leaves the list when it is written anew.
@@ -107,3 +108,8 @@ def test_what_is_written_is_no_longer_planned():
 
 def test_every_lesson_has_solutions():
     assert {path.name for path in NOTEBOOKS.glob("*.ipynb")} == {path.name for path in NOTEBOOKS.glob("solutions/*.ipynb")}
+
+
+def test_no_two_exercises_have_the_same_name():
+    names = [name for of_file in labkit.exercises.LESSONS.values() for name in of_file]
+    assert sorted(names) == sorted(set(names))

@@ -14,7 +14,7 @@ __all__ = ["EXERCISES"]
 
 LESSON = "11_tf_model_parallel"
 
-# ---------------------------------------------------------------------------------------------------------- idle_shares
+# ---------------------------------------------------------------------------------------------------------- idle_devices
 
 TimedSpan = tuple[str, float, float]
 # The cases: spans, devices, length of the step in ms. In the second, spans overlap; in the third, a device has none.
@@ -25,7 +25,7 @@ TIMELINES: tuple[tuple[list[TimedSpan], list[str], float], ...] = (
 )
 
 
-def _idle_shares(answer: Any, _: OnRanks) -> str:
+def _idle_devices(answer: Any, _: OnRanks) -> str:
     for spans, devices, step_ms in TIMELINES:
         given = answer(list(spans), list(devices), step_ms)
         expected = {device: 1 - _covered(spans, device) / step_ms for device in devices}
@@ -290,11 +290,11 @@ def _weights_per_device(answer: Any, _: OnRanks) -> str:
 
 EXERCISES = (
     Exercise(
-        "idle_shares",
+        "idle_devices",
         LESSON,
-        "idle_shares(spans, devices, step_ms): spans are (device, start_ms, end_ms) within a step from 0 to step_ms, and may "
+        "idle_devices(spans, devices, step_ms): spans are (device, start_ms, end_ms) within a step from 0 to step_ms, and may "
         "overlap. Return a dict with the share of the step, 0 to 1, in which each of `devices` is idle.",
-        _idle_shares,
+        _idle_devices,
     ),
     Exercise(
         "place_layers",

@@ -16,7 +16,7 @@ if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the n
 answers = Answers()
 right, wrong = answers.right, answers.wrong
 
-# idle_shares
+# idle_devices
 
 
 def busy_ms(spans, device):
@@ -28,12 +28,12 @@ def busy_ms(spans, device):
     return busy
 
 
-@right("idle_shares")
-def idle_shares(spans, devices, step_ms):
+@right("idle_devices")
+def idle_devices(spans, devices, step_ms):
     return {device: 1 - busy_ms(spans, device) / step_ms for device in devices}
 
 
-@right("idle_shares")
+@right("idle_devices")
 def idle_by_sampling(spans, devices, step_ms):
     """Look at the middle of each stretch between two moments at which anything begins or ends."""
     moments = sorted({0.0, float(step_ms), *(t for _, *times in spans for t in times)})
@@ -45,22 +45,22 @@ def idle_by_sampling(spans, devices, step_ms):
     return idle
 
 
-@wrong("idle_shares", "the shares in which a device computes")
+@wrong("idle_devices", "the shares in which a device computes")
 def busy_shares(spans, devices, step_ms):
     return {device: busy_ms(spans, device) / step_ms for device in devices}
 
 
-@wrong("idle_shares", "spans that overlap count twice")
+@wrong("idle_devices", "spans that overlap count twice")
 def idle_with_spans_added(spans, devices, step_ms):
     return {d: 1 - sum(end - start for name, start, end in spans if name == d) / step_ms for d in devices}
 
 
-@wrong("idle_shares", "GPU:2 is missing")
+@wrong("idle_devices", "GPU:2 is missing")
 def idle_of_those_with_spans(spans, devices, step_ms):
-    return idle_shares(spans, {name for name, _, _ in spans}, step_ms)
+    return idle_devices(spans, {name for name, _, _ in spans}, step_ms)
 
 
-@wrong("idle_shares", "the step also has a beginning and an end")
+@wrong("idle_devices", "the step also has a beginning and an end")
 def idle_between_spans(spans, devices, step_ms):
     def length(device):
         times = [t for name, *own in spans if name == device for t in own]
@@ -69,22 +69,22 @@ def idle_between_spans(spans, devices, step_ms):
     return {device: 1 - busy_ms(spans, device) / length(device) for device in devices}
 
 
-@wrong("idle_shares", "those are percentages")
+@wrong("idle_devices", "those are percentages")
 def idle_percent(spans, devices, step_ms):
-    return {device: 100 * share for device, share in idle_shares(spans, devices, step_ms).items()}
+    return {device: 100 * share for device, share in idle_devices(spans, devices, step_ms).items()}
 
 
-@wrong("idle_shares", "those are milliseconds")
+@wrong("idle_devices", "those are milliseconds")
 def idle_ms(spans, devices, step_ms):
     return {device: step_ms - busy_ms(spans, device) for device in devices}
 
 
-@wrong("idle_shares", "expected a dict with a number for each device")
+@wrong("idle_devices", "expected a dict with a number for each device")
 def idle_as_a_list(spans, devices, step_ms):
-    return list(idle_shares(spans, devices, step_ms).values())
+    return list(idle_devices(spans, devices, step_ms).values())
 
 
-@wrong("idle_shares", "when the time in which a device has any span is taken away")
+@wrong("idle_devices", "when the time in which a device has any span is taken away")
 def idle_of_the_whole(spans, devices, step_ms):
     return dict.fromkeys(devices, 0.5)
 
