@@ -14,7 +14,7 @@ __all__ = ["EXERCISES"]
 
 LESSON = "11_tf_model_parallel"
 
-# ---------------------------------------------------------------------------------------------------------- idle_devices
+# --------------------------------------------------------------------------------------------------------- idle_devices
 
 TimedSpan = tuple[str, float, float]
 # The cases: spans, devices, length of the step in ms. In the second, spans overlap; in the third, a device has none.
