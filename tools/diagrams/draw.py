@@ -8,6 +8,7 @@ from typing import Final
 from tools.diagrams import (
     collectives,
     data_parallel,
+    hybrid_mesh,
     messages,
     model_parallel,
     pipelines,
@@ -34,6 +35,7 @@ LESSONS: Final = (
     rpc,
     rpc_hybrid,
     tensor_parallel,
+    hybrid_mesh,
     tf_model_parallel,
     tf_hybrid,
 )

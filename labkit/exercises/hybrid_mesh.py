@@ -1,0 +1,318 @@
+"""The exercises of lesson 09: coordinates, the mesh for a network, averages along one axis, and bytes per axis."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from labkit.errors.lists import counted
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks
+
+__all__ = ["EXERCISES"]
+
+LESSON = "09_hybrid_mesh"
+Axes = dict[str, int]  # the size of each axis by its name, the slowest first
+
+# ---------------------------------------------------------------------------------------------------------- coordinates
+
+
+def _coordinates(answer: Any, _: OnRanks) -> str:
+    _judge_coordinates(answer(2, (2, 3)), 2, (2, 3))  # tells a reversed answer from one whose first axis runs fastest
+    for shape in ((2, 2), (2, 3), (2, 2, 2), (3, 1, 4), (5,), (2, 3, 2, 2)):
+        for rank in range(math.prod(shape)):
+            _judge_coordinates(answer(rank, shape), rank, shape)
+    return "The last axis runs fastest, whatever the number of axes and their sizes."
+
+
+def _unravel(rank: int, shape: Sequence[int]) -> list[int]:
+    places: list[int] = []
+    for size in reversed(shape):
+        places.insert(0, rank % size)
+        rank //= size
+    return places
+
+
+def _judge_coordinates(given: Any, rank: int, shape: tuple[int, ...]) -> None:
+    right = _unravel(rank, shape)
+    details = (f"coordinates({rank}, {shape}): given {given!r}, expected {right}",)
+    if not isinstance(given, (list, tuple)) or not all(isinstance(part, int) for part in given):
+        raise AnswerError("expected a list of whole numbers, one for each axis", *details)
+    if list(given) == right:
+        return
+    if len(given) != len(shape):
+        raise AnswerError(f"expected {counted(len(shape), 'coordinate')}, one for each axis, and got {len(given)}", *details)
+    for hint, value in (
+        ("the numbers are right, but in reverse order: the first coordinate belongs to the first axis", right[::-1]),
+        ("here the first axis runs fastest; neighbouring ranks differ in the last one", _unravel(rank, shape[::-1])[::-1]),
+        ("each coordinate is rank % size: divide the rank by the size before you go to the next axis", [rank % s for s in shape]),
+        ("coordinates count from 0", [place + 1 for place in right]),
+    ):
+        if list(given) == value:
+            raise AnswerError(hint, *details)
+    if any(not 0 <= place < size for place, size in zip(given, shape, strict=True)):
+        raise AnswerError("a coordinate lies between 0 and the size of its axis minus 1: the remainder (%) is missing", *details)
+    raise AnswerError("begin with the last axis: the remainder is its coordinate, the quotient goes to the next axis", *details)
+
+
+# ----------------------------------------------------------------------------------------------------------- build_mesh
+
+# The axes as the student gets them, and what each rank sends along each. Two nodes hold half of the ranks each.
+MESHES: tuple[tuple[Axes, dict[str, float]], ...] = (
+    ({"dp": 2, "tp": 2}, {"dp": 1e6, "tp": 3e6}),
+    ({"dp": 2, "tp": 2}, {"dp": 5e6, "tp": 2e6}),
+    ({"tp": 2, "pp": 2, "dp": 2}, {"tp": 6e6, "pp": 1e6, "dp": 2e6}),
+    ({"dp": 4, "tp": 2}, {"dp": 1e6, "tp": 4e6}),
+    ({"dp": 1, "tp": 1}, {"dp": 2e6, "tp": 1e6}),
+)
+
+
+def _mesh_on_rank(answer: Callable[..., Any], axes: Axes, nbytes: dict[str, float]) -> Any:
+    result = answer(dict(axes), dict(nbytes))
+    return (result.mesh.tolist(), result.mesh_dim_names) if isinstance(result, DeviceMesh) else type(result).__name__
+
+
+def _build_mesh(answer: Any, on: OnRanks) -> str:
+    for axes, nbytes in MESHES:
+        ranks = math.prod(axes.values())
+        given = on(ranks, _mesh_on_rank, answer, axes, nbytes)
+        case = f"build_mesh({axes}, {nbytes}) on {counted(ranks, 'rank')}"
+        if isinstance(given[0], str):
+            raise AnswerError(f"expected a DeviceMesh, as init_device_mesh returns it; it returned {given[0]}", case)
+        if any(other != given[0] for other in given):
+            raise AnswerError("the ranks built different meshes: each must call init_device_mesh alike", case)
+        layout, names = torch.tensor(given[0][0]), given[0][1]
+        if names is None:
+            raise AnswerError("the axes have no names: pass mesh_dim_names to init_device_mesh", case)
+        if set(names) != set(axes):
+            raise AnswerError(f"the mesh has the axes {list(names)}, expected {list(axes)}", case)
+        if dict(zip(names, layout.shape, strict=True)) != axes:
+            shape = dict(zip(names, layout.shape, strict=True))
+            raise AnswerError(f"sizes and names do not belong together: the mesh is {shape}, expected {axes}", case)
+        best = min(_orders(axes, nbytes), key=lambda order: order[1])
+        between = _between_nodes(layout, names, nbytes)
+        if between > best[1]:
+            raise AnswerError(
+                f"with the order {', '.join(names)}, {_mb(between)} cross between the nodes per step, where {_mb(best[1])} are "
+                f"enough. {_why(names, axes, nbytes)}",
+                case,
+            )
+    return "In every case the busiest axes stay inside the nodes."
+
+
+def _why(names: Sequence[str], axes: Axes, nbytes: Mapping[str, float]) -> str:
+    if list(names) == list(axes) and len(names) > 1:
+        return "This is the order in which the axes were given: look at their bytes instead"
+    if list(names) == sorted(axes, key=lambda name: -nbytes[name]):
+        return "The axis with the most bytes is the first, so its ranks are the farthest apart: turn the order round"
+    return "Consecutive ranks share a node, and they differ in the last axis"
+
+
+def _orders(axes: Axes, nbytes: Mapping[str, float]) -> list[tuple[tuple[str, ...], float]]:
+    """Return each order of the axes, and the bytes between the nodes."""
+    found = []
+    for names in itertools.permutations(axes):
+        layout = torch.arange(math.prod(axes.values())).reshape([axes[name] for name in names])
+        found.append((names, _between_nodes(layout, names, nbytes)))
+    return found
+
+
+def _between_nodes(layout: Tensor, names: Sequence[str], nbytes: Mapping[str, float]) -> float:
+    """Return the bytes per step from one of two nodes to the other, if each rank sends to the next one of its ring."""
+    total, half = 0.0, layout.numel() / 2
+    for axis, name in enumerate(names):
+        if layout.shape[axis] > 1:
+            here, there = layout, layout.roll(-1, axis)
+            total += nbytes[name] * float(((here < half) != (there < half)).sum())
+    return total
+
+
+def _mb(nbytes: float) -> str:
+    return f"{nbytes / 1e6:g} MB"
+
+
+# ------------------------------------------------------------------------------------------------------ average_over_dp
+
+AVERAGES: tuple[Axes, ...] = ({"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}, {"dp": 3, "tp": 1}, {"pp": 2, "tp": 1, "dp": 2}, {"dp": 1})
+SHAPES = ((3, 4), (5,), (2, 1, 3))
+
+
+def _gradients(rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in SHAPES]
+
+
+def _average_on_rank(answer: Callable[..., Any], axes: Axes) -> Any:
+    """Return the gradients after the student's function, and what it returned."""
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    gradients = _gradients(dist.get_rank())
+    mine = list(gradients)
+    returned = answer(gradients, mesh)
+    usable = isinstance(returned, (list, tuple)) and all(isinstance(part, Tensor) for part in returned)
+    return [g.detach() for g in mine], [g.detach() for g in returned] if usable else None
+
+
+def _average_over_dp(answer: Any, on: OnRanks) -> str:
+    for axes in AVERAGES:
+        seen = on(math.prod(axes.values()), _average_on_rank, answer, axes)
+        given, returned = [own for own, _ in seen], [result for _, result in seen]
+        right = _combined(axes, ["dp"], divide=axes["dp"])
+        if _alike(given, right):
+            continue
+        case = f"on the mesh {axes}"
+        if all(result is not None for result in returned) and _alike(returned, right):
+            raise AnswerError("the means are right, but it returns them: write them into the given tensors, with copy_", case)
+        ranks = math.prod(axes.values())
+        for hint, value in {
+            "the gradients are unchanged: write the means into the given tensors": _combined(axes, [], divide=1),
+            "the gradients are averaged over all ranks: ranks that differ in another axis hold other weights, or parts of "
+            "weights": _combined(axes, list(axes), divide=ranks),
+            "the gradients are added over the dp axis, but not divided": _combined(axes, ["dp"], divide=1),
+            "the sum over the dp axis is divided by the number of all ranks: divide by the size of the axis": _combined(
+                axes, ["dp"], divide=ranks
+            ),
+            "the gradients are added over all ranks": _combined(axes, list(axes), divide=1),
+            "the sum over all ranks is divided by the size of the dp axis": _combined(axes, list(axes), divide=axes["dp"]),
+        }.items():
+            if _alike(given, value):
+                raise AnswerError(hint, case)
+        for axis in set(axes) - {"dp"}:
+            if _alike(given, _combined(axes, [axis], divide=axes[axis])):
+                raise AnswerError(
+                    f"those are the means over the axis {axis!r}. Ask for the axis by its name: dp need not be the first", case
+                )
+        if _alike([g[:1] for g in given], [g[:1] for g in right]):
+            raise AnswerError("the first gradient is right, the others are not: average each of them", case)
+        raise AnswerError("these are not the means over the ranks that differ in the dp axis alone", case)
+    return "On every mesh, the means are those over the dp axis alone, wherever it stands."
+
+
+def _combined(axes: Axes, over: Sequence[str], *, divide: int) -> list[list[Tensor]]:
+    """Return for each rank the sums over its group along some axes, divided by a number."""
+    layout = torch.arange(math.prod(axes.values())).reshape(tuple(axes.values()))
+    sums: list[list[Tensor]] = []
+    for rank in range(layout.numel()):
+        place = _unravel(rank, tuple(axes.values()))
+        where = tuple(slice(None) if name in over else at for name, at in zip(axes, place, strict=True))
+        group = [_gradients(int(member)) for member in layout[where].flatten()]
+        sums.append([torch.stack(same).sum(0) / divide for same in zip(*group, strict=True)])
+    return sums
+
+
+def _alike(given: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> bool:
+    return all(
+        len(own) == len(right)
+        and all(a.shape == b.shape and torch.allclose(a, b, atol=1e-9) for a, b in zip(own, right, strict=True))
+        for own, right in zip(given, expected, strict=True)
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- bytes_per_axis
+
+
+def _sizes(
+    dp: int, pp: int, tp: int, blocks: int, tokens: int, hidden: int, value_bytes: int, *, per_all_reduce: float | None = None,
+    passes: int = 2, shard: bool = True, stage: bool = True,
+) -> dict[str, float]:  # fmt: skip
+    """Return the bytes of each axis; the options are the mistakes that a hint knows."""
+
+    def ring(size: int) -> float:
+        return per_all_reduce if per_all_reduce is not None and size > 1 else 2 * (size - 1) / size
+
+    here = blocks / pp if stage else blocks
+    activation = tokens / dp * hidden * value_bytes
+    gradient = here * 8 * hidden**2 * value_bytes / (tp if shard else 1)
+    return {
+        "dp": ring(dp) * gradient,
+        "pp": activation if pp > 1 else 0.0,
+        "tp": here * passes * ring(tp) * activation,
+    }
+
+
+def _bytes_per_axis(answer: Any, _: OnRanks) -> str:
+    for arguments in ((2, 1, 2, 4, 1344, 128, 4), (2, 2, 2, 4, 1344, 128, 4), (4, 3, 2, 6, 240, 16, 2), (1, 4, 4, 8, 96, 8, 2)):
+        right, given = _sizes(*arguments), answer(*arguments)
+        details = [f"bytes_per_axis{arguments}: given {given!r}", f"expected {right}"]
+        if not isinstance(given, dict) or set(given) != set(right):
+            raise AnswerError('expected a dictionary {"dp": ..., "pp": ..., "tp": ...}', *details)
+        if not all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in given.values()):
+            raise AnswerError("expected a number of bytes for each axis", *details)
+        wrong = [axis for axis in right if not _near(given[axis], right[axis])]
+        if wrong:
+            raise AnswerError(_bytes_hint(given, right, wrong, arguments), *details)
+    return "Tensor parallelism sends activations of every block, data parallelism gradients, the pipeline one activation."
+
+
+def _bytes_hint(given: Mapping[str, float], right: Mapping[str, float], wrong: Sequence[str], arguments: Sequence[int]) -> str:
+    dp, pp, tp, _, tokens, _, value_bytes = arguments
+    for hint, value in (
+        ("those are numbers, not bytes: each takes value_bytes", {axis: n / value_bytes for axis, n in right.items()}),
+        (
+            "`tokens` counts the whole batch; a rank computes with the tokens of its own share, tokens / dp",
+            _sizes(dp, pp, tp, arguments[3], tokens * dp, *arguments[5:]),
+        ),
+        ("a rank has only the blocks of its own stage, blocks / pp", _sizes(*arguments, stage=False)),
+        ("the tensor-parallel split also divides the gradients: each rank has 1/tp of them", _sizes(*arguments, shard=False)),
+        ("a block has one all-reduce in the forward pass and another one in the backward pass", _sizes(*arguments, passes=1)),
+        (
+            "in a ring all-reduce of n bytes, each of k ranks sends 2(k − 1)/k · n bytes, not n",
+            _sizes(*arguments, per_all_reduce=1),
+        ),
+        (
+            "in a ring all-reduce of n bytes, each of k ranks sends 2(k − 1)/k · n bytes, not 2n",
+            _sizes(*arguments, per_all_reduce=2),
+        ),
+    ):
+        if all(_near(given[axis], value[axis]) for axis in right):
+            return hint
+    if "pp" in wrong:
+        if pp == 1:
+            return "with a single stage there is no boundary to send over: the pp axis has 0 bytes"
+        if _near(given["pp"], 2 * right["pp"]):
+            return "on the pp axis, the first stage sends activations; their gradients are what the second stage sends"
+        return "on the pp axis, the first stage sends its output once: (tokens / dp) · hidden values, however it is cut"
+    if "dp" in wrong:
+        return "on the dp axis, an all-reduce carries the gradients of this rank's weights: 8 · hidden² per block, divided by tp"
+    return "on the tp axis, each block has two all-reduces of an activation: (tokens / dp) · hidden values"
+
+
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-6 * max(abs(b), 1)
+
+
+EXERCISES = (
+    Exercise(
+        "coordinates",
+        LESSON,
+        "coordinates(rank, shape) returns the rank's place in a mesh as a list of whole numbers, one for each axis. `shape` is a "
+        "tuple with the size of each axis; the last axis runs fastest.",
+        _coordinates,
+    ),
+    Exercise(
+        "bytes_per_axis",
+        LESSON,
+        "bytes_per_axis(dp, pp, tp, blocks, tokens, hidden, value_bytes) returns a dictionary with the keys dp, pp and tp: how "
+        "many bytes a rank of the first stage sends per step along each axis.",
+        _bytes_per_axis,
+    ),
+    Exercise(
+        "build_mesh",
+        LESSON,
+        "build_mesh(axes, nbytes) runs on every rank. `axes` has the size of each axis by its name, `nbytes` what each rank "
+        "sends along it per step. Return a DeviceMesh with these axes, named, that sends the fewest bytes between two nodes.",
+        _build_mesh,
+    ),
+    Exercise(
+        "average_over_dp",
+        LESSON,
+        "average_over_dp(gradients, mesh) runs on every rank: `gradients` is a list of tensors, and one axis of the mesh is "
+        'called "dp". Replace each gradient in place with its mean over that axis.',
+        _average_over_dp,
+    ),
+)
