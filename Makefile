@@ -68,6 +68,7 @@ gpu:  ## on a machine with GPUs: tests, lessons and a benchmark on them, into do
 
 notebooks: setup  ## execute the notebooks again from top to bottom (ONLY="02 10": these)
 	$(BIN)/python tools/notebooks.py $(ONLY)
+	$(BIN)/python -m tools.lesson_predictions
 
 diagrams: setup  ## draw the diagrams of the lessons again, into notebooks/images
 	$(BIN)/python -m tools.diagrams.draw

@@ -28,6 +28,7 @@ LINK: Final = lab.Link(gbit_per_s=1, latency_us=50)
 FAR: Final = lab.Link(gbit_per_s=1, latency_us=5000)  # where latency dominates
 LARGE: Final = 1_000_000  # bytes
 SMALL: Final = 4_000
+LESSONS: Final = "## In the lessons"  # the page's last section, by tools/lesson_predictions.py
 Row = tuple[str, float, float]  # the case; seconds or bytes, predicted and measured
 
 
@@ -50,7 +51,9 @@ def main() -> None:
     lines += [f"{inside} of {len(ratios)} ratios are between 0.8 and 1.25."]
     print("\n".join(lines))
     if arguments.write:
-        arguments.write.write_text("\n".join([INTRODUCTION, *lines, ""]), encoding="utf-8")
+        page = arguments.write.read_text(encoding="utf-8") if arguments.write.exists() else ""
+        lessons = page[page.find(LESSONS) :] if LESSONS in page else ""
+        arguments.write.write_text("\n".join([INTRODUCTION, *lines, "", lessons]).rstrip() + "\n", encoding="utf-8")
 
 
 INTRODUCTION: Final = """# Predicted and measured

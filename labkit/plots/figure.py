@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 from matplotlib.figure import Figure
 
 from labkit.plots.image import show
@@ -16,7 +20,8 @@ class LabFigure(Figure):
     """
 
     alt_text = ""
+    numbers: Mapping[str, Any] = MappingProxyType({})  # by MIME type
 
     def _ipython_display_(self) -> None:
         """Matplotlib's inline backend displays the figures of a cell when the cell has ended."""
-        show(self, self.alt_text or "figure")
+        show(self, self.alt_text or "figure", self.numbers)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from labkit.plots.bars import STYLES
+from labkit.plots.predictions import Predictions, Row
 from labkit.plots.scaling import PREDICTED
 from labkit.plots.style import INK, WIDTH_IN, describe, labkit_style, new_axes, pyplot
 
@@ -98,7 +99,9 @@ def draw_outcome(outcome: Outcome, ax: Axes | None = None) -> Axes:
         ax.set_xlabel(f"{outcome.quantity} ({outcome.unit})" if outcome.unit else outcome.quantity)
         ax.set_title(_verdict(outcome))
     each = "; ".join(f"{label} {_beside(outcome, value)}" for label, value, _, _ in rows if value is not None)
-    return describe(ax, f"A guess beside the measurement: {_verdict(outcome)}. {each}.")
+    compared = () if outcome.predicted is None else (Row(outcome.quantity, outcome.predicted, outcome.measured),)
+    numbers = Predictions(compared, outcome.unit).numbers() if compared else None
+    return describe(ax, f"A guess beside the measurement: {_verdict(outcome)}. {each}.", numbers)
 
 
 def draw_calibration(outcomes: Sequence[Outcome], right: int = 0, choices: int = 0, ax: Axes | None = None) -> Axes:

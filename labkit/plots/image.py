@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import io
 import uuid
+from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
@@ -57,8 +58,8 @@ def summary(alt_text: str) -> str:
     return alt_text.partition(":")[0]
 
 
-def show(figure: Figure, alt_text: str) -> None:
-    """Display the figure in a cell's output.
+def show(figure: Figure, alt_text: str, numbers: Mapping[str, Any]) -> None:
+    """Display the figure in a cell's output; its numbers, by MIME type, are for programs that read the notebook.
 
     The display starts with its text only: nbval 0.11 compares the first version of a display with the saved notebook.
     """
@@ -67,4 +68,4 @@ def show(figure: Figure, alt_text: str) -> None:
     data, metadata = as_image(figure, alt_text)
     name = f"labkit-{uuid.uuid4().hex[:12]}"
     display({"text/plain": summary(alt_text)}, raw=True, display_id=name)
-    display(data, raw=True, metadata=metadata, display_id=name, update=True)
+    display({**data, **numbers}, raw=True, metadata=metadata, display_id=name, update=True)

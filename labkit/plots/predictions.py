@@ -13,7 +13,7 @@ from labkit.costs.prediction import UNITS, Prediction
 from labkit.errors.units import three_digits
 from labkit.errors.wrong_calls import public_api
 
-__all__ = ["MIME", "Predictions", "predictions"]
+__all__ = ["MIME", "Predictions", "Row", "predictions"]
 
 MIME: Final = "application/vnd.labkit.predictions+json"  # the numbers, for programs that read an executed notebook
 HEADINGS: Final = ("", "predicted", "measured", "ratio")
@@ -78,8 +78,12 @@ class Predictions:
         return f"<table><thead>{line(HEADINGS, 'th')}</thead><tbody>{body}</tbody></table>"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        return {"text/plain": repr(self), "text/html": self._repr_html_(), **self.numbers()}
+
+    def numbers(self) -> dict[str, Any]:
+        """The values by their MIME type."""
         rows = [{"name": row.name, "predicted": row.predicted, "measured": row.measured} for row in self.rows]
-        return {"text/plain": repr(self), "text/html": self._repr_html_(), MIME: {"unit": self.unit, "rows": rows}}
+        return {MIME: {"unit": self.unit, "rows": rows}}
 
     def _shown(self, value: float) -> str:
         whole = all(value == round(value) for row in self.rows for value in (row.predicted, row.measured))

@@ -9,7 +9,7 @@ from labkit.errors.exceptions import missing
 from labkit.plots.image import WIDTH_IN
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from matplotlib.axes import Axes
@@ -68,13 +68,20 @@ def new_axes(**options: Any) -> Axes:
     return made
 
 
-def describe(ax: Axes, alt_text: str) -> Axes:
-    """Give the figure of these axes its alternative text, unless the figure is the student's own; return the axes."""
+def describe(ax: Axes, alt_text: str, numbers: Mapping[str, Any] | None = None) -> Axes:
+    """Give the figure of these axes its alternative text, unless the figure is the student's own; return the axes.
+
+    Args:
+        ax: the axes.
+        alt_text: the text.
+        numbers: what the figure shows, by MIME type, for programs that read the notebook.
+    """
     from labkit.plots.figure import LabFigure
 
     figure = ax.get_figure(root=True)
     if isinstance(figure, LabFigure):
         figure.alt_text = alt_text
+        figure.numbers = numbers or {}
     return ax
 
 

@@ -1,0 +1,54 @@
+"""The page of predictions has what the executed lessons show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from labkit.plots.guesses import Outcome, draw_outcome
+from labkit.plots.predictions import Predictions, Row
+from tools.lesson_numbers import NOTEBOOKS
+from tools.lesson_predictions import PAGE, predictions_in, section, with_section
+
+STEP = Predictions((Row("step", 10.0, 11.0), Row("message", 4.0, 8.0)), "ms")
+
+
+@pytest.fixture
+def lesson(tmp_path: Path) -> Path:
+    """An executed lesson with a table, a revealed guess with a prediction, one without, and a print."""
+    figures = [draw_outcome(Outcome("", "sent", "MB", 2.0, predicted=p)).get_figure() for p in (1.0, None)]
+    shown = [STEP.numbers(), *(figure.numbers for figure in figures)]
+    cell = nbformat.v4.new_code_cell("...", outputs=[nbformat.v4.new_output("display_data", dict(data)) for data in shown])
+    cell.outputs.append(nbformat.v4.new_output("stream", text="1 of 2"))
+    path = tmp_path / "07_rpc.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# 07"), cell]), path)
+    return path
+
+
+def test_tables_and_revealed_predictions_are_found_in_order(lesson: Path) -> None:
+    assert predictions_in(lesson) == [STEP, Predictions((Row("sent", 1.0, 2.0),), "MB")]
+
+
+def test_the_section_lists_them_with_their_ratios(lesson: Path) -> None:
+    lines = section({"07": predictions_in(lesson)}).splitlines()
+    assert lines[-5:-2] == [
+        "| 07 | step | 10 ms | 11 ms | 1.10 |",
+        "| 07 | message | 4 ms | 8 ms | 2.00 |",
+        "| 07 | sent | 1 MB | 2 MB | 2.00 |",
+    ]
+    assert lines[-1] == "1 of 3 ratios are between 0.8 and 1.25; their median is 2.00."
+
+
+def test_only_the_section_of_the_page_is_replaced(lesson: Path) -> None:
+    first = with_section("# Page\n\nmeasured\n", section({"07": [STEP]}))
+    second = with_section(first, section({"07": predictions_in(lesson)}))
+    assert first.startswith("# Page\n\nmeasured\n\n## In the lessons\n")
+    assert second.count("## In the lessons") == 1
+    assert "| 07 | sent |" in second
+
+
+def test_the_page_has_the_committed_lessons() -> None:
+    tables = {path.stem[:3].rstrip("_"): predictions_in(path) for path in sorted(NOTEBOOKS.glob("*.ipynb"))}
+    assert section(tables) in PAGE.read_text(encoding="utf-8"), "run: python -m tools.lesson_predictions"

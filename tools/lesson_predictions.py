@@ -1,0 +1,62 @@
+"""Collects what the executed lessons predicted and measured, and writes it into docs/predictions.md.
+
+python -m tools.lesson_predictions
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any, Final
+
+import nbformat
+
+from labkit.plots.predictions import HEADINGS, MIME, Predictions, Row
+from tools.lesson_numbers import NOTEBOOKS
+
+__all__ = ["predictions_in", "section", "with_section"]
+
+PAGE: Final = NOTEBOOKS.parent / "docs" / "predictions.md"
+HEADING: Final = "## In the lessons"
+INTRODUCTION: Final = """The pairs that the executed lessons show, by `lab.reveal` and `lab.predictions`, in the lessons' order.
+`python -m tools.lesson_predictions` collects them from the notebooks. Sizes and counts are the same on each
+machine. Times are those of one execution on two cores: where four ranks share them, where the lesson says
+that its formula leaves something out, and in its "Break", ratios are far from 1 on purpose, and the text
+beside the table explains them."""
+
+
+def predictions_in(path: Path) -> list[Predictions]:
+    """The tables and the revealed guesses of an executed notebook that have a prediction, in order."""
+    found = []
+    for cell in nbformat.read(path, as_version=4).cells:
+        for output in cell.get("outputs", ()):
+            numbers: dict[str, Any] | None = output.get("data", {}).get(MIME)
+            if numbers is not None:
+                found.append(Predictions(tuple(Row(**row) for row in numbers["rows"]), numbers["unit"]))
+    return found
+
+
+def section(tables: dict[str, list[Predictions]]) -> str:
+    """The section of the page, from the tables of each lesson."""
+    rows = [(name, *cells) for name, found in tables.items() for table in found for cells in table.cells()]
+    lines = ["| " + " | ".join(row) + " |" for row in [("lesson", "quantity", *HEADINGS[1:]), *rows]]
+    lines.insert(1, "|---" * (len(HEADINGS) + 1) + "|")
+    ratios = [row.ratio for found in tables.values() for table in found for row in table.rows]
+    inside = sum(0.8 <= ratio <= 1.25 for ratio in ratios)
+    last = f"{inside} of {len(ratios)} ratios are between 0.8 and 1.25; their median is {statistics.median(ratios):.2f}."
+    return "\n".join([HEADING, "", INTRODUCTION, "", *lines, "", last, ""])
+
+
+def with_section(page: str, new: str) -> str:
+    """The page with its last section replaced, or added."""
+    return page.partition(HEADING)[0].rstrip() + "\n\n" + new
+
+
+def main() -> None:
+    """Write the section."""
+    tables = {path.stem[:3].rstrip("_"): predictions_in(path) for path in sorted(NOTEBOOKS.glob("*.ipynb"))}
+    PAGE.write_text(with_section(PAGE.read_text(encoding="utf-8"), section(tables)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
