@@ -24,7 +24,7 @@ from labkit.errors.exceptions import LabError, Stopped
 from labkit.errors.lists import listed
 from labkit.errors.own_code import LABKIT
 
-__all__ = ["WrongNameError", "WrongTypeError", "WrongValueError", "did_you_mean", "public_api"]
+__all__ = ["WrongNameError", "WrongTypeError", "WrongValueError", "did_you_mean", "one_number", "public_api"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -203,6 +203,16 @@ def _plain(parameter: inspect.Parameter) -> inspect.Parameter:
     """Return a parameter without its annotation: name and default only."""
     default = parameter.default if parameter.default is parameter.empty else _Written(parameter.default)
     return parameter.replace(annotation=parameter.empty, default=default)
+
+
+def one_number(value: Any) -> float | None:
+    """Return the value of a number, or of an array or tensor with one element; None if it is neither."""
+    if isinstance(value, bool) or not (isinstance(value, numbers.Real) or hasattr(value, "item")):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
 
 
 def did_you_mean(wrong: str, names: Sequence[str]) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import html
 import math
-import numbers
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from labkit.costs.prediction import Prediction
 from labkit.errors.exceptions import LabError
-from labkit.errors.wrong_calls import public_api
+from labkit.errors.wrong_calls import one_number, public_api
 from labkit.exercises.guess_file import Entry, Value, entries, entry_for_update
 from labkit.notebook.opened import notebook_path
 from labkit.plots.guesses import Outcome, draw_calibration, draw_outcome
@@ -233,12 +232,9 @@ def _checked(function: str, name: str, value: Any) -> Value:
 
 
 def _number(function: str, name: str, value: Any) -> float:
-    if isinstance(value, bool) or not (isinstance(value, numbers.Real) or hasattr(value, "item")):
-        raise TypeError(f"{function}({name}={value!r}): expected a number from 0, a text or ...")
-    try:
-        number = float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise TypeError(f"{function}({name}={value!r}): expected one number from 0") from None
+    number = one_number(value)
+    if number is None:
+        raise TypeError(f"{function}({name}={value!r}): expected one number from 0, a text or ...")
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"{function}({name}={value!r}): expected a number from 0")
     return number

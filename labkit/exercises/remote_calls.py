@@ -40,6 +40,16 @@ def mistake_of(error: BaseException) -> str | None:
     return next((meaning for part, meaning in MISTAKES.items() if part in str(error)), None)
 
 
+def _called(answer: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
+    """Return what an answer returns, or what its error means if it is one of the typical ones."""
+    try:
+        return answer(*args), None
+    except (TypeError, AttributeError, RuntimeError) as error:
+        if meaning := mistake_of(error):
+            return None, meaning
+        raise
+
+
 def _names(workers: int) -> list[str]:
     return ["master", *(f"worker{i}" for i in range(1, workers + 1))]
 
@@ -95,12 +105,9 @@ def _ask_on_rank(answer: Callable[..., Any], workers: list[str], inputs: list[Te
     if rpc.get_worker_info().name != "master":
         return None
     meeting = _Meeting(min(len(workers), len(inputs)))
-    try:
-        result = answer(list(workers), partial(_visit, rpc.RRef(meeting)), list(inputs))
-    except (TypeError, AttributeError, RuntimeError) as error:
-        if meaning := mistake_of(error):
-            return meaning
-        raise
+    result, mistake = _called(answer, list(workers), partial(_visit, rpc.RRef(meeting)), list(inputs))
+    if mistake:
+        return mistake
     shown: list[Any] | str = type(result).__name__
     if isinstance(result, (list, tuple)):
         shown = [part.numpy() if isinstance(part, Tensor) else type(part).__name__ for part in result]
@@ -235,12 +242,9 @@ def _tally_on_rank(
     if rpc.get_worker_info().name != "master":
         return None
     log = _Log()
-    try:
-        result = answer(partial(_Tally, rpc.RRef(log), slow), list(owners), [list(some) for some in amounts])
-    except (TypeError, AttributeError, RuntimeError) as error:
-        if meaning := mistake_of(error):
-            return meaning
-        raise
+    result, mistake = _called(answer, partial(_Tally, rpc.RRef(log), slow), list(owners), [list(some) for some in amounts])
+    if mistake:
+        return mistake
     shown: list[Any] | str = type(result).__name__
     if isinstance(result, (list, tuple)):
         shown = [part if isinstance(part, (int, float)) else type(part).__name__ for part in result]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import html
 import math
-import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from labkit.costs.prediction import UNITS, Prediction
 from labkit.errors.units import three_digits
-from labkit.errors.wrong_calls import public_api
+from labkit.errors.wrong_calls import one_number, public_api
 
 __all__ = ["MIME", "Predictions", "Row", "predictions"]
 
@@ -53,8 +52,14 @@ class Predictions:
 
     def cells(self) -> list[tuple[str, str, str, str]]:
         """The texts of the table, row by row."""
+        whole = all(value == round(value) for row in self.rows for value in (row.predicted, row.measured))
+
+        def shown(value: float) -> str:
+            figures = f"{value:,.0f}" if whole or abs(value) >= 999.5 else three_digits(value)
+            return f"{figures} {self.unit}".strip()
+
         return [
-            (row.name, self._shown(row.predicted), self._shown(row.measured), "" if math.isnan(row.ratio) else f"{row.ratio:.2f}")
+            (row.name, shown(row.predicted), shown(row.measured), "" if math.isnan(row.ratio) else f"{row.ratio:.2f}")
             for row in self.rows
         ]
 
@@ -84,11 +89,6 @@ class Predictions:
         """The values by their MIME type."""
         rows = [{"name": row.name, "predicted": row.predicted, "measured": row.measured} for row in self.rows]
         return {MIME: {"unit": self.unit, "rows": rows}}
-
-    def _shown(self, value: float) -> str:
-        whole = all(value == round(value) for row in self.rows for value in (row.predicted, row.measured))
-        figures = f"{value:,.0f}" if whole or abs(value) >= 999.5 else three_digits(value)
-        return f"{figures} {self.unit}".strip()
 
 
 @public_api
@@ -130,9 +130,9 @@ def _number(name: str, value: Any, unit: str) -> float:
             return value.in_unit(unit)
         except ValueError as error:
             raise ValueError(f"predictions({name!r}: ...): {error}") from None
-    if isinstance(value, bool) or not (isinstance(value, numbers.Real) or hasattr(value, "item")):
-        raise TypeError(f"predictions({name!r}: {value!r}): expected a number")
-    number = float(value)
+    number = one_number(value)
+    if number is None:
+        raise TypeError(f"predictions({name!r}: {value!r}): expected one number")
     if not math.isfinite(number):
         raise ValueError(f"predictions({name!r}: {value!r}): expected a finite number")
     return number

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from reported import collect
 
 import labkit as lab
 from labkit.errors.exceptions import MismatchError
@@ -91,24 +92,31 @@ def test_a_collective_with_mismatched_arguments_is_an_error(
     assert two.run(dist.get_rank).results == [0, 1], "fresh ranks serve the next run"
 
 
-def test_the_first_of_many_mismatches_is_reported(two: lab.Group) -> None:
+def test_the_first_of_many_mismatches_is_reported(two: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     def train() -> None:
         for step in range(20):
             dist.all_reduce(torch.ones(3, dtype=torch.int32 if step > 6 and dist.get_rank() else torch.float32))
 
-    with pytest.raises(MismatchError, match="collective number 8 is all_reduce of float32"):
+    reported = collect(monkeypatch)
+    with pytest.raises(MismatchError):
         two.run(train)
+    assert [(p.name, p.match, p.signature) for _, p in reported.mismatches[-1]] == [
+        ("all_reduce", 8, "float32 [3]"),
+        ("all_reduce", 8, "int32 [3]"),
+    ]
 
 
-def test_a_completed_mismatch_explains_a_later_failure(two: lab.Group) -> None:
+def test_a_completed_mismatch_explains_a_later_failure(two: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     def train() -> None:
         value = torch.full((1,), 3.0 if dist.get_rank() else 2)
         dist.broadcast(value if dist.get_rank() else value.to(torch.int32), 0)
         assert value == 2
 
+    reported = collect(monkeypatch)
     with pytest.raises(lab.RankError) as caught:
         two.run(train)
-    assert caught.value.hint.startswith("Collective number 1 is broadcast of int32 [1]")
+    assert reported.mismatches[-1][0][1].signature.startswith("int32 [1]")
+    assert caught.value.hint
 
 
 def test_a_reduction_of_other_shapes_is_only_a_note(two: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:

@@ -317,18 +317,24 @@ def test_the_page_formats_times_and_sizes_like_the_figure(tmp_path: Path) -> Non
     assert said == [[time_in_words(v), bytes_in_words(v)] for v in values]
 
 
+def layer_of(trace: Trace, folder: Path) -> str:
+    """Write what Python packs of a whole trace; return the JavaScript that unpacks it into `layer`."""
+    said, buffers = Windows(trace).look(0, trace.duration_ns, 900)
+    for i, buffer in enumerate(buffers):
+        (folder / f"{i}").write_bytes(buffer)
+    return f"""
+        const buffers = [...Array({len(buffers)}).keys()].map((i) => new Uint8Array(readFileSync(String(i))));
+        const layer = new page.Layer({json.dumps(said)}, buffers);"""
+
+
 @needs_node
 def test_the_page_describes_a_bar(tmp_path: Path) -> None:
     """From the trace to the text: Python packs, JavaScript unpacks."""
     trace = data_parallel()
     explorer = lab.explore(trace)
-    said, buffers = Windows(trace).look(0, trace.duration_ns, 900)
-    for i, buffer in enumerate(buffers):
-        (tmp_path / f"{i}").write_bytes(buffer)
     program = f"""
-        const buffers = [...Array(8).keys()].map((i) => new Uint8Array(readFileSync(String(i))));
+        {layer_of(trace, tmp_path)}
         const about = {json.dumps(explorer.about)};
-        const layer = new page.Layer({json.dumps(said)}, buffers);
         const words = (rank, lane, ms) => {{
             const found = layer.firstAfter(layer.lanes.get(rank)[lane], ms * 1e6);
             return page.barInWords(layer.bar(found, rank), about);
@@ -355,12 +361,9 @@ def test_the_page_describes_a_bar(tmp_path: Path) -> None:
 def test_the_page_says_where_a_span_was_first_used(tmp_path: Path) -> None:
     trace = Trace([Span(0, "forward", "compute", 0, 5 * MS, line="cell 2, line 3")], ranks=["rank 0"])
     explorer = lab.explore(trace)
-    said, buffers = Windows(trace).look(0, trace.duration_ns, 900)
-    for i, buffer in enumerate(buffers):
-        (tmp_path / f"{i}").write_bytes(buffer)
     program = f"""
-        const buffers = [...Array(8).keys()].map((i) => new Uint8Array(readFileSync(String(i))));
-        const bar = new page.Layer({json.dumps(said)}, buffers).bar(0, 0);
+        {layer_of(trace, tmp_path)}
+        const bar = layer.bar(0, 0);
         console.log(JSON.stringify(page.barInWords(bar, {json.dumps(explorer.about)})));"""
     assert in_node(tmp_path, program)[-1] == "first used at cell 2, line 3"
     explorer.close()
