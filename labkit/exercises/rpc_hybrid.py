@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import warnings
 from collections.abc import Callable
@@ -53,9 +54,9 @@ def _network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
 
 
-def _batch() -> tuple[Tensor, Tensor]:
-    random = torch.Generator().manual_seed(1)
-    return torch.randn(BATCH, 4, generator=random), torch.randint(3, (BATCH,), generator=random)
+def _batch(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(BATCH, 4, generator=generator), torch.randint(3, (BATCH,), generator=generator)
 
 
 NOT_THE_MODULE = (
@@ -101,14 +102,14 @@ class _Half(nn.Module):
         return out
 
 
-def _both_on_rank(answer: Callable[..., Any]) -> Any:
+def _both_on_rank(answer: Callable[..., Any], seed: int) -> Any:
     """Return what the master observed: the student's result, the workers that started, their examples, and `alone`."""
     if rpc.get_worker_info().name != "master":
         return None
     meeting = _Meeting()
     own = rpc.RRef(meeting)
     workers = [rpc.remote(name, _Half, args=(own,)) for name in NAMES[1:]]
-    inputs, _ = _batch()
+    inputs, _ = _batch(seed)
     try:
         result = answer(workers, inputs)
     except (TypeError, AttributeError) as error:
@@ -122,11 +123,12 @@ def _both_on_rank(answer: Callable[..., Any]) -> Any:
 
 
 def _both_workers(answer: Any, on: OnRanks) -> str:
-    seen = on(NAMES, _both_on_rank, answer, runtime="rpc")[0]
+    seed = random.randrange(1 << 30)
+    seen = on(NAMES, _both_on_rank, answer, seed, runtime="rpc")[0]
     if isinstance(seen, str):
         raise AnswerError(seen)
     result, arrived, sizes, alone = seen
-    expected = _network()(_batch()[0]).detach()
+    expected = _network()(_batch(seed)[0]).detach()
     visits = [f"{name} got {size} examples" for name, size in zip(arrived, sizes, strict=True)]
     if isinstance(result, list):  # probably of futures that were not waited for, so `arrived` may be incomplete
         raise AnswerError(
@@ -206,7 +208,7 @@ MISTAKES = {  # torch's messages, and what they mean here
 LOCAL_BACKWARD = "use dist_autograd.backward(context_id, [loss]), not loss.backward(), which cannot leave this process"
 
 
-def _step_on_rank(answer: Callable[..., Any]) -> Any:
+def _step_on_rank(answer: Callable[..., Any], seed: int) -> Any:
     """Return the remote parameters after one step of the student's function, or a sentence on why there was none."""
     if rpc.get_worker_info().name != "master":
         return None
@@ -231,7 +233,7 @@ def _step_on_rank(answer: Callable[..., Any]) -> Any:
 
     before = [value for part in parts for value in part.rpc_sync().values()]
     try:
-        answer(forward, optimizer, *_batch())
+        answer(forward, optimizer, *_batch(seed))
     except (RuntimeError, TypeError, AttributeError) as error:
         if explanation := next((meaning for message, meaning in MISTAKES.items() if message in str(error)), None):
             return explanation
@@ -247,10 +249,11 @@ def _step_on_rank(answer: Callable[..., Any]) -> Any:
 
 
 def _distributed_step(answer: Any, on: OnRanks) -> str:
-    after = on(NAMES, _step_on_rank, answer, runtime="rpc")[0]
+    seed = random.randrange(1 << 30)
+    after = on(NAMES, _step_on_rank, answer, seed, runtime="rpc")[0]
     if isinstance(after, str):
         raise AnswerError(after)
-    model, (inputs, labels) = _network(), _batch()
+    model, (inputs, labels) = _network(), _batch(seed)
     names = [name for name, _ in model.named_parameters()]
     before = [p.detach().clone().numpy() for p in model.parameters()]
     nn.functional.cross_entropy(model(inputs), labels).backward()
