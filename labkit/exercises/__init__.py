@@ -25,7 +25,7 @@ LESSONS: dict[str, tuple[str, ...]] = {
     "rpc_hybrid": ("overlapped_time", "both_workers", "distributed_step"),
     "hybrid_master": ("hybrid_master",),
     "hybrid_mesh": ("coordinates", "bytes_per_axis", "build_mesh", "average_over_dp"),
-    "tf_data_parallel": ("replica_loss", "global_batches", "clipped_sum"),
+    "tf_data_parallel": ("replica_loss", "global_batches", "clipped_sum", "waited_ms"),
     "tf_model_parallel": ("idle_devices", "place_layers", "pair_layouts", "weights_per_device"),
     "tf_hybrid": ("plan_epoch", "hybrid_train", "run_epochs"),
     "tf_resume": ("train_safely",),

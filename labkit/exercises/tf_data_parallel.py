@@ -1,4 +1,4 @@
-"""The exercises of lesson 10: a replica's loss, batches for all replicas, and gradients clipped across processes."""
+"""The exercises of lesson 10: a replica's loss, global batches, clipped gradients, and waiting times."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.errors.exceptions import RankError
+from labkit.exercises.all_reduce_waits import judge_waits
 from labkit.exercises.judging import AnswerError, Exercise, OnRanks, Results
 
 __all__ = ["EXERCISES"]
@@ -19,6 +20,7 @@ __all__ = ["EXERCISES"]
 LESSON = "10_tf_data_parallel"
 REPLICAS = 2
 MORE_REPLICAS = 3  # because an answer may be right for two replicas only
+PENALTY = 10.0
 EXAMPLES, PER_REPLICA = 10, 2  # two full batches for two replicas, and a rest of two examples
 EXAMPLES_OF_RANKS = 24  # two ranks that shuffle differently split them correctly by chance once in 2.7 million times
 # Two gradients on each of two ranks. Their sums are (6, 0) and (8), with norm 10; each mistake gives other numbers.
@@ -66,7 +68,12 @@ def _explain(on: OnRanks) -> OnRanks:
 
 
 def _loss_on_rank(answer: Callable[..., Any], uneven: bool) -> tuple[Any, float, bool]:
-    """Return the student's result, summed over replicas; the mean over the batch; and whether it has a gradient."""
+    """Return the student's result, summed over replicas; the mean over the batch; and whether it has a gradient.
+
+    Args:
+        answer: replica_loss.
+        uneven: whether one replica has more examples than the other.
+    """
     import tensorflow as tf
 
     strategy = tf.distribute.MirroredStrategy(_devices(tf, REPLICAS))
@@ -81,7 +88,7 @@ def _loss_on_rank(answer: Callable[..., Any], uneven: bool) -> tuple[Any, float,
     def on_replica(own: Any) -> Any:
         with tf.GradientTape() as tape:
             tape.watch(own)
-            part = tf.convert_to_tensor(answer(own, count))
+            part = tf.convert_to_tensor(answer(own, count, tf.constant(PENALTY)))
         differentiable.append(tape.gradient(part, own) is not None)
         return part
 
@@ -111,31 +118,48 @@ def _replica_loss(answer: Any, on: OnRanks) -> str:
                 "it has no gradient: numpy, and values read out of a tensor, are outside the graph. Compute with TensorFlow's "
                 "functions, such as tf.reduce_sum"
             )
-        if math.isclose(got, mean, rel_tol=1e-4):
+        if math.isclose(got, mean + PENALTY, rel_tol=1e-4):
             continue
-        details = (f"summed over {REPLICAS} replicas: {got:.4g}", f"mean over the whole batch: {mean:.4g}")
-        if not uneven and math.isclose(got, mean * REPLICAS, rel_tol=1e-4):
-            raise AnswerError(
-                f"the loss is {REPLICAS} times too large on {REPLICAS} replicas: a mean over the replica's own examples is "
-                "summed over replicas afterwards. Divide by the global batch",
-                *details,
-            )
-        if not uneven and math.isclose(got, mean * 4, rel_tol=1e-4):
-            raise AnswerError("the loss is a sum, not a mean: divide by the global batch", *details)
-        divisor = mean * 4 / got if got else 0.0
-        if not uneven and divisor > 1.5 and math.isclose(divisor, round(divisor), rel_tol=1e-4):
-            raise AnswerError(
-                f"the sum is divided by {divisor:.0f}, and the global batch is 4 here: divide by the argument global_batch",
-                *details,
-            )
+        details = (
+            f"summed over {REPLICAS} replicas: {got:.4g}",
+            f"mean over the whole batch: {mean:.4g}, penalty: {PENALTY:g}, expected {mean + PENALTY:.4g}",
+        )
         if uneven:
             raise AnswerError(
                 "right for equal shares, wrong when one replica has 3 examples and the other 1: divide the sum by the global "
                 "batch, not a mean by the number of replicas",
                 *details,
             )
-        raise AnswerError("the losses of the replicas do not add up to the mean over the whole batch", *details)
-    return "Summed over the replicas it is the mean over the global batch, also when their shares differ."
+        raise AnswerError(_scaling_mistake(got, mean), *details)
+    return "Summed over the replicas it is the mean over the global batch and the penalty once, also when their shares differ."
+
+
+def _scaling_mistake(got: float, mean: float) -> str:
+    """Return the hint for a sum over two replicas that should be `mean` of four losses, plus the penalty."""
+    if math.isclose(got, mean, rel_tol=1e-4):
+        return "the losses are right and the penalty is missing: add this replica's share of it"
+    if math.isclose(got, mean + REPLICAS * PENALTY, rel_tol=1e-4):
+        return (
+            f"the losses are right, but the penalty is added {REPLICAS} times, once per replica: divide it by the number of "
+            "replicas, which tf.distribute.get_replica_context().num_replicas_in_sync says"
+        )
+    if math.isclose(got, mean + REPLICAS * PENALTY / 4, rel_tol=1e-4):
+        return (
+            "the penalty is divided by the global batch, but every replica adds it once, however many examples it has: divide "
+            "it by the number of replicas"
+        )
+    for of_losses in (got - PENALTY, got - REPLICAS * PENALTY, got - REPLICAS * PENALTY / 4):
+        if math.isclose(of_losses, mean * REPLICAS, rel_tol=1e-4):
+            return (
+                f"the loss is {REPLICAS} times too large on {REPLICAS} replicas: a mean over the replica's own examples is "
+                "summed over replicas afterwards. Divide by the global batch"
+            )
+        if math.isclose(of_losses, mean * 4, rel_tol=1e-4):
+            return "the loss is a sum, not a mean: divide by the global batch"
+        divisor = mean * 4 / of_losses if of_losses > 0 else 0.0
+        if divisor > 4.5 and math.isclose(divisor, round(divisor), rel_tol=1e-4):
+            return f"the sum is divided by {divisor:.0f}, and the global batch is 4 here: divide by the argument global_batch"
+    return "the losses of the replicas do not add up to the mean over the whole batch and one penalty"
 
 
 Steps = list[list[list[int]]]  # for each step and replica, the numbers of its examples
@@ -324,8 +348,8 @@ EXERCISES = (
     Exercise(
         "replica_loss",
         LESSON,
-        "replica_loss(losses, global_batch) gets the losses of this replica's examples, one each, and returns what, summed over "
-        "replicas, is the mean loss of the whole batch.",
+        "replica_loss(losses, global_batch, penalty) gets the losses of this replica's examples, one each, and a penalty that is "
+        "the same on all replicas. Return what, summed over replicas, is the mean loss of the whole batch plus the penalty.",
         _replica_loss,
     ),
     Exercise(
@@ -341,5 +365,12 @@ EXERCISES = (
         "clipped_sum(gradients, limit) runs in a replica, gets the gradients of this rank's share, and returns those of the "
         "whole batch, shortened where their norm, all of them together, is above the limit.",
         _clipped_sum,
+    ),
+    Exercise(
+        "waited_ms",
+        LESSON,
+        "waited_ms(spans): spans are all-reduces (rank, step, start_ms, end_ms), one per rank and step. Return a dictionary with "
+        "the ms that each rank waited for the others, summed over the steps.",
+        judge_waits,
     ),
 )

@@ -17,6 +17,7 @@ from tools.diagrams import (
     sharded_data_parallel,
     start_here,
     tensor_parallel,
+    tf_data_parallel,
     tf_hybrid,
     tf_model_parallel,
 )
@@ -36,6 +37,7 @@ LESSONS: Final = (
     rpc_hybrid,
     tensor_parallel,
     hybrid_mesh,
+    tf_data_parallel,
     tf_model_parallel,
     tf_hybrid,
 )

@@ -20,77 +20,114 @@ right, wrong = answers.right, answers.wrong
 
 
 @right("replica_loss")
-def replica_loss(losses, global_batch):
+def replica_loss(losses, global_batch, penalty):
+    import tensorflow as tf
+
+    replicas = tf.distribute.get_replica_context().num_replicas_in_sync
+    return tf.reduce_sum(losses) / global_batch + penalty / replicas
+
+
+@right("replica_loss")
+def loss_by_tensorflow(losses, global_batch, penalty):
+    import tensorflow as tf
+
+    mean = tf.nn.compute_average_loss(losses, global_batch_size=global_batch)
+    return mean + tf.nn.scale_regularization_loss(penalty)
+
+
+@wrong("replica_loss", "2 times too large on 2 replicas")
+def replica_mean(losses, global_batch, penalty):
+    import tensorflow as tf
+
+    return tf.reduce_mean(losses) + penalty / 2
+
+
+@wrong("replica_loss", "2 times too large on 2 replicas")
+def replica_mean_and_penalty(losses, global_batch, penalty):
+    import tensorflow as tf
+
+    return tf.reduce_mean(losses) + penalty
+
+
+@wrong("replica_loss", "the penalty is added 2 times")
+def penalty_on_each(losses, global_batch, penalty):
+    import tensorflow as tf
+
+    return tf.reduce_sum(losses) / global_batch + penalty
+
+
+@wrong("replica_loss", "the penalty is divided by the global batch")
+def everything_over_the_batch(losses, global_batch, penalty):
+    import tensorflow as tf
+
+    return (tf.reduce_sum(losses) + penalty) / global_batch
+
+
+@wrong("replica_loss", "the penalty is missing")
+def no_penalty(losses, global_batch, penalty):
     import tensorflow as tf
 
     return tf.reduce_sum(losses) / global_batch
 
 
-@wrong("replica_loss", "2 times too large on 2 replicas")
-def replica_mean(losses, global_batch):
-    import tensorflow as tf
-
-    return tf.reduce_mean(losses)
-
-
 @wrong("replica_loss", "the loss is a sum, not a mean")
-def replica_sum(losses, global_batch):
+def replica_sum(losses, global_batch, penalty):
     import tensorflow as tf
 
-    return tf.reduce_sum(losses)
+    return tf.reduce_sum(losses) + penalty / 2
 
 
 @wrong("replica_loss", "right for equal shares")
-def replica_mean_halved(losses, global_batch):
+def replica_mean_halved(losses, global_batch, penalty):
     import tensorflow as tf
 
-    return tf.reduce_mean(losses) / tf.distribute.get_replica_context().num_replicas_in_sync
+    return (tf.reduce_mean(losses) + penalty) / tf.distribute.get_replica_context().num_replicas_in_sync
 
 
 @wrong("replica_loss", "use tf.reduce_sum: in a graph Python cannot loop over a tensor")
-def replica_sum_of_python(losses, global_batch):
-    return sum(losses) / global_batch
+def replica_sum_of_python(losses, global_batch, penalty):
+    return sum(losses) / global_batch + penalty / 2
 
 
 @wrong("replica_loss", "it has no gradient: numpy")
-def replica_sum_of_numpy(losses, global_batch):
+def replica_sum_of_numpy(losses, global_batch, penalty):
     import numpy as np
 
-    return np.sum(losses) / global_batch
+    return np.sum(losses) / global_batch + penalty / 2
 
 
 @wrong("replica_loss", "divided by 64, and the global batch is 4 here: divide by the argument global_batch")
-def replica_loss_of_the_notebook(losses, global_batch):
+def replica_loss_of_the_notebook(losses, global_batch, penalty):
     import tensorflow as tf
 
-    return tf.reduce_sum(losses) / 64
+    return tf.reduce_sum(losses) / 64 + penalty / 2
 
 
 @wrong("replica_loss", "do not add up")
-def replica_largest(losses, global_batch):
+def replica_largest(losses, global_batch, penalty):
     import tensorflow as tf
 
-    return tf.reduce_max(losses)
+    return tf.reduce_max(losses) + penalty / 2
 
 
 @wrong("replica_loss", "return one number, for the whole share of this replica")
-def replica_losses_not_added(losses, global_batch):
-    return losses / global_batch
+def replica_losses_not_added(losses, global_batch, penalty):
+    return losses / global_batch + penalty / 2
 
 
 @wrong("replica_loss", "end the function with `return`")
-def replica_loss_kept(losses, global_batch):
+def replica_loss_kept(losses, global_batch, penalty):
     import tensorflow as tf
 
     tf.reduce_sum(losses) / global_batch
 
 
 @wrong("replica_loss", "begin with `import tensorflow as tf`")
-def replica_loss_of_no_module(losses, global_batch):
+def replica_loss_of_no_module(losses, global_batch, penalty):
     return tf.reduce_sum(losses) / global_batch  # noqa: F821  # the mistake
 
 
-@wrong("replica_loss", "TypeError: replica_loss_of_one() takes 1 positional argument but 2 were given")
+@wrong("replica_loss", "TypeError: replica_loss_of_one() takes 1 positional argument but 3 were given")
 def replica_loss_of_one(losses):
     import tensorflow as tf
 
@@ -227,6 +264,15 @@ def clipped_sum(gradients, limit):
     return clipped
 
 
+@right("clipped_sum")
+def clipped_by_hand(gradients, limit):
+    import tensorflow as tf
+
+    total = tf.distribute.get_replica_context().all_reduce("SUM", gradients)
+    norm = tf.sqrt(tf.add_n([tf.reduce_sum(gradient**2) for gradient in total]))
+    return [gradient * tf.minimum(1.0, limit / norm) for gradient in total]
+
+
 @wrong("clipped_sum", "each rank clipped its own gradients before the sum")
 def clipped_before(gradients, limit):
     import tensorflow as tf
@@ -312,6 +358,76 @@ def clipped_as_one(gradients, limit):
     import tensorflow as tf
 
     return tf.clip_by_norm(tf.distribute.get_replica_context().all_reduce("SUM", gradients), limit)
+
+
+# waited_ms
+
+
+@right("waited_ms")
+def waited_ms(spans):
+    last = {}
+    for _, step, start, _ in spans:
+        last[step] = max(start, last.get(step, start))
+    waited = {rank: 0.0 for rank, *_ in spans}
+    for rank, step, start, _ in spans:
+        waited[rank] += last[step] - start
+    return waited
+
+
+@right("waited_ms")
+def waited_by_comprehension(spans):
+    def wait(step, start):
+        return max(s for _, other, s, _ in spans if other == step) - start
+
+    return {rank: sum(wait(step, start) for r, step, start, _ in spans if r == rank) for rank, *_ in spans}
+
+
+@wrong("waited_ms", "once the last rank has come, a rank no longer waits")
+def whole_all_reduces(spans):
+    return {rank: sum(end - start for r, _, start, end in spans if r == rank) for rank, *_ in spans}
+
+
+@wrong("waited_ms", "the rank that comes first is the one that waits")
+def lateness(spans):
+    first = {step: min(s for _, other, s, _ in spans if other == step) for _, step, _, _ in spans}
+    return {rank: sum(start - first[step] for r, step, start, _ in spans if r == rank) for rank, *_ in spans}
+
+
+@wrong("waited_ms", "in which the numbers are summed")
+def transfer(spans):
+    return {rank: whole_all_reduces(spans)[rank] - waited_ms(spans)[rank] for rank, *_ in spans}
+
+
+@wrong("waited_ms", "that is the mean of the steps")
+def mean_wait(spans):
+    return {rank: wait / len({step for _, step, _, _ in spans}) for rank, wait in waited_ms(spans).items()}
+
+
+@wrong("waited_ms", "one step only")
+def wait_in_one_step(spans):
+    final = max(step for _, step, _, _ in spans)
+    return waited_ms([span for span in spans if span[1] == final])
+
+
+@wrong("waited_ms", "among the spans of the same step")
+def one_moment_for_all(spans):
+    last = max(start for _, _, start, _ in spans)
+    return {rank: sum(last - start for r, _, start, _ in spans if r == rank) for rank, *_ in spans}
+
+
+@wrong("waited_ms", "expected a dictionary")
+def waits_in_a_list(spans):
+    return list(waited_ms(spans).values())
+
+
+@wrong("waited_ms", "the keys are the ranks")
+def waits_by_name(spans):
+    return {f"rank {rank}": wait for rank, wait in waited_ms(spans).items()}
+
+
+@wrong("waited_ms", "from its own start to the latest start of any rank")
+def no_waiting(spans):
+    return {rank: 0.0 for rank, *_ in spans}
 
 
 @pytest.mark.parametrize("answer", answers.parameters())

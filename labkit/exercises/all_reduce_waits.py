@@ -1,0 +1,71 @@
+"""Judges `waited_ms` of lesson 10: how long each rank waits for the others in all-reduces."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from labkit.exercises.judging import AnswerError, OnRanks
+
+__all__ = ["judge_waits"]
+
+TimedSpan = tuple[int, int, float, float]
+# All-reduces (rank, step, start, end). In the second case there are three ranks, another is last in each step, and the
+# spans are in no order; in the third, ranks end at different times, and the earliest step is not numbered 0.
+TIMELINES: tuple[list[TimedSpan], ...] = (
+    [(0, 0, 1.0, 6.0), (1, 0, 4.0, 6.0), (0, 1, 11.0, 13.0), (1, 1, 10.0, 13.0)],
+    [(2, 1, 9.0, 12.0), (0, 0, 2.0, 5.0), (1, 0, 1.0, 5.0), (0, 1, 8.0, 12.0), (2, 0, 4.0, 5.0), (1, 1, 10.0, 12.0)],
+    [(1, 7, 20.0, 29.0), (0, 7, 26.0, 27.0), (0, 8, 30.0, 36.5), (1, 8, 33.5, 36.0)],
+)
+
+
+def judge_waits(answer: Any, _: OnRanks) -> str:
+    """Judge `waited_ms` on three timelines.
+
+    Raises:
+        AnswerError: the waiting times are wrong.
+    """
+    for spans in TIMELINES:
+        given = answer(list(spans))
+        expected = _waits(spans, "others")
+        details = (f"spans {spans}", f"given {given!r}", f"expected {expected}")
+        if not isinstance(given, dict) or not all(isinstance(value, (int, float)) for value in given.values()):
+            raise AnswerError("expected a dictionary with a number for each rank", *details)
+        if set(given) != set(expected):
+            raise AnswerError(f"the keys are the ranks, here {sorted(expected)}", *details)
+        if _equal(given, expected):
+            continue
+        steps = len({step for _, step, _, _ in spans})
+        for wrong, hint in (
+            (_waits(spans, "length"), "those are whole all-reduces; once the last rank has come, a rank no longer waits"),
+            (_waits(spans, "late"), "that is how late each rank came; the rank that comes first is the one that waits"),
+            (_waits(spans, "end"), "that is the time after the last rank came, in which the numbers are summed"),
+            ({rank: ms / steps for rank, ms in expected.items()}, "that is the mean of the steps: add them up"),
+            (_waits(spans, "last step"), "that is one step only: add up all steps"),
+            (_waits(spans, "one moment"), "ranks meet once per step: look for the last start among the spans of the same step"),
+        ):
+            if _equal(given, wrong):
+                raise AnswerError(hint, *details)
+        raise AnswerError("in each step, a rank waits from its own start to the latest start of any rank in that step", *details)
+    return "A rank waits from its own start until the last rank of the same step has started."
+
+
+def _waits(spans: list[TimedSpan], mistake: str) -> dict[int, float]:
+    """Return for each rank the sum over its spans of what an answer, or a usual mistake, takes for waiting."""
+    total = dict.fromkeys(sorted({rank for rank, *_ in spans}), 0.0)
+    final = max(step for _, step, _, _ in spans)
+    for rank, step, start, end in spans:
+        starts = [s for _, other, s, _ in spans if other == step]
+        total[rank] += {
+            "others": max(starts) - start,
+            "length": end - start,
+            "late": start - min(starts),
+            "end": end - max(starts),
+            "last step": (max(starts) - start) * (step == final),
+            "one moment": max(s for _, _, s, _ in spans) - start,
+        }[mistake]
+    return total
+
+
+def _equal(given: dict[int, float], expected: dict[int, float]) -> bool:
+    return all(math.isclose(given[rank], expected[rank], rel_tol=1e-6, abs_tol=1e-9) for rank in expected)
