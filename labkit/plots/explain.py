@@ -18,6 +18,7 @@ from labkit.worker.usable_cores import usable_cores
 __all__ = ["Explanation", "explain"]
 
 NOTICED = 0.02  # a smaller share of the time is not worth a sentence
+FULL = 0.8  # of the cores: with so many ranks computing on average, none is free
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,34 +57,32 @@ def explain(run: HasTrace | Trace) -> Explanation:
     """
     trace = trace_of(run, "explain")
     finding = limit_of(trace)
-    sentences = _sentences(finding, trace.ranks)
-    if not isinstance(run, Trace):  # a trace may be another machine's
-        sentences += _machine(len(trace.ranks))
+    cores = None if isinstance(run, Trace) else usable_cores()  # a trace may be another machine's
+    sentences = _sentences(finding, trace.ranks, cores)
+    if cores is not None:
+        sentences += _machine(len(trace.ranks), cores)
     return Explanation(" ".join(sentences), finding)
 
 
-def _sentences(f: Finding, ranks: Sequence[str]) -> list[str]:
+def _sentences(f: Finding, ranks: Sequence[str], cores: int | None) -> list[str]:
     everybody = "The rank" if len(ranks) == 1 else "The ranks"
-    spent = [f"{everybody} computed for {percent(f.compute)} of the time"]
+    spent = [f"{everybody} computed for {percent(f.compute)} of it"]
     spent += [f"communicated for {percent(f.exposed)} with nothing to compute"] if f.exposed >= NOTICED else []
     spent += [f"waited for each other for {percent(f.waiting + f.standing)}"] if f.waiting + f.standing >= NOTICED else []
-    first = f"{', '.join(spent[:-1])} and {spent[-1]}." if len(spent) > 1 else f"{spent[0]}."
-    per_step = f"{time_in_words(f.duration_ns / f.steps)} per step" if f.steps else f"{time_in_words(f.duration_ns)} in all"
-    found = [f"{first[:-1]} ({per_step})."]
-    found.append(_advice(f, ranks))
+    lasted = f"A step took {time_in_words(f.duration_ns / f.steps)}." if f.steps else f"It took {time_in_words(f.duration_ns)}."
+    found = [lasted, f"{', '.join(spent[:-1])} and {spent[-1]}." if len(spent) > 1 else f"{spent[0]}."]
+    found.append(_advice(f, ranks, cores))
     if f.overlap >= NOTICED and f.limit in (Limit.COMPUTE, Limit.BANDWIDTH, Limit.LATENCY):
         found.append(f"Another {percent(f.overlap)} of communication was hidden behind computing.")
     return found
 
 
-def _advice(f: Finding, ranks: Sequence[str]) -> str:
+def _advice(f: Finding, ranks: Sequence[str], cores: int | None) -> str:
     match f.limit:
         case Limit.COMPUTE if not f.messages:
             return "Only faster computing makes this run faster."
         case Limit.COMPUTE:
-            return (
-                "Communication is not what limits this run: only faster computing makes it faster: faster cores, or more of them."
-            )
+            return "Communication does not limit this run: only faster cores, or more of them, make it faster."
         case Limit.LATE_RANK:
             return (
                 f"{percent(f.late_share)} of the waiting in collectives was for {ranks[f.late_rank]}, which came "
@@ -93,6 +92,11 @@ def _advice(f: Finding, ranks: Sequence[str]) -> str:
             return (
                 "The waiting was not for one rank alone: they came late in turns, because the time that each needs varies from "
                 "step to step. A busy machine does that, and so do batches of unequal work."
+            )
+        case Limit.TURNS if cores is not None and 1 < cores < len(ranks) and f.working > FULL * cores:
+            return (
+                f"While any rank computed, {f.working:.1f} of {len(ranks)} did on average, which takes nearly all of the "
+                f"{cores} cores: on this machine, smaller pieces of work would not make the run faster."
             )
         case Limit.TURNS:
             return (
@@ -124,9 +128,8 @@ def _messages(f: Finding) -> str:
     return f"each rank took part in {operations} {'per step' if f.steps else 'in all'} with {bytes_in_words(nbytes)} of data"
 
 
-def _machine(ranks: int) -> list[str]:
+def _machine(ranks: int, cores: int) -> list[str]:
     """Why times may be longer than the program explains."""
-    cores = usable_cores()
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > cores + ranks:
         busy = f"Other programs keep this machine busy (load {load:.0f} on {counted(cores, 'core')})"

@@ -1,9 +1,12 @@
 """`explain`: one paragraph whose numbers are the trace's."""
 
+import dataclasses
+
 import pytest
 from synthetic import Book, data_parallel, model_parallel
 
 import labkit as lab
+from labkit.errors.units import time_in_words
 from labkit.plots import explain as module
 from labkit.plots.explain import explain
 from labkit.tracing.limits import Limit, limit_of
@@ -21,9 +24,8 @@ def test_the_paragraph_has_the_numbers_of_the_trace():
     trace = data_parallel(slow=1, steps=10)
     found = limit_of(trace)
     text = explain(trace).text
-    assert text.startswith(
-        f"The ranks computed for {100 * found.compute:.0f} % of the time, communicated for {100 * found.exposed:.0f} %"
-    )
+    assert f"The ranks computed for {100 * found.compute:.0f} % of it, communicated for {100 * found.exposed:.0f} %" in text
+    assert text.startswith(f"A step took {time_in_words(found.duration_ns / found.steps)}. The ranks")
     assert "each rank took part in 3 operations per step with 7.34 MB of data at" in text
     assert f"Another {100 * found.overlap:.0f} % of communication was hidden behind computing." in text
     assert str(explain(trace)) == text
@@ -35,7 +37,7 @@ def test_one_rank_has_nobody_to_wait_for():
     book.compute(0, "forward", 0, 10)
     assert (
         explain(book.trace(1)).text
-        == "The rank computed for 100 % of the time (10.0 ms in all). Only faster computing makes this run faster."
+        == "It took 10.0 ms. The rank computed for 100 % of it. Only faster computing makes this run faster."
     )
 
 
@@ -45,12 +47,20 @@ def test_ranks_in_turns():
 
 @pytest.mark.parametrize("limit", Limit)
 def test_every_limit_has_a_sentence(limit):
-    import dataclasses
-
     found = dataclasses.replace(limit_of(data_parallel()), limit=limit)
-    text = module._advice(found, [f"rank {i}" for i in range(4)])
+    text = module._advice(found, [f"rank {i}" for i in range(4)], None)
     assert text.endswith(".")
     assert "nan" not in text
+
+
+@pytest.mark.parametrize(("working", "cores", "smaller"), [(1.8, 2, False), (1.2, 2, True), (1.8, 4, True), (1.0, 1, True)])
+def test_smaller_pieces_of_work_are_advised_where_cores_are_free(working, cores, smaller):
+    """Four ranks in turns; with one core nobody knows whether another one would help."""
+    found = dataclasses.replace(limit_of(data_parallel()), limit=Limit.TURNS, working=working)
+    text = module._advice(found, [f"rank {i}" for i in range(4)], cores)
+    assert f"{working} of 4 did on average" in text
+    assert ("let more of them compute" in text) == smaller
+    assert ("would not make the run faster" in text) == (not smaller)
 
 
 @pytest.mark.parametrize(
