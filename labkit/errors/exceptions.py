@@ -174,9 +174,14 @@ class DeadlockError(_EndedByGroupError):
         headline: which ranks wait for which.
         hint: the usual mistake behind such a deadlock; "" if there is none.
         doings: for each rank, one line on what it was doing.
+        operations: the names of the operations in which the ranks wait.
     """
 
     why = "Deadlock: {}."
+
+    def __init__(self, headline: str, hint: str, doings: list[str], operations: tuple[str, ...] = ()) -> None:
+        super().__init__(headline, hint, doings)
+        self.operations = operations
 
 
 class MismatchError(_EndedByGroupError):

@@ -140,7 +140,7 @@ def _on_ranks(ranks: Any, function: Callable[..., Any], *args: Any, **options: A
             return Results(group.run(function, *args))
         except DeadlockError as deadlock:
             details = filter(None, (deadlock.hint, *deadlock.doings))
-            raise AnswerError(f"deadlock: {deadlock.headline}", *details, deadlock=True) from None
+            raise AnswerError(f"deadlock: {deadlock.headline}", *details, deadlock=True, waits_in=deadlock.operations) from None
         except RunTimeoutError as late:
             hint = (
                 f"not finished after {LIMIT_S:.0f} s: does every loop end, and do all ranks call the same operations "

@@ -84,13 +84,14 @@ class AnswerError(Exception):
         message: one sentence: what is wrong and where to look.
         details: further lines, such as what was given and what was expected.
         deadlock: whether ranks waited for each other for ever.
+        waits_in: the operations in which they did.
     """
 
-    def __init__(self, message: str, *details: str, deadlock: bool = False) -> None:
+    def __init__(self, message: str, *details: str, deadlock: bool = False, waits_in: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.message = message
         self.details = details
-        self.deadlock = deadlock
+        self.deadlock, self.waits_in = deadlock, waits_in
 
 
 def call(answer: Callable[..., Any], *args: Any) -> Any:

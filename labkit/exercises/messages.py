@@ -13,6 +13,7 @@ import torch.distributed as dist
 from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
 from labkit.exercises.judging import AnswerError, Exercise, OnRanks
+from labkit.recording.operations import RECV, SEND, type_of
 
 __all__ = ["EXERCISES"]
 
@@ -87,8 +88,9 @@ def _run(answer: Any, on: OnRanks, ranks: int, length: int) -> list[_Outcome]:
     outcomes = []
     for rank, result in enumerate(results):
         spans = sorted(results.trace.of(rank=rank, kind="communication"), key=lambda span: span.start_ns)
-        sent = [(span.peer, span.nbytes // FLOAT) for span in spans if span.name == "send"]
-        outcomes.append(_Outcome(result, sent, [span.name for span in spans if span.name not in ("send", "recv")]))
+        sent = [(span.peer, span.nbytes // FLOAT) for span in spans if type_of(span.name) is SEND]
+        others = [span.name for span in spans if type_of(span.name) not in (SEND, RECV)]
+        outcomes.append(_Outcome(result, sent, others))
     return outcomes
 
 
@@ -104,7 +106,7 @@ def _messages_of(answer: Any, on: OnRanks, ranks: int, length: int, case: str) -
     try:
         outcomes = _run(answer, on, ranks, length)
     except AnswerError as error:
-        if error.deadlock and "send" in error.message and "recv" not in error.message:
+        if error.deadlock and {type_of(name) for name in error.waits_in} == {SEND}:
             raise AnswerError(f"{case}: {DEADLOCK}", error.message, *error.details) from None
         raise
     used = sorted({name for outcome in outcomes for name in outcome.collectives})

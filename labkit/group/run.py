@@ -342,7 +342,7 @@ class Execution:
         doings = self._doings_by_rank(now_ns, closely=True)
         headline, hint = deadlock_in_words(deadlock, self._names)
         if deadlock.culprit is None:
-            return DeadlockError(headline, hint, list(doings.values()))
+            return DeadlockError(headline, hint, list(doings.values()), tuple(op.name for _, op in deadlock.waits))
         doings.pop(deadlock.culprit, None)
         name, cause = self._names[deadlock.culprit], Cause.DEADLOCK
         failure = RankFailure(deadlock.culprit, name, headline, at_ns=now_ns, cause=cause, verb="")

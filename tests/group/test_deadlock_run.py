@@ -138,6 +138,7 @@ def test_ranks_that_wait_for_each_other(three: lab.Group, function: Callable[[],
     with pytest.raises(DeadlockError) as caught:
         three.run(function)
     assert reported.deadlock() == STUCK[function]
+    assert list(caught.value.operations) == [name for _, name in STUCK[function][1]]
     assert all("test_deadlock_run.py, line" in line for line in reported.lines())
     assert [" ".join(line.split()[:2]) for line in caught.value.doings] == ["rank 0", "rank 1", "rank 2"]
     assert three.run(total).results == [3.0] * 3
