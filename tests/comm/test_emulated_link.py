@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import labkit as lab
+from labkit.errors.causes import Cause
 from labkit.group.group import Group
 from labkit.group.run import Run
 from labkit.recording.schema import Span
@@ -203,8 +204,9 @@ def test_a_deadlock_is_still_reported(pair: Group) -> None:
         if dist.get_rank() == 0:
             dist.all_reduce(torch.ones(4))
 
-    with pytest.raises(lab.LabError, match="rank 1 returned while rank 0 still waits for it in all_reduce"):
+    with pytest.raises(lab.RankError) as caught:
         pair.run(one_too_many)
+    assert [(failure.rank, failure.cause) for failure in caught.value.failures] == [(1, Cause.DEADLOCK)]
 
 
 def test_an_error_of_one_rank_is_still_reported(pair: Group) -> None:

@@ -193,9 +193,9 @@ def test_a_missing_rank_is_named() -> None:
             dist.barrier()
 
     verdict = check("average_gradients", answer)
-    assert verdict.message.startswith("rank 1 returned while rank 0 still waits for it in barrier (test_check.py, line")
-    assert any("inside `if rank == 0`" in line for line in verdict.details)
-    assert any(line.startswith("rank 0 was waiting in barrier") for line in verdict.details)
+    assert verdict.message.startswith("rank 1 ")
+    assert "barrier (test_check.py, line" in verdict.message
+    assert any(line.startswith("rank 0 ") and "barrier" in line for line in verdict.details)
 
 
 @pytest.mark.processes
@@ -204,8 +204,9 @@ def test_a_deadlock_in_an_answer_names_the_ranks() -> None:
         dist.recv(torch.ones(1), (dist.get_rank() + 1) % dist.get_world_size())
 
     verdict = check("average_gradients", answer)
-    assert verdict.message.startswith("Deadlock: rank 0 waits in recv (test_check.py, line")
-    assert any("one of them must send first" in line for line in verdict.details)
+    assert verdict.message.startswith("Deadlock: ")
+    assert "recv (test_check.py, line" in verdict.message
+    assert len(verdict.details) == 4, "a hint, and a line for each rank"
 
 
 @pytest.mark.processes
@@ -295,7 +296,7 @@ def test_code_that_catches_everything_is_interrupted_again() -> None:
 def test_an_unknown_exercise_names_close_ones() -> None:
     with pytest.raises(LabError, match=r"no exercise is called 'draw_index'; did you mean 'draw_indices' or"):
         check("draw_index", None)
-    with pytest.raises(LabError, match=r"did you mean 'TwoDevices'\?"):
+    with pytest.raises(LabError, match=r"did you mean 'TwoDevices'"):
         check("twodevices", None)
     with pytest.raises(LabError, match="there are: introduce, my_share, waiting_share, link_from_times"):
         check("zzz", None)

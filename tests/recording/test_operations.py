@@ -175,7 +175,6 @@ def test_a_new_entry_needs_no_other_edit() -> None:
     assert found["rings"]
     assert found["colour"] == "#123456"
     assert found["seconds"] == found["predicted"] == pytest.approx(12e-3 + 8e-3)
-    first = "collective number 1 is a round of gossip of float32 [4] (cell 5, line 1) on rank 0"
-    assert found["mismatch"].startswith(first)
-    assert found["deadlock"] == "returned while rank 0 still waits for it in a round of gossip (cell 5, line 1)"
+    assert "a round of gossip of float32 [4] (cell 5, line 1) on rank 0" in found["mismatch"]
+    assert "a round of gossip (cell 5, line 1)" in found["deadlock"]
     assert found["reduced"] == 2
