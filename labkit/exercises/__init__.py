@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from typing import Final
 
 from labkit.errors.exceptions import LabError
+from labkit.errors.lists import listed
 from labkit.exercises.judging import Exercise
 
 __all__ = ["LESSONS", "find"]
+
+MOST_NAMED: Final = 12  # exercises in an error: all of them would fill half a page
 
 # The exercises of each file, so that a check imports only its own lesson's file. A test compares them with the files.
 LESSONS: dict[str, tuple[str, ...]] = {
@@ -36,7 +40,7 @@ def find(name: str) -> Exercise:
     """Return the exercise with this name.
 
     Raises:
-        LabError: there is none; the message lists similar names, or all names.
+        LabError: there is none; the message lists similar names, or the first of all names.
     """
     for file, names in LESSONS.items():
         if name in names:
@@ -45,5 +49,5 @@ def find(name: str) -> Exercise:
     every = [n for names in LESSONS.values() for n in names]
     folded = {n.casefold(): n for n in every}
     close = [folded[n] for n in difflib.get_close_matches(str(name).casefold(), folded, n=3)]
-    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are: {', '.join(every)}"
+    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are: {listed(every, most=MOST_NAMED)}"
     raise LabError(f"no exercise is called {name!r}; {hint}")
