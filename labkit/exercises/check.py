@@ -124,6 +124,8 @@ def check(name: str, answer: Any = ...) -> Verdict:
         return Verdict(name, False, str(first), tuple(filter(None, details)))
     except Exception as error:  # the student's function may raise anything
         frames = list(_students_frames(error))
+        if _takes_other_arguments(answer, error):
+            frames = [exercise.target]
         if not frames:
             raise  # a bug in labkit
         return Verdict(name, False, f"it raised {type(error).__name__}: {error}", tuple(frames))
@@ -157,6 +159,12 @@ def _students_frames(error: BaseException) -> Iterator[str]:
     for frame in traceback.extract_tb(error.__traceback__):
         if is_students(frame.filename):
             yield f"{label(frame.filename)}, line {frame.lineno}: {frame.line}"
+
+
+def _takes_other_arguments(answer: Any, error: BaseException) -> bool:
+    """Whether Python could not call the answer with the exercise's arguments: then no line of the answer has run."""
+    called = getattr(answer, "__qualname__", "")
+    return isinstance(error, TypeError) and str(error).startswith((f"{called}() ", f"{called}.__init__() "))
 
 
 def _is_unwritten(answer: Any) -> bool:

@@ -165,6 +165,16 @@ def test_an_answer_that_raises_in_this_process_is_shown_with_its_line() -> None:
     assert "test_check.py, line" in verdict.details[-1]
 
 
+def test_an_answer_with_other_parameters_is_the_students_mistake() -> None:
+    def best_cut(ms, nbytes):
+        return 1
+
+    verdict = check("best_cut", best_cut)
+    assert not verdict
+    assert "takes 2 positional arguments but 3 were given" in verdict.message
+    assert verdict.details[0].startswith("best_cut(ms, nbytes, limit)")
+
+
 @pytest.mark.processes
 def test_an_answer_that_raises_on_a_rank_is_shown_with_its_line() -> None:
     verdict = check("my_share", lambda items: [items][dist.get_rank() + 1 :][0])
