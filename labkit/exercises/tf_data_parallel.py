@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.errors.exceptions import RankError
 from labkit.exercises.all_reduce_waits import judge_waits
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, Results
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks
+from labkit.exercises.tf_explained import explaining
 
 __all__ = ["EXERCISES"]
 
@@ -49,22 +49,6 @@ EXPLAINED = (
         "the gradients are a list of tensors of different shapes: tf.clip_by_global_norm takes the list as it is",
     ),
 )
-
-
-def _explain(on: OnRanks) -> OnRanks:
-    """Wrap an `OnRanks` so that it explains common mistakes."""
-
-    def explained(ranks: Any, function: Callable[..., Any], *args: Any, **options: Any) -> Results:
-        try:
-            return on(ranks, function, *args, runtime="tensorflow", **options)
-        except RankError as error:
-            text = f"{error.failures[0].headline}\n{error.failures[0].traceback}"
-            explanation = next((explanation for message, explanation in EXPLAINED if message in text), None)
-            if explanation is None:
-                raise
-            raise AnswerError(explanation) from None
-
-    return explained
 
 
 def _loss_on_rank(answer: Callable[..., Any], uneven: bool) -> tuple[Any, float, bool]:
@@ -107,7 +91,7 @@ def _devices(tf: Any, replicas: int) -> list[str]:
 
 def _replica_loss(answer: Any, on: OnRanks) -> str:
     for uneven in (False, True):
-        ((got, mean, differentiable),) = _explain(on)(1, _loss_on_rank, answer, uneven, devices_per_rank=REPLICAS)
+        ((got, mean, differentiable),) = explaining(on, EXPLAINED)(1, _loss_on_rank, answer, uneven, devices_per_rank=REPLICAS)
         if isinstance(got, list):
             raise AnswerError(
                 "it returns a loss for each example: return one number, for the whole share of this replica",
@@ -186,7 +170,7 @@ def _batches_on_ranks(answer: Callable[..., Any]) -> Steps:
 
 
 def _global_batches(answer: Any, on: OnRanks) -> str:
-    on = _explain(on)
+    on = explaining(on, EXPLAINED)
     (steps,) = on(1, _batches_on_devices, answer, REPLICAS, devices_per_rank=REPLICAS)
     _judge_steps(steps)
     (steps,) = on(1, _batches_on_devices, answer, MORE_REPLICAS, devices_per_rank=MORE_REPLICAS)
@@ -290,7 +274,7 @@ def _clip_on_rank(answer: Callable[..., Any], limit: float) -> list[list[float]]
 
 def _clipped_sum(answer: Any, on: OnRanks) -> str:
     for limit in (LIMIT, HIGH_LIMIT):
-        ranks = _explain(on)(len(GRADIENTS), _clip_on_rank, answer, limit)
+        ranks = explaining(on, EXPLAINED)(len(GRADIENTS), _clip_on_rank, answer, limit)
         for rank, got in enumerate(ranks):
             if isinstance(got, str):
                 raise AnswerError(

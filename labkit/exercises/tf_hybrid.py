@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from labkit.errors.exceptions import RankError
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, Results, takes_number_for_list
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, takes_number_for_list
+from labkit.exercises.tf_explained import explaining
 
-__all__ = ["EXERCISES", "explained_on"]
+__all__ = ["EXERCISES", "EXPLAINED"]
 
 LESSON = "12_tf_hybrid"
 TOLERANCE = 1e-9  # relative, in double precision
@@ -37,22 +37,6 @@ EXPLAINED = (
     ),
     ("'ScheduledResult'", "schedule returns no number yet: result.fetch() waits for it"),
 )
-
-
-def explained_on(on: OnRanks, ranks: Any, function: Callable[..., Any], *args: Any, **options: Any) -> Results:
-    """Run on TensorFlow ranks, and explain common mistakes.
-
-    Raises:
-        AnswerError: the student's function failed with a message that is known.
-    """
-    try:
-        return on(ranks, function, *args, runtime="tensorflow", **options)
-    except RankError as error:
-        text = f"{error.failures[0].headline}\n{error.failures[0].traceback}"
-        explanation = next((explanation for message, explanation in EXPLAINED if message in text), None)
-        if explanation is None:
-            raise
-        raise AnswerError(explanation) from None
 
 
 # plan_epoch
@@ -168,7 +152,7 @@ def _near(a: Any, b: Any) -> bool:
 
 def _hybrid_train(answer: Callable[..., Any], on: OnRanks) -> str:
     seed = random.randrange(10**6)
-    ranks: list[_Trained] = list(explained_on(on, WORKERS, _train_on_rank, answer, seed, devices_per_rank=DEVICES))
+    ranks: list[_Trained] = list(explaining(on, EXPLAINED)(WORKERS, _train_on_rank, answer, seed, devices_per_rank=DEVICES))
     losses, weight = _serial(seed)
     copies = [copy for rank in ranks for copy in rank.copies]
     _judge_copies(copies, weight, seed)
@@ -317,7 +301,7 @@ def _fetched(value: Any) -> Any:
 def _run_epochs(answer: Callable[..., Any], on: OnRanks) -> str:
     losses = [round(random.uniform(1, 9), 2) for _ in range(BATCHES)]
     jobs = {"chief": 1, "worker": 2, "ps": 1}
-    got, calls, scheduled, waits = explained_on(on, jobs, _on_chief_only, answer, losses)[0]
+    got, calls, scheduled, waits = explaining(on, EXPLAINED)(jobs, _on_chief_only, answer, losses)[0]
     expected = [sum(losses) / BATCHES] * EPOCHS
     details = (f"batches with losses {losses}, {EPOCHS} epochs", f"returned {got}")
     if not scheduled:
