@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import webbrowser
@@ -12,7 +13,11 @@ from labkit.notebook.lessons import Copies, copy_lessons
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = Path(os.environ.get("LABKIT_MY_LESSONS", ROOT / "my_lessons")).resolve()  # the variable puts the copies elsewhere
 LESSON = "00_start_here.ipynb"
-ROOT_OPTIONS = ("--ServerApp.root_dir", "--notebook-dir", "--ServerApp.notebook_dir")
+# JupyterLab refuses an option that is given twice, also under two names: ours is left out where the student gives it.
+ROOT_DIR = ("--ServerApp.root_dir", "--notebook-dir", "--ServerApp.notebook_dir")
+SETTINGS = ("--LabApp.app_settings_dir",)
+LOG_LEVEL = ("--Application.log_level", "--log-level", "--debug")
+PAGE = ("--LabApp.default_url",)
 
 
 def has_browser() -> bool:
@@ -32,26 +37,28 @@ def command(arguments: list[str]) -> list[str]:
     """Return the command that starts JupyterLab on the first lesson.
 
     Args:
-        arguments: options for JupyterLab; they come last, so they override ours.
+        arguments: options for JupyterLab, as `--name=value` or `--name value`; they replace ours.
     """
-    root = next(
-        (Path(value).resolve() for name, _, value in (a.partition("=") for a in arguments) if name in ROOT_OPTIONS and value),
-        None,
-    )
+    given = {}
+    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+        name, _, value = argument.partition("=")
+        given[name] = value or following
+    root = next((Path(given[name]).resolve() for name in ROOT_DIR if given.get(name)), None)
     if root is None:
         root = ROOT if FOLDER.is_relative_to(ROOT) else FOLDER
-    options = [
-        f"--ServerApp.root_dir={root}",
-        f"--LabApp.app_settings_dir={ROOT / 'tools' / 'lab_settings'}",  # no questions about news and updates before the lesson
-        "--Application.log_level=WARN",  # the address is printed at any level; a student does not need the rest of the start-up
-    ]
+    options = {
+        ROOT_DIR: str(root),
+        SETTINGS: str(ROOT / "tools" / "lab_settings"),  # no questions about news and updates before the lesson
+        LOG_LEVEL: "WARN",  # the address is printed at any level; a student does not need the rest of the start-up
+    }
     if FOLDER.is_relative_to(root):  # else JupyterLab opens on its file browser
-        options.append(f"--LabApp.default_url=/lab/tree/{(FOLDER / LESSON).relative_to(root).as_posix()}")
+        options[PAGE] = f"/lab/tree/{(FOLDER / LESSON).relative_to(root).as_posix()}"
+    ours = [f"{names[0]}={value}" for names, value in options.items() if not given.keys() & set(names)]
     if not has_browser():
-        options.append("--no-browser")
+        ours.append("--no-browser")
     if hasattr(os, "geteuid") and os.geteuid() == 0:
-        options.append("--allow-root")  # in a container root is often the only user; Jupyter requires the option
-    return [sys.executable, "-m", "jupyterlab", *options, *arguments]
+        ours.append("--allow-root")  # in a container root is often the only user; Jupyter requires the option
+    return [sys.executable, "-m", "jupyterlab", *ours, *arguments]
 
 
 def announce(copies: Copies) -> None:

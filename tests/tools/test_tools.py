@@ -178,9 +178,30 @@ def test_a_students_options_come_last() -> None:
     assert lab.command(["--port=9000"])[-1] == "--port=9000"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (["--ServerApp.root_dir=FOLDER"], ".root_dir = 'FOLDER'"),
+        (["--ServerApp.root_dir", "FOLDER"], ".root_dir = 'FOLDER'"),
+        (["--notebook-dir=FOLDER"], ".root_dir = 'FOLDER'"),
+        (["--Application.log_level=ERROR"], ".log_level = 'ERROR'"),
+        (["--LabApp.default_url=/tree"], ".default_url = '/tree'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_jupyterlab_accepts_a_students_options_beside_ours(tmp_path: Path, given: list[str], shown: str) -> None:
+    """It refuses an option that is given twice."""
+    line = lab.command([argument.replace("FOLDER", str(tmp_path)) for argument in given])
+    done = subprocess.run([*line, "--show-config"], check=False, capture_output=True, text=True, timeout=150)
+    assert shown.replace("FOLDER", str(tmp_path)) in done.stdout, done.stdout + done.stderr
+
+
 def page(arguments: list[str]) -> tuple[str, str]:
     """The root folder that JupyterLab serves, and the page that it opens; "" for its file browser."""
-    options = dict(option.partition("=")[::2] for option in lab.command(arguments)[3:])  # as in JupyterLab, the last one counts
+    line = lab.command(arguments)[3:]
+    options = dict(option.partition("=")[::2] for option in line)
+    assert len(options) == len(line), "JupyterLab refuses an option that is given twice"
     return options["--ServerApp.root_dir"], options.get("--LabApp.default_url", "")
 
 
