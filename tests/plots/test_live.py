@@ -630,11 +630,14 @@ def binned_exactly(trace, recent):
 
 @pytest.mark.parametrize("trace", [data_parallel(4, 60), model_parallel(20), alone(60)], ids=["data", "model", "alone"])
 @pytest.mark.parametrize("every_ms", [37, 200])
-def test_the_bins_hold_what_the_timeline_shows(trace, every_ms):
+@pytest.mark.parametrize("updates", [1, 3], ids=["a frame for each update", "a frame for three updates"])
+def test_the_bins_hold_what_the_timeline_shows(trace, every_ms, updates):
     recent = Recent(trace.ranks, trace.start_ns)
-    moments = np.arange(every_ms, trace.end_ns / MS + 3 * every_ms + 20, every_ms)
-    for now_ns, new, _ in feed(trace, moments):
-        recent.add(new, now_ns)
+    moments = np.arange(every_ms, trace.end_ns / MS + 3 * updates * every_ms + 20, every_ms)
+    for number, (now_ns, new, _) in enumerate(feed(trace, moments)):
+        before = recent.complete_ns
+        recent.add(new, now_ns, drawn=number % updates == 0)
+        assert recent.complete_ns == before or number % updates == 0
     assert recent.shown_ns > recent_module.FIRST_NS  # the bins were folded on the way
     for rank, exact in enumerate(binned_exactly(trace, recent)):
         for lane in (0, 1):
@@ -654,6 +657,15 @@ def test_an_outer_span_gets_the_time_outside_its_inner_spans():
     assert total["forward"] == 100
     assert total["compute"] == 50
     assert total["unlabelled"] == pytest.approx(150, abs=2)  # up to where the bins are complete
+
+
+def test_spans_are_not_kept_for_a_frame_that_does_not_come():
+    trace = many(100_000)
+    recent = Recent(trace.ranks, trace.start_ns)
+    for now_ns, new, _ in feed(trace, range(10, 400, 10)):
+        recent.add(new, now_ns, drawn=False)
+        assert len(recent._unbinned) + len(recent._last) <= recent_module.EXACT
+    assert recent.binned(0)[0][list(STYLES).index("forward")].any()
 
 
 def test_very_many_spans_at_once_are_summed():

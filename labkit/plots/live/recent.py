@@ -40,7 +40,9 @@ class Recent:
         self.shown_ns = FIRST_NS
         self.dropped_ns = 0  # all spans that ended after this time are kept; 0: no span was dropped
         self._rows = np.empty(0, COLUMNS)
-        self._unbinned = np.empty(0, COLUMNS)  # kept back, since the next update may contain an operation's other ranks
+        self._unbinned = np.empty(0, COLUMNS)
+        # The last update is kept back, since the next may contain an operation's other ranks.
+        self._last, self._last_ns = np.empty(0, COLUMNS), start_ns
         self._ids: dict[str, int] = {"": 0}
         self._styles = np.zeros(1, np.uint8)  # of a compute span, by the number of its name
         self._bins = np.zeros((len(ranks), len(STYLES), BINS))  # ns
@@ -54,12 +56,13 @@ class Recent:
         """Width of a bin."""
         return self.shown_ns / BINS
 
-    def add(self, new: Trace, now_ns: int) -> None:
+    def add(self, new: Trace, now_ns: int, *, drawn: bool = True) -> None:
         """Add newly completed spans.
 
         Args:
             new: the spans completed since the last call.
             now_ns: the current time.
+            drawn: whether a frame follows. Otherwise, the bins are filled later: at once is cheaper than in parts.
         """
         rows = self._renamed(new.columns)
         for rank, end in zip(*(rows[rows["kind"] == CALL][field].tolist() for field in ("rank", "end_ns")), strict=True):
@@ -69,11 +72,13 @@ class Recent:
                 [self._bins[..., ::2] + self._bins[..., 1::2], np.zeros_like(self._bins[..., ::2])], axis=-1
             )
             self.shown_ns *= 2
-        if now_ns - self._binned_ns >= self.bin_ns:
-            self._bin(self._unbinned, rows, now_ns)
-            self._unbinned, self.complete_ns, self._binned_ns = rows, self._binned_ns, now_ns
+        full = len(self._unbinned) + len(self._last) + len(rows) > EXACT
+        if (drawn or full) and now_ns - self._binned_ns >= self.bin_ns:
+            self._bin(np.concatenate([self._unbinned, self._last]), rows, now_ns)
+            self._unbinned, self.complete_ns, self._binned_ns = self._unbinned[:0], self._last_ns, now_ns
         else:
-            self._unbinned = np.concatenate([self._unbinned, rows])
+            self._unbinned = np.concatenate([self._unbinned, self._last])
+        self._last, self._last_ns = rows, now_ns
         several = (rows["flags"] & SUM) != 0
         self.dropped_ns = max(self.dropped_ns, int(rows["start_ns"][several].max(initial=0)))
         self._rows = np.concatenate([self._rows, rows[~several]])

@@ -123,11 +123,11 @@ class Live:
         self._screen.show(self._frame(self._start_ns, [()] * len(ranks)))
 
     def _next_frame(self, now_ns: int, new: Trace, pending: Sequence[Sequence[Pending]]) -> None:
-        before = self._clock()
-        self._recent.add(new, now_ns)
+        before, due = self._clock(), now_ns >= self._next_frame_ns
+        self._recent.add(new, now_ns, drawn=due)
         self._progress.add(new)
         self._curves.add(new.scalars, self._recent.shown_ns)
-        if now_ns >= self._next_frame_ns:
+        if due:
             self._screen.show(self._frame(now_ns, pending))
             self._next_frame_ns = now_ns + int((self._clock() - before) / SHARE)
 
