@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import answers
 import kernels
 import pytest
 import quick_run
@@ -53,6 +54,10 @@ def through_a_context_manager() -> None:
         pass
 
 
+def through_an_exercise() -> None:
+    answers.judge(answers.Answer("introduce", None, ""))
+
+
 def not_at_all() -> str:
     return os.getcwd()
 
@@ -61,7 +66,7 @@ def not_at_all() -> str:
     "function",
     [
         itself, inside_a_function, through_a_function, through_a_class, through_a_helper, through_a_benchmark,
-        through_a_context_manager,
+        through_a_context_manager, through_an_exercise,
     ],
 )  # fmt: skip
 def test_who_starts_processes_is_recognized(function: Callable[[], Any]) -> None:

@@ -245,7 +245,6 @@ def backward_of_one_process(forward, optimizer, images, labels):
 
 
 @pytest.mark.parametrize("answer", answers.parameters())
-@pytest.mark.processes
 def test_the_verdict_fits_the_answer(answer) -> None:
     judge(answer)
 

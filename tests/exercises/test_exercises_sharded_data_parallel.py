@@ -10,6 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from answers import Answers, judge
 
+from labkit.group.deadlock_words import ALL
+
 answers = Answers()
 right, wrong = answers.right, answers.wrong
 
@@ -291,7 +293,7 @@ def returns_the_optimizer(parameters, make_optimizer):
     return make_optimizer(parameters)
 
 
-@wrong("zero1", "while rank 0 still waits for it")
+@wrong("zero1", ALL)
 def only_rank_0_gathers(parameters, make_optimizer):
     step = tensor_by_tensor(parameters, make_optimizer)
     return step if dist.get_rank() == 0 else (lambda: None)
@@ -380,7 +382,6 @@ def largest(gradients):
     return norm
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("answer", answers.parameters())
 def test_verdict(answer):
     judge(answer)

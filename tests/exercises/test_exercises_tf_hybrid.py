@@ -245,7 +245,6 @@ def no_tuple(coordinator, step, batches, epochs):
 
 
 @pytest.mark.parametrize("answer", answers.parameters())
-@pytest.mark.processes
 def test_the_verdict_fits_the_answer(answer) -> None:
     judge(answer)
 

@@ -303,7 +303,6 @@ def weights_per_weight(shapes, layouts, mesh):
 
 
 @pytest.mark.parametrize("answer", answers.parameters())
-@pytest.mark.processes
 def test_the_verdict_names_the_mistake(answer) -> None:
     judge(answer)
 

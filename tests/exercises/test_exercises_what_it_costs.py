@@ -224,7 +224,6 @@ def accumulate_the_last(model, batches, loss_function):
 
 
 @pytest.mark.parametrize("answer", answers.parameters())
-@pytest.mark.processes
 def test_the_verdict_fits_the_answer(answer) -> None:
     judge(answer)
 
