@@ -17,13 +17,16 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 from cells import Cells, new_main
 from processes import START, below, left_after, shared
 from quick_run import mark_those_that_start_processes, note_started_processes, started
+
+if TYPE_CHECKING:
+    from reported import Reported
 
 SESSION = "LABKIT_TEST_SESSION"  # inherited by every process that a test starts, also by one that has lost its parent
 os.environ[SESSION] = str(os.getpid())
@@ -113,6 +116,14 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
     with lab.Group(2, runtime="bare", start=request.param, timeout_s=200) as group:
         group.run(int)
         yield group
+
+
+@pytest.fixture
+def reported(monkeypatch: pytest.MonkeyPatch) -> Reported:
+    """What runs report about deadlocks and mismatches, as typed values."""
+    from reported import collect
+
+    return collect(monkeypatch)
 
 
 @pytest.fixture

@@ -12,7 +12,10 @@ from labkit.recording.group_keys import GroupKind, kind_of, where_of
 from labkit.recording.operations import RECV, RPC, RPC_SHUTDOWN, SEND, TO_HERE
 from labkit.recording.schema import Pending
 
-__all__ = ["SERVES_OTHERS", "deadlock_in_words", "doing", "mismatch_in_words", "operation_in_words", "place", "serving_for_ever"]
+__all__ = [
+    "SERVES_OTHERS", "deadlock_in_words", "disconnected", "doing", "frozen", "mismatch_in_words", "operation_in_words", "place",
+    "serving", "serving_for_ever",
+]  # fmt: skip
 
 SAME: Final = "All ranks of a group must call the same collectives, in the same order, on tensors of the same shape and type."
 ALL: Final = (
@@ -111,6 +114,21 @@ def doing(
     last = blocked[-1]
     seconds = max(now_ns - last.wait_start_ns, 0) / 1e9  # it may have started while the states were read
     return f"{name} was waiting in {operation_in_words(last, names, closely=closely)}{place(last)} for {seconds:.1f} s"
+
+
+def frozen(name: str) -> str:
+    """One line about a rank whose process does not run."""
+    return f"{name} was stopped by a signal (SIGSTOP)"
+
+
+def serving(name: str) -> str:
+    """One line about a rank that only serves others."""
+    return f"{name} was serving the others"
+
+
+def disconnected(name: str) -> str:
+    """One line about a rank that lost its connection to another one."""
+    return f"{name} lost the connection"
 
 
 def serving_for_ever(names: Sequence[str]) -> str:

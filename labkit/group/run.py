@@ -12,7 +12,16 @@ from labkit.errors.exceptions import DeadlockError, LabError, RankError, RankFai
 from labkit.group.collector import Records
 from labkit.group.deadlock import Deadlock
 from labkit.group.deadlock_monitor import DeadlockMonitor
-from labkit.group.deadlock_words import SERVES_OTHERS, deadlock_in_words, doing, mismatch_in_words, serving_for_ever
+from labkit.group.deadlock_words import (
+    SERVES_OTHERS,
+    deadlock_in_words,
+    disconnected,
+    doing,
+    frozen,
+    mismatch_in_words,
+    serving,
+    serving_for_ever,
+)  # fmt: skip
 from labkit.group.member import Member
 from labkit.group.mismatches import mismatch_error, mismatch_hint, shapes_note
 from labkit.group.output import Output
@@ -328,10 +337,10 @@ class Execution:
 
     def _doings_by_rank(self, now_ns: int, *, closely: bool = False) -> dict[int, str]:
         rest = [m for m in self._members if m.rank not in self._failures and m.rank in self._on]
-        found = {m.rank: f"{m.name} was stopped by a signal (SIGSTOP)" for m in rest if m.process.frozen}
+        found = {m.rank: frozen(m.name) for m in rest if m.process.frozen}
         for m in rest:
             if m.rank in self._serving:
-                found.setdefault(m.rank, f"{m.name} was serving the others")
+                found.setdefault(m.rank, serving(m.name))
             if m.rank not in found:
                 returned, pending = m.rank in self._results, m.reader.pending()
                 found[m.rank] = doing(m.name, pending, now_ns, returned=returned, names=self._names, closely=closely)
@@ -381,7 +390,7 @@ class Execution:
             return f"{failure.name}: {failure.headline}"
         last = self._records.last_wait(failure.rank)
         if last is None:
-            return f"{failure.name} lost the connection"
+            return disconnected(failure.name)
         operation, end_ns = last
         return doing(failure.name, [operation], end_ns, names=self._names)
 

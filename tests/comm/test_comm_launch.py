@@ -10,6 +10,7 @@ from typing import Any
 
 import cells as in_cells
 import pytest
+from reported import Reported
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
@@ -18,7 +19,11 @@ from time_limits import LIMITS_S, some_limit_does  # noqa: E402
 from torch.distributed import rpc  # noqa: E402
 
 import labkit as lab  # noqa: E402
+from labkit.errors.causes import Cause  # noqa: E402
 from labkit.errors.exceptions import DeadlockError, RankError  # noqa: E402
+from labkit.group.deadlock import Reason  # noqa: E402
+from labkit.recording.group_keys import GroupKind, kind_of, size_of, store_key  # noqa: E402
+from labkit.recording.schema import Pending  # noqa: E402
 from labkit.worker.runtimes.registry import RUNTIMES  # noqa: E402
 
 NOTHING_TO_DO = "init_process_group had nothing to do"
@@ -318,25 +323,34 @@ def nobody_sets_what_one_gets(folder: str) -> None:
     dist.barrier()
 
 
-FOR_EVER: dict[Callable[..., None], tuple[str, type[lab.LabError], str]] = {
-    other_ports: ("torch", DeadlockError, "init_process_group at localhost:29500 of 3 ranks"),
-    one_initialises: ("torch", RankError, "still waits for it in init_process_group"),
-    too_many_expected: ("torch", DeadlockError, "init_process_group at localhost:29500 of 4 ranks"),
-    one_looks_for_a_store: ("torch", RankError, "still waits for it in TCPStore"),
-    nobody_sets: ("torch", DeadlockError, "waits in store.wait for key 'key 0'"),
-    nobody_sets_what_one_gets: ("torch", DeadlockError, "rank 2 waits in store.get for key 'key'"),
-    one_starts_rpc: ("rpc", RankError, "still waits for it in init_rpc"),
-    one_ends_rpc: ("rpc", RankError, "still waits for it in rpc.shutdown"),
+# By program: the runtime, the reason, and the ranks that wait, each with its operation and what it waits for, which is
+# a number of ranks or a store's key.
+FOR_EVER: dict[Callable[..., None], tuple[str, Reason, list[tuple[int, str, int | str]]]] = {
+    other_ports: ("torch", Reason.RENDEZVOUS, [(rank, "init_process_group", 3) for rank in range(3)]),
+    one_initialises: ("torch", Reason.RETURNED, [(0, "init_process_group", 3)]),
+    too_many_expected: ("torch", Reason.RENDEZVOUS, [(rank, "init_process_group", 4) for rank in range(3)]),
+    one_looks_for_a_store: ("torch", Reason.RETURNED, [(1, "TCPStore", 3)]),
+    nobody_sets: ("torch", Reason.RENDEZVOUS, [(rank, "store.wait", store_key(f"key {rank}")) for rank in range(3)]),
+    nobody_sets_what_one_gets: ("torch", Reason.RENDEZVOUS, [(2, "store.get", store_key("key"))]),
+    one_starts_rpc: ("rpc", Reason.RETURNED, [(0, "init_rpc", 3)]),
+    one_ends_rpc: ("rpc", Reason.RETURNED, [(1, "rpc.shutdown", 3)]),
 }
 
 
+def awaited(operation: Pending) -> int | str:
+    return size_of(operation.group) if kind_of(operation.group) is GroupKind.RENDEZVOUS else operation.group
+
+
 @pytest.mark.parametrize("program", FOR_EVER, ids=lambda program: program.__name__)
-def test_a_wait_without_end_is_reported(program: Callable[..., None], tmp_path: Path, groups: dict[str, lab.Group]) -> None:
-    which, kind, words = FOR_EVER[program]
+def test_a_wait_without_end_is_reported(
+    program: Callable[..., None], tmp_path: Path, groups: dict[str, lab.Group], reported: Reported
+) -> None:
+    which, reason, waits = FOR_EVER[program]
     group = groups[which]
-    with pytest.raises(kind) as caught:
+    with pytest.raises(RankError if reason is Reason.RETURNED else DeadlockError):
         group.run(program, *([str(tmp_path)] if program.__code__.co_argcount else []))
-    assert words in " ".join(str(caught.value).split())
+    found = reported.deadlocks[-1]
+    assert (found.reason, [(rank, p.name, awaited(p)) for rank, p in found.waits]) == (reason, waits)
     assert group.run(my_rank).results == [0, 1, 2]
 
 
@@ -418,13 +432,20 @@ def test_collectives_in_bare_ranks_are_recorded_and_a_group_left_there_does_not_
     assert not set(last) & set(left)
 
 
-def test_a_bare_group_that_one_rank_leaves_is_reported(bare: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bare_group_that_one_rank_leaves_is_reported(
+    bare: lab.Group, monkeypatch: pytest.MonkeyPatch, reported: Reported
+) -> None:
     def all_wait(certain_after_s: float) -> bool:
         """Otherwise only one of them would be reported."""
         monkeypatch.setattr(RUNTIMES["bare"], "certain_after_s", certain_after_s)
-        with pytest.raises(RankError, match=r"returned while rank .* still waits? for it in barrier") as caught:
+        with pytest.raises(RankError) as caught:
             bare.run(leaves_one_behind)
-        return "rank 1 and rank 2 still wait for it" in caught.value.report()
+        assert [(failure.rank, failure.cause) for failure in caught.value.failures] == [(0, Cause.DEADLOCK)]
+        reason, waits = reported.deadlock()
+        assert reason is Reason.RETURNED
+        assert waits
+        assert {name for _, name in waits} == {"barrier"}
+        return [rank for rank, _ in waits] == [1, 2]
 
     assert some_limit_does(all_wait, (0.5, 5.0, 30.0))
 

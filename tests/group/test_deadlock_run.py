@@ -6,7 +6,7 @@ import dataclasses
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
-from reported import Reported, collect  # noqa: E402
+from reported import Reported  # noqa: E402
 from time_limits import some_limit_does  # noqa: E402
 from torch.distributed import rpc  # noqa: E402
 
@@ -24,17 +24,6 @@ from labkit.group.deadlock import Reason  # noqa: E402
 from labkit.group.deadlock_monitor import DeadlockMonitor  # noqa: E402
 from labkit.group.output import Output  # noqa: E402
 from labkit.worker.runtimes.registry import RUNTIMES  # noqa: E402
-
-
-@pytest.fixture
-def reported(monkeypatch: pytest.MonkeyPatch) -> Reported:
-    return collect(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[lab.Group]:
-    with lab.Group(3, timeout_s=200) as group:
-        yield group
 
 
 def returns_early() -> None:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from pathlib import Path
+
 import pytest
 from rank_states import COMPUTES, RETURNED, THREADS, call, deadlock_of, future, message, op, serve, standing
 
+from labkit.group import deadlock_words
 from labkit.group.deadlock_words import deadlock_in_words, doing, mismatch_in_words, serving_for_ever
 from labkit.group.rank_state import RankState
+from labkit.recording.group_keys import TENSORFLOW
 
 S = 1_000_000_000
+TESTS = Path(__file__).resolve().parents[1]
+# The files that may quote the sentences: this one, and those whose reports are made by hand.
+QUOTING = {"test_deadlock_words.py", "test_exceptions.py", "test_judge.py"}
 
 
 def words_of(*ranks: RankState) -> tuple[str, str]:
@@ -30,6 +39,11 @@ def facing(kind: str) -> list[RankState]:
             [standing(op("all_reduce", 3)), RETURNED, standing(op("all_reduce", 3))],
             "returned while rank 0 and rank 2 still wait for it in all_reduce (cell 5, line 3)",
             "an early return",
+        ),
+        (
+            [standing(op("TensorFlow's train", group=TENSORFLOW)), RETURNED],
+            "returned while rank 0 still waits for it in TensorFlow's train (cell 5, line 1)",
+            "All ranks of a strategy must run the same steps",
         ),
         (
             [standing(op("barrier")), standing(called=False, returned=True)],
@@ -168,3 +182,23 @@ def test_doing_closely() -> None:
     assert doing("rank 0", [waits], 5 * S, closely=True) == (
         "rank 0 was waiting in all_reduce number 3 of float32 [4] (cell 5, line 3) for 2.0 s"
     )
+
+
+def fragments() -> list[str]:
+    """The parts of the sentences, between what is filled in, that have at least three words."""
+    tree = ast.parse(Path(deadlock_words.__file__).read_text())
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    documented = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Module))
+    texts -= {ast.get_docstring(node, clean=False) for node in documented}
+    return [text.strip() for text in texts if len(text.split()) >= 3]
+
+
+def test_no_other_test_depends_on_these_words() -> None:
+    parts, found = fragments(), []
+    assert "was not called, and" in parts
+    for path in TESTS.rglob("*.py"):
+        if path.name not in QUOTING:
+            text = path.read_text()
+            quoted = [string for string in re.findall(r'"([^"\n]+)"', text) if len(string) >= 20]
+            found += [f"{path.name}: {part}" for part in parts if part in text or any(string in part for string in quoted)]
+    assert found == []

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import cells as in_cells
 import pytest
+from doings import computing
 
 import labkit as lab
 from labkit.errors.causes import Cause
-from labkit.group.deadlock_words import doing
 from labkit.ipc.tracebacks import cause_of, headline, students_traceback
 
 
@@ -94,7 +94,7 @@ def test_the_last_action_of_a_killed_rank(ranks: lab.Group, cells: in_cells.Cell
             os.kill(os.getpid(), 9) if os.environ["RANK"] == "1" else None
     """)
     error = failure(ranks, cells.f)
-    assert error.failures[0].last == f"{doing('It', [], 0)}, after forward."
+    assert error.failures[0].last == f"{computing('It')}, after forward."
     assert error.report().splitlines()[2] == error.failures[0].last
 
 

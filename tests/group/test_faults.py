@@ -20,12 +20,13 @@ from typing import Any
 import cells as in_cells
 import psutil
 import pytest
+from doings import computing, returned, waiting
 from processes import left_after
 
 import labkit as lab
 from labkit.errors.causes import Cause
 from labkit.errors.exit_reasons import explain_exit
-from labkit.group.deadlock_words import doing
+from labkit.group.deadlock_words import frozen
 from labkit.group.member import Member
 from labkit.group.output import Output
 from labkit.group.run import GRACE_S, Execution
@@ -60,19 +61,6 @@ def gloo_of_each(start: str, request: pytest.FixtureRequest) -> Iterator[lab.Gro
     pytest.importorskip("torch")
     with lab.Group(3, start=start, timeout_s=200) as group:
         yield group
-
-
-def computing(name: str) -> str:
-    return doing(name, [], 0)
-
-
-def returned(name: str) -> str:
-    return doing(name, [], 0, returned=True)
-
-
-def waiting(name: str, operation: str, line: str) -> str:
-    """The line about a rank that waits, without the seconds."""
-    return doing(name, [Pending(operation, 1, 1, 0, -1, "world", 1, line, "", 0)], 1).removesuffix("0.0 s")
 
 
 def failure(group: Any, function: Callable[..., Any], *args: Any) -> lab.RankError:
@@ -222,7 +210,7 @@ def test_one_rank_raises_while_the_others_wait_for_it(gloo: lab.Group, cells: in
     assert error.rank == 1
     assert len(error.failures) == 1
     for line, name in zip(error.others, ("rank 0", "rank 2"), strict=True):
-        assert line.startswith(waiting(name, "all_reduce", "<ipython-input-1-test>, line 8")), line
+        assert waiting(name, "all_reduce", "<ipython-input-1-test>, line 8").fullmatch(line), line
     assert error.stopped
 
 
@@ -271,7 +259,7 @@ def test_the_death_of_a_rank_is_reported_before_broken_connections(gloo_of_each:
     error = failure(gloo_of_each, cells.f)
     assert [(f.name, f.cause) for f in error.failures] == [("rank 2", Cause.KILLED)]
     for line, name in zip(error.others, ("rank 0", "rank 1"), strict=True):
-        assert line.startswith(waiting(name, "all_reduce", "<ipython-input-1-test>, line 9")), line
+        assert waiting(name, "all_reduce", "<ipython-input-1-test>, line 9").fullmatch(line), line
     assert gloo_of_each.run(int).results == [0, 0, 0]
 
 
@@ -588,7 +576,7 @@ def test_stop_while_ranks_hang(where: str, ranks: lab.Group, cells: in_cells.Cel
         with pytest.raises(KeyboardInterrupt) as caught:
             ranks.run(cells.f)
     names = [f"rank {i}" for i in range(3)]
-    doings = [f"{name} was stopped by a signal (SIGSTOP)" if where == "stopped" else computing(name) for name in names]
+    doings = [frozen(name) if where == "stopped" else computing(name) for name in names]
     assert str(caught.value).splitlines() == [
         "f was stopped.", *(f"    {line}" for line in doings), "The next run starts fresh ranks.",
     ]  # fmt: skip

@@ -18,6 +18,7 @@ import cells as in_cells
 import numpy as np
 import psutil
 import pytest
+from doings import computing, returned
 from processes import left_after
 from time_limits import some_limit_does
 
@@ -449,13 +450,13 @@ def test_a_run_that_takes_too_long_says_what_the_ranks_were_doing(start: str) ->
             with pytest.raises(RunTimeoutError) as caught:
                 group.run(f)
             reported = str(caught.value).strip().strip("─").strip().splitlines()
-            if "    rank 0 had returned" not in reported:
+            if f"    {returned('rank 0')}" not in reported:
                 return False
             assert reported == [
                 f"f took longer than the group's timeout_s={limit_s:g}.",
                 "",
-                "    rank 0 had returned",
-                "    rank 1 was computing",
+                f"    {returned('rank 0')}",
+                f"    {computing('rank 1')}",
                 "",
                 "All ranks were stopped; the next run starts fresh ones.",
             ]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from reported import collect
+from reported import Reported
 
 import labkit as lab
 from labkit.errors.exceptions import MismatchError
@@ -16,12 +16,6 @@ from labkit.errors.exceptions import MismatchError
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402  # after the check that it is there
 from torch import nn  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[lab.Group]:
-    with lab.Group(2, timeout_s=200) as group:
-        yield group
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +86,11 @@ def test_a_collective_with_mismatched_arguments_is_an_error(
     assert two.run(dist.get_rank).results == [0, 1], "fresh ranks serve the next run"
 
 
-def test_the_first_of_many_mismatches_is_reported(two: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_of_many_mismatches_is_reported(two: lab.Group, reported: Reported) -> None:
     def train() -> None:
         for step in range(20):
             dist.all_reduce(torch.ones(3, dtype=torch.int32 if step > 6 and dist.get_rank() else torch.float32))
 
-    reported = collect(monkeypatch)
     with pytest.raises(MismatchError):
         two.run(train)
     assert [(p.name, p.match, p.signature) for _, p in reported.mismatches[-1]] == [
@@ -106,13 +99,12 @@ def test_the_first_of_many_mismatches_is_reported(two: lab.Group, monkeypatch: p
     ]
 
 
-def test_a_completed_mismatch_explains_a_later_failure(two: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_completed_mismatch_explains_a_later_failure(two: lab.Group, reported: Reported) -> None:
     def train() -> None:
         value = torch.full((1,), 3.0 if dist.get_rank() else 2)
         dist.broadcast(value if dist.get_rank() else value.to(torch.int32), 0)
         assert value == 2
 
-    reported = collect(monkeypatch)
     with pytest.raises(lab.RankError) as caught:
         two.run(train)
     assert reported.mismatches[-1][0][1].signature.startswith("int32 [1]")

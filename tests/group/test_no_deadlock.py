@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.pool import ThreadPool
@@ -15,7 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
-from reported import Reported, collect  # noqa: E402
+from reported import Reported  # noqa: E402
 from time_limits import some_limit_does  # noqa: E402
 
 import labkit as lab  # noqa: E402
@@ -27,17 +27,6 @@ from labkit.worker.runtimes.registry import RUNTIMES  # noqa: E402
 
 LATE_S = 1.0  # delay of the message in these programs
 KEPT: list[Any] = []
-
-
-@pytest.fixture
-def reported(monkeypatch: pytest.MonkeyPatch) -> Reported:
-    return collect(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[lab.Group]:
-    with lab.Group(3, timeout_s=200) as group:
-        yield group
 
 
 @pytest.fixture(autouse=True)

@@ -244,7 +244,7 @@ def test_a_suspended_rank_does_not_answer(ranks: lab.Group, monkeypatch: pytest.
     finally:
         os.kill(pids[1], signal.SIGCONT)
     assert stacks["rank 0"].startswith("is idle")
-    assert stacks["rank 1"] == ("does not answer: its process was stopped by a signal (SIGSTOP); SIGCONT resumes it")
+    assert stacks["rank 1"].startswith("does not answer: its process was stopped")
     assert ranks.run(os.getpid).results == pids, "nothing was hurt"
 
 

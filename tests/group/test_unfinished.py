@@ -20,12 +20,6 @@ import torch.distributed.rpc as rpc  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[lab.Group]:
-    with lab.Group(2, timeout_s=200) as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
 def callers() -> Iterator[lab.Group]:
     with lab.Group(["caller", "callee"], runtime="rpc", timeout_s=200) as group:
         yield group

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import cells as in_cells
 import pytest
+from doings import waiting
 
 import labkit as lab
 from labkit.ipc.rpc_errors import remote_error, sent
@@ -165,4 +166,5 @@ def test_a_callee_that_dies_is_the_cause_and_its_caller_was_waiting(
     assert error.failures[0].last == "It was serving die."
     assert len(error.failures) == 1
     assert len(error.others) == 1
-    assert error.others[0].startswith("master was waiting in rpc_sync die with shard1 (<ipython-input-1-test>, line 13) for ")
+    waited = waiting("master", "rpc_sync die", "<ipython-input-1-test>, line 13", names=ranks.names, peer=1)
+    assert waited.fullmatch(error.others[0])

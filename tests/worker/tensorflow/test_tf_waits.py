@@ -9,9 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from reported import Reported
 from time_limits import some_limit_does
 
 import labkit as lab
+from labkit.errors.causes import Cause
+from labkit.group.deadlock import Reason
+from labkit.recording.group_keys import TENSORFLOW
 from labkit.worker.runtimes.tensorflow.runtime import TensorFlow
 
 pytestmark = [pytest.mark.tf, pytest.mark.slow]
@@ -48,20 +52,22 @@ def leave_alone(where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "words"),
+    ("where", "name"),
     [
         ("start", "TensorFlow's MultiWorkerMirroredStrategy (until all ranks have started their servers)"),
         ("graph", "TensorFlow's train_twice (with 2 all-reduces)"),
     ],
 )
-def test_an_abandoned_rank_says_what_it_waits_in(two: lab.Group, monkeypatch: pytest.MonkeyPatch, where: str, words: str) -> None:
+def test_an_abandoned_rank_says_what_it_waits_in(
+    two: lab.Group, monkeypatch: pytest.MonkeyPatch, reported: Reported, where: str, name: str
+) -> None:
     monkeypatch.setattr(TensorFlow, "certain_after_s", 1.0)
     with pytest.raises(lab.RankError) as caught:
         two.run(leave_alone, where)
-    headline, _, place = caught.value.failures[0].headline.rpartition(" (")
-    assert headline == f"returned while rank 0 still waits for it in {words}"
-    assert place.startswith("test_tf_waits.py, line")
-    assert "All ranks of a strategy must run the same steps" in caught.value.hint
+    assert [(failure.rank, failure.cause) for failure in caught.value.failures] == [(1, Cause.DEADLOCK)]
+    assert reported.deadlock() == (Reason.RETURNED, [(0, name)])
+    assert {operation.group for _, operation in reported.deadlocks[-1].waits} == {TENSORFLOW}
+    assert all(line.startswith("test_tf_waits.py, line") for line in reported.lines())
 
 
 def schedule_what_never_ends() -> None:

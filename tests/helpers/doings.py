@@ -1,0 +1,35 @@
+"""The lines of a report that say what ranks were doing, as `deadlock_words.doing` words them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from labkit.group.deadlock_words import doing
+from labkit.recording.schema import Pending
+
+__all__ = ["computing", "returned", "waiting"]
+
+
+def computing(name: str) -> str:
+    """The line about a rank that is in no operation."""
+    return doing(name, [], 0)
+
+
+def returned(name: str) -> str:
+    """The line about a rank whose function has returned."""
+    return doing(name, [], 0, returned=True)
+
+
+def waiting(name: str, operation: str, line: str, names: Sequence[str] = (), peer: int = -1) -> re.Pattern[str]:
+    """A pattern for the line about a rank that waits for any time.
+
+    Args:
+        name: the rank's name.
+        operation: the operation's name.
+        line: the student's line that issued it.
+        names: the names of all ranks, if the operation has a peer.
+        peer: the peer's number.
+    """
+    pending = Pending(operation, 1, 1, 0, peer, "world", 1, line, "", 0)
+    return re.compile(re.escape(doing(name, [pending], 1, names=names)).replace(r"0\.0", r"\d+\.\d"))
