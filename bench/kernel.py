@@ -84,12 +84,12 @@ class Kernel:
         """Send a cell without waiting; returns its number for `until`."""
         return str(self.client.execute(source, allow_stdin=False))
 
-    def until(self, cell: str, what: Callable[[str, dict[str, Any]], bool]) -> int:
+    def until(self, cell: str, wanted: Callable[[str, dict[str, Any]], bool]) -> int:
         """Wait for a message of a cell; returns its arrival time, in ns of `time.perf_counter_ns`.
 
         Args:
             cell: the number that `begin` returned.
-            what: called with the type and the content of each message; returns whether it is the one.
+            wanted: called with the type and the content of each message; returns whether it is the one.
 
         Raises:
             TimeoutError: it did not arrive.
@@ -98,7 +98,7 @@ class Kernel:
         while time.monotonic() < deadline:
             message = self.client.get_iopub_msg(timeout=LIMIT_S)
             now_ns = time.perf_counter_ns()
-            if message["parent_header"].get("msg_id") == cell and what(message["msg_type"], message["content"]):
+            if message["parent_header"].get("msg_id") == cell and wanted(message["msg_type"], message["content"]):
                 return now_ns
         raise TimeoutError(f"the kernel did not say what was waited for within {LIMIT_S:.0f} s")
 

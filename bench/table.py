@@ -28,7 +28,7 @@ class Goal:
     """One row of the table of goals.
 
     Args:
-        what: the measured quantity.
+        quantity: the measured quantity.
         value: labkit's; None if it could not be measured.
         floor: the lower bound to compare with.
         floor_name: its name.
@@ -37,7 +37,7 @@ class Goal:
         is_size: whether the numbers are bytes and not seconds.
     """
 
-    what: str
+    quantity: str
     value: float | None
     floor: float | None
     floor_name: str
@@ -62,7 +62,7 @@ class Goal:
         beside = "" if self.floor is None else f"{show(self.floor)} ({self.floor_name})"
         shown = "" if ratio is None else f"{ratio - 1:+.1%}" if self.unit == "slower" else f"{ratio:.2f}×"
         word = {None: "not measured", True: "yes", False: "**no**"}[reached]
-        return [self.what, show(self.value), beside, shown, goal[self.unit], word]
+        return [self.quantity, show(self.value), beside, shown, goal[self.unit], word]
 
 
 def goal_rows(goals: Sequence[Goal]) -> str:

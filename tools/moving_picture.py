@@ -80,16 +80,16 @@ def film(path: Path, group: lab.Group, function: Callable[..., Any], *args: Any)
         lab.Group.picture = before
     pictures = _drawn([html for _, html in kept.shown], browser)
     high = max(picture.height for picture in pictures)
-    sheets = []
+    pages = []
     for picture in pictures:
-        sheets.append(Image.new("RGB", (picture.width, high), "white"))
-        sheets[-1].paste(picture, (0, 0))
+        pages.append(Image.new("RGB", (picture.width, high), "white"))
+        pages[-1].paste(picture, (0, 0))
     samples = Image.new("RGB", (pictures[0].width, high * SAMPLES))
     for i in range(SAMPLES):
-        samples.paste(sheets[-1 - i * (len(sheets) - 1) // SAMPLES], (0, i * high))
+        samples.paste(pages[-1 - i * (len(pages) - 1) // SAMPLES], (0, i * high))
     # One palette for all: with one each, colours would flicker. By coverage: the median cut makes white a pale grey.
     palette = samples.quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE)
-    frames = [sheet.quantize(palette=palette, dither=Image.Dither.NONE) for sheet in sheets]
+    frames = [page.quantize(palette=palette, dither=Image.Dither.NONE) for page in pages]
     times = [at for at, _ in kept.shown]
     stays = [round(1000 * (b - a)) for a, b in itertools.pairwise(times)] + [STAYS_MS]
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=stays, loop=0, optimize=True)

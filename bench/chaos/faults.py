@@ -147,7 +147,7 @@ def work(turn: Round, folder: str) -> Any:
     if int(os.environ["RANK"]) != turn.victim or FAULTS[turn.fault].expect in ("stop", "gone"):
         return _work_on(step, turn, lambda: False)
     if turn.fault in ("os._exit", "freeze", *SIGNALS):  # at any moment, also in the middle of C++
-        threading.Timer(turn.delay_s, _strike, (turn.fault, moment)).start()
+        threading.Timer(turn.delay_s, _inject, (turn.fault, moment)).start()
         return _work_on(step, turn, lambda: False)
     until = time.monotonic() + turn.delay_s
     _work_on(step, turn, lambda: time.monotonic() > until)
@@ -161,7 +161,7 @@ def _work_on(step: Callable[[Round], Any], turn: Round, enough: Callable[[], boo
         step(turn)
 
 
-def _strike(fault: str, moment: Path) -> None:
+def _inject(fault: str, moment: Path) -> None:
     moment.write_text(str(time.perf_counter_ns()))
     if fault == "os._exit":
         os._exit(7)

@@ -69,7 +69,7 @@ def _play(turn: Round, folder: str, groups: dict[tuple[str, str], lab.Group], st
         groups[key] = lab.Group(turn.size, runtime=turn.runtime, start=turn.start)
     group = groups[key]
     group.run(os.getpid)
-    say(**_what_there_is())
+    say(**_inventory())
     if turn.fault == "interrupt at the start":
         group._end(graceful=False)  # as an earlier failure would have done; the group's next run starts ranks
     error, results, at_ns = _reported(group, turn, folder, stop, say)
@@ -86,7 +86,7 @@ def _play(turn: Round, folder: str, groups: dict[tuple[str, str], lab.Group], st
             recovered = "another sum"
     except BaseException as again:  # noqa: BLE001  # whatever it is, the judge is to hear of it
         recovered = f"{type(again).__name__}: {again}"
-    say(problem=recovered, **_what_there_is())
+    say(problem=recovered, **_inventory())
 
 
 def _reported(
@@ -134,7 +134,7 @@ def _sum() -> float:
     return float(one)
 
 
-def _what_there_is() -> dict[str, Any]:
+def _inventory() -> dict[str, Any]:
     """The processes that may exist, and the open files of this process."""
     gc.collect()
     starters = list(notebook.starters.values())

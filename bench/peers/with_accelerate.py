@@ -9,43 +9,22 @@ import threading
 import time
 from typing import Any
 
-import numpy as np
 import torch
 import torch.multiprocessing as mp
 from accelerate import notebook_launcher
 
-from bench.peers.work import ARRAY_BYTES, LOOPBACK, RANKS, children_pss, free_port
+from bench.peers.fresh_processes import FreshProcesses
+from bench.peers.work import LOOPBACK, RANKS, children_pss, free_port
 
 
-class Accelerate:
+class Accelerate(FreshProcesses):
     """`accelerate.notebook_launcher`."""
 
     def __init__(self) -> None:
-        self._array = torch.from_numpy(np.ones(ARRAY_BYTES, np.uint8))  # torch would fill it by OpenMP, and no fork would work
-        self._results = [torch.empty(ARRAY_BYTES, dtype=torch.uint8).share_memory_() for _ in range(RANKS)]
+        super().__init__()
         os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
 
-    def ready(self) -> float:
-        """See `work.Tool`; the rest likewise."""
-        return self._do("ready")[0]
-
-    def call(self) -> float:
-        """See `work.Tool`."""
-        return self._do("call")[0]
-
-    def move(self) -> float:
-        """See `work.Tool`."""
-        return self._do("move")[0]
-
-    def memory(self) -> float:
-        """See `work.Tool`."""
-        return self._do("memory")[1]
-
-    def close(self) -> None:
-        """See `work.Tool`."""
-
-    def _do(self, task: str) -> tuple[float, float]:
-        """Seconds until all have answered, and what the processes then hold in memory."""
+    def _measure(self, task: str) -> tuple[float, float]:
         start = time.perf_counter()
         context = mp.get_context("fork")
         answers, release, held = context.SimpleQueue(), context.Event(), [0.0]

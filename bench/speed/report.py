@@ -141,5 +141,5 @@ def _notebooks_s() -> float | None:
     return time.perf_counter() - start
 
 
-def _say(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

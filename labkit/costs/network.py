@@ -87,10 +87,7 @@ class Network:
             ValueError: there is no such rank, or the number of ranks is unknown.
         """
         ranks = self._known()
-        if not isinstance(rank, numbers.Integral) or isinstance(rank, bool):
-            raise TypeError(f"rank={rank!r}: expected a whole number from 0 to {ranks - 1}")
-        if not 0 <= rank < ranks:
-            raise ValueError(f"rank={rank}: expected a whole number from 0 to {ranks - 1}")
+        _check_number("rank", rank, ranks)
         return int(rank) * self.nodes // ranks
 
     @public_api
@@ -102,10 +99,7 @@ class Network:
             ValueError: there is no such node, or the number of ranks is unknown.
         """
         ranks = self._known()
-        if not isinstance(node, numbers.Integral) or isinstance(node, bool):
-            raise TypeError(f"node={node!r}: expected a whole number from 0 to {self.nodes - 1}")
-        if not 0 <= node < self.nodes:
-            raise ValueError(f"node={node}: expected a whole number from 0 to {self.nodes - 1}")
+        _check_number("node", node, self.nodes)
         return [rank for rank in range(ranks) if self.node_of(rank) == node]
 
     @public_api
@@ -213,3 +207,10 @@ def _check_count(name: str, value: Any, of: str = "Network") -> None:
         raise TypeError(f"{given}: expected a whole number from 1")
     if not as_float(value) >= 1:
         raise ValueError(f"{given}: expected a whole number from 1")
+
+
+def _check_number(name: str, value: Any, count: int) -> None:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: expected a whole number from 0 to {count - 1}")
+    if not 0 <= int(value) < count:
+        raise ValueError(f"{name}={value}: expected a whole number from 0 to {count - 1}")

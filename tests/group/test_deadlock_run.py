@@ -22,6 +22,7 @@ import labkit as lab  # noqa: E402
 from labkit.errors.exceptions import DeadlockError, MismatchError  # noqa: E402
 from labkit.group.deadlock import Reason  # noqa: E402
 from labkit.group.deadlock_monitor import DeadlockMonitor  # noqa: E402
+from labkit.group.deadlock_words import mismatch_in_words  # noqa: E402
 from labkit.group.output import Output  # noqa: E402
 from labkit.worker.runtimes.registry import RUNTIMES  # noqa: E402
 
@@ -179,12 +180,12 @@ def test_a_rank_that_waits_with_a_time_limit_is_left_alone(three: lab.Group) -> 
     assert three.run(gives_up_in_time).results == ["RuntimeError", "", ""]
 
 
-def test_a_mismatch_that_crashes_is_explained(three: lab.Group) -> None:
+def test_a_mismatch_that_crashes_is_explained(three: lab.Group, reported: Reported) -> None:
     with pytest.raises(lab.LabError) as caught:
         three.run(other_types)
-    text = " ".join(str(caught.value).split())
-    assert "all_reduce of float32 [4]" in text
-    assert "all_reduce of float64 [4]" in text
+    sides = reported.mismatches[-1]
+    assert {(p.name, p.signature) for _, p in sides} == {("all_reduce", "float32 [4]"), ("all_reduce", "float64 [4]")}
+    assert mismatch_in_words(sides)[1] in " ".join(str(caught.value).split())
 
 
 def slow(path: str) -> float:

@@ -98,9 +98,9 @@ def deadlock() -> Diagram:
         "Rank 0 sends an activation to rank 1, and rank 1 sends a gradient to rank 0. Both wait in send; the recv that each of "
         "them needs comes only afterwards.",
     )  # fmt: skip
-    for rank, y, what in ((0, 10, "activation"), (1, 72, "gradient")):
+    for rank, y, tensor in ((0, 10, "activation"), (1, 72, "gradient")):
         picture.text(14, y + 18, f"rank {rank}", anchor="start", size=13, bold=True)
-        picture.box(80, y, 190, 36, f"send the {what}", fill=COMMUNICATION, size=13)
+        picture.box(80, y, 190, 36, f"send the {tensor}", fill=COMMUNICATION, size=13)
         picture.box(330, y, 190, 36, f"recv the {'gradient' if rank == 0 else 'activation'}", dashed=True, size=13)
         picture.text(532, y + 18, "never reached", anchor="start", size=13)
     picture.arrow((140, 48), (140, 70), color=COMMUNICATION)

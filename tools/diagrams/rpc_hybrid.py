@@ -99,10 +99,10 @@ def text() -> Diagram:
         (290, "master", "GRU: reads the\nvectors, word\nby word", BLUE),
         (570, "worker2", "output: a linear\nlayer, 64 → 4", PURPLE),
     )
-    for x, title, what, color in parts:
+    for x, title, part, color in parts:
         picture.box(x, 40, 160, 130)
         picture.text(x + 80, 24, title, bold=True)
-        picture.box(x + 15, 60, 130, 90, what, fill=color, size=13)
+        picture.box(x + 15, 60, 130, 90, part, fill=color, size=13)
     picture.arrow((286, 80), (174, 80), "word numbers", color=COMMUNICATION)
     picture.arrow((174, 132), (286, 132), "vectors", color=COMMUNICATION)
     picture.arrow((454, 80), (566, 80), "last state", color=COMMUNICATION)
