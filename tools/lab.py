@@ -43,9 +43,9 @@ def command(arguments: list[str]) -> list[str]:
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         name, _, value = argument.partition("=")
         given[name] = value or following
-    root = next((Path(given[name]).resolve() for name in ROOT_DIR if given.get(name)), None)
-    if root is None:
-        root = ROOT if FOLDER.is_relative_to(ROOT) else FOLDER
+    # Copies elsewhere show the pictures of the lessons, too, which the server must reach.
+    common = Path(os.path.commonpath([ROOT, FOLDER]))
+    root = next((Path(given[name]).resolve() for name in ROOT_DIR if given.get(name)), common)
     options = {
         ROOT_DIR: str(root),
         SETTINGS: str(ROOT / "tools" / "lab_settings"),  # no questions about news and updates before the lesson

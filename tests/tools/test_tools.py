@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import posixpath
 import re
 import subprocess
 import sys
@@ -208,8 +209,8 @@ def page(arguments: list[str]) -> tuple[str, str]:
 def test_the_page_is_the_students_copy_of_the_first_lesson(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(lab, "FOLDER", ROOT / "my_lessons")
     assert page([]) == (str(ROOT), "/lab/tree/my_lessons/00_start_here.ipynb")
-    monkeypatch.setattr(lab, "FOLDER", tmp_path)
-    assert page([]) == (str(tmp_path), "/lab/tree/00_start_here.ipynb")
+    monkeypatch.setattr(lab, "FOLDER", ROOT.parent / "mine")
+    assert page([]) == (str(ROOT.parent), "/lab/tree/mine/00_start_here.ipynb")
 
 
 def test_a_root_folder_of_the_students_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -245,7 +246,7 @@ def server(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def fetch(address: str) -> str:
-    """The answer of a server, which has 30 s to start listening."""
+    """The answer of a server, which may not listen yet."""
     until = time.monotonic() + 150
     while True:
         try:
@@ -258,13 +259,19 @@ def fetch(address: str) -> str:
             time.sleep(0.05)
 
 
-def test_make_lab_serves_the_first_lesson(server: subprocess.Popen[str]) -> None:
+def test_make_lab_serves_the_first_lesson_and_its_pictures(server: subprocess.Popen[str]) -> None:
     assert server.stdout is not None
-    addresses = (re.search(r"(http://127\.0\.0\.1:\d+)(/\S+)\?token=(\w+)", line) for line in server.stdout)
+    addresses = (re.search(r"(http://127\.0\.0\.1:\d+)/lab/tree/(\S+)\?token=(\w+)", line) for line in server.stdout)
     found = next(filter(None, addresses))  # printed a moment before the server listens
     host, page, token = found.groups()
-    assert page == f"/lab/tree/{lab.LESSON}"
-    assert "<title>JupyterLab</title>" in fetch(f"{host}{page}?token={token}")
-    assert json.loads(fetch(f"{host}/api/contents/{lab.LESSON}?token={token}"))["type"] == "notebook"
+    folder, _, name = page.rpartition("/")
+    assert name == lab.LESSON
+    assert "<title>JupyterLab</title>" in fetch(f"{host}/lab/tree/{page}?token={token}")
+    notebook = json.loads(fetch(f"{host}/api/contents/{page}?token={token}"))
+    texts = [cell["source"] for cell in notebook["content"]["cells"] if cell["cell_type"] == "markdown"]
+    pictures = [target for text in texts for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)]
+    assert pictures
+    for picture in pictures:
+        assert "<svg" in fetch(f"{host}/files/{posixpath.normpath(posixpath.join(folder, picture))}?token={token}")
     settings = fetch(f"{host}/lab/api/settings/@jupyterlab/apputils-extension:notification?token={token}")
     assert json.loads(settings)["schema"]["properties"]["fetchNews"]["default"] == "false"
