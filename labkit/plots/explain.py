@@ -84,9 +84,10 @@ def _advice(f: Finding, ranks: Sequence[str], cores: int | None) -> str:
         case Limit.COMPUTE:
             return "Communication does not limit this run: only faster cores, or more of them, make it faster."
         case Limit.LATE_RANK:
+            others = "the other rank does" if len(ranks) == 2 else "the others do"
             return (
                 f"{percent(f.late_share)} of the waiting in collectives was for {ranks[f.late_rank]}, which came "
-                f"{time_in_words(f.late_ns)} after the first (median). Find out what it does more, or more slowly, than they do."
+                f"{time_in_words(f.late_ns)} after the first (median). Find out what it does more, or more slowly, than {others}."
             )
         case Limit.UNEVEN_RANKS:
             return (

@@ -32,7 +32,7 @@ __all__ = [
 INK: Final = "#787878"  # text and lines on the page: its contrast is 4.4 : 1 on white and on JupyterLab's dark page
 INKS: Final = {"light": "white", "dark": "#16191F", "page": INK}  # text on bars
 # Behind a text on stripes: the text is dark, since the page behind the stripes may be light or dark.
-CHIP: Final = {"facecolor": "#FBE9DD", "edgecolor": "none", "pad": 0.8}
+CHIP: Final = {"facecolor": "#D9C3B2", "edgecolor": "none", "pad": 0.8}
 _STYLE_SHEET: Final = Path(__file__).with_name("labkit.mplstyle")
 
 
