@@ -100,10 +100,11 @@ def reveal(*, predicted: Any = None, ax: Axes | None = None, **measured: Any) ->
     Args:
         predicted: the formula's value, in the quantity's unit; a `labkit.predict` result is converted to it.
         ax: where to draw; default: a figure of its own.
-        measured: the quantity and its measured value: `step_ms=11.3`. For a choice, the right answer as a text.
+        measured: the quantity and its measured value: `step_ms=11.3`. For a choice, the right answer as a text. None:
+            the measurement found nothing; a sealed guess stays sealed.
 
     Returns:
-        the matplotlib Axes; for a choice, a line.
+        the matplotlib Axes; for a choice, and for None, a line.
 
     Raises:
         TypeError: not exactly one quantity, or a value that is no number.
@@ -115,8 +116,10 @@ def reveal(*, predicted: Any = None, ax: Axes | None = None, **measured: Any) ->
         given = f"{len(measured)} quantities ({', '.join(measured)})" if measured else "no quantity"
         raise TypeError(f"reveal(): {given}; expected one, as in lab.reveal(step_ms=11.3, predicted=10.8)")
     (name, given), *_ = measured.items()
-    value = _checked("reveal", name, given)
     formula = None if predicted is None else _number("reveal", "predicted", _in_unit(name, predicted))
+    if given is None:
+        return _unmeasured(name, formula)
+    value = _checked("reveal", name, given)
     entry = _reveal(name, value, formula)
     if isinstance(value, str):
         return _choice(entry, value)
@@ -154,10 +157,20 @@ def _seal(name: str, value: Any) -> Note:
         else:
             entry.changed = None
         late = entry.changed is not None
-    words = value if isinstance(value, str) else _outcome(Entry("", name), value, None).in_words(value)
+    words = value if isinstance(value, str) else _in_words(name, value)
     if late:
         return Note(f"{quantity}: {words}. It was already revealed, so this guess does not count.", "●")
     return Note(f"{quantity}: {words}, sealed.", "●")
+
+
+def _unmeasured(name: str, formula: float | None) -> Note:
+    quantity, _ = _parts(name)
+    says = "" if formula is None else f" The formula says {_in_words(name, formula)}."
+    return Note(f"{quantity}: nothing was measured.{says} A sealed guess stays sealed.", "○")
+
+
+def _in_words(name: str, value: float) -> str:
+    return _outcome(Entry("", name), value, None).in_words(value)
 
 
 def _reveal(name: str, value: Value, formula: float | None) -> Entry:

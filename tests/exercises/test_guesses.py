@@ -235,3 +235,11 @@ def test_wrong_calls_are_explained(call, kind, message, tmp_path):
     with pytest.raises(kind, match=re.escape(message)):
         call()
     assert not (tmp_path / FILE).exists()
+
+
+def test_a_measurement_that_found_nothing_reveals_nothing():
+    guess(crossover_mb=3)
+    assert repr(reveal(crossover_mb=None)) == "○ crossover: nothing was measured. A sealed guess stays sealed."
+    assert "The formula says 2.5 MB." in repr(reveal(crossover_mb=None, predicted=2.5))
+    guess(crossover_mb=2)
+    assert drawn(reveal(crossover_mb=4))["your guess"] == 2

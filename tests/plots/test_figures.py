@@ -745,7 +745,10 @@ def test_importing_the_figures_does_not_import_matplotlib():
 
 def test_the_style_sheet_is_installed_and_works_in_a_lesson():
     with plt.style.context("labkit.plots.labkit"):
-        assert plt.rcParams["figure.figsize"] == [9.0, 3.6]
+        figure = plt.figure()
+        assert figure.get_size_inches().tolist() == [9.0, 3.6]
+        assert figure.get_facecolor()[3] == 0  # the page of either theme
+        plt.close(figure)
 
 
 def test_a_notebook_that_trims_the_figure_keeps_the_legend():
