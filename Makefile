@@ -30,9 +30,9 @@ lab: setup  ## open JupyterLab on lesson 00 (ARGS="--port=9000" reaches JupyterL
 	@$(BIN)/python tools/lab.py $(ARGS)
 
 # Files of tests and notebooks that run at a time, each in one process; 0: one after another, in pytest's own.
-JOBS := 0
+JOBS := 2
 
-test: lint  ## lint, types, all tests, all notebooks (JOBS=2: two files at a time)
+test: lint  ## lint, types, all tests, all notebooks, two files at a time (JOBS=0: one)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --nbval-lax tests notebooks
 
 quick: setup  ## for daily work, under two minutes: lint, types, the tests that start no processes, lesson 00

@@ -227,7 +227,7 @@ def test_help_lists_every_target() -> None:
 @needs_make
 def test_make_test_runs_everything() -> None:
     commands = make("--dry-run", "test").stdout
-    for part in ("ruff check .", "ruff format --check .", "-m mypy", "pytest -n 0 --dist loadfile --nbval-lax tests notebooks"):
+    for part in ("ruff check .", "ruff format --check .", "-m mypy", "pytest -n 2 --dist loadfile --nbval-lax tests notebooks"):
         assert part in commands
 
 
