@@ -36,12 +36,15 @@ test: lint  ## lint, types, all tests, all notebooks, two files at a time (JOBS=
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --nbval-lax tests notebooks
 
 quick: setup  ## for daily work, under two minutes: lint, types, the tests that start no processes, lesson 00
-	@$(MAKE) --no-print-directory -j2 quick-tests quick-lesson
+	@$(MAKE) --no-print-directory -j2 quick-plots quick-tests quick-lesson
 
-# Its two halves, one for each core.
-.PHONY: quick-tests quick-lesson
+# Its parts, for two cores: the figures take half of the time of all tests, so they are a part of their own.
+.PHONY: quick-plots quick-tests quick-lesson
+quick-plots:
+	$(BIN)/python -m pytest -m "not processes and not slow" tests/plots
+
 quick-tests:
-	$(BIN)/python -m pytest -m "not processes and not slow" tests
+	$(BIN)/python -m pytest -m "not processes and not slow" tests --ignore=tests/plots
 
 quick-lesson: lint
 	$(BIN)/python -m pytest --nbval-lax notebooks/00_start_here.ipynb
