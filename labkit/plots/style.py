@@ -89,7 +89,8 @@ def labkit_style() -> AbstractContextManager[None]:
     """A context in which figures have labkit's style."""
     import matplotlib.style
 
-    return matplotlib.style.context(_STYLE_SHEET)
+    # `savefig` outside this context writes the figure's own colour, and a file has no theme; notebooks drop it again.
+    return matplotlib.style.context([_STYLE_SHEET, {"figure.facecolor": "white"}])
 
 
 def shortened(text: str, most: int) -> str:

@@ -29,12 +29,6 @@ from labkit.tracing.trace import Span, Trace
 from synthetic import MS, Book, alone, data_parallel, many, model_parallel  # isort: skip
 
 
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    plt.close("all")
-
-
 def drawn(ax, style):
     """The bars of one style on the Axes, as (left, right, top, bottom), ascending."""
     found = [c for c in ax.collections if isinstance(c, PolyCollection) and c.get_label() == style]

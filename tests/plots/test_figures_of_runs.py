@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import matplotlib as mpl
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import rpc
 
 mpl.use("agg")
 
-import matplotlib.pyplot as plt
 
 from labkit.group.group import Group
 from labkit.plots.flows import flows_of
 from labkit.plots.message_arrows import messages
 from labkit.plots.timeline import timeline
 from labkit.plots.traffic import traffic
-
-
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    plt.close("all")
 
 
 def to_and_fro():

@@ -8,17 +8,10 @@ import pytest
 
 mpl.use("agg")
 
-import matplotlib.pyplot as plt
 
 from labkit.plots.timeline import timeline
 
 from synthetic import Book  # isort: skip
-
-
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    plt.close("all")
 
 
 def orange_of(ax, row, rows):

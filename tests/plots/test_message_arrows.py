@@ -9,7 +9,6 @@ import pytest
 
 mpl.use("agg")
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch
 
 from labkit.plots.message_arrows import Message, messages
@@ -18,12 +17,6 @@ from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.trace import Trace
 
 from synthetic import MS, Book, data_parallel, gpu_and_cpu, master_and_workers, model_parallel, remote_calls  # isort: skip
-
-
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    plt.close("all")
 
 
 def arrows(ax):

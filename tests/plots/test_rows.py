@@ -10,7 +10,6 @@ import pytest
 
 mpl.use("agg")
 
-import matplotlib.pyplot as plt
 from bar_ends import ends_of
 from matplotlib.collections import PolyCollection
 
@@ -20,12 +19,6 @@ from labkit.plots.timeline import timeline
 from labkit.tracing.ideal_pipeline import schedule
 
 from synthetic import Book, alone, data_parallel, gpu_and_cpu, model_parallel  # isort: skip
-
-
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    plt.close("all")
 
 
 def bars_of(ax, style, row):

@@ -23,12 +23,6 @@ from synthetic import MS, Book, alone, data_parallel, model_parallel, remote_cal
 UNCOUNTED = (Traffic.TOGETHER, Traffic.SECOND_END)  # which no figure of traffic shows
 
 
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    plt.close("all")
-
-
 def collective(name, sizes, *, root=None):
     """One collective of 1 ms, with the bytes that each rank records."""
     book = Book()

@@ -8,7 +8,6 @@ import pytest
 
 mpl.use("agg")
 
-import matplotlib.pyplot as plt
 from matplotlib.text import Text
 
 from labkit.plots.bars import STYLES
@@ -21,12 +20,6 @@ from labkit.plots.view import view_of
 from labkit.tracing.trace import Trace
 
 from synthetic import Book, model_parallel  # isort: skip
-
-
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    plt.close("all")
 
 
 def of_devices(ranks: int, *, across: bool, messages: bool = False) -> Trace:
