@@ -38,8 +38,8 @@ class Operation:
     """
 
     __slots__ = (
-        "_once", "_ready", "_ring", "_served", "_slot", "booking", "end_ns", "future", "group", "line", "match", "name", "nbytes",
-        "peer", "signature", "start_ns", "timed", "wait_end_ns", "wait_start_ns", "waited_for",
+        "_once", "_ready", "_ring", "_served", "_slot", "blocking", "booking", "end_ns", "future", "group", "line", "match",
+        "name", "nbytes", "peer", "signature", "start_ns", "timed", "wait_end_ns", "wait_start_ns", "waited_for",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +61,7 @@ class Operation:
         self.future: Any = None  # the future, if one was requested, until it completes: C++ may wait for it
         self.waited_for = False  # a Python thread is blocked in it, and writes the record when it continues
         self.booking: Booking | None = None  # on an emulated link
+        self.blocking = False  # whether one call issues it and waits for it, so that nothing is computed in between
         self.timed = False  # whether waits for it end after a time limit that the program has set
         self._ready = ready
         self._served = False  # whether the waiting thread serves a remote call
@@ -154,6 +155,8 @@ class Operation:
         if not self._once.acquire(blocking=False):
             return
         start_ns, end_ns, wait_start_ns, wait_end_ns = self.start_ns, self.end_ns, self.wait_start_ns, self.wait_end_ns
+        if self.blocking and wait_start_ns:
+            wait_start_ns = start_ns
         ready_ns = self._ready.time_ns() if self._ready is not None else None
         if ready_ns is not None:
             device = CUDA

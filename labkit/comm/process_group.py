@@ -185,9 +185,9 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
                 booking.cancel()
             self._count -= 1
             raise
-        wait_start_ns, flags = clock(), OPEN
+        flags = OPEN
         timed = self.timed or (kind.own_limit and ends_by_itself(arguments[-1].timeout))
-        ring.waiting(slot, wait_start_ns, TIMED if timed else 0)
+        ring.waiting(slot, clock(), TIMED if timed else 0)
         try:
             if work is not None:
                 work.wait()
@@ -197,7 +197,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         finally:
             end_ns = clock()
             ring.write_communication(
-                name, start_ns, end_ns, wait_start_ns=wait_start_ns, wait_end_ns=end_ns, nbytes=nbytes, peer=peer, group=group,
+                name, start_ns, end_ns, wait_start_ns=start_ns, wait_end_ns=end_ns, nbytes=nbytes, peer=peer, group=group,
                 match=match, line=line, signature=signature, flags=flags,
             )  # fmt: skip
             ring.unpend(slot)
@@ -245,6 +245,8 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         if who:  # otherwise a receive from any rank
             if not 0 <= peer < self.size():  # gloo would wait for ever
                 raise ValueError(f"{method} with rank {peer}: this group has the ranks 0 to {self.size() - 1}")
+            if peer == self.rank() and not self.moves_on_gpu:  # gloo's error names only addresses
+                raise ValueError(f"{method} with rank {peer}: a rank cannot exchange messages with itself")
             peer, group, numbers = self._pairs.get((method, peer, tag)) or self._pair(method, peer, tag)
             match = next(numbers)
         else:
@@ -261,7 +263,8 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         if work is None or self._together is not None or isinstance(operation, DeviceOperation):
             return self._followed(operation, work, tensors, False)
         message = WatchedMessage(work, operation, self.futures, None if group else partial(self._arrived, tag))
-        if sys._getframe(3).f_code not in BLOCKING:  # beyond our `send` and torch's `isend`
+        operation.blocking = sys._getframe(3).f_code in BLOCKING  # beyond our `send` and torch's `isend`
+        if not operation.blocking:
             self.attendant.watch(message)
         return message
 

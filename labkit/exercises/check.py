@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import html
 import inspect
+import re
 import reprlib
 import textwrap
 import traceback
@@ -25,6 +26,7 @@ __all__ = ["Verdict", "check"]
 
 SERIAL_LIMIT_S = 60.0  # for code in this process, which may have to import TensorFlow from a cold disk
 LIMIT_S = 60.0  # for one run on ranks; the slowest right answer, with TensorFlow, takes 4 s on two busy cores
+_CODE = re.compile(r"`|\w+[(._\[]\w")  # a call or an attribute, whose name has no capital at the start of a sentence
 # Symbol and colour of each state: the symbols do not need the colours, which are legible in light and dark themes.
 _SYMBOL_AND_COLOUR = {"passed": ("✓", "#12885c"), "wrong": ("✗", "#d55e00"), "not written yet": ("○", "#767676")}
 
@@ -152,7 +154,7 @@ def _on_ranks(ranks: Any, function: Callable[..., Any], *args: Any, **options: A
 
 
 def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:]
+    return text if _CODE.match(text) else text[0].upper() + text[1:]
 
 
 def _students_frames(error: BaseException) -> Iterator[str]:

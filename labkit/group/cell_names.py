@@ -64,4 +64,4 @@ def lost_names(members: Iterable[Member]) -> str:
     more = f"; and {len(made) - MOST_NAMES} more" if len(made) > MOST_NAMES else ""
     cells = list(dict.fromkeys(made.values()))
     lost = f"these names of %%ranks cells are lost: {names}{more}. Run {listed(cells)} again."
-    return f"the ranks were replaced by new ones, so {lost}"
+    return f"the ranks have ended, so {lost}"

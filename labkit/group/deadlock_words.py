@@ -159,7 +159,7 @@ def _usual(operations: Sequence[Pending]) -> str:
     if types == {SEND}:
         return "A send ends only when the other side receives: one of them must receive first, or use isend."
     if types == {RECV}:
-        return "Both wait for a message before they send one: one of them must send first."
+        return "Each waits for a message that the other has not sent: is a send missing, or must one of them send first?"
     if types & {RPC, TO_HERE}:
         return "Calls wait for one another: return a future (`rpc.functions.async_execution`), or do not wait inside a call."
     if types & {SEND, RECV}:

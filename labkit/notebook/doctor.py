@@ -219,7 +219,7 @@ def _cores(facts: Facts) -> Finding:
         found += f", of which this process may use {facts.usable_cores:g}"
     if facts.usable_cores >= 4:
         return Finding("cores", found)
-    return Finding("cores", found, remedy="all lessons run, but more ranks than cores are not faster")
+    return Finding("cores", f"{found}; lessons with more ranks run, too")
 
 
 def _memory(facts: Facts) -> Finding:

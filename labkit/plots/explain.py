@@ -73,7 +73,7 @@ def _sentences(f: Finding, ranks: Sequence[str], cores: int | None) -> list[str]
     found = [lasted, f"{', '.join(spent[:-1])} and {spent[-1]}." if len(spent) > 1 else f"{spent[0]}."]
     found.append(_advice(f, ranks, cores))
     if f.overlap >= NOTICED and f.limit in (Limit.COMPUTE, Limit.BANDWIDTH, Limit.LATENCY):
-        found.append(f"Another {percent(f.overlap)} of communication was hidden behind computing.")
+        found.append(f"Communication hidden behind computing took another {percent(f.overlap)}.")
     return found
 
 
@@ -106,12 +106,12 @@ def _advice(f: Finding, ranks: Sequence[str], cores: int | None) -> str:
             )
         case Limit.LATENCY:
             return (
-                f"Latency limits this run: {_messages(f)}, and even a small one took {time_in_words(f.latency_ns)} (median). "
+                f"{_limits(f, 'Latency')}: {_messages(f)}, and even a small one took {time_in_words(f.latency_ns)} (median). "
                 "Send fewer and larger messages."
             )
         case Limit.BANDWIDTH:
             return (
-                f"Bandwidth limits this run: {_messages(f)} at {bytes_in_words(f.nbytes / f.transfer_ns * 1e9)} per second. "
+                f"{_limits(f, 'Bandwidth')}: {_messages(f)} at {bytes_in_words(f.nbytes / f.transfer_ns * 1e9)} per second. "
                 "Send fewer bytes, send them less often, or send them while the ranks compute."
             )
         case Limit.UNRECORDED:
@@ -119,6 +119,10 @@ def _advice(f: Finding, ranks: Sequence[str], cores: int | None) -> str:
                 f"For {percent(f.unrecorded)} of the time nothing was recorded: that is code outside of spans, such as loading "
                 "data. Put `with lab.span(...)` around it to see it."
             )
+
+
+def _limits(f: Finding, what: str) -> str:
+    return f"{what} limits this run" if f.compute <= 0.5 else f"Computing takes most of the time; {what.lower()} limits the rest"
 
 
 def _messages(f: Finding) -> str:

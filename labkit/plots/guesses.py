@@ -162,7 +162,12 @@ def _verdict(outcome: Outcome) -> str:
     factor = max(ratio, 1 / ratio)
     if factor < 1.1:
         return "Your guess was within 10 %"
-    return f"Your guess was {_digits(factor)} times too {'high' if ratio > 1 else 'low'}"
+    way = "high" if ratio > 1 else "low"
+    return (
+        f"Your guess was {abs(ratio - 1):.0%} too {way}".replace("%", " %")
+        if factor < 2
+        else f"Your guess was too {way} by a factor of {_digits(factor)}"
+    )
 
 
 def _factor(ratio: float) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.errors.exceptions import LabError
-from labkit.errors.units import in_words, three_digits, unit_of, unit_of_bytes
+from labkit.errors.units import bytes_in_words, three_digits, unit_of, unit_of_bytes
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.style import INK, WIDTH_IN, describe, labkit_style, new_axes, pyplot, ranks_in_words
 from labkit.plots.view import view_of
@@ -100,7 +100,7 @@ def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes |
         )
     shown = f"{ranks_in_words([trace.ranks[usage.rank] for usage in found])}, {view.steps_in_words()}"
     highest = max(usage.nbytes.sum(axis=0).max() for usage in found) or 1.0
-    unit, size = unit_of_bytes(highest, "iB")
+    unit, size = unit_of_bytes(highest)
     time_unit, unit_ns = unit_of(trace.duration_ns)
     top = highest / size
     row_in = min(max(4.6 / len(found), 0.66), 1.9)
@@ -159,7 +159,7 @@ def _thinned(usage: MemoryUse, trace: Trace) -> MemoryUse:
 
 
 def _words(usage: MemoryUse, trace: Trace, unit: str, size: float) -> str:
-    """A rank's peak and its split: "rank 0: peak 4.0 MiB = parameters 1.0 + gradients 1.0 + activations 2.0"."""
+    """A rank's peak and its split: "rank 0: peak 4.0 MB = parameters 1.0 + gradients 1.0 + activations 2.0"."""
     at = usage.nbytes[:, usage.peak] / size
     parts = [f"{kind} {_part(value, size)}" for kind, value in zip(MEMORY_KINDS, at, strict=True) if value > 0]
     return f"{trace.ranks[usage.rank]}: peak {three_digits(at.sum())} {unit} = {' + '.join(parts)}"
@@ -167,7 +167,7 @@ def _words(usage: MemoryUse, trace: Trace, unit: str, size: float) -> str:
 
 def _part(value: float, size: float) -> str:
     """A part of a peak in units of `size` bytes; a very small part has its own unit."""
-    return three_digits(value) if value >= 0.00995 else in_words(value * size, "iB")
+    return three_digits(value) if value >= 0.00995 else bytes_in_words(value * size)
 
 
 def _stride(top: float, most: int) -> float:

@@ -96,7 +96,8 @@ def scaling(
         of_ticks, of_points = place[: len(every)], place[len(every) :]
         for i in _labelled_points(of_points):
             there: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8.5}
-            ax.annotate(percent(efficiency[i]), (counts[i], drawn[i]), (0, -14), **there)
+            above = any(n == counts[i] and value < drawn[i] for n, value in zip(ahead, expected, strict=True))
+            ax.annotate(percent(efficiency[i]), (counts[i], drawn[i]), (0, 8 if above else -14), **there)
         if logarithmic:
             ax.set_xscale("log", base=2)
             ax.set_yscale("log", base=2)

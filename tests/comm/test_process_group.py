@@ -11,6 +11,7 @@ from typing import Any
 import comm_cases as cases
 import pytest
 import torch
+import torch.distributed as dist
 
 from labkit.group.group import Group
 from labkit.group.run import Run
@@ -466,4 +467,31 @@ def test_the_end_of_a_process(tmp_path: Path) -> None:
         "kept: 0 0",
         "fifty under way: 0 0",
         "data parallel, group destroyed: 0 0",
+    ]
+
+
+def test_nothing_is_computed_while_a_call_issues_an_operation_and_waits_for_it(pair: Group) -> None:
+    def blocking() -> None:
+        rank, tensor = dist.get_rank(), torch.ones(1 << 20)
+        dist.all_reduce(tensor)
+        if rank == 0:
+            dist.send(tensor, 1)
+        else:
+            dist.recv(tensor, 0)
+
+    spans = list(pair.run(blocking).trace.of(kind="communication"))
+    assert len(spans) == 4
+    assert all(span.wait_start_ns == span.start_ns for span in spans)
+
+
+def test_a_rank_sends_no_message_to_itself(pair: Group) -> None:
+    def to_itself() -> str:
+        try:
+            dist.recv(torch.zeros(1), dist.get_rank())
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    assert pair.run(to_itself).results == [
+        f"recv with rank {rank}: a rank cannot exchange messages with itself" for rank in (0, 1)
     ]

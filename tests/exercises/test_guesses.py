@@ -68,7 +68,7 @@ def test_the_figure_shows_guess_prediction_and_measurement_on_one_scale():
     ax = reveal(step_ms=10, predicted=9)
     assert drawn(ax) == {"your guess": 12, "predicted": 9, "measured": 10}
     assert texts(ax) == ["12 ms, 1.2 × measured", "9 ms, 0.9 × measured", "10 ms"]
-    assert ax.get_title(loc="left") == "Your guess was 1.2 times too high"
+    assert ax.get_title(loc="left") == "Your guess was 20 % too high"
     assert ax.get_xlabel() == "step (ms)"
     assert ax.get_xscale() == "linear"
     assert ax.get_xlim()[0] == 0
@@ -81,7 +81,9 @@ def test_values_far_apart_have_a_logarithmic_scale():
     assert texts(ax) == ["3 MB, 273 × measured", "0.011 MB"]
 
 
-@pytest.mark.parametrize(("value", "title"), [(9.5, "Your guess was within 10 %"), (5, "Your guess was 2 times too low")])
+@pytest.mark.parametrize(
+    ("value", "title"), [(9.5, "Your guess was within 10 %"), (5, "Your guess was too low by a factor of 2")]
+)
 def test_the_title_says_how_far_the_guess_was(value, title):
     guess(step_ms=value)
     assert reveal(step_ms=10).get_title(loc="left") == title

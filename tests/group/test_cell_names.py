@@ -40,10 +40,10 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Notebook]]:
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("labkit: the ranks were replaced")]
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("labkit: the ranks have ended")]
 
 
-LOST = "labkit: the ranks were replaced by new ones, so these names of %%ranks cells are lost: "
+LOST = "labkit: the ranks have ended, so these names of %%ranks cells are lost: "
 
 
 @pytest.mark.parametrize("how", ["one dies", "one fails after it has talked", "of a run"])

@@ -76,7 +76,7 @@ def facing(kind: str) -> list[RankState]:
         (
             facing("recv"),
             "rank 0 waits in recv (cell 5, line 1) for rank 1; rank 1 waits in recv (cell 5, line 1) for rank 0",
-            "must send first",
+            "is a send missing",
         ),
         (
             [standing(op("new_group", group="new group 1 of ranks 0,1")), RETURNED],

@@ -109,7 +109,7 @@ def test_remedies_name_extras_that_exist() -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"usable_cores": 1.5}, "  cores              8, of which this process may use 1.5"),
+        ({"usable_cores": 1.5}, "  cores              8, of which this process may use 1.5; lessons with more ranks run, too"),
         ({"free_nbytes": None}, "  memory             16 GiB, the container's limit"),
         ({"shared_nbytes": 2**26}, "✗ shared memory      only 64 MiB in /dev/shm"),
         ({"system": "Darwin arm64"}, "  ranks start by     spawn, with spare ranks kept ready"),

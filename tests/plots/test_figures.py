@@ -738,10 +738,14 @@ def test_importing_the_figures_does_not_import_matplotlib():
 
 
 def test_the_style_sheet_is_installed_and_works_in_a_lesson():
+    from matplotlib_inline.backend_inline import _fetch_figure_metadata
+
     with plt.style.context("labkit.plots.labkit"):
         figure = plt.figure()
         assert figure.get_size_inches().tolist() == [9.0, 3.6]
         assert figure.get_facecolor()[3] == 0  # the page of either theme
+        figure.subplots()
+        assert _fetch_figure_metadata(figure) is None  # otherwise Jupyter puts a white page behind it
         plt.close(figure)
 
 

@@ -375,15 +375,15 @@ def test_values_last_until_the_next():
 def test_the_figure_shows_the_peak_its_parts_and_the_units():
     ax = memory(followed())
     assert [t.get_text() for t in ax.texts] == [
-        "rank 0: peak 5.00 MiB = parameters 2.00 + activations 3.00",
-        "rank 1: peak 6.00 MiB = parameters 2.00 + activations 4.00",
+        "rank 0: peak 5.24 MB = parameters 2.10 + activations 3.15",
+        "rank 1: peak 6.29 MB = parameters 2.10 + activations 4.19",
     ]
-    assert ax.get_ylabel() == "memory of a rank [MiB]"
+    assert ax.get_ylabel() == "memory of a rank [MB]"
     assert ax.get_xlabel() == "time since the start of the run [ms]"
     legend = ax.figure.legends[0]
     assert [t.get_text() for t in legend.get_texts()] == ["parameters", "gradients", "activations", "peak"]
     heights = [np.ptp(area.get_paths()[0].vertices[:, 1]) for area in ax.collections]
-    assert heights == pytest.approx([2, 1, 3, 2, 1, 4])
+    assert heights == pytest.approx([mib * 2**20 / 1e6 for mib in (2, 1, 3, 2, 1, 4)])
     plt.close(ax.figure)
 
 
@@ -412,7 +412,7 @@ def test_a_step_begins_with_the_existing_memory():
         (f"{MEMORY}activations", 60),
     ]
     ax = memory(trace, step=1)
-    assert ax.texts[0].get_text() == "rank 0: peak 3.00 MiB = parameters 2.00 + activations 1.00"
+    assert ax.texts[0].get_text() == "rank 0: peak 3.15 MB = parameters 2.10 + activations 1.05"
     assert ax.get_xlabel() == "time since the start of the step [ms]"
     plt.close(ax.figure)
 

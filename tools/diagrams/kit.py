@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 from xml.sax.saxutils import escape, quoteattr
 
-__all__ = ["BLUE", "COMMUNICATION", "EMPTY", "GREEN", "INK", "ORANGE", "PURPLE", "SHARES", "Diagram"]
+__all__ = ["BLUE", "COMMUNICATION", "EMPTY", "GREEN", "INK", "ORANGE", "PURPLE", "SHARES", "STRIPES", "Diagram"]
 
 INK: Final = "#787878"
 # Okabe and Ito's colours, "Color Universal Design", 2008.
@@ -21,8 +21,21 @@ GREEN: Final = "#009E73"
 PURPLE: Final = "#CC79A7"
 COMMUNICATION: Final = "#D55E00"
 EMPTY: Final = "none"
+STRIPES: Final = "url(#stripes)"  # as in the timelines: waiting for another rank
 SHARES: Final = (BLUE, ORANGE, GREEN, PURPLE)  # of ranks 0 to 3: what each of them has
-_DARK_TEXT: Final = {ORANGE, PURPLE, "#56B4E9", "#F0E442"}  # fills on which black is easier to read than white
+_STRIPES: Final = (
+    f'<pattern id="stripes" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    f'<path d="M1,0 V7" stroke="{COMMUNICATION}" stroke-width="2"/></pattern>'
+)
+_CHIP: Final = "#D9C3B2"  # behind a text on stripes
+_DARK_TEXT: Final = {
+    ORANGE,
+    PURPLE,
+    STRIPES,
+    "#56B4E9",
+    "#7C93C9",
+    "#F0E442",
+}  # fills on which black is easier to read than white
 _FONT: Final = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 
 
@@ -53,6 +66,9 @@ class Diagram:
         )
         color = INK if fill == EMPTY else "#111111" if fill in _DARK_TEXT else "#ffffff"
         lines = text.split("\n") if text else []
+        if fill == STRIPES and lines:
+            wide, tall = max(map(len, lines)) * size * 0.54 + 6, len(lines) * size * 1.25
+            self.box(x + (width - wide) / 2, y + (height - tall) / 2, wide, tall, fill=_CHIP, radius=2)
         for number, line in enumerate(lines):
             middle = y + height / 2 + (number - (len(lines) - 1) / 2) * size * 1.25
             self.text(x + width / 2, middle, line, size=size, bold=bold, color=color)
@@ -108,6 +124,7 @@ class Diagram:
 
     def svg(self) -> str:
         """The picture as the text of an SVG file."""
+        stripes = _STRIPES if any(STRIPES in part for part in self._parts) else ""
         heads = "".join(
             f'<marker id="head-{color[1:]}" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
             f'markerUnits="userSpaceOnUse" orient="auto-start-reverse" overflow="visible">'
@@ -118,7 +135,7 @@ class Diagram:
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{self.height:g}" '
             f'viewBox="0 0 {self.width:g} {self.height:g}" role="img" aria-label={quoteattr(self.title)} '
             f'font-family="{_FONT}">\n<title>{escape(self.title)}</title>\n<desc>{escape(self.description)}</desc>\n'
-            + (f"<defs>{heads}</defs>\n" if heads else "")
+            + (f"<defs>{stripes}{heads}</defs>\n" if stripes or heads else "")
             + "\n".join(self._parts)
             + "\n</svg>\n"
         )

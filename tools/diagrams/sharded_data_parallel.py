@@ -9,9 +9,15 @@ from tools.diagrams.kit import BLUE, COMMUNICATION, GREEN, ORANGE, PURPLE, Diagr
 __all__ = ["diagrams"]
 
 RANKS: Final = 4
-KINDS: Final = (("parameters", BLUE), ("gradients", GREEN), ("1st moment", ORANGE), ("2nd moment", PURPLE))
-COMPUTE: Final = BLUE
-BACKWARD: Final = GREEN
+PARAMETERS: Final = "#7C93C9"
+KINDS: Final = (
+    ("parameters", PARAMETERS),
+    ("gradients", BLUE),
+    ("1st moment", GREEN),
+    ("2nd moment", GREEN),
+)  # as in `lab.memory`
+FORWARD: Final = "#56B4E9"
+BACKWARD: Final = BLUE
 
 
 def memory() -> Diagram:
@@ -56,7 +62,7 @@ def stages() -> Diagram:
                 picture.box(at, y, cell, 40, whole, fill="none" if sharded else fill, dashed=sharded, size=13, radius=3)
                 if sharded:
                     picture.box(at, y + rank * 10, cell, 10, fill=fill, radius=1)
-    words = "P parameters   G gradients   M₁, M₂ moments   filled: kept on this rank"
+    words = "P: parameters · G: gradients · M₁, M₂: moments · filled: kept on this rank"
     picture.text(left, top + RANKS * 48 + 14, words, anchor="start", size=13)
     return picture
 
@@ -64,7 +70,7 @@ def stages() -> Diagram:
 def gather() -> Diagram:
     """One layer in time."""
     steps = (
-        ("gather", COMMUNICATION), ("forward", COMPUTE), ("free", ""), ("", ""), ("gather", COMMUNICATION),
+        ("gather", COMMUNICATION), ("forward", FORWARD), ("free", ""), ("", ""), ("gather", COMMUNICATION),
         ("backward", BACKWARD), ("reduce-scatter", COMMUNICATION), ("free", ""),
     )  # fmt: skip
     widths = (74, 84, 54, 96, 74, 92, 116, 54)
@@ -88,7 +94,7 @@ def gather() -> Diagram:
     whole, shard = 22.0, 5.5
     spans = ((edges[0], edges[3] - 6, whole), (edges[3], edges[4] - 6, shard), (edges[4], x - 6, whole))
     for start, end, tall in spans:
-        picture.box(start, base + 12 - tall, end - start, tall, fill=BLUE, radius=1)
+        picture.box(start, base + 12 - tall, end - start, tall, fill=PARAMETERS, radius=1)
     picture.text((edges[3] + edges[4]) / 2 - 3, base - 6, "shard", size=13)
     picture.text((edges[0] + edges[3]) / 2 - 3, 54, "forward pass", size=13)
     picture.text((edges[4] + x) / 2 - 3, 54, "backward pass", size=13)
@@ -142,7 +148,7 @@ def recompute() -> Diagram:
         for place, step in enumerate(order):
             x = left + place * (cell + gap)
             second = again and place >= 4 and step[0] == "F"
-            picture.box(x, y, cell, 32, step, fill=COMPUTE if step[0] == "F" else BACKWARD, size=13,
+            picture.box(x, y, cell, 32, step, fill=FORWARD if step[0] == "F" else BACKWARD, size=13,
                         outline=COMMUNICATION if second else "")  # fmt: skip
             if step[0] == "F" and not second:
                 kept += 2.0 if again else 10.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tools.diagrams.kit import BLUE, COMMUNICATION, SHARES, Diagram
+from tools.diagrams.kit import BLUE, COMMUNICATION, SHARES, STRIPES, Diagram
 
 __all__ = ["diagrams"]
 
@@ -40,7 +40,7 @@ def timeline() -> Diagram:
     picture = Diagram(
         700, 216, "How to read a timeline",
         "Two rows, one for each rank, on one clock. The upper half of a row is what the rank computes, the lower half what it "
-        "sends and receives. Rank 1 finishes computing first and waits, hatched, until rank 0 arrives; then the data moves.",
+        "sends and receives. Rank 1 finishes computing first and waits, striped, until rank 0 arrives; then the data moves.",
     )  # fmt: skip
     left, end = 78.0, 590.0
     for rank, busy in enumerate((430.0, 270.0)):
@@ -48,7 +48,7 @@ def timeline() -> Diagram:
         picture.text(left - 12, y + 24, f"rank {rank}", anchor="end", bold=True)
         picture.box(left, y, busy - left, 24, "compute", fill=BLUE, size=13, radius=2)
         if rank == 1:
-            picture.box(busy, y + 26, 430 - busy, 24, "waits for rank 0", outline=COMMUNICATION, dashed=True, size=12, radius=2)
+            picture.box(busy, y + 26, 430 - busy, 24, "waits for rank 0", fill=STRIPES, size=12, radius=2)
         picture.box(430, y + 26, 70, 24, "data", fill=COMMUNICATION, size=12, radius=2)
     picture.text(end - 80, 42, "upper half: compute", anchor="start", size=12)
     picture.text(end - 80, 68, "lower half: communication", anchor="start", size=12)
@@ -82,17 +82,17 @@ def memories() -> Diagram:
     """Each rank appends to its own copy of a list."""
     picture = Diagram(
         620, 130, "Separate memories",
-        "The notebook has a list called seen. Each of the four ranks has a list called seen in its own memory. What does each of "
-        "the five lists hold after every rank has appended its number?",
+        "The notebook has a list called seen, which is empty. Each of the four ranks has a list called seen in its own memory, "
+        "with its own number.",
     )  # fmt: skip
     picture.box(12, 30, 110, 76, "")
     picture.text(67, 50, "notebook", bold=True, size=13)
-    picture.text(67, 82, "seen = ?", size=13)
+    picture.text(67, 82, "seen = []", size=13)
     for rank in range(RANKS):
         x = 146 + 118 * rank
         picture.box(x, 30, 106, 76, "", outline=SHARES[rank])
         picture.box(x + 8, 38, 90, 24, f"rank {rank}", fill=SHARES[rank], bold=True, size=13)
-        picture.text(x + 53, 82, "seen = ?", size=13)
+        picture.text(x + 53, 82, f"seen = [{rank}]", size=13)
     return picture
 
 
