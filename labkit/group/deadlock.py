@@ -46,13 +46,15 @@ class Deadlock:
         reason: why they cannot continue.
         waits: the ranks and operations that show the reason. Of a mismatch, the two sides, a message's sender first; of
             a circle, each rank waits for the next; else the ranks that wait, in rank order.
-        culprit: the only rank that the others wait for, if there is one.
+        culprit: the rank that the others wait for, if there is one.
+        absent: where the reason is that a rank was not called: the further ranks of which the same is true.
     """
 
     ranks: tuple[int, ...]
     reason: Reason
     waits: tuple[tuple[int, Pending], ...]
     culprit: int | None = None
+    absent: tuple[int, ...] = ()
 
 
 def find_deadlock(ranks: Sequence[RankState]) -> Deadlock | None:
@@ -194,10 +196,13 @@ def _explained(ranks: Sequence[RankState], waiting: tuple[int, ...], inactive: s
         return Deadlock(waiting, Reason.MISMATCH, unequal)
     for i in waiting:
         for operation in (*ranks[i].blocked, *ranks[i].queued):
-            for gone in _absent(ranks, inactive, i, operation):
+            if never := _absent(ranks, inactive, i, operation):
+                gone = never[0]
                 both = ((j, op) for j in waiting for op in (*ranks[j].blocked, *ranks[j].queued))
                 for_it = tuple((j, op) for j, op in both if gone in missing(ranks, j, op))
-                return Deadlock(waiting, Reason.RETURNED if ranks[gone].called else Reason.NOT_CALLED, for_it, gone)
+                if ranks[gone].called:
+                    return Deadlock(waiting, Reason.RETURNED, for_it, gone)
+                return Deadlock(waiting, Reason.NOT_CALLED, for_it, gone, tuple(j for j in never[1:] if not ranks[j].called))
     if for_futures := tuple((i, p) for i, p in blocked if promised(ranks, p)):
         return Deadlock(waiting, Reason.FUTURE, for_futures)
     circle = _circle(ranks, waiting)

@@ -36,7 +36,7 @@ PROMISED: Final = (
     "A future that a function under `rpc.functions.async_execution` returns needs a call of `set_result`: look for a count "
     "of calls that is never reached, or an early return before it."
 )
-CALLED: Final = "`group[0].run(f)` calls f on rank 0 only; operations between ranks need `group.run(f)`."
+CALLED: Final = "`group[0].run(f)` and `%%ranks --on 0` call rank 0 only; operations between ranks need all of their ranks."
 
 
 def deadlock_in_words(deadlock: Deadlock, names: Sequence[str]) -> tuple[str, str]:
@@ -54,10 +54,12 @@ def deadlock_in_words(deadlock: Deadlock, names: Sequence[str]) -> tuple[str, st
         case Reason.MISMATCH:
             return mismatch_in_words(waits)
         case Reason.RETURNED | Reason.NOT_CALLED:
-            who = f"{listed([name for name, _ in waits])} still {'waits' if len(waits) == 1 else 'wait'} for it"
+            it = "them" if deadlock.absent else "it"
+            who = f"{listed([name for name, _ in waits])} still {'waits' if len(waits) == 1 else 'wait'} for {it}"
             where = f"{who} in {first.in_words}{place(first)}"
             if deadlock.reason is Reason.NOT_CALLED:
-                return f"was not called, and {where}", CALLED
+                nor = f", nor was {' or '.join(names[i] for i in deadlock.absent)}" if deadlock.absent else ""
+                return f"was not called{nor}, and {where}", CALLED
             return f"returned while {where}", USUALLY.get(kind_of(first.group), ALL)
         case Reason.FUTURE:
             return _uncompleted_future(waits, names), PROMISED

@@ -101,6 +101,14 @@ def test_one_was_not_called() -> None:
     assert found.culprit == 1
     assert found.reason is Reason.NOT_CALLED
     assert waits_of(found) == [(0, "barrier", 1)]
+    assert found.absent == ()
+
+
+def test_several_were_not_called() -> None:
+    uncalled = standing(called=False, returned=True)
+    found = deadlock_of(standing(op("barrier")), uncalled, uncalled, standing(op("barrier")))
+    assert (found.culprit, found.absent) == (1, (2,))
+    assert found.reason is Reason.NOT_CALLED
 
 
 def test_a_rank_waits_for_one_that_waits_for_one_that_returned() -> None:
