@@ -17,7 +17,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from labkit.recording.group_keys import of_ranks
 
-__all__ = ["Members", "Numbering", "numbers_of"]
+__all__ = ["Members", "Numbering", "check_peer", "numbers_of"]
 
 KEY: Final = "labkit: process of rank {}"
 
@@ -138,3 +138,22 @@ class ByHand(Exchanged):
         made = self._numbering.made_by_hand
         made[tuple(ranks)] += 1
         return of_ranks(f"group {made[tuple(ranks)]} made by hand", ranks), ranks
+
+
+def check_peer(method: str, peer: int, me: int | None, size: int) -> None:
+    """Check the other rank of a message.
+
+    Args:
+        method: "send" or "recv".
+        peer: its number in the group.
+        me: this rank's number; None if the backend delivers messages from a rank to itself, as NCCL does.
+        size: of the group.
+
+    Raises:
+        ValueError: the group has no such rank, for which gloo would wait for ever; or it is this rank, for which gloo's
+            error names only addresses.
+    """
+    if not 0 <= peer < size:
+        raise ValueError(f"{method} with rank {peer}: this group has the ranks 0 to {size - 1}")
+    if peer == me:
+        raise ValueError(f"{method} with rank {peer}: a rank cannot exchange messages with itself")

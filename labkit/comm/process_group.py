@@ -20,7 +20,7 @@ from labkit.comm.cuda_timing import DeviceOperation
 from labkit.comm.descriptions import first_tensor, most_nbytes, nbytes_of, root_of, signature_of, tensor_in_words
 from labkit.comm.emulated_link import Booking, SlowLink
 from labkit.comm.futures import Futures
-from labkit.comm.members import Numbering, numbers_of
+from labkit.comm.members import Numbering, check_peer, numbers_of
 from labkit.comm.operation import Batch, Operation
 from labkit.comm.time_limits import backends_limit, ends_by_itself
 from labkit.comm.work import SilentWork, WatchedMessage, WatchedWork
@@ -243,10 +243,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
     def _message(self, method: str, tensors: list[Any], peer: int, tag: int, *who: int) -> Any:
         name, group, match = method, "", 0
         if who:  # otherwise a receive from any rank
-            if not 0 <= peer < self.size():  # gloo would wait for ever
-                raise ValueError(f"{method} with rank {peer}: this group has the ranks 0 to {self.size() - 1}")
-            if peer == self.rank() and not self.moves_on_gpu:  # gloo's error names only addresses
-                raise ValueError(f"{method} with rank {peer}: a rank cannot exchange messages with itself")
+            check_peer(method, peer, None if self.moves_on_gpu else self.rank(), self.size())
             peer, group, numbers = self._pairs.get((method, peer, tag)) or self._pair(method, peer, tag)
             match = next(numbers)
         else:

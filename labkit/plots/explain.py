@@ -121,8 +121,10 @@ def _advice(f: Finding, ranks: Sequence[str], cores: int | None) -> str:
             )
 
 
-def _limits(f: Finding, what: str) -> str:
-    return f"{what} limits this run" if f.compute <= 0.5 else f"Computing takes most of the time; {what.lower()} limits the rest"
+def _limits(f: Finding, limit: str) -> str:
+    return (
+        f"{limit} limits this run" if f.compute <= 0.5 else f"Computing takes most of the time; {limit.lower()} limits the rest"
+    )
 
 
 def _messages(f: Finding) -> str:
