@@ -79,6 +79,8 @@ def draw_outcome(outcome: Outcome, ax: Axes | None = None) -> Axes:
             left, right = min(values) / 2, max(values) * 2
         else:
             left, right = min(0.0, 1.1 * min(values)), 1.08 * max(*values, 0.0) or 1.0
+            if not outcome.unit and all(value == round(value) for value in values):  # counts
+                ax.xaxis.get_major_locator().set_params(integer=True)
         ax.set_xlim(left, right)
         ax.axvline(outcome.measured, color=MEASURED, linewidth=0.8, alpha=0.4)
         for row, (_, value, color, marker) in enumerate(rows):
@@ -156,6 +158,8 @@ def _digits(value: float) -> str:
 def _verdict(outcome: Outcome) -> str:
     if outcome.guess is None:
         return "Revealed without a guess"
+    if outcome.guess == outcome.measured:
+        return "Your guess was right"
     if outcome.guess <= 0 or outcome.measured <= 0:
         return "Your guess beside the measurement"
     ratio = outcome.guess / outcome.measured

@@ -82,7 +82,8 @@ def test_values_far_apart_have_a_logarithmic_scale():
 
 
 @pytest.mark.parametrize(
-    ("value", "title"), [(9.5, "Your guess was within 10 %"), (5, "Your guess was too low by a factor of 2")]
+    ("value", "title"),
+    [(9.5, "Your guess was within 10 %"), (10, "Your guess was right"), (5, "Your guess was too low by a factor of 2")],
 )
 def test_the_title_says_how_far_the_guess_was(value, title):
     guess(step_ms=value)
@@ -245,3 +246,8 @@ def test_a_measurement_that_found_nothing_reveals_nothing():
     assert "The formula says 2.5 MB." in repr(reveal(crossover_mb=None, predicted=2.5))
     guess(crossover_mb=2)
     assert drawn(reveal(crossover_mb=4))["your guess"] == 2
+
+
+def test_a_count_has_an_axis_of_whole_numbers():
+    assert all(float(tick).is_integer() for tick in reveal(messages=2, predicted=2).get_xticks())
+    assert not all(float(tick).is_integer() for tick in reveal(sent_mb=2, predicted=2).get_xticks())
