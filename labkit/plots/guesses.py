@@ -80,7 +80,9 @@ def draw_outcome(outcome: Outcome, ax: Axes | None = None) -> Axes:
         else:
             left, right = min(0.0, 1.1 * min(values)), 1.08 * max(*values, 0.0) or 1.0
             if not outcome.unit and all(value == round(value) for value in values):  # counts
-                ax.xaxis.get_major_locator().set_params(integer=True)
+                from matplotlib.ticker import MaxNLocator
+
+                ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.set_xlim(left, right)
         ax.axvline(outcome.measured, color=MEASURED, linewidth=0.8, alpha=0.4)
         for row, (_, value, color, marker) in enumerate(rows):
