@@ -19,6 +19,7 @@ from labkit.exercises.judging import AnswerError, OnRanks, compare, differ
 __all__ = ["judge_gpipe_step", "judge_one_f_one_b_step"]
 
 WIDTH = 6  # numbers per example: of the inputs, of every activation and of the targets
+CHUNKED = ". `chunk` may give fewer parts than you ask for; `tensor_split(m)` always gives m"
 
 Gradients = dict[str, NDArray[Any]]
 
@@ -167,7 +168,7 @@ def _judge_step(steps: Sequence[_Step], case: _Case, seed: int) -> None:
         if step.order.count("F") != m or sum(step.sizes) != case.examples:
             raise AnswerError(
                 f"{case}: rank {rank} ran {step.order.count('F')} forward with {sum(step.sizes)} examples in all: expected one "
-                f"per micro-batch, {m}",
+                f"per micro-batch, {m}{CHUNKED if len(torch.empty(case.examples).chunk(m)) < m else ''}",
                 *details,
             )
         if step.order.count("B") != m:

@@ -69,7 +69,11 @@ def _sentences(f: Finding, ranks: Sequence[str], cores: int | None) -> list[str]
     spent = [f"{everybody} computed for {percent(f.compute)} of it"]
     spent += [f"communicated for {percent(f.exposed)} with nothing to compute"] if f.exposed >= NOTICED else []
     spent += [f"waited for each other for {percent(f.waiting + f.standing)}"] if f.waiting + f.standing >= NOTICED else []
-    lasted = f"A step took {time_in_words(f.duration_ns / f.steps)}." if f.steps else f"It took {time_in_words(f.duration_ns)}."
+    lasted = (
+        f"A step took {time_in_words(f.duration_ns / f.steps)} on average."
+        if f.steps
+        else f"It took {time_in_words(f.duration_ns)}."
+    )
     found = [lasted, f"{', '.join(spent[:-1])} and {spent[-1]}." if len(spent) > 1 else f"{spent[0]}."]
     found.append(_advice(f, ranks, cores))
     if f.overlap >= NOTICED and f.limit in (Limit.COMPUTE, Limit.BANDWIDTH, Limit.LATENCY):

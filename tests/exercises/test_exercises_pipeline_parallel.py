@@ -353,6 +353,11 @@ def one_f_one_b_blocking(stage, inputs, targets, micro_batches):
     Stage(stage, inputs, targets, micro_batches, send=dist.send).one_f_one_b()
 
 
+@wrong("one_f_one_b_step", "`tensor_split(m)` always gives m")
+def one_f_one_b_with_chunk(stage, inputs, targets, micro_batches):
+    Stage(stage, inputs, targets, micro_batches, split=torch.chunk).one_f_one_b()
+
+
 @wrong("one_f_one_b_step", "as in GPipe")
 def one_f_one_b_as_gpipe(stage, inputs, targets, micro_batches):
     Stage(stage, inputs, targets, micro_batches).gpipe()

@@ -25,7 +25,7 @@ def test_the_paragraph_has_the_numbers_of_the_trace():
     found = limit_of(trace)
     text = explain(trace).text
     assert f"The ranks computed for {100 * found.compute:.0f} % of it, communicated for {100 * found.exposed:.0f} %" in text
-    assert text.startswith(f"A step took {time_in_words(found.duration_ns / found.steps)}. The ranks")
+    assert text.startswith(f"A step took {time_in_words(found.duration_ns / found.steps)} on average. The ranks")
     assert "each rank took part in 3 operations per step with 7.34 MB of data at" in text
     assert f"Communication hidden behind computing took another {100 * found.overlap:.0f} %." in text
     assert str(explain(trace)) == text
