@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from labkit.tracing.trace import Trace, from_records
 from labkit.worker.runtimes.tensorflow.events import COMPUTE as UNNAMED
 
 __all__ = ["Records"]
+
+_Who = TypeVar("_Who")  # a rank's number or its name
 
 
 class Records:
@@ -98,6 +100,32 @@ class Records:
         self._counted[rank] = len(chunks)
         return found
 
+    def numbered(self, operations: Sequence[tuple[_Who, Pending]]) -> tuple[tuple[_Who, Pending], ...]:
+        """Return operations with their numbers counted from the start of this run, as a student counts them.
+
+        A process group counts from its own start, which may be many runs ago.
+
+        Args:
+            operations: ranks, each with one of its operations.
+        """
+        under_way = (p for reader in self._readers for p in reader.pending())
+        first: dict[str, int] = {}
+        for p in (*under_way, *(p for _, p in operations)):
+            first[p.group] = min(first.get(p.group, p.match), p.match) or p.match
+        for rank, chunks in enumerate(self._chunks):
+            names = self._names_of(rank)
+            for chunk in chunks:
+                rows = chunk[(chunk["kind"] == COMMUNICATION) & (chunk["match"] > 0)]
+                for group in np.unique(rows["group"]).tolist():
+                    if names[group] in first:
+                        first[names[group]] = min(first[names[group]], int(rows["match"][rows["group"] == group].min()))
+        counted = ((who, p.match - first[p.group] + 1 if p.match else 0, p) for who, p in operations)
+        return tuple((who, dataclasses.replace(p, match=number)) for who, number, p in counted)
+
+    def pending(self, rank: int) -> list[Pending]:
+        """Return the operations that are pending on a rank, numbered as by `numbered`."""
+        return [p for _, p in self.numbered([(rank, p) for p in self._readers[rank].pending()])]
+
     def failed(self, rank: int) -> list[Pending]:
         """Return the operations that failed on a rank."""
         return [self._operation(rank, row) for chunk in self._chunks[rank] for row in chunk[_failed(chunk)]]
@@ -154,7 +182,8 @@ class Records:
         return tuple([self._side(place) for place in places] for places in first_unequal(self._chunks, self._names_of))
 
     def _side(self, at: Place) -> tuple[str, Pending]:
-        return self._members[at.rank], self._operation(at.rank, self._chunks[at.rank][at.chunk][at.row])
+        (side,) = self.numbered([(self._members[at.rank], self._operation(at.rank, self._chunks[at.rank][at.chunk][at.row]))])
+        return side
 
     def _names_of(self, rank: int) -> list[str]:
         return self._readers[rank].names() if self._readers else self._names[rank]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -155,7 +156,7 @@ class Execution:
             if not self._failures:
                 self.notes += self._pool.observe(begin=False)
         except KeyboardInterrupt:
-            doings = self._doings(time.perf_counter_ns())
+            doings = [*self._doings_by_rank(time.perf_counter_ns()).values()]
             self.intact = False
             self._finish("stopped")
             raise Stopped(self._name, doings) from None
@@ -198,7 +199,7 @@ class Execution:
         if self._failed_s and now - self._failed_s > self._grace_s() and not self._cores.lacked(late, GRACE_S / 2):
             return None
         if self._deadline_s is not None and now > self._deadline_s:
-            doings = self._doings(time.perf_counter_ns(), closely=True)
+            doings = [*self._doings_by_rank(time.perf_counter_ns(), closely=True).values()]
             headline = f"{self._name} took longer than the group's timeout_s={self._pool.plan.timeout_s:g}"
             raise RunTimeoutError(headline, self._monitor.notice, doings)
         if now - self._looked_s > LOOK_EVERY_S or self._hurry:
@@ -309,7 +310,7 @@ class Execution:
             return
         if not self._results:
             names = [self._names[rank] for rank in sorted(self._serving)]
-            raise DeadlockError(serving_for_ever(names), SERVES_OTHERS, self._doings(time.perf_counter_ns()))
+            raise DeadlockError(serving_for_ever(names), SERVES_OTHERS, [*self._doings_by_rank(time.perf_counter_ns()).values()])
         self._released = True
         for rank in self._serving:
             with contextlib.suppress(OSError):  # it has just ended, and the loop will report that
@@ -332,9 +333,6 @@ class Execution:
             count += len(data)
         return count
 
-    def _doings(self, now_ns: int, *, closely: bool = False) -> list[str]:
-        return list(self._doings_by_rank(now_ns, closely=closely).values())
-
     def _doings_by_rank(self, now_ns: int, *, closely: bool = False) -> dict[int, str]:
         rest = [m for m in self._members if m.rank not in self._failures and m.rank in self._on]
         found = {m.rank: frozen(m.name) for m in rest if m.process.frozen}
@@ -342,14 +340,15 @@ class Execution:
             if m.rank in self._serving:
                 found.setdefault(m.rank, serving(m.name))
             if m.rank not in found:
-                returned, pending = m.rank in self._results, m.reader.pending()
+                returned, pending = m.rank in self._results, self._records.pending(m.rank)
                 found[m.rank] = doing(m.name, pending, now_ns, returned=returned, names=self._names, closely=closely)
         return dict(sorted(found.items()))
 
     def _deadlock_error(self, deadlock: Deadlock) -> LabError:
         now_ns = time.perf_counter_ns()
         doings = self._doings_by_rank(now_ns, closely=True)
-        headline, hint = deadlock_in_words(deadlock, self._names)
+        waits = self._records.numbered(deadlock.waits)
+        headline, hint = deadlock_in_words(dataclasses.replace(deadlock, waits=waits), self._names)
         if deadlock.culprit is None:
             return DeadlockError(headline, hint, list(doings.values()), tuple(op.name for _, op in deadlock.waits))
         doings.pop(deadlock.culprit, None)
@@ -378,9 +377,8 @@ class Execution:
         there = {(p.group, p.match) for _, p in operations}
         unequal, usual = mismatch_hint(self._records.unequal()[0])
         if not unequal:
-            unequal, usual = mismatch_in_words(
-                [*operations, *((m.name, p) for m in self._members for p in self._records.done(m.rank, there))]
-            )
+            operations += [(m.name, p) for m in self._members for p in self._records.done(m.rank, there)]
+            unequal, usual = mismatch_in_words(self._records.numbered(operations))
         hint = f"{unequal[0].upper()}{unequal[1:]}. {usual}" if unequal else ""
         return RankError(causes, [others[rank] for rank in sorted(others)], stopped=not self.intact, hint=hint)
 

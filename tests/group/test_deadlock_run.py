@@ -425,3 +425,16 @@ def test_a_receive_that_is_too_small_ends_the_rank_and_is_explained(three: lab.G
     sides = [(name, p.name, p.signature) for name, p in reported.mismatches[-1]]
     assert sides == [("rank 0", "send", "float32 [8]"), ("rank 1", "recv", "float32 [4]")]
     assert caught.value.hint
+
+
+def test_numbers_count_from_the_start_of_the_run(three: lab.Group) -> None:
+    def second_is_missing() -> None:
+        dist.all_reduce(torch.ones(1))
+        if dist.get_rank():
+            dist.all_reduce(torch.ones(1))
+
+    for _ in range(3):
+        three.run(total)
+    with pytest.raises(lab.RankError) as caught:
+        three.run(second_is_missing)
+    assert str(caught.value).count(" all_reduce number 2 ") == 2
