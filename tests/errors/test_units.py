@@ -66,7 +66,7 @@ def test_a_few_bytes_beside_many_keep_their_digits_in_memory() -> None:
     book.scalar(0, f"{MEMORY}parameters", 10, 2 << 20)
     book.scalar(0, f"{MEMORY}optimizer state", 20, 16)
     ax = memory(book.trace(1))
-    assert ax.texts[0].get_text() == "rank 0: peak 2.00 MiB = parameters 2.00 + optimizer state 16 B"
+    assert ax.texts[0].get_text() == "rank 0: peak 2.10 MB = parameters 2.10 + optimizer state 16 B"
     plt.close(ax.figure)
 
 

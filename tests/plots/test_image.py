@@ -43,7 +43,7 @@ ALTERNATIVES = {
         "Where the time of each run went",
         ["1.58 × as fast"],
     ),
-    "memory": (lambda: memory(sharded()), "What fills the memory", ["rank 0: peak 272 MiB"]),
+    "memory": (lambda: memory(sharded()), "What fills the memory", ["rank 0: peak 285 MB"]),
     "traffic": (lambda: traffic(data_parallel()), "What travelled", ["all_reduce: 9 ×, 132 MB"]),
     "scaling": (lambda: scaling({1: data_parallel(1), 2: data_parallel(2)}), "Scaling", ["1: 1 (100 %)", "speed-up"]),
     "outcome": (lambda: draw_outcome(GUESS), "A guess beside the measurement", ["your guess 8 ms", "measured 12 ms"]),
