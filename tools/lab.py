@@ -41,8 +41,8 @@ def command(arguments: list[str]) -> list[str]:
     """
     given = {}
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
-        name, _, value = argument.partition("=")
-        given[name] = value or following
+        name, equals, value = argument.partition("=")
+        given[name] = value if equals else following
     # Copies elsewhere show the pictures of the lessons, too, which the server must reach.
     common = Path(os.path.commonpath([ROOT, FOLDER]))
     root = next((Path(given[name]).resolve() for name in ROOT_DIR if given.get(name)), common)

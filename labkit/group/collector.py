@@ -39,8 +39,8 @@ class Records:
         self._chunks: list[list[Any]] = [[] for _ in members]
         self._dropped = [r.dropped for r in self._readers]
         self._names: list[list[str]] = [[] for _ in members]
-        self._entered: list[dict[str, int]] = [{} for _ in members]
-        self._counted = [0 for _ in members]  # chunks that `_entered` includes
+        self._numbers: list[dict[str, tuple[int, int]]] = [{} for _ in members]  # see `_counted_numbers`
+        self._counted = [0 for _ in members]  # chunks that `_numbers` includes
         self._interrupted: dict[str, Any] = {}  # the calls and operations that were running when the run was stopped
         for reader in self._readers:
             reader.read()  # discard records from between the runs
@@ -91,12 +91,16 @@ class Records:
 
     def entered(self, rank: int) -> dict[str, int]:
         """Return the number of the last operation that a rank has completed, by process group or pair of ranks."""
-        found, names = self._entered[rank], self._readers[rank].names()
-        chunks = self._chunks[rank]
+        return {group: last for group, (_, last) in self._counted_numbers(rank).items()}
+
+    def _counted_numbers(self, rank: int) -> dict[str, tuple[int, int]]:
+        """The numbers of the first and last operation that a rank has completed, by process group or pair of ranks."""
+        found, names, chunks = self._numbers[rank], self._names_of(rank), self._chunks[rank]
         for chunk in chunks[self._counted[rank] :]:
-            rows = chunk[chunk["kind"] == COMMUNICATION]
+            rows = chunk[(chunk["kind"] == COMMUNICATION) & (chunk["match"] > 0)]
             for group in np.unique(rows["group"]).tolist():
-                found[names[group]] = max(found.get(names[group], 0), int(rows["match"][rows["group"] == group].max()))
+                numbers = (*rows["match"][rows["group"] == group].tolist(), *found.get(names[group], ()))
+                found[names[group]] = min(numbers), max(numbers)
         self._counted[rank] = len(chunks)
         return found
 
@@ -108,19 +112,15 @@ class Records:
         Args:
             operations: ranks, each with one of its operations.
         """
-        under_way = (p for reader in self._readers for p in reader.pending())
-        first: dict[str, int] = {}
-        for p in (*under_way, *(p for _, p in operations)):
-            first[p.group] = min(first.get(p.group, p.match), p.match) or p.match
-        for rank, chunks in enumerate(self._chunks):
-            names = self._names_of(rank)
-            for chunk in chunks:
-                rows = chunk[(chunk["kind"] == COMMUNICATION) & (chunk["match"] > 0)]
-                for group in np.unique(rows["group"]).tolist():
-                    if names[group] in first:
-                        first[names[group]] = min(first[names[group]], int(rows["match"][rows["group"] == group].min()))
-        counted = ((who, p.match - first[p.group] + 1 if p.match else 0, p) for who, p in operations)
-        return tuple((who, dataclasses.replace(p, match=number)) for who, number, p in counted)
+        first = {p.group: p.match for _, p in operations if p.match}
+        begun = [(p.group, p.match) for reader in self._readers for p in reader.pending()]
+        begun += [(p.group, p.match) for _, p in operations]
+        for rank in range(len(self._chunks)):
+            begun += [(group, number) for group, (number, _) in self._counted_numbers(rank).items()]
+        for group, number in begun:
+            if number and group in first:
+                first[group] = min(first[group], number)
+        return tuple((who, dataclasses.replace(p, match=p.match and p.match - first[p.group] + 1)) for who, p in operations)
 
     def pending(self, rank: int) -> list[Pending]:
         """Return the operations that are pending on a rank, numbered as by `numbered`."""

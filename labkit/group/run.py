@@ -340,7 +340,7 @@ class Execution:
             if m.rank in self._serving:
                 found.setdefault(m.rank, serving(m.name))
             if m.rank not in found:
-                returned, pending = m.rank in self._results, self._records.pending(m.rank)
+                returned, pending = m.rank in self._results, self._records.pending(m.rank) if closely else m.reader.pending()
                 found[m.rank] = doing(m.name, pending, now_ns, returned=returned, names=self._names, closely=closely)
         return dict(sorted(found.items()))
 

@@ -69,11 +69,9 @@ def _sentences(f: Finding, ranks: Sequence[str], cores: int | None) -> list[str]
     spent = [f"{everybody} computed for {percent(f.compute)} of it"]
     spent += [f"communicated for {percent(f.exposed)} with nothing to compute"] if f.exposed >= NOTICED else []
     spent += [f"waited for each other for {percent(f.waiting + f.standing)}"] if f.waiting + f.standing >= NOTICED else []
-    lasted = (
-        f"A step took {time_in_words(f.duration_ns / f.steps)} on average."
-        if f.steps
-        else f"It took {time_in_words(f.duration_ns)}."
-    )
+    lasted = f"It took {time_in_words(f.duration_ns)}."
+    if f.steps:
+        lasted = f"A step took {time_in_words(f.duration_ns / f.steps)} on average."
     found = [lasted, f"{', '.join(spent[:-1])} and {spent[-1]}." if len(spent) > 1 else f"{spent[0]}."]
     found.append(_advice(f, ranks, cores))
     if f.overlap >= NOTICED and f.limit in (Limit.COMPUTE, Limit.BANDWIDTH, Limit.LATENCY):
@@ -126,9 +124,9 @@ def _advice(f: Finding, ranks: Sequence[str], cores: int | None) -> str:
 
 
 def _limits(f: Finding, limit: str) -> str:
-    return (
-        f"{limit} limits this run" if f.compute <= 0.5 else f"Computing takes most of the time; {limit.lower()} limits the rest"
-    )
+    if f.compute > 0.5:
+        return f"Computing takes most of the time; {limit.lower()} limits the rest"
+    return f"{limit} limits this run"
 
 
 def _messages(f: Finding) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from labkit.errors.units import percent
 from labkit.plots.bars import STYLES
 from labkit.plots.predictions import Predictions, Row
 from labkit.plots.scaling import PREDICTED
@@ -97,7 +98,7 @@ def draw_outcome(outcome: Outcome, ax: Axes | None = None) -> Axes:
         ax.set_yticks(range(len(rows)), [label for label, *_ in rows])
         ax.set_ylim(len(rows) - 0.5, -0.5)
         ax.tick_params(axis="y", length=0)
-        ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.9g}")
         ax.minorticks_off()
         ax.grid(axis="x")
         ax.set_xlabel(f"{outcome.quantity} ({outcome.unit})" if outcome.unit else outcome.quantity)
@@ -169,11 +170,9 @@ def _verdict(outcome: Outcome) -> str:
     if factor < 1.1:
         return "Your guess was within 10 %"
     way = "high" if ratio > 1 else "low"
-    return (
-        f"Your guess was {abs(ratio - 1):.0%} too {way}".replace("%", " %")
-        if factor < 2
-        else f"Your guess was too {way} by a factor of {_digits(factor)}"
-    )
+    if factor < 2:
+        return f"Your guess was {percent(abs(ratio - 1))} too {way}"
+    return f"Your guess was too {way} by a factor of {_digits(factor)}"
 
 
 def _factor(ratio: float) -> str:

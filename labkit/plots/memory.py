@@ -25,7 +25,7 @@ __all__ = ["MemoryUse", "memory", "memory_uses"]
 
 # The timeline's colours of what produces them: activations come from the forward pass, gradients from the backward
 # pass.
-_COLOURS: Final = dict(zip(MEMORY_KINDS, ("#7C93C9", "#009E73", "#0072B2", "#C9D3EA", "#56B4E9", "#C6CBD3"), strict=True))
+COLOURS: Final = dict(zip(MEMORY_KINDS, ("#7C93C9", "#009E73", "#0072B2", "#C9D3EA", "#56B4E9", "#C6CBD3"), strict=True))
 COLUMNS: Final = 1500  # more than the figure has pixels
 CHARACTER_PT_IN: Final = 0.0082  # width of a character, in inches per point of font size
 _HEADROOM_IN: Final = 0.26  # above each rank's areas, for the text and the marker of the peak
@@ -141,7 +141,7 @@ def _draw(ax: Axes, usage: MemoryUse, trace: Trace, base: float, size: float, un
     edges = base + np.vstack([np.zeros(len(x)), np.cumsum(usage.nbytes, axis=0)]) / size
     for i, kind in enumerate(MEMORY_KINDS):
         if usage.nbytes[i].any():
-            ax.fill_between(x, edges[i], edges[i + 1], step="post", facecolor=_COLOURS[kind], linewidth=0, zorder=2)
+            ax.fill_between(x, edges[i], edges[i + 1], step="post", facecolor=COLOURS[kind], linewidth=0, zorder=2)
     ax.plot(x, edges[-1], drawstyle="steps-post", color=INK, linewidth=0.7, zorder=3)
     peak = usage.peak
     ax.plot(x[peak], edges[-1, peak], "v", color="#D55E00", markersize=5, markeredgecolor="white", markeredgewidth=0.5, zorder=4)
@@ -180,6 +180,6 @@ def _legend(ax: Axes, kinds: Sequence[str]) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles: list[Any] = [Patch(facecolor=_COLOURS[kind], label=kind) for kind in kinds]
+    handles: list[Any] = [Patch(facecolor=COLOURS[kind], label=kind) for kind in kinds]
     handles.append(Line2D([], [], linestyle="none", marker="v", color="#D55E00", markersize=5, label="peak"))
     ax.figure.legend(handles=handles, loc="outside lower left", ncols=len(handles))

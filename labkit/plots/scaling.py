@@ -94,9 +94,10 @@ def scaling(
         place = (np.log if logarithmic else np.asarray)(np.append(every, counts).astype(np.float64))
         place = (place - place.min()) / np.ptp(place)
         of_ticks, of_points = place[: len(every)], place[len(every) :]
+        bound = dict(zip(ahead.tolist(), expected.tolist(), strict=True))  # a label below would cover the prediction
         for i in _labelled_points(of_points):
             there: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8.5}
-            above = any(n == counts[i] and value < drawn[i] for n, value in zip(ahead, expected, strict=True))
+            above = bound.get(int(counts[i]), np.inf) < drawn[i]
             ax.annotate(percent(efficiency[i]), (counts[i], drawn[i]), (0, 8 if above else -14), **there)
         if logarithmic:
             ax.set_xscale("log", base=2)

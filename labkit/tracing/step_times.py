@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -45,37 +45,49 @@ def step_ms(run: HasTrace | Trace, rank: int | None = None) -> float:
 
 
 @public_api
-def best_of(tries: int, call: Callable[..., Any], *args: Any, key: Callable[[Any], Any] = step_ms, **options: Any) -> Any:
+def best_of(
+    tries: int,
+    call: Callable[..., Any] | Mapping[Any, Callable[..., Any]],
+    *args: Any,
+    key: Callable[[Any], Any] = step_ms,
+    **options: Any,
+) -> Any:
     """Run the same several times and return the fastest run: other programs can only make a run slower.
 
     For example, `best_of(5, group.run, train, batches)` calls `group.run(train, batches)` five times and returns the
-    run with the shortest median step.
+    run with the shortest median step. `best_of(5, {"near": near.run, "far": far.run}, train, batches)` compares two:
+    they take turns, so that what disturbs one try disturbs its neighbour, too.
 
     Args:
         tries: how many times to call.
-        call: usually `group.run`.
+        call: usually `group.run`; or several functions by name, which are called in turn.
         args: its arguments.
         key: what to compare, a function of the result; the smallest counts.
         options: its named arguments.
 
     Returns:
-        the result of `call` for which `key` is smallest.
+        the result of `call` for which `key` is smallest; of several functions, these results by name.
 
     Raises:
         TypeError: `tries` is not a whole number, or `call` or `key` not a function.
-        ValueError: `tries` is less than 1.
+        ValueError: `tries` is less than 1, or there is no function.
         LabError: without `key`, a run has no steps.
     """
     if not isinstance(tries, numbers.Integral) or isinstance(tries, bool):
         raise TypeError(f"best_of({tries!r}, ...): expected the number of tries first, as in lab.best_of(5, group.run, train)")
     if tries < 1:
         raise ValueError(f"best_of({tries}, ...): expected at least one try")
-    for name, given in (("call", call), ("key", key)):
+    calls = call if isinstance(call, Mapping) else {None: call}
+    if not calls:
+        raise ValueError("best_of({}): expected at least one function")
+    for name, given in (*(("call", one) for one in calls.values()), ("key", key)):
         if not callable(given):
             raise TypeError(f"best_of({name}={given!r}): expected a function, as in lab.best_of(5, group.run, train)")
     if not _takes_one(key):
         raise TypeError(f"best_of(key={key!r}): expected a function of one argument, the run, as in key=lab.step_ms")
-    return min((call(*args, **options) for _ in range(tries)), key=key)
+    results = [{name: one(*args, **options) for name, one in calls.items()} for _ in range(tries)]
+    best = {name: min((result[name] for result in results), key=key) for name in calls}
+    return best if isinstance(call, Mapping) else best[None]
 
 
 def _takes_one(function: Callable[..., Any]) -> bool:

@@ -207,6 +207,15 @@ def test_the_calibration_of_the_course(lesson):
     assert ax.get_title(loc="left") == "3 of 4 guesses within a factor of 2, median factor 1.5; 0 of 1 choices right"
 
 
+def test_large_numbers_on_the_axis_have_separators_and_no_exponent():
+    for measured, tick in ((727_552, "400,000"), (3_000_000, "2,000,000"), (0.3, "0.2")):
+        ax = reveal(weights=measured)
+        ax.figure.canvas.draw()
+        numbers = [label.get_text() for label in ax.get_xticklabels()]
+        assert tick in numbers
+        assert not [number for number in numbers if "e" in number]
+
+
 def test_the_calibration_before_the_first_reveal():
     assert guesses().get_title(loc="left") == "No guess has been revealed yet"
 

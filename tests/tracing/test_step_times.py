@@ -86,6 +86,25 @@ def test_arguments_reach_the_call_and_a_key_decides():
     assert given == [((1, "two"), {"three": 3})] * 4
 
 
+def test_several_calls_take_turns_and_each_has_its_best():
+    order = []
+
+    def fast(first):
+        order.append("fast")
+        return first + len(order)
+
+    def slow(first):
+        order.append("slow")
+        return first - len(order)
+
+    assert best_of(3, {"fast": fast, "slow": slow}, 100, key=lambda number: number) == {"fast": 101, "slow": 94}
+    assert order == ["fast", "slow"] * 3
+    with pytest.raises(TypeError, match=r"best_of\(call=None\): expected a function"):
+        best_of(1, {"fast": fast, "slow": None}, 100)
+    with pytest.raises(ValueError, match="expected at least one function"):
+        best_of(1, {})
+
+
 def test_invalid_arguments():
     with pytest.raises(TypeError, match=r"expected the number of tries first, as in lab\.best_of\(5, group\.run, train\)"):
         best_of(print, 5)

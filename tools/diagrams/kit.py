@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Final
 from xml.sax.saxutils import escape, quoteattr
 
+from labkit.plots.style import CHIP
+
 __all__ = ["BLUE", "COMMUNICATION", "EMPTY", "GREEN", "INK", "ORANGE", "PURPLE", "SHARES", "STRIPES", "Diagram"]
 
 INK: Final = "#787878"
@@ -27,15 +29,8 @@ _STRIPES: Final = (
     f'<pattern id="stripes" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     f'<path d="M1,0 V7" stroke="{COMMUNICATION}" stroke-width="2"/></pattern>'
 )
-_CHIP: Final = "#D9C3B2"  # behind a text on stripes
-_DARK_TEXT: Final = {
-    ORANGE,
-    PURPLE,
-    STRIPES,
-    "#56B4E9",
-    "#7C93C9",
-    "#F0E442",
-}  # fills on which black is easier to read than white
+# Fills on which black is easier to read than white.
+_DARK_TEXT: Final = {ORANGE, PURPLE, STRIPES, "#56B4E9", "#7C93C9", "#F0E442"}
 _FONT: Final = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 
 
@@ -68,7 +63,7 @@ class Diagram:
         lines = text.split("\n") if text else []
         if fill == STRIPES and lines:
             wide, tall = max(map(len, lines)) * size * 0.54 + 6, len(lines) * size * 1.25
-            self.box(x + (width - wide) / 2, y + (height - tall) / 2, wide, tall, fill=_CHIP, radius=2)
+            self.box(x + (width - wide) / 2, y + (height - tall) / 2, wide, tall, fill=str(CHIP["facecolor"]), radius=2)
         for number, line in enumerate(lines):
             middle = y + height / 2 + (number - (len(lines) - 1) / 2) * size * 1.25
             self.text(x + width / 2, middle, line, size=size, bold=bold, color=color)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from typing import Final
 
-from tools.diagrams.kit import BLUE, COMMUNICATION, GREEN, ORANGE, PURPLE, Diagram
+from labkit.plots.bars import STYLES
+from labkit.plots.memory import COLOURS
+from tools.diagrams.kit import BLUE, COMMUNICATION, ORANGE, PURPLE, Diagram
 
 __all__ = ["diagrams"]
 
 RANKS: Final = 4
-PARAMETERS: Final = "#7C93C9"
+# The colours of `lab.memory` and of the timelines, which the lesson shows below the drawings.
+PARAMETERS: Final = COLOURS["parameters"]
 KINDS: Final = (
-    ("parameters", PARAMETERS),
-    ("gradients", BLUE),
-    ("1st moment", GREEN),
-    ("2nd moment", GREEN),
-)  # as in `lab.memory`
-FORWARD: Final = "#56B4E9"
-BACKWARD: Final = BLUE
+    ("parameters", PARAMETERS), ("gradients", COLOURS["gradients"]), ("1st moment", COLOURS["optimizer state"]),
+    ("2nd moment", COLOURS["optimizer state"]),
+)  # fmt: skip
+FORWARD: Final = STYLES["forward"].colour
+BACKWARD: Final = STYLES["backward"].colour
 
 
 def memory() -> Diagram:
