@@ -14,6 +14,7 @@ from labkit.group.rank_state import RankState
 from labkit.group.remote_calls import promised, served_by
 from labkit.group.stack_dump import Frame
 from labkit.group.thread_states import Active, RankThreads, Thread
+from labkit.recording.group_keys import DIST_BACKWARD
 from labkit.recording.schema import Pending
 
 __all__ = ["MOST_NAMES", "cycle_notice", "waiting_notice"]
@@ -22,6 +23,8 @@ MOST_WAITS: Final = 3  # operations that are listed, and ranks that have not ent
 MOST_NAMES: Final = 4
 SOURCE_CHARACTERS: Final = 60
 ROUNDED_S: Final = 5  # how often the notice changes
+# torch waits for a gradient of each result, and gets none for a result that the loss does not depend on.
+BACKWARD: Final = "it waits for ever if the loss leaves out a result of a remote call in its context"
 SHORT: Final = 0.5  # of the longest wait: shorter waits are not listed, since a healthy rank may do them all the time
 
 
@@ -67,6 +70,7 @@ def waiting_notice(
     parts += _elsewhere(ranks, not_waiting, threads, acting)
     parts += _serving(ranks, calls, threads)
     parts += _promised(ranks, futures)
+    parts += [BACKWARD] if any(p.group == DIST_BACKWARD for p in calls) else []
     waiting = [i for who in longest_first for i, _ in who if i in acting]
     parts += [f"{ranks[i].name} {_may_act(acting[i])}" for i in waiting[:MOST_WAITS]]
     return "; ".join(parts)

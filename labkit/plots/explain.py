@@ -45,8 +45,8 @@ def explain(run: HasTrace | Trace) -> Explanation:
     """Say in one paragraph what limits a run, and what could make it faster.
 
     The first step is left out, as it is slower than the others. The largest loss of the ranks' time decides: exposed
-    communication (limited by latency or by bandwidth), a rank that comes late, ranks that work one after another, or
-    time in which nothing was recorded.
+    communication (limited by latency or by bandwidth), a rank that comes late, ranks that work one after another,
+    remote calls that are under way, or time in which nothing was recorded.
 
     Args:
         run: a run or a trace.
@@ -105,6 +105,12 @@ def _advice(f: Finding, ranks: Sequence[str], cores: int | None) -> str:
             return (
                 f"While any rank computed, {f.working:.1f} of {len(ranks)} did on average: the others needed its results first. "
                 "Smaller pieces of work (micro-batches, asynchronous calls) let more of them compute at the same time."
+            )
+        case Limit.CALLS:
+            return (
+                f"For {percent(f.under_way)} of the time, ranks waited for remote calls while no rank computed: the calls were "
+                f"under way. A call took {time_in_words(f.call_ns)} (median). Make fewer calls, or start several with rpc_async "
+                "before you wait for the first."
             )
         case Limit.LATENCY:
             return (

@@ -67,8 +67,7 @@ def schedule(
         TypeError, ValueError: an unknown kind, or numbers that are invalid or do not fit together.
 
     Source: Y. Huang et al., "GPipe", 2019; 1F1B: D. Narayanan et al., "PipeDream", 2019; interleaved 1F1B: D. Narayanan
-        et
-    al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021.
+        et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021.
     """
     kind = schedule_name(kind, "schedule: kind")
     order = _ORDERS[kind]

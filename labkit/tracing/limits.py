@@ -10,8 +10,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from labkit.recording.operations import RPC, TO_HERE, type_of
 from labkit.recording.schema import COMMUNICATION, OPEN
-from labkit.tracing.intervals import Intervals, length, union
+from labkit.tracing.intervals import Intervals, difference, intersection, length, union
 from labkit.tracing.trace import Trace
 
 __all__ = ["Finding", "Limit", "limit_of"]
@@ -29,6 +30,7 @@ class Limit(Enum):
     LATE_RANK = "one rank comes late and the others wait for it"
     UNEVEN_RANKS = "ranks wait for each other, each time for a different one"
     TURNS = "ranks wait for what others compute"
+    CALLS = "ranks wait for remote calls that are under way"
     LATENCY = "many small messages"
     BANDWIDTH = "many bytes"
     UNRECORDED = "time that no rank recorded as work"
@@ -52,6 +54,8 @@ class Finding:
         late_ns: how long after the first rank it came, as the median of the collectives at which it came last.
         messages: operations of each rank.
         nbytes: bytes of each rank's operations.
+        under_way: the share of the time in which some rank waited for a remote call and no rank computed.
+        call_ns: the median time from a remote call to its result; 0 if there were none.
         latency_ns: the median time of a small operation; 0 if there were none.
         transfer_ns: the time in which each rank's operations moved data.
     """
@@ -71,6 +75,8 @@ class Finding:
     late_ns: float
     messages: float
     nbytes: float
+    under_way: float
+    call_ns: float
     latency_ns: float
     transfer_ns: float
 
@@ -90,11 +96,14 @@ def limit_of(trace: Trace) -> Finding:
     )
     activities = [part.activity(rank) for rank in range(ranks)]
     computing = [activity["compute"] for activity in activities]
-    anybody = length(_union(computing))
-    working = sum(map(length, computing)) / anybody if anybody else 0.0
+    anybody = _union(computing)
+    working = sum(map(length, computing)) / length(anybody) if len(anybody) else 0.0
     unrecorded = 1 - length(_union([kind for activity in activities for kind in activity.values()])) / window
     standing = max(idle - waiting - unrecorded, 0.0)
     rows, transfer = _operations(part)
+    calls = _calls(part, rows)
+    waits = [intersection(a["waiting"], _waits(calls[calls["rank"] == rank])) for rank, a in enumerate(activities)]
+    under_way_ns = length(difference(_union(waits), anybody))
     late_rank, late_share, late_ns = _late(rows, ranks)
     small = transfer[rows["nbytes"] <= SMALL_BYTES]
     of_small = float(small.sum())
@@ -109,13 +118,16 @@ def limit_of(trace: Trace) -> Finding:
         limit = Limit.UNRECORDED
     elif exposed >= waiting + standing:
         limit = Limit.LATENCY if of_small >= MOSTLY * total_ns else Limit.BANDWIDTH
+    elif under_way_ns > length(anybody):
+        limit = Limit.CALLS
     elif standing > waiting or _in_collectives(part) < 1 - MOSTLY:
         limit = Limit.TURNS
     else:
         limit = Limit.LATE_RANK if late_share >= MOSTLY else Limit.UNEVEN_RANKS
     return Finding(
         limit, part.duration_ns, steps, compute, overlap, exposed, waiting, standing, unrecorded, working, late_rank, late_share,
-        late_ns, len(rows) / ranks, float(rows["nbytes"].sum()) / ranks, latency_ns, total_ns / ranks,
+        late_ns, len(rows) / ranks, float(rows["nbytes"].sum()) / ranks, under_way_ns / window,
+        float(np.median(calls["end_ns"] - calls["start_ns"])) if len(calls) else 0.0, latency_ns, total_ns / ranks,
     )  # fmt: skip
 
 
@@ -138,6 +150,16 @@ def _operations(part: Trace) -> tuple[Any, NDArray[np.int64]]:
     here &= data["start_ns"] >= part.start_ns
     rows = data[here]
     return rows, np.maximum(rows["end_ns"] - part.ready()[here], 0)
+
+
+def _calls(part: Trace, rows: Any) -> Any:
+    """The remote calls among some operations, and the fetches of remote results."""
+    names = [i for i, name in enumerate(part.columns.names) if type_of(name) in (RPC, TO_HERE)]
+    return rows[np.isin(rows["name"], names)]
+
+
+def _waits(rows: Any) -> Intervals:
+    return union(rows["wait_start_ns"], rows["wait_end_ns"])
 
 
 def _late(rows: Any, ranks: int) -> tuple[int, float, float]:

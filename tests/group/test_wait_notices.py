@@ -13,7 +13,7 @@ from labkit.group.rank_state import RankState
 from labkit.group.stack_dump import Frame
 from labkit.group.thread_states import Active, RankThreads, Thread
 from labkit.group.wait_notices import cycle_notice, waiting_notice
-from labkit.recording.group_keys import TENSORFLOW
+from labkit.recording.group_keys import DIST_BACKWARD, TENSORFLOW
 from labkit.recording.operations import PROMISE
 from labkit.recording.schema import TIMED, Pending
 
@@ -53,6 +53,13 @@ def test_a_computing_rank_is_waited_for() -> None:
     waits = op("all_reduce")
     assert notice(rank(0, waits), rank(1), rank(2, waits)) == (
         "rank 0 and rank 2 have waited in all_reduce (cell 5, line 1) for more than 20 s; rank 1 is computing"
+    )
+
+
+def test_a_distributed_backward_pass_may_lack_a_gradient() -> None:
+    assert notice(rank(0, op(DIST_BACKWARD, group=DIST_BACKWARD)), rank(1, returned=True)) == (
+        "rank 0 has waited in dist_autograd.backward (cell 5, line 1) for more than 20 s; it waits for ever if the loss leaves "
+        "out a result of a remote call in its context"
     )
 
 

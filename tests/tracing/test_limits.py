@@ -90,6 +90,47 @@ def test_ranks_work_in_turns(trace):
     assert 1 <= found.working < len(trace.ranks) * 0.6
 
 
+def calls(under_way, served, computed=0.0):
+    """Ten calls of a master, one after another: on the way to the worker, served there, and back in no time."""
+    book, t = Book(), 0.0
+    for number in range(10):
+        t = book.compute(0, "forward", t, t + computed) if computed else t
+        done = book.compute(1, "serve shard", t + under_way, t + under_way + served)
+        shared = {"group": "rpc 0>1", "match": number + 1}
+        book.travel(1, "reply shard", done, done + 0.01, nbytes=40, peer=0, **shared)
+        book.travel(0, "rpc_sync shard", t, done + 0.01, wait=(t, done + 0.01), nbytes=40, peer=1, **shared)
+        t = done + 0.01
+    book.whole(0, "call", 0, t)
+    return book.trace(("master", "worker"))
+
+
+def test_calls_are_under_way_most_of_the_time():
+    found = limit_of(calls(under_way=5.0, served=0.5))
+    assert found.limit is Limit.CALLS
+    assert found.under_way == pytest.approx(5 / 5.51)
+    assert found.call_ns == 5_510_000
+
+
+def test_calls_are_served_most_of_the_time():
+    found = limit_of(calls(under_way=0.5, served=5.0))
+    assert found.limit is Limit.TURNS
+    assert found.under_way == pytest.approx(0.5 / 5.51)
+
+
+def test_messages_that_nobody_computes_for_are_no_calls():
+    """The trace of `calls`, with the call's time in a receive."""
+    book = Book()
+    for number in range(5):
+        book.travel(0, "send", 10 * number + 9, 10 * number + 9.1, nbytes=40, peer=1, group="world", match=number)
+        book.travel(
+            1, "recv", 10 * number, 10 * number + 9.1, wait=(10 * number, 10 * number + 9.1), peer=0, group="world", match=number
+        )
+        book.compute(0, "forward", 10 * number + 9.1, 10 * number + 10)
+    found = limit_of(book.trace(2))
+    assert (found.under_way, found.call_ns) == (0, 0)
+    assert found.limit is not Limit.CALLS
+
+
 def test_nothing_was_recorded():
     found = limit_of(steps(all_reduces(1, 40, 0.2), compute=(2.0, 2.0), gap=8.0))
     assert found.limit is Limit.UNRECORDED
