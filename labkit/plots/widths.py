@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["fitting_status", "text_width"]
+__all__ = ["SINCE", "fitting_status", "text_width"]
 
 # Widths relative to the font size, those of DejaVu Sans Bold: the widest font that systems use for their interfaces.
 NARROW: Final = frozenset("ijlIft.,:;'|![]() -")
 WIDEST: Final = frozenset("mwMW@%…")
+SINCE: Final = " · "  # between a rank's operation and how long it has lasted
 
 
 def text_width(text: str) -> float:
@@ -18,9 +19,10 @@ def text_width(text: str) -> float:
 
 def fitting_status(room: float, status: str) -> str:
     """A rank's status, shortened to `room` units of its font size: the operation's name is cut, never the duration."""
-    name, dots, since = status.rpartition("…")
-    if not dots:
+    name, dot, since = status.rpartition(SINCE)
+    if not dot:
         name, since = since, ""
-    while name and text_width(name + dots + since) > room:
-        name, dots = name[:-1], "…"
-    return name.rstrip() + dots + since
+    cut = ""
+    while name and text_width(name + cut + dot + since) > room:
+        name, cut = name[:-1], "…"
+    return name.rstrip() + cut + dot + since

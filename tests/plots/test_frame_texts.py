@@ -21,8 +21,9 @@ from labkit.plots.live.recent import Recent
 from labkit.worker.resource_usage import Load
 
 STATUSES = (
-    "", "returned", "recv…", "all_reduce… 1.2 s", "TensorFlow's ClusterCoordinator.join… 12.3 s", "W" * 60 + "… 1 min 40 s",
-    "rpc_async NetShard2.forward…", "i" * 200 + "…", "m" * 200,
+    "", "returned", "recv", "all_reduce · 1.2 s",
+    "TensorFlow's ClusterCoordinator.join · 12.3 s", "W" * 60 + " · 1 min 40 s",
+    "rpc_async NetShard2.forward", "i" * 200, "m" * 200,
 )  # fmt: skip
 LOADS = (Load(), Load(nbytes=999_000_000_000), Load(nbytes=123_456_789, busy=100), Load(busy=7))
 BOLD = FontProperties(family="DejaVu Sans", weight="bold")  # the widest font that a page may have
@@ -71,8 +72,8 @@ def test_a_status_of_any_length_leaves_room_for_the_memory(ranks: int):
 
 def test_a_status_that_is_cut_still_says_how_long():
     found = texts_of(
-        [LiveRow("rank 0", "TensorFlow's ClusterCoordinator.join… 12.3 s", blocked=True, load=Load(nbytes=123_000_000))]
+        [LiveRow("rank 0", "TensorFlow's ClusterCoordinator.join · 12.3 s", blocked=True, load=Load(nbytes=123_000_000))]
     )
     (status,) = [text for text, *_ in found if text.startswith("Tensor")]
-    assert status.endswith("… 12.3 s")
+    assert status.endswith("… · 12.3 s")
     assert status.count("…") == 1

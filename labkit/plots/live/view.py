@@ -24,6 +24,7 @@ from labkit.plots.live.frame import Curve, Detail, LiveFrame, LiveRow, Past
 from labkit.plots.live.page import page
 from labkit.plots.live.progress import Progress
 from labkit.plots.live.recent import Recent
+from labkit.plots.widths import SINCE
 from labkit.recording.schema import Pending
 from labkit.tracing.trace import Trace
 from labkit.worker.resource_usage import Load
@@ -183,9 +184,9 @@ def _status(pending: Sequence[Pending], now_ns: int, *, returned: bool) -> tuple
     if waits:
         oldest = min(waits, key=lambda p: p.wait_start_ns)
         waited_ns = now_ns - oldest.wait_start_ns
-        return oldest.name + ("…" if waited_ns < LONG_WAIT_NS else f"… {time_in_words(waited_ns)}"), True
+        return oldest.name + (f"{SINCE}{time_in_words(waited_ns)}" if waited_ns >= LONG_WAIT_NS else ""), True
     if pending:
-        return f"{pending[0].name}…", False
+        return pending[0].name, False
     return ("returned", False) if returned else ("", False)
 
 
