@@ -19,6 +19,7 @@ from labkit.recording.events import Columns
 from labkit.recording.schema import OPEN, READING, Span
 from labkit.tracing.intervals import intersection
 from labkit.tracing.trace import Trace
+from labkit.worker.runtimes.tensorflow import events
 from labkit.worker.runtimes.tensorflow.events import Place, scope_of, spans_of
 from labkit.worker.runtimes.tensorflow.session import Event
 from labkit.worker.runtimes.tensorflow.timeline import LIMIT_S, next_reading
@@ -126,6 +127,23 @@ def test_phases_are_recognised_automatically(trained: Trace) -> None:
         assert {"forward", "backward", "optimizer"} <= names.keys()
         assert [s.name for s in trained if s.rank == rank].count("one_step") == STEPS
         assert "tracing one_step" in {s.name for s in trained if s.rank == rank}
+
+
+def test_an_update_written_by_hand_runs_while_gradients_are_computed() -> None:
+    """`w.assign_sub(0.05 * gradient)`: no optimizer's name tells these operations from the forward pass."""
+    expected = {
+        "MatMul:MatMul": "forward",
+        "mul:Mul": "forward",
+        "gradient_tape/MatMul_1:MatMul": "backward",
+        "Mean:Mean": "forward",
+        "mul_1:Mul": "optimizer",
+        "AssignSubVariableOp:AssignSubVariableOp": "optimizer",
+        "gradient_tape/MatMul_2:MatMul": "backward",
+        "mul_2:Mul": "optimizer",
+        "AssignSubVariableOp_1:AssignSubVariableOp": "optimizer",
+        "Identity:Identity": "compute",
+    }
+    assert events._labels([Event(1, name, i, i + 1, {}) for i, name in enumerate(expected)]) == list(expected.values())
 
 
 def test_parts_of_the_time_sum_to_the_whole(trained: Trace) -> None:

@@ -26,6 +26,8 @@ OPTIMIZERS: Final = re.compile(
     r"(?i)(sgd|adam|adamw|adamax|adagrad|adadelta|nadam|ftrl|lion|lamb|rmsprop|adafactor|muon|loss_scale_optimizer)(_\d+)?$"
 )
 ASSIGNS: Final = re.compile(r"(Assign\w*VariableOp|ResourceApply\w+|ResourceSparseApply\w+|ResourceScatter\w+)$")
+# What an update written by hand consists of, besides the assignment; a forward pass that is late rarely does.
+ARITHMETIC: Final = frozenset(("Mul", "Sub", "Add", "AddV2", "RealDiv", "Neg", "Square", "Sqrt", "Rsqrt", "Pow"))
 INLINED: Final = re.compile(r"(tf\.)?(Stateful)?PartitionedCall(_\d+)?$")
 SCOPE: Final = re.compile(r"labkit_span_(\d+)(_\d+)?$")
 REPLICA: Final = re.compile(r"(?:^|/)replica_(\d+)(?:/|$)")
@@ -357,19 +359,21 @@ def _innermost(name: str, names: Sequence[str]) -> str:
 def _labels(operations: Sequence[Event]) -> list[str]:
     """Return the phase of each operation of an executor; the operations are in the order in which they ran."""
     parts = [_parts(e.name) for e in operations]
-    backward = ["gradient_tape" in p or p[:1] == ["gradients"] for p in parts]
-    last = max((i for i, is_backward in enumerate(backward) if is_backward), default=-1)
-    assigns = [bool(ASSIGNS.search(e.name.rpartition(":")[2])) for e in operations]
-    labels = []
-    for i, of_operation in enumerate(parts):
-        if backward[i]:
-            labels.append(BACKWARD)
-        elif any(OPTIMIZERS.match(part) for part in of_operation):
-            labels.append(OPTIMIZER)
+    kinds = [e.name.rpartition(":")[2] for e in operations]
+    backward = [i for i, p in enumerate(parts) if "gradient_tape" in p or p[:1] == ["gradients"]]
+    first, last = (backward[0], backward[-1]) if backward else (-1, -1)
+    assigns = {i for i, kind in enumerate(kinds) if ASSIGNS.search(kind)}
+    last_assign = max(assigns, default=-1)
+    labels = dict.fromkeys(backward, BACKWARD)
+    for i, (of_operation, kind) in enumerate(zip(parts, kinds, strict=True)):
+        if i in labels:
+            continue
+        if any(OPTIMIZERS.match(part) for part in of_operation):
+            labels[i] = OPTIMIZER
         elif last < 0:
-            labels.append(COMPUTE)
-        elif i < last:
-            labels.append(FORWARD)
+            labels[i] = COMPUTE
+        elif first < i <= last_assign and (i > last or kind in ARITHMETIC or i in assigns):
+            labels[i] = OPTIMIZER  # an update may run while later gradients are computed
         else:
-            labels.append(OPTIMIZER if any(assigns[i:]) else COMPUTE)
-    return labels
+            labels[i] = FORWARD if i < last else COMPUTE
+    return [labels[i] for i in range(len(operations))]
