@@ -111,6 +111,7 @@ def compare(
     expected: Mapping[str, NDArray[Any]],
     *,
     subject: str,
+    oracle: str = "one process with the whole batch",
     explain: Callable[[float], str | None] = lambda _: None,
 ) -> None:
     """Compare the arrays of all ranks with the expected ones, and explain how they differ.
@@ -119,6 +120,7 @@ def compare(
         got: for each rank, arrays by name.
         expected: the arrays that each rank should have.
         subject: the subject of the sentence: "the gradients".
+        oracle: whose arrays the expected ones are.
         explain: given the factor by which all arrays are too large, returns the cause; None if the cause is not known.
 
     Raises:
@@ -149,7 +151,7 @@ def compare(
         details.append(f"right: {listing(good)}")
     if not alike:
         details.append("the ranks do not even agree with each other")
-    raise AnswerError(f"{subject} are not those of one process with the whole batch", *details)
+    raise AnswerError(f"{subject} are not those of {oracle}", *details)
 
 
 def differ(got: Sequence[Mapping[str, NDArray[Any]]], expected: Mapping[str, NDArray[Any]]) -> set[str]:

@@ -79,7 +79,8 @@ def _column_backward(answer: Any, on: OnRanks) -> str:
         parts = gradient.tensor_split(ranks, -1)
         for rank, (result, _, changed) in enumerate(seen):
             if not isinstance(result, list) or len(result) != 3:
-                raise AnswerError(f"expected three gradients, (grad_x, grad_weight, grad_bias); rank {rank} returned {result!r}")
+                returned = result if isinstance(result, str) else counted(len(result), "value")
+                raise AnswerError(f"expected three gradients, (grad_x, grad_weight, grad_bias); rank {rank} returned {returned}")
             for name, value in zip(("grad_x", "grad_weight", "grad_bias"), result, strict=True):
                 if isinstance(value, str):
                     hint = "; dist.all_reduce works in place and returns None" if value == "NoneType" else ""
@@ -108,28 +109,32 @@ def _judge_own_gradients(got: dict[str, Any], own: Sequence[dict[str, Any]], ran
             raise AnswerError(
                 "grad_weight is transposed: nn.Linear's weight, and so its gradient, has the shape (outputs, inputs)"
             )
-        if value.shape == own[rank][name].shape and ranks > 1:
-            times = factor([value], [own[rank][name]])
-            if times is not None and abs(times - ranks) < 1e-6 and ranks > 1:
-                raise AnswerError(f"{name} is {ranks} times what it should be: each rank owns its part, nothing is added up")
+        expected = own[rank][name]
+        if value.shape != expected.shape:
+            each = "one number per output, summed over the batch" if name == "grad_bias" else "the shape of this rank's weight"
+            raise AnswerError(f"{name} has the shape {value.shape} on rank {rank} of {ranks}, expected {expected.shape}: {each}")
+        times = factor([value], [expected])
+        if times is not None and ranks > 1 and abs(times - ranks) < 1e-6:
+            raise AnswerError(f"{name} is {ranks} times what it should be: each rank owns its part, nothing is added up")
+        same_shape = [part[name] for part in own if part[name].shape == expected.shape]
+        if ranks > 1 and len(same_shape) == ranks and _same(value, sum(same_shape)):
+            raise AnswerError(f"{name} is the sum over the ranks: each rank owns its part, nothing is added up")
     try:
-        compare([got], own[rank], subject=f"rank {rank} of {ranks}: the gradients")
+        compare([got], own[rank], subject=f"rank {rank} of {ranks}: the gradients", oracle="one process")
     except AnswerError as error:
-        shapes = [f"{name}: given {value.shape}, expected {own[rank][name].shape}" for name, value in got.items()]
         raise AnswerError(
             f"{error.message}. A rank's own weight and bias need no other rank: its part of the gradient of the output "
             "and the whole x suffice, without communication",
-            *shapes, *error.details,
-        ) from None  # fmt: skip
+            *error.details,
+        ) from None
 
 
 def _judge_grad_x(got: Sequence[dict[str, Any]], expected: Any, partial: Sequence[Any]) -> None:
     ranks = len(got)
     if ranks > 1 and all(_same(a["grad_x"], p) for a, p in zip(got, partial, strict=True)):
         raise AnswerError(
-            "grad_x is only this rank's part of the sum: x went into every rank's columns, so its gradient is the sum over the "
-            "ranks",
-            "all_reduce it",
+            "grad_x is only this rank's part: x went into the columns of every rank, and each contributes to its gradient",
+            "the gradient of x is the sum of what the ranks contribute",
         )
 
     def explain(times: float) -> str | None:
@@ -137,7 +142,7 @@ def _judge_grad_x(got: Sequence[dict[str, Any]], expected: Any, partial: Sequenc
             return "of x were averaged. Each rank adds what its own columns contribute: it is a sum, not a mean"
         return None
 
-    compare(got, {"grad_x": expected}, subject="the gradients", explain=explain)
+    compare(got, {"grad_x": expected}, subject="the gradients", oracle="one process", explain=explain)
 
 
 def _judge_messages(collectives: Sequence[list[tuple[str, int]]], ranks: int, numbers: int) -> None:
@@ -225,7 +230,7 @@ def _judge_row_output(got: Sequence[Any], x: Tensor, own: Sequence[Tensor], bias
     for hint, outputs in known.items():
         if all(_same(a, o.numpy()) for a, o in zip(got, outputs, strict=True)):
             raise AnswerError(hint)
-    compare([{"y": a} for a in got], {"y": expected[0].numpy()}, subject="the outputs")
+    compare([{"y": a} for a in got], {"y": expected[0].numpy()}, subject="the outputs", oracle="one process")
 
 
 def _judge_row_gradients(got: Sequence[Sequence[Any]], x: Tensor, own: Sequence[Tensor], gradient: Tensor) -> None:
@@ -251,7 +256,10 @@ def _judge_row_gradients(got: Sequence[Sequence[Any]], x: Tensor, own: Sequence[
                 "the ranks learns more slowly. Add the whole bias after the sum"
             )
         for rank, r in enumerate(right):
-            compare([{name: got[rank][index]}], {name: r.numpy()}, subject=f"rank {rank} of {ranks}: the gradients")
+            compare(
+                [{name: got[rank][index]}], {name: r.numpy()}, subject=f"rank {rank} of {ranks}: the gradients",
+                oracle="one process",
+            )  # fmt: skip
     expected = (gradient @ whole).numpy()
     alone = [(gradient @ w) for w in own]
     widths = [w.shape[1] for w in own]
@@ -263,7 +271,7 @@ def _judge_row_gradients(got: Sequence[Sequence[Any]], x: Tensor, own: Sequence[
             "the output is right, but each rank's gradient of x is zero outside of its own columns: x is whole on every rank, so "
             "its gradient must be too. Pass x through f before you cut it",
         )
-    compare([{"x": g[0]} for g in got], {"x": expected}, subject="the gradients")
+    compare([{"x": g[0]} for g in got], {"x": expected}, subject="the gradients", oracle="one process")
 
 
 # ------------------------------------------------------------------------------------------------------------- my_heads

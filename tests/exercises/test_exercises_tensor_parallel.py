@@ -61,7 +61,7 @@ def column_by_gathering(x, weight, grad):
     return sum(parts[1:], parts[0]), grad.T @ x, grad.sum(0)
 
 
-@wrong("column_backward", "grad_x is only this rank's part of the sum")
+@wrong("column_backward", "grad_x is only this rank's part: x went into the columns of every rank")
 def column_without_a_sum(x, weight, grad):
     return grad @ weight, grad.T @ x, grad.sum(0)
 
@@ -89,7 +89,7 @@ def column_that_sends_the_bias_too(x, weight, grad):
     return column_backward(x, weight, grad)
 
 
-@wrong("column_backward", "need no other rank")
+@wrong("column_backward", "grad_weight is the sum over the ranks")
 def column_with_a_sum_of_weights(x, weight, grad):
     grad_x, grad_weight, grad_bias = column_backward(x, weight, grad)
     total = torch.zeros(10, 7, dtype=x.dtype)
@@ -104,6 +104,12 @@ def column_with_a_mean_bias(x, weight, grad):
     return grad_x, grad_weight, grad.mean(0)
 
 
+@wrong("column_backward", "grad_bias has the shape (5, 5) on rank 0 of 2, expected (5,): one number per output")
+def column_without_a_sum_over_the_batch(x, weight, grad):
+    grad_x, grad_weight, _ = column_backward(x, weight, grad)
+    return grad_x, grad_weight, grad
+
+
 @wrong("column_backward", "grad was modified")
 def column_in_place(x, weight, grad):
     result = column_backward(x, weight, grad)
@@ -111,7 +117,7 @@ def column_in_place(x, weight, grad):
     return result
 
 
-@wrong("column_backward", "expected three gradients")
+@wrong("column_backward", "expected three gradients, (grad_x, grad_weight, grad_bias); rank 0 returned 2 values")
 def column_without_bias(x, weight, grad):
     return column_backward(x, weight, grad)[:2]
 
