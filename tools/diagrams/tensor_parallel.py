@@ -149,19 +149,19 @@ def loss() -> Diagram:
     """The cross-entropy of split logits."""
     picture = Diagram(
         700, 176, "loss parallel",
-        "The head is split by columns, so each rank has the scores of half of the classes. The ranks exchange only the largest "
-        "score, the sum of the exponentials and the score of the right class: three numbers per example instead of all scores.",
+        "The head is split by columns, so each rank has the scores of half of the words. The ranks exchange only the largest "
+        "score, the sum of the exponentials and the score of the right word: three numbers per token instead of all scores.",
     )  # fmt: skip
-    for rank, words in enumerate(("scores of\nclasses 0–4", "scores of\nclasses 5–9")):
+    for rank, words in enumerate(("scores of words\n0–4095", "scores of words\n4096–8191")):
         y = 26.0 + 76 * rank
         picture.text(8, y + 26, f"rank {rank}", anchor="start", size=13)
         picture.box(62, y, 130, 52, words, fill=SHARES[rank], size=13)
         picture.arrow((194, y + 26), (222, y + 26))
         picture.arrow((470, y + 26), (498, y + 26))
-        picture.box(500, y, 190, 52, "loss of all examples", fill=WHOLE, size=13)
+        picture.box(500, y, 190, 52, "loss of all tokens", fill=WHOLE, size=13)
     picture.box(224, 18, 244, 144, outline=COMMUNICATION)
-    picture.text(346, 38, "all_reduce, per example:", size=13, color=COMMUNICATION, bold=True)
-    for line, text in enumerate(("largest score", "sum of exp(score − largest)", "score of the right class")):
+    picture.text(346, 38, "all_reduce, per token:", size=13, color=COMMUNICATION, bold=True)
+    for line, text in enumerate(("largest score", "sum of exp(score − largest)", "score of the right word")):
         picture.text(346, 70 + 30 * line, text, size=13, color=INK)
     return picture
 
