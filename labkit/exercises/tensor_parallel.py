@@ -11,12 +11,36 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.errors.lists import counted
+from labkit.exercises.explained import explaining
 from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, factor
 
 __all__ = ["EXERCISES"]
 
 LESSON = "06_tensor_parallel"
 BATCH, INPUTS, OUTPUTS = 5, 7, 10  # neither features nor outputs can be divided by 2, 3 and 4
+# What torch and labkit say after common mistakes in row_linear, and in my_heads.
+IN_ROWS = (
+    (
+        "shapes cannot be multiplied",
+        (
+            "x is whole on every rank, and this rank's weight has only some of its columns: take the same columns of x, with "
+            "x.tensor_split(p, -1)[rank]. (chunk(p) cuts into other sizes if p does not divide them.)"
+        ),
+    ),
+    (
+        "Collective number",
+        (
+            "the ranks add up tensors of different shapes. Are these gradients of parts of x? Then pass x through f before you cut "
+            "it: each rank adds the gradient of the whole x"
+        ),
+    ),
+)
+IN_HEADS = (
+    (
+        "tuple index out of range",
+        "chunk(p) may return fewer than p parts: of 5 heads on 4 ranks it makes 3. tensor_split(p) always returns p",
+    ),
+)
 
 
 class _Collectives(TorchDispatchMode):
@@ -175,34 +199,23 @@ def _row_on_rank(answer: Callable[..., Any]) -> Any:
     x, weight, bias, gradient = _row_case(ranks)
     own = weight.tensor_split(ranks, -1)[rank].clone()
     leaves = [t.requires_grad_() for t in (x, own, bias)]
-    try:
-        with _Collectives() as collectives:
-            y = answer(*leaves)
-            if not isinstance(y, Tensor):
-                return type(y).__name__
-            shown = y.detach().clone().numpy()
-            if y.shape == gradient.shape and y.requires_grad:
-                y.backward(gradient)
-    except RuntimeError as error:
-        if "shapes cannot be multiplied" in str(error):
-            return "sizes", str(error)
-        raise
+    with _Collectives() as collectives:
+        y = answer(*leaves)
+        if not isinstance(y, Tensor):
+            return type(y).__name__
+        shown = y.detach().clone().numpy()
+        if y.shape == gradient.shape and y.requires_grad:
+            y.backward(gradient)
     gradients = [None if t.grad is None else t.grad.numpy() for t in leaves]
     return shown, gradients, collectives.seen
 
 
 def _row_linear(answer: Any, on: OnRanks) -> str:
     for ranks in (2, 3, 4, 1):
-        seen = on(ranks, _row_on_rank, answer)
+        seen = explaining(on, IN_ROWS)(ranks, _row_on_rank, answer)
         x, weight, bias, gradient = _row_case(ranks)
         if isinstance(seen[0], str):
             raise AnswerError(f"expected a tensor, the output of the layer; it returned {seen[0]}")
-        if wrong := [s for s in seen if s[0] is not None and isinstance(s[0], str)]:
-            raise AnswerError(
-                "x is whole on every rank, and this rank's weight has only some of its columns: take the same columns of x, with "
-                "x.tensor_split(p, -1)[rank]. (chunk(p) cuts into other sizes if p does not divide them.)",
-                wrong[0][1],
-            )
         own = weight.tensor_split(ranks, -1)
         _judge_row_output([s[0] for s in seen], x, own, bias)
         _judge_row_gradients([s[1] for s in seen], x, own, gradient)
@@ -288,10 +301,14 @@ def _my_heads(answer: Any, on: OnRanks) -> str:
         torch.manual_seed(ranks)
         weight = torch.randn(3 * hidden, hidden)
         case = f"{counted(ranks, 'rank')}, {heads} heads of {width}"
-        got = on(ranks, _heads_on_rank, answer, weight, heads)
+        got = explaining(on, IN_HEADS)(ranks, _heads_on_rank, answer, weight, heads)
         for rank, value in enumerate(got):
             if not isinstance(value, Tensor):
                 raise AnswerError(f"{case}: expected a tensor with this rank's rows of the weight; rank {rank} returned {value}")
+            if value.dim() != 2:
+                raise AnswerError(
+                    f"{case}: expected two dimensions, (rows, hidden); rank {rank} returned {value.dim()}, {tuple(value.shape)}"
+                )
         q, k, v = weight.chunk(3)
         by_head = [part.unflatten(0, (heads, width)).tensor_split(ranks) for part in (q, k, v)]
         right = [torch.cat([part[rank].flatten(0, 1) for part in by_head]) for rank in range(ranks)]
@@ -300,10 +317,11 @@ def _my_heads(answer: Any, on: OnRanks) -> str:
         shapes = [
             f"rank {r}: given {tuple(a.shape)}, expected {tuple(b.shape)}"
             for r, (a, b) in enumerate(zip(got, right, strict=True))
+            if a.shape != b.shape
         ]
         for hint, parts in {
-            "the whole weight was cut in a row: rank 0 has the queries, others only keys or values. Cut q, k and v one by "
-            "one": weight.tensor_split(ranks),
+            "the weight was cut as if the q, k and v of a head stood together; its rows are all queries, then all keys, then all "
+            "values. Cut q, k and v one by one": weight.tensor_split(ranks),
             "the heads are cut through: rows were counted, not heads. A rank needs whole heads": [
                 torch.cat([p.tensor_split(ranks)[r] for p in (q, k, v)]) for r in range(ranks)
             ],
@@ -346,7 +364,7 @@ def _bytes_per_step(answer: Any, _: OnRanks) -> str:
         expected = layers * 4 * 2 * (ranks - 1) / ranks * n
         given = answer(layers, batch, sequence, hidden, ranks, value_bytes)
         arguments = (layers, batch, sequence, hidden, ranks, value_bytes)
-        details = (f"bytes_per_step{arguments}: given {given!r}, expected {expected:,.6g}",)
+        details = (f"bytes_per_step{arguments}: given {_whole(given)}, expected {_whole(expected)}",)
         if isinstance(given, bool) or not isinstance(given, (int, float)):
             raise AnswerError("expected a number of bytes", *details)
         if abs(given - expected) <= 1e-6 * max(expected, 1):
@@ -369,11 +387,18 @@ def _bytes_per_step(answer: Any, _: OnRanks) -> str:
         ):  # fmt: skip
             if abs(given - value) <= 1e-6 * max(value, 1):
                 raise AnswerError(hint, *details)
+        if any(given and abs(given * unit - expected) <= 0.01 * expected for unit in (1e3, 1e6, 1 << 10, 1 << 20)):
+            raise AnswerError("the number of bytes is asked for, not of kB or MB", *details)
         raise AnswerError(
             "count the all_reduces of a layer in forward and backward, and multiply by what a rank of a ring sends in each",
             *details,
         )
     return "Four all_reduces per layer, each of the whole activation: more ranks do not make it less."
+
+
+def _whole(number: Any) -> str:
+    """A number with separators, without an exponent; anything else as Python shows it."""
+    return f"{number:,.10g}" if isinstance(number, (int, float)) and abs(number) < 1e10 else repr(number)
 
 
 EXERCISES = (

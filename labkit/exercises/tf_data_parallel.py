@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.exercises.all_reduce_waits import judge_waits
+from labkit.exercises.explained import explaining
 from labkit.exercises.judging import AnswerError, Exercise, OnRanks
-from labkit.exercises.tf_explained import explaining
 
 __all__ = ["EXERCISES"]
 
@@ -91,7 +91,9 @@ def _devices(tf: Any, replicas: int) -> list[str]:
 
 def _replica_loss(answer: Any, on: OnRanks) -> str:
     for uneven in (False, True):
-        ((got, mean, differentiable),) = explaining(on, EXPLAINED)(1, _loss_on_rank, answer, uneven, devices_per_rank=REPLICAS)
+        ((got, mean, differentiable),) = explaining(on, EXPLAINED, runtime="tensorflow")(
+            1, _loss_on_rank, answer, uneven, devices_per_rank=REPLICAS
+        )
         if isinstance(got, list):
             raise AnswerError(
                 "it returns a loss for each example: return one number, for the whole share of this replica",
@@ -170,7 +172,7 @@ def _batches_on_ranks(answer: Callable[..., Any]) -> Steps:
 
 
 def _global_batches(answer: Any, on: OnRanks) -> str:
-    on = explaining(on, EXPLAINED)
+    on = explaining(on, EXPLAINED, runtime="tensorflow")
     (steps,) = on(1, _batches_on_devices, answer, REPLICAS, devices_per_rank=REPLICAS)
     _judge_steps(steps)
     (steps,) = on(1, _batches_on_devices, answer, MORE_REPLICAS, devices_per_rank=MORE_REPLICAS)
@@ -274,7 +276,7 @@ def _clip_on_rank(answer: Callable[..., Any], limit: float) -> list[list[float]]
 
 def _clipped_sum(answer: Any, on: OnRanks) -> str:
     for limit in (LIMIT, HIGH_LIMIT):
-        ranks = explaining(on, EXPLAINED)(len(GRADIENTS), _clip_on_rank, answer, limit)
+        ranks = explaining(on, EXPLAINED, runtime="tensorflow")(len(GRADIENTS), _clip_on_rank, answer, limit)
         for rank, got in enumerate(ranks):
             if isinstance(got, str):
                 raise AnswerError(

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from labkit.exercises.explained import explaining
 from labkit.exercises.judging import AnswerError, Exercise, OnRanks, takes_number_for_list
-from labkit.exercises.tf_explained import explaining
 
 __all__ = ["EXERCISES", "EXPLAINED"]
 
@@ -152,7 +152,9 @@ def _near(a: Any, b: Any) -> bool:
 
 def _hybrid_train(answer: Callable[..., Any], on: OnRanks) -> str:
     seed = random.randrange(10**6)
-    ranks: list[_Trained] = list(explaining(on, EXPLAINED)(WORKERS, _train_on_rank, answer, seed, devices_per_rank=DEVICES))
+    ranks: list[_Trained] = list(
+        explaining(on, EXPLAINED, runtime="tensorflow")(WORKERS, _train_on_rank, answer, seed, devices_per_rank=DEVICES)
+    )
     losses, weight = _serial(seed)
     copies = [copy for rank in ranks for copy in rank.copies]
     _judge_copies(copies, weight, seed)
@@ -301,7 +303,7 @@ def _fetched(value: Any) -> Any:
 def _run_epochs(answer: Callable[..., Any], on: OnRanks) -> str:
     losses = [round(random.uniform(1, 9), 2) for _ in range(BATCHES)]
     jobs = {"chief": 1, "worker": 2, "ps": 1}
-    got, calls, scheduled, waits = explaining(on, EXPLAINED)(jobs, _on_chief_only, answer, losses)[0]
+    got, calls, scheduled, waits = explaining(on, EXPLAINED, runtime="tensorflow")(jobs, _on_chief_only, answer, losses)[0]
     expected = [sum(losses) / BATCHES] * EPOCHS
     details = (f"batches with losses {losses}, {EPOCHS} epochs", f"returned {got}")
     if not scheduled:

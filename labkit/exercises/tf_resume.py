@@ -11,8 +11,8 @@ from typing import Any
 
 from labkit.errors.causes import Cause
 from labkit.errors.exceptions import RankError
+from labkit.exercises.explained import explaining
 from labkit.exercises.judging import AnswerError, Exercise, OnRanks
-from labkit.exercises.tf_explained import explaining
 from labkit.exercises.tf_hybrid import EXPLAINED, LESSON
 
 __all__ = ["EXERCISES"]
@@ -44,7 +44,7 @@ def _train_safely(answer: Callable[..., Any], on: OnRanks) -> str:
         expected = expected / 2 + batch
     with tempfile.TemporaryDirectory() as folder:
         try:
-            ((trained, _, _),) = explaining(on, EXPLAINED)(1, _train_and_die, answer, folder, DIES_AT)
+            ((trained, _, _),) = explaining(on, EXPLAINED, runtime="tensorflow")(1, _train_and_die, answer, folder, DIES_AT)
         except RankError as error:
             if error.failures[0].cause is not Cause.KILLED:
                 raise
@@ -55,7 +55,7 @@ def _train_safely(answer: Callable[..., Any], on: OnRanks) -> str:
             )
         saved = sorted(name for name in os.listdir(folder) if name.endswith(".index"))
         _judge_saves(len(saved), saved)
-        ((trained, weight, counted),) = explaining(on, EXPLAINED)(1, _train_and_die, answer, folder, None)
+        ((trained, weight, counted),) = explaining(on, EXPLAINED, runtime="tensorflow")(1, _train_and_die, answer, folder, None)
     _judge_resumed(trained, weight, counted, expected)
     return "Killed in the middle, it continues from the latest checkpoint and ends like a training without a death."
 

@@ -182,6 +182,16 @@ def row_of_the_whole_x(x, weight, bias):
     return SumOut.apply(linear(x, weight)) + bias
 
 
+@wrong("row_linear", "chunk(p) cuts into other sizes")
+def row_of_chunks(x, weight, bias):
+    return SumOut.apply(linear(CopyIn.apply(x).chunk(dist.get_world_size(), -1)[dist.get_rank()], weight)) + bias
+
+
+@wrong("row_linear", "pass x through f before you cut it")
+def row_with_f_after_the_cut(x, weight, bias):
+    return SumOut.apply(linear(CopyIn.apply(own_columns(x)), weight)) + bias
+
+
 @wrong("row_linear", "bias gets no gradient on rank 0")
 def row_that_detaches(x, weight, bias):
     return row_linear(x, weight, bias.detach())
@@ -213,7 +223,7 @@ def my_heads_by_index(weight, heads):
     return torch.cat([weight[i * hidden + first * width : i * hidden + last * width] for i in range(3)])
 
 
-@wrong("my_heads", "the whole weight was cut in a row")
+@wrong("my_heads", "as if the q, k and v of a head stood together")
 def heads_of_the_whole(weight, heads):
     return mine(weight)
 
@@ -249,12 +259,28 @@ def heads_rounded_down(weight, heads):
     return torch.cat([part.unflatten(0, (heads, -1))[rank * each : (rank + 1) * each].flatten(0, 1) for part in weight.chunk(3)])
 
 
+@wrong("my_heads", "chunk(p) may return fewer than p parts")
+def heads_of_chunks(weight, heads):
+    parts = [part.unflatten(0, (heads, -1)).chunk(dist.get_world_size())[dist.get_rank()] for part in weight.chunk(3)]
+    return torch.cat([part.flatten(0, 1) for part in parts])
+
+
+@wrong("my_heads", "expected two dimensions, (rows, hidden); rank 0 returned 3, (2, 9, 12)")
+def heads_not_flattened(weight, heads):
+    return torch.cat([mine(part.unflatten(0, (heads, -1))) for part in weight.chunk(3)], 1)
+
+
 @wrong("my_heads", "expected a tensor with this rank's rows")
 def heads_as_a_list(weight, heads):
     return [mine(part) for part in weight.chunk(3)]
 
 
 # bytes_per_step
+
+
+@wrong("bytes_per_step", "not of kB or MB")
+def bytes_in_mb(layers, batch, sequence, hidden, ranks, value_bytes):
+    return layers * 4 * 2 * (ranks - 1) / ranks * batch * sequence * hidden * value_bytes / 1e6
 
 
 @right("bytes_per_step")
