@@ -30,8 +30,8 @@ IN_ROWS = (
     (
         "Collective number",
         (
-            "the ranks add up tensors of different shapes. Are these gradients of parts of x? Then pass x through f before you cut "
-            "it: each rank adds the gradient of the whole x"
+            "the ranks add up tensors of different shapes. Are these gradients of parts of x? Then pass x through f before you "
+            "cut it: each rank adds the gradient of the whole x"
         ),
     ),
 )

@@ -17,11 +17,13 @@ LESSON = "11_tf_model_parallel"
 # --------------------------------------------------------------------------------------------------------- idle_devices
 
 TimedSpan = tuple[str, float, float]
-# The cases: spans, devices, length of the step in ms. In the second, spans overlap; in the third, a device has none.
+# The cases: spans, devices, length of the step in ms. In the second, spans overlap; in the third, a device has none; in
+# the second and the last, a device's spans are not in the order of their starts.
 TIMELINES: tuple[tuple[list[TimedSpan], list[str], float], ...] = (
     ([("CPU:0", 1.0, 4.0), ("CPU:1", 4.0, 8.0), ("CPU:0", 8.0, 9.0)], ["CPU:0", "CPU:1"], 10.0),
-    ([("CPU:1", 6.0, 10.0), ("CPU:0", 0.0, 4.0), ("CPU:1", 7.0, 9.0), ("CPU:0", 2.0, 6.0)], ["CPU:0", "CPU:1"], 16.0),
+    ([("CPU:1", 6.0, 10.0), ("CPU:0", 2.0, 6.0), ("CPU:1", 7.0, 9.0), ("CPU:0", 0.0, 4.0)], ["CPU:0", "CPU:1"], 16.0),
     ([("GPU:1", 2.0, 3.0), ("GPU:0", 0.0, 2.0)], ["GPU:0", "GPU:1", "GPU:2"], 4.0),
+    ([("CPU:0", 8.0, 9.0), ("CPU:0", 1.0, 4.0)], ["CPU:0"], 10.0),
 )
 
 
@@ -43,6 +45,8 @@ def _idle_devices(answer: Any, _: OnRanks) -> str:
             ({d: 1 - v for d, v in expected.items()}, "those are the shares in which a device computes; the rest is idle"),
             ({d: 1 - _added(spans, d) / step_ms for d in devices},
              "spans that overlap count twice: from 2 to 6 and from 0 to 4 ms, a device is busy for 6 ms, not for 8"),
+            ({d: 1 - _unsorted(spans, d) / step_ms for d in devices},
+             "a device's spans are in no order: sort them by their start before you follow how far they reach"),
             ({d: 1 - _covered(spans, d) / _length(spans, d) for d in devices},
              "these are shares of the time from a device's first span to its last; the step also has a beginning and an end"),
             ({d: 100 * value for d, value in expected.items()}, "those are percentages; a share is between 0 and 1"),
@@ -60,8 +64,17 @@ def _of(spans: Sequence[TimedSpan], device: str) -> list[tuple[float, float]]:
 
 def _covered(spans: Sequence[TimedSpan], device: str) -> float:
     """Return for how many ms a device has at least one span."""
+    return _reached(_of(spans, device))
+
+
+def _unsorted(spans: Sequence[TimedSpan], device: str) -> float:
+    """Return the result of the same loop without sorting."""
+    return _reached([(start, end) for name, start, end in spans if name == device])
+
+
+def _reached(spans: Sequence[tuple[float, float]]) -> float:
     covered, until = 0.0, -math.inf
-    for start, end in _of(spans, device):
+    for start, end in spans:
         covered += max(end - max(start, until), 0.0)
         until = max(until, end)
     return covered
@@ -134,10 +147,10 @@ def _place_layers(answer: Any, _: OnRanks) -> str:
                 "output is small may be uneven", *details,
             )  # fmt: skip
         raise AnswerError(
-            f"{sent} bytes cross, and {least} would do: filling one device after the other cuts wherever it happens to be full. "
-            "Compare all places to cut", *details,
+            f"{sent} bytes cross, and {least} would do. Do you fill one device after the other? That cuts wherever one happens to be "
+            "full. Compare all places to cut", *details,
         )  # fmt: skip
-    return "Every device holds what it can, and the layers are cut where their outputs are smallest."
+    return "Every device keeps to its limit, and the cuts together send the fewest bytes."
 
 
 def _placements(weights: Sequence[int], limit: int, devices: int) -> Iterator[list[int]]:

@@ -55,6 +55,15 @@ def idle_with_spans_added(spans, devices, step_ms):
     return {d: 1 - sum(end - start for name, start, end in spans if name == d) / step_ms for d in devices}
 
 
+@wrong("idle_devices", "sort them by their start")
+def idle_in_the_given_order(spans, devices, step_ms):
+    busy, until = dict.fromkeys(devices, 0.0), dict.fromkeys(devices, 0.0)
+    for device, start, end in spans:
+        busy[device] += max(end - max(start, until[device]), 0.0)
+        until[device] = max(until[device], end)
+    return {device: 1 - busy[device] / step_ms for device in devices}
+
+
 @wrong("idle_devices", "GPU:2 is missing")
 def idle_of_those_with_spans(spans, devices, step_ms):
     return idle_devices(spans, {name for name, _, _ in spans}, step_ms)
