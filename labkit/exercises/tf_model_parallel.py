@@ -147,8 +147,8 @@ def _place_layers(answer: Any, _: OnRanks) -> str:
                 "output is small may be uneven", *details,
             )  # fmt: skip
         raise AnswerError(
-            f"{sent} bytes cross, and {least} would do. Do you fill one device after the other? That cuts wherever one happens to be "
-            "full. Compare all places to cut", *details,
+            f"{sent} bytes cross, and {least} would do. Do you fill one device after the other? That cuts wherever one is full. "
+            "Compare all places to cut", *details,
         )  # fmt: skip
     return "Every device keeps to its limit, and the cuts together send the fewest bytes."
 

@@ -131,7 +131,7 @@ def place_step_by_step(weights, outputs, limit, devices):
     return min(way for (count, _), way in best.items() if count == len(weights))[1]
 
 
-@wrong("place_layers", "cuts wherever it happens to be full")
+@wrong("place_layers", "Do you fill one device after the other?")
 def place_greedily(weights, outputs, limit, devices):
     place, device, held = [], 0, 0
     for weight in weights:
