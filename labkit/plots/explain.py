@@ -18,6 +18,7 @@ from labkit.worker.usable_cores import usable_cores
 __all__ = ["Explanation", "explain"]
 
 NOTICED = 0.02  # a smaller share of the time is not worth a sentence
+DIFFER = 0.05  # a mean and a median that are closer are not worth two numbers
 FULL = 0.8  # of the cores: with so many ranks computing on average, none is free
 
 
@@ -58,28 +59,29 @@ def explain(run: HasTrace | Trace) -> Explanation:
     trace = trace_of(run, "explain")
     finding = limit_of(trace)
     cores = None if isinstance(run, Trace) else usable_cores()  # a trace may be another machine's
-    sentences = _sentences(finding, trace.ranks, cores)
-    if cores is not None:
-        sentences += _machine(len(trace.ranks), cores)
-    return Explanation(" ".join(sentences), finding)
+    machine, busy = ("", False) if cores is None else _machine(len(trace.ranks), cores)
+    sentences = [*_sentences(finding, trace.ranks, cores, busy), machine]
+    return Explanation(" ".join(filter(None, sentences)), finding)
 
 
-def _sentences(f: Finding, ranks: Sequence[str], cores: int | None) -> list[str]:
+def _sentences(f: Finding, ranks: Sequence[str], cores: int | None, busy: bool) -> list[str]:
     everybody = "The rank" if len(ranks) == 1 else "The ranks"
     spent = [f"{everybody} computed for {percent(f.compute)} of it"]
     spent += [f"communicated for {percent(f.exposed)} with nothing to compute"] if f.exposed >= NOTICED else []
     spent += [f"waited for each other for {percent(f.waiting + f.standing)}"] if f.waiting + f.standing >= NOTICED else []
     lasted = f"It took {time_in_words(f.duration_ns)}."
     if f.steps:
-        lasted = f"A step took {time_in_words(f.duration_ns / f.steps)} on average."
+        mean_ns = f.duration_ns / f.steps
+        median = f", {time_in_words(f.step_ns)} in the median" if abs(mean_ns - f.step_ns) > DIFFER * mean_ns else ""
+        lasted = f"A step took {time_in_words(mean_ns)} on average{median}."
     found = [lasted, f"{', '.join(spent[:-1])} and {spent[-1]}." if len(spent) > 1 else f"{spent[0]}."]
-    found.append(_advice(f, ranks, cores))
+    found.append(_advice(f, ranks, cores, busy))
     if f.overlap >= NOTICED and f.limit in (Limit.COMPUTE, Limit.BANDWIDTH, Limit.LATENCY):
         found.append(f"Communication hidden behind computing took another {percent(f.overlap)}.")
     return found
 
 
-def _advice(f: Finding, ranks: Sequence[str], cores: int | None) -> str:
+def _advice(f: Finding, ranks: Sequence[str], cores: int | None, busy: bool) -> str:
     match f.limit:
         case Limit.COMPUTE if not f.messages:
             return "Only faster computing makes this run faster."
@@ -87,9 +89,12 @@ def _advice(f: Finding, ranks: Sequence[str], cores: int | None) -> str:
             return "Communication does not limit this run: only faster cores, or more of them, make it faster."
         case Limit.LATE_RANK:
             others = "the other rank does" if len(ranks) == 2 else "the others do"
+            cause = f"Find out what it does more, or more slowly, than {others}."
+            if busy:
+                cause = "On a machine as busy as this one, other programs may have taken its core: look again when it is quiet."
             return (
                 f"{percent(f.late_share)} of the waiting in collectives was for {ranks[f.late_rank]}, which came "
-                f"{time_in_words(f.late_ns)} after the first (median). Find out what it does more, or more slowly, than {others}."
+                f"{time_in_words(f.late_ns)} after the first (median). {cause}"
             )
         case Limit.UNEVEN_RANKS:
             return (
@@ -143,12 +148,12 @@ def _messages(f: Finding) -> str:
     return f"each rank took part in {operations} {'per step' if f.steps else 'in all'} with {bytes_in_words(nbytes)} of data"
 
 
-def _machine(ranks: int, cores: int) -> list[str]:
-    """Why times may be longer than the program explains."""
+def _machine(ranks: int, cores: int) -> tuple[str, bool]:
+    """Why times may be longer than the program explains, and whether that is because of other programs."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > cores + ranks:
         busy = f"Other programs keep this machine busy (load {load:.0f} on {counted(cores, 'core')})"
-        return [f"{busy}, so all times are longer than usual."]
+        return f"{busy}, so all times are longer than usual.", True
     if cores < ranks:
-        return [f"{ranks} ranks share {counted(cores, 'core')}, so all times are longer than with a core for each rank."]
-    return []
+        return f"{ranks} ranks share {counted(cores, 'core')}, so all times are longer than with a core for each rank.", False
+    return "", False

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from labkit.recording.operations import RPC, TO_HERE, type_of
 from labkit.recording.schema import COMMUNICATION, OPEN
 from labkit.tracing.intervals import Intervals, difference, intersection, length, union
+from labkit.tracing.step_times import step_ms
 from labkit.tracing.trace import Trace
 
 __all__ = ["Finding", "Limit", "limit_of"]
@@ -44,6 +45,7 @@ class Finding:
         limit: the largest loss.
         duration_ns: the time looked at: all steps but the first, or the whole trace if there are fewer than three.
         steps: how many steps that is; 0 if the trace has none.
+        step_ns: the median step; 0 if the trace has none.
         compute, overlap, exposed, waiting: shares of that time, from 0 to 1; overlap is a part of compute.
         standing: the share in which a rank recorded nothing while another one, with which it communicates, did.
         unrecorded: the share in which nobody recorded anything; where the ranks do not communicate, the mean over the
@@ -63,6 +65,7 @@ class Finding:
     limit: Limit
     duration_ns: int
     steps: int
+    step_ns: float
     compute: float
     overlap: float
     exposed: float
@@ -125,10 +128,27 @@ def limit_of(trace: Trace) -> Finding:
     else:
         limit = Limit.LATE_RANK if late_share >= MOSTLY else Limit.UNEVEN_RANKS
     return Finding(
-        limit, part.duration_ns, steps, compute, overlap, exposed, waiting, standing, unrecorded, working, late_rank, late_share,
-        late_ns, len(rows) / ranks, float(rows["nbytes"].sum()) / ranks, under_way_ns / window,
-        float(np.median(calls["end_ns"] - calls["start_ns"])) if len(calls) else 0.0, latency_ns, total_ns / ranks,
-    )  # fmt: skip
+        limit=limit,
+        duration_ns=part.duration_ns,
+        steps=steps,
+        step_ns=1e6 * step_ms(trace) if steps else 0.0,
+        compute=compute,
+        overlap=overlap,
+        exposed=exposed,
+        waiting=waiting,
+        standing=standing,
+        unrecorded=unrecorded,
+        working=working,
+        late_rank=late_rank,
+        late_share=late_share,
+        late_ns=late_ns,
+        messages=len(rows) / ranks,
+        nbytes=float(rows["nbytes"].sum()) / ranks,
+        under_way=under_way_ns / window,
+        call_ns=float(np.median(calls["end_ns"] - calls["start_ns"])) if len(calls) else 0.0,
+        latency_ns=latency_ns,
+        transfer_ns=total_ns / ranks,
+    )
 
 
 def _union(sets: Iterable[Intervals]) -> Intervals:

@@ -48,7 +48,7 @@ def test_ranks_in_turns():
 @pytest.mark.parametrize("limit", Limit)
 def test_every_limit_has_a_sentence(limit):
     found = dataclasses.replace(limit_of(data_parallel()), limit=limit)
-    text = module._advice(found, [f"rank {i}" for i in range(4)], None)
+    text = module._advice(found, [f"rank {i}" for i in range(4)], None, busy=False)
     assert text.endswith(".")
     assert "nan" not in text
 
@@ -57,7 +57,7 @@ def test_every_limit_has_a_sentence(limit):
 def test_smaller_pieces_of_work_are_advised_where_cores_are_free(working, cores, smaller):
     """Four ranks in turns; with one core nobody knows whether another one would help."""
     found = dataclasses.replace(limit_of(data_parallel()), limit=Limit.TURNS, working=working)
-    text = module._advice(found, [f"rank {i}" for i in range(4)], cores)
+    text = module._advice(found, [f"rank {i}" for i in range(4)], cores, busy=False)
     assert f"{working} of 4 did on average" in text
     assert ("let more of them compute" in text) == smaller
     assert ("would not make the run faster" in text) == (not smaller)
@@ -86,3 +86,21 @@ def test_nothing_to_explain():
         explain(Trace([], ranks=["rank 0"]))
     with pytest.raises(TypeError, match=r"explain\(3\): expected a run"):
         explain(3)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_on_a_busy_machine_a_late_rank_may_have_lost_its_core(monkeypatch, busy):
+    monkeypatch.setattr(module.os, "getloadavg", lambda: (40.0 if busy else 0.5, 0.0, 0.0), raising=False)
+    found = dataclasses.replace(limit_of(data_parallel()), limit=Limit.LATE_RANK, late_rank=1)
+    monkeypatch.setattr(module, "limit_of", lambda _: found)
+    text = explain(Run(data_parallel())).text
+    assert ("other programs may have taken its core" in text) == busy
+    assert ("Find out what it does more, or more slowly, than the others do." in text) == (not busy)
+
+
+@pytest.mark.parametrize(("median", "shown"), [(1.02, False), (0.7, True)])
+def test_the_median_step_is_given_where_it_differs_from_the_mean(monkeypatch, median, shown):
+    found = limit_of(data_parallel(steps=10))
+    other = dataclasses.replace(found, step_ns=median * found.duration_ns / found.steps)
+    monkeypatch.setattr(module, "limit_of", lambda _: other)
+    assert (f"on average, {time_in_words(other.step_ns)} in the median." in explain(data_parallel()).text) == shown
