@@ -19,6 +19,7 @@ __all__ = ["EXERCISES", "mistake_of"]
 
 LESSON = "07_rpc"
 MEET_S = 5.0  # that the first worker waits for the others; calls that overlap meet within milliseconds
+SHORTEST = 2  # the length of the first input; each one is longer by 1, by which the workers know them
 ASKED_S = 2.0  # that an addition waits for somebody who asks for the total too early
 
 NOT_THE_OBJECT = "an RRef is not the object, which lives with its owner: call a method there, as in reference.rpc_sync().total()"
@@ -66,16 +67,16 @@ class _Meeting:
 
     def __init__(self, expected: int) -> None:
         self.expected = expected
-        self.visits: list[str] = []
+        self.visits: list[tuple[str, int]] = []  # each call's worker and input
         self.alone = False
         self._all = threading.Event()
         self._lock = threading.Lock()
 
-    def arrive(self, name: str) -> None:
+    def arrive(self, name: str, number: int) -> None:
         """Wait until all workers have a call to serve; set `alone` if that takes longer than `MEET_S`."""
         with self._lock:
-            self.visits.append(name)
-            if len(set(self.visits) - {"master"}) >= self.expected:
+            self.visits.append((name, number))
+            if len({visitor for visitor, _ in self.visits} - {"master"}) >= self.expected:
                 self._all.set()
         if name != "master" and not self.alone and not self._all.wait(MEET_S):
             self.alone = True
@@ -83,7 +84,7 @@ class _Meeting:
 
 def _visit(meeting: Any, x: Tensor) -> Tensor:
     """The function to call on the workers: note the visit, then compute."""
-    meeting.rpc_sync(timeout=4 * MEET_S).arrive(rpc.get_worker_info().name)
+    meeting.rpc_sync(timeout=4 * MEET_S).arrive(rpc.get_worker_info().name, len(x) - SHORTEST)
     return x**2 + 1
 
 
@@ -92,12 +93,12 @@ class _Asked(NamedTuple):
 
     Args:
         result: the answer, tensors as arrays; the name of its type if it is no list.
-        visits: the workers that ran the function.
+        visits: for each call, the worker that ran the function, and the number of the input.
         alone: whether a worker was called only when another had finished.
     """
 
     result: list[Any] | str
-    visits: list[str]
+    visits: list[tuple[str, int]]
     alone: bool
 
 
@@ -118,30 +119,30 @@ def _ask_all(answer: Any, on: OnRanks) -> str:
     random = torch.Generator().manual_seed(int(np.random.default_rng().integers(1 << 30)))
     for workers, count in ((2, 5), (3, 3), (1, 2)):
         names = _names(workers)
-        inputs = [torch.rand(i + 2, generator=random) + i for i in range(count)]
+        inputs = [torch.rand(SHORTEST + i, generator=random) + i for i in range(count)]
         seen = on(names, _ask_on_rank, answer, names[1:], inputs, runtime="rpc")[0]
         if isinstance(seen, str):
             raise AnswerError(seen)
         _judge_asked(seen, names[1:], [(x**2 + 1).numpy() for x in inputs])
-    return "Every input was sent before the first result was waited for, and the results are in order."
+    return "All workers worked at the same time, and the results are in order."
 
 
 def _judge_asked(seen: _Asked, workers: Sequence[str], expected: list[Any]) -> None:
-    visits = [f"{name}: {counted(seen.visits.count(name), 'call')}" for name in sorted(set(seen.visits))]
-    if "master" in seen.visits:
+    visitors = [name for name, _ in seen.visits]
+    visits = [f"{name}: {counted(visitors.count(name), 'call')}" for name in sorted(set(visitors))]
+    if "master" in visitors:
         raise AnswerError("the function ran on the master: pass it to rpc_async, without calling it yourself", *visits)
     if isinstance(seen.result, str):
         raise AnswerError(f"the answer is a {seen.result}: expected a list with one result for each input")
     futures = [part for part in seen.result if isinstance(part, str)]
     if futures:
         raise AnswerError(f"the list contains a {futures[0]}: wait for the futures, for instance with torch.futures.wait_all")
-    idle = sorted(set(workers) - set(seen.visits))
+    idle = sorted(set(workers) - set(visitors))
     if idle and len(expected) >= len(workers):
         raise AnswerError(f"{listing(idle)} had nothing to do: deal the inputs out to all workers in turn", *visits)
     if seen.alone:
         raise AnswerError(
-            "a worker was called only when another had finished: rpc_sync waits, and so does wait() right after rpc_async. "
-            "Send all calls first, keep their futures in a list, then wait",
+            "a worker was called only when another had finished: rpc_sync waits, and so does wait() right after rpc_async",
             *visits,
         )
     if len(seen.visits) != len(expected):
@@ -150,6 +151,9 @@ def _judge_asked(seen: _Asked, workers: Sequence[str], expected: list[Any]) -> N
             "workers get several; input i goes to worker i % len(workers)",
             *visits,
         )
+    for name, number in sorted(seen.visits, key=lambda visit: visit[1]):
+        if name != (right := workers[number % len(workers)]):
+            raise AnswerError(f"input {number} went to {name}, and {number} modulo {len(workers)} workers is {right}", *visits)
     if len(seen.result) != len(expected):
         raise AnswerError(f"given {counted(len(seen.result), 'result')} for {counted(len(expected), 'input')}")
     if all(map(_equal, seen.result, expected)):

@@ -46,7 +46,7 @@ def asked_one_by_one(workers, function, inputs):
     return [rpc.rpc_sync(workers[i % len(workers)], function, args=(x,)) for i, x in enumerate(inputs)]
 
 
-@wrong("ask_all", "Send all calls first")
+@wrong("ask_all", "so does wait() right after rpc_async")
 def waited_in_the_loop(workers, function, inputs):
     return [rpc.rpc_async(workers[i % len(workers)], function, args=(x,)).wait() for i, x in enumerate(inputs)]
 
@@ -87,6 +87,12 @@ def results_by_worker(workers, function, inputs):
     p = len(workers)
     calls = [rpc.rpc_async(workers[w], function, args=(x,)) for w in range(p) for x in inputs[w::p]]
     return torch.futures.wait_all(calls)
+
+
+@wrong("ask_all", "input 1 went to worker1, and 1 modulo 2 workers is worker2")
+def inputs_in_blocks(workers, function, inputs):
+    each = -(-len(inputs) // len(workers))
+    return torch.futures.wait_all([rpc.rpc_async(workers[i // each], function, args=(x,)) for i, x in enumerate(inputs)])
 
 
 @wrong("ask_all", "had nothing to do")
