@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
+import signal
 
 import pytest
 from answers import Answers, judge
+
+from labkit.exercises.check import check
 
 pytestmark = [pytest.mark.tf, pytest.mark.slow]
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
@@ -251,3 +255,21 @@ def test_the_verdict_fits_the_answer(answer) -> None:
 
 def test_every_exercise_has_right_and_wrong_answers_here() -> None:
     answers.complete("tf_hybrid")
+
+
+@pytest.mark.parametrize(("crashes", "passed"), [(1, True), (2, False)])
+def test_a_crash_of_tensorflow_is_no_wrong_answer(crashes, passed, tmp_path) -> None:
+    """A crash that does not happen again is not the student's; one that does is reported."""
+    runs = tmp_path / "runs"
+
+    def crashing(coordinator, step, batches, epochs):
+        with runs.open("a") as file:
+            file.write("one\n")
+        if len(runs.read_text().split()) <= crashes:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return run_epochs(coordinator, step, batches, epochs)
+
+    verdict = check("run_epochs", crashing)
+    assert verdict.passed == passed, str(verdict)
+    assert ("killed by SIGSEGV" in verdict.message) == (not passed)
+    assert len(runs.read_text().split()) == 2
