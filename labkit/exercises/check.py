@@ -26,8 +26,8 @@ __all__ = ["Verdict", "check"]
 
 SERIAL_LIMIT_S = 60.0  # for code in this process, which may have to import TensorFlow from a cold disk
 LIMIT_S = 60.0  # for one run on ranks; the slowest right answer, with TensorFlow, takes 4 s on two busy cores
-# A call, an attribute or a name of one letter, which has no capital at the start of a sentence.
-_CODE = re.compile(r"`|\w+[(._\[]\w|(?!a\b)[a-z]\b")
+# A call, an attribute, a name of one letter or with a number: these have no capital at the start of a sentence.
+_CODE = re.compile(r"`|\w+[(._\[]\w|(?!a\b)[a-z]\b|[a-z]+\d")
 # Symbol and colour of each state: the symbols do not need the colours, which are legible in light and dark themes.
 _SYMBOL_AND_COLOUR = {"passed": ("✓", "#12885c"), "wrong": ("✗", "#d55e00"), "not written yet": ("○", "#767676")}
 

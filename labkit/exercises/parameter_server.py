@@ -126,7 +126,8 @@ def _judge_served(received: list[_Answers | str], decorated: bool, weights: Arra
     if len(given) < trainers:
         raise AnswerError(
             f"{counted(trainers - len(given), 'trainer')} got no answer within {ANSWER_S:.0f} s: when the last gradient of a "
-            "round arrives, complete the future of every caller, not only of the last, and begin a new round"
+            "round arrives, complete the future of every caller, not only of the last, and begin a new round. (Or does a "
+            "thread wait for a lock that it already holds?)"
         )
     kinds = [part for one in given for part in one.answers if isinstance(part, str)]
     if kinds:

@@ -29,6 +29,7 @@ MISTAKES = {  # parts of torch's messages, and what they mean here
     "reference.rpc_sync().total()",
     "function should be callable": "the function has run before the call was made: write rpc_async(worker, function, "
     "args=(x,)), not rpc_async(worker, function(x))",
+    "_Tally' object is not callable": "the object was made before the call: pass the class, rpc.remote(owner, tally_class)",
     "Boolean value of Tensor": "`args` is a tuple, even with one argument: args=(x,), with the comma",
     "iteration over a 0-d tensor": "`args` is a tuple, even with one argument: args=(x,), with the comma",
     "'Future'": "a future is not the result: wait() for it first",

@@ -143,7 +143,7 @@ def _both_workers(answer: Any, on: OnRanks) -> str:
     if alone:
         raise AnswerError(
             "the second worker started only when the first had finished: rpc_sync waits, and so does a wait() right after "
-            "rpc_async. Call both with rpc_async, then wait for both",
+            "rpc_async",
             *visits,
         )
     if max(sizes) > BATCH // 2:

@@ -29,6 +29,20 @@ NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 # What a verdict looks like
 
 
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("each rank waits", "Each rank waits"),
+        ("a rank waits", "A rank waits"),
+        ("x is whole", "x is whole"),
+        ("trainer2 was answered", "trainer2 was answered"),
+        ("dist.all_reduce works in place", "dist.all_reduce works in place"),
+    ],
+)
+def test_a_sentence_begins_with_a_capital_but_a_name_does_not(given: str, shown: str) -> None:
+    assert MODULE._sentence(given) == shown
+
+
 def test_a_verdict_reads_the_same_as_text_and_in_a_notebook() -> None:
     verdict = Verdict("my_share", False, "Items < 2 are lost", ("rank 0: []", "rank 1: [2]"))
     assert repr(verdict) == "✗ my_share: wrong\n  Items < 2 are lost\n  rank 0: []\n  rank 1: [2]"

@@ -132,6 +132,12 @@ def remote_tallies_one_by_one(tally_class, owners, amounts):
     return totals
 
 
+@wrong("remote_tallies", "the object was made before the call: pass the class")
+def an_object_instead_of_the_class(tally_class, owners, amounts):
+    references = [rpc.remote(owner, tally_class()) for owner in owners]
+    return [reference.rpc_sync().total() for reference in references]
+
+
 @wrong("remote_tallies", "an RRef is not the object")
 def methods_of_references(tally_class, owners, amounts):
     tallies = [rpc.remote(owner, tally_class) for owner in owners]
