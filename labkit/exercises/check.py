@@ -98,7 +98,7 @@ def check(name: str, answer: Any = ...) -> Verdict:
         )
     exercise = find(name)
     if _is_unwritten(answer):
-        return _not_written(exercise)
+        return _not_written(exercise, f'lab.check("{name}", {name}) judges your answer' if answer is ... else "")
     if not (exercise.number or callable(answer)):
         hint = f"given {reprlib.repr(answer)}: pass the function itself, not its return value"
         return Verdict(name, False, _sentence(hint), (f'lab.check("{name}", {name})',))
@@ -135,8 +135,8 @@ def check(name: str, answer: Any = ...) -> Verdict:
     return Verdict(name, True, message)
 
 
-def _not_written(exercise: Exercise) -> Verdict:
-    return Verdict(exercise.name, False, exercise.target, written=False)
+def _not_written(exercise: Exercise, hint: str = "") -> Verdict:
+    return Verdict(exercise.name, False, exercise.target, (hint,) if hint else (), written=False)
 
 
 def _on_ranks(ranks: Any, function: Callable[..., Any], *args: Any, **options: Any) -> Results:

@@ -293,7 +293,7 @@ def _judge_push(result: Any, final: Array, calls: list[str], *, weights: Array, 
         hint = "the server has the right weights, but others were returned: return what the last update replied"
         raise AnswerError(hint, f"given {_rounded(result)}", f"expected {_rounded(expected)}")
     if fetches != 1:
-        hint = "the reply to update already contains the new weights: fetch them with values() only once, before the loop"
+        hint = "the reply to update already contains the new weights, so values() is needed only once, before the loop"
         raise AnswerError(f"the weights are right, with {counted(fetches, 'call')} of values: {hint}", counts)
 
 

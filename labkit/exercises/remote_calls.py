@@ -22,11 +22,13 @@ MEET_S = 5.0  # that the first worker waits for the others; calls that overlap m
 SHORTEST = 2  # the length of the first input; each one is longer by 1, by which the workers know them
 ASKED_S = 2.0  # that an addition waits for somebody who asks for the total too early
 
-NOT_THE_OBJECT = "an RRef is not the object, which lives with its owner: call a method there, as in reference.rpc_sync().total()"
+NOT_THE_OBJECT = (
+    "an RRef is not the object, which lives with its owner: call a method there, as in reference.rpc_sync().the_method()"
+)
 MISTAKES = {  # parts of torch's messages, and what they mean here
     "PyRRef' object": NOT_THE_OBJECT,
     "can't call localValue()": "local_value() works only on the owner. Elsewhere, call a method through the reference: "
-    "reference.rpc_sync().total()",
+    "reference.rpc_sync().the_method()",
     "function should be callable": "the function has run before the call was made: write rpc_async(worker, function, "
     "args=(x,)), not rpc_async(worker, function(x))",
     "_Tally' object is not callable": "the object was made before the call: pass the class, rpc.remote(owner, tally_class)",

@@ -27,6 +27,8 @@ IN_ROWS = (
             "x.tensor_split(p, -1)[rank]. (chunk(p) cuts into other sizes if p does not divide them.)"
         ),
     ),
+    ("'CopyIn' object", "an autograd function is applied: CopyIn.apply(x), not CopyIn(x)"),
+    ("'SumOut' object", "an autograd function is applied: SumOut.apply(y), not SumOut(y)"),
     (
         "Collective number",
         (

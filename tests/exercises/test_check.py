@@ -146,7 +146,13 @@ def test_an_unchanged_stub_shows_the_target_and_starts_no_process(monkeypatch: p
     verdict = check("average_gradients", stub_with_a_hole)
     assert (verdict.state, verdict.passed) == ("not written yet", False)
     assert "Average them over all ranks, in place" in verdict.message
-    assert verdict == check("average_gradients")
+    assert verdict.message == check("average_gradients").message
+
+
+def test_without_an_answer_the_task_is_repeated_with_the_call_that_judges() -> None:
+    verdict = check("row_linear")
+    assert not verdict.written
+    assert verdict.details == ('lab.check("row_linear", row_linear) judges your answer',)
 
 
 @pytest.mark.parametrize("name", ["my_share", "scaled_learning_rate"])

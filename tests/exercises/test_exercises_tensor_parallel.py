@@ -187,6 +187,11 @@ def row_of_chunks(x, weight, bias):
     return SumOut.apply(linear(CopyIn.apply(x).chunk(dist.get_world_size(), -1)[dist.get_rank()], weight)) + bias
 
 
+@wrong("row_linear", "an autograd function is applied: CopyIn.apply(x)")
+def row_without_apply(x, weight, bias):
+    return SumOut.apply(linear(own_columns(CopyIn(x)), weight)) + bias
+
+
 @wrong("row_linear", "pass x through f before you cut it")
 def row_with_f_after_the_cut(x, weight, bias):
     return SumOut.apply(linear(CopyIn.apply(own_columns(x)), weight)) + bias
