@@ -20,6 +20,7 @@ from labkit.exercises import find
 from labkit.exercises.judging import AnswerError, Exercise, Results
 from labkit.exercises.time_limit import OutOfTimeError, TimeLimit
 from labkit.group.group import Group
+from labkit.recording.group_keys import DIST_BACKWARD
 from labkit.recording.record import is_students, label
 
 __all__ = ["Verdict", "check"]
@@ -164,6 +165,11 @@ def _run_once(ranks: Any, function: Callable[..., Any], *args: Any, **options: A
                 f"not finished after {LIMIT_S:.0f} s: does every loop end, and do all ranks call the same operations "
                 f"in the same order?"
             )
+            if any(DIST_BACKWARD in doing for doing in late.doings):
+                hint = (
+                    f"not finished after {LIMIT_S:.0f} s: does the loss use every result of a remote call in its context? "
+                    "Otherwise dist_autograd.backward waits for ever"
+                )
             raise AnswerError(hint, *late.doings) from None
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 import torch.nn.functional as F
 from answers import Answers, judge
+from time_limits import LIMITS_S, some_limit_does
 
+from labkit.exercises.check import check
+
+MODULE = sys.modules[check.__module__]  # `labkit.check` is the function
 answers = Answers()
 right, wrong = answers.right, answers.wrong
 
@@ -215,3 +221,24 @@ def test_the_verdict_fits_the_answer(answer) -> None:
 
 def test_every_exercise_has_right_and_wrong_answers_here() -> None:
     answers.complete("hybrid_master")
+
+
+def features_fetched(shard1, shard2, batches, parts, rate):
+    def forward(x):
+        features = [shard1.remote().forward(part) for part in x.chunk(parts)]
+        features[0].to_here()  # only to look at them
+        return shard2.rpc_sync().score(*features)
+
+    return train(shard1, shard2, batches, rate, forward)
+
+
+def test_a_result_that_the_loss_leaves_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`dist_autograd.backward` waits for ever; the limit must leave it the time to begin."""
+
+    def named(limit_s: float) -> bool:
+        monkeypatch.setattr(MODULE, "LIMIT_S", limit_s)
+        verdict = check("hybrid_master", features_fetched)
+        assert not verdict.passed
+        return "does the loss use every result of a remote call in its context?" in verdict.message
+
+    assert some_limit_does(named, LIMITS_S)
