@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from labkit.errors.exceptions import RankError
+from labkit.exercises.explained import explaining
 from labkit.exercises.judging import AnswerError, Exercise, OnRanks
 
 __all__ = ["EXERCISES"]
@@ -210,18 +210,20 @@ def _pair_on_rank(answer: Callable[..., Any], devices: int) -> dict[str, Any]:
     return {"layouts": [list(own) for own in names], "count": count, "shapes": shapes, "right": bool(np.allclose(result, right))}
 
 
+# What TensorFlow says after common mistakes in pair_layouts.
+TWO_NAMES = f'a layout has two names, each "{WHOLE}" or the name of the mesh dimension, "{PARTS}"'
+IN_LAYOUTS = (
+    ("A dimension sharding must", TWO_NAMES),
+    (
+        "was repeated in sharding specification",
+        f'"{PARTS}" can divide only one of the two dimensions of a matrix; the other one stays "{WHOLE}"',
+    ),
+)
+
+
 def _pair_layouts(answer: Any, on: OnRanks) -> str:
     for devices in (2, 3):
-        try:
-            (found,) = on(1, _pair_on_rank, answer, devices, runtime="tensorflow", devices_per_rank=devices)
-        except RankError as error:
-            text = f"{error.failures[0].headline}\n{error.failures[0].traceback}"
-            if "A dimension sharding must" in text:
-                raise AnswerError(
-                    f'a layout has two names, each "{WHOLE}" or the name of the mesh dimension, "{PARTS}"',
-                    error.failures[0].headline,
-                ) from None
-            raise
+        (found,) = explaining(on, IN_LAYOUTS, runtime="tensorflow")(1, _pair_on_rank, answer, devices, devices_per_rank=devices)
         _judge_pair(found)
     return "Columns, then rows: no device holds more than its share, and one all-reduce adds up the products."
 
@@ -236,7 +238,7 @@ def _judge_pair(found: dict[str, Any]) -> None:
     details = (f"a: {a}, each device has {found['shapes'][0]}", f"b: {b}, each device has {found['shapes'][1]}")
     columns, rows, whole = [WHOLE, PARTS], [PARTS, WHOLE], [WHOLE, WHOLE]
     if whole in (a, b):
-        raise AnswerError("a copy on each device needs no message, but it saves no memory: divide both matrices", *details)
+        raise AnswerError("a copy on each device saves no memory: divide both matrices", *details)
     for pair, hint in (
         ((rows, columns), "rows, then columns: the hidden layer must be added up, and the output gathered. Try the other order"),
         ((columns, columns), "both by columns: the second product needs the whole hidden layer, so it is gathered first"),
@@ -245,7 +247,7 @@ def _judge_pair(found: dict[str, Any]) -> None:
         if (a, b) == pair:
             raise AnswerError(hint, *details)
     if (a, b) != (columns, rows) or not found["right"]:
-        raise AnswerError(f'a layout has two names, each "{WHOLE}" or the name of the mesh dimension, "{PARTS}"', *details)
+        raise AnswerError(TWO_NAMES, *details)
     if not _is_number(found["count"]):
         raise AnswerError("the third value is a number: how many all-reduces the forward pass has", f"given {found['count']!r}")
     if found["count"] == 2:

@@ -234,6 +234,11 @@ def pair_of_an_unknown_name(mesh):
     return ["unsharded", "columns"], ["columns", "unsharded"], 1
 
 
+@wrong("pair_layouts", "can divide only one of the two dimensions")
+def pair_with_both_dimensions_divided(mesh):
+    return ["model", "model"], ["model", "unsharded"], 1
+
+
 @wrong("pair_layouts", "expected three values")
 def pair_without_a_number(mesh):
     return pair_layouts(mesh)[:2]
