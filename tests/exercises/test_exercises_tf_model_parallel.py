@@ -214,7 +214,7 @@ def pair_of_rows(mesh):
     return ["model", "unsharded"], ["model", "unsharded"], 1
 
 
-@wrong("pair_layouts", "it saves no memory")
+@wrong("pair_layouts", "saves no memory")
 def pair_of_copies(mesh):
     return ["unsharded", "unsharded"], ["unsharded", "unsharded"], 0
 
