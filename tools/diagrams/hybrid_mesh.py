@@ -95,7 +95,7 @@ def placement() -> Diagram:
     )  # fmt: skip
     for side, (inner, outer) in enumerate((("tp", "dp"), ("dp", "tp"))):
         left = 14.0 + 386 * side
-        picture.text(left + 173, 14, f"({outer}, {inner}): {'inside' if side == 0 else 'across'}", size=15, bold=True)
+        picture.text(left + 173, 14, f"order {outer}, {inner}: tp {'inside' if side == 0 else 'across'}", size=15, bold=True)
         for node in range(2):
             y = 34.0 + 122 * node
             picture.box(left, y, 346, 84, dashed=True)

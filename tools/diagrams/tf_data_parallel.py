@@ -39,20 +39,20 @@ def loss() -> Diagram:
         "Replica 0 has the losses 1 and 2, replica 1 has 3 and 6; the mean of all four is 3. Divided by the global batch "
         "of 4, the replicas have 0.75 and 2.25, with the sum 3. Divided by their own 2 examples, they have 1.5 and 4.5, sum 6.",
     )  # fmt: skip
-    picture.text(90, 16, "losses", size=13, bold=True)
+    picture.text(130, 16, "losses", size=13, bold=True)
     picture.text(320, 16, "sum ÷ global batch", size=13, bold=True)
     picture.text(560, 16, "mean of the replica's own", size=13, bold=True)
     rows = (("1", "2", "(1 + 2) ÷ 4 = 0.75", "(1 + 2) ÷ 2 = 1.5"), ("3", "6", "(3 + 6) ÷ 4 = 2.25", "(3 + 6) ÷ 2 = 4.5"))
     for replica, (first, second, scaled, own) in enumerate(rows):
         y, color = 36.0 + 54 * replica, SHARES[replica]
-        picture.text(8, y + 20, str(replica), anchor="start", size=14)
-        picture.box(30, y, 58, 40, first, fill=color, size=15)
-        picture.box(92, y, 58, 40, second, fill=color, size=15)
+        picture.text(6, y + 20, f"replica {replica}", anchor="start", size=13)
+        picture.box(78, y, 50, 40, first, fill=color, size=15)
+        picture.box(132, y, 50, 40, second, fill=color, size=15)
         picture.box(230, y, 180, 40, scaled, fill=color, size=14)
         picture.box(470, y, 180, 40, own, fill=color, size=14)
-    picture.text(90, 162, "mean of all: 3", size=14)
-    picture.text(320, 162, "sum of the replicas: 3", size=14, bold=True)
-    picture.text(560, 162, "sum of the replicas: 6", size=14, bold=True)
+    picture.text(130, 162, "mean of all: 3", size=14)
+    picture.text(320, 162, "sum: 3, right", size=14, bold=True)
+    picture.text(560, 162, "sum: 6, twice too large", size=14, bold=True)
     return picture
 
 
