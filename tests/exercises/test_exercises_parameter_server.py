@@ -262,7 +262,7 @@ def parts_from_one(server, gradient_of, rounds, parts):
     return weights
 
 
-@wrong("push_less", "fetch them with values() only once")
+@wrong("push_less", "values() is needed only once")
 def fetched_in_each_round(server, gradient_of, rounds, parts):
     for _ in range(rounds):
         weights = server.rpc_sync().values()
