@@ -96,7 +96,7 @@ def _replica_loss(answer: Any, on: OnRanks) -> str:
         )
         if isinstance(got, list):
             raise AnswerError(
-                "it returns a loss for each example: return one number, for the whole share of this replica",
+                "it returns several numbers: return one, for the whole share of this replica",
                 f"summed over {REPLICAS} replicas: {got}",
             )
         if not differentiable:
@@ -125,10 +125,7 @@ def _scaling_mistake(got: float, mean: float) -> str:
     if math.isclose(got, mean, rel_tol=1e-4):
         return "the losses are right and the penalty is missing: add this replica's share of it"
     if math.isclose(got, mean + REPLICAS * PENALTY, rel_tol=1e-4):
-        return (
-            f"the losses are right, but the penalty is added {REPLICAS} times, once per replica: divide it by the number of "
-            "replicas, which tf.distribute.get_replica_context().num_replicas_in_sync says"
-        )
+        return f"the losses are right, but every replica adds the whole penalty: it is added {REPLICAS} times"
     if math.isclose(got, mean + REPLICAS * PENALTY / 4, rel_tol=1e-4):
         return (
             "the penalty is divided by the global batch, but every replica adds it once, however many examples it has: divide "
@@ -308,9 +305,11 @@ def _clipped_sum(answer: Any, on: OnRanks) -> str:
             if all(_same(got, wrong) for got, wrong in zip(ranks, mistaken, strict=True)):
                 raise AnswerError(explanation, *details)
         if limit == HIGH_LIMIT:
-            raise AnswerError("right if the norm is above the limit, wrong below it: clipping never makes longer", *details)
+            raise AnswerError(
+                "right if the norm is above the limit, wrong below it: clipping never lengthens a gradient", *details
+            )
         raise AnswerError("these are not the gradients of the whole batch, clipped", *details)
-    return "The gradients of all ranks are summed first and clipped then, as one device with the whole batch would."
+    return "The gradients of all replicas are first summed and then clipped, as one device would do with the whole batch."
 
 
 def _sum(ranks: list[list[NDArray[Any]]]) -> list[NDArray[Any]]:

@@ -49,7 +49,7 @@ def replica_mean_and_penalty(losses, global_batch, penalty):
     return tf.reduce_mean(losses) + penalty
 
 
-@wrong("replica_loss", "the penalty is added 2 times")
+@wrong("replica_loss", "every replica adds the whole penalty: it is added 2 times")
 def penalty_on_each(losses, global_batch, penalty):
     import tensorflow as tf
 
@@ -110,7 +110,7 @@ def replica_largest(losses, global_batch, penalty):
     return tf.reduce_max(losses) + penalty / 2
 
 
-@wrong("replica_loss", "return one number, for the whole share of this replica")
+@wrong("replica_loss", "it returns several numbers: return one")
 def replica_losses_not_added(losses, global_batch, penalty):
     return losses / global_batch + penalty / 2
 
@@ -318,7 +318,7 @@ def clipped_with_norm(gradients, limit):
     return tf.clip_by_global_norm(tf.distribute.get_replica_context().all_reduce("SUM", gradients), limit)
 
 
-@wrong("clipped_sum", "clipping never makes longer")
+@wrong("clipped_sum", "clipping never lengthens a gradient")
 def always_scaled(gradients, limit):
     import tensorflow as tf
 
