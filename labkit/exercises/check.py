@@ -99,7 +99,8 @@ def check(name: str, answer: Any = ...) -> Verdict:
         )
     exercise = find(name)
     if _is_unwritten(answer):
-        return _not_written(exercise, f'lab.check("{name}", {name}) judges your answer' if answer is ... else "")
+        absent = answer is ... and not exercise.number  # a number that is not filled in yet is `...`, too
+        return _not_written(exercise, f'lab.check("{name}", {name}) judges your answer' if absent else "")
     if not (exercise.number or callable(answer)):
         hint = f"given {reprlib.repr(answer)}: pass the function itself, not its return value"
         return Verdict(name, False, _sentence(hint), (f'lab.check("{name}", {name})',))

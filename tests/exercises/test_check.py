@@ -153,6 +153,7 @@ def test_without_an_answer_the_task_is_repeated_with_the_call_that_judges() -> N
     verdict = check("row_linear")
     assert not verdict.written
     assert verdict.details == ('lab.check("row_linear", row_linear) judges your answer',)
+    assert not check("waiting_share", ...).details, "a number that is not filled in yet"
 
 
 @pytest.mark.parametrize("name", ["my_share", "scaled_learning_rate"])
