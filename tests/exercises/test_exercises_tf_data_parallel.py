@@ -398,6 +398,11 @@ def transfer(spans):
     return {rank: whole_all_reduces(spans)[rank] - waited_ms(spans)[rank] for rank, *_ in spans}
 
 
+@wrong("waited_ms", "the keys are the ranks, here [0, 1]")
+def without_ranks_that_never_waited(spans):
+    return {rank: wait for rank, wait in waited_ms(spans).items() if wait}
+
+
 @wrong("waited_ms", "that is the mean of the steps")
 def mean_wait(spans):
     return {rank: wait / len({step for _, step, _, _ in spans}) for rank, wait in waited_ms(spans).items()}

@@ -246,3 +246,31 @@ def test_a_headline_is_not_cut_by_only_a_few_characters() -> None:
     text = "x" * (HEADLINE_CHARACTERS + 20)
     assert headline(ValueError(text)).count("x") == len(text)
     assert "characters left out" in headline(ValueError(text * 2))
+
+
+# Devices that a rank does not have
+
+
+def mirrored_on(devices: list[str], own: int = 0) -> int:
+    import tensorflow as tf
+
+    if own:
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * own)
+    return tf.distribute.MirroredStrategy(devices).num_replicas_in_sync
+
+
+@pytest.mark.parametrize("devices", [["CPU:0", "CPU:1"], ["/cpu:1"], ["/job:localhost/replica:0/task:0/device:CPU:1"]])
+def test_a_strategy_for_devices_that_the_rank_does_not_have_is_refused(two: lab.Group, devices: list[str]) -> None:
+    """Its first all-reduce would wait for the missing replica without end."""
+    with pytest.raises(lab.RankError) as failed:
+        two.run(mirrored_on, devices)
+    assert f"MirroredStrategy names {devices[-1]!r}, but this rank has 1 CPU device." in str(failed.value)
+    assert "use MultiWorkerMirroredStrategy" in str(failed.value)
+
+
+def test_a_strategy_for_the_devices_of_a_rank_is_made(two: lab.Group) -> None:
+    assert two.run(mirrored_on, ["CPU:0"]).results == [1, 1]
+    assert two.run(mirrored_on, ["CPU:0", "CPU:1"], own=2).results == [2, 2], "configured by the program"
+    with lab.Group(1, runtime="tensorflow", devices_per_rank=2) as one:
+        assert one.run(mirrored_on, ["CPU:0", "/cpu:1"]).results == [2]

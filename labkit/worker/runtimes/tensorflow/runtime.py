@@ -12,7 +12,7 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.lists import counted
 from labkit.recording.record import here
 from labkit.worker.runtimes.base import LOOPBACK, MIB, Runtime, has_server, quiet_stderr
-from labkit.worker.runtimes.tensorflow import config, patches, roles, servers, strategies
+from labkit.worker.runtimes.tensorflow import config, missing_devices, patches, roles, servers, strategies
 from labkit.worker.runtimes.tensorflow.events import Place
 from labkit.worker.runtimes.tensorflow.timeline import Timeline
 
@@ -69,6 +69,7 @@ class TensorFlow(Runtime):
         patches.apply()
         servers.apply(self.network, own_threads, self.wait_for_release)
         roles.apply(cluster, job)
+        missing_devices.apply()
         unknown = strategies.apply()
         config.apply(rank_config.jobs, rank_config.rank)
         own, notes = self._share(gpus)
