@@ -144,7 +144,7 @@ def _not_written(exercise: Exercise, hint: str = "") -> Verdict:
 def _on_ranks(ranks: Any, function: Callable[..., Any], *args: Any, **options: Any) -> Results:
     """Run a function on new ranks; a second time if TensorFlow has crashed, which a right answer does not prevent.
 
-    TensorFlow 2.21 crashes in about one of 700 runs of a ClusterCoordinator on busy cores, in its own thread.
+    TensorFlow 2.21 crashes in about one of 400 runs of a ClusterCoordinator on busy cores, in its own thread.
     """
     try:
         return _run_once(ranks, function, *args, **options)
