@@ -52,7 +52,7 @@ def test_the_results_on_two_nodes_of_one_rank_are_right() -> None:
 def test_results_and_bytes_are_those_without_a_network(four: Group) -> None:
     def everything() -> list[float]:
         rank, x = dist.get_rank(), torch.arange(8.0)
-        other, parts = torch.empty(8), [torch.empty(2) for _ in range(4)]
+        other, parts = torch.zeros(8), [torch.zeros(2) for _ in range(4)]
         mine = x[:2] * rank
         found = []
         for action in (
