@@ -164,6 +164,28 @@ def test_ranks_read_from_a_data_service_of_others(four: lab.Group, how: str) -> 
         assert sorted(one + other) == [x * x for x in range(12)]
 
 
+def read_late(address: str) -> int:
+    """Rank 2 returns at once, and rank 3 waits until rank 1 begins to work."""
+    import time
+
+    import tensorflow as tf
+
+    service = tf.data.experimental.service
+    if os.environ["RANK"] == "0":
+        service.DispatchServer(service.DispatcherConfig(port=int(address.split(":")[1]))).join()
+    if os.environ["RANK"] == "1":
+        time.sleep(6)
+        service.WorkerServer(service.WorkerConfig(dispatcher_address=address)).join()
+    if os.environ["RANK"] == "2":
+        return 0
+    data = tf.data.Dataset.range(12).apply(service.distribute("parallel_epochs", f"grpc://{address}"))
+    return int(tf.function(lambda: data.reduce(tf.constant(0, tf.int64), lambda total, x: total + x))())
+
+
+def test_a_reader_may_rest_after_another_has_returned(four: lab.Group) -> None:
+    assert four.run(read_late, f"localhost:{unused_port()}").results == [None, None, 0, 66]
+
+
 def unused_port() -> int:
     """A port of this machine, if the ranks have no network of their own."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -19,11 +19,18 @@ from labkit.recording.record import Recorder, clock, here, student_line
 from labkit.recording.ring_buffer import RingWriter
 from labkit.worker.runtimes.tensorflow.calls import call_within, describe
 
-__all__ = ["BlockedCall", "detect_blocked_calls", "starting_servers"]
+__all__ = ["BlockedCall", "detect_blocked_calls", "reads_from_a_service", "starting_servers"]
 
 CHECK_EVERY_S: Final = 0.25
 DESCRIBE_EVERY_NS: Final = 2_000_000_000  # the description is updated, because queues may have become shorter
 IDLE_SHARE: Final = 0.1  # of one core; TensorFlow's polling threads use a fiftieth of this
+
+
+# Set once this rank reads from tf.data's service. Its client may rest for seconds until the dispatcher reports the end
+# of the data, also if another reader has returned.
+_service: Final = threading.Event()
+
+reads_from_a_service: Final = _service.set
 
 
 class BlockedCall:
@@ -50,7 +57,7 @@ class BlockedCall:
             innermost: the innermost frame of the main thread.
         """
         idle = cpu_ns - self._cpu_ns < IDLE_SHARE * (now_ns - self._now_ns)
-        call = call_within(innermost) if idle else None
+        call = call_within(innermost) if idle and not _service.is_set() else None
         blocked = call is not None and call is self._call
         if not blocked:
             self._remove()

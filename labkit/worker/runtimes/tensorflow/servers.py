@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from labkit.worker.network_namespace import Network
 from labkit.worker.runtimes.base import Released
-from labkit.worker.runtimes.tensorflow.blocked import starting_servers
+from labkit.worker.runtimes.tensorflow.blocked import reads_from_a_service, starting_servers
 
 __all__ = ["apply", "duplicate"]
 
@@ -61,9 +61,10 @@ def apply(network: Network, options: Any, wait_for_release: Callable[[], None]) 
         [(server_lib.Server, ["join"]), (data_server_lib.DispatchServer, ["join"]), (data_server_lib.WorkerServer, ["join"])],
         lambda join: _until_released(join, wait_for_release),
     )
+    clients = ((_pywrap_server_lib, DATA_CLIENTS), (gen_experimental_dataset_ops, DATA_OPERATIONS))
+    _replace(clients, lambda call: _after(reads_from_a_service, call))
     if network.private and hasattr(_pywrap_server_lib, "TF_DATA_NewDispatchServer"):
         enter = _connections_within(_pywrap_server_lib)
-        clients = ((_pywrap_server_lib, DATA_CLIENTS), (gen_experimental_dataset_ops, DATA_OPERATIONS))
         _replace(clients, lambda call: _after(enter, call))
 
 
