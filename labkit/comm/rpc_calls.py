@@ -62,6 +62,33 @@ class _Thread(threading.local):
         self.timed = False  # whether it fails after a time limit that the program has set
 
 
+class _Replies:
+    """The results that torch will pickle next, each with a callback for that moment.
+
+    torch pickles a result on the thread on which its function has returned or its future has completed. Only a future
+    that completes while torch is about to wait for it is pickled on another thread. Not in a `threading.local`, whose
+    contents would be lost since C++ leaves Python in between.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._expected: list[tuple[int, Any, Callable[[int], None]]] = []  # thread id, result, callback
+
+    def expect(self, result: Any, sent: Callable[[int], None]) -> None:
+        with self._lock:
+            self._expected.append((threading.get_ident(), result, sent))
+
+    def take(self, value: Any) -> Callable[[int], None] | None:
+        """Return the callback for the value that is pickled now, on this thread; None if it is not an expected result."""
+        own = threading.get_ident()
+        with self._lock:
+            same = [i for i, (_, result, _) in enumerate(self._expected) if result is value]
+            if not same:
+                return None
+            here = [i for i in same if self._expected[i][0] == own]
+            return self._expected.pop((here or same)[-1])[2]
+
+
 class RpcCalls:
     """Records the calls that this rank makes and serves.
 
@@ -78,9 +105,7 @@ class RpcCalls:
         self._numbers = itertools.count(1)
         self._backwards = RpcBackwards(recorder.ring)
         self._thread = _Thread()
-        # By thread id, the result that torch will pickle next on that thread, and a callback for that moment. Not in a
-        # `threading.local`, whose contents would be lost since C++ leaves Python in between.
-        self._replies: dict[int, tuple[Any, Callable[[int], None]]] = {}
+        self._replies = _Replies()
         self._values: WeakKeyDictionary[Any, tuple[str, int]] = WeakKeyDictionary()  # by RRef, the call whose result it refers to
 
     def install(self) -> None:
@@ -230,14 +255,14 @@ class RpcCalls:
                 self._slow.reply(call.caller, call.number, nbytes, start_ns, travels=call.replies)
 
         if call.replies and not isinstance(result, BaseException):
-            self._replies[threading.get_ident()] = result, sent
+            self._replies.expect(result, sent)
         else:
             sent(0)
 
     def _reply(self, serialize: Callable[..., Any], value: Any) -> Any:
-        result, sent = self._replies.pop(threading.get_ident(), (None, None))
+        sent = self._replies.take(value)
         pickled, tensors = serialize(value)
-        if sent is not None and value is result:
+        if sent is not None:
             sent(len(pickled) + _nbytes(tensors))
         return pickled, tensors
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from labkit.errors.causes import Cause
-from labkit.errors.exceptions import DeadlockError, RankError, RunTimeoutError
+from labkit.errors.exceptions import DeadlockError, RankError, RunTimeoutError, Stopped
 from labkit.errors.wrong_calls import public_api
 from labkit.exercises import find
 from labkit.exercises.judging import AnswerError, Exercise, Results
@@ -117,6 +117,8 @@ def check(name: str, answer: Any = ...) -> Verdict:
         limit.close()
         hint = f"not finished after {SERIAL_LIMIT_S:.0f} s, so it was stopped: does every loop end?"
         return Verdict(name, False, _sentence(hint), tuple(_students_frames(late)))
+    except Stopped as stopped:  # it names a function of the judge
+        raise Stopped(f'lab.check("{name}")', stopped.doings) from None
     except AnswerError as wrong:
         return Verdict(name, False, _sentence(wrong.message), wrong.details)
     except NotImplementedError:

@@ -27,10 +27,12 @@ EXAMPLES_OF_RANKS = 24  # two ranks that shuffle differently split them correctl
 GRADIENTS = (((3.0, 0.0), (0.0,)), ((3.0, 0.0), (8.0,)))
 LIMIT, HIGH_LIMIT = 6.0, 20.0
 NONE = "None values not supported"  # TensorFlow's message
+ITERATOR = "this is an iterator, not a dataset"
 # TensorFlow's messages after common mistakes, and what they mean here.
 EXPLAINED = (
     ("name 'tf' is not defined", "`tf` is not defined in the ranks: begin with `import tensorflow as tf`"),
     (NONE, "it returns nothing: end the function with `return` and the result"),
+    (ITERATOR, "it returns an iterator, which can be read only once: return the distributed dataset"),
     ("OperatorNotAllowedInGraphError", "use tf.reduce_sum: in a graph Python cannot loop over a tensor, as its own sum does"),
     (
         "has no attribute '_variant_tensor'",
@@ -152,6 +154,8 @@ def _batches(answer: Callable[..., Any], strategy: Any, examples: int) -> Steps:
     data = answer(strategy, np.arange(examples, dtype=np.int64), PER_REPLICA)
     if data is None:
         raise ValueError(NONE)
+    if iter(data) is data:
+        raise ValueError(ITERATOR)
     some = itertools.islice(data, examples + 1)  # an infinite dataset has more steps than examples
     return [[part.numpy().tolist() for part in strategy.experimental_local_results(batch)] for batch in some]
 

@@ -12,7 +12,7 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.units import bytes_in_words, unit_of, unit_of_bytes
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.flows import Flows, flows_of, over_time
-from labkit.plots.style import INK, INKS, WIDTH_IN, describe, labkit_style, new_axes, pyplot, shortened
+from labkit.plots.style import CHIP, INK, INKS, WIDTH_IN, describe, labkit_style, new_axes, pyplot, shortened
 from labkit.plots.view import view_of
 from labkit.recording.operations import type_of
 from labkit.tracing.run_argument import HasTrace, trace_of
@@ -197,7 +197,7 @@ def _draw_matrix(ax: Axes, scale: Axes | None, flows: Flows, ranks: list[str], r
 
     matrix, endpoint = flows.matrix(), _endpoint(flows)
     unit, size = unit_of_bytes(matrix.max())
-    colours: Any = LinearSegmentedColormap.from_list("sent", ["#FBE9DD", "#F3B58A", "#D55E00"])
+    colours: Any = LinearSegmentedColormap.from_list("sent", [(0.835, 0.369, 0.0, alpha) for alpha in (0.16, 1.0)])
     n = len(ranks)
     shown = np.ma.masked_where(matrix == 0, matrix / size)  # nothing sent: the page shows through
     image = ax.imshow(shown, cmap=colours, vmin=0, vmax=matrix.max() / size, aspect="auto")
@@ -224,7 +224,7 @@ def _draw_matrix(ax: Axes, scale: Axes | None, flows: Flows, ranks: list[str], r
         if row != column:
             ax.text(
                 column, row, _cell(nbytes, size), ha="center", va="center", fontsize=8.5 if n <= 4 else 7,
-                color=INKS["dark"] if nbytes else INK,
+                color=INKS["dark"] if nbytes else INK, bbox=CHIP if nbytes else None,
             )  # fmt: skip
 
 

@@ -136,6 +136,15 @@ def test_a_forwarded_reference_still_belongs_to_its_call() -> None:
     assert (call.peer, fetched.peer, value.peer) == (WORKER, WORKER, MASTER)
 
 
+def test_replies_of_a_shared_future_are_recorded_on_any_thread() -> None:
+    with Group(["master", "worker"], runtime="rpc") as group:
+        run = group["master"].run(cases.two_callers)
+    assert [value.sum() for value in run.results[0]] == [1000, 1000]
+    replies = [s for s in spans(run, WORKER) if s.name == "reply batched"]
+    assert len({s.match for s in replies}) == 2
+    assert all(s.nbytes >= X for s in replies)
+
+
 def test_methods_by_reference(group: Group) -> None:
     run = group["master"].run(cases.by_reference)
     shard = cases.Shard()

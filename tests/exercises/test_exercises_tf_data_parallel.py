@@ -242,6 +242,11 @@ def batches_kept(strategy, examples, per_replica):
     global_batches(strategy, examples, per_replica)
 
 
+@wrong("global_batches", "it returns an iterator, which can be read only once")
+def batches_once(strategy, examples, per_replica):
+    return iter(global_batches(strategy, examples, per_replica))
+
+
 @wrong("global_batches", "begin with `import tensorflow as tf`")
 def batches_of_no_module(strategy, examples, per_replica):
     return tf.data.Dataset.from_tensor_slices(examples)  # noqa: F821  # the mistake

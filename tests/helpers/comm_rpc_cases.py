@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import torch
@@ -225,3 +227,42 @@ def call_each_other() -> None:
     rpc.rpc_sync("master" if name == WORKER else WORKER, add, args=(torch.ones(10), 1.0))
     for _ in range(100):
         torch.ones(100, 100) @ torch.ones(100, 100)
+
+
+class _Shared(torch.futures.Future[torch.Tensor]):
+    """Completes after labkit has added its callback for the first call, and before torch adds its own."""
+
+    added, completed = threading.Event(), threading.Event()
+
+    def add_done_callback(self, callback: Any) -> None:
+        super().add_done_callback(callback)
+        if not self.added.is_set():
+            self.added.set()
+            self.completed.wait(60)
+
+
+_shared: list[_Shared] = []
+
+
+@rpc.functions.async_execution
+def batched() -> Any:
+    """A batched function: the second call completes the future that the first returned, and returns it, too."""
+    if not _shared:
+        _shared.append(_Shared())
+        return _shared[0]
+    _Shared.added.wait(60)
+    _shared[0].set_result(torch.ones(1000))
+    return _shared[0]
+
+
+def release() -> None:
+    _Shared.completed.set()
+
+
+def two_callers() -> list[torch.Tensor]:
+    """The reply that torch sends last is that of the first call, on another thread than the future's completion."""
+    futures = [rpc.rpc_async(WORKER, batched) for _ in range(2)]
+    while not any(future.done() for future in futures):
+        time.sleep(0.001)
+    rpc.rpc_sync(WORKER, release)
+    return [future.wait() for future in futures]
