@@ -18,6 +18,7 @@ from torch import nn
 
 import labkit.exercises
 from labkit import LabError
+from labkit.errors.exceptions import Stopped
 from labkit.exercises.check import Verdict, _is_unwritten, check
 from labkit.exercises.judging import AnswerError, compare, factor, listing
 from labkit.exercises.time_limit import OutOfTimeError, TimeLimit
@@ -218,6 +219,16 @@ def test_our_own_errors_are_not_attributed_to_the_student(monkeypatch: pytest.Mo
 
 
 @pytest.mark.processes
+def test_stop_names_the_check_and_no_function_of_the_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object) -> None:
+        raise Stopped("_on_rank", ["rank 0 was computing"])
+
+    monkeypatch.setattr(MODULE.Group, "run", stopped)
+    with pytest.raises(Stopped) as caught:
+        check("introduce", lambda: "me")
+    assert str(caught.value).startswith('lab.check("introduce") was stopped.\n    rank 0 was computing')
+
+
 def test_a_missing_rank_is_named() -> None:
     def answer(model):
         if dist.get_rank() == 0:
