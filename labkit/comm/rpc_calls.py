@@ -79,7 +79,7 @@ class _Replies:
             self._expected.append((threading.get_ident(), result, sent))
 
     def take(self, value: Any) -> Callable[[int], None] | None:
-        """Return the callback for the value that is pickled now, on this thread; None if it is not an expected result."""
+        """Return the callback for a value that is pickled now, on this thread; None if it is no expected result."""
         own = threading.get_ident()
         with self._lock:
             same = [i for i, (_, result, _) in enumerate(self._expected) if result is value]

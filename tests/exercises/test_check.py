@@ -218,7 +218,6 @@ def test_our_own_errors_are_not_attributed_to_the_student(monkeypatch: pytest.Mo
         check("best_cut", lambda _: 1)
 
 
-@pytest.mark.processes
 def test_stop_names_the_check_and_no_function_of_the_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*_: object) -> None:
         raise Stopped("_on_rank", ["rank 0 was computing"])
@@ -229,6 +228,7 @@ def test_stop_names_the_check_and_no_function_of_the_judge(monkeypatch: pytest.M
     assert str(caught.value).startswith('lab.check("introduce") was stopped.\n    rank 0 was computing')
 
 
+@pytest.mark.processes
 def test_a_missing_rank_is_named() -> None:
     def answer(model):
         if dist.get_rank() == 0:
