@@ -38,7 +38,8 @@ class Explanation:
         return self.text
 
     def _repr_html_(self) -> str:
-        return f'<div style="max-width:72ch">{html.escape(self.text)}</div>'
+        unbroken = html.escape(self.text).replace(" %", "&nbsp;%")
+        return f'<div style="max-width:72ch">{unbroken}</div>'
 
 
 @public_api
@@ -68,7 +69,8 @@ def _sentences(f: Finding, ranks: Sequence[str], cores: int | None, busy: bool) 
     everybody = "The rank" if len(ranks) == 1 else "The ranks"
     spent = [f"{everybody} computed for {percent(f.compute)} of it"]
     spent += [f"communicated for {percent(f.exposed)} with nothing to compute"] if f.exposed >= NOTICED else []
-    spent += [f"waited for each other for {percent(f.waiting + f.standing)}"] if f.waiting + f.standing >= NOTICED else []
+    spent += [f"waited for each other for {percent(f.waiting)}"] if f.waiting >= NOTICED else []
+    spent += [f"did nothing for {percent(f.standing)} while others worked"] if f.standing >= NOTICED else []
     lasted = f"It took {time_in_words(f.duration_ns)}."
     if f.steps:
         mean_ns = f.duration_ns / f.steps

@@ -29,7 +29,7 @@ def test_the_paragraph_has_the_numbers_of_the_trace():
     assert "each rank took part in 3 operations per step with 7.34 MB of data at" in text
     assert f"Communication hidden behind computing took another {100 * found.overlap:.0f} %." in text
     assert str(explain(trace)) == text
-    assert text in explain(trace)._repr_html_()
+    assert text.replace(" %", "&nbsp;%") in explain(trace)._repr_html_()
 
 
 def test_one_rank_has_nobody_to_wait_for():
@@ -43,6 +43,14 @@ def test_one_rank_has_nobody_to_wait_for():
 
 def test_ranks_in_turns():
     assert "While any rank computed, 1.0 of 2 did on average" in explain(model_parallel()).text
+
+
+def test_waiting_in_a_call_and_doing_nothing_are_two_numbers_as_in_the_breakdown():
+    found = dataclasses.replace(limit_of(data_parallel()), compute=0.6, exposed=0.0, waiting=0.07, standing=0.19)
+    spent = module._sentences(found, ["rank 0", "rank 1"], None, busy=False)[1]
+    assert spent == (
+        "The ranks computed for 60 % of it, waited for each other for 7 % and did nothing for 19 % while others worked."
+    )
 
 
 @pytest.mark.parametrize("limit", Limit)
