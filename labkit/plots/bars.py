@@ -25,7 +25,7 @@ from labkit.tracing.trace import Trace
 
 __all__ = [
     "COMMUNICATION_LANE", "COMPUTE_LANE", "HAIRLINE_PX", "IMPORTANCE", "LANES", "STYLES", "Bars", "Style", "blend", "caption",
-    "coverage", "crowded", "hairlines", "ink", "lanes", "style_of",
+    "captioned", "coverage", "crowded", "hairlines", "ink", "lanes", "style_of",
 ]  # fmt: skip
 
 
@@ -72,6 +72,7 @@ _NUMBER: Final = {name: i for i, name in enumerate(STYLES)}
 IMPORTANCE: Final = {"unlabelled": 0, "issued": 1, "waiting": 2}  # 3 for others; hairlines may cover less important styles
 _ACTIVE: Final = np.array([IMPORTANCE.get(name, 3) == 3 for name in STYLES])
 HAIRLINE_PX: Final = 0.7  # the minimum width of a bar, if there is space
+SLIVER_PX: Final = 8  # a bar below this width divides another one without making two of it
 # `CROWD` or more narrower bars, with gaps of at most `CLOSE_PX`, would look like one wide bar: their colours are mixed.
 CLOSE_PX: Final = 2.0
 CROWD: Final = 8
@@ -284,6 +285,31 @@ def caption(trace: Trace, bar: int, bars: Bars, characters: float) -> str:
             kept -= 1
         shortest = f"{name[:kept]}…"
     return next((text for text in texts if _display_width(text) <= characters), shortest)
+
+
+def captioned(bars: Bars, px_per_ns: float) -> NDArray[np.bool_]:
+    """Select the bars that get a caption: of the pieces of one span with only a sliver in between, the widest.
+
+    Args:
+        bars: the bars of one lane.
+        px_per_ns: the scale of the picture.
+
+    Returns:
+        a mask of shape (bars,).
+    """
+    chosen = np.ones(len(bars), bool)
+    last: dict[tuple[int, int], tuple[int, int]] = {}  # by span and style, the chosen piece and the end of the latest one
+    wide_ns = bars.end_ns - bars.start_ns
+    keys = zip(bars.span.tolist(), bars.style.tolist(), strict=True)
+    for i, key in enumerate(keys):
+        best, latest_ns = last.get(key, (i, 0))
+        if best != i and (bars.start_ns[i] - latest_ns) * px_per_ns < SLIVER_PX:
+            best, narrower = (i, best) if wide_ns[i] > wide_ns[best] else (best, i)
+            chosen[narrower] = False
+        else:
+            best = i
+        last[key] = best, int(bars.end_ns[i])
+    return chosen
 
 
 def _display_width(text: str) -> int:

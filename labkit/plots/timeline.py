@@ -11,7 +11,7 @@ from labkit.errors.exceptions import missing
 from labkit.errors.lists import listed
 from labkit.errors.units import unit_of
 from labkit.errors.wrong_calls import public_api
-from labkit.plots.bars import IMPORTANCE, LANES, STYLES, Bars, blend, caption, coverage, crowded, hairlines, ink
+from labkit.plots.bars import IMPORTANCE, LANES, STYLES, Bars, blend, caption, captioned, coverage, crowded, hairlines, ink
 from labkit.plots.message_arrows import COLOUR, OUTLINE, draw_messages
 from labkit.plots.rows import Row
 from labkit.plots.style import (
@@ -249,7 +249,7 @@ class _Timeline:
             return
         character_px = 0.61 * TEXT_PT * self.dpi / 72
         width_px = (right - left) * self._px_per_unit()
-        for i in np.flatnonzero(width_px > 1.6 * character_px):
+        for i in np.flatnonzero((width_px > 1.6 * character_px) & captioned(bars, self._px_per_unit() / self.unit_ns)):
             style = list(STYLES)[bars.style[i]]
             text = caption(trace, int(i), bars, (width_px[i] - 3) / character_px)
             if text:

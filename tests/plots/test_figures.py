@@ -16,7 +16,19 @@ from matplotlib.collections import PolyCollection
 from matplotlib.legend import Legend
 
 from labkit.errors.exceptions import LabError
-from labkit.plots.bars import COMMUNICATION_LANE, COMPUTE_LANE, STYLES, Bars, blend, caption, coverage, ink, lanes, style_of
+from labkit.plots.bars import (
+    COMMUNICATION_LANE,
+    COMPUTE_LANE,
+    STYLES,
+    Bars,
+    blend,
+    caption,
+    captioned,
+    coverage,
+    ink,
+    lanes,
+    style_of,
+)
 from labkit.plots.breakdown import breakdown, compare
 from labkit.plots.scaling import scaling
 from labkit.plots.timeline import timeline
@@ -303,6 +315,14 @@ def test_text_on_a_bar_has_enough_contrast():
         bar = luminance([a * style.alpha + 1 - style.alpha for a in style.rgba[:3]])
         contrast = (max(text, bar) + 0.05) / (min(text, bar) + 0.05)
         assert contrast > 3.8, f"{name}: {contrast:.1f}"
+
+
+def test_pieces_of_one_span_around_a_sliver_have_one_caption() -> None:
+    exposed, hidden = (list(STYLES).index(style) for style in ("exposed", "hidden"))
+    start, end = np.array([0, 100, 103, 400, 1000]), np.array([100, 103, 400, 410, 1100])
+    bars = Bars(start, end, np.array([exposed, hidden, exposed, hidden, exposed], np.uint8), np.array([7, 7, 7, 8, 7]))
+    assert captioned(bars, 1.0).tolist() == [False, True, True, True, True]
+    assert captioned(bars, 3.0).all()  # here 3 ns are 9 px
 
 
 def test_a_bar_is_labelled_if_there_is_room():

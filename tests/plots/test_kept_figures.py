@@ -5,9 +5,8 @@ at each that git shows as changed before you commit it. A picture that differs i
 test, next to the one expected and the difference.
 
 Pictures are compared in squares of ten pixels, by their mean colour. What another version of matplotlib puts one pixel
-further
-does not count: the best of the nine positions does. A bar, a row, an arrow or a word that is absent or of another
-    colour counts.
+further does not count: the best of the nine positions does. A bar, a row, an arrow or a word that is absent or of
+another colour counts.
 """
 
 from __future__ import annotations

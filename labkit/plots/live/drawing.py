@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from labkit.errors.units import bytes_in_words, clock_time, unit_of
-from labkit.plots.bars import LANES, STYLES, Bars, blend, caption, coverage, ink, lanes
+from labkit.plots.bars import LANES, STYLES, Bars, blend, caption, captioned, coverage, ink, lanes
 from labkit.plots.live.curves import COLOUR, EACH_RANK
 from labkit.plots.live.frame import Cells, Curve, Detail, LiveFrame, LiveRow
 from labkit.plots.style import shortened
@@ -300,7 +300,7 @@ class _Drawing:
             for style, a, w in zip(bars.style.tolist(), x, (width - gap).tolist(), strict=True):
                 pen.box(fills[style], a, at, w, tall)
             if tall >= 9:
-                self._captions(pen, detail.trace, bars, x, width, at + tall / 2 + 3.5)
+                self._captions(pen, detail.trace, bars, x, np.where(captioned(bars, scale), width, 0), at + tall / 2 + 3.5)
 
     def _captions(self, pen: _Pen, trace: Trace, bars: Bars, x: list[float], width: Any, y: float) -> None:
         for i in np.argsort(-width)[:TEXTS_PER_LANE].tolist():
