@@ -49,7 +49,7 @@ def breakdown(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axe
 
     Args:
         run: a run or a trace.
-        step: a step number, a range of steps, or "all" for the whole run.
+        step: a step number, a range of steps, "median" for the step of median length, or "all" for the whole run.
         ax: the axes to draw into; default: a new figure.
 
     Returns:
@@ -103,7 +103,8 @@ def compare(
     Args:
         runs: runs or traces by name, for names that are not Python identifiers:
             `compare({"2 ranks": a, "4 ranks": b})`.
-        step: a step number, a range of steps, or "all" for whole runs; the same for every run.
+        step: a step number, a range of steps, "median" for each run's step of median length, or "all" for whole
+            runs; the same for every run.
         ax: the axes to draw into; default: a new figure.
         named: runs or traces by name.
 

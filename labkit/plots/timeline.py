@@ -64,9 +64,9 @@ def timeline(
     Args:
         runs: one or more runs or traces, or runs by title, as in `timeline({"naive": a, "overlapped": b})`. Several are
             drawn below one another on one time scale, each from its own start.
-        step: the steps to show: a step number (negative: from the end), a range, or "all". Default: everything; in a
-            run of more than 12 steps, the step of median length, below a strip that shows the whole run. Steps in which
-            labkit reads TensorFlow's profiler are avoided.
+        step: the steps to show: a step number (negative: from the end), a range, "all", or "median", the step of median
+            length without those in which labkit reads TensorFlow's profiler. One step stands below a strip that shows
+            the whole run. Default: "median" in a run of more than 12 steps, else "all".
         labels: a title for each run, if `runs` has none.
         ax: the axes to draw into; default: a new figure.
 

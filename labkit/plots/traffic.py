@@ -64,7 +64,7 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
 
     Args:
         run: a run or a trace.
-        step: a step number, a range of steps, or "all" for the whole run.
+        step: a step number, a range of steps, "median" for the step of median length, or "all" for the whole run.
         ax: the axes to draw both parts into, side by side; default: a new figure.
 
     Returns:

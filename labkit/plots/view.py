@@ -85,13 +85,15 @@ def view_of(trace: Trace, step: int | range | str | None, label: str) -> View:
 
     Raises:
         LabError: the trace has no such step.
-        TypeError: `step` is neither a number, a range with step 1, nor "all".
+        TypeError: `step` is neither a number, a range with step 1, "median" nor "all".
     """
     bounds = trace.step_bounds()
     count = len(bounds)
     if step == "all" or (step is None and count <= ZOOM_BEYOND):
         return View(label, trace, trace, range(0), count)
-    if step is None:
+    if not count and (step == "median" or isinstance(step, int | range)):
+        raise LabError(f"step={step!r}: this run has no steps; wrap its loop: `for batch in lab.steps(batches):`")
+    if step in (None, "median"):
         step = median_step(trace)
     if isinstance(step, int):
         number = step if step >= 0 else count + step
@@ -99,9 +101,7 @@ def view_of(trace: Trace, step: int | range | str | None, label: str) -> View:
     elif isinstance(step, range) and step.step == 1 and step:
         chosen = step
     else:
-        raise TypeError(f"step={step!r}: expected a step number, a range such as range(3, 6), or 'all'")
-    if not count:
-        raise LabError(f"step={step!r}: this run has no steps; wrap its loop: `for batch in lab.steps(batches):`")
+        raise TypeError(f"step={step!r}: expected a step number, a range such as range(3, 6), 'median' or 'all'")
     if chosen[0] < 0 or chosen[-1] >= count:
         raise LabError(f"step={step!r}: this run has the steps 0 to {count - 1}")
     shown = trace.between(int(bounds[chosen[0], 0]), int(bounds[chosen[-1], 1]))

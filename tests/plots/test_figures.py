@@ -36,6 +36,7 @@ from labkit.plots.traffic import traffic
 from labkit.plots.view import view_of
 from labkit.recording.schema import READING
 from labkit.tracing.ideal_pipeline import schedule
+from labkit.tracing.median_step import median_step
 from labkit.tracing.trace import Span, Trace
 
 from synthetic import MS, Book, alone, data_parallel, many, model_parallel  # isort: skip
@@ -445,6 +446,7 @@ def test_steps_can_be_chosen():
     assert timeline(trace, step=range(1, 3)).get_xlim()[1] == pytest.approx(bounds[2, 1] - bounds[1, 0])
     assert "steps 1 to 2 " in timeline(trace, step=range(1, 3)).get_title(loc="left")
     assert not timeline(data_parallel(steps=40), step="all").child_axes
+    assert view_of(trace, "median", "").chosen == range(number := median_step(trace), number + 1)
 
 
 def test_a_missing_step_is_an_error_that_lists_the_steps():
@@ -454,8 +456,10 @@ def test_a_missing_step_is_an_error_that_lists_the_steps():
             timeline(trace, step=step)
     with pytest.raises(LabError, match=r"no steps; wrap its loop: `for batch in lab.steps\(batches\):`"):
         timeline(many(40), step=0)
+    with pytest.raises(LabError, match="no steps"):
+        timeline(many(40), step="median")
     for wrong in ("last", 1.5, range(0), range(0, 3, 2)):
-        with pytest.raises(TypeError, match=r"expected a step number, a range such as range\(3, 6\), or 'all'"):
+        with pytest.raises(TypeError, match=r"expected a step number, a range such as range\(3, 6\), 'median' or 'all'"):
             timeline(trace, step=wrong)
 
 
