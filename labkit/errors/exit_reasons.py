@@ -23,7 +23,7 @@ _CAUSES: Final = {
     "SIGILL": Cause.CRASHED,
 }
 _REASONS: Final = {
-    "SIGKILL": "another process sent it; if you did not, the machine probably ran out of memory",
+    "SIGKILL": "sent by this or another process; if by none of yours, the machine probably ran out of memory",
     "SIGSEGV": "segmentation fault: C or C++ code accessed memory outside its address space",
     "SIGABRT": "C or C++ code aborted; its message is in the rank's output",
     "SIGBUS": "access to shared memory or a mapped file that no longer exists, often because the disk or /dev/shm is full",

@@ -401,7 +401,7 @@ class Execution:
         self._records.drain()
         words = doing("It", pending, now_ns, names=self._names)
         span = self._records.last_span(member.rank)
-        return f"{words}, after {span}." if span and not any(p.wait_start_ns for p in pending) else f"{words}."
+        return f"{words}; its last span was {span}." if span and not any(p.wait_start_ns for p in pending) else f"{words}."
 
     def _finish(self, stopped: str = "") -> str:
         now_ns = time.perf_counter_ns()

@@ -22,7 +22,7 @@ def test_running_out_of_memory_is_reported_if_it_is_known() -> None:
     kill = -signal.SIGKILL
     assert (
         explain_exit(kill)
-        == "killed by SIGKILL (another process sent it; if you did not, the machine probably ran out of memory)"
+        == "killed by SIGKILL (sent by this or another process; if by none of yours, the machine probably ran out of memory)"
     )
     assert explain_exit(kill, "group") == (
         "killed by SIGKILL (out of memory: the kernel's OOM killer ended it; use smaller batches, a smaller model or fewer ranks)"

@@ -94,7 +94,7 @@ def test_the_last_action_of_a_killed_rank(ranks: lab.Group, cells: in_cells.Cell
             os.kill(os.getpid(), 9) if os.environ["RANK"] == "1" else None
     """)
     error = failure(ranks, cells.f)
-    assert error.failures[0].last == f"{computing('It')}, after forward."
+    assert error.failures[0].last == f"{computing('It')}; its last span was forward."
     assert error.report().splitlines()[2] == error.failures[0].last
 
 

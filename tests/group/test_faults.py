@@ -273,7 +273,7 @@ def test_the_death_of_a_rank_is_reported_before_broken_connections(gloo_of_each:
         (
             "os.kill(os.getpid(), signal.SIGKILL)",
             Cause.KILLED,
-            "killed by SIGKILL (another process sent it; if you did not, the machine",
+            "killed by SIGKILL (sent by this or another process; if by none of yours, the machine",
         ),
         (
             "ctypes.string_at(0)",

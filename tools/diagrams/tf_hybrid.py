@@ -139,7 +139,7 @@ def resume() -> Diagram:
             size=13,
         )
         if done:
-            picture.box(x + 138, 74, 60, 26, "backup", fill=GREEN, size=12)
+            picture.box(x + 172, 74, 60, 26, "backup", fill=GREEN, size=12)
     picture.box(362, 30, 84, 34, "epoch 3:\n4 batches", fill=ORANGE, size=12)
     picture.text(446, 14, "✗ worker 1 is killed", color=COMMUNICATION, size=13)
     return picture
