@@ -152,9 +152,8 @@ def _near(a: Any, b: Any) -> bool:
 
 def _hybrid_train(answer: Callable[..., Any], on: OnRanks) -> str:
     seed = random.randrange(10**6)
-    ranks: list[_Trained] = list(
-        explaining(on, EXPLAINED, runtime="tensorflow")(WORKERS, _train_on_rank, answer, seed, devices_per_rank=DEVICES)
-    )
+    results = explaining(on, EXPLAINED, runtime="tensorflow")(WORKERS, _train_on_rank, answer, seed, devices_per_rank=DEVICES)
+    ranks: list[_Trained] = list(results)
     losses, weight = _serial(seed)
     copies = [copy for rank in ranks for copy in rank.copies]
     _judge_copies(copies, weight, seed)
@@ -168,12 +167,17 @@ def _hybrid_train(answer: Callable[..., Any], on: OnRanks) -> str:
     if len(got) != STEPS:
         raise AnswerError(f"expected a loss for each of the {STEPS} steps, got {len(got)}", *details)
     if all(_near(rank.losses, losses) for rank in ranks):
+        if not any(results.trace.of(name=name) for name in ("all_reduce", "all_gather")):
+            raise AnswerError(
+                "the numbers are right, but the replicas never exchanged a gradient: every worker computed the whole batch. "
+                "Each of the four replicas gets a quarter of it: distribute the dataset, and run the step on the strategy"
+            )
         return "Four replicas in two processes train as one device with the whole batch would."
     ratio = float(np.mean(np.divide(got, losses)))
     if _near(got, np.multiply(ratio, losses)):
         raise AnswerError(
-            f"the weights are right, the losses are {ratio:.3g} times too large: each replica divides its sum by the global "
-            "batch, and the parts are added up",
+            f"the weights are right, the losses are {ratio:.3g} times the expected ones: each replica divides its sum by the "
+            "global batch, and the parts are added up",
             *details,
         )
     if any(not _near(rank.losses, got) for rank in ranks[1:]):

@@ -157,11 +157,24 @@ def training(divide, reduce="SUM", exchange="SUM", distribute=True, times=1):
     return train_wrongly
 
 
+@wrong("hybrid_train", "the replicas never exchanged a gradient")
+def every_worker_computes_the_whole_batch(strategy, weight, data, global_batch, steps, rate):
+    import tensorflow as tf
+
+    losses = []
+    for x, y in data.take(steps):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((tf.linalg.matvec(x, weight) - y) ** 2)
+        weight.assign_sub(rate * tape.gradient(loss, weight))
+        losses.append(float(loss))
+    return losses
+
+
 wrong("hybrid_train", "4 times those of one device: the replicas' losses are summed", training("replica"))
 wrong("hybrid_train", "the replicas have drifted apart", training("global", exchange=""))
 wrong("hybrid_train", "0.25 times those of one device: each replica has divided", training("global", exchange="MEAN"))
 wrong("hybrid_train", "expected a list of numbers", training("global", reduce=""))
-wrong("hybrid_train", "the losses are 0.25 times", training("global", reduce="MEAN"))
+wrong("hybrid_train", "the losses are 0.25 times the expected ones", training("global", reduce="MEAN"))
 wrong("hybrid_train", "the weight has not changed", training("global", times=0))
 wrong("hybrid_train", "exactly `steps` updates", training("global", times=2))
 wrong("hybrid_train", "4 times those of one device", training("global", distribute=False))
