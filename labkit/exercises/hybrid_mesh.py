@@ -58,7 +58,9 @@ def _judge_coordinates(given: Any, rank: int, shape: tuple[int, ...]) -> None:
             raise AnswerError(hint, *details)
     if any(not 0 <= place < size for place, size in zip(given, shape, strict=True)):
         raise AnswerError("a coordinate lies between 0 and the size of its axis minus 1: the remainder (%) is missing", *details)
-    raise AnswerError("begin with the last axis: the remainder is its coordinate, the quotient goes to the next axis", *details)
+    raise AnswerError(
+        "from one rank to the next, the last coordinate changes: after how many ranks does the one before it change?", *details
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- build_mesh

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ EXPLAINED = (
         "requires being in cross-replica context",
         'the function already runs in a replica: use tf.distribute.get_replica_context().all_reduce("SUM", ...) there',
     ),
-    ("'ScheduledResult'", "schedule returns no number yet: result.fetch() waits for it"),
+    ("'ScheduledResult'", "schedule returns at once, so its result is no number yet: result.fetch() waits for it"),
 )
 
 
@@ -101,11 +102,12 @@ class _Trained(NamedTuple):
     Args:
         losses: what the student returned; as text, if it is no list of numbers.
         copies: the weight on each of this worker's devices.
-        read: the number of batches that this worker took from the dataset.
+        distributed: whether the strategy has distributed a dataset.
     """
 
     losses: list[float] | str
     copies: list[list[float]]
+    distributed: bool
 
 
 def _problem(seed: int) -> tuple[Any, Any, Any]:
@@ -125,14 +127,28 @@ def _train_on_rank(answer: Callable[..., Any], seed: int) -> _Trained:
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
     data = tf.data.Dataset.from_tensor_slices((inputs, targets)).repeat().unbatch().batch(targets.shape[1])
+    asked = _distributed(strategy)
     losses = answer(strategy, weight, data.with_options(options), targets.shape[1], STEPS, RATE)
     copies = [part.numpy().tolist() for part in strategy.experimental_local_results(weight)]
     try:
-        return _Trained([float(loss) for loss in losses], copies)
+        return _Trained([float(loss) for loss in losses], copies, bool(asked))
     except (TypeError, ValueError):
         kind = type(losses).__name__
         inner = {type(loss).__name__ for loss in losses} if isinstance(losses, (list, tuple)) else set()
-        return _Trained(f"{kind} of {' and '.join(sorted(inner))}" if inner else kind, copies)
+        return _Trained(f"{kind} of {' and '.join(sorted(inner))}" if inner else kind, copies, bool(asked))
+
+
+def _distributed(strategy: Any) -> list[str]:
+    """Return a list to which the strategy adds the name of each method that has distributed a dataset."""
+    asked: list[str] = []
+
+    def noted(name: str, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        asked.append(name)
+        return method(*args, **options)
+
+    for name in ("experimental_distribute_dataset", "distribute_datasets_from_function"):
+        setattr(strategy, name, functools.partial(noted, name, getattr(strategy, name)))
+    return asked
 
 
 def _serial(seed: int, factor: float = 1.0) -> tuple[list[float], Any]:
@@ -156,7 +172,7 @@ def _hybrid_train(answer: Callable[..., Any], on: OnRanks) -> str:
     ranks: list[_Trained] = list(results)
     losses, weight = _serial(seed)
     copies = [copy for rank in ranks for copy in rank.copies]
-    _judge_copies(copies, weight, seed)
+    _judge_copies(copies, weight, seed, distributed=ranks[0].distributed)
     got = ranks[0].losses
     if isinstance(got, str):
         raise AnswerError(
@@ -185,7 +201,7 @@ def _hybrid_train(answer: Callable[..., Any], on: OnRanks) -> str:
     raise AnswerError("the weights are right, and the losses are not those of the whole batch before each update", *details)
 
 
-def _judge_copies(copies: list[list[float]], weight: Any, seed: int) -> None:
+def _judge_copies(copies: list[list[float]], weight: Any, seed: int, *, distributed: bool) -> None:
     """Judge the replicas' weights.
 
     Raises:
@@ -205,7 +221,9 @@ def _judge_copies(copies: list[list[float]], weight: Any, seed: int) -> None:
     for factor in (replicas, 1 / replicas, DEVICES, WORKERS):
         if all(_near(copy, _serial(seed, factor)[1]) for copy in copies):
             cause = (
-                "the replicas' losses are summed, so each divides by the global batch; a mean over its own examples is too large"
+                "every replica got the whole batch, since nothing has distributed the dataset"
+                if factor == replicas and not distributed
+                else "the replicas' losses are summed, so each divides by the global batch; a mean over its own examples is too large"
                 if factor > 1
                 else "each replica has divided by the global batch already, so the gradients are summed, not averaged"
             )
@@ -311,7 +329,7 @@ def _run_epochs(answer: Callable[..., Any], on: OnRanks) -> str:
     expected = [sum(losses) / BATCHES] * EPOCHS
     details = (f"batches with losses {losses}, {EPOCHS} epochs", f"returned {got}")
     if not scheduled:
-        raise AnswerError("nothing was scheduled: coordinator.schedule(step, args=(batch,)) has a worker do it", *details)
+        raise AnswerError("nothing was scheduled, so no worker had anything to do", *details)
     if scheduled != BATCHES * EPOCHS:
         raise AnswerError(f"expected {BATCHES * EPOCHS} scheduled calls, {BATCHES} in each epoch, got {scheduled}", *details)
     if calls != scheduled:
@@ -324,7 +342,7 @@ def _run_epochs(answer: Callable[..., Any], on: OnRanks) -> str:
         )
     if waits != [BATCHES * (epoch + 1) for epoch in range(EPOCHS)]:
         raise AnswerError(
-            "the next epoch begins before all batches of this one are done: call coordinator.join() after each epoch", *details
+            "the next epoch begins before all batches of this one are done: who waits between two epochs?", *details
         )
     if not isinstance(got, list) or not all(isinstance(value, float) for value in got):
         raise AnswerError("expected a list with one number for each epoch, the mean of its losses", *details)
@@ -336,7 +354,7 @@ def _run_epochs(answer: Callable[..., Any], on: OnRanks) -> str:
         if np.allclose(got, losses[-1], rtol=1e-5):
             raise AnswerError("these are the losses of the last batch: take the mean over all batches of the epoch", *details)
         raise AnswerError("these are not the means of the epochs' losses", *details, f"expected {expected}")
-    return "All workers are busy within an epoch, and no epoch begins before the last one is done."
+    return "All workers are busy within an epoch, and no epoch begins before the one before it is done."
 
 
 def _on_chief_only(answer: Callable[..., Any], losses: list[float]) -> Any:

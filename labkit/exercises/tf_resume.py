@@ -7,7 +7,8 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from labkit.errors.causes import Cause
 from labkit.errors.exceptions import RankError
@@ -18,15 +19,41 @@ from labkit.exercises.tf_hybrid import EXPLAINED, LESSON
 __all__ = ["EXERCISES"]
 
 TRAINED, EVERY, DIES_AT = 8, 2, 5  # killed in step 5, when the checkpoint of 4 finished steps is the latest
+COUNTER = "step/.ATTRIBUTES/VARIABLE_VALUE"  # the name of `checkpoint.step` in a checkpoint
 
 
-def _train_and_die(answer: Callable[..., Any], folder: str, dies_at: int | None) -> tuple[list[int], float, int]:
-    """Return the trained batches, the weight at the end, and the finished steps that the checkpoint counts."""
+class _Resumed(NamedTuple):
+    """What one process found.
+
+    Args:
+        stored: the finished steps that the latest checkpoint counted at the start; -1 if there was no such number.
+        trained: the batches.
+        weight: the weight at the end.
+        counted: the finished steps that `checkpoint.step` counts at the end.
+    """
+
+    stored: int
+    trained: list[int]
+    weight: float
+    counted: int
+
+
+def _train_and_die(answer: Callable[..., Any], folder: str, log: str, dies_at: int | None) -> _Resumed:
+    """Train in `folder`, and write into the file `log` after how many steps something was saved."""
     import tensorflow as tf
 
+    class Logged(tf.train.Checkpoint):  # type: ignore[misc]  # TensorFlow has no types
+        def _write(self, *args: Any, **options: Any) -> Any:  # called by `save` and by a CheckpointManager
+            with Path(log).open("a") as lines:
+                lines.write(f"{len(trained)}\n")
+            return super()._write(*args, **options)
+
     weight = tf.Variable(1.0, dtype=tf.float64)
-    checkpoint = tf.train.Checkpoint(step=tf.Variable(0, dtype=tf.int64), weight=weight)
+    checkpoint = Logged(step=tf.Variable(0, dtype=tf.int64), weight=weight)
     trained: list[int] = []
+    latest, stored = tf.train.latest_checkpoint(folder), -1
+    if latest and COUNTER in dict(tf.train.list_variables(latest)):
+        stored = int(tf.train.load_variable(latest, COUNTER))
 
     def train_step(batch: Any) -> None:
         trained.append(int(batch))
@@ -35,68 +62,82 @@ def _train_and_die(answer: Callable[..., Any], folder: str, dies_at: int | None)
         weight.assign(weight / 2 + tf.cast(batch, tf.float64))
 
     answer(folder, checkpoint, tf.data.Dataset.range(10**6), train_step, TRAINED, EVERY)
-    return trained, float(weight.numpy()), int(checkpoint.step.numpy())
+    return _Resumed(stored, trained, float(weight.numpy()), int(checkpoint.step.numpy()))
 
 
 def _train_safely(answer: Callable[..., Any], on: OnRanks) -> str:
     expected = 1.0
     for batch in range(TRAINED):
         expected = expected / 2 + batch
-    with tempfile.TemporaryDirectory() as folder:
+    on = explaining(on, EXPLAINED, runtime="tensorflow")
+    with tempfile.TemporaryDirectory() as parent:
+        folder, log = Path(parent, "checkpoints"), Path(parent, "saves.log")
+        folder.mkdir()
         try:
-            ((trained, _, _),) = explaining(on, EXPLAINED, runtime="tensorflow")(1, _train_and_die, answer, folder, DIES_AT)
+            (alive,) = on(1, _train_and_die, answer, str(folder), str(log), DIES_AT)
         except RankError as error:
             if error.failures[0].cause is not Cause.KILLED:
                 raise
         else:
             raise AnswerError(
                 f"it never trained batch {DIES_AT}: call train_step(batch) for each batch of data until `steps` are done",
-                f"given steps = {TRAINED}; trained the batches {trained}",
+                f"given steps = {TRAINED}; trained the batches {alive.trained}",
             )
-        saved = sorted(name for name in os.listdir(folder) if name.endswith(".index"))
-        _judge_saves(len(saved), saved)
-        ((trained, weight, counted),) = explaining(on, EXPLAINED, runtime="tensorflow")(1, _train_and_die, answer, folder, None)
-    _judge_resumed(trained, weight, counted, expected)
+        _judge_saves(folder, [int(line) for line in log.read_text().split()] if log.exists() else [])
+        (resumed,) = on(1, _train_and_die, answer, str(folder), str(log), None)
+    _judge_resumed(resumed, expected)
     return "Killed in the middle, it continues from the latest checkpoint and ends like a training without a death."
 
 
-def _judge_saves(saves: int, files: list[str]) -> None:
-    """Judge how often the first process saved before it was killed.
+def _judge_saves(folder: Path, saved: list[int]) -> None:
+    """Judge what the first process saved before it was killed: after how many steps, and where.
 
     Raises:
-        AnswerError: too often, or never.
+        AnswerError: too often, too rarely, or not in the folder.
     """
-    if not saves:
+    due = list(range(EVERY, DIES_AT, EVERY))
+    details = (f"killed in step {DIES_AT}, every = {EVERY}", f"it saved after the steps {saved}, expected {due}")
+    if not any(folder.glob("*.index")):
+        if any(folder.parent.glob("*.index")):
+            raise AnswerError(
+                "the checkpoints are beside the folder: the prefix is the beginning of a file's path, and the files belong in "
+                "the folder",
+                *sorted(str(path.relative_to(folder.parent)) for path in folder.parent.glob("*.index")),
+            )
         raise AnswerError(
             "killed in the middle, it left no checkpoint in the folder: save after every `every` steps, not only at the end",
             f"killed in step {DIES_AT}, every = {EVERY}",
         )
-    if saves > DIES_AT // EVERY:
-        raise AnswerError(f"it saves too often: after every {EVERY} steps", f"{saves} checkpoints in {DIES_AT} steps: {files}")
+    if saved == list(range(1, DIES_AT)):
+        raise AnswerError(f"it saves after every step, not after every {EVERY}", *details)
+    if saved not in ([], due):  # nothing: the answer saves another object
+        raise AnswerError("it does not save when `every` steps are done: how many are done at that moment?", *details)
 
 
-def _judge_resumed(trained: list[int], weight: float, counted: int, expected: float) -> None:
+def _judge_resumed(resumed: _Resumed, expected: float) -> None:
     """Judge the process that starts after the death.
 
     Raises:
         AnswerError: it does not continue where the checkpoint is.
     """
+    stored, trained, weight, counted = resumed
     first = DIES_AT // EVERY * EVERY
     due = list(range(first, TRAINED))
     details = (f"the checkpoint is of {first} finished steps, steps = {TRAINED}", f"it then trained the batches {trained}")
     if trained != due:
+        if trained == list(range(TRAINED)) and stored == 0:
+            raise AnswerError("it begins again at batch 0, for the checkpoint says that 0 steps are finished", *details)
         if trained == list(range(TRAINED)):
-            raise AnswerError(
-                "it begins again at batch 0: restore tf.train.latest_checkpoint(folder) first, and count the finished steps in "
-                "checkpoint.step (assign_add) before you save",
-                *details,
-            )
+            raise AnswerError("it begins again at batch 0, although the folder has a checkpoint", *details)
         if trained == list(range(len(due))):
-            raise AnswerError("it restores the step, but reads the data from the beginning: data.skip(finished steps)", *details)
+            raise AnswerError("it makes the right number of steps, but reads the data from the beginning", *details)
         if trained[: len(due)] == due:
             raise AnswerError("it makes too many steps: `steps` counts those before the death as well", *details)
         if trained and trained[0] == first - 1:
-            raise AnswerError("the last step before the checkpoint is made twice: count the step first, then save", *details)
+            raise AnswerError(
+                f"batch {first - 1} is trained twice: the checkpoint of {first} finished steps says that fewer are finished",
+                *details,
+            )
         if trained and trained[0] == first + 1:
             raise AnswerError(f"batch {first} is left out: checkpoint.step is the number of finished steps", *details)
         raise AnswerError(f"expected the batches {due[0]} to {due[-1]}", *details)

@@ -74,7 +74,7 @@ def coordinates_as_floats(rank, shape):
     return [place / 1 for place in coordinates(rank, shape)]
 
 
-@wrong("coordinates", "begin with the last axis")
+@wrong("coordinates", "after how many ranks does the one before it change")
 def coordinates_always_zero(rank, shape):
     return [0] * len(shape)
 

@@ -177,7 +177,7 @@ wrong("hybrid_train", "expected a list of numbers", training("global", reduce=""
 wrong("hybrid_train", "the losses are 0.25 times the expected ones", training("global", reduce="MEAN"))
 wrong("hybrid_train", "the weight has not changed", training("global", times=0))
 wrong("hybrid_train", "exactly `steps` updates", training("global", times=2))
-wrong("hybrid_train", "4 times those of one device", training("global", distribute=False))
+wrong("hybrid_train", "every replica got the whole batch", training("global", distribute=False))
 
 
 # run_epochs

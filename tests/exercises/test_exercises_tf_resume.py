@@ -49,7 +49,7 @@ def train_managed(folder, checkpoint, data, train_step, steps, every):
             manager.save()
 
 
-def resuming(restore=True, skip=True, count="before", save="every", more=False):
+def resuming(restore=True, skip=True, count="before", save="every", more=False, prefix="/checkpoint"):
     """A training with one thing that may be wrong."""
 
     def train_unsafely(folder, checkpoint, data, train_step, steps, every):
@@ -63,8 +63,8 @@ def resuming(restore=True, skip=True, count="before", save="every", more=False):
             train_step(batch)
             if count == "before":
                 checkpoint.step.assign_add(1)
-            if save == "each" or (save == "every" and number % every == 0):
-                checkpoint.save(folder + "/checkpoint")
+            if save == "each" or number % every == {"every": 0, "odd": 1}.get(save):
+                checkpoint.save(folder + prefix)
             if count == "after":
                 checkpoint.step.assign_add(1)
         if save == "end":
@@ -73,12 +73,14 @@ def resuming(restore=True, skip=True, count="before", save="every", more=False):
     return train_unsafely
 
 
-wrong("train_safely", "it begins again at batch 0", resuming(restore=False))
-wrong("train_safely", "it begins again at batch 0", resuming(count=""))
-wrong("train_safely", "reads the data from the beginning: data.skip", resuming(skip=False))
-wrong("train_safely", "made twice: count the step first", resuming(count="after"))
+wrong("train_safely", "although the folder has a checkpoint", resuming(restore=False))
+wrong("train_safely", "the checkpoint says that 0 steps are finished", resuming(count=""))
+wrong("train_safely", "reads the data from the beginning", resuming(skip=False))
+wrong("train_safely", "batch 3 is trained twice", resuming(count="after"))
 wrong("train_safely", "left no checkpoint", resuming(save="end"))
-wrong("train_safely", "it saves too often", resuming(save="each"))
+wrong("train_safely", "it saves after every step, not after every 2", resuming(save="each"))
+wrong("train_safely", "how many are done at that moment?", resuming(save="odd"))
+wrong("train_safely", "the checkpoints are beside the folder", resuming(prefix=""))
 wrong("train_safely", "it makes too many steps", resuming(more=True))
 
 
