@@ -71,6 +71,8 @@ MESHES: tuple[tuple[Axes, dict[str, float]], ...] = (
     ({"dp": 2, "tp": 2}, {"dp": 5e6, "tp": 2e6}),
     ({"tp": 2, "pp": 2, "dp": 2}, {"tp": 6e6, "pp": 1e6, "dp": 2e6}),
     ({"dp": 4, "tp": 2}, {"dp": 1e6, "tp": 4e6}),
+    ({"tp": 2, "dp": 4}, {"tp": 4e6, "dp": 1e6}),
+    ({"tp": 2, "dp": 4}, {"tp": 2e6, "dp": 3e6}),  # two rings of dp, four of tp: the axis with fewer bytes stays inside
     ({"dp": 1, "tp": 1}, {"dp": 2e6, "tp": 1e6}),
 )
 
@@ -105,7 +107,7 @@ def _build_mesh(answer: Any, on: OnRanks) -> str:
                 f"enough. {_why(names, axes, nbytes)}",
                 case,
             )
-    return "In every case the busiest axes stay inside the nodes."
+    return "In every case this order sends the fewest bytes between the nodes."
 
 
 def _why(names: Sequence[str], axes: Axes, nbytes: Mapping[str, float]) -> str:
@@ -113,6 +115,8 @@ def _why(names: Sequence[str], axes: Axes, nbytes: Mapping[str, float]) -> str:
         return "This is the order in which the axes were given: look at their bytes instead"
     if list(names) == sorted(axes, key=lambda name: -nbytes[name]):
         return "The axis with the most bytes is the first, so its ranks are the farthest apart: turn the order round"
+    if list(names) == sorted(axes, key=lambda name: nbytes[name]) and len({*axes.values()}) > 1:
+        return "The bytes of a rank do not decide alone: how many rings of each axis cross, and how often does a ring cross?"
     return "Consecutive ranks share a node, and they differ in the last axis"
 
 
@@ -175,7 +179,9 @@ def _average_over_dp(answer: Any, on: OnRanks) -> str:
             "the gradients are unchanged: write the means into the given tensors": _combined(axes, [], divide=1),
             "the gradients are averaged over all ranks: ranks that differ in another axis hold other weights, or parts of "
             "weights": _combined(axes, list(axes), divide=ranks),
-            "the gradients are added over the dp axis, but not divided": _combined(axes, ["dp"], divide=1),
+            "the gradients are added over the dp axis, but not divided in place: `g = g / n` makes a new tensor": _combined(
+                axes, ["dp"], divide=1
+            ),
             "the sum over the dp axis is divided by the number of all ranks: divide by the size of the axis": _combined(
                 axes, ["dp"], divide=ranks
             ),
@@ -261,7 +267,11 @@ def _bytes_hint(given: Mapping[str, float], right: Mapping[str, float], wrong: S
         ),
         ("a rank has only the blocks of its own stage, blocks / pp", _sizes(*arguments, stage=False)),
         ("the tensor-parallel split also divides the gradients: each rank has 1/tp of them", _sizes(*arguments, shard=False)),
-        ("a block has one all-reduce in the forward pass and another one in the backward pass", _sizes(*arguments, passes=1)),
+        (
+            "half of the bytes are missing: a block has one all-reduce in the forward pass and another one in the backward pass, and in "
+            "a ring each of k ranks sends twice, 2(k − 1) pieces",
+            _sizes(*arguments, passes=1),
+        ),
         (
             "in a ring all-reduce of n bytes, each of k ranks sends 2(k − 1)/k · n bytes, not n",
             _sizes(*arguments, per_all_reduce=1),
@@ -278,7 +288,9 @@ def _bytes_hint(given: Mapping[str, float], right: Mapping[str, float], wrong: S
             return "with a single stage there is no boundary to send over: the pp axis has 0 bytes"
         if _near(given["pp"], 2 * right["pp"]):
             return "on the pp axis, the first stage sends activations; their gradients are what the second stage sends"
-        return "on the pp axis, the first stage sends its output once: (tokens / dp) · hidden values, however it is cut"
+        if tp > 1 and _near(given["pp"], right["pp"] / tp):
+            return "on the pp axis, each rank of a tp group sends the whole activation"
+        return "on the pp axis, the first stage sends its output once: (tokens / dp) · hidden values, in whatever micro-batches"
     if "dp" in wrong:
         return "on the dp axis, an all-reduce carries the gradients of this rank's weights: 8 · hidden² per block, divided by tp"
     return "on the tp axis, each block has two all-reduces of an activation: (tokens / dp) · hidden values"

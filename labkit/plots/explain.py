@@ -46,9 +46,10 @@ class Explanation:
 def explain(run: HasTrace | Trace) -> Explanation:
     """Say in one paragraph what limits a run, and what could make it faster.
 
-    The first step is left out, as it is slower than the others. The largest loss of the ranks' time decides: exposed
-    communication (limited by latency or by bandwidth), a rank that comes late, ranks that work one after another,
-    remote calls that are under way, or time in which nothing was recorded.
+    The first step is left out, as it is slower than the others, and so are steps in which labkit reads TensorFlow's
+    profiler. The largest loss of the ranks' time decides: exposed communication (limited by latency or by bandwidth), a
+    rank that comes late, ranks that work one after another, remote calls that are under way, or time in which nothing
+    was recorded.
 
     Args:
         run: a run or a trace.

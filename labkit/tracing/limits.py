@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from labkit.recording.operations import RPC, TO_HERE, type_of
 from labkit.recording.schema import COMMUNICATION, OPEN
 from labkit.tracing.intervals import Intervals, difference, intersection, length, union
+from labkit.tracing.median_step import undisturbed_steps
 from labkit.tracing.step_times import step_ms
 from labkit.tracing.trace import Trace
 
@@ -22,6 +23,7 @@ SMALL_BYTES: Final = 16_384  # the time of a smaller message is latency: at 1 Gb
 MOSTLY: Final = 0.6  # from this share on, one cause explains a loss
 BUSY: Final = 0.85  # computing for this share of the time leaves little to gain
 FEW: Final = 3  # operations: from fewer nobody sees who is usually late
+FEW_STEPS: Final = 3  # fewer do not stand for a run
 
 
 class Limit(Enum):
@@ -156,11 +158,20 @@ def _union(sets: Iterable[Intervals]) -> Intervals:
 
 
 def _settled(trace: Trace) -> tuple[int, Trace]:
-    """How many steps, and the trace of them without the first, which is slower than the others."""
+    """The longest sequence of typical steps, and how many there are.
+
+    The first step is slower than the others; in some, labkit reads TensorFlow's profiler. If fewer than `FEW_STEPS` in a
+    row are left, only the first is left out.
+    """
     bounds = trace.step_bounds()
     if len(bounds) < 3:
         return len(bounds), trace
-    return len(bounds) - 1, trace.between(int(bounds[1, 0]), int(bounds[-1, 1]))
+    typical = undisturbed_steps(trace)
+    typical = typical[typical > 0]
+    longest = max(np.split(typical, np.flatnonzero(np.diff(typical) > 1) + 1), key=len)
+    if len(longest) < FEW_STEPS:
+        longest = np.arange(1, len(bounds))
+    return len(longest), trace.between(int(bounds[longest[0], 0]), int(bounds[longest[-1], 1]))
 
 
 def _operations(part: Trace) -> tuple[Any, NDArray[np.int64]]:

@@ -183,7 +183,7 @@ def mesh_of(names, axes):
 
 @right("build_mesh")
 def build_mesh(axes, nbytes):
-    return mesh_of(sorted(axes, key=nbytes.get), axes)
+    return mesh_of(sorted(axes, key=lambda name: nbytes[name] / axes[name]), axes)
 
 
 @right("build_mesh")
@@ -210,6 +210,17 @@ def mesh_with_dp_first(axes, nbytes):
     rest = sorted(set(axes) - {"dp"}, key=nbytes.get)
     order = ["dp", *rest] if len(axes) > 2 else sorted(axes, key=nbytes.get)
     return mesh_of(order, axes)
+
+
+@wrong("build_mesh", "The bytes of a rank do not decide alone")
+def mesh_by_bytes(axes, nbytes):
+    order = sorted(axes, key=lambda name: nbytes[name])
+    return init_device_mesh("cpu", tuple(axes[name] for name in order), mesh_dim_names=tuple(order))
+
+
+@wrong("build_mesh", "sizes and names do not belong together")
+def mesh_of_sorted_names(axes, nbytes):
+    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(sorted(axes, key=lambda name: nbytes[name])))
 
 
 @wrong("build_mesh", "sizes and names do not belong together")
@@ -259,7 +270,7 @@ def average_over_the_world(gradients, mesh):
         gradient /= dist.get_world_size()
 
 
-@wrong("average_over_dp", "but not divided")
+@wrong("average_over_dp", "but not divided in place")
 def sum_over_dp(gradients, mesh):
     for gradient in gradients:
         dist.all_reduce(gradient, group=mesh.get_group("dp"))

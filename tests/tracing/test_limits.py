@@ -3,6 +3,7 @@
 import pytest
 from synthetic import Book, data_parallel, master_and_workers, model_parallel
 
+from labkit.recording.schema import READING
 from labkit.tracing.limits import Limit, limit_of
 
 
@@ -42,6 +43,18 @@ def test_nearly_all_time_is_computing():
     assert found.limit is Limit.COMPUTE
     assert found.compute == pytest.approx(10 / 10.5)
     assert found.exposed == pytest.approx(0.5 / 10.5)
+
+
+def test_steps_in_which_labkit_reads_the_profiler_do_not_count():
+    def disturbed(book, ready, number):
+        if number == 2:
+            book.compute(0, READING, ready[0], ready[0] + 50)
+            ready[0] += 50
+        return all_reduces(1, 8 << 20, 6)(book, ready, number)
+
+    found, usual = limit_of(steps(disturbed, count=8)), limit_of(steps(all_reduces(1, 8 << 20, 6), count=8))
+    assert found.steps == 5  # after the disturbed one
+    assert (found.compute, found.exposed, found.waiting) == pytest.approx((usual.compute, usual.exposed, usual.waiting))
 
 
 def test_many_small_operations():
