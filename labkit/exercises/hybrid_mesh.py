@@ -111,12 +111,12 @@ def _build_mesh(answer: Any, on: OnRanks) -> str:
 
 
 def _why(names: Sequence[str], axes: Axes, nbytes: Mapping[str, float]) -> str:
+    if list(names) == sorted(axes, key=lambda name: nbytes[name]) and len({*axes.values()}) > 1:
+        return "The bytes of a rank do not decide alone: how many rings of each axis cross, and how often does a ring cross?"
     if list(names) == list(axes) and len(names) > 1:
         return "This is the order in which the axes were given: look at their bytes instead"
     if list(names) == sorted(axes, key=lambda name: -nbytes[name]):
         return "The axis with the most bytes is the first, so its ranks are the farthest apart: turn the order round"
-    if list(names) == sorted(axes, key=lambda name: nbytes[name]) and len({*axes.values()}) > 1:
-        return "The bytes of a rank do not decide alone: how many rings of each axis cross, and how often does a ring cross?"
     return "Consecutive ranks share a node, and they differ in the last axis"
 
 
@@ -268,8 +268,7 @@ def _bytes_hint(given: Mapping[str, float], right: Mapping[str, float], wrong: S
         ("a rank has only the blocks of its own stage, blocks / pp", _sizes(*arguments, stage=False)),
         ("the tensor-parallel split also divides the gradients: each rank has 1/tp of them", _sizes(*arguments, shard=False)),
         (
-            "half of the bytes are missing: a block has one all-reduce in the forward pass and another one in the backward pass, and in "
-            "a ring each of k ranks sends twice, 2(k − 1) pieces",
+            "half of the bytes are missing: a block has an all-reduce in each direction, and each of k ranks sends 2(k − 1) pieces",
             _sizes(*arguments, passes=1),
         ),
         (

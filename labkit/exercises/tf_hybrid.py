@@ -220,13 +220,15 @@ def _judge_copies(copies: list[list[float]], weight: Any, seed: int, *, distribu
         )
     for factor in (replicas, 1 / replicas, DEVICES, WORKERS):
         if all(_near(copy, _serial(seed, factor)[1]) for copy in copies):
-            cause = (
-                "every replica got the whole batch, since nothing has distributed the dataset"
-                if factor == replicas and not distributed
-                else "the replicas' losses are summed, so each divides by the global batch; a mean over its own examples is too large"
-                if factor > 1
-                else "each replica has divided by the global batch already, so the gradients are summed, not averaged"
-            )
+            if factor < 1:
+                cause = "each replica has divided by the global batch already, so the gradients are summed, not averaged"
+            elif factor == replicas and not distributed:
+                cause = "every replica got the whole batch, since nothing has distributed the dataset"
+            else:
+                cause = (
+                    "the replicas' losses are summed, so each divides by the global batch; a mean over its own examples is too "
+                    "large"
+                )
             raise AnswerError(f"the gradients are {factor:g} times those of one device: {cause}", *details)
     raise AnswerError(
         "the replicas agree, but not with one device. Does strategy.experimental_distribute_dataset divide the batches, and "

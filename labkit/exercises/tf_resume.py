@@ -108,7 +108,7 @@ def _judge_saves(folder: Path, saved: list[int]) -> None:
             "killed in the middle, it left no checkpoint in the folder: save after every `every` steps, not only at the end",
             f"killed in step {DIES_AT}, every = {EVERY}",
         )
-    if saved == list(range(1, len(saved) + 1)):
+    if saved and saved == list(range(1, len(saved) + 1)):
         raise AnswerError(f"it saves after every step, not after every {EVERY}", *details)
     if saved not in ([], due):  # nothing: the answer saves another object
         raise AnswerError("it does not save when `every` steps are done: how many are done at that moment?", *details)

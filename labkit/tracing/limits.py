@@ -160,8 +160,8 @@ def _union(sets: Iterable[Intervals]) -> Intervals:
 def _settled(trace: Trace) -> tuple[int, Trace]:
     """The longest sequence of typical steps, and how many there are.
 
-    The first step is slower than the others; in some, labkit reads TensorFlow's profiler. If fewer than `FEW_STEPS` in a
-    row are left, only the first is left out.
+    The first step is slower than the others; in some, labkit reads TensorFlow's profiler. If fewer than `FEW_STEPS` in
+    a row are left, only the first is left out.
     """
     bounds = trace.step_bounds()
     if len(bounds) < 3:
