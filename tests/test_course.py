@@ -111,3 +111,26 @@ def test_every_lesson_has_solutions():
 def test_no_two_exercises_have_the_same_name():
     names = [name for of_file in labkit.exercises.LESSONS.values() for name in of_file]
     assert sorted(names) == sorted(set(names))
+
+
+# What the course was asked for, with the code or words by which each is found in a code cell of its lesson.
+ASKED = [
+    ("02_data_parallel", "nn.DataParallel"),
+    ("02_data_parallel", "DistributedDataParallel"),
+    ("01_messages_and_collectives", "dist.send("),
+    ("01_messages_and_collectives", "dist.all_reduce("),
+    ("08_rpc_hybrid", "class NetShard1("),
+    ("08_rpc_hybrid", "class NetShard2("),
+    ("08_rpc_hybrid", "TextClassifier"),
+    ("08_rpc_hybrid", "dist_autograd"),
+    ("10_tf_data_parallel", "MirroredStrategy("),
+    ("10_tf_data_parallel", "keras_cnn"),
+    ("10_tf_data_parallel", "AutoShardPolicy"),
+    ("12_tf_hybrid", "MultiWorkerMirroredStrategy("),
+    ("12_tf_hybrid", "devices_per_rank=2"),
+]
+
+
+@pytest.mark.parametrize(("stem", "code"), ASKED, ids=lambda value: value)
+def test_what_the_course_was_asked_for_is_run_in_a_lesson(stem, code):
+    assert any(code in cell.source for cell in cells_of(NOTEBOOKS / f"{stem}.ipynb", "code"))
