@@ -268,7 +268,7 @@ def _bytes_hint(given: Mapping[str, float], right: Mapping[str, float], wrong: S
         ("a rank has only the blocks of its own stage, blocks / pp", _sizes(*arguments, stage=False)),
         ("the tensor-parallel split also divides the gradients: each rank has 1/tp of them", _sizes(*arguments, shard=False)),
         (
-            "half of the bytes are missing: a block has an all-reduce in each direction; in each, k ranks send 2(k − 1) pieces",
+            "half of the bytes are missing: a block has two all-reduces, and in each, every one of k ranks sends 2(k − 1) pieces",
             _sizes(*arguments, passes=1),
         ),
         (

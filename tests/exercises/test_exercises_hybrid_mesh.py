@@ -126,7 +126,7 @@ def bytes_of_whole_gradients(dp, pp, tp, *rest):
     return found | {"dp": found["dp"] * tp}
 
 
-@wrong("bytes_per_axis", "another one in the backward pass")
+@wrong("bytes_per_axis", "a block has two all-reduces")
 def bytes_of_the_forward_pass(*args):
     found = bytes_per_axis(*args)
     return found | {"tp": found["tp"] / 2}
