@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -154,7 +154,7 @@ def _batches(answer: Callable[..., Any], strategy: Any, examples: int) -> Steps:
     data = answer(strategy, np.arange(examples, dtype=np.int64), PER_REPLICA)
     if data is None:
         raise ValueError(NONE)
-    if iter(data) is data:
+    if isinstance(data, Iterator):
         raise ValueError(ITERATOR)
     some = itertools.islice(data, examples + 1)  # an infinite dataset has more steps than examples
     return [[part.numpy().tolist() for part in strategy.experimental_local_results(batch)] for batch in some]

@@ -291,7 +291,7 @@ def captioned(bars: Bars, px_per_ns: float) -> NDArray[np.bool_]:
     """Select the bars that get a caption: of the pieces of one span with only a sliver in between, the widest.
 
     Args:
-        bars: the bars of one lane.
+        bars: the bars of one lane that are wide enough for a text, in ascending order.
         px_per_ns: the scale of the picture.
 
     Returns:

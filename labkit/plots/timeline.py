@@ -249,7 +249,8 @@ class _Timeline:
             return
         character_px = 0.61 * TEXT_PT * self.dpi / 72
         width_px = (right - left) * self._px_per_unit()
-        for i in np.flatnonzero((width_px > 1.6 * character_px) & captioned(bars, self._px_per_unit() / self.unit_ns)):
+        wide = np.flatnonzero(width_px > 1.6 * character_px)
+        for i in wide[captioned(bars[wide], self._px_per_unit() / self.unit_ns)]:
             style = list(STYLES)[bars.style[i]]
             text = caption(trace, int(i), bars, (width_px[i] - 3) / character_px)
             if text:

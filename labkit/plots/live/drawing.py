@@ -300,11 +300,13 @@ class _Drawing:
             for style, a, w in zip(bars.style.tolist(), x, (width - gap).tolist(), strict=True):
                 pen.box(fills[style], a, at, w, tall)
             if tall >= 9:
-                self._captions(pen, detail.trace, bars, x, np.where(captioned(bars, scale), width, 0), at + tall / 2 + 3.5)
+                self._captions(pen, detail.trace, bars, scale, x, width, at + tall / 2 + 3.5)
 
-    def _captions(self, pen: _Pen, trace: Trace, bars: Bars, x: list[float], width: Any, y: float) -> None:
-        for i in np.argsort(-width)[:TEXTS_PER_LANE].tolist():
-            text = caption(trace, i, bars, (width[i] - 5) / 5.6) if width[i] > 12 else ""
+    def _captions(self, pen: _Pen, trace: Trace, bars: Bars, scale: float, x: list[float], width: Any, y: float) -> None:
+        wide = np.flatnonzero(width > 12)
+        wide = np.sort(wide[np.argsort(-width[wide])[:TEXTS_PER_LANE]])
+        for i in wide[captioned(bars[wide], scale)].tolist():
+            text = caption(trace, i, bars, (width[i] - 5) / 5.6)
             if text:
                 colour = {"light": "white", "dark": "#16191F", "page": "currentColor"}[ink(_NAMES[bars.style[i]])]
                 halo = _HALO if STYLES[_NAMES[bars.style[i]]].hatch else ""  # keeps stripes from crossing the text
