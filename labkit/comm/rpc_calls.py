@@ -106,6 +106,7 @@ class RpcCalls:
         self._backwards = RpcBackwards(recorder.ring)
         self._thread = _Thread()
         self._replies = _Replies()
+        self._promises: dict[int, tuple[Any, _NumberedCall, str]] = {}  # by slot: future, call and function
         self._values: WeakKeyDictionary[Any, tuple[str, int]] = WeakKeyDictionary()  # by RRef, the call whose result it refers to
 
     def install(self) -> None:
@@ -212,17 +213,20 @@ class RpcCalls:
             promise = self._ring.pend(kind.recorded(function), end_ns, peer=call.caller, group=pair, match=call.number)
             self._ring.unpend(slot)  # only now: without either record, the call would seem not to have arrived
             self._backwards.served(function, call.caller, call.args, result, replies=call.replies)
-            result.add_done_callback(lambda future: self._kept(promise, call, function, _value(future)))
+            self._promises[promise] = result, call, function
+            result.add_done_callback(lambda _: self._kept(promise))
             return result
         self._ring.unpend(slot)
         self._backwards.served(function, call.caller, call.args, result, replies=call.replies)
         self._replying(call, function, result, end_ns)
         return result
 
-    def _kept(self, promise: int, call: _NumberedCall, function: str, result: Any) -> None:
-        """Record that the future that a function has returned has completed."""
-        self._ring.unpend(promise)
-        self._replying(call, function, result, clock())
+    def _kept(self, promise: int) -> None:
+        """Record once that the future that a function has returned has completed."""
+        future, call, function = self._promises.pop(promise, (None, None, ""))
+        if call is not None:
+            self._ring.unpend(promise)
+            self._replying(call, function, _value(future), clock())
 
     def _called(self, call: _NumberedCall, function: str) -> Any:
         """Call the function, like torch's `_run_function`, but send the caller the whole error, which it will show."""
@@ -261,6 +265,11 @@ class RpcCalls:
 
     def _reply(self, serialize: Callable[..., Any], value: Any) -> Any:
         sent = self._replies.take(value)
+        if sent is None:  # torch may be faster than the callback of a future that another thread completes
+            done = (slot for slot, (future, *_) in [*self._promises.items()] if future.done() and _value(future) is value)
+            for promise in itertools.islice(done, 1):
+                self._kept(promise)
+                sent = self._replies.take(value)
         pickled, tensors = serialize(value)
         if sent is not None:
             sent(len(pickled) + _nbytes(tensors))
