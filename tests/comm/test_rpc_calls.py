@@ -145,6 +145,14 @@ def test_replies_of_a_shared_future_are_recorded_on_any_thread() -> None:
     assert all(s.nbytes >= X for s in replies)
 
 
+def test_a_reply_that_torch_sends_before_the_callback_is_recorded_once() -> None:
+    with Group(["master", "worker"], runtime="rpc") as group:
+        run = group["master"].run(cases.call_soon)
+    assert run.results[0] == 1000
+    (reply,) = (s for s in spans(run, WORKER) if s.name == "reply soon")
+    assert reply.nbytes >= X
+
+
 def test_methods_by_reference(group: Group) -> None:
     run = group["master"].run(cases.by_reference)
     shard = cases.Shard()

@@ -266,3 +266,25 @@ def two_callers() -> list[torch.Tensor]:
         time.sleep(0.001)
     rpc.rpc_sync(WORKER, release)
     return [future.wait() for future in futures]
+
+
+class _Slow(torch.futures.Future[torch.Tensor]):
+    """Calls labkit's callback too late: when torch has sent the reply."""
+
+    def add_done_callback(self, callback: Any) -> None:
+        threading.Timer(0.2, callback, (self,)).start()
+
+
+@rpc.functions.async_execution
+def soon() -> Any:
+    """A function whose future is complete at once."""
+    future = _Slow()
+    future.set_result(torch.ones(1000))
+    return future
+
+
+def call_soon() -> float:
+    """Call it, and wait until the late callback has come."""
+    value: torch.Tensor = rpc.rpc_sync(WORKER, soon)
+    time.sleep(0.5)
+    return float(value.sum())
