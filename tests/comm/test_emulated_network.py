@@ -9,6 +9,7 @@ import comm_rpc_cases as rpc_cases
 import pytest
 import torch
 import torch.distributed as dist
+from link_starts import link_starts
 
 import labkit as lab
 from labkit.group.group import Group
@@ -30,13 +31,13 @@ def four() -> Iterator[Group]:
 def nothing_was_early(run: Run) -> set[tuple[int, ...]]:
     """The ranks of all operations, none of which ended sooner than over its level."""
     seen = set()
-    for span, ready_ns in zip(run.trace, run.trace.ready().tolist(), strict=True):
-        if span.kind != "communication":
+    for span, begun_ns in zip(run.trace, link_starts(run.trace), strict=True):
+        if span.kind != "communication" or span.name == "store.wait":  # the store is not on the emulated network
             continue
         pair = kind_of(span.group) is GroupKind.PAIR
         ranks = (span.rank, span.peer) if pair else ranks_of(span.group) or range(4)
         seen.add(tuple(sorted(ranks)))
-        took_s = (span.end_ns - max(span.start_ns, ready_ns)) / 1e9
+        took_s = (span.end_ns - begun_ns) / 1e9
         assert took_s >= FOUR.seconds(span.name, span.nbytes, list(ranks)) - 1e-9, span
     return seen
 
@@ -76,9 +77,29 @@ def test_results_and_bytes_are_those_without_a_network(four: Group) -> None:
     assert run.results[3] == without.results[3]  # the root of the reduction; elsewhere, `other` is not defined
     carried = [sorted((s.name, s.nbytes, s.rank) for s in r.trace if s.kind == "communication") for r in (run, without)]
     assert carried[0] == carried[1]
-    for span, ready_ns in zip(run.trace, run.trace.ready().tolist(), strict=True):
+    for span, begun_ns in zip(run.trace, link_starts(run.trace), strict=True):
         if span.kind == "communication" and span.name not in ("gather", "scatter"):  # whose n is the root's
-            assert (span.end_ns - max(span.start_ns, ready_ns)) / 1e9 >= FOUR.seconds(span.name, span.nbytes) - 1e-9, span
+            assert (span.end_ns - begun_ns) / 1e9 >= FOUR.seconds(span.name, span.nbytes) - 1e-9, span
+
+
+def test_a_late_rank_delays_only_those_that_need_it(four: Group) -> None:
+    """A leaf of gloo's broadcast arrives once the root has gone on: each takes the link's time from its start."""
+
+    def late() -> float:
+        rank, x = dist.get_rank(), torch.full((8,), float(dist.get_rank()))
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 0:
+            store.wait(["the root has gone on"])
+        dist.broadcast(x, 1)
+        if rank == 1:
+            store.set("the root has gone on", "")
+        return float(x[0])
+
+    run = four.run(late)
+    assert run.results == [1.0] * 4
+    root, leaf = (run.trace.of(name="broadcast", rank=rank).spans[0] for rank in (1, 0))
+    assert leaf.start_ns > root.end_ns
+    assert nothing_was_early(run) == {(0, 1, 2, 3)}
 
 
 def test_subgroups_take_their_level(four: Group) -> None:
