@@ -16,7 +16,7 @@ from synthetic import MS, Book, data_parallel, many, master_and_workers
 import labkit as lab
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import bytes_in_words, time_in_words
-from labkit.plots.bars import STYLES, blend, coverage, lanes
+from labkit.plots.bars import STYLES, Bars, blend, captioned, coverage, lanes
 from labkit.plots.explorer.window import EXACT, Windows
 from labkit.tracing.trace import Span, Trace
 
@@ -367,6 +367,25 @@ def test_the_page_says_where_a_span_was_first_used(tmp_path: Path) -> None:
         console.log(JSON.stringify(page.barInWords(bar, {json.dumps(explorer.about)})));"""
     assert in_node(tmp_path, program)[-1] == "first used at cell 2, line 3"
     explorer.close()
+
+
+@needs_node
+def test_pieces_of_one_span_around_a_sliver_have_one_caption_in_the_page(tmp_path: Path) -> None:
+    """The page chooses as `bars.captioned` does, for the pieces of one exposed operation and its hidden part."""
+    edges = [(0, 100), (100, 103), (103, 400), (400, 410), (1000, 1100)]
+    spans, exposed = [7, 7, 7, 8, 7], [True, False, True, False, True]
+    bars = [
+        {"start": start, "end": end, "style": int(shown), "name": "all_reduce", "issued": span, "completed": 2000}
+        for (start, end), span, shown in zip(edges, spans, exposed, strict=True)
+    ]
+    program = f"""
+        const bars = {json.dumps(bars)};
+        const chosen = (scale) => bars.map((bar) => page.captioned(bars, scale).has(bar));
+        console.log(JSON.stringify([chosen(1), chosen(3)]));"""
+    start, end = np.array(edges).T
+    drawn = Bars(start, end, np.array(exposed, np.uint8), np.array(spans))
+    assert in_node(tmp_path, program) == [captioned(drawn, scale).tolist() for scale in (1.0, 3.0)]
+    assert not captioned(drawn, 1.0).all()
 
 
 @needs_node

@@ -161,6 +161,7 @@ class Picture {
           pen.drawImage(layer.image, 0, lane.mixed, layer.columns, 1, x, y, (layer.end - layer.start) * scale, h);
         }
         if (mixes && large) layer.styles.forEach((style) => this.visible.add(style));
+        const wide = []; // the bars with room for a caption, and where they are
         for (let i = layer.firstAfter(lane, view.start); i < lane.last && layer.edges[2 * i] < view.end; i++) {
           if (large) this.visible.add(layer.marks[6 * i]);
           const x = Math.max((layer.edges[2 * i] - view.start) * scale, -9);
@@ -169,8 +170,10 @@ class Picture {
           const style = layer.marks[6 * i];
           pen.fillStyle = this.fills[style];
           pen.fillRect(x, y, Math.max(w > 4 ? w - 0.7 : w, 0.6), h);
-          if (large && w > 9 && h > 10) this.caption(pen, layer.bar(i, row), x, y, w, h);
+          if (large && w > 9 && h > 10) wide.push({ bar: layer.bar(i, row), x, w });
         }
+        const named = captioned(wide.map(({ bar }) => bar), scale);
+        for (const { bar, x, w } of wide) if (named.has(bar)) this.caption(pen, bar, x, y, w, h);
       });
       if (large) this.stepLines(pen, layer.steps.get(row) ?? [], view, scale, top + place * rowHigh, rowHigh);
     });

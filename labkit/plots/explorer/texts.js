@@ -78,3 +78,22 @@ export function ticks(from, to, count) {
   const found = Array.from({ length: Math.max(Math.floor(to / stride + 1e-6) - first + 1, 0) }, (_, i) => (first + i) * stride);
   return { at: found, decimals: decimals(stride * 1.001) };
 }
+
+const SLIVER_PX = 8; // a bar below this width divides another one without making two of it; as in bars.py
+
+/** The bars that get a caption: of the pieces of one span with only a sliver in between, the widest; as in bars.py. */
+export function captioned(bars, pixelsPerNs) {
+  const chosen = new Set(bars);
+  const last = new Map(); // by span and style, the chosen piece and the end of the latest one
+  for (const bar of bars) {
+    const span = [bar.style, bar.name, bar.issued, bar.completed].join();
+    let { best, end } = last.get(span) ?? { best: bar, end: bar.start };
+    if (best !== bar && (bar.start - end) * pixelsPerNs < SLIVER_PX) {
+      const wider = bar.end - bar.start > best.end - best.start;
+      chosen.delete(wider ? best : bar);
+      if (wider) best = bar;
+    } else best = bar;
+    last.set(span, { best, end: bar.end });
+  }
+  return chosen;
+}
