@@ -217,8 +217,7 @@ def count_of(ranks: Ranks, link: Link | Network) -> int:
     if isinstance(link, Network):
         return len(link.nodes_among(_groups(ranks)[0]))
     check_arguments(ranks=ranks)
-    assert isinstance(ranks, int)
-    return ranks
+    return int(ranks)  # type: ignore[arg-type]  # checked: a whole number
 
 
 def _groups(ranks: Ranks) -> Sequence[int | Sequence[int]]:

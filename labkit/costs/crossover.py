@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+from labkit.costs.collectives import count_of
 from labkit.costs.link import Link
 from labkit.costs.network import Network, latency_and_share
 from labkit.costs.prediction import Prediction, check_arguments, in_seconds
@@ -47,9 +48,8 @@ def all_reduce_crossover(
     if isinstance(link, Network):
         network, nodes = link, link.nodes_among(ranks)
     else:
-        check_arguments(ranks=ranks)
-        assert isinstance(ranks, int)
-        network, nodes = Network(nodes=1, inside=link, between=link), (0,) * ranks
+        count = count_of(ranks, link)
+        network, nodes = Network(nodes=1, inside=link, between=link), (0,) * count
         if "hierarchical" in (small, large):
             raise ValueError(f"algorithm='hierarchical' with link={link}: a hierarchy needs nodes; expected a lab.Network")
     rounds = {name: all_reduce_rounds(nodes, name) for name in (small, large)}

@@ -10,7 +10,8 @@ ranks, n a size in bytes. An emulated `labkit.Link` follows the same formulas (`
 from __future__ import annotations
 
 import math
-from typing import Final
+import numbers
+from typing import Any, Final
 
 from labkit.costs import collectives
 from labkit.costs.collectives import (
@@ -34,7 +35,7 @@ from labkit.costs.link import Link
 from labkit.costs.network import Network, link_of_pair
 from labkit.costs.prediction import Prediction, check_arguments, in_seconds
 from labkit.costs.schedule_names import INTERLEAVED, schedule_name
-from labkit.errors.wrong_calls import public_api
+from labkit.errors.wrong_calls import WrongNameError, did_you_mean, public_api
 
 __all__ = [
     "all_gather", "all_reduce", "all_reduce_crossover", "all_to_all", "barrier", "broadcast", "data_parallel_step", "gather",
@@ -48,6 +49,13 @@ _LOGP: Final = "Culler et al., LogP, 1993 (overhead)"
 
 def __dir__() -> list[str]:
     return list(__all__)
+
+
+def __getattr__(name: str) -> Any:
+    """Raise an error that suggests the formula's name."""
+    if name.startswith("__"):  # asked for by Python and its tools
+        raise AttributeError(name)
+    raise WrongNameError(f"lab.predict has no {name!r}; {did_you_mean(name, __all__)}")
 
 
 def data_parallel_step(
@@ -315,7 +323,7 @@ def zero_traffic(parameters: float, ranks: int, stage: int, *, value_bytes: int 
 
 
 def _check_stage(stage: int) -> None:
-    if isinstance(stage, bool) or not isinstance(stage, int) or stage not in (0, 1, 2, 3):
+    if isinstance(stage, bool) or not isinstance(stage, numbers.Integral) or stage not in (0, 1, 2, 3):
         raise ValueError(
             f"stage={stage!r}: expected 0 (nothing is sharded), 1 (optimizer state), 2 (and gradients) or 3 (and parameters)"
         )

@@ -57,7 +57,7 @@ class Network:
                 raise ValueError(f"Network(nodes={self.nodes}) for {self.ranks} ranks: expected at least one rank for each node")
 
     def __str__(self) -> str:
-        nodes = f"{self.nodes} node{'s' * (self.nodes != 1)}"
+        nodes = f"{self.nodes} node{'' if self.nodes == 1 else 's'}"
         return f"{nodes}, {self.inside} inside, {self.between} between"
 
     @public_api

@@ -34,7 +34,9 @@ class Working(str):
 
 
 class Prediction(float):
-    """A predicted number of seconds or bytes, or a fraction; arithmetic with it gives plain floats.
+    """A predicted number of seconds or bytes, or a fraction.
+
+    A sum of predictions in one unit is a prediction; other arithmetic gives plain floats, which have no unit.
 
     Args:
         value: the number, in `unit`.
@@ -60,6 +62,17 @@ class Prediction(float):
     def __getnewargs__(self) -> Any:
         """The arguments with which it is unpickled."""
         return float(self), self.unit, self.symbol, self.formula, self.inserted, self.source
+
+    def __add__(self, other: Any) -> Any:
+        """The sum of two predictions in one unit is one, and so is that with 0, with which `sum` begins."""
+        if isinstance(other, Prediction) and other.unit == self.unit:
+            either = dict.fromkeys((self.symbol, other.symbol)), dict.fromkeys((self.source, other.source))
+            symbol, source = " + ".join(either[0]), "; ".join(either[1])
+            formula, inserted = f"{self.formula} + {other.formula}", f"{self.inserted} + {other.inserted}"
+            return Prediction(float(self) + float(other), self.unit, symbol, formula, inserted, source)
+        return self if type(other) is int and other == 0 else super().__add__(other)
+
+    __radd__ = __add__
 
     def __repr__(self) -> str:
         return in_words(float(self), self.unit)

@@ -48,7 +48,7 @@ def rounds_of(operation: str, nodes: tuple[int, ...], groups: int = 1) -> tuple[
     cost = cost_of(operation, p)
     if p == 1:
         return ()
-    of_one = [(times, list(messages)) for times, messages in _MESSAGES[cost.algorithm](cost, p)]
+    of_one = ((times, list(messages)) for times, messages in _MESSAGES[cost.algorithm](cost, p))  # p² messages in some
     return _on(nodes, ((n, [(i + k * p, j + k * p, x) for k in range(groups) for i, j, x in one]) for n, one in of_one))
 
 

@@ -30,6 +30,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _MOST_CHECKED: Final = 1000  # items; in longer lists and dicts the types of the items are not checked
+_LONGEST_MESSAGE: Final = 800  # characters
 _LONGEST: Final = 20  # characters; longer default values are shown as "..."
 _RAISE: Final = dis.opmap["RAISE_VARARGS"]
 _IN_WORDS: Final = {
@@ -143,7 +144,7 @@ def _for_the_student(
     if _is_raised_here(error):
         kind = {TypeError: WrongTypeError, ValueError: WrongValueError}.get(type(error))
         if kind is not None:
-            return kind(*error.args)
+            return kind(*(_shortened(part) if isinstance(part, str) else part for part in error.args))
         return error.with_traceback(None) if isinstance(error, TypeError | ValueError) else None
     name = function.__qualname__.removesuffix(".__init__")
     signature = inspect.signature(function)
@@ -157,6 +158,12 @@ def _for_the_student(
             got = f"{name}({parameter.name}={reprlib.repr(value)})"
             return WrongTypeError(f"{got}: expected {_choice(hint)}, given {_kind_of(value)}")
     return None
+
+
+def _shortened(message: str) -> str:
+    """Cut the middle out of a message with a long list or array in it."""
+    end = _LONGEST_MESSAGE // 2
+    return message if len(message) <= _LONGEST_MESSAGE else f"{message[:end]} … {message[-end:]}"
 
 
 def _is_raised_here(error: BaseException) -> bool:
@@ -207,10 +214,12 @@ def _plain(parameter: inspect.Parameter) -> inspect.Parameter:
 
 def one_number(value: Any) -> float | None:
     """Return the value of a number, or of an array or tensor with one element; None if it is neither."""
+    if hasattr(value, "numpy") and not hasattr(value, "item"):
+        value = value.numpy()  # TensorFlow's tensors
     if isinstance(value, bool) or not (isinstance(value, numbers.Real) or hasattr(value, "item")):
         return None
     try:
-        return float(value)
+        return float(value if isinstance(value, numbers.Real) else value.item())
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
 

@@ -6,8 +6,10 @@ The file belongs to the student and may be deleted at any time. Several kernels 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
@@ -16,10 +18,11 @@ from typing import Any, Final
 
 from labkit.errors.exceptions import LabError
 
-__all__ = ["FILE", "Entry", "Value", "entries", "entry_for_update"]
+__all__ = ["FILE", "LARGEST", "Entry", "Value", "entries", "entry_for_update"]
 
 FILE: Final = "my_guesses.json"
 VERSION: Final = 1
+LARGEST: Final = 1e30  # a larger guess or measurement is a mistake, and would overflow in a figure
 
 Value = float | str
 
@@ -57,19 +60,34 @@ def entries(folder: Path) -> list[Entry]:
     """
     path = folder / FILE
     try:
-        text = path.read_text(encoding="utf-8")
+        written = path.read_bytes()
     except FileNotFoundError:
         return []
     except OSError as error:
         raise LabError(f"{path}: cannot be read ({error.strerror})") from None
     try:
-        content = json.loads(text)
+        content = json.loads(written.decode("utf-8"))
         if content["version"] != VERSION:
             raise LabError(f"{path}: written by another version of labkit ({content['version']}); move or delete the file")
         known = {field.name for field in fields(Entry)}
-        return [Entry(**{key: value for key, value in each.items() if key in known}) for each in content["guesses"]]
+        found = [Entry(**{key: value for key, value in each.items() if key in known}) for each in content["guesses"]]
+        if not all(map(_is_sound, found)):
+            raise ValueError
+        return found
     except (ValueError, KeyError, TypeError, AttributeError):
         raise LabError(f"{path}: not a file of guesses; repair or delete it") from None
+
+
+def _is_sound(entry: Entry) -> bool:
+    """Whether a file that may have been edited by hand holds an entry as `_write` writes it."""
+    compared = [value for value in (entry.guess, entry.measured, entry.changed) if value is not None]
+    numbers = [*(v for v in compared if not isinstance(v, str)), *([] if entry.predicted is None else [entry.predicted])]
+    return (
+        isinstance(entry.lesson, str)
+        and isinstance(entry.name, str)
+        and len({isinstance(value, str) for value in compared}) < 2
+        and all(type(n) in (int, float) and 0 <= n <= LARGEST for n in numbers)
+    )
 
 
 @contextlib.contextmanager
@@ -98,11 +116,17 @@ def entry_for_update(folder: Path, lesson: str, name: str) -> Iterator[Entry]:
 
 def _write(folder: Path, found: list[Entry]) -> None:
     content: dict[str, Any] = {"version": VERSION, "guesses": [asdict(entry) for entry in found]}
-    handle, temporary = tempfile.mkstemp(prefix=f".{FILE}.", dir=folder)
+    path = (folder / FILE).resolve()  # a link stays a link
+    mode = path.stat().st_mode if path.exists() else None
+    if mode is not None and not mode & stat.S_IWUSR:
+        raise PermissionError(errno.EACCES, "it is read-only")
+    handle, temporary = tempfile.mkstemp(prefix=f".{FILE}.", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(content, file, indent=1, ensure_ascii=False)
-        os.replace(temporary, folder / FILE)
+        if mode is not None:
+            os.chmod(temporary, stat.S_IMODE(mode))
+        os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise

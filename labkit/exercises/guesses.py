@@ -6,7 +6,6 @@ A guess that is still `...` is not kept, so a lesson that runs without a student
 from __future__ import annotations
 
 import html
-import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from labkit.costs.prediction import Prediction
 from labkit.errors.exceptions import LabError
 from labkit.errors.wrong_calls import one_number, public_api
-from labkit.exercises.guess_file import Entry, Value, entries, entry_for_update
+from labkit.exercises.guess_file import LARGEST, Entry, Value, entries, entry_for_update
 from labkit.notebook.opened import notebook_path
 from labkit.plots.guesses import Outcome, draw_calibration, draw_outcome
 
@@ -30,6 +29,8 @@ UNITS: Final = {
     "_gib": "GiB", "_mib": "MiB", "_kib": "KiB", "_gb": "GB", "_mb": "MB", "_kb": "kB", "_bytes": "B",
     "_ms": "ms", "_us": "µs", "_s": "s",
 }  # fmt: skip
+PER_SECOND: Final = "_per_s"
+ALIKE: Final = "compare numbers with numbers, texts with texts"
 LONGEST_CHOICE: Final = 200  # characters
 
 
@@ -81,8 +82,9 @@ def guess(**values: Any) -> Note | Notes:
 
     Raises:
         TypeError: no quantity is given, or a value is neither a number nor a text.
-        ValueError: a negative or infinite number, or a long or empty text.
-        LabError: the file of guesses cannot be read or written.
+        ValueError: a negative number or one above 1e30, or a long or empty text.
+        LabError: the file of guesses cannot be read or written; or a text for a number that was revealed, or the other
+            way round.
     """
     if not values:
         raise TypeError("guess(): expected what you guess and its value, as in lab.guess(step_ms=12)")
@@ -150,6 +152,8 @@ def _seal(name: str, value: Any) -> Note:
     if value is ...:
         return Note(f"{quantity}: no guess yet. Replace the ... with your guess and run the cell again.", "○")
     with entry_for_update(Path.cwd(), _lesson(), name) as entry:
+        if entry.measured is not None and isinstance(value, str) != isinstance(entry.measured, str):
+            raise LabError(f"guess({name}={value!r}): {entry.measured!r} was measured; {ALIKE}")
         if entry.measured is None:
             entry.guess, entry.guessed_at = value, time.time()
         elif value != entry.guess:
@@ -179,9 +183,7 @@ def _reveal(name: str, value: Value, formula: float | None) -> Entry:
         return Entry(lesson, name)  # there was no guess: nothing is written
     with entry_for_update(Path.cwd(), lesson, name) as entry:
         if isinstance(entry.guess, str) != isinstance(value, str):
-            raise LabError(
-                f"reveal({name}={value!r}): the guess was {entry.guess!r}; compare numbers with numbers, texts with texts"
-            )
+            raise LabError(f"reveal({name}={value!r}): the guess was {entry.guess!r}; {ALIKE}")
         if entry.measured is None:
             entry.measured, entry.predicted, entry.revealed_at = value, formula, time.time()
     return entry
@@ -216,6 +218,8 @@ def _folded(text: Any) -> str:
 
 def _parts(name: str) -> tuple[str, str]:
     """The quantity's name and unit as they are shown: "step_ms" is ("step", "ms")."""
+    if name.endswith(PER_SECOND) and not name.endswith("_gbit_per_s"):  # tokens_per_s: the name says what is counted
+        return f"{_spoken(name.removesuffix(PER_SECOND))} per second", ""
     for ending, unit in UNITS.items():
         if name.endswith(ending) and name != ending:
             return _spoken(name.removesuffix(ending)), unit
@@ -248,8 +252,8 @@ def _number(function: str, name: str, value: Any) -> float:
     number = one_number(value)
     if number is None:
         raise TypeError(f"{function}({name}={value!r}): expected one number from 0, a text or ...")
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"{function}({name}={value!r}): expected a number from 0")
+    if not 0 <= number <= LARGEST:
+        raise ValueError(f"{function}({name}={value!r}): expected a number from 0{' to 1e30' * (number > LARGEST)}")
     return number
 
 

@@ -74,7 +74,7 @@ def _sentences(f: Finding, ranks: Sequence[str], cores: int | None, busy: bool) 
     spent += [f"did nothing for {percent(f.standing)} while others worked"] if f.standing >= NOTICED else []
     lasted = f"It took {time_in_words(f.duration_ns)}."
     if f.steps:
-        mean_ns = f.duration_ns / f.steps
+        mean_ns = f.mean_step_ns
         median = f", {time_in_words(f.step_ns)} in the median" if abs(mean_ns - f.step_ns) > DIFFER * mean_ns else ""
         lasted = f"A step took {time_in_words(mean_ns)} on average{median}."
     found = [lasted, f"{', '.join(spent[:-1])} and {spent[-1]}." if len(spent) > 1 else f"{spent[0]}."]
@@ -132,8 +132,8 @@ def _advice(f: Finding, ranks: Sequence[str], cores: int | None, busy: bool) -> 
             )
         case Limit.UNRECORDED:
             return (
-                f"For {percent(f.unrecorded)} of the time nothing was recorded: that is code outside of spans, such as loading "
-                "data. Put `with lab.span(...)` around it to see it."
+                f"For {percent(f.unrecorded)} of the time nothing was recorded: code outside of spans, such as loading data, or "
+                "ranks with nothing left to do. Put `with lab.span(...)` around the code to see it."
             )
 
 

@@ -55,7 +55,8 @@ class Predictions:
         whole = all(value == round(value) for row in self.rows for value in (row.predicted, row.measured))
 
         def shown(value: float) -> str:
-            figures = f"{value:,.0f}" if whole or abs(value) >= 999.5 else three_digits(value)
+            small = 0 < abs(value) < 0.0995  # two decimals would not be three digits
+            figures = f"{value:,.0f}" if whole or abs(value) >= 999.5 else f"{value:.3g}" if small else three_digits(value)
             return f"{figures} {self.unit}".strip()
 
         return [

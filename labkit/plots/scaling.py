@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -163,7 +164,7 @@ def _predicted(seconds: Mapping[int, float]) -> tuple[NDArray[np.int64], NDArray
 
 
 def _counts(by_ranks: Mapping[int, object], given: str) -> NDArray[np.int64]:
-    if any(not isinstance(n, int) or n < 1 for n in by_ranks):
+    if any(not isinstance(n, numbers.Integral) or n < 1 for n in by_ranks):
         raise ValueError(f"scaling: {given} for {list(by_ranks)} ranks; expected whole numbers from 1")
     return np.array(sorted(by_ranks), np.int64)
 

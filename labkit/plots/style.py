@@ -90,7 +90,8 @@ def labkit_style() -> AbstractContextManager[None]:
     import matplotlib.style
 
     # `savefig` outside this context writes the figure's own colour, and a file has no theme; notebooks drop it again.
-    return matplotlib.style.context([_STYLE_SHEET, {"figure.facecolor": "white"}])
+    # Texts hold the student's names, in which "$" is a character like any other.
+    return matplotlib.style.context([_STYLE_SHEET, {"figure.facecolor": "white", "text.parse_math": False}])
 
 
 def shortened(text: str, most: int) -> str:

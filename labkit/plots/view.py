@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
 from typing import Final
 
@@ -91,12 +92,12 @@ def view_of(trace: Trace, step: int | range | str | None, label: str) -> View:
     count = len(bounds)
     if step == "all" or (step is None and count <= ZOOM_BEYOND):
         return View(label, trace, trace, range(0), count)
-    if not count and (step == "median" or isinstance(step, int | range)):
+    if not count and (step == "median" or isinstance(step, numbers.Integral | range)):
         raise LabError(f"step={step!r}: this run has no steps; wrap its loop: `for batch in lab.steps(batches):`")
     if step in (None, "median"):
         step = median_step(trace)
-    if isinstance(step, int):
-        number = step if step >= 0 else count + step
+    if isinstance(step, numbers.Integral):
+        number = int(step) if step >= 0 else count + int(step)
         chosen = range(number, number + 1)
     elif isinstance(step, range) and step.step == 1 and step:
         chosen = step

@@ -48,6 +48,7 @@ class Finding:
         duration_ns: the time looked at: all steps but the first, or the whole trace if there are fewer than three.
         steps: how many steps that is; 0 if the trace has none.
         step_ns: the median step; 0 if the trace has none.
+        mean_step_ns: the mean of these steps, on the rank that took longest for them; 0 if the trace has none.
         compute, overlap, exposed, waiting: shares of that time, from 0 to 1; overlap is a part of compute.
         standing: the share in which a rank recorded nothing while another one, with which it communicates, did.
         unrecorded: the share in which nobody recorded anything; where the ranks do not communicate, the mean over the
@@ -68,6 +69,7 @@ class Finding:
     duration_ns: int
     steps: int
     step_ns: float
+    mean_step_ns: float
     compute: float
     overlap: float
     exposed: float
@@ -92,7 +94,8 @@ def limit_of(trace: Trace) -> Finding:
     Args:
         trace: of at least one rank, with something in it.
     """
-    steps, part = _settled(trace)
+    settled, part = _settled(trace)
+    steps = len(settled)
     shares = part.shares()
     ranks, window = len(shares), max(part.duration_ns, 1)
     compute, overlap, exposed, waiting, idle = (
@@ -134,6 +137,7 @@ def limit_of(trace: Trace) -> Finding:
         duration_ns=part.duration_ns,
         steps=steps,
         step_ns=1e6 * step_ms(trace) if steps else 0.0,
+        mean_step_ns=_mean_ns(trace, settled),
         compute=compute,
         overlap=overlap,
         exposed=exposed,
@@ -157,21 +161,29 @@ def _union(sets: Iterable[Intervals]) -> Intervals:
     return union(*np.concatenate(list(sets)).T)
 
 
-def _settled(trace: Trace) -> tuple[int, Trace]:
-    """The longest sequence of typical steps, and how many there are.
+def _settled(trace: Trace) -> tuple[range, Trace]:
+    """The longest sequence of typical steps: their numbers, and that part of the trace.
 
     The first step is slower than the others; in some, labkit reads TensorFlow's profiler. If fewer than `FEW_STEPS` in
     a row are left, only the first is left out.
     """
     bounds = trace.step_bounds()
     if len(bounds) < 3:
-        return len(bounds), trace
+        return range(len(bounds)), trace
     typical = undisturbed_steps(trace)
     typical = typical[typical > 0]
     longest = max(np.split(typical, np.flatnonzero(np.diff(typical) > 1) + 1), key=len)
     if len(longest) < FEW_STEPS:
         longest = np.arange(1, len(bounds))
-    return len(longest), trace.between(int(bounds[longest[0], 0]), int(bounds[longest[-1], 1]))
+    first, last = int(longest[0]), int(longest[-1])
+    return range(first, last + 1), trace.between(int(bounds[first, 0]), int(bounds[last, 1]))
+
+
+def _mean_ns(trace: Trace, steps: range) -> float:
+    """The mean length of these steps, which the ranks need not begin at the same time; 0 if there are none."""
+    bounds = [trace.step_bounds(rank) for rank in range(len(trace.ranks))]
+    lasted = [own[steps[-1], 1] - own[steps[0], 0] for own in bounds if steps and len(own) > steps[-1]]
+    return float(max(lasted, default=0)) / max(len(steps), 1)
 
 
 def _operations(part: Trace) -> tuple[Any, NDArray[np.int64]]:

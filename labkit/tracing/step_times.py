@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from labkit.errors.exceptions import LabError
-from labkit.errors.wrong_calls import public_api
+from labkit.errors.wrong_calls import one_number, public_api
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
@@ -62,14 +63,14 @@ def best_of(
         tries: how many times to call.
         call: usually `group.run`; or several functions by name, which are called in turn.
         args: its arguments.
-        key: what to compare, a function of the result; the smallest counts.
+        key: what to compare, a function of the result that returns a number; the smallest counts.
         options: its named arguments.
 
     Returns:
         the result of `call` for which `key` is smallest; of several functions, these results by name.
 
     Raises:
-        TypeError: `tries` is not a whole number, or `call` or `key` not a function.
+        TypeError: `tries` is not a whole number, `call` or `key` not a function, or `key` returns no number.
         ValueError: `tries` is less than 1, or there is no function.
         LabError: without `key`, a run has no steps.
     """
@@ -86,8 +87,18 @@ def best_of(
     if not _takes_one(key):
         raise TypeError(f"best_of(key={key!r}): expected a function of one argument, the run, as in key=lab.step_ms")
     results = [{name: one(*args, **options) for name, one in calls.items()} for _ in range(tries)]
-    best = {name: min((result[name] for result in results), key=key) for name in calls}
+    compared = [{name: _compared(key, result) for name, result in each.items()} for each in results]
+    fastest = {name: min(range(tries), key=lambda i, name=name: compared[i][name]) for name in calls}
+    best = {name: results[i][name] for name, i in fastest.items()}
     return best if isinstance(call, Mapping) else best[None]
+
+
+def _compared(key: Callable[[Any], Any], result: Any) -> float:
+    """What `key` says of a result; NaN, which is not less than anything, counts as slower than everything."""
+    value = one_number(found := key(result))
+    if value is None:
+        raise TypeError(f"best_of(key=...): the key returned {found!r}; expected one number for each run, as from lab.step_ms")
+    return math.inf if math.isnan(value) else value
 
 
 def _takes_one(function: Callable[..., Any]) -> bool:

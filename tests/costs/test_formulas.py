@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 
 import labkit as lab
@@ -234,6 +235,29 @@ def test_no_prediction_accepts_an_invalid_number(function: Any) -> None:
         for bad in wrong:
             with pytest.raises((TypeError, ValueError), match="expected"):
                 function(*good[:place], bad, *good[place + 1 :])
+
+
+@pytest.mark.parametrize("function", NUMBERS, ids=lambda f: f.__name__)
+def test_whole_numbers_of_numpy_are_whole_numbers(function: Any) -> None:
+    good = NUMBERS[function]
+    assert function(*(np.int64(value) if isinstance(value, int) else value for value in good)) == function(*good)
+
+
+def test_a_sum_of_predictions_in_one_unit_is_a_prediction() -> None:
+    message, step = formulas.message(1e6, LINK), formulas.pipeline_step(4, 8, 0.1, 0.2)
+    both = message + step
+    assert (float(both), both.unit) == (float(message) + float(step), "s")
+    assert both.working.startswith(f"T &= {message.formula} + {step.formula} ")
+    assert both.source == f"{message.source}; {step.source}"
+    assert sum([message, step]).in_unit("ms") == pytest.approx(1e3 * (message + step))
+    for plain in (message + 0.5, 0.5 + message, message + formulas.zero_traffic(1e6, 4, 2), 2 * message, message - step):
+        assert type(plain) is float
+
+
+def test_a_misspelt_formula_is_suggested() -> None:
+    with pytest.raises(AttributeError, match=r"lab\.predict has no 'allreduce'; did you mean 'all_reduce'\?"):
+        lab.predict.allreduce  # noqa: B018  # type: ignore[attr-defined]
+    assert not hasattr(formulas, "__path__")
 
 
 SPELLINGS = ("interleaved 1f1b", "Interleaved 1F1B", "interleaved_1f1b", "interleaved", "ScheduleInterleaved1F1B")

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import labkit as lab
@@ -194,6 +195,8 @@ def test_predictions_accept_a_network() -> None:
             assert getattr(predict, name)(8000, ranks, NETWORK) == pytest.approx(NETWORK.of(ranks).seconds(name, 8000))
         assert getattr(predict, name)(8000, [0, 1], FOUR) == pytest.approx(FAST.seconds(name, 8000, 2))
         assert getattr(predict, name)(8000, [1, 3], FOUR) == pytest.approx(SLOW.seconds(name, 8000, 2))
+        whole = getattr(predict, name)(8000, 4, NETWORK)
+        assert getattr(predict, name)(8000, np.int64(4), NETWORK) == whole  # as numpy counts
     assert predict.barrier(4, NETWORK) == pytest.approx(0.002)
     assert predict.message(8000, NETWORK) == pytest.approx(0.009)
     assert predict.message(8000, FOUR, ranks=(0, 1)) == pytest.approx(0.0009)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("ipykernel", reason="needs ipykernel")
@@ -18,7 +19,7 @@ from kernels import Kernel
 
 import labkit as lab
 from labkit.costs.formulas import pipeline_bubble
-from labkit.errors.wrong_calls import WrongTypeError, public_api
+from labkit.errors.wrong_calls import WrongTypeError, one_number, public_api
 
 
 def started(folder: Path) -> Iterator[Kernel]:
@@ -126,7 +127,8 @@ def test_stop_while_labkit_works_shows_only_the_students_line(kernel: Kernel) ->
 
 def test_a_defect_of_labkit_keeps_its_frames(kernel: Kernel) -> None:
     kernel("""
-        sys.modules["labkit.tracing.ideal_pipeline"]._ORDERS["gpipe"] = lambda *_: 1 / 0
+        from labkit.tracing import ideal_pipeline
+        ideal_pipeline._ORDERS["gpipe"] = lambda *_: 1 / 0
     """)
     text = seen(kernel, "lab.schedule('gpipe', stages=2, micro_batches=2)")
     assert "ZeroDivisionError" in text
@@ -181,3 +183,24 @@ def test_a_groups_options_cannot_be_set_later(name: str) -> None:
         setattr(group, name, 9)
     assert getattr(group, name) == before
     assert (group.runtime, group.timeout_s) == ("bare", 3)
+
+
+def test_a_message_with_a_long_list_is_cut_in_its_middle():
+    with pytest.raises(TypeError) as caught:
+        lab.guess(step_ms=list(range(10**5)))
+    message = str(caught.value)
+    assert len(message) < 1000
+    assert message.startswith("guess(step_ms=[0, 1, 2")
+    assert message.endswith("expected one number from 0, a text or ...")
+
+
+def test_a_tensor_of_tensorflow_is_one_number():
+    class EagerTensor:
+        """As TensorFlow's: no `item`, but `numpy`."""
+
+        def numpy(self):
+            return np.float32(2.5)
+
+    assert one_number(EagerTensor()) == 2.5
+    assert one_number(np.array([[2.5]])) == 2.5
+    assert one_number(np.array([2.5, 1.0])) is None

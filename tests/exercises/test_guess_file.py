@@ -55,8 +55,19 @@ def test_kernels_that_write_at_once_lose_no_guess(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", '{"version": 1}', '{"version": 1, "guesses": [{"name": 1}]}', '{"version": 1, "guesses": 3}']
-)
+    "content",
+    [
+        "", "[]", '{"version": 1}', '{"version": 1, "guesses": [{"name": 1}]}', '{"version": 1, "guesses": 3}',
+        *(
+            '{"version": 1, "guesses": [{"lesson": "02", ' + rest + "}]}"
+            for rest in (
+                '"name": ["step_ms"]', '"name": "x", "guess": [1]', '"name": "x", "guess": NaN', '"name": "x", "guess": 1e31',
+                '"name": "x", "guess": "a", "measured": 1', '"name": "x", "measured": 1, "changed": "a"',
+                '"name": "x", "predicted": "1"', '"name": "x", "guess": true',
+            )
+        ),
+    ],
+)  # fmt: skip
 def test_a_broken_file_is_one_clear_error(tmp_path, content):
     (tmp_path / FILE).write_text(content)
     with pytest.raises(LabError, match=r"my_guesses\.json: not a file of guesses; repair or delete it"):
@@ -79,3 +90,30 @@ def test_a_file_that_a_newer_labkit_wrote_with_more_fields_is_read(tmp_path):
 def test_a_folder_that_is_gone_is_named(tmp_path):
     with pytest.raises(LabError, match=r"my_guesses\.json: cannot be written \(No such file"):
         seal(tmp_path / "gone", "step_ms", 12.0)
+
+
+def test_a_file_in_another_encoding_is_one_clear_error(tmp_path):
+    (tmp_path / FILE).write_bytes('{"version": 1, "guesses": []}'.encode("utf-16"))
+    with pytest.raises(LabError, match="not a file of guesses; repair or delete it"):
+        entries(tmp_path)
+
+
+def test_a_link_to_the_file_and_its_permissions_are_kept(tmp_path):
+    folder, real = tmp_path / "lessons", tmp_path / "real.json"
+    folder.mkdir()
+    seal(tmp_path, "step_ms", 1.0)
+    (tmp_path / FILE).rename(real)
+    real.chmod(0o640)
+    (folder / FILE).symlink_to(real)
+    seal(folder, "step_ms", 2.0)
+    assert (folder / FILE).is_symlink()
+    assert real.stat().st_mode & 0o777 == 0o640
+    assert entries(folder) == [Entry("02", "step_ms", 2.0)]
+
+
+def test_a_file_that_is_read_only_is_not_replaced(tmp_path):
+    seal(tmp_path, "step_ms", 1.0)
+    (tmp_path / FILE).chmod(0o444)
+    with pytest.raises(LabError, match=r"my_guesses\.json: cannot be written \(it is read-only\)"):
+        seal(tmp_path, "step_ms", 2.0)
+    assert entries(tmp_path) == [Entry("02", "step_ms", 1.0)]

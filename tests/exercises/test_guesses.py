@@ -232,6 +232,7 @@ def test_guesses_of_zero_have_no_ratio():
         (lambda: guess(), TypeError, "guess(): expected what you guess and its value, as in lab.guess(step_ms=12)"),
         (lambda: guess(step_ms=-1), ValueError, "guess(step_ms=-1): expected a number from 0"),
         (lambda: guess(step_ms=float("nan")), ValueError, "guess(step_ms=nan): expected a number from 0"),
+        (lambda: guess(step_ms=1e31), ValueError, "guess(step_ms=1e+31): expected a number from 0 to 1e30"),
         (lambda: guess(step_ms=[1]), TypeError, "guess(step_ms=[1]): expected one number from 0, a text or ..."),
         (lambda: guess(step_ms=True), TypeError, "guess(step_ms=True): expected one number from 0, a text or ..."),
         (lambda: guess(step_ms=np.ones(3)), TypeError, "expected one number from 0"),
@@ -260,3 +261,22 @@ def test_a_measurement_that_found_nothing_reveals_nothing():
 def test_a_count_has_an_axis_of_whole_numbers():
     assert all(float(tick).is_integer() for tick in reveal(messages=2, predicted=2).get_xticks())
     assert not all(float(tick).is_integer() for tick in reveal(sent_mb=2, predicted=2).get_xticks())
+
+
+def test_a_text_in_place_of_a_revealed_number_is_refused_and_nothing_is_lost(tmp_path):
+    guess(step_ms=5)
+    reveal(step_ms=6)
+    with pytest.raises(lab.LabError, match=r"guess\(step_ms='fast'\): 6\.0 was measured; compare numbers with numbers"):
+        guess(step_ms="fast")
+    assert drawn(reveal(step_ms=6)) == {"your guess": 5, "measured": 6}
+    assert labels(guesses()) == ["02_data_parallel · step"]
+
+
+def test_a_rate_says_what_it_counts():
+    assert repr(guess(tokens_per_s=500)) == "● tokens per second: 500, sealed."
+    assert repr(guess(link_gbit_per_s=5)) == "● link: 5 Gbit/s, sealed."
+
+
+def test_a_sum_of_predictions_is_converted_too():
+    message = lab.predict.message(1e6, lab.Link(gbit_per_s=1, latency_us=0))  # 8 ms
+    assert drawn(reveal(step_ms=20, predicted=message + message))["predicted"] == pytest.approx(16)

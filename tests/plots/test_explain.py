@@ -25,7 +25,7 @@ def test_the_paragraph_has_the_numbers_of_the_trace():
     found = limit_of(trace)
     text = explain(trace).text
     assert f"The ranks computed for {100 * found.compute:.0f} % of it, communicated for {100 * found.exposed:.0f} %" in text
-    assert text.startswith(f"A step took {time_in_words(found.duration_ns / found.steps)} on average. The ranks")
+    assert text.startswith(f"A step took {time_in_words(found.mean_step_ns)} on average. The ranks")
     assert "each rank took part in 3 operations per step with 7.34 MB of data at" in text
     assert f"Communication hidden behind computing took another {100 * found.overlap:.0f} %." in text
     assert str(explain(trace)) == text
@@ -109,6 +109,6 @@ def test_on_a_busy_machine_a_late_rank_may_have_lost_its_core(monkeypatch, busy)
 @pytest.mark.parametrize(("median", "shown"), [(1.02, False), (0.7, True)])
 def test_the_median_step_is_given_where_it_differs_from_the_mean(monkeypatch, median, shown):
     found = limit_of(data_parallel(steps=10))
-    other = dataclasses.replace(found, step_ns=median * found.duration_ns / found.steps)
+    other = dataclasses.replace(found, step_ns=median * found.mean_step_ns)
     monkeypatch.setattr(module, "limit_of", lambda _: other)
     assert (f"on average, {time_in_words(other.step_ns)} in the median." in explain(data_parallel()).text) == shown

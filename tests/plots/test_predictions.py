@@ -17,6 +17,11 @@ def test_the_table_as_text():
     ]
 
 
+def test_small_numbers_have_three_digits_too():
+    cells = predictions({"step": (0.0021, 0.00234), "epoch": (0.3, 1)}, "s").cells()
+    assert [row[1:3] for row in cells] == [("0.0021 s", "0.00234 s"), ("0.30 s", "1.00 s")]
+
+
 def test_whole_numbers_have_no_decimal_places():
     assert [row[1:3] for row in predictions({"messages": (6, 6), "ranks": (4, 3)}).cells()] == [("6", "6"), ("4", "3")]
 

@@ -36,6 +36,7 @@ from synthetic import MS, Book, alone, data_parallel, gpu_and_cpu, model_paralle
 
 LONG = ("parameter_server_of_embeddings", "trainer_number_one_of_the_two0", "trainer_number_two_of_the_two0")  # 30 characters
 US, HOUR = 1_000, 3_600_000_000_000  # ns
+DOLLARS = "$a_{$ x"  # as mathematics, this would be an error
 NEAR_PX = 1.5  # allowed overlap of two text boxes, which have a margin around the letters
 
 
@@ -129,6 +130,9 @@ FIGURES = {
         for name, run in RUNS.items()
         if name not in (*NOTHING_TRAVELS, "one_micro_batch")
     },
+    "timeline_dollars": lambda: timeline({DOLLARS: data_parallel(2, 3), "$b$": data_parallel(2, 3)}),
+    "compare_dollars": lambda: compare({DOLLARS: data_parallel(2, 3), "$b$": data_parallel(2, 3)}),
+    "traffic_dollars": lambda: traffic(renamed(remote_calls(), (DOLLARS, "$b$", "c"))),
     "timeline_six": lambda: timeline(named("what was changed in it")),
     "timeline_six_of_16": lambda: timeline({f"run {i}": data_parallel(16, 3, seed=i) for i in range(6)}),
     "compare_six": lambda: compare(named("what was changed in this one, in many words")),
@@ -254,3 +258,17 @@ def test_compare_formats_large_numbers_with_few_digits():
     words = [t.get_text() for t in FIGURES["compare_far_apart"]().texts]
     assert "1000 ns, 3.6e+09 × as fast" in words
     assert "3334" in words  # seconds of compute, not 3.33e+03
+
+
+@pytest.mark.parametrize("name", [name for name in FIGURES if name.endswith("_dollars")])
+def test_names_are_drawn_as_they_are_written(name):
+    figure = FIGURES[name]().figure
+    figure.canvas.draw()
+    assert any(DOLLARS in text.get_text() for text in figure.findobj(Text))
+    assert not any(text.get_parse_math() for text in figure.findobj(Text) if "$" in text.get_text())
+
+
+def test_numbers_of_numpy_select_steps_and_ranks():
+    run = data_parallel()
+    assert timeline(run, step=np.int64(1)).figure.alt_text == timeline(run, step=1).figure.alt_text
+    assert scaling({np.int64(n): lasting(1 / n) for n in (1, 2)}).get_title(loc="left")

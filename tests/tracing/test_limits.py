@@ -172,3 +172,13 @@ def test_the_shares_are_those_of_the_whole_time():
     found = limit_of(data_parallel(steps=10))
     assert found.compute + found.exposed + found.waiting + found.standing + found.unrecorded == pytest.approx(1, abs=1e-6)
     assert 0 < found.overlap < found.compute
+
+
+def test_ranks_that_begin_apart_have_the_steps_that_they_measured():
+    book = Book()
+    for rank, begin in enumerate((0, 300)):
+        for step in range(6):
+            book.whole(rank, "step", begin + 10 * step, begin + 10 * step + 10)
+            book.compute(rank, "forward", begin + 10 * step, begin + 10 * step + 9)
+    found = limit_of(book.trace(2))
+    assert (found.steps, found.mean_step_ns, found.step_ns) == (5, 10_000_000, 10_000_000)

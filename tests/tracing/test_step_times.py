@@ -116,3 +116,14 @@ def test_invalid_arguments():
         best_of(1, print, key="step")
     with pytest.raises(TypeError, match=r"best_of\(key=.*\): expected a function of one argument, the run"):
         best_of(1, print, key=lambda: 1)
+
+
+def test_a_run_whose_key_is_nan_is_never_the_fastest():
+    numbers = iter([float("nan"), 2.0, 3.0])
+    assert best_of(3, lambda: next(numbers), key=lambda number: number) == 2.0
+
+
+@pytest.mark.parametrize("returned", [None, [1, 2], "fast"])
+def test_a_key_without_a_number_is_explained(returned):
+    with pytest.raises(TypeError, match=r"best_of\(key=\.\.\.\): the key returned .*; expected one number for each run"):
+        best_of(2, print, key=lambda _: returned)
