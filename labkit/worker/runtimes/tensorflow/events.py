@@ -82,7 +82,7 @@ def scope_of(number: int) -> str:
 
 
 def spans_of(
-    events: Iterable[Event], place: Place, names: Sequence[str] = (), nbytes: Callable[[str, int, bool], int] = lambda *_: 0,
+    events: Iterable[Event], place: Place, names: Sequence[str] = (), nbytes: Callable[..., int] = lambda *_: 0,
     times: Counter[tuple[int, int, int]] | None = None,
 ) -> list[Span]:  # fmt: skip
     """Convert the events of a session to the spans of a rank.
@@ -104,7 +104,7 @@ def spans_of(
 class _Reader:
     """Reads events, thread by thread, and converts them to spans."""
 
-    def __init__(self, place: Place, names: Sequence[str], nbytes: Callable[[str, int, bool], int], times: Any) -> None:
+    def __init__(self, place: Place, names: Sequence[str], nbytes: Callable[..., int], times: Any) -> None:
         self._place, self._names, self._nbytes, self._times = place, names, nbytes, times
         self._executors: dict[int, _Executor] = defaultdict(_Executor)
         self._issued: dict[int, _Issued] = {}  # by the context of its end
@@ -298,7 +298,7 @@ class _Reader:
             peer = ROOTED - BROADCAST_ROOT if operation.rooted else -1
             end_ns = max(event.end_ns, self._ends.get(context, 0), self._ends.get(kernel, 0))
             start_ns = min(issued.start_ns, event.start_ns)
-            size = max(self._nbytes(name, instance, issued.eager), 0)
+            size = max(self._nbytes(name, group, instance, issued.eager), 0)
             found.append(
                 Span(
                     self._place.rank, operation.name, "communication", start_ns, end_ns, start_ns, end_ns, nbytes=size,

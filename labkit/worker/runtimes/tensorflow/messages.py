@@ -37,7 +37,7 @@ def ends_of(send: Event) -> tuple[End | None, End | None]:
 
 def messages_of(
     operations: Iterable[Event], ends: Mapping[int, int], rank: int, ranks: Mapping[tuple[str, int], int], *, step: int,
-    device: str, nbytes: Callable[[str, int, bool], int],
+    device: str, nbytes: Callable[..., int],
 ) -> list[Span]:  # fmt: skip
     """Return the messages that one executor sends to other devices and receives from them.
 
@@ -58,7 +58,7 @@ def messages_of(
             source, target = ends_of(event)
             if source is None or target is None or source == target:
                 continue
-            peer, size = ranks.get(target[:2], rank), nbytes(tensor, -1, False)
+            peer, size = ranks.get(target[:2], rank), nbytes(tensor)
             found.append(
                 Span(
                     rank, SEND.name, "communication", event.start_ns, event.end_ns, nbytes=max(size, 0), peer=peer,
@@ -67,7 +67,7 @@ def messages_of(
                 )
             )  # fmt: skip
         elif kind == "_Recv" and event.stats.get("_p") in ends:
-            end_ns, size = ends[event.stats["_p"]], nbytes(tensor, -1, False)
+            end_ns, size = ends[event.stats["_p"]], nbytes(tensor)
             found.append(
                 Span(
                     rank, RECV.name, "communication", event.start_ns, end_ns, event.start_ns, end_ns, nbytes=max(size, 0),

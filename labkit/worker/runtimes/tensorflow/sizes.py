@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
+from labkit.worker.runtimes.tensorflow.instance_keys import InstanceKeys
+
 __all__ = ["NOTHING", "Sizes"]
 
 NOTHING: Final = -1  # the size of a message without a tensor, which only signals that an operation has ended
 
+COLLECTIVE: Final = "Collective"  # prefix of the types of collectives
 COLLECTIVE_PREFIX: Final = "collective_"  # of the Python functions that create collectives
 GROUPED: Final = "GroupCrossDeviceControlEdges_"  # prefix of the signals that TensorFlow's graph optimizer combines
 LOWERED: Final = "_func_"  # prefix of the functions that DTensor generates
@@ -24,8 +28,9 @@ class Sizes:
 
     def __init__(self) -> None:
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._eager: dict[int, int] = {}  # by instance key
-        self._known: dict[str, int] = {}
+        self._keys = InstanceKeys()
+        self._eager: dict[tuple[int, int], int] = {}  # by group and instance key
+        self._known: dict[tuple[str, Any], int] = {}
         self._known_graphs = 0  # the number of graphs that `_known` is based on
         self._in_library: dict[str, set[int]] = {}  # sizes in functions that TensorFlow has generated
         self._read: set[str] = set()  # the names of those functions
@@ -44,6 +49,7 @@ class Sizes:
             graphs.add(graph)
 
         FuncGraph.__init__ = begin_and_keep
+        self._keys.install(FuncGraph)
         remove = context.Context.remove_function
 
         @functools.wraps(remove)
@@ -57,47 +63,61 @@ class Sizes:
             if name.startswith(COLLECTIVE_PREFIX) and not name.endswith("_eager_fallback") and callable(made):
                 setattr(gen_collective_ops, name, self._recording(made))
 
-    def nbytes(self, name: str, instance: int, eager: bool) -> int:
+    def nbytes(self, name: str, group: int = -1, instance: int = -1, eager: bool = False) -> int:
         """Return the size of a collective or of a message in bytes; 0 if unknown, `NOTHING` if no tensor is sent.
 
         Args:
             name: the operation's name in its graph.
-            instance: the collective's instance key; -1 for a message.
+            group: the key of the collective's group; -1 for a message.
+            instance: its instance key; -1 for a message.
             eager: whether it ran outside a tf.function.
         """
         if eager:
-            return self._eager.get(instance, 0)
+            return self._eager.get((group, instance), 0)
         if len(self._graphs) != self._known_graphs:
             self._known.clear()
             self._known_graphs = len(self._graphs)
-        if name not in self._known:
-            self._known[name] = self._look_up(name)
+        placeholder = self._keys.placeholder(group, instance)
+        key = name, None if placeholder is None else (id(placeholder.graph), placeholder.op.name)
+        if key not in self._known:
+            self._known[key] = self._look_up(name, placeholder)
         # Outside a tf.function, the broadcast of a variable's initial value runs in an executor, with a unique key.
-        return self._known[name] or self._eager.get(instance, 0)
+        return self._known[key] or self._eager.get((group, instance), 0)
 
     def forget(self) -> None:
-        """Forget the sizes of collectives outside of tf.functions, which are not needed after a session was read."""
+        """Forget what belongs to single collectives, which is not needed after a session was read."""
         self._eager.clear()
+        self._keys.forget()
 
     def _recording(self, make: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function that creates a collective, so that it records the size if the collective runs at once."""
         import tensorflow as tf
 
+        names = inspect.signature(make).parameters
+
         @functools.wraps(make)
         def make_and_record(*args: Any, **kwargs: Any) -> Any:
             made = make(*args, **kwargs)
-            key = kwargs.get("instance_key", args[3] if len(args) > 3 else None)
-            if tf.executing_eagerly() and isinstance(made, tf.Tensor) and key is not None:
-                self._eager[int(key)] = _bytes_of(made.shape, made.dtype)
+            given = dict(zip(names, args, strict=False)) | kwargs
+            if tf.executing_eagerly() and isinstance(made, tf.Tensor) and {"group_key", "instance_key"} <= given.keys():
+                keys = int(given["group_key"]), int(given["instance_key"])
+                self._eager[keys] = _bytes_of(made.shape, made.dtype)
             return made
 
         return make_and_record
 
-    def _look_up(self, name: str) -> int:
-        """Return the size that all graphs with an operation of this name agree on; 0 if they do not."""
+    def _look_up(self, name: str, placeholder: Any = None) -> int:
+        """Return an operation's size, or that on which all graphs with an operation of this name agree; 0 if unknown.
+
+        Args:
+            name: the operation's name.
+            placeholder: of its instance key; None if unknown.
+        """
         parts = name.split("/")
         if any(part.startswith(GROUPED) for part in parts):
             return NOTHING
+        if placeholder is not None:
+            return self._size_by_key(parts, placeholder)
         names = ["/".join(parts[i:]) for i in range(len(parts)) if all("PartitionedCall" in part for part in parts[:i])]
         for one in reversed(names):
             found = {size for graph in list(self._graphs) if (size := _in_graph(graph, one))}
@@ -105,6 +125,18 @@ class Sizes:
                 return found.pop() if len(found) == 1 else 0
         self._look_into_library()
         found = set().union(*(self._in_library.get(one, ()) for one in names))
+        return found.pop() if len(found) == 1 else 0
+
+    def _size_by_key(self, parts: list[str], placeholder: Any) -> int:
+        """Return the size of the collective whose instance key comes from a placeholder; 0 if it is unknown."""
+        collectives = [o for o in placeholder.consumers() if o.type.startswith(COLLECTIVE)]
+        if collectives:
+            found = {_of_operation(operation) for operation in collectives}
+            return found.pop() if len(found) == 1 else 0
+        # The collective is in a loop or a branch of that graph, which has a graph of its own.
+        names = ["/".join(parts[i:]) for i in range(len(parts))]
+        below = [graph for graph in list(self._graphs) if _is_below(graph, placeholder.graph)]
+        found = {size for graph in below for name in names if (size := _in_graph(graph, name))}
         return found.pop() if len(found) == 1 else 0
 
     def _look_into_library(self) -> None:
@@ -124,10 +156,18 @@ def _in_graph(graph: Any, name: str) -> int:
         operation = graph.get_operation_by_name(name)
     except (KeyError, ValueError):
         return 0
-    if not operation.outputs:
-        return NOTHING
+    return _of_operation(operation) if operation.outputs else NOTHING
+
+
+def _of_operation(operation: Any) -> int:
     tensors = operation.inputs if operation.type.startswith(LARGEST_INPUT) else operation.outputs
     return max((_bytes_of(t.shape, t.dtype) for t in tensors), default=0)
+
+
+def _is_below(graph: Any, outer: Any) -> bool:
+    while graph is not None and graph is not outer:
+        graph = getattr(graph, "outer_graph", None)
+    return graph is outer
 
 
 def _in_function(function: Any) -> dict[str, int]:
@@ -137,7 +177,7 @@ def _in_function(function: Any) -> dict[str, int]:
     found = {}
     for node in function.node_def:
         shapes = list(node.attr["_output_shapes"].list.shape) if "_output_shapes" in node.attr else []
-        if node.op.startswith("Collective") and len(shapes) and not shapes[0].unknown_rank:
+        if node.op.startswith(COLLECTIVE) and len(shapes) and not shapes[0].unknown_rank:
             sides = [side.size for side in shapes[0].dim]
             if min(sides, default=0) >= 0:
                 found[node.name] = math.prod(sides) * dtypes.as_dtype(node.attr["T"].type).size
