@@ -37,6 +37,8 @@ ATTEMPTS: Final = 5  # to find a running thread waiting
 _STDLIB: Final = tuple({os.path.normcase(sysconfig.get_path(p)) + os.sep for p in ("stdlib", "platstdlib")})
 _PACKAGES: Final = ("site-packages", "dist-packages")
 _COMM: Final = os.path.join(LABKIT, "comm") + os.sep
+# In which a thread of TensorFlow's waits for the other ranks, while the main thread waits for that thread.
+_TF_COLLECTIVES: Final = os.path.join("tensorflow", "python", "ops", "gen_collective_ops.py")
 # Lines of the standard library in which a thread waits without a time limit, for systems whose kernel does not say so.
 _ENDLESS: Final = ("waiter.acquire()", "work_item = work_queue.get(block=True)")
 # Files of library threads that wake up regularly, and never run the student's code.
@@ -174,7 +176,7 @@ def active(now: RankThreads, before: RankThreads | None, *, blocked: Collection[
         if thread.number in (blocked or ()) or _is_labkits(thread) or _is_housekeeping(thread):
             continue
         unmoved = before is None or earlier.get(thread.ident) == thread
-        if not unmoved or not (thread.endless or _in_operation(thread)):
+        if not unmoved or not (thread.endless or _in_operation(thread) or _in_collective(thread)):
             return Active("thread", thread)
     return None
 
@@ -251,6 +253,11 @@ def _in_operation(thread: Thread) -> bool:
         if is_students(frame.file):
             return False
     return False
+
+
+def _in_collective(thread: Thread) -> bool:
+    """Whether it waits in a collective of TensorFlow's outside of a tf.function."""
+    return thread.innermost is not None and thread.innermost.file.endswith(_TF_COLLECTIVES)
 
 
 @dataclass(frozen=True, slots=True)

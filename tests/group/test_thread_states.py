@@ -73,6 +73,15 @@ def test_a_thread_in_an_operation_is_judged_by_the_operation() -> None:
     assert kind(RankThreads(MAIN, (callback,)), RankThreads(MAIN, (callback,))) == "thread"
 
 
+def test_a_thread_in_a_collective_of_tensorflow_waits_for_other_ranks() -> None:
+    file = os.path.join(os.sep, "lib", "tensorflow", "python", "ops", "gen_collective_ops.py")
+    collective = at((THREADING, "run"), (file, "collective_reduce_v2"))
+    assert kind(RankThreads(MAIN, (collective,)), RankThreads(MAIN, (collective,))) == ""
+    assert kind(RankThreads(MAIN, (replace(collective, switches=9),)), RankThreads(MAIN, (collective,))) == "thread", "it moved"
+    elsewhere = at((THREADING, "run"), (file, "collective_reduce_v2"), (STUDENTS, "callback"))
+    assert kind(RankThreads(MAIN, (elsewhere,)), RankThreads(MAIN, (elsewhere,))) == "thread"
+
+
 @pytest.mark.parametrize(
     ("file", "function"),
     [("tqdm/_monitor.py", "run"), ("torch/utils/data/_utils/pin_memory.py", "do_one_step"), ("labkit", "_serve")],

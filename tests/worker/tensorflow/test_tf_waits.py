@@ -70,6 +70,36 @@ def test_an_abandoned_rank_says_what_it_waits_in(
     assert all(line.startswith("test_tf_waits.py, line") for line in reported.lines())
 
 
+def keras_on_one_worker_alone(what: str) -> None:
+    """The workers train together; then worker 0 evaluates, predicts, or trains for another epoch."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    first = os.environ["RANK"] == "0"
+    with tf.distribute.MultiWorkerMirroredStrategy().scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+    data = tf.data.Dataset.from_tensor_slices((np.ones((16, 3)), np.ones((16, 2)))).batch(8)
+    model.fit(data, epochs=1 + (first and what == "fit"), verbose=0)
+    if first and what == "evaluate":
+        model.evaluate(data, verbose=0)
+    if first and what == "predict":
+        model.predict(np.ones((8, 3)), verbose=0)
+
+
+@pytest.mark.parametrize("what", ["fit", "evaluate", "predict"])
+def test_keras_on_one_worker_alone_is_a_deadlock(
+    two: lab.Group, monkeypatch: pytest.MonkeyPatch, reported: Reported, what: str
+) -> None:
+    """A thread of TensorFlow's waits in the collective, and the main thread for that thread."""
+    monkeypatch.setattr(TensorFlow, "certain_after_s", 1.0)
+    with pytest.raises(lab.RankError) as caught:
+        two.run(keras_on_one_worker_alone, what)
+    assert [(failure.rank, failure.cause) for failure in caught.value.failures] == [(1, Cause.DEADLOCK)]
+    assert reported.deadlock() == (Reason.RETURNED, [(0, f"TensorFlow's TensorFlowTrainer.{what}")])
+
+
 def schedule_what_never_ends() -> None:
     import tensorflow as tf
 
