@@ -19,6 +19,7 @@ __all__ = ["Explanation", "explain"]
 
 NOTICED = 0.02  # a smaller share of the time is not worth a sentence
 DIFFER = 0.05  # a mean and a median that are closer are not worth two numbers
+OFTEN = 0.5  # of the waiting: the late rank was outside of spans
 FULL = 0.8  # of the cores: with so many ranks computing on average, none is free
 
 
@@ -72,6 +73,7 @@ def _sentences(f: Finding, ranks: Sequence[str], cores: int | None, busy: bool) 
     spent += [f"communicated for {percent(f.exposed)} with nothing to compute"] if f.exposed >= NOTICED else []
     spent += [f"waited for each other for {percent(f.waiting)}"] if f.waiting >= NOTICED else []
     spent += [f"did nothing for {percent(f.standing)} while others worked"] if f.standing >= NOTICED else []
+    spent += [f"recorded nothing for {percent(f.absent)} while others waited"] if f.absent >= NOTICED else []
     lasted = f"It took {time_in_words(f.duration_ns)}."
     if f.steps:
         mean_ns = f.mean_step_ns
@@ -95,6 +97,8 @@ def _advice(f: Finding, ranks: Sequence[str], cores: int | None, busy: bool) -> 
             cause = f"Find out what it does more, or more slowly, than {others}."
             if busy:
                 cause = "On a machine as busy as this one, other programs may have taken its core: look again when it is quiet."
+            if f.absent > OFTEN * f.waiting:
+                cause += " It recorded nothing meanwhile: put `with lab.span(...)` around that code to see it."
             return (
                 f"{percent(f.late_share)} of the waiting in collectives was for {ranks[f.late_rank]}, which came "
                 f"{time_in_words(f.late_ns)} after the first (median). {cause}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
@@ -50,7 +50,8 @@ class Finding:
         step_ns: the median step; 0 if the trace has none.
         mean_step_ns: the mean of these steps, on the rank that took longest for them; 0 if the trace has none.
         compute, overlap, exposed, waiting: shares of that time, from 0 to 1; overlap is a part of compute.
-        standing: the share in which a rank recorded nothing while another one, with which it communicates, did.
+        standing: the share in which a rank recorded nothing while another one, with which it communicates, worked.
+        absent: the share in which a rank recorded nothing while the others that recorded something waited.
         unrecorded: the share in which nobody recorded anything; where the ranks do not communicate, the mean over the
             ranks of the share in which each recorded nothing.
         working: how many ranks compute at the same time, while any does.
@@ -75,6 +76,7 @@ class Finding:
     exposed: float
     waiting: float
     standing: float
+    absent: float
     unrecorded: float
     working: float
     late_rank: int
@@ -107,7 +109,8 @@ def limit_of(trace: Trace) -> Finding:
     anybody = _union(computing)
     working = sum(map(length, computing)) / length(anybody) if len(anybody) else 0.0
     unrecorded = 1 - length(_union([kind for activity in activities for kind in activity.values()])) / window
-    standing = max(idle - waiting - unrecorded, 0.0)
+    standing = float(np.mean(_standing_ns(part, activities))) / window
+    absent = max(idle - waiting - unrecorded - standing, 0.0)
     rows, transfer = _operations(part)
     calls = _calls(part, rows)
     waits = [intersection(a["waiting"], _waits(calls[calls["rank"] == rank])) for rank, a in enumerate(activities)]
@@ -118,7 +121,7 @@ def limit_of(trace: Trace) -> Finding:
     latency_ns = float(np.median(small)) if len(small) else 0.0
     total_ns = float(transfer.sum())
     if not len(rows):
-        standing, unrecorded = 0.0, idle
+        standing, absent, unrecorded = 0.0, 0.0, idle
         limit = Limit.COMPUTE if compute >= idle else Limit.UNRECORDED
     elif compute >= BUSY:
         limit = Limit.COMPUTE
@@ -143,6 +146,7 @@ def limit_of(trace: Trace) -> Finding:
         exposed=exposed,
         waiting=waiting,
         standing=standing,
+        absent=absent,
         unrecorded=unrecorded,
         working=working,
         late_rank=late_rank,
@@ -159,6 +163,15 @@ def limit_of(trace: Trace) -> Finding:
 
 def _union(sets: Iterable[Intervals]) -> Intervals:
     return union(*np.concatenate(list(sets)).T)
+
+
+def _standing_ns(part: Trace, activities: Sequence[dict[str, Intervals]]) -> list[int]:
+    """For each rank, the time in which it recorded nothing while another one computed or communicated."""
+    whole = np.array([[part.start_ns, part.end_ns]], np.int64)
+    silent = [difference(whole, _union(activity.values())) for activity in activities]
+    works = [_union([activity["compute"], activity["communication"]]) for activity in activities]
+    others = [_union([*works[:rank], *works[rank + 1 :], whole[:0]]) for rank in range(len(works))]
+    return [length(intersection(*pair)) for pair in zip(silent, others, strict=True)]
 
 
 def _settled(trace: Trace) -> tuple[range, Trace]:

@@ -112,3 +112,11 @@ def test_the_median_step_is_given_where_it_differs_from_the_mean(monkeypatch, me
     other = dataclasses.replace(found, step_ns=median * found.mean_step_ns)
     monkeypatch.setattr(module, "limit_of", lambda _: other)
     assert (f"on average, {time_in_words(other.step_ns)} in the median." in explain(data_parallel()).text) == shown
+
+
+@pytest.mark.parametrize(("absent", "advised"), [(0.3, True), (0.1, False)])
+def test_a_late_rank_that_recorded_nothing_is_advised_to_use_spans(absent, advised):
+    found = dataclasses.replace(limit_of(data_parallel()), limit=Limit.LATE_RANK, late_rank=1, waiting=0.3, absent=absent)
+    text = " ".join(module._sentences(found, ("rank 0", "rank 1"), None, False))
+    assert f"recorded nothing for {absent:.0%} while others waited".replace("%", " %") in text
+    assert ("It recorded nothing meanwhile: put `with lab.span(...)`" in text) is advised

@@ -170,7 +170,8 @@ def test_the_first_step_does_not_count():
 
 def test_the_shares_are_those_of_the_whole_time():
     found = limit_of(data_parallel(steps=10))
-    assert found.compute + found.exposed + found.waiting + found.standing + found.unrecorded == pytest.approx(1, abs=1e-6)
+    losses = found.exposed + found.waiting + found.standing + found.absent + found.unrecorded
+    assert found.compute + losses == pytest.approx(1, abs=1e-6)
     assert 0 < found.overlap < found.compute
 
 
@@ -182,3 +183,19 @@ def test_ranks_that_begin_apart_have_the_steps_that_they_measured():
             book.compute(rank, "forward", begin + 10 * step, begin + 10 * step + 9)
     found = limit_of(book.trace(2))
     assert (found.steps, found.mean_step_ns, found.step_ns) == (5, 10_000_000, 10_000_000)
+
+
+@pytest.mark.parametrize("apart_ms", [5, 50])
+def test_a_rank_that_records_nothing_while_the_others_wait_comes_late(apart_ms):
+    """Its own code is outside of spans: neither do the others work meanwhile, nor does it wait for their results."""
+    book = Book()
+    for step in range(6):
+        at = step * (apart_ms + 2.0)
+        for rank, came in enumerate((at, at + apart_ms)):
+            end = at + apart_ms + 2
+            book.travel(rank, "all_reduce", came, end, wait=(came, end), nbytes=8, group="world", match=step)
+            book.whole(rank, "step", at, end)
+    found = limit_of(book.trace(2))
+    waits = pytest.approx(apart_ms / (apart_ms + 2) / 2)
+    assert (found.limit, found.late_rank) == (Limit.LATE_RANK, 1)
+    assert (found.waiting, found.absent, found.standing, found.unrecorded) == (waits, waits, 0, 0)
