@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
 from labkit.exercises.gradients import Experts, Gradients, gradients_of, keeps, random_batch
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, differ, listing, takes_number_for_list
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, differ, listing, number_of, takes_number_for_list
 
 __all__ = ["EXERCISES"]
 
@@ -320,7 +320,7 @@ def _examples(numbers: list[int]) -> str:
 def _scaled_learning_rate(answer: Any, _: OnRanks) -> str:
     # The first case tells all rules apart. In the others the new batch is no multiple of the old one, smaller or equal.
     for base, base_batch, per_rank, ranks in ((0.1, 256, 64, 12), (0.05, 256, 100, 3), (0.1, 256, 32, 2), (0.1, 64, 64, 1)):
-        given = float(answer(base, base_batch, per_rank, ranks))
+        given = number_of(answer(base, base_batch, per_rank, ranks))
         times = per_rank * ranks / base_batch
         case = f"learning rate {base} for batches of {base_batch}, now {counted(ranks, 'rank')} with {per_rank} each"
         details = (f"given {given:.4g}, expected {base * times:.4g}",)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.errors.lists import listed
+from labkit.errors.wrong_calls import one_number
 from labkit.group.run import Run
 
 __all__ = [
@@ -97,6 +100,20 @@ class AnswerError(Exception):
 def call(answer: Callable[..., Any], *args: Any) -> Any:
     """Call the student's function, on a rank, with nothing around it."""
     return answer(*args)
+
+
+def number_of(given: Any) -> float:
+    """Return the number that the student's function has returned.
+
+    Raises:
+        AnswerError: it has returned no number.
+    """
+    number = None if isinstance(given, str) else one_number(given)
+    if given is None:
+        raise AnswerError("the function returns nothing: print only shows the number; `return` gives it to the caller")
+    if number is None or math.isnan(number):
+        raise AnswerError(f"given {reprlib.repr(given)}: expected one number")
+    return number
 
 
 def takes_number_for_list(error: str) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, differ
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, differ, number_of
 from labkit.exercises.sharded_oracles import STEPS, Weights, batch, network, serial, weights
 from labkit.recording.operations import type_of
 
@@ -80,7 +80,7 @@ def _judge_ranges(given: list[tuple[int, int, int]], numbers: int, ranks: int) -
 def _memory_per_rank(answer: Any, _: OnRanks) -> str:
     for stage in (1, 2, 3, 0):
         for parameters, activations, ranks in ((1_200_000, 700_000, 5), (999_999, 50_000, 3), (300_000, 4_000_000, 1)):
-            _judge_memory(float(answer(parameters, activations, ranks, stage)), parameters, activations, ranks, stage)
+            _judge_memory(number_of(answer(parameters, activations, ranks, stage)), parameters, activations, ranks, stage)
     return "Parameters, gradients and Adam's two moments for stages 0 to 3, and activations that no stage shards."
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
+from labkit.errors.wrong_calls import one_number
 from labkit.exercises.judging import AnswerError, Exercise, OnRanks, call, listing, takes_number_for_list
 
 __all__ = ["EXERCISES"]
@@ -87,10 +89,9 @@ def _items(numbers: list[int]) -> str:
 
 def _waiting_share(answer: Any, _: OnRanks) -> str:
     """Rank 0 works for 0.3 s, the three others for 0.1 s: they wait 3 × 0.2 s of 4 × 0.3 s."""
-    try:
-        share = float(answer)
-    except (TypeError, ValueError):
-        raise AnswerError(f"expected a number between 0 and 1, given {answer!r}") from None
+    share = None if isinstance(answer, str) else one_number(answer)
+    if share is None:
+        raise AnswerError(f"expected a number between 0 and 1, given {reprlib.repr(answer)}")
     if abs(share - 0.5) < 0.005:
         return "The three fast ranks wait 0.6 of the group's 1.2 seconds: half of what was paid for is idle."
     hints = {

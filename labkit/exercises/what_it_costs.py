@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.errors.lists import counted
 from labkit.exercises.gradients import Experts, Gradients, gradients_of, keeps, random_batch
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, differ, listing
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, differ, listing, number_of
 
 __all__ = ["EXERCISES"]
 
@@ -26,7 +26,7 @@ HOPELESS = (14.0, 13.95, 1_724_320, 2, 50.0)  # the latencies alone take longer 
 
 def _break_even(answer: Any, _: OnRanks) -> str:
     for case in CASES:
-        given = float(answer(*case))
+        given = number_of(answer(*case))
         alone_ms, shared_ms, nbytes, ranks, latency_us = case
         saved_s, rounds = (alone_ms - shared_ms) / 1e3, 2 * (ranks - 1)
         bits, latency_s = 8 * nbytes, latency_us * 1e-6
@@ -71,7 +71,7 @@ def _break_even(answer: Any, _: OnRanks) -> str:
 def _judge_hopeless(answer: Any) -> None:
     details = (f"break_even{HOPELESS}: 0.05 ms are saved, and two latencies of 50 µs cost 0.1 ms",)
     try:
-        given = float(answer(*HOPELESS))
+        given = number_of(answer(*HOPELESS))
     except ZeroDivisionError:
         raise AnswerError(
             "division by zero where latency alone takes all that is saved: return float('inf') then", *details

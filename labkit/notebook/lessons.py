@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -58,7 +60,8 @@ def copy_lessons(lessons: Path, folder: Path) -> Copies:
                 outdated.append(original.name)
                 continue
             updated.append(original.name)
-        _write_copy(original, copy)
+        with _prepared(original, copy) as fresh:
+            fresh.replace(copy)
     return Copies(tuple(new), tuple(updated), tuple(outdated))
 
 
@@ -74,31 +77,50 @@ def reset_lesson(lesson: str) -> str:
 
     Raises:
         TypeError: not a text.
-        LabError: no copy or several copies have names that begin so, or the original no longer exists.
+        LabError: no lesson or several lessons have names that begin so, the original no longer exists or is broken, or
+            the copy cannot be written.
     """
     if not isinstance(lesson, str):
         raise TypeError(f'reset_lesson({lesson!r}): expected the beginning of a lesson\'s name, as in lab.reset_lesson("02")')
     folder = Path.cwd()
-    copies = {path.name: path for path in sorted(folder.glob("*.ipynb")) if _copied_digest(path) and ".old" not in path.name}
-    found = [path for name, path in copies.items() if name.partition("_")[0] == lesson]  # "02" is not "02b"
-    found = found or [path for name, path in copies.items() if lesson and name.startswith(lesson)]
+    originals = _originals(folder)
+    found = [path for name, path in originals.items() if name == f"{lesson.removesuffix('.ipynb')}.ipynb"]
+    found = found or [path for name, path in originals.items() if name.partition("_")[0] == lesson]  # "02" is not "02b"
+    found = found or [path for name, path in originals.items() if lesson and name.startswith(lesson)]
     if len(found) != 1:
-        names = ", ".join(name.removesuffix(".ipynb") for name in copies) or "no copies of lessons"
+        names = ", ".join(name.removesuffix(".ipynb") for name in originals) or "no copies of lessons"
         raise LabError(f"reset_lesson({lesson!r}): expected the beginning of one lesson's name; this folder has {names}")
-    copy = found[0]
-    original = Path(os.path.normpath(folder / _about(copy)["original"]))
+    original = found[0]
+    copy = folder / original.name
     if not original.exists():
         raise LabError(f"reset_lesson({lesson!r}): the original, {original}, no longer exists")
-    number = 1
+    number, kept = 1, ""
     while (old := copy.with_name(f"{copy.stem}.old{number}.ipynb")).exists():
         number += 1
-    copy.rename(old)
-    _write_copy(original, copy)
-    fresh = f"{copy.name} is as it was at first; your work is in {old.name}."
-    return f"{fresh} If the lesson is open, choose File → Reload Notebook from Disk."
+    try:
+        with _prepared(original, copy) as fresh:  # if that fails, the student's copy is where it was
+            if copy.exists():
+                copy.rename(old)
+                kept = f"; your work is in {old.name}"
+            fresh.replace(copy)
+    except OSError as error:
+        raise LabError(f"reset_lesson({lesson!r}): {error.filename or copy}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise LabError(f"reset_lesson({lesson!r}): the original, {original}, is not a notebook") from None
+    return f"{copy.name} is as it was at first{kept}. If the lesson is open, choose File → Reload Notebook from Disk."
 
 
-def _write_copy(original: Path, copy: Path) -> None:
+def _originals(folder: Path) -> dict[str, Path]:
+    """Return the lessons of which a folder has copies, by name; also those whose copy was deleted or is broken."""
+    copies = [path for path in folder.glob("*.ipynb") if _copied_digest(path)]
+    copied = [Path(os.path.normpath(folder / _about(path)["original"])) for path in copies]
+    beside = [path for parent in {path.parent for path in copied} for path in parent.glob("*.ipynb")]
+    return {path.name: path for path in sorted({*copied, *beside})}
+
+
+@contextlib.contextmanager
+def _prepared(original: Path, copy: Path) -> Iterator[Path]:
+    """Write a copy into a temporary file beside it, which the caller moves to its place."""
     content = json.loads(original.read_text(encoding="utf-8"))
     digest = _digest(_sources(content))
     for cell in content["cells"]:
@@ -108,8 +130,11 @@ def _write_copy(original: Path, copy: Path) -> None:
             cell["source"] = _relinked("".join(cell["source"]), original.parent, copy.parent)
     content["metadata"][KEY] = {"original": os.path.relpath(original, copy.parent), "digest": digest}
     temporary = copy.with_name(f".{copy.name}.new")
-    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    temporary.replace(copy)
+    try:
+        temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _relinked(text: str, lessons: Path, folder: Path) -> str:

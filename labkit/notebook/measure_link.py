@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -68,12 +69,13 @@ def measure_link(
     if group.runtime not in OPERATIONS or len(group) < 2:
         raise LabError(f"measure_link({group!r}): expected at least two ranks of runtime='torch' or 'rpc'")
     known = OPERATIONS[group.runtime]
-    operations = known if operations is None else operations
+    operations = known if operations is None else [operations] if isinstance(operations, str) else list(operations)
     if unknown := [name for name in operations if name not in known]:
         raise ValueError(f"measure_link(operations=...): {unknown[0]!r} is none of {', '.join(known)}")
-    if len(set(sizes)) < 2 or any(not isinstance(n, int) or n < FLOAT for n in sizes) or not operations:
-        raise ValueError(f"measure_link(sizes={list(sizes)}): expected at least two sizes from {FLOAT} bytes, and an operation")
-    plan = list(operations), sorted(set(sizes))
+    sizes = list(sizes)
+    if len(sizes) < 2 or any(not isinstance(n, numbers.Integral) or n < FLOAT for n in sizes) or not operations:
+        raise ValueError(f"measure_link(sizes={sizes}): expected at least two sizes from {FLOAT} bytes, and an operation")
+    plan = list(operations), sorted(map(int, sizes))
     network = group.link
     if not isinstance(network, Network) or not 1 < network.nodes < len(group):
         return _measured(group, *plan, list(range(len(group))))
@@ -83,6 +85,13 @@ def measure_link(
 
 def _measured(group: Group, operations: list[str], sizes: list[int], ranks: list[int]) -> MeasuredLink:
     """Measure among some ranks, in ascending order."""
+    parts = len(ranks) if group.runtime == "torch" else 1
+    sizes = sorted({FLOAT * parts * _elements(size, parts) for size in sizes})
+    if len(sizes) < 2:
+        raise ValueError(
+            f"measure_link: all sizes are those of one tensor, {sizes} bytes; expected at least two sizes, multiples of "
+            f"{FLOAT * parts} bytes, as each of {parts} ranks has a part of equally many float32 numbers"
+        )
     if group.runtime == "torch":
         results = group.run(_on_rank, operations, sizes, ranks).results
         of_ranks = [results[rank] for rank in ranks]
@@ -135,7 +144,7 @@ def _on_rank(operations: list[str], sizes: list[int], members: list[int]) -> Mea
 
     for operation in operations:
         for size in sizes:
-            part = max(1, size // (FLOAT * ranks))
+            part = _elements(size, ranks)
             x, parts = torch.ones(part * ranks, device=device), torch.ones(part, device=device)
             action = _action_of(operation, members, group, x, parts)
             timed(action)
@@ -172,6 +181,11 @@ def _on_caller(sizes: list[int], to: int) -> Measured:
         times = [timed() for _ in range(_repetitions(took_s))]
         made.append(("rpc", x.nbytes, [b for b, _ in times], [e for _, e in times]))
     return made
+
+
+def _elements(size: int, parts: int) -> int:
+    """Return how many float32 numbers each of some equal parts of a tensor of about `size` bytes has."""
+    return max(1, size // (FLOAT * parts))
 
 
 def _same(x: Any) -> Any:

@@ -202,6 +202,9 @@ def test_a_network_with_one_rank_on_each_node_has_one_level() -> None:
         (2, {"sizes": [64]}, ValueError, "expected at least two sizes from 4 bytes"),
         (2, {"sizes": [1, 64]}, ValueError, "expected at least two sizes"),
         (2, {"operations": []}, ValueError, "and an operation"),
+        (2, {"sizes": [9, 9]}, ValueError, r"all sizes are those of one tensor, \[8\] bytes; expected .* multiples of 8 bytes"),
+        (2, {"sizes": [4, 5, 6, 15], "operations": iter(["send"])}, ValueError, "all sizes are those of one tensor"),
+        (2, {"operations": "shout"}, ValueError, "'shout' is none of send, all_reduce"),
     ],
 )
 def test_what_cannot_be_measured(group: Any, options: dict[str, Any], error: type[Exception], says: str) -> None:

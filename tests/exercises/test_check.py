@@ -10,6 +10,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -402,3 +403,35 @@ def test_lists_are_written_out_and_cut() -> None:
     assert listing([1]) == "1"
     assert listing([1, 2, 3]) == "1, 2 and 3"
     assert listing(range(9), most=2) == "0, 1 and 7 more"
+
+
+@pytest.mark.parametrize("name", ["break_even", "scaled_learning_rate", "memory_per_rank"])
+@pytest.mark.parametrize(
+    ("returned", "hint"),
+    [
+        (None, "The function returns nothing: print only shows the number; `return` gives it to the caller"),
+        ([1.0, 2.0], "Given [1.0, 2.0]: expected one number"),
+        ("0.3", "Given '0.3': expected one number"),
+        (10**400, "expected one number"),
+        (float("nan"), "Given nan: expected one number"),
+    ],
+)
+def test_an_answer_that_returns_no_number_is_told_so(name: str, returned: object, hint: str) -> None:
+    verdict = check(name, lambda *_: returned)
+    assert not verdict.passed
+    assert hint in verdict.message
+
+
+def test_a_number_that_is_no_number() -> None:
+    assert "Expected a number between 0 and 1" in check("waiting_share", 10**400).message
+
+
+@pytest.mark.parametrize("answer", [max, dict, np.sum])
+def test_a_function_of_a_library_is_judged_too(answer) -> None:
+    verdict = check("break_even", answer)
+    assert not verdict.passed
+    assert verdict.message
+
+
+def test_an_answer_that_ends_the_process_is_stopped() -> None:
+    assert "It called exit()" in check("break_even", lambda *_: sys.exit()).message

@@ -144,3 +144,38 @@ def test_the_lessons_of_the_course_can_be_copied(tmp_path):
         copy = nbformat.read(tmp_path / name, as_version=4)
         nbformat.validate(copy)
         assert not any(cell.get("outputs") for cell in copy.cells)
+
+
+@pytest.mark.parametrize("broken", ["", "{", None])
+def test_reset_replaces_a_copy_that_is_broken_or_gone(mine, broken):
+    copy, whole = mine / "00_a.ipynb", (mine / "00_a.ipynb").read_text()
+    copy.unlink() if broken is None else copy.write_text(broken)
+    said = reset_lesson("00")
+    assert copy.read_text() == whole
+    assert ("your work is in 00_a.old1.ipynb" in said) is (broken is not None)
+
+
+def test_reset_of_a_lesson_that_was_duplicated(mine):
+    (mine / "00_a-Copy1.ipynb").write_text((mine / "00_a.ipynb").read_text())
+    edit(mine / "00_a.ipynb", 1, "print(3)")
+    for name in ("00", "00_a", "00_a.ipynb"):
+        reset_lesson(name)
+    assert sources(mine / "00_a.ipynb")[1] == "print(1)"
+    assert sorted(path.name for path in mine.glob("*.old*")) == [f"00_a.old{i}.ipynb" for i in (1, 2, 3)]
+
+
+def test_a_reset_that_fails_leaves_the_copy_where_it_was(lessons, mine, monkeypatch):
+    edit(mine / "00_a.ipynb", 1, "my work")
+    (lessons / "00_a.ipynb").write_text("{}")
+    with pytest.raises(lab.LabError, match=r"reset_lesson\('00'\): the original, .*00_a\.ipynb, is not a notebook"):
+        reset_lesson("00")
+    write(lessons / "00_a.ipynb", "Text.", "print(1)")
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device", "00_a.ipynb")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(lab.LabError, match=r"reset_lesson\('00'\): 00_a\.ipynb: No space left on device"):
+        reset_lesson("00")
+    assert sources(mine / "00_a.ipynb")[1] == "my work"
+    assert sorted(path.name for path in mine.iterdir()) == ["00_a.ipynb", "01_b.ipynb"]
