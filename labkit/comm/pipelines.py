@@ -43,6 +43,7 @@ class Pipelines:
             ("forward_one_chunk", self._forward),
             ("backward_one_chunk", self._backward),
             ("backward_weight_one_chunk", self._weights),
+            ("_get_init_p2p_neighbors_ops", _to_others),
         ):
             if hasattr(stage, method):
                 setattr(stage, method, in_place_of(getattr(stage, method), ours))
@@ -84,3 +85,11 @@ class Pipelines:
         name = self._recorder.ring.placed(f"{way} {number}{of_stage}{part}", student_line())
         self._names[way, part, number, stage.stage_index, stage.num_stages] = name
         return name
+
+
+def _to_others(torchs: Callable[..., Any], stage: Any) -> Any:
+    """Return the messages with which a schedule begins, without those of a rank to itself, which gloo refuses.
+
+    torch 2.11 has such messages if neighbouring stages are on one rank, as in the V of ZBV; they carry no data.
+    """
+    return [message for message in torchs(stage) if message.group_peer != stage.group_rank]

@@ -121,7 +121,7 @@ def test_each_method_of_torchs_that_starts_something_is_in_the_table() -> None:
     from torch._C._distributed_c10d import ProcessGroup
 
     start = {name for name in dir(ProcessGroup) if re.search(r"-> [\w.:]*Work\b", getattr(ProcessGroup, name).__doc__ or "")}
-    assert len(start) > 20
+    assert len(start) >= 20  # in torch 2.11; more in later versions
     assert start - {"_end_coalescing", "end_coalescing"} <= set(methods())
 
 
