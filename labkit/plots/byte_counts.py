@@ -56,7 +56,7 @@ def sent_mb(run: HasTrace | Trace, rank: int | None = None) -> float:
         rank: the rank; default: the mean of all ranks.
 
     Raises:
-        LabError: the ranks recorded nothing.
+        LabError: the ranks recorded nothing, or the size of an operation is unknown.
         TypeError: `run` is neither a run nor a trace.
         ValueError: there is no such rank.
     """
@@ -70,6 +70,9 @@ def sent_mb(run: HasTrace | Trace, rank: int | None = None) -> float:
         last = int(bounds[:, 1].max())
         bounds[:, 1] = trace.end_ns  # what a rank has begun in its last step may end after it
     flows = flows_of(trace, bounds)
+    if flows.unsized:
+        unknown = ", ".join(f"{count} × {name}" for name, count in flows.unsized)
+        raise LabError(f"sent_mb: the sizes of {unknown} are unknown; lab.traffic draws those that are known")
     counted = flows.start_ns < last
     if rank is not None:
         counted &= flows.rank[flows.source] == rank

@@ -76,3 +76,12 @@ def test_what_a_late_rank_sends_before_its_first_step_does_not_count():
 def test_what_sent_mb_refuses():
     with pytest.raises(ValueError, match=r"sent_mb\(rank=4\): expected a rank from 0 to 3"):
         sent_mb(sending(1), rank=4)
+
+
+def test_what_is_sent_in_operations_of_unknown_size_is_no_number():
+    book = Book()
+    for rank in range(2):
+        book.travel(rank, "all_reduce", 0, 1, nbytes=100, group="world", match=1)
+        book.travel(rank, "all_gather", 1, 2, sized=False, group="world", match=2)
+    with pytest.raises(LabError, match=r"sent_mb: the sizes of 1 × all_gather are unknown; lab\.traffic draws"):
+        sent_mb(book.trace(2))

@@ -101,6 +101,27 @@ def fit_with_validation() -> None:
     model.fit(data, epochs=2, validation_data=data, verbose=0)
 
 
+def fit_in_mixed_precision() -> None:
+    """Keras scales the loss, and applies the gradients in a branch that it skips if one of them is infinite."""
+    import keras
+    import tensorflow as tf
+
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        with tf.distribute.MultiWorkerMirroredStrategy().scope():
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5, dtype="float32")])
+            model.compile("sgd", "mse")
+        model.fit(tf.data.Dataset.from_tensor_slices((tf.ones([32, 6]), tf.zeros([32, 5]))).batch(8), verbose=0)
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+
+
+def test_gradients_that_are_reduced_in_a_branch_have_their_size(group: lab.Group) -> None:
+    trace = group.run(fit_in_mixed_precision).trace
+    assert flows_of(trace).unsized == ()
+    assert len([s for s in trace.of(name="all_reduce", rank=0) if s.nbytes == 4 * (6 * 5 + 5)]) == 4  # steps
+
+
 def test_training_with_validation_has_no_collective_of_unknown_size(group: lab.Group) -> None:
     trace = group.run(fit_with_validation).trace
     assert flows_of(trace).unsized == ()

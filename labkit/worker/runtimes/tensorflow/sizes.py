@@ -133,11 +133,14 @@ class Sizes:
         if collectives:
             found = {_of_operation(operation) for operation in collectives}
             return found.pop() if len(found) == 1 else 0
-        # The collective is in a loop or a branch of that graph, which has a graph of its own.
-        names = ["/".join(parts[i:]) for i in range(len(parts))]
+        # The collective is in a loop or a branch of that graph, which has a graph of its own. Its name there may be a
+        # part of this one, such as cond/then/_48/cond/adam/CollectiveReduceV2: the longest part is the right one.
         below = [graph for graph in list(self._graphs) if _is_below(graph, placeholder.graph)]
-        found = {size for graph in below for name in names if (size := _in_graph(graph, name))}
-        return found.pop() if len(found) == 1 else 0
+        for i in range(len(parts)):
+            found = {size for graph in below if (size := _in_graph(graph, "/".join(parts[i:])))}
+            if found:
+                return found.pop() if len(found) == 1 else 0
+        return 0
 
     def _look_into_library(self) -> None:
         """Read the shapes in functions that TensorFlow has generated (for DTensor); these have no graph in Python."""
