@@ -269,6 +269,50 @@ def test_signals_that_the_graph_optimizer_combines_have_no_bytes(one: lab.Group)
     assert {s.nbytes for s in sent} == {0, 4 * 3 * 8}
 
 
+def in_a_loop(steps: int) -> None:
+    """In each call, three iterations of a loop in the graph, and in each a tensor to the other device and back."""
+    import tensorflow as tf
+
+    x = tf.ones([10, 10]) / 10
+
+    @tf.function
+    def back_and_forth(times: Any) -> Any:
+        y = x
+        for _ in tf.range(times):
+            with tf.device("CPU:1"):
+                y = tf.tanh(y @ x)
+            with tf.device("CPU:0"):
+                y = tf.tanh(y @ x)
+        return y
+
+    for _ in range(steps):
+        back_and_forth(tf.constant(3))
+
+
+def test_each_iteration_of_a_loop_has_messages_of_its_own(one: lab.Group) -> None:
+    trace = one.run(in_a_loop, STEPS).trace
+    ends = Counter((s.name, s.match) for s in trace if s.name in ("send", "recv"))
+    assert set(ends.values()) == {1}
+    assert {match for name, match in ends if name == "send"} == {match for name, match in ends if name == "recv"}
+    back = [s for s in trace if s.name == "send" and s.device == "CPU:1" and s.nbytes == 4 * 10 * 10]
+    assert len(back) >= 3 * STEPS
+
+
+def fit_on_two_devices() -> None:
+    import keras
+    import tensorflow as tf
+
+    with tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"]).scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(tf.data.Dataset.from_tensors(([1.0], [1.0])).repeat(40).batch(10), epochs=1, verbose=0)
+
+
+def test_small_values_for_the_host_come_from_a_device_that_exists(one: lab.Group) -> None:
+    """Keras sends the conditions of its branches from device to device with operations of their own."""
+    assert flows_of(one.run(fit_on_two_devices).trace).ends == ("CPU:0", "CPU:1")
+
+
 def test_ranks_that_reduce_on_their_own_devices_do_not_wait_for_each_other() -> None:
     with lab.Group(2, runtime="tensorflow", devices_per_rank=2, timeout_s=60) as group:
         trace = group.run(train, "MirroredStrategy", STEPS).trace

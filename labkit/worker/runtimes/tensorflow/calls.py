@@ -30,7 +30,7 @@ _LOCKS: Final = re.compile(r"[/\\](threading|queue|pool)\.py$")  # Python's modu
 _WRAPPERS: Final = ("traceback_utils.py", "dispatch.py", "deprecation.py", "tf_decorator.py", "tf_contextlib.py")
 _PUBLIC: Final = {
     "CollectiveAllReduceStrategy": "MultiWorkerMirroredStrategy", "ParameterServerStrategyV2": "ParameterServerStrategy",
-    "StrategyBase": "Strategy",
+    "StrategyBase": "Strategy", "VariableMetaclass": "Variable",
 }  # fmt: skip
 
 

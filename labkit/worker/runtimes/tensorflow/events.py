@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from labkit.recording.operations import OTHER, type_of_kernel
 from labkit.recording.schema import ROOTED, Span
-from labkit.worker.runtimes.tensorflow.messages import COPIED, copy_of, ends_of, messages_of, within_the_rank
+from labkit.worker.runtimes.tensorflow.messages import COPIED, RECEIVES, SENDS, copy_of, ends_of, messages_of, within_the_rank
 from labkit.worker.runtimes.tensorflow.session import Event
 
 __all__ = ["Place", "scope_of", "spans_of"]
@@ -192,7 +192,7 @@ class _Reader:
         executor.step = executor.step or next(
             e.stats.get("id", 0) for e in reversed(within) if e.name == "ExecutorState::Process"
         )
-        if kind == "_Send" and "key" in event.stats:
+        if kind in SENDS and "key" in event.stats:
             source, target = ends_of(event)
             if source and target:
                 executor.device = source[2]
@@ -335,7 +335,7 @@ def _context(within: Sequence[Event]) -> int:
 
 def _travels(event: Event) -> bool:
     kind = event.name.rpartition(":")[2]
-    return kind in ("_Send", "_Recv", "_HostSend", "_HostRecv") or type_of_kernel(kind) is not OTHER
+    return kind in SENDS + RECEIVES or type_of_kernel(kind) is not OTHER
 
 
 def _parts(name: str) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Final
@@ -17,11 +18,13 @@ from labkit.recording.operations import RECV, SEND
 from labkit.recording.schema import Span
 from labkit.worker.runtimes.tensorflow.session import Event
 
-__all__ = ["COPIED", "MESSAGES", "copy_of", "ends_of", "messages_of", "within_the_rank"]
+__all__ = ["COPIED", "MESSAGES", "RECEIVES", "SENDS", "copy_of", "ends_of", "messages_of", "within_the_rank"]
 
 MESSAGES: Final = "TensorFlow messages"  # the group of sends and receives between ranks
 COPIES: Final = "TensorFlow copies"  # the group of those between a rank's devices, without the rank's number
 COPIED: Final = "_Send input "  # prefix of the event of a copy outside a tf.function
+SENDS: Final = ("_Send", "_HostSend")  # types of operations; the second of each is for small values, such as a condition
+RECEIVES: Final = ("_Recv", "_HostRecv")
 DEVICE: Final = re.compile(r"/job:(\w+)/replica:\d+/task:(\d+)/device:\w+:(\d+)")
 NUMBERED: Final = re.compile(r"(.*)/_(\d+)$")
 End = tuple[str, int, int]  # one end of a message: job, task and device
@@ -51,10 +54,15 @@ def messages_of(
         nbytes: as for `events.spans_of`.
     """
     found = []
-    for event in operations:
+    times: Counter[tuple[str, int]] = Counter()  # in a loop, one message per iteration
+    for event in sorted(operations, key=lambda e: e.start_ns):
         kind = event.name.rpartition(":")[2]
+        if kind not in SENDS + RECEIVES:
+            continue
         tensor, number = _tensor(event.name.rpartition(":")[0])
-        if kind == "_Send" and "key" in event.stats:
+        times[tensor, number] += 1
+        time = times[tensor, number]
+        if kind in SENDS and "key" in event.stats:
             source, target = ends_of(event)
             if source is None or target is None or source == target:
                 continue
@@ -62,16 +70,16 @@ def messages_of(
             found.append(
                 Span(
                     rank, SEND.name, "communication", event.start_ns, event.end_ns, nbytes=max(size, 0), peer=peer,
-                    group=MESSAGES if peer != rank else _copies(rank), match=_match(step, tensor, number), device=device,
+                    group=MESSAGES if peer != rank else _copies(rank), match=_match(step, tensor, number, time), device=device,
                     sized=bool(size),
                 )
             )  # fmt: skip
-        elif kind == "_Recv" and event.stats.get("_p") in ends:
+        elif kind in RECEIVES and event.stats.get("_p") in ends:
             end_ns, size = ends[event.stats["_p"]], nbytes(tensor)
             found.append(
                 Span(
                     rank, RECV.name, "communication", event.start_ns, end_ns, event.start_ns, end_ns, nbytes=max(size, 0),
-                    group=MESSAGES, match=_match(step, tensor, number - 1), device=device, sized=bool(size),
+                    group=MESSAGES, match=_match(step, tensor, number - 1, time), device=device, sized=bool(size),
                 )
             )  # fmt: skip
     return found
@@ -108,6 +116,6 @@ def _tensor(name: str) -> tuple[str, int]:
     return (numbered[1], int(numbered[2])) if numbered else (name, 0)
 
 
-def _match(step: int, tensor: str, number: int) -> int:
+def _match(step: int, tensor: str, number: int, time: int) -> int:
     """Return a number that connects a send and its receive; the step's number is the same in all processes."""
-    return (step & 0x7FFFFFFF) << 32 | zlib.crc32(f"{tensor} {number}".encode())
+    return (step & 0x7FFFFFFF) << 32 | zlib.crc32(f"{tensor} {number} {time}".encode())

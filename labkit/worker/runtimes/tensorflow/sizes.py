@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any, Final
@@ -19,6 +20,8 @@ COLLECTIVE: Final = "Collective"  # prefix of the types of collectives
 COLLECTIVE_PREFIX: Final = "collective_"  # of the Python functions that create collectives
 GROUPED: Final = "GroupCrossDeviceControlEdges_"  # prefix of the signals that TensorFlow's graph optimizer combines
 LOWERED: Final = "_func_"  # prefix of the functions that DTensor generates
+# Of an operation in a loop or a branch, such as while/body/_1/while/Tanh: its name in the graph of the body.
+BRANCH: Final = re.compile(r".*/(?:body|then|else)/_\d+/(.+)")
 # Collectives whose size is that of the largest input; for others it is that of the largest output.
 LARGEST_INPUT: Final = ("CollectiveReduceScatter", "CollectiveAllToAll", "CollectiveBcastSend")
 
@@ -119,6 +122,8 @@ class Sizes:
         if placeholder is not None:
             return self._size_by_key(parts, placeholder)
         names = ["/".join(parts[i:]) for i in range(len(parts)) if all("PartitionedCall" in part for part in parts[:i])]
+        if branch := BRANCH.match(name):
+            names = [branch[1]]
         for one in reversed(names):
             found = {size for graph in list(self._graphs) if (size := _in_graph(graph, one))}
             if found:
