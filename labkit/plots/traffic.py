@@ -39,6 +39,8 @@ SMALL: Final = 0.01  # operations with a smaller share of the bytes are drawn to
 OTHERS: Final = "#B4BAC4"
 BINS: Final = 150
 NUMBERED: Final = 8  # ranks; with more, the matrix has no room for numbers
+WIDE_CELLS: Final = 4  # ranks, up to which a cell has room for a number and its unit
+LONGEST_TITLE: Final = 80  # characters beside the title of the matrix
 TITLED: Final = 2 * NUMBERED  # ranks; with more, it has no room for their names either
 CHARACTER_IN: Final = 0.07
 NODES_IN: Final = 0.2  # width of the names of nodes beside the matrix
@@ -60,7 +62,7 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
     Bytes are those of tensors, and for remote calls those of the pickled data. They are spread evenly over the time
     from the arrival of the last rank to the end of the operation. An operation has the same colour in all figures;
     operations with less than a hundredth of the bytes are drawn as one. Operations of unknown size are listed below the
-    figure.
+    figure; "?" then stands between ranks of which nothing is known.
 
     Args:
         run: a run or a trace.
@@ -91,12 +93,18 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
     upright = len(ranks) * (longest * CHARACTER_IN + 0.06) > MATRIX_IN and longest > 2
     # Two columns in the legend, if they leave room for the text below the matrix.
     columns = 2 if len(entries) > 1 and max(map(len, entries)) <= (36 if rules or upright else 56) else 1
+    least = "at least " if flows.unsized else ""
+    some = f", {bytes_in_words(flows.between_ranks())} between ranks" if flows.devices and len(trace.ranks) > 1 else ""
+    some += f", {bytes_in_words(flows.between_nodes())} between nodes" if len(flows.node) else ""
+    titles = f"What travelled  ·  {view.in_words()},", f"{least}{bytes_in_words(matrix.sum())} in all{some}"
+    title = (" " if sum(map(len, titles)) <= LONGEST_TITLE else "\n").join(titles)
     with labkit_style():
         if ax is None:
+            top_in = 0.45 + 0.17 * title.count("\n")
             names_in = 0.0 if len(ranks) > TITLED else longest * CHARACTER_IN if upright else 0.15
             below = max(0.75 + 0.19 * -(-len(entries) // columns), 0.45 + names_in + 0.17 * rules.count("\n"))
-            height = 0.45 + 1.9 + below
-            sides = {"left": 0.075, "right": 0.96, "top": 1 - 0.45 / height, "bottom": below / height}
+            height = top_in + 1.9 + below
+            sides = {"left": 0.075, "right": 0.96, "top": 1 - top_in / height, "bottom": below / height}
             ax = new_axes(figsize=(WIDTH_IN, height), gridspec_kw=sides)
         from mpl_toolkits.axes_grid1 import make_axes_locatable  # type: ignore[import-untyped]  # part of matplotlib
 
@@ -109,10 +117,7 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
             ax.plot([], [], linestyle="none", label=entries[-1])
         ax.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.23), ncols=columns, borderaxespad=0)
         _draw_matrix(right, scale, flows, ranks, rules, upright)
-        least = "at least " if flows.unsized else ""
-        some = f", {bytes_in_words(flows.between_ranks())} between ranks" if flows.devices and len(trace.ranks) > 1 else ""
-        some += f", {bytes_in_words(flows.between_nodes())} between nodes" if len(flows.node) else ""
-        ax.set_title(f"What travelled  ·  {view.in_words()}, {least}{bytes_in_words(matrix.sum())} in all{some}")
+        ax.set_title(title)
     return describe(
         ax, f"What travelled: {view.in_words()}, {least}{bytes_in_words(matrix.sum())} in all{some}. {'; '.join(entries)}."
     )
@@ -222,8 +227,9 @@ def _draw_matrix(ax: Axes, scale: Axes | None, flows: Flows, ranks: list[str], r
         return
     for (row, column), nbytes in np.ndenumerate(matrix):
         if row != column:
+            text = _cell(nbytes, size, n) if nbytes or not flows.unsized else "?"
             ax.text(
-                column, row, _cell(nbytes, size), ha="center", va="center", fontsize=8.5 if n <= 4 else 7,
+                column, row, text, ha="center", va="center", fontsize=8.5 if n <= 4 else 7,
                 color=INKS["dark"] if nbytes else INK, bbox=CHIP if nbytes else None,
             )  # fmt: skip
 
@@ -241,9 +247,9 @@ def _draw_nodes(ax: Axes, flows: Flows) -> None:
         )  # fmt: skip
 
 
-def _cell(nbytes: float, size: float) -> str:
-    """Format bytes in units of `size`, with at most two decimals; below a tenth of the unit, in a smaller one."""
+def _cell(nbytes: float, size: float, ranks: int = 2) -> str:
+    """Format bytes in units of `size`, with at most two decimals; below a tenth of it in a smaller one if that fits."""
     value = nbytes / size
     if 0 < value < 0.0995:
-        return bytes_in_words(nbytes)
+        return bytes_in_words(nbytes) if ranks <= WIDE_CELLS else f"{value:.2f}" if value >= 0.01 else "<.01"
     return f"{value:.0f}" if not value or value >= 99.5 or size == 1 else f"{value:.1f}" if value >= 0.995 else f"{value:.2g}"

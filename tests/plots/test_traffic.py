@@ -419,3 +419,33 @@ def test_the_nodes_of_a_network():
     assert part.nodes == trace.of(rank=0).nodes == (0, 0, 1, 1)
     trace.nodes = (0, 0, 0, 0)
     assert "between nodes" not in traffic(trace).get_title(loc="left")
+
+
+def test_where_sizes_are_unknown_nothing_is_said_to_be_zero():
+    book = Book()
+    book.travel(0, "send", 0, 1, nbytes=1000, group="messages", match=1, peer=1)
+    known = book.trace(2)
+    book.travel(1, "send", 2, 3, sized=False, group="messages", match=2, peer=0)
+    texts = [[text.get_text() for text in traffic(run).figure.axes[1].texts] for run in (known, book.trace(2))]
+    assert texts == [["1.0", "0"], ["1.0", "?"]]
+
+
+@pytest.mark.parametrize(("nbytes", "text"), [(73_700, "0.07"), (32, "<.01"), (3_300_000, "3.3")])
+def test_in_a_narrow_cell_small_numbers_have_no_unit_of_their_own(nbytes, text):
+    assert _cell(nbytes, 1e6, 8) == text
+
+
+def test_a_long_title_ends_before_the_title_of_the_matrix():
+    book = Book()
+    for rank, device in itertools.product((0, 1), ("CPU:0", "CPU:1")):
+        book.travel(rank, "all_reduce", 0, 1, nbytes=10**6, group="world", match=1, device=device)
+        book.travel(rank, "copy", 1, 2, sized=False, peer=rank, device=device)
+        for step in range(12):
+            book.whole(rank, "step", step, step + 1)
+    left = traffic(book.trace(2))
+    figure = left.figure
+    figure.canvas.draw()
+    over, beside = (axes._left_title.get_window_extent() for axes in figure.axes[:2])
+    assert "\n" in left.get_title(loc="left")
+    assert over.x1 < beside.x0
+    assert over.y1 <= figure.bbox.y1
