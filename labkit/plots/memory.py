@@ -137,8 +137,9 @@ def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes |
 def _draw(ax: Axes, usage: MemoryUse, trace: Trace, base: float, size: float, unit_ns: float) -> None:
     """Draw the areas of one rank, and its peak."""
     usage = _thinned(usage, trace)
-    x = (usage.time_ns - trace.start_ns) / unit_ns
-    edges = base + np.vstack([np.zeros(len(x)), np.cumsum(usage.nbytes, axis=0)]) / size
+    x = (np.append(usage.time_ns, max(trace.end_ns, usage.time_ns[-1])) - trace.start_ns) / unit_ns
+    edges = base + np.vstack([np.zeros(len(x) - 1), np.cumsum(usage.nbytes, axis=0)]) / size
+    edges = np.hstack([edges, edges[:, -1:]])  # after the last change, until the end
     for i, kind in enumerate(MEMORY_KINDS):
         if usage.nbytes[i].any():
             ax.fill_between(x, edges[i], edges[i + 1], step="post", facecolor=COLOURS[kind], linewidth=0, zorder=2)

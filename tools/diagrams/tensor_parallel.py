@@ -29,15 +29,15 @@ def splits() -> Diagram:
     picture.text(185, 214, "parts of Y, side by side", size=13)
     picture.line((384, 30), (384, 230), dashed=True)
     picture.text(575, 16, "split by rows", size=16, bold=True)
-    for rank, x in enumerate((410, 458)):
-        picture.box(x, 80, 46, 54, f"X{'₀₁'[rank]}", fill=SHARES[rank])
-    picture.text(521, 107, "×", size=20)
+    for rank, x in enumerate((400, 442)):
+        picture.box(x, 80, 40, 54, f"X{'₀₁'[rank]}", fill=SHARES[rank])
+    picture.text(494, 107, "×", size=20)
     for rank, y in enumerate((60, 108)):
-        picture.box(538, y, 70, 46, f"A{'₀₁'[rank]}", fill=SHARES[rank])
-    picture.text(624, 107, "=", size=20)
-    picture.box(640, 80, 46, 54, "X₀A₀", fill=SHARES[0], size=13)
-    picture.text(699, 107, "+", size=20, color=COMMUNICATION, bold=True)
-    picture.box(711, 80, 46, 54, "X₁A₁", fill=SHARES[1], size=13)
+        picture.box(506, y, 68, 46, f"A{'₀₁'[rank]}", fill=SHARES[rank])
+    picture.text(586, 107, "=", size=20)
+    picture.box(598, 80, 68, 54, "X₀A₀", fill=SHARES[0], size=15)  # as wide as A: each has all columns of Y
+    picture.text(678, 107, "+", size=20, color=COMMUNICATION, bold=True)
+    picture.box(690, 80, 68, 54, "X₁A₁", fill=SHARES[1], size=15)
     picture.text(575, 190, "Y = X₀ A₀ + X₁ A₁", size=15)
     picture.text(575, 214, "a sum over the ranks: one all_reduce", size=13, color=COMMUNICATION)
     for rank, x in enumerate((270, 350)):
