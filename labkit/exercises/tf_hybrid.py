@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -183,7 +183,8 @@ def _hybrid_train(answer: Callable[..., Any], on: OnRanks) -> str:
     if len(got) != STEPS:
         raise AnswerError(f"expected a loss for each of the {STEPS} steps, got {len(got)}", *details)
     if all(_near(rank.losses, losses) for rank in ranks):
-        if not any(results.trace.of(name=name) for name in ("all_reduce", "all_gather")):
+        exchanged = [span for name in ("all_reduce", "all_gather") for span in results.trace.of(name=name)]
+        if not any(span.nbytes >= FEATURES * 8 or not span.sized for span in exchanged):  # of a loss, it has 8 bytes
             raise AnswerError(
                 "the numbers are right, but the replicas never exchanged a gradient: every worker computed the whole batch. "
                 "Each of the four replicas gets a quarter of it: distribute the dataset, and run the step on the strategy"
@@ -191,6 +192,12 @@ def _hybrid_train(answer: Callable[..., Any], on: OnRanks) -> str:
         return "Four replicas in two processes train as one device with the whole batch would."
     ratio = float(np.mean(np.divide(got, losses)))
     if _near(got, np.multiply(ratio, losses)):
+        if not ranks[0].distributed:
+            raise AnswerError(
+                f"the losses are {ratio:.3g} times the expected ones: every replica computed the whole batch. Each of the four "
+                "replicas gets a quarter of it: distribute the dataset",
+                *details,
+            )
         raise AnswerError(
             f"the weights are right, the losses are {ratio:.3g} times the expected ones: each replica divides its sum by the "
             "global batch, and the parts are added up",
@@ -254,9 +261,9 @@ class _Watched:
     def __init__(self, coordinator: Any) -> None:
         self._coordinator = coordinator
         self.scheduled = 0
-        self.waits: list[int] = []  # how many calls had been scheduled at each join or early fetch
-        self._joined = 0
-        self.values: list[float] = []
+        self.waits: list[int] = []  # how many calls had been scheduled at each wait, by a join or by the first fetch
+        self.open: list[int] = []  # of each call, how many earlier ones the student did not know to be done
+        self._done: set[int] = set()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._coordinator, name)
@@ -264,38 +271,41 @@ class _Watched:
     def schedule(self, fn: Any, args: Any = None, kwargs: Any = None) -> Any:
         if args is not None and not isinstance(args, (tuple, list)):
             raise TypeError("schedule's args is a tuple of arguments: args=(batch,)")
+        self.open.append(self.scheduled - len(self._done))
         self.scheduled += 1
         return ScheduledResult(self, self._coordinator.schedule(fn, args=args, kwargs=kwargs), self.scheduled)
 
     def join(self) -> None:
         self._coordinator.join()
-        if self.scheduled > self._joined:
+        self.done(range(1, self.scheduled + 1))
+
+    def done(self, numbers: Iterable[int]) -> None:
+        """Note that the student has waited for some calls."""
+        if not self._done.issuperset(numbers) and self.waits[-1:] != [self.scheduled]:
             self.waits.append(self.scheduled)
-        self._joined = self.scheduled
+        self._done.update(numbers)
 
     def fetch(self, value: Any) -> Any:
         return value.fetch() if isinstance(value, ScheduledResult) else [self.fetch(part) for part in value]
 
 
 class ScheduledResult:
-    """A result that notes when it is fetched before a join; errors that the student sees contain the class's name."""
+    """A result that notes when it is fetched, which waits for it. Errors that the student sees contain this name."""
 
     def __init__(self, watched: _Watched, value: Any, number: int) -> None:
         self._watched, self._value, self._number = watched, value, number
 
     def fetch(self) -> Any:
-        if self._number > self._watched._joined:
-            self._watched.waits.append(self._watched.scheduled)
-            if self._number == self._watched.scheduled:
-                self._watched._joined = self._number
-        return self._value.fetch()
+        value = self._value.fetch()
+        self._watched.done([self._number])
+        return value
 
     def get(self) -> Any:
         return self.fetch()
 
 
-def _epochs_on_chief(answer: Callable[..., Any], losses: list[float]) -> tuple[Any, int, int, list[int]]:
-    """Return what the student returned, the calls of `step` anywhere, those scheduled, and the waits."""
+def _epochs_on_chief(answer: Callable[..., Any], losses: list[float]) -> tuple[Any, int, int, list[int], list[int]]:
+    """Return what the student returned, the calls of `step` anywhere, those scheduled, the waits, the open calls."""
     import tensorflow as tf
 
     strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
@@ -315,7 +325,7 @@ def _epochs_on_chief(answer: Callable[..., Any], losses: list[float]) -> tuple[A
         got = [float(value) if np.ndim(value) == 0 else [float(v) for v in value] for value in map(_fetched, got)]
     elif got is not None:
         got = float(got)
-    return got, int(calls.numpy()), watched.scheduled, watched.waits
+    return got, int(calls.numpy()), watched.scheduled, watched.waits, watched.open
 
 
 def _fetched(value: Any) -> Any:
@@ -327,7 +337,9 @@ def _fetched(value: Any) -> Any:
 def _run_epochs(answer: Callable[..., Any], on: OnRanks) -> str:
     losses = [round(random.uniform(1, 9), 2) for _ in range(BATCHES)]
     jobs = {"chief": 1, "worker": 2, "ps": 1}
-    got, calls, scheduled, waits = explaining(on, EXPLAINED, runtime="tensorflow")(jobs, _on_chief_only, answer, losses)[0]
+    got, calls, scheduled, waits, unfinished = explaining(on, EXPLAINED, runtime="tensorflow")(
+        jobs, _on_chief_only, answer, losses
+    )[0]
     expected = [sum(losses) / BATCHES] * EPOCHS
     details = (f"batches with losses {losses}, {EPOCHS} epochs", f"returned {got}")
     if not scheduled:
@@ -342,7 +354,7 @@ def _run_epochs(answer: Callable[..., Any], on: OnRanks) -> str:
             "wait then",
             f"waited {len(waits)} times in {EPOCHS} epochs",
         )
-    if waits != [BATCHES * (epoch + 1) for epoch in range(EPOCHS)]:
+    if waits != [BATCHES * (epoch + 1) for epoch in range(EPOCHS)] or any(unfinished[::BATCHES]):
         raise AnswerError(
             "the next epoch begins before all batches of this one are done: who waits between two epochs?", *details
         )

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.recording.operations import RPC, TO_HERE, type_of
+from labkit.recording.operations import RPC, RPC_SHUTDOWN, TO_HERE, type_of
 from labkit.recording.schema import COMMUNICATION, OPEN
 from labkit.tracing.intervals import Intervals, difference, intersection, length, union
 from labkit.tracing.median_step import undisturbed_steps
@@ -115,7 +115,7 @@ def limit_of(trace: Trace) -> Finding:
     calls = _calls(part, rows)
     waits = [intersection(a["waiting"], _waits(calls[calls["rank"] == rank])) for rank, a in enumerate(activities)]
     under_way_ns = length(difference(_union(waits), anybody))
-    late_rank, late_share, late_ns = _late(rows, ranks)
+    late_rank, late_share, late_ns = _late(rows[_collectives(part, rows)], ranks)
     small = transfer[rows["nbytes"] <= SMALL_BYTES]
     of_small = float(small.sum())
     latency_ns = float(np.median(small)) if len(small) else 0.0
@@ -218,9 +218,17 @@ def _waits(rows: Any) -> Intervals:
     return union(rows["wait_start_ns"], rows["wait_end_ns"])
 
 
+def _collectives(part: Trace, rows: Any) -> NDArray[np.bool_]:
+    """Which operations are collectives; not `rpc.shutdown`, in which a rank waits for the other programs' ends."""
+    types = [type_of(name) for name in part.columns.names]
+    named = np.array([kind.collective and kind is not RPC_SHUTDOWN for kind in types], bool)
+    found: NDArray[np.bool_] = named[rows["name"]]
+    return found
+
+
 def _late(rows: Any, ranks: int) -> tuple[int, float, float]:
-    """Which rank comes last to collectives: its number, its share of the others' waiting, and by how much, in ns."""
-    shared = rows[(rows["group"] != 0) & (rows["peer"] < 0)]
+    """Which rank comes last to these collectives: its number, its share of the others' waiting, by how much, in ns."""
+    shared = rows[rows["group"] != 0]
     shared = shared[np.lexsort((shared["start_ns"], shared["match"], shared["group"]))]
     if not len(shared):
         return -1, 0.0, 0.0
@@ -243,7 +251,6 @@ def _late(rows: Any, ranks: int) -> tuple[int, float, float]:
 def _in_collectives(part: Trace) -> float:
     """The share of the ranks' blocked time that is in collectives, and not in messages and calls."""
     data = part.columns.data
-    blocked = (data["kind"] == COMMUNICATION) & ~part.columns.around
-    waits = np.maximum(data["wait_end_ns"] - data["wait_start_ns"], 0)[blocked]
-    collective = (data["peer"] < 0)[blocked]
-    return float(waits[collective].sum() / max(waits.sum(), 1))
+    rows = data[(data["kind"] == COMMUNICATION) & ~part.columns.around]
+    waits = np.maximum(rows["wait_end_ns"] - rows["wait_start_ns"], 0)
+    return float(waits[_collectives(part, rows)].sum() / max(waits.sum(), 1))

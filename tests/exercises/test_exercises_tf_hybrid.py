@@ -178,6 +178,8 @@ wrong("hybrid_train", "the losses are 0.25 times the expected ones", training("g
 wrong("hybrid_train", "the weight has not changed", training("global", times=0))
 wrong("hybrid_train", "exactly `steps` updates", training("global", times=2))
 wrong("hybrid_train", "every replica got the whole batch", training("global", distribute=False))
+wrong("hybrid_train", "every replica computed the whole batch", training("whole", exchange="", distribute=False))
+wrong("hybrid_train", "never exchanged a gradient", training("whole", exchange="", distribute=False, reduce="MEAN"))
 
 
 # run_epochs
@@ -202,6 +204,26 @@ def fetch_all_at_the_end(coordinator, step, batches, epochs):
         everything.append([coordinator.schedule(step, args=(batch,)) for batch in batches])
         coordinator.join()
     return list(np.mean(coordinator.fetch(everything), axis=1))
+
+
+@right("run_epochs")
+def fetch_all_of_an_epoch(coordinator, step, batches, epochs):
+    """`fetch` waits for its result, too."""
+    means = []
+    for _ in range(epochs):
+        results = [coordinator.schedule(step, args=(batch,)) for batch in batches]
+        means.append(sum(float(result.fetch()) for result in results) / len(results))
+    return means
+
+
+@wrong("run_epochs", "before all batches of this one are done")
+def fetch_one_of_an_epoch(coordinator, step, batches, epochs):
+    everything = []
+    for _ in range(epochs):
+        results = [coordinator.schedule(step, args=(batch,)) for batch in batches]
+        results[-1].fetch()
+        everything.append(results)
+    return [sum(float(result.fetch()) for result in results) / len(results) for results in everything]
 
 
 @wrong("run_epochs", "the chief waits after each call")

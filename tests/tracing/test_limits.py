@@ -5,6 +5,7 @@ from synthetic import Book, data_parallel, master_and_workers, model_parallel
 
 from labkit.recording.schema import READING
 from labkit.tracing.limits import Limit, limit_of
+from labkit.tracing.trace import Span, Trace
 
 
 def steps(travel, compute=(10.0, 10.0), count=6, gap=0.0):
@@ -199,3 +200,20 @@ def test_a_rank_that_records_nothing_while_the_others_wait_comes_late(apart_ms):
     waits = pytest.approx(apart_ms / (apart_ms + 2) / 2)
     assert (found.limit, found.late_rank) == (Limit.LATE_RANK, 1)
     assert (found.waiting, found.absent, found.standing, found.unrecorded) == (waits, waits, 0, 0)
+
+
+@pytest.mark.parametrize("waits_in", ["rpc.shutdown", "dist_autograd.backward"])
+def test_waiting_for_the_end_of_the_other_programs_is_not_waiting_in_a_collective(waits_in):
+    """The workers have nothing to do but to serve, and wait for the master in the meantime."""
+    trace = master_and_workers()
+    start_ns, end_ns = trace.start_ns, trace.end_ns
+    waits = [
+        Span(
+            rank, waits_in, "communication", start_ns if rank else end_ns - 1, end_ns, start_ns if rank else end_ns - 1, end_ns,
+            group="shutdown",
+        )
+        for rank in range(len(trace.ranks))
+    ]  # fmt: skip
+    found = limit_of(Trace([*trace, *waits], ranks=trace.ranks))
+    assert (found.limit, found.late_rank) == (limit_of(trace).limit, limit_of(trace).late_rank)
+    assert found.limit in (Limit.TURNS, Limit.CALLS)
