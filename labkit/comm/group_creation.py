@@ -3,12 +3,16 @@
 torch numbers the groups in each process. A rank that has created one group more than the others, perhaps in an earlier
 run, waits for the next group's members under another number than they do. So the record of a creation has its number,
 and the line of the previous one.
+
+If ranks give one number to groups with other members, as each half of them that creates only its own group does, torch
+connects ranks of different groups, or waits for ever. So the members are compared first, in the default group's store.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
@@ -16,6 +20,7 @@ import torch.distributed.distributed_c10d as c10d
 from labkit.comm.futures import in_place_of
 from labkit.comm.operation import Operation
 from labkit.comm.time_limits import ends_by_itself
+from labkit.errors.lists import listed
 from labkit.recording.group_keys import creation_key
 from labkit.recording.record import Recorder, clock, student_line
 from labkit.recording.schema import TIMED, UNSHOWN
@@ -41,6 +46,7 @@ def watch_creation(recorder: Recorder) -> None:
         line = student_line()
         order = f"its group number {len(before) + 1}" + (f", after that of {before[-1]}" if before else "")
         before.append(line)
+        _agree_on_members(given["group_name"], len(before), ranks)
         group = creation_key(given["group_name"], ranks)
         operation = Operation(recorder.ring, "new_group", clock(), group=group, match=1, line=f"{line}; {order}")
         operation.wait_begins(TIMED if ends_by_itself(given.get("timeout")) else 0)
@@ -53,3 +59,22 @@ def watch_creation(recorder: Recorder) -> None:
         return created
 
     c10d._new_process_group_helper = in_place_of(helper, create)
+
+
+def _agree_on_members(name: str, number: int, ranks: Sequence[int]) -> None:
+    """Compare a new group's members with those that other ranks give to the group with this name and number.
+
+    Raises:
+        ValueError: they differ. A group of one rank needs no connection, and may be another one on each rank.
+    """
+    if len(ranks) < 2:
+        return
+    mine = theirs = ",".join(map(str, ranks))
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # a store that cannot compare
+        theirs = c10d._get_default_store().compare_set(f"labkit's new group {number} {name}", "", mine).decode()
+    if theirs != mine:
+        one, other = (listed(text.split(",")) for text in (mine, theirs))
+        raise ValueError(
+            f"new_group of the ranks {one}: for another rank, this group has the ranks {other}. Every rank must call new_group "
+            "for each group, in the same order, also ranks that do not belong to it"
+        )
