@@ -1,6 +1,7 @@
 """Emulated links: delays operations that the backend has completed until they end according to the link's model.
 
-Waiting threads sleep. One thread completes the operations that no thread waits for.
+Waiting threads sleep. Another thread completes the operations that no thread waits for, and runs their callbacks. As a
+callback may wait for a further operation, a second thread takes over meanwhile.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from labkit.recording.record import clock
 __all__ = ["Booking", "SlowLink", "hold_until"]
 
 PR_SET_TIMERSLACK: Final = 29
-EXIT_LIMIT_S: Final = 0.5  # for the thread that completes operations to end
+EXIT_LIMIT_S: Final = 0.5  # for the threads that complete operations to end
 
 
 class Booking:
@@ -52,7 +53,7 @@ class Booking:
         hold_until(self.due_ns)
 
     def then(self, action: Callable[[], None]) -> None:
-        """Run an action when it ends, on the link's thread."""
+        """Run an action when it ends, on a thread of the link's."""
         self._slow.at(self.due_ns, action)
 
     def cancel(self) -> None:
@@ -85,7 +86,8 @@ class SlowLink:
         self._due: list[tuple[int, int, Callable[[], None]]] = []
         self._order = itertools.count()  # orders actions that are due at the same time
         self._change = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._idle = 0  # threads that wait for the next action
         self._closed = False
         atexit.register(self._close)
 
@@ -130,29 +132,38 @@ class SlowLink:
         """Run an action at a given time, or as soon as possible after it."""
         with self._change:
             heapq.heappush(self._due, (due_ns, next(self._order), action))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="labkit-link", daemon=True)
-                self._thread.start()
-            self._change.notify()
+            if not self._threads:
+                self._start()
+            self._change.notify_all()
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._serve, name="labkit-link", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _serve(self) -> None:
         while True:
             with self._change:
+                self._idle += 1
                 while not self._closed and (not self._due or self._due[0][0] > clock()):
                     self._change.wait((self._due[0][0] - clock()) / 1e9 if self._due else None)
+                self._idle -= 1
                 if self._closed:
                     return
                 _, _, action = heapq.heappop(self._due)
+                if not self._idle:
+                    self._start()
             action()
             del action  # it holds tensors
 
     def _close(self) -> None:
-        """End the thread: one that calls into torch while the interpreter shuts down aborts the process."""
+        """End the threads: one that calls into torch while the interpreter shuts down aborts the process."""
         with self._change:
             self._closed = True
-            self._change.notify()
-        if self._thread is not None:
-            self._thread.join(EXIT_LIMIT_S)
+            self._change.notify_all()
+        until_s = time.monotonic() + EXIT_LIMIT_S
+        for thread in self._threads:
+            thread.join(max(until_s - time.monotonic(), 0))
 
 
 def hold_until(due_ns: int) -> None:

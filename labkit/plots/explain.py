@@ -74,6 +74,7 @@ def _sentences(f: Finding, ranks: Sequence[str], cores: int | None, busy: bool) 
     spent += [f"waited for each other for {percent(f.waiting)}"] if f.waiting >= NOTICED else []
     spent += [f"did nothing for {percent(f.standing)} while others worked"] if f.standing >= NOTICED else []
     spent += [f"recorded nothing for {percent(f.absent)} while others waited"] if f.absent >= NOTICED else []
+    spent += [f"waited for labkit to read TensorFlow's profiler for {percent(f.reading)}"] if f.reading >= NOTICED else []
     lasted = f"It took {time_in_words(f.duration_ns)}."
     if f.steps:
         mean_ns = f.mean_step_ns

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.recording.operations import RPC, RPC_SHUTDOWN, TO_HERE, type_of
-from labkit.recording.schema import COMMUNICATION, OPEN
+from labkit.recording.schema import COMMUNICATION, COMPUTE, OPEN, READING
 from labkit.tracing.intervals import Intervals, difference, intersection, length, union
 from labkit.tracing.median_step import undisturbed_steps
 from labkit.tracing.step_times import step_ms
@@ -50,6 +50,7 @@ class Finding:
         step_ns: the median step; 0 if the trace has none.
         mean_step_ns: the mean of these steps, on the rank that took longest for them; 0 if the trace has none.
         compute, overlap, exposed, waiting: shares of that time, from 0 to 1; overlap is a part of compute.
+        reading: the share in which labkit read TensorFlow's profiler and the rank did nothing else.
         standing: the share in which a rank recorded nothing while another one, with which it communicates, worked.
         absent: the share in which a rank recorded nothing while the others that recorded something waited.
         unrecorded: the share in which nobody recorded anything; where the ranks do not communicate, the mean over the
@@ -75,6 +76,7 @@ class Finding:
     overlap: float
     exposed: float
     waiting: float
+    reading: float
     standing: float
     absent: float
     unrecorded: float
@@ -105,6 +107,8 @@ def limit_of(trace: Trace) -> Finding:
         for name in ("compute", "overlap", "exposed", "waiting", "idle")
     )
     activities = [part.activity(rank) for rank in range(ranks)]
+    reading = float(np.mean([_reading_ns(part, rank) for rank in range(ranks)])) / window
+    compute -= reading
     computing = [activity["compute"] for activity in activities]
     anybody = _union(computing)
     working = sum(map(length, computing)) / length(anybody) if len(anybody) else 0.0
@@ -145,6 +149,7 @@ def limit_of(trace: Trace) -> Finding:
         overlap=overlap,
         exposed=exposed,
         waiting=waiting,
+        reading=reading,
         standing=standing,
         absent=absent,
         unrecorded=unrecorded,
@@ -163,6 +168,15 @@ def limit_of(trace: Trace) -> Finding:
 
 def _union(sets: Iterable[Intervals]) -> Intervals:
     return union(*np.concatenate(list(sets)).T)
+
+
+def _reading_ns(part: Trace, rank: int) -> int:
+    """The time in which labkit read the rank's profiler, and in which no other span of the rank was open."""
+    own = part.columns.data[(part.columns.data["rank"] == rank) & (part.columns.data["kind"] == COMPUTE)]
+    reads = np.array([name == READING for name in part.columns.names], bool)[own["name"]]
+    reading, others = (union(own["start_ns"][which], own["end_ns"][which]) for which in (reads, ~reads))
+    window = np.array([[part.start_ns, part.end_ns]], np.int64)
+    return length(intersection(difference(reading, others), window))
 
 
 def _standing_ns(part: Trace, activities: Sequence[dict[str, Intervals]]) -> list[int]:

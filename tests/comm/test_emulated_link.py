@@ -150,6 +150,25 @@ def test_a_message_that_nobody_waits_for_yet(pair: Group) -> None:
     assert sorted(nothing_was_early(run)) == ["recv", "send"]
 
 
+def test_a_callback_may_wait_for_a_further_operation(pair: Group) -> None:
+    """As torch's PowerSGD hook does: `then` issues a collective and waits for it."""
+
+    def twice() -> float:
+        def again(done: Any) -> Any:
+            work = dist.all_reduce(done.value()[0], async_op=True)
+            assert work is not None
+            return work.get_future().wait()[0]
+
+        first = dist.all_reduce(torch.ones(4), async_op=True)
+        assert first is not None
+        return float(first.get_future().then(again).wait()[0])
+
+    for _ in range(3):
+        run = pair.run(twice)
+        assert run.results == [4.0, 4.0]
+        assert nothing_was_early(run) == ["all_reduce"] * 4
+
+
 def test_a_refused_operation_does_not_occupy_the_link(pair: Group) -> None:
     def refused() -> float:
         x = torch.ones(2)

@@ -217,3 +217,13 @@ def test_waiting_for_the_end_of_the_other_programs_is_not_waiting_in_a_collectiv
     found = limit_of(Trace([*trace, *waits], ranks=trace.ranks))
     assert (found.limit, found.late_rank) == (limit_of(trace).limit, limit_of(trace).late_rank)
     assert found.limit in (Limit.TURNS, Limit.CALLS)
+
+
+def test_reading_the_profiler_is_not_computing():
+    """Without steps, as in Keras's fit, no part without a reading can be chosen."""
+    book = Book()
+    for rank in range(2):
+        book.compute(rank, "forward", 0, 60)
+        book.compute(rank, READING, 50, 100)
+    found = limit_of(book.trace(2))
+    assert (found.compute, found.reading) == pytest.approx((0.6, 0.4))
