@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from labkit.errors.causes import Cause
 from labkit.errors.exceptions import RankError
 from labkit.exercises.explained import explaining
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, listing
 from labkit.exercises.tf_hybrid import EXPLAINED, LESSON
 
 __all__ = ["EXERCISES"]
@@ -96,7 +96,8 @@ def _judge_saves(folder: Path, saved: list[int]) -> None:
         AnswerError: too often, too rarely, or not in the folder.
     """
     due = list(range(EVERY, DIES_AT, EVERY))
-    details = (f"killed in step {DIES_AT}, every = {EVERY}", f"it saved after the steps {saved}, expected {due}")
+    when = f"it saved when {listing(saved) or 'no'} steps were done, expected {listing(due)}"
+    details = (f"killed in step {DIES_AT}, every = {EVERY}", when)
     if not any(folder.glob("*.index")):
         if any(folder.parent.glob("*.index")):
             raise AnswerError(
