@@ -311,11 +311,6 @@ def _my_heads(answer: Any, on: OnRanks) -> str:
                 raise AnswerError(
                     f"{case}: expected two dimensions, (rows, hidden); rank {rank} returned {value.dim()}, {tuple(value.shape)}"
                 )
-            if value.shape[1] != hidden:
-                raise AnswerError(
-                    f"{case}: each row keeps its {hidden} numbers, so the parts are joined along dimension 0",
-                    f"rank {rank}: given {tuple(value.shape)}",
-                )
         q, k, v = weight.chunk(3)
         by_head = [part.unflatten(0, (heads, width)).tensor_split(ranks) for part in (q, k, v)]
         right = [torch.cat([part[rank].flatten(0, 1) for part in by_head]) for rank in range(ranks)]
@@ -343,6 +338,10 @@ def _my_heads(answer: Any, on: OnRanks) -> str:
         }.items():
             if ranks > 1 and _all_equal(got, parts):
                 raise AnswerError(f"{case}: {hint}", *shapes)
+        if any(value.shape[1] != hidden for value in got):
+            raise AnswerError(
+                f"{case}: each row keeps its {hidden} numbers, so the rows of q, k and v are joined along dimension 0", *shapes
+            )
         rows = sum(len(value) for value in got)
         if rows < len(weight):
             raise AnswerError(

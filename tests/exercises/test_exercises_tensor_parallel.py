@@ -248,6 +248,13 @@ def heads_by_inputs(weight, heads):
     return weight.tensor_split(dist.get_world_size(), -1)[dist.get_rank()]
 
 
+@wrong("my_heads", "joined along dimension 0")
+def heads_side_by_side(weight, heads):
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    parts = [part.unflatten(0, (heads, -1)).tensor_split(ranks)[rank].flatten(0, 1) for part in weight.chunk(3)]
+    return torch.cat(parts, dim=1)
+
+
 @wrong("my_heads", "all q first, then all k, then all v")
 def heads_together(weight, heads):
     return mine(weight.unflatten(0, (3, heads, -1)).transpose(0, 1)).flatten(0, 2)
