@@ -21,9 +21,10 @@ USAGE = "Write: %%ranks group   or   %%ranks group --on 0,2 --watch --run name"
 def ranks(line: str, cell: str, shell: Any) -> None:
     """Run a cell on the ranks of a group, or on some of them.
 
-        %%ranks group                   on all ranks %%ranks group --on 0,worker1    on some, by number or name %%ranks
-        group --watch           with the live picture %%ranks group --run run         assigns the cell's `Run` to the
-        notebook's variable `run`, as does `group.last_run`
+        %%ranks group                   on all ranks
+        %%ranks group --on 0,worker1    on some, by number or name
+        %%ranks group --watch           with the live picture
+        %%ranks group --run run         assigns the cell's `Run` to the notebook's variable `run`; see `group.last_run`
 
     Functions, classes and values of the notebook that the cell reads are sent along; see `Group.run_cell`. Instead of a
     group, some of its ranks can be given (`some = group[1:]`).
