@@ -16,6 +16,8 @@ __all__ = ["AppliedSettings", "NotebookSettings", "Settings", "StreamSettings"]
 LIBRARY_LOGGERS: Final = frozenset(
     {"IPKernelApp", "strobelight_function_profiler", "strobelight_compile_time_profiler", "c10d-NullHandler-default"}
 )
+# TensorFlow sets this level itself where Python is interactive; in ranks, it would print what nobody asked for.
+TENSORFLOWS_OWN: Final = ("tensorflow", logging.INFO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ class NotebookSettings:
         self._known_handlers = []
         for logger in [root, *(x for x in root.manager.loggerDict.values() if isinstance(x, logging.Logger))]:
             name = "" if logger is root else logger.name
-            if logger.level:
+            if logger.level and (name, logger.level) != TENSORFLOWS_OWN:
                 settings.levels[name] = logger.level
             if not _is_students(name):
                 continue

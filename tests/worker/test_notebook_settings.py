@@ -89,6 +89,20 @@ def test_the_root_loggers_level_and_format_apply(notebooks_settings: None, cells
     assert cells.group[0].run(cells.log).output.splitlines() == ["[rank 0] None 30!", "[rank 0] train.data 30!"]
 
 
+@pytest.mark.parametrize(("level", "there"), [(logging.INFO, logging.NOTSET), (logging.ERROR, logging.ERROR)])
+def test_the_level_that_tensorflow_sets_itself_in_a_notebook_does_not_apply(
+    notebooks_settings: None, cells: in_cells.Cells, level: int, there: int
+) -> None:
+    """Importing TensorFlow in a notebook made each rank of later runs print its lines of level INFO."""
+    logger = logging.getLogger("tensorflow")
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        assert cells.group[0].run(lambda: logging.getLogger("tensorflow").level).results == [there]
+    finally:
+        logger.setLevel(before)
+
+
 def test_handlers_of_the_students_loggers_apply(notebooks_settings: None, cells: in_cells.Cells) -> None:
     cells("""
         class Loud(logging.Formatter):
