@@ -292,6 +292,8 @@ def _bytes_hint(given: Mapping[str, float], right: Mapping[str, float], wrong: S
         return "on the pp axis, the first stage sends its output once: (tokens / dp) · hidden values, in whatever micro-batches"
     if "dp" in wrong:
         return "on the dp axis, an all-reduce carries the gradients of this rank's weights: 8 · hidden² per block, divided by tp"
+    if pp > 1 and _near(given["tp"], pp * right["tp"]):
+        return "on the tp axis, the blocks of other stages count as well: a rank has blocks / pp of them"
     return "on the tp axis, each block has two all-reduces of an activation: (tokens / dp) · hidden values"
 
 

@@ -105,6 +105,12 @@ def bytes_by_pieces(dp, pp, tp, blocks, tokens, hidden, value_bytes):
     return {"tp": tp_bytes, "dp": dp_bytes, "pp": n * (pp > 1)}
 
 
+@wrong("bytes_per_axis", "a rank has blocks / pp of them")
+def tp_bytes_of_all_stages(dp, pp, *rest):
+    found = bytes_per_axis(dp, pp, *rest)
+    return found | {"tp": pp * found["tp"]}
+
+
 @wrong("bytes_per_axis", "those are numbers, not bytes")
 def bytes_as_numbers(*args):
     return bytes_per_axis(*args[:-1], 1)
