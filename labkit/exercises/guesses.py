@@ -81,13 +81,15 @@ def guess(**values: Any) -> Note | Notes:
         a line for each, which the notebook shows.
 
     Raises:
-        TypeError: no quantity is given, or a value is neither a number nor a text.
-        ValueError: a negative number or one above 1e30, or a long or empty text.
+        TypeError: no quantity is given, a value is neither a number nor a text, or a quantity with a unit has a text.
+        ValueError: a negative number or one above 1e30, a long or empty text, or the name of an argument of `reveal`.
         LabError: the file of guesses cannot be read or written; or a text for a number that was revealed, or the other
             way round.
     """
     if not values:
         raise TypeError("guess(): expected what you guess and its value, as in lab.guess(step_ms=12)")
+    if taken := {"predicted", "ax"} & values.keys():
+        raise ValueError(f"guess({taken.pop()}=...): this is the name of an argument of reveal; expected another name")
     checked = {name: value if value is ... else _checked("guess", name, value) for name, value in values.items()}
     notes = tuple(_seal(name, value) for name, value in checked.items())
     return notes[0] if len(notes) == 1 else Notes(notes)
@@ -244,6 +246,8 @@ def _checked(function: str, name: str, value: Any) -> Value:
     if isinstance(value, str):
         if not value.strip() or len(value) > LONGEST_CHOICE:
             raise ValueError(f"{function}({name}={value[:20]!r}): expected a text of 1 to {LONGEST_CHOICE} characters")
+        if unit := _parts(name)[1]:
+            raise TypeError(f"{function}({name}={value!r}): expected one number, in {unit}")
         return value.strip()
     return _number(function, name, _in_unit(name, value))
 

@@ -232,6 +232,8 @@ def test_guesses_of_zero_have_no_ratio():
         (lambda: guess(), TypeError, "guess(): expected what you guess and its value, as in lab.guess(step_ms=12)"),
         (lambda: guess(step_ms=-1), ValueError, "guess(step_ms=-1): expected a number from 0"),
         (lambda: guess(step_ms=float("nan")), ValueError, "guess(step_ms=nan): expected a number from 0"),
+        (lambda: guess(step_ms="12 ms"), TypeError, "guess(step_ms='12 ms'): expected one number, in ms"),
+        (lambda: guess(predicted=5), ValueError, "guess(predicted=...): this is the name of an argument of reveal"),
         (lambda: guess(step_ms=1e31), ValueError, "guess(step_ms=1e+31): expected a number from 0 to 1e30"),
         (lambda: guess(step_ms=[1]), TypeError, "guess(step_ms=[1]): expected one number from 0, a text or ..."),
         (lambda: guess(step_ms=True), TypeError, "guess(step_ms=True): expected one number from 0, a text or ..."),
@@ -264,12 +266,12 @@ def test_a_count_has_an_axis_of_whole_numbers():
 
 
 def test_a_text_in_place_of_a_revealed_number_is_refused_and_nothing_is_lost(tmp_path):
-    guess(step_ms=5)
-    reveal(step_ms=6)
-    with pytest.raises(lab.LabError, match=r"guess\(step_ms='fast'\): 6\.0 was measured; compare numbers with numbers"):
-        guess(step_ms="fast")
-    assert drawn(reveal(step_ms=6)) == {"your guess": 5, "measured": 6}
-    assert labels(guesses()) == ["02_data_parallel · step"]
+    guess(steps=5)
+    reveal(steps=6)
+    with pytest.raises(lab.LabError, match=r"guess\(steps='fast'\): 6\.0 was measured; compare numbers with numbers"):
+        guess(steps="fast")
+    assert drawn(reveal(steps=6)) == {"your guess": 5, "measured": 6}
+    assert labels(guesses()) == ["02_data_parallel · steps"]
 
 
 def test_a_rate_says_what_it_counts():
