@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from labkit.errors.exceptions import LabError
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.flows import flows_of
@@ -12,6 +14,8 @@ from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
 __all__ = ["memory_mb", "sent_mb"]
+
+COPY: Final = "copy"  # the name of these copies
 
 
 @public_api
@@ -49,7 +53,8 @@ def memory_mb(run: HasTrace | Trace, *kinds: str, rank: int | None = None) -> fl
 def sent_mb(run: HasTrace | Trace, rank: int | None = None) -> float:
     """Return how many MB (10⁶ bytes) a rank sends in a step, counted as `traffic` counts them.
 
-    A run without `lab.steps` counts as one step. What is sent before the first step or after the last does not count.
+    A run without `lab.steps` counts as one step. What is sent before the first step or after the last does not count, nor
+    do TensorFlow's copies between devices of a rank outside of tf.functions, of which its profiler does not say the size.
 
     Args:
         run: a run or a trace.
@@ -70,8 +75,7 @@ def sent_mb(run: HasTrace | Trace, rank: int | None = None) -> float:
         last = int(bounds[:, 1].max())
         bounds[:, 1] = trace.end_ns  # what a rank has begun in its last step may end after it
     flows = flows_of(trace, bounds)
-    if flows.unsized:
-        unknown = ", ".join(f"{count} × {name}" for name, count in flows.unsized)
+    if unknown := ", ".join(f"{count} × {name}" for name, count in flows.unsized if name != COPY):
         raise LabError(f"sent_mb: the sizes of {unknown} are unknown; lab.traffic draws those that are known")
     counted = flows.start_ns < last
     if rank is not None:

@@ -83,5 +83,9 @@ def test_what_is_sent_in_operations_of_unknown_size_is_no_number():
     for rank in range(2):
         book.travel(rank, "all_reduce", 0, 1, nbytes=100, group="world", match=1)
         book.travel(rank, "all_gather", 1, 2, sized=False, group="world", match=2)
+    for rank in range(2):
+        book.travel(rank, "copy", 2, 3, sized=False, peer=rank)  # within a rank
     with pytest.raises(LabError, match=r"sent_mb: the sizes of 1 × all_gather are unknown; lab\.traffic draws"):
         sent_mb(book.trace(2))
+    book.spans = [span for span in book.spans if span.name != "all_gather"]
+    assert sent_mb(book.trace(2)) == pytest.approx(1e-4)
