@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from labkit.errors.exceptions import LabError
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.flows import flows_of
 from labkit.plots.memory import memory_uses
 from labkit.plots.view import view_of
+from labkit.recording.operations import type_of
 from labkit.recording.schema import MEMORY_KINDS
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
 __all__ = ["memory_mb", "sent_mb"]
-
-COPY: Final = "copy"  # the name of these copies
 
 
 @public_api
@@ -53,15 +50,15 @@ def memory_mb(run: HasTrace | Trace, *kinds: str, rank: int | None = None) -> fl
 def sent_mb(run: HasTrace | Trace, rank: int | None = None) -> float:
     """Return how many MB (10⁶ bytes) a rank sends in a step, counted as `traffic` counts them.
 
-    A run without `lab.steps` counts as one step. What is sent before the first step or after the last does not count, nor
-    do TensorFlow's copies between devices of a rank outside of tf.functions, of which its profiler does not say the size.
+    A run without `lab.steps` counts as one step. What is sent before the first step or after the last does not count,
+    nor do TensorFlow's messages and copies of which its profiler does not say the size; `traffic` lists them.
 
     Args:
         run: a run or a trace.
         rank: the rank; default: the mean of all ranks.
 
     Raises:
-        LabError: the ranks recorded nothing, or the size of an operation is unknown.
+        LabError: the ranks recorded nothing, or the size of a collective is unknown.
         TypeError: `run` is neither a run nor a trace.
         ValueError: there is no such rank.
     """
@@ -75,7 +72,7 @@ def sent_mb(run: HasTrace | Trace, rank: int | None = None) -> float:
         last = int(bounds[:, 1].max())
         bounds[:, 1] = trace.end_ns  # what a rank has begun in its last step may end after it
     flows = flows_of(trace, bounds)
-    if unknown := ", ".join(f"{count} × {name}" for name, count in flows.unsized if name != COPY):
+    if unknown := ", ".join(f"{count} × {name}" for name, count in flows.unsized if type_of(name).collective):
         raise LabError(f"sent_mb: the sizes of {unknown} are unknown; lab.traffic draws those that are known")
     counted = flows.start_ns < last
     if rank is not None:
