@@ -6,6 +6,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -87,9 +88,7 @@ def best_of(
     if not _takes_one(key):
         raise TypeError(f"best_of(key={key!r}): expected a function of one argument, the run, as in key=lab.step_ms")
     results = [{name: one(*args, **options) for name, one in calls.items()} for _ in range(tries)]
-    compared = [{name: _compared(key, result) for name, result in each.items()} for each in results]
-    fastest = {name: min(range(tries), key=lambda i, name=name: compared[i][name]) for name in calls}
-    best = {name: results[i][name] for name, i in fastest.items()}
+    best = {name: min((result[name] for result in results), key=partial(_compared, key)) for name in calls}
     return best if isinstance(call, Mapping) else best[None]
 
 

@@ -33,7 +33,9 @@ class Sizes:
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._keys = InstanceKeys()
         self._eager: dict[tuple[int, int], int] = {}  # by group and instance key
-        self._known: dict[tuple[str, Any], int] = {}
+        self._known: dict[str, int] = {}
+        # By graph: the sizes by the names of the placeholder of the instance key and of the operation.
+        self._by_key: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], int]] = weakref.WeakKeyDictionary()
         self._known_graphs = 0  # the number of graphs that `_known` is based on
         self._in_library: dict[str, set[int]] = {}  # sizes in functions that TensorFlow has generated
         self._read: set[str] = set()  # the names of those functions
@@ -77,15 +79,19 @@ class Sizes:
         """
         if eager:
             return self._eager.get((group, instance), 0)
+        placeholder = self._keys.placeholder(group, instance)
+        if placeholder is not None:
+            sizes, key = self._by_key.setdefault(placeholder.graph, {}), (placeholder.op.name, name)
+            if key not in sizes:
+                sizes[key] = self._size_by_key(name.split("/"), placeholder)
+            return sizes[key]
         if len(self._graphs) != self._known_graphs:
             self._known.clear()
             self._known_graphs = len(self._graphs)
-        placeholder = self._keys.placeholder(group, instance)
-        key = name, None if placeholder is None else (id(placeholder.graph), placeholder.op.name)
-        if key not in self._known:
-            self._known[key] = self._look_up(name, placeholder)
+        if name not in self._known:
+            self._known[name] = self._look_up(name)
         # Outside a tf.function, the broadcast of a variable's initial value runs in an executor, with a unique key.
-        return self._known[key] or self._eager.get((group, instance), 0)
+        return self._known[name] or self._eager.get((group, instance), 0)
 
     def forget(self) -> None:
         """Forget what belongs to single collectives, which is not needed after a session was read."""
@@ -109,18 +115,11 @@ class Sizes:
 
         return make_and_record
 
-    def _look_up(self, name: str, placeholder: Any = None) -> int:
-        """Return an operation's size, or that on which all graphs with an operation of this name agree; 0 if unknown.
-
-        Args:
-            name: the operation's name.
-            placeholder: of its instance key; None if unknown.
-        """
+    def _look_up(self, name: str) -> int:
+        """Return the size that all graphs with an operation of this name agree on; 0 if they do not."""
         parts = name.split("/")
         if any(part.startswith(GROUPED) for part in parts):
             return NOTHING
-        if placeholder is not None:
-            return self._size_by_key(parts, placeholder)
         names = ["/".join(parts[i:]) for i in range(len(parts)) if all("PartitionedCall" in part for part in parts[:i])]
         if branch := BRANCH.match(name):
             names = [branch[1]]

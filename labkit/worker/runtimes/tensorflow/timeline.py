@@ -110,6 +110,7 @@ class Timeline:
             if self._session is not None:
                 _finish_running_operations()
                 self._stop()
+            self._sizes.forget()  # also what was noted while the student's own session ran
             self._times.clear()
             notes, self._notes = self._notes, []
             return notes
