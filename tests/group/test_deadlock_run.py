@@ -232,17 +232,19 @@ def test_calls_that_wait_for_each_other_without_a_free_thread(reported: Reported
 
 
 CAME: list[Any] = []  # of the server: a future for each trainer that has arrived
+COUNTING = threading.Lock()  # two threads of the server may run `add` at once
 
 
 @rpc.functions.async_execution
 def add() -> Any:
     """Answers when two trainers have arrived, as a parameter server with batched updates does."""
-    CAME.append(torch.futures.Future())
-    answer = CAME[-1].then(lambda future: future.wait() + 1)
-    if len(CAME) == 2:
-        for future in CAME:
-            future.set_result(1)
-        CAME.clear()
+    with COUNTING:
+        CAME.append(torch.futures.Future())
+        answer = CAME[-1].then(lambda future: future.wait() + 1)
+        if len(CAME) == 2:
+            for future in CAME:
+                future.set_result(1)
+            CAME.clear()
     return answer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from typing import Any
@@ -241,18 +242,17 @@ class _Shared(torch.futures.Future[torch.Tensor]):
             self.completed.wait(60)
 
 
-_shared: list[_Shared] = []
+_shared = _Shared()
+_calls = itertools.count()  # `next` is atomic, and two threads may run `batched` at once
 
 
 @rpc.functions.async_execution
 def batched() -> Any:
     """A batched function: the second call completes the future that the first returned, and returns it, too."""
-    if not _shared:
-        _shared.append(_Shared())
-        return _shared[0]
-    _Shared.added.wait(60)
-    _shared[0].set_result(torch.ones(1000))
-    return _shared[0]
+    if next(_calls):
+        _Shared.added.wait(60)
+        _shared.set_result(torch.ones(1000))
+    return _shared
 
 
 def release() -> None:
