@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from labkit.errors.lists import counted
 from labkit.errors.units import bytes_in_words, percent, time_in_words
 from labkit.errors.wrong_calls import public_api
-from labkit.tracing.limits import Finding, Limit, limit_of
+from labkit.tracing.limits import SMALL_BYTES, Finding, Limit, limit_of
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 from labkit.worker.usable_cores import usable_cores
@@ -72,8 +72,9 @@ def _sentences(f: Finding, ranks: Sequence[str], cores: int | None, busy: bool) 
     spent = [f"{everybody} computed for {percent(f.compute)} of it"]
     spent += [f"communicated for {percent(f.exposed)} with nothing to compute"] if f.exposed >= NOTICED else []
     spent += [f"waited for each other for {percent(f.waiting)}"] if f.waiting >= NOTICED else []
-    spent += [f"did nothing for {percent(f.standing)} while others worked"] if f.standing >= NOTICED else []
-    spent += [f"recorded nothing for {percent(f.absent)} while others waited"] if f.absent >= NOTICED else []
+    spent += [f"did nothing for {percent(f.standing)} while others computed"] if f.standing >= NOTICED else []
+    absent = f"recorded nothing for {percent(f.absent)} while others communicated or waited"
+    spent += [absent] if f.absent >= NOTICED else []
     spent += [f"waited for labkit to read TensorFlow's profiler for {percent(f.reading)}"] if f.reading >= NOTICED else []
     lasted = f"It took {time_in_words(f.duration_ns)}."
     if f.steps:
@@ -120,10 +121,13 @@ def _advice(f: Finding, ranks: Sequence[str], cores: int | None, busy: bool) -> 
                 "Smaller pieces of work (micro-batches, asynchronous calls) let more of them compute at the same time."
             )
         case Limit.CALLS:
+            large, less = "", ""
+            if f.call_bytes > SMALL_BYTES:
+                large, less = f" with {bytes_in_words(f.call_bytes)}", " send less with each,"
             return (
                 f"For {percent(f.under_way)} of the time, ranks waited for remote calls while no rank computed: the calls were "
-                f"under way. A call took {time_in_words(f.call_ns)} (median). Make fewer calls, or start several with rpc_async "
-                "before you wait for the first."
+                f"under way. A call{large} took {time_in_words(f.call_ns)} (median). Make fewer calls,{less} or start several "
+                "with rpc_async before you wait for the first."
             )
         case Limit.LATENCY:
             return (

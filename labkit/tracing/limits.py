@@ -17,7 +17,7 @@ from labkit.tracing.median_step import undisturbed_steps
 from labkit.tracing.step_times import step_ms
 from labkit.tracing.trace import Trace
 
-__all__ = ["Finding", "Limit", "limit_of"]
+__all__ = ["SMALL_BYTES", "Finding", "Limit", "limit_of"]
 
 SMALL_BYTES: Final = 16_384  # the time of a smaller message is latency: at 1 Gbit/s it carries these in 0.13 ms
 MOSTLY: Final = 0.6  # from this share on, one cause explains a loss
@@ -51,8 +51,8 @@ class Finding:
         mean_step_ns: the mean of these steps, on the rank that took longest for them; 0 if the trace has none.
         compute, overlap, exposed, waiting: shares of that time, from 0 to 1; overlap is a part of compute.
         reading: the share in which labkit read TensorFlow's profiler and the rank did nothing else.
-        standing: the share in which a rank recorded nothing while another one, with which it communicates, worked.
-        absent: the share in which a rank recorded nothing while the others that recorded something waited.
+        standing: the share in which a rank recorded nothing while another one, with which it communicates, computed.
+        absent: the share in which a rank recorded nothing while others communicated or waited, and no rank computed.
         unrecorded: the share in which nobody recorded anything; where the ranks do not communicate, the mean over the
             ranks of the share in which each recorded nothing.
         working: how many ranks compute at the same time, while any does.
@@ -63,6 +63,7 @@ class Finding:
         nbytes: bytes of each rank's operations.
         under_way: the share of the time in which some rank waited for a remote call and no rank computed.
         call_ns: the median time from a remote call to its result; 0 if there were none.
+        call_bytes: the median bytes of a remote call; 0 if there were none.
         latency_ns: the median time of a small operation; 0 if there were none.
         transfer_ns: the time in which each rank's operations moved data.
     """
@@ -88,6 +89,7 @@ class Finding:
     nbytes: float
     under_way: float
     call_ns: float
+    call_bytes: float
     latency_ns: float
     transfer_ns: float
 
@@ -117,8 +119,9 @@ def limit_of(trace: Trace) -> Finding:
     absent = max(idle - waiting - unrecorded - standing, 0.0)
     rows, transfer = _operations(part)
     calls = _calls(part, rows)
-    waits = [intersection(a["waiting"], _waits(calls[calls["rank"] == rank])) for rank, a in enumerate(activities)]
-    under_way_ns = length(difference(_union(waits), anybody))
+    whole = np.array([[part.start_ns, part.end_ns]], np.int64)
+    under_way_ns = length(difference(intersection(_waits(calls), whole), anybody))
+    served = float(np.mean([_served_ns(a, calls[calls["rank"] == i], anybody) for i, a in enumerate(activities)])) / window
     late_rank, late_share, late_ns = _late(rows[_collectives(part, rows)], ranks)
     small = transfer[rows["nbytes"] <= SMALL_BYTES]
     of_small = float(small.sum())
@@ -131,11 +134,11 @@ def limit_of(trace: Trace) -> Finding:
         limit = Limit.COMPUTE
     elif unrecorded >= max(exposed, waiting + standing):
         limit = Limit.UNRECORDED
-    elif exposed >= waiting + standing:
-        limit = Limit.LATENCY if of_small >= MOSTLY * total_ns else Limit.BANDWIDTH
-    elif under_way_ns > length(anybody):
+    elif under_way_ns > max(length(anybody), MOSTLY * (window - length(anybody))):
         limit = Limit.CALLS
-    elif standing > waiting or _in_collectives(part) < 1 - MOSTLY:
+    elif exposed - served >= waiting + standing + served:
+        limit = Limit.LATENCY if of_small >= MOSTLY * total_ns else Limit.BANDWIDTH
+    elif standing + served > waiting or _in_collectives(part) < 1 - MOSTLY:
         limit = Limit.TURNS
     else:
         limit = Limit.LATE_RANK if late_share >= MOSTLY else Limit.UNEVEN_RANKS
@@ -161,6 +164,7 @@ def limit_of(trace: Trace) -> Finding:
         nbytes=float(rows["nbytes"].sum()) / ranks,
         under_way=under_way_ns / window,
         call_ns=float(np.median(calls["end_ns"] - calls["start_ns"])) if len(calls) else 0.0,
+        call_bytes=float(np.median(calls["nbytes"])) if len(calls) else 0.0,
         latency_ns=latency_ns,
         transfer_ns=total_ns / ranks,
     )
@@ -180,12 +184,11 @@ def _reading_ns(part: Trace, rank: int) -> int:
 
 
 def _standing_ns(part: Trace, activities: Sequence[dict[str, Intervals]]) -> list[int]:
-    """For each rank, the time in which it recorded nothing while another one computed or communicated."""
+    """For each rank, the time in which it recorded nothing while another one computed."""
     whole = np.array([[part.start_ns, part.end_ns]], np.int64)
+    anybody = _union([whole[:0], *(activity["compute"] for activity in activities)])
     silent = [difference(whole, _union(activity.values())) for activity in activities]
-    works = [_union([activity["compute"], activity["communication"]]) for activity in activities]
-    others = [_union([*works[:rank], *works[rank + 1 :], whole[:0]]) for rank in range(len(works))]
-    return [length(intersection(*pair)) for pair in zip(silent, others, strict=True)]
+    return [length(intersection(of_rank, anybody)) for of_rank in silent]
 
 
 def _settled(trace: Trace) -> tuple[range, Trace]:
@@ -230,6 +233,12 @@ def _calls(part: Trace, rows: Any) -> Any:
 
 def _waits(rows: Any) -> Intervals:
     return union(rows["wait_start_ns"], rows["wait_end_ns"])
+
+
+def _served_ns(activity: dict[str, Intervals], calls: Any, anybody: Intervals) -> int:
+    """The time of a rank's communication in which its remote calls were probably served: some rank computed."""
+    waits = intersection(_waits(calls), anybody)
+    return length(intersection(difference(activity["communication"], activity["compute"]), waits))
 
 
 def _collectives(part: Trace, rows: Any) -> NDArray[np.bool_]:

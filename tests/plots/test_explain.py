@@ -49,7 +49,7 @@ def test_waiting_in_a_call_and_doing_nothing_are_two_numbers_as_in_the_breakdown
     found = dataclasses.replace(limit_of(data_parallel()), compute=0.6, exposed=0.0, waiting=0.07, standing=0.19)
     spent = module._sentences(found, ["rank 0", "rank 1"], None, busy=False)[1]
     assert spent == (
-        "The ranks computed for 60 % of it, waited for each other for 7 % and did nothing for 19 % while others worked."
+        "The ranks computed for 60 % of it, waited for each other for 7 % and did nothing for 19 % while others computed."
     )
 
 
@@ -59,6 +59,14 @@ def test_every_limit_has_a_sentence(limit):
     text = module._advice(found, [f"rank {i}" for i in range(4)], None, busy=False)
     assert text.endswith(".")
     assert "nan" not in text
+
+
+@pytest.mark.parametrize(("nbytes", "words"), [(40, "A call took 9.00 ms"), (4e6, "A call with 4.00 MB took 9.00 ms")])
+def test_the_size_of_large_calls_is_given(nbytes, words):
+    found = dataclasses.replace(limit_of(data_parallel()), limit=Limit.CALLS, call_ns=9e6, call_bytes=nbytes)
+    text = module._advice(found, ["rank 0", "rank 1"], None, busy=False)
+    assert words in text
+    assert ("send less with each" in text) == (nbytes > 40)
 
 
 @pytest.mark.parametrize(("working", "cores", "smaller"), [(1.8, 2, False), (1.2, 2, True), (1.8, 4, True), (1.0, 1, True)])
@@ -118,5 +126,5 @@ def test_the_median_step_is_given_where_it_differs_from_the_mean(monkeypatch, me
 def test_a_late_rank_that_recorded_nothing_is_advised_to_use_spans(absent, advised):
     found = dataclasses.replace(limit_of(data_parallel()), limit=Limit.LATE_RANK, late_rank=1, waiting=0.3, absent=absent)
     text = " ".join(module._sentences(found, ("rank 0", "rank 1"), None, False))
-    assert f"recorded nothing for {absent:.0%} while others waited".replace("%", " %") in text
+    assert f"recorded nothing for {absent:.0%} while others communicated or waited".replace("%", " %") in text
     assert ("It recorded nothing meanwhile: put `with lab.span(...)`" in text) is advised

@@ -121,14 +121,36 @@ def calls(under_way, served, computed=0.0):
 def test_calls_are_under_way_most_of_the_time():
     found = limit_of(calls(under_way=5.0, served=0.5))
     assert found.limit is Limit.CALLS
-    assert found.under_way == pytest.approx(5 / 5.51)
+    assert found.under_way == pytest.approx(5.01 / 5.51)
     assert found.call_ns == 5_510_000
 
 
 def test_calls_are_served_most_of_the_time():
     found = limit_of(calls(under_way=0.5, served=5.0))
     assert found.limit is Limit.TURNS
-    assert found.under_way == pytest.approx(0.5 / 5.51)
+    assert found.under_way == pytest.approx(0.51 / 5.51)
+
+
+def calls_without_record(nbytes=40, computed=1.0):
+    """Ten calls of one of torch's functions, such as `torch.add`: the callee runs it in C++ and records nothing."""
+    book, t = Book(), 0.0
+    for number in range(10):
+        done = book.compute(0, "forward", t, t + computed)
+        t = done + 9.0
+        book.travel(0, "rpc_sync add", done, t, wait=(done, t), nbytes=nbytes, peer=1, group="rpc 0>1", match=number + 1)
+    book.whole(0, "call", 0, t)
+    return book.trace(("master", "worker"))
+
+
+def test_a_callee_that_records_nothing_does_not_make_ranks_work_in_turns():
+    found = limit_of(calls_without_record(nbytes=50_000))
+    assert found.limit is Limit.CALLS
+    assert (found.under_way, found.call_ns, found.call_bytes) == (pytest.approx(0.9), 9_000_000, 50_000)
+    assert (found.standing, found.absent) == pytest.approx((0.1 / 2, 0.9 / 2))  # the worker: computing, calls of the master
+
+
+def test_calls_beside_which_ranks_mostly_compute_do_not_limit_them():
+    assert limit_of(calls_without_record(computed=60.0)).limit is Limit.TURNS
 
 
 def test_messages_that_nobody_computes_for_are_no_calls():
