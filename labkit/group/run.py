@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from labkit.errors.causes import Cause
 from labkit.errors.exceptions import DeadlockError, LabError, RankError, RankFailure, RunTimeoutError, Stopped
+from labkit.errors.library_hints import library_hint
 from labkit.group.collector import Records
 from labkit.group.deadlock import Deadlock
 from labkit.group.deadlock_monitor import DeadlockMonitor
@@ -379,7 +380,7 @@ class Execution:
         if not unequal:
             operations += [(m.name, p) for m in self._members for p in self._records.done(m.rank, there)]
             unequal, usual = mismatch_in_words(self._records.numbered(operations))
-        hint = f"{unequal[0].upper()}{unequal[1:]}. {usual}" if unequal else ""
+        hint = f"{unequal[0].upper()}{unequal[1:]}. {usual}" if unequal else library_hint(causes[0].headline)
         return RankError(causes, [others[rank] for rank in sorted(others)], stopped=not self.intact, hint=hint)
 
     def _consequence(self, failure: RankFailure) -> str:

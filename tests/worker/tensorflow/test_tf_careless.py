@@ -274,3 +274,31 @@ def test_a_strategy_for_the_devices_of_a_rank_is_made(two: lab.Group) -> None:
     assert two.run(mirrored_on, ["CPU:0", "CPU:1"], own=2).results == [2, 2], "configured by the program"
     with lab.Group(1, runtime="tensorflow", devices_per_rank=2) as one:
         assert one.run(mirrored_on, ["CPU:0", "/cpu:1"]).results == [2]
+
+
+# Calls that TensorFlow allows only before its first operation
+
+
+def late_strategy() -> None:
+    import tensorflow as tf
+
+    tf.ones(3)
+    tf.distribute.MultiWorkerMirroredStrategy()
+
+
+def late_devices() -> None:
+    import tensorflow as tf
+
+    tf.ones(3)
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, 2 * [tf.config.LogicalDeviceConfiguration()])
+
+
+@pytest.mark.parametrize(
+    ("program", "hint"), [(late_strategy, "create the strategy first"), (late_devices, "`devices_per_rank`")]
+)
+def test_what_must_come_before_the_first_operation_is_named(two: lab.Group, program: Any, hint: str) -> None:
+    with pytest.raises(lab.RankError) as failed:
+        two.run(program)
+    assert hint in failed.value.hint
+    assert failed.value.hint.split()[0] in failed.value.report()

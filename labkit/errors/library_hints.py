@@ -1,0 +1,24 @@
+"""Hints for errors of libraries whose text does not say what to change."""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["library_hint"]
+
+# A part of the error's text, and the usual mistake behind it.
+_HINTS: Final = {
+    "Collective ops must be configured at program startup": (
+        "TensorFlow had already computed something in this process: create the strategy first, before any tensor, "
+        "variable or model."
+    ),
+    "Virtual devices cannot be modified after being initialized": (
+        "TensorFlow had already used its devices in this process: set them before its first tensor, or create the group "
+        "with `devices_per_rank`."
+    ),
+}
+
+
+def library_hint(headline: str) -> str:
+    """Return the usual mistake behind a library's error, given its type and text; "" if there is nothing to add."""
+    return next((hint for text, hint in _HINTS.items() if text in headline), "")
