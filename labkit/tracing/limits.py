@@ -124,8 +124,8 @@ def limit_of(trace: Trace) -> Finding:
     served = float(np.mean([_served_ns(a, calls[calls["rank"] == i], anybody) for i, a in enumerate(activities)])) / window
     late_rank, late_share, late_ns = _late(rows[_collectives(part, rows)], ranks)
     small = transfer[rows["nbytes"] <= SMALL_BYTES]
-    of_small = float(small.sum())
     latency_ns = float(np.median(small)) if len(small) else 0.0
+    of_latency = float(small.sum() + np.minimum(transfer[rows["nbytes"] > SMALL_BYTES], latency_ns).sum())
     total_ns = float(transfer.sum())
     if not len(rows):
         standing, absent, unrecorded = 0.0, 0.0, idle
@@ -137,7 +137,7 @@ def limit_of(trace: Trace) -> Finding:
     elif under_way_ns > max(length(anybody), MOSTLY * (window - length(anybody))):
         limit = Limit.CALLS
     elif exposed - served >= waiting + standing + served:
-        limit = Limit.LATENCY if of_small >= MOSTLY * total_ns else Limit.BANDWIDTH
+        limit = Limit.LATENCY if of_latency >= MOSTLY * total_ns else Limit.BANDWIDTH
     elif standing + served > waiting or _in_collectives(part) < 1 - MOSTLY:
         limit = Limit.TURNS
     else:

@@ -78,6 +78,15 @@ def test_a_few_small_operations_beside_large_ones_are_not_to_blame():
     assert limit_of(steps(both)).limit is Limit.BANDWIDTH
 
 
+def test_large_operations_that_take_as_long_as_small_ones_are_limited_by_latency():
+    def both(book, ready, number):
+        small = all_reduces(1, 40, 0.5)(book, ready, number)
+        return all_reduces(15, 40_000, 0.55)(book, [small, small], 1000 + number)
+
+    found = limit_of(steps(both, compute=(2.0, 2.0)))
+    assert (found.limit, found.latency_ns) == (Limit.LATENCY, 500_000)
+
+
 def test_one_rank_comes_late():
     found = limit_of(steps(all_reduces(1, 40, 0.5), compute=(3.0, 10.0)))
     assert found.limit is Limit.LATE_RANK
