@@ -96,7 +96,12 @@ class RankError(LabError):
         others: for each rank that was stopped because of it, one line on what it was doing.
         stopped: whether all ranks were stopped. They keep running if all have returned and none had communicated.
         hint: the usual mistake behind such a failure; "" if there is none.
+
+    Attributes:
+        closed: whether the error ended the `with` block of a group, and so closed it.
     """
+
+    closed = False
 
     def __init__(
         self, failures: list[RankFailure], others: list[str] | None = None, *, stopped: bool = True, hint: str = ""
@@ -134,7 +139,7 @@ class RankError(LabError):
             if self.stopped
             else "The ranks are still running and keep their state."
         )
-        lines += ["", end, _RULE]
+        lines += [_RULE] if self.closed else ["", end, _RULE]
         return "\n".join(lines)
 
     def __str__(self) -> str:

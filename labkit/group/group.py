@@ -126,13 +126,13 @@ class Group:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: object, __: object) -> None:
         self.close()
+        if isinstance(error, RankError):
+            error.closed = True
 
     def __reduce__(self) -> NoReturn:
-        raise LabError(
-            "a group lives in the notebook and cannot be sent to a rank; inside a rank use torch.distributed (or rpc) itself"
-        )
+        raise LabError("a group lives in the notebook and cannot be sent to a rank; ranks use torch.distributed or rpc itself")
 
     @public_api
     def __getitem__(self, which: int | str | slice | Iterable[int | str]) -> Ranks:

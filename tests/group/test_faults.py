@@ -129,6 +129,14 @@ def test_the_same_error_on_all_ranks_is_reported_once(ranks: lab.Group, cells: i
     assert pids(ranks) == before
 
 
+def test_an_error_that_ends_the_with_block_does_not_say_that_the_ranks_go_on(ranks: lab.Group) -> None:
+    with pytest.raises(lab.RankError) as caught, lab.Group(2, runtime="bare") as group:
+        group.run(int, "y")
+    assert "invalid literal" in caught.value.report()
+    assert KEPT not in caught.value.report()
+    assert KEPT in failure(ranks, int, "y").report()
+
+
 def test_one_rank_raises_and_the_others_are_stopped(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import os, threading

@@ -592,7 +592,7 @@ def test_the_advice_fits_the_object(cells: in_cells.Cells, tmp_path: Any) -> Non
 def test_a_group_is_not_sent(cells: in_cells.Cells) -> None:
     with lab.Group(1, runtime="bare") as group:
         cells("def f(): return group")._main.group = group
-        with pytest.raises(lab.LabError, match="a group lives in the notebook and cannot be sent to a rank; inside a rank"):
+        with pytest.raises(lab.LabError, match="a group lives in the notebook and cannot be sent to a rank; ranks use"):
             group.run(cells.f)
 
 
