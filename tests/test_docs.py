@@ -76,3 +76,13 @@ def test_named_make_targets_exist(page: str) -> None:
 def test_lines_of_prose_are_not_too_wide(page: str) -> None:
     wide = [number for number, line in prose(page) if len(line) > LIMIT and not line.lstrip().startswith("|")]
     assert wide == []
+
+
+def test_the_readme_gives_each_lesson_the_time_that_the_lesson_gives_itself() -> None:
+    table = dict(re.findall(r"\((notebooks/\w+\.ipynb)\) \| (\d+ \+ \d+) \|", PAGES["README.md"].read_text()))
+    own = {}
+    for path in sorted(ROOT.glob("notebooks/*.ipynb")):
+        found = re.search(r"\*\*Time:\*\* about (\d+) minutes, and (\d+) (?:more )?for the exercises", path.read_text())
+        assert found is not None, path
+        own[f"notebooks/{path.name}"] = f"{found[1]} + {found[2]}"
+    assert table == own
