@@ -263,13 +263,21 @@ def _remote_tallies(answer: Any, on: OnRanks) -> str:
     random = np.random.default_rng()
     for counts, slow in (((3,), True), ((2, 0, 4), False)):
         names = _names(len(counts))
-        amounts = [random.integers(1, 1000, count).astype(float).tolist() for count in counts]
+        amounts = _amounts(random, counts)
         seen = on(names, _tally_on_rank, answer, names[1:], amounts, slow, runtime="rpc")[0]
         if isinstance(seen, str):
             raise AnswerError(seen)
         result, events = seen
         _judge_tallies(result, events, names[1:], amounts)
     return "One object on each owner keeps the state; only numbers and references travelled."
+
+
+def _amounts(random: np.random.Generator, counts: Sequence[int]) -> list[list[float]]:
+    """Draw what is added on each owner; no two totals are equal, so that their order can be judged."""
+    while True:
+        amounts = [random.integers(1, 1000, count).astype(float).tolist() for count in counts]
+        if len({sum(own) for own in amounts}) == len(counts):
+            return amounts
 
 
 def _judge_tallies(result: list[Any] | str, events: list[_Event], owners: list[str], amounts: list[list[float]]) -> None:
