@@ -95,11 +95,10 @@ def _reported(
     """What the student sees, and when."""
     error: BaseException | None = None
     results = None
-    start_ns = time.perf_counter_ns()
-    say(start_ns=start_ns)
     try:
         try:
             stop.armed = FAULTS[turn.fault].expect in ("stop", "line")
+            say(start_ns=time.perf_counter_ns())  # from now on Stop may be pressed
             if turn.fault == "unpicklable argument":
                 results = group.run(work, turn, folder, odd=(number for number in ())).results
             elif turn.fault == "interrupt" and turn.number % 2:

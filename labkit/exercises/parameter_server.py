@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from labkit.errors.lists import counted
 from labkit.exercises.judging import AnswerError, Exercise, OnRanks
 from labkit.exercises.remote_calls import mistake_of
+from labkit.exercises.rpc_waits import happens_within
 
 __all__ = ["EXERCISES"]
 
@@ -68,12 +70,11 @@ def _trainer(host: Any, gradients: list[Tensor], examples: list[int]) -> _Answer
     answers: list[Array | str] = []
     futures = True
     for gradient, count in zip(gradients, examples, strict=True):
-        try:
-            value, as_future = host.rpc_sync(timeout=ANSWER_S).update(gradient, count)
-        except RuntimeError as error:
-            if "timeout" in str(error).lower():
-                return f"waited {ANSWER_S:.0f} s"
-            raise
+        call, answered = host.rpc_async(timeout=0).update(gradient, count), threading.Event()
+        call.add_done_callback(lambda _, answered=answered: answered.set())
+        if not happens_within(ANSWER_S, answered.wait):
+            return f"waited {ANSWER_S:.0f} s"
+        value, as_future = call.wait()
         answers.append(value.detach().numpy() if isinstance(value, Tensor) else type(value).__name__)
         futures = futures and as_future
     return _Answers(answers, futures)

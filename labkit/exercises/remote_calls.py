@@ -14,6 +14,7 @@ from torch import Tensor
 
 from labkit.errors.lists import counted
 from labkit.exercises.judging import AnswerError, Exercise, OnRanks, listing
+from labkit.exercises.rpc_waits import happens_within
 
 __all__ = ["EXERCISES", "mistake_of"]
 
@@ -81,13 +82,13 @@ class _Meeting:
             self.visits.append((name, number))
             if len({visitor for visitor, _ in self.visits} - {"master"}) >= self.expected:
                 self._all.set()
-        if name != "master" and not self.alone and not self._all.wait(MEET_S):
+        if name != "master" and not self.alone and not happens_within(MEET_S, self._all.wait):
             self.alone = True
 
 
 def _visit(meeting: Any, x: Tensor) -> Tensor:
     """The function to call on the workers: note the visit, then compute."""
-    meeting.rpc_sync(timeout=4 * MEET_S).arrive(rpc.get_worker_info().name, len(x) - SHORTEST)
+    meeting.rpc_sync(timeout=0).arrive(rpc.get_worker_info().name, len(x) - SHORTEST)
     return x**2 + 1
 
 
@@ -224,7 +225,7 @@ class _Tally:
     def add(self, x: float) -> None:
         """Add a number."""
         if self._slow:
-            self._asked.wait(ASKED_S)
+            happens_within(ASKED_S, self._asked.wait)
         with self._lock:
             self._slow = False
             self._sum += x
@@ -262,13 +263,21 @@ def _remote_tallies(answer: Any, on: OnRanks) -> str:
     random = np.random.default_rng()
     for counts, slow in (((3,), True), ((2, 0, 4), False)):
         names = _names(len(counts))
-        amounts = [random.integers(1, 1000, count).astype(float).tolist() for count in counts]
+        amounts = _amounts(random, counts)
         seen = on(names, _tally_on_rank, answer, names[1:], amounts, slow, runtime="rpc")[0]
         if isinstance(seen, str):
             raise AnswerError(seen)
         result, events = seen
         _judge_tallies(result, events, names[1:], amounts)
     return "One object on each owner keeps the state; only numbers and references travelled."
+
+
+def _amounts(random: np.random.Generator, counts: Sequence[int]) -> list[list[float]]:
+    """Draw what is added on each owner; no two totals are equal, so that their order can be judged."""
+    while True:
+        amounts = [random.integers(1, 1000, count).astype(float).tolist() for count in counts]
+        if len({sum(own) for own in amounts}) == len(counts):
+            return amounts
 
 
 def _judge_tallies(result: list[Any] | str, events: list[_Event], owners: list[str], amounts: list[list[float]]) -> None:

@@ -45,7 +45,11 @@ class TimeLimit:
         if self._by_signal:
             self._before = signal.signal(signal.SIGALRM, self._alarmed)
         self._deadline_s = time.monotonic() + self._left_s
-        self._timer.start()
+        try:
+            self._timer.start()
+        except OutOfTimeError:  # the thread took so long to start; `with` calls no `__exit__` now
+            self.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

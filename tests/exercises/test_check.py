@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import signal
@@ -293,6 +294,12 @@ def test_an_endless_loop_in_this_process_is_stopped_too(name: str, answer, monke
     assert some_limit_does(names_the_line, (0.2, *LIMITS_S))
 
 
+def timers() -> list[threading.Thread]:
+    """The threads of time limits that are still running."""
+    targets = {t: getattr(t, "_target", None) for t in threading.enumerate()}
+    return [t for t, target in targets.items() if getattr(target, "__func__", None) is TimeLimit._wait_and_raise]
+
+
 def test_the_limit_holds_outside_the_main_thread_and_leaves_nothing_behind() -> None:
     before = signal.getsignal(signal.SIGALRM)
 
@@ -308,9 +315,9 @@ def test_the_limit_holds_outside_the_main_thread_and_leaves_nothing_behind() -> 
         assert pool.submit(limited).result(60)
     assert limited()
     with TimeLimit(60):
-        pass
+        assert len(timers()) == 1
     assert signal.getsignal(signal.SIGALRM) == before
-    assert not [t for t in threading.enumerate() if getattr(t, "_target", None) == TimeLimit._wait_and_raise]
+    assert timers() == []
 
 
 def test_time_with_a_limit_of_its_own_does_not_count() -> None:
@@ -324,16 +331,34 @@ def test_time_with_a_limit_of_its_own_does_not_count() -> None:
 def test_code_that_catches_everything_is_interrupted_again() -> None:
     reported = []
 
-    def stubborn() -> None:
+    def stubborn(limit: TimeLimit) -> None:
         while len(reported) < 2:
             try:
+                if not reported:
+                    with limit.paused():
+                        limit._left_s = 0.0  # not before this code catches it
                 for_ever()
             except BaseException as error:  # noqa: BLE001  # that is the point
                 reported.append(type(error))
 
-    with TimeLimit(0.1):
-        stubborn()
+    with contextlib.suppress(OutOfTimeError), TimeLimit(60) as limit:  # a third one, if this thread stalls now
+        stubborn(limit)
     assert reported == [OutOfTimeError] * 2
+
+
+def test_a_limit_that_passes_before_the_code_begins_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread takes long to start on a busy machine."""
+    before, start = signal.getsignal(signal.SIGALRM), threading.Thread.start
+
+    def start_and_wait(thread: threading.Thread) -> None:
+        start(thread)
+        threading.Event().wait(60)
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_wait)
+    with pytest.raises(OutOfTimeError), TimeLimit(0.0):
+        pytest.fail("the code began")
+    assert signal.getsignal(signal.SIGALRM) == before
+    assert timers() == []
 
 
 def test_an_unknown_exercise_names_close_ones() -> None:

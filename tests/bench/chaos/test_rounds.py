@@ -40,6 +40,7 @@ def test_the_command_says_how_to_repeat_a_failed_round(tmp_path: Path) -> None:
     program.write_text(
         "from bench.chaos import rounds\n"
         "rounds.named = lambda *_: False\n"
+        "rounds.GONE_LIMIT_S, rounds.ANSWER_LIMIT_S = 60.0, 200.0\n"  # as above
         "rounds.main()\n"
     )  # fmt: skip
     number = next(n for n in range(300) if (t := Round.of(7, n)).runtime == "bare" and t.start == "fork")
