@@ -16,7 +16,8 @@ from labkit.comm.operation import Operation
 
 __all__ = ["Futures", "in_place_of"]
 
-EXIT_LIMIT_S: Final = 0.5  # for the backends' threads to finish the callbacks
+EXIT_LIMIT_S: Final = 0.5  # for the threads of RPC and of the program to finish the callbacks
+BACKENDS_EXIT_LIMIT_S: Final = 1800.0  # for those of a process group: gloo's own time limit for an operation
 
 
 class _Ties:
@@ -40,10 +41,18 @@ class Futures:
     def __init__(self) -> None:
         self._ties: WeakKeyDictionary[Any, _Ties] = WeakKeyDictionary()
         self._callbacks: set[Any] = set()  # weak references to callbacks that C++ holds
+        self._of_backends: set[Any] = set()  # the same, of futures that a process group's backend completes
 
-    def tell(self, future: Any, callback: Callable[[Any], None]) -> None:
-        """Call a function with the future when it has completed."""
-        self._callbacks.add(ref(callback, self._callbacks.discard))
+    def tell(self, future: Any, callback: Callable[[Any], None], *, of_backend: bool = False) -> None:
+        """Call a function with the future when it has completed.
+
+        Args:
+            future: the future.
+            callback: the function.
+            of_backend: whether a process group's backend completes the future, which a process that ends waits for.
+        """
+        callbacks = self._of_backends if of_backend else self._callbacks
+        callbacks.add(ref(callback, callbacks.discard))
         future.add_done_callback(callback)
 
     def tell_first(self, future: Any, callback: Callable[[Any], None]) -> None:
@@ -63,11 +72,13 @@ class Futures:
     def _let_go(self) -> None:
         """Wait for pending callbacks.
 
-        A backend's thread that releases a callback while the interpreter exits would abort the process.
+        A backend's thread that releases a callback while the interpreter exits would abort the process. Without labkit,
+        too, a process with a collective under way ends only after it: torch waits for the backend's threads.
         """
-        until = time.monotonic() + EXIT_LIMIT_S
-        while self._callbacks and time.monotonic() < until:
-            time.sleep(0.001)
+        begin = time.monotonic()
+        for callbacks, limit_s in ((self._of_backends, BACKENDS_EXIT_LIMIT_S), (self._callbacks, EXIT_LIMIT_S)):
+            while callbacks and time.monotonic() - begin < limit_s:
+                time.sleep(0.001)
 
     def tie(self, future: Any, operations: Iterable[Operation]) -> None:
         """Note that the future completes with these operations."""

@@ -237,7 +237,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         except RuntimeError:  # "getFuture not implemented": gloo's reduce_scatter
             self._silent.add(operation.name)
             return False
-        self.futures.tell(future, operation.on_completion)
+        self.futures.tell(future, operation.on_completion, of_backend=True)
         return True
 
     def _message(self, method: str, tensors: list[Any], peer: int, tag: int, *who: int) -> Any:

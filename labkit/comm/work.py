@@ -70,7 +70,7 @@ class WatchedWork(Work):
         self._futures.tie(future, operations)
         for operation in operations:
             if not self._notified:
-                self._futures.tell(future, operation.on_completion)
+                self._futures.tell(future, operation.on_completion, of_backend=True)
         self._notified = True
         booking = operations[-1].booking
         if booking is not None:

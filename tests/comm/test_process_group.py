@@ -465,6 +465,7 @@ def test_the_end_of_a_process(tmp_path: Path) -> None:
         "received never, group destroyed: 0 0",
         "not waited for, group destroyed: 0 0",
         "kept: 0 0",
+        "kept for a late rank: 0 0",
         "fifty under way: 0 0",
         "data parallel, group destroyed: 0 0",
     ]

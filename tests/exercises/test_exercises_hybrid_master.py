@@ -232,6 +232,7 @@ def features_fetched(shard1, shard2, batches, parts, rate):
     return train(shard1, shard2, batches, rate, forward)
 
 
+@pytest.mark.processes  # `check` starts ranks, which names in the test do not show
 def test_a_result_that_the_loss_leaves_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """`dist_autograd.backward` waits for ever; the limit must leave it the time to begin."""
 

@@ -48,6 +48,12 @@ def kept(rank: int) -> object:
     return dist.all_reduce(torch.ones(1), async_op=True)
 
 
+def kept_for_a_late_rank(rank: int) -> object:
+    if rank:
+        time.sleep(2)  # the other rank has long come to its end
+    return dist.all_reduce(torch.ones(1), async_op=True)
+
+
 def fifty_under_way(rank: int) -> object:
     return [dist.all_reduce(torch.ones(1) * rank, async_op=True) for _ in range(50)]
 
@@ -60,8 +66,8 @@ def data_parallel_group_destroyed(rank: int) -> object:
 
 
 WAYS: list[Callable[[int], object]] = [
-    received_never, received_never_group_destroyed, not_waited_for_group_destroyed, kept, fifty_under_way,
-    data_parallel_group_destroyed,
+    received_never, received_never_group_destroyed, not_waited_for_group_destroyed, kept, kept_for_a_late_rank,
+    fifty_under_way, data_parallel_group_destroyed,
 ]  # fmt: skip
 
 

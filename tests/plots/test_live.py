@@ -776,7 +776,12 @@ def run_through(trace, *, stopped=""):
     live.end(trace, stopped)
 
 
+def open_figures():
+    return sys.modules["matplotlib.pyplot"].get_fignums() if "matplotlib.pyplot" in sys.modules else []
+
+
 def test_one_display_is_updated_and_ends_as_an_image(displayed):
+    before = open_figures()  # of other tests
     run_through(data_parallel())
     assert len({display_id for display_id, *_ in displayed}) == 1
     assert [update for _, update, *_ in displayed] == [False, True, True, True, True]
@@ -792,7 +797,7 @@ def test_one_display_is_updated_and_ends_as_an_image(displayed):
         assert opened.mode == "P"
         assert opened.convert("RGBA").getpixel((2, 2))[3] == 0  # transparent, for light and dark themes
     assert metadata["image/png"]["alt"].startswith("Timeline: train on 4 ranks")
-    assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
+    assert open_figures() == before
 
 
 def test_two_runs_on_a_page_do_not_share_their_patterns(displayed):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import nbformat
 import pytest
 
@@ -20,6 +21,8 @@ def lesson(tmp_path: Path) -> Path:
     """An executed lesson with a table, a revealed guess with a prediction, one without, and a print."""
     figures = [draw_outcome(Outcome("", "sent", "MB", 2.0, predicted=p)).get_figure() for p in (1.0, None)]
     shown = [STEP.numbers(), *(figure.numbers for figure in figures)]
+    for figure in figures:
+        plt.close(figure)
     cell = nbformat.v4.new_code_cell("...", outputs=[nbformat.v4.new_output("display_data", dict(data)) for data in shown])
     cell.outputs.append(nbformat.v4.new_output("stream", text="1 of 2"))
     path = tmp_path / "07_rpc.ipynb"
