@@ -63,6 +63,12 @@ def gloo_of_each(start: str, request: pytest.FixtureRequest) -> Iterator[lab.Gro
         yield group
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a failure, a run waits until all other ranks have answered, however late they are."""
+    monkeypatch.setattr("labkit.group.run.GRACE_S", 60.0)
+
+
 def failure(group: Any, function: Callable[..., Any], *args: Any) -> lab.RankError:
     with pytest.raises(lab.RankError) as caught:
         group.run(function, *args)
@@ -76,6 +82,7 @@ def pids(group: lab.Group) -> list[int]:
 # One rank, all ranks, and the fate of the others
 
 
+@pytest.mark.usefixtures("patient")
 def test_one_rank_raises_after_the_others_returned(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import os
@@ -118,6 +125,7 @@ def test_one_rank_raises_after_the_others_returned(ranks: lab.Group, cells: in_c
     assert ranks.run(cells.kept).results == ["kept", None, "kept"]
 
 
+@pytest.mark.usefixtures("patient")
 def test_the_same_error_on_all_ranks_is_reported_once(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("def f(): return undefined")
     before = pids(ranks)
@@ -274,6 +282,7 @@ def test_the_death_of_a_rank_is_reported_before_broken_connections(gloo_of_each:
 # How processes end
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(
     ("end", "cause", "headline"),
     [
