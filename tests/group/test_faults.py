@@ -137,6 +137,7 @@ def test_the_same_error_on_all_ranks_is_reported_once(ranks: lab.Group, cells: i
     assert pids(ranks) == before
 
 
+@pytest.mark.usefixtures("patient")
 def test_an_error_that_ends_the_with_block_does_not_say_that_the_ranks_go_on(ranks: lab.Group) -> None:
     with pytest.raises(lab.RankError) as caught, lab.Group(2, runtime="bare") as group:
         group.run(int, "y")
@@ -211,7 +212,10 @@ def test_the_processor_time_of_a_process_and_whether_it_is_runnable(ranks: lab.G
     assert not process.wants_core, "it waits for its next run"
 
 
-def test_one_rank_raises_while_the_others_wait_for_it(gloo: lab.Group, cells: in_cells.Cells) -> None:
+def test_one_rank_raises_while_the_others_wait_for_it(
+    gloo: lab.Group, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("labkit.group.run.GRACE_S", 2.0)  # until then, they have come
     cells("""
         import torch
         import torch.distributed as dist
@@ -406,6 +410,7 @@ def test_exit_codes_as_text() -> None:
 # Exceptions of all kinds
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(
     ("body", "headline"),
     [
