@@ -108,6 +108,12 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> Cells:
     return Cells(new_main(monkeypatch))
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a failure, runs wait until all other ranks have answered, however late they are."""
+    monkeypatch.setattr("labkit.group.run.GRACE_S", 60.0)
+
+
 @pytest.fixture(scope="module", params=["fork", "spawn"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Two ranks without a framework, started both ways, that have run once."""

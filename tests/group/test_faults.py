@@ -63,12 +63,6 @@ def gloo_of_each(start: str, request: pytest.FixtureRequest) -> Iterator[lab.Gro
         yield group
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a failure, a run waits until all other ranks have answered, however late they are."""
-    monkeypatch.setattr("labkit.group.run.GRACE_S", 60.0)
-
-
 def failure(group: Any, function: Callable[..., Any], *args: Any) -> lab.RankError:
     with pytest.raises(lab.RankError) as caught:
         group.run(function, *args)

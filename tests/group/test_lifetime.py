@@ -53,7 +53,7 @@ HOLDS = {
         from torch.distributed import rpc
         threading.Thread(target=time.sleep, args=(600,), daemon=True).start()  # it may act: no deadlock to be reported
         if rpc.get_worker_info().id == 0:
-            rpc.rpc_sync("worker1", threading.Event().wait)
+            rpc.rpc_sync("worker1", time.sleep, args=(600,))
         threading.Event().wait()
     """,
     "tensorflow": """

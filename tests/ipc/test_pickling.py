@@ -596,6 +596,7 @@ def test_a_group_is_not_sent(cells: in_cells.Cells) -> None:
             group.run(cells.f)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_result_that_cannot_be_sent_is_named_and_the_ranks_stay(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import sys

@@ -85,6 +85,7 @@ def test_references_and_futures_of_rpc(cells: in_cells.Cells) -> None:
             group.run(cells.asked)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_result_that_cannot_be_unpickled(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import sys, types
