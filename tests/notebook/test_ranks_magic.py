@@ -186,6 +186,7 @@ def test_after_a_failure_fresh_ranks_have_no_names(shell: Shell, cells: in_cells
     assert shown() == ["[a] 1", "[b] 1", "[c] 1"], "the notebook's again"
 
 
+@pytest.mark.usefixtures("patient")
 def test_after_an_error_that_stopped_no_rank_names_persist(shell: Shell, shown: Callable[[], list[str]]) -> None:
     shell("group", "x = 1")
     with pytest.raises(lab.RankError) as caught:
