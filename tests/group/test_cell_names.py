@@ -79,6 +79,7 @@ def _die() -> None:
     os._exit(1)
 
 
+@pytest.mark.usefixtures("patient")
 def test_the_same_mistake_on_all_ranks_keeps_the_ranks(make: Callable[..., Notebook], capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     notebook = make(runtime="torch")

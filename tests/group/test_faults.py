@@ -228,6 +228,7 @@ def test_one_rank_raises_while_the_others_wait_for_it(
     assert error.stopped
 
 
+@pytest.mark.usefixtures("patient")
 def test_after_a_finished_collective_a_mistake_of_all_ranks_keeps_the_ranks(gloo: lab.Group, cells: in_cells.Cells) -> None:
     """All returned, and nothing is under way between them."""
     cells("""
