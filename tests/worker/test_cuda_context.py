@@ -106,6 +106,7 @@ def process_id() -> int:
     return os.getpid()
 
 
+@pytest.mark.usefixtures("patient")
 def test_ranks_whose_context_is_broken_are_replaced(pair: lab.Group) -> None:
     before = pair.run(process_id).results
     with pytest.raises(RankError, match="rank 0 failed: RuntimeError: CUDA error: device-side assert triggered"):
