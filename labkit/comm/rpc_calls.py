@@ -31,6 +31,7 @@ from labkit.comm.operation import Operation
 from labkit.comm.rpc_backward import RpcBackwards, tensors_in
 from labkit.comm.rpc_names import last_name, spoken
 from labkit.comm.rpc_optimizer import step_in_python
+from labkit.comm.rpc_references import References
 from labkit.comm.time_limits import ends_by_itself
 from labkit.ipc.rpc_errors import sent
 from labkit.ipc.tracebacks import headline, students_traceback
@@ -104,6 +105,7 @@ class RpcCalls:
         self._futures = futures
         self._numbers = itertools.count(1)
         self._backwards = RpcBackwards(recorder.ring)
+        self._references = References()
         self._thread = _Thread()
         self._replies = _Replies()
         self._promises: dict[int, tuple[Any, _NumberedCall, str]] = {}  # by slot: future, call and function
@@ -117,6 +119,7 @@ class RpcCalls:
             setattr(api, name, in_place_of(getattr(api, name), partial(self._invoke, look_at)))
         internal._run_function = in_place_of(internal._run_function, self._serve)
         internal.serialize = in_place_of(internal.serialize, self._reply)
+        self._references.start()
         pickler = internal._InternalRPCPickler
         pickler._py_rref_reducer = in_place_of(pickler._py_rref_reducer, self._send_reference)  # type: ignore[method-assign]
         receiver = in_place_of(pickler._py_rref_receiver, self._receive_reference)
@@ -174,6 +177,7 @@ class RpcCalls:
         if self._slow is not None and not isinstance(result, PyRRef):
             result = self._slow.until_reply(operation, result, pair, number)
         if isinstance(result, PyRRef):
+            result = self._references.keep(result)
             self._values[result] = pair, number
             operation.completed()  # the call is sent; `to_here` records the rest
         else:
@@ -281,7 +285,7 @@ class RpcCalls:
         return receiver, (data, *self._values.get(rref, ("", 0)))
 
     def _receive_reference(self, receive: Callable[..., Any], data: Any, pair: str, number: int) -> Any:
-        rref = receive(data)
+        rref = self._references.keep(receive(data))
         self._values[rref] = pair, number
         return rref
 
