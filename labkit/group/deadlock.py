@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from labkit.group.rank_state import RankState
-from labkit.group.remote_calls import has_thread, promised, serves, thread_blocked
+from labkit.group.remote_calls import has_thread, promised, serves, thread_blocked, unreceived
 from labkit.group.rendezvous import HINTS, absent_ranks
 from labkit.recording.group_keys import GroupKind, kind_of, ranks_of
 from labkit.recording.operations import FOR_OTHERS, RECV, SEND, UNSEEN_PROMISE, Traffic
@@ -31,6 +31,7 @@ class Reason(enum.Enum):
     MISMATCH = enum.auto()  # two ranks entered the same operation with different arguments
     RETURNED = enum.auto()  # a rank has returned without entering the operation
     NOT_CALLED = enum.auto()  # a rank was not called
+    NO_THREAD = enum.auto()  # no thread of a rank is left to receive the replies to its calls
     FUTURE = enum.auto()  # a call has returned a future that no rank will complete
     RENDEZVOUS = enum.auto()  # too few ranks come to a rendezvous, or no rank sets a store's key
     CIRCLE = enum.auto()  # each rank waits for the next one
@@ -112,6 +113,8 @@ def _encloses(span: Pending, blocked: Sequence[Pending]) -> bool:
 
 
 def _may_end(ranks: Sequence[RankState], inactive: set[int], me: int, operation: Pending) -> bool:
+    if ranks[me].receiving and kind_of(operation.group) is GroupKind.CALL and not has_thread(ranks[me]):
+        return False
     return all(_may_come(ranks, inactive, which, operation) for which in missing(ranks, me, operation))
 
 
@@ -203,6 +206,9 @@ def _explained(ranks: Sequence[RankState], waiting: tuple[int, ...], inactive: s
                 if ranks[gone].called:
                     return Deadlock(waiting, Reason.RETURNED, for_it, gone)
                 return Deadlock(waiting, Reason.NOT_CALLED, for_it, gone, tuple(j for j in never[1:] if not ranks[j].called))
+    for i in waiting:
+        if calls := unreceived(ranks, i):
+            return Deadlock(waiting, Reason.NO_THREAD, tuple((i, p) for p in calls))
     if for_futures := tuple((i, p) for i, p in blocked if promised(ranks, p)):
         return Deadlock(waiting, Reason.FUTURE, for_futures)
     circle = _circle(ranks, waiting)

@@ -36,6 +36,10 @@ PROMISED: Final = (
     "A future that a function under `rpc.functions.async_execution` returns needs a call of `set_result`: look for a count "
     "of calls that is never reached, or an early return before it."
 )
+NO_THREAD: Final = (
+    "The threads that serve calls also receive replies: do not wait for a call inside a call, or return a future "
+    "(`rpc.functions.async_execution`). A larger `num_worker_threads` allows more calls at once."
+)
 CALLED: Final = "`group[0].run(f)` and `%%ranks --on 0` call rank 0 only; operations between ranks need all of their ranks."
 
 
@@ -61,6 +65,9 @@ def deadlock_in_words(deadlock: Deadlock, names: Sequence[str]) -> tuple[str, st
                 nor = f", nor was {' or '.join(names[i] for i in deadlock.absent)}" if deadlock.absent else ""
                 return f"was not called{nor}, and {where}", CALLED
             return f"returned while {where}", USUALLY.get(kind_of(first.group), ALL)
+        case Reason.NO_THREAD:
+            where = listed(list(dict.fromkeys(_at(p) for _, p in waits)))
+            return f"{waits[0][0]} waits in {where} on every thread that serves calls: none is left to receive a reply", NO_THREAD
         case Reason.FUTURE:
             return _uncompleted_future(waits, names), PROMISED
         case Reason.RENDEZVOUS:

@@ -20,6 +20,7 @@ class RankState:
         called: whether it was called to run the function.
         returned: whether its function has returned, or it was not called: it enters no more operations by itself.
         serving: the number of its threads that serve calls of others (RPC).
+        receiving: whether only these threads receive the replies to its own calls.
         entered: the number of the last operation that it entered, by process group or pair of ranks.
         done: its completed operations among those in which others are blocked.
         uncounted: whether it had more pending operations than can be recorded, so that it may have entered any
@@ -32,6 +33,7 @@ class RankState:
     called: bool = True
     returned: bool = False
     serving: int = 0
+    receiving: bool = False
     entered: Mapping[str, int] = field(default_factory=dict)
     done: Sequence[Pending] = ()
     uncounted: bool = False

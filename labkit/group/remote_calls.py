@@ -9,7 +9,7 @@ from labkit.recording.group_keys import GroupKind, kind_of
 from labkit.recording.operations import PROMISE, SERVE, UNSEEN_PROMISE
 from labkit.recording.schema import Pending
 
-__all__ = ["cycle_of_calls", "has_thread", "promised", "served_by", "serves", "thread_blocked"]
+__all__ = ["cycle_of_calls", "has_thread", "promised", "served_by", "serves", "thread_blocked", "unreceived"]
 
 
 def cycle_of_calls(ranks: Sequence[RankState]) -> list[int]:
@@ -64,6 +64,19 @@ def has_thread(rank: RankState) -> bool:
     """Whether an RPC rank has a thread that may answer a call: all of them may be blocked."""
     served = [p for p in rank.pending if p.type is SERVE]
     return len(served) < rank.serving or any(not thread_blocked(rank, p) for p in served)
+
+
+def unreceived(ranks: Sequence[RankState], me: int) -> list[Pending]:
+    """The calls in which all serving threads of a rank wait, so that none receives the replies; [] if one may do so.
+
+    Calls that the other rank has not answered, and may never answer, do not count.
+    """
+    rank = ranks[me]
+    if not rank.receiving or has_thread(rank):
+        return []
+    own = {p.thread for p in rank.pending if p.type is SERVE}
+    calls = [p for p in rank.blocked if p.thread in own and kind_of(p.group) is GroupKind.CALL]
+    return [p for p in calls if has_thread(ranks[p.peer]) and not any(serves(s, p) for s in ranks[p.peer].pending)]
 
 
 def thread_blocked(rank: RankState, served: Pending) -> bool:

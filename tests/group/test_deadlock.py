@@ -344,6 +344,31 @@ def test_calls_that_wait_for_each_other_until_no_thread_is_left() -> None:
     assert found.reason is Reason.CIRCLE
 
 
+def waits_on(threads: int, **rest: Any) -> RankState:
+    """A rank whose serving threads wait for calls of their own, which the caller has answered."""
+    pending = [p for i in range(threads) for p in (serve(0, 1, i + 1, thread=i), call(1, 0, i + 1, thread=i))]
+    return standing(*pending, returned=True, **{"serving": THREADS, "receiving": True, **rest})
+
+
+def test_replies_that_no_thread_is_left_to_receive() -> None:
+    calls = standing(*(call(0, 1, i + 1, thread=99) for i in range(THREADS)), serving=THREADS, receiving=True)
+    found = deadlock_of(calls, waits_on(THREADS))
+    assert found.ranks == (0, 1)
+    assert found.reason is Reason.NO_THREAD
+    assert [(rank, p.thread) for rank, p in found.waits] == [(1, thread) for thread in range(THREADS)]
+    assert deadlock_of(calls, waits_on(THREADS - 1)) is None, "a thread is left"
+    assert deadlock_of(calls, waits_on(THREADS, receiving=False)) is None, "another thread completes the calls"
+    computing = replace(waits_on(THREADS), pending=[p for p in waits_on(THREADS).pending if p.thread or p.group == "rpc 0>1"])
+    assert deadlock_of(calls, computing) is None, "a call is computed"
+
+
+def test_the_calls_of_a_rank_without_a_thread_may_still_be_computed() -> None:
+    """Their replies come too late; but a thread that waits for something else may be free by then."""
+    receives = [p for i in range(THREADS) for p in (serve(0, 1, i + 1, thread=i), call(1, 0, i + 1, thread=i))][:-1]
+    rank = standing(*receives, message("recv", 2, 1, thread=THREADS - 1), returned=True, serving=THREADS, receiving=True)
+    assert deadlock_of(standing(call(0, 1, thread=99), serving=THREADS), rank, COMPUTES) is None
+
+
 def test_a_returned_future_that_nobody_completes() -> None:
     owner = standing(future(0, 2), future(1, 2), returned=True, serving=THREADS)
     found = deadlock_of(standing(call(0, 2), serving=THREADS), standing(call(1, 2), serving=THREADS), owner)

@@ -228,6 +228,11 @@ def test_calls_that_wait_for_each_other_without_a_free_thread(reported: Reported
         reason, waits = reported.deadlock()
         assert reason is Reason.CIRCLE
         assert (0, "rpc_sync call_back") in waits
+        with pytest.raises(DeadlockError):
+            group["a"].run(call_back, "a", 32)  # the last call is answered, and all threads of its caller wait
+        reason, waits = reported.deadlock()
+        assert reason is Reason.NO_THREAD
+        assert waits == [(1, "rpc_sync call_back")] * len(waits)
         assert group["a"].run(call_back, "a", 2).results == [2]
 
 

@@ -138,6 +138,17 @@ def test_calls_that_wait_for_each_other_have_a_hint_of_their_own() -> None:
     assert "Calls wait for one another" in words_of(first, standing(*back, serving=THREADS))[1]
 
 
+def test_a_rank_without_a_thread_for_replies() -> None:
+    full = [p for i in range(THREADS) for p in (serve(0, 1, i + 1, thread=i), call(1, 0, 1 + i // 2, thread=i))]
+    caller = standing(call(0, 1, 1, thread=99), serving=THREADS, receiving=True)
+    headline, hint = words_of(caller, standing(*full, returned=True, serving=THREADS, receiving=True))
+    assert headline == (
+        "rank 1 waits in rpc_sync f (cell 5, line 1) and rpc_sync f (cell 5, line 2) on every thread that serves calls: "
+        "none is left to receive a reply"
+    )
+    assert "return a future" in hint
+
+
 def test_a_rank_that_computes_is_not_named() -> None:
     assert "rank 2" not in words_of(*facing("send"), COMPUTES)[0]
 
