@@ -79,8 +79,6 @@ class DeadlockMonitor:
     ) -> None:
         self._members, self._plan, self._on = pool.members, pool.plan, on
         self._records, self._results, self._failures, self._serving = records, results, failures, serving
-        # An emulated link completes a call on a thread of its own, some time after torch has received the reply.
-        self._receiving = self._plan.kind.serving_threads > 0 and self._plan.link is None
         self._suspicion: _Suspicion | None = None
         self._places: dict[int, RankThreads] = {}  # the threads of ranks that others wait for
         self._places_until_ns = 0
@@ -211,8 +209,10 @@ class DeadlockMonitor:
         called = member.rank in self._on
         serves = member.rank in self._serving
         serving = member.reader.serving or self._plan.kind.serves(self._plan.jobs, member.rank) or int(serves)
+        # An emulated link completes a call on a thread of its own, some time after torch has received the reply.
+        receiving = self._plan.kind.serving_threads > 0 and self._plan.link is None
         return RankState(
             member.name, pending, called=called, returned=not called or serves or member.rank in self._results,
-            serving=serving, receiving=self._receiving, entered=entered, done=self._records.done(member.rank, blocked_in),
+            serving=serving, receiving=receiving, entered=entered, done=self._records.done(member.rank, blocked_in),
             uncounted=member.reader.unnoted > self._unnoted[member.rank],
         )  # fmt: skip
