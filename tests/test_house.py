@@ -18,7 +18,7 @@ FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "labkit").rglob("*.py"))
 }
-LIMIT_LINES = 420  # "about 400"
+LIMIT_LINES = 600  # about 400 is usual
 
 # Each package may import only those before it.
 LAYERS = (

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from labkit.comm.operation import Operation
-from labkit.recording.record import SpanStack, clock, not_begun
+from labkit.recording.record import SpanStack, clock, here, not_begun
 from labkit.recording.ring_buffer import RingWriter, place_and_name
 from labkit.recording.schema import COMPUTE, CUDA, STREAM
 
@@ -147,14 +147,10 @@ class DeviceClock:
         anchor = self._anchor(device)
         return Mark(self._events.on_side_stream(device, wait), anchor)
 
-    def span(self, name: str, flags: int = 0) -> tuple[Callable[[], None], Callable[..., None]]:
-        """Return the functions to call at the start and at the end of a span.
-
-        Args:
-            name: the span's name.
-            flags: 0 or `AUTOMATIC`.
-        """
+    def span(self, name: str) -> tuple[Callable[[], None], Callable[..., None]]:
+        """Return the functions to call at the start and at the end of a span of the program's own, called `name`."""
         stack = SpanStack()
+        here.opened.append(lambda: stack.is_open())  # the lambda: each thread has a list of its own
 
         def enter() -> None:
             stack.push(self.mark())
@@ -165,10 +161,20 @@ class DeviceClock:
             except IndexError:
                 not_begun(place_and_name(name)[1])
                 return
-            self._spans.append((name, flags, start, self.mark()))
-            self.settle()
+            self.ended(name, start)
 
         return enter, leave
+
+    def ended(self, name: str, start: Mark, flags: int = 0) -> None:
+        """Record a span from a mark to the end of all work enqueued so far.
+
+        Args:
+            name: the span's name.
+            start: its start.
+            flags: 0 or `AUTOMATIC`.
+        """
+        self._spans.append((name, flags, start, self.mark()))
+        self.settle()
 
     def follow(self, operation: DeviceOperation) -> None:
         """Record an operation when the GPU has completed it."""

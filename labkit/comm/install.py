@@ -20,6 +20,7 @@ from labkit.comm.futures import Futures
 from labkit.comm.group_creation import watch_creation
 from labkit.comm.members import Numbering
 from labkit.comm.own_process_groups import watched_gloo
+from labkit.comm.phases import Phases
 from labkit.comm.pipelines import Pipelines
 from labkit.comm.process_group import watched_process_group
 from labkit.costs.link import Link
@@ -114,7 +115,9 @@ def _watch_calls(recorder: Recorder, futures: Futures, slow: SlowLink | None) ->
 def _watch_groups(recorder: Recorder, slow: SlowLink | None, *, given: bool) -> Futures:
     futures = Futures()
     futures.install()
-    Pipelines(recorder).install()
+    phases = Phases(recorder)
+    phases.install()
+    Pipelines(recorder, phases).install()
     numbering = Numbering(recorder.rank, recorder.size, given=given)
     c10d.ProcessGroup = watched_process_group(recorder, futures, numbering, slow)  # type: ignore[misc]
     # Programs that construct process groups themselves use these names.

@@ -1,7 +1,8 @@
 """Records each pass of a micro-batch through a stage of `torch.distributed.pipelining` as a span.
 
 All schedules (GPipe, 1F1B, interleaved, zero-bubble) compute in three methods of the stage. They are wrapped when
-torch's module of stages is imported, so that ranks without pipelines have no overhead.
+torch's module of stages is imported, so that ranks without pipelines have no overhead. Other passes inside a schedule
+are not recorded, such as those of the loss function, and those on empty tensors that find out shapes.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from types import ModuleType
 from typing import Any, Final
 
 from labkit.comm.futures import in_place_of
+from labkit.comm.phases import BACKWARD, FORWARD, Phases
 from labkit.recording.import_hook import when_imported
-from labkit.recording.record import Recorder, clock, student_line
-from labkit.recording.schema import AUTOMATIC, COMPUTE
+from labkit.recording.record import Recorder, student_line
 
 __all__ = ["Pipelines"]
 
 STAGES: Final = "torch.distributed.pipelining.stage"
+SCHEDULES: Final = "torch.distributed.pipelining.schedules"
 
 
 class Pipelines:
@@ -27,15 +29,23 @@ class Pipelines:
 
     Args:
         recorder: this rank's recorder.
+        phases: records the phases of training.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, phases: Phases) -> None:
+        self._recorder, self._phases = recorder, phases
         self._names: dict[tuple[Any, ...], str] = {}
 
     def install(self) -> None:
         """Wrap the stages now, or when they are imported."""
         when_imported(STAGES, self._wrap)
+        when_imported(SCHEDULES, self._wrap_schedules)
+
+    def _wrap_schedules(self, module: ModuleType) -> None:
+        for name in ("PipelineScheduleSingle", "PipelineScheduleMulti"):
+            schedule = getattr(module, name, None)
+            if hasattr(schedule, "step"):
+                schedule.step = in_place_of(schedule.step, self._phases.unrecorded)  # type: ignore[union-attr]
 
     def _wrap(self, module: ModuleType) -> None:
         stage = getattr(module, "_PipelineStageBase", None)
@@ -49,36 +59,24 @@ class Pipelines:
                 setattr(stage, method, in_place_of(getattr(stage, method), ours))
 
     def _forward(self, torchs: Callable[..., Any], stage: Any, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        return self._recorded("forward", "", torchs, stage, fwd_chunk_id, *args, **kwargs)
+        return self._recorded(FORWARD, "", torchs, stage, fwd_chunk_id, *args, **kwargs)
 
     def _backward(self, torchs: Callable[..., Any], stage: Any, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if not stage.has_backward:
             return torchs(stage, bwd_chunk_id, *args, **kwargs)
         full = args[1] if len(args) > 1 else kwargs.get("full_backward", True)
-        return self._recorded("backward", "" if full else ", inputs", torchs, stage, bwd_chunk_id, *args, **kwargs)
+        return self._recorded(BACKWARD, "" if full else ", inputs", torchs, stage, bwd_chunk_id, *args, **kwargs)
 
     def _weights(self, torchs: Callable[..., Any], stage: Any, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if not stage.has_backward:
             return torchs(stage, bwd_chunk_id, *args, **kwargs)
-        return self._recorded("backward", ", weights", torchs, stage, bwd_chunk_id, *args, **kwargs)
+        return self._recorded(BACKWARD, ", weights", torchs, stage, bwd_chunk_id, *args, **kwargs)
 
     def _recorded(
         self, way: str, part: str, torchs: Callable[..., Any], stage: Any, number: int, *args: Any, **kwargs: Any
     ) -> Any:
         name = self._names.get((way, part, number, stage.stage_index, stage.num_stages)) or self._name(way, part, number, stage)
-        device_clock = self._recorder.device_clock
-        if device_clock is not None:
-            enter, leave = device_clock.span(name, AUTOMATIC)
-            enter()
-            try:
-                return torchs(stage, number, *args, **kwargs)
-            finally:
-                leave()
-        start_ns = clock()
-        try:
-            return torchs(stage, number, *args, **kwargs)
-        finally:
-            self._recorder.ring.write(name, COMPUTE, start_ns, clock(), flags=AUTOMATIC)
+        return self._phases.call(way, name, torchs, stage, number, *args, **kwargs)
 
     def _name(self, way: str, part: str, number: int, stage: Any) -> str:
         of_stage = f" of stage {stage.stage_index}" if stage.num_stages > stage.group_size else ""

@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from labkit.errors.own_code import LABKIT
 from labkit.errors.wrong_calls import WrongTypeError, WrongValueError
+from labkit.recording.optimizer_steps import OptimizerSteps
 from labkit.recording.ring_buffer import RingWriter
 from labkit.recording.ring_layout import KIND_SHIFT, SPAN_HEAD
 from labkit.recording.schema import CALL, KINDS, STEP, STEPS_IN_ALL
@@ -46,9 +47,15 @@ class Recorder:
         self.name = ""  # its name as an RPC worker, once it is one
         self.graph_spans: Any = None  # set in a TensorFlow rank: spans in a tf.function are marked in its graph
         self.device_clock: Any = None  # set by `labkit.comm` in a rank with its own GPU: spans are timed by CUDA events
+        self.optimizer_steps = OptimizerSteps(ring)
+
+    def begin_run(self) -> None:
+        """Note that a call of the student's function begins."""
+        self.optimizer_steps.begin_run()
 
     def call(self, name: str, start_ns: int, end_ns: int) -> None:
         """Record one complete call of the student's function."""
+        self.optimizer_steps.end_run()
         self.ring.write(name, CALL, start_ns, end_ns)
 
 
@@ -60,6 +67,8 @@ class _Here:
         self.files: dict[str, str] = {}  # the notebook's names for the student's cells and files: "cell 5", "train.py"
         self.spans: dict[str, Any] = {}  # the compute spans that `span` has created, by name
         self.communication_spans: dict[str, Any] = {}
+        self.places: dict[Any, Any] = {}  # names of spans that labkit records itself, with their lines
+        self.opened: list[Callable[[], Any]] = []  # for each compute span: whether this thread is in it
 
     def start(self, recorder: Recorder | None) -> None:
         """Record with `recorder` from now on; None stops recording."""
@@ -70,6 +79,12 @@ class _Here:
         """Discard all cached spans, so that each is created anew at its next use."""
         self.spans.clear()
         self.communication_spans.clear()
+        self.places.clear()
+        self.opened.clear()
+
+    def in_span(self) -> bool:
+        """Whether this thread is in a compute span of the program's own."""
+        return any(is_open() for is_open in self.opened)
 
 
 here = _Here()
@@ -152,6 +167,7 @@ class SpanStack(threading.local):
         begun: list[Any] = []
         self.push = begun.append
         self.pop = begun.pop  # IndexError if this thread has no open span
+        self.is_open = begun.__len__
 
 
 def not_begun(name: str) -> None:
@@ -177,6 +193,7 @@ def _open_span(recorder: Recorder, name: str, kind: str) -> Any:
     name_and_kind = ring.name(ring.placed(name, student_line())) | code << KIND_SHIFT
     begun: list[tuple[int, int]] = []  # open spans of all threads: thread and start
     enter = map(begun.append, zip(starmap(this_thread, repeat(())), starmap(now, repeat(())), strict=False)).__next__
+    here.opened.append(lambda: any(thread == this_thread() for thread, _ in begun.copy()))
 
     def leave(_type: object, _value: object, _traceback: object) -> None:
         end_ns, thread = now(), this_thread()
@@ -282,21 +299,22 @@ def steps(iterable: Iterable[T]) -> Iterable[T]:
     if not isinstance(iterable, Iterable) and not hasattr(type(iterable), "__getitem__"):
         raise WrongTypeError(f"steps({reprlib.repr(iterable)}): expected something to loop over, such as a list or a DataLoader")
     recorder = here.recorder
-    return iterable if recorder is None else _Steps(iterable, recorder.ring)
+    return iterable if recorder is None else _Steps(iterable, recorder)
 
 
 class _Steps(Generic[T]):
     """An iterable whose steps are recorded."""
 
-    def __init__(self, iterable: Iterable[T], ring: RingWriter) -> None:
+    def __init__(self, iterable: Iterable[T], recorder: Recorder) -> None:
         self._iterable = iterable
-        self._ring = ring
+        self._recorder = recorder
 
     def __len__(self) -> int:
         return len(self._iterable)  # type: ignore[arg-type]  # raises TypeError if there is no length, as it should
 
     def __iter__(self) -> Iterator[T]:
-        ring, in_all = self._ring, operator.length_hint(self._iterable, -1)
+        ring, in_all = self._recorder.ring, operator.length_hint(self._iterable, -1)
+        self._recorder.optimizer_steps.marked()
         start_ns = clock()
         if in_all >= 0:
             ring.write_scalar(STEPS_IN_ALL, start_ns, float(in_all))

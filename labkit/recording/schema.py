@@ -92,7 +92,8 @@ class Span:
     Args:
         rank: the rank's number.
         name: the name of the activity: "forward", "all_reduce", ...
-        kind: "compute", "communication", "step" (one iteration of `steps`) or "call" (the whole function).
+        kind: "compute", "communication", "step" (one iteration of `steps`, or what an optimizer's step ends) or "call"
+            (the whole function).
         start_ns: when it began; for a communication, when it was issued.
         end_ns: when it ended; for a communication, when it completed.
         wait_start_ns: when the rank began to block until the communication completes; 0 if it never did.
@@ -106,7 +107,8 @@ class Span:
             where the rank first used its name in the run.
         device: "cpu"; "cuda" if the GPU took the times; "CPU:1" on a rank with several TensorFlow devices.
         done: False for an operation that had not completed; it ends where the observed time ends.
-        automatic: True for a compute span that labkit records without the program's help, such as a served call.
+        automatic: True for a compute span or a step that labkit records without the program's help: a served call, a
+            forward pass.
         measured: True for operations as TensorFlow's profiler observed them running: nothing blocks them meanwhile.
         sized: False for a communication that moved an unknown number of bytes; `nbytes` is then 0.
         served: True if it computed, or was blocked, on a thread of the rank that executes a call from another rank.

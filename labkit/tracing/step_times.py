@@ -23,8 +23,9 @@ __all__ = ["best_of", "step_ms"]
 def step_ms(run: HasTrace | Trace, rank: int | None = None) -> float:
     """Return the median duration of a run's steps in milliseconds.
 
-    A step is one iteration of `lab.steps`. If there are at least three, the first is left out, because it includes what
-    is done only once. Without `rank`, a step lasts as long as on the rank that took longest for it.
+    A step is one iteration of `lab.steps`; in a program without it, what an optimizer's step ends. If there are at
+    least three, the first is left out, because it includes what is done only once. Without `rank`, a step lasts as long
+    as on the rank that took longest for it.
 
     Args:
         run: a run or a trace.

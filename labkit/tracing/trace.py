@@ -183,7 +183,9 @@ class Trace:
 
     @public_api
     def step(self, number: int) -> Trace:
-        """Select one step of `steps`, from the first rank's start to the last rank's end; -1 is the last step.
+        """Select one step, from the first rank's start to the last rank's end; -1 is the last step.
+
+        Steps are those of `lab.steps`; if the program does not use it, each ends with an optimizer's step.
 
         Raises:
             TypeError: `number` is not a whole number.
@@ -195,7 +197,7 @@ class Trace:
         try:
             start, end = bounds[int(number)]
         except IndexError:
-            hint = "" if len(bounds) else "; they are marked by `for batch in lab.steps(batches):`"
+            hint = "" if len(bounds) else "; `for batch in lab.steps(batches):` marks them, or an optimizer's step"
             raise LabError(f"step {number}: all ranks of this trace have completed {len(bounds)} steps{hint}") from None
         return self.between(int(start), int(end))
 
@@ -415,5 +417,9 @@ def from_records(
     if calls or any(pending):
         assert end_ns is not None and (start_ns is not None or not calls), "since when, and until when?"
         parts.append(under_way(start_ns or 0, end_ns, number, calls=calls, pending=pending))
-    columns = Columns(np.concatenate(parts), list(ids))
+    data = np.concatenate(parts)
+    is_step, found = data["kind"] == STEP, data["flags"] & AUTOMATIC != 0
+    if (is_step & ~found).any():
+        data = data[~(is_step & found)]  # the program marks its steps itself
+    columns = Columns(data, list(ids))
     return Trace(columns, scalars, ranks=ranks, start_ns=start_ns, end_ns=end_ns, dropped=dropped, **others)

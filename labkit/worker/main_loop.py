@@ -262,6 +262,8 @@ class _Rank:
             raise error
         self._display.begin()
         self._runtime.begin_recording()
+        if here.recorder is not None:
+            here.recorder.begin_run()
         start_ns, self._before = time.perf_counter_ns(), (self._ring.communications, self._ring.failures)
         try:
             return action()

@@ -103,7 +103,7 @@ def test_children_of_a_rank_do_not_write_into_its_records(two: lab.Group) -> Non
     run = two.run(train)
     assert run.results == [(sum(range(16)), 0, 0)] * 2
     for rank in range(2):
-        assert kinds(run, rank) == {"kept": 4 + 3, "all_reduce": 1, "train": 1}
+        assert kinds(run, rank) == {"kept": 4 + 3, "all_reduce": 1, "train": 1, "data": 1 + 4 + 1}
     assert not run.trace.scalars
     assert run.trace.dropped == (0, 0)
 

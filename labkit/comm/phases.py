@@ -1,0 +1,194 @@
+"""Records the phases of training without the program's help: forward, backward, optimizer and data.
+
+Programs that do not know labkit call a module, `backward`, an optimizer's `step` and a `DataLoader`. Each of these
+calls is a span, but only the outermost: a model is recorded, its layers are not. A forward pass inside a backward pass
+is a "recomputation", as by `torch.utils.checkpoint`. Nothing is recorded inside a span of the program's own, nor while
+the rank serves a call, which already has a span.
+
+A wrapper of `Module.__call__` costs a fifth of torch's global module hooks, which run for each layer and make
+`torch.compile` warn (docs/decisions.md). `torch.compile` sees no wrapper: `is_dynamo_compiling()` is true while it
+traces, and it does not compile the wrapper's own frame.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from _thread import get_ident
+from collections.abc import Callable
+from types import FrameType, ModuleType
+from typing import Any, Final
+
+import torch
+from torch.compiler import is_dynamo_compiling
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from labkit.comm.backward import in_backward
+from labkit.recording.import_hook import when_imported
+from labkit.recording.record import Recorder, clock, here, student_line
+from labkit.recording.schema import AUTOMATIC, COMPUTE
+
+__all__ = ["BACKWARD", "FORWARD", "Phases"]
+
+FORWARD: Final = "forward"
+BACKWARD: Final = "backward"
+OPTIMIZER: Final = "optimizer"
+DATA: Final = "data"
+RECOMPUTATION: Final = "recomputation"
+_CALLER: Final = 3  # frames from `Phases._begin` up to the caller of a wrapper or of an optimizer's hook
+
+
+class Phases:
+    """Records the phases of a rank's training.
+
+    Args:
+        recorder: this rank's recorder.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._threads: dict[str, set[int]] = {phase: set() for phase in (FORWARD, BACKWARD, DATA)}  # that are in the phase
+        self._stepping: dict[int, _Stepping] = {}  # per thread
+
+    def install(self) -> None:
+        """Wrap torch's functions in this process."""
+        self._wrap(torch.nn.Module, "__call__", FORWARD)
+        self._wrap(torch.autograd, "backward", BACKWARD)  # `Tensor.backward` calls it
+        self._wrap(torch.autograd, "grad", BACKWARD)
+        register_optimizer_step_pre_hook(lambda optimizer, *_: self._optimizer_begins(optimizer))
+        register_optimizer_step_post_hook(lambda optimizer, *_: self._optimizer_ends(optimizer))
+        when_imported("torch.utils.data.dataloader", self._wrap_loaders)
+
+    def _wrap_loaders(self, module: ModuleType) -> None:
+        self._wrap(module.DataLoader, "__iter__", DATA)  # starts the worker processes
+        self._wrap(module._BaseDataLoaderIter, "__next__", DATA)
+
+    def _wrap(self, owner: Any, name: str, phase: str) -> None:
+        function = getattr(owner, name)
+        function = getattr(function, "__labkit_original__", function)
+        threads, call = self._threads[phase], self.call
+
+        @functools.wraps(function)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling() or get_ident() in threads:
+                return function(*args, **kwargs)
+            return call(phase, "", function, *args, **kwargs)
+
+        recorded.__labkit_original__ = function  # type: ignore[attr-defined]
+        code = recorded.__code__  # type: ignore[attr-defined]  # of a function
+        when_imported("torch._dynamo.eval_frame", lambda module: module.skip_code(code))
+        setattr(owner, name, recorded)
+
+    def call(self, phase: str, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function that is a phase, and record it.
+
+        Args:
+            phase: `FORWARD` or `BACKWARD`, or "data"; calls of the same phase inside it are not recorded.
+            name: the span's name, recorded in any case; "" for that of the phase, which is recorded by the rules above.
+            function: the function.
+            *args: its arguments.
+            **kwargs: its named arguments.
+        """
+        threads, thread = self._threads[phase], get_ident()
+        outermost = thread not in threads
+        end = self._begin(phase, name)
+        threads.add(thread)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if outermost:
+                threads.discard(thread)
+            end()
+
+    def unrecorded(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function, and record no forward and backward passes inside it but those with a name of their own."""
+        thread = get_ident()
+        quiet = [threads for phase in (FORWARD, BACKWARD) if thread not in (threads := self._threads[phase])]
+        for threads in quiet:
+            threads.add(thread)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for threads in quiet:
+                threads.discard(thread)
+
+    def _begin(self, phase: str, name: str = "") -> Callable[[], None]:
+        """Begin a span, and return what ends it."""
+        recorder = here.recorder
+        if recorder is None or get_ident() in recorder.ring.serving_threads:  # None: in a process that the rank has forked
+            return _nothing
+        start_ns = clock()
+        recorder.optimizer_steps.working(start_ns)
+        if not name:
+            if phase in (FORWARD, BACKWARD) and in_backward() != -1:
+                if phase == BACKWARD:  # of a part of the graph, on a thread of torch's
+                    return _nothing
+                phase = RECOMPUTATION
+            if here.in_span():
+                return _nothing
+            name = _placed(recorder, phase, sys._getframe(_CALLER))
+        device_clock = recorder.device_clock
+        if device_clock is not None and phase != DATA:
+            begun = device_clock.mark()
+            return lambda: device_clock.ended(name, begun, AUTOMATIC)
+        return lambda: recorder.ring.write(name, COMPUTE, start_ns, clock(), flags=AUTOMATIC)
+
+    def _optimizer_begins(self, optimizer: Any) -> None:
+        if is_dynamo_compiling():
+            return
+        outer = self._stepping.get(get_ident())
+        if outer is not None and outer.goes_on():
+            return  # an optimizer inside another, as in `ZeroRedundancyOptimizer`
+        if here.recorder is not None:
+            here.recorder.optimizer_steps.optimizer_begins(id(optimizer), clock())
+        self._stepping[get_ident()] = _Stepping(optimizer, sys._getframe(2), self._begin(OPTIMIZER))
+
+    def _optimizer_ends(self, optimizer: Any) -> None:
+        if is_dynamo_compiling():
+            return
+        stepping = self._stepping.get(get_ident())
+        if stepping is None or stepping.optimizer is not optimizer:
+            return
+        del self._stepping[get_ident()]
+        stepping.end()
+        if here.recorder is not None:
+            here.recorder.optimizer_steps.optimizer_ends(id(optimizer), clock())
+
+
+class _Stepping:
+    """An optimizer's step in progress.
+
+    Args:
+        optimizer: the optimizer.
+        frame: the frame of its `step`. Torch calls no hook if the step raises; then this frame has left the stack.
+        end: ends the span.
+    """
+
+    def __init__(self, optimizer: Any, frame: FrameType, end: Callable[[], None]) -> None:
+        self.optimizer, self._frame, self.end = optimizer, frame, end
+
+    def goes_on(self) -> bool:
+        """Whether the step is on this thread's stack."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None
+
+
+def _placed(recorder: Recorder, phase: str, caller: FrameType) -> str:
+    """Return a phase's name with the student's line, which is looked up once per place in the run.
+
+    The place is known by two frames, since `Tensor.backward` and the wrapper of `step` stand between. To search the
+    stack for the student's frame takes 10 microseconds after a backward pass, which has emptied the processor's caches.
+    """
+    outer = caller.f_back or caller
+    key = phase, id(caller.f_code), caller.f_lasti, id(outer.f_code), outer.f_lasti
+    known = here.places.get(key)
+    if known is None:
+        name = recorder.ring.placed(phase, student_line(caller))
+        known = here.places[key] = name, caller.f_code, outer.f_code  # which keep their ids as long as the key
+    return known[0]
+
+
+def _nothing() -> None:
+    """End a span that is not recorded."""

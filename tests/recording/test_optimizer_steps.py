@@ -1,0 +1,91 @@
+"""Steps that optimizers end: where each begins and ends, with one optimizer, several, or `lab.steps`."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+
+from labkit.recording.optimizer_steps import OptimizerSteps
+from labkit.recording.ring_buffer import RingReader, RingWriter
+from labkit.recording.ring_layout import RING_BYTES
+from labkit.tracing.trace import Trace, from_records
+
+
+class Ring:
+    """A ring with its steps."""
+
+    def __init__(self) -> None:
+        self.memory = mmap.mmap(-1, RING_BYTES)
+        self.writer = RingWriter(self.memory)
+        self.steps = OptimizerSteps(self.writer)
+
+    def trace(self) -> Trace:
+        reader = RingReader(self.memory)
+        records = reader.read()
+        return from_records([records], [reader.names()], ["rank 0"])
+
+    def recorded(self) -> list[tuple[int, int]]:
+        return [(span.start_ns, span.end_ns) for span in self.trace().of(kind="step")]
+
+    def step(self, optimizer: int, start_ns: int, end_ns: int) -> None:
+        self.steps.optimizer_begins(optimizer, start_ns)
+        self.steps.optimizer_ends(optimizer, end_ns)
+
+
+@pytest.fixture
+def ring() -> Ring:
+    return Ring()
+
+
+def test_each_step_of_one_optimizer_begins_where_the_one_before_ended(ring: Ring) -> None:
+    ring.steps.working(10)  # a forward pass
+    ring.steps.working(14)  # the backward pass
+    ring.step(1, 18, 20)
+    ring.steps.working(25)
+    ring.step(1, 28, 30)
+    assert ring.recorded() == [(10, 20)], "another optimizer might still belong to the second step"
+    ring.steps.end_run()
+    assert ring.recorded() == [(10, 20), (20, 30)]
+    assert all(span.automatic for span in ring.trace().of(kind="step"))
+
+
+def test_two_optimizers_that_step_in_turn_make_one_step(ring: Ring) -> None:
+    for begin in (100, 200, 300):
+        ring.steps.working(begin)
+        ring.step(1, begin + 10, begin + 20)
+        ring.step(2, begin + 30, begin + 40)
+    ring.steps.end_run()
+    assert ring.recorded() == [(100, 140), (140, 240), (240, 340)]
+
+
+def test_an_optimizer_that_steps_more_often_makes_more_steps(ring: Ring) -> None:
+    for optimizer, end in ((1, 20), (1, 30), (1, 40), (2, 50), (1, 60)):
+        ring.step(optimizer, end - 5, end)
+    ring.steps.end_run()
+    assert ring.recorded() == [(15, 20), (20, 30), (30, 50), (50, 60)]
+
+
+def test_without_an_optimizer_there_is_no_step(ring: Ring) -> None:
+    ring.steps.working(10)
+    ring.steps.end_run()
+    assert ring.recorded() == []
+
+
+def test_a_run_begins_anew(ring: Ring) -> None:
+    ring.step(1, 10, 20)
+    ring.steps.end_run()
+    ring.steps.begin_run()
+    ring.step(1, 110, 120)
+    ring.steps.end_run()
+    assert ring.recorded() == [(10, 20), (110, 120)]
+
+
+def test_a_program_that_marks_its_steps_has_only_these(ring: Ring) -> None:
+    ring.step(1, 10, 20)
+    ring.step(1, 25, 30)  # the first of both is recorded already
+    ring.steps.marked()
+    ring.step(1, 35, 40)
+    ring.writer.write("step", 2, 32, 42)
+    ring.steps.end_run()
+    assert ring.recorded() == [(32, 42)]
