@@ -9,10 +9,12 @@ steps.
 
 from __future__ import annotations
 
+import runpy
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 import numpy as np
@@ -28,7 +30,8 @@ from tools.moving_picture import film
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER, PROGRAMS = ROOT / "docs" / "pictures", ROOT / "tests" / "notebook" / "pasted"
 WARM_UP = 4  # steps
 DPI = 110
 WIDTH, BATCH = 640, 128
@@ -80,15 +83,11 @@ def train(model: nn.Module, steps: int, average: Callable[[], None] = lambda: No
     """
     batch = torch.randn(BATCH, WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in lab.steps(range(steps)):
-        with lab.span("forward"):
-            loss = model(batch).square().mean()
-        with lab.span("backward"):
-            loss.backward()
+    for _ in range(steps):
+        model(batch).square().mean().backward()
         average()
-        with lab.span("optimizer"):
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def learn(epochs: int) -> None:
@@ -103,33 +102,21 @@ def learn(epochs: int) -> None:
     model = DistributedDataParallel(CNN(), bucket_cap_mb=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for images, labels in lab.steps([batch for _ in range(epochs) for batch in loader]):
-        with lab.span("forward"):
-            loss = cross_entropy(model(images), labels)
-        with lab.span("backward"):
-            loss.backward()
-        with lab.span("optimizer"):
-            optimizer.step()
-            optimizer.zero_grad()
+        loss = cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
         lab.record(loss=loss.item())
 
 
 def pipeline(micro_batches: int = 6, steps: int = 100) -> None:
-    """Two stages and 1F1B, as `torch.distributed.pipelining` does it, with a span for each pass of each micro-batch."""
+    """Two stages and 1F1B, as `torch.distributed.pipelining` does it."""
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    class Stage(PipelineStage):
-        def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-            with lab.span(f"forward {fwd_chunk_id}"):
-                return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-
-        def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-            with lab.span(f"backward {bwd_chunk_id}"):
-                return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-
     rank = dist.get_rank()
     batch = torch.randn(BATCH * micro_batches, WIDTH)
-    stage = Stage(perceptron(layers=3), rank, 2, torch.device("cpu"))
+    stage = PipelineStage(perceptron(layers=3), rank, 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, micro_batches, loss_fn=lambda out, _: out.square().mean())
     for _ in lab.steps(range(steps)):
         schedule.step(batch) if rank == 0 else schedule.step(target=batch)
@@ -147,7 +134,7 @@ def sharded(steps: int = 12) -> None:
     fully_shard(model)
     optimizer = torch.optim.Adam(model.parameters())
     with lab.track_memory(model, optimizer):
-        for _ in lab.steps(range(steps)):
+        for _ in range(steps):
             optimizer.zero_grad()
             model(batch).square().mean().backward()
             optimizer.step()
@@ -162,7 +149,7 @@ class Shard(nn.Module):
 
     def forward(self, part: torch.Tensor) -> torch.Tensor:
         """What a worker does with its half of the batch."""
-        with lab.span("forward"), torch.no_grad():
+        with torch.no_grad():
             return self.layers(part)  # type: ignore[no-any-return]  # a module's call is untyped
 
 
@@ -174,8 +161,7 @@ def master(steps: int = 100) -> None:
     shards = [rpc.remote(worker, Shard) for worker in ("worker1", "worker2")]
     with torch.no_grad():
         for _ in lab.steps(range(steps)):
-            with lab.span("forward"):
-                halves = first(batch).chunk(2)
+            halves = first(batch).chunk(2)
             futures = [shard.rpc_async().forward(half) for shard, half in zip(shards, halves, strict=True)]
             torch.futures.wait_all(futures)
 
@@ -226,6 +212,18 @@ def draw_calls() -> Axes:
     return _with_neighbours(run.trace, quickest(run.trace, 2))
 
 
+def script(path: Path) -> None:
+    """Run a script, as torchrun does."""
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def program(name: str) -> Axes:
+    """Two steps of a program that knows nothing of labkit; `tests/notebook/pasted/` has its source."""
+    with lab.Group(2) as group:
+        trace = group.run(script, PROGRAMS / f"plain_{name}.py").trace
+    return _with_neighbours(trace, quickest(trace, 2))
+
+
 def film_watch() -> None:
     """The animated picture."""
     with lab.Group(2, link=lab.Link.ethernet_1g) as group:
@@ -253,6 +251,8 @@ def _mean_s(trace: lab.Trace, name: str) -> list[float]:
 PICTURES: dict[str, Callable[[], Axes]] = {
     name.removeprefix("draw_"): function for name, function in list(globals().items()) if name.startswith("draw_")
 }
+
+PICTURES |= {f"plain_{name}": partial(program, name) for name in ("ddp", "fsdp2", "gan", "accumulation", "compile")}
 
 
 def main(names: list[str]) -> int:

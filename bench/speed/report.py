@@ -13,12 +13,12 @@ from typing import Final
 
 from bench import machine
 from bench.peers.comparison import FLOOR, LABKIT, TASKS, TOOLS, Results, measure
-from bench.speed import collectives, errors_and_stop, floors, live_picture, spans
+from bench.speed import collectives, errors_and_stop, floors, live_picture, phases, spans
 from bench.table import Goal, duration, goal_rows, mib, table
 from labkit.worker.runtimes.registry import RUNTIMES
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-PARTS: Final = ("spans", "collectives", "tools", "trouble", "picture")
+PARTS: Final = ("spans", "phases", "collectives", "tools", "trouble", "picture")
 INTRODUCTION: Final = """# Benchmarks
 
 `make bench` prints this page; `make bench ARGS="--write docs/benchmarks.md"` keeps it here. Every tool runs in a real
@@ -61,6 +61,11 @@ def _report(parts: list[str], python_of_peers: str, *, notebooks: bool) -> list[
             Goal("one `span`, recording", ns["recording"] * 1e-9, *beside, 5),
             Goal("one `span` outside a group", ns["outside"] * 1e-9, *beside, 1),
         ]
+    if "phases" in parts:
+        _say("phases of training")
+        plain, ratio = phases.measure()
+        beside = plain, "without, in turns"
+        goals.append(Goal("a small model's step, its phases recorded", plain * ratio, *beside, 0.02, "slower"))
     if "collectives" in parts:
         _say("collectives")
         s = collectives.measure()

@@ -29,6 +29,10 @@ def counts(*names):
     return [[Counter(s.name for s in spans if s.rank == rank)[name] for name in names] for rank in range(len(group))]
 def nbytes(name):
     return [sum(s.nbytes for s in group.last_run.trace.of(rank=rank) if s.name == name) for rank in range(len(group))]
+def phases():
+    trace = group.last_run.trace
+    found = [dict(Counter(s.name for s in trace.of(rank=rank, kind="compute"))) for rank in range(len(group))]
+    return found, len(trace.step_bounds())
 def gradients():
     found = Counter()  # by the rank that sends and the one that receives, bytes
     for s in group.last_run.trace:
@@ -134,6 +138,19 @@ CASES: Final = [
         "torchrun_main", "lab.Group(2)", magic="%%ranks group",
         values={"[n > 0 for n, in counts('all_reduce')]": [True, True]},
         printed=("[rank 0] [0] Epoch 1 | Steps 2", "[rank 1] [1] Epoch 1 | Steps 2"),
+    ),
+    *(
+        Case(
+            f"plain_{name}", "lab.Group(2)", magic="%%ranks group", printed=("[rank 0] ",),
+            values={"phases()": ([found] * 2, steps), "[n > 0 for n, in counts('all_reduce')]": [True, True]},
+        )
+        for name, steps, found in (
+            # The loss function is a module, too; the loader's start and its end are fetches of data.
+            ("ddp", 16, {"data": 18, "forward": 32, "backward": 16, "optimizer": 16}),
+            ("fsdp2", 16, {"forward": 16, "backward": 16, "optimizer": 16}),
+            ("gan", 12, {"forward": 60, "backward": 24, "optimizer": 24}),
+            ("accumulation", 8, {"forward": 32, "backward": 32, "optimizer": 8}),
+        )
     ),
     Case(
         "groups_and_barriers", "lab.Group(4)", SPAWN,
