@@ -28,7 +28,7 @@ from labkit.recording.import_hook import when_imported
 from labkit.recording.record import Recorder, clock, here, student_line
 from labkit.recording.schema import AUTOMATIC, COMPUTE
 
-__all__ = ["BACKWARD", "FORWARD", "Phases"]
+__all__ = ["BACKWARD", "DATA", "FORWARD", "Phases"]
 
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
@@ -83,7 +83,7 @@ class Phases:
         """Call a function that is a phase, and record it.
 
         Args:
-            phase: `FORWARD` or `BACKWARD`, or "data"; calls of the same phase inside it are not recorded.
+            phase: `FORWARD`, `BACKWARD` or `DATA`; calls of the same phase inside it are not recorded.
             name: the span's name, recorded in any case; "" for that of the phase, which is recorded by the rules above.
             function: the function.
             *args: its arguments.

@@ -9,6 +9,7 @@ import pytest
 from labkit.comm import cuda_timing as module
 from labkit.comm import operation
 from labkit.comm.cuda_timing import ANCHOR_LIFE_NS, DeviceClock, DeviceOperation
+from labkit.comm.phases import BACKWARD, DATA, FORWARD, Phases
 from labkit.recording.record import Recorder, here, span
 from labkit.recording.ring_buffer import RingReader, RingWriter
 from labkit.recording.ring_layout import RING_BYTES
@@ -295,3 +296,28 @@ def test_spans_of_a_rank_with_a_gpu(gpu: FakeGpu, rank: Rank) -> None:
     gpu.catch_up()
     rank.clock.settle()
     assert {(s.name, s.device) for s in rank.written()} == {("forward", "cuda"), ("a file", "cpu")}
+
+
+def test_phases_of_training_are_timed_by_the_gpu_and_data_by_the_host(gpu: FakeGpu, rank: Rank) -> None:
+    recorder = Recorder(rank.ring)
+    recorder.device_clock = rank.clock
+    here.start(recorder)
+    phases = Phases(recorder)
+    try:
+        for phase in (DATA, FORWARD, BACKWARD):
+            phases.call(phase, "", lambda: None)
+        with span("mine"):
+            phases.call(FORWARD, "", lambda: None)  # inside a span of the program's own
+        phases.call(FORWARD, "forward 3", lambda: None)
+    finally:
+        here.start(None)
+    gpu.catch_up()
+    rank.clock.settle()
+    written = [(s.name, s.device, s.automatic) for s in rank.written()]
+    assert sorted(written) == [
+        ("backward", "cuda", True),
+        ("data", "cpu", True),
+        ("forward", "cuda", True),
+        ("forward 3", "cuda", True),
+        ("mine", "cuda", False),
+    ]
