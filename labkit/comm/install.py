@@ -9,6 +9,8 @@ operations on an emulated link.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
+from typing import Final
 
 import torch
 import torch.distributed.distributed_c10d as c10d
@@ -26,9 +28,12 @@ from labkit.comm.process_group import watched_process_group
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.costs.shared_link import SharedLink
+from labkit.recording.import_hook import when_imported
 from labkit.recording.record import Recorder, here
 
 __all__ = ["slow_link", "watch_device", "watch_rpc", "watch_script", "watch_torch"]
+
+UNTRACED: Final = ("labkit.comm", "labkit.recording")
 
 
 def slow_link(link: Link | Network, rank: int, fd: int) -> SlowLink:
@@ -125,7 +130,19 @@ def _watch_groups(recorder: Recorder, slow: SlowLink | None, *, given: bool) -> 
     if c10d.is_gloo_available():
         torch.distributed.ProcessGroupGloo = watched_gloo(c10d.ProcessGroup)  # type: ignore[misc]
     watch_creation(recorder)
+    when_imported("torch._dynamo.trace_rules", _run_untraced)
     return futures
+
+
+def _run_untraced(rules: ModuleType) -> None:
+    """Let `torch.compile` call what records operations as it calls C++, instead of compiling it.
+
+    torch's process groups have no Python code. Where compiled code calls one, after a graph break, torch would compile
+    our methods, and refuse, since a process group may have no attributes that it does not know. There is no public way
+    to exclude a package; without this, such a program fails. Test: `test_compiled.py`.
+    """
+    for package in UNTRACED:
+        rules.add(package)
 
 
 def watch_device(recorder: Recorder, device: torch.device) -> None:

@@ -37,10 +37,10 @@ SETTERS: Final = ("_register_backend", "_set_default_backend", "_set_group_desc"
 
 
 class _Kind(type(ProcessGroup)):  # type: ignore[misc]  # pybind11's metaclass, which has no name of its own
-    """Makes `isinstance` true for torch's own process groups, too."""
+    """Makes `isinstance` true for torch's own process groups, too, and for what represents one in `torch.compile`."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return issubclass(type(instance), ProcessGroup)
+        return isinstance(instance, ProcessGroup)
 
 
 class _WatchedGroup(ProcessGroup, metaclass=_Kind):

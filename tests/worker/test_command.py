@@ -40,6 +40,7 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 x = torch.ones(10)
 dist.all_reduce(x)
+torch.compile(lambda x: (dist.broadcast(x, 0), x + 1), backend="eager")(x)  # imports torch's compiler
 dist.destroy_process_group()
 """
 
@@ -111,3 +112,4 @@ def test_torchrun_records_a_script_that_does_not_use_labkit(script: Path) -> Non
         assert [(s.name, s.nbytes, s.line) for s in trace.of(rank=rank, name="all_reduce")] == [
             ("all_reduce", 40, "trains.py, line 7")
         ]
+        assert [s.line for s in trace.of(rank=rank, name="broadcast")] == ["trains.py, line 8"]
