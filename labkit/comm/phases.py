@@ -6,8 +6,7 @@ is a "recomputation", as by `torch.utils.checkpoint`. Nothing is recorded inside
 the rank serves a call, which already has a span.
 
 A wrapper of `Module.__call__` costs a fifth of torch's global module hooks, which run for each layer and make
-`torch.compile` warn (docs/decisions.md). `torch.compile` sees no wrapper: `is_dynamo_compiling()` is true while it
-traces, and it does not compile the wrapper's own frame.
+`torch.compile` warn (docs/decisions.md). `torch.compile` makes the same graphs with the wrappers as without.
 """
 
 from __future__ import annotations
@@ -75,8 +74,7 @@ class Phases:
             return call(phase, "", function, *args, **kwargs)
 
         recorded.__labkit_original__ = function  # type: ignore[attr-defined]
-        code = recorded.__code__  # type: ignore[attr-defined]  # of a function
-        when_imported("torch._dynamo.eval_frame", lambda module: module.skip_code(code))
+        _trace_through(recorded)
         setattr(owner, name, recorded)
 
     def call(self, phase: str, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -188,6 +186,17 @@ def _placed(recorder: Recorder, phase: str, caller: FrameType) -> str:
         name = recorder.ring.placed(phase, student_line(caller))
         known = here.places[key] = name, caller.f_code, outer.f_code  # which keep their ids as long as the key
     return known[0]
+
+
+def _trace_through(wrapper: Any) -> None:
+    """Let `torch.compile` trace through a wrapper, and start to compile at what it calls.
+
+    It is told to leave labkit's files alone (`comm.install`), so the wrapper names another. There is no public way to
+    except one function. Without it, each layer of a compiled model breaks the graph; without `skip_code`, torch compiles
+    the wrapper's frame instead of the model's. Test: `test_the_wrappers_are_no_part_of_a_graph`.
+    """
+    wrapper.__code__ = wrapper.__code__.replace(co_filename="<labkit phases>")
+    when_imported("torch._dynamo.eval_frame", lambda module: module.skip_code(wrapper.__code__))
 
 
 def _nothing() -> None:

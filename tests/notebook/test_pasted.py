@@ -153,6 +153,14 @@ CASES: Final = [
         )
     ),
     Case(
+        # The first forward pass compiles the model, which computes gradients, too.
+        "plain_compile", "lab.Group(2)", magic="%%ranks group", printed=("[rank 0] the loss is a number: True",),
+        values={
+            "[(f['forward'], f['optimizer']) for f in phases()[0]], phases()[1]": ([(12, 12)] * 2, 12),
+            "[n > 0 for n, in counts('all_reduce')]": [True, True],
+        },
+    ),
+    Case(
         "groups_and_barriers", "lab.Group(4)", SPAWN,
         values={RESULTS: [[2.0, 4.0, 2.0, 4.0]] * 4, "counts('all_reduce', 'barrier', 'all_gather')": [[1, 2, 1]] * 4},
     ),
