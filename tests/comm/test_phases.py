@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
@@ -125,7 +126,12 @@ def graphs(kind: str) -> tuple[list[int], int]:
 
     torch._dynamo.reset()
     counters.clear()
-    model: Any = nn.Sequential(network(), nn.Linear(4, 4)) if kind == "of layers" else network()
+    model: Any = network()
+    if kind == "of layers":
+        model = nn.Sequential(network(), nn.Linear(4, 4))
+    if kind == "under DDP":  # the layers do not fit into one bucket
+        model = nn.Sequential(network(), nn.Linear(4, 512), nn.Linear(512, 1024), nn.Linear(1024, 4))
+        model = DistributedDataParallel(model, bucket_cap_mb=1)
     if kind == "with a hook":
         model.register_forward_hook(lambda *_: None)
     if kind == "compiles itself":
@@ -145,7 +151,16 @@ def graphs(kind: str) -> tuple[list[int], int]:
     return sizes, len(counters["graph_break"])
 
 
-@pytest.mark.parametrize("kind", ["of layers", "with a hook", "compiles itself", "in a function"])
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", ["of layers", "with a hook", "compiles itself", "in a function", "under DDP"])
 def test_the_wrappers_are_no_part_of_a_graph(one: Group, kind: str) -> None:
     run = one.run(graphs, kind)
     assert run.results == [graphs(kind)], "this process has no wrappers"
