@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.pool import ThreadPool
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -338,6 +339,79 @@ def test_torchs_own_time_limit_postpones_nothing(limit: timedelta | None, three:
         three.run(waits)
     assert caught.value.rank == 1
     assert reported.deadlock() == (Reason.RETURNED, [(0, "monitored_barrier")])
+
+
+# Stores that other programs can open.
+
+
+def gets_a_key(open_store: Callable[[str], Any], path: str) -> bytes:
+    """Rank 0 waits for rank 1, and rank 2 has returned."""
+    value: bytes = open_store(path).get("key") if dist.get_rank() == 1 else b""
+    if dist.get_rank() == 0:
+        dist.recv(torch.ones(1), 1)
+    elif dist.get_rank() == 1:
+        dist.send(torch.ones(1), 0)
+    return value
+
+
+def waits_for_a_key(open_store: Callable[[str], Any], path: str) -> bytes:
+    """All ranks wait."""
+    open_store(path).wait(["key"])
+    return b"value" if dist.get_rank() == 1 else b""
+
+
+def a_file(path: str) -> Any:
+    return dist.FileStore(path, 2)
+
+
+def part_of_a_file(path: str) -> Any:
+    return dist.PrefixStore("part", dist.FileStore(path, 2))
+
+
+def meets(path: str, rank: int) -> float:
+    """Meets a rank of another group; the others have returned."""
+    if dist.get_rank():
+        return 0.0
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    return float(one)
+
+
+class Notebook:
+    """Acts once the notice about a run appears, which is after a false deadlock would be reported."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+        self.said = ""
+        self._act = act
+        monkeypatch.setattr("labkit.group.deadlock_monitor.SLOW_NS", int(LATE_S * 1e9))
+        monkeypatch.setattr(Output, "say", lambda _, word: self._acts(word))
+
+    def _acts(self, word: str) -> None:
+        if word and not self.said:
+            self.said = word
+            self._act()
+
+
+@pytest.mark.parametrize("open_store", [a_file, part_of_a_file], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("program", [gets_a_key, waits_for_a_key], ids=lambda f: f.__name__)
+def test_the_notebook_sets_a_key_that_ranks_wait_for(
+    program: Callable[..., bytes], open_store: Callable[[str], Any], three: lab.Group, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    path = f"{tmp_path}/store"
+    notebook = Notebook(monkeypatch, lambda: open_store(path).set("key", "value"))
+    assert three.run(program, open_store, path).results == [b"", b"value", b""]
+    assert "for key 'key' (test_no_deadlock.py, line " in notebook.said
+
+
+def test_a_rank_waits_for_one_of_another_group(three: lab.Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = f"{tmp_path}/store"
+    with lab.Group(1, timeout_s=200) as other, ThreadPoolExecutor(1) as pool:
+        notebook = Notebook(monkeypatch, lambda: pool.submit(other.run, meets, path, 1))
+        assert three.run(meets, path, 0).results == [2.0, 0.0, 0.0]
+    assert f"in init_process_group at {path} of 2 ranks" in notebook.said
 
 
 # Sub-groups that only some ranks create.
