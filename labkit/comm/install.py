@@ -22,6 +22,7 @@ from labkit.comm.members import Numbering
 from labkit.comm.own_process_groups import watched_gloo
 from labkit.comm.pipelines import Pipelines
 from labkit.comm.process_group import watched_process_group
+from labkit.comm.work import keep_for_reducers
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.costs.shared_link import SharedLink
@@ -114,6 +115,7 @@ def _watch_calls(recorder: Recorder, futures: Futures, slow: SlowLink | None) ->
 def _watch_groups(recorder: Recorder, slow: SlowLink | None, *, given: bool) -> Futures:
     futures = Futures()
     futures.install()
+    keep_for_reducers()
     Pipelines(recorder).install()
     numbering = Numbering(recorder.rank, recorder.size, given=given)
     c10d.ProcessGroup = watched_process_group(recorder, futures, numbering, slow)  # type: ignore[misc]
