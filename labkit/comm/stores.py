@@ -64,7 +64,7 @@ class Stores:
         self._waited("TCPStore", group, True, lambda: init(store, *args, **kwargs), 1)
 
     def _may_end(self, store: Any) -> bool:
-        """Whether waits for a store's keys may end without the ranks: by the program's time limit, or by other programs."""
+        """Whether a wait for a store's key may end without the ranks: by a time limit, or by another program."""
         while isinstance(store, c10d.PrefixStore):
             store = store.underlying_store
         ours = isinstance(store, c10d.HashStore) or (isinstance(store, c10d.TCPStore) and store.port == self._own_port)
