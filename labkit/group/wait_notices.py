@@ -17,7 +17,7 @@ from labkit.group.thread_states import Active, RankThreads, Thread
 from labkit.recording.group_keys import DIST_BACKWARD
 from labkit.recording.schema import Pending
 
-__all__ = ["MOST_NAMES", "cycle_notice", "waiting_notice"]
+__all__ = ["MOST_NAMES", "cycle_notice", "unrecorded_notice", "waiting_notice"]
 
 MOST_WAITS: Final = 3  # operations that are listed, and ranks that have not entered them
 MOST_NAMES: Final = 4
@@ -36,6 +36,23 @@ def cycle_notice(names: Sequence[str]) -> str:
     """
     calls = f"calls wait for one another in a circle: {' → '.join(names)}"
     return f"{calls}, and no rank computes: does one of them hold a lock? Stop ends the run."
+
+
+def unrecorded_notice(names: Sequence[str], threads: Mapping[int, RankThreads], waited_ns: int) -> str:
+    """The notice about ranks that all wait, but not in an operation that labkit records.
+
+    Args:
+        names: the names of all ranks.
+        threads: the threads of the ranks that wait.
+        waited_ns: how long they have waited.
+    """
+    by_place: dict[str, list[str]] = {}
+    for i, of_rank in threads.items():
+        by_place.setdefault(_where(of_rank.main), []).append(names[i])
+    return "; ".join(
+        f"{_some(who)} {'has' if len(who) == 1 else 'have'} waited in C++ or for a lock for more than {_rounded(waited_ns)} s, "
+        f"at {where}" for where, who in list(by_place.items())[:MOST_WAITS]
+    )  # fmt: skip
 
 
 def waiting_notice(
@@ -78,12 +95,17 @@ def waiting_notice(
 
 def _waiters(ranks: Sequence[RankState], who: Sequence[tuple[int, Pending]], now_ns: int) -> str:
     operation = who[0][1]
-    seconds = int((now_ns - max(p.wait_start_ns for _, p in who)) / (ROUNDED_S * 1e9)) * ROUNDED_S
+    seconds = _rounded(now_ns - max(p.wait_start_ns for _, p in who))
     names = [rank.name for rank in ranks] if len({p.peer for _, p in who}) == 1 else ()
     return (
         f"{_some([ranks[i].name for i, _ in who])} {'has' if len(who) == 1 else 'have'} waited in "
         f"{operation_in_words(operation, names)}{place(operation)} for more than {seconds} s"
     )
+
+
+def _rounded(waited_ns: int) -> int:
+    """Seconds, which change so rarely that the notice can be read."""
+    return int(waited_ns / (ROUNDED_S * 1e9)) * ROUNDED_S
 
 
 def _elsewhere(
