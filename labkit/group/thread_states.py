@@ -278,7 +278,7 @@ class _Wait:
 
 
 def main_wait(pid: int) -> int:
-    """The number of context switches of a process's main thread, if this waits for a lock, in C++ or Python; else -1."""
+    """The number of context switches of a process's main thread if it waits for a lock, in C++ or Python; else -1."""
     if FUTEX < 0:
         return -1
     try:
