@@ -43,14 +43,15 @@ class WatchedWork(Work):
         """Block until it has completed; on a GPU, make the current stream wait for it."""
         operation = self._operation
         if operation.done:
+            operation.hold()  # raises its error again
             return self._work.wait(timeout)  # type: ignore[no-any-return]
         operation.wait_begins(TIMED if ends_by_itself(timeout) else 0)
         try:
             result: bool = self._work.wait(timeout)
+            operation.hold()
         except BaseException:
             operation.failed()
             raise
-        operation.hold()
         operation.wait_ends()
         return result
 
