@@ -16,8 +16,8 @@ postgres:x:101:103:PostgreSQL:/var/lib/postgresql:/bin/bash
 build:x:1500:1500::/nonexistent:/usr/sbin/nologin
 nobody:x:65534:65534:nobody:/nonexistent:/bin/sh
 """
-ANN = "ann:x:1000:1000:Ann,,,:/home/ann:/bin/bash\n"
-BEN = "ben:x:1001:1001::/home/ben:/usr/bin/zsh\n"
+ANN = "ann:x:1000:1000:Ann,,,:/nonexistent:/bin/bash\n"
+BEN = "ben:x:1001:1001::/nonexistent:/usr/bin/zsh\n"
 FILES = "passwd:         files systemd\ngroup: ldap\n"
 
 
