@@ -436,6 +436,24 @@ def creates_a_group(reported: Reported) -> bool:
     return kind_of(reported.deadlocks[-1].waits[0][1].group) is GroupKind.CREATION
 
 
+def makes_a_mesh() -> None:
+    if dist.get_rank() == 0:
+        dist.init_device_mesh("cpu", (2, 2))
+
+
+def makes_subgroups() -> None:
+    if dist.get_rank() == 0:
+        dist.new_subgroups(2)
+
+
+@pytest.mark.parametrize(("creates", "named"), [(makes_a_mesh, "init_device_mesh"), (makes_subgroups, "new_subgroups")])
+def test_the_function_that_creates_groups_is_named(creates: Callable[[], None], named: str, reported: Reported) -> None:
+    with lab.Group(4, timeout_s=200) as group, pytest.raises(lab.RankError):
+        group.run(creates)
+    assert reported.deadlock() == (Reason.RETURNED, [(0, named)])
+    assert creates_a_group(reported)
+
+
 def creates_one_more() -> None:
     if dist.get_rank() == 0:
         dist.new_group([0])
