@@ -98,7 +98,7 @@ def size_of(key: str) -> int:
 
 
 def where_of(key: str) -> str:
-    """Return where ranks meet, a key that they wait for, or a message's tag, in words after the call's name; else ""."""
+    """Return where ranks meet, a key that they wait for, or a message's tag, in words after the call's name, or ""."""
     kind = kind_of(key)
     if kind is GroupKind.PAIR:
         tag = ends_of(key)[2]
