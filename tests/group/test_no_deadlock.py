@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -405,6 +406,35 @@ def test_the_notebook_sets_a_key_that_ranks_wait_for(
     notebook = Notebook(monkeypatch, lambda: open_store(path).set("key", "value"))
     assert three.run(program, open_store, path).results == [b"", b"value", b""]
     assert "for key 'key' (test_no_deadlock.py, line " in notebook.said
+
+
+def gets_from_a_server(port: int) -> bytes:
+    store = dist.TCPStore("localhost", port, 2, False) if dist.get_rank() == 1 else None
+    return b"" if store is None else store.get("key")
+
+
+@pytest.mark.parametrize("late", ["the key", "the server"])
+def test_the_notebook_serves_a_store(late: str, three: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+
+        def serve() -> None:
+            held.listen()
+            options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": held.detach()}
+            KEPT.append(dist.TCPStore("127.0.0.1", port, **options))
+
+        def act() -> None:
+            if late == "the server":
+                serve()
+            KEPT[-1].set("key", "value")
+
+        if late == "the key":
+            serve()
+        notebook = Notebook(monkeypatch, act)
+        assert three.run(gets_from_a_server, port).results == [b"", b"value", b""]
+        KEPT.clear()
+    assert ("in store.get for key 'key'" if late == "the key" else "in TCPStore at localhost") in notebook.said
 
 
 def test_a_rank_waits_for_one_of_another_group(three: lab.Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

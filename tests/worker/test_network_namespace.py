@@ -147,6 +147,13 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
+@pytest.fixture
+def where_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups ask for a new network if the system allows it."""
+    if not why_not():
+        monkeypatch.setenv(network_namespace.VARIABLE, network_namespace.PRIVATE)
+
+
 @pytest.mark.usefixtures("allowed")
 def test_nobody_reaches_torchs_ports_and_the_students_code_reaches_the_machine(service: tuple[str, int]) -> None:
     pytest.importorskip("torch")
@@ -240,6 +247,7 @@ def test_ranks_do_not_take_another_users_program_for_their_store() -> None:
 @needs_tensorflow
 @pytest.mark.tf
 @pytest.mark.slow
+@pytest.mark.usefixtures("where_allowed")
 def test_tensorflows_workers_listen_only_on_loopback(service: tuple[str, int]) -> None:
     def use() -> tuple[list[Open], list[Open], list[int], bytes]:
         import tensorflow as tf
@@ -266,6 +274,7 @@ def test_tensorflows_workers_listen_only_on_loopback(service: tuple[str, int]) -
 @needs_tensorflow
 @pytest.mark.tf
 @pytest.mark.slow
+@pytest.mark.usefixtures("where_allowed")
 def test_tensorflows_servers_and_their_chief_listen_only_on_loopback() -> None:
     def look(chief: bool) -> tuple[list[Open], list[Open]]:
         import tensorflow as tf
@@ -401,6 +410,7 @@ def test_spawned_ranks_cannot_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 AS_ANOTHER_USER = """
 import json, os, signal, sys, tempfile
+os.environ["LABKIT_NETWORK"] = "private"
 import labkit as lab, numpy as np
 from labkit.ipc import process_memory
 from labkit.group.open_groups import notebook
