@@ -12,10 +12,11 @@ from labkit.group.deadlock_words import operation_in_words, place
 from labkit.group.output import cell_label
 from labkit.group.rank_state import RankState
 from labkit.group.remote_calls import promised, served_by
+from labkit.group.rendezvous import HINTS
 from labkit.group.stack_dump import Frame
 from labkit.group.thread_states import Active, RankThreads, Thread
-from labkit.recording.group_keys import DIST_BACKWARD
-from labkit.recording.schema import Pending
+from labkit.recording.group_keys import DIST_BACKWARD, kind_of
+from labkit.recording.schema import TIMED, Pending
 
 __all__ = ["MOST_NAMES", "cycle_notice", "unrecorded_notice", "waiting_notice"]
 
@@ -25,6 +26,7 @@ SOURCE_CHARACTERS: Final = 60
 ROUNDED_S: Final = 5  # how often the notice changes
 # torch waits for a gradient of each result, and gets none for a result that the loss does not depend on.
 BACKWARD: Final = "it waits for ever if the loss leaves out a result of a remote call in its context"
+OUTSIDE: Final = "another program may end that wait"
 SHORT: Final = 0.5  # of the longest wait: shorter waits are not listed, since a healthy rank may do them all the time
 
 
@@ -88,6 +90,7 @@ def waiting_notice(
     parts += _serving(ranks, calls, threads)
     parts += _promised(ranks, futures)
     parts += [BACKWARD] if any(p.group == DIST_BACKWARD for p in calls) else []
+    parts += [OUTSIDE] if any(p.thread == TIMED and kind_of(p.group) in HINTS for p in calls) else []
     waiting = [i for who in longest_first for i, _ in who if i in acting]
     parts += [f"{ranks[i].name} {_may_act(acting[i])}" for i in waiting[:MOST_WAITS]]
     return "; ".join(parts)

@@ -13,7 +13,7 @@ from labkit.group.rank_state import RankState
 from labkit.group.stack_dump import Frame
 from labkit.group.thread_states import Active, RankThreads, Thread
 from labkit.group.wait_notices import cycle_notice, unrecorded_notice, waiting_notice
-from labkit.recording.group_keys import DIST_BACKWARD, TENSORFLOW
+from labkit.recording.group_keys import DIST_BACKWARD, TENSORFLOW, store_key
 from labkit.recording.operations import PROMISE
 from labkit.recording.schema import TIMED, Pending
 
@@ -92,6 +92,12 @@ def test_where_the_missing_rank_is(source: str) -> None:
 
 def test_a_wait_with_a_time_limit_is_mentioned_too() -> None:
     assert notice(rank(0, op("monitored_barrier", thread=TIMED)), rank(1)).startswith("rank 0 has waited in monitored_barrier")
+
+
+def test_another_program_may_set_a_stores_key() -> None:
+    assert notice(rank(0, op("store.get", group=store_key("key"), thread=TIMED)), rank(1, returned=True)) == (
+        "rank 0 has waited in store.get for key 'key' (cell 5, line 1) for more than 20 s; another program may end that wait"
+    )
 
 
 def test_ranks_that_wait_in_different_places() -> None:
