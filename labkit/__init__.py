@@ -14,7 +14,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from labkit.errors.exceptions import LabError, RankError
+from labkit.errors.exceptions import (
+    DeadlockError,
+    LabError,
+    MismatchError,
+    RankError,
+    RunError,
+    RunTimeoutError,
+    Stopped,
+)
 from labkit.errors.wrong_calls import WrongNameError, did_you_mean
 from labkit.notebook.startup import begin
 
@@ -100,7 +108,7 @@ if TYPE_CHECKING:
     from labkit.worker.runtimes.devices import device as device
     from labkit.worker.runtimes.devices import devices as devices
 
-__all__ = ["LabError", "RankError"]
+__all__ = ["DeadlockError", "LabError", "MismatchError", "RankError", "RunError", "RunTimeoutError", "Stopped"]
 __all__.extend(_MODULES)
 
 

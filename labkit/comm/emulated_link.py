@@ -10,6 +10,7 @@ import atexit
 import ctypes
 import heapq
 import itertools
+import math
 import sys
 import threading
 import time
@@ -36,21 +37,39 @@ class Booking:
     Args:
         slow: the rank's link.
         group, match: the operation, as in `recording.events.Span`.
+        cost_ns: its duration according to the model.
+        limit_s: the program's time limit for its transfer; inf for none.
+
+    Attributes:
+        error: the error that it ends with, as gloo does when a time limit expires; None if it completes.
     """
 
-    __slots__ = ("_group", "_match", "_slow")
+    __slots__ = ("_early_ns", "_group", "_match", "_slow", "error")
 
-    def __init__(self, slow: SlowLink, group: str, match: int) -> None:
+    def __init__(self, slow: SlowLink, group: str, match: int, cost_ns: int, limit_s: float) -> None:
         self._slow, self._group, self._match = slow, group, match
+        over = cost_ns > limit_s * 1e9
+        self._early_ns = cost_ns - round(limit_s * 1e9) if over else 0  # how much sooner it ends, since it fails
+        self.error: RuntimeError | None = None
+        if over:
+            self.error = RuntimeError(
+                f"Timed out waiting {limit_s * 1e3:.0f}ms: this takes {cost_ns / 1e6:.0f}ms over {slow.link}"
+            )
 
     @property
     def due_ns(self) -> int:
         """When it ends according to the model, on `recording.record.clock`; valid once the backend has completed it."""
-        return self._slow.shared_link.due_ns(self._group, self._match)
+        return self._slow.shared_link.due_ns(self._group, self._match) - self._early_ns
 
     def hold(self) -> None:
-        """Sleep until it ends."""
+        """Sleep until it ends.
+
+        Raises:
+            RuntimeError: the time limit has expired.
+        """
         hold_until(self.due_ns)
+        if self.error is not None:
+            raise self.error
 
     def then(self, action: Callable[[], None]) -> None:
         """Run an action when it ends, on a thread of the link's."""
@@ -68,7 +87,14 @@ class Booking:
             tell: registers a function that is called with a future when it completes.
         """
         held: Any = torch.futures.Future()
-        tell(future, lambda done: self.then(lambda: pass_on(done, held)))
+
+        def end(done: Any) -> None:
+            if self.error is None:
+                pass_on(done, held)
+            else:
+                held.set_exception(self.error)
+
+        tell(future, lambda done: self.then(lambda: end(done)))
         return held
 
 
@@ -93,7 +119,9 @@ class SlowLink:
 
     nothing: ClassVar[Cost] = Cost(0, 0, (), (), 1)  # of a value that is only announced
 
-    def collective(self, name: str, nbytes: int, ranks: Sequence[int], group: str, match: int, at_ns: int) -> Booking:
+    def collective(
+        self, name: str, nbytes: int, ranks: Sequence[int], group: str, match: int, at_ns: int, limit_s: float
+    ) -> Booking:
         """Schedule a collective that this rank enters.
 
         Args:
@@ -103,13 +131,16 @@ class SlowLink:
             group: the key of their group.
             match: its number in the group.
             at_ns: when this rank issued it.
+            limit_s: the program's time limit for it; inf for none.
         """
-        self.shared_link.arrive(group, match, at_ns, collective_cost(self.link, name, nbytes, ranks))
-        return Booking(self, group, match)
+        cost = collective_cost(self.link, name, nbytes, ranks)
+        self.shared_link.arrive(group, match, at_ns, cost)
+        return Booking(self, group, match, cost.cost_ns, limit_s)
 
     def message(
-        self, source: int, destination: int, nbytes: int, group: str, match: int, at_ns: int, *, ends: int = 2
-    ) -> Booking:
+        self, source: int, destination: int, nbytes: int, group: str, match: int, at_ns: int, *, ends: int = 2,
+        limit_s: float = math.inf,
+    ) -> Booking:  # fmt: skip
         """Schedule a message that this rank sends or receives.
 
         Args:
@@ -120,9 +151,11 @@ class SlowLink:
             match: its number between the two.
             at_ns: when this rank issued it.
             ends: 2 if it starts when both ranks have arrived; 1 if only its sender schedules it.
+            limit_s: the program's time limit for it; inf for none.
         """
-        self.shared_link.arrive(group, match, at_ns, message_cost(self.link, source, destination, nbytes, ends))
-        return Booking(self, group, match)
+        cost = message_cost(self.link, source, destination, nbytes, ends)
+        self.shared_link.arrive(group, match, at_ns, cost)
+        return Booking(self, group, match, cost.cost_ns, limit_s)
 
     def to(self, peer: int) -> Link:
         """Return the link between this rank and another."""

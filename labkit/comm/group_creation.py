@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from labkit.comm.operation import Operation
 from labkit.comm.time_limits import ends_by_itself
 from labkit.errors.lists import listed
 from labkit.recording.group_keys import creation_key
-from labkit.recording.record import Recorder, clock, student_line
+from labkit.recording.record import Recorder, clock, is_students, student_line
 from labkit.recording.schema import TIMED, UNSHOWN
 
 __all__ = ["watch_creation"]
@@ -48,17 +49,29 @@ def watch_creation(recorder: Recorder) -> None:
         before.append(line)
         _agree_on_members(given["group_name"], len(before), ranks)
         group = creation_key(given["group_name"], ranks)
-        operation = Operation(recorder.ring, "new_group", clock(), group=group, match=1, line=f"{line}; {order}")
+        name = _called()
+        operation = Operation(recorder.ring, name, clock(), group=group, match=1, line=f"{line}; {order}")
         operation.wait_begins(TIMED if ends_by_itself(given.get("timeout")) else 0)
         try:
             created = original(*args, **kwargs)
             # A member may return while another still waits for a third: keep that it has entered the creation.
-            recorder.ring.write_communication("new_group", operation.start_ns, clock(), group=group, match=1, flags=UNSHOWN)
+            recorder.ring.write_communication(name, operation.start_ns, clock(), group=group, match=1, flags=UNSHOWN)
         finally:
             operation.withdrawn()  # no span: like all preparation of communication, it counts as the program's own time
         return created
 
     c10d._new_process_group_helper = in_place_of(helper, create)
+
+
+def _called() -> str:
+    """The name of torch's function that the program has called to create groups, such as init_device_mesh."""
+    name, frame = "new_group", sys._getframe(2)
+    while frame is not None and not is_students(frame.f_code.co_filename):
+        first = frame.f_code.co_qualname.partition(".")[0]
+        if frame.f_globals["__name__"].startswith("torch.") and first in frame.f_globals.get("__all__", ()):
+            name = first
+        frame = frame.f_back  # type: ignore[assignment]  # None after the last
+    return name
 
 
 def _agree_on_members(name: str, number: int, ranks: Sequence[int]) -> None:

@@ -25,6 +25,7 @@ from labkit.comm.own_process_groups import watched_gloo
 from labkit.comm.phases import Phases
 from labkit.comm.pipelines import Pipelines
 from labkit.comm.process_group import watched_process_group
+from labkit.comm.work import keep_for_reducers
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.costs.shared_link import SharedLink
@@ -120,6 +121,7 @@ def _watch_calls(recorder: Recorder, futures: Futures, slow: SlowLink | None) ->
 def _watch_groups(recorder: Recorder, slow: SlowLink | None, *, given: bool) -> Futures:
     futures = Futures()
     futures.install()
+    keep_for_reducers()
     phases = Phases(recorder)
     phases.install()
     Pipelines(recorder, phases).install()

@@ -114,7 +114,7 @@ class Operation:
                 self.failed()
                 return
         if self.booking is not None:
-            self.booking.then(self.completed)
+            self.booking.then(self.completed if self.booking.error is None else self.failed)
         else:
             self.completed()
 
@@ -124,7 +124,11 @@ class Operation:
         return self.booking is not None and not self.done and clock() < self.booking.due_ns
 
     def hold(self) -> None:
-        """Sleep until it ends on the emulated link, if there is one; to be called once the backend has completed it."""
+        """Sleep until it ends on the emulated link, if there is one; to be called once the backend has completed it.
+
+        Raises:
+            RuntimeError: the link takes longer for it than the program's time limit.
+        """
         if self.booking is not None:
             self.booking.hold()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -70,8 +71,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         self._together: list[tuple[Operation, object]] | None = None  # the current batch
         self._silent: set[str] = set()  # operations whose completion the backend does not report
         self._on_gpu: bool | None = None
-        self._timed: bool | None = None
-        self._timed_messages: bool | None = None
+        self._limit_s = self._message_limit_s = 0.0  # not known yet
 
     @classmethod
     def around(cls, real: Any) -> _WatchedGroup:
@@ -108,27 +108,25 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         return self._on_gpu
 
     @property
-    def timed(self) -> bool:
-        """Whether waits for this group's operations end after a time limit that the program has set."""
-        if self._timed is None:
-            self._timed = self._has_limit()
-        return self._timed
+    def limit_s(self) -> float:
+        """The time limit that the program has set for this group's operations, in seconds; inf if it has set none."""
+        self._limit_s = self._limit_s or self._time_limit_s()
+        return self._limit_s
 
     @property
-    def timed_messages(self) -> bool:
+    def message_limit_s(self) -> float:
         """The same for messages, to which gloo applies the time limit with which the group was created."""
-        if self._timed_messages is None:
-            self._timed_messages = self._has_limit()
-        return self._timed_messages
+        self._message_limit_s = self._message_limit_s or self._time_limit_s()
+        return self._message_limit_s
 
-    def _has_limit(self) -> bool:
+    def _time_limit_s(self) -> float:
         limits = [backends_limit(self._real._get_backend(device)) for device in self._real._device_types]
-        return any(ends_by_itself(limit) for limit in limits)
+        return min((limit.total_seconds() for limit in limits if limit is not None and ends_by_itself(limit)), default=math.inf)
 
     def _get_backend(self, device: torch.device) -> Any:
         """Return the backend for a kind of device; the caller may change its time limit."""
-        assert self.timed_messages is not None  # evaluate it before the limit changes
-        self._timed = None
+        assert self.message_limit_s  # evaluate it before the limit changes
+        self._limit_s = 0.0
         return self._real._get_backend(device)
 
     @property
@@ -162,7 +160,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         else:
             ready = device_clock.mark(on_gpu.device.index)
             operation = Operation(ring, name, start_ns, nbytes, peer, group, match, line, ready, signature)
-        operation.timed = self.timed
+        operation.timed = self.limit_s < math.inf
         if number != -1:
             self.backwards.issued(number, operation)
         return operation
@@ -186,7 +184,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
             self._count -= 1
             raise
         flags = OPEN
-        timed = self.timed or (kind.own_limit and ends_by_itself(arguments[-1].timeout))
+        timed = self.limit_s < math.inf or (kind.own_limit and ends_by_itself(arguments[-1].timeout))
         ring.waiting(slot, clock(), TIMED if timed else 0)
         try:
             if work is not None:
@@ -209,7 +207,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
             return None
         if kind.root_has_all and not (nbytes_of(arguments[0]) and nbytes_of(arguments[1])):
             nbytes *= self.size()  # only the root has all parts
-        return self.slow.collective(kind.name, nbytes, self._ranks, self._label, match, at_ns)
+        return self.slow.collective(kind.name, nbytes, self._ranks, self._label, match, at_ns, self.limit_s)
 
     def _followed(self, operation: Operation, work: Any, kept: object, tells: bool) -> Any:
         """Arrange that the end of an issued operation is recorded."""
@@ -249,7 +247,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         else:
             name = RECV.name
         operation = self._issue(name, (tensors,), peer, group, match, tensor_in_words(tensors))
-        operation.timed = self.timed_messages
+        operation.timed = self.message_limit_s < math.inf
         if group:
             self._book_message(operation)
         try:
@@ -276,7 +274,9 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         if self.slow is not None:
             me, other = self._ranks[self.rank()], operation.peer
             ends = (me, other) if operation.name == SEND.name else (other, me)
-            operation.booking = self.slow.message(*ends, operation.nbytes, operation.group, operation.match, operation.start_ns)
+            operation.booking = self.slow.message(
+                *ends, operation.nbytes, operation.group, operation.match, operation.start_ns, limit_s=self.message_limit_s
+            )
 
     def _pair(self, method: str, peer: int, tag: int) -> tuple[int, str, Iterator[int]]:
         """Return the peer's global rank, the key of the pair of ranks, and the numbers of its messages."""
@@ -310,10 +310,10 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         operation.wait_begins(TIMED if ends_by_itself(limit) else 0)
         try:
             self._real.monitored_barrier(*args, **kwargs)
+            operation.hold()
         except BaseException:
             operation.failed()
             raise
-        operation.hold()
         operation.wait_ends()
 
     def _start_coalescing(self, device: torch.device) -> None:

@@ -117,7 +117,7 @@ class ProcessGroupLaunch:
                 self._own.unset(self._destroy)
             elif c10d.GroupMember.WORLD is not None:  # created in an earlier cell
                 self._destroy()
-            timed = ends_by_itself(given.get("timeout"))
+            timed = ends_by_itself(given.get("timeout")) or self._rendezvous.others_may_come(asked)
             with self._rendezvous.waiting("init_process_group", asked.where, asked.size, timed):
                 init(*args, **kwargs)
             self._initialised = True

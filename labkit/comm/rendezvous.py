@@ -74,9 +74,9 @@ class Rendezvous:
     """
 
     def __init__(self, recorder: Recorder, rank: int, connect: Callable[[], Any] | None = None) -> None:
-        self._ring, self._rank, self._connect = recorder.ring, rank, connect
+        self._ring, self._size, self._rank, self._connect = recorder.ring, recorder.size, rank, connect
         self._operation: Operation | None = None  # the current call of a function of torch's
-        self._timed = False  # whether that call fails after a time limit
+        self._timed = False  # see `waiting`
         self._visits: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
 
     def install(self) -> None:
@@ -95,6 +95,10 @@ class Rendezvous:
         """Whether this rank is in a call that is recorded by `waiting`."""
         return self._operation is not None
 
+    def others_may_come(self, asked: Address) -> bool:
+        """Whether other processes than this group's may meet at an address, so that a wait there is never hopeless."""
+        return asked.scheme not in SCHEMES or not _is_here(asked.where) or (self._connect is None and asked.size != self._size)
+
     @contextlib.contextmanager
     def waiting(self, name: str, where: str, size: int, timed: bool = False) -> Iterator[None]:
         """Record that this rank is in a call that returns when `size` processes have entered it.
@@ -103,7 +107,7 @@ class Rendezvous:
             name: the call: "init_process_group".
             where: the address at which the processes meet.
             size: the number of processes.
-            timed: whether the call fails after a time limit that the program has set.
+            timed: whether the call may end without these ranks: by the program's time limit, or by other programs.
         """
         before = self._operation, self._timed
         group = rendezvous_key(where, size)

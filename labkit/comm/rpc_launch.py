@@ -120,7 +120,8 @@ class RpcLaunch:
         address = Address.of(
             getattr(options, "init_method", "env://"), int(given.get("rank", -1)), int(given.get("world_size") or -1)
         )
-        with self._rendezvous.waiting("init_rpc", address.where, address.size):
+        timed = self._rendezvous.others_may_come(address)
+        with self._rendezvous.waiting("init_rpc", address.where, address.size, timed):
             if rpc.api._is_current_rpc_agent_set():
                 if self._nothing_to_do(given["name"], options, address):
                     self._initialised = True

@@ -1,4 +1,8 @@
-"""Records waits for a key of a store, or for its server, which would be invisible since torch waits in C++."""
+"""Records waits for a key of a store, or for its server, which would be invisible since torch waits in C++.
+
+The notebook, another group or another program may set a key of any store that they can open, or serve it. So a wait
+for one is never part of a deadlock: like a wait with a time limit, it is announced after a while.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,6 @@ from torch.distributed.constants import default_pg_timeout
 
 from labkit.comm.futures import in_place_of
 from labkit.comm.rendezvous import Rendezvous
-from labkit.comm.time_limits import ends_by_itself
 from labkit.recording.group_keys import rendezvous_key, store_key
 from labkit.recording.record import Recorder, clock, student_line
 from labkit.recording.schema import TIMED
@@ -44,12 +47,12 @@ class Stores:
     def _get(self, get: Callable[..., Any], store: Any, key: str) -> Any:
         if store.check([key]):
             return get(store, key)
-        return self._waited("store.get", store_key(key), _sets_time(store), lambda: get(store, key))
+        return self._waited("store.get", store_key(key), self._may_end(store), lambda: get(store, key))
 
     def _wait(self, wait: Callable[..., Any], store: Any, keys: list[str], *timeout: timedelta, **named: timedelta) -> Any:
         if store.check(keys):
             return None
-        timed = bool(timeout or named) or _sets_time(store)
+        timed = bool(timeout or named) or self._may_end(store)
         return self._waited("store.wait", store_key(", ".join(keys)), timed, lambda: wait(store, keys, *timeout, **named))
 
     def _open(self, init: Callable[..., None], store: Any, *args: Any, **kwargs: Any) -> None:
@@ -58,7 +61,14 @@ class Stores:
             init(store, *args, **kwargs)
             return
         group = rendezvous_key(f"{given.get('host_name')}:{given['port']}", given.get("world_size") or 2)
-        self._waited("TCPStore", group, ends_by_itself(given.get("timeout")), lambda: init(store, *args, **kwargs), 1)
+        self._waited("TCPStore", group, True, lambda: init(store, *args, **kwargs), 1)
+
+    def _may_end(self, store: Any) -> bool:
+        """Whether a wait for a store's key may end without the ranks: by a time limit, or by another program."""
+        while isinstance(store, c10d.PrefixStore):
+            store = store.underlying_store
+        ours = isinstance(store, c10d.HashStore) or (isinstance(store, c10d.TCPStore) and store.port == self._own_port)
+        return not ours or store.timeout not in STANDARD
 
     def _waited(self, name: str, group: str, timed: bool, call: Callable[[], Any], match: int = 0) -> Any:
         line, start_ns = student_line(), clock()
@@ -73,8 +83,3 @@ class Stores:
                 self._ring.write_communication(
                     name, start_ns, end_ns, wait_start_ns=start_ns, wait_end_ns=end_ns, group=group, match=match, line=line
                 )
-
-
-def _sets_time(store: Any) -> bool:
-    """Whether the program has set a time limit for this store's waits."""
-    return store.timeout not in STANDARD

@@ -7,15 +7,16 @@ import contextlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
-from torch._C._distributed_c10d import Work
+from torch._C._distributed_c10d import Reducer, Work
 
-from labkit.comm.futures import Futures
+from labkit.comm.futures import Futures, in_place_of
 from labkit.comm.operation import Batch, Operation
 from labkit.comm.time_limits import ends_by_itself
 from labkit.recording.schema import TIMED
 
-__all__ = ["SilentWork", "WatchedMessage", "WatchedWork"]
+__all__ = ["SilentWork", "WatchedMessage", "WatchedWork", "keep_for_reducers"]
 
 NO_TIMEOUT: Final = timedelta(0)  # torch's default
 SHORTEST: Final = timedelta(milliseconds=1)
@@ -42,14 +43,15 @@ class WatchedWork(Work):
         """Block until it has completed; on a GPU, make the current stream wait for it."""
         operation = self._operation
         if operation.done:
+            operation.hold()  # raises its error again
             return self._work.wait(timeout)  # type: ignore[no-any-return]
         operation.wait_begins(TIMED if ends_by_itself(timeout) else 0)
         try:
             result: bool = self._work.wait(timeout)
+            operation.hold()
         except BaseException:
             operation.failed()
             raise
-        operation.hold()
         operation.wait_ends()
         return result
 
@@ -181,6 +183,21 @@ class WatchedMessage(WatchedWork):
                 operation.failed()
         finally:
             self._under_way.release()
+
+
+def keep_for_reducers() -> None:
+    """Keep each `Work` that DistributedDataParallel hands to its reducer, as it does inside `Join`.
+
+    The reducer keeps the C++ part only. Without its Python part, that has no `wait` but the one of torch's base class,
+    which never ends.
+    """
+    kept: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    def hand_over(set_handle: Callable[..., None], reducer: Any, work: Any, *how: bool) -> None:
+        kept[reducer] = work
+        set_handle(reducer, work, *how)
+
+    Reducer._set_forward_pass_work_handle = in_place_of(Reducer._set_forward_pass_work_handle, hand_over)  # type: ignore[method-assign]
 
 
 def _delegate(name: str) -> None:

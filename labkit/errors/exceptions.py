@@ -15,6 +15,7 @@ __all__ = [
     "MismatchError",
     "RankError",
     "RankFailure",
+    "RunError",
     "RunTimeoutError",
     "Stopped",
     "install_command",
@@ -88,7 +89,11 @@ class RankFailure:
         return " ".join(filter(None, (self.name, self.verb, self.headline)))
 
 
-class RankError(LabError):
+class RunError(LabError):
+    """Base class of the errors that end a run. Stop is none: it raises a `KeyboardInterrupt`, see `Stopped`."""
+
+
+class RankError(RunError):
     """One or more ranks failed. The report begins with the root cause; each consequence takes one line.
 
     Args:
@@ -153,7 +158,7 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
-class _EndedByGroupError(LabError):
+class _EndedByGroupError(RunError):
     """A run that the group stopped although no rank had failed; the report has a line for each rank."""
 
     why = "{}"

@@ -185,7 +185,8 @@ def _unequal(ranks: Sequence[RankState]) -> set[int]:
 
 
 def _differs(a: Pending, b: Pending) -> bool:
-    names_differ = a.name != b.name and kind_of(a.group) is not GroupKind.PAIR
+    # A group may be created by one function on one rank, and by another one on the next.
+    names_differ = a.name != b.name and kind_of(a.group) not in (GroupKind.PAIR, GroupKind.CREATION)
     if a.type.traffic is Traffic.PAIRWISE:  # ranks may give different amounts; see `group.mismatches`
         return names_differ
     return names_differ or with_elements(a.signature) != with_elements(b.signature)

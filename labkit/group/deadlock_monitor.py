@@ -18,8 +18,8 @@ from labkit.group.processes import RankPool
 from labkit.group.rank_state import RankState
 from labkit.group.remote_calls import cycle_of_calls, served_by
 from labkit.group.stack_dump import ask
-from labkit.group.thread_states import Active, RankThreads, active, children_of, threads_in
-from labkit.group.wait_notices import MOST_NAMES, cycle_notice, waiting_notice
+from labkit.group.thread_states import Active, RankThreads, active, children_of, main_wait, threads_in
+from labkit.group.wait_notices import MOST_NAMES, cycle_notice, unrecorded_notice, waiting_notice
 from labkit.recording.group_keys import GroupKind, kind_of
 from labkit.recording.schema import Pending
 
@@ -29,6 +29,7 @@ CONFIRM_NS: Final = 400_000_000  # between the two checks that must agree before
 CYCLE_NS: Final = 1_500_000_000  # a cycle of calls without any compute is announced after this time
 IDLE_SHARE: Final = 0.05  # of one core, all ranks together: with less, they are idle
 CHECK_FROZEN_EVERY_NS: Final = 500_000_000
+UNMOVED_EVERY_NS: Final = 1_000_000_000  # between two checks whether the main threads of all ranks wait
 SLOW_NS: Final = 10_000_000_000  # a wait for a rank that computes is announced after this time
 LONGEST_PAUSE_NS: Final = 5_000_000_000  # between two checks of the threads of ranks that seem deadlocked
 PLACES_FOR_NS: Final = 5_000_000_000  # how long the place where a rank was seen is shown
@@ -83,6 +84,9 @@ class DeadlockMonitor:
         self._places: dict[int, RankThreads] = {}  # the threads of ranks that others wait for
         self._places_until_ns = 0
         self._cpu_time = 0, 0.0, False  # time of the last check, CPU seconds of all ranks then, and whether they were idle
+        self._unmoved: Mapping[int, int] = {}  # the context switches of main threads that all waited at the last check
+        self._unmoved_ns = 0  # since when
+        self._unmoved_check_ns = 0
         self._frozen: list[Member] = []
         self._frozen_check_ns = 0
         self._unnoted = [m.reader.unnoted for m in self._members]
@@ -104,7 +108,7 @@ class DeadlockMonitor:
         waited_ns = max((now_ns - p.wait_start_ns for of_rank in pending for p in of_rank if p.wait_start_ns), default=0)
         if waited_ns < kind.certain_after_s * 1e9:
             self._suspicion = None
-            self.notice = ""
+            self.notice = self._notice_of_unrecorded(now_ns)
             return None
         blocked_in = {(p.group, p.match) for of_rank in pending for p in of_rank if p.wait_start_ns and p.match}
         states = [self._state_of(m, p, blocked_in) for m, p in zip(self._members, pending, strict=True)]
@@ -171,6 +175,24 @@ class DeadlockMonitor:
             self._places = self._threads_of(elsewhere, with_children=False)
             self._places_until_ns = time.perf_counter_ns() + PLACES_FOR_NS
         return waiting_notice(states, self._places, acting, now_ns)
+
+    def _notice_of_unrecorded(self, now_ns: int) -> str:
+        """The notice while no rank waits in an operation: all wait for locks, in C++ perhaps, and none computes."""
+        if now_ns - self._unmoved_check_ns < UNMOVED_EVERY_NS:
+            return self.notice if self._unmoved else ""
+        self._unmoved_check_ns = now_ns
+        running = [m for m in self._members if m.rank in self._on and m.rank not in {*self._results, *self._failures}]
+        waits = {m.rank: main_wait(m.process.pid) for m in running}
+        if not self._idle(now_ns) or -1 in waits.values():
+            waits = {}
+        if waits != self._unmoved:
+            self._unmoved, self._unmoved_ns = waits, now_ns
+        if not waits or now_ns - self._unmoved_ns <= SLOW_NS:
+            return ""
+        if now_ns > self._places_until_ns or self._places.keys() != waits.keys():
+            self._places = self._threads_of(waits, with_children=False)
+            self._places_until_ns = time.perf_counter_ns() + PLACES_FOR_NS
+        return unrecorded_notice([m.name for m in self._members], self._places, now_ns - self._unmoved_ns)
 
     def _any_frozen(self, now_ns: int) -> bool:
         """Whether a signal has stopped a rank's process, so that ranks that wait for it are not in a deadlock."""

@@ -8,7 +8,7 @@ from typing import Final
 from labkit.errors.lists import listed
 from labkit.group.deadlock import Deadlock, Reason, first_mismatch
 from labkit.group.rendezvous import HINTS, hint_of
-from labkit.recording.group_keys import GroupKind, kind_of, where_of
+from labkit.recording.group_keys import GroupKind, ends_of, kind_of, where_of
 from labkit.recording.operations import RECV, RPC, RPC_SHUTDOWN, SEND, TO_HERE
 from labkit.recording.schema import Pending
 
@@ -26,9 +26,13 @@ ALL_OF_TENSORFLOW: Final = (
     "All ranks of a strategy must run the same steps: look for a dataset or a loop of another length, or an early return. A rank "
     "whose server others still need calls `server.join()` at its end, not `return`."
 )
-CREATED: Final = "Every rank must call new_group, in the same order, also ranks that do not belong to the new group."
+CREATED: Final = "Every rank must call {}, in the same order, also ranks that do not belong to the new group."
+UNRECEIVED: Final = (
+    "A send ends only when the other side receives: look for a receive that is missing there, or that has another source or tag."
+)
+UNSENT: Final = "Look for a send that is missing on the other rank, or that has another destination or tag."
+TAGS: Final = "A message is received with the tag that it is sent with: {}."
 FITTING: Final = "A receive needs a tensor of the size and type that is sent."
-USUALLY: Final = {GroupKind.TENSORFLOW: ALL_OF_TENSORFLOW, GroupKind.CREATION: CREATED}  # else `ALL`
 SERVES_OTHERS: Final = (
     "`join()` of a server returns when the others have returned: also call the rank that they serve, such as the chief."
 )
@@ -64,7 +68,7 @@ def deadlock_in_words(deadlock: Deadlock, names: Sequence[str]) -> tuple[str, st
             if deadlock.reason is Reason.NOT_CALLED:
                 nor = f", nor was {' or '.join(names[i] for i in deadlock.absent)}" if deadlock.absent else ""
                 return f"was not called{nor}, and {where}", CALLED
-            return f"returned while {where}", USUALLY.get(kind_of(first.group), ALL)
+            return f"returned while {where}", _usual_of_returned(first)
         case Reason.NO_THREAD:
             where = listed(list(dict.fromkeys(_at(p) for _, p in waits)))
             return f"{waits[0][0]} waits in {where} on every thread that serves calls: none is left to receive a reply", NO_THREAD
@@ -75,7 +79,7 @@ def deadlock_in_words(deadlock: Deadlock, names: Sequence[str]) -> tuple[str, st
         case Reason.CIRCLE:
             pairs = zip(waits, [*waits[1:], waits[0]], strict=True)
             links = [f"{name} waits in {_at(p)} for {other}" for (name, p), (other, _) in pairs]
-            return "; ".join(links), _usual([operation for _, operation in waits])
+            return "; ".join(links), _unlike_tags(waits) or _usual([operation for _, operation in waits])
         case Reason.NO_SENDER:
             waiting = list(dict.fromkeys(name for name, _ in waits))
             return f"{listed(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for a message that nobody will send", ""
@@ -159,10 +163,32 @@ def _uncompleted_future(waits: Sequence[tuple[str, Pending]], names: Sequence[st
     )
 
 
+def _usual_of_returned(operation: Pending) -> str:
+    """The usual mistake if a rank returned without entering an operation."""
+    match kind_of(operation.group):
+        case GroupKind.TENSORFLOW:
+            return ALL_OF_TENSORFLOW
+        case GroupKind.CREATION:
+            return CREATED.format(operation.in_words)
+        case GroupKind.PAIR:
+            return UNRECEIVED if operation.type is SEND else UNSENT
+    return ALL
+
+
+def _unlike_tags(waits: Sequence[tuple[str, Pending]]) -> str:
+    """A hint at a message that is sent with one tag and received with another; "" if there is none."""
+    messages = [(name, p, ends_of(p.group)) for name, p in waits if kind_of(p.group) is GroupKind.PAIR]
+    for source, sent, ends in messages:
+        for destination, received, others in messages:
+            if sent.type is SEND and received.type is RECV and ends[:2] == others[:2] and ends != others:
+                return TAGS.format(f"{source} sends with tag {ends[2]}, and {destination} receives with tag {others[2]}")
+    return ""
+
+
 def _usual(operations: Sequence[Pending]) -> str:
     types = {p.type for p in operations}
-    if any(kind_of(p.group) is GroupKind.CREATION for p in operations):
-        return CREATED
+    if created := [p for p in operations if kind_of(p.group) is GroupKind.CREATION]:
+        return CREATED.format(created[0].in_words)
     if any(kind_of(p.group) is GroupKind.RENDEZVOUS and p.type is not RPC_SHUTDOWN for p in operations):
         return HINTS[GroupKind.RENDEZVOUS]
     if types == {SEND}:

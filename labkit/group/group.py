@@ -159,8 +159,8 @@ class Group:
 
         Raises:
             RankError: a rank raised or died. The others are stopped; the next run starts new ranks.
-            LabError: something cannot be sent (the message names it), `timeout_s` has passed, or the ranks are
-                deadlocked.
+            DeadlockError, MismatchError, RunTimeoutError: the run ended otherwise; each is a `RunError`, too.
+            LabError: something cannot be sent (the message names it).
             KeyboardInterrupt: Stop was pressed. The ranks are stopped; the next run starts new ones.
         """
         return self._run(function, args, kwargs, range(len(self)), watch=False)

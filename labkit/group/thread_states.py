@@ -25,7 +25,7 @@ from labkit.errors.own_code import LABKIT
 from labkit.group.stack_dump import Frame, stacks_of
 from labkit.recording.record import is_students
 
-__all__ = ["Active", "RankThreads", "Thread", "active", "children_of", "threads_in"]
+__all__ = ["Active", "RankThreads", "Thread", "active", "children_of", "main_wait", "threads_in"]
 
 # The number of the system call in which a thread waits for a lock, on known architectures.
 FUTEX: Final = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine(), -1)
@@ -262,11 +262,30 @@ def _in_collective(thread: Thread) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """The kernel's view of a thread: its stack pointer, whether it waits endlessly for a lock, its context switches."""
+    """The kernel's view of a waiting thread.
+
+    Args:
+        pointer: its stack pointer.
+        lock: whether it waits for a lock.
+        endless: whether it waits for a lock without a time limit.
+        switches: its number of context switches.
+    """
 
     pointer: int
+    lock: bool
     endless: bool
     switches: int
+
+
+def main_wait(pid: int) -> int:
+    """The number of context switches of a process's main thread if it waits for a lock, in C++ or Python; else -1."""
+    if FUTEX < 0:
+        return -1
+    try:
+        wait = _kernel_wait(Path(f"/proc/{pid}/task/{pid}"))
+    except OSError:
+        return -1
+    return wait.switches if wait is not None and wait.lock else -1
 
 
 def _kernel_waits(pid: int) -> dict[int, _Wait]:
@@ -280,22 +299,27 @@ def _kernel_waits(pid: int) -> dict[int, _Wait]:
     for task in Path(f"/proc/{pid}/task").glob("*"):
         for _ in range(ATTEMPTS):
             try:
-                words, status = (task / "syscall").read_text().split(), (task / "status").read_text()
+                wait = _kernel_wait(task)
             except OSError:
                 break
-            if len(words) < 3:  # "running": it may be waiting again in a moment
-                time.sleep(0)
-                continue
-            endless = False
-            if int(words[0]) == FUTEX:
-                command, limit = int(words[2], 16), int(words[4], 16)
-                endless = command & FUTEX_COMMAND in FUTEX_WAITS and bool(command & FUTEX_PRIVATE) and limit == 0
-            switches = sum(int(line.split()[1]) for line in status.splitlines() if "_ctxt_switches" in line)
-            found[int(task.name)] = _Wait(int(words[-2], 16), endless, switches)
-            break
+            if wait is not None:
+                found[int(task.name)] = wait
+                break
+            time.sleep(0)  # it is running, and may be waiting again in a moment
         else:
             return {}  # the unknown stack pointer could make `threads_in` confuse this thread with another
     return found
+
+
+def _kernel_wait(task: Path) -> _Wait | None:
+    """The kernel's view of a thread; None if it is running."""
+    words, status = (task / "syscall").read_text().split(), (task / "status").read_text()
+    if len(words) < 3:  # "running"
+        return None
+    lock = int(words[0]) == FUTEX and int(words[2], 16) & FUTEX_COMMAND in FUTEX_WAITS
+    endless = lock and bool(int(words[2], 16) & FUTEX_PRIVATE) and int(words[4], 16) == 0
+    switches = sum(int(line.split()[1]) for line in status.splitlines() if "_ctxt_switches" in line)
+    return _Wait(int(words[-2], 16), lock, endless, switches)
 
 
 def _handled_signals(pid: int) -> frozenset[int]:

@@ -12,12 +12,13 @@ from labkit.group.deadlock_words import operation_in_words, place
 from labkit.group.output import cell_label
 from labkit.group.rank_state import RankState
 from labkit.group.remote_calls import promised, served_by
+from labkit.group.rendezvous import HINTS
 from labkit.group.stack_dump import Frame
 from labkit.group.thread_states import Active, RankThreads, Thread
-from labkit.recording.group_keys import DIST_BACKWARD
-from labkit.recording.schema import Pending
+from labkit.recording.group_keys import DIST_BACKWARD, kind_of
+from labkit.recording.schema import TIMED, Pending
 
-__all__ = ["MOST_NAMES", "cycle_notice", "waiting_notice"]
+__all__ = ["MOST_NAMES", "cycle_notice", "unrecorded_notice", "waiting_notice"]
 
 MOST_WAITS: Final = 3  # operations that are listed, and ranks that have not entered them
 MOST_NAMES: Final = 4
@@ -25,6 +26,7 @@ SOURCE_CHARACTERS: Final = 60
 ROUNDED_S: Final = 5  # how often the notice changes
 # torch waits for a gradient of each result, and gets none for a result that the loss does not depend on.
 BACKWARD: Final = "it waits for ever if the loss leaves out a result of a remote call in its context"
+OUTSIDE: Final = "another program may end that wait"
 SHORT: Final = 0.5  # of the longest wait: shorter waits are not listed, since a healthy rank may do them all the time
 
 
@@ -36,6 +38,23 @@ def cycle_notice(names: Sequence[str]) -> str:
     """
     calls = f"calls wait for one another in a circle: {' → '.join(names)}"
     return f"{calls}, and no rank computes: does one of them hold a lock? Stop ends the run."
+
+
+def unrecorded_notice(names: Sequence[str], threads: Mapping[int, RankThreads], waited_ns: int) -> str:
+    """The notice about ranks that all wait, but not in an operation that labkit records.
+
+    Args:
+        names: the names of all ranks.
+        threads: the threads of the ranks that wait.
+        waited_ns: how long they have waited.
+    """
+    by_place: dict[str, list[str]] = {}
+    for i, of_rank in threads.items():
+        by_place.setdefault(_where(of_rank.main), []).append(names[i])
+    return "; ".join(
+        f"{_some(who)} {'has' if len(who) == 1 else 'have'} waited in C++ or for a lock for more than {_rounded(waited_ns)} s, "
+        f"at {where}" for where, who in list(by_place.items())[:MOST_WAITS]
+    )  # fmt: skip
 
 
 def waiting_notice(
@@ -71,6 +90,7 @@ def waiting_notice(
     parts += _serving(ranks, calls, threads)
     parts += _promised(ranks, futures)
     parts += [BACKWARD] if any(p.group == DIST_BACKWARD for p in calls) else []
+    parts += [OUTSIDE] if any(p.thread == TIMED and kind_of(p.group) in HINTS for p in calls) else []
     waiting = [i for who in longest_first for i, _ in who if i in acting]
     parts += [f"{ranks[i].name} {_may_act(acting[i])}" for i in waiting[:MOST_WAITS]]
     return "; ".join(parts)
@@ -78,12 +98,17 @@ def waiting_notice(
 
 def _waiters(ranks: Sequence[RankState], who: Sequence[tuple[int, Pending]], now_ns: int) -> str:
     operation = who[0][1]
-    seconds = int((now_ns - max(p.wait_start_ns for _, p in who)) / (ROUNDED_S * 1e9)) * ROUNDED_S
+    seconds = _rounded(now_ns - max(p.wait_start_ns for _, p in who))
     names = [rank.name for rank in ranks] if len({p.peer for _, p in who}) == 1 else ()
     return (
         f"{_some([ranks[i].name for i, _ in who])} {'has' if len(who) == 1 else 'have'} waited in "
         f"{operation_in_words(operation, names)}{place(operation)} for more than {seconds} s"
     )
+
+
+def _rounded(waited_ns: int) -> int:
+    """Seconds, which change so rarely that the notice can be read."""
+    return int(waited_ns / (ROUNDED_S * 1e9)) * ROUNDED_S
 
 
 def _elsewhere(

@@ -70,9 +70,10 @@ sys.path[:] = {0!r}
 import json, os
 from labkit.errors.exceptions import LabError
 from labkit.worker.network_namespace import make, wanted
+from labkit.worker.other_users import other_users
 try:
     network = make(wanted(os.environ)).unless_asked_outside(os.environ)
-    print(json.dumps({{"private": network.private, "why": network.why}}))
+    print(json.dumps({{"private": network.private, "why": network.why, "others": other_users(os.geteuid())}}))
 except LabError as error:
     print(json.dumps({{"error": str(error)}}))
 """
@@ -96,7 +97,8 @@ class Facts:
         versions: versions by package; None for a package that is not installed.
         torch: torch's reply: "cuda", "gpus", "gloo", "nccl", "rpc"; or "error".
         tensorflow: TensorFlow's reply: "gpus"; or "error". Empty without a GPU, because TensorFlow is not asked then.
-        network: whether ranks use a private network: "private", and "why" if not; or "error".
+        network: whether ranks use a private network, "private", and "why" if not; whether the machine has "others" than
+            this user; or "error".
         start: the value of LABKIT_START; None if it is not set.
     """
 
@@ -334,7 +336,8 @@ def _network(facts: Facts) -> Finding:
     if reply["private"] and not spawned:
         return Finding(subject, "a private network, which no other user of this machine can reach")
     why = "they are spawned" if spawned else reply["why"]
-    return Finding(subject, f"this machine's network, where other users of it can reach them ({why})")
+    reach = "where other users of it can reach them" if reply["others"] else "where nobody else has an account"
+    return Finding(subject, f"this machine's network, {reach} ({why})")
 
 
 def _version(package: str) -> str | None:

@@ -9,8 +9,8 @@ from functools import lru_cache
 from typing import Final
 
 __all__ = [
-    "DIST_BACKWARD", "TENSORFLOW", "GroupKind", "call_key", "creation_key", "kind_of", "of_ranks", "pair_key", "ranks_of",
-    "rendezvous_key", "sender_of", "size_of", "store_key", "where_of",
+    "DIST_BACKWARD", "TENSORFLOW", "GroupKind", "call_key", "creation_key", "ends_of", "kind_of", "of_ranks", "pair_key",
+    "ranks_of", "rendezvous_key", "size_of", "store_key", "where_of",
 ]  # fmt: skip
 
 
@@ -85,9 +85,11 @@ def ranks_of(key: str) -> list[int] | None:
     return [int(number) for number in listed[1].split(",")] if listed else None
 
 
-def sender_of(key: str) -> int:
-    """Return the sending rank, given the key of a pair."""
-    return int(key.removeprefix(_BEGIN[GroupKind.PAIR]).partition(">")[0])
+def ends_of(key: str) -> tuple[int, int, int]:
+    """Return the sending rank, the receiving rank and the tag, given the key of a pair."""
+    ends, _, tag, *_ = key.removeprefix(_BEGIN[GroupKind.PAIR]).split()
+    source, destination = ends.split(">")
+    return int(source), int(destination), int(tag)
 
 
 def size_of(key: str) -> int:
@@ -96,8 +98,11 @@ def size_of(key: str) -> int:
 
 
 def where_of(key: str) -> str:
-    """Return where ranks meet, or the key that they wait for, in words that follow the name of the call; else ""."""
+    """Return where ranks meet, a key that they wait for, or a message's tag, in words after the call's name, or ""."""
     kind = kind_of(key)
+    if kind is GroupKind.PAIR:
+        tag = ends_of(key)[2]
+        return f"with tag {tag}" if tag else ""
     if kind is GroupKind.STORE:
         return f"for key {key.removeprefix(_BEGIN[kind])!r}"
     return key.removeprefix("rendezvous ") if kind is GroupKind.RENDEZVOUS else ""

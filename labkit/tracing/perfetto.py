@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from labkit.recording.events import ProfilerEvent, Scalar
-from labkit.recording.group_keys import GroupKind, kind_of, sender_of
+from labkit.recording.group_keys import GroupKind, ends_of, kind_of
 from labkit.recording.operations import REPLY, SERVE, TO_HERE, VALUE, type_of
 from labkit.recording.schema import FIELDS, ROOTED, STEPS_IN_ALL, Span
 
@@ -209,7 +209,7 @@ def _arrows(spans: Sequence[Span], places: Sequence[int], ranks: Sequence[str], 
         replies = [i for i in pair if type_of(spans[i].name) in (REPLY, VALUE)]
         if len(replies) != 1:
             messages = [i for i in pair if kind_of(spans[i].group) is GroupKind.PAIR]
-            senders = [i for i in messages if sender_of(spans[i].group) == spans[i].rank]
+            senders = [i for i in messages if ends_of(spans[i].group)[0] == spans[i].rank]
             if len(senders) == 1:
                 arrow("message", senders[0], pair[pair[0] == senders[0]])
             continue

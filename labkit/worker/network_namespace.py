@@ -11,6 +11,8 @@ network.
                    └── thread in the namespace ──> the threads of the store, gloo and TensorPipe
 
 Creating one requires a capability that root has; other users have it in a new user namespace, which the server enters.
+Programs outside cannot reach the ranks, not even the notebook. So where nobody else has an account, it is not made
+unless requested.
 
 Source: network_namespaces(7), user_namespaces(7) and setns(2), the Linux man-pages.
 """
@@ -31,13 +33,14 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
 from labkit.errors.exceptions import LabError
+from labkit.worker.other_users import other_users
 
 __all__ = ["INTERFACES", "LOOPBACK_INTERFACE", "Network", "make", "wanted"]
 
 VARIABLE: Final = "LABKIT_NETWORK"
 PRIVATE: Final = "private"  # a private network, or an error
 SHARED: Final = "shared"  # the machine's network
-WHERE_ALLOWED: Final = ""  # a private network if the system allows it, else the machine's
+WHERE_ALLOWED: Final = ""  # a private network if others use this machine and the system allows it, else the machine's
 LIMIT_S: Final = 60.0  # seconds for creating a network, which takes 1 ms
 CLONE_NEWUSER: Final = 0x10000000
 CLONE_NEWNET: Final = 0x40000000
@@ -60,7 +63,8 @@ def wanted(environment: Mapping[str, str]) -> str:
     given = environment.get(VARIABLE, WHERE_ALLOWED)
     if given not in (PRIVATE, SHARED, WHERE_ALLOWED):
         raise LabError(
-            f"{VARIABLE}={given!r}: expected 'private', 'shared', or nothing, which means 'private' if this system allows it"
+            f"{VARIABLE}={given!r}: expected 'private', 'shared', or nothing, which means 'private' if this machine has other "
+            "users and the system allows it"
         )
     return given
 
@@ -144,6 +148,8 @@ def make(mode: str) -> Network:
     """
     if mode == SHARED:
         return Network(why=f"{VARIABLE}={SHARED}")
+    if mode == WHERE_ALLOWED and not other_users(os.geteuid()):
+        return Network(why=f"{VARIABLE}={PRIVATE} hides them")
     try:
         if sys.platform != "linux":
             raise OSError("only Linux has private networks")

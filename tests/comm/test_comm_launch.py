@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import cells as in_cells
@@ -307,20 +306,19 @@ def one_ends_rpc() -> None:
         rpc.shutdown()
 
 
-def one_looks_for_a_store() -> None:
-    if my_rank() == 1:
-        dist.TCPStore("localhost", 29777, 3, False)
+def nobody_sets() -> None:
+    dist.distributed_c10d._get_default_store().wait([f"key {my_rank()}"])
 
 
-def nobody_sets(folder: str) -> None:
-    dist.FileStore(f"{folder}/store", 3).wait([f"key {my_rank()}"])
-
-
-def nobody_sets_what_one_gets(folder: str) -> None:
-    store = dist.FileStore(f"{folder}/store", 3)
+def nobody_sets_what_one_gets() -> None:
     if my_rank() == 2:
-        store.get("key")
+        dist.PrefixStore("mine", dist.distributed_c10d._get_default_store()).get("key")
     dist.barrier()
+
+
+def nobody_sets_in_a_store_of_ones_own() -> None:
+    if my_rank() == 1:
+        dist.HashStore().get("key")
 
 
 # By program: the runtime, the reason, and the ranks that wait, each with its operation and what it waits for, which is
@@ -329,9 +327,9 @@ FOR_EVER: dict[Callable[..., None], tuple[str, Reason, list[tuple[int, str, int 
     other_ports: ("torch", Reason.RENDEZVOUS, [(rank, "init_process_group", 3) for rank in range(3)]),
     one_initialises: ("torch", Reason.RETURNED, [(0, "init_process_group", 3)]),
     too_many_expected: ("torch", Reason.RENDEZVOUS, [(rank, "init_process_group", 4) for rank in range(3)]),
-    one_looks_for_a_store: ("torch", Reason.RETURNED, [(1, "TCPStore", 3)]),
     nobody_sets: ("torch", Reason.RENDEZVOUS, [(rank, "store.wait", store_key(f"key {rank}")) for rank in range(3)]),
     nobody_sets_what_one_gets: ("torch", Reason.RENDEZVOUS, [(2, "store.get", store_key("key"))]),
+    nobody_sets_in_a_store_of_ones_own: ("torch", Reason.RENDEZVOUS, [(1, "store.get", store_key("key"))]),
     one_starts_rpc: ("rpc", Reason.RETURNED, [(0, "init_rpc", 3)]),
     one_ends_rpc: ("rpc", Reason.RETURNED, [(1, "rpc.shutdown", 3)]),
 }
@@ -342,13 +340,11 @@ def awaited(operation: Pending) -> int | str:
 
 
 @pytest.mark.parametrize("program", FOR_EVER, ids=lambda program: program.__name__)
-def test_a_wait_without_end_is_reported(
-    program: Callable[..., None], tmp_path: Path, groups: dict[str, lab.Group], reported: Reported
-) -> None:
+def test_a_wait_without_end_is_reported(program: Callable[..., None], groups: dict[str, lab.Group], reported: Reported) -> None:
     which, reason, waits = FOR_EVER[program]
     group = groups[which]
     with pytest.raises(RankError if reason is Reason.RETURNED else DeadlockError):
-        group.run(program, *([str(tmp_path)] if program.__code__.co_argcount else []))
+        group.run(program)
     found = reported.deadlocks[-1]
     assert (found.reason, [(rank, p.name, awaited(p)) for rank, p in found.waits]) == (reason, waits)
     assert group.run(my_rank).results == [0, 1, 2]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import comm_cases as cases
@@ -240,6 +242,46 @@ def test_an_error_of_one_rank_is_still_reported(pair: Group) -> None:
     with pytest.raises(lab.RankError, match="mine"):
         pair.run(fail)
     assert pair.run(lambda: 1).results == [1, 1]
+
+
+def at_once(pair: Any, other: int) -> None:
+    dist.all_reduce(torch.ones(1), group=pair)
+
+
+def by_its_work(pair: Any, other: int) -> None:
+    work = dist.all_reduce(torch.ones(1), group=pair, async_op=True)
+    assert work is not None
+    with contextlib.suppress(RuntimeError):
+        work.wait()
+        return
+    work.wait()  # it still has failed
+
+
+def by_its_future(pair: Any, other: int) -> None:
+    work = dist.all_reduce(torch.ones(1), group=pair, async_op=True)
+    assert work is not None
+    work.get_future().wait()
+
+
+def by_a_message(pair: Any, other: int) -> None:
+    (dist.recv if other else dist.send)(torch.ones(1), other, group=pair)
+
+
+def limited(waits: Callable[..., None], limit_s: float) -> str:
+    """If the ranks do not even create the group within the limit, gloo raises the same error."""
+    try:
+        waits(dist.new_group([0, 1], timeout=timedelta(seconds=limit_s)), 1 - dist.get_rank())
+    except RuntimeError as error:
+        return type(error).__name__
+    return "completed"
+
+
+@pytest.mark.parametrize("waits", [at_once, by_its_work, by_its_future, by_a_message], ids=lambda f: f.__name__)
+def test_a_time_limit_of_the_program_is_shorter_than_the_transfer(waits: Callable[..., None]) -> None:
+    with Group(2, link=lab.Link(gbit_per_s=1, latency_us=100e6), timeout_s=90) as group:  # one message takes longer
+        run = group.run(limited, waits, 1.0)
+    assert run.results == ["RuntimeError"] * 2
+    assert not any(span.done for span in run.trace if span.kind == "communication")
 
 
 def test_remote_calls() -> None:

@@ -25,7 +25,7 @@ ROOTS = {"broadcast": 1, "gather": 0, "reduce": 0, "scatter": 0}  # in `cases.co
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Group]:
-    with Group(2) as group:
+    with Group(2, timeout_s=200) as group:
         yield group
 
 
@@ -250,6 +250,15 @@ def test_data_parallel(pair: Group, how: str) -> None:
             if s.wait_start_ns:  # operations under way at the end of the backward pass were waited for until they completed
                 assert s.start_ns <= s.wait_start_ns < s.wait_end_ns
                 assert s.wait_end_ns == s.end_ns or s.nbytes == 32
+
+
+@pytest.mark.parametrize("divide", [True, False])
+def test_uneven_inputs(pair: Group, divide: bool) -> None:
+    """Without a fixed divisor, C++ waits in the backward pass for an operation that the forward pass has issued."""
+    run = same_as_torchs_own(pair, cases.uneven_inputs, divide)
+    announced = [[s for s in communications(run, rank) if (s.name, s.nbytes) == ("all_reduce", FLOAT)] for rank in (0, 1)]
+    assert all(s.done for of_rank in announced for s in of_rank)
+    assert len(announced[0]) == len(announced[1]) >= 3
 
 
 def test_a_rank_waits_visibly_at_the_end_of_its_backward_pass(pair: Group) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import labkit as lab
 from labkit.errors.exceptions import DeadlockError, LabError, RankError, RankFailure, install_command, missing
 
 TRACEBACK = """Traceback (most recent call last):
@@ -103,9 +104,27 @@ def test_an_error_survives_pickling(protocol: int) -> None:
     assert (type(plain), str(plain)) == (LabError, "no group")
 
 
-def test_a_rank_error_can_be_caught_as_a_lab_error() -> None:
-    with pytest.raises(LabError):
-        raise RankError([CRASH])
+ENDS = [RankError([CRASH]), *(kind("why", "", []) for kind in (DeadlockError, lab.MismatchError, lab.RunTimeoutError))]
+
+
+@pytest.mark.parametrize("error", ENDS, ids=lambda error: type(error).__name__)
+def test_one_public_name_catches_every_error_that_ends_a_run(error: LabError) -> None:
+    assert getattr(lab, type(error).__name__) is type(error)
+    assert isinstance(error, lab.RunError)
+    assert issubclass(lab.RunError, lab.LabError)
+
+
+def test_stop_ends_loops_that_catch_errors() -> None:
+    assert issubclass(lab.Stopped, KeyboardInterrupt)
+    assert not issubclass(lab.Stopped, Exception)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("Deadlock", "DeadlockError"), ("TimeoutError", "RunTimeoutError"), ("RunErrors", "RunError")]
+)
+def test_the_hint_at_a_wrong_name_names_the_error_that_is_meant(wrong: str, right: str) -> None:
+    with pytest.raises(AttributeError, match=f"labkit has no '{wrong}'; did you mean '{right}'"):
+        getattr(lab, wrong)
 
 
 def test_a_missing_package_names_the_extra_and_the_command() -> None:

@@ -52,6 +52,12 @@ def test_a_sent_message_arrives() -> None:
     assert deadlock_of(standing(message("recv", 1, 0, 2)), standing(came={"p2p 1>0 tag 0": 1}, returned=True)).culprit == 1
 
 
+def test_a_group_may_be_created_by_different_functions() -> None:
+    ranks = [standing(op(name, group="new group 1 of ranks 0,1,2")) for name in ("init_device_mesh", "new_group")]
+    assert deadlock_of(*ranks, COMPUTES) is None
+    assert deadlock_of(*ranks, RETURNED).culprit == 2
+
+
 def test_a_message_of_another_tag_is_another_one() -> None:
     assert deadlock_of(standing(message("recv", 1, 0)), standing(came={"p2p 1>0 tag 7": 1}, returned=True)).culprit == 1
 

@@ -89,6 +89,32 @@ def facing(kind: str) -> list[RankState]:
             "Every rank must call new_group",
         ),
         (
+            [
+                standing(op("init_device_mesh", group="new group 1 of ranks 0,1")),
+                standing(op("new_group", group="new group 2 of ranks 0,1")),
+            ],
+            (
+                "rank 0 waits in init_device_mesh (cell 5, line 1) for rank 1; rank 1 waits in new_group (cell 5, line 1) for "
+                "rank 0"
+            ),
+            "Every rank must call init_device_mesh",
+        ),
+        (
+            [standing(message("send", 0, 1)), RETURNED],
+            "returned while rank 0 still waits for it in send (cell 5, line 1)",
+            "look for a receive that is missing",
+        ),
+        (
+            [standing(message("recv", 1, 0)), RETURNED],
+            "returned while rank 0 still waits for it in recv (cell 5, line 1)",
+            "Look for a send that is missing",
+        ),
+        (
+            [standing(message("send", 0, 1)), standing(message("recv", 0, 1, tag=7))],
+            "rank 0 waits in send (cell 5, line 1) for rank 1; rank 1 waits in recv with tag 7 (cell 5, line 1) for rank 0",
+            "the tag that it is sent with: rank 0 sends with tag 0, and rank 1 receives with tag 7.",
+        ),
+        (
             [standing(message("recv", 1, 0)), standing(op("barrier"))],
             "rank 0 waits in recv (cell 5, line 1) for rank 1; rank 1 waits in barrier (cell 5, line 1) for rank 0",
             "messages and collectives",

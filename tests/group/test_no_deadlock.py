@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.pool import ThreadPool
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ import labkit as lab  # noqa: E402
 from labkit.errors.exceptions import DeadlockError  # noqa: E402
 from labkit.group.deadlock import Reason  # noqa: E402
 from labkit.group.output import Output  # noqa: E402
+from labkit.group.thread_states import FUTEX  # noqa: E402
 from labkit.recording.group_keys import GroupKind, kind_of  # noqa: E402
 from labkit.worker.runtimes.registry import RUNTIMES  # noqa: E402
 
@@ -340,6 +343,108 @@ def test_torchs_own_time_limit_postpones_nothing(limit: timedelta | None, three:
     assert reported.deadlock() == (Reason.RETURNED, [(0, "monitored_barrier")])
 
 
+# Stores that other programs can open.
+
+
+def gets_a_key(open_store: Callable[[str], Any], path: str) -> bytes:
+    """Rank 0 waits for rank 1, and rank 2 has returned."""
+    value: bytes = open_store(path).get("key") if dist.get_rank() == 1 else b""
+    if dist.get_rank() == 0:
+        dist.recv(torch.ones(1), 1)
+    elif dist.get_rank() == 1:
+        dist.send(torch.ones(1), 0)
+    return value
+
+
+def waits_for_a_key(open_store: Callable[[str], Any], path: str) -> bytes:
+    """All ranks wait."""
+    open_store(path).wait(["key"])
+    return b"value" if dist.get_rank() == 1 else b""
+
+
+def a_file(path: str) -> Any:
+    return dist.FileStore(path, 2)
+
+
+def part_of_a_file(path: str) -> Any:
+    return dist.PrefixStore("part", dist.FileStore(path, 2))
+
+
+def meets(path: str, rank: int) -> float:
+    """Meets a rank of another group; the others have returned."""
+    if dist.get_rank():
+        return 0.0
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    return float(one)
+
+
+class Notebook:
+    """Acts once the notice about a run appears, which is after a false deadlock would be reported."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+        self.said = ""
+        self._act = act
+        monkeypatch.setattr("labkit.group.deadlock_monitor.SLOW_NS", int(LATE_S * 1e9))
+        monkeypatch.setattr(Output, "say", lambda _, word: self._acts(word))
+
+    def _acts(self, word: str) -> None:
+        if word and not self.said:
+            self.said = word
+            self._act()
+
+
+@pytest.mark.parametrize("open_store", [a_file, part_of_a_file], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("program", [gets_a_key, waits_for_a_key], ids=lambda f: f.__name__)
+def test_the_notebook_sets_a_key_that_ranks_wait_for(
+    program: Callable[..., bytes], open_store: Callable[[str], Any], three: lab.Group, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    path = f"{tmp_path}/store"
+    notebook = Notebook(monkeypatch, lambda: open_store(path).set("key", "value"))
+    assert three.run(program, open_store, path).results == [b"", b"value", b""]
+    assert "for key 'key' (test_no_deadlock.py, line " in notebook.said
+
+
+def gets_from_a_server(port: int) -> bytes:
+    store = dist.TCPStore("localhost", port, 2, False) if dist.get_rank() == 1 else None
+    return b"" if store is None else store.get("key")
+
+
+@pytest.mark.parametrize("late", ["the key", "the server"])
+def test_the_notebook_serves_a_store(late: str, three: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+
+        def serve() -> None:
+            held.listen()
+            options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": held.detach()}
+            KEPT.append(dist.TCPStore("127.0.0.1", port, **options))
+
+        def act() -> None:
+            if late == "the server":
+                serve()
+            KEPT[-1].set("key", "value")
+
+        if late == "the key":
+            serve()
+        notebook = Notebook(monkeypatch, act)
+        assert three.run(gets_from_a_server, port).results == [b"", b"value", b""]
+        KEPT.clear()
+    assert ("in store.get for key 'key'" if late == "the key" else "in TCPStore at localhost") in notebook.said
+
+
+def test_a_rank_waits_for_one_of_another_group(three: lab.Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = f"{tmp_path}/store"
+    with lab.Group(1, timeout_s=200) as other, ThreadPoolExecutor(1) as pool:
+        notebook = Notebook(monkeypatch, lambda: pool.submit(other.run, meets, path, 1))
+        assert three.run(meets, path, 0).results == [2.0, 0.0, 0.0]
+    assert f"in init_process_group at {path} of 2 ranks" in notebook.said
+
+
 # Sub-groups that only some ranks create.
 
 
@@ -359,6 +464,24 @@ def test_a_group_that_only_one_of_its_members_creates(three: lab.Group, reported
 def creates_a_group(reported: Reported) -> bool:
     """Whether the first rank that waits in the last deadlock creates a group."""
     return kind_of(reported.deadlocks[-1].waits[0][1].group) is GroupKind.CREATION
+
+
+def makes_a_mesh() -> None:
+    if dist.get_rank() == 0:
+        dist.init_device_mesh("cpu", (2, 2))
+
+
+def makes_subgroups() -> None:
+    if dist.get_rank() == 0:
+        dist.new_subgroups(2)
+
+
+@pytest.mark.parametrize(("creates", "named"), [(makes_a_mesh, "init_device_mesh"), (makes_subgroups, "new_subgroups")])
+def test_the_function_that_creates_groups_is_named(creates: Callable[[], None], named: str, reported: Reported) -> None:
+    with lab.Group(4, timeout_s=200) as group, pytest.raises(lab.RankError):
+        group.run(creates)
+    assert reported.deadlock() == (Reason.RETURNED, [(0, named)])
+    assert creates_a_group(reported)
 
 
 def creates_one_more() -> None:
@@ -433,3 +556,55 @@ def test_a_main_thread_that_joins_one_in_an_operation_is_stuck_with_it(three: la
     with pytest.raises(DeadlockError):
         three.run(joins_a_thread_that_waits)
     assert reported.deadlock() == (Reason.CIRCLE, [(0, "barrier"), (1, "recv")])
+
+
+# Waits that are no operations of labkit's.
+
+
+def waits_in_torch() -> None:
+    if dist.get_rank() != 1:
+        dist.Work().wait()  # of torch's base class, which nothing ends
+
+
+def waits_for_a_lock() -> None:
+    if dist.get_rank() != 1:
+        threading.Event().wait()
+
+
+@pytest.mark.skipif(FUTEX < 0, reason="the kernel does not say in which system call a thread is")
+@pytest.mark.parametrize("waits", [waits_in_torch, waits_for_a_lock], ids=lambda f: f.__name__)
+def test_the_line_of_a_wait_that_is_no_operation_is_shown(
+    waits: Callable[[], None], three: lab.Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = waits.__code__.co_firstlineno + 2
+    word = Word(monkeypatch, "rank 0 and rank 2 have waited", f"at test_no_deadlock.py, line {line}: ")
+    with pytest.raises(KeyboardInterrupt):
+        three.run(waits)
+    assert "rank 1" not in word.said
+
+
+def sleeps() -> None:
+    time.sleep(2 * LATE_S)
+
+
+def computes_on_another_thread() -> None:
+    def compute() -> None:
+        end_s = time.monotonic() + 2 * LATE_S
+        while time.monotonic() < end_s:
+            pass
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("works", [sleeps, computes_on_another_thread], ids=lambda f: f.__name__)
+def test_nothing_is_said_about_ranks_that_work(
+    works: Callable[[], None], three: lab.Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("labkit.group.deadlock_monitor.SLOW_NS", 300_000_000)
+    monkeypatch.setattr("labkit.group.deadlock_monitor.UNMOVED_EVERY_NS", 100_000_000)
+    monkeypatch.setattr(Output, "say", lambda _, word: said.append(word))
+    three.run(works)
+    assert set(said) == {""}

@@ -12,8 +12,8 @@ import pytest
 from labkit.group.rank_state import RankState
 from labkit.group.stack_dump import Frame
 from labkit.group.thread_states import Active, RankThreads, Thread
-from labkit.group.wait_notices import cycle_notice, waiting_notice
-from labkit.recording.group_keys import DIST_BACKWARD, TENSORFLOW
+from labkit.group.wait_notices import cycle_notice, unrecorded_notice, waiting_notice
+from labkit.recording.group_keys import DIST_BACKWARD, TENSORFLOW, store_key
 from labkit.recording.operations import PROMISE
 from labkit.recording.schema import TIMED, Pending
 
@@ -94,6 +94,12 @@ def test_a_wait_with_a_time_limit_is_mentioned_too() -> None:
     assert notice(rank(0, op("monitored_barrier", thread=TIMED)), rank(1)).startswith("rank 0 has waited in monitored_barrier")
 
 
+def test_another_program_may_set_a_stores_key() -> None:
+    assert notice(rank(0, op("store.get", group=store_key("key"), thread=TIMED)), rank(1, returned=True)) == (
+        "rank 0 has waited in store.get for key 'key' (cell 5, line 1) for more than 20 s; another program may end that wait"
+    )
+
+
 def test_ranks_that_wait_in_different_places() -> None:
     there_, here = op("recv", 3, group="p2p 1>0 tag 0", peer=1), op("barrier", 2, since=7 * S)
     assert notice(rank(0, there_), rank(1, here)) == (
@@ -142,6 +148,14 @@ def test_where_a_call_is_served(source: str) -> None:
     assert said == (
         "rank 0 has waited in rpc_sync f with rank 1 (cell 5, line 1) for more than 20 s; rank 1 serves it at own.py, line 2: "
         "time.sleep(100)"
+    )
+
+
+def test_waits_that_are_no_operations(source: str) -> None:
+    names = [f"rank {number}" for number in range(4)]
+    assert unrecorded_notice(names, {0: there(source), 2: there(source), 3: there(source, 1)}, 14 * S) == (
+        "rank 0 and rank 2 have waited in C++ or for a lock for more than 10 s, at own.py, line 2: time.sleep(100); "
+        "rank 3 has waited in C++ or for a lock for more than 10 s, at own.py, line 1: def load():"
     )
 
 

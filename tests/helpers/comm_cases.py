@@ -257,6 +257,18 @@ def data_parallel(group: Any, how: str) -> list[torch.Tensor]:
     return made
 
 
+def uneven_inputs(group: Any, divide: bool) -> list[torch.Tensor]:
+    """Rank 1 takes a step more than rank 0; returns its gradients."""
+    rank = dist.get_rank(group)
+    model = DistributedDataParallel(Net(), process_group=group, bucket_cap_mb=0.001)
+    with model.join(divide_by_initial_world_size=divide):
+        for step in range(2 + rank):
+            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+            model.zero_grad()
+            model(x).square().mean().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
 def backward_beside_a_late_rank() -> list[bool]:
     """Rank 1 begins its backward pass only once rank 0 waits in its own; returns what was observed."""
     store = c10d._get_default_store()

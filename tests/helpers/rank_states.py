@@ -19,8 +19,8 @@ def op(
     return Pending(name, 1, since, 0, peer, group, match, f"cell 5, line {match}", signature, thread)
 
 
-def message(name: str, source: int, destination: int, match: int = 1, **rest: Any) -> Pending:
-    return op(name, match, group=f"p2p {source}>{destination} tag 0", peer=destination if name == "send" else source, **rest)
+def message(name: str, source: int, destination: int, match: int = 1, tag: int = 0, **rest: Any) -> Pending:
+    return op(name, match, group=f"p2p {source}>{destination} tag {tag}", peer=destination if name == "send" else source, **rest)
 
 
 def call(caller: int, callee: int, match: int = 1, thread: int = 0) -> Pending:

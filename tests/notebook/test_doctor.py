@@ -30,7 +30,7 @@ LAPTOP = Facts(
     visible_gpus=None,
     versions={package: "1.2" for package, *_ in doctor.PACKAGES},
     torch={"cuda": None, "gpus": 0, "gloo": True, "nccl": False, "rpc": True},
-    network={"private": True, "why": ""},
+    network={"private": True, "why": "", "others": True},
 )
 SERVER = dataclasses.replace(
     LAPTOP,
@@ -119,8 +119,12 @@ def test_remedies_name_extras_that_exist() -> None:
             "  ranks talk over    this machine's network, where other users of it can reach them (they are spawned)",
         ),
         (
-            {"network": {"private": False, "why": "LABKIT_NETWORK=shared"}},
+            {"network": {"private": False, "why": "LABKIT_NETWORK=shared", "others": True}},
             "  ranks talk over    this machine's network, where other users of it can reach them (LABKIT_NETWORK=shared)",
+        ),
+        (
+            {"network": {"private": False, "why": "LABKIT_NETWORK=private hides them", "others": False}},
+            "  ranks talk over    this machine's network, where nobody else has an account (LABKIT_NETWORK=private hides them)",
         ),
         (
             {"network": {"error": "LABKIT_NETWORK='public': expected 'private'"}},

@@ -10,12 +10,12 @@ from labkit.recording.group_keys import (
     GroupKind,
     call_key,
     creation_key,
+    ends_of,
     kind_of,
     of_ranks,
     pair_key,
     ranks_of,
     rendezvous_key,
-    sender_of,
     size_of,
     store_key,
     where_of,
@@ -43,14 +43,15 @@ def test_the_kinds_are_distinguished(key: str, kind: GroupKind) -> None:
 
 
 def test_what_was_put_into_a_key_is_read_from_it() -> None:
-    assert sender_of(pair_key(10, 2, 7)) == 10
+    assert ends_of(pair_key(10, 2, 7)) == ends_of(pair_key(10, 2, 7, "group 1 of ranks 2,10")) == (10, 2, 7)
     assert size_of(rendezvous_key("host of 3:29500", 12)) == 12
     assert ranks_of(of_ranks("group 1", [0, 12])) == [0, 12]
     assert ranks_of(creation_key("5", [3])) == [3]
     assert ranks_of("world") is None
     assert where_of(rendezvous_key("localhost:29500", 2)) == "at localhost:29500 of 2 ranks"
     assert where_of(store_key("model/ready")) == "for key 'model/ready'"
-    assert where_of(call_key(0, 1)) == ""
+    assert where_of(pair_key(0, 1, 7)) == "with tag 7"
+    assert where_of(call_key(0, 1)) == where_of(pair_key(0, 1, 0)) == ""
 
 
 def test_both_ends_of_a_pair_have_one_key_and_tags_and_groups_differ() -> None:

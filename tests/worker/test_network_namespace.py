@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,11 +139,19 @@ def why_not() -> str:
 
 @pytest.fixture
 def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system allows new networks, and no variable says otherwise."""
+    """The system allows new networks, and groups ask for one."""
     if why_not():
         pytest.skip(why_not())
-    for variable in (network_namespace.VARIABLE, *network_namespace.INTERFACES):
+    monkeypatch.setenv(network_namespace.VARIABLE, network_namespace.PRIVATE)
+    for variable in network_namespace.INTERFACES:
         monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def where_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups ask for a new network if the system allows it."""
+    if not why_not():
+        monkeypatch.setenv(network_namespace.VARIABLE, network_namespace.PRIVATE)
 
 
 @pytest.mark.usefixtures("allowed")
@@ -186,9 +195,59 @@ def test_nobody_reaches_rpcs_ports_and_served_functions_reach_the_machine(servic
             assert_out_of_reach(opened, 1)
 
 
+def reads_a_store(port: int, limit_s: float) -> tuple[bytes, bytes, float] | str:
+    """Reads it, and a clone of it; the ranks still communicate in their own network."""
+    import torch
+    import torch.distributed as dist
+
+    one = torch.ones(1)
+    try:
+        store = dist.TCPStore("localhost", port, 2, False, timeout=timedelta(seconds=limit_s))
+    except dist.DistNetworkError as error:
+        return str(error)
+    dist.init_process_group("gloo", store=dist.PrefixStore("of the ranks", store), rank=int(os.environ["RANK"]), world_size=2)
+    dist.all_reduce(one)
+    return store.get("key"), dist.PrefixStore("part", store).clone().get("key"), float(one)
+
+
+@pytest.mark.usefixtures("allowed")
+def test_ranks_reach_a_store_that_the_notebook_serves() -> None:
+    dist = pytest.importorskip("torch.distributed")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("key", "value")
+    dist.PrefixStore("part", store).set("key", "of a part")
+    with lab.Group(2, timeout_s=200) as group:
+        assert group.run(reads_a_store, store.port, 100.0).results == [(b"value", b"of a part", 2.0)] * 2
+
+
+SERVES = """
+import socket, sys
+with socket.create_server(("127.0.0.1", 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may start a program of another user")
+@pytest.mark.usefixtures("allowed")
+def test_ranks_do_not_take_another_users_program_for_their_store() -> None:
+    pytest.importorskip("torch")
+    command = [shutil.which("python3", path=os.defpath) or sys.executable, "-c", SERVES]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with (
+        lab.Group(1, timeout_s=200) as group,
+        subprocess.Popen(command, user=NOBODY, group=NOBODY, extra_groups=[], cwd="/", **pipes) as server,
+    ):
+        port = int(server.stdout.readline())  # type: ignore[union-attr]  # it is a pipe
+        (said,) = group.run(reads_a_store, port, 0.1).results
+        server.communicate()
+    assert said == f"The client socket has timed out after 100ms while trying to connect to (localhost, {port})."
+
+
 @needs_tensorflow
 @pytest.mark.tf
 @pytest.mark.slow
+@pytest.mark.usefixtures("where_allowed")
 def test_tensorflows_workers_listen_only_on_loopback(service: tuple[str, int]) -> None:
     def use() -> tuple[list[Open], list[Open], list[int], bytes]:
         import tensorflow as tf
@@ -215,6 +274,7 @@ def test_tensorflows_workers_listen_only_on_loopback(service: tuple[str, int]) -
 @needs_tensorflow
 @pytest.mark.tf
 @pytest.mark.slow
+@pytest.mark.usefixtures("where_allowed")
 def test_tensorflows_servers_and_their_chief_listen_only_on_loopback() -> None:
     def look(chief: bool) -> tuple[list[Open], list[Open]]:
         import tensorflow as tf
@@ -275,8 +335,11 @@ assert ctypes.CDLL(None).unshare(0x10000000) == 0
 for name, text in ("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1"):
     open(f"/proc/self/{name}", "w").write(text)
 open("/proc/sys/user/max_net_namespaces", "w").write("0")  # of this user namespace
+os.environ["LABKIT_NETWORK"] = ""
 import labkit as lab
+from labkit.worker import network_namespace
 from labkit.worker.network_namespace import PRIVATE, WHERE_ALLOWED, make
+network_namespace.other_users = lambda me: True
 from labkit.worker.runtimes.tensorflow.servers import duplicate
 
 def opened():
@@ -316,6 +379,12 @@ def test_the_machines_network_on_request(monkeypatch: pytest.MonkeyPatch) -> Non
     assert network.call(os.readlink, "/proc/thread-self/ns/net") == os.readlink("/proc/self/ns/net")
 
 
+def test_where_nobody_else_has_an_account_the_machines_network_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_namespace, "other_users", lambda me: me != os.geteuid())
+    network = network_namespace.make(network_namespace.WHERE_ALLOWED)
+    assert (network.private, network.why) == (False, "LABKIT_NETWORK=private hides them")
+
+
 def test_naming_another_interface_requests_the_machines_network() -> None:
     own = network_namespace.Network(fd=1000)  # which nothing enters
     assert own.unless_asked_outside({"GLOO_SOCKET_IFNAME": "lo"}) is own
@@ -341,6 +410,7 @@ def test_spawned_ranks_cannot_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 AS_ANOTHER_USER = """
 import json, os, signal, sys, tempfile
+os.environ["LABKIT_NETWORK"] = "private"
 import labkit as lab, numpy as np
 from labkit.ipc import process_memory
 from labkit.group.open_groups import notebook

@@ -3,13 +3,22 @@
 The student's code may create process groups, stores and RPC at any time, so the C++ functions behind them are replaced.
 The threads that serve RPC are started before TensorPipe's and stay in the machine's network, as the student's threads
 do. NCCL is not changed: whichever thread communicates first opens its sockets.
+
+A store on this machine may also be served outside, by the notebook or a program that it has started. A rank connects to
+it there if the same user serves it: another user could otherwise pretend to be the rank that serves it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import time
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final
 
+import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from labkit.worker.network_namespace import Network
@@ -17,6 +26,10 @@ from labkit.worker.network_namespace import Network
 __all__ = ["open_in"]
 
 HERE: Final = ("127.0.0.1", "localhost", "::1")  # addresses that also exist in the private network
+MACHINE: Final = Network()
+STANDARD: Final = timedelta(seconds=300)  # torch's default time limit for a connection
+LOOK_EVERY_S: Final = 0.02
+LISTENING: Final = "0A"  # the state of a socket in /proc
 
 
 def open_in(network: Network) -> None:
@@ -28,8 +41,8 @@ def open_in(network: Network) -> None:
     from torch.distributed import rpc
 
     _replace(c10d.TCPStore, "__init__", lambda init: _store_in(network, init))
+    _replace(c10d.Store, "clone", lambda clone: _clone_in(network, clone))
     kinds: list[tuple[Any, tuple[str, ...]]] = [
-        (c10d.Store, ("clone",)),
         (c10d.ProcessGroup, ("split_group", "merge_remote_group")),
         (getattr(c10d, "ProcessGroupGloo", None), ("__init__", "create_device", "create_default_device")),
     ]
@@ -54,10 +67,58 @@ def _in(network: Network, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _store_in(network: Network, init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a store's constructor: a store on another machine is reached through the machine's network."""
-    machine = Network()
+    """Wrap a store's constructor: a store that is served outside is reached through the machine's network."""
 
     def call(self: Any, host_name: str, *args: Any, **kwargs: Any) -> None:
-        (network if host_name in HERE else machine).call(init, self, host_name, *args, **kwargs)
+        given = dict(zip(("port", "world_size", "is_master", "timeout"), args, strict=False)) | kwargs
+        own = given.get("is_master") or "port" not in given  # torch rejects a call without a port
+        where = network if own else _server_of(network, host_name, given["port"], given.get("timeout", STANDARD))
+        where.call(init, self, host_name, *args, **kwargs)
 
     return call
+
+
+def _clone_in(network: Network, clone: Callable[..., Any]) -> Callable[..., Any]:
+    def call(store: Any) -> Any:
+        inner = store
+        while isinstance(inner, c10d.PrefixStore):
+            inner = inner.underlying_store
+        tcp = isinstance(inner, c10d.TCPStore)
+        return (_server_of(network, inner.host, inner.port, inner.timeout) if tcp else network).call(clone, store)
+
+    return call
+
+
+def _server_of(network: Network, host: str, port: int, limit: timedelta) -> Network:
+    """Wait for the server of a store, and return the network in which it listens.
+
+    Raises:
+        DistNetworkError: no server has come within the time limit.
+    """
+    if host not in HERE:
+        return MACHINE
+    until_s = time.monotonic() + limit.total_seconds()
+    while True:
+        for place in (network, MACHINE):
+            if place.call(_listens, port):
+                return place
+        if time.monotonic() > until_s:
+            limit_ms = round(limit / timedelta(milliseconds=1))
+            raise dist.DistNetworkError(
+                f"The client socket has timed out after {limit_ms}ms while trying to connect to ({host}, {port})."
+            )
+        time.sleep(LOOK_EVERY_S)
+
+
+def _listens(port: int) -> bool:
+    """Whether a process of this user listens on a port, in the network of the calling thread.
+
+    Source: proc_pid_net(5), the Linux man-pages.
+    """
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for row in Path("/proc/thread-self/net", table).read_text().splitlines()[1:]:
+                _, address, _, state, _, _, _, uid, *_ = row.split()
+                if state == LISTENING and int(address.rpartition(":")[2], 16) == port and int(uid) == os.geteuid():
+                    return True
+    return False
