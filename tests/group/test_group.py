@@ -27,6 +27,7 @@ from labkit.errors.exceptions import RankFailure, RunTimeoutError
 from labkit.group.open_groups import notebook
 from labkit.worker.runtimes.devices import share_of_devices
 from labkit.worker.runtimes.registry import RUNTIMES
+from labkit.worker.usable_cores import usable_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -271,10 +272,18 @@ def test_the_environment_is_torchruns(four: lab.Group) -> None:
         "OMP_NUM_THREADS",
     ]  # fmt: skip
     found = four.run(lambda: ([os.environ.get(n) for n in names], int(os.environ["MASTER_PORT"]))).results
-    cores = len(os.sched_getaffinity(0))
     for i, (values, port) in enumerate(found):
-        assert values == [str(i), str(i), "4", "4", "0", "1", "127.0.0.1", str(max(1, cores // 4))]
+        assert values == [str(i), str(i), "4", "4", "0", "1", "127.0.0.1", str(max(1, int(usable_cores() // 4)))]
         assert port == found[0][1] > 0
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(5.5, "2"), (0.5, "1")])
+def test_ranks_divide_the_cores_that_a_container_leaves_them(
+    start: str, cores: float, threads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("labkit.group.options.usable_cores", lambda: cores)
+    with lab.Group(2, runtime="bare", start=start, timeout_s=200) as group:
+        assert group.run(lambda: os.environ["OMP_NUM_THREADS"]).results == [threads] * 2
 
 
 def test_threads_and_devices_of_a_rank(start: str) -> None:
