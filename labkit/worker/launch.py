@@ -374,7 +374,7 @@ def in_background(action: Callable[[], None]) -> threading.Lock:
     """Call a function on a new thread.
 
     Not on a `threading.Thread`, whose `start` waits in Python code for the thread to begin and fails if Stop interrupts
-    it.
+    it. Where no thread can be started, as at the end of a program in Python 3.12, the function is called here.
 
     Returns:
         a lock that is held until the function has returned.
@@ -388,7 +388,10 @@ def in_background(action: Callable[[], None]) -> threading.Lock:
         finally:
             done.release()
 
-    _thread.start_new_thread(do, ())
+    try:
+        _thread.start_new_thread(do, ())
+    except RuntimeError:
+        do()
     return done
 
 

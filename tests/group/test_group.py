@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -90,6 +91,8 @@ def test_an_invalid_argument(ranks: Any, options: dict[str, Any], error: type[Ex
 
 
 def test_a_request_that_this_machine_cannot_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+
     def refused(*args: Any, **options: Any) -> str:
         with pytest.raises(lab.LabError) as caught:
             lab.Group(*args, **options)
@@ -505,6 +508,19 @@ def test_in_a_plain_script_and_its_threads(tmp_path: Path, start: str) -> None:
         [sys.executable, str(script)], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
     )
     assert (answer.stdout, answer.stderr) == ("[(True, 42), (True, 42)]\n", "")
+
+
+def test_the_program_of_the_readme_runs_as_a_script(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    found = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None
+    (tmp_path / "script.py").write_text(found[1])
+    answer = subprocess.run(
+        [sys.executable, "script.py"], env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.stdout.splitlines()[-1] == "[1.5, 1.5, 1.5, 1.5] [('all_reduce', 4000000)]"
 
 
 @pytest.mark.parametrize("arguments", [["-i", "-q"], ["-"], ["-c", "import sys; exec(sys.stdin.read())"]])

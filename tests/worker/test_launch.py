@@ -540,6 +540,23 @@ def test_nothing_is_left_when_the_notebooks_process_ends_by_itself(start: str, s
     assert not left_after(GONE_LIMIT_S, pids)
 
 
+@pytest.fixture
+def no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the end of a program in Python 3.12."""
+
+    def fail(*_: object) -> int:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr("_thread.start_new_thread", fail)
+
+
+@pytest.mark.usefixtures("no_more_threads")
+def test_ranks_start_and_end_where_no_thread_can_be_started(start: str) -> None:
+    with lab.Group(2, runtime="bare", start=start, timeout_s=200) as group:
+        pids = group.run(os.getpid).results
+    assert not left_after(GONE_LIMIT_S, pids)
+
+
 def test_a_fork_of_the_notebooks_process_does_not_use_its_groups(start: str, script: Callable[..., Any]) -> None:
     program = script(
         """
