@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test quick lint format bench chaos gpu notebooks diagrams pictures lock clean distclean
+.PHONY: help setup lab test quick pythons lint format bench chaos gpu notebooks diagrams pictures lock clean distclean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /make \1|/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
@@ -48,6 +48,9 @@ quick-tests:
 
 quick-lesson: lint
 	$(BIN)/python -m pytest --nbval-lax notebooks/00_start_here.ipynb
+
+pythons: setup  ## a short suite, without torch, on each other promised Python that this machine has
+	@$(BIN)/python tools/pythons.py
 
 lint: setup  ## ruff and mypy
 	$(BIN)/python -m ruff check .

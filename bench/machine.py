@@ -19,7 +19,7 @@ def describe() -> list[str]:
     memory_gib = psutil.virtual_memory().total / 2**30
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
     return [
-        f"{_processor()}, {usable_cores()} cores for this process, {memory_gib:.0f} GiB of memory, {_gpus()}",
+        f"{_processor()}, {usable_cores():g} cores for this process, {memory_gib:.0f} GiB of memory, {_gpus()}",
         f"{platform.system()} {platform.release()}, Python {platform.python_version()}, "
         + ", ".join(f"{name} {_version(name)}" for name in ("torch", "numpy", "ipykernel")),
         f"load before the start (1, 5, 15 min): {load}",

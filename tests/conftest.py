@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 SESSION = "LABKIT_TEST_SESSION"  # inherited by every process that a test starts, also by one that has lost its parent
 os.environ[SESSION] = str(os.getpid())
 # On a busy machine, any test, program or notebook may wait for a framework to be imported and print the notice.
-os.environ["LABKIT_SLOW_START_S"] = "180"
+os.environ["LABKIT_SLOW_S"] = "180"
 
 SETTLE_LIMIT_S = 60.0  # for processes that were asked to end
 

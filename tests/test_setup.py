@@ -18,6 +18,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from labkit.errors.lists import listed
+from tools import pythons
+
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 ENVIRONMENT = yaml.safe_load((ROOT / "environment.yml").read_text())
@@ -106,10 +109,11 @@ esac
     path.chmod(0o755)
 
 
-def find_python(folder: Path, versions: dict[str, str], **environment: str) -> subprocess.CompletedProcess[str]:
+def find_python(folder: Path, versions: dict[str, str], *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     for name, version in versions.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         fake_python(folder / name, version)
-    command = [shutil.which("sh") or "sh", str(ROOT / "tools" / "find-python")]
+    command = [shutil.which("sh") or "sh", str(ROOT / "tools" / "find-python"), *arguments]
     return subprocess.run(
         command, check=False, env={"PATH": str(folder)} | environment, capture_output=True, text=True, timeout=200
     )
@@ -154,6 +158,44 @@ def test_a_missing_python_is_reported_in_one_sentence(
 def test_a_python_that_does_not_run_is_skipped(tmp_path: Path) -> None:
     fake_python(tmp_path / "python3.11", "", works=False)
     assert find_python(tmp_path, {"python3.12": "3.12.1"}).stdout.strip() == str(tmp_path / "python3.12")
+
+
+@pytest.mark.parametrize(
+    ("versions", "chosen"),
+    [
+        ({"python3.12": "3.12.1", "python3.11": "3.11.4"}, "python3.12"),
+        ({".pyenv/versions/3.12.7/bin/python": "3.12.7", "python3": "3.11.7"}, ".pyenv/versions/3.12.7/bin/python"),
+        ({"python3": "3.12.4"}, "python3"),
+    ],
+)
+def test_a_python_of_one_version_is_found(tmp_path: Path, versions: dict[str, str], chosen: str) -> None:
+    """Whatever PYTHON names: that is the one of the course."""
+    answer = find_python(tmp_path, versions, "3.12", HOME=str(tmp_path), PYTHON="python3.11")
+    assert (answer.stdout.strip(), answer.stderr) == (str(tmp_path / chosen), "")
+
+
+def test_a_python_of_uv_is_found(tmp_path: Path) -> None:
+    fake_python(tmp_path / "elsewhere", "3.12.9")
+    (tmp_path / "uv").write_text(f"#!/bin/sh\n[ $4 = 3.12 ] && echo {tmp_path / 'elsewhere'}\n")
+    (tmp_path / "uv").chmod(0o755)
+    assert find_python(tmp_path, {}, "3.12").stdout.strip() == str(tmp_path / "elsewhere")
+    assert find_python(tmp_path, {}, "3.13").returncode == 1
+
+
+def test_a_version_that_is_missing_is_reported_in_one_sentence(tmp_path: Path) -> None:
+    answer = find_python(tmp_path, {"python3": "3.11.4"}, "3.12")
+    assert (answer.returncode, answer.stdout) == (1, "")
+    assert answer.stderr == ("labkit needs Python 3.12; found only 3.11.4 (python3): install it, with pyenv or uv, say.\n")
+
+
+def test_a_version_that_is_missing_is_skipped_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    assert pythons.tested("3.10")
+    assert re.fullmatch(r"Python 3\.10 is not tested: labkit needs Python 3\.10; found .*\n", capfd.readouterr().out)
+
+
+def test_the_short_suite_runs_on_the_pythons_of_the_course() -> None:
+    assert f"labkit needs Python {listed(pythons.VERSIONS, word='or')};" in find_python(ROOT, {}, PYTHON="nowhere").stderr
+    assert not [path for path in pythons.TESTS if not (ROOT / path).exists()]
 
 
 def test_a_python_without_venv_says_what_to_install(tmp_path: Path) -> None:
@@ -248,8 +290,8 @@ def test_clean_leaves_the_environment(tree: Path) -> None:
     assert left == {".venv", ".venv/lib", ".venv/lib/__pycache__", "labkit", "notebooks", "tools"}
 
 
-def test_ci_runs_make_test() -> None:
+def test_ci_runs_all_tests_and_a_few_on_other_pythons() -> None:
     script = ROOT / ".ci" / "run"
-    assert script.read_text().splitlines()[-1] == "exec make test"
+    assert script.read_text().splitlines()[-2:] == ["make test", "exec make pythons"]
     if shutil.which("bash"):
         subprocess.run(["bash", "-n", str(script)], check=True, timeout=200)

@@ -7,6 +7,7 @@ grace period, a thread of labkit's waits for the message; the student's `wait` t
 from __future__ import annotations
 
 import atexit
+import contextlib
 import queue
 import threading
 import time
@@ -58,8 +59,11 @@ class Attendant:
     def _more(self) -> None:
         with self._lock:
             if not self._free:
-                self._free += 1
-                threading.Thread(target=self._serve, name="labkit-messages", daemon=True).start()
+                # Where no thread can be started, as at the end of a script in Python 3.12, a message is only noted as
+                # complete when the program waits for it, or when a thread is free.
+                with contextlib.suppress(RuntimeError):
+                    threading.Thread(target=self._serve, name="labkit-messages", daemon=True).start()
+                    self._free += 1
 
     def _serve(self) -> None:
         while True:

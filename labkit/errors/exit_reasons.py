@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from labkit.errors.causes import Cause
+from labkit.errors.control_groups import control_group_folders
 
 __all__ = ["OOMKillCounters", "OOMKills", "exit_cause", "explain_exit"]
 
@@ -119,21 +120,10 @@ def _signal_name(code: int) -> str:
 
 def _own_group(root: Path) -> Path | None:
     """Return the file that counts the OOM kills in this process's control group."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:  # not Linux
-        return None
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            file = root / "sys/fs/cgroup/memory" / path.lstrip("/") / "memory.oom_control"
-        elif not controllers:
-            file = root / "sys/fs/cgroup" / path.lstrip("/") / "memory.events"
-        else:
-            continue
-        if _count(file) is not None:
-            return file
-    return None
+    files = (
+        folder / name for folder in control_group_folders("memory", root) for name in ("memory.events", "memory.oom_control")
+    )
+    return next((file for file in files if _count(file) is not None), None)
 
 
 def _count(file: Path | None) -> int | None:

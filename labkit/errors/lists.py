@@ -31,6 +31,6 @@ def numbers_in_words(numbers: Sequence[int]) -> str:
     return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
-def counted(count: int, noun: str) -> str:
-    """Join a number and its noun: "1 rank", "3 ranks", "0 ranks"."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def counted(count: float, noun: str) -> str:
+    """Join a number and its noun: "1 rank", "3 ranks", "0 ranks", "1.5 cores"."""
+    return f"{count:.15g} {noun}" if count == 1 else f"{count:.15g} {noun}s"

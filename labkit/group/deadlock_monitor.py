@@ -14,12 +14,12 @@ from labkit.errors.lists import listed
 from labkit.group.collector import Records
 from labkit.group.deadlock import Deadlock, find_deadlock
 from labkit.group.member import Member
-from labkit.group.processes import RankPool
+from labkit.group.processes import SLOW_S, RankPool
 from labkit.group.rank_state import RankState
 from labkit.group.remote_calls import cycle_of_calls, served_by
 from labkit.group.stack_dump import ask
 from labkit.group.thread_states import Active, RankThreads, active, children_of, main_wait, threads_in
-from labkit.group.wait_notices import MOST_NAMES, cycle_notice, unrecorded_notice, waiting_notice
+from labkit.group.wait_notices import MOST_NAMES, cycle_notice, silence_notice, unrecorded_notice, waiting_notice
 from labkit.recording.group_keys import GroupKind, kind_of
 from labkit.recording.schema import Pending
 
@@ -89,10 +89,11 @@ class DeadlockMonitor:
         self._unmoved_check_ns = 0
         self._frozen: list[Member] = []
         self._frozen_check_ns = 0
+        self._silence_notice, self._next_silence_s = "", SLOW_S
         self._unnoted = [m.reader.unnoted for m in self._members]
         self.notice = ""
 
-    def check(self, now_ns: int) -> Deadlock | None:
+    def check(self, now_ns: int, silent_s: float = 0.0) -> Deadlock | None:
         """The deadlock that the ranks are in, once it is certain; else None.
 
         The states of ranks are read one after the other, so a deadlock is only certain if a later check finds the same
@@ -100,6 +101,7 @@ class DeadlockMonitor:
 
         Args:
             now_ns: the current time on `time.perf_counter_ns`.
+            silent_s: for how long the student has seen nothing of the run.
         """
         if self._any_frozen(now_ns):
             return None
@@ -108,7 +110,7 @@ class DeadlockMonitor:
         waited_ns = max((now_ns - p.wait_start_ns for of_rank in pending for p in of_rank if p.wait_start_ns), default=0)
         if waited_ns < kind.certain_after_s * 1e9:
             self._suspicion = None
-            self.notice = self._notice_of_unrecorded(now_ns)
+            self.notice = self._notice_of_unrecorded(now_ns) or self._silence(silent_s)
             return None
         blocked_in = {(p.group, p.match) for of_rank in pending for p in of_rank if p.wait_start_ns and p.match}
         states = [self._state_of(m, p, blocked_in) for m, p in zip(self._members, pending, strict=True)]
@@ -120,7 +122,7 @@ class DeadlockMonitor:
         elif all(now_ns - p.wait_start_ns >= kind.certain_after_s * 1e9 for p in hanging):
             deadlock = self._confirmed(states, now_ns)
         if deadlock is None:
-            self.notice = self._notice_of(states, waited_ns, now_ns)
+            self.notice = self._notice_of(states, waited_ns, now_ns) or self._silence(silent_s)
         return deadlock
 
     def _confirmed(self, states: Sequence[RankState], now_ns: int) -> Deadlock | None:
@@ -150,12 +152,23 @@ class DeadlockMonitor:
         blocked = None if unknown else {p.thread for p in state.blocked}
         return active(now, before, blocked=blocked, idle_main=state.returned and not unknown)
 
-    def _threads_of(self, ranks: Collection[int], *, with_children: bool) -> dict[int, RankThreads]:
+    def _silence(self, silent_s: float) -> str:
+        """The notice while no rank has waited long, and the student has seen nothing for long."""
+        if silent_s < SLOW_S:
+            self._silence_notice = ""
+        elif silent_s >= self._next_silence_s:
+            self._next_silence_s = 2 * silent_s
+            running = [i for i in self._on if i not in self._results and i not in self._failures and i not in self._serving]
+            threads = self._threads_of(running, with_children=False, insist=False)
+            self._silence_notice = silence_notice({self._members[i].name: threads.get(i) for i in running}, silent_s)
+        return self._silence_notice
+
+    def _threads_of(self, ranks: Collection[int], *, with_children: bool, insist: bool = True) -> dict[int, RankThreads]:
         """The state of the threads of those ranks that are alive."""
         living = [self._members[i] for i in ranks if i not in self._failures]
         processes = [m.process for m in living]
         children = children_of([p.pid for p in processes]) if with_children else {}
-        stacks = ask(processes)
+        stacks = ask(processes, insist=insist)
         return {
             m.rank: threads_in(raw, m.process.pid, children.get(m.process.pid, ())) for m, raw in zip(living, stacks, strict=True)
         }

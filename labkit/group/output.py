@@ -42,9 +42,14 @@ class Output:
         self._warned: list[str] = []  # the lines of warnings that have been printed
         self._warned_at = 0.0  # when the first unprinted warning arrived
         self._handle: Any = None
-        self._start = self._shown_at = time.monotonic()
+        self._start = self._shown_at = self._heard = time.monotonic()
         self._changed = False
         self._notice = ""
+
+    @property
+    def silent_s(self) -> float:
+        """For how many seconds the ranks have printed nothing."""
+        return time.monotonic() - self._heard
 
     def say(self, notice: str) -> None:
         """Show a notice of labkit's below the prints during the run; "" removes it."""
@@ -58,12 +63,13 @@ class Output:
         if rank not in self._ranks:
             self._ranks[rank] = Lines()
         lines = self._ranks[rank].feed(data)
-        self._changed = True
+        self._changed, self._heard = True, time.monotonic()
         if self._terminal and lines:
             self._print(rank, lines)
 
     def take(self, rank: int, kind: str, data: Any) -> None:
         """Add rich output of a rank ("shown"), which appears at the end, or a warning ("warned")."""
+        self._heard = time.monotonic()
         if kind == "shown":
             self._displays.take(rank, data)
         else:

@@ -28,13 +28,13 @@ from labkit.worker.notebook_settings import NotebookSettings, Settings
 from labkit.worker.process_state import ProcessState
 from labkit.worker.runtimes.base import RankConfig
 
-__all__ = ["RankPool"]
+__all__ = ["SLOW_S", "RankPool"]
 
 # For all ranks to set up: 0.05 s if they are forked, but a spawned rank may import TensorFlow from a cold disk.
 START_LIMIT_S: Final = 180.0
 CLOSE_LIMIT_S: Final = 0.5  # for a rank to leave its process group by itself, before it is ended
-# A start that takes longer says what it waits for.
-SLOW_START_S: Final = float(os.environ.get("LABKIT_SLOW_START_S", "20"))  # the variable is for tests of programs' output
+# A start that takes longer says what it waits for, and a run that shows nothing for so long says where its ranks are.
+SLOW_S: Final = float(os.environ.get("LABKIT_SLOW_S", "20"))  # the variable is for tests of programs' output
 LOOK_EVERY_S: Final = 0.1  # how often output is read while ranks set up: they would block if nobody read it
 LAST_LINES: Final = 10  # the last lines of a rank's output, shown if it died outside a run
 
@@ -108,7 +108,7 @@ class RankPool:
             RankError: a rank failed during setup.
         """
         self._state = ProcessState.now()
-        self._slow_s = time.monotonic() + SLOW_START_S
+        self._slow_s = time.monotonic() + SLOW_S
         try:
             self._start_and_set_up()
         finally:
@@ -117,7 +117,7 @@ class RankPool:
 
     def _start_and_set_up(self) -> None:
         started = in_background(self._start)
-        if not started.acquire(timeout=SLOW_START_S):
+        if not started.acquire(timeout=SLOW_S):
             self._tell_slow_start()
             started.acquire()
         started.release()
@@ -249,7 +249,7 @@ class RankPool:
 
     def _tell_slow_start(self) -> None:
         self._slow_s = float("inf")
-        package, seconds = self.plan.kind.package, f"more than {SLOW_START_S:.0f} s"
+        package, seconds = self.plan.kind.package, f"more than {SLOW_S:.0f} s"
         if package and self._starter.importing:
             slow = f"importing {package} for the ranks takes {seconds}; the first time, from disk, it may take a minute"
         else:

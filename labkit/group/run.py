@@ -236,7 +236,7 @@ class Execution:
             RankError: a rank waits for one that returned, or was not called.
             DeadlockError: ranks wait for one another.
         """
-        deadlock = self._monitor.check(now_ns)
+        deadlock = self._monitor.check(now_ns, 0.0 if self._picture is not None else self._output.silent_s)
         self._output.say(self._monitor.notice)
         if deadlock is not None:
             raise self._deadlock_error(deadlock)

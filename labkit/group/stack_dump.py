@@ -56,16 +56,17 @@ class Stacks(dict[str, str]):
         return "\n\n".join(f"{name} {text}" for name, text in self.items())
 
 
-def ask(processes: Iterable[RankProcess]) -> list[str]:
+def ask(processes: Iterable[RankProcess], *, insist: bool = True) -> list[str]:
     """The raw stacks of ranks, as `faulthandler` writes them; "" for a rank that does not answer completely in time.
 
     Args:
         processes: living ranks.
+        insist: whether to interrupt ranks that do not answer because a thread holds the GIL.
     """
     ranks = list(processes)
     answers = _answers(ranks, INTERRUPT if ASK is None else ASK)
     silent = [i for i, text in enumerate(answers) if not text]
-    if silent and ASK is not None:  # a thread holds the GIL all the time, so no other thread changes its stack
+    if insist and silent and ASK is not None:  # a thread holds the GIL all the time, so no other thread changes its stack
         for i, text in zip(silent, _answers([ranks[i] for i in silent], INTERRUPT), strict=True):
             answers[i] = text
     return answers

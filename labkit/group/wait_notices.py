@@ -1,4 +1,4 @@
-"""The notice about long waits: one line that says which ranks wait in which operation, and where the others are."""
+"""The notices about long waits and long silence: one line that says who waits where, and where the others are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from labkit.group.thread_states import Active, RankThreads, Thread
 from labkit.recording.group_keys import DIST_BACKWARD, kind_of
 from labkit.recording.schema import TIMED, Pending
 
-__all__ = ["MOST_NAMES", "cycle_notice", "unrecorded_notice", "waiting_notice"]
+__all__ = ["MOST_NAMES", "cycle_notice", "silence_notice", "unrecorded_notice", "waiting_notice"]
 
 MOST_WAITS: Final = 3  # operations that are listed, and ranks that have not entered them
 MOST_NAMES: Final = 4
@@ -96,6 +96,20 @@ def waiting_notice(
     return "; ".join(parts)
 
 
+def silence_notice(running: Mapping[str, RankThreads | None], silent_s: float) -> str:
+    """Where ranks are that have shown nothing for long; "" without ranks.
+
+    Args:
+        running: the threads of the ranks that have not returned, as far as they are known, by the ranks' names.
+        silent_s: for how long they have shown nothing, in seconds.
+    """
+    by_place: dict[str, list[str]] = {}
+    for name, threads in running.items():
+        by_place.setdefault(_place_of(threads) or "running", []).append(name)
+    where = [f"{_some(names)} {_are(names)} {place}" for place, names in list(by_place.items())[:MOST_WAITS]]
+    return "; ".join([f"nothing printed for {silent_s:.0f} s", *where]) if where else ""
+
+
 def _waiters(ranks: Sequence[RankState], who: Sequence[tuple[int, Pending]], now_ns: int) -> str:
     operation = who[0][1]
     seconds = _rounded(now_ns - max(p.wait_start_ns for _, p in who))
@@ -117,19 +131,26 @@ def _elsewhere(
     """What the ranks do that the others wait for."""
     by_doing: dict[tuple[bool, str], list[str]] = {}  # whether it has returned, and what it does
     for i in absent:
-        of_rank = threads.get(i)
         if ranks[i].returned:
             doing = "returned" + (f", and {_may_act(acting[i])}" if i in acting else "")
-        elif of_rank is None or of_rank.main is None or of_rank.main.students is None:
-            doing = "computing"
         else:
-            doing = f"at {_at(of_rank.main.students)}"
+            doing = _place_of(threads.get(i)) or "computing"
         by_doing.setdefault((ranks[i].returned, doing), []).append(ranks[i].name)
     parts = []
     for (returned, doing), names in list(by_doing.items())[:MOST_WAITS]:
-        verb = ("has" if len(names) == 1 else "have") if returned else ("is" if len(names) == 1 else "are")
+        verb = ("has" if len(names) == 1 else "have") if returned else _are(names)
         parts.append(f"{_some(names)} {verb} {doing}")
     return parts
+
+
+def _place_of(threads: RankThreads | None) -> str:
+    """Where the student's code is on a rank's main thread; "" if that is not known."""
+    frame = threads.main.students if threads is not None and threads.main is not None else None
+    return "" if frame is None else f"at {_at(frame)}"
+
+
+def _are(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"
 
 
 def _serving(ranks: Sequence[RankState], calls: Sequence[Pending], threads: Mapping[int, RankThreads]) -> list[str]:

@@ -6,6 +6,7 @@ the packages' metadata; facts that only a framework knows come from a separate p
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -16,11 +17,13 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from html import escape
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
 import psutil
 
+from labkit.errors.control_groups import control_group_folders
 from labkit.errors.exceptions import install_command
 from labkit.errors.lists import counted, listed
 from labkit.errors.units import in_words
@@ -30,7 +33,6 @@ __all__ = ["Facts", "Finding", "Report", "collect_facts", "diagnose", "doctor"]
 
 ASK_LIMIT_S: Final = 120.0  # importing a framework from a cold disk can take a minute
 GIB: Final = 2**30
-CGROUP: Final = Path("/sys/fs/cgroup")
 DRIVER: Final = Path("/proc/driver/nvidia/gpus")
 SHARED_MEMORY_WANTED: Final = 1 * GIB  # with a container's default of 64 MiB, NCCL and DataLoader die of SIGBUS
 
@@ -302,7 +304,7 @@ def collect_facts() -> Facts:
         python=f"{platform.python_version()} ({platform.python_implementation()})",
         system=f"{platform.system()} {platform.machine()}",
         cores=os.cpu_count() or 1,
-        usable_cores=_usable_cores(),
+        usable_cores=usable_cores(),
         memory_nbytes=memory_nbytes,
         free_nbytes=free_nbytes,
         shared_nbytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
@@ -347,26 +349,14 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _usable_cores() -> float:
-    cores = float(usable_cores())
-    try:
-        quota_us, period_us = (CGROUP / "cpu.max").read_text().split()  # "max 100000" without a quota
-    except (OSError, ValueError):
-        return cores
-    return cores if quota_us == "max" else min(cores, round(int(quota_us) / int(period_us), 1))
-
-
-def _memory_sizes() -> tuple[int, int | None]:
+def _memory_sizes(root: Path = Path("/")) -> tuple[int, int | None]:
     """Return the size of the memory and of its free part, in bytes; the latter is None in a container with a limit."""
     memory = psutil.virtual_memory()
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups, versions 2 and 1
-        try:
-            limit = int((CGROUP / name).read_text())  # without a limit: "max", or more than the machine's memory
-        except (OSError, ValueError):
-            continue
-        if limit < memory.total:
-            return limit, None
-    return memory.total, memory.available
+    limit = memory.total
+    for folder, name in product(control_group_folders("memory", root), ("memory.max", "memory.limit_in_bytes")):
+        with contextlib.suppress(OSError, ValueError):  # without a limit: "max", or more than the machine's memory
+            limit = min(limit, int((folder / name).read_text()))
+    return limit, None if limit < memory.total else memory.available
 
 
 def _nvidia_gpus() -> tuple[tuple[str, ...], str]:

@@ -23,8 +23,8 @@ def memory_mb(run: HasTrace | Trace, *kinds: str, rank: int | None = None) -> fl
 
     Args:
         run: a run or a trace.
-        kinds: what to count: "parameters", "gathered parameters", "gradients", "optimizer state", "activations",
-            "other"; default: everything.
+        kinds: what to count: "parameters", "gathered parameters", "gradients", "buckets", "optimizer state",
+            "activations", "other"; default: everything.
         rank: the rank; default: the one that needs most.
 
     Raises:

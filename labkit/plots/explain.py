@@ -67,7 +67,7 @@ def explain(run: HasTrace | Trace) -> Explanation:
     return Explanation(" ".join(filter(None, sentences)), finding)
 
 
-def _sentences(f: Finding, ranks: Sequence[str], cores: int | None, busy: bool) -> list[str]:
+def _sentences(f: Finding, ranks: Sequence[str], cores: float | None, busy: bool) -> list[str]:
     everybody = "The rank" if len(ranks) == 1 else "The ranks"
     spent = [f"{everybody} computed for {percent(f.compute)} of it"]
     spent += [f"communicated for {percent(f.exposed)} with nothing to compute"] if f.exposed >= NOTICED else []
@@ -88,7 +88,7 @@ def _sentences(f: Finding, ranks: Sequence[str], cores: int | None, busy: bool) 
     return found
 
 
-def _advice(f: Finding, ranks: Sequence[str], cores: int | None, busy: bool) -> str:
+def _advice(f: Finding, ranks: Sequence[str], cores: float | None, busy: bool) -> str:
     match f.limit:
         case Limit.COMPUTE if not f.messages:
             return "Only faster computing makes this run faster."
@@ -113,7 +113,7 @@ def _advice(f: Finding, ranks: Sequence[str], cores: int | None, busy: bool) -> 
         case Limit.TURNS if cores is not None and 1 < cores < len(ranks) and f.working > FULL * cores:
             return (
                 f"While any rank computed, {f.working:.1f} of {len(ranks)} did on average, which takes nearly all of the "
-                f"{cores} cores: on this machine, smaller pieces of work would not make the run faster."
+                f"{cores:g} cores: on this machine, smaller pieces of work would not make the run faster."
             )
         case Limit.TURNS:
             return (
@@ -160,7 +160,7 @@ def _messages(f: Finding) -> str:
     return f"each rank took part in {operations} {'per step' if f.steps else 'in all'} with {bytes_in_words(nbytes)} of data"
 
 
-def _machine(ranks: int, cores: int) -> tuple[str, bool]:
+def _machine(ranks: int, cores: float) -> tuple[str, bool]:
     """Why times may be longer than the program explains, and whether that is because of other programs."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > cores + ranks:

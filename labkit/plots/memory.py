@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 __all__ = ["MemoryUse", "memory", "memory_uses"]
 
 # The timeline's colours of what produces them: activations come from the forward pass, gradients from the backward
-# pass.
-COLOURS: Final = dict(zip(MEMORY_KINDS, ("#7C93C9", "#009E73", "#0072B2", "#C9D3EA", "#56B4E9", "#C6CBD3"), strict=True))
+# pass; buckets are for communication.
+COLOURS: Final = dict(
+    zip(MEMORY_KINDS, ("#7C93C9", "#009E73", "#0072B2", "#EBAF80", "#C9D3EA", "#56B4E9", "#C6CBD3"), strict=True)
+)
 COLUMNS: Final = 1500  # more than the figure has pixels
 CHARACTER_PT_IN: Final = 0.0082  # width of a character, in inches per point of font size
 _HEADROOM_IN: Final = 0.26  # above each rank's areas, for the text and the marker of the peak

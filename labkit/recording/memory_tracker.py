@@ -39,13 +39,14 @@ def track_memory(*objects: Any) -> AbstractContextManager[None]:
     - gathered parameters: what FSDP2 has gathered for the layer in progress, until it frees it; and parameters whose
       storage the program has emptied and fills again
     - gradients: `.grad` of the parameters; of sharded ones, this rank's shard
+    - buckets: in which DistributedDataParallel sends gradients, if it is among the modules; none if the gradients are
+      views of them (`gradient_as_bucket_view=True`)
     - optimizer state: the state of every optimizer that makes a step
     - activations: what autograd saves for the backward pass, including the batch
     - other: on CUDA only, the rest of what the allocator holds for tensors. On the CPU, temporaries are not seen, such
       as the full gradients of a sharded layer before they are reduced
 
-    Each piece of memory counts once, as the first kind that it belongs to. DistributedDataParallel creates its buckets
-    in C++, so they are not seen unless gradients are views of them (`gradient_as_bucket_view=True`).
+    Each piece of memory counts once, as the first kind that it belongs to.
 
     Recording costs a few microseconds per saved tensor; outside a group nothing happens.
 
@@ -142,6 +143,7 @@ class Tracker:
             handles.append(layer.register_forward_pre_hook(lambda _, __, within=within: self._gathered(within)))
             handles.append(layer.register_forward_hook(lambda *_, within=within: self._gathered(within)))
         self._gradients(parameters)
+        self.count("buckets", sum(p.numel() * p.element_size() for p in _sent_in_buckets(self._modules)))
         for optimizer in self._optimizers:
             self._before_step((), optimizer)
             self._state_of(optimizer)
@@ -292,6 +294,15 @@ def _local(tensor: Any) -> Any:
     """Return this rank's own memory of a tensor: a DTensor's shard, and the result behind a functional collective."""
     shard = getattr(tensor, "_local_tensor", tensor)
     return getattr(shard, "elem", shard)
+
+
+def _sent_in_buckets(modules: list[Any]) -> Iterator[Any]:
+    """Yield the parameters whose gradients DistributedDataParallel copies into buckets, which it creates in C++."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    for layer in dict.fromkeys(layer for module in modules for layer in module.modules()):
+        if isinstance(layer, DistributedDataParallel) and not layer.gradient_as_bucket_view:
+            yield from (p for p in layer.parameters() if p.requires_grad)
 
 
 def _gathering(modules: list[Any]) -> Iterator[tuple[Any, list[Any]]]:

@@ -47,7 +47,7 @@ TIMED: Final = 0xFFFFFFFE  # in place of the blocked thread: it is blocked until
 READING: Final = "reading TensorFlow's profiler"  # labkit's own compute span
 STEPS_IN_ALL: Final = "steps in all"  # the scalar with which `steps` announces the length of its loop
 MEMORY: Final = "memory: "  # prefix of `track_memory`'s scalars, in bytes; then one of these, long-lived kinds first
-MEMORY_KINDS: Final = ("parameters", "optimizer state", "gradients", "gathered parameters", "activations", "other")
+MEMORY_KINDS: Final = ("parameters", "optimizer state", "gradients", "buckets", "gathered parameters", "activations", "other")
 
 
 @dataclass(frozen=True, slots=True)

@@ -371,13 +371,10 @@ class SpawnStarter:
 
 
 def in_background(action: Callable[[], None]) -> threading.Lock:
-    """Call a function on a new thread.
+    """Call a function on a new thread; return a lock that is held until it has returned.
 
-    Not on a `threading.Thread`, whose `start` waits in Python code for the thread to begin and fails if Stop interrupts
-    it.
-
-    Returns:
-        a lock that is held until the function has returned.
+    Not on a `threading.Thread`: its `start` fails if Stop interrupts it while it waits for the thread to begin.
+    Where no thread can be started, as at the end of a program in Python 3.12, the function is called here.
     """
     done = threading.Lock()
     done.acquire()
@@ -388,7 +385,10 @@ def in_background(action: Callable[[], None]) -> threading.Lock:
         finally:
             done.release()
 
-    _thread.start_new_thread(do, ())
+    try:
+        _thread.start_new_thread(do, ())
+    except RuntimeError:
+        do()
     return done
 
 

@@ -272,6 +272,14 @@ def test_a_helper_thread_waits_for_unwatched_operations() -> None:
             self.gave_up.set()
 
     attendant = Attendant()
+    with pytest.MonkeyPatch.context() as patch:  # as at the end of a script in Python 3.12
+
+        def fail(_: threading.Thread) -> None:
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+
+        patch.setattr(threading.Thread, "start", fail)
+        attendant.watch(unattended := Message())
+    assert not unattended.claims
     messages = [Message() for _ in range(3)]
     assert messages[1].claim()  # the student has begun to wait for this one
     for message in messages:

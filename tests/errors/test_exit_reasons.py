@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fake_control_groups import fake_control_groups
 from processes import left_after
 
 from labkit.errors.causes import Cause
@@ -64,18 +65,16 @@ def test_where_processes_were_killed(now: OOMKills, before: OOMKills, where: str
 
 
 CGROUPS = {
-    "v2": ("0::/user/kernel\n", "sys/fs/cgroup/user/kernel/memory.events", "low 0\noom 3\noom_kill {}\noom_group_kill 9\n"),
-    "v1": ("9:cpu:/\n4:memory:/user\n0::/\n", "sys/fs/cgroup/memory/user/memory.oom_control", "under_oom 0\noom_kill {}\n"),
-    "none": ("0::/\n", "proc/vmstat", "nr_free_pages 7\noom_kill {}\n"),
+    "v2": ("user/kernel/memory.events", "low 0\noom 3\noom_kill {}\noom_group_kill 9\n"),
+    "v1": ("memory/user/memory.oom_control", "under_oom 0\noom_kill {}\n"),
+    "none": ("../../../proc/vmstat", "nr_free_pages 7\noom_kill {}\n"),
 }
 
 
 @pytest.mark.parametrize("kind", CGROUPS)
 def test_the_kernels_counters_are_read(kind: str, tmp_path: Path) -> None:
-    groups, file, text = CGROUPS[kind]
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text(groups)
-    counter = tmp_path / file
+    file, text = CGROUPS[kind]
+    counter = fake_control_groups(tmp_path, kind, "/user" if kind == "v1" else "/user/kernel") / file
     counter.parent.mkdir(parents=True, exist_ok=True)
     counter.write_text(text.format(1))
     counters = OOMKillCounters(tmp_path)

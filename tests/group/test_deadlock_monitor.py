@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +40,11 @@ class Looked:
     """A deadlock monitor of two ranks whose threads are given by the test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        pool: Any = SimpleNamespace(members=[SimpleNamespace(reader=SimpleNamespace(unnoted=0))] * 2, plan=None)
+        reader = SimpleNamespace(unnoted=0, pending=list)
+        members = [
+            SimpleNamespace(rank=i, name=f"rank {i}", reader=reader, process=SimpleNamespace(frozen=False)) for i in (0, 1)
+        ]
+        pool: Any = SimpleNamespace(members=members, plan=SimpleNamespace(kind=SimpleNamespace(certain_after_s=0.5)))
         self._monitor = DeadlockMonitor(pool, [0, 1], None, {}, {})  # type: ignore[arg-type]
         self._next: list[RankThreads] = []
         self._now_ns = 0
@@ -47,10 +52,10 @@ class Looked:
         monkeypatch.setattr(self._monitor, "_threads_of", self._threads_of)
         monkeypatch.setattr("labkit.group.deadlock_monitor.time", SimpleNamespace(perf_counter_ns=lambda: self._now_ns))
 
-    def _threads_of(self, _: object, *, with_children: bool) -> dict[int, RankThreads]:
-        assert with_children
+    def _threads_of(self, ranks: Sequence[int], *, with_children: bool, insist: bool = True) -> dict[int, RankThreads]:
+        assert with_children is insist, "a silent rank is only asked gently"
         self.looks += 1
-        return dict(enumerate(self._next))
+        return {i: threads for i, threads in enumerate(self._next) if i in ranks}
 
     def certain(
         self, zero: RankThreads, one: RankThreads, standings: list[RankState] = FACING, *, after_ns: int = LONGEST_PAUSE_NS
@@ -59,6 +64,15 @@ class Looked:
         self._next = [zero, one]
         self._now_ns += after_ns
         return self._monitor._confirmed(standings, self._now_ns) is not None
+
+    def silent(self, *seconds: float) -> list[str]:
+        """The notices after so many seconds of silence each, while no rank waits."""
+        self._next = [look(), look()]
+        notices = []
+        for silent_s in seconds:
+            assert self._monitor.check(self._now_ns, silent_s) is None
+            notices.append(self._monitor.notice)
+        return notices
 
 
 @pytest.fixture
@@ -105,3 +119,16 @@ def test_looks_become_less_frequent(group: Looked) -> None:
         assert group.looks == before + 1
         assert not group.certain(look(), look(AWAKE), after_ns=pause_ns - 1)
         assert group.looks == before + 1, "it is not time yet"
+
+
+def test_long_silence_is_noted_and_renewed_after_twice_as_long(group: Looked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("labkit.group.deadlock_monitor.SLOW_S", 20.0)
+    monkeypatch.setattr(group._monitor, "_next_silence_s", 20.0)
+    none, first, same, longer = group.silent(19.0, 20.0, 39.0, 40.0)
+    assert none == ""
+    assert "20 s" in first
+    assert "rank 0 and rank 1 are at own.py, line 1" in first
+    assert same == first
+    assert "40 s" in longer
+    assert group.looks == 2
+    assert group.silent(0.1, 30.0, 80.0) == ["", "", longer.replace("40 s", "80 s")], "a run that prints now and then"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from labkit.errors.exceptions import RankFailure, RunTimeoutError
 from labkit.group.open_groups import notebook
 from labkit.worker.runtimes.devices import share_of_devices
 from labkit.worker.runtimes.registry import RUNTIMES
+from labkit.worker.usable_cores import usable_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,6 +91,8 @@ def test_an_invalid_argument(ranks: Any, options: dict[str, Any], error: type[Ex
 
 
 def test_a_request_that_this_machine_cannot_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+
     def refused(*args: Any, **options: Any) -> str:
         with pytest.raises(lab.LabError) as caught:
             lab.Group(*args, **options)
@@ -271,10 +275,18 @@ def test_the_environment_is_torchruns(four: lab.Group) -> None:
         "OMP_NUM_THREADS",
     ]  # fmt: skip
     found = four.run(lambda: ([os.environ.get(n) for n in names], int(os.environ["MASTER_PORT"]))).results
-    cores = len(os.sched_getaffinity(0))
     for i, (values, port) in enumerate(found):
-        assert values == [str(i), str(i), "4", "4", "0", "1", "127.0.0.1", str(max(1, cores // 4))]
+        assert values == [str(i), str(i), "4", "4", "0", "1", "127.0.0.1", str(max(1, int(usable_cores() // 4)))]
         assert port == found[0][1] > 0
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(5.5, "2"), (0.5, "1")])
+def test_ranks_divide_the_cores_that_a_container_leaves_them(
+    start: str, cores: float, threads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("labkit.group.options.usable_cores", lambda: cores)
+    with lab.Group(2, runtime="bare", start=start, timeout_s=200) as group:
+        assert group.run(lambda: os.environ["OMP_NUM_THREADS"]).results == [threads] * 2
 
 
 def test_threads_and_devices_of_a_rank(start: str) -> None:
@@ -496,6 +508,19 @@ def test_in_a_plain_script_and_its_threads(tmp_path: Path, start: str) -> None:
         [sys.executable, str(script)], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
     )
     assert (answer.stdout, answer.stderr) == ("[(True, 42), (True, 42)]\n", "")
+
+
+def test_the_program_of_the_readme_runs_as_a_script(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    found = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None
+    (tmp_path / "script.py").write_text(found[1])
+    answer = subprocess.run(
+        [sys.executable, "script.py"], env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.stdout.splitlines()[-1] == "[1.5, 1.5, 1.5, 1.5] [('all_reduce', 4000000)]"
 
 
 @pytest.mark.parametrize("arguments", [["-i", "-q"], ["-"], ["-c", "import sys; exec(sys.stdin.read())"]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
@@ -238,6 +239,36 @@ def test_with_a_live_thread_there_is_only_a_notice(three: lab.Group, monkeypatch
         three.run(faces_another, a_thread_that_works)
     _, *rest = word.said.split("; ")
     assert [part for part in rest if "rank 1" in part and "threading.py" in part], word.said
+
+
+# Long silence
+
+
+def test_a_run_that_prints_nothing_for_long_says_where_its_ranks_are(three: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hold() -> None:
+        threading.Event().wait()
+
+    monkeypatch.setattr("labkit.group.deadlock_monitor.SLOW_S", 0.2)
+    line = hold.__code__.co_firstlineno + 1
+    place = f"rank 0, rank 1 and rank 2 are at test_no_deadlock.py, line {line}: threading.Event().wait()"
+    Word(monkeypatch, "nothing printed", place)
+    with pytest.raises(KeyboardInterrupt):
+        three.run(hold)
+
+
+def wait_for(file: str) -> None:
+    while not os.path.exists(file):
+        time.sleep(0.01)
+
+
+def test_beside_a_live_picture_nothing_is_said_about_silence(
+    three: lab.Group, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("labkit.group.deadlock_monitor.SLOW_S", 1e-9)
+    said: list[str] = []
+    monkeypatch.setattr(Output, "say", lambda _, word: (said.append(word), len(said) > 3 and (tmp_path / "now").touch()))
+    three.watch(wait_for, str(tmp_path / "now"))
+    assert not any(said)
 
 
 # Time limits of the program's own.

@@ -12,7 +12,7 @@ import pytest
 from labkit.group.rank_state import RankState
 from labkit.group.stack_dump import Frame
 from labkit.group.thread_states import Active, RankThreads, Thread
-from labkit.group.wait_notices import cycle_notice, unrecorded_notice, waiting_notice
+from labkit.group.wait_notices import cycle_notice, silence_notice, unrecorded_notice, waiting_notice
 from labkit.recording.group_keys import DIST_BACKWARD, TENSORFLOW, store_key
 from labkit.recording.operations import PROMISE
 from labkit.recording.schema import TIMED, Pending
@@ -157,6 +157,13 @@ def test_waits_that_are_no_operations(source: str) -> None:
         "rank 0 and rank 2 have waited in C++ or for a lock for more than 10 s, at own.py, line 2: time.sleep(100); "
         "rank 3 has waited in C++ or for a lock for more than 10 s, at own.py, line 1: def load():"
     )
+
+
+def test_ranks_that_have_printed_nothing_for_long(source: str) -> None:
+    at = "at own.py, line 2: time.sleep(100)"
+    assert silence_notice({"a": there(source), "b": there(source)}, 20.4) == f"nothing printed for 20 s; a and b are {at}"
+    assert silence_notice({"a": there(source), "b": None}, 41.0) == f"nothing printed for 41 s; a is {at}; b is running"
+    assert silence_notice({}, 20.0) == ""
 
 
 def test_nobody_waits() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_control_groups import fake_control_groups
 
 from labkit.notebook.doctor import GIB, Facts, diagnose
 
@@ -230,24 +231,22 @@ def test_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str
 
 
 @pytest.mark.parametrize(
-    ("files", "cores", "limit"),
+    ("version", "files", "limit"),
     [
-        ({"cpu.max": "max 100000\n", "memory.max": "max\n"}, 1e9, None),
-        ({"cpu.max": "50000 100000\n", "memory.max": "536870912\n"}, 0.5, 2**29),
-        ({"memory/memory.limit_in_bytes": "536870912\n"}, 1e9, 2**29),
-        ({"memory/memory.limit_in_bytes": "9223372036854771712\n"}, 1e9, None),
+        ("v2", {"memory.max": "max\n"}, None),
+        ("v2", {"memory.max": "536870912\n"}, 2**29),
+        ("v2", {"memory.max": "536870912\n", "pod/memory.max": "1073741824\n"}, 2**29),
+        ("v1", {"memory/memory.limit_in_bytes": "536870912\n"}, 2**29),
+        ("v1", {"memory/memory.limit_in_bytes": "9223372036854771712\n"}, None),
     ],
 )
-def test_a_containers_limits(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: dict[str, str], cores: float, limit: int | None
-) -> None:
-    monkeypatch.setattr(doctor, "CGROUP", tmp_path)
-    without_quota = doctor._usable_cores()
-    total, free = doctor._memory_sizes()
+def test_a_containers_limit_of_memory(version: str, files: dict[str, str], limit: int | None, tmp_path: Path) -> None:
+    folder = fake_control_groups(tmp_path, version, "/pod")
+    total, free = doctor._memory_sizes(tmp_path)
     assert free is not None
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert doctor._usable_cores() == min(cores, without_quota)
-    assert doctor._memory_sizes()[0] == (limit or total)
-    assert (doctor._memory_sizes()[1] is None) == (limit is not None)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    total_now, free_now = doctor._memory_sizes(tmp_path)
+    assert total_now == (limit or total)
+    assert (free_now is None) == (limit is not None)

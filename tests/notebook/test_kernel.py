@@ -329,7 +329,7 @@ def test_nbval_passes_twice(executed: Path) -> None:
     ]  # fmt: skip
     answer = subprocess.run(
         command,
-        cwd=executed.parent, env=os.environ | {"PYTHONPATH": str(ROOT), "LABKIT_SLOW_START_S": "0.001"},
+        cwd=executed.parent, env=os.environ | {"PYTHONPATH": str(ROOT), "LABKIT_SLOW_S": "0.001"},
         capture_output=True, text=True, timeout=250, check=False,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stdout

@@ -292,6 +292,32 @@ def test_gathered_parameters_that_fsdp_keeps_count_until_the_backward_pass():
     assert at(run, "backward_is_over") == {"parameters": WHOLE / 4, "gradients": WHOLE / 4}
 
 
+def replicated(gradient_as_bucket_view):
+    """One step under DistributedDataParallel; returns the bytes of the buckets, as torch reports them."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+    model[1].requires_grad_(False)
+    ddp = nn.parallel.DistributedDataParallel(
+        model, bucket_cap_mb=4 * WIDTH**2 / 2**20, gradient_as_bucket_view=gradient_as_bucket_view
+    )
+    with lab.track_memory(ddp):
+        for _ in range(2):  # after the first step, torch divides the gradients into buckets anew
+            ddp(torch.ones(ROWS, WIDTH)).sum().backward()
+        lab.record(steps_are_over=1)
+    data = ddp._get_ddp_logging_data()
+    sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
+    return sum(map(int, str(sizes).split(",")))
+
+
+@pytest.mark.parametrize("as_views", [False, True])
+def test_the_buckets_of_data_parallel_training_count_once(two_ranks, as_views):
+    run = two_ranks.run(replicated, as_views)
+    trained = 4 * (WIDTH * WIDTH + WIDTH + WIDTH * 3 + 3)
+    assert run.results[0] == trained
+    kinds = at(run, "steps_are_over")
+    assert kinds.get("gradients") == trained
+    assert kinds.get("buckets") == (None if as_views else trained)
+
+
 def tensor_parallel(gathered):
     """One step of a model of two layers that DTensor splits; with `gathered`, its input is split as well."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -108,8 +108,8 @@ def test_every_rank_draws_its_own_random_numbers(start: str, monkeypatch: pytest
 
 def test_a_slow_start_gives_no_notice_in_test_programs() -> None:
     """Their output is compared, as in lessons."""
-    code = "from labkit.group.processes import SLOW_START_S; print(SLOW_START_S)"
-    for more, expected in (({}, "180.0\n"), ({"LABKIT_SLOW_START_S": "20"}, "20.0\n")):
+    code = "from labkit.group.processes import SLOW_S; print(SLOW_S)"
+    for more, expected in (({}, "180.0\n"), ({"LABKIT_SLOW_S": "20"}, "20.0\n")):
         done = subprocess.run(
             [sys.executable, "-c", code], env=os.environ | more, cwd=ROOT, capture_output=True, text=True, check=True
         )
@@ -129,7 +129,7 @@ def test_a_slow_start_says_once_what_it_waits_for(start: str, monkeypatch: pytes
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("labkit.worker.runtimes.base.Runtime.preload", ("a_framework", "labkit.worker.main_loop"))
     monkeypatch.setattr("labkit.worker.runtimes.base.Runtime.package", "a_framework")
-    monkeypatch.setattr("labkit.group.processes.SLOW_START_S", 0.1)
+    monkeypatch.setattr("labkit.group.processes.SLOW_S", 0.1)
     said: list[str] = []
 
     def show(notice: Notice, text: str) -> None:
@@ -537,6 +537,23 @@ def test_nothing_is_left_when_the_notebooks_process_ends_by_itself(start: str, s
     )
     pids = reported(program)
     assert the_rest(program) == "the end\n"
+    assert not left_after(GONE_LIMIT_S, pids)
+
+
+@pytest.fixture
+def no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the end of a program in Python 3.12."""
+
+    def fail(*_: object) -> int:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr("_thread.start_new_thread", fail)
+
+
+@pytest.mark.usefixtures("no_more_threads")
+def test_ranks_start_and_end_where_no_thread_can_be_started(start: str) -> None:
+    with lab.Group(2, runtime="bare", start=start, timeout_s=200) as group:
+        pids = group.run(os.getpid).results
     assert not left_after(GONE_LIMIT_S, pids)
 
 
