@@ -23,6 +23,7 @@ from labkit.ipc.stdio import reopen_closed
 from labkit.ipc.tracebacks import cause_of, headline, in_students_code, raised_by_student, students_traceback
 from labkit.recording.record import Recorder, here, is_students
 from labkit.recording.ring_buffer import RingWriter
+from labkit.worker.child_deaths import ChildDeaths
 from labkit.worker.cuda_context import context_error
 from labkit.worker.display import RankDisplay
 from labkit.worker.edited_modules import Imports
@@ -150,7 +151,11 @@ class _Rank:
         try:
             action()
         except BaseException as error:  # noqa: BLE001  # SystemExit, KeyboardInterrupt too: the notebook decides what follows
-            self._raised(error)
+            try:
+                with ChildDeaths() as deaths:
+                    self._raised(deaths.cause_of(error))
+            except Exception as death:  # noqa: BLE001  # raised by a signal's handler before the block was entered
+                self._raised(death)
 
     def _set_up(self, offers: list[Any]) -> None:
         recorder = Recorder(self._ring, self._rank_config.rank, self._rank_config.size)
