@@ -1,7 +1,7 @@
 """While a rank reports an error, the deaths of its child processes raise no other; they may be the error's cause.
 
-Once a program has used a `DataLoader` with workers, torch handles SIGCHLD: when a worker has died, the handler raises an
-error in the main thread, wherever that is. A worker that dies also breaks its connection, and either comes first.
+Once a program has used a `DataLoader` with workers, torch handles SIGCHLD: when a worker has died, the handler raises
+an error in the main thread, wherever that is. A worker that dies also breaks its connection, and either comes first.
 """
 
 from __future__ import annotations

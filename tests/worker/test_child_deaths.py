@@ -13,12 +13,12 @@ from labkit.errors.causes import Cause
 from labkit.worker.child_deaths import ChildDeaths
 
 
-class Died(Exception):
+class DiedError(Exception):
     """What the handler raises, as torch's does."""
 
 
 def died(*_: object) -> None:
-    raise Died
+    raise DiedError
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def test_a_death_is_the_cause_and_interrupts_nothing() -> None:
     reported = ConnectionResetError("lost")
     with ChildDeaths() as deaths:
         os.kill(os.getpid(), signal.SIGCHLD)
-        assert isinstance(deaths.cause_of(reported), Died)
+        assert isinstance(deaths.cause_of(reported), DiedError)
         os.kill(os.getpid(), signal.SIGCHLD)  # a second worker
     assert signal.getsignal(signal.SIGCHLD) is died
 
