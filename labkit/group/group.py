@@ -48,7 +48,7 @@ class Group:
         runtime: "torch" (`torch.distributed` initialized), "rpc" (`torch.distributed.rpc` initialized, with the ranks'
             names), "tensorflow" (TF_CONFIG and logical devices set; each run has new processes, which later `%%ranks`
             cells share) or "bare" (processes only).
-        devices: None uses the GPUs if there are any, else the CPU; "cpu"; "cuda".
+        devices: None or "auto" uses the GPUs if there are any, else the CPU; "cpu"; "cuda".
         devices_per_rank: logical devices of each TensorFlow rank.
         threads: compute threads per rank; default: the cores divided among the ranks, at least 1.
         timeout_s: seconds after which a run is stopped; default: never.
@@ -172,9 +172,9 @@ class Group:
 
     @public_api
     def spawn(
-        self, function: Callable[..., Any], args: Sequence[Any] = (), nprocs: int | None = None, join: bool = True, **_: Any
-    ) -> Run:
-        """Call `function(rank, *args)` on every rank, as `mp.spawn` does; its other options are ignored."""
+        self, function: Callable[..., Any], args: Sequence[Any] = (), nprocs: int | None = None, join: bool = True,
+        daemon: bool = False, start_method: str = "spawn") -> Run:  # fmt: skip  # noqa: ARG002  # the last two have no effect
+        """Call `function(rank, *args)` on every rank, as `mp.spawn` does."""
         check_spawn(function, args, nprocs, join, len(self))
         return self._run(WithRank(function), tuple(args), {}, range(len(self)), watch=False)
 

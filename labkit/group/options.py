@@ -113,8 +113,8 @@ class Plan:
             raise ValueError(f"runtime={runtime!r}: expected one of {', '.join(map(repr, RUNTIMES))}")
         kind = RUNTIMES[runtime]
         names, jobs = _names(ranks, kind)
-        if devices not in (None, "cpu", "cuda"):
-            raise ValueError(f"devices={devices!r}: expected None (GPUs where there are some), 'cpu' or 'cuda'")
+        if devices not in (None, "auto", "cpu", "cuda"):
+            raise ValueError(f"devices={devices!r}: expected None or 'auto' (GPUs where there are some), 'cpu' or 'cuda'")
         if devices_per_rank != 1 and not kind.has_logical_devices:
             raise ValueError(
                 f"devices_per_rank is for {_those('has_logical_devices')}; in torch, lab.devices(n) gives a rank's devices"

@@ -103,6 +103,7 @@ class Execution:
         self._records = Records(self._members, pool.plan.nodes)
         self._results: dict[int, Any] = {}
         self._failures: dict[int, RankFailure] = {}
+        self._exits: dict[int, RankFailure] = {}  # of ranks that called `exit(0)`; failures if others return values
         self._serving: set[int] = set()  # ranks that were called, and serve the others until these have returned
         self._released = False  # whether the serving ranks have been told to stop
         self._dead: set[int] = set()  # ranks whose process has ended
@@ -154,6 +155,8 @@ class Execution:
         self._looked_s = self._pictured_s = time.monotonic()
         try:
             self._pool.loop.run(self)
+            if any(result is not None for result in self._results.values()):
+                self._failures |= self._exits
             if not self._failures:
                 self.notes += self._pool.observe(begin=False)
         except KeyboardInterrupt:
@@ -262,42 +265,40 @@ class Execution:
             EOFError: the rank is gone, and with it the shared memory of its result.
             DeadlockError: all ranks that were called serve the others, so none will return.
         """
-        if message.kind == "assigned":
-            member.assigned = message.data
-            return
         if message.kind in ("shown", "warned"):
             self._output.take(member.rank, message.kind, message.data)
             return
         self._read_output(member)
-        if message.kind == "raised":
+        if message.kind == "assigned":
+            member.assigned = message.data
+        elif message.kind == "raised":
             self._failures[member.rank] = message.data
             self.intact = self.intact and not message.data.broken
-            return
-        if message.kind == "serving":
+        elif message.kind == "serving":
             self._serving.add(member.rank)
             self._release_servers()
-            return
-        if message.kind == "imported":
+        elif message.kind == "imported":
             self._pool.modules |= {module.name: module for module in message.data}
-            return
-        assert message.kind == "done" and message.payload is not None, f"an unexpected message {message.kind!r}"
-        communicated, unfinished, ending = message.data
-        self._communicated |= communicated
-        self._unfinished |= unfinished
-        if ending is not None:
-            self._pool.spent |= ending.spent
-            self.notes += ending.notes
-        if message.payload.copied_from_gpu:
-            self.notes.append("CUDA tensors in results come back as CPU tensors.")
-        try:
-            self._results[member.rank] = pickling.unpack(message.payload, sent=self._pool.sent)
-        except EOFError:  # the rank is gone, and with it the memory that it shared
-            raise
-        except Exception as error:  # noqa: BLE001  # the student's classes may raise anything when they are unpickled
-            self._failures[member.rank] = unreadable(error, member.rank, member.name)
-        if message.payload.owner_pid:
-            member.channel.send("read")
-        self._release_servers()
+        else:
+            assert message.kind == "done" and message.payload is not None, f"an unexpected message {message.kind!r}"
+            communicated, unfinished, ending, exits = message.data
+            self._communicated |= communicated
+            self._unfinished |= unfinished
+            self._exits |= exits
+            if ending is not None:
+                self._pool.spent |= ending.spent
+                self.notes += ending.notes
+            if message.payload.copied_from_gpu:
+                self.notes.append("CUDA tensors in results come back as CPU tensors.")
+            try:
+                self._results[member.rank] = pickling.unpack(message.payload, sent=self._pool.sent)
+            except EOFError:  # the rank is gone, and with it the memory that it shared
+                raise
+            except Exception as error:  # noqa: BLE001  # the student's classes may raise anything when they are unpickled
+                self._failures[member.rank] = unreadable(error, member.rank, member.name)
+            if message.payload.owner_pid:
+                member.channel.send("read")
+            self._release_servers()
 
     def _release_servers(self) -> None:
         """Tell the serving ranks to stop once all others that were called have returned.

@@ -7,7 +7,6 @@ so do classes that refer to one another.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import io
 import linecache
@@ -26,6 +25,7 @@ import cloudpickle
 
 from labkit.errors.exceptions import LabError
 from labkit.ipc.array_views import SharedArrays
+from labkit.ipc.decorated import CACHED, reduce_decorated
 from labkit.ipc.definitions import Received, Sent
 from labkit.ipc.notebook_builtins import reduce_ipython
 from labkit.ipc.pickling_errors import Call, explain_unpicklable
@@ -37,7 +37,6 @@ __all__ = ["Payload", "install_source", "pack", "shared_memory", "source_of", "u
 
 OUT_OF_BAND_BYTES: Final = 1 << 16  # smaller arrays are cheaper inside the message than in a segment of their own
 _PLAIN: Final = frozenset({type(None), bool, int, float, str})  # what most functions return; plain pickle handles these
-_Cached: Final = type(functools.lru_cache(len))
 
 
 @dataclass(slots=True)
@@ -251,10 +250,6 @@ def _with_slots(kind: type, parts: Any) -> Any:
     return make, (meta, name, bases, {**members, "__slots__": vars(kind)["__slots__"]}, *rest), *state
 
 
-def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
-    return functools.lru_cache(**parameters)(function)
-
-
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships no types
     """cloudpickle that installs the student's functions in the receiver's `__main__` and sends tensors out of band.
 
@@ -289,7 +284,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
 
     def reducer_override(self, obj: Any) -> Any:
         """pickle's hook: return the reduction of `obj`, or NotImplemented for the default one."""
-        if isinstance(obj, (types.FunctionType, type, _Cached)):
+        if isinstance(obj, (types.FunctionType, type, CACHED)):
             return self._definition(obj)
         if self._received is not None:
             if self._rank_only is None:
@@ -330,8 +325,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
                 self.defined[name] = obj
             if isinstance(obj, types.FunctionType):
                 self.files.add(obj.__code__.co_filename)
-        if isinstance(obj, _Cached) and obj.__module__ == "__main__":  # cloudpickle would send only its name
-            return _cached, (obj.__wrapped__, obj.cache_parameters())
+        if (obj.__module__ == "__main__" or not _is_importable(obj)) and (anew := reduce_decorated(obj)) is not None:
+            self._alive.append(anew)
+            return anew
         parts = super().reducer_override(obj)
         if isinstance(obj, type) and vars(obj).get("__slots__") and parts is not NotImplemented:
             return _with_slots(obj, parts)

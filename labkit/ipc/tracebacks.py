@@ -47,6 +47,7 @@ _LOST = (
     "(this error originated at tensorpipe/",
     "remote process exited or there was a network error",
 )
+_WORKER_DIED = "DataLoader worker (pid"  # of torch; the connection that is lost then is one to a child process
 _FILE_LINE = re.compile(r'\s*File "(?P<file>[^"]+)", line ')
 # Frames that are useless even as the innermost: AutoGraph's generated code, and where TensorFlow raises all its errors.
 _EMPTY = (
@@ -149,7 +150,10 @@ def _follows_lost_connection(error: BaseException) -> bool:
     seen: set[int] = set()
     part: BaseException | None = error
     while part is not None and id(part) not in seen:
-        if _lost_connection("".join(traceback.format_exception_only(part))):
+        text = "".join(traceback.format_exception_only(part))
+        if _WORKER_DIED in text:
+            return False
+        if _lost_connection(text):
             return True
         seen.add(id(part))
         part = part.__cause__ or part.__context__  # even if `from None` hides it

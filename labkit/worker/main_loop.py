@@ -23,6 +23,7 @@ from labkit.ipc.stdio import reopen_closed
 from labkit.ipc.tracebacks import cause_of, headline, in_students_code, raised_by_student, students_traceback
 from labkit.recording.record import Recorder, here, is_students
 from labkit.recording.ring_buffer import RingWriter
+from labkit.worker.child_deaths import ChildDeaths
 from labkit.worker.cuda_context import context_error
 from labkit.worker.display import RankDisplay
 from labkit.worker.edited_modules import Imports
@@ -103,6 +104,7 @@ class _Rank:
         sys.argv = [""]
         self._inherited = dict(os.environ)
         self._variables: set[str] = set()  # environment variables that belong to this rank and do not follow the notebook's
+        self._exits: dict[int, RankFailure] = {}  # this rank's, if its function ended with `exit()` or `exit(0)`
         self._attempt(lambda: channel.send("offer", self._runtime.offer()))
 
     def serve(self, message: Message) -> bool:
@@ -149,7 +151,11 @@ class _Rank:
         try:
             action()
         except BaseException as error:  # noqa: BLE001  # SystemExit, KeyboardInterrupt too: the notebook decides what follows
-            self._raised(error)
+            try:
+                with ChildDeaths() as deaths:
+                    self._raised(deaths.cause_of(error))
+            except Exception as death:  # noqa: BLE001  # raised by a signal's handler before the block was entered
+                self._raised(death)
 
     def _set_up(self, offers: list[Any]) -> None:
         recorder = Recorder(self._ring, self._rank_config.rank, self._rank_config.size)
@@ -260,6 +266,7 @@ class _Rank:
     def _timed(self, name: str, action: Callable[[], Any]) -> Any:
         for error in self._copy_errors.values():
             raise error
+        self._exits = {}
         self._display.begin()
         self._runtime.begin_recording()
         if here.recorder is not None:
@@ -272,6 +279,7 @@ class _Rank:
         except SystemExit as end:  # `exit()` as a script's last line is a normal end
             if end.code not in (None, 0):
                 raise
+            self._exits = {self._rank_config.rank: self._failure(end, verb="has no result, unlike others:")}
             return None
         finally:
             end_ns = time.perf_counter_ns()
@@ -309,26 +317,29 @@ class _Rank:
         self._flush()
         ring, (communications, failures) = self._ring, self._before
         communicated, unfinished = ring.communications != communications, ring.in_progress or ring.failures != failures
-        self._send("done", (communicated, unfinished, self._runtime.end_run()), payload)
+        self._send("done", (communicated, unfinished, self._runtime.end_run(), self._exits), payload)
         if payload.owner_pid:
             self._unread_result = payload
         else:
             payload.close()
 
     def _raised(self, error: BaseException) -> None:
-        at_ns = time.perf_counter_ns()
-        text = "" if isinstance(error, LabError) and not in_students_code(error) else students_traceback(error)
+        failure = self._failure(error)
         recorder = here.recorder
         if recorder is not None and recorder.device_clock is not None:
             with contextlib.suppress(RuntimeError):  # CUDA no longer works; its pending records are lost
                 recorder.device_clock.flush()
         self._flush()
-        failure = RankFailure(
-            self._rank_config.rank, self._name, headline(error), text, at_ns=at_ns, cause=cause_of(error),
+        self._send("raised", failure)
+
+    def _failure(self, error: BaseException, verb: str = "failed:") -> RankFailure:
+        at_ns = time.perf_counter_ns()
+        text = "" if isinstance(error, LabError) and not in_students_code(error) else students_traceback(error)
+        return RankFailure(
+            self._rank_config.rank, self._name, headline(error), text, at_ns=at_ns, verb=verb, cause=cause_of(error),
             broken=context_error() is not None, own=raised_by_student(error),
             in_python=self._runtime.raised_in_python(error),
         )  # fmt: skip
-        self._send("raised", failure)
 
     def _flush(self) -> None:
         for stream in (sys.stdout, sys.stderr):

@@ -445,6 +445,26 @@ def test_exceptions(ranks: lab.Group, cells: in_cells.Cells, body: str, headline
     assert pids(ranks) == before
 
 
+@pytest.mark.parametrize("leave", ["exit()", "sys.exit(0)"])
+def test_a_function_that_exits_with_success_has_no_result(ranks: lab.Group, cells: in_cells.Cells, leave: str) -> None:
+    cells(f"""
+        import os, sys
+        def f(value, leaving):
+            if os.environ["RANK"] in leaving:
+                {leave}
+            return value
+    """)
+    before = pids(ranks)
+    error = failure(ranks, cells.f, 3, "1")
+    assert [(f.rank, f.cause) for f in error.failures] == [(1, Cause.RAISED)]
+    assert ", in f\n" in error.failures[0].traceback
+    # No result is missing if all exit, as at the end of a script, or if the others return nothing.
+    assert ranks.run(cells.f, 3, "012").results == [None] * 3
+    assert ranks.run(cells.f, None, "02").results == [None] * 3
+    assert ranks[2].run(cells.f, 3, "2").results == [None]
+    assert pids(ranks) == before
+
+
 def test_a_builtin_that_raises(ranks: lab.Group) -> None:
     """None of the frames is the student's."""
     assert failure(ranks, os.read, 10**6, 1).failures[0].headline == "OSError: [Errno 9] Bad file descriptor"

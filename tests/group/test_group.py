@@ -71,7 +71,7 @@ def rank() -> int:
         ({}, {"runtime": "tensorflow"}, ValueError, "Group({}): expected between 1 and 1024 ranks"),
         (2, {"runtime": "mpi"}, ValueError, "runtime='mpi': expected one of 'torch', 'rpc', 'tensorflow', 'bare'"),
         (2, {"runtime": []}, ValueError, "runtime=[]: expected one of 'torch', 'rpc', 'tensorflow', 'bare'"),
-        (2, {"devices": "tpu"}, ValueError, "devices='tpu': expected None (GPUs where there are some), 'cpu' or 'cuda'"),
+        (2, {"devices": "tpu"}, ValueError, "devices='tpu': expected None or 'auto' (GPUs where there are some), 'cpu' or"),
         (2, {"devices_per_rank": 2}, ValueError, "devices_per_rank is for runtime='tensorflow'; in torch, lab.devices(n) gives"),
         (2, {"threads": 0}, ValueError, "threads=0: expected a whole number above 0"),
         (2, {"threads": "2"}, TypeError, "threads='2': expected a whole number above 0"),
@@ -120,6 +120,15 @@ def test_a_request_that_this_machine_cannot_meet(monkeypatch: pytest.MonkeyPatch
     monkeypatch.undo()
     monkeypatch.setattr(os, "name", "nt")
     assert refused(2).startswith("labkit starts ranks on Linux and macOS; on Windows, install it in WSL2")
+
+
+def test_the_options_that_a_group_shows_make_an_equal_one() -> None:
+    network = lab.Network(nodes=2, inside=lab.Link.nvlink4, between=lab.Link.ethernet_10g)
+    for given in ({}, {"devices": "cpu", "threads": 1, "timeout_s": 9.0, "link": network}):
+        group = lab.Group(4, **given)  # type: ignore[arg-type]  # several types
+        shown = {name: getattr(group, name) for name in ("runtime", "devices", "threads", "timeout_s", "link")}
+        again = lab.Group(4, **shown)
+        assert {name: getattr(again, name) for name in shown} == shown
 
 
 def test_numpy_integers_are_accepted() -> None:

@@ -23,7 +23,7 @@ def shown(rank: int, *rest: Any) -> tuple[Any, ...]:
 
 def test_spawn_gives_the_rank_first(three: lab.Group) -> None:
     assert three.spawn(shown).results == [(0,), (1,), (2,)]
-    run = three.spawn(shown, args=(3, "x"), nprocs=3, join=True)
+    run = three.spawn(shown, args=(3, "x"), nprocs=3, join=True, daemon=False, start_method="fork")
     assert run.results == [(r, 3, "x") for r in range(3)]
     assert [s.name for s in run.trace.of(rank=0, kind="call")] == ["shown"]
 
@@ -37,6 +37,9 @@ def test_spawn_refuses_what_it_cannot_do(three: lab.Group) -> None:
         three.spawn(3)  # type: ignore[arg-type]  # what a student may do
     with pytest.raises(TypeError, match=r"a single one is written args=\(3,\)"):
         three.spawn(shown, args=3)  # type: ignore[arg-type]  # likewise
+    with pytest.raises(TypeError, match="Did you mean 'args'") as caught:
+        three.spawn(shown, arg=(3,))  # type: ignore[call-arg]  # likewise
+    assert "\n" not in str(caught.value)
 
 
 def demo(rank: int, world_size: int) -> None: ...
