@@ -39,7 +39,7 @@ class Looked:
     """A deadlock monitor of two ranks whose threads are given by the test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        pool: Any = SimpleNamespace(members=[SimpleNamespace(reader=SimpleNamespace(unnoted=0))] * 2, plan=None)
+        pool: Any = SimpleNamespace(members=[SimpleNamespace(reader=SimpleNamespace(unnoted=0))] * 2, plan=None, lost={})
         self._monitor = DeadlockMonitor(pool, [0, 1], None, {}, {})  # type: ignore[arg-type]
         self._next: list[RankThreads] = []
         self._now_ns = 0

@@ -38,6 +38,11 @@ class TensorFlow(Runtime):
 
     _timeline: Timeline | None = None
 
+    @classmethod
+    def replaceable(cls, jobs: Sequence[tuple[str, int]], rank: int) -> bool:
+        """Return whether a rank is a worker of a parameter-server cluster: the chief gives its work to another one."""
+        return jobs[rank][0] == "worker" and has_server([job for job, _ in jobs], "worker")
+
     def offer(self) -> Any:
         """Bind a port, without listening on it, and return it; TensorFlow will bind it as well."""
         self._held: socket.socket = self.network.call(socket.socket)
