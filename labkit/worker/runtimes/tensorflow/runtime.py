@@ -98,11 +98,15 @@ class TensorFlow(Runtime):
         return [*notes, *self._record(own, place)]
 
     def raised_in_python(self, error: BaseException) -> bool:
-        """Whether no operation of TensorFlow failed. One that does aborts the collectives of the process for good."""
+        """Whether no operation of TensorFlow failed. One that does aborts the collectives of the process for good.
+
+        The end of an iterator over a dataset is no failure: `next` raises StopIteration for it.
+        """
         import tensorflow as tf
 
+        end = tf.errors.OutOfRangeError if isinstance(error, StopIteration) else ()
         chain: BaseException | None = error
-        while chain is not None and not isinstance(chain, tf.errors.OpError):
+        while chain is not None and (not isinstance(chain, tf.errors.OpError) or isinstance(chain, end)):
             chain = chain.__cause__ or chain.__context__
         return chain is None
 
