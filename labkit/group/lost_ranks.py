@@ -45,7 +45,7 @@ class LostRanks(dict[int, RankFailure]):
             start_ns: start of the run.
         """
         ends = [(f, time_in_words(f.at_ns - start_ns)) for f in self.values()]
-        return [f"{f.name} ended {after} after the start ({f.headline}); the others went on without it." for f, after in ends]
+        return [f"{f.name} ended {after} after the start: {f.headline}. The others went on without it." for f, after in ends]
 
     def doings(self) -> dict[int, str]:
         """Return a line for each of these ranks, for the report of another one's failure."""

@@ -69,7 +69,7 @@ def test_a_run_goes_on_without_one_of_its_workers(
     assert run.results == ([COUNT, None, None, None] if everywhere else [COUNT])
     assert [s.rank for s in run.trace.scalars if s.name == ENDED] == [2]
     assert ENDED in lab.timeline(run).get_legend_handles_labels()[1]
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "went on without it" in line]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "The others went on without it" in line]
     assert line.startswith("labkit: worker1 ended ")
     assert cluster["chief"].run(count).results == [COUNT]  # with a new worker
 
