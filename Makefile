@@ -3,7 +3,7 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS := course,tf,test
+EXTRAS := course,tf,tensorboard,test
 # If this file is newer than the files it was installed from, there is nothing to install.
 INSTALLED := $(VENV)/installed
 

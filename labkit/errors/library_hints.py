@@ -16,6 +16,10 @@ _HINTS: Final = {
         "TensorFlow had already used its devices in this process: set them before its first tensor, or create the group "
         "with `devices_per_rank`."
     ),
+    "Collective instance": (
+        "The workers ran different collectives. Under MultiWorkerMirroredStrategy all must have the same number of batches and "
+        "of epochs: look for datasets of unlike length; `steps_per_epoch` with `dataset.repeat()` makes them equal."
+    ),
 }
 
 

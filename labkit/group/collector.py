@@ -11,10 +11,10 @@ import numpy as np
 from labkit.errors.lists import listed
 from labkit.group.member import Member
 from labkit.group.mismatches import Place, first_unequal
-from labkit.recording.events import ProfilerEvent
+from labkit.recording.events import ProfilerEvent, Scalar
 from labkit.recording.ring_buffer import pending_of, place_and_name
 from labkit.recording.ring_layout import PENDING_ORDER, record_dtype
-from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, OPEN, READING, STEPS_IN_ALL, Pending
+from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, ENDED, OPEN, READING, STEPS_IN_ALL, Pending
 from labkit.tracing.downsample import downsample
 from labkit.tracing.trace import Trace, from_records
 from labkit.worker.runtimes.tensorflow.events import COMPUTE as UNNAMED
@@ -41,6 +41,7 @@ class Records:
         self._names: list[list[str]] = [[] for _ in members]
         self._numbers: list[dict[str, tuple[int, int]]] = [{} for _ in members]  # see `_counted_numbers`
         self._counted = [0 for _ in members]  # chunks that `_numbers` includes
+        self._ended: list[Scalar] = []
         self._interrupted: dict[str, Any] = {}  # the calls and operations that were running when the run was stopped
         for reader in self._readers:
             reader.read()  # discard records from between the runs
@@ -52,6 +53,10 @@ class Records:
             if len(records):
                 chunks.append(records)
         return new
+
+    def end(self, rank: int, at_ns: int) -> None:
+        """Mark that a rank's process ended, and the others went on."""
+        self._ended.append(Scalar(rank, ENDED, at_ns, 1.0))
 
     def cut(self, start_ns: int, end_ns: int, calls: Sequence[tuple[int, str]]) -> None:
         """Add the calls and operations that were still running when the run was stopped.
@@ -202,16 +207,10 @@ class Records:
         unseen = [self._members[rank] for rank, rows in enumerate(profiled) if not rows]
         notes = [f"torch's profiler gave nothing for {listed(unseen)}"] if unseen else []
         joined = [np.concatenate(c) if c else np.empty(0, record_dtype()) for c in self._chunks]
-        return from_records(
-            joined,
-            self._names,
-            self._members,
-            dropped=self._dropped,
-            profile=profile,
-            notes=notes,
-            nodes=self._nodes,
-            **self._interrupted,
-        )
+        others: dict[str, Any] = {"dropped": self._dropped, "profile": profile, "notes": notes, "nodes": self._nodes}
+        trace = from_records(joined, self._names, self._members, **others | self._interrupted)
+        trace.scalars += tuple(self._ended)
+        return trace
 
 
 def _failed(chunk: Any) -> Any:

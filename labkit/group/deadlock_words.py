@@ -13,8 +13,8 @@ from labkit.recording.operations import RECV, RPC, RPC_SHUTDOWN, SEND, TO_HERE
 from labkit.recording.schema import Pending
 
 __all__ = [
-    "SERVES_OTHERS", "deadlock_in_words", "disconnected", "doing", "frozen", "mismatch_in_words", "operation_in_words", "place",
-    "serving", "serving_for_ever",
+    "deadlock_in_words", "disconnected", "doing", "frozen", "mismatch_in_words", "operation_in_words", "place",
+    "serving_for_ever",
 ]  # fmt: skip
 
 SAME: Final = "All ranks of a group must call the same collectives, in the same order, on tensors of the same shape and type."
@@ -105,6 +105,7 @@ def doing(
     now_ns: int,
     *,
     returned: bool = False,
+    serves: bool = False,
     names: Sequence[str] = (),
     closely: bool = False,
 ) -> str:
@@ -115,11 +116,14 @@ def doing(
         pending: its pending operations.
         now_ns: the current time.
         returned: whether its function has returned.
+        serves: whether it only serves others.
         names: the names of all ranks, to name a peer.
         closely: whether to add the operation's number within its group, and its signature.
     """
     if returned:
         return f"{name} had returned"
+    if serves:
+        return f"{name} was serving the others"
     blocked = [p for p in pending if p.wait_start_ns]
     if not blocked:
         beside = f", with {pending[0].in_words} under way" if pending else ""
@@ -134,19 +138,14 @@ def frozen(name: str) -> str:
     return f"{name} was stopped by a signal (SIGSTOP)"
 
 
-def serving(name: str) -> str:
-    """One line about a rank that only serves others."""
-    return f"{name} was serving the others"
-
-
 def disconnected(name: str) -> str:
     """One line about a rank that lost its connection to another one."""
     return f"{name} lost the connection"
 
 
-def serving_for_ever(names: Sequence[str]) -> str:
-    """A sentence about ranks that serve others for ever, while no other rank was called."""
-    return f"{listed(names)} {'serves' if len(names) == 1 else 'serve'} others, and no other rank was called"
+def serving_for_ever(names: Sequence[str]) -> tuple[str, str]:
+    """A sentence about ranks that serve others for ever, while no other rank was called, and a hint."""
+    return f"{listed(names)} {'serves' if len(names) == 1 else 'serve'} others, and no other rank was called", SERVES_OTHERS
 
 
 def _at(operation: Pending) -> str:

@@ -13,6 +13,7 @@ from labkit.costs.shared_link import SHARED_LINK_BYTES
 from labkit.errors.exceptions import LabError, RankError, RankFailure
 from labkit.errors.exit_reasons import OOMKillCounters, exit_cause, explain_exit
 from labkit.errors.lists import listed
+from labkit.group.lost_ranks import LostRanks
 from labkit.group.member import Member
 from labkit.group.message_loop import MessageLoop
 from labkit.group.options import Plan
@@ -58,6 +59,7 @@ class RankPool:
         loop: receives what the ranks send.
         notes: notes for the student, to be shown once.
         modules: the student's modules that ranks have imported, by name.
+        lost: the ranks whose process has ended, and without which the others went on.
         oom_kills: the kernel's counters of processes killed by the OOM killer.
 
     A pool exists before its processes do. Separate threads start and end them: Stop interrupts only the waiting, not
@@ -72,6 +74,7 @@ class RankPool:
         self.spent = self.used = self.called = False
         self.unfinished: Any = None
         self._settings = NotebookSettings()
+        self.lost = LostRanks(plan)
         self.oom_kills = OOMKillCounters()
         self.modules: dict[str, Imported] = {}
         self._state: ProcessState | None = None
@@ -229,7 +232,7 @@ class RankPool:
         """Notify all ranks, if serving ones must know, that a run begins or is over; return notes for the student."""
         if not self.plan.kind.observes_runs:
             return []
-        return [note for notes in self.exchange("observe", begin, None, "observed") for note in notes]
+        return [note for notes in self.exchange("observe", begin, None, "observed") for note in notes or ()]
 
     def _send_all(self, kind: str, data: Any, payload: Payload | None = None) -> None:
         for member in self.members:
@@ -240,7 +243,7 @@ class RankPool:
         """Return one message from every rank, outside a run."""
         answers = _Answers(self, expected)
         self.loop.run(answers)
-        return [answers.data[m.rank] for m in self.members]
+        return [answers.data.get(m.rank) for m in self.members]
 
     def tell_if_slow(self) -> None:
         """If a start in progress takes long, say once what it is waiting for."""
@@ -338,7 +341,7 @@ class _Answers:
     def pause_s(self) -> float | None:
         for member in self._pool.members:
             member.keep_output()
-        if len(self.data) == len(self._pool.members):
+        if not any(map(self.expects, self._pool.members)):
             return None
         self._pool.tell_if_slow()
         if time.monotonic() > self._until_s:
@@ -347,7 +350,7 @@ class _Answers:
         return LOOK_EVERY_S
 
     def expects(self, member: Member) -> bool:
-        return member.rank not in self.data
+        return member.rank not in self.data and member.rank not in self._pool.lost
 
     def message(self, member: Member, message: Message) -> None:
         if message.kind in ("shown", "warned"):  # from a thread that keeps running between two runs, or during setup
@@ -360,7 +363,8 @@ class _Answers:
 
     def died(self, member: Member) -> None:
         member.keep_output()
-        raise RankError([self._pool.death(member)])
+        if member.rank not in self._pool.lost:
+            raise RankError([self._pool.death(member)])
 
 
 class _Ends:

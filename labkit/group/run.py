@@ -14,16 +14,7 @@ from labkit.errors.library_hints import library_hint
 from labkit.group.collector import Records
 from labkit.group.deadlock import Deadlock
 from labkit.group.deadlock_monitor import DeadlockMonitor
-from labkit.group.deadlock_words import (
-    SERVES_OTHERS,
-    deadlock_in_words,
-    disconnected,
-    doing,
-    frozen,
-    mismatch_in_words,
-    serving,
-    serving_for_ever,
-)  # fmt: skip
+from labkit.group.deadlock_words import deadlock_in_words, disconnected, doing, frozen, mismatch_in_words, serving_for_ever
 from labkit.group.member import Member
 from labkit.group.mismatches import mismatch_error, mismatch_hint, shapes_note
 from labkit.group.output import Output
@@ -158,7 +149,7 @@ class Execution:
             if any(result is not None for result in self._results.values()):
                 self._failures |= self._exits
             if not self._failures:
-                self.notes += self._pool.observe(begin=False)
+                self.notes += self._pool.lost.notes(self._start_ns) + self._pool.observe(begin=False)
         except KeyboardInterrupt:
             doings = [*self._doings_by_rank(time.perf_counter_ns()).values()]
             self.intact = False
@@ -183,7 +174,7 @@ class Execution:
             self.unfinished = left_unfinished(self._members, self._records)
         text = self._finish()
         self.notes += about_names(kind for m in self._members for kind in m.reader.no_room)
-        names, results = tuple(self._names[i] for i in self._on), [self._results[i] for i in self._on]
+        names, results = tuple(self._names[i] for i in self._on), [self._results.get(i) for i in self._on]
         return Run(self._name, names, results, text, self._records, profiled())
 
     def pause_s(self) -> float | None:
@@ -230,7 +221,7 @@ class Execution:
         """Whether all failures are lost connections, and a process, perhaps one that only serves, is about to end."""
         if not self._failures or any(not f.consequence for f in self._failures.values()):
             return False
-        return any(m.process.exiting for m in self._members if m.rank not in self._failures)
+        return any(m.process.exiting for m in self._members if m.rank not in self._dead and m.rank not in self._failures)
 
     def _look_for_stuck(self, now_ns: int) -> None:
         """End the run if its ranks are in a deadlock; show a notice if they wait for a long time.
@@ -252,7 +243,7 @@ class Execution:
         self._pictured_s = time.monotonic()
 
     def _answered(self, member: Member) -> bool:
-        return member.rank in self._results or member.rank in self._failures
+        return any(member.rank in ranks for ranks in (self._results, self._failures, self._pool.lost))
 
     def expects(self, member: Member) -> bool:
         """See `Receiver`."""
@@ -308,11 +299,11 @@ class Execution:
         """
         if self._released or not self._serving:
             return
-        if not all(rank in self._results or rank in self._serving for rank in self._on):
+        if not all(rank in self._results or rank in self._serving or rank in self._pool.lost for rank in self._on):
             return
         if not self._results:
             names = [self._names[rank] for rank in sorted(self._serving)]
-            raise DeadlockError(serving_for_ever(names), SERVES_OTHERS, [*self._doings_by_rank(time.perf_counter_ns()).values()])
+            raise DeadlockError(*serving_for_ever(names), [*self._doings_by_rank(time.perf_counter_ns()).values()])
         self._released = True
         for rank in self._serving:
             with contextlib.suppress(OSError):  # it has just ended, and the loop will report that
@@ -323,9 +314,15 @@ class Execution:
         self._dead.add(member.rank)
         self.intact = False
         self._read_output(member)
-        if member.rank not in self._failures:
-            now_ns = time.perf_counter_ns()
-            self._failures[member.rank] = self._pool.death(member, at_ns=now_ns, last=self._last_doing(member, now_ns))
+        if member.rank in self._failures or member.rank in self._pool.lost:
+            return
+        now_ns = time.perf_counter_ns()
+        failure = self._pool.death(member, at_ns=now_ns, last=self._last_doing(member, now_ns))
+        if self._pool.lost.take(failure, self._on):
+            self._records.end(member.rank, now_ns)
+            self._release_servers()
+        else:
+            self._failures |= {**self._pool.lost, member.rank: failure}
 
     def _read_output(self, member: Member) -> int:
         """Read a rank's new output, and return its number of bytes."""
@@ -336,14 +333,15 @@ class Execution:
         return count
 
     def _doings_by_rank(self, now_ns: int, *, closely: bool = False) -> dict[int, str]:
-        rest = [m for m in self._members if m.rank not in self._failures and m.rank in self._on]
-        found = {m.rank: frozen(m.name) for m in rest if m.process.frozen}
-        for m in rest:
-            if m.rank in self._serving:
-                found.setdefault(m.rank, serving(m.name))
-            if m.rank not in found:
-                returned, pending = m.rank in self._results, self._records.pending(m.rank) if closely else m.reader.pending()
-                found[m.rank] = doing(m.name, pending, now_ns, returned=returned, names=self._names, closely=closely)
+        found = {rank: line for rank, line in self._pool.lost.doings().items() if rank not in self._failures}
+        for m in self._members:
+            if m.rank in found or m.rank in self._failures or m.rank not in self._on:
+                continue
+            pending = self._records.pending(m.rank) if closely else m.reader.pending()
+            found[m.rank] = frozen(m.name) if m.process.frozen else doing(
+                m.name, pending, now_ns, returned=m.rank in self._results, serves=m.rank in self._serving, names=self._names,
+                closely=closely,
+            )  # fmt: skip
         return dict(sorted(found.items()))
 
     def _deadlock_error(self, deadlock: Deadlock) -> LabError:
@@ -362,6 +360,8 @@ class Execution:
         now_ns = time.perf_counter_ns()
         answered = all(self._answered(self._members[rank]) for rank in self._on)
         self._records.drain()
+        if all(f.consequence for f in self._failures.values()):
+            self._failures |= self._pool.lost
         safe = self.intact and answered and not self._dead
         self.intact = safe and may_go_on(self._failures, self._members, self._records, self._pool.plan.kind)
         # The likely cause comes first. A consequence of another rank's end is never the cause. A dead process usually

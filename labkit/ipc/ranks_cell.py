@@ -35,6 +35,8 @@ _MAGIC: Final = re.compile(
 _INSTEAD: Final = {
     "time": "To time ranks, write `with lab.span(...):` or use time.perf_counter().",
     "!": "To start a program from a rank, use subprocess.run(...).",
+    "run": "To run a file, write `import runpy; runpy.run_path('train.py', run_name='__main__');`, and before it "
+    "`import sys; sys.argv = ['train.py', '--epochs', '2']` if it has arguments.",
     "matplotlib": "Leave it out: the figures of ranks are shown under the cell.",
     "?": "Write help(...), or ask in a cell without %%ranks.",
     "": "Leave it out, or put it into a cell without %%ranks.",

@@ -47,7 +47,9 @@ PACKAGES: Final = (
     ("anywidget", "anywidget", "course", "timelines to explore"),
     ("matplotlib", "matplotlib", "plot", "timelines and all other pictures"),
     ("scikit-learn", "scikit-learn", "course", "the handwritten digits"),
+    ("tensorboard", "TensorBoard", "tensorboard", "programs with keras.callbacks.TensorBoard or torch.utils.tensorboard"),
 )
+OPTIONAL: Final = ("tensorboard",)  # no lesson needs it
 
 ASK_TORCH: Final = """
 import json, torch, torch.distributed as dist
@@ -207,7 +209,7 @@ def diagnose(facts: Facts) -> Report:
         version = facts.versions.get(package)
         if version is None:
             found = f"not installed; needed for {purpose}"
-            findings.append(Finding(name, found, ok=False, remedy=install_command(extra), pip=True))
+            findings.append(Finding(name, found, ok=package in OPTIONAL, remedy=install_command(extra), pip=True))
         elif package == "torch":
             findings += _torch(facts, version)
         elif package == "tensorflow":

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from labkit.errors.units import bytes_in_words
 from labkit.recording.operations import SERVE, type_of
-from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE
+from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, DATA
 from labkit.tracing.intervals import Intervals, difference, union
 from labkit.tracing.trace import Trace
 
@@ -56,7 +56,7 @@ class Style:
 # https://jfly.uni-koeln.de/color/): compute has cool colours, communication warm ones.
 _COMMUNICATION_COLOUR: Final = "#D55E00"
 STYLES: Final[dict[str, Style]] = {
-    "data": Style("#8FD3C0", 1, "", "data"),
+    DATA: Style("#8FD3C0", 1, "", "waiting for data"),
     "forward": Style("#56B4E9", 1, "", "forward"),
     "backward": Style("#0072B2", 1, "", "backward"),
     "optimizer": Style("#009E73", 1, "", "optimizer"),
@@ -117,12 +117,13 @@ class Bars:
 def style_of(name: str) -> str:
     """Return the style of a compute span by the first word of its name: "forward 3" and "forward_stage1" are forward.
 
+    Only "data" must be the whole name, since `Trace.shares` does not count it as compute: "data_parallel" computes.
     A served call has the style of its function or method: "serve Decoder.forward" is forward.
     """
     if type_of(name) is SERVE:
         name = SERVE.function_in(name).partition(" ")[0].rpartition(".")[2]
     word = re.match(r"[a-z]+", name.lower())
-    return word[0] if word and word[0] in ("data", "forward", "backward", "optimizer") else "compute"
+    return DATA if name == DATA else word[0] if word and word[0] in ("forward", "backward", "optimizer") else "compute"
 
 
 def lanes(trace: Trace, rank: int) -> tuple[Bars, Bars]:

@@ -33,6 +33,7 @@ WAITING: Final = "waiting"
 # colours, compute above communication as in the timeline.
 _PARTS: Final = {
     "compute": [("compute", 0.0, 1.0)],
+    "waiting for data": [("data", 0.0, 1.0)],
     "compute that hides communication": [("compute", 0.0, 0.6), ("hidden", 0.6, 0.4)],
     "exposed communication": [("exposed", 0.0, 1.0)],
     WAITING: [("waiting", 0.0, 1.0)],
@@ -44,8 +45,8 @@ _PARTS: Final = {
 def breakdown(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes | None = None) -> Axes:
     """Draw where the time went, per rank and for all ranks; the parts of each bar add up to 100 %.
 
-    The parts are compute, compute that hides communication, exposed communication, waiting for another rank (or for
-    another device of the same rank), and idle time. `Trace.shares` defines them.
+    The parts are compute, waiting for data, compute that hides communication, exposed communication, waiting for
+    another rank (or for another device of the same rank), and idle time. `Trace.shares` defines them.
 
     Args:
         run: a run or a trace.
@@ -190,10 +191,10 @@ def _ranks_and_steps(view: View) -> str:
 
 
 def _percent(share: Share) -> NDArray[np.float64]:
-    """Return the five parts in the order of `_PARTS`, in % of the trace's window."""
+    """Return the parts in the order of `_PARTS`, in % of the trace's window."""
     computing = share.compute_ns - share.overlap_ns
     rest = share.idle_ns - share.waiting_ns
-    parts = np.array([computing, share.overlap_ns, share.exposed_ns, share.waiting_ns, rest], np.float64)
+    parts = np.array([computing, share.data_ns, share.overlap_ns, share.exposed_ns, share.waiting_ns, rest], np.float64)
     return 100 * parts / share.window_ns
 
 
@@ -230,6 +231,6 @@ def _legend_of_parts(ax: Axes, parts: list[str], views: Sequence[View]) -> None:
         patches = [Patch(**_look(style)) for style, _, _ in _PARTS[part]] or [Patch(facecolor="none", edgecolor=INK)]
         handles.append(tuple(patches))
     names = [waiting if part == WAITING else part for part in parts]
-    ax.figure.legend(
-        handles, names, loc="outside lower left", ncols=len(parts), handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}
-    )
+    columns = len(parts) if len(parts) < len(_PARTS) else len(parts) // 2  # all of them are wider than the figure
+    handler_map = {tuple: HandlerTuple(ndivide=None, pad=0)}
+    ax.figure.legend(handles, names, loc="outside lower left", ncols=columns, handler_map=handler_map)

@@ -48,9 +48,9 @@ def explain(run: HasTrace | Trace) -> Explanation:
     """Say in one paragraph what limits a run, and what could make it faster.
 
     The first step is left out, as it is slower than the others, and so are steps in which labkit reads TensorFlow's
-    profiler. The largest loss of the ranks' time decides: exposed communication (limited by latency or by bandwidth), a
-    rank that comes late, ranks that work one after another, remote calls that are under way, or time in which nothing
-    was recorded.
+    profiler. The largest loss of the ranks' time decides: waiting for data, exposed communication (limited by latency
+    or by bandwidth), a rank that comes late, ranks that work one after another, remote calls that are under way, or
+    time in which nothing was recorded.
 
     Args:
         run: a run or a trace.
@@ -70,6 +70,7 @@ def explain(run: HasTrace | Trace) -> Explanation:
 def _sentences(f: Finding, ranks: Sequence[str], cores: float | None, busy: bool) -> list[str]:
     everybody = "The rank" if len(ranks) == 1 else "The ranks"
     spent = [f"{everybody} computed for {percent(f.compute)} of it"]
+    spent += [f"waited for data for {percent(f.data)}"] if f.data >= NOTICED else []
     spent += [f"communicated for {percent(f.exposed)} with nothing to compute"] if f.exposed >= NOTICED else []
     spent += [f"waited for each other for {percent(f.waiting)}"] if f.waiting >= NOTICED else []
     spent += [f"did nothing for {percent(f.standing)} while others computed"] if f.standing >= NOTICED else []
@@ -94,12 +95,19 @@ def _advice(f: Finding, ranks: Sequence[str], cores: float | None, busy: bool) -
             return "Only faster computing makes this run faster."
         case Limit.COMPUTE:
             return "Communication does not limit this run: only faster cores, or more of them, make it faster."
+        case Limit.DATA:
+            return (
+                f"{_limits(f, 'Reading data')}. Prepare batches while the ranks compute: `dataset.prefetch` and "
+                "`map(..., num_parallel_calls=...)` of tf.data, workers of a DataLoader or PyDataset; or keep them in memory."
+            )
         case Limit.LATE_RANK:
             others = "the other rank does" if len(ranks) == 2 else "the others do"
             cause = f"Find out what it does more, or more slowly, than {others}."
             if busy:
                 cause = "On a machine as busy as this one, other programs may have taken its core: look again when it is quiet."
-            if f.absent > OFTEN * f.waiting:
+            if f.late_data - f.data > OFTEN * f.waiting:
+                cause = f"It waited for data for {percent(f.late_data)} of the time."
+            elif f.absent > OFTEN * f.waiting:
                 cause += " It recorded nothing meanwhile: put `with lab.span(...)` around that code to see it."
             return (
                 f"{percent(f.late_share)} of the waiting in collectives was for {ranks[f.late_rank]}, which came "

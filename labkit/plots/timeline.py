@@ -26,6 +26,7 @@ from labkit.plots.style import (
 )  # fmt: skip
 from labkit.plots.view import View, bubble_in_words, numbered_steps, view_of
 from labkit.plots.waits import legend_of, waiting_in_words
+from labkit.recording.schema import ENDED
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
@@ -42,6 +43,7 @@ __all__ = ["figure_of", "timeline"]
 TEXT_PT: Final = 7.0  # inside bars
 GAP_PX: Final = 0.7  # after a wide bar
 STEP_LINE: Final[dict[str, Any]] = {"color": INK, "linewidth": 0.6}
+END_MARK: Final[dict[str, Any]] = {"color": INK, "marker": "X", "markersize": 7, "linestyle": "none"}
 HEADING: Final = 0.95  # height of the title and step numbers above each of several runs, in rows
 HEADING_IN: Final = 0.3  # the minimum of the same in inches, for low rows
 
@@ -214,6 +216,10 @@ class _Timeline:
                     self.polygons.setdefault(style, []).append(corners)
             self._captions(bars, trace, left, right, y + top, height)
         self._step_lines(trace, row.rank, y)
+        ended = [(s.time_ns - trace.start_ns) / self.unit_ns for s in trace.scalars if (s.name, s.rank) == (ENDED, row.rank)]
+        if ended:
+            self.ax.plot(ended, [y + 0.5] * len(ended), zorder=4, label=ENDED, clip_on=False, **END_MARK)
+            self.drawn.add(ENDED)
 
     def _arrows(self, view: View, top: float) -> None:
         if self.height_in / self.height < 0.2:
@@ -329,6 +335,8 @@ class _Timeline:
                     handles.append(Patch(facecolor=look.rgba, label=legend_of(style, waiting), **stripes))
             if "step" in self.drawn and upper:
                 handles.append(Line2D([], [], label="step boundary", **STEP_LINE))
+            if ENDED in self.drawn and upper:
+                handles.append(Line2D([], [], label=ENDED, **END_MARK))
             if "message" in self.drawn and not upper:
                 handles.append(
                     Line2D(

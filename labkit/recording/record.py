@@ -122,7 +122,8 @@ def span(name: str, kind: str = "compute") -> Any:
     run first uses the name.
 
     Args:
-        name: the name in the timeline. "forward", "backward", "optimizer" and "data" have their own colours.
+        name: the name in the timeline. "forward", "backward", "optimizer" and "data" have their own colours; "data" is
+            waiting for the next batch, and does not count as computing.
         kind: "compute", or "communication" for transfers that labkit does not see (a TensorFlow all-reduce, a file).
 
     Returns:

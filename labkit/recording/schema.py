@@ -20,10 +20,10 @@ from typing import Annotated, Any, Final, get_type_hints
 from labkit.recording.operations import OperationType, type_of
 
 __all__ = [
-    "AUTOMATIC", "CALL", "CODES", "COMMUNICATION", "COMPUTE", "CPU", "CUDA", "FIELDS", "KINDS", "MEASURED", "MEMORY",
-    "MEMORY_KINDS", "NUMBERED", "OPEN", "PENDING_FIELDS", "READING", "ROOTED", "SCALAR", "SERVED", "STEP",
-    "STEPS_IN_ALL", "STREAM", "SUM", "TIMED", "UNSHOWN", "UNSIZED", "Field", "Flag", "Head", "OfRank",
-    "Pending", "Span", "Tail", "device_code", "flags_of",
+    "AUTOMATIC", "CALL", "CODES", "COMMUNICATION", "COMPUTE", "CPU", "CUDA", "DATA", "ENDED", "FIELDS", "KINDS",
+    "MEASURED", "MEMORY", "MEMORY_KINDS", "NUMBERED", "OPEN", "PENDING_FIELDS", "READING", "ROOTED", "SCALAR",
+    "SERVED", "STEP", "STEPS_IN_ALL", "STREAM", "SUM", "TIMED", "UNSHOWN", "UNSIZED", "Field", "Flag", "Head",
+    "OfRank", "Pending", "Span", "Tail", "device_code", "flags_of",
 ]  # fmt: skip
 
 KINDS: Final = ("compute", "communication", "step", "scalar", "call")
@@ -45,7 +45,9 @@ TIMED: Final = 0xFFFFFFFE  # in place of the blocked thread: it is blocked until
 
 # Names with a special meaning.
 READING: Final = "reading TensorFlow's profiler"  # labkit's own compute span
+DATA: Final = "data"  # a compute span in which the rank waits for its next batch
 STEPS_IN_ALL: Final = "steps in all"  # the scalar with which `steps` announces the length of its loop
+ENDED: Final = "process ended"  # the scalar that marks the end of a rank without which the others went on
 MEMORY: Final = "memory: "  # prefix of `track_memory`'s scalars, in bytes; then one of these, long-lived kinds first
 MEMORY_KINDS: Final = ("parameters", "optimizer state", "gradients", "buckets", "gathered parameters", "activations", "other")
 

@@ -30,6 +30,7 @@ class Limit(Enum):
     """The largest loss."""
 
     COMPUTE = "the ranks compute nearly all the time"
+    DATA = "the ranks wait for data"
     LATE_RANK = "one rank comes late and the others wait for it"
     UNEVEN_RANKS = "ranks wait for each other, each time for a different one"
     TURNS = "ranks wait for what others compute"
@@ -49,7 +50,7 @@ class Finding:
         steps: how many steps that is; 0 if the trace has none.
         step_ns: the median step; 0 if the trace has none.
         mean_step_ns: the mean of these steps, on the rank that took longest for them; 0 if the trace has none.
-        compute, overlap, exposed, waiting: shares of that time, from 0 to 1; overlap is a part of compute.
+        compute, data, overlap, exposed, waiting: shares of that time, from 0 to 1; overlap is a part of compute.
         reading: the share in which labkit read TensorFlow's profiler and the rank did nothing else.
         standing: the share in which a rank recorded nothing while another one, with which it communicates, computed.
         absent: the share in which a rank recorded nothing while others communicated or waited, and no rank computed.
@@ -58,6 +59,7 @@ class Finding:
         working: how many ranks compute at the same time, while any does.
         late_rank: the rank for which the others waited most; -1 if there were no collectives.
         late_share: its share of all waiting in collectives.
+        late_data: the share of the time in which this rank waited for data.
         late_ns: how long after the first rank it came, as the median of the collectives at which it came last.
         messages: operations of each rank.
         nbytes: bytes of each rank's operations.
@@ -74,6 +76,7 @@ class Finding:
     step_ns: float
     mean_step_ns: float
     compute: float
+    data: float
     overlap: float
     exposed: float
     waiting: float
@@ -84,6 +87,7 @@ class Finding:
     working: float
     late_rank: int
     late_share: float
+    late_data: float
     late_ns: float
     messages: float
     nbytes: float
@@ -104,9 +108,9 @@ def limit_of(trace: Trace) -> Finding:
     steps = len(settled)
     shares = part.shares()
     ranks, window = len(shares), max(part.duration_ns, 1)
-    compute, overlap, exposed, waiting, idle = (
+    compute, data, overlap, exposed, waiting, idle = (
         float(np.mean([getattr(s, f"{name}_ns") for s in shares])) / window
-        for name in ("compute", "overlap", "exposed", "waiting", "idle")
+        for name in ("compute", "data", "overlap", "exposed", "waiting", "idle")
     )
     activities = [part.activity(rank) for rank in range(ranks)]
     reading = float(np.mean([_reading_ns(part, rank) for rank in range(ranks)])) / window
@@ -129,9 +133,11 @@ def limit_of(trace: Trace) -> Finding:
     total_ns = float(transfer.sum())
     if not len(rows):
         standing, absent, unrecorded = 0.0, 0.0, idle
-        limit = Limit.COMPUTE if compute >= idle else Limit.UNRECORDED
+        limit = Limit.DATA if data > max(idle, 1 - BUSY) else Limit.COMPUTE if compute >= idle else Limit.UNRECORDED
     elif compute >= BUSY:
         limit = Limit.COMPUTE
+    elif data > max(exposed, waiting + standing, unrecorded):
+        limit = Limit.DATA
     elif unrecorded >= max(exposed, waiting + standing):
         limit = Limit.UNRECORDED
     elif under_way_ns > max(length(anybody), MOSTLY * (window - length(anybody))):
@@ -149,6 +155,7 @@ def limit_of(trace: Trace) -> Finding:
         step_ns=1e6 * step_ms(trace) if steps else 0.0,
         mean_step_ns=_mean_ns(trace, settled),
         compute=compute,
+        data=data,
         overlap=overlap,
         exposed=exposed,
         waiting=waiting,
@@ -159,6 +166,7 @@ def limit_of(trace: Trace) -> Finding:
         working=working,
         late_rank=late_rank,
         late_share=late_share,
+        late_data=shares[late_rank].data_ns / window if late_rank >= 0 else 0.0,
         late_ns=late_ns,
         messages=len(rows) / ranks,
         nbytes=float(rows["nbytes"].sum()) / ranks,

@@ -23,6 +23,7 @@ from labkit.recording.schema import (
     CALL,
     COMMUNICATION,
     COMPUTE,
+    DATA,
     FIELDS,
     KINDS,
     MEMORY,
@@ -39,7 +40,7 @@ from labkit.tracing.intervals import Intervals, difference, intersection, length
 from labkit.tracing.perfetto import write_events
 from labkit.tracing.steps_of_rank import steps_of_rank
 from labkit.tracing.trace_file import writing
-from labkit.tracing.waiting import blocked
+from labkit.tracing.waiting import blocked, waits_for_data
 
 __all__ = ["Scalar", "Share", "Span", "Trace", "from_records"]
 
@@ -50,8 +51,9 @@ CHUNK: Final = 10_000  # events that are serialized at once: the text of a milli
 class Share:
     """The time of a trace as one rank spent it, in nanoseconds.
 
-    The parts `compute_ns`, `exposed_ns` and `idle_ns` add up to `window_ns`. `overlap_ns` is the part of `compute_ns`
-    that overlaps communication; `waiting_ns` the part of `idle_ns` in which the rank was blocked until a peer arrived.
+    The parts `compute_ns`, `data_ns` (waiting for the next batch), `exposed_ns` and `idle_ns` add up to `window_ns`.
+    `overlap_ns` is the part of `compute_ns` that overlaps communication; `waiting_ns` the part of `idle_ns` in which
+    the rank was blocked until a peer arrived.
     """
 
     rank: int
@@ -61,6 +63,7 @@ class Share:
     overlap_ns: int
     idle_ns: int
     waiting_ns: int
+    data_ns: int = 0
 
     @property
     def exposed_ns(self) -> int:
@@ -215,7 +218,7 @@ class Trace:
         if rank is not None:
             self._check_rank(rank, "step_bounds")
         ranks = range(len(self.ranks)) if rank is None else [rank]
-        per_rank = [steps_of_rank(self._rows(one, STEP), self.start_ns, self.end_ns) for one in ranks]
+        per_rank = [steps_of_rank(self.columns.data[self._is(one, STEP)], self.start_ns, self.end_ns) for one in ranks]
         count = min((len(steps) for steps in per_rank if len(steps)), default=0)
         bounds = [steps[:count] for steps in per_rank if len(steps)] or [np.empty((0, 2), np.int64)]
         return np.stack([np.min([b[:, 0] for b in bounds], 0), np.max([b[:, 1] for b in bounds], 0)], axis=1)
@@ -223,10 +226,11 @@ class Trace:
     def shares(self) -> tuple[Share, ...]:
         """Return how each rank spent the time of the window, in rank order.
 
-        Compute is the time in compute spans, minus the time in which the rank was blocked in communication. For a rank
-        whose program has no compute spans, the time in the function and in served calls counts instead. Communication
-        lasts from the arrival of its last rank until it completes, so that waiting for a slow peer counts as idle time.
-        A communication span that the program puts around recorded operations only labels them, and does not count.
+        Compute is the time in compute spans, minus the time in which the rank was blocked in communication, or only
+        waited for data (spans named "data"). For a rank whose program has no compute spans, the time in the function
+        and in served calls counts instead. Communication lasts from the arrival of its last rank until it completes, so
+        that waiting for a slow peer counts as idle time. A communication span that the program puts around recorded
+        operations only labels them, and does not count.
         """
         return tuple(self._share(rank) for rank in range(len(self.ranks)))
 
@@ -246,7 +250,7 @@ class Trace:
 
     @public_api
     def activity(self, rank: int) -> dict[str, Intervals]:
-        """Return one rank's intervals in the window: "compute", "communication", "waiting", each (n, 2) in ns.
+        """Return one rank's intervals in the window: "compute", "data", "communication", "waiting", each (n, 2) in ns.
 
         Raises:
             TypeError, ValueError: the trace has no such rank.
@@ -254,13 +258,13 @@ class Trace:
         self._check_rank(rank, "activity")
         window = np.array([[self.start_ns, self.end_ns]], np.int64)
         computing = self._computing(rank)
-        of_rank = self._is(rank, COMMUNICATION) & ~self.columns.around
+        of_rank, blocked = self._is(rank, COMMUNICATION) & ~self.columns.around, self.blocked(rank)
         rows, ready = self.columns.data[of_rank], self.columns.ready_ns[of_rank]
-        blocked = self.blocked(rank)
         compute = difference(union(computing["start_ns"], computing["end_ns"]), blocked)
         transfer = union(ready, rows["end_ns"])
         waiting = difference(blocked, transfer)
-        parts = {"compute": compute, "communication": transfer, "waiting": waiting}
+        data = difference(intersection(waits_for_data(computing, self.columns.name_id(DATA)), compute), transfer)
+        parts = {"compute": difference(compute, data), "data": data, "communication": transfer, "waiting": waiting}
         return {name: intersection(part, window) for name, part in parts.items()}
 
     @public_api
@@ -350,15 +354,12 @@ class Trace:
         computes = self._is(rank, COMPUTE)
         return self.columns.data[computes if rank in self.labelled else computes | self._is(rank, CALL)]
 
-    def _rows(self, rank: int, kind: int) -> Any:
-        return self.columns.data[self._is(rank, kind)]
-
     def _share(self, rank: int) -> Share:
         parts = self.activity(rank)
-        compute, communication = length(parts["compute"]), length(parts["communication"])
+        compute, data, communication = (length(parts[name]) for name in ("compute", "data", "communication"))
         overlap = length(intersection(parts["compute"], parts["communication"]))
-        idle = self.duration_ns - compute - communication + overlap
-        return Share(rank, self.duration_ns, compute, communication, overlap, idle, length(parts["waiting"]))
+        idle = self.duration_ns - compute - data - communication + overlap
+        return Share(rank, self.duration_ns, compute, communication, overlap, idle, length(parts["waiting"]), data)
 
 
 def from_records(

@@ -1,4 +1,7 @@
-"""Finds when a rank is blocked: one of its threads waits in a communication operation, and no other thread computes."""
+"""Finds when a rank waits: for other ranks, in a communication operation, or for its next batch of data.
+
+It does so only while no other thread computes.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from labkit.recording.schema import CALL, MEASURED, SERVED
+from labkit.recording.schema import CALL, CUDA, MEASURED, SERVED
 from labkit.tracing.intervals import Intervals, difference, union
 
-__all__ = ["blocked"]
+__all__ = ["blocked", "waits_for_data"]
 
 
 def blocked(operations: Any, spans: Any) -> Intervals:
@@ -47,6 +50,24 @@ def blocked(operations: Any, spans: Any) -> Intervals:
     reach = np.maximum.accumulate(operations["wait_end_ns"])
     beside = (before >= 0) & (reach[before] > others["start_ns"])
     return difference(waits, _computing(others[beside], operations))
+
+
+def waits_for_data(spans: Any, name: int) -> Intervals:
+    """Return when a rank's program only waited for data.
+
+    Operations that TensorFlow's profiler measured, served calls and a GPU's work run beside it.
+
+    Args:
+        spans: the rank's compute spans, as for `blocked`.
+        name: the number of the name of those in which it waits for data.
+
+    Returns:
+        the intervals, shape (n, 2) in ns.
+    """
+    is_wait = spans["name"] == name
+    beside = ~is_wait & ((spans["flags"] & (MEASURED | SERVED) != 0) | (spans["device"] == CUDA))
+    waits, others = (union(spans["start_ns"][which], spans["end_ns"][which]) for which in (is_wait, beside))
+    return difference(waits, others)
 
 
 def _computing(spans: Any, operations: Any) -> Intervals:

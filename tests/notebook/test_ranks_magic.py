@@ -338,6 +338,7 @@ def test_a_cell_is_watched(shell: Shell, cells: in_cells.Cells, monkeypatch: pyt
         ("for i in range(3):\n    !ls", 2, "subprocess.run"),
         ("files = !ls *.py", 1, "subprocess.run"),
         ("%pip install einops", 1, "subprocess.run"),
+        ("%run train.py --epochs 2", 1, "runpy.run_path('train.py', run_name='__main__');"),
         ("%matplotlib inline\nimport os", 1, "figures of ranks are shown"),
         ("%load_ext autoreload", 1, "a cell without %%ranks"),
         ("print?", 1, "help"),
@@ -354,6 +355,29 @@ def test_code_that_ranks_cannot_run_is_refused_in_one_line(shell: Shell, source:
     assert str(caught.value).startswith(f"cell 1, line {line}: ")
     assert about in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_runs_on_the_ranks_as_a_script(
+    shell: Shell, cells: in_cells.Cells, shown: Callable[[], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = """
+        import sys
+        import labkit as lab
+        def train(number):
+            with lab.span("work"):
+                print(__name__, 6 / number)
+        if __name__ == "__main__":
+            train(int(sys.argv[1]))
+        """
+    (tmp_path / "train.py").write_text(textwrap.dedent(source).lstrip())
+    monkeypatch.chdir(tmp_path)
+    cell = "import runpy, sys; sys.argv = ['train.py', '{}']\nrunpy.run_path('train.py', run_name='__main__');"
+    shell("group --run mine", cell.format(2))
+    assert shown() == [f"[{rank}] __main__ 3.0" for rank in "abc"]
+    assert {s.line for s in cells.mine.trace if s.name == "work"} == {"train.py, line 4"}
+    with pytest.raises(lab.RankError, match="ZeroDivisionError") as caught:
+        shell("group", cell.format(0))
+    assert 'File "train.py", line 5, in train' in caught.value.report()
 
 
 @pytest.mark.parametrize(

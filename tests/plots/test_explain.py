@@ -24,7 +24,8 @@ def test_the_paragraph_has_the_numbers_of_the_trace():
     trace = data_parallel(slow=1, steps=10)
     found = limit_of(trace)
     text = explain(trace).text
-    assert f"The ranks computed for {100 * found.compute:.0f} % of it, communicated for {100 * found.exposed:.0f} %" in text
+    compute, data, exposed = (f"{100 * share:.0f} %" for share in (found.compute, found.data, found.exposed))
+    assert f"The ranks computed for {compute} of it, waited for data for {data}, communicated for {exposed}" in text
     assert text.startswith(f"A step took {time_in_words(found.mean_step_ns)} on average. The ranks")
     assert "each rank took part in 3 operations per step with 7.34 MB of data at" in text
     assert f"Communication hidden behind computing took another {100 * found.overlap:.0f} %." in text
@@ -46,7 +47,7 @@ def test_ranks_in_turns():
 
 
 def test_waiting_in_a_call_and_doing_nothing_are_two_numbers_as_in_the_breakdown():
-    found = dataclasses.replace(limit_of(data_parallel()), compute=0.6, exposed=0.0, waiting=0.07, standing=0.19)
+    found = dataclasses.replace(limit_of(data_parallel()), compute=0.6, data=0.0, exposed=0.0, waiting=0.07, standing=0.19)
     spent = module._sentences(found, ["rank 0", "rank 1"], None, busy=False)[1]
     assert spent == (
         "The ranks computed for 60 % of it, waited for each other for 7 % and did nothing for 19 % while others computed."
@@ -120,6 +121,14 @@ def test_the_median_step_is_given_where_it_differs_from_the_mean(monkeypatch, me
     other = dataclasses.replace(found, step_ns=median * found.mean_step_ns)
     monkeypatch.setattr(module, "limit_of", lambda _: other)
     assert (f"on average, {time_in_words(other.step_ns)} in the median." in explain(data_parallel()).text) == shown
+
+
+@pytest.mark.parametrize(("late_data", "named"), [(0.5, True), (0.3, False)])
+def test_a_late_rank_may_have_waited_for_data(late_data, named):
+    found = dataclasses.replace(
+        limit_of(data_parallel()), limit=Limit.LATE_RANK, late_rank=1, waiting=0.3, data=0.25, late_data=late_data
+    )
+    assert ("It waited for data for 50 % of the time." in module._advice(found, ("rank 0", "rank 1"), None, False)) is named
 
 
 @pytest.mark.parametrize(("absent", "advised"), [(0.3, True), (0.1, False)])

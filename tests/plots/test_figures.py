@@ -260,7 +260,7 @@ def test_the_bars_add_up_to_the_shares(seed):
             if len(bars)
         }
         labelled = sum(total.get(s, 0) for s in ("data", "forward", "backward", "optimizer", "compute"))
-        assert (labelled or total.get("unlabelled", 0)) == share.compute_ns
+        assert (labelled or total.get("unlabelled", 0)) == share.compute_ns + share.data_ns
         assert total.get("exposed", 0) == share.exposed_ns
         assert total.get("hidden", 0) == share.overlap_ns
         assert total.get("waiting", 0) == share.waiting_ns
@@ -355,7 +355,7 @@ def legend_of(ax):
 
 def test_the_legend_explains_only_what_is_shown():
     assert legend_of(timeline(alone())) == [
-        "data",
+        "waiting for data",
         "forward",
         "backward",
         "optimizer",
@@ -557,7 +557,7 @@ def test_breakdown_shows_what_hides_communication():
 def test_the_parts_add_up_to_one_hundred(trace):
     ax = breakdown(trace)
     outlines = [c for c in ax.containers if c.get_label().startswith("_") and c[0].get_facecolor()[3] == 0]
-    assert len(outlines) == 5
+    assert len(outlines) == 6
     totals = np.sum([[patch.get_width() for patch in container] for container in outlines], axis=0)
     assert totals == pytest.approx(np.full(len(trace.ranks) + 1, 100))
     lefts = np.array([[patch.get_x() for patch in container] for container in outlines])

@@ -46,6 +46,42 @@ def test_nearly_all_time_is_computing():
     assert found.exposed == pytest.approx(0.5 / 10.5)
 
 
+def loading(data_ms, compute_ms, gap=0.0):
+    """Steps of one rank: it waits for data, then computes, then does nothing for a while."""
+    book, at = Book(), 0.0
+    for _ in range(6):
+        computes, ends = at + data_ms, at + data_ms + compute_ms + gap
+        book.compute(0, "data", at, computes)
+        book.compute(0, "forward", computes, computes + compute_ms)
+        book.whole(0, "step", at, ends)
+        at = ends
+    return book.trace(1)
+
+
+@pytest.mark.parametrize(
+    ("data_ms", "gap_ms", "limit"),
+    [(50, 0, Limit.DATA), (5, 0, Limit.DATA), (1, 0, Limit.COMPUTE), (5, 20, Limit.UNRECORDED), (5, 6, Limit.COMPUTE)],
+)
+def test_a_rank_waits_for_data(data_ms, gap_ms, limit):
+    found = limit_of(loading(data_ms, 10, gap_ms))
+    assert found.limit is limit
+    assert (found.data, found.compute) == pytest.approx((data_ms / (10 + data_ms + gap_ms), 10 / (10 + data_ms + gap_ms)))
+
+
+@pytest.mark.parametrize(("slow", "limit"), [((0, 1), Limit.DATA), ((1,), Limit.LATE_RANK)], ids=["all ranks", "one rank"])
+def test_ranks_that_communicate_wait_for_data(slow, limit):
+    def with_data(book, ready, number):
+        for rank in slow:
+            book.compute(rank, "data", ready[rank], ready[rank] + 20)
+            ready[rank] += 20
+        return all_reduces(1, 1 << 20, 1)(book, ready, number)
+
+    found = limit_of(steps(with_data))
+    assert found.limit is limit
+    assert found.data == pytest.approx(len(slow) / 2 * 20 / 31)
+    assert found.late_data == pytest.approx(20 / 31)
+
+
 def test_steps_in_which_labkit_reads_the_profiler_do_not_count():
     def disturbed(book, ready, number):
         if number == 2:
@@ -202,7 +238,7 @@ def test_the_first_step_does_not_count():
 
 def test_the_shares_are_those_of_the_whole_time():
     found = limit_of(data_parallel(steps=10))
-    losses = found.exposed + found.waiting + found.standing + found.absent + found.unrecorded
+    losses = found.data + found.exposed + found.waiting + found.standing + found.absent + found.unrecorded
     assert found.compute + losses == pytest.approx(1, abs=1e-6)
     assert 0 < found.overlap < found.compute
 

@@ -15,7 +15,7 @@ from synthetic import many
 from labkit.errors.exceptions import LabError
 from labkit.recording.events import ProfilerEvent
 from labkit.recording.ring_layout import record_dtype
-from labkit.recording.schema import COMMUNICATION, COMPUTE, CUDA, STEP, Pending
+from labkit.recording.schema import COMMUNICATION, COMPUTE, CUDA, DATA, STEP, Pending
 from labkit.tracing.intervals import Intervals, difference, intersection, length, union
 from labkit.tracing.load import load_trace
 from labkit.tracing.trace import Scalar, Share, Span, Trace, from_records
@@ -105,6 +105,23 @@ def test_communication_that_the_rank_waits_for_is_exposed() -> None:
     trace = Trace([compute(0, 0, 100, "train"), travel(0, 30, 90, wait=(60, 90))], ranks=["rank 0"])
     (share,) = trace.shares()
     assert (share.compute_ns, share.communication_ns, share.overlap_ns, share.idle_ns, share.exposed_ns) == (70, 60, 30, 0, 30)
+
+
+@pytest.mark.parametrize(
+    ("beside", "data", "computes"),
+    [
+        (compute(0, 20, 30), 50, 10),  # such as preparing the batch, on the same thread
+        (compute(0, 20, 30, measured=True), 40, 20),
+        (compute(0, 20, 30, served=True), 40, 20),
+        (compute(0, 20, 30, device="cuda"), 40, 20),
+        (travel(0, 20, 30), 40, 20),
+    ],
+    ids=["its own span", "an operation", "a served call", "a GPU", "communication"],
+)
+def test_a_rank_that_only_waits_for_data_does_not_compute(beside: Span, data: int, computes: int) -> None:
+    trace = Trace([compute(0, 0, 60, "step"), compute(0, 0, 50, DATA, measured=True), beside], ranks=["rank 0"])
+    (share,) = trace.shares()
+    assert (share.data_ns, share.compute_ns, share.idle_ns) == (data, computes, 0)
 
 
 def test_waiting_for_a_slow_peer_is_idle_and_not_communication() -> None:
@@ -224,7 +241,7 @@ def some_trace(rng: random.Random) -> Trace:
             spans.append(Span(rank, "train", "call", rng.randrange(10), rng.randrange(40, 60)))
         for _ in range(rng.randrange(5)):
             start = rng.randrange(50)
-            spans.append(compute(rank, start, start + rng.randrange(12)))
+            spans.append(compute(rank, start, start + rng.randrange(12), rng.choice(["forward", DATA])))
         for match in range(rng.randrange(4)):
             start = rng.randrange(50)
             end = start + rng.randrange(14)
@@ -245,7 +262,7 @@ def is_label(trace: Trace, own: Span) -> bool:
 
 def recount(trace: Trace, rank: int) -> Share:
     """The definition, in words of one nanosecond."""
-    compute_, communication, blocked = (np.zeros(80, bool) for _ in range(3))
+    compute_, communication, blocked, data = (np.zeros(80, bool) for _ in range(4))
     kind = "compute" if any(s.kind == "compute" and s.rank == rank for s in trace) else "call"
     waits = []
     for span, ready_ns in zip(trace, trace.ready().tolist(), strict=True):
@@ -261,16 +278,22 @@ def recount(trace: Trace, rank: int) -> Share:
                 if span.start_ns <= start:  # else it blocks another thread, if it still does
                     alone[start:end] = False
             compute_ |= alone
+            if span.name == DATA:
+                data[span.start_ns : span.end_ns] = True
+    data &= compute_ & ~communication
+    compute_ &= ~data
     inside = slice(trace.start_ns, trace.end_ns)
-    compute_, communication, blocked = compute_[inside], communication[inside], (blocked & ~compute_)[inside]
+    compute_, communication, data = compute_[inside], communication[inside], data[inside]
+    blocked = blocked[inside] & ~compute_ & ~data
     return Share(
         rank,
         window_ns=trace.end_ns - trace.start_ns,
         compute_ns=int(compute_.sum()),
         communication_ns=int(communication.sum()),
         overlap_ns=int((compute_ & communication).sum()),
-        idle_ns=int((~compute_ & ~communication).sum()),
+        idle_ns=int((~compute_ & ~communication & ~data).sum()),
         waiting_ns=int((blocked & ~communication).sum()),
+        data_ns=int(data.sum()),
     )
 
 
@@ -279,7 +302,7 @@ def test_shares_agree_with_a_recount_and_add_up() -> None:
         trace = some_trace(random.Random(seed))
         assert trace.shares() == tuple(recount(trace, rank) for rank in range(3)), seed
         for share in trace.shares():
-            assert share.compute_ns + share.exposed_ns + share.idle_ns == share.window_ns == trace.duration_ns
+            assert share.compute_ns + share.data_ns + share.exposed_ns + share.idle_ns == share.window_ns == trace.duration_ns
             assert share.overlap_ns <= min(share.compute_ns, share.communication_ns)
             assert 0 <= share.waiting_ns <= share.idle_ns
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from labkit.errors.units import unit_of
 from labkit.plots.style import INK, labkit_style, shortened
-from labkit.recording.schema import MEMORY, STEPS_IN_ALL
+from labkit.recording.schema import ENDED, MEMORY, STEPS_IN_ALL
 from labkit.tracing.trace import Scalar, Trace
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ HEIGHT_IN: Final = 1.15  # of the panel below a timeline, with its axis
 
 def recorded(scalars: Sequence[Scalar]) -> list[Scalar]:
     """Select the values recorded by the student's code, without labkit's own."""
-    return [s for s in scalars if s.name != STEPS_IN_ALL and not s.name.startswith(MEMORY)]
+    return [s for s in scalars if s.name not in (STEPS_IN_ALL, ENDED) and not s.name.startswith(MEMORY)]
 
 
 class Curves:

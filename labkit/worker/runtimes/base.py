@@ -145,6 +145,16 @@ class Runtime:
         """
         return cls.serving_threads or int(has_server([job for job, _ in jobs], jobs[rank][0]))
 
+    @classmethod
+    def replaceable(cls, jobs: Sequence[tuple[str, int]], rank: int) -> bool:  # noqa: ARG003  # no rank by default
+        """Return whether the others take over a rank's work if its process ends, as long as one like it is left.
+
+        Args:
+            jobs: as for `serves`.
+            rank: the rank's number.
+        """
+        return False
+
     def __init__(self, rank_config: RankConfig, network: Network, wait_for_release: Callable[[], None]) -> None:
         self.rank_config, self.network, self.wait_for_release = rank_config, network, wait_for_release
         self._launch: Launch | None = None  # set when torch is imported

@@ -82,21 +82,24 @@ def private() -> bool:
 
 
 WORKERS = [("worker", 0), ("worker", 1)]
+SERVED = [("chief", 0), ("worker", 0), ("ps", 0)]
 
 
 @pytest.mark.parametrize(
     ("jobs", "rank", "started", "words"),
     [
-        (WORKERS, 1, ("worker", 0, 2), "makes this rank worker 0, but it is worker 1"),
-        (WORKERS, 1, ("worker", 1, 3), "names 3 tasks of the job 'worker', but this group has 2"),
-        ([("worker", 0)], 0, ("worker", 0, 2), "names 2 tasks of the job 'worker', but this group has 1"),
-        (WORKERS, 1, ("worker", 1, 2), ""),
-        (WORKERS, 0, ("chief", 0, 1), ""),  # it has started the cluster inside this rank
-        ([("chief", 0), ("worker", 0), ("ps", 0)], 0, ("chief", 0, 1), ""),
+        (WORKERS, 1, ("worker", 0, {"worker": 2}), "makes this rank worker 0, but it is worker 1"),
+        (WORKERS, 1, ("worker", 1, {"worker": 3}), "names 3 tasks of the job 'worker', but this group has 2"),
+        ([("worker", 0)], 0, ("worker", 0, {"worker": 2}), "names 2 tasks of the job 'worker', but this group has 1"),
+        (WORKERS, 1, ("worker", 1, {"worker": 2}), ""),
+        (WORKERS, 0, ("chief", 0, {"chief": 1, "worker": 9}), ""),  # it has started the cluster inside this rank
+        (SERVED, 0, ("chief", 0, {"chief": 1, "worker": 1, "ps": 1}), ""),
+        (SERVED, 0, ("chief", 0, {"chief": 1, "worker": 2, "ps": 1}), "names 2 tasks of the job 'worker', but this group has 1"),
+        (SERVED, 0, ("chief", 0, {"chief": 1, "worker": 1, "ps": 1, "evaluator": 1}), ""),  # which is no part of the cluster
     ],
 )
 def test_an_impossible_place_in_a_cluster_is_named(
-    jobs: list[tuple[str, int]], rank: int, started: tuple[str, int, int], words: str
+    jobs: list[tuple[str, int]], rank: int, started: tuple[str, int, dict[str, int]], words: str
 ) -> None:
     said = mistake(*started, jobs, rank)
     assert words in said
@@ -269,6 +272,24 @@ def test_a_strategy_for_devices_that_the_rank_does_not_have_is_refused(two: lab.
     assert "use MultiWorkerMirroredStrategy" in str(failed.value)
 
 
+def test_a_strategy_for_gpus_that_the_rank_does_not_have_gets_advice_that_fits(two: lab.Group) -> None:
+    with pytest.raises(lab.RankError) as failed:
+        two.run(mirrored_on, ["/gpu:0", "/gpu:1"])
+    assert "MirroredStrategy names '/gpu:0', but this rank has no GPU. MirroredStrategy() without a list" in str(failed.value)
+    assert "MultiWorkerMirroredStrategy" not in str(failed.value)
+
+
+def test_ranks_that_train_apart_are_told_so_once(two: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    def said() -> list[str]:
+        return [line for line in "".join(capsys.readouterr()).splitlines() if "2 ranks train 2 models" in line]
+
+    two[0].run(mirrored_on, ["CPU:0"])
+    assert not said()
+    two.run(mirrored_on, ["CPU:0"])
+    (line,) = said()
+    assert line.startswith("[ranks 0-1] test_tf_careless.py, line")
+
+
 def test_a_strategy_for_the_devices_of_a_rank_is_made(two: lab.Group) -> None:
     assert two.run(mirrored_on, ["CPU:0"]).results == [1, 1]
     assert two.run(mirrored_on, ["CPU:0", "CPU:1"], own=2).results == [2, 2], "configured by the program"
@@ -302,3 +323,26 @@ def test_what_must_come_before_the_first_operation_is_named(two: lab.Group, prog
         two.run(program)
     assert hint in failed.value.hint
     assert failed.value.hint.split()[0] in failed.value.report()
+
+
+# Datasets of unlike length
+
+
+def fit_more_on_rank_1() -> None:
+    import keras
+    import tensorflow as tf
+
+    batches = 3 + int(os.environ["RANK"])
+    with tf.distribute.MultiWorkerMirroredStrategy().scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    data = tf.data.Dataset.from_tensor_slices((tf.ones((batches, 8, 4)), tf.ones((batches, 8, 1)))).with_options(options)
+    model.fit(data, epochs=2, verbose=0)
+
+
+def test_datasets_of_unlike_length_are_named(two: lab.Group) -> None:
+    with pytest.raises(lab.RankError) as failed:
+        two.run(fit_more_on_rank_1)
+    assert "datasets of unlike length" in failed.value.hint

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import labkit as lab
+from labkit.worker.runtimes.tensorflow import strategies as tf_strategies
 
 pytestmark = [pytest.mark.tf, pytest.mark.slow]
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
@@ -31,8 +32,6 @@ def without(mend: str) -> None:
     """In a rank: undo a patch, by its name in `labkit.worker.runtimes.tensorflow.strategies`."""
     from keras.src.backend.tensorflow import trainer
     from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
-
-    from labkit.worker.runtimes.tensorflow import strategies as tf_strategies
 
     owners = {"DEVICES": CollectiveAllReduceExtended, "BUILD": trainer.TensorFlowTrainer, "REDUCE": trainer}
     name = getattr(tf_strategies, mend)
@@ -88,9 +87,19 @@ def replicas(missing: str = "") -> int:
     return int(total)
 
 
-def test_without_the_patch_a_worker_uses_one_of_its_cpus(group: lab.Group) -> None:
+def test_a_program_that_needs_patches_is_told_so_once(group: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    group._announced.clear()
+    for _ in range(2):
+        group.run(fit, "workers")
+    said = [line.removeprefix("labkit: ") for line in capsys.readouterr().out.splitlines() if "only because labkit" in line]
+    assert sorted(said) == sorted([tf_strategies.FITS, tf_strategies.USES_ALL])
+
+
+def test_without_the_patch_a_worker_uses_one_of_its_cpus(group: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
     assert group.run(replicas).results == [4, 4]
+    group._announced.clear()
     assert group.run(replicas, "DEVICES").results == [2, 2]
+    assert "only because labkit" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("mend", "words"), [("BUILD", "Attempt to convert a value (PerReplica"), ("REDUCE", "reduction")])
@@ -105,13 +114,11 @@ def unknown_code() -> tuple[list[str], bool]:
     from keras.src.backend.tensorflow import trainer
     from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 
-    from labkit.worker.runtimes.tensorflow import strategies as tf_strategies
-
     for mend in ("BUILD", "REDUCE"):
         without(mend)
     delattr(CollectiveAllReduceExtended, tf_strategies.DEVICES)
     new = trainer.reduce_per_replica = lambda values, *_: values
-    return tf_strategies.apply(), trainer.reduce_per_replica is new
+    return tf_strategies.apply(print), trainer.reduce_per_replica is new
 
 
 def test_unknown_code_is_left_alone_with_a_notice(group: lab.Group) -> None:

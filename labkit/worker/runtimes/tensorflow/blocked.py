@@ -104,9 +104,12 @@ def detect_blocked_calls(recorder: Recorder) -> None:
 
 @contextlib.contextmanager
 def starting_servers() -> Iterator[None]:
-    """Record that this thread waits until all ranks have started their servers; TensorFlow holds the GIL meanwhile."""
+    """Record that this thread waits until all ranks have started their servers; TensorFlow holds the GIL meanwhile.
+
+    Only the main thread's call counts: another thread of a chief's tries again to reach a worker that has ended.
+    """
     recorder = here.recorder
-    if recorder is None:
+    if recorder is None or threading.current_thread() is not threading.main_thread():
         yield
         return
     now_ns, frame = clock(), sys._getframe(2)  # the caller, beyond contextlib's frames

@@ -13,17 +13,25 @@ import contextlib
 import functools
 import os
 import shutil
+from collections.abc import Callable
 from typing import Any, Final
 
 __all__ = ["apply"]
 
 WRITES: Final = ("save", "save_weights")  # methods of keras.Model
 BEGIN, SAVE, END = "_load_model", "_save_model", "on_train_end"  # of BackupAndRestore
+WRITES_ONE_PATH: Final = (
+    "Keras writes the files of all workers to one path only because labkit patches it; elsewhere, give each worker its own path."
+)
 SAVE_ATTEMPTS: Final = 10  # each of the other workers removes the folder once per training
 
 
-def apply() -> bool:
-    """Patch Keras in this process; return False, and change nothing, if its code differs from the known versions."""
+def apply(say: Callable[[str], None]) -> bool:
+    """Patch Keras in this process; return False, and change nothing, if its code differs from the known versions.
+
+    Args:
+        say: called with a note where the workaround takes effect.
+    """
     import keras
 
     backup = keras.callbacks.BackupAndRestore
@@ -31,7 +39,7 @@ def apply() -> bool:
     if not all(hasattr(owner, name) for owner, name in known):
         return False
     for name in WRITES:
-        setattr(keras.Model, name, _written_whole(getattr(keras.Model, name)))
+        setattr(keras.Model, name, _written_whole(getattr(keras.Model, name), say))
     _share_backups(backup)
     return True
 
@@ -46,7 +54,7 @@ def _task(model: Any) -> int | None:
     return None
 
 
-def _written_whole(write: Any) -> Any:
+def _written_whole(write: Any, say: Callable[[str], None]) -> Any:
     @functools.wraps(write)
     def write_whole(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         path = os.fspath(filepath) if isinstance(filepath, (str, os.PathLike)) else ""
@@ -54,6 +62,7 @@ def _written_whole(write: Any) -> Any:
         folder, name = os.path.split(path)
         if not name or task is None or not kwargs.get("overwrite", True) or os.path.isdir(path):
             return write(self, filepath, *args, **kwargs)
+        say(WRITES_ONE_PATH)
         own = os.path.join(folder, f".worker{task}-{name}")
         try:
             write(self, own, overwrite=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 __all__ = ["apply", "mistake"]
@@ -30,28 +30,30 @@ def apply(jobs: Sequence[tuple[str, int]], rank: int) -> None:
             setattr(pywrap_tfe, name, _checked(getattr(pywrap_tfe, name), jobs, rank))
 
 
-def mistake(job: str, task: int, tasks: int, jobs: Sequence[tuple[str, int]], rank: int) -> str:
+def mistake(job: str, task: int, cluster: Mapping[str, int], jobs: Sequence[tuple[str, int]], rank: int) -> str:
     """Return what is wrong with a rank's job and task; "" if they can be right.
 
     Args:
         job: the job as which the program starts this rank.
         task: the number of its task.
-        tasks: the number of tasks of that job in the program's cluster.
+        cluster: the number of tasks of each job in the program's cluster.
         jobs: as for `apply`.
         rank: as for `apply`.
     """
     own_job, own_task = jobs[rank]
-    same_job = sum(name == job for name, _ in jobs)
+    named = {name for name, _ in jobs}
     if (job, task) != (own_job, own_task) and (job, task) in jobs:
         return (
             f"TF_CONFIG makes this rank {job} {task}, but it is {own_job} {own_task}, and another rank is {job} {task}: "
             "they would wait for each other without end. Take the task from the TF_CONFIG that labkit has set."
         )
-    if job == own_job and tasks > same_job:
-        return (
-            f"TF_CONFIG names {tasks} tasks of the job {job!r}, but this group has {same_job}: unless the program starts the "
-            "others itself, the ranks wait for them without end. labkit has set a TF_CONFIG that fits the group."
-        )
+    for other, tasks in cluster.items() if job == own_job else ():
+        has = sum(name == other for name, _ in jobs)
+        if tasks > has and other in named:
+            return (
+                f"TF_CONFIG names {tasks} tasks of the job {other!r}, but this group has {has}: unless the program starts the "
+                "others itself, the ranks wait for them without end. labkit has set a TF_CONFIG that fits the group."
+            )
     return ""
 
 
@@ -62,8 +64,8 @@ def _checked(start: Callable[..., Any], jobs: Sequence[tuple[str, int]], rank: i
     def check_and_start(*args: Any, **kwargs: Any) -> Any:
         definition = next((arg for arg in args if isinstance(arg, bytes)), b"")
         server = tensorflow_server_pb2.ServerDef.FromString(definition)
-        tasks = next((len(job.tasks) for job in server.cluster.job if job.name == server.job_name), 0)
-        if problem := mistake(server.job_name, server.task_index, tasks, jobs, rank):
+        cluster = {job.name: len(job.tasks) for job in server.cluster.job}
+        if problem := mistake(server.job_name, server.task_index, cluster, jobs, rank):
             warnings.warn(problem, stacklevel=2)
         return start(*args, **kwargs)
 

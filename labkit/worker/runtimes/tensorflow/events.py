@@ -4,6 +4,9 @@ TensorFlow runs the part of a function that belongs to one device in an executor
 thread, are nested in events with the number of the executor's context, so they can be grouped. The names of operations
 tell their purpose: `gradient_tape/` is the backward pass, and the optimizer and `lab.span` have name scopes. A
 collective is issued by one thread and executed by others; numbers of contexts connect its parts as well.
+
+tf.data runs its functions, such as that of `map`, in executors too, beside the program. Only the time in which the
+program waits for the next batch becomes a span.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 from labkit.recording.operations import OTHER, type_of_kernel
-from labkit.recording.schema import ROOTED, Span
+from labkit.recording.schema import DATA, ROOTED, Span
 from labkit.worker.runtimes.tensorflow.messages import COPIED, RECEIVES, SENDS, copy_of, ends_of, messages_of, within_the_rank
 from labkit.worker.runtimes.tensorflow.session import Event
 
@@ -29,6 +32,13 @@ ASSIGNS: Final = re.compile(r"(Assign\w*VariableOp|ResourceApply\w+|ResourceSpar
 # What an update written by hand consists of, besides the assignment; a forward pass that is late rarely does.
 ARITHMETIC: Final = frozenset(("Mul", "Sub", "Add", "AddV2", "RealDiv", "Neg", "Square", "Sqrt", "Rsqrt", "Pow"))
 INLINED: Final = re.compile(r"(tf\.)?(Stateful)?PartitionedCall(_\d+)?$")
+NEXT: Final = ("IteratorGetNext", "IteratorGetNextSync", "IteratorGetNextAsOptional")  # types of operations
+NEXT_EAGERLY: Final = ("IteratorGetNext", "MultiDeviceIteratorGetNext")  # prefixes of them
+PYTHON: Final = ("PyFunc", "EagerPyFunc")  # types of operations that call Python, such as a dataset's generator
+# AutoGraph turns `for x in dataset` in a tf.function into `dataset.scan(body).reduce(...)`: the loop's own `Scan` is
+# the first, and its input is one level deeper.
+LOOP: Final = re.compile(r"ReduceIterator::(?:(?!Scan\b)[^:]+::)*Scan(?P<input>::[^:]+)?$")
+REDUCES: Final = "ReduceDatasetOp::DoCompute"
 SCOPE: Final = re.compile(r"labkit_span_(\d+)(_\d+)?$")
 REPLICA: Final = re.compile(r"(?:^|/)replica_(\d+)(?:/|$)")
 PAUSE_NS: Final = 50_000  # operations with shorter pauses, in which the executor schedules the next one, become one span
@@ -115,6 +125,7 @@ class _Reader:
         self._members: dict[int, int] = {}  # the number of devices in a group, by the group's key
         self._main: list[Span] = []
         self._eager: list[tuple[int, int, int]] = []
+        self._of_data: set[int] = set()  # the numbers of calls of tf.data's functions
 
     def read(self, events: Iterable[Event]) -> None:
         """Read events in their order on each thread, together with the events in which they are nested."""
@@ -160,12 +171,17 @@ class _Reader:
         elif name == "FunctionRun":
             executor = self._executors[stats.get("_p", 0)]
             executor.step, executor.started_on = stats.get("id", 0), event.thread
+        elif name.startswith("InstantiatedCapturedFunction::"):
+            if not _is_loop(within):
+                self._of_data.add(stats.get("id", 0))
+        elif (loop := LOOP.match(name)) and loop["input"]:
+            self._main.append(_data(self._place.rank, event.start_ns, event.end_ns, self._device(0)))
         elif "tf_function_call" in stats and not self._place.coordinates:
             self._main.append(_compute(self._place.rank, name, event.start_ns, event.end_ns))
         elif name == "tf.function-graph_building":
             outer = next((e.name for e in reversed(within) if "tf_function_call" in e.stats), "")
             self._main.append(_compute(self._place.rank, f"tracing {outer}".strip(), event.start_ns, event.end_ns))
-        elif name == "EagerExecute" and not self._place.coordinates:
+        elif name == "EagerExecute" and not self._place.coordinates and not any(_kind(e) in PYTHON for e in within):
             self._take_eager(event)
         elif name.startswith(COPIED):
             self._main += copy_of(event, self._place.rank, self._device)
@@ -174,13 +190,13 @@ class _Reader:
 
     def _take_eager(self, event: Event) -> None:
         operation = str(event.stats.get("eager_op", ""))
-        if operation.startswith(("IteratorGetNext", "MultiDeviceIteratorGetNext")):
-            self._main.append(_compute(self._place.rank, "data", event.start_ns, event.end_ns))
+        if operation.startswith(NEXT_EAGERLY):
+            self._main.append(_compute(self._place.rank, DATA, event.start_ns, event.end_ns))
         elif not event.stats.get("is_func") and not operation.startswith("Collective"):
             self._eager.append((event.start_ns, event.end_ns, event.thread))
 
     def _take_operation(self, event: Event, within: Sequence[Event]) -> None:
-        kind = event.name.rpartition(":")[2]
+        kind = _kind(event)
         if type_of_kernel(kind) is not OTHER:
             self._algorithms.append(event)
             return
@@ -201,11 +217,12 @@ class _Reader:
 
     def spans(self) -> list[Span]:
         """Return all spans, in no particular order."""
+        self._executors = {c: e for c, e in self._executors.items() if e.step not in self._of_data}
         self._place_executors()
         found, sent = list(self._main), list[Span]()
         for executor in self._executors.values():
             if executor.step != -1 and executor.operations:  # -1: constant folding
-                found += self._phases(executor)
+                found += self._phases(executor) + self._waits_for_data(executor)
                 sent += messages_of(
                     executor.operations, self._ends, self._place.rank, self._place.ranks, step=executor.step,
                     device=self._device(executor.device), nbytes=self._nbytes,
@@ -240,7 +257,7 @@ class _Reader:
 
     def _phases(self, executor: _Executor) -> list[Span]:
         """Return forward, backward and optimizer of one executor, and the student's own spans."""
-        operations = sorted((e for e in executor.operations if not _travels(e)), key=lambda e: e.start_ns)
+        operations = sorted((e for e in executor.operations if _computes(e)), key=lambda e: e.start_ns)
         labels = _labels(operations)
         device, rank, found = self._device(executor.device), self._place.rank, []
         scopes: dict[int, list[int]] = defaultdict(list)
@@ -276,6 +293,12 @@ class _Reader:
             for i in sorted(own)
         ]
         return found
+
+    def _waits_for_data(self, executor: _Executor) -> list[Span]:
+        """Return the time in which one executor waited for batches of a dataset."""
+        device = self._device(executor.device)
+        waits = [e for e in executor.operations if _kind(e) in NEXT]
+        return [_data(self._place.rank, e.start_ns, self._ends.get(e.stats.get("_p", 0), e.end_ns), device) for e in waits]
 
     def _collectives(self) -> list[Span]:
         found, times = [], self._times
@@ -328,14 +351,29 @@ def _compute(rank: int, name: str, start_ns: int, end_ns: int) -> Span:
     return Span(rank, name, "compute", start_ns, end_ns)
 
 
+def _data(rank: int, start_ns: int, end_ns: int, device: str) -> Span:
+    return Span(rank, DATA, "compute", start_ns, end_ns, device=device, measured=True)
+
+
+def _is_loop(within: Sequence[Event]) -> bool:
+    """Whether a function that tf.data calls is the body of a loop over a dataset, and not a part of the input."""
+    names = [e.name for e in within if e.name.startswith(("ReduceIterator::", REDUCES))]
+    return bool(names) and (names[-1] == REDUCES or ((loop := LOOP.match(names[-1])) is not None and not loop["input"]))
+
+
 def _context(within: Sequence[Event]) -> int:
     """Return the context of the executor in whose event another one is nested; 0 if there is none."""
     return next((e.stats["_c"] for e in reversed(within) if e.name == "ExecutorState::Process" and e.stats.get("id") != -1), 0)
 
 
-def _travels(event: Event) -> bool:
-    kind = event.name.rpartition(":")[2]
-    return kind in SENDS + RECEIVES or type_of_kernel(kind) is not OTHER
+def _kind(event: Event) -> str:
+    """Return the type of an operation."""
+    return event.name.rpartition(":")[2]
+
+
+def _computes(event: Event) -> bool:
+    """Whether an operation neither communicates nor waits for data."""
+    return _kind(event) not in SENDS + RECEIVES + NEXT and type_of_kernel(_kind(event)) is OTHER
 
 
 def _parts(name: str) -> list[str]:
@@ -359,7 +397,7 @@ def _innermost(name: str, names: Sequence[str]) -> str:
 def _labels(operations: Sequence[Event]) -> list[str]:
     """Return the phase of each operation of an executor; the operations are in the order in which they ran."""
     parts = [_parts(e.name) for e in operations]
-    kinds = [e.name.rpartition(":")[2] for e in operations]
+    kinds = [_kind(e) for e in operations]
     backward = [i for i, p in enumerate(parts) if "gradient_tape" in p or p[:1] == ["gradients"]]
     first, last = (backward[0], backward[-1]) if backward else (-1, -1)
     assigns = {i for i, kind in enumerate(kinds) if ASSIGNS.search(kind)}

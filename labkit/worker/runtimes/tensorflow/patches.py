@@ -1,4 +1,4 @@
-"""Patches to TensorFlow in ranks: AutoGraph's temporary files, and iterators that are slow to delete.
+"""Patches to TensorFlow in ranks: AutoGraph's temporary files, iterators that are slow to delete, long log messages.
 
 The patched modules are internals of TensorFlow. If one differs from the known versions, it is not changed.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import linecache
+import logging
 import sys
 import types
 from typing import Any
@@ -23,6 +24,7 @@ def apply() -> None:
         _write_no_files(loader)
     if hasattr(multi_device_iterator_ops, "_create_device_dataset"):
         _end_at_once(multi_device_iterator_ops)
+    _shorten_log(logging.getLogger("tensorflow"))
 
 
 def _write_no_files(loader: Any) -> None:
@@ -58,3 +60,31 @@ def _end_at_once(iterators: Any) -> None:
         return create(*args, **kwargs).with_options(options)
 
     iterators._create_device_dataset = create_device_dataset
+
+
+def _shorten_log(log: logging.Logger) -> None:
+    """Cut messages about failed operations to one line, and show each message once.
+
+    A coordinator that has lost a parameter server logs the same error some ten times, with 15 lines each, before its
+    program gets that error with all details. And connecting to a cluster gives the root logger a handler, which prints
+    all messages of TensorFlow's again (TensorFlow 2.21, absl 2.5).
+    """
+    from tensorflow.errors import OpError
+
+    shown: set[str] = set()
+
+    def shorten(record: logging.LogRecord) -> bool:
+        if not any(isinstance(value, OpError) for value in record.args or ()):
+            return True
+        line = record.getMessage().partition("\n")[0].rstrip(":")
+        record.msg, record.args = line, ()
+        new = line not in shown
+        shown.add(line)
+        return new
+
+    def alone(_: logging.LogRecord) -> bool:
+        return not (log.propagate and any(type(handler) is logging.StreamHandler for handler in logging.getLogger().handlers))
+
+    log.addFilter(shorten)
+    for handler in log.handlers:
+        handler.addFilter(alone)

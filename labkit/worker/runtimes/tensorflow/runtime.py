@@ -12,7 +12,7 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.lists import counted
 from labkit.recording.record import here
 from labkit.worker.runtimes.base import LOOPBACK, MIB, Runtime, has_server, quiet_stderr
-from labkit.worker.runtimes.tensorflow import config, missing_devices, patches, roles, servers, strategies
+from labkit.worker.runtimes.tensorflow import config, mirrored, patches, roles, servers, strategies
 from labkit.worker.runtimes.tensorflow.events import Place
 from labkit.worker.runtimes.tensorflow.timeline import Timeline
 
@@ -37,6 +37,16 @@ class TensorFlow(Runtime):
     certain_after_s = 3.0  # seconds; a process that is idle in TensorFlow for so long waits for another rank
 
     _timeline: Timeline | None = None
+    _all_called = False  # whether all ranks run the current function or cell
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._remarks: list[str] = []  # for the student, on the current run
+
+    @classmethod
+    def replaceable(cls, jobs: Sequence[tuple[str, int]], rank: int) -> bool:
+        """Return whether a rank is a worker of a parameter-server cluster: the chief gives its work to another one."""
+        return jobs[rank][0] == "worker" and has_server([job for job, _ in jobs], "worker")
 
     def offer(self) -> Any:
         """Bind a port, without listening on it, and return it; TensorFlow will bind it as well."""
@@ -69,8 +79,8 @@ class TensorFlow(Runtime):
         patches.apply()
         servers.apply(self.network, own_threads, self.wait_for_release)
         roles.apply(cluster, job)
-        missing_devices.apply()
-        unknown = strategies.apply()
+        mirrored.apply(lambda: rank_config.size if self._all_called and "ps" not in cluster else 1)
+        unknown = strategies.apply(self._remarks.append)
         config.apply(rank_config.jobs, rank_config.rank)
         own, notes = self._share(gpus)
         if rank_config.size > 1 and "ps" not in cluster:
@@ -93,11 +103,15 @@ class TensorFlow(Runtime):
         return [*notes, *self._record(own, place)]
 
     def raised_in_python(self, error: BaseException) -> bool:
-        """Whether no operation of TensorFlow failed. One that does aborts the collectives of the process for good."""
+        """Whether no operation of TensorFlow failed. One that does aborts the collectives of the process for good.
+
+        The end of an iterator over a dataset is no failure: `next` raises StopIteration for it.
+        """
         import tensorflow as tf
 
+        end = tf.errors.OutOfRangeError if isinstance(error, StopIteration) else ()
         chain: BaseException | None = error
-        while chain is not None and not isinstance(chain, tf.errors.OpError):
+        while chain is not None and (not isinstance(chain, tf.errors.OpError) or isinstance(chain, end)):
             chain = chain.__cause__ or chain.__context__
         return chain is None
 
@@ -108,7 +122,13 @@ class TensorFlow(Runtime):
 
     def end_recording(self) -> list[str]:
         """Stop the profiler, and write its events to the ring."""
-        return self._timeline.end() if self._timeline is not None else []
+        remarks, self._remarks[:] = list(self._remarks), []
+        return remarks + (self._timeline.end() if self._timeline is not None else [])
+
+    def begin_run(self, *, keep: bool, all_called: bool) -> None:
+        """Remember whether all ranks run it."""
+        self._all_called = all_called
+        super().begin_run(keep=keep, all_called=all_called)
 
     def _record(self, gpus: Sequence[Any], place: Place) -> list[str]:
         """Prepare the recording of TensorFlow's operations; return remarks for the student."""

@@ -5,7 +5,8 @@
 - Keras 3.15.1, keras-team/keras#20585: `fit` and `evaluate` fail with "Attempt to convert a value (PerReplica...", and
   then because they average a scalar along axis 0. Remove the two workarounds when the issue is closed.
 
-Code that differs from these versions is not changed, and a note tells the student.
+Code that differs from these versions is not changed, and a note tells the student. So does a note, once, where a
+program only works because of a workaround: elsewhere it would fail, or use one CPU.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import functools
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from labkit.worker.runtimes.tensorflow import callbacks
@@ -23,10 +24,20 @@ __all__ = ["apply"]
 DEVICES: Final = "_initialize_local_devices"  # method of CollectiveAllReduceExtended
 BUILD: Final = "_maybe_symbolic_build"  # method of TensorFlowTrainer
 REDUCE: Final = "reduce_per_replica"  # function in the same module
+USES_ALL: Final = (
+    "MultiWorkerMirroredStrategy uses all CPUs of a rank only because labkit patches it; elsewhere it uses one per process."
+)
+FITS: Final = (
+    "Keras's fit and evaluate work under MultiWorkerMirroredStrategy only because labkit patches Keras; elsewhere they fail "
+    "(keras-team/keras#20585): write the loop yourself, or use tf_keras."
+)
 
 
-def apply() -> list[str]:
+def apply(say: Callable[[str], None]) -> list[str]:
     """Patch TensorFlow and Keras in this process. Call it once, before the student's code runs.
+
+    Args:
+        say: called with a note where a workaround takes effect.
 
     Returns:
         a sentence for each workaround that does not fit the installed code.
@@ -39,17 +50,17 @@ def apply() -> list[str]:
     _warn_where_one_device_computes()
     notes = []
     if hasattr(CollectiveAllReduceExtended, DEVICES):
-        _use_all_logical_cpus(CollectiveAllReduceExtended)
+        _use_all_logical_cpus(CollectiveAllReduceExtended, say)
     else:
         notes.append(_unknown("devices_per_rank under MultiWorkerMirroredStrategy", "TensorFlow", tf.__version__))
     build = getattr(getattr(trainer, "TensorFlowTrainer", None), BUILD, None)
     reduce = getattr(trainer, REDUCE, None)
     if build is not None and reduce is not None and {"reduce", "MEAN"} <= _words(build) and {"MEAN", 0} <= _words(reduce):
-        _build_from_own_batch(trainer.TensorFlowTrainer)
+        _build_from_own_batch(trainer.TensorFlowTrainer, say)
         _average_over_replicas(trainer)
     else:
         notes.append(_unknown("Keras's fit under MultiWorkerMirroredStrategy", "Keras", keras.__version__))
-    if not callbacks.apply():
+    if not callbacks.apply(say):
         notes.append(_unknown("Keras's files under MultiWorkerMirroredStrategy", "Keras", keras.__version__))
     return notes
 
@@ -94,7 +105,7 @@ def _warn_where_one_device_computes() -> None:
     distribution_lib.set_distribution = keras.distribution.set_distribution = set_and_warn
 
 
-def _use_all_logical_cpus(extended: Any) -> None:
+def _use_all_logical_cpus(extended: Any, say: Callable[[str], None]) -> None:
     """Make the strategy use all logical CPUs; without GPUs it uses only CPU:0."""
     original = getattr(extended, DEVICES)
 
@@ -105,13 +116,14 @@ def _use_all_logical_cpus(extended: Any) -> None:
         devices, kind = original(self, cluster_resolver, worker_device)
         logical = tf.config.get_logical_device_configuration(tf.config.list_physical_devices("CPU")[0]) or ()
         if kind == "CPU" and len(devices) < len(logical):
+            say(USES_ALL)
             devices = tuple(f"{worker_device}/device:CPU:{i}" for i in range(len(logical)))
         return devices, kind
 
     setattr(extended, DEVICES, initialize_local_devices)
 
 
-def _build_from_own_batch(trainer: Any) -> None:
+def _build_from_own_batch(trainer: Any, say: Callable[[str], None]) -> None:
     """Make Keras build a model from a local batch; it averages one over all replicas, which several workers cannot."""
     original = getattr(trainer, BUILD)
 
@@ -122,6 +134,7 @@ def _build_from_own_batch(trainer: Any) -> None:
         strategy = self._distribute_strategy
         if strategy is None or not _in_multi_worker_mode(strategy):
             return original(self, iterator=iterator, data_batch=data_batch)
+        say(FITS)
         for _, _, batches in iterator or ():
             data_batch = tree.map_structure(lambda part: strategy.experimental_local_results(part)[0], next(batches))
             break

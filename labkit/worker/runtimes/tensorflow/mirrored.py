@@ -1,0 +1,70 @@
+"""Checks each MirroredStrategy that a rank makes: the rank must have its devices, and other ranks do not take part.
+
+TensorFlow does not check the devices. The replica of a missing device never runs, so the first all-reduce waits for it
+without end (TensorFlow 2.21).
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from labkit.errors.exceptions import LabError
+from labkit.errors.lists import counted
+
+__all__ = ["apply"]
+
+
+def apply(apart: Callable[[], int]) -> None:
+    """Make the strategy's constructor check its devices, in this process, and warn if several ranks train apart.
+
+    Args:
+        apart: returns how many ranks run the same program and may each make such a strategy.
+    """
+    from tensorflow.python.distribute.mirrored_strategy import MirroredStrategy
+
+    make = MirroredStrategy.__init__
+
+    @functools.wraps(make)
+    def check_and_make(strategy: Any, devices: Any = None, *args: Any, **kwargs: Any) -> None:
+        if isinstance(devices, Sequence) and not isinstance(devices, str):
+            _check(devices)
+        if (ranks := apart()) > 1:
+            warnings.warn(
+                f"MirroredStrategy connects only the devices of one rank, so {ranks} ranks train {ranks} models, each on all "
+                "data. To train one model, use tf.distribute.MultiWorkerMirroredStrategy(), or one rank with several devices: "
+                f'lab.Group(1, runtime="tensorflow", devices_per_rank={ranks}).',
+                stacklevel=2,
+            )
+        make(strategy, devices, *args, **kwargs)
+
+    MirroredStrategy.__init__ = check_and_make
+
+
+def _check(devices: Sequence[Any]) -> None:
+    """Check the devices without initialising TensorFlow, which the program may still want to configure.
+
+    Raises:
+        LabError: this rank lacks one of them.
+    """
+    import tensorflow as tf
+    from tensorflow.python.distribute import device_util
+
+    for device in devices:
+        named = tf.DeviceSpec.from_string(device_util.canonicalize(str(device)))
+        physical = tf.config.get_visible_devices(named.device_type)
+        has = sum(len(tf.config.get_logical_device_configuration(one) or [one]) for one in physical)
+        if (named.device_index or 0) >= has:
+            advice = "lab.Group(..., devices_per_rank=2) gives each rank two; between processes, use MultiWorkerMirroredStrategy."
+            if named.device_type != "CPU":
+                advice = (
+                    "MirroredStrategy() without a list takes all devices that the rank has, GPUs or CPUs; "
+                    "lab.Group(..., devices_per_rank=2) gives it two."
+                )
+            raise LabError(f"MirroredStrategy names {device!r}, but this rank has {_number(has, named.device_type)}. {advice}")
+
+
+def _number(count: int, kind: str) -> str:
+    return counted(count, f"{kind} device") if count else f"no {kind}"
