@@ -25,6 +25,7 @@ from labkit.ipc import pickling
 
 __all__ = ["Verdict", "check"]
 
+MOST_CHARACTERS: Final = 2000  # of a verdict's message, and of each of its details
 # Names in an answer's code with which it could find the expected result instead of computing it.
 _LOOKS_AT_JUDGE: Final = (
     "labkit.exercises", "_getframe", "_current_frames", "currentframe", "f_back", "f_locals", "f_globals", "get_objects",
@@ -154,7 +155,7 @@ def _judged(exercise: Exercise, answer: Any, ranks: AnswerRanks) -> Verdict:
         message = f"What it returned cannot be judged ({type(error).__name__}: {error})"
     if ranks.last_call and not any(f"{name}(" in line for line in (message, *details)):
         details = (*details, f"last call: {ranks.last_call}")
-    return Verdict(name, False, message, details)
+    return Verdict(name, False, _cut(message), tuple(map(_cut, details)))
 
 
 def _not_written(exercise: Exercise, hint: str = "") -> Verdict:
@@ -175,6 +176,11 @@ def _refused(answer: Any) -> str | None:
     if any(name.encode() in sent.data for name in _LOOKS_AT_JUDGE):
         return "it looks at the code that judges it: compute the result from the arguments and from what other ranks send"
     return None
+
+
+def _cut(text: str) -> str:
+    """At most the beginning of a text, which may contain all that an answer has returned."""
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]} ..."
 
 
 def _sentence(text: str) -> str:

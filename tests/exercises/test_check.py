@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import io
+import itertools
 import json
 import os
 import random
@@ -353,6 +354,7 @@ class Equal(int):
         (lambda *_: Equal(1), "Given an object of type Equal: expected numbers"),
         (lambda *_: [Equal(1)], "Given an object of type Equal: expected numbers"),
         (lambda *_: np.array([Equal(1)], object), "Given an object of type Equal: expected numbers"),
+        (lambda *_: itertools.count(), "Given [0, 1, 2, 3,"),
         (lambda *_: ANY, "Given an object of type _ANY: expected numbers"),
         (lambda *_: print, "Given an object of type builtin_function_or_method: expected numbers"),
     ],
@@ -363,6 +365,7 @@ def test_an_unusual_answer_gets_a_verdict_that_shows_the_call(answer, words: str
     assert not verdict.passed
     assert verdict.written
     assert words in verdict.message
+    assert len(verdict.message) < 3000
     assert any("bubble([1.0, 1.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0], 8)" in line for line in verdict.details)
 
 
@@ -417,6 +420,28 @@ def test_in_a_notebook_the_answers_prints_and_figures_appear_and_its_lines_are_t
     assert any("image/png" in display for display in cell.displays)
     assert cell.result is not None
     assert re.search(r'File "cell \d+", line 5, in best_cut', cell.result), cell.result
+
+
+def test_stop_ends_an_answer_that_swallows_every_exception(kernel: Kernel) -> None:
+    cell = kernel(
+        """
+        def best_cut(ms, nbytes, limit):
+            print("begun", flush=True)
+            while True:
+                try:
+                    while True: pass
+                except BaseException:
+                    continue
+
+        lab.check("best_cut", best_cut)
+        """,
+        when=lambda cell: any("begun" in str(state) for state in cell.states),
+        then=kernel.manager.interrupt_kernel,
+    )
+    assert cell.error is not None
+    assert cell.error[0] == "Stopped"
+    assert 'lab.check("best_cut") was stopped.' in cell.error[2]
+    assert kernel("print(1 + 1)").stdout == "2\n"
 
 
 # What an answer may see
