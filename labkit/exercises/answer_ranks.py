@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Self
 
+import cloudpickle
 import numpy as np
 
+from labkit import exercises
 from labkit.errors.causes import Cause
 from labkit.errors.exceptions import DeadlockError, RankError, RunTimeoutError
-from labkit.exercises.judging import AnswerError, Results, call, call_reporting_exit
+from labkit.exercises.judging import AnswerError, Results, call, call_reporting_exit, without_judges
 from labkit.group.group import Group
 from labkit.recording.group_keys import DIST_BACKWARD
 
@@ -32,11 +35,12 @@ class AnswerRanks:
         answer: the student's function or class.
 
     Attributes:
+        answer: the argument.
         last_call: the judge's last call and what it returned; "" before the first.
     """
 
     def __init__(self, name: str, answer: Any) -> None:
-        self._name, self._answer = name, answer
+        self._name, self.answer = name, answer
         self._group: Group | None = None
         self.last_call = ""
 
@@ -59,7 +63,7 @@ class AnswerRanks:
             self._group = Group([self._name], runtime=runtime, devices="cpu", timeout_s=LIMIT_S)
         self.last_call = f"{self._name}({', '.join(map(_shown, args))})"
         try:
-            (given,) = _run(self._group, call, self._answer, *args)
+            (given,) = _run(self._group, call, self.answer, *args)
         except RunTimeoutError as late:
             hint = f"not finished after {LIMIT_S:.0f} s, so it was stopped: does every loop end?"
             raise AnswerError(hint, self.last_call, *late.doings) from None
@@ -71,7 +75,7 @@ class AnswerRanks:
 
         TensorFlow 2.21 crashes in about one of 400 runs of a ClusterCoordinator on busy cores, in its own thread.
         """
-        args = tuple(self._answer if arg is self else arg for arg in args)
+        args = tuple(self.answer if arg is self else arg for arg in args)
         try:
             return _run_once(ranks, function, *args, **options)
         except RankError as error:
@@ -99,13 +103,27 @@ def _run_once(ranks: Any, function: Callable[..., Any], *args: Any, **options: A
 
 def _run(group: Group, function: Callable[..., Any], *args: Any) -> Results:
     try:
-        results = Results(group.run(call_reporting_exit, function, *args))
+        if group.runtime == "rpc":  # its ranks look up the functions that they call in labkit's modules
+            results = Results(group.run(call_reporting_exit, function, *args))
+        else:
+            with _by_value():
+                results = Results(group.run(without_judges, function, *args))
     except DeadlockError as deadlock:
         details = filter(None, (deadlock.hint, *deadlock.doings))
         raise AnswerError(f"deadlock: {deadlock.headline}", *details, deadlock=True, waits_in=deadlock.operations) from None
     if function is call:
         require_data(list(results))
     return results
+
+
+@contextlib.contextmanager
+def _by_value() -> Iterator[None]:
+    """Send a judge's functions by value, so that the modules with the expected results are not there to be found."""
+    cloudpickle.register_pickle_by_value(exercises)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(exercises)
 
 
 def _shown(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import reprlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -32,6 +33,7 @@ __all__ = [
     "judge_on_rank",
     "listing",
     "takes_number_for_list",
+    "without_judges",
 ]
 
 MOST_ITEMS = 10_000  # of an iterator, which may have no end; right answers have a hundred
@@ -125,6 +127,12 @@ def call_reporting_exit(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     except SystemExit:
         raise RuntimeError("it called exit(): end a function with `return`") from None
+
+
+def without_judges(function: Callable[..., Any], *args: Any) -> Any:
+    """`call_reporting_exit` on a rank to which the judge was sent by value: it has no use for labkit's exercises."""
+    sys.modules["labkit.exercises"] = None  # type: ignore[assignment]  # an `import` of it, or of a part of it, fails
+    return call_reporting_exit(function, *args)
 
 
 def judge_on_rank(on: OnRanks, judge: Callable[[Any], str], answer: Any) -> str:
