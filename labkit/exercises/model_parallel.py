@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, listing
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, judge_on_rank, listing
 
 __all__ = ["EXERCISES"]
 
@@ -140,7 +140,11 @@ class _Spy(nn.Module):
         return out
 
 
-def _two_devices(answer: Any, _: OnRanks) -> str:
+def _two_devices(answer: Any, on: OnRanks) -> str:
+    return judge_on_rank(on, _judge_two_devices, answer)
+
+
+def _judge_two_devices(answer: Any) -> str:
     """Judge on any machine: the "meta" device computes only shapes, but like a GPU rejects tensors of other devices."""
     layers = _network()
     first, second = _Spy(layers[0]), _Spy(layers[1:])
