@@ -12,7 +12,7 @@ from typing import Any, Final
 __all__ = ["CACHED", "reduce_decorated"]
 
 CACHED: Final = type(functools.lru_cache(len))
-_DISPATCHING: Final = functools.singledispatch(lambda _: None).__code__
+_DISPATCHING: Final = functools.singledispatch(lambda _: None).__code__  # type: ignore[attr-defined]  # a function
 
 
 def reduce_decorated(function: Any) -> Any:
