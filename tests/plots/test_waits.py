@@ -36,11 +36,12 @@ def of_devices(ranks: int, *, across: bool, messages: bool = False) -> Trace:
 
 
 def words_for_waiting(trace: Trace) -> set[str]:
-    """What the figures of a trace call waiting; all of them must agree."""
+    """What the figures of a trace call waiting for others; all of them must agree."""
     figures = [timeline(trace), breakdown(trace), compare(a=trace, b=trace)]
     reported = [[text.get_text() for text in ax.figure.findobj(Text)] for ax in figures]
     reported.append([style["legend"] for style in about(view_of(trace, None, ""), 0)["styles"]])
-    found = [{text for text in texts if text.startswith("waiting")} for texts in reported]
+    data = STYLES["data"].legend
+    found = [{text for text in texts if text.startswith("waiting") and text != data} for texts in reported]
     assert [words for words in found if words != found[0]] == []
     return found[0]
 
