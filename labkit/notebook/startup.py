@@ -15,8 +15,8 @@ __all__ = ["begin"]
 def begin() -> None:
     """Prepare this process for labkit.
 
-    In a notebook's kernel, register `%%ranks` and a hint at `group.spawn`, and start a server that imports torch in the background, which takes a
-    second. In a script, start recording if `LABKIT_TRACE` names a folder.
+    In a notebook's kernel, register `%%ranks` and a hint at `group.spawn`, and start a server that imports torch in the
+    background, which takes a second. In a script, start recording if `LABKIT_TRACE` names a folder.
     """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
