@@ -67,7 +67,10 @@ class SharedArrays:
             return blocks
         numpy = self._numpy
         assert numpy is not None
-        parts = [_Sharing(*numpy.lib.array_utils.byte_bounds(memory), [(obj, memory)]) for obj, memory in self._seen.values()]
+        parts = []
+        for obj, memory in self._seen.values():
+            low, high = numpy.lib.array_utils.byte_bounds(memory)
+            parts.append(_Sharing(low, high, [(obj, memory)]))
         groups: list[_Sharing] = []
         near: list[_Sharing] = []  # the groups that the next part may belong to
         for part in sorted(parts, key=lambda part: (part.low, -part.high)):  # the whole before its parts
