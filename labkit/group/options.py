@@ -19,6 +19,7 @@ from labkit.errors.lists import listed
 from labkit.errors.units import in_words
 from labkit.errors.wrong_calls import WrongNameError
 from labkit.group.open_groups import STARTS, default_start
+from labkit.recording.ring_layout import RING_BYTES
 from labkit.worker.fork_server import BATCH
 from labkit.worker.open_files import count_open_files, raise_limit
 from labkit.worker.runtimes.base import Runtime
@@ -32,6 +33,8 @@ MAX_RANKS: Final = 1024
 FILES_PER_RANK: Final = 5  # open in this process: socket, output, process, recording memory and its mapping
 STARTING_FILES: Final = 3  # more for each rank of a batch that is being started: the other ends
 RPC_OPTIONS: Final = (16, 60.0)  # torch's defaults
+SHARED_BYTES: Final = 2 * RING_BYTES  # the largest file that a rank without large arguments needs: records and stacks
+PROC: Final = "/proc/self/stat"
 FILES_TO_SPARE: Final = 64  # for the arguments of a run, and the student
 
 
@@ -151,6 +154,8 @@ def check_environment() -> None:
         raise LabError("this code runs inside a rank, and ranks cannot create groups; create the group in the notebook")
     if os.name != "posix":
         raise LabError("labkit starts ranks on Linux and macOS; on Windows, install it in WSL2 and open the notebooks from there")
+    if sys.platform == "linux" and not os.path.exists(PROC):
+        raise LabError("the file system /proc is not mounted here, and labkit cannot find its processes without it")
 
 
 def _names(
@@ -259,6 +264,18 @@ def _check_machine(plan: Plan) -> None:
         raise LabError("start='fork' needs Linux; elsewhere a forked process may hang in a system library. Use start='spawn'.")
     _check_memory(count, kind.rank_bytes)
     _check_open_files(count)
+    _check_file_size()
+
+
+def _check_file_size() -> None:
+    import resource  # not available on Windows
+
+    largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if largest != resource.RLIM_INFINITY and largest < SHARED_BYTES:
+        raise LabError(
+            f"this process may create no file larger than {in_words(largest, 'iB')} (ulimit -f), and each rank records in "
+            f"{in_words(RING_BYTES, 'iB')} of shared memory. Raise the limit before you start JupyterLab."
+        )
 
 
 def _check_memory(count: int, rank_bytes: int) -> None:

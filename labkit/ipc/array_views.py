@@ -1,12 +1,13 @@
-"""Keeps numpy arrays that share memory sharing it after they are sent; pickle alone would copy each of them.
+"""Keeps numpy arrays and tensors that share memory sharing it after they are sent; pickle alone would copy each one.
 
-The first pickling collects the arrays. If views of one array share memory with one another or with that array, the
-value is pickled a second time: the shared block of memory is then sent once, with the position of each view in it.
+The first pickling collects the arrays, and the storages of tensors. If some share memory with one another, the value is
+pickled a second time: the shared block of memory is then sent once, with the position of each array and storage in it.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any, Final
 
 __all__ = ["SharedArrays"]
@@ -15,7 +16,7 @@ MAX_WORK: Final = 10_000  # `max_work` of numpy.shares_memory; two views that ne
 
 
 class SharedArrays:
-    """Collects the arrays of one pickling, by the array that owns their memory.
+    """Collects the arrays and the storages of one pickling.
 
     Args:
         blocks: the result of `found` after the first pickling; None in the first.
@@ -25,54 +26,69 @@ class SharedArrays:
         self._numpy = sys.modules.get("numpy")
         self._array_type = getattr(self._numpy, "ndarray", None)
         self._blocks = blocks or {}
-        self._of_owner: dict[int, list[Any]] = {}
+        self._seen: dict[int, tuple[Any, Any]] = {}  # by `id`: an array or storage, and its memory as an array
 
     def reduce(self, obj: Any) -> Any:
-        """Return how to reduce an array that shares memory with another; None for any other object."""
+        """Return how to reduce an array that shares memory with another object; None for any other object."""
         if type(obj) is not self._array_type:
             return None
-        known, block = self._blocks.get(id(obj), (None, None))
-        if known is obj:
+        if (block := self._block_of(obj)) is not None:
             offset = _address(obj) - _address(block)
             return _array_at, (block, offset, obj.shape, obj.strides, obj.dtype, obj.flags.writeable)
         if obj.nbytes and not obj.dtype.hasobject:
-            self._of_owner.setdefault(id(_owner(obj)), []).append(obj)
+            self._seen[id(obj)] = obj, obj
         return None
 
+    def reduce_storage(self, storage: Any, memory: Any) -> Any:
+        """Return how to reduce the storage of a tensor that shares memory with an array; None for any other.
+
+        Args:
+            storage: an `UntypedStorage` on the CPU.
+            memory: an array of bytes in the same memory.
+        """
+        if (block := self._block_of(storage)) is not None:
+            return _storage_at, (block, _address(memory) - _address(block), memory.nbytes)
+        self._seen[id(storage)] = storage, memory
+        return None
+
+    def _block_of(self, obj: Any) -> Any:
+        known, block = self._blocks.get(id(obj), (None, None))
+        return block if known is obj else None
+
     def found(self) -> dict[int, tuple[Any, Any]]:
-        """Return the arrays that share memory with another array of this pickling.
+        """Return the arrays and storages that share memory with another one of this pickling.
 
         Returns:
-            by the array's `id`, the array and the block of memory that holds it. The array is kept alive, so that no
+            by its `id`, the array or storage, and the block of memory that holds it. It is kept alive, so that no
             new object gets its `id`: some objects create arrays only while they are pickled.
         """
         blocks: dict[int, tuple[Any, Any]] = {}
-        for arrays in self._of_owner.values():
-            distinct = list({id(array): array for array in arrays}.values())
-            owner = _owner(distinct[0])
-            if len(distinct) < 2 or not (owner.flags.c_contiguous or owner.flags.f_contiguous):
-                continue
-            assert self._numpy is not None
-            whole = owner.ravel(order="K").view(self._numpy.uint8)
-            for low, high, views in self._overlapping(distinct, owner):
-                block = whole[low - _address(whole) : high - _address(whole)]
-                blocks |= {id(view): (view, block) for view in views}
-        return blocks
-
-    def _overlapping(self, arrays: list[Any], owner: Any) -> list[tuple[int, int, list[Any]]]:
-        """Group the arrays that share memory: first and last address of each group, and its arrays."""
+        if len(self._seen) < 2:
+            return blocks
         numpy = self._numpy
         assert numpy is not None
-        bounds = sorted(((*numpy.lib.array_utils.byte_bounds(a), a) for a in arrays), key=lambda b: b[:2])
-        if any(a is owner for a in arrays):
-            return [(bounds[0][0], max(high for _, high, _ in bounds), arrays)]
-        groups: list[tuple[int, int, list[Any]]] = []
-        for low, high, array in bounds:
-            touched = [group for group in groups if low < group[1] and any(self._share(array, other) for other in group[2])]
-            groups = [group for group in groups if not any(group is t for t in touched)]
-            first, last = min([low, *(t[0] for t in touched)]), max([high, *(t[1] for t in touched)])
-            groups.append((first, last, [array, *(a for t in touched for a in t[2])]))
-        return [group for group in groups if len(group[2]) > 1]
+        parts = []
+        for obj, memory in self._seen.values():
+            low, high = numpy.lib.array_utils.byte_bounds(memory)
+            parts.append(_Sharing(low, high, [(obj, memory)]))
+        groups: list[_Sharing] = []
+        near: list[_Sharing] = []  # the groups that the next part may belong to
+        for part in sorted(parts, key=lambda part: (part.low, -part.high)):  # the whole before its parts
+            groups += [group for group in near if group.high <= part.low]
+            near = [group for group in near if group.high > part.low]
+            touched = [group for group in near if any(self._share(part.objects[0][1], memory) for _, memory in group.objects)]
+            for group in touched[1:]:
+                touched[0].add(group)
+                near.remove(group)
+            if touched:
+                touched[0].add(part)
+            else:
+                near.append(part)
+        for group in (*groups, *near):
+            if len(group.objects) > 1:
+                block = numpy.asarray(_Block(group))
+                blocks |= {id(obj): (obj, block) for obj, _ in group.objects}
+        return blocks
 
     def _share(self, one: Any, other: Any) -> bool:
         assert self._numpy is not None
@@ -82,11 +98,27 @@ class SharedArrays:
             return True
 
 
-def _owner(array: Any) -> Any:
-    """Return the array that owns the memory, as far as numpy knows."""
-    while type(array.base) is type(array):
-        array = array.base
-    return array
+@dataclass(slots=True, eq=False)
+class _Sharing:
+    """Arrays and storages that share memory: its first and last address; each object, and its memory as an array."""
+
+    low: int
+    high: int
+    objects: list[tuple[Any, Any]]
+
+    def add(self, other: _Sharing) -> None:
+        """Include another group."""
+        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+        self.objects += other.objects
+
+
+class _Block:
+    """Shows numpy the memory of a group as one array of bytes, which keeps the group's objects alive."""
+
+    def __init__(self, group: _Sharing) -> None:
+        self._group = group
+        size = (group.high - group.low,)
+        self.__array_interface__ = {"data": (group.low, False), "shape": size, "typestr": "|u1", "version": 3}
 
 
 def _address(array: Any) -> int:
@@ -97,5 +129,12 @@ def _address(array: Any) -> int:
 def _array_at(block: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, writeable: bool) -> Any:
     """Rebuild an array in the receiver, in the block's memory."""
     array = type(block)(shape, dtype, block, offset, strides)
-    array.flags.writeable = writeable and block.flags.writeable
+    array.flags.writeable = writeable
     return array
+
+
+def _storage_at(block: Any, offset: int, nbytes: int) -> Any:
+    """Rebuild the storage of a tensor in the receiver, in the block's memory."""
+    import torch
+
+    return torch.from_numpy(block[offset : offset + nbytes]).untyped_storage()

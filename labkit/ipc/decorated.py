@@ -12,7 +12,7 @@ from typing import Any, Final
 __all__ = ["CACHED", "reduce_decorated"]
 
 CACHED: Final = type(functools.lru_cache(len))
-_DISPATCHING: Final = functools.singledispatch(lambda _: None).__code__  # type: ignore[attr-defined]  # a function
+_DISPATCHING: Final[Any] = functools.singledispatch(len)
 
 
 def reduce_decorated(function: Any) -> Any:
@@ -21,7 +21,7 @@ def reduce_decorated(function: Any) -> Any:
         return _cached, (function.__wrapped__, function.cache_parameters())
     if not isinstance(function, FunctionType):
         return None
-    if function.__code__ is _DISPATCHING:
+    if function.__code__ is _DISPATCHING.__code__:
         return _dispatching, (dict(function.registry),)  # type: ignore[attr-defined]  # set by `singledispatch`
     if hasattr(function, "_torchdynamo_orig_callable") and (compiler := _compiler_of(function)) is not None:
         return compiler.__call__, (function._torchdynamo_orig_callable,)

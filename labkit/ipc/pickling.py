@@ -258,7 +258,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
         numbered: all functions and classes that were pickled by value, by their numbers.
         files: the files in which the student's functions are defined.
         copied_from_gpu: whether tensors were copied from a GPU.
-        arrays: the numpy arrays that were pickled.
+        arrays: the numpy arrays and the tensors' storages that were pickled.
     """
 
     def __init__(
@@ -355,8 +355,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
             self._alive.append(storage)
         if storage.nbytes() == 0:
             return torch.UntypedStorage, (0,)
-        flat = torch.empty(0, dtype=torch.uint8).set_(storage)
-        return _storage_from, (pickle.PickleBuffer(flat.numpy()),)
+        memory = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        return self.arrays.reduce_storage(storage, memory) or (_storage_from, (pickle.PickleBuffer(memory),))
 
 
 def _storage_from(buffer: Any) -> Any:

@@ -6,6 +6,7 @@ import itertools
 import os
 import sys
 
+from labkit.notebook.spawn_hint import hint_after
 from labkit.recording.script_folder import VARIABLE
 
 __all__ = ["begin"]
@@ -14,8 +15,8 @@ __all__ = ["begin"]
 def begin() -> None:
     """Prepare this process for labkit.
 
-    In a notebook's kernel, register `%%ranks`, and start a server that imports torch in the background, which takes a
-    second. In a script, start recording if `LABKIT_TRACE` names a folder.
+    In a notebook's kernel, register `%%ranks` and a hint at `group.spawn`, and start a server that imports torch in the
+    background, which takes a second. In a script, start recording if `LABKIT_TRACE` names a folder.
     """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
@@ -32,6 +33,7 @@ def begin() -> None:
         ranks_magic.ranks(line, cell, shell)
 
     shell.register_magic_function(ranks, "cell", "ranks")
+    shell.events.register("post_run_cell", hint_after)
     if hasattr(shell, "kernel"):
         from labkit.group.open_groups import warm_up
 

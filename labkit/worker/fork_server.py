@@ -225,7 +225,7 @@ def guard(fds: list[int], notebook: int) -> NoReturn:
 
 def _import_all(names: Sequence[str]) -> None:
     for name in names:
-        with contextlib.suppress(ImportError):  # if a library is not installed, its first use reports that
+        with contextlib.suppress(Exception):  # if it is not installed, or raises an error, its first use reports that
             importlib.import_module(name)
     import gc
 

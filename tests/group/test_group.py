@@ -113,6 +113,13 @@ def test_a_request_that_this_machine_cannot_meet(monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.undo()
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == limits, "where nothing can be raised, nothing is changed"
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1 << 20, 1 << 20) if kind == resource.RLIMIT_FSIZE else limits)
+    assert refused(2, runtime="bare").startswith("this process may create no file larger than 1 MiB (ulimit -f), and each")
+    monkeypatch.undo()
+    monkeypatch.setattr("labkit.group.options.PROC", "/missing/proc")
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert refused(2, runtime="bare").startswith("the file system /proc is not mounted here")
+    monkeypatch.undo()
     monkeypatch.setattr("labkit.group.options.gpu_count", lambda: 0)
     assert refused(2, devices="cuda") == "devices='cuda': this machine has no visible GPU. Leave `devices` out to run on the CPU."
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)

@@ -104,6 +104,62 @@ def test_arrays_made_during_pickling_are_not_confused() -> None:
     assert [(whole[0], part[0]) for whole, part in back] == [(i, i) for i in range(50)]
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_arrays_and_tensors_keep_sharing_memory(size: int) -> None:
+    torch = pytest.importorskip("torch")
+    x, parameter = np.arange(float(size)), torch.nn.Parameter(torch.zeros(size))
+    given = {
+        "array": x, "tensor": torch.from_numpy(x), "again": torch.from_numpy(x), "of a part": torch.from_numpy(x[2:6]),
+        "column": torch.from_numpy(x).reshape(4, -1)[:, 1],
+        "parameter": parameter, "of it": parameter.detach().numpy()[1:],
+        "alone": torch.zeros(size), "array alone": np.zeros(size),
+    }  # fmt: skip
+    back, _ = travel(given)
+    for name, value in given.items():
+        assert type(back[name]) is type(value)
+        assert back[name].tolist() == value.tolist()
+    assert back["parameter"].requires_grad
+    back["array"][:] = -1
+    back["of it"][:] = -2
+    shown = {name: set(value.flatten().tolist()) for name, value in back.items()}
+    assert all(shown[name] == {-1} for name in ("tensor", "again", "of a part", "column"))
+    assert shown["parameter"] == {0, -2}
+    assert shown["alone"] == shown["array alone"] == {0}
+    back["tensor"][:] = -3
+    assert set(back["array"].tolist()) == {-3}
+
+
+def test_a_read_only_array_stays_so_beside_its_tensor() -> None:
+    torch = pytest.importorskip("torch")
+    x = np.arange(12.0)
+    tensor, view = torch.from_numpy(x), x[:]
+    view.flags.writeable = False
+    (there, array), _ = travel((tensor, view))
+    there[0] = 5
+    assert array[0] == 5
+    assert not array.flags.writeable
+
+
+def test_sharing_holds_between_arguments_globals_and_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    cells = in_cells.Cells(in_cells.new_main(monkeypatch))
+    cells("""
+        import numpy as np, torch
+        weights = np.zeros(20_000)
+        tensor = torch.from_numpy(weights)
+        def f(argument):
+            weights[0] = 1
+            argument[1] = 2
+            return tensor[:2].tolist(), weights, tensor
+    """)
+    with lab.Group(2) as group:
+        for seen, weights, tensor in group.run(cells.f, cells.tensor).results:
+            assert seen == [1, 2]
+            weights[2] = 3
+            assert tensor[:4].tolist() == [1, 2, 3, 0]
+    assert not cells.weights.any()
+
+
 def test_object_arrays_and_empty_arrays() -> None:
     things, empty = np.array([{}, "a"], object), np.zeros((0, 3))
     back, _ = travel((things, things[:1], empty, empty[:, :1], np.array(5.0)))

@@ -106,6 +106,23 @@ def test_every_rank_draws_its_own_random_numbers(start: str, monkeypatch: pytest
     notebook.starters.pop(("numpy.random,labkit.worker.main_loop", start, "")).close()
 
 
+def test_a_students_file_with_the_frameworks_name_is_shown(start: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise RuntimeError('the student has another torch')")
+    code = f"""
+        import labkit as lab
+        try:
+            lab.Group(2, start={start!r}).run(int)
+        except lab.RankError as error:
+            failure = error.failures[0]
+            print(failure.headline, "torch.py" in failure.traceback, sep="|")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=tmp_path,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1:] == ["RuntimeError: the student has another torch|True"], done.stderr
+
+
 def test_a_slow_start_gives_no_notice_in_test_programs() -> None:
     """Their output is compared, as in lessons."""
     code = "from labkit.group.processes import SLOW_S; print(SLOW_S)"

@@ -1,0 +1,36 @@
+"""In a real Jupyter kernel: the hint at `group.spawn` after an `mp.spawn` that could not find its function."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ipykernel", reason="needs ipykernel")
+pytest.importorskip("torch", reason="needs torch")
+from kernels import shared_kernel
+
+from labkit.notebook.spawn_hint import HINT
+
+CELLS = """
+import operator, os
+import labkit as lab
+import torch.multiprocessing as mp
+def train(rank): ...
+"""
+
+
+def test_a_function_of_the_notebook_leads_to_group_spawn(tmp_path: Path) -> None:
+    with shared_kernel(tmp_path) as kernel:
+        assert kernel(CELLS).error is None
+        cell = kernel("mp.spawn(train, nprocs=1)")
+        assert cell.error is not None
+        assert cell.error[0] == "ProcessExitedException"
+        assert cell.stderr.endswith(f"{HINT}\n")
+        assert HINT.count("\n") == 0
+        raised = kernel("mp.spawn(operator.truediv, args=(0,), nprocs=1)")  # found, and called: another error
+        assert raised.error is not None
+        assert raised.error[0] == "ProcessRaisedException"
+        assert HINT not in raised.stderr
+        assert HINT not in kernel("mp.spawn(os._exit, nprocs=1)").stderr  # ends with exit code 0
+        assert kernel("1").stderr == ""
