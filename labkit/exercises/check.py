@@ -7,26 +7,30 @@ import html
 import inspect
 import re
 import reprlib
+import sys
 import textwrap
-import traceback
-from collections.abc import Callable, Iterator
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from labkit.errors.causes import Cause
-from labkit.errors.exceptions import DeadlockError, RankError, RunTimeoutError, Stopped
+from labkit.errors.exceptions import LabError, RankError, Stopped
 from labkit.errors.wrong_calls import public_api
 from labkit.exercises import find
-from labkit.exercises.judging import AnswerError, Exercise, Results
-from labkit.exercises.time_limit import OutOfTimeError, TimeLimit
-from labkit.group.group import Group
-from labkit.recording.group_keys import DIST_BACKWARD
-from labkit.recording.record import is_students, label
+from labkit.exercises.answer_ranks import AnswerRanks, require_data
+from labkit.exercises.judging import AnswerError, Exercise
+from labkit.exercises.random_state import unchanged_generators
+from labkit.group.output import encodable
+from labkit.ipc import pickling
 
 __all__ = ["Verdict", "check"]
 
-SERIAL_LIMIT_S = 60.0  # for code in this process, which may have to import TensorFlow from a cold disk
-LIMIT_S = 60.0  # for one run on ranks; the slowest right answer, with TensorFlow, takes 4 s on two busy cores
+MOST_CHARACTERS: Final = 2000  # of a verdict's message, and of each of its details
+# Names in an answer's code with which it could find the expected result instead of computing it.
+_LOOKS_AT_JUDGE: Final = (
+    "labkit.exercises", "_getframe", "_current_frames", "currentframe", "f_back", "f_locals", "f_globals", "get_objects",
+    "get_referrers",
+)  # fmt: skip
 # A call, an attribute, a name of one letter or with a number: these have no capital at the start of a sentence.
 _CODE = re.compile(r"`|\w+[(._\[]\w|(?!a\b)[a-z]\b|[a-z]+\d")
 # Symbol and colour of each state: the symbols do not need the colours, which are legible in light and dark themes.
@@ -62,7 +66,7 @@ class Verdict:
     def __repr__(self) -> str:
         symbol, _ = _SYMBOL_AND_COLOUR[self.state]
         lines = [f"{symbol} {self.name}: {self.state}", *textwrap.wrap(self.message, 110)]
-        return "\n  ".join(lines + [part for detail in self.details for part in detail.splitlines()])
+        return encodable("\n  ".join(lines + [part for detail in self.details for part in detail.splitlines()]))
 
     def _repr_html_(self) -> str:
         symbol, colour = _SYMBOL_AND_COLOUR[self.state]
@@ -74,12 +78,22 @@ class Verdict:
         )
 
 
+class _Tries:
+    """Counts wrong answers since the last right one, by exercise: a verdict's first hint is shorter than the next."""
+
+    def __init__(self) -> None:
+        self.wrong = Counter[str]()
+
+
+tries: Final = _Tries()
+
+
 @public_api
 def check(name: str, answer: Any = ...) -> Verdict:
     """Judge the answer to an exercise of the course.
 
-    Most exercises run on real ranks: `check` starts a group of the required size and closes it again. The result must
-    equal that of one process that does the same work.
+    The answer runs on ranks, never in the notebook's process: `check` starts a group of the required size and closes it
+    again. The result must equal that of one process that does the same work.
 
     Args:
         name: the exercise's name.
@@ -104,100 +118,79 @@ def check(name: str, answer: Any = ...) -> Verdict:
     if not (exercise.number or callable(answer)):
         hint = f"given {reprlib.repr(answer)}: pass the function itself, not its return value"
         return Verdict(name, False, _sentence(hint), (f'lab.check("{name}", {name})',))
-    limit = TimeLimit(SERIAL_LIMIT_S)
+    if (refusal := _refused(answer)) is not None:
+        return Verdict(name, False, _sentence(refusal))
+    with unchanged_generators(), AnswerRanks(name, answer) as ranks:
+        verdict = _judged(exercise, answer, ranks)
+    tries.wrong[name] = tries.wrong[name] + verdict.written if not verdict.passed else 0
+    return verdict
 
-    def on_ranks(*args: Any, **options: Any) -> Results:
-        with limit.paused():  # runs have their own limit
-            return _on_ranks(*args, **options)
 
+def _judged(exercise: Exercise, answer: Any, ranks: AnswerRanks) -> Verdict:
+    name, details = exercise.name, tuple[str, ...]()
     try:
-        with limit:
-            message = exercise.judge(answer, on_ranks)
-    except OutOfTimeError as late:
-        limit.close()
-        hint = f"not finished after {SERIAL_LIMIT_S:.0f} s, so it was stopped: does every loop end?"
-        return Verdict(name, False, _sentence(hint), tuple(_students_frames(late)))
+        if exercise.number:
+            require_data(answer)
+        return Verdict(name, True, exercise.judge(answer if exercise.number else ranks, ranks.on))
     except Stopped as stopped:  # it names a function of the judge
         raise Stopped(f'lab.check("{name}")', stopped.doings) from None
     except AnswerError as wrong:
-        return Verdict(name, False, _sentence(wrong.message), wrong.details)
-    except NotImplementedError:
-        return _not_written(exercise)
-    except SystemExit:
-        return Verdict(name, False, "It called exit(): end a function with `return`")
+        message, details = _sentence(wrong.message), wrong.details
+        if wrong.cure and tries.wrong[name]:
+            message = f"{message}. {_sentence(wrong.cure)}"
+        elif wrong.cure:
+            details = (*details, "After another wrong answer, the verdict says more.")
     except RankError as error:
         first = error.failures[0]
         if first.cause is Cause.NOT_IMPLEMENTED:
             return _not_written(exercise)
-        details = [error.hint, *(first.traceback.splitlines() or error.others)]
-        return Verdict(name, False, str(first), tuple(filter(None, details)))
-    except Exception as error:  # the student's function may raise anything
-        frames = list(_students_frames(error))
-        if _takes_other_arguments(answer, error):
-            frames = [exercise.target]
-        if not frames and _is_students_own(answer):
+        message = str(first)
+        target = exercise.target if _takes_other_arguments(answer, first.headline) else ""
+        details = tuple(filter(None, (target, error.hint, *(first.traceback.splitlines() or error.others))))
+    except LabError:
+        raise
+    except Exception as error:
+        if not ranks.last_call:
             raise  # a bug in labkit
-        return Verdict(name, False, f"it raised {type(error).__name__}: {error}", tuple(frames))
-    return Verdict(name, True, message)
+        message = f"What it returned cannot be judged ({type(error).__name__}: {error})"
+    if ranks.last_call and not any(f"{name}(" in line for line in (message, *details)):
+        details = (*details, f"last call: {ranks.last_call}")
+    return Verdict(name, False, _cut(message), tuple(map(_cut, details)))
 
 
 def _not_written(exercise: Exercise, hint: str = "") -> Verdict:
     return Verdict(exercise.name, False, exercise.target, (hint,) if hint else (), written=False)
 
 
-def _on_ranks(ranks: Any, function: Callable[..., Any], *args: Any, **options: Any) -> Results:
-    """Run a function on new ranks; a second time if TensorFlow has crashed, which a right answer does not prevent.
-
-    TensorFlow 2.21 crashes in about one of 400 runs of a ClusterCoordinator on busy cores, in its own thread.
-    """
+def _refused(answer: Any) -> str | None:
+    """Why an answer is not run at all; None if it is."""
+    if inspect.iscoroutinefunction(answer) or inspect.isasyncgenfunction(answer):
+        return "it is an `async def`, and calling one runs none of its lines: write it as a plain `def`"
+    if inspect.isgeneratorfunction(answer):
+        return "it contains `yield`, and calling it runs none of its lines: collect the values in a list and `return` that"
     try:
-        return _run_once(ranks, function, *args, **options)
-    except RankError as error:
-        if options.get("runtime") != "tensorflow" or error.failures[0].cause is not Cause.CRASHED:
-            raise
-    return _run_once(ranks, function, *args, **options)
+        sent = pickling.pack(answer, home=sys.modules["__main__"])
+    except LabError:
+        return None  # the run says what cannot be sent
+    sent.close()
+    if any(name.encode() in sent.data for name in _LOOKS_AT_JUDGE):
+        return "it looks at the code that judges it: compute the result from the arguments and from what other ranks send"
+    return None
 
 
-def _run_once(ranks: Any, function: Callable[..., Any], *args: Any, **options: Any) -> Results:
-    with Group(ranks, devices="cpu", timeout_s=LIMIT_S, **options) as group:  # the same verdict with and without GPUs
-        try:
-            return Results(group.run(function, *args))
-        except DeadlockError as deadlock:
-            details = filter(None, (deadlock.hint, *deadlock.doings))
-            raise AnswerError(f"deadlock: {deadlock.headline}", *details, deadlock=True, waits_in=deadlock.operations) from None
-        except RunTimeoutError as late:
-            hint = (
-                f"not finished after {LIMIT_S:.0f} s: does every loop end, and do all ranks call the same operations "
-                f"in the same order?"
-            )
-            if any(DIST_BACKWARD in doing for doing in late.doings):
-                hint = (
-                    f"not finished after {LIMIT_S:.0f} s: does the loss use every result of a remote call in its context? "
-                    "Otherwise dist_autograd.backward waits for ever"
-                )
-            raise AnswerError(hint, *late.doings) from None
+def _cut(text: str) -> str:
+    """At most the beginning of a text, which may contain all that an answer has returned."""
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]} ..."
 
 
 def _sentence(text: str) -> str:
     return text if _CODE.match(text) else text[0].upper() + text[1:]
 
 
-def _students_frames(error: BaseException) -> Iterator[str]:
-    for frame in traceback.extract_tb(error.__traceback__):
-        if is_students(frame.filename):
-            yield f"{label(frame.filename)}, line {frame.lineno}: {frame.line}"
-
-
-def _is_students_own(answer: Any) -> bool:
-    """Whether an answer is not a function of Python or a library, such as `max`, of which no line can be shown."""
-    code = getattr(answer, "__code__", None)
-    return is_students(code.co_filename) if code is not None else getattr(answer, "__module__", "") == "__main__"
-
-
-def _takes_other_arguments(answer: Any, error: BaseException) -> bool:
+def _takes_other_arguments(answer: Any, headline: str) -> bool:
     """Whether Python could not call the answer with the exercise's arguments: then no line of the answer has run."""
     called = getattr(answer, "__qualname__", "")
-    return isinstance(error, TypeError) and str(error).startswith((f"{called}() ", f"{called}.__init__() "))
+    return headline.startswith((f"TypeError: {called}() ", f"TypeError: {called}.__init__() "))
 
 
 def _is_unwritten(answer: Any) -> bool:

@@ -291,10 +291,11 @@ def _draw_indices(answer: Any, _: OnRanks) -> str:
 def _indices(answer: Any, examples: int, rank: int, ranks: int, epoch: int) -> list[int]:
     try:
         drawn = answer(examples, rank, ranks, epoch)
-    except TypeError as error:
-        if not takes_number_for_list(str(error)):
+    except RankError as error:
+        headline = error.failures[0].headline
+        if not takes_number_for_list(headline):
             raise
-        raise AnswerError(f"`examples` is a number, not a list: draw_indices{examples, rank, ranks, epoch}", str(error)) from None
+        raise AnswerError(f"`examples` is a number, not a list: draw_indices{examples, rank, ranks, epoch}", headline) from None
     with showing(f"draw_indices{examples, rank, ranks, epoch} returned {drawn!r}"):
         return whole_numbers(drawn, "the numbers of this rank's examples, as a list")
 

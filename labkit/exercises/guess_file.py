@@ -66,7 +66,7 @@ def entries(folder: Path) -> list[Entry]:
     except OSError as error:
         raise LabError(f"{path}: cannot be read ({error.strerror})") from None
     try:
-        content = json.loads(written.decode("utf-8"))
+        content = json.loads(written.decode("utf-8-sig"))  # editors on Windows may add a byte order mark
         if content["version"] != VERSION:
             raise LabError(f"{path}: written by another version of labkit ({content['version']}); move or delete the file")
         known = {field.name for field in fields(Entry)}

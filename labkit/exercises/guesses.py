@@ -15,6 +15,7 @@ from labkit.costs.prediction import Prediction
 from labkit.errors.exceptions import LabError
 from labkit.errors.wrong_calls import one_number, public_api
 from labkit.exercises.guess_file import LARGEST, Entry, Value, entries, entry_for_update
+from labkit.group.output import encodable
 from labkit.notebook.opened import notebook_path
 from labkit.plots.guesses import Outcome, draw_calibration, draw_outcome
 
@@ -47,7 +48,7 @@ class Note:
     symbol: str
 
     def __repr__(self) -> str:
-        return f"{self.symbol} {self.text}"
+        return encodable(f"{self.symbol} {self.text}")
 
     def _repr_html_(self) -> str:
         return f"<div><b>{self.symbol}</b> {html.escape(self.text)}</div>"

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import operator
 import reprlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from labkit.errors.lists import listed
 from labkit.errors.wrong_calls import one_number
-from labkit.group.run import Run
+
+if TYPE_CHECKING:  # ranks import this file, too, and need neither
+    from numpy.typing import NDArray
+
+    from labkit.group.run import Run
 
 __all__ = [
     "AnswerError",
@@ -24,18 +29,22 @@ __all__ = [
     "OnRanks",
     "Results",
     "call",
+    "call_reporting_exit",
     "compare",
     "differ",
     "factor",
     "judge_exchange",
+    "judge_on_rank",
     "listing",
     "showing",
     "takes_number_for_list",
     "whole_number",
     "whole_numbers",
+    "without_judges",
 ]
 
 CLOSE_FACTOR = 1e-3
+MOST_ITEMS = 10_000  # of an iterator, which may have no end; right answers have a hundred
 TOLERANCE = 1e-4  # relative; another order of summation changes a float32 by 1e-6, the mistakes here by 1e-1
 
 
@@ -94,14 +103,19 @@ class AnswerError(Exception):
     Args:
         message: one sentence: what is wrong and where to look.
         details: further lines, such as what was given and what was expected.
+        cure: a sentence that says what to do, where the message only points at the mistake. `check` adds it to the
+            message from the second wrong answer on.
         deadlock: whether ranks waited for each other for ever.
         waits_in: the operations in which they did.
     """
 
-    def __init__(self, message: str, *details: str, deadlock: bool = False, waits_in: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, message: str, *details: str, cure: str = "", deadlock: bool = False, waits_in: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.details = details
+        self.cure = cure
         self.deadlock, self.waits_in = deadlock, waits_in
 
 
@@ -121,8 +135,46 @@ def showing(call: str) -> Iterator[None]:
 
 
 def call(answer: Callable[..., Any], *args: Any) -> Any:
-    """Call the student's function, on a rank, with nothing around it."""
-    return answer(*args)
+    """Call the student's function, on a rank, with nothing around it; a list of what an iterator gives can be sent."""
+    result = answer(*args)
+    return list(itertools.islice(result, MOST_ITEMS)) if isinstance(result, Iterator) else result
+
+
+def call_reporting_exit(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function on a rank, for which `exit()` would be a normal end, with None as its result.
+
+    Raises:
+        RuntimeError: it called `exit()`.
+    """
+    try:
+        return function(*args)
+    except SystemExit:
+        raise RuntimeError("it called exit(): end a function with `return`") from None
+
+
+def without_judges(function: Callable[..., Any], *args: Any) -> Any:
+    """`call_reporting_exit` on a rank to which the judge was sent by value: it has no use for labkit's exercises."""
+    sys.modules["labkit.exercises"] = None  # type: ignore[assignment]  # an `import` of it, or of a part of it, fails
+    return call_reporting_exit(function, *args)
+
+
+def judge_on_rank(on: OnRanks, judge: Callable[[Any], str], answer: Any) -> str:
+    """Run a whole judge on one rank, for an answer that returns no data but an object that the judge uses.
+
+    Raises:
+        AnswerError: the judge raised it.
+    """
+    (verdict,) = on(1, _judged, judge, answer)
+    if isinstance(verdict, AnswerError):
+        raise verdict
+    return str(verdict)
+
+
+def _judged(judge: Callable[[Any], str], answer: Any) -> str | AnswerError:
+    try:
+        return judge(answer)
+    except AnswerError as wrong:
+        return wrong
 
 
 def number_of(given: Any) -> float:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, listing, showing, whole_number
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, judge_on_rank, listing, showing, whole_number
 from labkit.exercises.known_mistakes import judge_result
 
 __all__ = ["EXERCISES"]
@@ -136,9 +136,9 @@ class _Spy(nn.Module):
         return out
 
 
-def _two_devices(answer: Any, _: OnRanks) -> str:
+def _two_devices(answer: Any, on: OnRanks) -> str:
     with showing('TwoDevices(first, second, "cpu", "cpu")'):
-        return _judge_two_devices(answer)
+        return judge_on_rank(on, _judge_two_devices, answer)
 
 
 def _judge_two_devices(answer: Any) -> str:

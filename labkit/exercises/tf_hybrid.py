@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from labkit.errors.exceptions import RankError
 from labkit.exercises.explained import explaining
 from labkit.exercises.judging import AnswerError, Exercise, OnRanks, Results, showing, takes_number_for_list, whole_number
 
@@ -50,8 +51,8 @@ def _plan_epoch(answer: Callable[..., Any], _: OnRanks) -> str:
         with showing(f"plan_epoch({examples}, {per_replica}, {devices})"):
             try:
                 given = answer(examples, per_replica, list(devices))
-            except TypeError as error:
-                if takes_number_for_list(str(error)):
+            except RankError as error:
+                if takes_number_for_list(error.failures[0].headline):
                     raise AnswerError("devices is a list: the number of devices of each worker, such as [2, 2]") from None
                 raise
             _judge_plan(given, examples, per_replica, devices)

@@ -19,7 +19,7 @@ from labkit.group.rank_state import RankState
 from labkit.group.remote_calls import cycle_of_calls, served_by
 from labkit.group.stack_dump import ask
 from labkit.group.thread_states import Active, RankThreads, active, children_of, threads_in
-from labkit.group.wait_notices import MOST_NAMES, cycle_notice, waiting_notice
+from labkit.group.wait_notices import MOST_NAMES, cycle_notice, line_of, waiting_notice
 from labkit.recording.group_keys import GroupKind, kind_of
 from labkit.recording.schema import Pending
 
@@ -155,6 +155,12 @@ class DeadlockMonitor:
         return {
             m.rank: threads_in(raw, m.process.pid, children.get(m.process.pid, ())) for m, raw in zip(living, stacks, strict=True)
         }
+
+    def lines(self) -> dict[int, str]:
+        """The line, in words, of each rank that still runs the student's function and is in no operation."""
+        late = [i for i in self._on if i not in self._results and not self._members[i].process.frozen]
+        threads = self._threads_of([i for i in late if not self._members[i].reader.pending()], with_children=False)
+        return {rank: line_of(of_rank.main) for rank, of_rank in threads.items()}
 
     def _notice_of(self, states: Sequence[RankState], waited_ns: int, now_ns: int) -> str:
         """The notice while no deadlock is certain: who waits, and for whom."""

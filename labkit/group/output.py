@@ -17,7 +17,7 @@ from labkit.group.repeated_warnings import GroupedWarnings
 from labkit.group.terminal_lines import Lines
 from labkit.ipc.ranks_cell import cell_number
 
-__all__ = ["Notice", "Output", "cell_label", "notebook_shell", "put"]
+__all__ = ["Notice", "Output", "cell_label", "encodable", "notebook_shell", "put"]
 
 LIVE_LINES: Final = 12  # of each rank, during the run
 WARNED_AFTER_S: Final = 1.0  # how long a terminal waits for the same warning from other ranks
@@ -155,8 +155,14 @@ def put(text: str, stream: TextIO | None = None) -> None:
     """Write text to a stream (default: stdout), unless it is closed or missing: `Run.output` has it in any case."""
     stream = stream if stream is not None else sys.stdout
     if stream is not None and not getattr(stream, "closed", False):
-        stream.write(text)
+        stream.write(encodable(text, stream))
         stream.flush()
+
+
+def encodable(text: str, stream: TextIO | None = None) -> str:
+    """Text that a stream (default: stdout) can write: in a terminal without UTF-8, other characters are escaped."""
+    encoding = getattr(stream if stream is not None else sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def cell_label(filename: str) -> str:

@@ -200,7 +200,8 @@ class Execution:
         if self._failed_s and now - self._failed_s > self._grace_s() and not self._cores.lacked(late, GRACE_S / 2):
             return None
         if self._deadline_s is not None and now > self._deadline_s:
-            doings = [*self._doings_by_rank(time.perf_counter_ns(), closely=True).values()]
+            at, by_rank = self._monitor.lines(), self._doings_by_rank(time.perf_counter_ns(), closely=True)
+            doings = [doing + at.get(rank, "") for rank, doing in by_rank.items()]
             headline = f"{self._name} took longer than the group's timeout_s={self._pool.plan.timeout_s:g}"
             raise RunTimeoutError(headline, self._monitor.notice, doings)
         if now - self._looked_s > LOOK_EVERY_S or self._hurry:

@@ -17,7 +17,7 @@ from labkit.group.thread_states import Active, RankThreads, Thread
 from labkit.recording.group_keys import DIST_BACKWARD
 from labkit.recording.schema import Pending
 
-__all__ = ["MOST_NAMES", "cycle_notice", "waiting_notice"]
+__all__ = ["MOST_NAMES", "cycle_notice", "line_of", "waiting_notice"]
 
 MOST_WAITS: Final = 3  # operations that are listed, and ranks that have not entered them
 MOST_NAMES: Final = 4
@@ -136,6 +136,11 @@ def _may_act(active: Active) -> str:
 def _where(thread: Thread | None) -> str:
     frame = (thread.students or thread.innermost) if thread is not None else None
     return "an unknown place" if frame is None else _at(frame)
+
+
+def line_of(thread: Thread | None) -> str:
+    """The line of the student's code at which a thread is: ", at cell 5, line 3: while True:"; "" if it is in none."""
+    return f", at {_at(thread.students)}" if thread is not None and thread.students is not None else ""
 
 
 def _at(frame: Frame) -> str:

@@ -113,16 +113,17 @@ def draw_calibration(outcomes: Sequence[Outcome], right: int = 0, choices: int =
     """Draw how far each guess of the course was from the measurement, in the order given.
 
     Args:
-        outcomes: revealed guesses of numbers; those without a guess, and those at or below zero, are left out.
+        outcomes: revealed guesses of numbers, from 0; those without a guess are left out. A zero that is not matched by
+            the other value lies at the edge: no factor leads from one to the other.
         right: how many guesses that were no numbers were right.
         choices: how many of those there are.
         ax: where to draw; default: a figure of its own.
     """
     pyplot()
-    drawn = [o for o in outcomes if o.guess is not None and o.guess > 0 and o.measured > 0]
-    ratios = np.array([(o.guess or 0.0) / o.measured for o in drawn])
-    factors = np.exp(np.abs(np.log(ratios)))
-    widest = max([10.0, *factors.tolist()]) * 1.15
+    drawn = [o for o in outcomes if o.guess is not None]
+    ratios = [_ratio(o.guess or 0.0, o.measured) for o in drawn]
+    factors = np.array([max(ratio, 1 / ratio if ratio else math.inf) for ratio in ratios])
+    widest = max([10.0, *(factor for factor in factors.tolist() if factor < math.inf)]) * 1.15
     with labkit_style():
         if ax is None:
             size = (WIDTH_IN, 0.95 + ROW_IN * 0.8 * max(len(drawn), 1))
@@ -131,9 +132,10 @@ def draw_calibration(outcomes: Sequence[Outcome], right: int = 0, choices: int =
         ax.set_xlim(1 / widest, widest)
         ax.axvspan(1 / CLOSE, CLOSE, color=INK, alpha=0.15, linewidth=0)
         ax.axvline(1.0, color=MEASURED, linewidth=0.8)
-        for row, (outcome, ratio) in enumerate(zip(drawn, ratios.tolist(), strict=True)):
-            ax.plot([1.0, ratio], [row, row], color=GUESSED, linewidth=1.4, alpha=0.55)
-            ax.plot([ratio], [row], "D", color=GUESSED)
+        for row, (outcome, ratio) in enumerate(zip(drawn, ratios, strict=True)):
+            at = min(max(ratio, 1 / widest), widest)
+            ax.plot([1.0, at], [row, row], color=GUESSED, linewidth=1.4, alpha=0.55)
+            ax.plot([at], [row], "D" if at == ratio else "<" if at < 1 else ">", color=GUESSED, clip_on=False)
             words = f"{outcome.in_words(outcome.guess or 0.0)} for {outcome.in_words(outcome.measured)}"
             ax.text(1.01, row, words, transform=ax.get_yaxis_transform(), va="center", fontsize=8.5)
         ax.set_yticks(range(len(drawn)), [" · ".join(filter(None, (o.lesson, o.quantity))) for o in drawn])
@@ -145,6 +147,13 @@ def draw_calibration(outcomes: Sequence[Outcome], right: int = 0, choices: int =
         ax.set_xlabel("guess ÷ measured")
         ax.set_title(_summary(factors, right, choices))
     return describe(ax, f"All guesses of the course: {_summary(factors, right, choices)}.")
+
+
+def _ratio(guess: float, measured: float) -> float:
+    """How many times the measurement a guess is; infinite if only the measurement is 0."""
+    if guess == measured:
+        return 1.0
+    return guess / measured if measured else math.inf
 
 
 def _beside(outcome: Outcome, value: float) -> str:
@@ -183,8 +192,9 @@ def _summary(factors: np.ndarray, right: int, choices: int) -> str:
     parts = []
     if len(factors):
         near = int((factors <= CLOSE).sum())
-        typical = _digits(math.exp(float(np.median(np.log(factors)))))
-        parts.append(f"{near} of {len(factors)} guesses within a factor of {CLOSE:.0f}, median factor {typical}")
+        middle = math.exp(float(np.median(np.log(factors))))
+        typical = f", median factor {_digits(middle)}" if middle < math.inf else ""
+        parts.append(f"{near} of {len(factors)} guesses within a factor of {CLOSE:.0f}{typical}")
     if choices:
         parts.append(f"{right} of {choices} choices right")
     return "; ".join(parts) or "No guess has been revealed yet"

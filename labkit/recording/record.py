@@ -327,6 +327,8 @@ def record(*nameless: float, **scalars: float) -> None:
     now = clock()
     for name, value in scalars.items():
         try:
+            if isinstance(value, (str, bytes)):  # `float` would read a number from them
+                raise TypeError
             # torch warns if a tensor that requires a gradient is converted to a number
             number = float(value.detach() if getattr(value, "requires_grad", False) else value)  # type: ignore[attr-defined]
         except (TypeError, ValueError):

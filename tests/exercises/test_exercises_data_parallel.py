@@ -377,7 +377,7 @@ def draw_from_a_list(examples, rank, ranks, epoch):
     return examples[rank::ranks]
 
 
-@wrong("draw_indices", "it raised TypeError: unsupported operand")
+@wrong("draw_indices", "draw_indices failed: TypeError: unsupported operand")
 def draw_and_fail(examples, rank, ranks, epoch):
     return range(examples + "1")
 

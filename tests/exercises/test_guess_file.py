@@ -74,6 +74,13 @@ def test_a_broken_file_is_one_clear_error(tmp_path, content):
         entries(tmp_path)
 
 
+def test_a_byte_order_mark_is_no_part_of_the_guesses(tmp_path):
+    """Editors on Windows add one when they save a file."""
+    content = json.dumps({"version": 1, "guesses": [{"lesson": "02", "name": "step_ms", "guess": 3.0}]})
+    (tmp_path / FILE).write_bytes(b"\xef\xbb\xbf" + content.encode())
+    assert [(e.name, e.guess) for e in entries(tmp_path)] == [("step_ms", 3.0)]
+
+
 def test_a_file_of_another_version_is_named(tmp_path):
     (tmp_path / FILE).write_text(json.dumps({"version": 99, "guesses": []}))
     with pytest.raises(LabError, match=r"another version of labkit \(99\)"):

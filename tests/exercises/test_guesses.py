@@ -220,10 +220,19 @@ def test_the_calibration_before_the_first_reveal():
     assert guesses().get_title(loc="left") == "No guess has been revealed yet"
 
 
-def test_guesses_of_zero_have_no_ratio():
-    guess(lost=0)
-    assert reveal(lost=3).get_title(loc="left") == "Your guess beside the measurement"
-    assert labels(guesses()) == []
+@pytest.mark.parametrize(
+    ("sealed", "measured", "at", "near"), [(0, 3, "left edge", 0), (3, 0, "right edge", 0), (0, 0, 1, 1), (3, 3, 1, 1)]
+)
+def test_a_guess_or_a_measurement_of_zero_counts_too(sealed, measured, at, near):
+    guess(lost=sealed)
+    reveal(lost=measured)
+    ax = guesses()
+    left, right = ax.get_xlim()
+    edges = {"left edge": left, "right edge": right}
+    assert drawn(ax) == pytest.approx({"02_data_parallel · lost": edges.get(at, at)})
+    assert ax.get_title(loc="left").startswith(f"{near} of 1 guesses within a factor of 2")
+    assert f"{sealed} for {measured}" in texts(ax)
+    ax.figure.canvas.draw()
 
 
 @pytest.mark.parametrize(

@@ -452,11 +452,13 @@ def test_a_run_that_takes_too_long_says_what_the_ranks_were_doing(start: str) ->
             reported = str(caught.value).strip().strip("─").strip().splitlines()
             if f"    {returned('rank 0')}" not in reported:
                 return False
+            line = reported.pop(3)
+            assert line.startswith(f"    {computing('rank 1')}, at test_group.py, line ")
+            assert line.endswith(": threading.Event().wait()")
             assert reported == [
                 f"f took longer than the group's timeout_s={limit_s:g}.",
                 "",
                 f"    {returned('rank 0')}",
-                f"    {computing('rank 1')}",
                 "",
                 "All ranks were stopped; the next run starts fresh ones.",
             ]

@@ -132,6 +132,15 @@ def test_in_a_terminal_lines_appear_when_they_are_complete(capsys: pytest.Captur
     assert capsys.readouterr().out == "[a] no end\n"
 
 
+def test_a_terminal_without_utf_8_shows_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    whole = Output(["rank 0"])
+    whole.feed(0, "größe → 中文\n".encode())
+    assert whole.finish() == "[rank 0] größe → 中文"
+    assert terminal.buffer.getvalue() == rb"[rank 0] gr\xf6\xdfe \u2192 \u4e2d\u6587" + b"\n"
+
+
 def test_bars_that_move_are_printed_once_in_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     prints = Output(["a"])
     for i in range(100):

@@ -20,7 +20,7 @@ __all__ = ["mark_those_that_start_processes", "note_started_processes", "started
 
 STARTERS = frozenset(
     {"Group", "Kernel", "NotebookClient", "Popen", "fork", "judge", "multiprocessing", "starter", "subprocess"}
-)  # `judge`: most answers to exercises run on ranks
+)  # `judge`: answers to exercises run on ranks
 EVENTS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"})
 HARMLESS = frozenset({"fc-list"})  # matplotlib asks for the fonts once in the life of a machine
 FOLDERS = frozenset(Path(__file__).resolve().parents[2] / name for name in ("bench", "tests"))

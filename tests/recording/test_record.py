@@ -430,7 +430,11 @@ def test_a_tensor_with_a_gradient_is_a_number_too(rank: Rank) -> None:
         lab.record(loss=torch.zeros(1, device="meta"))
 
 
-@pytest.mark.parametrize("value", [None, "low", [1.0], np.zeros(2), 1j], ids=["None", "text", "list", "array", "complex"])
+@pytest.mark.parametrize(
+    "value",
+    [None, "low", "1", b"1", [1.0], np.zeros(2), 1j],
+    ids=["None", "text", "digits", "bytes", "list", "array", "complex"],
+)
 def test_values_that_are_not_numbers_are_refused(rank: Rank, value: Any) -> None:
     with pytest.raises(TypeError, match=r"record\(loss=.*\): expected a number, or a tensor with one element"):
         lab.record(loss=value)
