@@ -306,6 +306,12 @@ def only_rank_0_gathers(parameters, make_optimizer):
     return step if dist.get_rank() == 0 else (lambda: None)
 
 
+@wrong("zero1", "failed: NameError")
+def zero1_with_a_name_that_is_not_defined(parameters, make_optimizer):
+    """The line contains the word "size", which errors about shapes contain as well."""
+    return parameters[0].numel() // dist.get_world_size() * misspelt  # noqa: F821
+
+
 @wrong("zero1", "the ranks have not exchanged what it takes")
 def zero1_through_the_store(parameters, make_optimizer):
     rank, ranks = dist.get_rank(), dist.get_world_size()
