@@ -23,6 +23,11 @@ def cells_of(path, kind):
     return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == kind]
 
 
+def parsed(cell):
+    """Return the syntax tree of a code cell, without its magic lines."""
+    return ast.parse(re.sub(r"^[%!].*$", "", cell.source, flags=re.MULTILINE))
+
+
 @lesson
 def test_six_parts_in_order(path):
     assert [heading for heading in numbers_of(path).headings if re.match(r"\d", heading)] == PARTS
@@ -57,7 +62,7 @@ def test_each_guess_is_sealed_before_it_is_revealed(path):
     """In source order, `guess(x=...)` comes before `reveal(x=...)`, each has its reveal, and none is filled in."""
     seen = []
     for cell in cells_of(path, "code"):
-        for node in ast.walk(ast.parse(re.sub(r"^[%!].*$", "", cell.source, flags=re.MULTILINE))):
+        for node in ast.walk(parsed(cell)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("guess", "reveal"):
                 names = [keyword.arg for keyword in node.keywords if keyword.arg not in ("predicted", "ax")]
                 seen += [(node.func.attr, name) for name in names]
@@ -68,6 +73,21 @@ def test_each_guess_is_sealed_before_it_is_revealed(path):
     for name in guessed:
         assert ("reveal", name) in seen, f"{name} is never revealed"
         assert seen.index(("guess", name)) < seen.index(("reveal", name)), f"{name} is revealed before the guess"
+
+
+@lesson
+def test_a_cell_can_be_run_again_although_it_closes_groups(path):
+    """It closes no group of another cell, which would have to run again first. The last cell may: it tidies up."""
+    nodes = [list(ast.walk(parsed(cell))) for cell in cells_of(path, "code")]
+    made = [
+        {target.id for node in of_cell if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("lab.Group(")
+         for target in node.targets if isinstance(target, ast.Name)}
+        for of_cell in nodes
+    ]  # fmt: skip
+    for number, of_cell in enumerate(nodes[:-1]):
+        if any(isinstance(node, ast.Attribute) and node.attr == "close" for node in of_cell):
+            used = {node.id for node in of_cell if isinstance(node, ast.Name)}
+            assert not used & (set().union(*made) - made[number])
 
 
 @lesson

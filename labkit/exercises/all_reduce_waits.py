@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from labkit.exercises.judging import AnswerError, OnRanks
+from labkit.exercises.judging import AnswerError, OnRanks, number_of, showing
+from labkit.exercises.known_mistakes import judge_result
 
 __all__ = ["judge_waits"]
 
@@ -28,28 +29,30 @@ def judge_waits(answer: Any, _: OnRanks) -> str:
         AnswerError: the waiting times are wrong.
     """
     for spans in TIMELINES:
-        given = answer(list(spans))
-        expected = _waits(spans, "others")
-        details = (f"spans {spans}", f"given {given!r}", f"expected {expected}")
-        if not isinstance(given, dict) or not all(isinstance(value, (int, float)) for value in given.values()):
-            raise AnswerError("expected a dictionary with a number for each rank", *details)
-        if set(given) != set(expected):
-            raise AnswerError(f"the keys are the ranks, here {sorted(expected)}", *details)
-        if _equal(given, expected):
-            continue
-        steps = len({step for _, step, _, _ in spans})
-        for wrong, hint in (
-            (_waits(spans, "length"), "those are whole all-reduces; once the last rank has come, a rank no longer waits"),
-            (_waits(spans, "late"), "that is how late each rank came; the rank that comes first is the one that waits"),
-            (_waits(spans, "end"), "that is the time after the last rank came, in which the numbers are summed"),
-            ({rank: ms / steps for rank, ms in expected.items()}, "that is the mean of the steps: add them up"),
-            (_waits(spans, "last step"), "that is one step only: add up all steps"),
-            (_waits(spans, "one moment"), "ranks meet once per step: look for the last start among the spans of the same step"),
-        ):
-            if _equal(given, wrong):
-                raise AnswerError(hint, *details)
-        raise AnswerError("in each step, a rank waits from its own start to the latest start of any rank in that step", *details)
+        with showing(f"waited_ms({spans})"):
+            _judge_waits(answer(list(spans)), spans)
     return "A rank waits from its own start until the last rank of the same step has started."
+
+
+def _judge_waits(answered: Any, spans: list[TimedSpan]) -> None:
+    expected = _waits(spans, "others")
+    details = (f"given {answered!r}", f"expected {expected}")
+    if not isinstance(answered, dict):
+        raise AnswerError("expected a dictionary with a number for each rank", *details)
+    if set(answered) != set(expected):
+        raise AnswerError(f"the keys are the ranks, here {sorted(expected)}", *details)
+    given = {rank: number_of(ms) for rank, ms in answered.items()}
+    steps = len({step for _, step, _, _ in spans})
+    mistakes = {
+        "those are whole all-reduces; once the last rank has come, a rank no longer waits": _waits(spans, "length"),
+        "that is how late each rank came; the rank that comes first is the one that waits": _waits(spans, "late"),
+        "that is the time after the last rank came, in which the numbers are summed": _waits(spans, "end"),
+        "that is the mean of the steps: add them up": {rank: ms / steps for rank, ms in expected.items()},
+        "that is one step only: add up all steps": _waits(spans, "last step"),
+        "ranks meet once per step: look for the last start among the spans of the same step": _waits(spans, "one moment"),
+    }
+    otherwise = "in each step, a rank waits from its own start to the latest start of any rank in that step"
+    judge_result(given, expected, mistakes, otherwise, *details, same=_equal)
 
 
 def _waits(spans: list[TimedSpan], mistake: str) -> dict[int, float]:

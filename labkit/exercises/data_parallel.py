@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,20 @@ from torch import Tensor, nn
 from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
 from labkit.exercises.gradients import Experts, Gradients, gradients_of, keeps, random_batch
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, differ, listing, number_of, takes_number_for_list
+from labkit.exercises.judging import (
+    AnswerError,
+    Exercise,
+    OnRanks,
+    compare,
+    differ,
+    judge_exchange,
+    listing,
+    number_of,
+    showing,
+    takes_number_for_list,
+    whole_numbers,
+)
+from labkit.exercises.known_mistakes import judge_result
 
 __all__ = ["EXERCISES"]
 
@@ -48,52 +62,53 @@ def _average_on_rank(answer: Callable[[nn.Module], object]) -> tuple[Gradients, 
 
 def _average_gradients(answer: Any, on: OnRanks) -> str:
     for ranks in (3, 2):  # 3 first: on two ranks, dividing by a constant 2 would be right by chance
-
-        def explain(times: float, ranks: int = ranks) -> str | None:
-            known = {
-                float(ranks): "were summed, not averaged (divide by the number of ranks)",
-                1 / ranks: "were divided by the number of ranks once too often",
-                ranks / 2: "were divided by 2, not by the number of ranks (dist.get_world_size())",
-            }
-            return next((cause for factor, cause in known.items() if abs(times - factor) < 1e-3), None)
-
-        try:
-            before, after = zip(*on(ranks, _average_on_rank, answer), strict=True)
-        except RankError as error:
-            first = error.failures[0]
-            if "NoneType" not in first.traceback:
-                raise
-            raise AnswerError(
-                f"{first.name} failed: p.grad is None here. Either the parameter is frozen (skip it) or no example of this rank "
-                "used it (take part with zeros). And do not use the return value of dist.all_reduce: it works in place and "
-                "returns None",
-                first.traceback,
-            ) from None
-        if not any(after):
-            raise AnswerError(
-                "afterwards all gradients are missing, on all ranks",
-                "dist.all_reduce works in place and returns None: `p.grad = dist.all_reduce(p.grad)` discards the sum",
-            )
-        expected = _serial_average(ranks)
-        _judge_participation(before, after, expected)
-        if all(keeps(a, b) for a, b in zip(after, before, strict=True)):
-            raise AnswerError(
-                "the gradients are unchanged: each rank still has its own",
-                "the sum must be stored in p.grad itself, as dist.all_reduce(p.grad) does; a new tensor in a variable changes "
-                "nothing",
-            )
-        if all(keeps(a, before[0]) for a in after):
-            raise AnswerError(
-                "every rank has rank 0's gradients: a broadcast copies one rank's, an all_reduce combines all of them"
-            )
-        used_by_one = {n: array * (ranks if n.startswith("experts") else 1) for n, array in expected.items()}
-        if not differ(after, used_by_one):
-            raise AnswerError(
-                f"the gradients of the experts are {ranks} times what they should be: divide by the number of all ranks. Those "
-                "whose examples do not use an expert are part of the mean, with zero"
-            )
-        compare(after, expected, subject="the gradients", explain=explain)
+        with showing(f"average_gradients(model) on {ranks} ranks"):
+            _judge_averages(answer, on, ranks)
     return "On 2 and on 3 ranks the gradients are those of one process with the whole batch, also where a rank had none."
+
+
+def _judge_averages(answer: Any, on: OnRanks, ranks: int) -> None:
+    try:
+        results = on(ranks, _average_on_rank, answer)
+    except RankError as error:
+        first = error.failures[0]
+        if "NoneType" not in first.traceback:
+            raise
+        raise AnswerError(
+            f"{first.name} failed: p.grad is None here. Either the parameter is frozen (skip it) or no example of this rank "
+            "used it (take part with zeros). And do not use the return value of dist.all_reduce: it works in place and "
+            "returns None",
+            first.traceback,
+        ) from None
+    before, after = zip(*results, strict=True)
+    if not any(after):
+        raise AnswerError(
+            "afterwards all gradients are missing, on all ranks",
+            "dist.all_reduce works in place and returns None: `p.grad = dist.all_reduce(p.grad)` discards the sum",
+        )
+    expected = _serial_average(ranks)
+    _judge_participation(before, after, expected)
+    if all(keeps(a, b) for a, b in zip(after, before, strict=True)):
+        raise AnswerError(
+            "the gradients are unchanged: each rank still has its own",
+            "the sum must be stored in p.grad itself, as dist.all_reduce(p.grad) does; a new tensor in a variable changes "
+            "nothing",
+        )
+    if all(keeps(a, before[0]) for a in after):
+        raise AnswerError("every rank has rank 0's gradients: a broadcast copies one rank's, an all_reduce combines all of them")
+    used_by_one = {n: array * (ranks if n.startswith("experts") else 1) for n, array in expected.items()}
+    if not differ(after, used_by_one):
+        raise AnswerError(
+            f"the gradients of the experts are {ranks} times what they should be: divide by the number of all ranks. Those "
+            "whose examples do not use an expert are part of the mean, with zero"
+        )
+    causes = {
+        float(ranks): "were summed, not averaged (divide by the number of ranks)",
+        1 / ranks: "were divided by the number of ranks once too often",
+        ranks / 2: "were divided by 2, not by the number of ranks (dist.get_world_size())",
+    }
+    compare(after, expected, subject="the gradients", causes=causes)
+    judge_exchange(results, sum(array.nbytes for array in expected.values()), "the gradients")
 
 
 def _judge_participation(before: Sequence[Gradients], after: Sequence[Gradients], expected: Gradients) -> None:
@@ -153,7 +168,7 @@ def _packed(sizes: Sequence[int], most: float) -> list[int]:
 
 def _average_in_buckets(answer: Any, on: OnRanks) -> str:
     for ranks, bucket_bytes in ((3, 80), (2, 200), (2, 1000)):
-        case = f"bucket_bytes={bucket_bytes} on {ranks} ranks"
+        case = f"average_in_buckets(model, {bucket_bytes}) on {ranks} ranks"
         model = _layers()
         nn.functional.mse_loss(model((batch := random_batch(PER_RANK * ranks))[0]), batch[1]).backward()
         expected = gradients_of(model)
@@ -163,12 +178,14 @@ def _average_in_buckets(answer: Any, on: OnRanks) -> str:
             if "NoneType" not in error.failures[0].traceback:
                 raise
             raise AnswerError(
-                f"{error.failures[0].name} failed: a frozen parameter (requires_grad is False) has no gradient, p.grad is None; "
-                "leave it out of the buckets",
+                f"{case}: a frozen parameter (requires_grad is False) has no gradient, p.grad is None; leave it out of the "
+                "buckets",
                 error.failures[0].traceback,
             ) from None
         before, after = zip(*results, strict=True)
-        _judge_unpacked(case, before, after, expected)
+        with showing(case):
+            _judge_unpacked(case, before, after, expected)
+            judge_exchange(results, sum(array.nbytes for array in expected.values()), "the gradients")
         sent = [span.nbytes for span in results.trace.of(rank=0, kind="communication").spans]
         _judge_buckets(case, sent, [array.nbytes for array in reversed(expected.values())], bucket_bytes)
     return "The gradients are those of one process with the whole batch, and each bucket was filled before the next one began."
@@ -208,10 +225,7 @@ def _judge_unpacked(case: str, before: Sequence[Gradients], after: Sequence[Grad
         float(ranks): "were summed, not averaged (divide by the number of ranks)",
         1 / ranks: "were divided by the number of ranks once too often",
     }
-    compare(
-        after, expected, subject="the gradients",
-        explain=lambda times: next((cause for factor, cause in causes.items() if abs(times - factor) < 1e-3), None),
-    )  # fmt: skip
+    compare(after, expected, subject="the gradients", causes=causes)
 
 
 def _sorted(gradients: Gradients) -> Any:
@@ -256,11 +270,11 @@ def _judge_buckets(case: str, sent: Sequence[int], sizes: Sequence[int], bucket_
 
 
 def _draw_indices(answer: Any, _: OnRanks) -> str:
-    for examples, ranks in ((12, 3), (10, 4), (7, 2)):
+    for examples, ranks in ((12, 3), (10, 4), (7, 2), (13, 4)):  # in the last, the nearest whole number is too small
         epochs = [[_indices(answer, examples, rank, ranks, epoch) for rank in range(ranks)] for epoch in (0, 1, 0)]
-        case = f"{examples} examples on {ranks} ranks"
+        case = f"draw_indices({examples}, rank, {ranks}, epoch)"
         for epoch, drawn in enumerate(epochs[:2]):
-            _judge_epoch(drawn, examples, f"{case}, epoch {epoch}")
+            _judge_epoch(drawn, examples, f"{case} of epoch {epoch}")
         if epochs[0] != epochs[2]:
             raise AnswerError(
                 f"{case}: two calls for epoch 0 give two orders, so ranks could not agree on one. Seed with the epoch"
@@ -282,10 +296,8 @@ def _indices(answer: Any, examples: int, rank: int, ranks: int, epoch: int) -> l
         if not takes_number_for_list(headline):
             raise
         raise AnswerError(f"`examples` is a number, not a list: draw_indices{examples, rank, ranks, epoch}", headline) from None
-    try:
-        return [int(index) for index in drawn]
-    except (TypeError, ValueError):
-        raise AnswerError(f"given {drawn!r} for rank {rank}: expected the numbers of its examples, as a list") from None
+    with showing(f"draw_indices{examples, rank, ranks, epoch} returned {drawn!r}"):
+        return whole_numbers(drawn, "the numbers of this rank's examples, as a list")
 
 
 def _judge_epoch(drawn: list[list[int]], examples: int, case: str) -> None:
@@ -323,28 +335,20 @@ def _scaled_learning_rate(answer: Any, _: OnRanks) -> str:
     for base, base_batch, per_rank, ranks in ((0.1, 256, 64, 12), (0.05, 256, 100, 3), (0.1, 256, 32, 2), (0.1, 64, 64, 1)):
         given = number_of(answer(base, base_batch, per_rank, ranks))
         times = per_rank * ranks / base_batch
-        case = f"learning rate {base} for batches of {base_batch}, now {counted(ranks, 'rank')} with {per_rank} each"
-        details = (f"given {given:.4g}, expected {base * times:.4g}",)
-        if abs(given - base * times) <= 1e-6 * base * times:
-            continue
-        if abs(given - base * times**0.5) <= 1e-6 * base * times:
-            raise AnswerError(f"{case}: that is the square-root rule; the task asks for the linear rule", *details)
-        if abs(given - base * ranks) <= 1e-6 * base * ranks:
-            raise AnswerError(
-                f"{case}: the number of ranks is not what counts: the batch of all ranks together is {per_rank * ranks}, "
-                f"{times:g} times the old one",
-                *details,
-            )
-        if abs(given - base * per_rank / base_batch) <= 1e-6 * base * times:
-            raise AnswerError(
-                f"{case}: that is the batch of one rank; in a step the ranks together learn from {per_rank * ranks}",
-                *details,
-            )
-        if abs(given - base * (per_rank * ranks // base_batch)) <= 1e-6 * base * times:
-            raise AnswerError(f"{case}: // rounds down; the new batch need not be a multiple of the old one", *details)
-        if abs(given - base / times) <= 1e-6 * base / times:
-            raise AnswerError(f"{case}: a larger batch has less noise and can take a larger step, not a smaller one", *details)
-        raise AnswerError(f"{case}: multiply by the batch of all ranks together and divide by the old one", *details)
+        case = f"scaled_learning_rate({base}, {base_batch}, {per_rank}, {ranks})"
+        details = (
+            f"{case}: given {given:.4g}, expected {base * times:.4g}",
+            f"the batch of all ranks together is {per_rank * ranks}, {times:g} times the old one",
+        )
+        mistakes = {
+            "that is the square-root rule; the task asks for the linear rule": base * times**0.5,
+            "the number of ranks is not what counts, but the batch of all ranks together": base * ranks,
+            "that is the batch of one rank; in a step the ranks learn together": base * per_rank / base_batch,
+            "// rounds down; the new batch need not be a multiple of the old one": base * (per_rank * ranks // base_batch),
+            "a larger batch has less noise and can take a larger step, not a smaller one": base / times,
+        }
+        otherwise = "multiply by the batch of all ranks together and divide by the old one"
+        judge_result(given, base * times, mistakes, otherwise, *details, same=lambda a, b: math.isclose(a, b, rel_tol=1e-6))
     return "The learning rate grows as the batch of all ranks together does. (A rule of thumb: warm up, and check.)"
 
 

@@ -14,7 +14,7 @@ import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, showing
 from labkit.exercises.rpc_waits import happens_within
 
 __all__ = ["EXERCISES"]
@@ -207,9 +207,10 @@ def _hybrid_master(answer: Any, on: OnRanks) -> str:
         batches = [(torch.randn(n, 4, generator=torch_random), torch.arange(n) % 3) for n in sizes]
         rate = float(random.uniform(0.2, 0.4))
         seen = on(NAMES, _on_rank, answer, batches, parts, rate, runtime="rpc")[0]
-        if isinstance(seen, str):
-            raise AnswerError(seen)
-        _judge(seen, batches, parts, rate)
+        with showing(f"hybrid_master(shard1, shard2, batches, {parts}, {rate:.3g})"):
+            if isinstance(seen, str):
+                raise AnswerError(seen)
+            _judge(seen, batches, parts, rate)
     return "All parts were under way at once, the features went straight to worker2, and the model is that of one process."
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, number_of, showing, whole_numbers
+from labkit.exercises.known_mistakes import judge_result
 
 __all__ = ["EXERCISES"]
 
@@ -42,25 +44,19 @@ def _unravel(rank: int, shape: Sequence[int]) -> list[int]:
 def _judge_coordinates(given: Any, rank: int, shape: tuple[int, ...]) -> None:
     right = _unravel(rank, shape)
     details = (f"coordinates({rank}, {shape}): given {given!r}, expected {right}",)
-    if not isinstance(given, (list, tuple)) or not all(isinstance(part, int) for part in given):
-        raise AnswerError("expected a list of whole numbers, one for each axis", *details)
-    if list(given) == right:
-        return
-    if len(given) != len(shape):
-        raise AnswerError(f"expected {counted(len(shape), 'coordinate')}, one for each axis, and got {len(given)}", *details)
-    for hint, value in (
-        ("the numbers are right, but in reverse order: the first coordinate belongs to the first axis", right[::-1]),
-        ("here the first axis runs fastest; neighbouring ranks differ in the last one", _unravel(rank, shape[::-1])[::-1]),
-        ("each coordinate is rank % size: divide the rank by the size before you go to the next axis", [rank % s for s in shape]),
-        ("coordinates count from 0", [place + 1 for place in right]),
-    ):
-        if list(given) == value:
-            raise AnswerError(hint, *details)
-    if any(not 0 <= place < size for place, size in zip(given, shape, strict=True)):
-        raise AnswerError("a coordinate lies between 0 and the size of its axis minus 1: the remainder (%) is missing", *details)
-    raise AnswerError(
-        "from one rank to the next, the last coordinate changes: after how many ranks does the one before it change?", *details
-    )
+    place = whole_numbers(given, "a list of whole numbers, one for each axis", *details)
+    if len(place) != len(shape):
+        raise AnswerError(f"expected {counted(len(shape), 'coordinate')}, one for each axis, and got {len(place)}", *details)
+    mistakes = {
+        "the numbers are right, but in reverse order: the first coordinate belongs to the first axis": right[::-1],
+        "here the first axis runs fastest; neighbouring ranks differ in the last one": _unravel(rank, shape[::-1])[::-1],
+        "each coordinate is rank % size: divide the rank by the size before you go to the next axis": [rank % s for s in shape],
+        "coordinates count from 0": [place + 1 for place in right],
+    }
+    otherwise = "from one rank to the next, the last coordinate changes: after how many ranks does the one before it change?"
+    if any(not 0 <= at < size for at, size in zip(place, shape, strict=True)):
+        otherwise = "a coordinate lies between 0 and the size of its axis minus 1: the remainder (%) is missing"
+    judge_result(place, right, mistakes, otherwise, *details, same=operator.eq)
 
 
 # ----------------------------------------------------------------------------------------------------------- build_mesh
@@ -73,7 +69,6 @@ MESHES: tuple[tuple[Axes, dict[str, float]], ...] = (
     ({"dp": 4, "tp": 2}, {"dp": 1e6, "tp": 4e6}),
     ({"tp": 2, "dp": 4}, {"tp": 4e6, "dp": 1e6}),
     ({"tp": 2, "dp": 4}, {"tp": 2e6, "dp": 3e6}),  # two rings of dp, four of tp: the axis with fewer bytes stays inside
-    ({"dp": 1, "tp": 1}, {"dp": 2e6, "tp": 1e6}),
 )
 
 
@@ -145,7 +140,8 @@ def _mb(nbytes: float) -> str:
 
 # ------------------------------------------------------------------------------------------------------ average_over_dp
 
-AVERAGES: tuple[Axes, ...] = ({"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}, {"dp": 3, "tp": 1}, {"pp": 2, "tp": 1, "dp": 2}, {"dp": 1})
+# The first tells all mistakes apart: axes of equal size do not, and dp must not be the first.
+AVERAGES: tuple[Axes, ...] = ({"tp": 2, "dp": 3}, {"dp": 2, "tp": 2}, {"dp": 3, "tp": 1}, {"pp": 2, "tp": 1, "dp": 2}, {"dp": 1})
 SHAPES = ((3, 4), (5,), (2, 1, 3))
 
 
@@ -167,38 +163,39 @@ def _average_on_rank(answer: Callable[..., Any], axes: Axes) -> Any:
 def _average_over_dp(answer: Any, on: OnRanks) -> str:
     for axes in AVERAGES:
         seen = on(math.prod(axes.values()), _average_on_rank, answer, axes)
-        given, returned = [own for own, _ in seen], [result for _, result in seen]
-        right = _combined(axes, ["dp"], divide=axes["dp"])
-        if _alike(given, right):
-            continue
-        case = f"on the mesh {axes}"
-        if all(result is not None for result in returned) and _alike(returned, right):
-            raise AnswerError("the means are right, but it returns them: write them into the given tensors, with copy_", case)
-        ranks = math.prod(axes.values())
-        for hint, value in {
-            "the gradients are unchanged: write the means into the given tensors": _combined(axes, [], divide=1),
-            "the gradients are averaged over all ranks: ranks that differ in another axis hold other weights, or parts of "
-            "weights": _combined(axes, list(axes), divide=ranks),
-            "the gradients are added over the dp axis, but not divided in place: `g = g / n` makes a new tensor": _combined(
-                axes, ["dp"], divide=1
-            ),
-            "the sum over the dp axis is divided by the number of all ranks: divide by the size of the axis": _combined(
-                axes, ["dp"], divide=ranks
-            ),
-            "the gradients are added over all ranks": _combined(axes, list(axes), divide=1),
-            "the sum over all ranks is divided by the size of the dp axis": _combined(axes, list(axes), divide=axes["dp"]),
-        }.items():
-            if _alike(given, value):
-                raise AnswerError(hint, case)
-        for axis in set(axes) - {"dp"}:
-            if _alike(given, _combined(axes, [axis], divide=axes[axis])):
-                raise AnswerError(
-                    f"those are the means over the axis {axis!r}. Ask for the axis by its name: dp need not be the first", case
-                )
-        if _alike([g[:1] for g in given], [g[:1] for g in right]):
-            raise AnswerError("the first gradient is right, the others are not: average each of them", case)
-        raise AnswerError("these are not the means over the ranks that differ in the dp axis alone", case)
+        with showing(f"average_over_dp(gradients, mesh) with the mesh {axes}"):
+            _judge_average([own for own, _ in seen], [result for _, result in seen], axes)
     return "On every mesh, the means are those over the dp axis alone, wherever it stands."
+
+
+def _judge_average(given: list[Any], returned: list[Any], axes: Axes) -> None:
+    right, ranks = _combined(axes, ["dp"], divide=axes["dp"]), math.prod(axes.values())
+    mistakes = {
+        "the gradients are unchanged: write the means into the given tensors": _combined(axes, [], divide=1),
+        "the gradients are averaged over all ranks: ranks that differ in another axis hold other weights, or parts of "
+        "weights": _combined(axes, list(axes), divide=ranks),
+        "the gradients are added over the dp axis, but not divided in place: `g = g / n` makes a new tensor": _combined(
+            axes, ["dp"], divide=1
+        ),
+        "the sum over the dp axis is divided by the number of all ranks: divide by the size of the axis": _combined(
+            axes, ["dp"], divide=ranks
+        ),
+        "the gradients are added over all ranks": _combined(axes, list(axes), divide=1),
+        "the sum over all ranks is divided by the size of the dp axis": _combined(axes, list(axes), divide=axes["dp"]),
+    }
+    if axes["dp"] == 1 or len(axes) == 1:  # several mistakes coincide; none is known that passed the meshes before
+        mistakes = {}
+    for axis in set(axes) - {"dp"}:
+        if axes[axis] > 1:
+            hint = f"those are the means over the axis {axis!r}. Ask for the axis by its name: dp need not be the first"
+            mistakes[hint] = _combined(axes, [axis], divide=axes[axis])
+    otherwise = "these are not the means over the ranks that differ in the dp axis alone"
+    if all(result is not None for result in returned) and _alike(returned, right):
+        otherwise = "the means are right, but it returns them: write them into the given tensors, with copy_"
+        mistakes = {}
+    if _alike([g[:1] for g in given], [g[:1] for g in right]):
+        otherwise = "the first gradient is right, the others are not: average each of them"
+    judge_result(given, right, mistakes, otherwise, same=_alike)
 
 
 def _combined(axes: Axes, over: Sequence[str], *, divide: int) -> list[list[Tensor]]:
@@ -244,57 +241,52 @@ def _sizes(
 
 
 def _bytes_per_axis(answer: Any, _: OnRanks) -> str:
-    for arguments in ((2, 1, 2, 4, 1344, 128, 4), (2, 2, 2, 4, 1344, 128, 4), (4, 3, 2, 6, 240, 16, 2), (1, 4, 4, 8, 96, 8, 2)):
-        right, given = _sizes(*arguments), answer(*arguments)
-        details = [f"bytes_per_axis{arguments}: given {given!r}", f"expected {right}"]
-        if not isinstance(given, dict) or set(given) != set(right):
-            raise AnswerError('expected a dictionary {"dp": ..., "pp": ..., "tp": ...}', *details)
-        if not all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in given.values()):
-            raise AnswerError("expected a number of bytes for each axis", *details)
-        wrong = [axis for axis in right if not _near(given[axis], right[axis])]
-        if wrong:
-            raise AnswerError(_bytes_hint(given, right, wrong, arguments), *details)
+    # The first case has no pipeline; the second has sizes that tell all mistakes apart.
+    for arguments in ((3, 1, 4, 4, 1344, 128, 4), (5, 3, 4, 6, 240, 16, 2), (2, 2, 2, 4, 1344, 128, 4), (1, 4, 4, 8, 96, 8, 2)):
+        with showing(f"bytes_per_axis{arguments}"):
+            _judge_axes(answer(*arguments), arguments)
     return "Tensor parallelism sends activations of every block, data parallelism gradients, the pipeline one activation."
 
 
-def _bytes_hint(given: Mapping[str, float], right: Mapping[str, float], wrong: Sequence[str], arguments: Sequence[int]) -> str:
-    dp, pp, tp, _, tokens, _, value_bytes = arguments
-    for hint, value in (
-        ("those are numbers, not bytes: each takes value_bytes", {axis: n / value_bytes for axis, n in right.items()}),
-        (
-            "`tokens` counts the whole batch; a rank computes with the tokens of its own share, tokens / dp",
-            _sizes(dp, pp, tp, arguments[3], tokens * dp, *arguments[5:]),
+def _judge_axes(answered: Any, arguments: tuple[int, ...]) -> None:
+    dp, pp, tp, blocks, tokens, hidden, value_bytes = arguments
+    right = _sizes(*arguments)
+    details = [f"given {answered!r}", f"expected {right}"]
+    if not isinstance(answered, dict) or set(answered) != set(right):
+        raise AnswerError('expected a dictionary {"dp": ..., "pp": ..., "tp": ...}', *details)
+    given = {axis: number_of(nbytes) for axis, nbytes in answered.items()}
+    activation = tokens / dp * hidden * value_bytes
+    mistakes = {
+        "those are numbers, not bytes: each takes value_bytes": {axis: n / value_bytes for axis, n in right.items()},
+        "`tokens` counts the whole batch; a rank computes with the tokens of its own share, tokens / dp": _sizes(
+            dp, pp, tp, blocks, tokens * dp, hidden, value_bytes
         ),
-        ("a rank has only the blocks of its own stage, blocks / pp", _sizes(*arguments, stage=False)),
-        ("the tensor-parallel split also divides the gradients: each rank has 1/tp of them", _sizes(*arguments, shard=False)),
-        (
-            "half of the bytes are missing: a block has two all-reduces, and in each, every one of k ranks sends 2(k − 1) pieces",
-            _sizes(*arguments, passes=1),
+        "a rank has only the blocks of its own stage, blocks / pp": _sizes(*arguments, stage=False),
+        "the tensor-parallel split also divides the gradients: each rank has 1/tp of them": _sizes(*arguments, shard=False),
+        "half is missing: a block has two all-reduces, and in each, every one of k ranks sends 2(k − 1) pieces": _sizes(
+            *arguments, passes=1
         ),
-        (
-            "in a ring all-reduce of n bytes, each of k ranks sends 2(k − 1)/k · n bytes, not n",
-            _sizes(*arguments, per_all_reduce=1),
+        "in a ring all-reduce of n bytes, each of k ranks sends 2(k − 1)/k · n bytes, not n": _sizes(
+            *arguments, per_all_reduce=1
         ),
-        (
-            "in a ring all-reduce of n bytes, each of k ranks sends 2(k − 1)/k · n bytes, not 2n",
-            _sizes(*arguments, per_all_reduce=2),
+        "in a ring all-reduce of n bytes, each of k ranks sends 2(k − 1)/k · n bytes, not 2n": _sizes(
+            *arguments, per_all_reduce=2
         ),
-    ):
-        if all(_near(given[axis], value[axis]) for axis in right):
-            return hint
-    if "pp" in wrong:
-        if pp == 1:
-            return "with a single stage there is no boundary to send over: the pp axis has 0 bytes"
-        if _near(given["pp"], 2 * right["pp"]):
-            return "on the pp axis, the first stage sends activations; their gradients are what the second stage sends"
-        if tp > 1 and _near(given["pp"], right["pp"] / tp):
-            return "on the pp axis, each rank of a tp group sends the whole activation"
-        return "on the pp axis, the first stage sends its output once: (tokens / dp) · hidden values, in whatever micro-batches"
-    if "dp" in wrong:
-        return "on the dp axis, an all-reduce carries the gradients of this rank's weights: 8 · hidden² per block, divided by tp"
-    if pp > 1 and _near(given["tp"], pp * right["tp"]):
-        return "on the tp axis, the blocks of other stages count as well: a rank has blocks / pp of them"
-    return "on the tp axis, each block has two all-reduces of an activation: (tokens / dp) · hidden values"
+        "with a single stage there is no boundary to send over: the pp axis has 0 bytes": right | {"pp": activation},
+        "on the pp axis, the first stage sends activations; their gradients are what the second stage sends": (
+            right | {"pp": 2 * right["pp"]}
+        ),
+        "on the pp axis, each rank of a tp group sends the whole activation": right | {"pp": right["pp"] / tp},
+        "on the tp axis, the blocks of other stages count as well: a rank has blocks / pp of them": (
+            right | {"tp": pp * right["tp"]}
+        ),
+    }
+    wrong = next((axis for axis in ("pp", "dp", "tp") if not _near(given[axis], right[axis])), "")
+    otherwise = {
+        "pp": "on the pp axis, the first stage sends its output once: (tokens / dp) · hidden values, in whatever micro-batches",
+        "dp": "on the dp axis, an all-reduce carries the gradients of this rank's weights: 8 · hidden² per block, divided by tp",
+    }.get(wrong, "on the tp axis, each block has two all-reduces of an activation: (tokens / dp) · hidden values")
+    judge_result(given, right, mistakes, otherwise, *details, same=lambda a, b: all(_near(a[axis], b[axis]) for axis in right))
 
 
 def _near(a: float, b: float) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import operator
 import reprlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -30,12 +33,17 @@ __all__ = [
     "compare",
     "differ",
     "factor",
+    "judge_exchange",
     "judge_on_rank",
     "listing",
+    "showing",
     "takes_number_for_list",
+    "whole_number",
+    "whole_numbers",
     "without_judges",
 ]
 
+CLOSE_FACTOR = 1e-3
 MOST_ITEMS = 10_000  # of an iterator, which may have no end; right answers have a hundred
 TOLERANCE = 1e-4  # relative; another order of summation changes a float32 by 1e-6, the mistakes here by 1e-1
 
@@ -111,6 +119,21 @@ class AnswerError(Exception):
         self.deadlock, self.waits_in = deadlock, waits_in
 
 
+@contextlib.contextmanager
+def showing(call: str) -> Iterator[None]:
+    """Let every `AnswerError` of the `with` block show the call that was judged.
+
+    Args:
+        call: the call, such as "average_gradients(model) on 3 ranks".
+    """
+    try:
+        yield
+    except AnswerError as wrong:
+        if call not in wrong.message:
+            wrong.details = (call, *wrong.details)
+        raise
+
+
 def call(answer: Callable[..., Any], *args: Any) -> Any:
     """Call the student's function, on a rank, with nothing around it; a list of what an iterator gives can be sent."""
     result = answer(*args)
@@ -168,6 +191,57 @@ def number_of(given: Any) -> float:
     return number
 
 
+def judge_exchange(results: Results, least: int, subject: str) -> None:
+    """Check that every rank took part in the exchange, whose result is right.
+
+    Args:
+        results: the run.
+        least: bytes that each rank must have exchanged.
+        subject: "the gradients".
+
+    Raises:
+        AnswerError: a rank exchanged fewer.
+    """
+    for rank in range(len(results)):
+        spans = results.trace.of(rank=rank, kind="communication").spans
+        if all(span.sized for span in spans) and (exchanged := sum(span.nbytes for span in spans)) < least:
+            raise AnswerError(
+                f"{subject} are right, but the ranks have not exchanged them: how can a rank know those of the others?",
+                f"rank {rank} took part in operations on {exchanged} bytes; {subject} have {least}",
+            )
+
+
+def whole_number(given: Any) -> int | None:
+    """Return a whole number; None for anything else, a float such as 2.0 too: it cannot be an index or a length."""
+    try:
+        return None if isinstance(given, (bool, np.bool_)) else operator.index(given)
+    except TypeError:
+        return None
+
+
+def whole_numbers(given: Any, expected: str, *details: str) -> list[int]:
+    """Return the whole numbers that the student's function has returned.
+
+    Args:
+        given: what it has returned.
+        expected: what was asked for, in words.
+        details: further lines of the verdict.
+
+    Raises:
+        AnswerError: something else.
+    """
+    try:
+        items = list(given)
+    except TypeError:
+        raise AnswerError(f"given {reprlib.repr(given)}: expected {expected}", *details) from None
+    wrong = next((item for item in items if whole_number(item) is None), None)
+    if wrong is not None and one_number(wrong) is not None:
+        raise AnswerError(f"{wrong} is not a whole number: `/` gives a float, `//` rounds down to a whole number", *details)
+    if wrong is not None:
+        raise AnswerError(f"given {reprlib.repr(given)}: expected {expected}", *details)
+    return [operator.index(item) for item in items]
+
+
 def takes_number_for_list(error: str) -> bool:
     """Whether a TypeError's message comes from code that treats a whole number as a list."""
     return error.endswith(
@@ -181,7 +255,7 @@ def compare(
     *,
     subject: str,
     oracle: str = "one process with the whole batch",
-    explain: Callable[[float], str | None] = lambda _: None,
+    causes: Mapping[float, str] = MappingProxyType({}),
 ) -> None:
     """Compare the arrays of all ranks with the expected ones, and explain how they differ.
 
@@ -190,7 +264,7 @@ def compare(
         expected: the arrays that each rank should have.
         subject: the subject of the sentence: "the gradients".
         oracle: whose arrays the expected ones are.
-        explain: given the factor by which all arrays are too large, returns the cause; None if the cause is not known.
+        causes: what a factor means by which all arrays are too large.
 
     Raises:
         AnswerError: the arrays differ.
@@ -209,7 +283,7 @@ def compare(
         return
     common = factor([a[n] for a in got for n in expected], [expected[n] for _ in got for n in expected])
     if common is not None:
-        cause = explain(common)
+        cause = next((cause for known, cause in causes.items() if abs(common - known) < CLOSE_FACTOR), None)
         size = f"each is {common:.4g} times what it should be" + (f" on {len(got)} ranks" if len(got) > 1 else "")
         raise AnswerError(f"{subject} {cause}: {size}" if cause else f"{subject} are off by a factor: {size}")
     good = [name for name in expected if name not in bad]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
 from labkit.exercises.judging import AnswerError, Exercise, OnRanks
+from labkit.exercises.known_mistakes import judge_result
 from labkit.recording.operations import RECV, SEND, type_of
 
 __all__ = ["EXERCISES"]
@@ -28,31 +29,31 @@ def _link_from_times(answer: Any, _: OnRanks) -> str:
         case = f"link_from_times({n1}, {t1:.6g}, {n2}, {t2:.6g})"
         given = answer(n1, t1, n2, t2)
         try:
-            latency, bandwidth = (float(value) for value in given)
+            link = latency, bandwidth = tuple(float(value) for value in given)
         except (TypeError, ValueError):
             raise AnswerError(f"{case}: given {given!r}; expected two numbers, latency in s and bandwidth in bytes/s") from None
         details = (case, f"given {latency:.4g} s and {bandwidth:.4g} bytes/s, expected {latency_s:.4g} s and {rate:.4g} bytes/s")
-        if _near(latency, latency_s) and _near(bandwidth, rate):
-            continue
-        if _near(latency, rate) and _near(bandwidth, latency_s):
-            raise AnswerError("right, but in the other order: first the latency, then the bandwidth", *details)
-        for value, hint in (
-            (8 * rate, "the bandwidth is in bits per second; the sizes are in bytes, and so is the result"),
-            (1 / rate, "that is the time per byte; the bandwidth is its inverse"),
-            (n2 / t2, "the latency is part of both times: divide a difference of sizes by a difference of times"),
-            (n1 / t1, "the latency is part of both times: divide a difference of sizes by a difference of times"),
-        ):
-            if _near(bandwidth, value):
-                raise AnswerError(hint, *details)
+        mistakes: dict[str, tuple[float | None, float]] = {  # None: with any latency
+            "right, but in the other order: first the latency, then the bandwidth": (rate, latency_s),
+            "the bandwidth is in bits per second; the sizes are in bytes, and so is the result": (None, 8 * rate),
+            "that is the time per byte; the bandwidth is its inverse": (None, 1 / rate),
+            "the latency is part of both times: divide a difference of sizes by a difference of times": (None, n2 / t2),
+            "the latency is part of the first time, too: divide a difference of sizes by a difference of times": (None, n1 / t1),
+        }
+        otherwise = "two messages of one link give two equations, t = α + n/B, with the same α and B"
         if _near(bandwidth, rate):
-            hint = "the bandwidth is right; the latency is what is left of a time when its bytes have been paid for"
-            raise AnswerError(hint, *details)
-        raise AnswerError("two messages of one link give two equations, t = α + n/B, with the same α and B", *details)
+            otherwise = "the bandwidth is right; the latency is what is left of a time when its bytes have been paid for"
+        judge_result(link, (latency_s, rate), mistakes, otherwise, *details, same=_same_link)
     return "Two times of different sizes are enough to know a link."
 
 
 def _drawn(random: np.random.Generator) -> tuple[float, float, int, int]:
     return float(random.uniform(1e-5, 1e-2)), float(random.uniform(1e7, 1e9)), 4096, int(random.integers(10**6, 10**7))
+
+
+def _same_link(a: Sequence[float | None], b: Sequence[float | None]) -> bool:
+    """Whether latency and bandwidth are equal; a latency that is None equals all others."""
+    return all(x is None or y is None or _near(x, y) for x, y in zip(a, b, strict=True))
 
 
 def _near(a: float, b: float) -> bool:
@@ -117,7 +118,7 @@ def _messages_of(answer: Any, on: OnRanks, ranks: int, length: int, case: str) -
 
 def _ring_all_reduce(answer: Any, on: OnRanks) -> str:
     for ranks, length in ((3, 12), (2, 2), (4, 13), (3, 2), (1, 5)):
-        case = f"{counted(ranks, 'rank')}, {counted(length, 'number')}"
+        case = f"ring_all_reduce(x) on {counted(ranks, 'rank')}, {counted(length, 'number')}"
         try:
             outcomes = _messages_of(answer, on, ranks, length, case)
         except RankError as error:
@@ -160,40 +161,56 @@ def _wrong_sum(
 
 
 def _check_ring(case: str, ranks: int, length: int, outcomes: list[_Outcome]) -> None:
-    most = 2 * (ranks - 1) * -(-length // ranks)
+    """Check that each rank sends what a ring needs, and no more.
+
+    Raises:
+        AnswerError: it sends more, to other ranks, or less than any algorithm needs.
+    """
+    most, rounds = 2 * (ranks - 1) * -(-length // ranks), 2 * (ranks - 1)
     for rank, outcome in enumerate(outcomes):
         elements = sum(count for _, count in outcome.sent)
-        details = (f"rank {rank} sent {elements} numbers in {len(outcome.sent)} messages; a ring needs at most {most}",)
+        sent = f"rank {rank} sent {counted(elements, 'number')} in {counted(len(outcome.sent), 'message')}"
+        details = (f"{sent}; a ring needs at most {most} in {rounds}",)
         if elements > most:
             whole = any(count == length > 1 for _, count in outcome.sent)
             hint = "whole tensors go round: in each round, send one part of p" if whole else "more is sent than a ring needs"
             raise AnswerError(f"{case}: right, but {hint}", *details)
+        if len(outcome.sent) > rounds:
+            raise AnswerError(f"{case}: right, but there are too many messages: send a part in one message", *details)
         if len({peer for peer, _ in outcome.sent}) > 1:
             raise AnswerError(f"{case}: right, but no ring: each rank sends to the next rank only", *details)
+    total = sum(count for outcome in outcomes for _, count in outcome.sent)
+    least = 2 * (ranks - 1) * length  # each number is added up in p - 1 messages, and the sum copied in p - 1
+    if total < least:
+        raise AnswerError(
+            f"{case}: right, but not by messages: a sum on all ranks needs more numbers sent than there were",
+            f"all ranks together sent {counted(total, 'number')}; the least is {least}",
+        )
 
 
 def _tree_broadcast(answer: Any, on: OnRanks) -> str:
+    length = 6
     for ranks in (4, 2, 3, 5, 1):
-        case = counted(ranks, "rank")
+        case = f"tree_broadcast(x) on {counted(ranks, 'rank')}"
         try:
-            outcomes = _messages_of(answer, on, ranks, 6, case)
+            outcomes = _messages_of(answer, on, ranks, length, case)
         except RankError as error:
             if ranks & (ranks - 1) == 0:
                 raise
             hint = f"{ranks} is not a power of two: some receivers do not exist; send only to ranks below the world size"
             raise AnswerError(f"{case}: {hint}", str(error), error.failures[0].traceback) from None
-        root = _tensor(0, 6).tolist()
+        root = _tensor(0, length).tolist()
         missing = [rank for rank, outcome in enumerate(outcomes) if outcome.result != root]
         if missing:
             hint = f"rank {missing[0]} does not have what rank 0 has"
             if len(missing) == ranks - 1:
                 hint = "no rank has what rank 0 has: receive into x itself"
             raise AnswerError(f"{case}: {hint}", f"given {outcomes[missing[0]].result}, expected {root}")
-        _check_tree(case, ranks, outcomes)
+        _check_tree(case, ranks, length, outcomes)
     return "Every rank has it after ⌈log₂ p⌉ rounds, in which the number of ranks that have it doubles."
 
 
-def _check_tree(case: str, ranks: int, outcomes: list[_Outcome]) -> None:
+def _check_tree(case: str, ranks: int, length: int, outcomes: list[_Outcome]) -> None:
     received = [peer for outcome in outcomes for peer, _ in outcome.sent]
     if len(received) > len(set(received)) or 0 in received:
         twice = next(peer for peer in received if received.count(peer) > 1 or peer == 0)
@@ -206,6 +223,9 @@ def _check_tree(case: str, ranks: int, outcomes: list[_Outcome]) -> None:
         for number, (peer, _) in enumerate(outcomes[rank].sent, 1):
             rounds[peer] = rounds[rank] + number
             order.append(peer)
+    if len(rounds) < ranks or any(count < length for outcome in outcomes for _, count in outcome.sent):
+        reached = f"from rank 0, whole messages reach {counted(len(rounds) - 1, 'rank')} of {ranks - 1}"
+        raise AnswerError(f"{case}: right, but not by messages: each rank receives the whole x from a rank that has it", reached)
     needed, allowed = max(rounds.values()), math.ceil(math.log2(ranks))
     if needed > allowed:
         star = len(outcomes[0].sent) == ranks - 1

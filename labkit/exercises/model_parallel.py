@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, judge_on_rank, listing
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, judge_on_rank, listing, showing, whole_number
+from labkit.exercises.known_mistakes import judge_result
 
 __all__ = ["EXERCISES"]
 
@@ -29,7 +30,7 @@ def _network() -> nn.Sequential:
 def _idle_shares(answer: Any, _: OnRanks) -> str:
     """Judge on steps of two and three ranks; none starts at 0, and in two of them ranks compute at the same time."""
     for spans in (
-        [(0, 10, 12), (1, 12, 13), (1, 13, 15), (0, 15, 19)],
+        [(0, 10, 12), (1, 12, 13), (1, 13, 15), (0, 16, 20)],  # with a gap: else the ranks' shares add up to 1
         [(1, 105, 111), (0, 100, 104), (0, 112, 120)],
         [(0, 3.5, 5.5), (1, 5.5, 6.5), (2, 6.5, 7.5), (2, 7.5, 9.5), (1, 9.5, 11.5), (0, 11.5, 13.5)],
         [(0, 50, 54), (0, 54, 58), (1, 54, 57), (1, 58, 60)],
@@ -60,18 +61,13 @@ def _judge_idle_shares(given: Any, spans: Sequence[tuple[int, float, float]]) ->
             1 - b / sum(busy) for b in busy
         ],
         "those are idle milliseconds; divide them by the length of the step": [last - first - b for b in busy],
+        "right, but in another order: rank 0 comes first, however the spans are sorted": right[::-1],
     }
     details = (f"given {[round(share, 4) for share in shares]}", f"expected {[round(share, 4) for share in right]}")
-    if _alike(shares, right):
-        return
     if len(shares) != ranks:
         raise AnswerError(f"{case}: {counted(len(shares), 'number')} for {counted(ranks, 'rank')}: one share per rank", *details)
-    for hint, values in mistakes.items():
-        if _alike(shares, values):
-            raise AnswerError(f"{case}: {hint}", *details)
-    if _alike(shares, right[::-1]):
-        raise AnswerError(f"{case}: right, but in another order: rank 0 comes first, however the spans are sorted", *details)
-    raise AnswerError(f"{case}: add up what each rank computes, and compare it with the length of the whole step", *details)
+    otherwise = "add up what each rank computes, and compare it with the length of the whole step"
+    judge_result(shares, right, mistakes, otherwise, case, *details, same=_alike)
 
 
 def _alike(given: list[float], expected: list[float]) -> bool:
@@ -105,7 +101,7 @@ def _judge_cut(given: Any, ms: list[int], nbytes: list[int], limit: int) -> None
                 f"{case}: given None, but a cut fits: with {fitting[0]} layers on rank 0, {memory[fitting[0]]} bytes"
             )
         return
-    if not isinstance(given, int) or given not in cuts:
+    if whole_number(given) not in cuts:
         raise AnswerError(
             f"{case}: given {given!r}, expected how many layers rank 0 gets, from 1 to {len(ms) - 1}, or None if no cut fits"
         )
@@ -141,7 +137,8 @@ class _Spy(nn.Module):
 
 
 def _two_devices(answer: Any, on: OnRanks) -> str:
-    return judge_on_rank(on, _judge_two_devices, answer)
+    with showing('TwoDevices(first, second, "cpu", "cpu")'):
+        return judge_on_rank(on, _judge_two_devices, answer)
 
 
 def _judge_two_devices(answer: Any) -> str:
@@ -288,7 +285,12 @@ def _middle_on_rank(answer: Callable[..., object]) -> _Seen:
 
 
 def _middle_step(answer: Any, on: OnRanks) -> str:
-    first, middle, last = on(3, _middle_on_rank, answer)
+    with showing(f"middle_step(stage, {SHAPE}) on rank 1 of 3"):
+        _judge_middle(*on(3, _middle_on_rank, answer))
+    return "One activation forward, one gradient back, and all three stages learn as in one process."
+
+
+def _judge_middle(first: _Seen, middle: _Seen, last: _Seen) -> None:
     stages, (inputs, targets) = _stages(), _examples()
     before = stages[0](inputs)  # the input of the middle stage
     behind = stages[1](before)  # its output
@@ -326,7 +328,6 @@ def _middle_step(answer: Any, on: OnRanks) -> str:
         raise AnswerError(
             "one message to each neighbour is enough", f"to rank 0: {len(first.received)}", f"to rank 2: {len(last.received)}"
         )
-    return "One activation forward, one gradient back, and all three stages learn as in one process."
 
 
 def _same(message: NDArray[Any], expected: Tensor) -> bool:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, showing
+from labkit.exercises.known_mistakes import judge_result
 from labkit.exercises.remote_calls import mistake_of
 from labkit.exercises.rpc_waits import happens_within
 
@@ -25,7 +26,6 @@ ROUNDS = 3
 RATE = 0.5
 ANSWER_S = 10.0  # that a trainer waits for its answer, which takes milliseconds
 Array = NDArray[Any]
-OLD_GRADIENTS = "gradients of earlier rounds are still there: each round begins with none"
 
 
 # WeightedServer
@@ -107,17 +107,18 @@ def _weighted_server(answer: Any, on: OnRanks) -> str:
     random = np.random.default_rng()
     if not isinstance(answer.answer, type):
         raise AnswerError("expected a class with __init__(self, weights, rate, trainers) and update(self, gradient, examples)")
-    for trainers in (2, 3, 1):
+    for trainers in (3, 2, 1):
         weights = random.normal(size=SIZE).astype(np.float32)
         gradients = random.normal(size=(trainers, ROUNDS, SIZE)).astype(np.float32)
         examples = random.permutation(3 * ROUNDS).reshape(3, ROUNDS)[:trainers] + 1  # no two are equal
         sent = [[torch.from_numpy(one) for one in own] for own in gradients]
         names = ["server", *(f"trainer{i}" for i in range(1, trainers + 1))]
         seen = on(names, _serve_on_rank, answer, torch.from_numpy(weights), sent, examples.tolist(), runtime="rpc")[0]
-        if isinstance(seen, str):
-            raise AnswerError(seen)
-        received, decorated = seen
-        _judge_served(received, decorated, weights, gradients, examples)
+        with showing(f"WeightedServer(weights, {RATE}, {trainers}), update(gradient, examples)"):
+            if isinstance(seen, str):
+                raise AnswerError(seen)
+            received, decorated = seen
+            _judge_served(received, decorated, weights, gradients, examples)
     return f"{ROUNDS} steps for {3 * ROUNDS} calls of three trainers, and no thread of the server waited."
 
 
@@ -156,34 +157,37 @@ def _judge_values(answers: list[list[Any]], weights: Array, gradients: Array, ex
         all_weighted, all_examples = all_weighted + weighted, all_examples + counts.sum()
         expected = before - RATE * mean
         got = [own[number] for own in answers]
-        if all(_close(one, expected) for one in got):
-            before = expected
-            continue
         details = (f"round {number + 1}: given {_rounded(got[0])}", f"expected {_rounded(expected)}")
         for name, one in enumerate(got, 1):
             if one.shape != expected.shape:
                 raise AnswerError("the weights have the wrong shape", f"given {one.shape}, expected {expected.shape}")
-            if trainers > 1 and _close(one, before - RATE * these[name - 1]):
+            if trainers > 1 and not _close(one, expected) and _close(one, before - RATE * these[name - 1]):
                 raise AnswerError(
                     f"trainer{name} was answered with only its own gradient applied: keep the gradients until all trainers' have "
                     "arrived, then step once with their mean",
                     *details,
                 )
-        for step, hint in (
-            (RATE * these.mean(0), "that is the plain mean of the gradients: weight each by the number of its examples"),
-            (RATE * these.sum(0), "the gradients are only added up: weight them by their examples, divide by all examples"),
-            (RATE * weighted, "the weighted sum is not divided: divide it by the number of all examples"),
-            (RATE * weighted / trainers, "the weighted sum is divided by the number of trainers: divide by that of all examples"),
-            (-RATE * mean, "the step goes uphill: subtract rate times the mean gradient"),
-            (mean, "the learning rate is missing: subtract rate times the mean gradient"),
-            (RATE * all_weighted / all_examples, OLD_GRADIENTS),
-            (RATE * all_weighted / counts.sum(), OLD_GRADIENTS),
-            (np.zeros(SIZE), "the trainers got the weights from before the step: complete the futures after it"),
-            (before - weights + RATE * mean, "each round starts from the first weights again: keep the new ones"),
-        ):
-            if all(_close(one, before - step) for one in got):
-                raise AnswerError(hint, *details)
-        raise AnswerError("the weights are not those of one step with the weighted mean of all gradients", *details)
+        steps = {
+            "that is the plain mean of the gradients: weight each by the number of its examples": RATE * these.mean(0),
+            "the gradients are only added up: weight them by their examples, divide by all examples": RATE * these.sum(0),
+            "the weighted sum is not divided: divide it by the number of all examples": RATE * weighted,
+            "the weighted sum is divided by the number of trainers: divide by that of all examples": RATE * weighted / trainers,
+            "the step goes uphill: subtract rate times the mean gradient": -RATE * mean,
+            "the learning rate is missing: subtract rate times the mean gradient": mean,
+            "the trainers got the weights from before the step: complete the futures after it": np.zeros(SIZE),
+        }
+        if number:
+            steps |= {
+                "gradients of earlier rounds are still there: each round begins with none": RATE * all_weighted / all_examples,
+                "gradients of earlier rounds are still added up: each round begins with none": RATE * all_weighted / counts.sum(),
+                "each round starts from the first weights again: keep the new ones": before - weights + RATE * mean,
+            }
+        judge_result(
+            got, expected, {hint: before - step for hint, step in steps.items()} if trainers > 1 or number else {},
+            "the weights are not those of one step with the weighted mean of all gradients", *details,
+            same=lambda a, b: all(_close(one, b) for one in (a if isinstance(a, list) else [a])),
+        )  # fmt: skip
+        before = expected
 
 
 def _close(given: Array, expected: Array) -> bool:
@@ -260,9 +264,10 @@ def _push_less(answer: Any, on: OnRanks) -> str:
         weights, *targets = random.normal(size=(parts + 1, SIZE)).astype(np.float32)
         given = torch.from_numpy(weights), torch.from_numpy(np.stack(targets)), rounds
         seen = on(["server", "trainer"], _push_on_rank, answer, *given, runtime="rpc")[1]
-        if isinstance(seen, str):
-            raise AnswerError(seen)
-        _judge_push(*seen, weights=weights, targets=np.stack(targets), rounds=rounds)
+        with showing(f"push_less(server, gradient_of, {rounds}, {parts})"):
+            if isinstance(seen, str):
+                raise AnswerError(seen)
+            _judge_push(*seen, weights=weights, targets=np.stack(targets), rounds=rounds)
     return "One call to fetch the weights, then one per round, however many parts it has."
 
 
@@ -278,16 +283,15 @@ def _judge_push(result: Any, final: Array, calls: list[str], *, weights: Array, 
         raise AnswerError("every part was sent by itself: compute all parts of a round first, and send their mean", counts)
     if updates != rounds:
         raise AnswerError(f"expected {counted(rounds, 'update')}, one in each round", counts)
-    if not _close(final, expected):
-        for value, hint in (
-            (weights - rounds * RATE * start, "every gradient was computed with the first weights: use the last update's reply"),
-            (targets.mean(0) + start * (1 - RATE * parts) ** rounds, "the gradients of the parts are added up: send their mean"),
-            (targets[-1] + (weights - targets[-1]) * (1 - RATE) ** rounds, "only the last part of each round was sent"),
-            (targets[0] + (weights - targets[0]) * (1 - RATE) ** rounds, "only the first part of each round was sent"),
-        ):
-            if _close(final, value):
-                raise AnswerError(hint, *details)
-        raise AnswerError("the weights on the server are not those of steps with the parts' mean gradient", *details)
+    mean, last, first = targets.mean(0), targets[-1], targets[0]
+    mistakes = {
+        "every gradient was computed with the first weights: use the last update's reply": weights - rounds * RATE * start,
+        "the gradients of the parts are added up: send their mean": mean + start * (1 - RATE * parts) ** rounds,
+        "only the last part of each round was sent": last + (weights - last) * (1 - RATE) ** rounds,
+        "only the first part of each round was sent": first + (weights - first) * (1 - RATE) ** rounds,
+    }
+    otherwise = "the weights on the server are not those of steps with the parts' mean gradient"
+    judge_result(final, expected, mistakes if parts > 1 else {}, otherwise, *details, same=_close)
     if isinstance(result, str):
         raise AnswerError(f"the answer is a {result}: return the weights after the last update")
     if not _close(result, expected):

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, number_of, showing, whole_numbers
+from labkit.exercises.known_mistakes import judge_result
 from labkit.exercises.pipeline_steps import judge_gpipe_step, judge_one_f_one_b_step
 
 __all__ = ["EXERCISES"]
@@ -26,38 +27,28 @@ def _bubble(answer: Any, _: OnRanks) -> str:
         s, work = len(forward), m * (sum(forward) + sum(backward))
         step = sum(forward) + sum(backward) + (m - 1) * (max(forward) + max(backward))
         right = 1 - work / (s * step)
-        given = answer(list(forward), list(backward), m)
-        if not isinstance(given, (int, float)) or isinstance(given, bool):
-            raise AnswerError(f"given {given!r}: expected a number between 0 and 1")
-        if math.isclose(given, right, abs_tol=1e-6):
-            continue
+        case = f"bubble(forward={forward}, backward={backward}, micro_batches={m})"
+        with showing(case):
+            given = number_of(answer(list(forward), list(backward), m))
         slowest = max(f + b for f, b in zip(forward, backward, strict=True))
         one_stage = sum(forward) + sum(backward) + (m - 1) * slowest
         mistakes = {
-            100 * right: "right as a percentage: return a share between 0 and 1",
-            (s * step - work) / work: "that is the idle time relative to the work; the bubble is relative to the whole step",
-            s * step - work: "those are the idle seconds of all ranks: divide by the seconds that all ranks have",
-            1 - right: "that is the share in which the ranks work; the bubble is the rest",
-            (s - 1) / (m + s - 1): "that holds for equal stages; here the slowest stage sets the pace of all the others",
-            s / (m + s): "one stage too many: the last stage waits for s - 1 others, not for s",
-            1 - work / (s * one_stage): (
-                "the slowest forward pass and the slowest backward pass can belong to different stages: GPipe runs all forward "
-                "passes first, so take the two maxima separately"
-            ),
-            1 - work / step: "one rank's step is compared with the work of all ranks: s ranks have s times the step",
+            "right as a percentage: return a share between 0 and 1": 100 * right,
+            "that is the idle time relative to the work; the bubble is relative to the whole step": (s * step - work) / work,
+            "those are the idle seconds of all ranks: divide by the seconds that all ranks have": s * step - work,
+            "that is the share in which the ranks work; the bubble is the rest": 1 - right,
+            "that holds for equal stages; here the slowest stage sets the pace of all the others": (s - 1) / (m + s - 1),
+            "one stage too many: the last stage waits for s - 1 others, not for s": s / (m + s),
+            "the slowest forward pass and the slowest backward pass can belong to different stages: GPipe runs all forward "
+            "passes first, so take the two maxima separately": 1 - work / (s * one_stage),
+            "one rank's step is compared with the work of all ranks: s ranks have s times the step": 1 - work / step,
         }
-        details = (
-            f"bubble(forward={forward}, backward={backward}, micro_batches={m})",
-            f"given {given:.4g}, expected {right:.4g}",
-        )
-        for value, hint in mistakes.items():
-            if math.isclose(given, value, abs_tol=1e-6):
-                raise AnswerError(hint, *details)
-        raise AnswerError(
+        otherwise = (
             "not the idle share of this pipeline: when does the first micro-batch leave the last stage, and how long after it "
-            "does each of the others?",
-            *details,
+            "does each of the others?"
         )
+        details = (case, f"given {given:.4g}, expected {right:.4g}")
+        judge_result(given, right, mistakes, otherwise, *details, same=lambda a, b: math.isclose(a, b, abs_tol=1e-6))
     return "The idle share of any GPipe pipeline whose messages take no time, with equal and unequal stages."
 
 
@@ -94,13 +85,9 @@ def _balanced_stages(answer: Any, _: OnRanks) -> str:
 
 def _as_sizes(given: Any, layers: int, stages: int, case: str) -> list[int]:
     """The answer as a list of whole numbers, one per stage, that add up to the number of layers."""
-    try:
-        given = list(given)
-        if given and all(isinstance(part, (list, tuple)) for part in given):
-            raise AnswerError(f"{case}: given {given}; expected the number of layers of each stage, not their costs")
-        sizes = [int(size) for size in given]
-    except (TypeError, ValueError):
-        raise AnswerError(f"{case}: given {given!r}; expected a list with the number of layers of each stage") from None
+    if isinstance(given, (list, tuple)) and given and all(isinstance(part, (list, tuple)) for part in given):
+        raise AnswerError(f"{case}: given {given}; expected the number of layers of each stage, not their costs")
+    sizes = whole_numbers(given, "a list with the number of layers of each stage", case)
     if len(sizes) == stages - 1:
         raise AnswerError(
             f"{case}: given {sizes}: {stages} stages have {stages - 1} cuts; expected each stage's number of layers"

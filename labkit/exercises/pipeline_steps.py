@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, OnRanks, compare, differ
+from labkit.exercises.judging import AnswerError, OnRanks, compare, differ, showing
+from labkit.exercises.known_mistakes import judge_result
 
 __all__ = ["judge_gpipe_step", "judge_one_f_one_b_step"]
 
@@ -190,9 +191,6 @@ def _judge_step(steps: Sequence[_Step], case: _Case, seed: int) -> None:
 def _judge_gradients(steps: Sequence[_Step], case: _Case, seed: int, sizes: Sequence[int]) -> None:
     m, got = case.micro_batches, [step.gradients for step in steps]
     expected = _serial(case, seed, sizes, [n / case.examples for n in sizes])
-    wrong = [r for r in range(case.ranks) if differ([got[r]], expected[r])]
-    if not wrong:
-        return
     if any(np.isnan(array).any() for gradients in got for array in gradients.values()):
         raise AnswerError(
             f"{case}: the gradients are not numbers. Only rank 0 may use `inputs`, and only the last rank `targets`; the others "
@@ -206,10 +204,11 @@ def _judge_gradients(steps: Sequence[_Step], case: _Case, seed: int, sizes: Sequ
         "only the last micro-batch's gradients are left: gradients add up in .grad, so nothing may clear it in between": ends,
         "the losses are neither divided by the number of examples nor means: weight by the share of the examples": list(sizes),
     }
-    for hint, tried in weights.items():
-        reference = _serial(case, seed, sizes, [float(w) for w in tried])
-        if all(not differ([got[r]], reference[r]) for r in range(case.ranks)):
-            raise AnswerError(f"{case}: {hint}")
+    mistakes = {hint: _serial(case, seed, sizes, [float(w) for w in tried]) for hint, tried in weights.items()}
+    judge_result(got, expected, mistakes, "", same=lambda a, b: not any(map(differ, ([one] for one in a), b)))
+    wrong = [r for r in range(case.ranks) if differ([got[r]], expected[r])]
+    if not wrong:
+        return
     if wrong == list(range(case.ranks - 1)):
         raise AnswerError(
             f"{case}: the last rank's gradients are right and those before it are not. Send back the gradient of your stage's "
@@ -229,20 +228,24 @@ def judge_gpipe_step(answer: Any, on: OnRanks) -> str:
     """
     seed = int(torch.seed() % 2**31)
     for case in CASES[:4]:
-        steps = _run(answer, on, case, seed)
-        _judge_step(steps, case, seed)
-        for rank, step in enumerate(steps):
-            if step.order == "F" * case.micro_batches + "B" * case.micro_batches:
-                continue
-            passes = f"passes of rank {rank}, in order: {step.order}"
-            if steps[0].peak == 1:
-                raise AnswerError(
-                    f"{case}: the gradients are right, but a micro-batch comes back before the next one starts, so only one "
-                    "rank works at a time: run all forward passes first",
-                    passes,
-                )
-            raise AnswerError(f"{case}: GPipe runs all forward passes before the first backward pass", passes)
+        with showing(f"gpipe_step(stage, inputs, targets, {case.micro_batches}) on {counted(case.ranks, 'rank')}"):
+            _judge_gpipe(_run(answer, on, case, seed), case, seed)
     return "On 1 to 4 ranks the gradients are those of one process, with one message per micro-batch and direction."
+
+
+def _judge_gpipe(steps: Sequence[_Step], case: _Case, seed: int) -> None:
+    _judge_step(steps, case, seed)
+    for rank, step in enumerate(steps):
+        if step.order == "F" * case.micro_batches + "B" * case.micro_batches:
+            continue
+        passes = f"passes of rank {rank}, in order: {step.order}"
+        if steps[0].peak == 1:
+            raise AnswerError(
+                f"{case}: the gradients are right, but a micro-batch comes back before the next one starts, so only one "
+                "rank works at a time: run all forward passes first",
+                passes,
+            )
+        raise AnswerError(f"{case}: GPipe runs all forward passes before the first backward pass", passes)
 
 
 def judge_one_f_one_b_step(answer: Any, on: OnRanks) -> str:
@@ -253,32 +256,37 @@ def judge_one_f_one_b_step(answer: Any, on: OnRanks) -> str:
     """
     seed = int(torch.seed() % 2**31)
     for case in (_Case(2, 10, 5), _Case(4, 13, 6), *CASES[3:], _Case(3, 7, 3)):
-        try:
-            steps = _run(answer, on, case, seed)
-        except AnswerError as wrong:
-            if not wrong.deadlock:
-                raise
-            raise AnswerError(
-                f"{wrong.message}. In the steady state a rank sends an activation while its neighbour sends a gradient: if both "
-                "use dist.send, each waits until the other receives. Use dist.isend, and wait for it at the end",
-                str(case),
-                *wrong.details,
-            ) from None
-        _judge_step(steps, case, seed)
-        for rank, step in enumerate(steps):
-            fill = min(case.micro_batches, case.ranks - rank)
-            passes = f"passes of rank {rank}, in order: {step.order}"
-            if step.peak > case.ranks:
-                raise AnswerError(
-                    f"{case}: the gradients are right, but rank {rank} holds the activations of {step.peak} micro-batches at "
-                    f"once, as in GPipe. In 1F1B at most {case.ranks}, the number of stages: after the warm-up, each forward "
-                    "pass is followed by a backward pass",
-                    passes,
-                )
-            if step.order.index("B") < fill:
-                raise AnswerError(
-                    f"{case}: the gradients are right, but the pipeline never fills: rank {rank} starts its first "
-                    f"backward pass too early. Let {fill} forward passes come before it, here {step.order.index('B')} did",
-                    passes,
-                )
+        with showing(f"one_f_one_b_step(stage, inputs, targets, {case.micro_batches}) on {counted(case.ranks, 'rank')}"):
+            _judge_one_f_one_b(answer, on, case, seed)
     return "On 1 to 4 ranks: the gradients of one process, one message per micro-batch and direction, at most s live activations."
+
+
+def _judge_one_f_one_b(answer: Any, on: OnRanks, case: _Case, seed: int) -> None:
+    try:
+        steps = _run(answer, on, case, seed)
+    except AnswerError as wrong:
+        if not wrong.deadlock:
+            raise
+        raise AnswerError(
+            f"{wrong.message}. In the steady state a rank sends an activation while its neighbour sends a gradient: if both "
+            "use dist.send, each waits until the other receives. Use dist.isend, and wait for it at the end",
+            str(case),
+            *wrong.details,
+        ) from None
+    _judge_step(steps, case, seed)
+    for rank, step in enumerate(steps):
+        fill = min(case.micro_batches, case.ranks - rank)
+        passes = f"passes of rank {rank}, in order: {step.order}"
+        if step.peak > case.ranks:
+            raise AnswerError(
+                f"{case}: the gradients are right, but rank {rank} holds the activations of {step.peak} micro-batches at "
+                f"once, as in GPipe. In 1F1B at most {case.ranks}, the number of stages: after the warm-up, each forward "
+                "pass is followed by a backward pass",
+                passes,
+            )
+        if step.order.index("B") < fill:
+            raise AnswerError(
+                f"{case}: the gradients are right, but the pipeline never fills: rank {rank} starts its first "
+                f"backward pass too early. Let {fill} forward passes come before it, here {step.order.index('B')} did",
+                passes,
+            )

@@ -13,7 +13,7 @@ import torch.distributed.rpc as rpc
 from torch import Tensor
 
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, listing
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, listing, showing
 from labkit.exercises.rpc_waits import happens_within
 
 __all__ = ["EXERCISES", "mistake_of"]
@@ -125,9 +125,10 @@ def _ask_all(answer: Any, on: OnRanks) -> str:
         names = _names(workers)
         inputs = [torch.rand(SHORTEST + i, generator=random) + i for i in range(count)]
         seen = on(names, _ask_on_rank, answer, names[1:], inputs, runtime="rpc")[0]
-        if isinstance(seen, str):
-            raise AnswerError(seen)
-        _judge_asked(seen, names[1:], [(x**2 + 1).numpy() for x in inputs])
+        with showing(f"ask_all({names[1:]}, function, inputs) with {counted(count, 'input')}"):
+            if isinstance(seen, str):
+                raise AnswerError(seen)
+            _judge_asked(seen, names[1:], [(x**2 + 1).numpy() for x in inputs])
     return "All workers worked at the same time, and the results are in order."
 
 
@@ -265,10 +266,11 @@ def _remote_tallies(answer: Any, on: OnRanks) -> str:
         names = _names(len(counts))
         amounts = _amounts(random, counts)
         seen = on(names, _tally_on_rank, answer, names[1:], amounts, slow, runtime="rpc")[0]
-        if isinstance(seen, str):
-            raise AnswerError(seen)
-        result, events = seen
-        _judge_tallies(result, events, names[1:], amounts)
+        with showing(f"remote_tallies(tally_class, {names[1:]}, {amounts})"):
+            if isinstance(seen, str):
+                raise AnswerError(seen)
+            result, events = seen
+            _judge_tallies(result, events, names[1:], amounts)
     return "One object on each owner keeps the state; only numbers and references travelled."
 
 

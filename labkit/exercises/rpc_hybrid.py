@@ -12,7 +12,8 @@ import torch
 import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, number_of, showing
+from labkit.exercises.known_mistakes import judge_result
 from labkit.exercises.rpc_waits import happens_within
 
 __all__ = ["EXERCISES"]
@@ -21,27 +22,27 @@ LESSON = "08_rpc_hybrid"
 
 
 def _overlapped_time(answer: Any, _: OnRanks) -> str:
-    for first, second, parts in ((10.0, 4.0, 2), (4.0, 10.0, 2), (6.0, 6.0, 4), (16.0, 0.5, 8), (10.0, 4.0, 1)):
+    # 5 parts first: with 2, half of something may be the time of a part.
+    for first, second, parts in ((10.0, 4.0, 5), (10.0, 4.0, 2), (4.0, 10.0, 2), (6.0, 6.0, 4), (16.0, 0.5, 8), (10.0, 4.0, 1)):
         both, slower, faster = first + second, max(first, second), min(first, second)
         expected = (both + (parts - 1) * slower) / parts
-        given = answer(first, second, parts)
-        details = (f"overlapped_time({first:g}, {second:g}, {parts}): given {given!r}, expected {expected:g}",)
-        if isinstance(given, bool) or not isinstance(given, (int, float)):
-            raise AnswerError("expected a number: the time from end to end", *details)
-        if abs(given - expected) < 1e-9:
-            continue
-        for time, hint in (
-            (both, "that is the time of the whole batch without any overlap"),
-            (slower, "the slower worker alone takes that long; it also waits for its first part, or the other finishes later"),
-            (both + (parts - 1) * slower, "`first` and `second` belong to the whole batch: a part takes 1/parts of them"),
-            ((both + (parts - 1) * faster) / parts, "the slower worker sets the pace, not the faster one"),
-            (parts * both - faster, "`first` and `second` belong to the whole batch: a part takes 1/parts of them"),
-            (both / parts, "that is how long one part takes through both workers; the other parts follow it"),
-            (both - faster / 2, "that is right for two parts, but the number of parts differs here"),
-        ):
-            if abs(given - time) < 1e-9:
-                raise AnswerError(hint, *details)
-        raise AnswerError("that is not the time at which the last part ends", *details)
+        case = f"overlapped_time({first:g}, {second:g}, {parts})"
+        with showing(case):
+            given = number_of(answer(first, second, parts))
+        mistakes = {
+            "that is the time of the whole batch without any overlap": both,
+            "the slower worker alone takes that long; it also waits for its first part, or the other finishes later": slower,
+            "`first` and `second` belong to the whole batch: a part takes 1/parts of them": both + (parts - 1) * slower,
+            "`first` and `second` belong to the whole batch, not to a part: a part takes 1/parts of them": parts * both - faster,
+            "the slower worker sets the pace, not the faster one": (both + (parts - 1) * faster) / parts,
+            "that is how long one part takes through both workers; the other parts follow it": both / parts,
+            "that is right for two parts, but the number of parts differs here": both - faster / 2,
+        }
+        judge_result(
+            given, expected, mistakes if parts > 1 and first != second else {},
+            "that is not the time at which the last part ends",
+            f"{case}: given {given:g}, expected {expected:g}", same=lambda a, b: abs(a - b) < 1e-9,
+        )  # fmt: skip
     return "One part through both workers, and behind it the rest at the pace of the slower one."
 
 
@@ -126,9 +127,15 @@ def _both_on_rank(answer: Callable[..., Any], seed: int) -> Any:
 def _both_workers(answer: Any, on: OnRanks) -> str:
     seed = random.randrange(1 << 30)
     seen = on(NAMES, _both_on_rank, answer, seed, runtime="rpc")[0]
-    if isinstance(seen, str):
-        raise AnswerError(seen)
-    result, arrived, sizes, alone = seen
+    with showing("both_workers(workers, images)"):
+        if isinstance(seen, str):
+            raise AnswerError(seen)
+        result, arrived, sizes, alone = seen
+        _judge_both(result, arrived, sizes, alone, seed)
+    return "Both workers computed at the same time, each one half, and the scores are in order."
+
+
+def _judge_both(result: Any, arrived: list[str], sizes: list[int], alone: bool, seed: int) -> None:
     expected = _network()(_batch(seed)[0]).detach()
     visits = [f"{name} got {size} examples" for name, size in zip(arrived, sizes, strict=True)]
     if isinstance(result, list):  # probably of futures that were not waited for, so `arrived` may be incomplete
@@ -161,7 +168,6 @@ def _both_workers(answer: Any, on: OnRanks) -> str:
         )
     if not torch.allclose(result, expected, atol=1e-5):
         raise AnswerError("the scores are not those of the whole batch in one process")
-    return "Both workers computed at the same time, each one half, and the scores are in order."
 
 
 class _Remote(nn.Module):
@@ -252,8 +258,14 @@ def _step_on_rank(answer: Callable[..., Any], seed: int) -> Any:
 def _distributed_step(answer: Any, on: OnRanks) -> str:
     seed = random.randrange(1 << 30)
     after = on(NAMES, _step_on_rank, answer, seed, runtime="rpc")[0]
-    if isinstance(after, str):
-        raise AnswerError(after)
+    with showing("distributed_step(forward, optimizer, images, labels)"):
+        if isinstance(after, str):
+            raise AnswerError(after)
+        _judge_remote_step(after, seed)
+    return "One step over three processes, equal to the step of a single process."
+
+
+def _judge_remote_step(after: list[Any], seed: int) -> None:
     model, (inputs, labels) = _network(), _batch(seed)
     names = [name for name, _ in model.named_parameters()]
     before = [p.detach().clone().numpy() for p in model.parameters()]
@@ -266,13 +278,11 @@ def _distributed_step(answer: Any, on: OnRanks) -> str:
             "dist_autograd.backward(context_id, [loss]) has stored in that context"
         )
 
-    def explain(times: float) -> str | None:
-        if times < 0:
-            return "have the wrong sign"
-        return f"belong to the summed loss of {BATCH} examples, not to their mean" if abs(times - BATCH) < 1e-3 else None
-
-    compare([steps], dict(zip(names, gradients, strict=True)), subject="the steps of the remote parameters", explain=explain)
-    return "One step over three processes, equal to the step of a single process."
+    causes = {
+        -1.0: "have the wrong sign",
+        float(BATCH): f"belong to the summed loss of {BATCH} examples, not to their mean",
+    }
+    compare([steps], dict(zip(names, gradients, strict=True)), subject="the steps of the remote parameters", causes=causes)
 
 
 EXERCISES = (

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, differ, number_of
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, differ, number_of, showing, whole_numbers
+from labkit.exercises.known_mistakes import judge_result
 from labkit.exercises.sharded_oracles import STEPS, Weights, batch, network, serial, weights
 from labkit.recording.operations import type_of
 
@@ -31,20 +32,19 @@ def _shard_range(answer: Any, _: OnRanks) -> str:
 
 
 def _as_triple(given: Any, numbers: int, ranks: int, rank: int) -> tuple[int, int, int]:
-    try:
-        start, end, padding = (int(number) for number in given)
-    except (TypeError, ValueError):
-        raise AnswerError(
-            f"shard_range({numbers}, {ranks}, {rank}) returned {given!r}: expected three numbers, (start, end, padding)"
-        ) from None
-    return start, end, padding
+    expected = "three numbers, (start, end, padding)"
+    with showing(f"shard_range({numbers}, {ranks}, {rank}) returned {given!r}"):
+        triple = whole_numbers(given, expected)
+        if len(triple) != 3:
+            raise AnswerError(f"expected {expected}")
+    return triple[0], triple[1], triple[2]
 
 
 def _judge_ranges(given: list[tuple[int, int, int]], numbers: int, ranks: int) -> None:
     size = -(-numbers // ranks)
     expected = [(min(r * size, numbers), min((r + 1) * size, numbers)) for r in range(ranks)]
     expected_padding = [size - (end - start) for start, end in expected]
-    case = f"{counted(numbers, 'number')} on {counted(ranks, 'rank')}"
+    case = f"shard_range({numbers}, {ranks}, rank)"
     right = [(*bounds, padding) for bounds, padding in zip(expected, expected_padding, strict=True)]
     details = tuple(f"rank {r}: given {given[r]}, expected {right[r]}" for r in range(ranks))
     lengths = [end - start for start, end, _ in given]
@@ -94,8 +94,6 @@ def _judge_memory(given: float, parameters: int, activations: int, ranks: int, s
     sharded = (stage >= 3, stage >= 2, stage >= 1)
     expected = total(*sharded)
     near = 64.0  # bytes: shards may be rounded up
-    if abs(given - expected) <= near:
-        return
     mistakes = {
         "the activations are missing": expected - activations,
         "activations are not sharded: they belong to this rank's own examples": expected - activations + activations / ranks,
@@ -111,12 +109,12 @@ def _judge_memory(given: float, parameters: int, activations: int, ranks: int, s
         ),
         "these are numbers, not bytes: a float32 has 4 bytes": (expected - activations) / 4 + activations,
     }
-    hint = next((hint for hint, value in mistakes.items() if abs(given - value) <= near), "")
-    hint = hint or "start from 4 bytes each for parameters, gradients and two moments; divide what the stage shards"
-    raise AnswerError(
-        f"stage {stage}, {parameters:,} parameters on {counted(ranks, 'rank')}: {hint}",
-        f"given {given:,.0f} bytes, expected {expected:,.0f}",
-    )
+    judge_result(
+        given, expected, mistakes,
+        "start from 4 bytes each for parameters, gradients and two moments; divide what the stage shards",
+        f"memory_per_rank({parameters}, {activations}, {ranks}, {stage}): given {given:,.0f} bytes, expected {expected:,.0f}",
+        same=lambda a, b: abs(a - b) <= near,
+    )  # fmt: skip
 
 
 Step = Callable[[], object]
@@ -151,31 +149,36 @@ def _zero1_on_rank(answer: Callable[..., Step]) -> tuple[Weights, Weights, int, 
 
 def _zero1(answer: Any, on: OnRanks) -> str:
     for ranks in WORLDS:
-        try:
-            results = on(ranks, _zero1_on_rank, answer)
-        except RankError as error:
-            _explain_failure(error, ranks)
-            raise
-        before, after, kept, made = (list(column) for column in zip(*results, strict=True))
-        _judge_weights(before, after, made, ranks, _operations(results))
-        sizes = [value.size for value in before[0].values()]
-        fair = sum(-(-size // ranks) for size in sizes)
-        if max(kept) > fair and min(kept) == max(kept):
-            raise AnswerError(
-                f"the parameters are right, but every rank keeps optimizer state for {max(kept)} of {sum(sizes)} numbers: give "
-                "make_optimizer this rank's shards instead of the parameters",
-            )
-        if max(kept) > fair:
-            raise AnswerError(
-                f"the parameters are right, but the state is uneven: one rank keeps {max(kept)} numbers, {fair} are enough on "
-                f"{ranks} ranks. Do not give whole tensors to ranks; cut each tensor, or all of them joined, into equal shards",
-                f"numbers of state per rank: {kept}",
-            )
-        _judge_traffic(results, ranks, sizes)
+        with showing(f"zero1(parameters, make_optimizer) on {counted(ranks, 'rank')}"):
+            _judge_zero1(answer, on, ranks)
     return (
         "On 1, 2, 3 and 4 ranks: the parameters of one process with the whole batch, 1/p of the optimizer state "
         "on each rank, and no more bytes than data parallel sends."
     )
+
+
+def _judge_zero1(answer: Any, on: OnRanks, ranks: int) -> None:
+    try:
+        results = on(ranks, _zero1_on_rank, answer)
+    except RankError as error:
+        _explain_failure(error, ranks)
+        raise
+    before, after, kept, made = (list(column) for column in zip(*results, strict=True))
+    _judge_weights(before, after, made, ranks, _operations(results))
+    sizes = [value.size for value in before[0].values()]
+    fair = sum(-(-size // ranks) for size in sizes)
+    if max(kept) > fair and min(kept) == max(kept):
+        raise AnswerError(
+            f"the parameters are right, but every rank keeps optimizer state for {max(kept)} of {sum(sizes)} numbers: give "
+            "make_optimizer this rank's shards instead of the parameters",
+        )
+    if max(kept) > fair:
+        raise AnswerError(
+            f"the parameters are right, but the state is uneven: one rank keeps {max(kept)} numbers, {fair} are enough on "
+            f"{ranks} ranks. Do not give whole tensors to ranks; cut each tensor, or all of them joined, into equal shards",
+            f"numbers of state per rank: {kept}",
+        )
+    _judge_traffic(results, ranks, sizes)
 
 
 def _operations(results: Any) -> list[str]:
@@ -186,7 +189,7 @@ def _explain_failure(error: RankError, ranks: int) -> None:
     """Say why a rank failed, if the reason is a size that the number of ranks does not divide."""
     first = error.failures[0]
     words = ("must be equal to", "size", "shape", "divisible", "invalid tensor", "split")
-    if any(word in first.traceback.casefold() for word in words):
+    if any(word in first.headline.casefold() for word in words):
         raise AnswerError(
             f"{first.name} failed: not every tensor here divides by {ranks}. Add zeros at its end until it does, as in "
             f"F.pad(x, (0, -x.numel() % {ranks})), and cut them off after gathering",
@@ -229,14 +232,21 @@ def _judge_weights(
 
 
 def _judge_traffic(results: Any, ranks: int, sizes: Sequence[int]) -> None:
-    """Check that the ranks sent no more than a reduce-scatter and an all-gather of everything, with padding."""
+    """Check that the ranks sent what a reduce-scatter and an all-gather of everything need, and no more."""
     from labkit.plots.flows import flows_of
 
     padded = sum(sizes) + len(sizes) * (ranks - 1)
     sent = float(flows_of(results.trace).nbytes.sum()) / STEPS / ranks
     enough = 2 * (ranks - 1) / ranks * 4 * padded
+    needed = 2 * (ranks - 1) / ranks * 4 * sum(sizes)
+    if sent < needed * (1 - 1e-6):
+        raise AnswerError(
+            "the result is right, but the ranks have not exchanged what it takes: every rank needs the gradients of all others "
+            "for its shard, and the updated shards of all others",
+            f"sent per rank and step: {sent:.0f} B, needed: {needed:.0f} B",
+        )
     if sent > enough:
-        times = sent / (2 * (ranks - 1) / ranks * 4 * sum(sizes))
+        times = sent / needed
         raise AnswerError(
             f"the result is right, but each rank sends {times:.2g} times the bytes of data parallel: an all_reduce "
             "gives every rank the mean of all gradients, and it needs only its shard's. Use dist.reduce_scatter",
@@ -262,16 +272,21 @@ def _norm_on_rank(answer: Callable[..., Any]) -> tuple[float | None, bool]:
 
 def _global_norm(answer: Any, on: OnRanks) -> str:
     for ranks in WORLDS:
+        case = f"global_norm(gradients) on {counted(ranks, 'rank')}"
         results = on(ranks, _norm_on_rank, answer)
         _judge_norms([norm for norm, _ in results], ranks)
         if not all(same for _, same in results):
-            raise AnswerError("the norm is right, but the gradients have changed: collectives and x.square_() work in place")
-        calls = len(results.trace.of(rank=0, kind="communication"))
+            hint = "the norm is right, but the gradients have changed: collectives and x.square_() work in place"
+            raise AnswerError(hint, case)
+        calls = sum(span.nbytes > 0 for span in results.trace.of(rank=0, kind="communication"))  # not those to the store
         if ranks > 1 and calls > 1:
             raise AnswerError(
                 f"the norm is right, with {calls} operations; one is enough: add up this rank's squares first, then "
-                "all_reduce that one number"
+                "all_reduce that one number",
+                case,
             )
+        if ranks > 1 and not calls:
+            raise AnswerError("the norm is right, but no operation was called: how can a rank know the shards of others?", case)
     return "On 1, 2, 3 and 4 ranks: the norm of the whole gradient, on every rank, with one all_reduce."
 
 
@@ -280,40 +295,27 @@ def _judge_norms(given: Sequence[float | None], ranks: int) -> None:
     own = [math.sqrt(sum(float(s.square().sum()) for s in of_rank)) for of_rank in shards]
     square = sum(norm**2 for norm in own)
     right = math.sqrt(square)
-    details = tuple(f"rank {r}: given {g if g is None else f'{g:.4g}'}, expected {right:.4g}" for r, g in enumerate(given))
+    case = f"global_norm(gradients) on {counted(ranks, 'rank')}"
+    details = (case, *(f"rank {r}: given {g if g is None else f'{g:.4g}'}, expected {right:.4g}" for r, g in enumerate(given)))
     if any(norm is None for norm in given):
         raise AnswerError("nothing is returned: dist.all_reduce works in place and returns None", *details)
     norms = [norm for norm in given if norm is not None]
 
-    def are(values: Sequence[float]) -> bool:
-        return bool(np.allclose(norms, values, rtol=1e-3))
-
-    if are([right] * ranks):
-        return
-    case = f"{counted(ranks, 'rank')}: "
-    tensors = [s for of_rank in shards for s in of_rank]
-    mistakes: list[tuple[str, Sequence[float]]] = [
-        ("the square root is missing at the end", [square] * ranks),
-        ("each rank has the norm of its own shards; add up the squares of all ranks", own),
-        ("norms do not add up, squares do: all_reduce the sum of squares, then take the root", [sum(own)] * ranks),
-        (
-            "norms of tensors do not add up, squares do: take the root once, at the end",
-            [sum(float(s.norm()) for s in tensors)] * ranks,
-        ),
-        (
-            "the sum of squares was divided by the number of ranks: shards are parts, not copies",
-            [right / math.sqrt(ranks)] * ranks,
-        ),
-        ("the norm was divided by the number of ranks: shards are parts, not copies", [right / ranks] * ranks),
-        ("that is the largest norm of a rank; the whole gradient has a larger one", [max(own)] * ranks),
-        ("these are averages of norms; squares add up, norms do not", [sum(own) / ranks] * ranks),
-    ]
-    for hint, values in mistakes:
-        if are(values):
-            raise AnswerError(case + hint, *details)
+    of_tensors = sum(float(s.norm()) for of_rank in shards for s in of_rank)
+    mistakes: dict[str, Sequence[float]] = {
+        "the square root is missing at the end": [square] * ranks,
+        "each rank has the norm of its own shards; add up the squares of all ranks": own,
+        "norms do not add up, squares do: all_reduce the sum of squares, then take the root": [sum(own)] * ranks,
+        "norms of tensors do not add up, squares do: take the root once, at the end": [of_tensors] * ranks,
+        "the sum of squares was divided by the number of ranks: shards are parts, not copies": [right / math.sqrt(ranks)] * ranks,
+        "the norm was divided by the number of ranks: shards are parts, not copies": [right / ranks] * ranks,
+        "that is the largest norm of a rank; the whole gradient has a larger one": [max(own)] * ranks,
+        "these are averages of norms; squares add up, norms do not": [sum(own) / ranks] * ranks,
+    }
+    otherwise = "not the norm of all shards of all ranks: the root of the sum of all squares"
     if math.isclose(norms[0], right, rel_tol=1e-3):
-        raise AnswerError(f"{case}rank 0 has the norm, the others do not: use all_reduce, not reduce", *details)
-    raise AnswerError(f"{case}not the norm of all shards of all ranks: the root of the sum of all squares", *details)
+        otherwise = "rank 0 has the norm, the others do not: use all_reduce, not reduce"
+    judge_result(norms, [right] * ranks, mistakes, otherwise, *details, same=lambda a, b: np.allclose(a, b, rtol=1e-3))
 
 
 EXERCISES = (

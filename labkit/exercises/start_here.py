@@ -6,9 +6,18 @@ import reprlib
 from typing import Any
 
 from labkit.errors.exceptions import RankError
-from labkit.errors.lists import counted
 from labkit.errors.wrong_calls import one_number
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, call, listing, takes_number_for_list
+from labkit.exercises.judging import (
+    AnswerError,
+    Exercise,
+    OnRanks,
+    call,
+    listing,
+    showing,
+    takes_number_for_list,
+    whole_numbers,
+)
+from labkit.exercises.known_mistakes import judge_result
 
 __all__ = ["EXERCISES"]
 
@@ -21,7 +30,7 @@ def _introduce(answer: Any, on: OnRanks) -> str:
         expected = [f"rank {rank} of {ranks}" for rank in range(ranks)]
         if got == expected:
             continue
-        details = (f"on {ranks} ranks given {got}", f"expected {expected}")
+        details = (f"introduce() on {ranks} ranks: given {got}", f"expected {expected}")
         if all(g is None for g in got):
             raise AnswerError(
                 "the function returns nothing: print only shows the text; `return` gives it to the notebook", *details
@@ -48,9 +57,13 @@ def _my_share(answer: Any, on: OnRanks) -> str:
             first = error.failures[0]
             if not takes_number_for_list(first.headline):
                 raise
-            raise AnswerError(f"`items` is a number, not a list: here it was {items}", first.headline, first.traceback) from None
-        shares = [_as_items(share, rank) for rank, share in enumerate(returned)]
-        details = tuple(f"rank {rank}: {share}" for rank, share in enumerate(shares))
+            hint = f"`items` is a number, not a list: here it was {items}"
+            raise AnswerError(hint, f"my_share({items}) on {ranks} ranks", first.headline, first.traceback) from None
+        shares = []
+        for rank, share in enumerate(returned):
+            with showing(f"my_share({items}) on rank {rank} of {ranks} returned {share!r}"):
+                shares.append(whole_numbers(share, "its item numbers, as a list or a range"))
+        details = tuple(f"rank {rank}: my_share({items}) returned {share}" for rank, share in enumerate(shares))
         case = f"{items} items on {ranks} ranks"
         every = [item for share in shares for item in share]
         unknown = sorted({item for item in every if item not in range(items)})
@@ -76,13 +89,6 @@ def _my_share(answer: Any, on: OnRanks) -> str:
     return "Every item belongs to exactly one rank, and no rank has more than one item more than another."
 
 
-def _as_items(share: Any, rank: int) -> list[int]:
-    try:
-        return [int(item) for item in share]
-    except (TypeError, ValueError):
-        raise AnswerError(f"rank {rank} returned {share!r}: expected its item numbers, as a list or a range") from None
-
-
 def _items(numbers: list[int]) -> str:
     return f"item {numbers[0]} belongs" if len(numbers) == 1 else f"items {listing(numbers)} belong"
 
@@ -92,22 +98,20 @@ def _waiting_share(answer: Any, _: OnRanks) -> str:
     share = None if isinstance(answer, str) else one_number(answer)
     if share is None:
         raise AnswerError(f"expected a number between 0 and 1, given {reprlib.repr(answer)}")
-    if abs(share - 0.5) < 0.005:
-        return "The three fast ranks wait 0.6 of the group's 1.2 seconds: half of what was paid for is idle."
-    hints = {
-        50: "right as a percentage; as a share between 0 and 1 it is a hundredth of that",
-        2 / 3: "that is the share of one fast rank; the slow one never waits, and counts too",
-        0.6: "those are the seconds that all ranks wait; divide by the seconds of four ranks",
-        0.2: "those are the seconds that one rank waits; count all ranks, and divide by the seconds of four ranks",
-        0.25: "that would be one rank of four; three of them wait, though not all the time",
-        0.75: "three of four ranks wait, but not all the time: each works for a third of it",
+    mistakes = {
+        "right as a percentage; as a share between 0 and 1 it is a hundredth of that": 50,
+        "that is the share of one fast rank; the slow one never waits, and counts too": 2 / 3,
+        "those are the seconds that all ranks wait; divide by the seconds of four ranks": 0.6,
+        "those are the seconds that one rank waits; count all ranks, and divide by the seconds of four ranks": 0.2,
+        "that would be one rank of four; three of them wait, though not all the time": 0.25,
+        "three of four ranks wait, but not all the time: each works for a third of it": 0.75,
     }
-    for value, hint in hints.items():
-        if abs(share - value) < 0.01 * max(1, value):
-            raise AnswerError(f"{answer} is wrong: {hint}")
-    raise AnswerError(
-        f"{answer} is wrong: add up what each rank waits until the slowest is done, and divide by {counted(4, 'rank')} × 0.3 s"
-    )
+    judge_result(
+        share, 0.5, mistakes,
+        "add up what each rank waits until the slowest is done, and divide by 4 ranks × 0.3 s", f"given {answer}",
+        same=lambda a, b: abs(a - b) < 0.0075 * max(1, b),
+    )  # fmt: skip
+    return "The three fast ranks wait 0.6 of the group's 1.2 seconds: half of what was paid for is idle."
 
 
 EXERCISES = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.errors.lists import counted
 from labkit.exercises.explained import explaining
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, factor
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, factor, showing
+from labkit.exercises.known_mistakes import judge_result
 
 __all__ = ["EXERCISES"]
 
@@ -46,7 +48,7 @@ IN_HEADS = (
 
 
 class _Collectives(TorchDispatchMode):
-    """Counts the numbers in each all_reduce of this rank, and names the other collectives."""
+    """Counts the numbers that this rank puts into each collective."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,9 +59,14 @@ class _Collectives(TorchDispatchMode):
         if function.namespace in ("c10d", "_c10d_functional"):
             name = function._schema.name.partition("::")[2].strip("_")
             if not name.startswith("wait"):
-                given = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-                self.seen.append((name, sum(t.numel() for t in given if isinstance(t, Tensor))))
+                given = args[1] if len(args) > 1 and isinstance(args[1], (Tensor, list)) else args[0]  # after the outputs
+                self.seen.append((name, _count(given)))
         return function(*args, **(kwargs or {}))
+
+
+def _count(given: Any) -> int:
+    """Return how many numbers are in a tensor, or in lists of tensors."""
+    return given.numel() if isinstance(given, Tensor) else sum(map(_count, given))
 
 
 def _numbers(*shape: int) -> Tensor:
@@ -100,33 +107,37 @@ def _detached(result: Any) -> Any:
 
 def _column_backward(answer: Any, on: OnRanks) -> str:
     for ranks in (2, 3, 4, 1):
-        seen = on(ranks, _column_on_rank, answer)
-        x, weight, gradient = _column_case(ranks)
-        parts = gradient.tensor_split(ranks, -1)
-        for rank, (result, _, changed) in enumerate(seen):
-            if not isinstance(result, list) or len(result) != 3:
-                returned = result if isinstance(result, str) else counted(len(result), "value")
-                raise AnswerError(f"expected three gradients, (grad_x, grad_weight, grad_bias); rank {rank} returned {returned}")
-            for name, value in zip(("grad_x", "grad_weight", "grad_bias"), result, strict=True):
-                if isinstance(value, str):
-                    hint = "; dist.all_reduce works in place and returns None" if value == "NoneType" else ""
-                    raise AnswerError(f"{name} is a {value} on rank {rank}, expected a tensor{hint}")
-            if changed:
-                raise AnswerError(
-                    f"{changed[0]} was modified: autograd still needs it. dist.all_reduce works in place, so give it a new tensor"
-                )
-        own = [
-            {"grad_weight": (g.T @ x).numpy(), "grad_bias": g.sum(0).numpy()} for g in parts
-        ]  # each rank's part of the whole gradients
-        for rank, (result, _, _) in enumerate(seen):
-            names = {"grad_weight": result[1], "grad_bias": result[2]}
-            _judge_own_gradients(names, own, rank, ranks)
-        got = [{"grad_x": result[0]} for result, _, _ in seen]
-        _judge_grad_x(
-            got, (gradient @ weight).numpy(), [(g @ w).numpy() for g, w in zip(parts, weight.tensor_split(ranks), strict=True)]
-        )
-        _judge_messages([collectives for _, collectives, _ in seen], ranks, BATCH * INPUTS)
+        with showing(f"column_backward(x, weight, grad) on {counted(ranks, 'rank')}"):
+            _judge_column(on(ranks, _column_on_rank, answer), ranks)
     return "On 1, 2, 3 and 4 ranks the gradients are those of one process, with one all_reduce of the size of x."
+
+
+def _judge_column(seen: Sequence[Any], ranks: int) -> None:
+    x, weight, gradient = _column_case(ranks)
+    parts = gradient.tensor_split(ranks, -1)
+    for rank, (result, _, changed) in enumerate(seen):
+        if not isinstance(result, list) or len(result) != 3:
+            returned = result if isinstance(result, str) else counted(len(result), "value")
+            raise AnswerError(f"expected three gradients, (grad_x, grad_weight, grad_bias); rank {rank} returned {returned}")
+        for name, value in zip(("grad_x", "grad_weight", "grad_bias"), result, strict=True):
+            if isinstance(value, str):
+                hint = "; dist.all_reduce works in place and returns None" if value == "NoneType" else ""
+                raise AnswerError(f"{name} is a {value} on rank {rank}, expected a tensor{hint}")
+        if changed:
+            raise AnswerError(
+                f"{changed[0]} was modified: autograd still needs it. dist.all_reduce works in place, so give it a new tensor"
+            )
+    own = [
+        {"grad_weight": (g.T @ x).numpy(), "grad_bias": g.sum(0).numpy()} for g in parts
+    ]  # each rank's part of the whole gradients
+    for rank, (result, _, _) in enumerate(seen):
+        names = {"grad_weight": result[1], "grad_bias": result[2]}
+        _judge_own_gradients(names, own, rank, ranks)
+    got = [{"grad_x": result[0]} for result, _, _ in seen]
+    _judge_grad_x(
+        got, (gradient @ weight).numpy(), [(g @ w).numpy() for g, w in zip(parts, weight.tensor_split(ranks), strict=True)]
+    )
+    _judge_messages([collectives for _, collectives, _ in seen], ranks, BATCH * INPUTS)
 
 
 def _judge_own_gradients(got: dict[str, Any], own: Sequence[dict[str, Any]], rank: int, ranks: int) -> None:
@@ -163,15 +174,17 @@ def _judge_grad_x(got: Sequence[dict[str, Any]], expected: Any, partial: Sequenc
             "the gradient of x is the sum of what the ranks contribute",
         )
 
-    def explain(times: float) -> str | None:
-        if abs(times - 1 / ranks) < 1e-3:
-            return "of x were averaged. Each rank adds what its own columns contribute: it is a sum, not a mean"
-        return None
-
-    compare(got, {"grad_x": expected}, subject="the gradients", oracle="one process", explain=explain)
+    causes = {1 / ranks: "of x were averaged. Each rank adds what its own columns contribute: it is a sum, not a mean"}
+    compare(got, {"grad_x": expected}, subject="the gradients", oracle="one process", causes=causes)
 
 
 def _judge_messages(collectives: Sequence[list[tuple[str, int]]], ranks: int, numbers: int) -> None:
+    sent = min(sum(count for _, count in own) for own in collectives)
+    if ranks > 1 and sent < numbers:
+        raise AnswerError(
+            "the result is right, but the ranks have not exchanged it: how can a rank know what others contribute to grad_x?",
+            f"a rank communicated {counted(sent, 'number')}; grad_x has {numbers}",
+        )
     sent = sum(count for _, count in collectives[0])
     details = [f"{name} of {counted(count, 'number')}" for name, count in collectives[0]]
     if ranks > 1 and sent > numbers:
@@ -214,22 +227,27 @@ def _row_on_rank(answer: Callable[..., Any]) -> Any:
 
 def _row_linear(answer: Any, on: OnRanks) -> str:
     for ranks in (2, 3, 4, 1):
-        seen = explaining(on, IN_ROWS)(ranks, _row_on_rank, answer)
-        x, weight, bias, gradient = _row_case(ranks)
-        if isinstance(seen[0], str):
-            raise AnswerError(f"expected a tensor, the output of the layer; it returned {seen[0]}")
-        own = weight.tensor_split(ranks, -1)
-        _judge_row_output([s[0] for s in seen], x, own, bias)
-        _judge_row_gradients([s[1] for s in seen], x, own, gradient)
+        with showing(f"row_linear(x, weight, bias) on {counted(ranks, 'rank')}"):
+            _judge_row(explaining(on, IN_ROWS)(ranks, _row_on_rank, answer), ranks)
     return "On 1, 2, 3 and 4 ranks, output and gradients are those of one process."
+
+
+def _judge_row(seen: Sequence[Any], ranks: int) -> None:
+    x, weight, bias, gradient = _row_case(ranks)
+    if isinstance(seen[0], str):
+        raise AnswerError(f"expected a tensor, the output of the layer; it returned {seen[0]}")
+    own = weight.tensor_split(ranks, -1)
+    _judge_row_output([s[0] for s in seen], x, own, bias)
+    _judge_row_gradients([s[1] for s in seen], x, own, gradient)
 
 
 def _judge_row_output(got: Sequence[Any], x: Tensor, own: Sequence[Tensor], bias: Tensor) -> None:
     ranks = len(got)
     products = [part @ w.T for part, w in zip(x.tensor_split(ranks, -1), own, strict=True)]
     total = sum(products[1:], products[0])
-    known = {
-        "the bias was added on every rank before the sum, so it is in it " + str(ranks) + " times: add it after the all_reduce": [
+    expected = [total + bias] * ranks
+    mistakes = {
+        "the bias was added on every rank before the sum, so it is in it once for each rank: add it after the all_reduce": [
             total + ranks * bias
         ]
         * ranks,
@@ -239,12 +257,9 @@ def _judge_row_output(got: Sequence[Any], x: Tensor, own: Sequence[Tensor], bias
         ],
         "the products were averaged: each rank holds a part of the sum, so they must be added": [total / ranks + bias] * ranks,
     }
-    expected = [total + bias] * ranks
-    if all(_same(a, e.numpy()) for a, e in zip(got, expected, strict=True)):
-        return
-    for hint, outputs in known.items():
-        if all(_same(a, o.numpy()) for a, o in zip(got, outputs, strict=True)):
-            raise AnswerError(hint)
+    judge_result(
+        got, expected, mistakes, "", same=lambda a, b: all(_same(np.asarray(x), y.numpy()) for x, y in zip(a, b, strict=True))
+    )
     compare([{"y": a} for a in got], {"y": expected[0].numpy()}, subject="the outputs", oracle="one process")
 
 
@@ -298,12 +313,13 @@ def _heads_on_rank(answer: Callable[..., Any], weight: Tensor, heads: int) -> An
 
 
 def _my_heads(answer: Any, on: OnRanks) -> str:
-    for ranks, heads, width in ((2, 4, 3), (3, 5, 4), (4, 6, 2), (4, 5, 3), (1, 4, 3)):
+    for ranks, heads, width in ((3, 5, 4), (2, 4, 3), (4, 6, 2), (4, 5, 3), (1, 4, 3)):
         hidden = heads * width
         torch.manual_seed(ranks)
         weight = torch.randn(3 * hidden, hidden)
-        case = f"{counted(ranks, 'rank')}, {heads} heads of {width}"
-        got = explaining(on, IN_HEADS)(ranks, _heads_on_rank, answer, weight, heads)
+        case = f"my_heads(weight, {heads}) on {counted(ranks, 'rank')}, heads of {width}"
+        with showing(case):
+            got = explaining(on, IN_HEADS)(ranks, _heads_on_rank, answer, weight, heads)
         for rank, value in enumerate(got):
             if not isinstance(value, Tensor):
                 raise AnswerError(f"{case}: expected a tensor with this rank's rows of the weight; rank {rank} returned {value}")
@@ -314,14 +330,12 @@ def _my_heads(answer: Any, on: OnRanks) -> str:
         q, k, v = weight.chunk(3)
         by_head = [part.unflatten(0, (heads, width)).tensor_split(ranks) for part in (q, k, v)]
         right = [torch.cat([part[rank].flatten(0, 1) for part in by_head]) for rank in range(ranks)]
-        if _all_equal(got, right):
-            continue
         shapes = [
             f"rank {r}: given {tuple(a.shape)}, expected {tuple(b.shape)}"
             for r, (a, b) in enumerate(zip(got, right, strict=True))
             if a.shape != b.shape
         ]
-        for hint, parts in {
+        mistakes = {
             "the weight was cut as if the q, k and v of a head stood together; its rows are all queries, then all keys, then all "
             "values. Cut q, k and v one by one": weight.tensor_split(ranks),
             "the heads are cut through: rows were counted, not heads. A rank needs whole heads": [
@@ -335,23 +349,16 @@ def _my_heads(answer: Any, on: OnRanks) -> str:
             "a head's q, k and v stand together, but the layer's output is cut into q, k and v by chunk(3): all q first, then "
             "all k, then all v": [torch.stack([p[r] for p in by_head], 1).flatten(0, 2) for r in range(ranks)],
             "every rank has all heads": [weight] * ranks,
-        }.items():
-            if ranks > 1 and _all_equal(got, parts):
-                raise AnswerError(f"{case}: {hint}", *shapes)
-        if any(value.shape[1] != hidden for value in got):
-            raise AnswerError(
-                f"{case}: each row keeps its {hidden} numbers, so the rows of q, k and v are joined along dimension 0", *shapes
-            )
+        }
         rows = sum(len(value) for value in got)
-        if rows < len(weight):
-            raise AnswerError(
-                f"{case}: {len(weight) - rows} rows are on no rank: heads // p rounds down, and the first heads % p ranks have a "
-                "head more",
-                *shapes,
+        otherwise = "these are not the rows of the rank's heads, q then k then v, as tensor_split cuts them"
+        if any(value.shape[1] != hidden for value in got):
+            otherwise = f"each row keeps its {hidden} numbers, so the rows of q, k and v are joined along dimension 0"
+        elif rows < len(weight):
+            otherwise = (
+                f"{len(weight) - rows} rows are on no rank: heads // p rounds down; the first heads % p ranks have one more"
             )
-        raise AnswerError(
-            f"{case}: these are not the rows of the rank's heads, q then k then v, as tensor_split cuts them", *shapes
-        )
+        judge_result(got, right, mistakes if ranks > 1 else {}, otherwise, case, *shapes, same=_all_equal)
     return "Every rank has whole heads, with their queries, keys and values, also where the heads cannot be divided evenly."
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from labkit.exercises.all_reduce_waits import judge_waits
 from labkit.exercises.explained import explaining
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, showing
+from labkit.exercises.known_mistakes import judge_result
 
 __all__ = ["EXERCISES"]
 
@@ -93,58 +94,71 @@ def _devices(tf: Any, replicas: int) -> list[str]:
 
 def _replica_loss(answer: Any, on: OnRanks) -> str:
     for uneven in (False, True):
-        ((got, mean, differentiable),) = explaining(on, EXPLAINED, runtime="tensorflow")(
-            1, _loss_on_rank, answer, uneven, devices_per_rank=REPLICAS
-        )
-        if isinstance(got, list):
-            raise AnswerError(
-                "it returns several numbers: return one, for the whole share of this replica",
-                f"summed over {REPLICAS} replicas: {got}",
+        with showing(f"replica_loss(losses, 4, {PENALTY:g}) on {REPLICAS} replicas"):
+            ((got, mean, differentiable),) = explaining(on, EXPLAINED, runtime="tensorflow")(
+                1, _loss_on_rank, answer, uneven, devices_per_rank=REPLICAS
             )
-        if not differentiable:
-            raise AnswerError(
-                "it has no gradient: numpy, and values read out of a tensor, are outside the graph. Compute with TensorFlow's "
-                "functions, such as tf.reduce_sum"
-            )
-        if math.isclose(got, mean + PENALTY, rel_tol=1e-4):
-            continue
-        details = (
-            f"summed over {REPLICAS} replicas: {got:.4g}",
-            f"mean over the whole batch: {mean:.4g}, penalty: {PENALTY:g}, expected {mean + PENALTY:.4g}",
-        )
-        if uneven:
-            raise AnswerError(
-                "right for equal shares, wrong when one replica has 3 examples and the other 1: divide the sum by the global "
-                "batch, not a mean by the number of replicas",
-                *details,
-            )
-        raise AnswerError(_scaling_mistake(got, mean), *details)
+            _judge_loss(got, mean, differentiable, uneven)
     return "Summed over the replicas it is the mean over the global batch and the penalty once, also when their shares differ."
 
 
-def _scaling_mistake(got: float, mean: float) -> str:
-    """Return the hint for a sum over two replicas that should be `mean` of four losses, plus the penalty."""
-    if math.isclose(got, mean, rel_tol=1e-4):
-        return "the losses are right and the penalty is missing: add this replica's share of it"
-    if math.isclose(got, mean + REPLICAS * PENALTY, rel_tol=1e-4):
-        return f"the losses are right, but every replica adds the whole penalty: it is added {REPLICAS} times"
-    if math.isclose(got, mean + REPLICAS * PENALTY / 4, rel_tol=1e-4):
-        return (
-            "the penalty is divided by the global batch, but every replica adds it once, however many examples it has: divide "
-            "it by the number of replicas"
+def _judge_loss(got: Any, mean: float, differentiable: bool, uneven: bool) -> None:
+    if isinstance(got, list):
+        raise AnswerError(
+            "it returns several numbers: return one, for the whole share of this replica",
+            f"summed over {REPLICAS} replicas: {got}",
         )
-    for of_losses in (got - PENALTY, got - REPLICAS * PENALTY, got - REPLICAS * PENALTY / 4):
-        if math.isclose(of_losses, mean * REPLICAS, rel_tol=1e-4):
-            return (
-                f"the loss is {REPLICAS} times too large on {REPLICAS} replicas: a mean over the replica's own examples is "
-                "summed over replicas afterwards. Divide by the global batch"
+    if not differentiable:
+        raise AnswerError(
+            "it has no gradient: numpy, and values read out of a tensor, are outside the graph. Compute with TensorFlow's "
+            "functions, such as tf.reduce_sum"
+        )
+    details = (
+        f"summed over {REPLICAS} replicas: {got:.4g}",
+        f"mean over the whole batch: {mean:.4g}, penalty: {PENALTY:g}, expected {mean + PENALTY:.4g}",
+    )
+    if uneven and not _equal(got, mean + PENALTY):
+        raise AnswerError(
+            "right for equal shares, wrong when one replica has 3 examples and the other 1: divide the sum by the global "
+            "batch, not a mean by the number of replicas",
+            *details,
+        )
+    if not uneven:
+        _judge_scaling(got, mean, *details)
+
+
+def _judge_scaling(got: float, mean: float, *details: str) -> None:
+    """Judge a sum over two replicas that should be `mean` of four losses, plus the penalty."""
+    penalties = (PENALTY, REPLICAS * PENALTY, REPLICAS * PENALTY / 4)  # once, by each replica, divided by the global batch
+    too_large = (
+        f"the loss is {REPLICAS} times too large on {REPLICAS} replicas: a mean over the replica's own examples is summed over "
+        "replicas afterwards. Divide by the global batch"
+    )
+    mistakes = {
+        "the losses are right and the penalty is missing: add this replica's share of it": [mean],
+        f"the losses are right, but every replica adds the whole penalty: it is added {REPLICAS} times": [
+            mean + REPLICAS * PENALTY
+        ],
+        "the penalty is divided by the global batch, but every replica adds it once, however many examples it has: divide it by "
+        "the number of replicas": [mean + REPLICAS * PENALTY / 4],
+        too_large: [mean * REPLICAS + penalty for penalty in penalties],
+        "the loss is a sum, not a mean: divide by the global batch": [mean * 4 + penalty for penalty in penalties],
+    }
+    otherwise = "the losses of the replicas do not add up to the mean over the whole batch and one penalty"
+    for penalty in penalties:
+        divisor = mean * 4 / (got - penalty) if got > penalty else 0.0
+        if divisor > 4.5 and _equal(divisor, round(divisor)):
+            otherwise = (
+                f"the sum is divided by {divisor:.0f}, and the global batch is 4 here: divide by the argument global_batch"
             )
-        if math.isclose(of_losses, mean * 4, rel_tol=1e-4):
-            return "the loss is a sum, not a mean: divide by the global batch"
-        divisor = mean * 4 / of_losses if of_losses > 0 else 0.0
-        if divisor > 4.5 and math.isclose(divisor, round(divisor), rel_tol=1e-4):
-            return f"the sum is divided by {divisor:.0f}, and the global batch is 4 here: divide by the argument global_batch"
-    return "the losses of the replicas do not add up to the mean over the whole batch and one penalty"
+            break
+    judge_result(
+        [got], [mean + PENALTY], mistakes, otherwise, *details, same=lambda a, b: any(_equal(x, y) for x in a for y in b)
+    )
+
+
+def _equal(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=1e-4)
 
 
 Steps = list[list[list[int]]]  # for each step and replica, the numbers of its examples
@@ -174,15 +188,19 @@ def _batches_on_ranks(answer: Callable[..., Any]) -> Steps:
 
 def _global_batches(answer: Any, on: OnRanks) -> str:
     on = explaining(on, EXPLAINED, runtime="tensorflow")
-    (steps,) = on(1, _batches_on_devices, answer, REPLICAS, devices_per_rank=REPLICAS)
-    _judge_steps(steps)
-    (steps,) = on(1, _batches_on_devices, answer, MORE_REPLICAS, devices_per_rank=MORE_REPLICAS)
-    if [[len(part) for part in step] for step in steps] != [[PER_REPLICA] * MORE_REPLICAS]:
-        raise AnswerError(
-            f"right for {REPLICAS} replicas, wrong for {MORE_REPLICAS}: ask the strategy, strategy.num_replicas_in_sync",
-            *_listed(steps),
-        )
-    _judge_ranks(on(REPLICAS, _batches_on_ranks, answer))
+    call = f"global_batches(strategy, examples, {PER_REPLICA})"
+    with showing(f"{call} with {EXAMPLES} examples, {REPLICAS} replicas"):
+        (steps,) = on(1, _batches_on_devices, answer, REPLICAS, devices_per_rank=REPLICAS)
+        _judge_steps(steps)
+    with showing(f"{call} with {EXAMPLES} examples, {MORE_REPLICAS} replicas"):
+        (steps,) = on(1, _batches_on_devices, answer, MORE_REPLICAS, devices_per_rank=MORE_REPLICAS)
+        if [[len(part) for part in step] for step in steps] != [[PER_REPLICA] * MORE_REPLICAS]:
+            raise AnswerError(
+                f"right for {REPLICAS} replicas, wrong for {MORE_REPLICAS}: ask the strategy, strategy.num_replicas_in_sync",
+                *_listed(steps),
+            )
+    with showing(f"{call} with {EXAMPLES_OF_RANKS} examples, on {REPLICAS} ranks"):
+        _judge_ranks(on(REPLICAS, _batches_on_ranks, answer))
     return "Every step gives every replica the batch that was asked for, and no example is read twice, also on two ranks."
 
 
@@ -277,43 +295,41 @@ def _clip_on_rank(answer: Callable[..., Any], limit: float) -> list[list[float]]
 
 def _clipped_sum(answer: Any, on: OnRanks) -> str:
     for limit in (LIMIT, HIGH_LIMIT):
-        ranks = explaining(on, EXPLAINED, runtime="tensorflow")(len(GRADIENTS), _clip_on_rank, answer, limit)
-        for rank, got in enumerate(ranks):
-            if isinstance(got, str):
-                raise AnswerError(
-                    "expected a list like the one that was given. tf.clip_by_global_norm returns two things: the list, "
-                    "and its norm before clipping",
-                    f"rank {rank} returned {got}",
-                )
-        given = [[np.array(gradient) for gradient in own] for own in GRADIENTS]
-        total = _sum(given)
-        expected = _clip(total, limit)
-        if all(_same(got, expected) for got in ranks):
-            continue
-        details = (f"limit {limit:g}", *(f"rank {i} got {got}" for i, got in enumerate(ranks)), f"expected {_lists(expected)}")
-        early = _sum([_clip(own, limit) for own in given])
-        mean = _clip([gradient / len(given) for gradient in total], limit)
-        alone = [_clip([gradient], limit)[0] for gradient in total]
-        causes: tuple[tuple[list[list[NDArray[Any]]], str], ...] = (
-            (
-                [early] * 2,
-                "each rank clipped its own gradients before the sum: sum first, and clip what the whole batch gives",
-            ),
-            ([total] * 2, "the gradients are summed, but not clipped: their norm together is above the limit"),
-            ([mean] * 2, "these come from the mean over the ranks: the losses are divided by the global batch already, so sum"),
-            ([alone] * 2, "each gradient was clipped by itself: the limit is for the norm of all of them together"),
-            (given, "each rank has its own gradients only: nothing was exchanged"),
-            ([_clip(own, limit) for own in given], "each rank has its own gradients only, clipped: nothing was exchanged"),
-        )
-        for mistaken, explanation in causes:
-            if all(_same(got, wrong) for got, wrong in zip(ranks, mistaken, strict=True)):
-                raise AnswerError(explanation, *details)
-        if limit == HIGH_LIMIT:
-            raise AnswerError(
-                "right if the norm is above the limit, wrong below it: clipping never lengthens a gradient", *details
-            )
-        raise AnswerError("these are not the gradients of the whole batch, clipped", *details)
+        with showing(f"clipped_sum(gradients, {limit:g}) on {len(GRADIENTS)} ranks"):
+            _judge_clipped(explaining(on, EXPLAINED, runtime="tensorflow")(len(GRADIENTS), _clip_on_rank, answer, limit), limit)
     return "The gradients of all replicas are first summed and then clipped, as one device would do with the whole batch."
+
+
+def _judge_clipped(ranks: list[Any], limit: float) -> None:
+    for rank, got in enumerate(ranks):
+        if isinstance(got, str):
+            raise AnswerError(
+                "expected a list like the one that was given. tf.clip_by_global_norm returns two things: the list, "
+                "and its norm before clipping",
+                f"rank {rank} returned {got}",
+            )
+    given = [[np.array(gradient) for gradient in own] for own in GRADIENTS]
+    total = _sum(given)
+    expected = _clip(total, limit)
+    mistakes = {
+        "each rank clipped its own gradients before the sum: sum first, and clip what the whole batch gives": (
+            [_sum([_clip(own, limit) for own in given])] * 2
+        ),
+        "the gradients are summed, but not clipped: their norm together is above the limit": [total] * 2,
+        "these come from the mean over the ranks: the losses are divided by the global batch already, so sum": (
+            [_clip([gradient / len(given) for gradient in total], limit)] * 2
+        ),
+        "each gradient was clipped by itself: the limit is for the norm of all of them together": (
+            [[_clip([gradient], limit)[0] for gradient in total]] * 2
+        ),
+        "each rank has its own gradients only: nothing was exchanged": given,
+        "each rank has its own gradients only, clipped: nothing was exchanged": [_clip(own, limit) for own in given],
+    }
+    otherwise = "these are not the gradients of the whole batch, clipped"
+    if limit == HIGH_LIMIT:
+        otherwise = "right if the norm is above the limit, wrong below it: clipping never lengthens a gradient"
+    details = (*(f"rank {i} got {got}" for i, got in enumerate(ranks)), f"expected {_lists(expected)}")
+    judge_result(ranks, [expected] * 2, mistakes, otherwise, *details, same=lambda a, b: all(map(_same, a, b)))
 
 
 def _sum(ranks: list[list[NDArray[Any]]]) -> list[NDArray[Any]]:
@@ -325,7 +341,7 @@ def _clip(gradients: list[NDArray[Any]], limit: float) -> list[NDArray[Any]]:
     return [gradient * min(1.0, limit / norm) for gradient in gradients] if norm else gradients
 
 
-def _same(got: list[list[float]], expected: list[NDArray[Any]]) -> bool:
+def _same(got: Sequence[Any], expected: list[NDArray[Any]]) -> bool:
     return all(np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(got, expected, strict=True))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from labkit.errors.exceptions import RankError
 from labkit.exercises.explained import explaining
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, takes_number_for_list
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, Results, showing, takes_number_for_list, whole_number
 
 __all__ = ["EXERCISES", "EXPLAINED"]
 
@@ -48,13 +48,14 @@ def _plan_epoch(answer: Callable[..., Any], _: OnRanks) -> str:
     cases = [(1000, 8, [2, 2]), (1536, 16, [1]), (1000, 8, [4, 1, 2]), (70, 16, [2, 2, 2])]
     cases += [(random.randint(300, 999), random.randint(2, 9), [random.randint(1, 4) for _ in range(3)]) for _ in range(5)]
     for examples, per_replica, devices in cases:
-        try:
-            given = answer(examples, per_replica, list(devices))
-        except RankError as error:
-            if takes_number_for_list(error.failures[0].headline):
-                raise AnswerError("devices is a list: the number of devices of each worker, such as [2, 2]") from None
-            raise
-        _judge_plan(given, examples, per_replica, devices)
+        with showing(f"plan_epoch({examples}, {per_replica}, {devices})"):
+            try:
+                given = answer(examples, per_replica, list(devices))
+            except RankError as error:
+                if takes_number_for_list(error.failures[0].headline):
+                    raise AnswerError("devices is a list: the number of devices of each worker, such as [2, 2]") from None
+                raise
+            _judge_plan(given, examples, per_replica, devices)
     return "Every device counts, only full steps are made, and each worker reads its share of them."
 
 
@@ -64,7 +65,7 @@ def _judge_plan(given: Any, examples: int, per_replica: int, devices: Sequence[i
     Raises:
         AnswerError: it is wrong.
     """
-    details = (f"given examples = {examples}, per_replica = {per_replica}, devices = {list(devices)}", f"returned {given}")
+    details = (f"returned {given}",)
     if not isinstance(given, (tuple, list)) or len(given) != 3:
         raise AnswerError("expected three things: the global batch, the number of steps, and a list", *details)
     batch, steps, shares = given
@@ -92,6 +93,8 @@ def _judge_plan(given: Any, examples: int, per_replica: int, devices: Sequence[i
         if math.isclose(sum(shares), examples) or sum(shares) > sum(right):
             raise AnswerError("the examples that are left over after the last full step are read by nobody", *details)
         raise AnswerError("worker i reads per_replica × devices[i] examples in each step", *details)
+    if None in map(whole_number, (batch, steps, *shares)):
+        raise AnswerError("all results are whole numbers: `/` gives a float, `//` a whole number", *details)
 
 
 # hybrid_train
@@ -168,8 +171,16 @@ def _near(a: Any, b: Any) -> bool:
 
 
 def _hybrid_train(answer: Callable[..., Any], on: OnRanks) -> str:
-    seed = random.randrange(10**6)
-    results = explaining(on, EXPLAINED, runtime="tensorflow")(WORKERS, _train_on_rank, answer, seed, devices_per_rank=DEVICES)
+    seed, size = random.randrange(10**6), PER_REPLICA * WORKERS * DEVICES
+    with showing(
+        f"hybrid_train(strategy, weight, data, {size}, {STEPS}, {RATE}) on {WORKERS} workers with {DEVICES} devices each"
+    ):
+        results = explaining(on, EXPLAINED, runtime="tensorflow")(WORKERS, _train_on_rank, answer, seed, devices_per_rank=DEVICES)
+        _judge_trained(results, seed)
+    return "Four replicas in two processes train as one device with the whole batch would."
+
+
+def _judge_trained(results: Results, seed: int) -> None:
     ranks: list[_Trained] = list(results)
     losses, weight = _serial(seed)
     copies = [copy for rank in ranks for copy in rank.copies]
@@ -190,7 +201,7 @@ def _hybrid_train(answer: Callable[..., Any], on: OnRanks) -> str:
                 "the numbers are right, but the replicas never exchanged a gradient: every worker computed the whole batch. "
                 "Each of the four replicas gets a quarter of it: distribute the dataset, and run the step on the strategy"
             )
-        return "Four replicas in two processes train as one device with the whole batch would."
+        return
     ratio = float(np.mean(np.divide(got, losses)))
     if _near(got, np.multiply(ratio, losses)):
         if not ranks[0].distributed:
@@ -338,9 +349,12 @@ def _fetched(value: Any) -> Any:
 def _run_epochs(answer: Callable[..., Any], on: OnRanks) -> str:
     losses = [round(random.uniform(1, 9), 2) for _ in range(BATCHES)]
     jobs = {"chief": 1, "worker": 2, "ps": 1}
-    got, calls, scheduled, waits, unfinished = explaining(on, EXPLAINED, runtime="tensorflow")(
-        jobs, _on_chief_only, answer, losses
-    )[0]
+    with showing(f"run_epochs(coordinator, step, batches, {EPOCHS}) with {BATCHES} batches"):
+        _judge_epochs(losses, *explaining(on, EXPLAINED, runtime="tensorflow")(jobs, _on_chief_only, answer, losses)[0])
+    return "All workers are busy within an epoch, and no epoch begins before the one before it is done."
+
+
+def _judge_epochs(losses: list[float], got: Any, calls: int, scheduled: int, waits: list[int], unfinished: list[int]) -> None:
     expected = [sum(losses) / BATCHES] * EPOCHS
     details = (f"batches with losses {losses}, {EPOCHS} epochs", f"returned {got}")
     if not scheduled:
@@ -369,7 +383,6 @@ def _run_epochs(answer: Callable[..., Any], on: OnRanks) -> str:
         if np.allclose(got, losses[-1], rtol=1e-5):
             raise AnswerError("these are the losses of the last batch: take the mean over all batches of the epoch", *details)
         raise AnswerError("these are not the means of the epochs' losses", *details, f"expected {expected}")
-    return "All workers are busy within an epoch, and no epoch begins before the one before it is done."
 
 
 def _on_chief_only(answer: Callable[..., Any], losses: list[float]) -> Any:

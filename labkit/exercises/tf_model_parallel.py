@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from labkit.exercises.explained import explaining
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, number_of, showing, whole_number, whole_numbers
+from labkit.exercises.known_mistakes import judge_result
 
 __all__ = ["EXERCISES"]
 
@@ -29,33 +30,38 @@ TIMELINES: tuple[tuple[list[TimedSpan], list[str], float], ...] = (
 
 def _idle_devices(answer: Any, _: OnRanks) -> str:
     for spans, devices, step_ms in TIMELINES:
-        given = answer(list(spans), list(devices), step_ms)
-        expected = {device: 1 - _covered(spans, device) / step_ms for device in devices}
-        details = (f"spans {spans}, step of {step_ms:g} ms", f"given {given!r}", f"expected {_rounded(expected)}")
-        if not isinstance(given, dict) or not all(_is_number(value) for value in given.values()):
-            raise AnswerError("expected a dict with a number for each device", *details)
-        missing = [device for device in devices if device not in given]
-        if missing:
-            raise AnswerError(
-                f"{missing[0]} is missing: a device without spans is idle for the whole step, so go through `devices`", *details
-            )
-        if all(_close(given[device], expected[device]) for device in devices):
-            continue
-        for other, hint in (
-            ({d: 1 - v for d, v in expected.items()}, "those are the shares in which a device computes; the rest is idle"),
-            ({d: 1 - _added(spans, d) / step_ms for d in devices},
-             "spans that overlap count twice: from 2 to 6 and from 0 to 4 ms, a device is busy for 6 ms, not for 8"),
-            ({d: 1 - _unsorted(spans, d) / step_ms for d in devices},
-             "a device's spans are in no order: sort them by their start before you follow how far they reach"),
-            ({d: 1 - _covered(spans, d) / _length(spans, d) for d in devices},
-             "these are shares of the time from a device's first span to its last; the step also has a beginning and an end"),
-            ({d: 100 * value for d, value in expected.items()}, "those are percentages; a share is between 0 and 1"),
-            ({d: value * step_ms for d, value in expected.items()}, "those are milliseconds: divide by the length of the step"),
-        ):  # fmt: skip
-            if all(_close(given[device], other[device]) for device in devices):
-                raise AnswerError(hint, *details)
-        raise AnswerError("idle is what is left of the step when the time in which a device has any span is taken away", *details)
+        with showing(f"idle_devices({spans}, {devices}, {step_ms:g})"):
+            _judge_idle(answer(list(spans), list(devices), step_ms), spans, devices, step_ms)
     return "Spans that overlap count once, and a device without spans is idle for the whole step."
+
+
+def _judge_idle(answered: Any, spans: list[TimedSpan], devices: list[str], step_ms: float) -> None:
+    expected = {device: 1 - _covered(spans, device) / step_ms for device in devices}
+    details = (f"given {answered!r}", f"expected {_rounded(expected)}")
+    if not isinstance(answered, dict):
+        raise AnswerError("expected a dict with a number for each device", *details)
+    missing = [device for device in devices if device not in answered]
+    if missing:
+        raise AnswerError(
+            f"{missing[0]} is missing: a device without spans is idle for the whole step, so go through `devices`", *details
+        )
+    given = {device: number_of(share) for device, share in answered.items()}
+    mistakes = {
+        "those are the shares in which a device computes; the rest is idle": {d: 1 - v for d, v in expected.items()},
+        "spans that overlap count twice: from 2 to 6 and from 0 to 4 ms, a device is busy for 6 ms, not for 8": {
+            d: 1 - _added(spans, d) / step_ms for d in devices
+        },
+        "a device's spans are in no order: sort them by their start before you follow how far they reach": {
+            d: 1 - _unsorted(spans, d) / step_ms for d in devices
+        },
+        "these are shares of the time from a device's first span to its last; the step also has a beginning and an end": {
+            d: 1 - _covered(spans, d) / _length(spans, d) for d in devices
+        },
+        "those are percentages; a share is between 0 and 1": {d: 100 * value for d, value in expected.items()},
+        "those are milliseconds: divide by the length of the step": {d: value * step_ms for d, value in expected.items()},
+    }
+    otherwise = "idle is what is left of the step when the time in which a device has any span is taken away"
+    judge_result(given, expected, mistakes, otherwise, *details, same=lambda a, b: all(_close(a[d], b[d]) for d in devices))
 
 
 def _of(spans: Sequence[TimedSpan], device: str) -> list[tuple[float, float]]:
@@ -98,10 +104,6 @@ def _close(given: float, expected: float) -> bool:
     return abs(given - expected) <= 1e-6 * max(abs(expected), 1.0)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 # --------------------------------------------------------------------------------------------------------- place_layers
 
 # The cases: weights and outputs in bytes, the limit, the number of devices.
@@ -117,11 +119,10 @@ MODELS: tuple[tuple[list[int], list[int], int, int], ...] = (
 def _place_layers(answer: Any, _: OnRanks) -> str:
     for weights, outputs, limit, devices in MODELS:
         given = answer(list(weights), list(outputs), limit, devices)
-        case = f"weights {weights}, outputs {outputs}, limit {limit}, {devices} devices"
+        case = f"place_layers({weights}, {outputs}, {limit}, {devices})"
         best = min(_placements(weights, limit, devices), key=lambda place: _crossing(place, outputs))
         details = (case, f"given {given!r}", f"one answer: {best}")
-        if not isinstance(given, (list, tuple)) or not all(isinstance(d, int) and not isinstance(d, bool) for d in given):
-            raise AnswerError("expected a list with the number of a device for each layer", *details)
+        given = whole_numbers(given, "a list with the number of a device for each layer", *details)
         if len(given) != len(weights):
             raise AnswerError(
                 f"the list has {len(given)} numbers for {len(weights)} layers: one for each layer, not one for each device",
@@ -223,8 +224,11 @@ IN_LAYOUTS = (
 
 def _pair_layouts(answer: Any, on: OnRanks) -> str:
     for devices in (2, 3):
-        (found,) = explaining(on, IN_LAYOUTS, runtime="tensorflow")(1, _pair_on_rank, answer, devices, devices_per_rank=devices)
-        _judge_pair(found)
+        with showing(f"pair_layouts(mesh) on {devices} devices"):
+            (found,) = explaining(on, IN_LAYOUTS, runtime="tensorflow")(
+                1, _pair_on_rank, answer, devices, devices_per_rank=devices
+            )
+            _judge_pair(found)
     return "Columns, then rows: no device holds more than its share, and one all-reduce adds up the products."
 
 
@@ -248,7 +252,7 @@ def _judge_pair(found: dict[str, Any]) -> None:
             raise AnswerError(hint, *details)
     if (a, b) != (columns, rows) or not found["right"]:
         raise AnswerError(TWO_NAMES, *details)
-    if not _is_number(found["count"]):
+    if whole_number(found["count"]) is None:
         raise AnswerError("the third value is a number: how many all-reduces the forward pass has", f"given {found['count']!r}")
     if found["count"] == 2:
         raise AnswerError(
@@ -276,31 +280,32 @@ MESHES: tuple[tuple[list[Shape], list[list[str]], dict[str, int]], ...] = (
 
 def _weights_per_device(answer: Any, _: OnRanks) -> str:
     for shapes, layouts, mesh in MESHES:
-        given = answer(list(shapes), [list(layout) for layout in layouts], dict(mesh))
-        cases = list(zip(shapes, layouts, strict=True))
-        expected = sum(math.prod(shape) // math.prod(mesh.get(name, 1) for name in layout) for shape, layout in cases)
-        details = (f"shapes {shapes}", f"layouts {layouts}", f"mesh {mesh}", f"given {given!r}, expected {expected}")
-        if not _is_number(given):
-            raise AnswerError("expected a number: what one device of the mesh holds of all weights together", *details)
-        if _close(given, expected):
-            continue
-        total, size = sum(math.prod(shape) for shape in shapes), math.prod(mesh.values())
-        divided = sum(math.prod(shape) / (size if any(n != WHOLE for n in layout) else 1) for shape, layout in cases)
-        by_first = sum(math.prod(shape) / next((mesh[n] for n in layout if n in mesh), 1) for shape, layout in cases)
-        sides = sum(sum(side / mesh.get(n, 1) for side, n in zip(shape, layout, strict=True)) for shape, layout in cases)
-        for value, hint in (
-            (total, "that is the whole model: a dimension with the name of a mesh dimension is divided by its size"),
-            (expected * 4, "those are bytes; the question is how many numbers"),
-            (divided, "divide by the mesh dimensions that a layout names, not by all devices: along others, weights are copied"),
-            (total / size, "unsharded weights are copied to every device: only divide the dimensions that name a mesh dimension"),
-            (by_first, "a layout may name two mesh dimensions: divide by both"),
-            (expected * size, "that is what all devices hold together: asked is one device"),
-            (sides, "multiply the sides of a part, do not add them"),
-        ):  # fmt: skip
-            if _close(given, value):
-                raise AnswerError(hint, *details)
-        raise AnswerError("divide each side of a weight by the size of the mesh dimension that the layout names for it", *details)
+        with showing(f"weights_per_device({shapes}, {layouts}, {mesh})"):
+            _judge_held(number_of(answer(list(shapes), [list(layout) for layout in layouts], dict(mesh))), shapes, layouts, mesh)
     return "Along a mesh dimension that a layout does not name, a weight is copied; along the others it is divided."
+
+
+def _judge_held(given: float, shapes: list[Shape], layouts: list[list[str]], mesh: dict[str, int]) -> None:
+    cases = list(zip(shapes, layouts, strict=True))
+    expected = sum(math.prod(shape) // math.prod(mesh.get(name, 1) for name in layout) for shape, layout in cases)
+    total, size = sum(math.prod(shape) for shape in shapes), math.prod(mesh.values())
+    mistakes = {
+        "that is the whole model: a dimension with the name of a mesh dimension is divided by its size": total,
+        "those are bytes; the question is how many numbers": expected * 4,
+        "divide by the mesh dimensions that a layout names, not by all devices: along others, weights are copied": sum(
+            math.prod(shape) / (size if any(n != WHOLE for n in layout) else 1) for shape, layout in cases
+        ),
+        "unsharded weights are copied to every device: only divide the dimensions that name a mesh dimension": total / size,
+        "a layout may name two mesh dimensions: divide by both": sum(
+            math.prod(shape) / next((mesh[n] for n in layout if n in mesh), 1) for shape, layout in cases
+        ),
+        "that is what all devices hold together: asked is one device": expected * size,
+        "multiply the sides of a part, do not add them": sum(
+            sum(side / mesh.get(n, 1) for side, n in zip(shape, layout, strict=True)) for shape, layout in cases
+        ),
+    }
+    otherwise = "divide each side of a weight by the size of the mesh dimension that the layout names for it"
+    judge_result(given, expected, mistakes, otherwise, f"given {given:g}, expected {expected}", same=_close)
 
 
 EXERCISES = (

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from labkit.errors.causes import Cause
 from labkit.errors.exceptions import RankError
 from labkit.exercises.explained import explaining
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, listing
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, listing, showing
 from labkit.exercises.tf_hybrid import EXPLAINED, LESSON
 
 __all__ = ["EXERCISES"]
@@ -70,7 +70,8 @@ def _train_safely(answer: Callable[..., Any], on: OnRanks) -> str:
     for batch in range(TRAINED):
         expected = expected / 2 + batch
     on = explaining(on, EXPLAINED, runtime="tensorflow")
-    with tempfile.TemporaryDirectory() as parent:
+    call = f"train_safely(folder, checkpoint, data, train_step, {TRAINED}, {EVERY})"
+    with tempfile.TemporaryDirectory() as parent, showing(call):
         folder, log = Path(parent, "checkpoints"), Path(parent, "saves.log")
         folder.mkdir()
         try:
@@ -85,7 +86,7 @@ def _train_safely(answer: Callable[..., Any], on: OnRanks) -> str:
             )
         _judge_saves(folder, [int(line) for line in log.read_text().split()] if log.exists() else [])
         (resumed,) = on(1, _train_and_die, answer, str(folder), str(log), None)
-    _judge_resumed(resumed, expected)
+        _judge_resumed(resumed, expected)
     return "Killed in the middle, it continues from the latest checkpoint and ends like a training without a death."
 
 

@@ -14,7 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
 from labkit.exercises.gradients import Experts, Gradients, gradients_of, keeps, random_batch
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, differ, listing, number_of
+from labkit.exercises.judging import AnswerError, Exercise, OnRanks, Results, compare, differ, listing, number_of, showing
+from labkit.exercises.known_mistakes import judge_result
+from labkit.recording.operations import type_of
 
 __all__ = ["EXERCISES"]
 
@@ -32,39 +34,27 @@ def _break_even(answer: Any, _: OnRanks) -> str:
         saved_s, rounds = (alone_ms - shared_ms) / 1e3, 2 * (ranks - 1)
         bits, latency_s = 8 * nbytes, latency_us * 1e-6
         right = rounds / ranks * bits / (saved_s - rounds * latency_s) / 1e9
+        share, left_s = rounds / ranks, saved_s - rounds * latency_s
         mistakes = {
-            right / 8: "that is in gigabytes per second; a byte has 8 bits",
-            rounds / ranks * bits / saved_s / 1e9: "the latency is missing: a ring all-reduce has 2(p−1) rounds, each with α",
-            rounds
-            / ranks
-            * bits
-            / (saved_s - latency_s)
-            / 1e9: "α was counted once; a ring has 2(p−1) rounds, one after another",
-            bits / (saved_s - rounds * latency_s) / 1e9: (
-                "each rank sends 2(p−1)/p times the gradients, not once; only for two ranks is it the same"
+            "that is in gigabytes per second; a byte has 8 bits": right / 8,
+            "the latency is missing: a ring all-reduce has 2(p−1) rounds, each with α": share * bits / saved_s / 1e9,
+            "α was counted once; a ring has 2(p−1) rounds, one after another": share * bits / (saved_s - latency_s) / 1e9,
+            "each rank sends 2(p−1)/p times the gradients, not once; only for two ranks is it the same": bits / left_s / 1e9,
+            "2(p−1)/p is less than 2: a ring sends p-ths of the gradients": 2 * bits / left_s / 1e9,
+            "each of the 2(p−1) rounds carries a p-th of the gradients, not all of them": rounds * bits / left_s / 1e9,
+            "the all-reduce may take what is *saved*, alone_ms − shared_ms, not the whole step of one process": (
+                share * bits / (alone_ms / 1e3 - rounds * latency_s) / 1e9
             ),
-            2 * bits / (saved_s - rounds * latency_s) / 1e9: "2(p−1)/p is less than 2: a ring sends p-ths of the gradients",
-            rounds * bits / (saved_s - rounds * latency_s) / 1e9: (
-                "each of the 2(p−1) rounds carries a p-th of the gradients, not all of them"
+            "the all-reduce may take what is *saved*, alone_ms − shared_ms, not as long as a rank computes": (
+                share * bits / (shared_ms / 1e3 - rounds * latency_s) / 1e9
             ),
-            rounds / ranks * bits / (alone_ms / 1e3 - rounds * latency_s) / 1e9: (
-                "the all-reduce may take what is *saved*, alone_ms − shared_ms, not the whole step of one process"
-            ),
-            rounds / ranks * bits / (shared_ms / 1e3 - rounds * latency_s) / 1e9: (
-                "the all-reduce may take what is *saved*, alone_ms − shared_ms, not as long as a rank computes"
-            ),
-            right * 1e9: "that is in bit/s; 1 Gbit/s is 10⁹ of them",
-            right * 1e-3: "milliseconds are not seconds: 1 ms is 0.001 s",
+            "that is in bit/s; 1 Gbit/s is 10⁹ of them": right * 1e9,
+            "milliseconds are not seconds: 1 ms is 0.001 s": right * 1e-3,
+            "that is upside down: bandwidth is bits divided by seconds": 1 / right,
         }
-        if math.isclose(given, right, rel_tol=1e-3):
-            continue
         details = (f"break_even{case}: given {given:.4g}, expected {right:.4g} Gbit/s",)
-        if math.isclose(given, 1 / right, rel_tol=1e-3):
-            raise AnswerError("that is upside down: bandwidth is bits divided by seconds", *details)
-        cause = next((words for value, words in mistakes.items() if math.isclose(given, value, rel_tol=1e-3)), None)
-        raise AnswerError(
-            cause or "set the all-reduce's time, 2(p−1)·α + 2(p−1)/p · 8n/B, equal to what is saved, and solve for B", *details
-        )
+        otherwise = "set the all-reduce's time, 2(p−1)·α + 2(p−1)/p · 8n/B, equal to what is saved, and solve for B"
+        judge_result(given, right, mistakes, otherwise, *details, same=lambda a, b: math.isclose(a, b, rel_tol=1e-3))
     _judge_hopeless(answer)
     return "Above this bandwidth the ranks are faster than one process; where latency alone costs more, no bandwidth is enough."
 
@@ -135,6 +125,13 @@ def _accumulate_on_rank(answer: Callable[..., object]) -> tuple[Gradients, int, 
 
 
 def _accumulate(answer: Any, on: OnRanks) -> str:
+    with showing(f"accumulate(model, batches, loss_function) on {len(SIZES)} ranks"):
+        _judge_accumulated(on(len(SIZES), _accumulate_on_rank, answer))
+    most = max(map(max, SIZES))
+    return f"{len(SIZES)} ranks, batches of 1 to {most} examples, sent once: the gradients of one process with all the examples."
+
+
+def _judge_accumulated(results: Results) -> None:
     ranks, examples = len(SIZES), sum(map(sum, SIZES))
     mistakes = {  # with the weights of the micro-batches' mean losses that result, after DDP has divided by the ranks
         "every batch counts the same, however few examples it has: weight each loss by the number of its examples": [
@@ -145,16 +142,14 @@ def _accumulate(answer: Any, on: OnRanks) -> str:
         "the mean losses of the batches were added up: weight each by its share of the examples": [
             [1 / ranks for _ in sizes] for sizes in SIZES
         ],
+        "the gradients were divided by the number of ranks once too often (DDP averages over the ranks: it divides already)": [
+            [size / examples / ranks for size in sizes] for sizes in SIZES
+        ],
+        "the gradients were weighted by the number of examples, but not divided by that of all ranks": [
+            [size / ranks for size in sizes] for sizes in SIZES
+        ],
     }
-
-    def explain(times: float) -> str | None:
-        if abs(times - 1 / ranks) < 1e-3:
-            return "were divided by the number of ranks once too often (DDP averages over the ranks: it divides already)"
-        if abs(times - examples / ranks) < 1e-3:
-            return "were weighted by the number of examples, but not divided by that of all ranks"
-        return None
-
-    after, buckets, late = zip(*on(ranks, _accumulate_on_rank, answer), strict=True)
+    after, buckets, late = zip(*results, strict=True)
     if not any(after):
         raise AnswerError("no parameter has a gradient afterwards: backward() adds to .grad, and nothing may clear it at the end")
     if buckets[0] == 0 and not all(keeps(gradients, after[0]) for gradients in after):
@@ -168,19 +163,28 @@ def _accumulate(answer: Any, on: OnRanks) -> str:
             "gradients computed after the backward that sends stay on their rank: the batch outside no_sync() must be the last",
             f"computed after it: {late[0]} of {len(SIZES[0])} losses",
         )
-    for mistake, weights in mistakes.items():
-        if not differ(after, _serial_accumulation(weights)):
-            each = "; ".join(f"rank {rank}: {listing(sizes)}" for rank, sizes in enumerate(SIZES))
-            raise AnswerError(mistake, f"examples in the batches: {each}")
-    compare(after, right, subject="the gradients", explain=explain)
-    if buckets[0] > 1:
+    each = "; ".join(f"rank {rank}: {listing(sizes)}" for rank, sizes in enumerate(SIZES))
+    serial = {mistake: [_serial_accumulation(weights)] for mistake, weights in mistakes.items()}
+    judge_result(after, [right], serial, "", f"examples in the batches: {each}", same=lambda a, b: not differ(a, b[0]))
+    compare(after, right, subject="the gradients")
+    _judge_sent(results, buckets[0], sum(array.nbytes for array in right.values()))
+
+
+def _judge_sent(results: Results, buckets: int, nbytes: int) -> None:
+    """Check that each rank sent all gradients once, by DDP or by an operation of the answer's own."""
+    spans = results.trace.of(rank=0, kind="communication").spans
+    sent = sum(span.nbytes for span in spans if type_of(span.name).reduces)
+    if sent < nbytes:
         raise AnswerError(
-            f"the gradients are right, but were sent {counted(buckets[0], 'time')}; once is enough",
+            "the gradients are right, but the ranks have not exchanged them: how can a rank know those of the others?",
+            f"rank 0 took part in all-reduces of {sent} bytes; the gradients have {nbytes}",
+        )
+    if sent >= 2 * nbytes:
+        raise AnswerError(
+            f"the gradients are right, but were sent {counted(max(buckets, sent // nbytes), 'time')}; once is enough",
             "forward and backward of all batches but the last belong inside `with model.no_sync():`; DDP decides in the "
             "forward pass whether the backward will send",
         )
-    most = max(map(max, SIZES))
-    return f"{ranks} ranks, batches of 1 to {most} examples, sent once: the gradients of one process with all the examples."
 
 
 EXERCISES = (

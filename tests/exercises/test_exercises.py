@@ -113,6 +113,16 @@ def my_share_and_fail(items):
     return range(items + "1")
 
 
+@wrong("my_share", "0.5 is not a whole number")
+def my_share_of_halves(items):
+    return [item + 0.5 for item in my_share(items)]
+
+
+@wrong("my_share", "expected its item numbers")
+def my_share_as_a_mask(items):
+    return [item in my_share(items) for item in range(items)]
+
+
 # 00: waiting_share
 
 right("waiting_share", 0.5)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from answers import Answers, judge
+from store_exchange import through_the_store
 
 answers = Answers()
 right, wrong = answers.right, answers.wrong
@@ -146,6 +147,15 @@ def divide_what_is_missing_too(model):
 @wrong("average_gradients", "all gradients are missing, on all ranks")
 def clear_gradients(model):
     model.zero_grad()
+
+
+@wrong("average_gradients", "the ranks have not exchanged them")
+def average_through_the_store(model):
+    gradients = through_the_store([p.grad for p in model.parameters()])
+    for number, p in enumerate(model.parameters()):
+        if p.requires_grad:
+            own = [g[number] for g in gradients if g[number] is not None]
+            p.grad = sum(own) / dist.get_world_size()
 
 
 # average_in_buckets
@@ -298,6 +308,11 @@ def buckets_reduced_and_broadcast(model, bucket_bytes):
         dist.broadcast(torch.cat([p.grad.flatten() for p in bucket]), 0)
 
 
+@wrong("average_in_buckets", "the ranks have not exchanged them")
+def buckets_through_the_store(model, bucket_bytes):
+    average_through_the_store(model)
+
+
 # draw_indices
 
 _calls = itertools.count()
@@ -367,6 +382,17 @@ def draw_and_fail(examples, rank, ranks, epoch):
     return range(examples + "1")
 
 
+@wrong("draw_indices", "is not a whole number")
+def draw_halves(examples, rank, ranks, epoch):
+    return [index + 0.5 for index in draw_indices(examples, rank, ranks, epoch)]
+
+
+@wrong("draw_indices", "left out")
+def draw_the_nearest_number(examples, rank, ranks, epoch):
+    each = int(examples / ranks + 0.5)
+    return draw_indices_in_blocks(examples, rank, ranks, epoch)[:each]
+
+
 # scaled_learning_rate
 
 
@@ -391,7 +417,7 @@ def scaled_by_ranks(base, base_batch, per_rank, ranks):
     return base * ranks
 
 
-@wrong("scaled_learning_rate", "that is the batch of one rank; in a step the ranks together learn from 768")
+@wrong("scaled_learning_rate", "that is the batch of one rank")
 def scaled_by_one_rank(base, base_batch, per_rank, ranks):
     return base * per_rank / base_batch
 
@@ -401,7 +427,7 @@ def scaled_in_whole_numbers(base, base_batch, per_rank, ranks):
     return base * (per_rank * ranks // base_batch)
 
 
-@wrong("scaled_learning_rate", "with 32 each: multiply by the batch of all ranks together")
+@wrong("scaled_learning_rate", "multiply by the batch of all ranks together")
 def scaled_up_only(base, base_batch, per_rank, ranks):
     return base * max(1, per_rank * ranks / base_batch)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from answers import Answers, judge
+from store_exchange import through_the_store
 
 answers = Answers()
 right, wrong = answers.right, answers.wrong
@@ -230,6 +231,41 @@ def tree_into_a_copy(x):
 @wrong("tree_broadcast", "broadcast does the work")
 def tree_by_the_collective(x):
     dist.broadcast(x, 0)
+
+
+def known_input(rank, x):
+    """The input of any rank, which no rank could know outside of an exercise."""
+    return torch.randint(-9, 10, x.shape, generator=torch.Generator().manual_seed(100 * len(x) + rank)).float()
+
+
+@wrong("ring_all_reduce", "right, but not by messages")
+def ring_without_messages(x):
+    x.copy_(sum(known_input(rank, x) for rank in range(dist.get_world_size())))
+
+
+@wrong("ring_all_reduce", "store.get does the work")
+def ring_through_the_store(x):
+    x.copy_(sum(through_the_store(x)))
+
+
+@wrong("ring_all_reduce", "too many messages")
+def ring_of_single_numbers(x):
+    p, rank = dist.get_world_size(), dist.get_rank()
+    parts = x.tensor_split(p)
+    for step in range(2 * (p - 1)):
+        sent, received = parts[(rank - step) % p], parts[(rank - step - 1) % p]
+        works = [dist.isend(number.clone(), dst=(rank + 1) % p) for number in sent.split(1)]
+        for number in received.split(1) if len(received) else []:
+            arrived = torch.empty_like(number)
+            dist.recv(arrived, src=(rank - 1) % p)
+            number.copy_(number + arrived if step < p - 1 else arrived)
+        for work in works:
+            work.wait()
+
+
+@wrong("tree_broadcast", "right, but not by messages")
+def tree_without_messages(x):
+    x.copy_(known_input(0, x))
 
 
 @pytest.mark.parametrize("answer", answers.parameters())

@@ -71,9 +71,14 @@ def bubble_otherwise(forward, backward, micro_batches):
     return 0.123
 
 
-@wrong("bubble", "expected a number between 0 and 1")
+@wrong("bubble", "expected one number")
 def bubble_as_text(forward, backward, micro_batches):
     return "27 %"
+
+
+@right("bubble")
+def bubble_as_a_tensor(forward, backward, micro_batches):
+    return torch.tensor(bubble(forward, backward, micro_batches), dtype=torch.float64)
 
 
 # balanced_stages
@@ -159,6 +164,11 @@ def balanced_badly(costs, stages):
 @wrong("balanced_stages", "expected a list with the number of layers")
 def balanced_as_a_number(costs, stages):
     return max(costs)
+
+
+@wrong("balanced_stages", "is not a whole number")
+def stages_of_halves(costs, stages):
+    return [size + 0.5 for size in balanced_stages(costs, stages)]
 
 
 # gpipe_step

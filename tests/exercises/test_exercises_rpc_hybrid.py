@@ -60,7 +60,7 @@ def overlapped_a_third_of_the_time(first, second, parts):
     return (first + second) / 3
 
 
-@wrong("overlapped_time", "expected a number")
+@wrong("overlapped_time", "expected one number")
 def overlapped_in_words(first, second, parts):
     return f"{first + second} ms"
 

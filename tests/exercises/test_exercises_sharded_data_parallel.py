@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from answers import Answers, judge
+from store_exchange import through_the_store
 
 from labkit.group.deadlock_words import ALL
 
@@ -80,6 +81,12 @@ def two_numbers(numbers, ranks, rank):
 def one_too_large(numbers, ranks, rank):
     start, end, padding = shard_range(numbers, ranks, rank)
     return start, end, padding + 1
+
+
+@wrong("shard_range", "is not a whole number")
+def shard_range_of_halves(numbers, ranks, rank):
+    start, end, padding = shard_range(numbers, ranks, rank)
+    return start + 0.5, end + 0.5, padding
 
 
 # memory_per_rank
@@ -299,6 +306,34 @@ def only_rank_0_gathers(parameters, make_optimizer):
     return step if dist.get_rank() == 0 else (lambda: None)
 
 
+@wrong("zero1", "failed: NameError")
+def zero1_with_a_name_that_is_not_defined(parameters, make_optimizer):
+    """The line contains the word "size", which errors about shapes contain as well."""
+    return parameters[0].numel() // dist.get_world_size() * misspelt  # noqa: F821
+
+
+@wrong("zero1", "the ranks have not exchanged what it takes")
+def zero1_through_the_store(parameters, make_optimizer):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    size = -(-sum(p.numel() for p in parameters) // ranks)
+    own = slice(rank * size, (rank + 1) * size)
+    shard = torch.cat([p.detach().flatten() for p in parameters])[own].clone().requires_grad_()
+    optimizer = make_optimizer([shard])
+
+    def step():
+        gradients = through_the_store(torch.cat([p.grad.flatten() for p in parameters]))
+        shard.grad = (sum(gradients) / ranks)[own]
+        optimizer.step()
+        whole = torch.cat(through_the_store(shard.detach()))
+        for p, part in zip(parameters, whole.split([p.numel() for p in parameters]), strict=True):
+            p.data.copy_(part.view_as(p))
+            p.grad = None
+        if ranks > 1:
+            dist.all_reduce(torch.zeros(1))
+
+    return step
+
+
 # global_norm
 
 
@@ -380,6 +415,11 @@ def largest(gradients):
     norm = own_norm(gradients)
     dist.all_reduce(norm, op=dist.ReduceOp.MAX)
     return norm
+
+
+@wrong("global_norm", "no operation was called")
+def norm_through_the_store(gradients):
+    return math.sqrt(sum(through_the_store(sum(float(g.square().sum()) for g in gradients))))
 
 
 @pytest.mark.parametrize("answer", answers.parameters())

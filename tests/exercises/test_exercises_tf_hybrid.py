@@ -89,6 +89,12 @@ def plan_of_a_replica(examples, per_replica, devices):
     return per_replica, examples // per_replica, [per_replica * own for own in devices]
 
 
+@wrong("plan_epoch", "all results are whole numbers")
+def plan_in_floats(examples, per_replica, devices):
+    batch, steps, shares = plan_epoch(examples, per_replica, devices)
+    return batch, float(steps), shares
+
+
 # hybrid_train
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from answers import Answers, judge
+from store_exchange import through_the_store
 
 import labkit
 
@@ -221,6 +222,31 @@ def accumulate_the_last(model, batches, loss_function):
     for inputs, targets in batches:
         model.zero_grad()
         loss_function(model(inputs), targets).backward()
+
+
+def accumulate_locally(model, batches, loss_function):
+    examples = examples_of_all_ranks(batches)
+    with model.no_sync():
+        for inputs, targets in batches:
+            (loss_function(model(inputs), targets) * len(inputs) / examples).backward()
+    return [p for p in model.parameters() if p.grad is not None]
+
+
+@right("accumulate")
+def accumulate_without_ddp(model, batches, loss_function):
+    """One all_reduce of all gradients, as one tensor."""
+    trained = accumulate_locally(model, batches, loss_function)
+    flat = torch.cat([p.grad.flatten() for p in trained])
+    dist.all_reduce(flat)
+    for p, part in zip(trained, flat.split([p.numel() for p in trained]), strict=True):
+        p.grad.copy_(part.view_as(p))
+
+
+@wrong("accumulate", "the ranks have not exchanged them")
+def accumulate_through_the_store(model, batches, loss_function):
+    trained = accumulate_locally(model, batches, loss_function)
+    for p, *parts in zip(trained, *through_the_store([p.grad for p in trained]), strict=True):
+        p.grad = sum(parts)
 
 
 @pytest.mark.parametrize("answer", answers.parameters())

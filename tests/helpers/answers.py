@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import labkit.exercises
 from labkit.exercises.check import check
+from labkit.exercises.known_mistakes import judge_result
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,60 @@ class Answers:
 
 
 def judge(answer: Answer) -> None:
-    verdict = check(answer.exercise, answer.value)
+    """Check the verdict; with a right answer, which passes all cases, also that they tell the known mistakes apart."""
+    with comparisons(answer.exercise) as cases:
+        verdict = check(answer.exercise, answer.value)
     assert verdict.written
     if answer.words:
         assert not verdict.passed
         words = "\n".join([verdict.message, *verdict.details])
         assert answer.words.casefold() in words.casefold(), words
+        lines_are_shown = any(part in words for part in ("failed: ", "it raised", ", line "))  # of an error or a deadlock
+        number = labkit.exercises.find(answer.exercise).number
+        assert number or lines_are_shown or f"{answer.exercise}(" in words, f"no call is shown: {words}"
     else:
         assert verdict.passed, str(verdict)
+        assert confused(cases) == []
+
+
+@dataclass(frozen=True)
+class Case:
+    """What `judge_result` compares an answer with."""
+
+    right: Any
+    mistakes: dict[str, Any]
+    same: Callable[[Any, Any], bool]
+
+    def is_wrong(self, hint: str) -> bool:
+        return hint in self.mistakes and not self.same(self.mistakes[hint], self.right)
+
+
+@contextlib.contextmanager
+def comparisons(exercise: str) -> Iterator[list[Case]]:
+    """Collect the calls of `judge_result`, in order."""
+    labkit.exercises.find(exercise)  # imports the judge
+    cases: list[Case] = []
+
+    def compared(given: Any, right: Any, mistakes: Any, otherwise: str, *details: str, same: Callable[[Any, Any], bool]) -> None:
+        cases.append(Case(right, dict(mistakes), same))
+        judge_result(given, right, mistakes, otherwise, *details, same=same)
+
+    with contextlib.ExitStack() as patches:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("labkit.exercises.") and getattr(module, "judge_result", None) is judge_result:
+                patches.enter_context(mock.patch.object(module, "judge_result", compared))
+        yield cases
+
+
+def confused(cases: list[Case]) -> list[str]:
+    """Describe the mistakes that are never wrong, or that get another's hint in the first case in which they are."""
+    found = []
+    for hint in dict.fromkeys(hint for case in cases for hint in case.mistakes):
+        first = next((case for case in cases if case.is_wrong(hint)), None)
+        if first is None:
+            found.append(f"never wrong: {hint}")
+            continue
+        given = next(other for other, result in first.mistakes.items() if first.same(first.mistakes[hint], result))
+        if given != hint:
+            found.append(f"the mistake of {hint!r} is told {given!r}")
+    return found

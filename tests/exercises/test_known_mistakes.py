@@ -1,0 +1,37 @@
+"""What an answer gives is compared with the oracle and with known mistakes, and cases tell these apart."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+from answers import Case, confused
+
+from labkit.exercises.judging import AnswerError
+from labkit.exercises.known_mistakes import judge_result
+
+MISTAKES = {"half": 6, "twice": 24}
+
+
+def test_the_right_result_is_accepted() -> None:
+    judge_result(12, 12, MISTAKES, "otherwise", same=operator.eq)
+
+
+@pytest.mark.parametrize(("given", "hint"), [(6, "half"), (24, "twice"), (7, "otherwise")])
+def test_a_wrong_result_gets_the_hint_of_its_mistake(given: int, hint: str) -> None:
+    with pytest.raises(AnswerError) as caught:
+        judge_result(given, 12, MISTAKES, "otherwise", "details", same=operator.eq)
+    assert (caught.value.message, caught.value.details) == (hint, ("details",))
+
+
+def test_a_result_that_no_hint_fits_is_left_to_the_caller() -> None:
+    judge_result(7, 12, MISTAKES, "", same=operator.eq)
+
+
+def test_a_mistake_that_gets_the_hint_of_another_is_found() -> None:
+    """With 2 ranks, p and 2 coincide; a mistake that is right there is judged in the next case."""
+    two = Case(12, {"half": 6, "divided by p": 6, "p is forgotten": 12}, operator.eq)
+    four = Case(12, {"half": 6, "divided by p": 3, "p is forgotten": 48}, operator.eq)
+    assert confused([four, two]) == []
+    assert confused([two, four]) == ["the mistake of 'divided by p' is told 'half'"]
+    assert confused([two]) == ["the mistake of 'divided by p' is told 'half'", "never wrong: p is forgotten"]
