@@ -71,7 +71,7 @@ def draw_outcome(outcome: Outcome, ax: Axes | None = None) -> Axes:
     rows.append(("measured", outcome.measured, MEASURED, "o"))
     values = [value for _, value, _, _ in rows if value is not None]
     logarithmic = min(values) > 0 and max(values) > WIDE * min(values)
-    with labkit_style():
+    with labkit_style(ax):
         if ax is None:
             size = (WIDTH_IN, 0.75 + ROW_IN * len(rows))
             ax = new_axes(figsize=size, layout="constrained")
@@ -123,7 +123,7 @@ def draw_calibration(outcomes: Sequence[Outcome], right: int = 0, choices: int =
     ratios = np.array([(o.guess or 0.0) / o.measured for o in drawn])
     factors = np.exp(np.abs(np.log(ratios)))
     widest = max([10.0, *factors.tolist()]) * 1.15
-    with labkit_style():
+    with labkit_style(ax):
         if ax is None:
             size = (WIDTH_IN, 0.95 + ROW_IN * 0.8 * max(len(drawn), 1))
             ax = new_axes(figsize=size, layout="constrained")
