@@ -66,7 +66,7 @@ def breakdown(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axe
     parts = np.array([_percent(share) for share in trace.shares()])
     parts = np.vstack([parts, parts.mean(axis=0)])  # all ranks have the same window, so the mean is the share of all ranks
     y = np.append(np.arange(len(trace.ranks)), len(trace.ranks) + 0.3)
-    with labkit_style():
+    with labkit_style(ax):
         if ax is None:
             ax, wide_in = new_axes(figsize=(WIDTH_IN, 1.2 + 0.36 * len(y)), layout="constrained"), _wide_in(trace.ranks)
         else:
@@ -130,7 +130,7 @@ def compare(
     y, left, longest = np.arange(len(views), dtype=np.float64), np.zeros(len(views)), lengths / unit_ns
     names = [f"{fill(shortened(view.label, LONGEST), LINE)}\n{_ranks_and_steps(view)}" for view in views]
     lines, ratios = [name.split("\n") for name in names], _ratios(lengths)
-    with labkit_style():
+    with labkit_style(ax):
         if ax is None:
             row_in = max(0.5, 0.1 + 0.15 * max(map(len, lines)))
             ax = new_axes(figsize=(WIDTH_IN, 1.2 + row_in * len(y)), layout="constrained")

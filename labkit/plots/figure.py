@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from matplotlib.backend_bases import RendererBase
 from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 
 from labkit.plots.image import show
 
 __all__ = ["LabFigure"]
+
+
+@contextlib.contextmanager
+def _missing_characters_allowed() -> Iterator[None]:
+    """No warnings about characters of the student's names, who cannot change labkit's fonts."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+        yield
 
 
 class LabFigure(Figure):
@@ -21,6 +33,16 @@ class LabFigure(Figure):
 
     alt_text = ""
     numbers: Mapping[str, Any] = MappingProxyType({})  # by MIME type
+
+    def draw(self, renderer: RendererBase) -> None:
+        """Draw; characters that no installed font has become boxes."""
+        with _missing_characters_allowed():
+            super().draw(renderer)
+
+    def get_tightbbox(self, *args: Any, **options: Any) -> Bbox:
+        """See `Figure`; this, too, looks for the characters."""
+        with _missing_characters_allowed():
+            return super().get_tightbbox(*args, **options)
 
     def _ipython_display_(self) -> None:
         """Matplotlib's inline backend displays the figures of a cell when the cell has ended."""

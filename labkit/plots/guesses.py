@@ -71,7 +71,7 @@ def draw_outcome(outcome: Outcome, ax: Axes | None = None) -> Axes:
     rows.append(("measured", outcome.measured, MEASURED, "o"))
     values = [value for _, value, _, _ in rows if value is not None]
     logarithmic = min(values) > 0 and max(values) > WIDE * min(values)
-    with labkit_style():
+    with labkit_style(ax):
         if ax is None:
             size = (WIDTH_IN, 0.75 + ROW_IN * len(rows))
             ax = new_axes(figsize=size, layout="constrained")
@@ -124,7 +124,7 @@ def draw_calibration(outcomes: Sequence[Outcome], right: int = 0, choices: int =
     ratios = [_ratio(o.guess or 0.0, o.measured) for o in drawn]
     factors = np.array([max(ratio, 1 / ratio if ratio else math.inf) for ratio in ratios])
     widest = max([10.0, *(factor for factor in factors.tolist() if factor < math.inf)]) * 1.15
-    with labkit_style():
+    with labkit_style(ax):
         if ax is None:
             size = (WIDTH_IN, 0.95 + ROW_IN * 0.8 * max(len(drawn), 1))
             ax = new_axes(figsize=size, layout="constrained")

@@ -29,7 +29,7 @@ MARKERS: Final = "osD^vP*X"  # six colours alone are not distinguishable in prin
 def _draw(fits: Sequence[Fit], ax: Axes | None = None) -> Axes:
     """Draw at least one fit on logarithmic axes; without `ax`, in a new figure."""
     pyplot()
-    with labkit_style():
+    with labkit_style(ax):
         if ax is None:
             ax = new_axes(figsize=(WIDTH_IN, 4.2), layout="constrained")
         for number, fit in enumerate(fits):

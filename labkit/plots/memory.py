@@ -107,7 +107,7 @@ def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes |
     top = highest / size
     row_in = min(max(4.6 / len(found), 0.66), 1.9)
     pitch = top * row_in / (row_in - _HEADROOM_IN)
-    with labkit_style():
+    with labkit_style(ax):
         if ax is None:
             ax, wide_in = new_axes(figsize=(WIDTH_IN, 1.15 + row_in * len(found)), layout="constrained"), WIDTH_IN - 0.75
         else:

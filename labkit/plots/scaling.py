@@ -83,7 +83,7 @@ def scaling(
     every = np.union1d(counts, ahead)
     ideal = drawn[0] * every / counts[0]
     top = max(ideal.max(), drawn.max(), *expected)
-    with labkit_style():
+    with labkit_style(ax):
         if ax is None:
             ax = new_axes(figsize=(WIDTH_IN, 3.6), layout="constrained")
         ax.plot(every, ideal, linestyle=(0, (4, 3)), color=INK, linewidth=1.2, label="ideal: proportional to the ranks")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from labkit.errors.exceptions import missing
+from labkit.errors.wrong_calls import WrongValueError
 from labkit.plots.image import WIDTH_IN
 
 if TYPE_CHECKING:
@@ -33,6 +34,12 @@ INK: Final = "#787878"  # text and lines on the page: its contrast is 4.4 : 1 on
 INKS: Final = {"light": "white", "dark": "#16191F", "page": INK}  # text on bars
 # Behind a text on stripes: the text is dark, since the page behind the stripes may be light or dark.
 CHIP: Final = {"facecolor": "#D9C3B2", "edgecolor": "none", "pad": 0.8}
+# For characters that matplotlib's own font lacks: of each line the first font that is installed.
+_MORE_FONTS: Final = (
+    ("Noto Sans CJK SC", "Noto Sans CJK JP", "Source Han Sans SC", "Microsoft YaHei", "PingFang SC", "Hiragino Sans GB",
+     "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Droid Sans Fallback", "Arial Unicode MS"),
+    ("Noto Emoji", "Segoe UI Emoji", "Symbola"),  # in outlines: matplotlib does not draw fonts of coloured bitmaps
+)  # fmt: skip
 _STYLE_SHEET: Final = Path(__file__).with_name("labkit.mplstyle")
 
 
@@ -85,13 +92,31 @@ def describe(ax: Axes, alt_text: str, numbers: Mapping[str, Any] | None = None) 
     return ax
 
 
-def labkit_style() -> AbstractContextManager[None]:
-    """A context in which figures have labkit's style."""
-    import matplotlib.style
+def labkit_style(ax: Axes | None = None) -> AbstractContextManager[None]:
+    """A context in which figures have labkit's style.
 
-    # `savefig` outside this context writes the figure's own colour, and a file has no theme; notebooks drop it again.
-    # Texts hold the student's names, in which "$" is a character like any other.
-    return matplotlib.style.context([_STYLE_SHEET, {"figure.facecolor": "white", "text.parse_math": False}])
+    Args:
+        ax: the axes that the student gave to draw into, if any.
+
+    Raises:
+        WrongValueError: they are polar, say, or three-dimensional.
+    """
+    import matplotlib as mpl
+    import matplotlib.style
+    from matplotlib.font_manager import fontManager
+
+    kind = getattr(ax, "name", "rectilinear")
+    if kind != "rectilinear":
+        raise WrongValueError(f"ax: these axes are {kind}; expected plain ones, as plt.subplots() makes them")
+    installed = {font.name for font in fontManager.ttflist}
+    more = (next((name for name in names if name in installed), None) for names in _MORE_FONTS)
+    own = {
+        # `savefig` outside this context writes the figure's own colour, and a file has no theme; notebooks drop it.
+        "figure.facecolor": "white",
+        "text.parse_math": False,  # texts hold the student's names, in which "$" is a character like any other
+        "font.family": [*mpl.rcParams["font.family"], *filter(None, more)],
+    }
+    return matplotlib.style.context([_STYLE_SHEET, own])
 
 
 def shortened(text: str, most: int) -> str:

@@ -91,7 +91,7 @@ def timeline(
     traces = [trace_of(run, "timeline") for run in given]
     names = list(labels) or ([""] if len(given) == 1 else [f"run {i + 1}" for i in range(len(given))])
     views = [view_of(trace, step, name) for trace, name in zip(traces, names, strict=True)]
-    with labkit_style():
+    with labkit_style(ax):
         return _Timeline(views, ax, new_figure).draw()
 
 

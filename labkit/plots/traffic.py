@@ -98,7 +98,7 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
     some += f", {bytes_in_words(flows.between_nodes())} between nodes" if len(flows.node) else ""
     titles = f"What travelled  ·  {view.in_words()},", f"{least}{bytes_in_words(matrix.sum())} in all{some}"
     title = (" " if sum(map(len, titles)) <= LONGEST_TITLE else "\n").join(titles)
-    with labkit_style():
+    with labkit_style(ax):
         if ax is None:
             top_in = 0.45 + 0.17 * title.count("\n")
             names_in = 0.0 if len(ranks) > TITLED else longest * CHARACTER_IN if upright else 0.15

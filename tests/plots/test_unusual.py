@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import matplotlib as mpl
 import numpy as np
@@ -22,10 +23,11 @@ from labkit.costs.link import Link
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import time_in_words
 from labkit.plots.breakdown import breakdown, compare
+from labkit.plots.image import as_image
 from labkit.plots.link_fit import MeasuredLink
 from labkit.plots.memory import memory
 from labkit.plots.scaling import scaling
-from labkit.plots.style import shortened
+from labkit.plots.style import labkit_style, shortened
 from labkit.plots.timeline import timeline
 from labkit.plots.traffic import traffic
 from labkit.recording.schema import MEMORY, MEMORY_KINDS
@@ -266,6 +268,54 @@ def test_names_are_drawn_as_they_are_written(name):
     figure.canvas.draw()
     assert any(DOLLARS in text.get_text() for text in figure.findobj(Text))
     assert not any(text.get_parse_math() for text in figure.findobj(Text) if "$" in text.get_text())
+
+
+NO_FONT_HAS_IT = "\U000f1234"  # a private character
+
+
+@pytest.mark.parametrize("name", ["前向传播", "🚀 ключ", NO_FONT_HAS_IT])
+def test_characters_that_the_font_lacks_give_no_warning(name, tmp_path):
+    """A warning is an error in these tests."""
+    book = Book()
+    book.compute(0, name, 0, 5)
+    book.compute(1, name, 5, 9)
+    run = Trace(list(book.trace(2)), ranks=(name, "b"))
+    for ax in (timeline(run), breakdown(run), compare({name: run, "b": run})):
+        assert any(name in text.get_text() for text in ax.figure.findobj(Text))
+        ax.figure.savefig(tmp_path / "plain.png")
+        as_image(ax.figure, "")
+
+
+def test_of_the_fonts_for_other_characters_those_that_are_installed_are_used(monkeypatch):
+    own = mpl.rcParams["font.family"]
+    fonts = ["DejaVu Sans", "Symbola", "Noto Sans CJK JP", "WenQuanYi Zen Hei"]
+    monkeypatch.setattr("matplotlib.font_manager.fontManager.ttflist", [SimpleNamespace(name=name) for name in fonts])
+    with labkit_style():
+        assert mpl.rcParams["font.family"] == [*own, "Noto Sans CJK JP", "Symbola"]
+    monkeypatch.setattr("matplotlib.font_manager.fontManager.ttflist", [])
+    with labkit_style():
+        assert mpl.rcParams["font.family"] == own
+
+
+@pytest.mark.parametrize("projection", ["polar", "3d", "mollweide"])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda ax: timeline(alone(), ax=ax),
+        lambda ax: breakdown(alone(), ax=ax),
+        lambda ax: compare(a=alone(), b=alone(), ax=ax),
+        lambda ax: scaling({1: alone(), 2: alone()}, ax=ax),
+        lambda ax: traffic(data_parallel(), ax=ax),
+        lambda ax: memory(sharded(), ax=ax),
+        lambda ax: measured(Link(gbit_per_s=8, latency_us=5), ("send",)).plot(ax),
+    ],
+    ids=["timeline", "breakdown", "compare", "scaling", "traffic", "memory", "link"],
+)
+def test_axes_that_are_not_plain_are_refused_in_one_line(draw, projection):
+    ax = plt.subplots(subplot_kw={"projection": projection})[1]
+    with pytest.raises(ValueError, match=f"^ax: these axes are {projection}; expected plain ones, as plt.subplots.. makes them$"):
+        draw(ax)
+    timeline(alone())  # the current axes are not drawn into
 
 
 def test_numbers_of_numpy_select_steps_and_ranks():
