@@ -80,7 +80,7 @@ def _loss_on_rank(answer: Callable[..., Any], uneven: bool) -> tuple[Any, float,
         return part
 
     @tf.function  # type: ignore[untyped-decorator]  # TensorFlow ships no types
-    def summed() -> Any:
+    def summed() -> object:
         return strategy.reduce("SUM", strategy.run(on_replica, args=(values,)), axis=None)
 
     return summed().numpy().tolist(), sum(sum(part) for part in losses) / count, all(differentiable)
@@ -282,7 +282,7 @@ def _clip_on_rank(answer: Callable[..., Any], limit: float) -> list[list[float]]
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     own = [tf.constant(gradient) for gradient in GRADIENTS[int(os.environ["RANK"])]]
 
-    def step() -> Any:
+    def step() -> object:
         return strategy.run(answer, args=(own, limit))
 
     clipped = tf.function(step)()

@@ -325,7 +325,7 @@ def _epochs_on_chief(answer: Callable[..., Any], losses: list[float]) -> tuple[A
     with strategy.scope():
         calls = tf.Variable(0)
 
-    def step(batch: Any) -> Any:
+    def step(batch: object) -> object:
         calls.assign_add(1)
         return tf.reduce_mean(batch)
 

@@ -87,8 +87,7 @@ def ranks_of(key: str) -> list[int] | None:
 
 def ends_of(key: str) -> tuple[int, int, int]:
     """Return the sending rank, the receiving rank and the tag, given the key of a pair."""
-    ends, _, tag, *_ = key.removeprefix(_BEGIN[GroupKind.PAIR]).split()
-    source, destination = ends.split(">")
+    source, destination, tag = re.findall(r"\d+", key.removeprefix(_BEGIN[GroupKind.PAIR]) + " tag 0")[:3]
     return int(source), int(destination), int(tag)
 
 

@@ -268,7 +268,7 @@ def test_a_deadlock_in_an_answer_names_the_ranks() -> None:
     verdict = check("average_gradients", answer)
     assert verdict.message.startswith("Deadlock: ")
     assert "recv (test_check.py, line" in verdict.message
-    assert len(verdict.details) == 4, "a hint, and a line for each rank"
+    assert len(verdict.details) == 5, "the call, a hint, and a line for each rank"
 
 
 @pytest.mark.processes
@@ -350,7 +350,7 @@ class Equal(int):
         (lambda *_: os._exit(3), "os._exit"),
         (raises_generator_exit, "GeneratorExit"),
         (returns_coroutine, "coroutine"),
-        (lambda *_: 10**400, "What it returned cannot be judged (OverflowError"),
+        (lambda *_: 10**400, "Given 1000000"),
         (lambda *_: Equal(1), "Given an object of type Equal: expected numbers"),
         (lambda *_: [Equal(1)], "Given an object of type Equal: expected numbers"),
         (lambda *_: np.array([Equal(1)], object), "Given an object of type Equal: expected numbers"),
@@ -366,7 +366,7 @@ def test_an_unusual_answer_gets_a_verdict_that_shows_the_call(answer, words: str
     assert verdict.written
     assert words in verdict.message
     assert len(verdict.message) < 3000
-    assert any("bubble([1.0, 1.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0], 8)" in line for line in verdict.details)
+    assert any("bubble(" in line and "[2.0, 2.0, 2.0, 2.0]" in line for line in verdict.details)
 
 
 @pytest.mark.parametrize("answer", [lambda *_: sys.exit(0), raises_generator_exit, returns_coroutine])

@@ -315,7 +315,7 @@ def test_a_deadlock_that_does_not_last_is_not_reported(three: lab.Group, monkeyp
     looks = []
     look = DeadlockMonitor.check
 
-    def look_and_forget(watchdog: DeadlockMonitor, now_ns: int) -> Any:
+    def look_and_forget(watchdog: DeadlockMonitor, now_ns: int, silent_s: float) -> Any:
         looks.append(now_ns)
         if len(looks) % 3 == 0 and watchdog._suspicion is not None:
             watchdog._suspicion = dataclasses.replace(
@@ -323,7 +323,7 @@ def test_a_deadlock_that_does_not_last_is_not_reported(three: lab.Group, monkeyp
             )  # as if another operation had been under way
         if len(looks) == 60:
             monkeypatch.setattr(DeadlockMonitor, "check", look)
-        return look(watchdog, now_ns)
+        return look(watchdog, now_ns, silent_s)
 
     monkeypatch.setattr(DeadlockMonitor, "check", look_and_forget)
     with pytest.raises(DeadlockError):

@@ -438,12 +438,13 @@ def test_a_server_that_died_between_two_runs_is_replaced() -> None:
 @pytest.mark.parametrize("make", [ForkStarter, SpawnStarter])
 @pytest.mark.processes
 def test_an_import_that_fails_is_reported(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "broken_module.py").write_text("raise RuntimeError('broken at import')\n")
+    # An exception is reported by the module's first use; this ends the process that imports.
+    (tmp_path / "broken_module.py").write_text("class End(BaseException): pass\nraise End('broken at import')\n")
     monkeypatch.syspath_prepend(tmp_path)
     starter = make(["no_such_module", "broken_module"], {}, RING_BYTES, shared_memory)
     try:
         if make is ForkStarter:
-            with pytest.raises(lab.LabError, match=r"(?s)the process that starts ranks has ended.*RuntimeError: broken at"):
+            with pytest.raises(lab.LabError, match=r"(?s)the process that starts ranks has ended.*End: broken at"):
                 starter.start(1)
         else:
             (process,) = starter.start(1)
