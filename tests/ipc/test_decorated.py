@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import cells as in_cells
 import pytest
-import torch
 
 import labkit as lab
+
+torch = pytest.importorskip("torch")
 
 DISPATCHED = """
     import functools
