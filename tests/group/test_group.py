@@ -130,6 +130,7 @@ def test_a_request_that_this_machine_cannot_meet(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_options_that_a_group_shows_make_an_equal_one() -> None:
+    pytest.importorskip("torch")
     network = lab.Network(nodes=2, inside=lab.Link.nvlink4, between=lab.Link.ethernet_10g)
     for given in ({}, {"devices": "cpu", "threads": 1, "timeout_s": 9.0, "link": network}):
         group = lab.Group(4, **given)  # type: ignore[arg-type]  # several types
