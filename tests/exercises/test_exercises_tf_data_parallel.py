@@ -419,7 +419,7 @@ def wait_in_one_step(spans):
     return waited_ms([span for span in spans if span[1] == final])
 
 
-@wrong("waited_ms", "among the spans of the same step")
+@wrong("waited_ms", "until the last start of all steps", cure="among the spans of the same step")
 def one_moment_for_all(spans):
     last = max(start for _, _, start, _ in spans)
     return {rank: sum(last - start for r, _, start, _ in spans if r == rank) for rank, *_ in spans}
@@ -435,7 +435,7 @@ def waits_by_name(spans):
     return {f"rank {rank}": wait for rank, wait in waited_ms(spans).items()}
 
 
-@wrong("waited_ms", "from its own start to the latest start of any rank")
+@wrong("waited_ms", "from when, and for whom", cure="from its own start to the latest start of any rank")
 def no_waiting(spans):
     return {rank: 0.0 for rank, *_ in spans}
 
