@@ -49,9 +49,15 @@ def _judge_waits(answered: Any, spans: list[TimedSpan]) -> None:
         "that is the time after the last rank came, in which the numbers are summed": _waits(spans, "end"),
         "that is the mean of the steps: add them up": {rank: ms / steps for rank, ms in expected.items()},
         "that is one step only: add up all steps": _waits(spans, "last step"),
-        "ranks meet once per step: look for the last start among the spans of the same step": _waits(spans, "one moment"),
+        (
+            "here all ranks wait until the last start of all steps, but they meet in every step",
+            "look for the last start among the spans of the same step",
+        ): _waits(spans, "one moment"),
     }
-    otherwise = "in each step, a rank waits from its own start to the latest start of any rank in that step"
+    otherwise = (
+        "that is not the time in which a rank waits: from when, and for whom, does it wait in a step?",
+        "in each step, a rank waits from its own start to the latest start of any rank in that step",
+    )
     judge_result(given, expected, mistakes, otherwise, *details, same=_equal)
 
 

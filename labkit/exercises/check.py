@@ -137,7 +137,7 @@ def _judged(exercise: Exercise, answer: Any, ranks: AnswerRanks) -> Verdict:
     except AnswerError as wrong:
         message, details = _sentence(wrong.message), wrong.details
         if wrong.cure and tries.wrong[name]:
-            message = f"{message}. {_sentence(wrong.cure)}"
+            message = f"{message}{'' if message.endswith('?') else '.'} {_sentence(wrong.cure)}"
         elif wrong.cure:
             details = (*details, "After another wrong answer, the verdict says more.")
     except RankError as error:

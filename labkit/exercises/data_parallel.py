@@ -17,6 +17,7 @@ from labkit.exercises.gradients import Experts, Gradients, gradients_of, keeps, 
 from labkit.exercises.judging import (
     AnswerError,
     Exercise,
+    Hint,
     OnRanks,
     compare,
     differ,
@@ -33,6 +34,7 @@ __all__ = ["EXERCISES"]
 
 LESSON = "02_data_parallel"
 PER_RANK = 4  # examples of each rank in a batch
+SUMMED = "were summed, not averaged", "divide by the number of ranks"
 
 
 def _shares(ranks: int) -> list[tuple[Tensor, Tensor]]:
@@ -75,23 +77,24 @@ def _judge_averages(answer: Any, on: OnRanks, ranks: int) -> None:
         if "NoneType" not in first.traceback:
             raise
         raise AnswerError(
-            f"{first.name} failed: p.grad is None here. Either the parameter is frozen (skip it) or no example of this rank "
-            "used it (take part with zeros). And do not use the return value of dist.all_reduce: it works in place and "
-            "returns None",
+            f"{first.name} failed: p.grad is None here. Is the parameter frozen, did no example of this rank use it, or was the "
+            "return value of dist.all_reduce stored in it?",
             first.traceback,
+            cure="skip a frozen parameter, and take part with zeros for one that no example used. dist.all_reduce works in place "
+            "and returns None",
         ) from None
     before, after = zip(*results, strict=True)
     if not any(after):
         raise AnswerError(
-            "afterwards all gradients are missing, on all ranks",
-            "dist.all_reduce works in place and returns None: `p.grad = dist.all_reduce(p.grad)` discards the sum",
+            "afterwards all gradients are missing, on all ranks: what is assigned to p.grad?",
+            cure="dist.all_reduce works in place and returns None: `p.grad = dist.all_reduce(p.grad)` discards the sum",
         )
     expected = _serial_average(ranks)
     _judge_participation(before, after, expected)
     if all(keeps(a, b) for a, b in zip(after, before, strict=True)):
         raise AnswerError(
             "the gradients are unchanged: each rank still has its own",
-            "the sum must be stored in p.grad itself, as dist.all_reduce(p.grad) does; a new tensor in a variable changes "
+            cure="the sum must be stored in p.grad itself, as dist.all_reduce(p.grad) does; a new tensor in a variable changes "
             "nothing",
         )
     if all(keeps(a, before[0]) for a in after):
@@ -99,13 +102,14 @@ def _judge_averages(answer: Any, on: OnRanks, ranks: int) -> None:
     used_by_one = {n: array * (ranks if n.startswith("experts") else 1) for n, array in expected.items()}
     if not differ(after, used_by_one):
         raise AnswerError(
-            f"the gradients of the experts are {ranks} times what they should be: divide by the number of all ranks. Those "
-            "whose examples do not use an expert are part of the mean, with zero"
+            f"the gradients of the experts are {ranks} times what they should be: ranks whose examples do not use an expert "
+            "are part of the mean, too, with zero",
+            cure="divide by the number of all ranks",
         )
-    causes = {
-        float(ranks): "were summed, not averaged (divide by the number of ranks)",
+    causes: dict[float, Hint] = {
+        float(ranks): SUMMED,
         1 / ranks: "were divided by the number of ranks once too often",
-        ranks / 2: "were divided by 2, not by the number of ranks (dist.get_world_size())",
+        ranks / 2: ("were divided by 2, not by the number of ranks", "dist.get_world_size() gives the number of ranks"),
     }
     compare(after, expected, subject="the gradients", causes=causes)
     judge_exchange(results, sum(array.nbytes for array in expected.values()), "the gradients")
@@ -122,15 +126,16 @@ def _judge_participation(before: Sequence[Gradients], after: Sequence[Gradients]
         if frozen:
             raise AnswerError(
                 f"{frozen[0]} is frozen (requires_grad is False), and now has a gradient on rank {rank}: an optimizer with "
-                "weight decay would change it. Skip it"
+                "weight decay would change it",
+                cure="skip every parameter whose requires_grad is False",
             )
         missing = [name for name in expected if name not in has and name not in had]
         if missing and all(name in has for name in had):
             raise AnswerError(
                 f"rank {rank} has no gradient of {missing[0]} afterwards: its own examples do not use it, those of another rank "
                 "do, and all ranks must take the same step",
-                "where p.grad is None because no example of the rank used it, put zeros into p.grad and take part with them",
                 "a rank that skips it goes on to its next all_reduce, and the sum there is of gradients of different parameters",
+                cure="where p.grad is None because no example of the rank used it, put zeros into p.grad and take part with them",
             )
 
 
@@ -178,9 +183,9 @@ def _average_in_buckets(answer: Any, on: OnRanks) -> str:
             if "NoneType" not in error.failures[0].traceback:
                 raise
             raise AnswerError(
-                f"{case}: a frozen parameter (requires_grad is False) has no gradient, p.grad is None; leave it out of the "
-                "buckets",
+                f"{case}: a frozen parameter (requires_grad is False) has no gradient, p.grad is None",
                 error.failures[0].traceback,
+                cure="leave it out of the buckets",
             ) from None
         before, after = zip(*results, strict=True)
         with showing(case):
@@ -203,8 +208,8 @@ def _judge_unpacked(case: str, before: Sequence[Gradients], after: Sequence[Grad
         raise AnswerError(f"{case}: {frozen[0]} is frozen (requires_grad is False), and now has a gradient; leave it out")
     if all(keeps(has, had) for has, had in zip(after, before, strict=True)):
         raise AnswerError(
-            f"{case}: the gradients are unchanged. A bucket is a copy: after the all_reduce, copy its parts back into p.grad",
-            "torch.cat([...]) copies; p.grad.copy_(part.view_as(p.grad)) writes into the gradient",
+            f"{case}: the gradients are unchanged. A bucket is a copy: torch.cat([...]) copies",
+            cure="after the all_reduce, copy its parts back: p.grad.copy_(part.view_as(p.grad)) writes into the gradient",
         )
     own = [
         n
@@ -213,16 +218,16 @@ def _judge_unpacked(case: str, before: Sequence[Gradients], after: Sequence[Grad
     ]
     if own and len(own) < len(expected):
         raise AnswerError(
-            f"{case}: the gradients of {listing(own)} are still each rank's own. The last bucket is rarely full: send it after "
-            "the loop"
+            f"{case}: the gradients of {listing(own)} are still each rank's own. The last bucket is rarely full",
+            cure="send the last bucket after the loop",
         )
     if differ(after, expected) and all(np.allclose(_sorted(has), _sorted(expected), rtol=1e-3, atol=1e-6) for has in after):
         raise AnswerError(
-            f"{case}: the averages are right, but in the wrong places: take the parts out of the bucket in the order in which "
-            "you packed them"
+            f"{case}: the averages are right, but in the wrong places",
+            cure="take the parts out of the bucket in the order in which you packed them",
         )
-    causes = {
-        float(ranks): "were summed, not averaged (divide by the number of ranks)",
+    causes: dict[float, Hint] = {
+        float(ranks): SUMMED,
         1 / ranks: "were divided by the number of ranks once too often",
     }
     compare(after, expected, subject="the gradients", causes=causes)
@@ -245,22 +250,23 @@ def _judge_buckets(case: str, sent: Sequence[int], sizes: Sequence[int], bucket_
         return
     if list(sent) == list(sizes) or list(sent) == [*reversed(sizes)]:
         raise AnswerError(
-            f"{case}: the gradients are right, but each travelled alone: put them into one tensor while they fit, and call "
-            "all_reduce on that",
+            f"{case}: the gradients are right, but each travelled alone",
             *details,
+            cure="put them into one tensor while they fit, and call all_reduce on that",
         )
     if len(sent) == 1:
         raise AnswerError(f"{case}: all gradients travelled in one message; bucket_bytes limits its size", *details)
     if list(sent) in ([*_packed(sizes, 4 * bucket_bytes)], [*_packed([*reversed(sizes)], 4 * bucket_bytes)]):
         raise AnswerError(
-            f"{case}: the buckets are four times too large: numel() counts numbers, and each of them has 4 bytes (p.grad.nbytes)",
+            f"{case}: the buckets are four times too large: numel() counts numbers, not bytes",
             *details,
+            cure="each number has 4 bytes; p.grad.nbytes is the size of a gradient in bytes",
         )
     if max(sent) > max(bucket_bytes, *sizes) or any(n > bucket_bytes and n not in sizes for n in sent):
         raise AnswerError(
-            f"{case}: a bucket of {max(n for n in sent if n > bucket_bytes and n not in sizes)} bytes was sent: look whether "
-            "the next gradient fits before you add it, not after",
+            f"{case}: a bucket of {max(n for n in sent if n > bucket_bytes and n not in sizes)} bytes was sent",
             *details,
+            cure="look whether the next gradient fits before you add it, not after",
         )
     raise AnswerError(
         f"{case}: {counted(len(sent), 'message')} where {len(right)} are enough: one all_reduce for each bucket, and as many "
@@ -277,13 +283,14 @@ def _draw_indices(answer: Any, _: OnRanks) -> str:
             _judge_epoch(drawn, examples, f"{case} of epoch {epoch}")
         if epochs[0] != epochs[2]:
             raise AnswerError(
-                f"{case}: two calls for epoch 0 give two orders, so ranks could not agree on one. Seed with the epoch"
+                f"{case}: two calls for epoch 0 give two orders, so ranks could not agree on one", cure="seed with the epoch"
             )
         if epochs[0] == epochs[1]:
             raise AnswerError(
                 f"{case}: epochs 0 and 1 have the same order, as when set_epoch is forgotten: every epoch would show the same "
-                "batches. Let the epoch be part of the seed",
+                "batches",
                 f"rank 0 in both: {epochs[0][0]}",
+                cure="let the epoch be part of the seed",
             )
     return "Every example is drawn in every epoch, by one rank, in an order that all ranks agree on and that changes."
 
@@ -310,12 +317,14 @@ def _judge_epoch(drawn: list[list[int]], examples: int, case: str) -> None:
     if len({len(indices) for indices in drawn}) > 1:
         raise AnswerError(
             f"{case}: the ranks have different numbers of examples. The rank with one batch more would wait in its all_reduce "
-            "for ranks that have finished; repeat a few examples until all have as many",
+            "for ranks that have finished",
             *details,
+            cure="repeat a few examples until all have as many",
         )
     lost = [index for index in range(examples) if index not in every]
     if lost and len(every) < examples:
-        raise AnswerError(f"{case}: {_examples(lost)} left out; round up and repeat some, so that each rank has {each}", *details)
+        cure = f"round up and repeat some, so that each rank has {each}"
+        raise AnswerError(f"{case}: {_examples(lost)} left out, and an epoch shows every example", *details, cure=cure)
     if lost:
         raise AnswerError(
             f"{case}: {_examples(lost)} drawn by no rank while others are drawn twice: do all ranks shuffle with the same seed, "
@@ -347,7 +356,10 @@ def _scaled_learning_rate(answer: Any, _: OnRanks) -> str:
             "// rounds down; the new batch need not be a multiple of the old one": base * (per_rank * ranks // base_batch),
             "a larger batch has less noise and can take a larger step, not a smaller one": base / times,
         }
-        otherwise = "multiply by the batch of all ranks together and divide by the old one"
+        otherwise = (
+            "that is not the linear rule: the learning rate grows as the batch of all ranks together does",
+            "multiply by the batch of all ranks together and divide by the old one",
+        )
         judge_result(given, base * times, mistakes, otherwise, *details, same=lambda a, b: math.isclose(a, b, rel_tol=1e-6))
     return "The learning rate grows as the batch of all ranks together does. (A rule of thumb: warm up, and check.)"
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from labkit.errors.exceptions import RankError
-from labkit.exercises.judging import AnswerError, OnRanks, Results
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, Results
 
 __all__ = ["explaining"]
 
 
-def explaining(on: OnRanks, messages: Sequence[tuple[str, str]], **options: Any) -> OnRanks:
+def explaining(on: OnRanks, messages: Sequence[tuple[str, Hint]], **options: Any) -> OnRanks:
     """Return an `OnRanks` that raises an `AnswerError` if a run fails with a known message.
 
     Args:

@@ -14,7 +14,7 @@ import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, showing
+from labkit.exercises.judging import AnswerError, Exercise, Hint, OnRanks, showing
 from labkit.exercises.rpc_waits import happens_within
 
 __all__ = ["EXERCISES"]
@@ -27,20 +27,25 @@ CLOSE = 1e-4  # absolute; the mistakes below move some parameter by 1e-2 and mor
 
 REUSED = "a context holds the parts of two batches"
 OUTSIDE = (
-    "the forward pass was outside a context, so its calls were not recorded: forward, backward and step belong under one "
-    "`with dist_autograd.context()`"
+    "the forward pass was outside a context, so its calls were not recorded",
+    "forward, backward and step belong under one `with dist_autograd.context()`",
 )
-MISTAKES = {  # parts of torch's messages, and what they mean here
-    "can only optimize Tensors": "an optimizer of torch.optim needs the parameters themselves, which are on the workers: "
-    "DistributedOptimizer(torch.optim.SGD, references, lr=rate, momentum=0.9) takes references to them",
-    "missing 1 required positional argument: 'context_id'": "the gradients are in a context, so optimizer.step(context) needs it",
+MISTAKES: dict[str, Hint] = {  # parts of torch's messages, and what they mean here
+    "can only optimize Tensors": (
+        "an optimizer of torch.optim needs the parameters themselves, which are on the workers",
+        "DistributedOptimizer(torch.optim.SGD, references, lr=rate, momentum=0.9) takes references to them",
+    ),
+    "missing 1 required positional argument: 'context_id'": (
+        "the gradients are in a context, which the optimizer does not know",
+        "optimizer.step(context) needs it",
+    ),
     "no attribute 'zero_grad'": "zero_grad is not needed: the gradients of a batch end with its context",
-    "len() of a 0-d tensor": "dist_autograd.backward takes a list of losses: backward(context, [loss])",
-    "Could not find autograd context": "the context ends with its `with` block: optimizer.step(context) belongs inside",
-    "torch.futures.Future": "a future cannot be sent to another process; a reference can: shard1.remote().forward(part)",
-    "PyRRef' object": "an RRef is not the shard: call a method there, as in shard1.remote().forward(part)",
-    "INTERNAL ASSERT": "use dist_autograd.backward(context, [loss]): loss.backward() cannot leave the master",
-    REUSED: "the gradients of earlier batches are still in this context: each batch needs a new one",
+    "len() of a 0-d tensor": ("dist_autograd.backward takes a list of losses", "write backward(context, [loss])"),
+    "Could not find autograd context": ("the context ends with its `with` block", "optimizer.step(context) belongs inside"),
+    "torch.futures.Future": ("a future cannot be sent to another process", "a reference can: shard1.remote().forward(part)"),
+    "PyRRef' object": ("an RRef is not the shard", "call a method there, as in shard1.remote().forward(part)"),
+    "INTERNAL ASSERT": ("loss.backward() cannot leave the master", "use dist_autograd.backward(context, [loss])"),
+    REUSED: ("the gradients of earlier batches are still in this context", "each batch needs a new one"),
 }
 
 
@@ -171,7 +176,7 @@ class _Seen(NamedTuple):
 Batches = list[tuple[Tensor, Tensor]]
 
 
-def _on_rank(answer: Callable[..., Any], batches: Batches, parts: int, rate: float) -> _Seen | str | None:
+def _on_rank(answer: Callable[..., Any], batches: Batches, parts: int, rate: float) -> _Seen | AnswerError | None:
     if rpc.get_worker_info().name != "master":
         return None
     shard1, shard2 = rpc.remote("worker1", _Shard1, args=(parts,)), rpc.remote("worker2", _Shard2)
@@ -179,7 +184,7 @@ def _on_rank(answer: Callable[..., Any], batches: Batches, parts: int, rate: flo
         result = answer(shard1, shard2, batches, parts, rate)
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
         if meaning := next((meaning for part, meaning in MISTAKES.items() if part in str(error)), None):
-            return meaning
+            return AnswerError(meaning)
         raise
     losses: list[Any] | str = type(result).__name__
     if isinstance(result, (list, tuple)):
@@ -208,8 +213,8 @@ def _hybrid_master(answer: Any, on: OnRanks) -> str:
         rate = float(random.uniform(0.2, 0.4))
         seen = on(NAMES, _on_rank, answer, batches, parts, rate, runtime="rpc")[0]
         with showing(f"hybrid_master(shard1, shard2, batches, {parts}, {rate:.3g})"):
-            if isinstance(seen, str):
-                raise AnswerError(seen)
+            if isinstance(seen, AnswerError):
+                raise seen
             _judge(seen, batches, parts, rate)
     return "All parts were under way at once, the features went straight to worker2, and the model is that of one process."
 
@@ -220,24 +225,26 @@ def _judge(seen: _Seen, batches: Batches, parts: int, rate: float) -> None:
     wanted = [len(part) for x, _ in batches for part in x.chunk(parts)]
     if sorted(seen.sizes) != sorted(wanted):
         raise AnswerError(
-            f"{len(batches)} batches came to shard 1 in {counted(len(seen.sizes), 'part')}: "
-            f"cut each with chunk(parts); parts is {parts} here",
+            f"{len(batches)} batches came to shard 1 in {counted(len(seen.sizes), 'part')}; parts is {parts} here",
             f"sizes given {seen.sizes}, expected {wanted}",
+            cure="cut each batch with chunk(parts)",
         )
     if seen.tensors:
         raise AnswerError(
-            "the features came to the master, which sent them on: they travelled twice. shard1.remote().forward(part) returns a "
-            "reference; give that to shard2.score, and worker2 fetches the features from worker1"
+            "the features came to the master, which sent them on: they travelled twice",
+            cure="shard1.remote().forward(part) returns a reference; give that to shard2.score, and worker2 fetches the features "
+            "from worker1",
         )
     if seen.alone:
         raise AnswerError(
-            "a part was sent only when another had been computed, so the workers took turns: send all parts of a batch with "
-            "remote first, then call score"
+            "a part was sent only when another had been computed, so the workers took turns",
+            cure="send all parts of a batch with remote first, then call score",
         )
     if len(seen.calls) > len(batches):
         raise AnswerError(
-            f"score was called {len(seen.calls)} times for {len(batches)} batches: call it once per batch, with the references "
-            "of all parts; dist_autograd may lose gradients when a worker answers twice in a context"
+            f"score was called {len(seen.calls)} times for {len(batches)} batches: dist_autograd may lose gradients when a "
+            "worker answers twice in a context",
+            cure="call it once per batch, with the references of all parts",
         )
     _judge_training(seen, batches, rate)
 
@@ -250,14 +257,15 @@ def _judge_training(seen: _Seen, batches: Batches, rate: float) -> None:
     one, other = (_close(seen.values[half], start[half]) for half in (slice(0, 2), slice(2, 4)))
     if one and other:
         raise AnswerError(
-            "no parameter has changed: in each context, call dist_autograd.backward(context, [loss]), then "
-            "optimizer.step(context)"
+            "no parameter has changed",
+            cure="in each context, call dist_autograd.backward(context, [loss]), then optimizer.step(context)",
         )
     if one or other:
         number = 1 if one else 2
-        raise AnswerError(f"the parameters of shard {number} have not changed: the optimizer needs references to those of both")
+        cure = "the optimizer needs references to the parameters of both shards"
+        raise AnswerError(f"the parameters of shard {number} have not changed", cure=cure)
     if _close(seen.values, _serial(batches, rate, 0.0)[1]):
-        raise AnswerError(f"there was no momentum: make one optimizer before the loop, with momentum={MOMENTUM}")
+        raise AnswerError("there was no momentum", cure=f"make one optimizer before the loop, with momentum={MOMENTUM}")
     if not _close(seen.values, expected):
         gap = max(float(np.abs(a - b).max()) for a, b in zip(seen.values, expected, strict=True))
         raise AnswerError(
@@ -269,7 +277,7 @@ def _judge_training(seen: _Seen, batches: Batches, rate: float) -> None:
         raise AnswerError(f"the answer is a {seen.losses}: expected the list of losses, one number for each batch", *details)
     kinds = sorted({one for one in seen.losses if isinstance(one, str)})
     if kinds:
-        raise AnswerError(f"the list contains a {kinds[0]} in place of a number: loss.item() is the number", *details)
+        raise AnswerError(f"the list contains a {kinds[0]} in place of a number", *details, cure="loss.item() is the number")
     if len(seen.losses) != len(losses) or not np.allclose(seen.losses, losses, rtol=1e-3):
         raise AnswerError("the losses are not those of the batches, in order", *details)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, number_of, showing, whole_numbers
+from labkit.exercises.judging import AnswerError, Exercise, Hint, OnRanks, number_of, showing, whole_numbers
 from labkit.exercises.known_mistakes import judge_result
 
 __all__ = ["EXERCISES"]
@@ -50,12 +50,17 @@ def _judge_coordinates(given: Any, rank: int, shape: tuple[int, ...]) -> None:
     mistakes = {
         "the numbers are right, but in reverse order: the first coordinate belongs to the first axis": right[::-1],
         "here the first axis runs fastest; neighbouring ranks differ in the last one": _unravel(rank, shape[::-1])[::-1],
-        "each coordinate is rank % size: divide the rank by the size before you go to the next axis": [rank % s for s in shape],
+        (
+            "here each coordinate is rank % size, as if every axis ran as fast as the last one",
+            "divide the rank by the size before you go to the next axis",
+        ): [rank % s for s in shape],
         "coordinates count from 0": [place + 1 for place in right],
     }
-    otherwise = "from one rank to the next, the last coordinate changes: after how many ranks does the one before it change?"
+    otherwise: Hint = (
+        "from one rank to the next, the last coordinate changes: after how many ranks does the one before it change?"
+    )
     if any(not 0 <= at < size for at, size in zip(place, shape, strict=True)):
-        otherwise = "a coordinate lies between 0 and the size of its axis minus 1: the remainder (%) is missing"
+        otherwise = "a coordinate lies between 0 and the size of its axis minus 1", "the remainder (%) is missing"
     judge_result(place, right, mistakes, otherwise, *details, same=operator.eq)
 
 
@@ -88,7 +93,7 @@ def _build_mesh(answer: Any, on: OnRanks) -> str:
             raise AnswerError("the ranks built different meshes: each must call init_device_mesh alike", case)
         layout, names = torch.tensor(given[0][0]), given[0][1]
         if names is None:
-            raise AnswerError("the axes have no names: pass mesh_dim_names to init_device_mesh", case)
+            raise AnswerError("the axes have no names", case, cure="pass mesh_dim_names to init_device_mesh")
         if set(names) != set(axes):
             raise AnswerError(f"the mesh has the axes {list(names)}, expected {list(axes)}", case)
         if dict(zip(names, layout.shape, strict=True)) != axes:
@@ -97,22 +102,25 @@ def _build_mesh(answer: Any, on: OnRanks) -> str:
         best = min(_orders(axes, nbytes), key=lambda order: order[1])
         between = _between_nodes(layout, names, nbytes)
         if between > best[1]:
+            why, cure = _why(names, axes, nbytes)
             raise AnswerError(
                 f"with the order {', '.join(names)}, {_mb(between)} cross between the nodes per step, where {_mb(best[1])} are "
-                f"enough. {_why(names, axes, nbytes)}",
+                f"enough. {why}",
                 case,
+                cure=cure,
             )
     return "In every case this order sends the fewest bytes between the nodes."
 
 
-def _why(names: Sequence[str], axes: Axes, nbytes: Mapping[str, float]) -> str:
+def _why(names: Sequence[str], axes: Axes, nbytes: Mapping[str, float]) -> tuple[str, str]:
+    """Why an order of the axes is not the best one, as far as the order shows it, and what to do."""
     if list(names) == sorted(axes, key=lambda name: nbytes[name]) and len({*axes.values()}) > 1:
-        return "The bytes of a rank do not decide alone: how many rings of each axis cross, and how often does a ring cross?"
+        return "The bytes of a rank do not decide alone: how many rings of each axis cross, and how often does a ring cross?", ""
     if list(names) == list(axes) and len(names) > 1:
-        return "This is the order in which the axes were given: look at their bytes instead"
+        return "This is the order in which the axes were given", "look at their bytes instead"
     if list(names) == sorted(axes, key=lambda name: -nbytes[name]):
-        return "The axis with the most bytes is the first, so its ranks are the farthest apart: turn the order round"
-    return "Consecutive ranks share a node, and they differ in the last axis"
+        return "The axis with the most bytes is the first, so its ranks are the farthest apart", "turn the order round"
+    return "Consecutive ranks share a node, and they differ in the last axis", ""
 
 
 def _orders(axes: Axes, nbytes: Mapping[str, float]) -> list[tuple[tuple[str, ...], float]]:
@@ -170,14 +178,14 @@ def _average_over_dp(answer: Any, on: OnRanks) -> str:
 
 def _judge_average(given: list[Any], returned: list[Any], axes: Axes) -> None:
     right, ranks = _combined(axes, ["dp"], divide=axes["dp"]), math.prod(axes.values())
-    mistakes = {
-        "the gradients are unchanged: write the means into the given tensors": _combined(axes, [], divide=1),
+    mistakes: dict[Hint, list[list[Tensor]]] = {
+        ("the gradients are unchanged", "write the means into the given tensors, with copy_"): _combined(axes, [], divide=1),
         "the gradients are averaged over all ranks: ranks that differ in another axis hold other weights, or parts of "
         "weights": _combined(axes, list(axes), divide=ranks),
         "the gradients are added over the dp axis, but not divided in place: `g = g / n` makes a new tensor": _combined(
             axes, ["dp"], divide=1
         ),
-        "the sum over the dp axis is divided by the number of all ranks: divide by the size of the axis": _combined(
+        ("the sum over the dp axis is divided by the number of all ranks", "divide by the size of the axis"): _combined(
             axes, ["dp"], divide=ranks
         ),
         "the gradients are added over all ranks": _combined(axes, list(axes), divide=1),
@@ -187,11 +195,11 @@ def _judge_average(given: list[Any], returned: list[Any], axes: Axes) -> None:
         mistakes = {}
     for axis in set(axes) - {"dp"}:
         if axes[axis] > 1:
-            hint = f"those are the means over the axis {axis!r}. Ask for the axis by its name: dp need not be the first"
+            hint = f"those are the means over the axis {axis!r}: dp need not be the first", "ask for the axis by its name"
             mistakes[hint] = _combined(axes, [axis], divide=axes[axis])
-    otherwise = "these are not the means over the ranks that differ in the dp axis alone"
+    otherwise: Hint = "these are not the means over the ranks that differ in the dp axis alone"
     if all(result is not None for result in returned) and _alike(returned, right):
-        otherwise = "the means are right, but it returns them: write them into the given tensors, with copy_"
+        otherwise = "the means are right, but it returns them", "write them into the given tensors, with copy_"
         mistakes = {}
     if _alike([g[:1] for g in given], [g[:1] for g in right]):
         otherwise = "the first gradient is right, the others are not: average each of them"
@@ -219,6 +227,8 @@ def _alike(given: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor
 
 
 # ------------------------------------------------------------------------------------------------------- bytes_per_axis
+
+RING = "in a ring all-reduce of n bytes, each of k ranks sends 2(k − 1)/k · n bytes"
 
 
 def _sizes(
@@ -258,18 +268,19 @@ def _judge_axes(answered: Any, arguments: tuple[int, ...]) -> None:
     activation = tokens / dp * hidden * value_bytes
     mistakes = {
         "those are numbers, not bytes: each takes value_bytes": {axis: n / value_bytes for axis, n in right.items()},
-        "`tokens` counts the whole batch; a rank computes with the tokens of its own share, tokens / dp": _sizes(
+        ("`tokens` counts the whole batch; a rank computes with those of its own share", "these are tokens / dp"): _sizes(
             dp, pp, tp, blocks, tokens * dp, hidden, value_bytes
         ),
-        "a rank has only the blocks of its own stage, blocks / pp": _sizes(*arguments, stage=False),
-        "the tensor-parallel split also divides the gradients: each rank has 1/tp of them": _sizes(*arguments, shard=False),
-        "half is missing: a block has two all-reduces, and in each, every one of k ranks sends 2(k − 1) pieces": _sizes(
-            *arguments, passes=1
-        ),
-        "in a ring all-reduce of n bytes, each of k ranks sends 2(k − 1)/k · n bytes, not n": _sizes(
+        ("a rank has only the blocks of its own stage", "these are blocks / pp"): _sizes(*arguments, stage=False),
+        ("the tensor-parallel split also divides the gradients", "each rank has 1/tp of them"): _sizes(*arguments, shard=False),
+        (
+            "half is missing: how many all-reduces does a block have, and how many pieces does a rank send in each?",
+            "a block has two all-reduces, and in each, every one of k ranks sends 2(k − 1) pieces",
+        ): _sizes(*arguments, passes=1),
+        ("here a rank sends n bytes in an all-reduce of n bytes, however many ranks there are", RING): _sizes(
             *arguments, per_all_reduce=1
         ),
-        "in a ring all-reduce of n bytes, each of k ranks sends 2(k − 1)/k · n bytes, not 2n": _sizes(
+        ("here a rank sends 2n bytes in an all-reduce of n bytes, however many ranks there are", RING): _sizes(
             *arguments, per_all_reduce=2
         ),
         "with a single stage there is no boundary to send over: the pp axis has 0 bytes": right | {"pp": activation},
@@ -277,15 +288,24 @@ def _judge_axes(answered: Any, arguments: tuple[int, ...]) -> None:
             right | {"pp": 2 * right["pp"]}
         ),
         "on the pp axis, each rank of a tp group sends the whole activation": right | {"pp": right["pp"] / tp},
-        "on the tp axis, the blocks of other stages count as well: a rank has blocks / pp of them": (
+        ("on the tp axis, the blocks of other stages count as well", "a rank has blocks / pp of them"): (
             right | {"tp": pp * right["tp"]}
         ),
     }
     wrong = next((axis for axis in ("pp", "dp", "tp") if not _near(given[axis], right[axis])), "")
     otherwise = {
-        "pp": "on the pp axis, the first stage sends its output once: (tokens / dp) · hidden values, in whatever micro-batches",
-        "dp": "on the dp axis, an all-reduce carries the gradients of this rank's weights: 8 · hidden² per block, divided by tp",
-    }.get(wrong, "on the tp axis, each block has two all-reduces of an activation: (tokens / dp) · hidden values")
+        "pp": (
+            "on the pp axis, the first stage sends its output once",
+            "(tokens / dp) · hidden values, in whatever micro-batches",
+        ),
+        "dp": (
+            "on the dp axis, an all-reduce carries the gradients of this rank's weights",
+            "a block has 8 · hidden² of them, divided by tp",
+        ),
+    }.get(
+        wrong,
+        ("on the tp axis, each block has two all-reduces of an activation", "an activation has (tokens / dp) · hidden values"),
+    )
     judge_result(given, right, mistakes, otherwise, *details, same=lambda a, b: all(_near(a[axis], b[axis]) for axis in right))
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # ranks import this file, too, and need neither
 __all__ = [
     "AnswerError",
     "Exercise",
+    "Hint",
     "OnRanks",
     "Results",
     "call",
@@ -45,6 +46,7 @@ __all__ = [
 
 CLOSE_FACTOR = 1e-3
 MOST_ITEMS = 10_000  # of an iterator, which may have no end; right answers have a hundred
+Hint = str | tuple[str, str]  # what points at a mistake, alone or with its cure
 TOLERANCE = 1e-4  # relative; another order of summation changes a float32 by 1e-6, the mistakes here by 1e-1
 
 
@@ -101,7 +103,7 @@ class AnswerError(Exception):
     """A wrong answer.
 
     Args:
-        message: one sentence: what is wrong and where to look.
+        message: one sentence: what is wrong and where to look; or a pair of it and the cure.
         details: further lines, such as what was given and what was expected.
         cure: a sentence that says what to do, where the message only points at the mistake. `check` adds it to the
             message from the second wrong answer on.
@@ -110,8 +112,10 @@ class AnswerError(Exception):
     """
 
     def __init__(
-        self, message: str, *details: str, cure: str = "", deadlock: bool = False, waits_in: tuple[str, ...] = ()
+        self, message: Hint, *details: str, cure: str = "", deadlock: bool = False, waits_in: tuple[str, ...] = ()
     ) -> None:
+        if isinstance(message, tuple):
+            message, cure = message
         super().__init__(message)
         self.message = message
         self.details = details
@@ -255,7 +259,7 @@ def compare(
     *,
     subject: str,
     oracle: str = "one process with the whole batch",
-    causes: Mapping[float, str] = MappingProxyType({}),
+    causes: Mapping[float, Hint] = MappingProxyType({}),
 ) -> None:
     """Compare the arrays of all ranks with the expected ones, and explain how they differ.
 
@@ -264,7 +268,7 @@ def compare(
         expected: the arrays that each rank should have.
         subject: the subject of the sentence: "the gradients".
         oracle: whose arrays the expected ones are.
-        causes: what a factor means by which all arrays are too large.
+        causes: what a factor means by which all arrays are too large; with its cure, if it has one.
 
     Raises:
         AnswerError: the arrays differ.
@@ -283,9 +287,10 @@ def compare(
         return
     common = factor([a[n] for a in got for n in expected], [expected[n] for _ in got for n in expected])
     if common is not None:
-        cause = next((cause for known, cause in causes.items() if abs(common - known) < CLOSE_FACTOR), None)
+        hint = next((hint for known, hint in causes.items() if abs(common - known) < CLOSE_FACTOR), "are off by a factor")
+        cause, cure = (hint, "") if isinstance(hint, str) else hint
         size = f"each is {common:.4g} times what it should be" + (f" on {len(got)} ranks" if len(got) > 1 else "")
-        raise AnswerError(f"{subject} {cause}: {size}" if cause else f"{subject} are off by a factor: {size}")
+        raise AnswerError(f"{subject} {cause}: {size}", cure=cure)
     good = [name for name in expected if name not in bad]
     largest = max(float(np.abs(a[n] - expected[n]).max()) for a in got for n in bad)
     alike = all(_close(arrays[n], got[0][n]) for arrays in got for n in expected)

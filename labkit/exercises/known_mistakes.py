@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from labkit.exercises.judging import AnswerError
+from labkit.exercises.judging import AnswerError, Hint
 
 __all__ = ["judge_result"]
 
@@ -13,8 +13,8 @@ __all__ = ["judge_result"]
 def judge_result(
     given: Any,
     right: Any,
-    mistakes: Mapping[str, Any],
-    otherwise: str,
+    mistakes: Mapping[Any, Any],
+    otherwise: Hint,
     *details: str,
     same: Callable[[Any, Any], bool],
 ) -> None:
@@ -26,7 +26,7 @@ def judge_result(
     Args:
         given: the answer's result.
         right: the oracle's.
-        mistakes: the result of each known mistake, by its hint.
+        mistakes: the result of each known mistake, by its hint: a sentence, or a pair of it and the cure.
         otherwise: the hint for any other result; if empty, the caller explains it.
         details: further lines of the verdict.
         same: whether two results are equal up to rounding.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks
+from labkit.exercises.judging import AnswerError, Exercise, Hint, OnRanks
 from labkit.exercises.known_mistakes import judge_result
 from labkit.recording.operations import RECV, SEND, type_of
 
@@ -20,6 +20,7 @@ __all__ = ["EXERCISES"]
 
 LESSON = "01_messages_and_collectives"
 FLOAT = 4  # bytes
+DIFFERENCES = "in the difference of the two times, it cancels: divide the difference of the sizes by that"
 
 
 def _link_from_times(answer: Any, _: OnRanks) -> str:
@@ -33,16 +34,19 @@ def _link_from_times(answer: Any, _: OnRanks) -> str:
         except (TypeError, ValueError):
             raise AnswerError(f"{case}: given {given!r}; expected two numbers, latency in s and bandwidth in bytes/s") from None
         details = (case, f"given {latency:.4g} s and {bandwidth:.4g} bytes/s, expected {latency_s:.4g} s and {rate:.4g} bytes/s")
-        mistakes: dict[str, tuple[float | None, float]] = {  # None: with any latency
+        mistakes: dict[Hint, tuple[float | None, float]] = {  # None: with any latency
             "right, but in the other order: first the latency, then the bandwidth": (rate, latency_s),
             "the bandwidth is in bits per second; the sizes are in bytes, and so is the result": (None, 8 * rate),
-            "that is the time per byte; the bandwidth is its inverse": (None, 1 / rate),
-            "the latency is part of both times: divide a difference of sizes by a difference of times": (None, n2 / t2),
-            "the latency is part of the first time, too: divide a difference of sizes by a difference of times": (None, n1 / t1),
+            ("that is the time per byte, not the bandwidth", "the bandwidth is its inverse"): (None, 1 / rate),
+            ("the bandwidth comes from the second time alone, and the latency is a part of it", DIFFERENCES): (None, n2 / t2),
+            ("the bandwidth comes from the first time alone, and the latency is a part of it", DIFFERENCES): (None, n1 / t1),
         }
-        otherwise = "two messages of one link give two equations, t = α + n/B, with the same α and B"
+        otherwise: Hint = "two messages of one link give two equations, t = α + n/B, with the same α and B"
         if _near(bandwidth, rate):
-            otherwise = "the bandwidth is right; the latency is what is left of a time when its bytes have been paid for"
+            otherwise = (
+                "the bandwidth is right, the latency is not",
+                "the latency is what is left of a time when its bytes have been paid for",
+            )
         judge_result(link, (latency_s, rate), mistakes, otherwise, *details, same=_same_link)
     return "Two times of different sizes are enough to know a link."
 
@@ -95,7 +99,7 @@ def _run(answer: Any, on: OnRanks, ranks: int, length: int) -> list[_Outcome]:
     return outcomes
 
 
-DEADLOCK = "every rank waits in send until its neighbour receives, and none does: dist.isend starts a message without waiting"
+ISEND = "dist.isend starts a message without waiting"
 
 
 def _messages_of(answer: Any, on: OnRanks, ranks: int, length: int, case: str) -> list[_Outcome]:
@@ -108,7 +112,8 @@ def _messages_of(answer: Any, on: OnRanks, ranks: int, length: int, case: str) -
         outcomes = _run(answer, on, ranks, length)
     except AnswerError as error:
         if error.deadlock and {type_of(name) for name in error.waits_in} == {SEND}:
-            raise AnswerError(f"{case}: {DEADLOCK}", error.message, *error.details) from None
+            hint = "every rank waits in send until its neighbour receives, and none does"
+            raise AnswerError(f"{case}: {hint}", error.message, *error.details, cure=ISEND) from None
         raise
     used = sorted({name for outcome in outcomes for name in outcome.collectives})
     if used:
@@ -124,40 +129,40 @@ def _ring_all_reduce(answer: Any, on: OnRanks) -> str:
         except RankError as error:
             if length % ranks == 0:
                 raise
-            raise AnswerError(f"{case}: {UNEVEN}", str(error), error.failures[0].traceback) from None
+            raise AnswerError(f"{case}: {UNEVEN}", str(error), error.failures[0].traceback, cure=EVEN) from None
         own = [_tensor(rank, length).tolist() for rank in range(ranks)]
         expected = [sum(values) for values in zip(*own, strict=True)]
         for rank, outcome in enumerate(outcomes):
             if outcome.result != expected:
-                raise AnswerError(*_wrong_sum(case, rank, outcomes, own, expected, even=length % ranks == 0))
+                raise _wrong_sum(case, rank, outcomes, own, expected, even=length % ranks == 0)
         _check_ring(case, ranks, length, outcomes)
     return "The sum on every rank, for any length, and each rank sends 2(p-1) parts of p, to one neighbour."
 
 
 UNEVEN = (
-    "the ranks do not divide the length: `chunk` may give parts of other sizes than you expect, or fewer than there are ranks; "
-    "`tensor_split(p)` always gives p parts, whose sizes differ by one at most"
+    "the ranks do not divide the length: `chunk` may give parts of other sizes than you expect, or fewer than there are ranks"
 )
+EVEN = "`tensor_split(p)` always gives p parts, whose sizes differ by one at most"
 
 
 def _wrong_sum(
     case: str, rank: int, outcomes: list[_Outcome], own: list[list[float]], expected: list[float], *, even: bool
-) -> tuple[str, ...]:
+) -> AnswerError:
     got = outcomes[rank].result
     details = (f"rank {rank} has {got}", f"expected    {expected}")
     if all(outcome.result == mine for outcome, mine in zip(outcomes, own, strict=True)):
-        return f"{case}: x is unchanged; the sum must end up in x itself, as with dist.all_reduce", *details
+        return AnswerError(f"{case}: x is unchanged; the sum must end up in x itself, as with dist.all_reduce", *details)
     if len(outcomes) > 1 and all(len(outcome.sent) < len(outcomes) for outcome in outcomes):
-        hint = "only a part is complete on each rank: after p-1 rounds of adding come p-1 rounds of copying"
-        return f"{case}: {hint}", *details
+        cure = "after p-1 rounds of adding come p-1 rounds of copying"
+        return AnswerError(f"{case}: only a part is complete on each rank", *details, cure=cure)
     if not even:
-        return f"{case}: {UNEVEN}", *details
+        return AnswerError(f"{case}: {UNEVEN}", *details, cure=EVEN)
     if len(outcomes) > 1 and np.allclose(np.multiply(got, len(outcomes)), expected):
-        return f"{case}: that is the mean; all_reduce gives the sum", *details
+        return AnswerError(f"{case}: that is the mean; all_reduce gives the sum", *details)
     if all(len(outcome.sent) == 2 * len(outcomes) - 2 for outcome in outcomes):
-        hint = "some values are added more than once: in the second half, what arrives replaces the part and is not added"
-        return f"{case}: {hint}", *details
-    return f"{case}: the sums are wrong: write down for p = 3 which part each rank sends in each round", *details
+        cure = "in the second half, what arrives replaces the part and is not added"
+        return AnswerError(f"{case}: some values are added more than once", *details, cure=cure)
+    return AnswerError(f"{case}: the sums are wrong: write down for p = 3 which part each rank sends in each round", *details)
 
 
 def _check_ring(case: str, ranks: int, length: int, outcomes: list[_Outcome]) -> None:
@@ -197,15 +202,19 @@ def _tree_broadcast(answer: Any, on: OnRanks) -> str:
         except RankError as error:
             if ranks & (ranks - 1) == 0:
                 raise
-            hint = f"{ranks} is not a power of two: some receivers do not exist; send only to ranks below the world size"
-            raise AnswerError(f"{case}: {hint}", str(error), error.failures[0].traceback) from None
+            raise AnswerError(
+                f"{case}: {ranks} is not a power of two, and some receivers do not exist",
+                str(error),
+                error.failures[0].traceback,
+                cure="send only to ranks below the world size",
+            ) from None
         root = _tensor(0, length).tolist()
         missing = [rank for rank, outcome in enumerate(outcomes) if outcome.result != root]
         if missing:
-            hint = f"rank {missing[0]} does not have what rank 0 has"
+            hint, cure = f"rank {missing[0]} does not have what rank 0 has", ""
             if len(missing) == ranks - 1:
-                hint = "no rank has what rank 0 has: receive into x itself"
-            raise AnswerError(f"{case}: {hint}", f"given {outcomes[missing[0]].result}, expected {root}")
+                hint, cure = "no rank has in its x what rank 0 has", "receive into x itself"
+            raise AnswerError(f"{case}: {hint}", f"given {outcomes[missing[0]].result}, expected {root}", cure=cure)
         _check_tree(case, ranks, length, outcomes)
     return "Every rank has it after ⌈log₂ p⌉ rounds, in which the number of ranks that have it doubles."
 
@@ -229,12 +238,9 @@ def _check_tree(case: str, ranks: int, length: int, outcomes: list[_Outcome]) ->
     needed, allowed = max(rounds.values()), math.ceil(math.log2(ranks))
     if needed > allowed:
         star = len(outcomes[0].sent) == ranks - 1
-        hint = (
-            "rank 0 sends everything itself: ranks that have the data can help from the next round on"
-            if star
-            else "it takes too many rounds: every rank that has the data should send in every round"
-        )
-        raise AnswerError(f"{case}: right, but {hint}", f"given {needed} rounds, expected {allowed}")
+        hint = "rank 0 sends everything itself" if star else "it takes too many rounds"
+        cure = "every rank that has the data can send in every round, from the next one on"
+        raise AnswerError(f"{case}: right, but {hint}", f"given {needed} rounds, expected {allowed}", cure=cure)
 
 
 EXERCISES = (

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, judge_on_rank, listing, showing, whole_number
+from labkit.exercises.judging import AnswerError, Exercise, Hint, OnRanks, compare, judge_on_rank, listing, showing, whole_number
 from labkit.exercises.known_mistakes import judge_result
 
 __all__ = ["EXERCISES"]
@@ -51,22 +51,27 @@ def _judge_idle_shares(given: Any, spans: Sequence[tuple[int, float, float]]) ->
         shares = [float(share) for share in given]
     except (TypeError, ValueError):
         raise AnswerError(f"{case}: given {given!r}; expected a list with one share per rank") from None
-    mistakes: dict[str, list[float]] = {
+    mistakes: dict[Hint, list[float]] = {
         "that is the share in which each rank computes; the idle share is the rest": [b / (last - first) for b in busy],
         "right as percentages: return shares between 0 and 1": [100 * share for share in right],
-        "each rank is measured from its own first span to its own last; the step lasts from the first start on any rank to the "
-        "last end on any rank": [1 - b / window for b, window in zip(busy, windows, strict=True)],
-        "the step does not begin at 0: it begins with the first start of all spans": [1 - b / last for b in busy],
+        (
+            "each rank is measured from its own first span to its own last, and the step is longer",
+            "the step lasts from the first start on any rank to the last end on any rank",
+        ): [1 - b / window for b, window in zip(busy, windows, strict=True)],
+        ("the step does not begin at 0", "it begins with the first start of all spans"): [1 - b / last for b in busy],
         "the spans are divided by what all ranks compute together, but ranks can compute at the same time, or none may": [
             1 - b / sum(busy) for b in busy
         ],
-        "those are idle milliseconds; divide them by the length of the step": [last - first - b for b in busy],
+        ("those are idle milliseconds, not shares", "divide them by the length of the step"): [last - first - b for b in busy],
         "right, but in another order: rank 0 comes first, however the spans are sorted": right[::-1],
     }
     details = (f"given {[round(share, 4) for share in shares]}", f"expected {[round(share, 4) for share in right]}")
     if len(shares) != ranks:
         raise AnswerError(f"{case}: {counted(len(shares), 'number')} for {counted(ranks, 'rank')}: one share per rank", *details)
-    otherwise = "add up what each rank computes, and compare it with the length of the whole step"
+    otherwise = (
+        "those are not the idle shares: how long does each rank compute, and how long is the step?",
+        "add up what each rank computes, divide it by the length of the whole step, and subtract that from 1",
+    )
     judge_result(shares, right, mistakes, otherwise, case, *details, same=_alike)
 
 
@@ -157,8 +162,8 @@ def _judge_two_devices(answer: Any) -> str:
         raise AnswerError(f"each part runs once per forward; the first ran {first.calls} times, the second {second.calls}")
     if not list(model.parameters()):
         raise AnswerError(
-            "the model has no parameters of its own: an optimizer would train nothing. Call super().__init__() and keep the "
-            "parts as attributes"
+            "the model has no parameters of its own: an optimizer would train nothing",
+            cure="call super().__init__() and keep the parts as attributes",
         )
     _on_meta(answer)
     outputs.sum().backward()
@@ -185,8 +190,9 @@ def _on_meta(answer: Any) -> None:
         outputs = model(torch.randn(5, 6))
     except (RuntimeError, NotImplementedError) as error:
         raise AnswerError(
-            "with two different devices the second part fails: move the activation to device1 before it goes in",
+            "with two different devices the second part fails: on which one is the activation?",
             str(error).splitlines()[0],
+            cure="move the activation to device1 before it goes into the second part",
         ) from None
     if outputs.device.type != "meta":
         raise AnswerError("the second part did not compute on device1", f"the output is on {outputs.device.type}")
@@ -196,8 +202,9 @@ def _on_meta(answer: Any) -> None:
         model(torch.randn(5, 6))
     except (RuntimeError, NotImplementedError) as error:
         raise AnswerError(
-            "with the first part on another device than the images it fails: move the input to device0",
+            "with the first part on another device than the images it fails",
             str(error).splitlines()[0],
+            cure="move the input to device0",
         ) from None
 
 
@@ -299,9 +306,12 @@ def _judge_middle(first: _Seen, middle: _Seen, last: _Seen) -> None:
     nn.functional.mse_loss(stages[2](behind), targets).backward()
     assert before.grad is not None and behind.grad is not None
     if middle.no_gradient:
-        raise AnswerError("the activation's `.grad` is None: it must require a gradient (requires_grad_) before `stage` sees it")
+        raise AnswerError(
+            "the activation's `.grad` is None: what came in a message does not require a gradient",
+            cure="let it require one, with requires_grad_(), before `stage` sees it",
+        )
     if not last.received:
-        raise AnswerError("rank 2 got nothing: send it the output of `stage`")
+        raise AnswerError("rank 2 got nothing: what does it wait for?", cure="send it the output of `stage`")
     if _same(last.received[0], before):
         raise AnswerError("rank 2 got the activation as it came from rank 0: it has to go through `stage` first")
     if not _same(last.received[0], behind):
@@ -311,7 +321,8 @@ def _judge_middle(first: _Seen, middle: _Seen, last: _Seen) -> None:
     if _same(first.received[0], behind.grad):
         raise AnswerError(
             "rank 0 got the gradient of your stage's output, as it came from rank 2; it waits for the gradient of your stage's "
-            "input: the `.grad` of what came from rank 0, once your backward has run"
+            "input",
+            cure="send the `.grad` of what came from rank 0, once your backward has run",
         )
     if middle.received:
         raise AnswerError(
@@ -320,8 +331,8 @@ def _judge_middle(first: _Seen, middle: _Seen, last: _Seen) -> None:
     own = {n: p.grad.numpy() for n, p in stages[1].named_parameters() if p.grad is not None}
     if not _same(first.received[0], before.grad):
         raise AnswerError(
-            "what rank 0 got is not the gradient of its activation: the backward of your stage has to start from the gradient "
-            "that rank 2 sends, output.backward(gradient)"
+            "what rank 0 got is not the gradient of its activation: from what does the backward of your stage start?",
+            cure="it has to start from the gradient that rank 2 sends, output.backward(gradient)",
         )
     compare([middle.gradients], own, subject="the gradients of the middle stage")
     if len(first.received) + len(last.received) > 2:

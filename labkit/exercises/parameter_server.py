@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, showing
+from labkit.exercises.judging import AnswerError, Exercise, Hint, OnRanks, showing
 from labkit.exercises.known_mistakes import judge_result
 from labkit.exercises.remote_calls import mistake_of
 from labkit.exercises.rpc_waits import happens_within
@@ -81,7 +81,7 @@ def _trainer(host: Any, gradients: list[Tensor], examples: list[int]) -> _Answer
 
 
 def _serve_on_rank(answer: Callable[..., Any], weights: Tensor, gradients: list[list[Tensor]], examples: list[list[int]]) -> Any:
-    """Return what each trainer received, and whether `update` is decorated; or a sentence on what went wrong."""
+    """Return what each trainer received, and whether `update` is decorated; or what went wrong."""
     if rpc.get_worker_info().name != "server":
         return None
     decorated = hasattr(getattr(answer, "update", None), "_wrapped_async_rpc_function")
@@ -94,9 +94,9 @@ def _serve_on_rank(answer: Callable[..., Any], weights: Tensor, gradients: list[
         return torch.futures.wait_all(calls), decorated
     except (RuntimeError, TypeError, AttributeError) as error:
         if "once" in str(error) and "Future" in str(error):
-            return (
-                "a future was completed twice: every future gets one result. Each round needs its own, so forget the old ones "
-                "when the round is complete"
+            return AnswerError(
+                "a future was completed twice: every future gets one result",
+                cure="each round needs its own futures, so forget the old ones when the round is complete",
             )
         if meaning := mistake_of(error):
             return meaning
@@ -115,8 +115,8 @@ def _weighted_server(answer: Any, on: OnRanks) -> str:
         names = ["server", *(f"trainer{i}" for i in range(1, trainers + 1))]
         seen = on(names, _serve_on_rank, answer, torch.from_numpy(weights), sent, examples.tolist(), runtime="rpc")[0]
         with showing(f"WeightedServer(weights, {RATE}, {trainers}), update(gradient, examples)"):
-            if isinstance(seen, str):
-                raise AnswerError(seen)
+            if isinstance(seen, AnswerError):
+                raise seen
             received, decorated = seen
             _judge_served(received, decorated, weights, gradients, examples)
     return f"{ROUNDS} steps for {3 * ROUNDS} calls of three trainers, and no thread of the server waited."
@@ -127,9 +127,9 @@ def _judge_served(received: list[_Answers | str], decorated: bool, weights: Arra
     given = [one for one in received if isinstance(one, _Answers)]
     if len(given) < trainers:
         raise AnswerError(
-            f"{counted(trainers - len(given), 'trainer')} got no answer within {ANSWER_S:.0f} s: when the last gradient of a "
-            "round arrives, complete the future of every caller, not only of the last, and begin a new round. (Or does a "
-            "thread wait for a lock that it already holds?)"
+            f"{counted(trainers - len(given), 'trainer')} got no answer within {ANSWER_S:.0f} s: is its future "
+            "never completed, or does a thread wait for a lock that it already holds?",
+            cure="when the last gradient of a round arrives, complete the future of every caller, not only of the last",
         )
     kinds = [part for one in given for part in one.answers if isinstance(part, str)]
     if kinds:
@@ -138,12 +138,13 @@ def _judge_served(received: list[_Answers | str], decorated: bool, weights: Arra
     if not all(one.futures for one in given):
         raise AnswerError(
             "the weights are right, but `update` keeps a thread of the server waiting until the last gradient is there: with "
-            "more trainers than threads nobody could be served. Return a torch.futures.Future at once, and complete it later"
+            "more trainers than threads nobody could be served",
+            cure="return a torch.futures.Future at once, and complete it later",
         )
     if not decorated:
         raise AnswerError(
-            "`update` returns a future, and RPC would try to send the future itself: the decorator "
-            "@rpc.functions.async_execution makes it send the result once there is one"
+            "`update` returns a future, and RPC would try to send the future itself",
+            cure="the decorator @rpc.functions.async_execution makes it send the result once there is one",
         )
 
 
@@ -163,24 +164,30 @@ def _judge_values(answers: list[list[Any]], weights: Array, gradients: Array, ex
                 raise AnswerError("the weights have the wrong shape", f"given {one.shape}, expected {expected.shape}")
             if trainers > 1 and not _close(one, expected) and _close(one, before - RATE * these[name - 1]):
                 raise AnswerError(
-                    f"trainer{name} was answered with only its own gradient applied: keep the gradients until all trainers' have "
-                    "arrived, then step once with their mean",
+                    f"trainer{name} was answered with only its own gradient applied",
                     *details,
+                    cure="keep the gradients until all trainers' have arrived, then step once with their mean",
                 )
-        steps = {
-            "that is the plain mean of the gradients: weight each by the number of its examples": RATE * these.mean(0),
-            "the gradients are only added up: weight them by their examples, divide by all examples": RATE * these.sum(0),
-            "the weighted sum is not divided: divide it by the number of all examples": RATE * weighted,
-            "the weighted sum is divided by the number of trainers: divide by that of all examples": RATE * weighted / trainers,
-            "the step goes uphill: subtract rate times the mean gradient": -RATE * mean,
-            "the learning rate is missing: subtract rate times the mean gradient": mean,
-            "the trainers got the weights from before the step: complete the futures after it": np.zeros(SIZE),
+        weigh, step_down = (
+            "weight the gradients by their examples, divide by all examples",
+            "subtract rate times the mean gradient",
+        )
+        steps: dict[Hint, Any] = {
+            ("that is the plain mean of the gradients, however many examples each has", weigh): RATE * these.mean(0),
+            ("the gradients are only added up", weigh): RATE * these.sum(0),
+            ("the weighted sum is not divided", "divide it by the number of all examples"): RATE * weighted,
+            ("the weighted sum is divided by the number of trainers", "divide by that of all examples"): RATE
+            * weighted
+            / trainers,
+            ("the step goes uphill", step_down): -RATE * mean,
+            ("the learning rate is missing", step_down): mean,
+            ("the trainers got the weights from before the step", "complete the futures after it"): np.zeros(SIZE),
         }
         if number:
             steps |= {
                 "gradients of earlier rounds are still there: each round begins with none": RATE * all_weighted / all_examples,
                 "gradients of earlier rounds are still added up: each round begins with none": RATE * all_weighted / counts.sum(),
-                "each round starts from the first weights again: keep the new ones": before - weights + RATE * mean,
+                ("each round starts from the first weights again", "keep the new ones"): before - weights + RATE * mean,
             }
         judge_result(
             got, expected, {hint: before - step for hint, step in steps.items()} if trainers > 1 or number else {},
@@ -234,7 +241,7 @@ class _Weights:
 
 
 def _push_on_rank(answer: Callable[..., Any], weights: Tensor, targets: Tensor, rounds: int) -> Any:
-    """Return the result, the server's weights in the end, and the calls; or a sentence on what went wrong."""
+    """Return the result, the server's weights in the end, and the calls; or what went wrong."""
     if rpc.get_worker_info().name != "trainer":
         return None
     calls: list[str] = []
@@ -247,7 +254,8 @@ def _push_on_rank(answer: Callable[..., Any], weights: Tensor, targets: Tensor, 
         result = answer(server, gradient_of, rounds, len(targets))
     except IndexError as error:
         if error.__traceback__ is not None and "out of bounds" in str(error):
-            return f"gradient_of(weights, part) was called with a part that does not exist: they are 0 to {len(targets) - 1}"
+            parts = f"they are 0 to {len(targets) - 1}"
+            return AnswerError(f"gradient_of(weights, part) was called with a part that does not exist: {parts}")
         raise
     except (TypeError, AttributeError, RuntimeError) as error:
         if meaning := mistake_of(error):
@@ -265,8 +273,8 @@ def _push_less(answer: Any, on: OnRanks) -> str:
         given = torch.from_numpy(weights), torch.from_numpy(np.stack(targets)), rounds
         seen = on(["server", "trainer"], _push_on_rank, answer, *given, runtime="rpc")[1]
         with showing(f"push_less(server, gradient_of, {rounds}, {parts})"):
-            if isinstance(seen, str):
-                raise AnswerError(seen)
+            if isinstance(seen, AnswerError):
+                raise seen
             _judge_push(*seen, weights=weights, targets=np.stack(targets), rounds=rounds)
     return "One call to fetch the weights, then one per round, however many parts it has."
 
@@ -278,15 +286,16 @@ def _judge_push(result: Any, final: Array, calls: list[str], *, weights: Array, 
     expected = targets.mean(0) + start * (1 - RATE) ** rounds
     details = (counts, f"given {_rounded(final)}", f"expected {_rounded(expected)}")
     if any(call.endswith("copy") for call in calls):
-        raise AnswerError("to_here() brings a copy of the server to the trainer: update the server itself, through the reference")
+        raise AnswerError("to_here() brings a copy of the server to the trainer", cure="update the server itself, by reference")
     if parts > 1 and updates == rounds * parts:
-        raise AnswerError("every part was sent by itself: compute all parts of a round first, and send their mean", counts)
+        cure = "compute all parts of a round first, and send their mean"
+        raise AnswerError("every part was sent by itself", counts, cure=cure)
     if updates != rounds:
         raise AnswerError(f"expected {counted(rounds, 'update')}, one in each round", counts)
     mean, last, first = targets.mean(0), targets[-1], targets[0]
     mistakes = {
-        "every gradient was computed with the first weights: use the last update's reply": weights - rounds * RATE * start,
-        "the gradients of the parts are added up: send their mean": mean + start * (1 - RATE * parts) ** rounds,
+        ("every gradient was computed with the first weights", "use the last update's reply"): weights - rounds * RATE * start,
+        ("the gradients of the parts are added up", "send their mean"): mean + start * (1 - RATE * parts) ** rounds,
         "only the last part of each round was sent": last + (weights - last) * (1 - RATE) ** rounds,
         "only the first part of each round was sent": first + (weights - first) * (1 - RATE) ** rounds,
     }
@@ -295,11 +304,11 @@ def _judge_push(result: Any, final: Array, calls: list[str], *, weights: Array, 
     if isinstance(result, str):
         raise AnswerError(f"the answer is a {result}: return the weights after the last update")
     if not _close(result, expected):
-        hint = "the server has the right weights, but others were returned: return what the last update replied"
+        hint = "the server has the right weights, but others were returned", "return what the last update replied"
         raise AnswerError(hint, f"given {_rounded(result)}", f"expected {_rounded(expected)}")
     if fetches != 1:
-        hint = "the reply to update already contains the new weights, so values() is needed only once, before the loop"
-        raise AnswerError(f"the weights are right, with {counted(fetches, 'call')} of values: {hint}", counts)
+        cure = "the reply to update already contains the new weights, so values() is needed only once, before the loop"
+        raise AnswerError(f"the weights are right, with {counted(fetches, 'call')} of values: one is enough", counts, cure=cure)
 
 
 EXERCISES = (

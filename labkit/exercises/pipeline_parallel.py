@@ -35,13 +35,15 @@ def _bubble(answer: Any, _: OnRanks) -> str:
         mistakes = {
             "right as a percentage: return a share between 0 and 1": 100 * right,
             "that is the idle time relative to the work; the bubble is relative to the whole step": (s * step - work) / work,
-            "those are the idle seconds of all ranks: divide by the seconds that all ranks have": s * step - work,
+            ("those are the idle seconds of all ranks, not a share", "divide by the seconds of all ranks"): s * step - work,
             "that is the share in which the ranks work; the bubble is the rest": 1 - right,
             "that holds for equal stages; here the slowest stage sets the pace of all the others": (s - 1) / (m + s - 1),
             "one stage too many: the last stage waits for s - 1 others, not for s": s / (m + s),
-            "the slowest forward pass and the slowest backward pass can belong to different stages: GPipe runs all forward "
-            "passes first, so take the two maxima separately": 1 - work / (s * one_stage),
-            "one rank's step is compared with the work of all ranks: s ranks have s times the step": 1 - work / step,
+            (
+                "the slowest forward pass and the slowest backward pass can belong to different stages",
+                "GPipe runs all forward passes first, so take the two maxima separately",
+            ): 1 - work / (s * one_stage),
+            ("one rank's step is compared with the work of all ranks", "s ranks have s times the step"): 1 - work / step,
         }
         otherwise = (
             "not the idle share of this pipeline: when does the first micro-batch leave the last stage, and how long after it "
@@ -75,9 +77,9 @@ def _balanced_stages(answer: Any, _: OnRanks) -> str:
             raise AnswerError(f"{case}: the stages have equal numbers of layers, but layers cost different amounts", *details)
         if sizes == _filled(costs, stages):
             raise AnswerError(
-                f"{case}: filling each stage up to the mean cost leaves too much, or too little, for the last one. Look for the "
-                "smallest limit that no stage has to exceed",
+                f"{case}: filling each stage up to the mean cost leaves too much, or too little, for the last one",
                 *details,
+                cure="look for the smallest limit that no stage has to exceed",
             )
         raise AnswerError(f"{case}: another split has a faster slowest stage, which sets the pace", *details)
     return "No other split into consecutive layers has a faster slowest stage."

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, OnRanks, compare, differ, showing
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, compare, differ, showing
 from labkit.exercises.known_mistakes import judge_result
 
 __all__ = ["judge_gpipe_step", "judge_one_f_one_b_step"]
 
 WIDTH = 6  # numbers per example: of the inputs, of every activation and of the targets
-CHUNKED = ". `chunk` may give fewer parts than you ask for; `tensor_split(m)` always gives m"
+CHUNKED = ". `chunk` may give fewer parts than you ask for"
 
 Gradients = dict[str, NDArray[Any]]
 
@@ -144,15 +144,15 @@ def _run(answer: Any, on: OnRanks, case: _Case, seed: int) -> list[_Step]:
         first = error.failures[0]
         if "NoneType" in first.traceback:
             raise AnswerError(
-                f"{case}: a `.grad` is None. What a rank receives must require a gradient (requires_grad_) before `stage` "
-                "sees it",
+                f"{case}: a `.grad` is None: what a rank receives does not require a gradient",
                 first.traceback,
+                cure="let it require one, with requires_grad_(), before `stage` sees it",
             ) from None
         if "IndexError" in first.traceback or "StopIteration" in first.traceback:
             raise AnswerError(
-                f"{case}: {first.name} asked for a micro-batch that does not exist. The warm-up has at most as many forward "
-                "passes as there are micro-batches",
+                f"{case}: {first.name} asked for a micro-batch that does not exist",
                 first.traceback,
+                cure="the warm-up has at most as many forward passes as there are micro-batches",
             ) from None
         raise
 
@@ -167,16 +167,19 @@ def _judge_step(steps: Sequence[_Step], case: _Case, seed: int) -> None:
     for rank, step in enumerate(steps):
         details = (f"passes of rank {rank}, in order: {step.order or 'none'}",)
         if step.order.count("F") != m or sum(step.sizes) != case.examples:
+            chunked = len(torch.empty(case.examples).chunk(m)) < m
             raise AnswerError(
                 f"{case}: rank {rank} ran {step.order.count('F')} forward with {sum(step.sizes)} examples in all: expected one "
-                f"per micro-batch, {m}{CHUNKED if len(torch.empty(case.examples).chunk(m)) < m else ''}",
+                f"per micro-batch, {m}{CHUNKED if chunked else ''}",
                 *details,
+                cure="`tensor_split(m)` always gives m parts" if chunked else "",
             )
         if step.order.count("B") != m:
             raise AnswerError(
                 f"{case}: rank {rank} ran {m} forward passes but {step.order.count('B')} backward: every micro-batch needs its "
-                "own, also those that are still in the pipeline when the last forward pass is over",
+                "own",
                 *details,
+                cure="so do those that are still in the pipeline when the last forward pass is over",
             )
         expected = sorted([(rank + 1, n) for n in step.sizes if rank < last] + [(rank - 1, n) for n in step.sizes if rank > 0])
         if sorted(step.sent) != expected:
@@ -193,16 +196,19 @@ def _judge_gradients(steps: Sequence[_Step], case: _Case, seed: int, sizes: Sequ
     expected = _serial(case, seed, sizes, [n / case.examples for n in sizes])
     if any(np.isnan(array).any() for gradients in got for array in gradients.values()):
         raise AnswerError(
-            f"{case}: the gradients are not numbers. Only rank 0 may use `inputs`, and only the last rank `targets`; the others "
-            "receive what they need"
+            f"{case}: the gradients are not numbers. Only rank 0 may use `inputs`, and only the last rank `targets`",
+            cure="the other ranks receive what they need from their neighbours",
         )
     ends = [0.0] * (m - 1) + [sizes[-1] / case.examples]
-    weights: dict[str, Sequence[float]] = {
-        "the micro-batches' mean losses were added up: weight each by its share of the examples": [1.0] * m,
-        "every micro-batch counts the same, however few examples it has: weight its loss by its share of the examples": [1 / m]
-        * m,
-        "only the last micro-batch's gradients are left: gradients add up in .grad, so nothing may clear it in between": ends,
-        "the losses are neither divided by the number of examples nor means: weight by the share of the examples": list(sizes),
+    weigh = "weight each micro-batch's mean loss by its share of the examples"
+    weights: dict[Hint, Sequence[float]] = {
+        ("the micro-batches' mean losses were added up", weigh): [1.0] * m,
+        ("every micro-batch counts the same, however few examples it has", weigh): [1 / m] * m,
+        (
+            "only the last micro-batch's gradients are left",
+            "gradients add up in .grad, so nothing may clear it in between",
+        ): ends,
+        ("the losses are neither divided by the number of examples nor means", weigh): list(sizes),
     }
     mistakes = {hint: _serial(case, seed, sizes, [float(w) for w in tried]) for hint, tried in weights.items()}
     judge_result(got, expected, mistakes, "", same=lambda a, b: not any(map(differ, ([one] for one in a), b)))
@@ -211,8 +217,10 @@ def _judge_gradients(steps: Sequence[_Step], case: _Case, seed: int, sizes: Sequ
         return
     if wrong == list(range(case.ranks - 1)):
         raise AnswerError(
-            f"{case}: the last rank's gradients are right and those before it are not. Send back the gradient of your stage's "
-            "input (the `.grad` of what you received), and start your backward pass from the gradient that you receive"
+            f"{case}: the last rank's gradients are right and those before it are not. Which gradient do you send back, and from "
+            "which one does your backward pass start?",
+            cure="send back the gradient of your stage's input (the `.grad` of what you received), and start your backward pass "
+            "from the gradient that you receive",
         )
     compare([got[wrong[0]]], expected[wrong[0]], subject=f"{case}: the gradients of rank {wrong[0]}")
 
@@ -242,8 +250,9 @@ def _judge_gpipe(steps: Sequence[_Step], case: _Case, seed: int) -> None:
         if steps[0].peak == 1:
             raise AnswerError(
                 f"{case}: the gradients are right, but a micro-batch comes back before the next one starts, so only one "
-                "rank works at a time: run all forward passes first",
+                "rank works at a time",
                 passes,
+                cure="run all forward passes first",
             )
         raise AnswerError(f"{case}: GPipe runs all forward passes before the first backward pass", passes)
 
@@ -269,9 +278,10 @@ def _judge_one_f_one_b(answer: Any, on: OnRanks, case: _Case, seed: int) -> None
             raise
         raise AnswerError(
             f"{wrong.message}. In the steady state a rank sends an activation while its neighbour sends a gradient: if both "
-            "use dist.send, each waits until the other receives. Use dist.isend, and wait for it at the end",
+            "use dist.send, each waits until the other receives",
             str(case),
             *wrong.details,
+            cure="use dist.isend, and wait for it at the end",
         ) from None
     _judge_step(steps, case, seed)
     for rank, step in enumerate(steps):
@@ -280,13 +290,14 @@ def _judge_one_f_one_b(answer: Any, on: OnRanks, case: _Case, seed: int) -> None
         if step.peak > case.ranks:
             raise AnswerError(
                 f"{case}: the gradients are right, but rank {rank} holds the activations of {step.peak} micro-batches at "
-                f"once, as in GPipe. In 1F1B at most {case.ranks}, the number of stages: after the warm-up, each forward "
-                "pass is followed by a backward pass",
+                f"once, as in GPipe. In 1F1B at most {case.ranks}, the number of stages",
                 passes,
+                cure="after the warm-up, each forward pass is followed by a backward pass",
             )
         if step.order.index("B") < fill:
             raise AnswerError(
                 f"{case}: the gradients are right, but the pipeline never fills: rank {rank} starts its first "
-                f"backward pass too early. Let {fill} forward passes come before it, here {step.order.index('B')} did",
+                "backward pass too early",
                 passes,
+                cure=f"let {fill} forward passes come before it, here {step.order.index('B')} did",
             )

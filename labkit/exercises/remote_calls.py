@@ -13,7 +13,7 @@ import torch.distributed.rpc as rpc
 from torch import Tensor
 
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, listing, showing
+from labkit.exercises.judging import AnswerError, Exercise, Hint, OnRanks, listing, showing
 from labkit.exercises.rpc_waits import happens_within
 
 __all__ = ["EXERCISES", "mistake_of"]
@@ -23,29 +23,33 @@ MEET_S = 5.0  # that the first worker waits for the others; calls that overlap m
 SHORTEST = 2  # the length of the first input; each one is longer by 1, by which the workers know them
 ASKED_S = 2.0  # that an addition waits for somebody who asks for the total too early
 
-NOT_THE_OBJECT = (
-    "an RRef is not the object, which lives with its owner: call a method there, as in reference.rpc_sync().the_method()"
-)
-MISTAKES = {  # parts of torch's messages, and what they mean here
-    "PyRRef' object": NOT_THE_OBJECT,
-    "can't call localValue()": "local_value() works only on the owner. Elsewhere, call a method through the reference: "
-    "reference.rpc_sync().the_method()",
-    "function should be callable": "the function has run before the call was made: write rpc_async(worker, function, "
-    "args=(x,)), not rpc_async(worker, function(x))",
-    "_Tally' object is not callable": "the object was made before the call: pass the class, rpc.remote(owner, tally_class)",
-    "Boolean value of Tensor": "`args` is a tuple, even with one argument: args=(x,), with the comma",
-    "iteration over a 0-d tensor": "`args` is a tuple, even with one argument: args=(x,), with the comma",
-    "'Future'": "a future is not the result: wait() for it first",
-    "torch._C.Future": "a future is not the result: wait() for it first",
+THROUGH_REFERENCE = "call a method through the reference, as in reference.rpc_sync().the_method()"
+NO_TUPLE = "`args` is a tuple, even with one argument", "write args=(x,), with the comma"
+NO_RESULT = "a future is not the result", "wait() for it first"
+MISTAKES: dict[str, Hint] = {  # parts of torch's messages, and what they mean here
+    "PyRRef' object": ("an RRef is not the object, which lives with its owner", THROUGH_REFERENCE),
+    "can't call localValue()": ("local_value() works only on the owner", THROUGH_REFERENCE),
+    "function should be callable": (
+        "the function has run before the call was made",
+        "write rpc_async(worker, function, args=(x,)), not rpc_async(worker, function(x))",
+    ),
+    "_Tally' object is not callable": (
+        "the object was made before the call",
+        "pass the class, as in rpc.remote(owner, tally_class)",
+    ),
+    "Boolean value of Tensor": NO_TUPLE,
+    "iteration over a 0-d tensor": NO_TUPLE,
+    "'Future'": NO_RESULT,
+    "torch._C.Future": NO_RESULT,
 }
 
 
-def mistake_of(error: BaseException) -> str | None:
+def mistake_of(error: BaseException) -> AnswerError | None:
     """What an error of torch means here; None if it is none of the typical ones."""
-    return next((meaning for part, meaning in MISTAKES.items() if part in str(error)), None)
+    return next((AnswerError(meaning) for part, meaning in MISTAKES.items() if part in str(error)), None)
 
 
-def _called(answer: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
+def _called(answer: Callable[..., Any], *args: Any) -> tuple[Any, AnswerError | None]:
     """Return what an answer returns, or what its error means if it is one of the typical ones."""
     try:
         return answer(*args), None
@@ -106,7 +110,7 @@ class _Asked(NamedTuple):
     alone: bool
 
 
-def _ask_on_rank(answer: Callable[..., Any], workers: list[str], inputs: list[Tensor]) -> _Asked | str | None:
+def _ask_on_rank(answer: Callable[..., Any], workers: list[str], inputs: list[Tensor]) -> _Asked | AnswerError | None:
     if rpc.get_worker_info().name != "master":
         return None
     meeting = _Meeting(min(len(workers), len(inputs)))
@@ -126,8 +130,8 @@ def _ask_all(answer: Any, on: OnRanks) -> str:
         inputs = [torch.rand(SHORTEST + i, generator=random) + i for i in range(count)]
         seen = on(names, _ask_on_rank, answer, names[1:], inputs, runtime="rpc")[0]
         with showing(f"ask_all({names[1:]}, function, inputs) with {counted(count, 'input')}"):
-            if isinstance(seen, str):
-                raise AnswerError(seen)
+            if isinstance(seen, AnswerError):
+                raise seen
             _judge_asked(seen, names[1:], [(x**2 + 1).numpy() for x in inputs])
     return "All workers worked at the same time, and the results are in order."
 
@@ -136,12 +140,16 @@ def _judge_asked(seen: _Asked, workers: Sequence[str], expected: list[Any]) -> N
     visitors = [name for name, _ in seen.visits]
     visits = [f"{name}: {counted(visitors.count(name), 'call')}" for name in sorted(set(visitors))]
     if "master" in visitors:
-        raise AnswerError("the function ran on the master: pass it to rpc_async, without calling it yourself", *visits)
+        cure = "pass it to rpc_async, without calling it yourself"
+        raise AnswerError("the function ran on the master, which should only ask", *visits, cure=cure)
     if isinstance(seen.result, str):
         raise AnswerError(f"the answer is a {seen.result}: expected a list with one result for each input")
     futures = [part for part in seen.result if isinstance(part, str)]
     if futures:
-        raise AnswerError(f"the list contains a {futures[0]}: wait for the futures, for instance with torch.futures.wait_all")
+        raise AnswerError(
+            f"the list contains a {futures[0]} in place of a result",
+            cure="wait for the futures, for instance with torch.futures.wait_all",
+        )
     idle = sorted(set(workers) - set(visitors))
     if idle and len(expected) >= len(workers):
         raise AnswerError(f"{listing(idle)} had nothing to do: deal the inputs out to all workers in turn", *visits)
@@ -247,7 +255,7 @@ class _Tally:
 
 def _tally_on_rank(
     answer: Callable[..., Any], owners: list[str], amounts: list[list[float]], slow: bool
-) -> tuple[list[Any] | str, list[_Event]] | str | None:
+) -> tuple[list[Any] | str, list[_Event]] | AnswerError | None:
     if rpc.get_worker_info().name != "master":
         return None
     log = _Log()
@@ -267,8 +275,8 @@ def _remote_tallies(answer: Any, on: OnRanks) -> str:
         amounts = _amounts(random, counts)
         seen = on(names, _tally_on_rank, answer, names[1:], amounts, slow, runtime="rpc")[0]
         with showing(f"remote_tallies(tally_class, {names[1:]}, {amounts})"):
-            if isinstance(seen, str):
-                raise AnswerError(seen)
+            if isinstance(seen, AnswerError):
+                raise seen
             result, events = seen
             _judge_tallies(result, events, names[1:], amounts)
     return "One object on each owner keeps the state; only numbers and references travelled."
@@ -287,16 +295,16 @@ def _judge_tallies(result: list[Any] | str, events: list[_Event], owners: list[s
     adds = [event for event in events if event.kind == "add"]
     if any(event.copied for event in events):
         raise AnswerError(
-            "to_here() brings a copy to the master, and the object on its owner does not change: call the method through the "
-            "reference, as in tally.rpc_sync().add(x)"
+            "to_here() brings a copy to the master, and the object on its owner does not change",
+            cure="call the method through the reference, as in tally.rpc_sync().add(x)",
         )
     if "master" in made:
-        raise AnswerError("an object was built on the master: rpc.remote(owner, tally_class) builds it on its owner")
+        raise AnswerError("an object was built on the master", cure="rpc.remote(owner, tally_class) builds it on its owner")
     for owner in owners:
         if made.count(owner) > 1:
             raise AnswerError(
-                f"{made.count(owner)} objects on {owner}: each rpc.remote(owner, tally_class) makes a new one. "
-                "Make it once, and keep its reference"
+                f"{made.count(owner)} objects on {owner}: each rpc.remote(owner, tally_class) makes a new one",
+                cure="make it once, and keep its reference",
             )
         if owner not in made:
             raise AnswerError(f"there is no object on {owner}: every owner gets one, even if it has nothing to add")
@@ -307,14 +315,17 @@ def _judge_tallies(result: list[Any] | str, events: list[_Event], owners: list[s
     kinds = sorted({part for part in result if isinstance(part, str)})
     if kinds:
         raise AnswerError(
-            f"the list contains a {kinds[0]} in place of a number: wait() for a future, call to_here() for a reference", *details
+            f"the list contains a {kinds[0]} in place of a number",
+            *details,
+            cure="wait() for a future, call to_here() for a reference",
         )
     early = [e for e in events if e.kind == "total" and e.adds < len(amounts[owners.index(e.where)])]
     if early and result != expected:
         raise AnswerError(
             f"the total was asked for when {counted(early[0].adds, 'addition')} had finished: rpc_async and remote only send "
-            "the call. Wait for the additions first",
+            "the call",
             *details,
+            cure="wait for the additions first",
         )
     if result == expected:
         return

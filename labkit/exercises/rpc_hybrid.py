@@ -12,7 +12,7 @@ import torch
 import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, number_of, showing
+from labkit.exercises.judging import AnswerError, Exercise, Hint, OnRanks, compare, number_of, showing
 from labkit.exercises.known_mistakes import judge_result
 from labkit.exercises.rpc_waits import happens_within
 
@@ -32,8 +32,9 @@ def _overlapped_time(answer: Any, _: OnRanks) -> str:
         mistakes = {
             "that is the time of the whole batch without any overlap": both,
             "the slower worker alone takes that long; it also waits for its first part, or the other finishes later": slower,
-            "`first` and `second` belong to the whole batch: a part takes 1/parts of them": both + (parts - 1) * slower,
-            "`first` and `second` belong to the whole batch, not to a part: a part takes 1/parts of them": parts * both - faster,
+            ("`first` and `second` belong to the whole batch", "a part takes 1/parts of them"): both + (parts - 1) * slower,
+            ("`first` and `second` belong to the whole batch, not to a part", "a part takes 1/parts of them"): parts * both
+            - faster,
             "the slower worker sets the pace, not the faster one": (both + (parts - 1) * faster) / parts,
             "that is how long one part takes through both workers; the other parts follow it": both / parts,
             "that is right for two parts, but the number of parts differs here": both - faster / 2,
@@ -62,7 +63,8 @@ def _batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 NOT_THE_MODULE = (
-    "an RRef is not the module, which lives on its worker: call a method there, as in workers[0].rpc_async().forward(half)"
+    "an RRef is not the module, which lives on its worker",
+    "call a method there, as in workers[0].rpc_async().forward(half)",
 )
 
 
@@ -116,7 +118,7 @@ def _both_on_rank(answer: Callable[..., Any], seed: int) -> Any:
         result = answer(workers, inputs)
     except (TypeError, AttributeError) as error:
         if "PyRRef' object" in str(error):
-            return NOT_THE_MODULE
+            return AnswerError(NOT_THE_MODULE)
         raise
     if isinstance(result, (list, tuple)):
         return [type(part).__name__ for part in result], meeting.arrived, meeting.sizes, meeting.alone
@@ -128,8 +130,8 @@ def _both_workers(answer: Any, on: OnRanks) -> str:
     seed = random.randrange(1 << 30)
     seen = on(NAMES, _both_on_rank, answer, seed, runtime="rpc")[0]
     with showing("both_workers(workers, images)"):
-        if isinstance(seen, str):
-            raise AnswerError(seen)
+        if isinstance(seen, AnswerError):
+            raise seen
         result, arrived, sizes, alone = seen
         _judge_both(result, arrived, sizes, alone, seed)
     return "Both workers computed at the same time, each one half, and the scores are in order."
@@ -140,8 +142,8 @@ def _judge_both(result: Any, arrived: list[str], sizes: list[int], alone: bool, 
     visits = [f"{name} got {size} examples" for name, size in zip(arrived, sizes, strict=True)]
     if isinstance(result, list):  # probably of futures that were not waited for, so `arrived` may be incomplete
         raise AnswerError(
-            f"the answer is a list of {' and '.join(sorted(set(result)))}: wait for the parts and join them "
-            "into one tensor with torch.cat"
+            f"the answer is a list of {' and '.join(sorted(set(result)))}: expected one tensor",
+            cure="wait for the parts and join them into one tensor with torch.cat",
         )
     if set(arrived) != set(NAMES[1:]):
         only = " and ".join(sorted(set(arrived))) or "the master"
@@ -155,11 +157,12 @@ def _judge_both(result: Any, arrived: list[str], sizes: list[int], alone: bool, 
             *visits,
         )
     if max(sizes) > BATCH // 2:
-        raise AnswerError("a worker got more than its half of the batch: cut it with chunk(2)", *visits)
+        raise AnswerError("a worker got more than its half of the batch", *visits, cure="cut it with chunk(2)")
     if result.shape != expected.shape:
         raise AnswerError(
-            "the result has the wrong shape: join the two parts along the batch with torch.cat",
+            "the result has the wrong shape",
             f"given {tuple(result.shape)}, expected {tuple(expected.shape)}",
+            cure="join the two parts along the batch with torch.cat",
         )
     halves = expected.chunk(2)
     if torch.allclose(result, torch.cat([halves[1], halves[0]]), atol=1e-5):
@@ -200,23 +203,26 @@ class _Remote(nn.Module):
 
 RATE = 0.5
 OUTSIDE = (
-    "`forward` was called outside the context, so no messages were recorded and no gradient can be sent back. Forward, "
-    "backward and step belong under one `with dist_autograd.context()`"
+    "`forward` was called outside the context, so no messages were recorded and no gradient can be sent back",
+    "forward, backward and step belong under one `with dist_autograd.context()`",
 )
-MISTAKES = {  # torch's messages, and what they mean here
-    "missing 1 required positional argument: 'context_id'": "the gradients are in a context, so the optimizer has to be given "
-    "it: `with dist_autograd.context() as context:`, and in that block forward, dist_autograd.backward(context, [loss]) and "
-    "optimizer.step(context)",
+MISTAKES: dict[str, Hint] = {  # torch's messages, and what they mean here
+    "missing 1 required positional argument: 'context_id'": (
+        "the gradients are in a context, so the optimizer has to be given it",
+        "in `with dist_autograd.context() as context:`, call dist_autograd.backward(context, [loss]) and optimizer.step(context)",
+    ),
     "no attribute 'zero_grad'": "zero_grad is not needed: the gradients of a step are in its context, and end with it",
-    "len() of a 0-d tensor": "dist_autograd.backward takes a list of losses: backward(context, [loss])",
-    "Could not find autograd context": "the context ends with its `with` block, and the gradients with it: "
-    "optimizer.step(context) belongs inside",
+    "len() of a 0-d tensor": ("dist_autograd.backward takes a list of losses", "write backward(context, [loss])"),
+    "Could not find autograd context": (
+        "the context ends with its `with` block, and the gradients with it",
+        "optimizer.step(context) belongs inside",
+    ),
 }
-LOCAL_BACKWARD = "use dist_autograd.backward(context_id, [loss]), not loss.backward(), which cannot leave this process"
+LOCAL_BACKWARD = "loss.backward() cannot leave this process", "use dist_autograd.backward(context_id, [loss])"
 
 
 def _step_on_rank(answer: Callable[..., Any], seed: int) -> Any:
-    """Return the remote parameters after one step of the student's function, or a sentence on why there was none."""
+    """Return the remote parameters after one step of the student's function, or why there was none."""
     if rpc.get_worker_info().name != "master":
         return None
     from torch.distributed import autograd as dist_autograd
@@ -243,15 +249,15 @@ def _step_on_rank(answer: Callable[..., Any], seed: int) -> Any:
         answer(forward, optimizer, *_batch(seed))
     except (RuntimeError, TypeError, AttributeError) as error:
         if explanation := next((meaning for message, meaning in MISTAKES.items() if message in str(error)), None):
-            return explanation
+            return AnswerError(explanation)
         if isinstance(error, RuntimeError) and any(outside):
-            return OUTSIDE
+            return AnswerError(OUTSIDE)
         if "INTERNAL ASSERT" in str(error):
-            return LOCAL_BACKWARD
+            return AnswerError(LOCAL_BACKWARD)
         raise
     after = [value for part in parts for value in part.rpc_sync().values()]
     if any(outside) and all(torch.equal(a, b) for a, b in zip(after, before, strict=True)):
-        return OUTSIDE
+        return AnswerError(OUTSIDE)
     return [value.numpy() for value in after]
 
 
@@ -259,8 +265,8 @@ def _distributed_step(answer: Any, on: OnRanks) -> str:
     seed = random.randrange(1 << 30)
     after = on(NAMES, _step_on_rank, answer, seed, runtime="rpc")[0]
     with showing("distributed_step(forward, optimizer, images, labels)"):
-        if isinstance(after, str):
-            raise AnswerError(after)
+        if isinstance(after, AnswerError):
+            raise after
         _judge_remote_step(after, seed)
     return "One step over three processes, equal to the step of a single process."
 
@@ -274,8 +280,9 @@ def _judge_remote_step(after: list[Any], seed: int) -> None:
     steps = {n: (b - a) / RATE for n, a, b in zip(names, after, before, strict=True)}
     if not any(step.any() for step in steps.values()):
         raise AnswerError(
-            "the parameters on the workers have not changed: optimizer.step(context_id) applies the gradients that "
-            "dist_autograd.backward(context_id, [loss]) has stored in that context"
+            "the parameters on the workers have not changed",
+            cure="optimizer.step(context_id) applies the gradients that dist_autograd.backward(context_id, [loss]) has stored in "
+            "that context",
         )
 
     causes = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, differ, number_of, showing, whole_numbers
+from labkit.exercises.judging import AnswerError, Exercise, Hint, OnRanks, compare, differ, number_of, showing, whole_numbers
 from labkit.exercises.known_mistakes import judge_result
 from labkit.exercises.sharded_oracles import STEPS, Weights, batch, network, serial, weights
 from labkit.recording.operations import type_of
@@ -21,6 +21,7 @@ from labkit.recording.operations import type_of
 __all__ = ["EXERCISES"]
 
 LESSON: Final = "03_sharded_data_parallel"
+ONE_ROOT: Final = "all_reduce the sum of squares, then take the root, once"
 WORLDS: Final = (3, 4, 2, 1)  # 3 first: no size below divides by it, and dividing by a constant 2 or 4 is wrong there
 
 
@@ -49,11 +50,13 @@ def _judge_ranges(given: list[tuple[int, int, int]], numbers: int, ranks: int) -
     details = tuple(f"rank {r}: given {given[r]}, expected {right[r]}" for r in range(ranks))
     lengths = [end - start for start, end, _ in given]
     if any(start > numbers or end > numbers for start, end, _ in given):
-        raise AnswerError(f"{case}: a shard reaches beyond the last number; limit start and end with min(..., numbers)", *details)
+        raise AnswerError(
+            f"{case}: a shard reaches beyond the last number", *details, cure="limit start and end with min(..., numbers)"
+        )
     if any(length < 0 for length in lengths):
         raise AnswerError(f"{case}: a shard ends before it starts; a rank that owns nothing has start == end", *details)
     if sum(lengths) < numbers and set(lengths) == {numbers // ranks}:
-        raise AnswerError(f"{case}: // rounds down, so the last numbers have no owner; round the size up", *details)
+        raise AnswerError(f"{case}: the last numbers have no owner: // rounds down", *details, cure="round the size up")
     if len({length + padding for length, (_, _, padding) in zip(lengths, given, strict=True)}) > 1:
         if [g[:2] for g in given] == expected:
             raise AnswerError(
@@ -67,14 +70,16 @@ def _judge_ranges(given: list[tuple[int, int, int]], numbers: int, ranks: int) -
         )
     if [g[:2] for g in given] != expected and sum(lengths) == numbers:
         raise AnswerError(
-            f"{case}: the numbers are spread evenly, so several shards need padding in their middle of the whole; fill "
-            "the ranks in order, so that all padding lies at the end",
+            f"{case}: the numbers are spread evenly, so several shards need padding, in the middle of the whole",
             *details,
+            cure="fill the ranks in order, so that all padding lies at the end",
         )
     if [g[:2] for g in given] != expected:
         raise AnswerError(f"{case}: some numbers have no owner, or two; shard r begins where shard r - 1 ends", *details)
     if [g[2] for g in given] != expected_padding:
-        raise AnswerError(f"{case}: more padding than needed: the size of a shard is numbers / ranks, rounded up", *details)
+        raise AnswerError(
+            f"{case}: more padding than needed", *details, cure="the size of a shard is numbers / ranks, rounded up"
+        )
 
 
 def _memory_per_rank(answer: Any, _: OnRanks) -> str:
@@ -111,7 +116,10 @@ def _judge_memory(given: float, parameters: int, activations: int, ranks: int, s
     }
     judge_result(
         given, expected, mistakes,
-        "start from 4 bytes each for parameters, gradients and two moments; divide what the stage shards",
+        (
+            "not the bytes of this stage: what does a rank keep in training with Adam, and which of it does the stage shard?",
+            "start from 4 bytes each for parameters, gradients and two moments; divide what the stage shards",
+        ),
         f"memory_per_rank({parameters}, {activations}, {ranks}, {stage}): given {given:,.0f} bytes, expected {expected:,.0f}",
         same=lambda a, b: abs(a - b) <= near,
     )  # fmt: skip
@@ -169,14 +177,15 @@ def _judge_zero1(answer: Any, on: OnRanks, ranks: int) -> None:
     fair = sum(-(-size // ranks) for size in sizes)
     if max(kept) > fair and min(kept) == max(kept):
         raise AnswerError(
-            f"the parameters are right, but every rank keeps optimizer state for {max(kept)} of {sum(sizes)} numbers: give "
-            "make_optimizer this rank's shards instead of the parameters",
+            f"the parameters are right, but every rank keeps optimizer state for {max(kept)} of {sum(sizes)} numbers",
+            cure="give make_optimizer this rank's shards instead of the parameters",
         )
     if max(kept) > fair:
         raise AnswerError(
             f"the parameters are right, but the state is uneven: one rank keeps {max(kept)} numbers, {fair} are enough on "
-            f"{ranks} ranks. Do not give whole tensors to ranks; cut each tensor, or all of them joined, into equal shards",
+            f"{ranks} ranks. Whole tensors are of different sizes",
             f"numbers of state per rank: {kept}",
+            cure="cut each tensor, or all of them joined, into equal shards",
         )
     _judge_traffic(results, ranks, sizes)
 
@@ -191,9 +200,9 @@ def _explain_failure(error: RankError, ranks: int) -> None:
     words = ("must be equal to", "size", "shape", "divisible", "invalid tensor", "split")
     if any(word in first.headline.casefold() for word in words):
         raise AnswerError(
-            f"{first.name} failed: not every tensor here divides by {ranks}. Add zeros at its end until it does, as in "
-            f"F.pad(x, (0, -x.numel() % {ranks})), and cut them off after gathering",
+            f"{first.name} failed: not every tensor here divides by {ranks}",
             first.traceback,
+            cure=f"add zeros at its end, as in F.pad(x, (0, -x.numel() % {ranks})), and cut them off after gathering",
         ) from None
 
 
@@ -210,8 +219,8 @@ def _judge_weights(
         return
     if all(not differ([b], a) for a, b in zip(after, before, strict=True)):
         raise AnswerError(
-            "the parameters are unchanged after step(): write the gathered values into the given tensors, as "
-            "p.data.copy_(...) does"
+            "the parameters are unchanged after step(): does anything write into the given tensors?",
+            cure="write the gathered values into them, as p.data.copy_(...) does",
         )
     if ranks > 1 and not any(type_of(name).reduces for name in operations):
         raise AnswerError(
@@ -219,14 +228,14 @@ def _judge_weights(
             f"operations: {', '.join(sorted(set(operations))) or 'none'}",
         )
     if not differ(after, serial(ranks, scale=ranks)):
-        raise AnswerError("the gradients were summed, not averaged: divide by the number of ranks")
+        raise AnswerError("the gradients were summed, not averaged", cure="divide by the number of ranks")
     if not differ(after, serial(ranks, clear=False)):
-        raise AnswerError("the gradients of earlier steps are still there: set p.grad to None at the end of step()")
+        raise AnswerError("the gradients of earlier steps are still there", cure="set p.grad to None at the end of step()")
     if any(differ([a], after[0]) for a in after):
         raise AnswerError(
-            "the ranks have different parameters after step(): each updated its own shard, and the others must receive it "
-            "(dist.all_gather)",
+            "the ranks have different parameters after step(): each updated its own shard, and the others must receive it",
             f"different: {', '.join(sorted(wrong))}",
+            cure="dist.all_gather gives every rank the shards of all",
         )
     compare(after, expected, subject="the parameters")
 
@@ -249,8 +258,9 @@ def _judge_traffic(results: Any, ranks: int, sizes: Sequence[int]) -> None:
         times = sent / needed
         raise AnswerError(
             f"the result is right, but each rank sends {times:.2g} times the bytes of data parallel: an all_reduce "
-            "gives every rank the mean of all gradients, and it needs only its shard's. Use dist.reduce_scatter",
+            "gives every rank the mean of all gradients, and it needs only its shard's",
             f"sent per rank and step: {sent:.0f} B, enough: {enough:.0f} B",
+            cure="use dist.reduce_scatter",
         )
 
 
@@ -281,9 +291,9 @@ def _global_norm(answer: Any, on: OnRanks) -> str:
         calls = sum(span.nbytes > 0 for span in results.trace.of(rank=0, kind="communication"))  # not those to the store
         if ranks > 1 and calls > 1:
             raise AnswerError(
-                f"the norm is right, with {calls} operations; one is enough: add up this rank's squares first, then "
-                "all_reduce that one number",
+                f"the norm is right, with {calls} operations; one is enough",
                 case,
+                cure="add up this rank's squares first, then all_reduce that one number",
             )
         if ranks > 1 and not calls:
             raise AnswerError("the norm is right, but no operation was called: how can a rank know the shards of others?", case)
@@ -302,19 +312,19 @@ def _judge_norms(given: Sequence[float | None], ranks: int) -> None:
     norms = [norm for norm in given if norm is not None]
 
     of_tensors = sum(float(s.norm()) for of_rank in shards for s in of_rank)
-    mistakes: dict[str, Sequence[float]] = {
+    mistakes: dict[Hint, Sequence[float]] = {
         "the square root is missing at the end": [square] * ranks,
-        "each rank has the norm of its own shards; add up the squares of all ranks": own,
-        "norms do not add up, squares do: all_reduce the sum of squares, then take the root": [sum(own)] * ranks,
-        "norms of tensors do not add up, squares do: take the root once, at the end": [of_tensors] * ranks,
+        ("each rank has the norm of its own shards", "add up the squares of all ranks"): own,
+        ("norms of ranks were added up; what adds up is squares", ONE_ROOT): [sum(own)] * ranks,
+        ("norms of tensors were added up; what adds up is squares", ONE_ROOT): [of_tensors] * ranks,
         "the sum of squares was divided by the number of ranks: shards are parts, not copies": [right / math.sqrt(ranks)] * ranks,
         "the norm was divided by the number of ranks: shards are parts, not copies": [right / ranks] * ranks,
         "that is the largest norm of a rank; the whole gradient has a larger one": [max(own)] * ranks,
         "these are averages of norms; squares add up, norms do not": [sum(own) / ranks] * ranks,
     }
-    otherwise = "not the norm of all shards of all ranks: the root of the sum of all squares"
+    otherwise = "not the norm of all shards of all ranks", "it is the root of the sum of all squares"
     if math.isclose(norms[0], right, rel_tol=1e-3):
-        otherwise = "rank 0 has the norm, the others do not: use all_reduce, not reduce"
+        otherwise = "rank 0 has the norm, the others do not", "use all_reduce, not reduce"
     judge_result(norms, [right] * ranks, mistakes, otherwise, *details, same=lambda a, b: np.allclose(a, b, rtol=1e-3))
 
 

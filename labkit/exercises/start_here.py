@@ -38,13 +38,19 @@ def _introduce(answer: Any, on: OnRanks) -> str:
         if got == [f"rank {rank + 1} of {ranks}" for rank in range(ranks)]:
             raise AnswerError("ranks are counted from 0: the first is rank 0, the last is rank N-1", *details)
         if len(set(map(str, got))) == 1:
-            raise AnswerError("all ranks return the same text: dist.get_rank() gives the number of this rank", *details)
+            raise AnswerError(
+                "all ranks return the same text: which number is this rank's?",
+                *details,
+                cure="dist.get_rank() gives the number of this rank",
+            )
         if [str(g).split(" of ")[0] for g in got] == [e.split(" of ")[0] for e in expected]:
             raise AnswerError(
-                "the number of ranks is wrong: dist.get_world_size() gives it, and it differs from group to group", *details
+                "the number of ranks is wrong: it differs from group to group", *details, cure="dist.get_world_size() gives it"
             )
         if not all(isinstance(g, str) for g in got):
-            raise AnswerError("not a string: write f'rank {...} of {...}', with an f before the quotes", *details)
+            raise AnswerError(
+                "not a string", *details, cure="write f'rank {...} of {...}', with an f before the quotes, and return that"
+            )
         raise AnswerError("the text is not the one asked for", *details)
     return "Every rank knows who it is, in a group of any size."
 
@@ -101,14 +107,21 @@ def _waiting_share(answer: Any, _: OnRanks) -> str:
     mistakes = {
         "right as a percentage; as a share between 0 and 1 it is a hundredth of that": 50,
         "that is the share of one fast rank; the slow one never waits, and counts too": 2 / 3,
-        "those are the seconds that all ranks wait; divide by the seconds of four ranks": 0.6,
-        "those are the seconds that one rank waits; count all ranks, and divide by the seconds of four ranks": 0.2,
+        ("those are the seconds that all ranks wait, not a share", "divide by the seconds of four ranks"): 0.6,
+        (
+            "those are the seconds that one rank waits, not a share of the time of all ranks",
+            "add up the waiting of all ranks, and divide by the seconds of four ranks",
+        ): 0.2,
         "that would be one rank of four; three of them wait, though not all the time": 0.25,
         "three of four ranks wait, but not all the time: each works for a third of it": 0.75,
     }
     judge_result(
         share, 0.5, mistakes,
-        "add up what each rank waits until the slowest is done, and divide by 4 ranks × 0.3 s", f"given {answer}",
+        (
+            "that is not the share: how long does each of the four ranks wait, and how long are all of them there?",
+            "add up what each rank waits until the slowest is done, and divide by 4 ranks × 0.3 s",
+        ),
+        f"given {answer}",
         same=lambda a, b: abs(a - b) < 0.0075 * max(1, b),
     )  # fmt: skip
     return "The three fast ranks wait 0.6 of the group's 1.2 seconds: half of what was paid for is idle."

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.errors.lists import counted
 from labkit.exercises.explained import explaining
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, compare, factor, showing
+from labkit.exercises.judging import AnswerError, Exercise, Hint, OnRanks, compare, factor, showing
 from labkit.exercises.known_mistakes import judge_result
 
 __all__ = ["EXERCISES"]
@@ -25,24 +25,24 @@ IN_ROWS = (
     (
         "shapes cannot be multiplied",
         (
-            "x is whole on every rank, and this rank's weight has only some of its columns: take the same columns of x, with "
-            "x.tensor_split(p, -1)[rank]. (chunk(p) cuts into other sizes if p does not divide them.)"
+            "x is whole on every rank, and this rank's weight has only some of its columns",
+            "take the same columns, x.tensor_split(p, -1)[rank]; chunk(p) cuts into other sizes if p does not divide them",
         ),
     ),
-    ("'CopyIn' object", "an autograd function is applied: CopyIn.apply(x), not CopyIn(x)"),
-    ("'SumOut' object", "an autograd function is applied: SumOut.apply(y), not SumOut(y)"),
+    ("'CopyIn' object", ("an autograd function is applied, not called", "write CopyIn.apply(x), not CopyIn(x)")),
+    ("'SumOut' object", ("an autograd function is applied, not called", "write SumOut.apply(y), not SumOut(y)")),
     (
         "Collective number",
         (
-            "the ranks add up tensors of different shapes. Are these gradients of parts of x? Then pass x through f before you "
-            "cut it: each rank adds the gradient of the whole x"
+            "the ranks add up tensors of different shapes. Are these gradients of parts of x?",
+            "pass x through f before you cut it: each rank adds the gradient of the whole x",
         ),
     ),
 )
 IN_HEADS = (
     (
         "tuple index out of range",
-        "chunk(p) may return fewer than p parts: of 5 heads on 4 ranks it makes 3. tensor_split(p) always returns p",
+        ("chunk(p) may return fewer than p parts: of 5 heads on 4 ranks it makes 3", "tensor_split(p) always returns p"),
     ),
 )
 
@@ -125,7 +125,8 @@ def _judge_column(seen: Sequence[Any], ranks: int) -> None:
                 raise AnswerError(f"{name} is a {value} on rank {rank}, expected a tensor{hint}")
         if changed:
             raise AnswerError(
-                f"{changed[0]} was modified: autograd still needs it. dist.all_reduce works in place, so give it a new tensor"
+                f"{changed[0]} was modified, and autograd still needs it: dist.all_reduce works in place",
+                cure="give it a new tensor",
             )
     own = [
         {"grad_weight": (g.T @ x).numpy(), "grad_bias": g.sum(0).numpy()} for g in parts
@@ -160,9 +161,9 @@ def _judge_own_gradients(got: dict[str, Any], own: Sequence[dict[str, Any]], ran
         compare([got], own[rank], subject=f"rank {rank} of {ranks}: the gradients", oracle="one process")
     except AnswerError as error:
         raise AnswerError(
-            f"{error.message}. A rank's own weight and bias need no other rank: its part of the gradient of the output "
-            "and the whole x suffice, without communication",
+            f"{error.message}. A rank's own weight and bias need no other rank",
             *error.details,
+            cure="its part of the gradient of the output and the whole x suffice, without communication",
         ) from None
 
 
@@ -171,7 +172,7 @@ def _judge_grad_x(got: Sequence[dict[str, Any]], expected: Any, partial: Sequenc
     if ranks > 1 and all(_same(a["grad_x"], p) for a, p in zip(got, partial, strict=True)):
         raise AnswerError(
             "grad_x is only this rank's part: x went into the columns of every rank, and each contributes to its gradient",
-            "the gradient of x is the sum of what the ranks contribute",
+            cure="the gradient of x is the sum of what the ranks contribute",
         )
 
     causes = {1 / ranks: "of x were averaged. Each rank adds what its own columns contribute: it is a sum, not a mean"}
@@ -247,12 +248,12 @@ def _judge_row_output(got: Sequence[Any], x: Tensor, own: Sequence[Tensor], bias
     total = sum(products[1:], products[0])
     expected = [total + bias] * ranks
     mistakes = {
-        "the bias was added on every rank before the sum, so it is in it once for each rank: add it after the all_reduce": [
-            total + ranks * bias
-        ]
-        * ranks,
+        (
+            "the bias was added on every rank before the sum, so it is in it once for each rank",
+            "add it after the all_reduce",
+        ): [total + ranks * bias] * ranks,
         "the bias is missing": [total] * ranks,
-        "each rank returns only the product of its own columns: the output is the sum over the ranks": [
+        ("each rank returns only the product of its own columns", "the output is the sum over the ranks"): [
             p + bias for p in products
         ],
         "the products were averaged: each rank holds a part of the sum, so they must be added": [total / ranks + bias] * ranks,
@@ -277,13 +278,15 @@ def _judge_row_gradients(got: Sequence[Sequence[Any]], x: Tensor, own: Sequence[
         times = factor([g[index] for g in got], [r.numpy() for r in right])
         if times is not None and abs(times - ranks) < 1e-6 and ranks > 1:
             raise AnswerError(
-                f"the output is right, but the gradient of the {name} is {ranks} times what it should be: the backward of this "
-                "sum passes the gradient on as it is. (torch.distributed.nn's all_reduce adds up the gradients once more.)"
+                f"the output is right, but the gradient of the {name} is {ranks} times what it should be: the backward of the "
+                "sum adds up the gradients once more, as that of torch.distributed.nn's all_reduce does",
+                cure="the backward of this sum passes the gradient on as it is",
             )
         if times is not None and abs(times * ranks - 1) < 1e-6 and ranks > 1:
             raise AnswerError(
                 f"the output is right, but the gradient of the {name} is 1/{ranks} of what it should be: a bias divided among "
-                "the ranks learns more slowly. Add the whole bias after the sum"
+                "the ranks learns more slowly",
+                cure="add the whole bias after the sum",
             )
         for rank, r in enumerate(right):
             compare(
@@ -299,7 +302,8 @@ def _judge_row_gradients(got: Sequence[Sequence[Any]], x: Tensor, own: Sequence[
     if ranks > 1 and all(_same(g[0], p) for g, p in zip(got, padded, strict=True)):
         raise AnswerError(
             "the output is right, but each rank's gradient of x is zero outside of its own columns: x is whole on every rank, so "
-            "its gradient must be too. Pass x through f before you cut it",
+            "its gradient must be too",
+            cure="pass x through f before you cut it",
         )
     compare([{"x": g[0]} for g in got], {"x": expected}, subject="the gradients", oracle="one process")
 
@@ -336,8 +340,10 @@ def _my_heads(answer: Any, on: OnRanks) -> str:
             if a.shape != b.shape
         ]
         mistakes = {
-            "the weight was cut as if the q, k and v of a head stood together; its rows are all queries, then all keys, then all "
-            "values. Cut q, k and v one by one": weight.tensor_split(ranks),
+            (
+                "the weight was cut as if the q, k and v of a head stood together, but all queries are above all keys",
+                "cut q, k and v one by one",
+            ): weight.tensor_split(ranks),
             "the heads are cut through: rows were counted, not heads. A rank needs whole heads": [
                 torch.cat([p.tensor_split(ranks)[r] for p in (q, k, v)]) for r in range(ranks)
             ],
@@ -351,12 +357,13 @@ def _my_heads(answer: Any, on: OnRanks) -> str:
             "every rank has all heads": [weight] * ranks,
         }
         rows = sum(len(value) for value in got)
-        otherwise = "these are not the rows of the rank's heads, q then k then v, as tensor_split cuts them"
+        otherwise: Hint = "these are not the rows of the rank's heads, q then k then v, as tensor_split cuts them"
         if any(value.shape[1] != hidden for value in got):
-            otherwise = f"each row keeps its {hidden} numbers, so the rows of q, k and v are joined along dimension 0"
+            otherwise = f"each row keeps its {hidden} numbers", "join the rows of q, k and v along dimension 0"
         elif rows < len(weight):
             otherwise = (
-                f"{len(weight) - rows} rows are on no rank: heads // p rounds down; the first heads % p ranks have one more"
+                f"{len(weight) - rows} rows are on no rank: heads // p rounds down",
+                "the first heads % p ranks have one head more",
             )
         judge_result(got, right, mistakes if ranks > 1 else {}, otherwise, case, *shapes, same=_all_equal)
     return "Every rank has whole heads, with their queries, keys and values, also where the heads cannot be divided evenly."

@@ -10,6 +10,8 @@ from labkit.exercises.tensor_parallel import LESSON
 
 __all__ = ["EXERCISES"]
 
+RING = "a rank of a ring sends 2(p − 1)/p times n bytes, and alone it sends nothing"
+
 
 def _bytes_per_step(answer: Any, _: OnRanks) -> str:
     # 4 ranks first: with 2, a rank of a ring sends n bytes, and half is what 1/p is.
@@ -24,13 +26,19 @@ def _judge_bytes(given: Any, layers: int, batch: int, sequence: int, hidden: int
     expected = layers * 4 * ring * n
     number = number_of(given)
     mistakes = {
-        "n bytes per all_reduce: a rank of a ring sends 2(p − 1)/p times that, and alone it sends nothing": layers * 4 * n,
-        "2n bytes per all_reduce: a rank of a ring sends 2(p − 1)/p times n, and alone it sends nothing": layers * 4 * 2 * n,
-        "that is half: the forward pass has two all_reduces per layer, and the backward pass has two more": expected / 2,
+        ("here a rank sends n bytes in an all_reduce of n bytes, however many ranks there are", RING): layers * 4 * n,
+        ("here a rank sends 2n bytes in an all_reduce of n bytes, however many ranks there are", RING): layers * 4 * 2 * n,
+        (
+            "that is half: which passes have all_reduces, and how many?",
+            "the forward pass has two all_reduces per layer, and the backward pass has two more",
+        ): expected / 2,
         "that is one layer; there are several": expected / layers,
         "those are numbers, not bytes: each takes value_bytes": expected / value_bytes,
-        "that is what all ranks send together: one rank passes on 2(p − 1) pieces of n/p bytes, not of n bytes": expected * ranks,
-        "those are the parameters, as in data parallelism; here activations travel: batch × sequence × hidden": (
+        (
+            "that is what all ranks send together, and one rank is asked for",
+            "one rank passes on 2(p − 1) pieces of n/p bytes, not of n bytes",
+        ): expected * ranks,
+        ("those are the parameters, as in data parallelism; here activations travel", "batch × sequence × hidden numbers"): (
             layers * 12 * hidden * hidden * value_bytes * ring
         ),
         "the all_reduce is of the whole activation on every rank, not of 1/p of it": expected / ranks,

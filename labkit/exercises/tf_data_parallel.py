@@ -110,8 +110,8 @@ def _judge_loss(got: Any, mean: float, differentiable: bool, uneven: bool) -> No
         )
     if not differentiable:
         raise AnswerError(
-            "it has no gradient: numpy, and values read out of a tensor, are outside the graph. Compute with TensorFlow's "
-            "functions, such as tf.reduce_sum"
+            "it has no gradient: numpy, and values read out of a tensor, are outside the graph",
+            cure="compute with TensorFlow's functions, such as tf.reduce_sum",
         )
     details = (
         f"summed over {REPLICAS} replicas: {got:.4g}",
@@ -119,9 +119,9 @@ def _judge_loss(got: Any, mean: float, differentiable: bool, uneven: bool) -> No
     )
     if uneven and not _equal(got, mean + PENALTY):
         raise AnswerError(
-            "right for equal shares, wrong when one replica has 3 examples and the other 1: divide the sum by the global "
-            "batch, not a mean by the number of replicas",
+            "right for equal shares, wrong when one replica has 3 examples and the other 1",
             *details,
+            cure="divide the sum by the global batch, not a mean by the number of replicas",
         )
     if not uneven:
         _judge_scaling(got, mean, *details)
@@ -131,18 +131,18 @@ def _judge_scaling(got: float, mean: float, *details: str) -> None:
     """Judge a sum over two replicas that should be `mean` of four losses, plus the penalty."""
     penalties = (PENALTY, REPLICAS * PENALTY, REPLICAS * PENALTY / 4)  # once, by each replica, divided by the global batch
     too_large = (
-        f"the loss is {REPLICAS} times too large on {REPLICAS} replicas: a mean over the replica's own examples is summed over "
-        "replicas afterwards. Divide by the global batch"
+        f"the loss is {REPLICAS} times too large on {REPLICAS} replicas: the means of the replicas are added up afterwards",
+        "divide the sum by the global batch",
     )
     mistakes = {
-        "the losses are right and the penalty is missing: add this replica's share of it": [mean],
+        ("the losses are right and the penalty is missing", "add this replica's share of it"): [mean],
         f"the losses are right, but every replica adds the whole penalty: it is added {REPLICAS} times": [
             mean + REPLICAS * PENALTY
         ],
         "the penalty is divided by the global batch, but every replica adds it once, however many examples it has: divide it by "
         "the number of replicas": [mean + REPLICAS * PENALTY / 4],
         too_large: [mean * REPLICAS + penalty for penalty in penalties],
-        "the loss is a sum, not a mean: divide by the global batch": [mean * 4 + penalty for penalty in penalties],
+        ("the loss is a sum, not a mean", "divide by the global batch"): [mean * 4 + penalty for penalty in penalties],
     }
     otherwise = "the losses of the replicas do not add up to the mean over the whole batch and one penalty"
     for penalty in penalties:
@@ -196,8 +196,9 @@ def _global_batches(answer: Any, on: OnRanks) -> str:
         (steps,) = on(1, _batches_on_devices, answer, MORE_REPLICAS, devices_per_rank=MORE_REPLICAS)
         if [[len(part) for part in step] for step in steps] != [[PER_REPLICA] * MORE_REPLICAS]:
             raise AnswerError(
-                f"right for {REPLICAS} replicas, wrong for {MORE_REPLICAS}: ask the strategy, strategy.num_replicas_in_sync",
+                f"right for {REPLICAS} replicas, wrong for {MORE_REPLICAS}",
                 *_listed(steps),
+                cure="ask the strategy, strategy.num_replicas_in_sync",
             )
     with showing(f"{call} with {EXAMPLES_OF_RANKS} examples, on {REPLICAS} ranks"):
         _judge_ranks(on(REPLICAS, _batches_on_ranks, answer))
@@ -227,14 +228,15 @@ def _judge_steps(steps: Steps) -> None:
     sizes = {len(part) for step in steps for part in step}
     if any(len(step) != REPLICAS for step in steps):
         raise AnswerError(
-            f"a step has one batch for all {REPLICAS} replicas: pass the dataset to strategy.experimental_distribute_dataset",
+            f"a step has one batch for all {REPLICAS} replicas, which should divide it",
             *details,
+            cure="pass the dataset to strategy.experimental_distribute_dataset",
         )
     if 0 in sizes or len({len(w) for w in whole}) > 1:
         raise AnswerError(
-            "the last batch is smaller, and a replica may get nothing: batch with drop_remainder=True, so that all steps are "
-            "equal",
+            "the last batch is smaller, and a replica may get nothing",
             *details,
+            cure="batch with drop_remainder=True, so that all steps are equal",
         )
     if max(sizes) < PER_REPLICA:
         raise AnswerError(
@@ -267,9 +269,9 @@ def _judge_ranks(ranks: list[Steps]) -> None:
     if len(set(together)) < len(together):
         twice, never = len(together) - len(set(together)), EXAMPLES_OF_RANKS - len(set(together))
         raise AnswerError(
-            f"the ranks shuffle differently: give the shuffle a seed. Of the {EXAMPLES_OF_RANKS} examples {twice} are read "
-            f"twice, and {never} never",
+            f"the ranks shuffle differently: of the {EXAMPLES_OF_RANKS} examples {twice} are read twice, and {never} never",
             *details,
+            cure="give the shuffle a seed",
         )
     if len(together) != EXAMPLES_OF_RANKS or {len(part) for steps in ranks for step in steps for part in step} != {PER_REPLICA}:
         raise AnswerError(f"right on one rank, wrong on two: expected {PER_REPLICA} examples per rank and step", *details)

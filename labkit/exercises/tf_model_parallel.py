@@ -51,14 +51,16 @@ def _judge_idle(answered: Any, spans: list[TimedSpan], devices: list[str], step_
         "spans that overlap count twice: from 2 to 6 and from 0 to 4 ms, a device is busy for 6 ms, not for 8": {
             d: 1 - _added(spans, d) / step_ms for d in devices
         },
-        "a device's spans are in no order: sort them by their start before you follow how far they reach": {
+        ("a device's spans are in no order", "sort them by their start before you follow how far they reach"): {
             d: 1 - _unsorted(spans, d) / step_ms for d in devices
         },
         "these are shares of the time from a device's first span to its last; the step also has a beginning and an end": {
             d: 1 - _covered(spans, d) / _length(spans, d) for d in devices
         },
         "those are percentages; a share is between 0 and 1": {d: 100 * value for d, value in expected.items()},
-        "those are milliseconds: divide by the length of the step": {d: value * step_ms for d, value in expected.items()},
+        ("those are milliseconds, not shares", "divide by the length of the step"): {
+            d: value * step_ms for d, value in expected.items()
+        },
     }
     otherwise = "idle is what is left of the step when the time in which a device has any span is taken away"
     judge_result(given, expected, mistakes, otherwise, *details, same=lambda a, b: all(_close(a[d], b[d]) for d in devices))
@@ -148,8 +150,8 @@ def _place_layers(answer: Any, _: OnRanks) -> str:
                 "output is small may be uneven", *details,
             )  # fmt: skip
         raise AnswerError(
-            f"{sent} bytes cross, and {least} would do. Do you fill one device after the other? That cuts wherever one is full. "
-            "Compare all places to cut", *details,
+            f"{sent} bytes cross, and {least} would do. Do you fill one device after the other? That cuts wherever one is full",
+            *details, cure="compare all places to cut",
         )  # fmt: skip
     return "Every device keeps to its limit, and the cuts together send the fewest bytes."
 
@@ -296,11 +298,11 @@ def _judge_held(given: float, shapes: list[Shape], layouts: list[list[str]], mes
             math.prod(shape) / (size if any(n != WHOLE for n in layout) else 1) for shape, layout in cases
         ),
         "unsharded weights are copied to every device: only divide the dimensions that name a mesh dimension": total / size,
-        "a layout may name two mesh dimensions: divide by both": sum(
+        ("a layout may name two mesh dimensions", "divide by both"): sum(
             math.prod(shape) / next((mesh[n] for n in layout if n in mesh), 1) for shape, layout in cases
         ),
         "that is what all devices hold together: asked is one device": expected * size,
-        "multiply the sides of a part, do not add them": sum(
+        ("the sides of a part are added up", "multiply them"): sum(
             sum(side / mesh.get(n, 1) for side, n in zip(shape, layout, strict=True)) for shape, layout in cases
         ),
     }

@@ -24,6 +24,9 @@ LESSON = "02b_what_it_costs"
 
 # Milliseconds of a step of one process, and of the computing of a rank; bytes of gradients; ranks; latency in µs.
 CASES = ((40.0, 15.0, 4_000_000, 4, 100.0), (14.0, 7.5, 1_724_320, 2, 50.0), (100.0, 20.0, 100_000_000, 8, 5.0))
+ROUNDS = "a ring all-reduce has 2(p−1) rounds, one after another, each with α"
+SENT = "each rank sends 2(p−1)/p times the gradients: a p-th of them in each of 2(p−1) rounds"
+SAVED = "the all-reduce may take what is saved, alone_ms − shared_ms"
 HOPELESS = (14.0, 13.95, 1_724_320, 2, 50.0)  # the latencies alone take longer than what is saved
 
 
@@ -37,15 +40,15 @@ def _break_even(answer: Any, _: OnRanks) -> str:
         share, left_s = rounds / ranks, saved_s - rounds * latency_s
         mistakes = {
             "that is in gigabytes per second; a byte has 8 bits": right / 8,
-            "the latency is missing: a ring all-reduce has 2(p−1) rounds, each with α": share * bits / saved_s / 1e9,
-            "α was counted once; a ring has 2(p−1) rounds, one after another": share * bits / (saved_s - latency_s) / 1e9,
-            "each rank sends 2(p−1)/p times the gradients, not once; only for two ranks is it the same": bits / left_s / 1e9,
-            "2(p−1)/p is less than 2: a ring sends p-ths of the gradients": 2 * bits / left_s / 1e9,
-            "each of the 2(p−1) rounds carries a p-th of the gradients, not all of them": rounds * bits / left_s / 1e9,
-            "the all-reduce may take what is *saved*, alone_ms − shared_ms, not the whole step of one process": (
+            ("the latency is missing, and every round of a ring costs it", ROUNDS): share * bits / saved_s / 1e9,
+            ("α was counted once, and every round of a ring costs it", ROUNDS): share * bits / (saved_s - latency_s) / 1e9,
+            ("here each rank sends the gradients once; only for two ranks is that so", SENT): bits / left_s / 1e9,
+            ("here each rank sends the gradients twice; it sends fewer bytes in a ring", SENT): 2 * bits / left_s / 1e9,
+            ("here each round carries all gradients; it carries a part of them in a ring", SENT): rounds * bits / left_s / 1e9,
+            ("here the all-reduce takes as long as the step of one process, and the ranks compute, too", SAVED): (
                 share * bits / (alone_ms / 1e3 - rounds * latency_s) / 1e9
             ),
-            "the all-reduce may take what is *saved*, alone_ms − shared_ms, not as long as a rank computes": (
+            ("here the all-reduce takes as long as a rank computes, whatever the step of one process takes", SAVED): (
                 share * bits / (shared_ms / 1e3 - rounds * latency_s) / 1e9
             ),
             "that is in bit/s; 1 Gbit/s is 10⁹ of them": right * 1e9,
@@ -53,7 +56,10 @@ def _break_even(answer: Any, _: OnRanks) -> str:
             "that is upside down: bandwidth is bits divided by seconds": 1 / right,
         }
         details = (f"break_even{case}: given {given:.4g}, expected {right:.4g} Gbit/s",)
-        otherwise = "set the all-reduce's time, 2(p−1)·α + 2(p−1)/p · 8n/B, equal to what is saved, and solve for B"
+        otherwise = (
+            "at the bandwidth in question, the all-reduce takes exactly what the ranks save by computing less",
+            "set the all-reduce's time, 2(p−1)·α + 2(p−1)/p · 8n/B, equal to what is saved, and solve for B",
+        )
         judge_result(given, right, mistakes, otherwise, *details, same=lambda a, b: math.isclose(a, b, rel_tol=1e-3))
     _judge_hopeless(answer)
     return "Above this bandwidth the ranks are faster than one process; where latency alone costs more, no bandwidth is enough."
@@ -134,12 +140,14 @@ def _accumulate(answer: Any, on: OnRanks) -> str:
 def _judge_accumulated(results: Results) -> None:
     ranks, examples = len(SIZES), sum(map(sum, SIZES))
     mistakes = {  # with the weights of the micro-batches' mean losses that result, after DDP has divided by the ranks
-        "every batch counts the same, however few examples it has: weight each loss by the number of its examples": [
+        ("every batch counts the same, however few examples it has", "weight each loss by the number of its examples"): [
             [1 / len(sizes) / ranks for _ in sizes] for sizes in SIZES
         ],
-        "every rank counts the same, however few examples it has: divide by the examples of all ranks together (an all_reduce "
-        "of the number), not by this rank's own": [[size / sum(sizes) / ranks for size in sizes] for sizes in SIZES],
-        "the mean losses of the batches were added up: weight each by its share of the examples": [
+        (
+            "every rank counts the same, however few examples it has",
+            "divide by the examples of all ranks together (an all_reduce of the number), not by this rank's own",
+        ): [[size / sum(sizes) / ranks for size in sizes] for sizes in SIZES],
+        ("the mean losses of the batches were added up", "weight each by its share of the examples"): [
             [1 / ranks for _ in sizes] for sizes in SIZES
         ],
         "the gradients were divided by the number of ranks once too often (DDP averages over the ranks: it divides already)": [
@@ -154,14 +162,15 @@ def _judge_accumulated(results: Results) -> None:
         raise AnswerError("no parameter has a gradient afterwards: backward() adds to .grad, and nothing may clear it at the end")
     if buckets[0] == 0 and not all(keeps(gradients, after[0]) for gradients in after):
         raise AnswerError(
-            "no rank sent its gradients: no_sync() was active for every batch. The last one must run outside it, and sends the "
-            "sum of all"
+            "no rank sent its gradients: no_sync() was active for every batch",
+            cure="the last batch must run outside it, and sends the sum of all",
         )
     right = _serial_accumulation([[size / examples for size in sizes] for sizes in SIZES])
     if buckets[0] and late[0] and differ(after, right):
         raise AnswerError(
-            "gradients computed after the backward that sends stay on their rank: the batch outside no_sync() must be the last",
+            "gradients computed after the backward that sends stay on their rank",
             f"computed after it: {late[0]} of {len(SIZES[0])} losses",
+            cure="the batch outside no_sync() must be the last",
         )
     each = "; ".join(f"rank {rank}: {listing(sizes)}" for rank, sizes in enumerate(SIZES))
     serial = {mistake: [_serial_accumulation(weights)] for mistake, weights in mistakes.items()}
@@ -182,8 +191,8 @@ def _judge_sent(results: Results, buckets: int, nbytes: int) -> None:
     if sent >= 2 * nbytes:
         raise AnswerError(
             f"the gradients are right, but were sent {counted(max(buckets, sent // nbytes), 'time')}; once is enough",
-            "forward and backward of all batches but the last belong inside `with model.no_sync():`; DDP decides in the "
-            "forward pass whether the backward will send",
+            "DDP decides in the forward pass whether the backward will send",
+            cure="forward and backward of all batches but the last belong inside `with model.no_sync():`",
         )
 
 

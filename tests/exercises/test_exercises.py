@@ -28,12 +28,12 @@ def introduce_by_print():
     print(f"rank {dist.get_rank()} of {dist.get_world_size()}")
 
 
-@wrong("introduce", "All ranks return the same text")
+@wrong("introduce", "All ranks return the same text", cure="dist.get_rank() gives")
 def introduce_the_first():
     return f"rank 0 of {dist.get_world_size()}"
 
 
-@wrong("introduce", "The number of ranks is wrong")
+@wrong("introduce", "The number of ranks is wrong", cure="dist.get_world_size() gives it")
 def introduce_of_constant():
     return f"rank {dist.get_rank()} of 2"
 
@@ -43,7 +43,7 @@ def introduce_otherwise():
     return f"{dist.get_rank()}/{dist.get_world_size()}"
 
 
-@wrong("introduce", "with an f before the quotes")
+@wrong("introduce", "not a string", cure="with an f before the quotes")
 def introduce_in_four_parts():
     return "rank", dist.get_rank(), "of", dist.get_world_size()
 
@@ -128,9 +128,9 @@ def my_share_as_a_mask(items):
 right("waiting_share", 0.5)
 wrong("waiting_share", "the share of one fast rank", 2 / 3)
 wrong("waiting_share", "right as a percentage", 50)
-wrong("waiting_share", "the seconds that all ranks wait", 0.6)
-wrong("waiting_share", "the seconds that one rank waits", 0.2)
-wrong("waiting_share", "add up what each rank waits", 0.11)
+wrong("waiting_share", "the seconds that all ranks wait", 0.6, cure="divide by the seconds of four ranks")
+wrong("waiting_share", "the seconds that one rank waits", 0.2, cure="add up the waiting of all ranks")
+wrong("waiting_share", "how long does each of the four ranks wait", 0.11, cure="divide by 4 ranks × 0.3 s")
 wrong("waiting_share", "expected a number between 0 and 1", "half")
 
 

@@ -47,7 +47,7 @@ def average_gradients_by_gathering(model):
             p.grad = torch.stack(every).mean(0)
 
 
-@wrong("average_gradients", "rank 0 has no gradient of experts.1.weight afterwards")
+@wrong("average_gradients", "rank 0 has no gradient of experts.1.weight afterwards", cure="put zeros into p.grad")
 def average_and_skip(model):
     for p in model.parameters():
         if p.grad is not None:
@@ -55,7 +55,7 @@ def average_and_skip(model):
             p.grad /= dist.get_world_size()
 
 
-@wrong("average_gradients", "put zeros into p.grad")
+@wrong("average_gradients", "its own examples do not use it", cure="put zeros into p.grad")
 def average_and_throw_away(model):
     for p in model.parameters():
         if p.requires_grad:
@@ -64,7 +64,7 @@ def average_and_throw_away(model):
             gradient /= dist.get_world_size()
 
 
-@wrong("average_gradients", "trunk.bias is frozen (requires_grad is False), and now has a gradient on rank 0")
+@wrong("average_gradients", "trunk.bias is frozen (requires_grad is False), and now has a gradient on rank 0", cure="skip")
 def average_the_frozen_too(model):
     for p in model.parameters():
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -72,7 +72,9 @@ def average_the_frozen_too(model):
         p.grad /= dist.get_world_size()
 
 
-@wrong("average_gradients", "The gradients of the experts are 3 times what they should be")
+@wrong(
+    "average_gradients", "The gradients of the experts are 3 times what they should be", cure="divide by the number of all ranks"
+)
 def average_over_users(model):
     for p in model.parameters():
         if p.requires_grad:
@@ -83,13 +85,13 @@ def average_over_users(model):
             p.grad /= users
 
 
-@wrong("average_gradients", "The gradients were summed, not averaged (divide by the number of ranks): each is 3 times")
+@wrong("average_gradients", "The gradients were summed, not averaged: each is 3 times", cure="divide by the number of ranks")
 def sum_gradients(model):
     for p in trainable(model):
         dist.all_reduce(p.grad)
 
 
-@wrong("average_gradients", "divided by 2, not by the number of ranks")
+@wrong("average_gradients", "divided by 2, not by the number of ranks", cure="dist.get_world_size()")
 def average_over_two(model):
     for p in trainable(model):
         dist.all_reduce(p.grad)
@@ -104,7 +106,7 @@ def average_twice(model):
         p.grad /= dist.get_world_size()
 
 
-@wrong("average_gradients", "each rank still has its own")
+@wrong("average_gradients", "each rank still has its own", cure="stored in p.grad itself")
 def average_a_copy(model):
     for p in trainable(model):
         total = p.grad.clone()
@@ -125,26 +127,26 @@ def average_the_first(model):
     first.grad /= dist.get_world_size()
 
 
-@wrong("average_gradients", "returns None")
+@wrong("average_gradients", "what is assigned to p.grad?", cure="returns None")
 def average_by_assignment(model):
     for p in trainable(model):
         p.grad = dist.all_reduce(p.grad)
 
 
-@wrong("average_gradients", "p.grad is None here. Either the parameter is frozen (skip it)")
+@wrong("average_gradients", "p.grad is None here. Is the parameter frozen", cure="skip a frozen parameter")
 def reduce_what_is_missing_too(model):
     for p in model.parameters():
         dist.all_reduce(p.grad)
 
 
-@wrong("average_gradients", "AttributeError")
+@wrong("average_gradients", "AttributeError", cure="take part with zeros")
 def divide_what_is_missing_too(model):
     for p in model.parameters():
         p.grad.div_(dist.get_world_size())
         dist.all_reduce(p.grad)
 
 
-@wrong("average_gradients", "all gradients are missing, on all ranks")
+@wrong("average_gradients", "all gradients are missing, on all ranks", cure="works in place")
 def clear_gradients(model):
     model.zero_grad()
 
@@ -222,7 +224,7 @@ def average_in_buckets_forwards(model, bucket_bytes):
         average_bucket(bucket)
 
 
-@wrong("average_in_buckets", "each travelled alone")
+@wrong("average_in_buckets", "each travelled alone", cure="put them into one tensor")
 def bucket_for_each(model, bucket_bytes):
     for bucket in packed(model, 1):
         average_bucket(bucket)
@@ -233,13 +235,13 @@ def one_bucket(model, bucket_bytes):
     average_bucket([p for p in model.parameters() if p.requires_grad])
 
 
-@wrong("average_in_buckets", "numel() counts numbers")
+@wrong("average_in_buckets", "numel() counts numbers", cure="p.grad.nbytes")
 def buckets_of_numbers(model, bucket_bytes):
     for bucket in packed(model, bucket_bytes, size=lambda p: p.numel()):
         average_bucket(bucket)
 
 
-@wrong("average_in_buckets", "before you add it, not after")
+@wrong("average_in_buckets", "a bucket of 252 bytes was sent", cure="before you add it, not after")
 def buckets_that_overflow(model, bucket_bytes):
     bucket = []
     for p in [p for p in model.parameters() if p.requires_grad][::-1]:
@@ -251,13 +253,13 @@ def buckets_that_overflow(model, bucket_bytes):
         average_bucket(bucket)
 
 
-@wrong("average_in_buckets", "The last bucket is rarely full")
+@wrong("average_in_buckets", "The last bucket is rarely full", cure="after the loop")
 def all_buckets_but_the_last(model, bucket_bytes):
     for bucket in packed(model, bucket_bytes)[:-1]:
         average_bucket(bucket)
 
 
-@wrong("average_in_buckets", "copy its parts back into p.grad")
+@wrong("average_in_buckets", "a bucket is a copy", cure="p.grad.copy_(part.view_as(p.grad))")
 def buckets_thrown_away(model, bucket_bytes):
     for bucket in packed(model, bucket_bytes):
         flat = torch.cat([p.grad.flatten() for p in bucket])
@@ -265,7 +267,7 @@ def buckets_thrown_away(model, bucket_bytes):
         flat /= dist.get_world_size()
 
 
-@wrong("average_in_buckets", "in the order in which you packed them")
+@wrong("average_in_buckets", "in the wrong places", cure="in the order in which you packed them")
 def buckets_unpacked_backwards(model, bucket_bytes):
     for bucket in packed(model, bucket_bytes):
         flat = torch.cat([p.grad.flatten() for p in bucket])
@@ -275,7 +277,7 @@ def buckets_unpacked_backwards(model, bucket_bytes):
             p.grad.copy_(part.view_as(p.grad))
 
 
-@wrong("average_in_buckets", "were summed, not averaged")
+@wrong("average_in_buckets", "were summed, not averaged", cure="divide by the number of ranks")
 def summed_buckets(model, bucket_bytes):
     for bucket in packed(model, bucket_bytes):
         average_bucket(bucket, divide=False)
@@ -289,7 +291,7 @@ def buckets_divided_twice(model, bucket_bytes):
             p.grad /= dist.get_world_size()
 
 
-@wrong("average_in_buckets", "p.grad is None; leave it out of the buckets")
+@wrong("average_in_buckets", "has no gradient, p.grad is None", cure="leave it out of the buckets")
 def buckets_with_the_frozen(model, bucket_bytes):
     average_bucket(list(model.parameters()))
 
@@ -333,7 +335,7 @@ def draw_indices_in_blocks(examples, rank, ranks, epoch):
     return order[rank * each : (rank + 1) * each]
 
 
-@wrong("draw_indices", "as when set_epoch is forgotten")
+@wrong("draw_indices", "as when set_epoch is forgotten", cure="part of the seed")
 def draw_the_same(examples, rank, ranks, epoch):
     return draw_indices(examples, rank, ranks, 0)
 
@@ -344,19 +346,19 @@ def draw_by_own_seed(examples, rank, ranks, epoch):
     return order[rank::ranks]
 
 
-@wrong("draw_indices", "different numbers of examples")
+@wrong("draw_indices", "different numbers of examples", cure="repeat a few examples")
 def draw_unequal(examples, rank, ranks, epoch):
     order = torch.randperm(examples, generator=torch.Generator().manual_seed(epoch)).tolist()
     return order[rank::ranks]
 
 
-@wrong("draw_indices", "left out")
+@wrong("draw_indices", "left out", cure="round up and repeat some")
 def draw_too_few(examples, rank, ranks, epoch):
     order = torch.randperm(examples, generator=torch.Generator().manual_seed(epoch)).tolist()
     return order[rank::ranks][: examples // ranks]
 
 
-@wrong("draw_indices", "two calls for epoch 0 give two orders")
+@wrong("draw_indices", "two calls for epoch 0 give two orders", cure="seed with the epoch")
 def draw_unseeded(examples, rank, ranks, epoch):
     calls = next(_calls)  # represents a seed from the clock: the same epoch, another order
     return [(index + calls // ranks) % examples for index in draw_indices(examples, rank, ranks, epoch)]
@@ -387,7 +389,7 @@ def draw_halves(examples, rank, ranks, epoch):
     return [index + 0.5 for index in draw_indices(examples, rank, ranks, epoch)]
 
 
-@wrong("draw_indices", "left out")
+@wrong("draw_indices", "left out", cure="round up and repeat some")
 def draw_the_nearest_number(examples, rank, ranks, epoch):
     each = int(examples / ranks + 0.5)
     return draw_indices_in_blocks(examples, rank, ranks, epoch)[:each]
@@ -427,7 +429,7 @@ def scaled_in_whole_numbers(base, base_batch, per_rank, ranks):
     return base * (per_rank * ranks // base_batch)
 
 
-@wrong("scaled_learning_rate", "multiply by the batch of all ranks together")
+@wrong("scaled_learning_rate", "not the linear rule", cure="multiply by the batch of all ranks together")
 def scaled_up_only(base, base_batch, per_rank, ranks):
     return base * max(1, per_rank * ranks / base_batch)
 
@@ -437,7 +439,7 @@ def scaled_down(base, base_batch, per_rank, ranks):
     return base / (per_rank * ranks / base_batch)
 
 
-@wrong("scaled_learning_rate", "multiply by the batch of all ranks together")
+@wrong("scaled_learning_rate", "not the linear rule", cure="multiply by the batch of all ranks together")
 def not_scaled(base, base_batch, per_rank, ranks):
     return base
 

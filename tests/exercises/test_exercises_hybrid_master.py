@@ -64,7 +64,7 @@ def forward_on(shard, x):
     return shard.local_value().forward(x)
 
 
-@wrong("hybrid_master", "sent only when another had been computed")
+@wrong("hybrid_master", "sent only when another had been computed", cure="with remote first")
 def one_after_the_other(shard1, shard2, batches, parts, rate):
     def forward(x):
         return torch.cat([shard2.rpc_sync().score(shard1.remote().forward(part)) for part in x.chunk(parts)])
@@ -72,7 +72,7 @@ def one_after_the_other(shard1, shard2, batches, parts, rate):
     return train(shard1, shard2, batches, rate, forward)
 
 
-@wrong("hybrid_master", "the features came to the master")
+@wrong("hybrid_master", "the features came to the master", cure="returns a reference")
 def features_through_the_master(shard1, shard2, batches, parts, rate):
     def forward(x):
         futures = [shard1.rpc_async().forward(part) for part in x.chunk(parts)]
@@ -81,7 +81,7 @@ def features_through_the_master(shard1, shard2, batches, parts, rate):
     return train(shard1, shard2, batches, rate, forward)
 
 
-@wrong("hybrid_master", "call it once per batch")
+@wrong("hybrid_master", "a worker answers twice in a context", cure="call it once per batch")
 def score_for_each_part(shard1, shard2, batches, parts, rate):
     def forward(x):
         references = [shard1.remote().forward(part) for part in x.chunk(parts)]
@@ -90,17 +90,17 @@ def score_for_each_part(shard1, shard2, batches, parts, rate):
     return train(shard1, shard2, batches, rate, forward)
 
 
-@wrong("hybrid_master", "cut each with chunk(parts)")
+@wrong("hybrid_master", "3 batches came to shard 1 in 3 parts", cure="chunk(parts)")
 def batch_in_one_piece(shard1, shard2, batches, parts, rate):
     return hybrid_master(shard1, shard2, batches, 1, rate)
 
 
-@wrong("hybrid_master", "parts is 3 here")
+@wrong("hybrid_master", "parts is 3 here", cure="chunk(parts)")
 def always_two_parts(shard1, shard2, batches, parts, rate):
     return hybrid_master(shard1, shard2, batches, 2, rate)
 
 
-@wrong("hybrid_master", "a future cannot be sent")
+@wrong("hybrid_master", "a future cannot be sent", cure="a reference can")
 def futures_sent_on(shard1, shard2, batches, parts, rate):
     return train(
         shard1, shard2, batches, rate,
@@ -108,12 +108,12 @@ def futures_sent_on(shard1, shard2, batches, parts, rate):
     )  # fmt: skip
 
 
-@wrong("hybrid_master", "an RRef is not the shard")
+@wrong("hybrid_master", "an RRef is not the shard", cure="shard1.remote().forward(part)")
 def reference_called(shard1, shard2, batches, parts, rate):
     return train(shard1, shard2, batches, rate, lambda x: shard2.score(shard1.forward(x)))
 
 
-@wrong("hybrid_master", "no parameter has changed")
+@wrong("hybrid_master", "no parameter has changed", cure="optimizer.step(context)")
 def step_forgotten(shard1, shard2, batches, parts, rate):
     losses = []
     for x, y in batches:
@@ -124,18 +124,18 @@ def step_forgotten(shard1, shard2, batches, parts, rate):
     return losses
 
 
-@wrong("hybrid_master", "parameters of shard 2 have not changed")
+@wrong("hybrid_master", "parameters of shard 2 have not changed", cure="of both shards")
 def first_shard_only(shard1, shard2, batches, parts, rate):
     optimizer = optimizer_of(shard1, rate=rate)
     return [step(optimizer, lambda x: joined(shard1, shard2, x, parts), x, y) for x, y in batches]
 
 
-@wrong("hybrid_master", "make one optimizer before the loop")
+@wrong("hybrid_master", "there was no momentum", cure="make one optimizer before the loop")
 def an_optimizer_for_each_batch(shard1, shard2, batches, parts, rate):
     return [hybrid_master(shard1, shard2, [batch], parts, rate)[0] for batch in batches]
 
 
-@wrong("hybrid_master", "each batch needs a new one")
+@wrong("hybrid_master", "the gradients of earlier batches are still in this context", cure="each batch needs a new one")
 def one_context_for_all(shard1, shard2, batches, parts, rate):
     optimizer, losses = optimizer_of(shard1, shard2, rate=rate), []
     with dist_autograd.context() as context:
@@ -147,7 +147,7 @@ def one_context_for_all(shard1, shard2, batches, parts, rate):
     return losses
 
 
-@wrong("hybrid_master", "loss.backward() cannot leave the master")
+@wrong("hybrid_master", "loss.backward() cannot leave the master", cure="dist_autograd.backward(context, [loss])")
 def backward_of_one_process(shard1, shard2, batches, parts, rate):
     optimizer = optimizer_of(shard1, shard2, rate=rate)
     for x, y in batches:
@@ -156,7 +156,7 @@ def backward_of_one_process(shard1, shard2, batches, parts, rate):
             optimizer.step(context)
 
 
-@wrong("hybrid_master", "the forward pass was outside a context")
+@wrong("hybrid_master", "the forward pass was outside a context", cure="under one `with dist_autograd.context()`")
 def forward_outside_the_context(shard1, shard2, batches, parts, rate):
     optimizer = optimizer_of(shard1, shard2, rate=rate)
     for x, y in batches:
@@ -166,12 +166,12 @@ def forward_outside_the_context(shard1, shard2, batches, parts, rate):
             optimizer.step(context)
 
 
-@wrong("hybrid_master", "DistributedOptimizer(torch.optim.SGD, references")
+@wrong("hybrid_master", "which are on the workers", cure="DistributedOptimizer(torch.optim.SGD, references")
 def optimizer_of_one_process(shard1, shard2, batches, parts, rate):
     torch.optim.SGD(shard1.rpc_sync().parameter_rrefs(), lr=rate, momentum=0.9)
 
 
-@wrong("hybrid_master", "optimizer.step(context) needs it")
+@wrong("hybrid_master", "the gradients are in a context", cure="optimizer.step(context) needs it")
 def context_not_handed_on(shard1, shard2, batches, parts, rate):
     optimizer = optimizer_of(shard1, shard2, rate=rate)
     for x, y in batches:
@@ -194,7 +194,7 @@ def mean_of_the_parts_means(shard1, shard2, batches, parts, rate):
     return losses
 
 
-@wrong("hybrid_master", "loss.item() is the number")
+@wrong("hybrid_master", "in place of a number", cure="loss.item()")
 def losses_as_tensors(shard1, shard2, batches, parts, rate):
     return [torch.tensor(loss) for loss in hybrid_master(shard1, shard2, batches, parts, rate)]
 

@@ -50,12 +50,12 @@ def coordinates_first_axis_fastest(rank, shape):
     return coordinates(rank, shape[::-1])[::-1]
 
 
-@wrong("coordinates", "divide the rank by the size")
+@wrong("coordinates", "each coordinate is rank % size", cure="divide the rank by the size")
 def coordinates_without_division(rank, shape):
     return [rank % size for size in shape]
 
 
-@wrong("coordinates", "the remainder (%) is missing")
+@wrong("coordinates", "lies between 0 and the size of its axis minus 1", cure="the remainder (%)")
 def coordinates_without_remainder(rank, shape):
     return [rank // prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
@@ -111,7 +111,7 @@ def bytes_by_pieces(dp, pp, tp, blocks, tokens, hidden, value_bytes):
     return {"tp": tp_bytes, "dp": dp_bytes, "pp": n * (pp > 1)}
 
 
-@wrong("bytes_per_axis", "a rank has blocks / pp of them")
+@wrong("bytes_per_axis", "the blocks of other stages count as well", cure="blocks / pp")
 def tp_bytes_of_all_stages(dp, pp, *rest):
     found = bytes_per_axis(dp, pp, *rest)
     return found | {"tp": pp * found["tp"]}
@@ -122,36 +122,36 @@ def bytes_as_numbers(*args):
     return bytes_per_axis(*args[:-1], 1)
 
 
-@wrong("bytes_per_axis", "`tokens` counts the whole batch")
+@wrong("bytes_per_axis", "`tokens` counts the whole batch", cure="tokens / dp")
 def bytes_of_the_whole_batch(dp, pp, tp, blocks, tokens, *rest):
     return bytes_per_axis(dp, pp, tp, blocks, tokens * dp, *rest)
 
 
-@wrong("bytes_per_axis", "only the blocks of its own stage")
+@wrong("bytes_per_axis", "only the blocks of its own stage", cure="blocks / pp")
 def bytes_of_all_blocks(dp, pp, tp, blocks, *rest):
     return bytes_per_axis(dp, pp, tp, blocks * pp, *rest)
 
 
-@wrong("bytes_per_axis", "the tensor-parallel split also divides the gradients")
+@wrong("bytes_per_axis", "the tensor-parallel split also divides the gradients", cure="1/tp")
 def bytes_of_whole_gradients(dp, pp, tp, *rest):
     found = bytes_per_axis(dp, pp, tp, *rest)
     return found | {"dp": found["dp"] * tp}
 
 
-@wrong("bytes_per_axis", "a block has two all-reduces")
+@wrong("bytes_per_axis", "how many all-reduces does a block have", cure="a block has two all-reduces")
 def bytes_of_the_forward_pass(*args):
     found = bytes_per_axis(*args)
     return found | {"tp": found["tp"] / 2}
 
 
-@wrong("bytes_per_axis", "2(k − 1)/k · n bytes, not n")
+@wrong("bytes_per_axis", "a rank sends n bytes in an all-reduce", cure="2(k − 1)/k · n bytes")
 def bytes_without_a_ring(dp, pp, tp, blocks, tokens, hidden, value_bytes):
     n, here = tokens / dp * hidden * value_bytes, blocks / pp
     gradients = here * 8 * hidden**2 * value_bytes / tp
     return {"dp": gradients * (dp > 1), "pp": n * (pp > 1), "tp": here * 2 * n * (tp > 1)}
 
 
-@wrong("bytes_per_axis", "not 2n")
+@wrong("bytes_per_axis", "a rank sends 2n bytes in an all-reduce", cure="2(k − 1)/k · n bytes")
 def bytes_of_two_rounds(*args):
     found = bytes_without_a_ring(*args)
     return {"dp": 2 * found["dp"], "pp": found["pp"], "tp": 2 * found["tp"]}
@@ -169,13 +169,13 @@ def bytes_of_both_directions(*args):
     return found | {"pp": 2 * found["pp"]}
 
 
-@wrong("bytes_per_axis", "8 · hidden² per block")
+@wrong("bytes_per_axis", "the gradients of this rank's weights", cure="8 · hidden²")
 def bytes_of_one_matrix(*args):
     found = bytes_per_axis(*args)
     return found | {"dp": found["dp"] / 2}
 
 
-@wrong("bytes_per_axis", "two all-reduces of an activation")
+@wrong("bytes_per_axis", "two all-reduces of an activation", cure="(tokens / dp) · hidden")
 def bytes_of_weights_on_tp(*args):
     found = bytes_per_axis(*args)
     return found | {"tp": found["dp"]}
@@ -220,12 +220,12 @@ def build_mesh_by_counting(axes, nbytes):
     return mesh_of(min(permutations(axes), key=crossing), axes)
 
 
-@wrong("build_mesh", "turn the order round")
+@wrong("build_mesh", "its ranks are the farthest apart", cure="turn the order round")
 def mesh_with_the_busiest_first(axes, nbytes):
     return mesh_of(sorted(axes, key=nbytes.get, reverse=True), axes)
 
 
-@wrong("build_mesh", "the order in which the axes were given")
+@wrong("build_mesh", "the order in which the axes were given", cure="look at their bytes")
 def mesh_in_the_given_order(axes, nbytes):
     return mesh_of(list(axes), axes)
 
@@ -254,7 +254,7 @@ def mesh_with_mixed_sizes(axes, nbytes):
     return init_device_mesh("cpu", tuple(reversed([axes[name] for name in names])), mesh_dim_names=tuple(names))
 
 
-@wrong("build_mesh", "the axes have no names")
+@wrong("build_mesh", "the axes have no names", cure="mesh_dim_names")
 def mesh_without_names(axes, nbytes):
     return init_device_mesh("cpu", tuple(axes.values()))
 
@@ -301,7 +301,7 @@ def sum_over_dp(gradients, mesh):
         dist.all_reduce(gradient, group=mesh.get_group("dp"))
 
 
-@wrong("average_over_dp", "divided by the number of all ranks")
+@wrong("average_over_dp", "divided by the number of all ranks", cure="the size of the axis")
 def average_by_the_world_size(gradients, mesh):
     sum_over_dp(gradients, mesh)
     for gradient in gradients:
@@ -321,21 +321,21 @@ def sum_over_the_world(gradients, mesh):
         dist.all_reduce(gradient)
 
 
-@wrong("average_over_dp", "those are the means over the axis 'tp'")
+@wrong("average_over_dp", "those are the means over the axis 'tp'", cure="by its name")
 def average_over_the_first_axis(gradients, mesh):
     for gradient in gradients:
         dist.all_reduce(gradient, group=mesh.get_group(0))
         gradient /= mesh.size(0)
 
 
-@wrong("average_over_dp", "it returns them")
+@wrong("average_over_dp", "it returns them", cure="copy_")
 def average_returned(gradients, mesh):
     copies = [gradient.clone() for gradient in gradients]
     average_over_dp(copies, mesh)
     return copies
 
 
-@wrong("average_over_dp", "the gradients are unchanged")
+@wrong("average_over_dp", "the gradients are unchanged", cure="copy_")
 def average_of_nothing(gradients, mesh):
     average_returned(gradients, mesh)
 

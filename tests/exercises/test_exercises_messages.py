@@ -37,18 +37,18 @@ def link_in_bits(n1, t1, n2, t2):
     return latency, 8 * bandwidth
 
 
-@wrong("link_from_times", "its inverse")
+@wrong("link_from_times", "the time per byte", cure="its inverse")
 def link_with_time_per_byte(n1, t1, n2, t2):
     latency, bandwidth = link_from_times(n1, t1, n2, t2)
     return latency, 1 / bandwidth
 
 
-@wrong("link_from_times", "divide a difference of sizes")
+@wrong("link_from_times", "the bandwidth comes from the second time alone", cure="divide the difference of the sizes")
 def link_without_latency(n1, t1, n2, t2):
     return t1, n2 / t2
 
 
-@wrong("link_from_times", "the bandwidth is right")
+@wrong("link_from_times", "the bandwidth is right", cure="what is left of a time")
 def link_with_a_short_message_as_latency(n1, t1, n2, t2):
     return t2, link_from_times(n1, t1, n2, t2)[1]
 
@@ -102,7 +102,7 @@ def ring_that_returns_a_copy(x):
     return total
 
 
-@wrong("ring_all_reduce", "dist.isend starts a message without waiting")
+@wrong("ring_all_reduce", "waits in send until its neighbour receives", cure="dist.isend starts a message")
 def ring_of_blocking_sends(x):
     rank, p = dist.get_rank(), dist.get_world_size()
     dist.send(x, (rank + 1) % p)
@@ -121,12 +121,12 @@ def add_round_the_ring(x, rounds):
         part += incoming
 
 
-@wrong("ring_all_reduce", "come p-1 rounds of copying")
+@wrong("ring_all_reduce", "only a part is complete", cure="come p-1 rounds of copying")
 def ring_without_its_second_half(x):
     add_round_the_ring(x, dist.get_world_size() - 1)
 
 
-@wrong("ring_all_reduce", "replaces the part and is not added")
+@wrong("ring_all_reduce", "added more than once", cure="replaces the part and is not added")
 def ring_that_adds_in_both_halves(x):
     add_round_the_ring(x, 2 * dist.get_world_size() - 2)
 
@@ -148,7 +148,7 @@ def ring_of_whole_tensors(x):
         sending.wait()
 
 
-@wrong("ring_all_reduce", "do not divide the length")
+@wrong("ring_all_reduce", "do not divide the length", cure="`tensor_split(p)` always gives p parts")
 def ring_of_equal_chunks(x):
     rank, p = dist.get_rank(), dist.get_world_size()
     parts = x.chunk(p)
@@ -193,7 +193,7 @@ def tree_from_far_to_near(x):
         distance //= 2
 
 
-@wrong("tree_broadcast", "rank 0 sends everything itself")
+@wrong("tree_broadcast", "rank 0 sends everything itself", cure="every rank that has the data can send")
 def tree_as_a_star(x):
     if dist.get_rank() == 0:
         for other in range(1, dist.get_world_size()):
@@ -202,7 +202,7 @@ def tree_as_a_star(x):
         dist.recv(x, 0)
 
 
-@wrong("tree_broadcast", "too many rounds")
+@wrong("tree_broadcast", "too many rounds", cure="every rank that has the data can send")
 def tree_as_a_chain(x):
     rank, p = dist.get_rank(), dist.get_world_size()
     if rank > 0:
@@ -211,7 +211,7 @@ def tree_as_a_chain(x):
         dist.send(x, rank + 1)
 
 
-@wrong("tree_broadcast", "3 is not a power of two")
+@wrong("tree_broadcast", "3 is not a power of two", cure="only to ranks below the world size")
 def tree_of_powers_of_two(x):
     rank, p, distance = dist.get_rank(), dist.get_world_size(), 1
     while distance < p:
@@ -222,7 +222,7 @@ def tree_of_powers_of_two(x):
         distance *= 2
 
 
-@wrong("tree_broadcast", "receive into x itself")
+@wrong("tree_broadcast", "no rank has in its x what rank 0 has", cure="receive into x itself")
 def tree_into_a_copy(x):
     copy = x.clone()
     tree_broadcast(copy)

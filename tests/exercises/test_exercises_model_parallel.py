@@ -50,7 +50,7 @@ def idle_percentages(spans):
     return [100 * share for share in idle_shares(spans)]
 
 
-@wrong("idle_shares", "from its own first span to its own last")
+@wrong("idle_shares", "from its own first span to its own last", cure="on any rank")
 def idle_within_own_spans(spans):
     shares = []
     for rank, computed in enumerate(busy(spans)):
@@ -59,7 +59,7 @@ def idle_within_own_spans(spans):
     return shares
 
 
-@wrong("idle_shares", "the step does not begin at 0")
+@wrong("idle_shares", "the step does not begin at 0", cure="first start of all spans")
 def idle_since_zero(spans):
     return [1 - computed / bounds(spans)[1] for computed in busy(spans)]
 
@@ -69,7 +69,7 @@ def idle_of_all_work(spans):
     return [1 - computed / sum(busy(spans)) for computed in busy(spans)]
 
 
-@wrong("idle_shares", "those are idle milliseconds")
+@wrong("idle_shares", "those are idle milliseconds", cure="divide them by the length")
 def idle_milliseconds(spans):
     first, last = bounds(spans)
     return [last - first - computed for computed in busy(spans)]
@@ -90,7 +90,7 @@ def idle_as_a_number(spans):
     return 0.5
 
 
-@wrong("idle_shares", "add up what each rank computes")
+@wrong("idle_shares", "how long does each rank compute", cure="add up what each rank computes")
 def idle_otherwise(spans):
     return [0.123] * len(busy(spans))
 
@@ -195,13 +195,13 @@ class Chained(nn.Sequential):
         return x
 
 
-@wrong("TwoDevices", "move the activation to device1")
+@wrong("TwoDevices", "on which one is the activation", cure="move the activation to device1")
 class ActivationStays(TwoDevices):
     def forward(self, x):
         return self.second(self.first(x.to(self.devices[0])))
 
 
-@wrong("TwoDevices", "move the input to device0")
+@wrong("TwoDevices", "on another device than the images", cure="move the input to device0")
 class InputStays(TwoDevices):
     def forward(self, x):
         return self.second(self.first(x).to(self.devices[1]))
@@ -233,7 +233,7 @@ class FirstOnly(TwoDevices):
         return self.first(x.to(self.devices[0])).to(self.devices[1])
 
 
-@wrong("TwoDevices", "an optimizer would train nothing")
+@wrong("TwoDevices", "an optimizer would train nothing", cure="call super().__init__()")
 class Hidden(TwoDevices):
     def __init__(self, first, second, device0, device1):
         nn.Module.__init__(self)
@@ -277,7 +277,7 @@ def middle_step_without_waiting(stage, shape):
     dist.send(found, dst=0)
 
 
-@wrong("middle_step", "gradient of your stage's output, as it came from rank 2")
+@wrong("middle_step", "gradient of your stage's output, as it came from rank 2", cure="`.grad` of what came from rank 0")
 def middle_step_hands_on(stage, shape):
     activation, gradient = torch.empty(shape), torch.empty(shape)
     dist.recv(activation, src=0)
@@ -288,7 +288,7 @@ def middle_step_hands_on(stage, shape):
     dist.send(gradient, dst=0)
 
 
-@wrong("middle_step", "has to start from the gradient that rank 2 sends")
+@wrong("middle_step", "is not the gradient of its activation", cure="output.backward(gradient)")
 def middle_step_of_its_own_loss(stage, shape):
     activation, gradient = torch.empty(shape), torch.empty(shape)
     dist.recv(activation, src=0)
@@ -337,7 +337,7 @@ def middle_step_without_receiving(stage, shape):
     dist.send(gradient, dst=0)
 
 
-@wrong("middle_step", "must require a gradient")
+@wrong("middle_step", "does not require a gradient", cure="requires_grad_()")
 def middle_step_without_requires_grad(stage, shape):
     activation, gradient = torch.empty(shape), torch.empty(shape)
     dist.recv(activation, src=0)
@@ -348,7 +348,7 @@ def middle_step_without_requires_grad(stage, shape):
     dist.send(activation.grad, dst=0)
 
 
-@wrong("middle_step", "Rank 2 got nothing")
+@wrong("middle_step", "Rank 2 got nothing", cure="send it the output of `stage`")
 def middle_step_takes_only(stage, shape):
     dist.recv(torch.empty(shape), src=0)
 

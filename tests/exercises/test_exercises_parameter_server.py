@@ -73,50 +73,50 @@ class OneFutureForAll:
         return future
 
 
-@wrong("WeightedServer", "the plain mean of the gradients")
+@wrong("WeightedServer", "the plain mean of the gradients", cure="by their examples")
 class PlainMean(WeightedServer):
     def mean(self, gradients, examples):
         return sum(gradients) / len(examples)
 
 
-@wrong("WeightedServer", "only added up")
+@wrong("WeightedServer", "only added up", cure="by their examples")
 class SumOfGradients(WeightedServer):
     def mean(self, gradients, examples):
         return sum(gradients) * (sum(examples) > 0)
 
 
-@wrong("WeightedServer", "weighted sum is not divided")
+@wrong("WeightedServer", "weighted sum is not divided", cure="all examples")
 class SumOfWeighted(WeightedServer):
     def mean(self, gradients, examples):
         return self.weighted(gradients, examples)
 
 
-@wrong("WeightedServer", "divided by the number of trainers")
+@wrong("WeightedServer", "divided by the number of trainers", cure="all examples")
 class DividedByTrainers(WeightedServer):
     def mean(self, gradients, examples):
         return self.weighted(gradients, examples) / self.trainers
 
 
-@wrong("WeightedServer", "uphill")
+@wrong("WeightedServer", "uphill", cure="subtract rate times")
 class Uphill(WeightedServer):
     def mean(self, gradients, examples):
         return -super().mean(gradients, examples)
 
 
-@wrong("WeightedServer", "learning rate is missing")
+@wrong("WeightedServer", "learning rate is missing", cure="subtract rate times")
 class WithoutRate(WeightedServer):
     def mean(self, gradients, examples):
         return super().mean(gradients, examples) / self.rate
 
 
-@wrong("WeightedServer", "only its own gradient applied")
+@wrong("WeightedServer", "only its own gradient applied", cure="step once with their mean")
 class AnsweredAtOnce(WeightedServer):
     def __init__(self, *args):
         super().__init__(*args)
         self.trainers = 1
 
 
-@wrong("WeightedServer", "only its own gradient applied")
+@wrong("WeightedServer", "only its own gradient applied", cure="step once with their mean")
 class AnsweredAtOnceWithoutFuture(WeightedServer):
     def update(self, gradient, examples):
         with self.lock:
@@ -132,7 +132,7 @@ class NeverForgets(OneFutureForAll):
         self.count, self.future = 0, torch.futures.Future()
 
 
-@wrong("WeightedServer", "starts from the first weights again")
+@wrong("WeightedServer", "starts from the first weights again", cure="keep the new ones")
 class NeverLearns(WeightedServer):
     def answer_all(self):
         first = self.weights
@@ -140,7 +140,7 @@ class NeverLearns(WeightedServer):
         self.weights = first
 
 
-@wrong("WeightedServer", "completed twice")
+@wrong("WeightedServer", "completed twice", cure="forget the old ones")
 class FutureNotRenewed(OneFutureForAll):
     def begin(self):
         self.sum, self.examples, self.count = torch.zeros_like(self.weights), 0, 0
@@ -148,7 +148,7 @@ class FutureNotRenewed(OneFutureForAll):
             self.future = torch.futures.Future()
 
 
-@wrong("WeightedServer", "not only of the last")
+@wrong("WeightedServer", "is its future never completed", cure="not only of the last")
 class LastCallerOnly(WeightedServer):
     def answer_all(self):
         gradients, examples, futures = zip(*self.waiting, strict=True)
@@ -157,7 +157,7 @@ class LastCallerOnly(WeightedServer):
         futures[-1].set_result(self.weights)
 
 
-@wrong("WeightedServer", "keeps a thread of the server waiting")
+@wrong("WeightedServer", "keeps a thread of the server waiting", cure="return a torch.futures.Future at once")
 class WaitsInTheThread(WeightedServer):
     def __init__(self, weights, rate, trainers):
         super().__init__(weights, rate, trainers)
@@ -174,7 +174,7 @@ class WaitsInTheThread(WeightedServer):
         self.waiting = []
 
 
-@wrong("WeightedServer", "the decorator @rpc.functions.async_execution")
+@wrong("WeightedServer", "would try to send the future itself", cure="@rpc.functions.async_execution")
 class WithoutDecorator(WeightedServer):
     def update(self, gradient, examples):
         return WeightedServer.update(self, gradient, examples)
@@ -190,7 +190,7 @@ class AnswersNothing(WeightedServer):
             future.set_result(None)
 
 
-@wrong("WeightedServer", "complete the futures after it")
+@wrong("WeightedServer", "the weights from before the step", cure="complete the futures after it")
 class AnswersBeforeTheStep(WeightedServer):
     def answer_all(self):
         gradients, examples, futures = zip(*self.waiting, strict=True)
@@ -227,7 +227,7 @@ def push_less_with_futures(server, gradient_of, rounds, parts):
     return weights
 
 
-@wrong("push_less", "every part was sent by itself")
+@wrong("push_less", "every part was sent by itself", cure="send their mean")
 def each_part_sent(server, gradient_of, rounds, parts):
     weights = server.rpc_sync().values()
     for _ in range(rounds):
@@ -236,7 +236,7 @@ def each_part_sent(server, gradient_of, rounds, parts):
     return weights
 
 
-@wrong("push_less", "are added up")
+@wrong("push_less", "are added up", cure="send their mean")
 def parts_added_up(server, gradient_of, rounds, parts):
     weights = server.rpc_sync().values()
     for _ in range(rounds):
@@ -262,7 +262,7 @@ def parts_from_one(server, gradient_of, rounds, parts):
     return weights
 
 
-@wrong("push_less", "values() is needed only once")
+@wrong("push_less", "one is enough", cure="values() is needed only once")
 def fetched_in_each_round(server, gradient_of, rounds, parts):
     for _ in range(rounds):
         weights = server.rpc_sync().values()
@@ -270,7 +270,7 @@ def fetched_in_each_round(server, gradient_of, rounds, parts):
     return server.rpc_sync().values()
 
 
-@wrong("push_less", "computed with the first weights")
+@wrong("push_less", "computed with the first weights", cure="reply")
 def first_weights_only(server, gradient_of, rounds, parts):
     weights = server.rpc_sync().values()
     for _ in range(rounds):
@@ -278,7 +278,7 @@ def first_weights_only(server, gradient_of, rounds, parts):
     return last
 
 
-@wrong("push_less", "an RRef is not the object")
+@wrong("push_less", "an RRef is not the object", cure="reference.rpc_sync().the_method()")
 def method_of_the_reference(server, gradient_of, rounds, parts):
     weights = server.values()
     for _ in range(rounds):
@@ -286,7 +286,7 @@ def method_of_the_reference(server, gradient_of, rounds, parts):
     return weights
 
 
-@wrong("push_less", "brings a copy of the server")
+@wrong("push_less", "brings a copy of the server", cure="by reference")
 def copy_updated(server, gradient_of, rounds, parts):
     copy = server.to_here()
     weights = copy.values()
@@ -295,7 +295,7 @@ def copy_updated(server, gradient_of, rounds, parts):
     return weights
 
 
-@wrong("push_less", "a future is not the result")
+@wrong("push_less", "a future is not the result", cure="wait() for it first")
 def future_used(server, gradient_of, rounds, parts):
     weights = server.rpc_async().values()
     for _ in range(rounds):
@@ -313,7 +313,7 @@ def nothing_returned(server, gradient_of, rounds, parts):
     push_less(server, gradient_of, rounds, parts)
 
 
-@wrong("push_less", "return what the last update replied")
+@wrong("push_less", "others were returned", cure="return what the last update replied")
 def first_weights_returned(server, gradient_of, rounds, parts):
     first = server.rpc_sync().values()
     weights = first
@@ -322,7 +322,7 @@ def first_weights_returned(server, gradient_of, rounds, parts):
     return first
 
 
-@wrong("push_less", "works only on the owner")
+@wrong("push_less", "works only on the owner", cure="through the reference")
 def local_value_of_the_server(server, gradient_of, rounds, parts):
     return server.local_value().values()
 

@@ -53,14 +53,14 @@ def bubble_without_the_one(forward, backward, micro_batches):
     return len(forward) / (micro_batches + len(forward))
 
 
-@wrong("bubble", "take the two maxima separately")
+@wrong("bubble", "can belong to different stages", cure="take the two maxima separately")
 def bubble_with_one_maximum(forward, backward, micro_batches):
     both = [f + b for f, b in zip(forward, backward, strict=True)]
     step = sum(both) + (micro_batches - 1) * max(both)
     return 1 - micro_batches * sum(both) / (len(both) * step)
 
 
-@wrong("bubble", "the idle seconds of all ranks")
+@wrong("bubble", "the idle seconds of all ranks", cure="divide by the seconds of all ranks")
 def bubble_in_seconds(forward, backward, micro_batches):
     share = bubble(forward, backward, micro_batches)
     return share / (1 - share) * micro_batches * (sum(forward) + sum(backward))
@@ -122,7 +122,7 @@ def balanced_by_count(costs, stages):
     return [len(costs) * (i + 1) // stages - len(costs) * i // stages for i in range(stages)]
 
 
-@wrong("balanced_stages", "filling each stage up to the mean")
+@wrong("balanced_stages", "filling each stage up to the mean", cure="smallest limit")
 def balanced_by_filling(costs, stages):
     sizes, cost, size = [], 0, 0
     for i, c in enumerate(costs):
@@ -259,22 +259,22 @@ def gpipe_from_the_last(stage, inputs, targets, micro_batches):
     s.finish()
 
 
-@wrong("gpipe_step", "losses were added up")
+@wrong("gpipe_step", "losses were added up", cure="by its share of the examples")
 def gpipe_undivided(stage, inputs, targets, micro_batches):
     Stage(stage, inputs, targets, micro_batches, weight=lambda _: 1.0).gpipe()
 
 
-@wrong("gpipe_step", "every micro-batch counts the same")
+@wrong("gpipe_step", "every micro-batch counts the same", cure="by its share of the examples")
 def gpipe_divided_by_m(stage, inputs, targets, micro_batches):
     Stage(stage, inputs, targets, micro_batches, weight=lambda _: 1 / micro_batches).gpipe()
 
 
-@wrong("gpipe_step", "neither divided by the number of examples nor means")
+@wrong("gpipe_step", "neither divided by the number of examples nor means", cure="by its share")
 def gpipe_with_sums(stage, inputs, targets, micro_batches):
     Stage(stage, inputs, targets, micro_batches, weight=lambda n: n).gpipe()
 
 
-@wrong("gpipe_step", "only the last micro-batch's gradients are left")
+@wrong("gpipe_step", "only the last micro-batch's gradients are left", cure="nothing may clear it in between")
 def gpipe_clears(stage, inputs, targets, micro_batches):
     class Clearing(Stage):
         def backward(self, i):
@@ -285,7 +285,7 @@ def gpipe_clears(stage, inputs, targets, micro_batches):
     Clearing(stage, inputs, targets, micro_batches).gpipe()
 
 
-@wrong("gpipe_step", "Send back the gradient of your stage's input")
+@wrong("gpipe_step", "Which gradient do you send back", cure="send back the gradient of your stage's input")
 def gpipe_hands_on(stage, inputs, targets, micro_batches):
     class Wrong(Stage):
         def answer_to(self, _, y):
@@ -294,7 +294,7 @@ def gpipe_hands_on(stage, inputs, targets, micro_batches):
     Wrong(stage, inputs, targets, micro_batches).gpipe()
 
 
-@wrong("gpipe_step", "must require a gradient")
+@wrong("gpipe_step", "does not require a gradient", cure="requires_grad_()")
 def gpipe_without_requires_grad(stage, inputs, targets, micro_batches):
     class Wrong(Stage):
         def forward(self, i):
@@ -311,7 +311,7 @@ def gpipe_in_one_piece(stage, inputs, targets, micro_batches):
     Stage(stage, inputs, targets, 1).gpipe()
 
 
-@wrong("gpipe_step", "only one rank works at a time")
+@wrong("gpipe_step", "only one rank works at a time", cure="run all forward passes first")
 def gpipe_one_at_a_time(stage, inputs, targets, micro_batches):
     Stage(stage, inputs, targets, micro_batches).one_f_one_b(ahead=0)
 
@@ -321,7 +321,7 @@ def gpipe_as_1f1b(stage, inputs, targets, micro_batches):
     Stage(stage, inputs, targets, micro_batches).one_f_one_b()
 
 
-@wrong("gpipe_step", "every micro-batch needs its own")
+@wrong("gpipe_step", "every micro-batch needs its own", cure="still in the pipeline")
 def gpipe_without_the_last_backward(stage, inputs, targets, micro_batches):
     s = Stage(stage, inputs, targets, micro_batches)
     for i in range(micro_batches):
@@ -331,7 +331,7 @@ def gpipe_without_the_last_backward(stage, inputs, targets, micro_batches):
     s.finish()
 
 
-@wrong("gpipe_step", "Only rank 0 may use `inputs`")
+@wrong("gpipe_step", "Only rank 0 may use `inputs`", cure="from their neighbours")
 def gpipe_with_inputs_everywhere(stage, inputs, targets, micro_batches):
     s = Stage(stage, inputs, targets, micro_batches)
     received, s.rank = s.rank, s.rank
@@ -358,27 +358,27 @@ def one_f_one_b_with_a_warm_up_of_s(stage, inputs, targets, micro_batches):
     Stage(stage, inputs, targets, micro_batches).one_f_one_b(ahead=dist.get_world_size() - 1)
 
 
-@wrong("one_f_one_b_step", "Use dist.isend")
+@wrong("one_f_one_b_step", "each waits until the other receives", cure="use dist.isend")
 def one_f_one_b_blocking(stage, inputs, targets, micro_batches):
     Stage(stage, inputs, targets, micro_batches, send=dist.send).one_f_one_b()
 
 
-@wrong("one_f_one_b_step", "`tensor_split(m)` always gives m")
+@wrong("one_f_one_b_step", "may give fewer parts than you ask for", cure="`tensor_split(m)` always gives m")
 def one_f_one_b_with_chunk(stage, inputs, targets, micro_batches):
     Stage(stage, inputs, targets, micro_batches, split=torch.chunk).one_f_one_b()
 
 
-@wrong("one_f_one_b_step", "as in GPipe")
+@wrong("one_f_one_b_step", "as in GPipe", cure="each forward pass is followed by a backward pass")
 def one_f_one_b_as_gpipe(stage, inputs, targets, micro_batches):
     Stage(stage, inputs, targets, micro_batches).gpipe()
 
 
-@wrong("one_f_one_b_step", "the pipeline never fills")
+@wrong("one_f_one_b_step", "the pipeline never fills", cure="forward passes come before it")
 def one_f_one_b_without_warm_up(stage, inputs, targets, micro_batches):
     Stage(stage, inputs, targets, micro_batches).one_f_one_b(ahead=0)
 
 
-@wrong("one_f_one_b_step", "still in the pipeline when the last forward pass is over")
+@wrong("one_f_one_b_step", "every micro-batch needs its own", cure="when the last forward pass is over")
 def one_f_one_b_without_cool_down(stage, inputs, targets, micro_batches):
     s = Stage(stage, inputs, targets, micro_batches)
     ahead = s.last - s.rank
@@ -389,7 +389,7 @@ def one_f_one_b_without_cool_down(stage, inputs, targets, micro_batches):
         s.backward(i)
 
 
-@wrong("one_f_one_b_step", "asked for a micro-batch that does not exist")
+@wrong("one_f_one_b_step", "asked for a micro-batch that does not exist", cure="the warm-up has at most")
 def one_f_one_b_warms_up_too_far(stage, inputs, targets, micro_batches):
     s = Stage(stage, inputs, targets, micro_batches)
     ahead = s.last - s.rank  # with 2 micro-batches on 4 ranks, more than there are
@@ -403,7 +403,7 @@ def one_f_one_b_warms_up_too_far(stage, inputs, targets, micro_batches):
     s.finish()
 
 
-@wrong("one_f_one_b_step", "every micro-batch counts the same")
+@wrong("one_f_one_b_step", "every micro-batch counts the same", cure="by its share of the examples")
 def one_f_one_b_divided_by_m(stage, inputs, targets, micro_batches):
     Stage(stage, inputs, targets, micro_batches, weight=lambda _: 1 / micro_batches).one_f_one_b()
 

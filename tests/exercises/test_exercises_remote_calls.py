@@ -51,27 +51,27 @@ def waited_in_the_loop(workers, function, inputs):
     return [rpc.rpc_async(workers[i % len(workers)], function, args=(x,)).wait() for i, x in enumerate(inputs)]
 
 
-@wrong("ask_all", "contains a Future")
+@wrong("ask_all", "contains a Future", cure="torch.futures.wait_all")
 def futures_not_waited_for(workers, function, inputs):
     return [rpc.rpc_async(workers[i % len(workers)], function, args=(x,)) for i, x in enumerate(inputs)]
 
 
-@wrong("ask_all", "contains a PyRRef")
+@wrong("ask_all", "contains a PyRRef", cure="torch.futures.wait_all")
 def references_not_fetched(workers, function, inputs):
     return [rpc.remote(workers[i % len(workers)], function, args=(x,)) for i, x in enumerate(inputs)]
 
 
-@wrong("ask_all", "ran on the master")
+@wrong("ask_all", "ran on the master", cure="pass it to rpc_async")
 def computed_here(workers, function, inputs):
     return [function(x) for x in inputs]
 
 
-@wrong("ask_all", "has run before the call was made")
+@wrong("ask_all", "has run before the call was made", cure="args=(x,)")
 def called_too_early(workers, function, inputs):
     return torch.futures.wait_all([rpc.rpc_async(w, function(x)) for w, x in zip(workers, inputs, strict=False)])
 
 
-@wrong("ask_all", "with the comma")
+@wrong("ask_all", "`args` is a tuple", cure="with the comma")
 def comma_forgotten(workers, function, inputs):
     return torch.futures.wait_all([rpc.rpc_async(workers[0], function, args=(x)) for x in inputs])
 
@@ -132,13 +132,13 @@ def remote_tallies_one_by_one(tally_class, owners, amounts):
     return totals
 
 
-@wrong("remote_tallies", "the object was made before the call: pass the class")
+@wrong("remote_tallies", "the object was made before the call", cure="pass the class")
 def an_object_instead_of_the_class(tally_class, owners, amounts):
     references = [rpc.remote(owner, tally_class()) for owner in owners]
     return [reference.rpc_sync().total() for reference in references]
 
 
-@wrong("remote_tallies", "an RRef is not the object")
+@wrong("remote_tallies", "an RRef is not the object", cure="reference.rpc_sync().the_method()")
 def methods_of_references(tally_class, owners, amounts):
     tallies = [rpc.remote(owner, tally_class) for owner in owners]
     for tally, some in zip(tallies, amounts, strict=True):
@@ -147,7 +147,7 @@ def methods_of_references(tally_class, owners, amounts):
     return [tally.total() for tally in tallies]
 
 
-@wrong("remote_tallies", "brings a copy")
+@wrong("remote_tallies", "brings a copy", cure="tally.rpc_sync().add(x)")
 def copies_fetched(tally_class, owners, amounts):
     copies = [rpc.remote(owner, tally_class).to_here() for owner in owners]
     for tally, some in zip(copies, amounts, strict=True):
@@ -156,7 +156,7 @@ def copies_fetched(tally_class, owners, amounts):
     return [tally.total() for tally in copies]
 
 
-@wrong("remote_tallies", "works only on the owner")
+@wrong("remote_tallies", "works only on the owner", cure="through the reference")
 def local_values(tally_class, owners, amounts):
     for owner, some in zip(owners, amounts, strict=True):
         tally = rpc.remote(owner, tally_class)
@@ -164,7 +164,7 @@ def local_values(tally_class, owners, amounts):
             tally.local_value().add(x)
 
 
-@wrong("remote_tallies", "built on the master")
+@wrong("remote_tallies", "built on the master", cure="rpc.remote(owner, tally_class)")
 def built_here(tally_class, owners, amounts):
     tallies = [rpc.RRef(tally_class()) for _ in owners]
     for tally, some in zip(tallies, amounts, strict=True):
@@ -173,7 +173,7 @@ def built_here(tally_class, owners, amounts):
     return [tally.rpc_sync().total() for tally in tallies]
 
 
-@wrong("remote_tallies", "each rpc.remote(owner, tally_class) makes a new one")
+@wrong("remote_tallies", "each rpc.remote(owner, tally_class) makes a new one", cure="keep its reference")
 def a_new_object_each_time(tally_class, owners, amounts):
     for owner, some in zip(owners, amounts, strict=True):
         for x in some:
@@ -181,7 +181,7 @@ def a_new_object_each_time(tally_class, owners, amounts):
     return [rpc.remote(owner, tally_class).rpc_sync().total() for owner in owners]
 
 
-@wrong("remote_tallies", "Wait for the additions first")
+@wrong("remote_tallies", "rpc_async and remote only send the call", cure="wait for the additions first")
 def additions_not_waited_for(tally_class, owners, amounts):
     tallies = [rpc.remote(owner, tally_class) for owner in owners]
     for tally, some in zip(tallies, amounts, strict=True):
@@ -190,7 +190,7 @@ def additions_not_waited_for(tally_class, owners, amounts):
     return [tally.rpc_sync().total() for tally in tallies]
 
 
-@wrong("remote_tallies", "wait() for a future")
+@wrong("remote_tallies", "in place of a number", cure="wait() for a future")
 def totals_as_futures(tally_class, owners, amounts):
     tallies = [rpc.remote(owner, tally_class) for owner in owners]
     torch.futures.wait_all([t.rpc_async().add(x) for t, some in zip(tallies, amounts, strict=True) for x in some])

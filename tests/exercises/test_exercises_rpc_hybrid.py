@@ -30,7 +30,7 @@ def overlapped_all_the_time(first, second, parts):
     return max(first, second)
 
 
-@wrong("overlapped_time", "a part takes 1/parts")
+@wrong("overlapped_time", "belong to the whole batch", cure="a part takes 1/parts")
 def overlapped_whole_batches(first, second, parts):
     return first + second + (parts - 1) * max(first, second)
 
@@ -40,7 +40,7 @@ def overlapped_at_the_faster_pace(first, second, parts):
     return (first + second + (parts - 1) * min(first, second)) / parts
 
 
-@wrong("overlapped_time", "a part takes 1/parts")
+@wrong("overlapped_time", "belong to the whole batch", cure="a part takes 1/parts")
 def overlapped_as_in_section_1(first, second, parts):
     return parts * (first + second) - min(first, second)
 
@@ -101,12 +101,12 @@ def asked_and_waited_for_one_by_one(workers, images):
     return torch.cat([worker.rpc_async().forward(half).wait() for worker, half in halves])
 
 
-@wrong("both_workers", "an RRef is not the module")
+@wrong("both_workers", "an RRef is not the module", cure="workers[0].rpc_async().forward(half)")
 def references_called(workers, images):
     return torch.cat([worker(half) for worker, half in zip(workers, images.chunk(2), strict=True)])
 
 
-@wrong("both_workers", "an RRef is not the module")
+@wrong("both_workers", "an RRef is not the module", cure="workers[0].rpc_async().forward(half)")
 def methods_of_references_called(workers, images):
     return torch.cat([worker.forward(half) for worker, half in zip(workers, images.chunk(2), strict=True)])
 
@@ -116,20 +116,20 @@ def halves_swapped(workers, images):
     return torch.cat(list(reversed(both_workers(workers, images).chunk(2))))
 
 
-@wrong("both_workers", "more than its half")
+@wrong("both_workers", "more than its half", cure="chunk(2)")
 def whole_batch_to_both(workers, images):
     first, _ = torch.futures.wait_all([worker.rpc_async().forward(images) for worker in workers])
     return first
 
 
-@wrong("both_workers", "wait for the parts and join them")
+@wrong("both_workers", "expected one tensor", cure="wait for the parts and join them")
 def futures_returned(workers, images):
     futures = [worker.rpc_async().forward(half) for worker, half in zip(workers, images.chunk(2), strict=True)]
     torch.futures.wait_all(futures)
     return futures
 
 
-@wrong("both_workers", "wait for the parts and join them")
+@wrong("both_workers", "expected one tensor", cure="wait for the parts and join them")
 def futures_returned_at_once(workers, images):
     return [worker.rpc_async().forward(half) for worker, half in zip(workers, images.chunk(2), strict=True)]
 
@@ -139,7 +139,7 @@ def first_worker_only(workers, images):
     return workers[0].rpc_sync().forward(images)
 
 
-@wrong("both_workers", "the wrong shape")
+@wrong("both_workers", "the wrong shape", cure="torch.cat")
 def halves_stacked(workers, images):
     return both_workers(workers, images).reshape(2, -1, 3)
 
@@ -168,7 +168,7 @@ def distributed_step_by_hand(forward, optimizer, images, labels):
         optimizer.step(context_id)
 
 
-@wrong("distributed_step", "the parameters on the workers have not changed")
+@wrong("distributed_step", "the parameters on the workers have not changed", cure="optimizer.step(context_id)")
 def step_forgotten(forward, optimizer, images, labels):
     with dist_autograd.context() as context_id:
         loss = F.cross_entropy(forward(images), labels)
@@ -191,13 +191,13 @@ def loss_negated(forward, optimizer, images, labels):
         optimizer.step(context_id)
 
 
-@wrong("distributed_step", "optimizer has to be given it")
+@wrong("distributed_step", "optimizer has to be given it", cure="optimizer.step(context)")
 def context_forgotten(forward, optimizer, images, labels):
     F.cross_entropy(forward(images), labels).backward()
     optimizer.step()
 
 
-@wrong("distributed_step", "optimizer has to be given it")
+@wrong("distributed_step", "optimizer has to be given it", cure="optimizer.step(context)")
 def context_not_handed_on(forward, optimizer, images, labels):
     with dist_autograd.context() as context_id:
         dist_autograd.backward(context_id, [F.cross_entropy(forward(images), labels)])
@@ -210,14 +210,14 @@ def gradients_set_to_zero(forward, optimizer, images, labels):
     distributed_step(forward, optimizer, images, labels)
 
 
-@wrong("distributed_step", "takes a list of losses")
+@wrong("distributed_step", "takes a list of losses", cure="backward(context, [loss])")
 def loss_in_no_list(forward, optimizer, images, labels):
     with dist_autograd.context() as context_id:
         dist_autograd.backward(context_id, F.cross_entropy(forward(images), labels))
         optimizer.step(context_id)
 
 
-@wrong("distributed_step", "optimizer.step(context) belongs inside")
+@wrong("distributed_step", "the context ends with its `with` block", cure="belongs inside")
 def step_behind_the_block(forward, optimizer, images, labels):
     with dist_autograd.context() as context_id:
         dist_autograd.backward(context_id, [F.cross_entropy(forward(images), labels)])
@@ -229,7 +229,7 @@ def images_and_words_added(forward, optimizer, images, labels):
     distributed_step(forward, optimizer, images + "", labels)
 
 
-@wrong("distributed_step", "was called outside the context")
+@wrong("distributed_step", "was called outside the context", cure="under one `with dist_autograd.context()`")
 def forward_outside_the_context(forward, optimizer, images, labels):
     loss = F.cross_entropy(forward(images), labels)
     with dist_autograd.context() as context_id:
@@ -237,7 +237,7 @@ def forward_outside_the_context(forward, optimizer, images, labels):
         optimizer.step(context_id)
 
 
-@wrong("distributed_step", "not loss.backward()")
+@wrong("distributed_step", "loss.backward() cannot leave", cure="dist_autograd.backward(context_id, [loss])")
 def backward_of_one_process(forward, optimizer, images, labels):
     with dist_autograd.context() as context_id:
         F.cross_entropy(forward(images), labels).backward()

@@ -34,7 +34,7 @@ def cut_from_a_padded_tensor(numbers, ranks, rank):
     return (own[0], own[-1] + 1, len(padded) - len(own)) if own else (numbers, numbers, len(padded))
 
 
-@wrong("shard_range", "rounds down")
+@wrong("shard_range", "rounds down", cure="round the size up")
 def rounded_down(numbers, ranks, rank):
     size = numbers // ranks
     return rank * size, (rank + 1) * size, 0
@@ -46,7 +46,7 @@ def the_rest_to_the_last(numbers, ranks, rank):
     return rank * size, numbers if rank == ranks - 1 else (rank + 1) * size, 0
 
 
-@wrong("shard_range", "reaches beyond the last number")
+@wrong("shard_range", "reaches beyond the last number", cure="min(..., numbers)")
 def not_limited(numbers, ranks, rank):
     size = -(-numbers // ranks)
     return rank * size, (rank + 1) * size, 0
@@ -65,7 +65,7 @@ def padding_of_all_ranks(numbers, ranks, rank):
     return start, end, -numbers % ranks
 
 
-@wrong("shard_range", "spread evenly")
+@wrong("shard_range", "spread evenly", cure="fill the ranks in order")
 def spread(numbers, ranks, rank):
     size = -(-numbers // ranks)
     start, end, _ = padding_forgotten(numbers, ranks, rank)
@@ -77,7 +77,7 @@ def two_numbers(numbers, ranks, rank):
     return shard_range(numbers, ranks, rank)[:2]
 
 
-@wrong("shard_range", "more padding than needed")
+@wrong("shard_range", "more padding than needed", cure="numbers / ranks, rounded up")
 def one_too_large(numbers, ranks, rank):
     start, end, padding = shard_range(numbers, ranks, rank)
     return start, end, padding + 1
@@ -151,7 +151,7 @@ def in_numbers(parameters, activations, ranks, stage):
     return memory_per_rank(parameters, 0, ranks, stage) / 4 + activations
 
 
-@wrong("memory_per_rank", "start from 4 bytes each")
+@wrong("memory_per_rank", "which of it does the stage shard?", cure="start from 4 bytes each")
 def as_in_mixed_precision(parameters, activations, ranks, stage):
     return 20 * parameters + activations
 
@@ -247,15 +247,15 @@ def variant(*, average=True, gather=True, clear=True, reduce="scatter", state="s
     return zero1
 
 
-wrong("zero1", "summed, not averaged", variant(average=False))
-wrong("zero1", "different parameters after step()", variant(gather=False, clear=True, state="views"))
-wrong("zero1", "gradients of earlier steps are still there", variant(clear=False))
-wrong("zero1", "1.5 times the bytes", variant(reduce="all"))
-wrong("zero1", "every rank keeps optimizer state", variant(reduce="all", state="whole"))
+wrong("zero1", "summed, not averaged", variant(average=False), cure="divide by the number of ranks")
+wrong("zero1", "different parameters after step()", variant(gather=False, clear=True, state="views"), cure="dist.all_gather")
+wrong("zero1", "gradients of earlier steps are still there", variant(clear=False), cure="set p.grad to None")
+wrong("zero1", "1.5 times the bytes", variant(reduce="all"), cure="use dist.reduce_scatter")
+wrong("zero1", "every rank keeps optimizer state", variant(reduce="all", state="whole"), cure="this rank's shards")
 wrong("zero1", "no operation added up the gradients", variant(own=True))
 
 
-@wrong("zero1", "parameters are unchanged")
+@wrong("zero1", "parameters are unchanged", cure="p.data.copy_(...)")
 def never_written(parameters, make_optimizer):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     shards = [padded(p.data, ranks).chunk(ranks)[rank].clone() for p in parameters]
@@ -263,7 +263,7 @@ def never_written(parameters, make_optimizer):
     return optimizer.step
 
 
-@wrong("zero1", "not every tensor here divides")
+@wrong("zero1", "not every tensor here divides", cure="add zeros at its end")
 def without_padding(parameters, make_optimizer):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     shards = [p.data.view(-1).chunk(ranks)[rank] for p in parameters]
@@ -278,7 +278,7 @@ def without_padding(parameters, make_optimizer):
     return step
 
 
-@wrong("zero1", "whole tensors")
+@wrong("zero1", "whole tensors", cure="into equal shards")
 def whole_tensors(parameters, make_optimizer):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     optimizer = make_optimizer([p for i, p in enumerate(parameters) if i % ranks == rank] or [torch.zeros(1)])
@@ -352,12 +352,12 @@ def gathered_squares(gradients):
     return math.sqrt(every.sum())
 
 
-@wrong("global_norm", "norm of its own shards")
+@wrong("global_norm", "norm of its own shards", cure="add up the squares of all ranks")
 def own_norm(gradients):
     return torch.cat([g.flatten() for g in gradients]).norm()
 
 
-@wrong("global_norm", "norms do not add up, squares do: all_reduce")
+@wrong("global_norm", "norms of ranks were added up", cure="all_reduce the sum of squares")
 def sum_of_norms(gradients):
     norm = own_norm(gradients)
     dist.all_reduce(norm)
@@ -369,7 +369,7 @@ def without_root(gradients):
     return global_norm(gradients) ** 2
 
 
-@wrong("global_norm", "norms of tensors do not add up")
+@wrong("global_norm", "norms of tensors were added up", cure="take the root, once")
 def sum_over_tensors(gradients):
     norm = sum((g.norm() for g in gradients), torch.zeros(()))
     dist.all_reduce(norm)
@@ -381,7 +381,7 @@ def mean_of_squares(gradients):
     return global_norm(gradients) / math.sqrt(dist.get_world_size())
 
 
-@wrong("global_norm", "the others do not")
+@wrong("global_norm", "the others do not", cure="use all_reduce, not reduce")
 def only_on_rank_0(gradients):
     square = sum((g.square().sum() for g in gradients), torch.zeros(()))
     dist.reduce(square, dst=0)
@@ -395,7 +395,7 @@ def in_place(gradients):
     return square.sqrt()
 
 
-@wrong("global_norm", "one is enough")
+@wrong("global_norm", "one is enough", cure="add up this rank's squares first")
 def one_by_one(gradients):
     total = torch.zeros(())
     for g in gradients:

@@ -62,7 +62,11 @@ def column_by_gathering(x, weight, grad):
     return sum(parts[1:], parts[0]), grad.T @ x, grad.sum(0)
 
 
-@wrong("column_backward", "grad_x is only this rank's part: x went into the columns of every rank")
+@wrong(
+    "column_backward",
+    "grad_x is only this rank's part: x went into the columns of every rank",
+    cure="the sum of what the ranks contribute",
+)
 def column_without_a_sum(x, weight, grad):
     return grad @ weight, grad.T @ x, grad.sum(0)
 
@@ -99,7 +103,7 @@ def column_with_a_sum_of_weights(x, weight, grad):
     return grad_x, total[: len(grad_weight)], grad_bias
 
 
-@wrong("column_backward", "need no other rank")
+@wrong("column_backward", "need no other rank", cure="without communication")
 def column_with_a_mean_bias(x, weight, grad):
     grad_x, grad_weight, _ = column_backward(x, weight, grad)
     return grad_x, grad_weight, grad.mean(0)
@@ -111,7 +115,7 @@ def column_without_a_sum_over_the_batch(x, weight, grad):
     return grad_x, grad_weight, grad
 
 
-@wrong("column_backward", "grad was modified")
+@wrong("column_backward", "grad was modified", cure="a new tensor")
 def column_in_place(x, weight, grad):
     result = column_backward(x, weight, grad)
     grad.zero_()
@@ -148,7 +152,11 @@ def row_of_a_padded_weight(x, weight, bias):
     return SumOut.apply(linear(CopyIn.apply(x), whole)) + bias
 
 
-@wrong("row_linear", "the bias was added on every rank before the sum, so it is in it once for each rank")
+@wrong(
+    "row_linear",
+    "the bias was added on every rank before the sum, so it is in it once for each rank",
+    cure="after the all_reduce",
+)
 def row_with_bias_inside(x, weight, bias):
     return SumOut.apply(linear(own_columns(CopyIn.apply(x)), weight, bias))
 
@@ -158,7 +166,7 @@ def row_without_bias(x, weight, bias):
     return SumOut.apply(linear(own_columns(CopyIn.apply(x)), weight))
 
 
-@wrong("row_linear", "the product of its own columns")
+@wrong("row_linear", "the product of its own columns", cure="the sum over the ranks")
 def row_without_a_sum(x, weight, bias):
     return linear(own_columns(CopyIn.apply(x)), weight) + bias
 
@@ -168,37 +176,37 @@ def row_averaged(x, weight, bias):
     return SumOut.apply(linear(own_columns(CopyIn.apply(x)), weight)) / dist.get_world_size() + bias
 
 
-@wrong("row_linear", "zero outside of its own columns")
+@wrong("row_linear", "zero outside of its own columns", cure="pass x through f")
 def row_without_f(x, weight, bias):
     return SumOut.apply(linear(own_columns(x), weight)) + bias
 
 
-@wrong("row_linear", "the gradient of the weight is 2 times what it should be")
+@wrong("row_linear", "the gradient of the weight is 2 times what it should be", cure="passes the gradient on as it is")
 def row_with_a_sum_in_the_backward(x, weight, bias):
     return summing_both_ways(linear(own_columns(CopyIn.apply(x)), weight)) + bias
 
 
-@wrong("row_linear", "the gradient of the bias is 1/2 of what it should be")
+@wrong("row_linear", "the gradient of the bias is 1/2 of what it should be", cure="after the sum")
 def row_with_a_shared_bias(x, weight, bias):
     return SumOut.apply(linear(own_columns(CopyIn.apply(x)), weight, bias / dist.get_world_size()))
 
 
-@wrong("row_linear", "take the same columns of x")
+@wrong("row_linear", "has only some of its columns", cure="take the same columns")
 def row_of_the_whole_x(x, weight, bias):
     return SumOut.apply(linear(x, weight)) + bias
 
 
-@wrong("row_linear", "chunk(p) cuts into other sizes")
+@wrong("row_linear", "has only some of its columns", cure="chunk(p) cuts into other sizes")
 def row_of_chunks(x, weight, bias):
     return SumOut.apply(linear(CopyIn.apply(x).chunk(dist.get_world_size(), -1)[dist.get_rank()], weight)) + bias
 
 
-@wrong("row_linear", "an autograd function is applied: CopyIn.apply(x)")
+@wrong("row_linear", "an autograd function is applied", cure="CopyIn.apply(x)")
 def row_without_apply(x, weight, bias):
     return SumOut.apply(linear(own_columns(CopyIn(x)), weight)) + bias
 
 
-@wrong("row_linear", "pass x through f before you cut it")
+@wrong("row_linear", "Are these gradients of parts of x?", cure="pass x through f before you cut it")
 def row_with_f_after_the_cut(x, weight, bias):
     return SumOut.apply(linear(CopyIn.apply(own_columns(x)), weight)) + bias
 
@@ -234,7 +242,7 @@ def my_heads_by_index(weight, heads):
     return torch.cat([weight[i * hidden + first * width : i * hidden + last * width] for i in range(3)])
 
 
-@wrong("my_heads", "as if the q, k and v of a head stood together")
+@wrong("my_heads", "as if the q, k and v of a head stood together", cure="cut q, k and v one by one")
 def heads_of_the_whole(weight, heads):
     return mine(weight)
 
@@ -254,7 +262,7 @@ def heads_by_inputs(weight, heads):
     return weight.tensor_split(dist.get_world_size(), -1)[dist.get_rank()]
 
 
-@wrong("my_heads", "joined along dimension 0")
+@wrong("my_heads", "each row keeps its 20 numbers", cure="along dimension 0")
 def heads_side_by_side(weight, heads):
     ranks, rank = dist.get_world_size(), dist.get_rank()
     parts = [part.unflatten(0, (heads, -1)).tensor_split(ranks)[rank].flatten(0, 1) for part in weight.chunk(3)]
@@ -271,13 +279,13 @@ def heads_of_all(weight, heads):
     return weight
 
 
-@wrong("my_heads", "heads // p rounds down")
+@wrong("my_heads", "heads // p rounds down", cure="the first heads % p ranks")
 def heads_rounded_down(weight, heads):
     rank, each = dist.get_rank(), heads // dist.get_world_size()
     return torch.cat([part.unflatten(0, (heads, -1))[rank * each : (rank + 1) * each].flatten(0, 1) for part in weight.chunk(3)])
 
 
-@wrong("my_heads", "chunk(p) may return fewer than p parts")
+@wrong("my_heads", "chunk(p) may return fewer than p parts", cure="tensor_split(p)")
 def heads_of_chunks(weight, heads):
     parts = [part.unflatten(0, (heads, -1)).chunk(dist.get_world_size())[dist.get_rank()] for part in weight.chunk(3)]
     return torch.cat([part.flatten(0, 1) for part in parts])
@@ -313,12 +321,12 @@ def bytes_with_all_gather_and_reduce_scatter(layers, batch, sequence, hidden, ra
     return sum((ranks - 1) * piece for _ in range(layers) for _ in ("attention", "mlp") for _ in range(4))
 
 
-@wrong("bytes_per_step", "n bytes per all_reduce")
+@wrong("bytes_per_step", "sends n bytes in an all_reduce of n bytes", cure="2(p − 1)/p times n bytes")
 def bytes_without_the_ring(layers, batch, sequence, hidden, ranks, value_bytes):
     return layers * 4 * batch * sequence * hidden * value_bytes
 
 
-@wrong("bytes_per_step", "that is half")
+@wrong("bytes_per_step", "that is half", cure="and the backward pass has two more")
 def bytes_of_the_forward(*args):
     return bytes_per_step(*args) / 2
 
@@ -333,17 +341,17 @@ def numbers_per_step(*args):
     return bytes_per_step(*args[:-1], 1)
 
 
-@wrong("bytes_per_step", "what all ranks send together")
+@wrong("bytes_per_step", "what all ranks send together", cure="2(p − 1) pieces of n/p bytes")
 def bytes_of_all_ranks(*args):
     return bytes_per_step(*args) * args[4]
 
 
-@wrong("bytes_per_step", "those are the parameters")
+@wrong("bytes_per_step", "those are the parameters", cure="batch × sequence × hidden")
 def bytes_of_parameters(layers, batch, sequence, hidden, ranks, value_bytes):
     return layers * 12 * hidden**2 * value_bytes * 2 * (ranks - 1) / ranks
 
 
-@wrong("bytes_per_step", "not of n bytes")
+@wrong("bytes_per_step", "one rank is asked for", cure="not of n bytes")
 def bytes_undivided(layers, batch, sequence, hidden, ranks, value_bytes):
     return layers * 4 * 2 * (ranks - 1) * batch * sequence * hidden * value_bytes
 

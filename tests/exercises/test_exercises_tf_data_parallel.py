@@ -35,14 +35,14 @@ def loss_by_tensorflow(losses, global_batch, penalty):
     return mean + tf.nn.scale_regularization_loss(penalty)
 
 
-@wrong("replica_loss", "2 times too large on 2 replicas")
+@wrong("replica_loss", "2 times too large on 2 replicas", cure="by the global batch")
 def replica_mean(losses, global_batch, penalty):
     import tensorflow as tf
 
     return tf.reduce_mean(losses) + penalty / 2
 
 
-@wrong("replica_loss", "2 times too large on 2 replicas")
+@wrong("replica_loss", "2 times too large on 2 replicas", cure="by the global batch")
 def replica_mean_and_penalty(losses, global_batch, penalty):
     import tensorflow as tf
 
@@ -63,21 +63,21 @@ def everything_over_the_batch(losses, global_batch, penalty):
     return (tf.reduce_sum(losses) + penalty) / global_batch
 
 
-@wrong("replica_loss", "the penalty is missing")
+@wrong("replica_loss", "the penalty is missing", cure="share of it")
 def no_penalty(losses, global_batch, penalty):
     import tensorflow as tf
 
     return tf.reduce_sum(losses) / global_batch
 
 
-@wrong("replica_loss", "the loss is a sum, not a mean")
+@wrong("replica_loss", "the loss is a sum, not a mean", cure="divide by the global batch")
 def replica_sum(losses, global_batch, penalty):
     import tensorflow as tf
 
     return tf.reduce_sum(losses) + penalty / 2
 
 
-@wrong("replica_loss", "right for equal shares")
+@wrong("replica_loss", "right for equal shares", cure="divide the sum by the global batch")
 def replica_mean_halved(losses, global_batch, penalty):
     import tensorflow as tf
 
@@ -89,7 +89,7 @@ def replica_sum_of_python(losses, global_batch, penalty):
     return sum(losses) / global_batch + penalty / 2
 
 
-@wrong("replica_loss", "it has no gradient: numpy")
+@wrong("replica_loss", "it has no gradient: numpy", cure="tf.reduce_sum")
 def replica_sum_of_numpy(losses, global_batch, penalty):
     import numpy as np
 
@@ -157,7 +157,7 @@ def seeded_batches(strategy, examples, per_replica):
     return strategy.experimental_distribute_dataset(data.with_options(options))
 
 
-@wrong("global_batches", "Right for 2 replicas, wrong for 3: ask the strategy, strategy.num_replicas_in_sync")
+@wrong("global_batches", "Right for 2 replicas, wrong for 3", cure="strategy.num_replicas_in_sync")
 def batches_for_two(strategy, examples, per_replica):
     import tensorflow as tf
 
@@ -165,7 +165,7 @@ def batches_for_two(strategy, examples, per_replica):
     return strategy.experimental_distribute_dataset(data)
 
 
-@wrong("global_batches", "The ranks shuffle differently: give the shuffle a seed")
+@wrong("global_batches", "The ranks shuffle differently", cure="give the shuffle a seed")
 def unseeded_batches(strategy, examples, per_replica):
     import tensorflow as tf
 
@@ -217,7 +217,7 @@ def per_replica_batches(strategy, examples, per_replica):
     return strategy.experimental_distribute_dataset(data)
 
 
-@wrong("global_batches", "drop_remainder=True")
+@wrong("global_batches", "the last batch is smaller", cure="drop_remainder=True")
 def ragged_batches(strategy, examples, per_replica):
     import tensorflow as tf
 
@@ -225,7 +225,7 @@ def ragged_batches(strategy, examples, per_replica):
     return strategy.experimental_distribute_dataset(data)
 
 
-@wrong("global_batches", "one batch for all 2 replicas")
+@wrong("global_batches", "one batch for all 2 replicas", cure="experimental_distribute_dataset")
 def undistributed_batches(strategy, examples, per_replica):
     import tensorflow as tf
 
@@ -419,7 +419,7 @@ def wait_in_one_step(spans):
     return waited_ms([span for span in spans if span[1] == final])
 
 
-@wrong("waited_ms", "among the spans of the same step")
+@wrong("waited_ms", "until the last start of all steps", cure="among the spans of the same step")
 def one_moment_for_all(spans):
     last = max(start for _, _, start, _ in spans)
     return {rank: sum(last - start for r, _, start, _ in spans if r == rank) for rank, *_ in spans}
@@ -435,7 +435,7 @@ def waits_by_name(spans):
     return {f"rank {rank}": wait for rank, wait in waited_ms(spans).items()}
 
 
-@wrong("waited_ms", "from its own start to the latest start of any rank")
+@wrong("waited_ms", "from when, and for whom", cure="from its own start to the latest start of any rank")
 def no_waiting(spans):
     return {rank: 0.0 for rank, *_ in spans}
 

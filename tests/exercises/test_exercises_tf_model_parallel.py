@@ -56,7 +56,7 @@ def idle_with_spans_added(spans, devices, step_ms):
     return {d: 1 - sum(end - start for name, start, end in spans if name == d) / step_ms for d in devices}
 
 
-@wrong("idle_devices", "sort them by their start")
+@wrong("idle_devices", "a device's spans are in no order", cure="sort them by their start")
 def idle_in_the_given_order(spans, devices, step_ms):
     busy, until = dict.fromkeys(devices, 0.0), dict.fromkeys(devices, 0.0)
     for device, start, end in spans:
@@ -84,7 +84,7 @@ def idle_percent(spans, devices, step_ms):
     return {device: 100 * share for device, share in idle_devices(spans, devices, step_ms).items()}
 
 
-@wrong("idle_devices", "those are milliseconds")
+@wrong("idle_devices", "those are milliseconds", cure="the length of the step")
 def idle_ms(spans, devices, step_ms):
     return {device: step_ms - busy_ms(spans, device) for device in devices}
 
@@ -132,7 +132,7 @@ def place_step_by_step(weights, outputs, limit, devices):
     return min(way for (count, _), way in best.items() if count == len(weights))[1]
 
 
-@wrong("place_layers", "Do you fill one device after the other?")
+@wrong("place_layers", "Do you fill one device after the other?", cure="compare all places to cut")
 def place_greedily(weights, outputs, limit, devices):
     place, device, held = [], 0, 0
     for weight in weights:
@@ -290,7 +290,7 @@ def weights_divided_by_the_mesh(shapes, layouts, mesh):
     return sum(parts)
 
 
-@wrong("weights_per_device", "a layout may name two mesh dimensions")
+@wrong("weights_per_device", "a layout may name two mesh dimensions", cure="divide by both")
 def weights_divided_once(shapes, layouts, mesh):
     held = 0
     for shape, layout in zip(shapes, layouts, strict=True):
@@ -304,7 +304,7 @@ def weights_of_all_devices(shapes, layouts, mesh):
     return weights_per_device(shapes, layouts, mesh) * math.prod(mesh.values())
 
 
-@wrong("weights_per_device", "do not add them")
+@wrong("weights_per_device", "the sides of a part are added up", cure="multiply them")
 def weights_with_sides_added(shapes, layouts, mesh):
     return sum(
         sum(side / mesh.get(name, 1) for side, name in zip(shape, layout, strict=True))

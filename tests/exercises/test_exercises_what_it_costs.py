@@ -51,37 +51,37 @@ def break_even_in_bytes(alone_ms, shared_ms, nbytes, ranks, latency_us):
     return break_even(alone_ms, shared_ms, nbytes, ranks, latency_us) / 8
 
 
-@wrong("break_even", "the latency is missing")
+@wrong("break_even", "the latency is missing", cure="2(p−1) rounds")
 def break_even_without_latency(alone_ms, shared_ms, nbytes, ranks, latency_us):
     return break_even(alone_ms, shared_ms, nbytes, ranks, 0)
 
 
-@wrong("break_even", "α was counted once")
+@wrong("break_even", "α was counted once", cure="2(p−1) rounds")
 def break_even_with_one_latency(alone_ms, shared_ms, nbytes, ranks, latency_us):
     return solved(alone_ms - shared_ms, nbytes, ranks, 1, latency_us)
 
 
-@wrong("break_even", "only for two ranks is it the same")
+@wrong("break_even", "sends the gradients once; only for two ranks", cure="2(p−1)/p times the gradients")
 def break_even_for_two(alone_ms, shared_ms, nbytes, ranks, latency_us):
     return solved(alone_ms - shared_ms, nbytes, ranks, 2 * (ranks - 1), latency_us, share=1)
 
 
-@wrong("break_even", "2(p−1)/p is less than 2")
+@wrong("break_even", "sends the gradients twice", cure="2(p−1)/p times the gradients")
 def break_even_for_many(alone_ms, shared_ms, nbytes, ranks, latency_us):
     return solved(alone_ms - shared_ms, nbytes, ranks, 2 * (ranks - 1), latency_us, share=2)
 
 
-@wrong("break_even", "each of the 2(p−1) rounds carries a p-th")
+@wrong("break_even", "each round carries all gradients", cure="a p-th of them in each of 2(p−1) rounds")
 def break_even_with_all_in_each_round(alone_ms, shared_ms, nbytes, ranks, latency_us):
     return solved(alone_ms - shared_ms, nbytes, ranks, 2 * (ranks - 1), latency_us, share=2 * (ranks - 1))
 
 
-@wrong("break_even", "not the whole step of one process")
+@wrong("break_even", "as long as the step of one process", cure="alone_ms − shared_ms")
 def break_even_of_the_step(alone_ms, shared_ms, nbytes, ranks, latency_us):
     return break_even(alone_ms, 0, nbytes, ranks, latency_us)
 
 
-@wrong("break_even", "not as long as a rank computes")
+@wrong("break_even", "as long as a rank computes", cure="alone_ms − shared_ms")
 def break_even_of_the_computing(alone_ms, shared_ms, nbytes, ranks, latency_us):
     return break_even(shared_ms, 0, nbytes, ranks, latency_us)
 
@@ -112,7 +112,7 @@ def break_even_at_least(alone_ms, shared_ms, nbytes, ranks, latency_us):
     return min(1e4, break_even(alone_ms, shared_ms, nbytes, ranks, latency_us))
 
 
-@wrong("break_even", "equal to what is saved, and solve for B")
+@wrong("break_even", "what the ranks save by computing less", cure="equal to what is saved, and solve for B")
 def break_even_by_guessing(alone_ms, shared_ms, nbytes, ranks, latency_us):
     return 2.0
 
@@ -153,12 +153,12 @@ def accumulate_with_sums(model, batches, loss_function):
             p.grad *= dist.get_world_size() / examples
 
 
-@wrong("accumulate", "every batch counts the same, however few examples it has")
+@wrong("accumulate", "every batch counts the same, however few examples it has", cure="weight each loss")
 def accumulate_as_in_the_lesson(model, batches, loss_function):
     accumulate_with(lambda _: 1 / len(batches), model, batches, loss_function)
 
 
-@wrong("accumulate", "every rank counts the same, however few examples it has")
+@wrong("accumulate", "every rank counts the same, however few examples it has", cure="of all ranks together")
 def accumulate_by_own_examples(model, batches, loss_function):
     own = sum(len(inputs) for inputs, _ in batches)
     accumulate_with(lambda size: size / own, model, batches, loss_function)
@@ -175,19 +175,19 @@ def accumulate_undivided(model, batches, loss_function):
     accumulate_with(lambda size: size, model, batches, loss_function)
 
 
-@wrong("accumulate", "the mean losses of the batches were added up")
+@wrong("accumulate", "the mean losses of the batches were added up", cure="by its share of the examples")
 def accumulate_the_sum(model, batches, loss_function):
     accumulate_with(lambda _: 1, model, batches, loss_function)
 
 
-@wrong("accumulate", "were sent 3 times; once is enough")
+@wrong("accumulate", "were sent 3 times; once is enough", cure="inside `with model.no_sync():`")
 def accumulate_and_send_always(model, batches, loss_function):
     share = dist.get_world_size() / examples_of_all_ranks(batches)
     for inputs, targets in batches:
         (share * len(inputs) * loss_function(model(inputs), targets)).backward()
 
 
-@wrong("accumulate", "forward and backward of all batches but the last belong inside")
+@wrong("accumulate", "DDP decides in the forward pass", cure="forward and backward of all batches but the last")
 def accumulate_with_the_forward_outside(model, batches, loss_function):
     share = dist.get_world_size() / examples_of_all_ranks(batches)
     for i, (inputs, targets) in enumerate(batches):
@@ -196,14 +196,14 @@ def accumulate_with_the_forward_outside(model, batches, loss_function):
             loss.backward()
 
 
-@wrong("accumulate", "No rank sent its gradients")
+@wrong("accumulate", "No rank sent its gradients", cure="must run outside it")
 def accumulate_and_send_never(model, batches, loss_function):
     with model.no_sync():
         for inputs, targets in batches:
             (loss_function(model(inputs), targets) / len(batches)).backward()
 
 
-@wrong("accumulate", "the batch outside no_sync() must be the last")
+@wrong("accumulate", "stay on their rank", cure="the batch outside no_sync() must be the last")
 def accumulate_and_send_the_first(model, batches, loss_function):
     share = dist.get_world_size() / examples_of_all_ranks(batches)
     for number, (inputs, targets) in enumerate(batches):

@@ -13,6 +13,12 @@ from labkit.exercises.known_mistakes import judge_result
 MISTAKES = {"half": 6, "twice": 24}
 
 
+def test_a_hint_can_have_a_cure() -> None:
+    with pytest.raises(AnswerError) as caught:
+        judge_result(6, 12, {("half", "double it"): 6}, "otherwise", same=operator.eq)
+    assert (caught.value.message, caught.value.cure) == ("half", "double it")
+
+
 def test_the_right_result_is_accepted() -> None:
     judge_result(12, 12, MISTAKES, "otherwise", same=operator.eq)
 

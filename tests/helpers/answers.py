@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import pytest
 
 import labkit.exercises
-from labkit.exercises.check import check
+from labkit.exercises.check import check, tries
+from labkit.exercises.judging import AnswerError, Hint
 from labkit.exercises.known_mistakes import judge_result
 
 
@@ -21,6 +22,7 @@ class Answer:
     exercise: str
     value: Any
     words: str  # that the verdict must contain; "" for a right answer
+    cure: str  # words that the verdict contains only after another wrong answer; "" if it says all at once
 
 
 class Answers:
@@ -28,14 +30,14 @@ class Answers:
         self.all: list[Answer] = []
 
     def right(self, exercise: str, value: Any = None) -> Any:
-        return self._take(exercise, value, "")
+        return self._take(exercise, value, "", "")
 
-    def wrong(self, exercise: str, words: str, value: Any = None) -> Any:
-        return self._take(exercise, value, words)
+    def wrong(self, exercise: str, words: str, value: Any = None, *, cure: str = "") -> Any:
+        return self._take(exercise, value, words, cure)
 
-    def _take(self, exercise: str, value: Any, words: str) -> Callable[[Any], Any]:
+    def _take(self, exercise: str, value: Any, words: str, cure: str) -> Callable[[Any], Any]:
         def keep(answer: Any) -> Any:
-            self.all.append(Answer(exercise, answer, words))
+            self.all.append(Answer(exercise, answer, words, cure))
             return answer
 
         return keep if value is None else keep(value)
@@ -58,14 +60,20 @@ class Answers:
 
 
 def judge(answer: Answer) -> None:
-    """Check the verdict; with a right answer, which passes all cases, also that they tell the known mistakes apart."""
-    with comparisons(answer.exercise) as cases:
+    """Check the verdict on a first answer, and the cure that a second wrong one adds.
+
+    A right answer passes all cases; with it, check also that they tell the known mistakes apart.
+    """
+    with comparisons(answer.exercise) as cases, first_try(answer.exercise) as cures:
         verdict = check(answer.exercise, answer.value)
     assert verdict.written
     if answer.words:
         assert not verdict.passed
         words = "\n".join([verdict.message, *verdict.details])
         assert answer.words.casefold() in words.casefold(), words
+        cure = "".join(cures)
+        assert answer.cure in cure if answer.cure else not cure, f"the cure is {cure!r}"
+        assert not cure or cure.casefold() not in words.casefold(), f"the first verdict contains the cure: {words}"
         lines_are_shown = any(part in words for part in ("failed: ", "it raised", ", line "))  # of an error or a deadlock
         number = labkit.exercises.find(answer.exercise).number
         assert number or lines_are_shown or f"{answer.exercise}(" in words, f"no call is shown: {words}"
@@ -74,15 +82,34 @@ def judge(answer: Answer) -> None:
         assert confused(cases) == []
 
 
+@contextlib.contextmanager
+def first_try(exercise: str) -> Iterator[list[str]]:
+    """Forget earlier wrong answers, and collect the cures that the judge gives and `check` does not show yet."""
+    found, cures = labkit.exercises.find(exercise), list[str]()
+
+    def judge(*args: Any) -> str:
+        try:
+            return found.judge(*args)
+        except AnswerError as wrong:
+            cures.append(wrong.cure)
+            raise
+
+    with (
+        mock.patch.dict(tries.wrong, clear=True),
+        mock.patch("labkit.exercises.check.find", return_value=replace(found, judge=judge)),
+    ):
+        yield cures
+
+
 @dataclass(frozen=True)
 class Case:
     """What `judge_result` compares an answer with."""
 
     right: Any
-    mistakes: dict[str, Any]
+    mistakes: dict[Hint, Any]
     same: Callable[[Any, Any], bool]
 
-    def is_wrong(self, hint: str) -> bool:
+    def is_wrong(self, hint: Hint) -> bool:
         return hint in self.mistakes and not self.same(self.mistakes[hint], self.right)
 
 
@@ -92,7 +119,7 @@ def comparisons(exercise: str) -> Iterator[list[Case]]:
     labkit.exercises.find(exercise)  # imports the judge
     cases: list[Case] = []
 
-    def compared(given: Any, right: Any, mistakes: Any, otherwise: str, *details: str, same: Callable[[Any, Any], bool]) -> None:
+    def compared(given: Any, right: Any, mistakes: Any, otherwise: Hint, *details: str, same: Callable[[Any, Any], bool]) -> None:
         cases.append(Case(right, dict(mistakes), same))
         judge_result(given, right, mistakes, otherwise, *details, same=same)
 
