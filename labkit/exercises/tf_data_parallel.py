@@ -72,7 +72,7 @@ def _loss_on_rank(answer: Callable[..., Any], uneven: bool) -> tuple[Any, float,
 
     differentiable = []
 
-    def on_replica(own: Any) -> Any:
+    def on_replica(own: object) -> object:
         with tf.GradientTape() as tape:
             tape.watch(own)
             part = tf.convert_to_tensor(answer(own, count, tf.constant(PENALTY)))
