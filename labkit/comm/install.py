@@ -122,7 +122,7 @@ def _watch_groups(recorder: Recorder, slow: SlowLink | None, *, given: bool) -> 
     futures = Futures()
     futures.install()
     keep_for_reducers()
-    phases = Phases(recorder)
+    phases = Phases()
     phases.install()
     Pipelines(recorder, phases).install()
     numbering = Numbering(recorder.rank, recorder.size, given=given)

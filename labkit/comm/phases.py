@@ -38,14 +38,9 @@ _CALLER: Final = 3  # frames from `Phases._begin` up to the caller of a wrapper 
 
 
 class Phases:
-    """Records the phases of a rank's training.
+    """Records the phases of a rank's training."""
 
-    Args:
-        recorder: this rank's recorder.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self) -> None:
         self._threads: dict[str, set[int]] = {phase: set() for phase in (FORWARD, BACKWARD, DATA)}  # that are in the phase
         self._stepping: dict[int, _Stepping] = {}  # per thread
 
@@ -112,8 +107,8 @@ class Phases:
 
     def _begin(self, phase: str, name: str = "") -> Callable[[], None]:
         """Begin a span, and return what ends it."""
-        recorder = here.recorder
-        if recorder is None or get_ident() in recorder.ring.serving_threads:  # None: in a process that the rank has forked
+        recorder = _recorder()
+        if recorder is None:
             return _nothing
         start_ns = clock()
         recorder.optimizer_steps.working(start_ns)
@@ -137,8 +132,9 @@ class Phases:
         outer = self._stepping.get(get_ident())
         if outer is not None and outer.goes_on():
             return  # an optimizer inside another, as in `ZeroRedundancyOptimizer`
-        if here.recorder is not None:
-            here.recorder.optimizer_steps.optimizer_begins(id(optimizer), clock())
+        recorder = _recorder()
+        if recorder is not None:
+            recorder.optimizer_steps.optimizer_begins(id(optimizer), clock())
         self._stepping[get_ident()] = _Stepping(optimizer, sys._getframe(2), self._begin(OPTIMIZER))
 
     def _optimizer_ends(self, optimizer: Any) -> None:
@@ -149,8 +145,9 @@ class Phases:
             return
         del self._stepping[get_ident()]
         stepping.end()
-        if here.recorder is not None:
-            here.recorder.optimizer_steps.optimizer_ends(id(optimizer), clock())
+        recorder = _recorder()
+        if recorder is not None:
+            recorder.optimizer_steps.optimizer_ends(id(optimizer), clock())
 
 
 class _Stepping:
@@ -171,6 +168,12 @@ class _Stepping:
         while frame is not None and frame is not self._frame:
             frame = frame.f_back
         return frame is not None
+
+
+def _recorder() -> Recorder | None:
+    """Return what records this thread's phases: nothing in a forked process, nor while the rank serves a call."""
+    recorder = here.recorder
+    return None if recorder is None or get_ident() in recorder.ring.serving_threads else recorder
 
 
 def _placed(recorder: Recorder, phase: str, caller: FrameType) -> str:

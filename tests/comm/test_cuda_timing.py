@@ -302,7 +302,7 @@ def test_phases_of_training_are_timed_by_the_gpu_and_data_by_the_host(gpu: FakeG
     recorder = Recorder(rank.ring)
     recorder.device_clock = rank.clock
     here.start(recorder)
-    phases = Phases(recorder)
+    phases = Phases()
     try:
         for phase in (DATA, FORWARD, BACKWARD):
             phases.call(phase, "", lambda: None)

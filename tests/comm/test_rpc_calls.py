@@ -202,6 +202,7 @@ def test_distributed_training(group: Group, optimizer: Any) -> None:
     for step, call in zip(steps, called, strict=True):
         assert call.start_ns <= step.start_ns <= step.end_ns <= call.end_ns
     assert all(s.nbytes > 0 for s in called)
+    assert not spans(run, WORKER, "step"), "an optimizer's step that a rank serves is no step of its own program"
 
 
 def test_gradients_have_the_size_of_their_tensors(group: Group) -> None:
