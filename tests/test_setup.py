@@ -295,3 +295,14 @@ def test_ci_runs_all_tests_and_a_few_on_other_pythons() -> None:
     assert script.read_text().splitlines()[-2:] == ["make test", "exec make pythons"]
     if shutil.which("bash"):
         subprocess.run(["bash", "-n", str(script)], check=True, timeout=200)
+
+
+def test_license_and_citation_agree_with_the_project() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
+    assert (ROOT / "LICENSE").read_text().startswith("BSD 3-Clause License")
+
+
+def test_the_workflow_runs_what_ci_runs_and_nothing_else() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step] == ["bash .ci/run"]
