@@ -294,7 +294,6 @@ class Group:
             payload.close()
 
     def _check(self) -> None:
-        check_environment()
         if self._closed:
             raise LabError("this group is closed; make a new one with lab.Group(...)")
         if os.getpid() != self._owner:
@@ -329,9 +328,9 @@ class Group:
             if self.profiling.on:
                 pool.exchange(protocol.Profile(begin=True), protocol.Profiled)
             pool.observe(begin=True)
-            execution = Execution(pool, on, name, picture, show=True)
+            execution = Execution(pool, on, name, picture)
             pool.begin(on, message)
-            deadline_s = None if self.timeout_s is None else time.monotonic() + self.timeout_s
+            deadline_s = None if self._options.timeout_s is None else time.monotonic() + self._options.timeout_s
             try:
                 run = execution.wait(deadline_s, profile=self.profiling.on)
             except LabError:
@@ -343,9 +342,9 @@ class Group:
                 self._announce(note)
             if execution.unfinished is None:
                 pool.state.end()
-            elif request.cell and pool.state.phase is Phase.RUNNING:
-                pool.state.end()
+            elif request.cell and not pool.state.spent:
                 pool.unfinished = execution.unfinished
+                pool.state.end()
                 self._announce(execution.unfinished.after_a_cell())
             else:
                 print(f"labkit: {execution.unfinished.after_a_run()}")

@@ -15,7 +15,7 @@ from labkit.errors.exceptions import LabError, missing
 from labkit.errors.lists import listed
 from labkit.errors.units import in_words
 from labkit.errors.wrong_calls import WrongNameError
-from labkit.ipc.options import RPC_OPTIONS, Options, number_above_0
+from labkit.ipc.options import RPC_OPTIONS, Options, check_above_0
 from labkit.recording.ring_layout import RING_BYTES
 from labkit.worker.fork_server import BATCH
 from labkit.worker.open_files import count_open_files, raise_limit
@@ -154,7 +154,9 @@ def rpc_options(given: Any) -> tuple[int, float]:
     if getattr(given, "device_maps", None) or getattr(given, "devices", None):
         raise ValueError("rpc_backend_options: device maps differ by rank; pass them to rpc.init_rpc in the function that runs")
     threads, timeout_s = (options.get(name, default) for name, default in zip(names, RPC_OPTIONS, strict=True))
-    return int(number_above_0(names[0], threads, whole=True)), float(number_above_0(names[1], timeout_s))
+    check_above_0(names[0], threads, whole=True)
+    check_above_0(names[1], timeout_s)
+    return int(threads), float(timeout_s)
 
 
 def check_runtime(options: Options, kind: type[Runtime], *, for_rpc: bool) -> None:

@@ -73,23 +73,41 @@ def _these(ranks: Sequence[str]) -> str:
 class Execution:
     """A run in progress. Everything happens on the thread that called `run`.
 
+    What can go wrong, and the tests that show it; those without a file are in `tests/group/test_faults.py`:
+
+    - A rank fails while others wait for it. They get a short time to return or to report what they see, and are then
+      stopped (`test_one_rank_raises_while_the_others_wait_for_it`).
+    - A rank dies. Others may report "connection closed" before its end is noticed, so consequences wait for a cause
+      (`test_the_death_of_a_rank_is_reported_before_broken_connections`).
+    - A rank dies after it has answered. Others may still need it, so this is a failure, too
+      (`test_a_rank_that_dies_after_it_has_returned`), and a large result in its memory is lost with it
+      (`test_pickling.py`: `test_a_rank_that_dies_before_its_result_is_read`).
+    - A rank is late because it got no core, not because it hangs
+      (`test_a_rank_without_a_core_since_another_failed_is_waited_for`).
+    - A rank prints more than its pipe holds, and blocks until somebody reads
+      (`test_output.py`: `test_100_000_lines_of_each_rank`).
+    - Ranks wait for one another (`test_deadlock_run.py`), or all serve the others for ever, and none returns.
+    - All return, and the results are wrong (`test_mismatches.py`), or something is left for the next run to meet
+      (`test_unfinished.py`).
+    - Stop comes at any moment (`test_stop.py`), or another thread closes the group (`test_lifetime.py`). Then, as after
+      each failure that leaves ranks in an unknown state, the pool is spent and its processes end.
+
     Args:
         pool: the processes.
         on: the numbers of the ranks that call the function.
         name: the function's name.
         picture: the live picture, or None.
-        show: whether to show prints.
 
     Attributes:
         notes: notes for the student after a successful run.
         unfinished: the operation that the run has left unfinished, or None.
     """
 
-    def __init__(self, pool: RankPool, on: Sequence[int], name: str, picture: Picture | None, *, show: bool) -> None:
+    def __init__(self, pool: RankPool, on: Sequence[int], name: str, picture: Picture | None) -> None:
         self._pool, self._members = pool, pool.members
         self._on, self._name, self._picture = tuple(on), name, picture
         self._names = tuple(m.name for m in self._members)
-        self._output = Output(self._names, show=show)
+        self._output = Output(self._names)
         self._records = Records(self._members, pool.options.nodes)
         self._results: dict[int, Any] = {}
         self._failures: dict[int, RankFailure] = {}
@@ -187,10 +205,14 @@ class Execution:
         now = time.monotonic()
         if self._failures and not self._failed_s:
             self._failed_s, self._cores = now, Cores([m.process for m in self._members])
-        if all(self._answered(self._members[rank]) for rank in self._on) and not self._end_to_come():
+        late = self._unanswered()
+        if not late and not self._end_to_come():
             return None
-        late = (m.process for m in self._members if m.rank in self._on and not self._answered(m))
-        if self._failed_s and now - self._failed_s > self._grace_s() and not self._cores.lacked(late, GRACE_S / 2):
+        if (
+            self._failed_s
+            and now - self._failed_s > self._grace_s()
+            and not self._cores.lacked((self._members[rank].process for rank in late), GRACE_S / 2)
+        ):
             return None
         if self._deadline_s is not None and now > self._deadline_s:
             at, by_rank = self._monitor.lines(), self._doings_by_rank(time.perf_counter_ns(), closely=True)
@@ -242,12 +264,13 @@ class Execution:
         self._new = [[] for _ in self._members]
         self._pictured_s = time.monotonic()
 
-    def _answered(self, member: Member) -> bool:
-        return any(member.rank in ranks for ranks in (self._results, self._failures, self._pool.lost))
+    def _unanswered(self) -> set[int]:
+        """Return the ranks that were called and have neither answered nor ended."""
+        return set(self._on).difference(self._results, self._failures, self._pool.lost)
 
     def expects(self, member: Member) -> bool:
         """See `Receiver`."""
-        return not self._answered(member)
+        return not any(member.rank in ranks for ranks in (self._results, self._failures, self._pool.lost))
 
     def message(self, member: Member, message: Message) -> None:
         """See `Receiver`: handle a print, a result, an error or another message of a rank.
@@ -256,7 +279,7 @@ class Execution:
             EOFError: the rank is gone, and with it the shared memory of its result.
             DeadlockError: all ranks that were called serve the others, so none will return.
         """
-        if isinstance(message, protocol.Displayed | protocol.Warned):
+        if isinstance(message, (protocol.Displayed, protocol.Warned)):
             self._output.take(member.rank, message)
             return
         self._read_output(member)
@@ -370,12 +393,11 @@ class Execution:
 
     def _error(self) -> RankError:
         now_ns = time.perf_counter_ns()
-        answered = all(self._answered(self._members[rank]) for rank in self._on)
         self._records.drain()
         if all(f.consequence for f in self._failures.values()):
             self._failures |= self._pool.lost
         state = self._pool.state
-        if state.spent or not answered or not may_go_on(self._failures, self._members, self._records, self._pool.kind):
+        if state.spent or self._unanswered() or not may_go_on(self._failures, self._members, self._records, self._pool.kind):
             state.spend()
         # The likely cause comes first. A consequence of another rank's end is never the cause. A dead process usually
         # is, although its end is noticed a little later than the failures that it causes. An abort comes after other

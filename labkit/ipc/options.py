@@ -6,14 +6,14 @@ the runtime supports, and what this machine has.
 
 from __future__ import annotations
 
-import numbers
 from dataclasses import dataclass
 from typing import Any, Final
 
 from labkit.costs.link import Link
 from labkit.costs.network import Network
+from labkit.errors.number_checks import check_number
 
-__all__ = ["RPC_OPTIONS", "STARTS", "Options", "number_above_0"]
+__all__ = ["RPC_OPTIONS", "STARTS", "Options", "check_above_0"]
 
 DEVICES: Final = ("auto", "cpu", "cuda")
 STARTS: Final = ("fork", "spawn")
@@ -54,10 +54,11 @@ class Options:
     def __post_init__(self) -> None:
         if self.devices not in DEVICES:
             raise ValueError(f"devices={self.devices!r}: expected None or 'auto' (GPUs where there are some), 'cpu' or 'cuda'")
-        self.devices_per_rank = int(number_above_0("devices_per_rank", self.devices_per_rank, whole=True))
-        self.threads = int(number_above_0("threads", self.threads, whole=True))
+        check_above_0("devices_per_rank", self.devices_per_rank, whole=True)
+        check_above_0("threads", self.threads, whole=True)
+        self.devices_per_rank, self.threads = int(self.devices_per_rank), int(self.threads)  # perhaps numpy's
         if self.timeout_s is not None:
-            self.timeout_s = number_above_0("timeout_s", self.timeout_s)
+            check_above_0("timeout_s", self.timeout_s)
         if self.start not in STARTS:
             raise ValueError(f"start={self.start!r}: expected 'fork' or 'spawn'")
         if self.link is not None:
@@ -69,18 +70,13 @@ class Options:
         return self.link.nodes_among(len(self.names)) if isinstance(self.link, Network) else ()
 
 
-def number_above_0(option: str, value: Any, *, whole: bool = False) -> Any:
-    """Return a number as it was given.
+def check_above_0(option: str, value: Any, *, whole: bool = False) -> None:
+    """Check that an option is a number above 0.
 
     Raises:
         TypeError, ValueError: it is something else.
     """
-    expected = f"{option}={value!r}: expected a {'whole ' * whole}number above 0"
-    if not isinstance(value, numbers.Integral if whole else numbers.Real) or isinstance(value, bool):
-        raise TypeError(expected)
-    if not float(value) > 0:  # also refuses nan
-        raise ValueError(expected)
-    return value
+    check_number(value, f"{option}={value!r}: expected a {'whole ' * whole}number above 0", whole=whole, above=0)
 
 
 def _link_among(link: Any, ranks: int) -> Link | Network:
