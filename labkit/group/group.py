@@ -25,7 +25,6 @@ from labkit.group.options import (
     check_environment,
     check_machine,
     check_runtime,
-    chosen,
     default_threads,
     names_and_jobs,
     rpc_options,
@@ -36,7 +35,7 @@ from labkit.group.picture import Picture
 from labkit.group.pool_state import Phase, Request
 from labkit.group.processes import RankPool
 from labkit.group.profiling import Profiling
-from labkit.group.rank_selection import Ranks
+from labkit.group.rank_selection import Ranks, chosen
 from labkit.group.run import Execution, Run
 from labkit.group.spawn import WithRank, check_spawn, hint_for_rank
 from labkit.ipc import pickling, protocol

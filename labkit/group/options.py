@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import numbers
-import operator
 import os
 import reprlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from labkit.errors.exceptions import LabError, missing
@@ -25,7 +24,7 @@ from labkit.worker.runtimes.registry import RUNTIMES
 from labkit.worker.usable_cores import usable_cores
 
 __all__ = [
-    "FixedArgument", "check_environment", "check_machine", "check_runtime", "chosen", "default_threads", "names_and_jobs",
+    "FixedArgument", "check_environment", "check_machine", "check_runtime", "default_threads", "names_and_jobs",
     "rpc_options", "runtime_named",
 ]  # fmt: skip
 
@@ -239,47 +238,3 @@ def _check_open_files(count: int) -> None:
             f"{count} ranks need about {needed:,} open files, and the hard limit of this process is {limit:,}. "
             f"{first}, or raise the limit (ulimit -Hn {needed}) before you start JupyterLab."
         )
-
-
-def chosen(names: Sequence[str], which: int | str | slice | Iterable[int | str]) -> list[int]:
-    """The numbers of the selected ranks in ascending order.
-
-    Args:
-        names: names of all ranks of the group.
-        which: a number, a name, a slice, or several numbers and names.
-
-    Raises:
-        LabError: the group has no such rank.
-        TypeError: `which` has another type.
-    """
-    if isinstance(which, slice):
-        on = list(range(len(names))[which])
-    elif isinstance(which, Iterable) and not isinstance(which, str):
-        on = sorted({_number(names, w) for w in which})
-    else:
-        on = [_number(names, which)]
-    if not on:
-        raise LabError(f"group[{_shown(which)}] selects no ranks; this group has ranks 0 to {len(names) - 1}")
-    return on
-
-
-def _number(names: Sequence[str], which: int | str) -> int:
-    if isinstance(which, str):
-        if which in names:
-            return names.index(which)
-        raise LabError(f"no rank is named {which!r}; this group has {', '.join(map(repr, names))}")
-    try:
-        number = operator.index(which)
-    except TypeError:
-        number = None
-    if number is None or isinstance(which, bool):
-        raise TypeError(f"group[{which!r}]: expected a rank's number or name")
-    if -len(names) <= number < len(names):
-        return number % len(names)
-    raise LabError(f"no rank {number}; this group has ranks 0 to {len(names) - 1}")
-
-
-def _shown(which: Any) -> str:
-    if isinstance(which, slice):
-        return ":".join("" if part is None else str(part) for part in (which.start, which.stop, which.step)).removesuffix(":")
-    return repr(which)

@@ -194,7 +194,7 @@ class Returned(Message):
     communicated: bool
     unfinished: bool
     spent: bool
-    notes: Sequence[str]
+    notes: list[str]
     exits: dict[int, RankFailure]
     payload: Payload
 

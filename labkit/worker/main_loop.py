@@ -311,8 +311,7 @@ class _Rank:
         self._flush()
         ring, (communications, failures) = self._ring, self._before
         communicated, unfinished = ring.communications != communications, ring.in_progress or ring.failures != failures
-        ending = self._runtime.end_run()
-        self._send(protocol.Returned(communicated, unfinished, ending.spent, ending.notes, self._exits, payload))
+        self._send(protocol.Returned(communicated, unfinished, *self._runtime.end_run(), self._exits, payload))
         if payload.owner_pid:
             self._unread_result = payload
         else:

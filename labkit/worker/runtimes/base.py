@@ -10,7 +10,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from labkit.ipc.protocol import RankConfig
 from labkit.ipc.stdio import quiet_stderr
@@ -21,7 +21,7 @@ from labkit.worker.network_namespace import Network
 if TYPE_CHECKING:
     from labkit.comm.launch import Launch
 
-__all__ = ["LOOPBACK", "MIB", "Ending", "Released", "Runtime", "has_server", "quiet_stderr"]
+__all__ = ["LOOPBACK", "MIB", "Released", "Runtime", "has_server", "quiet_stderr"]
 
 LOOPBACK: Final = "127.0.0.1"
 MIB: Final = 1 << 20
@@ -29,18 +29,6 @@ MIB: Final = 1 << 20
 
 class Released(BaseException):
     """Ends the function of a rank that serves others without end, after these have returned; the result is None."""
-
-
-class Ending(NamedTuple):
-    """The state of a rank after a run.
-
-    Args:
-        spent: whether the next function needs new processes.
-        notes: remarks for the student, each shown once.
-    """
-
-    spent: bool = False
-    notes: Sequence[str] = ()
 
 
 class Runtime:
@@ -168,9 +156,13 @@ class Runtime:
         if self._launch is not None:
             self._launch.begin_run(keep=keep, all_called=all_called)
 
-    def end_run(self) -> Ending:
-        """In the rank: called after the run; return what the notebook should know."""
-        return Ending() if self._launch is None else Ending(self._launch.spent, self._launch.notes())
+    def end_run(self) -> tuple[bool, list[str]]:
+        """In the rank: called after the run.
+
+        Returns:
+            whether the next function needs new processes, and remarks for the student, each shown once.
+        """
+        return (False, []) if self._launch is None else (self._launch.spent, self._launch.notes())
 
     def raised_in_python(self, error: BaseException) -> bool:  # noqa: ARG002  # unknown by default
         """In the rank: whether an error certainly does not come from a failed operation of the framework."""
