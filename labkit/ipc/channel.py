@@ -96,8 +96,8 @@ class Channel:
         kind, flags, regions, body_size, stream_size, owner_pid = _HEADER.unpack_from(data)
         body_at = _HEADER.size + regions * _REGION.size
         stream_at = body_at + body_size
-        while len(data) < stream_at:
-            data = self._receive_more(data)
+        if len(data) < stream_at:
+            data = self._complete(data, stream_at)
         end = stream_at + stream_size
         body, self._rest = data[body_at:stream_at], data[end:]
         if not flags & _PAYLOAD:
