@@ -16,13 +16,13 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import rpc
 
+from labkit.comm import phases
 from labkit.comm.cuda_timing import DeviceClock
 from labkit.comm.emulated_link import SlowLink, wake_in_time
 from labkit.comm.futures import Futures
 from labkit.comm.group_creation import watch_creation
 from labkit.comm.members import Numbering
 from labkit.comm.own_process_groups import watched_gloo
-from labkit.comm.phases import Phases
 from labkit.comm.pipelines import Pipelines
 from labkit.comm.process_group import watched_process_group
 from labkit.comm.work import keep_for_reducers
@@ -122,9 +122,7 @@ def _watch_groups(recorder: Recorder, slow: SlowLink | None, *, given: bool) -> 
     futures = Futures()
     futures.install()
     keep_for_reducers()
-    phases = Phases()
-    phases.install()
-    Pipelines(recorder, phases).install()
+    Pipelines(recorder, phases.install()).install()
     numbering = Numbering(recorder.rank, recorder.size, given=given)
     c10d.ProcessGroup = watched_process_group(recorder, futures, numbering, slow)  # type: ignore[misc]
     # Programs that construct process groups themselves use these names.

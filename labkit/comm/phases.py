@@ -27,7 +27,7 @@ from labkit.recording.import_hook import when_imported
 from labkit.recording.record import Recorder, clock, here, is_students, student_line
 from labkit.recording.schema import AUTOMATIC, COMPUTE
 
-__all__ = ["BACKWARD", "DATA", "FORWARD", "Phases"]
+__all__ = ["BACKWARD", "DATA", "FORWARD", "Phases", "install"]
 
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
@@ -37,15 +37,27 @@ RECOMPUTATION: Final = "recomputation"
 _CALLER: Final = 3  # frames from `Phases._begin` up to the caller of a wrapper or of an optimizer's hook
 
 
+@functools.cache
+def install() -> Phases:
+    """Wrap torch's functions in this process, at the first call, and return what records the phases.
+
+    The fork server does this for its ranks. Python notes a change of `Module.__call__` in every subclass; in a rank,
+    that would take 5 ms and copy 440 pages of the server's memory.
+    """
+    phases = Phases()
+    phases.wrap()
+    return phases
+
+
 class Phases:
-    """Records the phases of a rank's training."""
+    """Records the phases of training in this process, while it has a recorder."""
 
     def __init__(self) -> None:
         self._threads: dict[str, set[int]] = {phase: set() for phase in (FORWARD, BACKWARD, DATA)}  # that are in the phase
         self._stepping: dict[int, _Stepping] = {}  # per thread
 
-    def install(self) -> None:
-        """Wrap torch's functions in this process."""
+    def wrap(self) -> None:
+        """Wrap torch's functions."""
         self._wrap(torch.nn.Module, "__call__", FORWARD)
         self._wrap(torch.autograd, "backward", BACKWARD)  # `Tensor.backward` calls it
         self._wrap(torch.autograd, "grad", BACKWARD)

@@ -225,8 +225,11 @@ def guard(fds: list[int], notebook: int) -> NoReturn:
 
 def _import_all(names: Sequence[str]) -> None:
     for name in names:
+        module, _, function = name.partition(":")
         with contextlib.suppress(Exception):  # if it is not installed, or raises an error, its first use reports that
-            importlib.import_module(name)
+            imported = importlib.import_module(module)
+            if function:
+                getattr(imported, function)()
     import gc
 
     gc.collect()

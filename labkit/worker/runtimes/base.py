@@ -96,7 +96,7 @@ class Runtime:
     Attributes:
         package: the package that must be installed.
         extra: labkit's extra that installs it.
-        preload: modules that are imported before ranks are forked.
+        preload: modules that are imported before ranks are forked, or "module:function", which is called then, too.
         environment: variables that are set before these imports.
         rank_bytes: the least memory that a working rank needs, in bytes.
         serving_threads: the number of a rank's threads that serve calls of others, besides that of the student's

@@ -29,8 +29,9 @@ class Torch(Runtime):
         "numpy", "torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.optim", "torch.utils.data",
         "torch.distributed.optim", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.tensor.parallel",
         "torch.distributed.pipelining", "torch.distributed.rpc", "torch.distributed.autograd", "torch.distributed.device_mesh",
-        "torch.distributed._functional_collectives", "labkit.worker.main_loop", "labkit.comm.install", "labkit.comm.launch",
-        "labkit.comm.rpc_launch", "labkit.comm.rpc_calls", "labkit.worker.runtimes.torch_sockets",
+        "torch.distributed._functional_collectives", "labkit.worker.main_loop", "labkit.comm.phases:install",
+        "labkit.comm.install", "labkit.comm.launch", "labkit.comm.rpc_launch", "labkit.comm.rpc_calls",
+        "labkit.worker.runtimes.torch_sockets",
     )  # fmt: skip
     environment: ClassVar[dict[str, str]] = {"OPENBLAS_NUM_THREADS": "1"}  # a fork would break numpy's thread pool
     rank_bytes = 100 * MIB
