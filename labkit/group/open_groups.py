@@ -15,6 +15,7 @@ from labkit.ipc.options import STARTS
 from labkit.recording.ring_layout import RING_BYTES
 from labkit.worker import network_namespace
 from labkit.worker.runtimes.registry import RUNTIMES
+from labkit.worker.usable_cores import usable_cores
 
 __all__ = ["Notebook", "default_start", "notebook", "warm_up"]
 
@@ -91,7 +92,7 @@ def warm_up(runtime: str = "torch") -> None:
         start = default_start()
         starter = notebook.starter(runtime, start)
         if start == "spawn":
-            starter.warm(min(4, os.cpu_count() or 1))
+            starter.warm(max(1, min(4, int(usable_cores()))))
 
 
 def default_start() -> str:

@@ -253,7 +253,7 @@ class Execution:
             DeadlockError: ranks wait for one another.
         """
         deadlock = self._monitor.check(now_ns, 0.0 if self._picture is not None else self._output.silent_s)
-        self._output.say(self._monitor.notice)
+        self._output.say(self._monitor.notice or self._monitor.silence)
         if deadlock is not None:
             raise self._deadlock_error(deadlock)
 

@@ -71,7 +71,7 @@ class Looked:
         notices = []
         for silent_s in seconds:
             assert self._monitor.check(self._now_ns, silent_s) is None
-            notices.append(self._monitor.notice)
+            notices.append(self._monitor.silence)
         return notices
 
 
