@@ -9,28 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
-from labkit.exercises.gradients import Experts, Gradients, gradients_of, keeps, random_batch
-from labkit.exercises.judging import (
-    AnswerError,
-    Exercise,
-    Hint,
-    OnRanks,
-    compare,
-    differ,
-    judge_exchange,
-    listing,
-    number_of,
-    showing,
-    takes_number_for_list,
-    whole_numbers,
-)
-from labkit.exercises.known_mistakes import judge_result
-
-__all__ = ["EXERCISES"]
+from labkit.exercises.comparisons import compare, differ, judge_result, listing, number_of, whole_numbers
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, judge_exchange, showing, takes_number_for_list
 
 LESSON = "02_data_parallel"
 PER_RANK = 4  # examples of each rank in a batch
@@ -62,11 +47,16 @@ def _average_on_rank(answer: Callable[[nn.Module], object]) -> tuple[Gradients, 
     return before, gradients_of(model)
 
 
-def _average_gradients(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "After backward() each rank has the gradients of its own examples. Average them over all ranks, in place, for every "
+    "parameter that is not frozen; a rank whose examples did not use a parameter has no gradient of it (None).",
+    "On 2 and on 3 ranks the gradients are those of one process with the whole batch, also where a rank had none.",
+)
+def _average_gradients(answer: Any, on: OnRanks) -> None:
     for ranks in (3, 2):  # 3 first: on two ranks, dividing by a constant 2 would be right by chance
         with showing(f"average_gradients(model) on {ranks} ranks"):
             _judge_averages(answer, on, ranks)
-    return "On 2 and on 3 ranks the gradients are those of one process with the whole batch, also where a rank had none."
 
 
 def _judge_averages(answer: Any, on: OnRanks, ranks: int) -> None:
@@ -171,7 +161,14 @@ def _packed(sizes: Sequence[int], most: float) -> list[int]:
     return buckets
 
 
-def _average_in_buckets(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "average_in_buckets(model, bucket_bytes) averages all gradients over all ranks, in place, with one all_reduce for each "
+    "bucket. A bucket holds as many gradients as fit into bucket_bytes, from the last parameter to the first; one that is "
+    "larger travels alone.",
+    "The gradients are those of one process with the whole batch, and each bucket was filled before the next one began.",
+)
+def _average_in_buckets(answer: Any, on: OnRanks) -> None:
     for ranks, bucket_bytes in ((3, 80), (2, 200), (2, 1000)):
         case = f"average_in_buckets(model, {bucket_bytes}) on {ranks} ranks"
         model = _layers()
@@ -193,7 +190,6 @@ def _average_in_buckets(answer: Any, on: OnRanks) -> str:
             judge_exchange(results, sum(array.nbytes for array in expected.values()), "the gradients")
         sent = [span.nbytes for span in results.trace.of(rank=0, kind="communication").spans]
         _judge_buckets(case, sent, [array.nbytes for array in reversed(expected.values())], bucket_bytes)
-    return "The gradients are those of one process with the whole batch, and each bucket was filled before the next one began."
 
 
 def _judge_unpacked(case: str, before: Sequence[Gradients], after: Sequence[Gradients], expected: Gradients) -> None:
@@ -275,7 +271,13 @@ def _judge_buckets(case: str, sent: Sequence[int], sizes: Sequence[int], bucket_
     )
 
 
-def _draw_indices(answer: Any, _: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "What DistributedSampler does: draw_indices(examples, rank, ranks, epoch) returns the numbers of the examples of that "
+    "rank in that epoch. All ranks have equally many, together they have every example, and every epoch has its own order.",
+    "Every example is drawn in every epoch, by one rank, in an order that all ranks agree on and that changes.",
+)
+def _draw_indices(answer: Any, _: OnRanks) -> None:
     for examples, ranks in ((12, 3), (10, 4), (7, 2), (13, 4)):  # in the last, the nearest whole number is too small
         epochs = [[_indices(answer, examples, rank, ranks, epoch) for rank in range(ranks)] for epoch in (0, 1, 0)]
         case = f"draw_indices({examples}, rank, {ranks}, epoch)"
@@ -292,7 +294,6 @@ def _draw_indices(answer: Any, _: OnRanks) -> str:
                 f"rank 0 in both: {epochs[0][0]}",
                 cure="let the epoch be part of the seed",
             )
-    return "Every example is drawn in every epoch, by one rank, in an order that all ranks agree on and that changes."
 
 
 def _indices(answer: Any, examples: int, rank: int, ranks: int, epoch: int) -> list[int]:
@@ -339,7 +340,13 @@ def _examples(numbers: list[int]) -> str:
     return f"example {numbers[0]} is" if len(numbers) == 1 else f"examples {listing(numbers)} are"
 
 
-def _scaled_learning_rate(answer: Any, _: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "scaled_learning_rate(base, base_batch, per_rank, ranks) returns the learning rate for `ranks` ranks with batches of "
+    "`per_rank`, by the linear rule, given that `base` was right for batches of `base_batch`.",
+    "The learning rate grows as the batch of all ranks together does. (A rule of thumb: warm up, and check.)",
+)
+def _scaled_learning_rate(answer: Any, _: OnRanks) -> None:
     # The first case tells all rules apart. In the others the new batch is no multiple of the old one, smaller or equal.
     for base, base_batch, per_rank, ranks in ((0.1, 256, 64, 12), (0.05, 256, 100, 3), (0.1, 256, 32, 2), (0.1, 64, 64, 1)):
         given = number_of(answer(base, base_batch, per_rank, ranks))
@@ -361,37 +368,42 @@ def _scaled_learning_rate(answer: Any, _: OnRanks) -> str:
             "multiply by the batch of all ranks together and divide by the old one",
         )
         judge_result(given, base * times, mistakes, otherwise, *details, same=lambda a, b: math.isclose(a, b, rel_tol=1e-6))
-    return "The learning rate grows as the batch of all ranks together does. (A rule of thumb: warm up, and check.)"
 
 
-EXERCISES = (
-    Exercise(
-        "average_gradients",
-        LESSON,
-        "After backward() each rank has the gradients of its own examples. Average them over all ranks, in place, for every "
-        "parameter that is not frozen; a rank whose examples did not use a parameter has no gradient of it (None).",
-        _average_gradients,
-    ),
-    Exercise(
-        "average_in_buckets",
-        LESSON,
-        "average_in_buckets(model, bucket_bytes) averages all gradients over all ranks, in place, with one all_reduce for each "
-        "bucket. A bucket holds as many gradients as fit into bucket_bytes, from the last parameter to the first; one that is "
-        "larger travels alone.",
-        _average_in_buckets,
-    ),
-    Exercise(
-        "draw_indices",
-        LESSON,
-        "What DistributedSampler does: draw_indices(examples, rank, ranks, epoch) returns the numbers of the examples of that "
-        "rank in that epoch. All ranks have equally many, together they have every example, and every epoch has its own order.",
-        _draw_indices,
-    ),
-    Exercise(
-        "scaled_learning_rate",
-        LESSON,
-        "scaled_learning_rate(base, base_batch, per_rank, ranks) returns the learning rate for `ranks` ranks with batches of "
-        "`per_rank`, by the linear rule, given that `base` was right for batches of `base_batch`.",
-        _scaled_learning_rate,
-    ),
-)
+Gradients = dict[str, NDArray[Any]]
+
+
+class Experts(nn.Module):
+    """A trunk, partly frozen as in fine-tuning, and several experts of equal size; each example passes through one.
+
+    Args:
+        experts: the number of experts.
+    """
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Linear(6, 5)
+        self.trunk.bias.requires_grad_(False)
+        self.experts = nn.ModuleList(nn.Linear(5, 3) for _ in range(experts))
+
+    def forward(self, inputs: Tensor, expert: int = 0) -> Tensor:
+        """Send all inputs (batch, 6) through one expert: (batch, 3)."""
+        outputs: Tensor = self.experts[expert](torch.tanh(self.trunk(inputs)))
+        return outputs
+
+
+def random_batch(examples: int) -> tuple[Tensor, Tensor]:
+    """Return inputs (examples, 6) and targets (examples, 3), the same in every process."""
+    random = torch.Generator().manual_seed(1)
+    return torch.randn(examples, 6, generator=random), torch.randn(examples, 3, generator=random)
+
+
+def gradients_of(model: nn.Module) -> Gradients:
+    """Return a copy of each parameter's `.grad`; parameters without a gradient are left out."""
+    return {n: p.grad.detach().clone().numpy() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def keeps(a: Gradients, b: Gradients) -> bool:
+    """Whether `a` contains all gradients of `b`, unchanged."""
+    return all(n in a and np.array_equal(a[n], b[n]) for n in b)

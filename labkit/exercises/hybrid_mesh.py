@@ -14,10 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, Hint, OnRanks, number_of, showing, whole_numbers
-from labkit.exercises.known_mistakes import judge_result
-
-__all__ = ["EXERCISES"]
+from labkit.exercises.comparisons import judge_result, number_of, whole_numbers
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, showing
 
 LESSON = "09_hybrid_mesh"
 Axes = dict[str, int]  # the size of each axis by its name, the slowest first
@@ -25,12 +23,17 @@ Axes = dict[str, int]  # the size of each axis by its name, the slowest first
 # ---------------------------------------------------------------------------------------------------------- coordinates
 
 
-def _coordinates(answer: Any, _: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "coordinates(rank, shape) returns the rank's place in a mesh as a list of whole numbers, one for each axis. `shape` is a "
+    "tuple with the size of each axis; the last axis runs fastest.",
+    "The last axis runs fastest, whatever the number of axes and their sizes.",
+)
+def _coordinates(answer: Any, _: OnRanks) -> None:
     _judge_coordinates(answer(2, (2, 3)), 2, (2, 3))  # tells a reversed answer from one whose first axis runs fastest
     for shape in ((2, 2), (2, 3), (2, 2, 2), (3, 1, 4), (5,), (2, 3, 2, 2)):
         for rank in range(math.prod(shape)):
             _judge_coordinates(answer(rank, shape), rank, shape)
-    return "The last axis runs fastest, whatever the number of axes and their sizes."
 
 
 def _unravel(rank: int, shape: Sequence[int]) -> list[int]:
@@ -82,7 +85,13 @@ def _mesh_on_rank(answer: Callable[..., Any], axes: Axes, nbytes: dict[str, floa
     return (result.mesh.tolist(), result.mesh_dim_names) if isinstance(result, DeviceMesh) else type(result).__name__
 
 
-def _build_mesh(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "build_mesh(axes, nbytes) runs on every rank. `axes` has the size of each axis by its name, `nbytes` what each rank "
+    "sends along it per step. Return a DeviceMesh with these axes, named, that sends the fewest bytes between two nodes.",
+    "In every case this order sends the fewest bytes between the nodes.",
+)
+def _build_mesh(answer: Any, on: OnRanks) -> None:
     for axes, nbytes in MESHES:
         ranks = math.prod(axes.values())
         given = on(ranks, _mesh_on_rank, answer, axes, nbytes)
@@ -109,7 +118,6 @@ def _build_mesh(answer: Any, on: OnRanks) -> str:
                 case,
                 cure=cure,
             )
-    return "In every case this order sends the fewest bytes between the nodes."
 
 
 def _why(names: Sequence[str], axes: Axes, nbytes: Mapping[str, float]) -> tuple[str, str]:
@@ -168,12 +176,17 @@ def _average_on_rank(answer: Callable[..., Any], axes: Axes) -> Any:
     return [g.detach() for g in mine], [g.detach() for g in returned] if usable else None
 
 
-def _average_over_dp(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "average_over_dp(gradients, mesh) runs on every rank: `gradients` is a list of tensors, and one axis of the mesh is "
+    'called "dp". Replace each gradient in place with its mean over that axis.',
+    "On every mesh, the means are those over the dp axis alone, wherever it stands.",
+)
+def _average_over_dp(answer: Any, on: OnRanks) -> None:
     for axes in AVERAGES:
         seen = on(math.prod(axes.values()), _average_on_rank, answer, axes)
         with showing(f"average_over_dp(gradients, mesh) with the mesh {axes}"):
             _judge_average([own for own, _ in seen], [result for _, result in seen], axes)
-    return "On every mesh, the means are those over the dp axis alone, wherever it stands."
 
 
 def _judge_average(given: list[Any], returned: list[Any], axes: Axes) -> None:
@@ -250,12 +263,17 @@ def _sizes(
     }
 
 
-def _bytes_per_axis(answer: Any, _: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "bytes_per_axis(dp, pp, tp, blocks, tokens, hidden, value_bytes) returns a dictionary with the keys dp, pp and tp: how "
+    "many bytes a rank of the first stage sends per step along each axis.",
+    "Tensor parallelism sends activations of every block, data parallelism gradients, the pipeline one activation.",
+)
+def _bytes_per_axis(answer: Any, _: OnRanks) -> None:
     # The first case has no pipeline; the second has sizes that tell all mistakes apart.
     for arguments in ((3, 1, 4, 4, 1344, 128, 4), (5, 3, 4, 6, 240, 16, 2), (2, 2, 2, 4, 1344, 128, 4), (1, 4, 4, 8, 96, 8, 2)):
         with showing(f"bytes_per_axis{arguments}"):
             _judge_axes(answer(*arguments), arguments)
-    return "Tensor parallelism sends activations of every block, data parallelism gradients, the pipeline one activation."
 
 
 def _judge_axes(answered: Any, arguments: tuple[int, ...]) -> None:
@@ -311,35 +329,3 @@ def _judge_axes(answered: Any, arguments: tuple[int, ...]) -> None:
 
 def _near(a: float, b: float) -> bool:
     return abs(a - b) <= 1e-6 * max(abs(b), 1)
-
-
-EXERCISES = (
-    Exercise(
-        "coordinates",
-        LESSON,
-        "coordinates(rank, shape) returns the rank's place in a mesh as a list of whole numbers, one for each axis. `shape` is a "
-        "tuple with the size of each axis; the last axis runs fastest.",
-        _coordinates,
-    ),
-    Exercise(
-        "bytes_per_axis",
-        LESSON,
-        "bytes_per_axis(dp, pp, tp, blocks, tokens, hidden, value_bytes) returns a dictionary with the keys dp, pp and tp: how "
-        "many bytes a rank of the first stage sends per step along each axis.",
-        _bytes_per_axis,
-    ),
-    Exercise(
-        "build_mesh",
-        LESSON,
-        "build_mesh(axes, nbytes) runs on every rank. `axes` has the size of each axis by its name, `nbytes` what each rank "
-        "sends along it per step. Return a DeviceMesh with these axes, named, that sends the fewest bytes between two nodes.",
-        _build_mesh,
-    ),
-    Exercise(
-        "average_over_dp",
-        LESSON,
-        "average_over_dp(gradients, mesh) runs on every rank: `gradients` is a list of tensors, and one axis of the mesh is "
-        'called "dp". Replace each gradient in place with its mean over that axis.',
-        _average_over_dp,
-    ),
-)

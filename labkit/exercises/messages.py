@@ -12,18 +12,22 @@ import torch.distributed as dist
 
 from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, Hint, OnRanks
-from labkit.exercises.known_mistakes import judge_result
+from labkit.exercises.comparisons import judge_result
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise
 from labkit.recording.operations import RECV, SEND, type_of
-
-__all__ = ["EXERCISES"]
 
 LESSON = "01_messages_and_collectives"
 FLOAT = 4  # bytes
 DIFFERENCES = "in the difference of the two times, it cancels: divide the difference of the sizes by that"
 
 
-def _link_from_times(answer: Any, _: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "link_from_times(n1, t1, n2, t2): two messages of n1 and n2 bytes took t1 and t2 seconds over one link. Return its "
+    "latency in seconds and its bandwidth in bytes per second.",
+    "Two times of different sizes are enough to know a link.",
+)
+def _link_from_times(answer: Any, _: OnRanks) -> None:
     random = np.random.default_rng()
     for latency_s, rate, n1, n2 in ((0.005, 125e6, 1000, 1_000_000), (20e-6, 5e9, 100, 64_000_000), (*_drawn(random),)):
         t1, t2 = latency_s + n1 / rate, latency_s + n2 / rate
@@ -48,7 +52,6 @@ def _link_from_times(answer: Any, _: OnRanks) -> str:
                 "the latency is what is left of a time when its bytes have been paid for",
             )
         judge_result(link, (latency_s, rate), mistakes, otherwise, *details, same=_same_link)
-    return "Two times of different sizes are enough to know a link."
 
 
 def _drawn(random: np.random.Generator) -> tuple[float, float, int, int]:
@@ -121,7 +124,13 @@ def _messages_of(answer: Any, on: OnRanks, ranks: int, length: int, case: str) -
     return outcomes
 
 
-def _ring_all_reduce(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "ring_all_reduce(x) runs on every rank: with messages to the next rank only, put the sum of all ranks' x into x. It "
+    "works for any length and any number of ranks, and sends one part of p in each round.",
+    "The sum on every rank, for any length, and each rank sends 2(p-1) parts of p, to one neighbour.",
+)
+def _ring_all_reduce(answer: Any, on: OnRanks) -> None:
     for ranks, length in ((3, 12), (2, 2), (4, 13), (3, 2), (1, 5)):
         case = f"ring_all_reduce(x) on {counted(ranks, 'rank')}, {counted(length, 'number')}"
         try:
@@ -136,7 +145,6 @@ def _ring_all_reduce(answer: Any, on: OnRanks) -> str:
             if outcome.result != expected:
                 raise _wrong_sum(case, rank, outcomes, own, expected, even=length % ranks == 0)
         _check_ring(case, ranks, length, outcomes)
-    return "The sum on every rank, for any length, and each rank sends 2(p-1) parts of p, to one neighbour."
 
 
 UNEVEN = (
@@ -193,7 +201,13 @@ def _check_ring(case: str, ranks: int, length: int, outcomes: list[_Outcome]) ->
         )
 
 
-def _tree_broadcast(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "tree_broadcast(x) runs on every rank: with messages, put rank 0's x into every rank's x, in as few rounds as possible. "
+    "In a round, each rank sends at most one message.",
+    "Every rank has it after ⌈log₂ p⌉ rounds, in which the number of ranks that have it doubles.",
+)
+def _tree_broadcast(answer: Any, on: OnRanks) -> None:
     length = 6
     for ranks in (4, 2, 3, 5, 1):
         case = f"tree_broadcast(x) on {counted(ranks, 'rank')}"
@@ -216,7 +230,6 @@ def _tree_broadcast(answer: Any, on: OnRanks) -> str:
                 hint, cure = "no rank has in its x what rank 0 has", "receive into x itself"
             raise AnswerError(f"{case}: {hint}", f"given {outcomes[missing[0]].result}, expected {root}", cure=cure)
         _check_tree(case, ranks, length, outcomes)
-    return "Every rank has it after ⌈log₂ p⌉ rounds, in which the number of ranks that have it doubles."
 
 
 def _check_tree(case: str, ranks: int, length: int, outcomes: list[_Outcome]) -> None:
@@ -241,28 +254,3 @@ def _check_tree(case: str, ranks: int, length: int, outcomes: list[_Outcome]) ->
         hint = "rank 0 sends everything itself" if star else "it takes too many rounds"
         cure = "every rank that has the data can send in every round, from the next one on"
         raise AnswerError(f"{case}: right, but {hint}", f"given {needed} rounds, expected {allowed}", cure=cure)
-
-
-EXERCISES = (
-    Exercise(
-        "link_from_times",
-        LESSON,
-        "link_from_times(n1, t1, n2, t2): two messages of n1 and n2 bytes took t1 and t2 seconds over one link. Return its "
-        "latency in seconds and its bandwidth in bytes per second.",
-        _link_from_times,
-    ),
-    Exercise(
-        "ring_all_reduce",
-        LESSON,
-        "ring_all_reduce(x) runs on every rank: with messages to the next rank only, put the sum of all ranks' x into x. It "
-        "works for any length and any number of ranks, and sends one part of p in each round.",
-        _ring_all_reduce,
-    ),
-    Exercise(
-        "tree_broadcast",
-        LESSON,
-        "tree_broadcast(x) runs on every rank: with messages, put rank 0's x into every rank's x, in as few rounds as possible. "
-        "In a round, each rank sends at most one message.",
-        _tree_broadcast,
-    ),
-)

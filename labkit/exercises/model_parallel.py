@@ -13,10 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, Hint, OnRanks, compare, judge_on_rank, listing, showing, whole_number
-from labkit.exercises.known_mistakes import judge_result
-
-__all__ = ["EXERCISES"]
+from labkit.exercises.comparisons import compare, judge_result, listing, whole_number
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, judge_on_rank, showing
 
 LESSON = "04_model_parallel"
 
@@ -27,7 +25,13 @@ def _network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 4)), nn.Flatten())
 
 
-def _idle_shares(answer: Any, _: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "idle_shares(spans) returns a list: for each rank, in rank order, the share of the step in which it does not compute. A "
+    "span is (rank, start, end) in milliseconds; the step lasts from the first start to the last end of all ranks.",
+    "Each rank's idle share of the whole step, also where ranks compute at the same time.",
+)
+def _idle_shares(answer: Any, _: OnRanks) -> None:
     """Judge on steps of two and three ranks; none starts at 0, and in two of them ranks compute at the same time."""
     for spans in (
         [(0, 10, 12), (1, 12, 13), (1, 13, 15), (0, 16, 20)],  # with a gap: else the ranks' shares add up to 1
@@ -36,7 +40,6 @@ def _idle_shares(answer: Any, _: OnRanks) -> str:
         [(0, 50, 54), (0, 54, 58), (1, 54, 57), (1, 58, 60)],
     ):
         _judge_idle_shares(answer(list(spans)), spans)
-    return "Each rank's idle share of the whole step, also where ranks compute at the same time."
 
 
 def _judge_idle_shares(given: Any, spans: Sequence[tuple[int, float, float]]) -> None:
@@ -79,7 +82,13 @@ def _alike(given: list[float], expected: list[float]) -> bool:
     return len(given) == len(expected) and np.allclose(given, expected, atol=1e-6)
 
 
-def _best_cut(answer: Any, _: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "best_cut(ms, nbytes, limit) returns how many layers rank 0 gets, so that both parts fit into `limit` bytes and the "
+    "slower part is as fast as possible; None if no cut fits.",
+    "The slower rank is as fast as a cut that fits into both memories can make it.",
+)
+def _best_cut(answer: Any, _: OnRanks) -> None:
     for ms, nbytes, limit in (
         ([1, 1, 1, 1], [1, 1, 1, 1], 4),
         ([9, 1, 1, 1], [1, 1, 1, 1], 4),
@@ -92,7 +101,6 @@ def _best_cut(answer: Any, _: OnRanks) -> str:
         ([1, 2, 3], [4, 4, 4], 7),  # no cut fits
     ):
         _judge_cut(answer(list(ms), list(nbytes), limit), ms, nbytes, limit)
-    return "The slower rank is as fast as a cut that fits into both memories can make it."
 
 
 def _judge_cut(given: Any, ms: list[int], nbytes: list[int], limit: int) -> None:
@@ -291,10 +299,15 @@ def _middle_on_rank(answer: Callable[..., object]) -> _Seen:
     return _Seen([message.numpy() for message in received], gradients, no_gradient)
 
 
-def _middle_step(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "middle_step(stage, shape) runs on rank 1 of 3: receive an activation of that shape from rank 0, send what `stage` makes "
+    "of it (of the same shape) to rank 2, receive the gradient of that, and send rank 0 the gradient of its activation.",
+    "One activation forward, one gradient back, and all three stages learn as in one process.",
+)
+def _middle_step(answer: Any, on: OnRanks) -> None:
     with showing(f"middle_step(stage, {SHAPE}) on rank 1 of 3"):
         _judge_middle(*on(3, _middle_on_rank, answer))
-    return "One activation forward, one gradient back, and all three stages learn as in one process."
 
 
 def _judge_middle(first: _Seen, middle: _Seen, last: _Seen) -> None:
@@ -343,35 +356,3 @@ def _judge_middle(first: _Seen, middle: _Seen, last: _Seen) -> None:
 
 def _same(message: NDArray[Any], expected: Tensor) -> bool:
     return np.allclose(message, expected.detach().numpy(), atol=1e-6)
-
-
-EXERCISES = (
-    Exercise(
-        "idle_shares",
-        LESSON,
-        "idle_shares(spans) returns a list: for each rank, in rank order, the share of the step in which it does not compute. A "
-        "span is (rank, start, end) in milliseconds; the step lasts from the first start to the last end of all ranks.",
-        _idle_shares,
-    ),
-    Exercise(
-        "best_cut",
-        LESSON,
-        "best_cut(ms, nbytes, limit) returns how many layers rank 0 gets, so that both parts fit into `limit` bytes and the "
-        "slower part is as fast as possible; None if no cut fits.",
-        _best_cut,
-    ),
-    Exercise(
-        "TwoDevices",
-        LESSON,
-        "A module TwoDevices(first, second, device0, device1): each part lives on its device, and forward carries the input to "
-        "the first and the activation to the second.",
-        _two_devices,
-    ),
-    Exercise(
-        "middle_step",
-        LESSON,
-        "middle_step(stage, shape) runs on rank 1 of 3: receive an activation of that shape from rank 0, send what `stage` makes "
-        "of it (of the same shape) to rank 2, receive the gradient of that, and send rank 0 the gradient of its activation.",
-        _middle_step,
-    ),
-)

@@ -13,12 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, Hint, OnRanks, showing
-from labkit.exercises.known_mistakes import judge_result
+from labkit.exercises.comparisons import judge_result
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, showing
 from labkit.exercises.remote_calls import mistake_of
 from labkit.exercises.rpc_waits import happens_within
-
-__all__ = ["EXERCISES"]
 
 LESSON = "07_rpc"
 SIZE = 4
@@ -103,7 +101,15 @@ def _serve_on_rank(answer: Callable[..., Any], weights: Tensor, gradients: list[
         raise
 
 
-def _weighted_server(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "A class WeightedServer(weights, rate, trainers) whose update(gradient, examples) returns a future at once: when the "
+    "gradients of all trainers are there, step once with their mean, weighted by examples, and answer every caller with the "
+    "new weights.",
+    f"{ROUNDS} steps for {3 * ROUNDS} calls of three trainers, and no thread of the server waited.",
+    name="WeightedServer",
+)
+def _weighted_server(answer: Any, on: OnRanks) -> None:
     random = np.random.default_rng()
     if not isinstance(answer.answer, type):
         raise AnswerError("expected a class with __init__(self, weights, rate, trainers) and update(self, gradient, examples)")
@@ -119,7 +125,6 @@ def _weighted_server(answer: Any, on: OnRanks) -> str:
                 raise seen
             received, decorated = seen
             _judge_served(received, decorated, weights, gradients, examples)
-    return f"{ROUNDS} steps for {3 * ROUNDS} calls of three trainers, and no thread of the server waited."
 
 
 def _judge_served(received: list[_Answers | str], decorated: bool, weights: Array, gradients: Array, examples: Array) -> None:
@@ -266,7 +271,14 @@ def _push_on_rank(answer: Callable[..., Any], weights: Tensor, targets: Tensor, 
     return result.numpy() if isinstance(result, Tensor) else type(result).__name__, final, made
 
 
-def _push_less(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "push_less(server, gradient_of, rounds, parts) runs on a trainer: fetch the weights with values(); in each round send "
+    "the mean of gradient_of(weights, part) over all parts with one update(...), whose reply is the new weights; return "
+    "the last ones.",
+    "One call to fetch the weights, then one per round, however many parts it has.",
+)
+def _push_less(answer: Any, on: OnRanks) -> None:
     random = np.random.default_rng()
     for rounds, parts in ((3, 2), (2, 4), (1, 1)):
         weights, *targets = random.normal(size=(parts + 1, SIZE)).astype(np.float32)
@@ -276,7 +288,6 @@ def _push_less(answer: Any, on: OnRanks) -> str:
             if isinstance(seen, AnswerError):
                 raise seen
             _judge_push(*seen, weights=weights, targets=np.stack(targets), rounds=rounds)
-    return "One call to fetch the weights, then one per round, however many parts it has."
 
 
 def _judge_push(result: Any, final: Array, calls: list[str], *, weights: Array, targets: Array, rounds: int) -> None:
@@ -309,23 +320,3 @@ def _judge_push(result: Any, final: Array, calls: list[str], *, weights: Array, 
     if fetches != 1:
         cure = "the reply to update already contains the new weights, so values() is needed only once, before the loop"
         raise AnswerError(f"the weights are right, with {counted(fetches, 'call')} of values: one is enough", counts, cure=cure)
-
-
-EXERCISES = (
-    Exercise(
-        "WeightedServer",
-        LESSON,
-        "A class WeightedServer(weights, rate, trainers) whose update(gradient, examples) returns a future at once: when the "
-        "gradients of all trainers are there, step once with their mean, weighted by examples, and answer every caller with the "
-        "new weights.",
-        _weighted_server,
-    ),
-    Exercise(
-        "push_less",
-        LESSON,
-        "push_less(server, gradient_of, rounds, parts) runs on a trainer: fetch the weights with values(); in each round send "
-        "the mean of gradient_of(weights, part) over all parts with one update(...), whose reply is the new weights; return "
-        "the last ones.",
-        _push_less,
-    ),
-)

@@ -13,7 +13,8 @@ import torch.distributed.rpc as rpc
 from torch import Tensor
 
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, Hint, OnRanks, listing, showing
+from labkit.exercises.comparisons import listing
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, showing
 from labkit.exercises.rpc_waits import happens_within
 
 __all__ = ["EXERCISES", "mistake_of"]
@@ -123,7 +124,13 @@ def _ask_on_rank(answer: Callable[..., Any], workers: list[str], inputs: list[Te
     return _Asked(shown, meeting.visits, meeting.alone)
 
 
-def _ask_all(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "ask_all(workers, function, inputs) runs on the master: call function(x) for every x, on the workers in turn, all at the "
+    "same time; return the list of results in the order of the inputs.",
+    "All workers worked at the same time, and the results are in order.",
+)
+def _ask_all(answer: Any, on: OnRanks) -> None:
     random = torch.Generator().manual_seed(int(np.random.default_rng().integers(1 << 30)))
     for workers, count in ((2, 5), (3, 3), (1, 2)):
         names = _names(workers)
@@ -133,7 +140,6 @@ def _ask_all(answer: Any, on: OnRanks) -> str:
             if isinstance(seen, AnswerError):
                 raise seen
             _judge_asked(seen, names[1:], [(x**2 + 1).numpy() for x in inputs])
-    return "All workers worked at the same time, and the results are in order."
 
 
 def _judge_asked(seen: _Asked, workers: Sequence[str], expected: list[Any]) -> None:
@@ -268,7 +274,13 @@ def _tally_on_rank(
     return shown, list(log.events)
 
 
-def _remote_tallies(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "remote_tallies(tally_class, owners, amounts) runs on the master: make one tally_class() on each owner, call its add(x) "
+    "for every x in amounts[i] on owner i, and return the list of what total() then says on each owner.",
+    "One object on each owner keeps the state; only numbers and references travelled.",
+)
+def _remote_tallies(answer: Any, on: OnRanks) -> None:
     random = np.random.default_rng()
     for counts, slow in (((3,), True), ((2, 0, 4), False)):
         names = _names(len(counts))
@@ -279,7 +291,6 @@ def _remote_tallies(answer: Any, on: OnRanks) -> str:
                 raise seen
             result, events = seen
             _judge_tallies(result, events, names[1:], amounts)
-    return "One object on each owner keeps the state; only numbers and references travelled."
 
 
 def _amounts(random: np.random.Generator, counts: Sequence[int]) -> list[list[float]]:
@@ -336,21 +347,3 @@ def _judge_tallies(result: list[Any] | str, events: list[_Event], owners: list[s
         if number != len(some):
             raise AnswerError(f"{owner} got {counted(number, 'addition')}, and has {counted(len(some), 'amount')}", *details)
     raise AnswerError("the totals are not those of the owners' amounts", *details)
-
-
-EXERCISES = (
-    Exercise(
-        "ask_all",
-        LESSON,
-        "ask_all(workers, function, inputs) runs on the master: call function(x) for every x, on the workers in turn, all at the "
-        "same time; return the list of results in the order of the inputs.",
-        _ask_all,
-    ),
-    Exercise(
-        "remote_tallies",
-        LESSON,
-        "remote_tallies(tally_class, owners, amounts) runs on the master: make one tally_class() on each owner, call its add(x) "
-        "for every x in amounts[i] on owner i, and return the list of what total() then says on each owner.",
-        _remote_tallies,
-    ),
-)

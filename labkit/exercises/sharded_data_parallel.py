@@ -9,27 +9,31 @@ from typing import Any, Final
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, Hint, OnRanks, compare, differ, number_of, showing, whole_numbers
-from labkit.exercises.known_mistakes import judge_result
-from labkit.exercises.sharded_oracles import STEPS, Weights, batch, network, serial, weights
+from labkit.exercises.comparisons import compare, differ, judge_result, number_of, whole_numbers
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, showing
 from labkit.recording.operations import type_of
-
-__all__ = ["EXERCISES"]
 
 LESSON: Final = "03_sharded_data_parallel"
 ONE_ROOT: Final = "all_reduce the sum of squares, then take the root, once"
 WORLDS: Final = (3, 4, 2, 1)  # 3 first: no size below divides by it, and dividing by a constant 2 or 4 is wrong there
 
 
-def _shard_range(answer: Any, _: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "shard_range(numbers, ranks, rank) returns (start, end, padding): rank's shard is numbers start to end of "
+    "a flat tensor. All shards have the same size, the smallest that is enough; the last ones are filled with "
+    "`padding` zeros.",
+    "All shards are equally long, every number has one owner, and the padding fills the last shards.",
+)
+def _shard_range(answer: Any, _: OnRanks) -> None:
     for numbers, ranks in ((10, 4), (12, 3), (5, 4), (3, 4), (7, 1), (1000, 3)):
         given = [_as_triple(answer(numbers, ranks, rank), numbers, ranks, rank) for rank in range(ranks)]
         _judge_ranges(given, numbers, ranks)
-    return "All shards are equally long, every number has one owner, and the padding fills the last shards."
 
 
 def _as_triple(given: Any, numbers: int, ranks: int, rank: int) -> tuple[int, int, int]:
@@ -82,11 +86,16 @@ def _judge_ranges(given: list[tuple[int, int, int]], numbers: int, ranks: int) -
         )
 
 
-def _memory_per_rank(answer: Any, _: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "memory_per_rank(parameters, activations, ranks, stage) returns the bytes of a rank in float32 training "
+    "with Adam, for ZeRO stages 0 to 3; `activations` are the bytes of one rank's activations.",
+    "Parameters, gradients and Adam's two moments for stages 0 to 3, and activations that no stage shards.",
+)
+def _memory_per_rank(answer: Any, _: OnRanks) -> None:
     for stage in (1, 2, 3, 0):
         for parameters, activations, ranks in ((1_200_000, 700_000, 5), (999_999, 50_000, 3), (300_000, 4_000_000, 1)):
             _judge_memory(number_of(answer(parameters, activations, ranks, stage)), parameters, activations, ranks, stage)
-    return "Parameters, gradients and Adam's two moments for stages 0 to 3, and activations that no stage shards."
 
 
 def _judge_memory(given: float, parameters: int, activations: int, ranks: int, stage: int) -> None:
@@ -155,14 +164,18 @@ def _zero1_on_rank(answer: Callable[..., Step]) -> tuple[Weights, Weights, int, 
     return before, weights(model), kept, len(made)
 
 
-def _zero1(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "zero1(parameters, make_optimizer) prepares a ZeRO 1 optimizer and returns step(), which is called after "
+    "each backward(). It averages the gradients, updates this rank's shards, and gives every rank all "
+    "parameters; sizes need not divide by the number of ranks. It sends no more bytes than data parallel.",
+    "On 1, 2, 3 and 4 ranks: the parameters of one process with the whole batch, 1/p of the optimizer state "
+    "on each rank, and no more bytes than data parallel sends.",
+)
+def _zero1(answer: Any, on: OnRanks) -> None:
     for ranks in WORLDS:
         with showing(f"zero1(parameters, make_optimizer) on {counted(ranks, 'rank')}"):
             _judge_zero1(answer, on, ranks)
-    return (
-        "On 1, 2, 3 and 4 ranks: the parameters of one process with the whole batch, 1/p of the optimizer state "
-        "on each rank, and no more bytes than data parallel sends."
-    )
 
 
 def _judge_zero1(answer: Any, on: OnRanks, ranks: int) -> None:
@@ -280,7 +293,13 @@ def _norm_on_rank(answer: Callable[..., Any]) -> tuple[float | None, bool]:
     return (None if norm is None else float(norm)), same
 
 
-def _global_norm(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "global_norm(gradients) takes the gradients of this rank's shards, a list of tensors, and returns on "
+    "every rank the norm of the whole gradient. It leaves the gradients as they are and communicates once.",
+    "On 1, 2, 3 and 4 ranks: the norm of the whole gradient, on every rank, with one all_reduce.",
+)
+def _global_norm(answer: Any, on: OnRanks) -> None:
     for ranks in WORLDS:
         case = f"global_norm(gradients) on {counted(ranks, 'rank')}"
         results = on(ranks, _norm_on_rank, answer)
@@ -297,7 +316,6 @@ def _global_norm(answer: Any, on: OnRanks) -> str:
             )
         if ranks > 1 and not calls:
             raise AnswerError("the norm is right, but no operation was called: how can a rank know the shards of others?", case)
-    return "On 1, 2, 3 and 4 ranks: the norm of the whole gradient, on every rank, with one all_reduce."
 
 
 def _judge_norms(given: Sequence[float | None], ranks: int) -> None:
@@ -328,35 +346,50 @@ def _judge_norms(given: Sequence[float | None], ranks: int) -> None:
     judge_result(norms, [right] * ranks, mistakes, otherwise, *details, same=lambda a, b: np.allclose(a, b, rtol=1e-3))
 
 
-EXERCISES = (
-    Exercise(
-        "shard_range",
-        LESSON,
-        "shard_range(numbers, ranks, rank) returns (start, end, padding): rank's shard is numbers start to end of "
-        "a flat tensor. All shards have the same size, the smallest that is enough; the last ones are filled with "
-        "`padding` zeros.",
-        _shard_range,
-    ),
-    Exercise(
-        "memory_per_rank",
-        LESSON,
-        "memory_per_rank(parameters, activations, ranks, stage) returns the bytes of a rank in float32 training "
-        "with Adam, for ZeRO stages 0 to 3; `activations` are the bytes of one rank's activations.",
-        _memory_per_rank,
-    ),
-    Exercise(
-        "zero1",
-        LESSON,
-        "zero1(parameters, make_optimizer) prepares a ZeRO 1 optimizer and returns step(), which is called after "
-        "each backward(). It averages the gradients, updates this rank's shards, and gives every rank all "
-        "parameters; sizes need not divide by the number of ranks. It sends no more bytes than data parallel.",
-        _zero1,
-    ),
-    Exercise(
-        "global_norm",
-        LESSON,
-        "global_norm(gradients) takes the gradients of this rank's shards, a list of tensors, and returns on "
-        "every rank the norm of the whole gradient. It leaves the gradients as they are and communicates once.",
-        _global_norm,
-    ),
-)
+INPUTS: Final = 5
+HIDDEN: Final = 7
+OUTPUTS: Final = 3
+PER_RANK: Final = 4  # examples of each rank in a step
+STEPS: Final = 3
+
+Weights = dict[str, NDArray[Any]]
+
+
+def network() -> nn.Module:
+    """Build the network, with the same weights in every process: tensors of 35, 7, 21 and 3 numbers."""
+    random = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUTPUTS))
+    for p in model.parameters():
+        p.data = torch.randn(p.shape, generator=random) / 2
+    return model
+
+
+def batch(ranks: int, step: int) -> tuple[Tensor, Tensor]:
+    """Return the inputs and targets of all ranks together."""
+    random = torch.Generator().manual_seed(100 + step)
+    count = PER_RANK * ranks
+    return torch.randn(count, INPUTS, generator=random), torch.randn(count, OUTPUTS, generator=random)
+
+
+def weights(model: nn.Module) -> Weights:
+    """Return a copy of each parameter."""
+    return {name: p.detach().clone().numpy() for name, p in model.named_parameters()}
+
+
+def serial(ranks: int, *, scale: float = 1.0, clear: bool = True) -> Weights:
+    """Return the weights after one process has trained with the batches of all ranks.
+
+    Args:
+        ranks: how many ranks' batches to use.
+        scale: what to multiply each gradient with.
+        clear: whether to clear the gradients after each step.
+    """
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number in range(STEPS):
+        inputs, targets = batch(ranks, number)
+        (scale * nn.functional.mse_loss(model(inputs), targets)).backward()
+        optimizer.step()
+        if clear:
+            optimizer.zero_grad()
+    return weights(model)

@@ -7,24 +7,18 @@ from typing import Any
 
 from labkit.errors.exceptions import RankError
 from labkit.errors.wrong_calls import one_number
-from labkit.exercises.judging import (
-    AnswerError,
-    Exercise,
-    OnRanks,
-    call,
-    listing,
-    showing,
-    takes_number_for_list,
-    whole_numbers,
-)
-from labkit.exercises.known_mistakes import judge_result
-
-__all__ = ["EXERCISES"]
+from labkit.exercises.comparisons import judge_result, listing, whole_numbers
+from labkit.exercises.judging import AnswerError, OnRanks, call, exercise, showing, takes_number_for_list
 
 LESSON = "00_start_here"
 
 
-def _introduce(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "Return the text 'rank R of N', with this rank's number and the number of ranks.",
+    "Every rank knows who it is, in a group of any size.",
+)
+def _introduce(answer: Any, on: OnRanks) -> None:
     for ranks in (3, 2):
         got = on(ranks, call, answer)
         expected = [f"rank {rank} of {ranks}" for rank in range(ranks)]
@@ -52,10 +46,15 @@ def _introduce(answer: Any, on: OnRanks) -> str:
                 "not a string", *details, cure="write f'rank {...} of {...}', with an f before the quotes, and return that"
             )
         raise AnswerError("the text is not the one asked for", *details)
-    return "Every rank knows who it is, in a group of any size."
 
 
-def _my_share(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "Given a number of items, return the numbers of those that this rank shall do: every item on exactly one rank, and no "
+    "rank with more than one item more than another.",
+    "Every item belongs to exactly one rank, and no rank has more than one item more than another.",
+)
+def _my_share(answer: Any, on: OnRanks) -> None:
     for items, ranks in ((10, 4), (7, 3), (2, 3)):
         try:
             returned = on(ranks, call, answer, items)
@@ -92,14 +91,20 @@ def _my_share(answer: Any, on: OnRanks) -> str:
             raise AnswerError(
                 f"{case}: rank {slow} has {max(sizes)}, another rank has {min(sizes)}, and all wait for the slowest", *details
             )
-    return "Every item belongs to exactly one rank, and no rank has more than one item more than another."
 
 
 def _items(numbers: list[int]) -> str:
     return f"item {numbers[0]} belongs" if len(numbers) == 1 else f"items {listing(numbers)} belong"
 
 
-def _waiting_share(answer: Any, _: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "Four ranks meet at a barrier. Rank 0 comes after 0.3 s, the others after 0.1 s. Which share of the four ranks' time is "
+    "waited?",
+    "The three fast ranks wait 0.6 of the group's 1.2 seconds: half of what was paid for is idle.",
+    number=True,
+)
+def _waiting_share(answer: Any, _: OnRanks) -> None:
     """Rank 0 works for 0.3 s, the three others for 0.1 s: they wait 3 × 0.2 s of 4 × 0.3 s."""
     share = None if isinstance(answer, str) else one_number(answer)
     if share is None:
@@ -124,24 +129,3 @@ def _waiting_share(answer: Any, _: OnRanks) -> str:
         f"given {answer}",
         same=lambda a, b: abs(a - b) < 0.0075 * max(1, b),
     )  # fmt: skip
-    return "The three fast ranks wait 0.6 of the group's 1.2 seconds: half of what was paid for is idle."
-
-
-EXERCISES = (
-    Exercise("introduce", LESSON, "Return the text 'rank R of N', with this rank's number and the number of ranks.", _introduce),
-    Exercise(
-        "my_share",
-        LESSON,
-        "Given a number of items, return the numbers of those that this rank shall do: every item on exactly one rank, and no "
-        "rank with more than one item more than another.",
-        _my_share,
-    ),
-    Exercise(
-        "waiting_share",
-        LESSON,
-        "Four ranks meet at a barrier. Rank 0 comes after 0.3 s, the others after 0.1 s. Which share of the four ranks' time is "
-        "waited?",
-        _waiting_share,
-        number=True,
-    ),
-)

@@ -11,12 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.exercises.all_reduce_waits import judge_waits
-from labkit.exercises.explained import explaining
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, showing
-from labkit.exercises.known_mistakes import judge_result
-
-__all__ = ["EXERCISES"]
+from labkit.exercises.comparisons import judge_result, number_of
+from labkit.exercises.judging import AnswerError, OnRanks, exercise, explaining, showing
 
 LESSON = "10_tf_data_parallel"
 REPLICAS = 2
@@ -92,14 +88,19 @@ def _devices(tf: Any, replicas: int) -> list[str]:
     return [f"{kind}:{i}" for i in range(replicas)]
 
 
-def _replica_loss(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "replica_loss(losses, global_batch, penalty) gets the losses of this replica's examples, one each, and a penalty that is "
+    "the same on all replicas. Return what, summed over replicas, is the mean loss of the whole batch plus the penalty.",
+    "Summed over the replicas it is the mean over the global batch and the penalty once, also when their shares differ.",
+)
+def _replica_loss(answer: Any, on: OnRanks) -> None:
     for uneven in (False, True):
         with showing(f"replica_loss(losses, 4, {PENALTY:g}) on {REPLICAS} replicas"):
             ((got, mean, differentiable),) = explaining(on, EXPLAINED, runtime="tensorflow")(
                 1, _loss_on_rank, answer, uneven, devices_per_rank=REPLICAS
             )
             _judge_loss(got, mean, differentiable, uneven)
-    return "Summed over the replicas it is the mean over the global batch and the penalty once, also when their shares differ."
 
 
 def _judge_loss(got: Any, mean: float, differentiable: bool, uneven: bool) -> None:
@@ -186,7 +187,13 @@ def _batches_on_ranks(answer: Callable[..., Any]) -> Steps:
     return _batches(answer, tf.distribute.MultiWorkerMirroredStrategy(), EXAMPLES_OF_RANKS)
 
 
-def _global_batches(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "global_batches(strategy, examples, per_replica) returns a distributed dataset: one pass in which every step gives every "
+    "replica `per_replica` of the examples, each to one replica only, for any number of replicas and ranks.",
+    "Every step gives every replica the batch that was asked for, and no example is read twice, also on two ranks.",
+)
+def _global_batches(answer: Any, on: OnRanks) -> None:
     on = explaining(on, EXPLAINED, runtime="tensorflow")
     call = f"global_batches(strategy, examples, {PER_REPLICA})"
     with showing(f"{call} with {EXAMPLES} examples, {REPLICAS} replicas"):
@@ -202,7 +209,6 @@ def _global_batches(answer: Any, on: OnRanks) -> str:
             )
     with showing(f"{call} with {EXAMPLES_OF_RANKS} examples, on {REPLICAS} ranks"):
         _judge_ranks(on(REPLICAS, _batches_on_ranks, answer))
-    return "Every step gives every replica the batch that was asked for, and no example is read twice, also on two ranks."
 
 
 def _listed(steps: Steps) -> tuple[str, ...]:
@@ -295,11 +301,16 @@ def _clip_on_rank(answer: Callable[..., Any], limit: float) -> list[list[float]]
     return [gradient.numpy().tolist() for gradient in clipped]
 
 
-def _clipped_sum(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "clipped_sum(gradients, limit) runs in a replica, gets the gradients of this rank's share, and returns those of the "
+    "whole batch, shortened where their norm, all of them together, is above the limit.",
+    "The gradients of all replicas are first summed and then clipped, as one device would do with the whole batch.",
+)
+def _clipped_sum(answer: Any, on: OnRanks) -> None:
     for limit in (LIMIT, HIGH_LIMIT):
         with showing(f"clipped_sum(gradients, {limit:g}) on {len(GRADIENTS)} ranks"):
             _judge_clipped(explaining(on, EXPLAINED, runtime="tensorflow")(len(GRADIENTS), _clip_on_rank, answer, limit), limit)
-    return "The gradients of all replicas are first summed and then clipped, as one device would do with the whole batch."
 
 
 def _judge_clipped(ranks: list[Any], limit: float) -> None:
@@ -351,33 +362,78 @@ def _lists(arrays: list[NDArray[Any]]) -> list[list[float]]:
     return [array.round(4).tolist() for array in arrays]
 
 
-EXERCISES = (
-    Exercise(
-        "replica_loss",
-        LESSON,
-        "replica_loss(losses, global_batch, penalty) gets the losses of this replica's examples, one each, and a penalty that is "
-        "the same on all replicas. Return what, summed over replicas, is the mean loss of the whole batch plus the penalty.",
-        _replica_loss,
-    ),
-    Exercise(
-        "global_batches",
-        LESSON,
-        "global_batches(strategy, examples, per_replica) returns a distributed dataset: one pass in which every step gives every "
-        "replica `per_replica` of the examples, each to one replica only, for any number of replicas and ranks.",
-        _global_batches,
-    ),
-    Exercise(
-        "clipped_sum",
-        LESSON,
-        "clipped_sum(gradients, limit) runs in a replica, gets the gradients of this rank's share, and returns those of the "
-        "whole batch, shortened where their norm, all of them together, is above the limit.",
-        _clipped_sum,
-    ),
-    Exercise(
-        "waited_ms",
-        LESSON,
-        "waited_ms(spans): spans are all-reduces (rank, step, start_ms, end_ms), one per rank and step. Return a dictionary with "
-        "the ms that each rank waited for the others, summed over the steps.",
-        judge_waits,
-    ),
+TimedSpan = tuple[int, int, float, float]
+# All-reduces (rank, step, start, end). In the second case there are three ranks, another is last in each step, and the
+# spans are in no order; in the third, ranks end at different times, and the earliest step is not numbered 0; in the
+# fourth, rank 1 never waits.
+TIMELINES: tuple[list[TimedSpan], ...] = (
+    [(0, 0, 1.0, 6.0), (1, 0, 4.0, 6.0), (0, 1, 11.0, 13.0), (1, 1, 10.0, 13.0)],
+    [(2, 1, 9.0, 12.0), (0, 0, 2.0, 5.0), (1, 0, 1.0, 5.0), (0, 1, 8.0, 12.0), (2, 0, 4.0, 5.0), (1, 1, 10.0, 12.0)],
+    [(1, 7, 20.0, 29.0), (0, 7, 26.0, 27.0), (0, 8, 30.0, 36.5), (1, 8, 33.5, 36.0)],
+    [(0, 0, 1.0, 6.0), (1, 0, 4.0, 6.0), (0, 1, 9.0, 13.0), (1, 1, 10.0, 13.0)],
 )
+
+
+@exercise(
+    LESSON,
+    "waited_ms(spans): spans are all-reduces (rank, step, start_ms, end_ms), one per rank and step. Return a dictionary with "
+    "the ms that each rank waited for the others, summed over the steps.",
+    "A rank waits from its own start until the last rank of the same step has started.",
+)
+def _waited_ms(answer: Any, _: OnRanks) -> None:
+    """Judge `waited_ms` on several timelines.
+
+    Raises:
+        AnswerError: the waiting times are wrong.
+    """
+    for spans in TIMELINES:
+        with showing(f"waited_ms({spans})"):
+            _judge_waits(answer(list(spans)), spans)
+
+
+def _judge_waits(answered: Any, spans: list[TimedSpan]) -> None:
+    expected = _waits(spans, "others")
+    details = (f"given {answered!r}", f"expected {expected}")
+    if not isinstance(answered, dict):
+        raise AnswerError("expected a dictionary with a number for each rank", *details)
+    if set(answered) != set(expected):
+        raise AnswerError(f"the keys are the ranks, here {sorted(expected)}", *details)
+    given = {rank: number_of(ms) for rank, ms in answered.items()}
+    steps = len({step for _, step, _, _ in spans})
+    mistakes = {
+        "those are whole all-reduces; once the last rank has come, a rank no longer waits": _waits(spans, "length"),
+        "that is how late each rank came; the rank that comes first is the one that waits": _waits(spans, "late"),
+        "that is the time after the last rank came, in which the numbers are summed": _waits(spans, "end"),
+        "that is the mean of the steps: add them up": {rank: ms / steps for rank, ms in expected.items()},
+        "that is one step only: add up all steps": _waits(spans, "last step"),
+        (
+            "here all ranks wait until the last start of all steps, but they meet in every step",
+            "look for the last start among the spans of the same step",
+        ): _waits(spans, "one moment"),
+    }
+    otherwise = (
+        "that is not the time in which a rank waits: from when, and for whom, does it wait in a step?",
+        "in each step, a rank waits from its own start to the latest start of any rank in that step",
+    )
+    judge_result(given, expected, mistakes, otherwise, *details, same=_equal)
+
+
+def _waits(spans: list[TimedSpan], mistake: str) -> dict[int, float]:
+    """Return for each rank the sum over its spans of what an answer, or a usual mistake, takes for waiting."""
+    total = dict.fromkeys(sorted({rank for rank, *_ in spans}), 0.0)
+    final = max(step for _, step, _, _ in spans)
+    for rank, step, start, end in spans:
+        starts = [s for _, other, s, _ in spans if other == step]
+        total[rank] += {
+            "others": max(starts) - start,
+            "length": end - start,
+            "late": start - min(starts),
+            "end": end - max(starts),
+            "last step": (max(starts) - start) * (step == final),
+            "one moment": max(s for _, _, s, _ in spans) - start,
+        }[mistake]
+    return total
+
+
+def _equal(given: dict[int, float], expected: dict[int, float]) -> bool:
+    return all(math.isclose(given[rank], expected[rank], rel_tol=1e-6, abs_tol=1e-9) for rank in expected)

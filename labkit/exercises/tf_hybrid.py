@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import random
+import signal
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from labkit.errors.causes import Cause
 from labkit.errors.exceptions import RankError
-from labkit.exercises.explained import explaining
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, Results, showing, takes_number_for_list, whole_number
+from labkit.exercises.comparisons import listing, whole_number
+from labkit.exercises.judging import AnswerError, OnRanks, Results, exercise, explaining, showing, takes_number_for_list
 
 __all__ = ["EXERCISES", "EXPLAINED"]
 
@@ -44,7 +49,13 @@ EXPLAINED = (
 # plan_epoch
 
 
-def _plan_epoch(answer: Callable[..., Any], _: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "plan_epoch(examples, per_replica, devices), worker i having devices[i] devices, returns the global batch, the number "
+    "of full steps in an epoch, and a list with the number of examples that each worker reads in these steps.",
+    "Every device counts, only full steps are made, and each worker reads its share of them.",
+)
+def _plan_epoch(answer: Callable[..., Any], _: OnRanks) -> None:
     cases = [(1000, 8, [2, 2]), (1536, 16, [1]), (1000, 8, [4, 1, 2]), (70, 16, [2, 2, 2])]
     cases += [(random.randint(300, 999), random.randint(2, 9), [random.randint(1, 4) for _ in range(3)]) for _ in range(5)]
     for examples, per_replica, devices in cases:
@@ -56,7 +67,6 @@ def _plan_epoch(answer: Callable[..., Any], _: OnRanks) -> str:
                     raise AnswerError("devices is a list: the number of devices of each worker, such as [2, 2]") from None
                 raise
             _judge_plan(given, examples, per_replica, devices)
-    return "Every device counts, only full steps are made, and each worker reads its share of them."
 
 
 def _judge_plan(given: Any, examples: int, per_replica: int, devices: Sequence[int]) -> None:
@@ -170,14 +180,19 @@ def _near(a: Any, b: Any) -> bool:
     return np.shape(a) == np.shape(b) and bool(np.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE))
 
 
-def _hybrid_train(answer: Callable[..., Any], on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "hybrid_train(strategy, weight, data, global_batch, steps, rate) runs on every worker: make `steps` steps on the "
+    "distributed data, weight -= rate * gradient of the mean of (x·weight - y)² over the global batch; return the losses.",
+    "Four replicas in two processes train as one device with the whole batch would.",
+)
+def _hybrid_train(answer: Callable[..., Any], on: OnRanks) -> None:
     seed, size = random.randrange(10**6), PER_REPLICA * WORKERS * DEVICES
     with showing(
         f"hybrid_train(strategy, weight, data, {size}, {STEPS}, {RATE}) on {WORKERS} workers with {DEVICES} devices each"
     ):
         results = explaining(on, EXPLAINED, runtime="tensorflow")(WORKERS, _train_on_rank, answer, seed, devices_per_rank=DEVICES)
         _judge_trained(results, seed)
-    return "Four replicas in two processes train as one device with the whole batch would."
 
 
 def _judge_trained(results: Results, seed: int) -> None:
@@ -346,12 +361,17 @@ def _fetched(value: Any) -> Any:
     return value
 
 
-def _run_epochs(answer: Callable[..., Any], on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "run_epochs(coordinator, step, batches, epochs) runs on the chief: in each epoch schedule step(batch) for all batches "
+    "at the same time, wait until all are done, and return the list of the epochs' mean losses.",
+    "All workers are busy within an epoch, and no epoch begins before the one before it is done.",
+)
+def _run_epochs(answer: Callable[..., Any], on: OnRanks) -> None:
     losses = [round(random.uniform(1, 9), 2) for _ in range(BATCHES)]
     jobs = {"chief": 1, "worker": 2, "ps": 1}
     with showing(f"run_epochs(coordinator, step, batches, {EPOCHS}) with {BATCHES} batches"):
         _judge_epochs(losses, *explaining(on, EXPLAINED, runtime="tensorflow")(jobs, _on_chief_only, answer, losses)[0])
-    return "All workers are busy within an epoch, and no epoch begins before the one before it is done."
 
 
 def _judge_epochs(losses: list[float], got: Any, calls: int, scheduled: int, waits: list[int], unfinished: list[int]) -> None:
@@ -395,26 +415,141 @@ def _on_chief_only(answer: Callable[..., Any], losses: list[float]) -> Any:
     return _epochs_on_chief(answer, losses)
 
 
-EXERCISES = (
-    Exercise(
-        "plan_epoch",
-        LESSON,
-        "plan_epoch(examples, per_replica, devices), worker i having devices[i] devices, returns the global batch, the number "
-        "of full steps in an epoch, and a list with the number of examples that each worker reads in these steps.",
-        _plan_epoch,
-    ),
-    Exercise(
-        "hybrid_train",
-        LESSON,
-        "hybrid_train(strategy, weight, data, global_batch, steps, rate) runs on every worker: make `steps` steps on the "
-        "distributed data, weight -= rate * gradient of the mean of (x·weight - y)² over the global batch; return the losses.",
-        _hybrid_train,
-    ),
-    Exercise(
-        "run_epochs",
-        LESSON,
-        "run_epochs(coordinator, step, batches, epochs) runs on the chief: in each epoch schedule step(batch) for all batches "
-        "at the same time, wait until all are done, and return the list of the epochs' mean losses.",
-        _run_epochs,
-    ),
+TRAINED, EVERY, DIES_AT = 8, 2, 5  # killed in step 5, when the checkpoint of 4 finished steps is the latest
+COUNTER = "step/.ATTRIBUTES/VARIABLE_VALUE"  # the name of `checkpoint.step` in a checkpoint
+
+
+class _Resumed(NamedTuple):
+    """What one process found.
+
+    Args:
+        stored: the finished steps that the latest checkpoint counted at the start; -1 if there was no such number.
+        trained: the batches.
+        weight: the weight at the end.
+        counted: the finished steps that `checkpoint.step` counts at the end.
+    """
+
+    stored: int
+    trained: list[int]
+    weight: float
+    counted: int
+
+
+def _train_and_die(answer: Callable[..., Any], folder: str, log: str, dies_at: int | None) -> _Resumed:
+    """Train in `folder`, and write into the file `log` after how many steps something was saved."""
+    import tensorflow as tf
+
+    class Logged(tf.train.Checkpoint):  # type: ignore[misc]  # TensorFlow has no types
+        def _write(self, *args: Any, **options: Any) -> Any:  # called by `save` and by a CheckpointManager
+            with Path(log).open("a") as lines:
+                lines.write(f"{len(trained)}\n")
+            return super()._write(*args, **options)
+
+    weight = tf.Variable(1.0, dtype=tf.float64)
+    checkpoint = Logged(step=tf.Variable(0, dtype=tf.int64), weight=weight)
+    trained: list[int] = []
+    latest, stored = tf.train.latest_checkpoint(folder), -1
+    if latest and COUNTER in dict(tf.train.list_variables(latest)):
+        stored = int(tf.train.load_variable(latest, COUNTER))
+
+    def train_step(batch: Any) -> None:
+        trained.append(int(batch))
+        if int(batch) == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        weight.assign(weight / 2 + tf.cast(batch, tf.float64))
+
+    answer(folder, checkpoint, tf.data.Dataset.range(10**6), train_step, TRAINED, EVERY)
+    return _Resumed(stored, trained, float(weight.numpy()), int(checkpoint.step.numpy()))
+
+
+@exercise(
+    LESSON,
+    "train_safely(folder, checkpoint, data, train_step, steps, every): restore the latest checkpoint in folder, if any; "
+    "train the batches that are still due until `steps` are done in all; count them in checkpoint.step and save after "
+    "every `every` steps.",
+    "Killed in the middle, it continues from the latest checkpoint and ends like a training without a death.",
 )
+def _train_safely(answer: Callable[..., Any], on: OnRanks) -> None:
+    expected = 1.0
+    for batch in range(TRAINED):
+        expected = expected / 2 + batch
+    on = explaining(on, EXPLAINED, runtime="tensorflow")
+    call = f"train_safely(folder, checkpoint, data, train_step, {TRAINED}, {EVERY})"
+    with tempfile.TemporaryDirectory() as parent, showing(call):
+        folder, log = Path(parent, "checkpoints"), Path(parent, "saves.log")
+        folder.mkdir()
+        try:
+            (alive,) = on(1, _train_and_die, answer, str(folder), str(log), DIES_AT)
+        except RankError as error:
+            if error.failures[0].cause is not Cause.KILLED:
+                raise
+        else:
+            raise AnswerError(
+                f"it never trained batch {DIES_AT}: call train_step(batch) for each batch of data until `steps` are done",
+                f"given steps = {TRAINED}; trained the batches {alive.trained}",
+            )
+        _judge_saves(folder, [int(line) for line in log.read_text().split()] if log.exists() else [])
+        (resumed,) = on(1, _train_and_die, answer, str(folder), str(log), None)
+        _judge_resumed(resumed, expected)
+
+
+def _judge_saves(folder: Path, saved: list[int]) -> None:
+    """Judge what the first process saved before it was killed: after how many steps, and where.
+
+    Raises:
+        AnswerError: too often, too rarely, or not in the folder.
+    """
+    due = list(range(EVERY, DIES_AT, EVERY))
+    when = f"it saved when {listing(saved) or 'no'} steps were done, expected {listing(due)}"
+    details = (f"killed in step {DIES_AT}, every = {EVERY}", when)
+    if not any(folder.glob("*.index")):
+        if any(folder.parent.glob("*.index")):
+            raise AnswerError(
+                "the checkpoints are beside the folder: the prefix is the beginning of a file's path, and the files belong in "
+                "the folder",
+                *sorted(str(path.relative_to(folder.parent)) for path in folder.parent.glob("*.index")),
+            )
+        raise AnswerError(
+            "killed in the middle, it left no checkpoint in the folder: save after every `every` steps, not only at the end",
+            f"killed in step {DIES_AT}, every = {EVERY}",
+        )
+    if saved and saved == list(range(1, len(saved) + 1)):
+        raise AnswerError(f"it saves after every step, not after every {EVERY}", *details)
+    if saved not in ([], due):  # nothing: the answer saves another object
+        raise AnswerError("it does not save when `every` steps are done: how many are done at that moment?", *details)
+
+
+def _judge_resumed(resumed: _Resumed, expected: float) -> None:
+    """Judge the process that starts after the death.
+
+    Raises:
+        AnswerError: it does not continue where the checkpoint is.
+    """
+    stored, trained, weight, counted = resumed
+    first = DIES_AT // EVERY * EVERY
+    due = list(range(first, TRAINED))
+    details = (f"the checkpoint is of {first} finished steps, steps = {TRAINED}", f"it then trained the batches {trained}")
+    if trained != due:
+        if trained == list(range(TRAINED)) and stored == 0:
+            raise AnswerError("it begins again at batch 0, for the checkpoint says that 0 steps are finished", *details)
+        if trained == list(range(TRAINED)):
+            raise AnswerError("it begins again at batch 0, although the folder has a checkpoint", *details)
+        if trained == list(range(len(due))):
+            raise AnswerError("it makes the right number of steps, but reads the data from the beginning", *details)
+        if trained[: len(due)] == due:
+            raise AnswerError("it makes too many steps: `steps` counts those before the death as well", *details)
+        if trained and trained[0] == first - 1:
+            raise AnswerError(
+                f"batch {first - 1} is trained twice: the checkpoint of {first} finished steps says that fewer are finished",
+                *details,
+            )
+        if trained and trained[0] == first + 1:
+            raise AnswerError(f"batch {first} is left out: checkpoint.step is the number of finished steps", *details)
+        raise AnswerError(f"expected the batches {due[0]} to {due[-1]}", *details)
+    if not math.isclose(weight, expected, rel_tol=1e-12):
+        raise AnswerError(
+            "the batches are right, the weight is not that of a training without a death: is it restored before the first step?",
+            f"weight {weight:.6f}, expected {expected:.6f}",
+        )
+    if counted != TRAINED:
+        raise AnswerError(f"at the end, checkpoint.step counts {counted} finished steps of {TRAINED}", *details)

@@ -7,11 +7,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from labkit.exercises.explained import explaining
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, number_of, showing, whole_number, whole_numbers
-from labkit.exercises.known_mistakes import judge_result
-
-__all__ = ["EXERCISES"]
+from labkit.exercises.comparisons import judge_result, number_of, whole_number, whole_numbers
+from labkit.exercises.judging import AnswerError, OnRanks, exercise, explaining, showing
 
 LESSON = "11_tf_model_parallel"
 
@@ -28,11 +25,16 @@ TIMELINES: tuple[tuple[list[TimedSpan], list[str], float], ...] = (
 )
 
 
-def _idle_devices(answer: Any, _: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "idle_devices(spans, devices, step_ms): spans are (device, start_ms, end_ms) within a step from 0 to step_ms, and may "
+    "overlap. Return a dict with the share of the step, 0 to 1, in which each of `devices` is idle.",
+    "Spans that overlap count once, and a device without spans is idle for the whole step.",
+)
+def _idle_devices(answer: Any, _: OnRanks) -> None:
     for spans, devices, step_ms in TIMELINES:
         with showing(f"idle_devices({spans}, {devices}, {step_ms:g})"):
             _judge_idle(answer(list(spans), list(devices), step_ms), spans, devices, step_ms)
-    return "Spans that overlap count once, and a device without spans is idle for the whole step."
 
 
 def _judge_idle(answered: Any, spans: list[TimedSpan], devices: list[str], step_ms: float) -> None:
@@ -118,7 +120,13 @@ MODELS: tuple[tuple[list[int], list[int], int, int], ...] = (
 )
 
 
-def _place_layers(answer: Any, _: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "place_layers(weights, outputs, limit, devices) returns the device number of each layer, never going down, so that no "
+    "device holds more than `limit` bytes of weights, and as few bytes of outputs as possible cross between devices.",
+    "Every device keeps to its limit, and the cuts together send the fewest bytes.",
+)
+def _place_layers(answer: Any, _: OnRanks) -> None:
     for weights, outputs, limit, devices in MODELS:
         given = answer(list(weights), list(outputs), limit, devices)
         case = f"place_layers({weights}, {outputs}, {limit}, {devices})"
@@ -153,7 +161,6 @@ def _place_layers(answer: Any, _: OnRanks) -> str:
             f"{sent} bytes cross, and {least} would do. Do you fill one device after the other? That cuts wherever one is full",
             *details, cure="compare all places to cut",
         )  # fmt: skip
-    return "Every device keeps to its limit, and the cuts together send the fewest bytes."
 
 
 def _placements(weights: Sequence[int], limit: int, devices: int) -> Iterator[list[int]]:
@@ -224,14 +231,19 @@ IN_LAYOUTS = (
 )
 
 
-def _pair_layouts(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "pair_layouts(mesh) returns (layout of a, layout of b, number of all-reduces) for relu(x @ a) @ b with a whole x and a "
+    "whole result: as few all-reduces as possible, and each device holds only its share of a and b.",
+    "Columns, then rows: no device holds more than its share, and one all-reduce adds up the products.",
+)
+def _pair_layouts(answer: Any, on: OnRanks) -> None:
     for devices in (2, 3):
         with showing(f"pair_layouts(mesh) on {devices} devices"):
             (found,) = explaining(on, IN_LAYOUTS, runtime="tensorflow")(
                 1, _pair_on_rank, answer, devices, devices_per_rank=devices
             )
             _judge_pair(found)
-    return "Columns, then rows: no device holds more than its share, and one all-reduce adds up the products."
 
 
 def _judge_pair(found: dict[str, Any]) -> None:
@@ -280,11 +292,16 @@ MESHES: tuple[tuple[list[Shape], list[list[str]], dict[str, int]], ...] = (
 )  # fmt: skip
 
 
-def _weights_per_device(answer: Any, _: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "weights_per_device(shapes, layouts, mesh) returns how many numbers one device holds of weights with these shapes and "
+    'DTensor layouts, on a mesh such as {"batch": 2, "model": 4}.',
+    "Along a mesh dimension that a layout does not name, a weight is copied; along the others it is divided.",
+)
+def _weights_per_device(answer: Any, _: OnRanks) -> None:
     for shapes, layouts, mesh in MESHES:
         with showing(f"weights_per_device({shapes}, {layouts}, {mesh})"):
             _judge_held(number_of(answer(list(shapes), [list(layout) for layout in layouts], dict(mesh))), shapes, layouts, mesh)
-    return "Along a mesh dimension that a layout does not name, a weight is copied; along the others it is divided."
 
 
 def _judge_held(given: float, shapes: list[Shape], layouts: list[list[str]], mesh: dict[str, int]) -> None:
@@ -308,35 +325,3 @@ def _judge_held(given: float, shapes: list[Shape], layouts: list[list[str]], mes
     }
     otherwise = "divide each side of a weight by the size of the mesh dimension that the layout names for it"
     judge_result(given, expected, mistakes, otherwise, f"given {given:g}, expected {expected}", same=_close)
-
-
-EXERCISES = (
-    Exercise(
-        "idle_devices",
-        LESSON,
-        "idle_devices(spans, devices, step_ms): spans are (device, start_ms, end_ms) within a step from 0 to step_ms, and may "
-        "overlap. Return a dict with the share of the step, 0 to 1, in which each of `devices` is idle.",
-        _idle_devices,
-    ),
-    Exercise(
-        "place_layers",
-        LESSON,
-        "place_layers(weights, outputs, limit, devices) returns the device number of each layer, never going down, so that no "
-        "device holds more than `limit` bytes of weights, and as few bytes of outputs as possible cross between devices.",
-        _place_layers,
-    ),
-    Exercise(
-        "pair_layouts",
-        LESSON,
-        "pair_layouts(mesh) returns (layout of a, layout of b, number of all-reduces) for relu(x @ a) @ b with a whole x and a "
-        "whole result: as few all-reduces as possible, and each device holds only its share of a and b.",
-        _pair_layouts,
-    ),
-    Exercise(
-        "weights_per_device",
-        LESSON,
-        "weights_per_device(shapes, layouts, mesh) returns how many numbers one device holds of weights with these shapes and "
-        'DTensor layouts, on a mesh such as {"batch": 2, "model": 4}.',
-        _weights_per_device,
-    ),
-)

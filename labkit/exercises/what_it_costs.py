@@ -13,12 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
-from labkit.exercises.gradients import Experts, Gradients, gradients_of, keeps, random_batch
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, Results, compare, differ, listing, number_of, showing
-from labkit.exercises.known_mistakes import judge_result
+from labkit.exercises.comparisons import compare, differ, judge_result, listing, number_of
+from labkit.exercises.data_parallel import Experts, Gradients, gradients_of, keeps, random_batch
+from labkit.exercises.judging import AnswerError, OnRanks, Results, exercise, showing
 from labkit.recording.operations import type_of
-
-__all__ = ["EXERCISES"]
 
 LESSON = "02b_what_it_costs"
 
@@ -30,7 +28,14 @@ SAVED = "the all-reduce may take what is saved, alone_ms − shared_ms"
 HOPELESS = (14.0, 13.95, 1_724_320, 2, 50.0)  # the latencies alone take longer than what is saved
 
 
-def _break_even(answer: Any, _: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "break_even(alone_ms, shared_ms, nbytes, ranks, latency_us) returns the bandwidth in Gbit/s above which data "
+    "parallelism is faster than one process: a step of one process takes alone_ms; a rank computes for shared_ms, then "
+    "follows a ring all-reduce of nbytes. float('inf') where no bandwidth is enough.",
+    "Above this bandwidth the ranks are faster than one process; where latency alone costs more, no bandwidth is enough.",
+)
+def _break_even(answer: Any, _: OnRanks) -> None:
     for case in CASES:
         given = number_of(answer(*case))
         alone_ms, shared_ms, nbytes, ranks, latency_us = case
@@ -62,7 +67,6 @@ def _break_even(answer: Any, _: OnRanks) -> str:
         )
         judge_result(given, right, mistakes, otherwise, *details, same=lambda a, b: math.isclose(a, b, rel_tol=1e-3))
     _judge_hopeless(answer)
-    return "Above this bandwidth the ranks are faster than one process; where latency alone costs more, no bandwidth is enough."
 
 
 def _judge_hopeless(answer: Any) -> None:
@@ -130,11 +134,16 @@ def _accumulate_on_rank(answer: Callable[..., object]) -> tuple[Gradients, int, 
     return gradients_of(model.module), counter.buckets, counter.late
 
 
-def _accumulate(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "accumulate(model, batches, loss_function) gives a DDP model the gradients of the mean loss over all examples of all "
+    "ranks, and sends them only once. Batches and ranks have different numbers of examples.",
+    f"{len(SIZES)} ranks, batches of 1 to {most} examples, sent once: the gradients of one process with all the examples.",
+)
+def _accumulate(answer: Any, on: OnRanks) -> None:
     with showing(f"accumulate(model, batches, loss_function) on {len(SIZES)} ranks"):
         _judge_accumulated(on(len(SIZES), _accumulate_on_rank, answer))
     most = max(map(max, SIZES))
-    return f"{len(SIZES)} ranks, batches of 1 to {most} examples, sent once: the gradients of one process with all the examples."
 
 
 def _judge_accumulated(results: Results) -> None:
@@ -194,22 +203,3 @@ def _judge_sent(results: Results, buckets: int, nbytes: int) -> None:
             "DDP decides in the forward pass whether the backward will send",
             cure="forward and backward of all batches but the last belong inside `with model.no_sync():`",
         )
-
-
-EXERCISES = (
-    Exercise(
-        "break_even",
-        LESSON,
-        "break_even(alone_ms, shared_ms, nbytes, ranks, latency_us) returns the bandwidth in Gbit/s above which data "
-        "parallelism is faster than one process: a step of one process takes alone_ms; a rank computes for shared_ms, then "
-        "follows a ring all-reduce of nbytes. float('inf') where no bandwidth is enough.",
-        _break_even,
-    ),
-    Exercise(
-        "accumulate",
-        LESSON,
-        "accumulate(model, batches, loss_function) gives a DDP model the gradients of the mean loss over all examples of all "
-        "ranks, and sends them only once. Batches and ranks have different numbers of examples.",
-        _accumulate,
-    ),
-)
