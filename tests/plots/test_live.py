@@ -29,7 +29,7 @@ from labkit.plots.live.page import page as html_of
 from labkit.plots.live.progress import Progress
 from labkit.plots.live.recent import Recent
 from labkit.plots.live.view import Live
-from labkit.recording.schema import MEMORY, STEPS_IN_ALL, Pending
+from labkit.recording.schema import ENDED, MEMORY, STEPS_IN_ALL, Pending
 from labkit.tracing.trace import Scalar, Span, Trace
 from labkit.worker.gpus import Gpus
 from labkit.worker.resource_usage import Load, ResourceMonitor, followed, gpus_of, own_bytes
@@ -102,6 +102,41 @@ def step(rank, start_ms, end_ms):
 
 
 # Frames
+
+
+def crosses(page):
+    """The places of the marks of ended processes, each drawn on a wider one that sets it off."""
+    paths = [path.get("d") for path in drawing(page).iter(f"{SVG}path") if path.get("fill") == "none"]
+    return [tuple(map(float, re.match(r"M([\d.]+) ([\d.]+)l([\d.]+)", d).groups())) for d in paths[::2]]
+
+
+def test_the_end_of_a_process_is_marked_where_the_others_go_on():
+    book = Book()
+    for rank in (0, 1):
+        book.compute(rank, "forward", 0, 100)
+    book.travel(1, "recv", 100, 900, wait=(100, 900), peer=0, group="0→1", match=1)
+    book.scalar(1, ENDED, 300, 1.0)
+    album = watched(book.trace(2), (200, 400))
+    before, after = album.frames[-2:]
+    assert [row.blocked for row in before.rows] == [False, True]
+    assert [row.blocked for row in after.rows] == [False, False], "nobody waits in an ended process"
+    assert [row.ended_ns for row in after.rows] == [None, 300 * MS]
+    assert crosses(album.pages[-2]) == []
+    ((left, top, size),) = crosses(album.pages[-1])
+    first, y, wide, high = max(boxes(album.pages[-1], "forward"), key=lambda box: box[1])
+    assert left + size / 2 == pytest.approx(first + 3 * wide, abs=3)
+    assert y < top + size / 2 < y + 2 * high
+    assert [box[1] == y for box in boxes(album.pages[-1], "unlabelled")] == [False], "only rank 0 is still in its function"
+    assert not [text for text in after.progress if ENDED in text], "no value of the program's"
+
+
+def test_the_end_of_a_process_before_the_step_that_is_shown_is_only_written():
+    trace = data_parallel(steps=40)
+    trace.scalars += (Scalar(1, ENDED, 1 * MS, 1.0),)
+    album = watched(trace, range(50, int(trace.duration_ns / MS), 50))
+    assert album.frames[-1].detail.marked is not None
+    assert crosses(album.pages[-1]) == []
+    assert album.frames[-1].rows[1].status in texts(album.pages[-1])
 
 
 def test_text_on_stripes_has_a_plain_background():
