@@ -34,7 +34,6 @@ from labkit.group.output import cell_label, put
 from labkit.group.picture import Picture
 from labkit.group.pool_state import Phase, Request
 from labkit.group.processes import RankPool
-from labkit.group.profiling import Profiling
 from labkit.group.rank_selection import Ranks, chosen
 from labkit.group.run import Execution, Run
 from labkit.group.spawn import WithRank, check_spawn, hint_for_rank
@@ -122,7 +121,7 @@ class Group:
         self._announced: set[str] = set()
         self._sent = Sent()
         self.last_run: Run | None = None
-        self.profiling = Profiling()
+        self.profiling = False  # whether `lab.profile` records the runs with torch's profiler
         self._owner = os.getpid()
         notebook.starter(runtime, self._options.start)  # starts importing the framework
         notebook.groups.add(self)
@@ -324,16 +323,16 @@ class Group:
             for note in pool.share_settings(lambda settings: pickling.pack(settings, home=home, sent=self._sent)):
                 self._announce(note)
             self._install(pool, payload)
-            if self.profiling.on:
+            if self.profiling:
                 pool.exchange(protocol.Profile(begin=True), protocol.Profiled)
             pool.observe(begin=True)
             execution = Execution(pool, on, name, picture)
             pool.begin(on, message)
             deadline_s = None if self._options.timeout_s is None else time.monotonic() + self._options.timeout_s
             try:
-                run = execution.wait(deadline_s, profile=self.profiling.on)
+                run = execution.wait(deadline_s, profile=self.profiling)
             except LabError:
-                if not self.profiling.on:  # otherwise the profiler still records
+                if not self.profiling:  # otherwise the profiler still records
                     pool.state.end()
                 raise
             self.last_run = run
