@@ -79,7 +79,8 @@ class DeadlockMonitor:
         failures: Collection[int],
         serving: Collection[int] = (),
     ) -> None:
-        self._members, self._plan, self._on, self._lost = pool.members, pool.plan, on, pool.lost
+        self._members, self._kind, self._options = pool.members, pool.kind, pool.options
+        self._on, self._lost = on, pool.lost
         self._records, self._results, self._failures, self._serving = records, results, failures, serving
         self._suspicion: _Suspicion | None = None
         self._places: dict[int, RankThreads] = {}  # the threads of ranks that others wait for
@@ -106,7 +107,7 @@ class DeadlockMonitor:
         """
         if self._any_frozen(now_ns):
             return None
-        kind = self._plan.kind
+        kind = self._kind
         pending = [[] if m.rank in self._lost else m.reader.pending() for m in self._members]
         waited_ns = max((now_ns - p.wait_start_ns for of_rank in pending for p in of_rank if p.wait_start_ns), default=0)
         if waited_ns < kind.certain_after_s * 1e9:
@@ -251,10 +252,10 @@ class DeadlockMonitor:
             entered[p.group] = max(entered.get(p.group, 0), p.match)
         called, ended = member.rank in self._on, member.rank in self._lost
         serves = member.rank in self._serving
-        serving = member.reader.serving or self._plan.kind.serves(self._plan.jobs, member.rank) or int(serves)
+        serving = member.reader.serving or self._kind.serves(self._options.jobs, member.rank) or int(serves)
         serving = 0 if ended else serving
         # An emulated link completes a call on a thread of its own, some time after torch has received the reply.
-        receiving = self._plan.kind.serving_threads > 0 and self._plan.link is None
+        receiving = self._kind.serving_threads > 0 and self._options.link is None
         return RankState(
             member.name, pending, called=called, returned=ended or not called or serves or member.rank in self._results,
             serving=serving, receiving=receiving, entered=entered, done=self._records.done(member.rank, blocked_in),

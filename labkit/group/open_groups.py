@@ -11,14 +11,13 @@ import weakref
 from typing import Any, Final, Protocol
 
 from labkit.errors.exceptions import LabError
+from labkit.ipc.options import STARTS
 from labkit.recording.ring_layout import RING_BYTES
 from labkit.worker import network_namespace
 from labkit.worker.runtimes.registry import RUNTIMES
 from labkit.worker.usable_cores import usable_cores
 
-__all__ = ["STARTS", "Notebook", "default_start", "notebook", "warm_up"]
-
-STARTS: Final = ("fork", "spawn")
+__all__ = ["Notebook", "default_start", "notebook", "warm_up"]
 
 
 class Closable(Protocol):

@@ -362,7 +362,8 @@ def test_preloaded_modules_exist(start: str) -> None:
     """A misspelt name would be skipped silently, and each rank would pay for the import."""
     pytest.importorskip("torch")
     with lab.Group(1, start=start) as group:
-        assert group.run(lambda names: [n for n in names if n not in sys.modules], RUNTIMES["torch"].preload).results == [[]]
+        names = [name.partition(":")[0] for name in RUNTIMES["torch"].preload]  # after a colon: a function of the module
+        assert group.run(lambda names: [n for n in names if n not in sys.modules], names).results == [[]]
 
 
 @pytest.mark.parametrize("runtime", ["torch", "rpc", "bare"])
@@ -370,7 +371,7 @@ def test_a_rank_imports_no_labkit_modules_to_start_and_run(runtime: str) -> None
     """Each rank of each group pays for what a forked rank imports itself; the server imports it only once."""
     pytest.importorskip("torch")
     names = ["labkit.worker.fork_server", "labkit.worker.launch", *RUNTIMES[runtime].preload]
-    code = f"import importlib, sys; [importlib.import_module(n) for n in {names}]; print(*sys.modules)"
+    code = f"import importlib, sys; [importlib.import_module(n.partition(':')[0]) for n in {names}]; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
     with lab.Group(1, runtime=runtime) as group:
         (loaded,) = group.run(lambda: [name for name in sys.modules if name.startswith("labkit")]).results
