@@ -16,7 +16,6 @@ from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError, RankError, Stopped
 from labkit.errors.lists import counted
 from labkit.errors.wrong_calls import public_api
-from labkit.group import stack_dump
 from labkit.group.cell_names import CellNames, lost_names
 from labkit.group.open_groups import notebook
 from labkit.group.options import FixedArgument, Plan, check_environment, chosen
@@ -27,12 +26,14 @@ from labkit.group.profiling import Profiling
 from labkit.group.rank_selection import Ranks
 from labkit.group.run import Execution, Run
 from labkit.group.spawn import WithRank, check_spawn, hint_for_rank
+from labkit.group.stack_report import Stacks, readable
 from labkit.group.unfinished import still_unfinished
 from labkit.ipc import pickling
 from labkit.ipc.code_names import assigned, mentions, name_of, reads
 from labkit.ipc.definitions import Sent
 from labkit.ipc.pickling_errors import Call, Names
 from labkit.ipc.ranks_cell import parse
+from labkit.launch.stack_dump import ask
 
 __all__ = ["Group"]
 
@@ -220,7 +221,7 @@ class Group:
             names.learn(self._pool.members if self._pool is not None else ())
 
     @public_api
-    def stacks(self) -> stack_dump.Stacks:
+    def stacks(self) -> Stacks:
         """Where every rank is now, as Python stacks cut to the student's frames; also for ranks blocked in C++.
 
         During a run, call it from another thread: `threading.Timer(5, lambda: print(group.stacks())).start()`.
@@ -235,8 +236,8 @@ class Group:
         if pool is None:
             raise LabError("this group has no running ranks: they start with the first run")
         living = {m.name: m.process for m in pool.members if m.process.memory >= 0}
-        texts = zip(living.items(), stack_dump.ask(living.values()), strict=True)
-        return stack_dump.Stacks({name: stack_dump.readable(text, process.pid) for (name, process), text in texts})
+        texts = zip(living.items(), ask(living.values()), strict=True)
+        return Stacks({name: readable(text, process.pid) for (name, process), text in texts})
 
     def close(self) -> None:
         """End the ranks. A closed group stays closed; closing it again does nothing."""

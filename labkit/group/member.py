@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from labkit.ipc.messages import Channel
+from labkit.launch.starters import RankProcess
 from labkit.recording.ring_buffer import RingReader
-from labkit.worker.launch import RankProcess
 
 __all__ = ["Member"]
 

@@ -50,7 +50,7 @@ class Notebook:
             LabError: LABKIT_NETWORK=private, and the start method is not "fork".
         """
         from labkit.ipc.pickling import shared_memory
-        from labkit.worker.launch import ForkStarter, SpawnStarter
+        from labkit.launch.starters import ForkStarter, SpawnStarter
 
         kind = RUNTIMES[runtime]
         network = network_namespace.wanted(os.environ)

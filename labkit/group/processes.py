@@ -18,13 +18,13 @@ from labkit.group.member import Member
 from labkit.group.message_loop import MessageLoop
 from labkit.group.options import Plan
 from labkit.group.output import Notice, notebook_shell
-from labkit.group.stack_dump import crash
+from labkit.group.stack_report import crash
 from labkit.ipc.definitions import Sent
 from labkit.ipc.messages import Message, encode
 from labkit.ipc.pickling import Payload, shared_memory
 from labkit.ipc.process_memory import may_read
+from labkit.launch.starters import RankProcess, Starter, in_background
 from labkit.worker.edited_modules import Imported, edited
-from labkit.worker.launch import RankProcess, Starter, in_background
 from labkit.worker.notebook_settings import NotebookSettings, Settings
 from labkit.worker.process_state import ProcessState
 from labkit.worker.runtimes.base import RankConfig

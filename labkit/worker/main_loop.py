@@ -162,7 +162,7 @@ class _Rank:
         here.start(recorder)
         record_rpc = self._runtime.record_operations(recorder, self._shared_link)
         notes = self._runtime.set_up(offers)
-        self._runtime.adapt_launch(recorder, record_rpc)
+        self._runtime.adapt_initialization(recorder, record_rpc)
         if self._runtime.resting_is_waiting:
             blocked.detect_blocked_calls(recorder)
         self._variables = {name for name, value in os.environ.items() if self._inherited.get(name) != value} | ALWAYS_OWN

@@ -21,7 +21,7 @@ from labkit.recording.record import Recorder
 from labkit.worker.network_namespace import Network
 
 if TYPE_CHECKING:
-    from labkit.comm.launch import Launch
+    from labkit.comm.initialization import Initialization
 
 __all__ = ["LOOPBACK", "MIB", "Ending", "RankConfig", "Released", "Runtime", "has_server", "quiet_stderr"]
 
@@ -157,7 +157,7 @@ class Runtime:
 
     def __init__(self, rank_config: RankConfig, network: Network, wait_for_release: Callable[[], None]) -> None:
         self.rank_config, self.network, self.wait_for_release = rank_config, network, wait_for_release
-        self._launch: Launch | None = None  # set when torch is imported
+        self._initialization: Initialization | None = None  # set when torch is imported
 
     def offer(self) -> Any:
         """In the rank: return what the other ranks must know before they set up."""
@@ -171,7 +171,7 @@ class Runtime:
             shared_link: file descriptor of the memory of an emulated link that ranks share; -1 without one.
 
         Returns:
-            what starts the recording of remote calls, for `adapt_launch`.
+            what starts the recording of remote calls, for `adapt_initialization`.
         """
         return lambda: None
 
@@ -187,7 +187,7 @@ class Runtime:
         self._torchrun_environment(offers[0])
         return []
 
-    def adapt_launch(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
+    def adapt_initialization(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
         """In the rank, after `set_up`: make the calls with which a program sets up and ends torch itself harmless.
 
         Args:
@@ -197,10 +197,10 @@ class Runtime:
 
         def watch() -> None:
             from labkit.comm import install
-            from labkit.comm.launch import Launch
+            from labkit.comm.initialization import Initialization
 
             install.watch_script(recorder, given=False)
-            self._launch = Launch(recorder, self.rank_config.rank, self.rank_config.size, record_rpc)
+            self._initialization = Initialization(recorder, self.rank_config.rank, self.rank_config.size, record_rpc)
 
         when_imported("torch", lambda _: watch())
 
@@ -211,14 +211,14 @@ class Runtime:
             keep: whether to keep what the previous run has set up, as from one cell to the next.
             all_called: whether all ranks of the group run it.
         """
-        if self._launch is not None:
-            self._launch.begin_run(keep=keep, all_called=all_called)
+        if self._initialization is not None:
+            self._initialization.begin_run(keep=keep, all_called=all_called)
 
     def end_run(self) -> Ending | None:
         """In the rank: called after the run; return what the notebook should know, or None."""
-        if self._launch is None:
+        if self._initialization is None:
             return None
-        notes, spent = self._launch.notes(), self._launch.spent
+        notes, spent = self._initialization.notes(), self._initialization.spent
         return Ending(spent, notes) if notes or spent else None
 
     def raised_in_python(self, error: BaseException) -> bool:  # noqa: ARG002  # unknown by default
