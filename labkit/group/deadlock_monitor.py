@@ -66,7 +66,8 @@ class DeadlockMonitor:
         serving: the numbers of ranks that were called and now only serve others.
 
     Attributes:
-        notice: the current notice for the student, one line; "" for none.
+        notice: the current notice of a long wait, or of a suspended rank: one line; "" for none.
+        silence: the line that says where ranks are that have shown nothing for long; "" for none.
     """
 
     def __init__(
@@ -78,7 +79,8 @@ class DeadlockMonitor:
         failures: Collection[int],
         serving: Collection[int] = (),
     ) -> None:
-        self._members, self._plan, self._on, self._lost = pool.members, pool.plan, on, pool.lost
+        self._members, self._kind, self._options = pool.members, pool.kind, pool.options
+        self._on, self._lost = on, pool.lost
         self._records, self._results, self._failures, self._serving = records, results, failures, serving
         self._suspicion: _Suspicion | None = None
         self._places: dict[int, RankThreads] = {}  # the threads of ranks that others wait for
@@ -89,9 +91,9 @@ class DeadlockMonitor:
         self._unmoved_check_ns = 0
         self._frozen: list[Member] = []
         self._frozen_check_ns = 0
-        self._silence_notice, self._next_silence_s = "", SLOW_S
+        self._next_silence_s = SLOW_S
         self._unnoted = [m.reader.unnoted for m in self._members]
-        self.notice = ""
+        self.notice = self.silence = ""
 
     def check(self, now_ns: int, silent_s: float = 0.0) -> Deadlock | None:
         """The deadlock that the ranks are in, once it is certain; else None.
@@ -105,12 +107,13 @@ class DeadlockMonitor:
         """
         if self._any_frozen(now_ns):
             return None
-        kind = self._plan.kind
+        kind = self._kind
         pending = [[] if m.rank in self._lost else m.reader.pending() for m in self._members]
         waited_ns = max((now_ns - p.wait_start_ns for of_rank in pending for p in of_rank if p.wait_start_ns), default=0)
         if waited_ns < kind.certain_after_s * 1e9:
             self._suspicion = None
-            self.notice = self._notice_of_unrecorded(now_ns) or self._silence(silent_s)
+            self.notice = self._notice_of_unrecorded(now_ns)
+            self._look_into_silence(silent_s)
             return None
         blocked_in = {(p.group, p.match) for of_rank in pending for p in of_rank if p.wait_start_ns and p.match}
         states = [self._state_of(m, p, blocked_in) for m, p in zip(self._members, pending, strict=True)]
@@ -122,7 +125,8 @@ class DeadlockMonitor:
         elif all(now_ns - p.wait_start_ns >= kind.certain_after_s * 1e9 for p in hanging):
             deadlock = self._confirmed(states, now_ns)
         if deadlock is None:
-            self.notice = self._notice_of(states, waited_ns, now_ns) or self._silence(silent_s)
+            self.notice = self._notice_of(states, waited_ns, now_ns)
+            self._look_into_silence(silent_s)
         return deadlock
 
     def _confirmed(self, states: Sequence[RankState], now_ns: int) -> Deadlock | None:
@@ -152,16 +156,15 @@ class DeadlockMonitor:
         blocked = None if unknown else {p.thread for p in state.blocked}
         return active(now, before, blocked=blocked, idle_main=state.returned and not unknown)
 
-    def _silence(self, silent_s: float) -> str:
-        """The notice while no rank has waited long, and the student has seen nothing for long."""
-        if silent_s < SLOW_S:
-            self._silence_notice = ""
+    def _look_into_silence(self, silent_s: float) -> None:
+        """Say where the ranks are if the student has seen nothing for long, and no notice of a wait either."""
+        if self.notice or silent_s < SLOW_S:
+            self.silence = ""
         elif silent_s >= self._next_silence_s:
             self._next_silence_s = 2 * silent_s
             running = [i for i in self._on if i not in self._results and i not in self._failures and i not in self._serving]
             threads = self._threads_of(running, with_children=False, insist=False)
-            self._silence_notice = silence_notice({self._members[i].name: threads.get(i) for i in running}, silent_s)
-        return self._silence_notice
+            self.silence = silence_notice({self._members[i].name: threads.get(i) for i in running}, silent_s)
 
     def _threads_of(self, ranks: Collection[int], *, with_children: bool, insist: bool = True) -> dict[int, RankThreads]:
         """The state of the threads of those ranks that are alive."""
@@ -249,10 +252,10 @@ class DeadlockMonitor:
             entered[p.group] = max(entered.get(p.group, 0), p.match)
         called, ended = member.rank in self._on, member.rank in self._lost
         serves = member.rank in self._serving
-        serving = member.reader.serving or self._plan.kind.serves(self._plan.jobs, member.rank) or int(serves)
+        serving = member.reader.serving or self._kind.serves(self._options.jobs, member.rank) or int(serves)
         serving = 0 if ended else serving
         # An emulated link completes a call on a thread of its own, some time after torch has received the reply.
-        receiving = self._plan.kind.serving_threads > 0 and self._plan.link is None
+        receiving = self._kind.serving_threads > 0 and self._options.link is None
         return RankState(
             member.name, pending, called=called, returned=ended or not called or serves or member.rank in self._results,
             serving=serving, receiving=receiving, entered=entered, done=self._records.done(member.rank, blocked_in),

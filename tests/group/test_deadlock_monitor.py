@@ -44,7 +44,7 @@ class Looked:
         members = [
             SimpleNamespace(rank=i, name=f"rank {i}", reader=reader, process=SimpleNamespace(frozen=False)) for i in (0, 1)
         ]
-        pool: Any = SimpleNamespace(members=members, plan=SimpleNamespace(kind=SimpleNamespace(certain_after_s=0.5)), lost={})
+        pool: Any = SimpleNamespace(members=members, kind=SimpleNamespace(certain_after_s=0.5), options=None, lost={})
         self._monitor = DeadlockMonitor(pool, [0, 1], None, {}, {})  # type: ignore[arg-type]
         self._next: list[RankThreads] = []
         self._now_ns = 0
@@ -71,7 +71,7 @@ class Looked:
         notices = []
         for silent_s in seconds:
             assert self._monitor.check(self._now_ns, silent_s) is None
-            notices.append(self._monitor.notice)
+            notices.append(self._monitor.silence)
         return notices
 
 

@@ -30,7 +30,7 @@ from labkit.group.deadlock_words import frozen
 from labkit.group.member import Member
 from labkit.group.output import Output
 from labkit.group.run import GRACE_S, Execution
-from labkit.ipc.messages import Message
+from labkit.ipc.protocol import Message
 from labkit.ipc.tracebacks import HEADLINE_CHARACTERS, TEXT_CHARACTERS
 from labkit.launch.starters import RankProcess
 from labkit.recording.schema import Pending
@@ -345,8 +345,8 @@ def test_a_rank_that_dies_after_it_has_returned(ranks: lab.Group, cells: in_cell
     """)
     real = Execution.message
 
-    def kill_then(execution: Execution, member: Member, frame: Message) -> None:
-        real(execution, member, frame)
+    def kill_then(execution: Execution, member: Member, message: Message) -> None:
+        real(execution, member, message)
         os.kill(member.process.pid, signal.SIGKILL)
 
     monkeypatch.setattr(Execution, "message", kill_then)

@@ -183,9 +183,9 @@ def test_reading_stacks_of_starting_ranks_does_not_end_them(start: str, monkeypa
     monkeypatch.setattr("labkit.launch.stack_dump.LIMIT_S", 0.1)
     set_up, looks = RankPool._set_up, []
 
-    def look_first(pool: RankPool, plan: Any) -> None:
+    def look_first(pool: RankPool) -> None:
         looks.append(group.stacks())
-        set_up(pool, plan)
+        set_up(pool)
 
     monkeypatch.setattr(RankPool, "_set_up", look_first)
     with lab.Group(2, runtime="bare", start=start, timeout_s=200) as group:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from processes import GONE_LIMIT_S, left_after
 import labkit as lab
 from labkit.errors.causes import Cause
 from labkit.errors.exceptions import Stopped
-from labkit.group.open_groups import Notebook, default_start, notebook
+from labkit.group.open_groups import Notebook, default_start, notebook, warm_up
 from labkit.group.options import FILES_PER_RANK, STARTING_FILES
 from labkit.group.output import Notice, Output
 from labkit.ipc.pickling import shared_memory
@@ -198,6 +199,16 @@ def test_ranks_have_the_notebooks_folder_and_path(start: str, tmp_path: Path, mo
 
     with lab.Group(1, runtime="bare", start=start) as group:
         assert group.run(f).results == ["foundhelpers_of_a_student.py"]
+
+
+def test_no_more_processes_are_kept_ready_than_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready: list[int] = []
+    monkeypatch.setenv("LABKIT_START", "spawn")
+    monkeypatch.setattr(notebook, "starter", lambda *_: SimpleNamespace(warm=ready.append))
+    for cores in (0.5, 2.5, 64.0):
+        monkeypatch.setattr("labkit.group.open_groups.usable_cores", lambda cores=cores: cores)
+        warm_up("bare")
+    assert ready == [1, 2, 4]
 
 
 def test_the_default_start(monkeypatch: pytest.MonkeyPatch) -> None:

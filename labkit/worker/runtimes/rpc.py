@@ -64,7 +64,7 @@ class Rpc(Torch):
     def _rpc_given(self) -> tuple[str, Any]:
         from labkit.comm.rpc_initialization import RpcOptions
 
-        return self.rank_config.names[self.rank_config.rank], RpcOptions(*self.rank_config.rpc_options)
+        return self.rank_config.name, RpcOptions(*self.options.rpc_options)
 
     def tear_down(self) -> None:
         """Shut RPC down without waiting for the other ranks, which may have failed."""

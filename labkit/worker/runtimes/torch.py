@@ -73,8 +73,8 @@ class Torch(Runtime):
         """What holds messages back, if the group has a link."""
         from labkit.comm.install import slow_link
 
-        config = self.rank_config
-        return None if config.link is None else slow_link(config.link, config.rank, shared_link)
+        link = self.options.link
+        return None if link is None else slow_link(link, self.rank_config.rank, shared_link)
 
     def set_up(self, offers: Sequence[Any]) -> list[str]:
         """Join the process group."""
@@ -134,17 +134,17 @@ class Torch(Runtime):
         self._torchrun_environment(port)
         for variable in INTERFACES:
             os.environ.setdefault(variable, LOOPBACK_INTERFACE)
-        torch.set_num_threads(self.rank_config.threads)
-        gpus = torch.cuda.device_count() if self.rank_config.devices != "cpu" else 0
+        torch.set_num_threads(self.options.threads)
+        gpus = torch.cuda.device_count() if self.options.devices != "cpu" else 0
         own = share_of_devices(self.rank_config.rank, self.rank_config.size, gpus)
         os.environ["LABKIT_DEVICES"] = ",".join(own)
         if not gpus:
-            if self.rank_config.devices == "cuda":
+            if self.options.devices == "cuda":
                 raise LabError("devices='cuda': torch sees no GPU here. Leave `devices` out to run on the CPU.")
             return None, []
         device = torch.device(own[0])
         torch.cuda.set_device(device)
-        if gpus >= self.rank_config.size and self.rank_config.link is not None:
+        if gpus >= self.rank_config.size and self.options.link is not None:
             return device, ["link=...: messages go through gloo and the host, where they can be delayed; NCCL's cannot."]
         if gpus >= self.rank_config.size:
             return device, []
