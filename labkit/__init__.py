@@ -39,7 +39,7 @@ _MODULES = {
     "profile": "group.profile",
     "Run": "group.run",
     "doctor": "notebook.doctor",
-    "Group": "notebook.group",
+    "Group": "notebook.watched_group",
     "reset_lesson": "notebook.lessons",
     "measure_link": "notebook.measure_link",
     "press_stop": "notebook.press_stop",
@@ -79,10 +79,10 @@ if TYPE_CHECKING:
     from labkit.group.profile import profile as profile
     from labkit.group.run import Run as Run
     from labkit.notebook.doctor import doctor as doctor
-    from labkit.notebook.group import Group as Group
     from labkit.notebook.lessons import reset_lesson as reset_lesson
     from labkit.notebook.measure_link import measure_link as measure_link
     from labkit.notebook.press_stop import press_stop as press_stop
+    from labkit.notebook.watched_group import Group as Group
     from labkit.plots.breakdown import breakdown as breakdown
     from labkit.plots.breakdown import compare as compare
     from labkit.plots.busy import busy_shares as busy_shares

@@ -17,7 +17,7 @@ from labkit.recording.ring_layout import PENDING_ORDER, record_dtype
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, ENDED, OPEN, READING, STEPS_IN_ALL, Pending
 from labkit.tracing.downsample import downsample
 from labkit.tracing.trace import Trace, from_records
-from labkit.worker.runtimes.tensorflow.events import COMPUTE as UNNAMED
+from labkit.worker.runtimes.tensorflow.profiler_events import COMPUTE as UNNAMED
 
 __all__ = ["Records"]
 

@@ -17,9 +17,9 @@ from labkit.group.member import Member
 from labkit.group.processes import SLOW_S, RankPool
 from labkit.group.rank_state import RankState
 from labkit.group.remote_calls import cycle_of_calls, served_by
-from labkit.group.stack_dump import ask
-from labkit.group.thread_states import Active, RankThreads, active, children_of, main_wait, threads_in
 from labkit.group.wait_notices import MOST_NAMES, cycle_notice, line_of, silence_notice, unrecorded_notice, waiting_notice
+from labkit.launch.stack_dump import ask
+from labkit.launch.thread_states import Active, RankThreads, active, children_of, main_wait, threads_in
 from labkit.recording.group_keys import GroupKind, kind_of
 from labkit.recording.schema import Pending
 

@@ -15,13 +15,13 @@ from labkit.errors.lists import listed
 from labkit.errors.units import in_words
 from labkit.errors.wrong_calls import WrongNameError
 from labkit.ipc.options import RPC_OPTIONS, Options, check_above_0
+from labkit.launch.fork_server import BATCH
+from labkit.launch.open_files import count_open_files, raise_limit
+from labkit.launch.usable_cores import usable_cores
 from labkit.recording.ring_layout import RING_BYTES
-from labkit.worker.fork_server import BATCH
-from labkit.worker.open_files import count_open_files, raise_limit
 from labkit.worker.runtimes.base import Runtime
 from labkit.worker.runtimes.devices import gpu_count
 from labkit.worker.runtimes.registry import RUNTIMES
-from labkit.worker.usable_cores import usable_cores
 
 __all__ = [
     "FixedArgument", "check_environment", "check_machine", "check_runtime", "default_threads", "names_and_jobs",

@@ -19,7 +19,7 @@ from labkit.group.member import Member
 from labkit.group.message_loop import MessageLoop
 from labkit.group.output import Notice, notebook_shell
 from labkit.group.pool_state import Phase, PoolState, Request
-from labkit.group.stack_dump import crash
+from labkit.group.stack_report import crash
 from labkit.group.unfinished import Unfinished, still_unfinished
 from labkit.ipc import protocol
 from labkit.ipc.definitions import Sent
@@ -27,8 +27,8 @@ from labkit.ipc.options import Options
 from labkit.ipc.pickling import Payload, shared_memory
 from labkit.ipc.process_memory import may_read
 from labkit.ipc.protocol import Message
+from labkit.launch.starters import RankProcess, Starter, in_background
 from labkit.worker.edited_modules import edited
-from labkit.worker.launch import RankProcess, Starter, in_background
 from labkit.worker.notebook_settings import NotebookSettings, Settings
 from labkit.worker.process_state import ProcessState
 from labkit.worker.runtimes.base import Runtime

@@ -24,10 +24,10 @@ from labkit.group.unfinished import Unfinished, left_unfinished, may_go_on
 from labkit.ipc import pickling, protocol
 from labkit.ipc.protocol import Message
 from labkit.ipc.tracebacks import unreadable
+from labkit.launch.resource_usage import Cores, ResourceMonitor, gpus_of
 from labkit.recording.operations import SERVE
 from labkit.tracing.missing_names import about_names
 from labkit.tracing.trace import Trace
-from labkit.worker.resource_usage import Cores, ResourceMonitor, gpus_of
 
 __all__ = ["Execution", "Run"]
 

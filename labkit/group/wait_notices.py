@@ -12,9 +12,9 @@ from labkit.group.deadlock_words import operation_in_words, place
 from labkit.group.output import cell_label
 from labkit.group.rank_state import RankState
 from labkit.group.remote_calls import promised, served_by
-from labkit.group.rendezvous import HINTS
-from labkit.group.stack_dump import Frame
-from labkit.group.thread_states import Active, RankThreads, Thread
+from labkit.group.store_waits import HINTS
+from labkit.launch.stack_dump import Frame
+from labkit.launch.thread_states import Active, RankThreads, Thread
 from labkit.recording.group_keys import DIST_BACKWARD, kind_of
 from labkit.recording.schema import TIMED, Pending
 

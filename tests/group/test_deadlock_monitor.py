@@ -11,8 +11,8 @@ import pytest
 
 from labkit.group.deadlock_monitor import CONFIRM_NS, LONGEST_PAUSE_NS, DeadlockMonitor
 from labkit.group.rank_state import RankState
-from labkit.group.stack_dump import Frame
-from labkit.group.thread_states import RankThreads, Thread
+from labkit.launch.stack_dump import Frame
+from labkit.launch.thread_states import RankThreads, Thread
 from labkit.recording.schema import Pending
 
 S = 1_000_000_000

@@ -32,8 +32,8 @@ from labkit.group.output import Output
 from labkit.group.run import GRACE_S, Execution
 from labkit.ipc.protocol import Message
 from labkit.ipc.tracebacks import HEADLINE_CHARACTERS, TEXT_CHARACTERS
+from labkit.launch.starters import RankProcess
 from labkit.recording.schema import Pending
-from labkit.worker.launch import RankProcess
 
 RULE = "─" * 70
 KEPT = "The ranks are still running and keep their state."
@@ -178,7 +178,7 @@ def test_a_rank_without_a_core_since_another_failed_is_waited_for(
 
     monkeypatch.setattr(RankProcess, "wants_core", property(wants_core))
     monkeypatch.setattr(RankProcess, "cpu_s", 0.0)
-    monkeypatch.setattr("labkit.worker.resource_usage.STARVED_S", 60.0)
+    monkeypatch.setattr("labkit.launch.resource_usage.STARVED_S", 60.0)
     assert failure(ranks, cells.f, str(go_on)).others == [returned("rank 1"), returned("rank 2")]
 
 

@@ -26,9 +26,9 @@ from time_limits import some_limit_does
 import labkit as lab
 from labkit.errors.exceptions import RankFailure, RunTimeoutError
 from labkit.group.open_groups import notebook
+from labkit.launch.usable_cores import usable_cores
 from labkit.worker.runtimes.devices import share_of_devices
 from labkit.worker.runtimes.registry import RUNTIMES
-from labkit.worker.usable_cores import usable_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -370,7 +370,7 @@ def test_preloaded_modules_exist(start: str) -> None:
 def test_a_rank_imports_no_labkit_modules_to_start_and_run(runtime: str) -> None:
     """Each rank of each group pays for what a forked rank imports itself; the server imports it only once."""
     pytest.importorskip("torch")
-    names = ["labkit.worker.fork_server", "labkit.worker.launch", *RUNTIMES[runtime].preload]
+    names = ["labkit.launch.fork_server", "labkit.launch.starters", *RUNTIMES[runtime].preload]
     code = f"import importlib, sys; [importlib.import_module(n.partition(':')[0]) for n in {names}]; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
     with lab.Group(1, runtime=runtime) as group:

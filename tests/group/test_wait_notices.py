@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from labkit.group.rank_state import RankState
-from labkit.group.stack_dump import Frame
-from labkit.group.thread_states import Active, RankThreads, Thread
 from labkit.group.wait_notices import cycle_notice, silence_notice, unrecorded_notice, waiting_notice
+from labkit.launch.stack_dump import Frame
+from labkit.launch.thread_states import Active, RankThreads, Thread
 from labkit.recording.group_keys import DIST_BACKWARD, TENSORFLOW, store_key
 from labkit.recording.operations import PROMISE
 from labkit.recording.schema import TIMED, Pending

@@ -19,6 +19,8 @@ from PIL import Image
 
 import labkit
 from labkit.errors.units import time_in_words
+from labkit.launch.gpus import Gpus
+from labkit.launch.resource_usage import Load, ResourceMonitor, followed, gpus_of, own_bytes
 from labkit.plots import timeline as gantt
 from labkit.plots.bars import COMPUTE_LANE, STYLES, coverage, lanes
 from labkit.plots.live import recent as recent_module
@@ -31,8 +33,6 @@ from labkit.plots.live.recent import Recent
 from labkit.plots.live.view import Live
 from labkit.recording.schema import ENDED, MEMORY, STEPS_IN_ALL, Pending
 from labkit.tracing.trace import Scalar, Span, Trace
-from labkit.worker.gpus import Gpus
-from labkit.worker.resource_usage import Load, ResourceMonitor, followed, gpus_of, own_bytes
 from tools.notebooks import strip
 
 from synthetic import MS, Book, alone, data_parallel, feed, many, model_parallel  # isort: skip
@@ -435,8 +435,8 @@ def test_reading_memory_takes_a_bounded_share_of_time():
 
 def test_the_memory_of_a_process_is_tracked_from_its_private_memory(monkeypatch):
     own, unshared = {7: 50, 8: 0}, {7: 200, 8: 0}
-    monkeypatch.setattr("labkit.worker.resource_usage.own_bytes", own.get)
-    monkeypatch.setattr("labkit.worker.resource_usage._unshared_bytes", unshared.get)
+    monkeypatch.setattr("labkit.launch.resource_usage.own_bytes", own.get)
+    monkeypatch.setattr("labkit.launch.resource_usage._unshared_bytes", unshared.get)
     read = followed([7, 8])
     own.clear()  # not asked again
     assert (read(7), read(8)) == (50, 0)
@@ -510,7 +510,7 @@ def test_without_nvml_the_memory_of_the_processes_is_shown(module, monkeypatch):
 
 
 def test_which_gpus_a_rank_has(monkeypatch):
-    monkeypatch.setattr("labkit.worker.resource_usage.gpu_count", lambda: 4)
+    monkeypatch.setattr("labkit.launch.resource_usage.gpu_count", lambda: 4)
     assert gpus_of(2, "auto") == [[0, 1], [2, 3]]
     assert gpus_of(8, "cuda")[5] == [1]
     assert gpus_of(2, "cpu") == [[], []]

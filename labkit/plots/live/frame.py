@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.errors.units import clock_time
+from labkit.launch.resource_usage import Load
 from labkit.tracing.trace import Trace
-from labkit.worker.resource_usage import Load
 
 __all__ = ["Cells", "Curve", "Detail", "LiveFrame", "LiveRow", "Past"]
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, TextIO
 
 from labkit.errors.units import time_in_words
+from labkit.launch.resource_usage import Load
 from labkit.plots.image import as_image
 from labkit.plots.live.curves import Curves, draw_below
 from labkit.plots.live.frame import Curve, Detail, LiveFrame, LiveRow, Past
@@ -27,7 +28,6 @@ from labkit.plots.live.recent import Recent
 from labkit.plots.widths import SINCE
 from labkit.recording.schema import Pending
 from labkit.tracing.trace import Trace
-from labkit.worker.resource_usage import Load
 
 __all__ = ["Live"]
 

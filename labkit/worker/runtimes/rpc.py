@@ -56,13 +56,13 @@ class Rpc(Torch):
         rpc.api._all_gather = first_round
         return notes
 
-    def adapt_launch(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
+    def adapt_initialization(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
         """Let a program that starts RPC itself find it initialised."""
-        super().adapt_launch(recorder, record_rpc)
+        super().adapt_initialization(recorder, record_rpc)
         recorder.ring.serving(self._rpc_given()[1].num_worker_threads)
 
     def _rpc_given(self) -> tuple[str, Any]:
-        from labkit.comm.rpc_launch import RpcOptions
+        from labkit.comm.rpc_initialization import RpcOptions
 
         return self.rank_config.name, RpcOptions(*self.options.rpc_options)
 

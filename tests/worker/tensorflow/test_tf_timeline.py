@@ -20,9 +20,9 @@ from labkit.recording.schema import OPEN, READING, Span
 from labkit.tracing.intervals import intersection
 from labkit.tracing.trace import Trace
 from labkit.worker.runtimes.tensorflow import events
-from labkit.worker.runtimes.tensorflow.events import Place, scope_of, spans_of
+from labkit.worker.runtimes.tensorflow.profiler_events import Place, scope_of, spans_of
+from labkit.worker.runtimes.tensorflow.profiler_timeline import LIMIT_S, next_reading
 from labkit.worker.runtimes.tensorflow.session import Event
-from labkit.worker.runtimes.tensorflow.timeline import LIMIT_S, next_reading
 
 pytestmark = [pytest.mark.tf, pytest.mark.slow]
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow

@@ -22,7 +22,7 @@ from typing import Final
 import psutil
 
 from labkit.errors.own_code import LABKIT
-from labkit.group.stack_dump import Frame, stacks_of
+from labkit.launch.stack_dump import Frame, stacks_of
 from labkit.recording.record import is_students
 
 __all__ = ["Active", "RankThreads", "Thread", "active", "children_of", "main_wait", "threads_in"]
@@ -127,7 +127,7 @@ def threads_in(raw: str, pid: int, children: Iterable[str] = ()) -> RankThreads:
     """The states of a rank's threads.
 
     Args:
-        raw: its stacks, from `group.stack_dump.ask`.
+        raw: its stacks, from `launch.stack_dump.ask`.
         pid: its process id.
         children: the command lines of its child processes, from `children_of`.
     """

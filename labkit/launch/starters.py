@@ -32,8 +32,8 @@ from typing import Any, Final, Protocol
 import psutil
 
 from labkit.errors.exceptions import LabError
-from labkit.worker.descendants import descendants, end_all
-from labkit.worker.fork_server import BATCH, READY, kill_groups
+from labkit.launch.descendants import descendants, end_all
+from labkit.launch.fork_server import BATCH, READY, kill_groups
 from labkit.worker.stack_writer import held_back
 
 __all__ = ["ForkStarter", "RankProcess", "SpawnStarter", "Starter", "in_background"]
@@ -403,8 +403,8 @@ def _environment() -> dict[str, str]:
 def _python(
     function: str, fds: Sequence[int], arguments: list[Any], environment: dict[str, str], log: int
 ) -> subprocess.Popen[bytes]:
-    """Start an interpreter that runs a function of `worker.fork_server`, in a new session, out of reach of Ctrl-C."""
-    begin = f"import sys; sys.path[:] = {sys.path!r}; from labkit.worker.fork_server import {function}"
+    """Start an interpreter that runs a function of `launch.fork_server`, in a new session, out of reach of Ctrl-C."""
+    begin = f"import sys; sys.path[:] = {sys.path!r}; from labkit.launch.fork_server import {function}"
     code = f"{begin}; {function}({list(fds)!r}, *{arguments!r})"
     with held_back():
         return subprocess.Popen(

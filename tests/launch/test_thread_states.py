@@ -17,9 +17,9 @@ from multiprocessing.pool import ThreadPool
 import pytest
 
 import labkit as lab
-from labkit.group import stack_dump
-from labkit.group.stack_dump import Frame
-from labkit.group.thread_states import RankThreads, Thread, active, children_of, threads_in
+from labkit.launch import stack_dump
+from labkit.launch.stack_dump import Frame
+from labkit.launch.thread_states import RankThreads, Thread, active, children_of, threads_in
 
 STUDENTS = "/students/own.py"
 THREADING = threading.__file__
@@ -193,7 +193,7 @@ def test_real_threads_that_can_only_be_woken(rank: lab.Group) -> None:
 
 def test_without_the_kernels_information_the_line_decides(rank: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on other systems, where only some waits are known."""
-    monkeypatch.setattr("labkit.group.thread_states.FUTEX", -1)
+    monkeypatch.setattr("labkit.launch.thread_states.FUTEX", -1)
     for known in ("an event", "a queue", "an idle executor"):
         rank.run(ENDLESS[known])
     assert settled(rank) == ""
@@ -202,7 +202,7 @@ def test_without_the_kernels_information_the_line_decides(rank: lab.Group, monke
 @pytest.mark.parametrize("tells", ["the kernel tells", "the line tells"])
 def test_real_threads_that_continue_by_themselves(tells: str, rank: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     if tells == "the line tells":
-        monkeypatch.setattr("labkit.group.thread_states.FUTEX", -1)
+        monkeypatch.setattr("labkit.launch.thread_states.FUTEX", -1)
     for start in LIMITED.values():
         rank.run(start)
     found = seen(rank)

@@ -7,7 +7,6 @@ A rank writes its stacks into its recording memory, behind the ring. A thread of
 from __future__ import annotations
 
 import contextlib
-import linecache
 import math
 import os
 import re
@@ -18,13 +17,11 @@ from typing import Final, NamedTuple
 
 import psutil
 
-from labkit.group.output import cell_label
-from labkit.recording.record import is_students
+from labkit.launch.starters import RankProcess
 from labkit.recording.ring_layout import RING_BYTES
-from labkit.worker.launch import RankProcess
 from labkit.worker.stack_writer import ASK, INTERRUPT
 
-__all__ = ["Frame", "Stacks", "ask", "crash", "readable", "stacks_of"]
+__all__ = ["LIMIT_S", "Frame", "ask", "crashed_in", "stacks_of"]
 
 LIMIT_S: Final = 1.0  # for the ranks to write; they may have to wait for a core
 EACH_S: Final = 0.02  # more for each rank
@@ -47,13 +44,6 @@ class Frame(NamedTuple):
     file: str
     line: int
     function: str
-
-
-class Stacks(dict[str, str]):
-    """The stacks by rank name; printed, a report."""
-
-    def __repr__(self) -> str:
-        return "\n\n".join(f"{name} {text}" for name, text in self.items())
 
 
 def ask(processes: Iterable[RankProcess], *, insist: bool = True) -> list[str]:
@@ -141,54 +131,20 @@ class _Answer:
         return os.pread(self._process.memory, LONGEST_END, max(RING_BYTES, self._end - LONGEST_END)).decode("ascii", "replace")
 
 
-def crash(process: RankProcess) -> str:
-    """Where the student's code was when a rank crashed in C code, as a traceback; "" if it did not run."""
+def crashed_in(process: RankProcess) -> tuple[Frame, ...]:
+    """The frames, outermost first, that a rank's thread was in when it crashed in C code; none if it did not crash."""
     raw = os.pread(process.memory, LONGEST_BYTES, RING_BYTES).strip(b"\0").decode("ascii", errors="replace")
     _, crashed, stack = raw.rpartition("Fatal Python error")
-    _, frames = next(_threads(stack), (0, []))
-    text = _stack(frames) if crashed else ""
-    half = re.sub(r"^ +", lambda spaces: spaces[0][::2], text, flags=re.MULTILINE)  # a traceback is indented by two
-    return f"Traceback (most recent call last):\n{half}" if half else ""
-
-
-def readable(raw: str, pid: int) -> str:
-    """A rank's stacks as a report in the form of tracebacks: the student's frames, and the frame that they called.
-
-    Args:
-        raw: the stacks from `ask`.
-        pid: the rank's process, whose state is reported if it did not answer.
-    """
-    if not raw:
-        return f"does not answer: {_state(pid)}"
-    stacks = [text for _, frames in _threads(raw) if (text := _stack(frames))]
-    return (
-        "is idle: no function of yours is running" if not stacks else "is here:\n" + "\n  and on another thread:\n".join(stacks)
-    )
+    return next((frames for _, frames in stacks_of(stack)), ()) if crashed else ()
 
 
 def stacks_of(raw: str) -> Iterator[tuple[int, tuple[Frame, ...]]]:
-    """The identity and the frames (outermost first) of each thread; the main thread first.
+    """The identity and the frames (outermost first) of each thread; the main thread, which is the oldest, first.
 
     Args:
         raw: the stacks from `ask`.
     """
-    for ident, frames in _threads(raw):
-        yield ident, tuple(Frame(frame["file"], int(frame["line"]), frame["function"]) for frame in frames)
-
-
-def _state(pid: int) -> str:
-    try:
-        status = psutil.Process(pid).status()
-    except psutil.NoSuchProcess:
-        return "its process is gone"
-    if status == psutil.STATUS_STOPPED:
-        return "its process was stopped by a signal (SIGSTOP); SIGCONT resumes it"
-    return f"its process is {status}, and did not answer within {LIMIT_S:.0f} s"
-
-
-def _threads(raw: str) -> Iterator[tuple[int, list[re.Match[str]]]]:
-    """The identity and the frames of each thread; the main thread, which is the oldest and is written last, first."""
-    found: list[tuple[int, list[re.Match[str]]]] = []
+    found: list[tuple[int, list[Frame]]] = []
     writer = -1
     for line in raw.splitlines():
         if thread := _THREAD.match(line):
@@ -196,26 +152,11 @@ def _threads(raw: str) -> Iterator[tuple[int, list[re.Match[str]]]]:
                 writer = len(found)
             found.append((int(thread["ident"] or "0", 16), []))
         elif found and (frame := _FRAME.match(line)):
-            found[-1][1].insert(0, frame)
+            found[-1][1].append(Frame(frame["file"], int(frame["line"]), frame["function"]))
     if not found:
         return
-    main = found.pop()
+    main = found.pop()  # it is written last
     if 0 <= writer < len(found):  # labkit's own thread
         found.pop(writer)
-    yield main
-    yield from found
-
-
-def _stack(frames: list[re.Match[str]]) -> str:
-    """One stack; "" if it contains none of the student's frames."""
-    last = max((i for i, frame in enumerate(frames) if is_students(frame["file"])), default=-1)
-    if last < 0:
-        return ""
-    kept = [frame for i, frame in enumerate(frames) if is_students(frame["file"]) or i == last + 1]
-    lines = []
-    for frame in kept:
-        lines.append(f'    File "{cell_label(frame["file"])}", line {frame["line"]}, in {frame["function"]}')
-        source = linecache.getline(frame["file"], int(frame["line"])).strip()
-        if source and is_students(frame["file"]):
-            lines.append(f"        {source}")
-    return "\n".join(lines)
+    for ident, frames in (main, *found):
+        yield ident, tuple(reversed(frames))

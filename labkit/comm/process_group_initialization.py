@@ -23,7 +23,7 @@ from labkit.comm.futures import in_place_of
 from labkit.comm.rendezvous import Address, Rendezvous
 from labkit.comm.time_limits import ends_by_itself
 
-__all__ = ["ProcessGroupLaunch"]
+__all__ = ["ProcessGroupInitialization"]
 
 HOMES: Final = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.device_mesh")
 NOTHING_TO_DO: Final = (
@@ -33,7 +33,7 @@ INSTEAD: Final = "init_process_group({!r}): there is no GPU for each rank here, 
 ENVIRONMENT: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class ProcessGroupLaunch:
+class ProcessGroupInitialization:
     """Replaces the functions by which a rank's program initializes and destroys the default process group.
 
     Args:

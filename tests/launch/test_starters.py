@@ -32,12 +32,12 @@ from labkit.group.open_groups import Notebook, default_start, notebook, warm_up
 from labkit.group.options import FILES_PER_RANK, STARTING_FILES
 from labkit.group.output import Notice, Output
 from labkit.ipc.pickling import shared_memory
+from labkit.launch import fork_server
+from labkit.launch.descendants import _await_end
+from labkit.launch.open_files import count_open_files, raise_limit
+from labkit.launch.starters import ForkStarter, RankProcess, SpawnStarter, _Pipes
 from labkit.recording.ring_layout import RING_BYTES
-from labkit.worker import fork_server
-from labkit.worker.descendants import _await_end
-from labkit.worker.launch import ForkStarter, RankProcess, SpawnStarter, _Pipes
 from labkit.worker.network_namespace import Network
-from labkit.worker.open_files import count_open_files, raise_limit
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import psutil
 
-from labkit.worker.gpus import Gpus
-from labkit.worker.launch import RankProcess
+from labkit.launch.gpus import Gpus
+from labkit.launch.starters import RankProcess
 from labkit.worker.runtimes.devices import gpu_count, share_of_devices
 
 __all__ = ["Cores", "Load", "ResourceMonitor", "followed", "gpus_of", "own_bytes"]

@@ -22,7 +22,7 @@ from labkit.ipc.stdio import quiet_stderr
 from labkit.recording.operations import RPC_SHUTDOWN
 from labkit.recording.record import Recorder
 
-__all__ = ["TRANSPORTS", "RpcLaunch", "RpcOptions"]
+__all__ = ["TRANSPORTS", "RpcInitialization", "RpcOptions"]
 
 # Not shared memory, TensorPipe's first choice on one machine: it has a polling thread in each rank, which takes a whole
 # core even if the rank is idle.
@@ -49,7 +49,7 @@ class RpcOptions(NamedTuple):
         )  # fmt: skip
 
 
-class RpcLaunch:
+class RpcInitialization:
     """Replaces the functions by which a rank's program starts and ends RPC.
 
     Args:

@@ -19,11 +19,11 @@ from typing import Any, Final, NoReturn
 
 from labkit.errors.exceptions import LabError
 from labkit.ipc.stdio import print_to
+from labkit.launch.descendants import adopt_orphans, children, descendants, end_all, end_children, end_other_sessions
+from labkit.launch.open_files import raise_limit
 from labkit.recording.fork_isolation import keep_from_forks
 from labkit.worker import network_namespace
-from labkit.worker.descendants import adopt_orphans, children, descendants, end_all, end_children, end_other_sessions
 from labkit.worker.network_namespace import Network
-from labkit.worker.open_files import raise_limit
 from labkit.worker.stack_writer import prepare, write_when_asked
 
 __all__ = ["BATCH", "READY", "guard", "kill_groups", "serve", "spawned"]
@@ -275,7 +275,7 @@ def _live_as_rank(fds: Sequence[int], network: Network, parent: int | None = Non
         from labkit.recording.ring_layout import RING_BYTES
         from labkit.worker.main_loop import main
 
-        # Works also if no Python runs, because the rank is blocked or has crashed in C++. `group.stack_dump` reads it.
+        # Works also if no Python runs, because the rank is blocked or has crashed in C++. `launch.stack_dump` reads it.
         os.lseek(ring, RING_BYTES, os.SEEK_SET)
         write_when_asked(ring)
         faulthandler.enable(ring, all_threads=False)
