@@ -44,7 +44,7 @@ from labkit.ipc.options import Options
 from labkit.ipc.pickling_errors import Call, Names
 from labkit.ipc.protocol import Message
 from labkit.ipc.ranks_cell import parse
-from labkit.launch.stack_dump import ask
+from labkit.launch.thread_states import Threads
 
 __all__ = ["Group"]
 
@@ -253,9 +253,9 @@ class Group:
         pool = self._pool
         if pool is None:
             raise LabError("this group has no running ranks: they start with the first run")
-        living = {m.name: m.process for m in pool.members if m.process.memory >= 0}
-        texts = zip(living.items(), ask(living.values()), strict=True)
-        return Stacks({name: readable(text, process.pid) for (name, process), text in texts})
+        living = [member for member in pool.members if member.process.memory >= 0]
+        threads = pool.ask(Threads(), living)
+        return Stacks({m.name: readable(of_rank, m.process.status()) for m, of_rank in zip(living, threads, strict=True)})
 
     def close(self) -> None:
         """End the ranks. A closed group stays closed; closing it again does nothing."""

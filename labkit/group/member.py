@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any, Final
 
 from labkit.ipc.channel import Channel
 from labkit.ipc.protocol import Displayed, Warned
-from labkit.launch.starters import RankProcess
+from labkit.launch.rank_process import RankProcess
 from labkit.recording.ring_buffer import RingReader
 
 __all__ = ["Member"]
@@ -49,7 +48,7 @@ class Member:
         count = 0
         while self.output_open and count < PIPE_BYTES:
             try:
-                data = os.read(self.process.output, READ_BYTES)
+                data = self.process.read_output(READ_BYTES)
             except BlockingIOError:
                 return
             if not data:

@@ -15,8 +15,8 @@ from labkit.errors.lists import listed
 from labkit.errors.units import in_words
 from labkit.errors.wrong_calls import WrongNameError
 from labkit.ipc.options import RPC_OPTIONS, Options, check_above_0
-from labkit.launch.fork_server import BATCH
 from labkit.launch.open_files import count_open_files, raise_limit
+from labkit.launch.server_requests import BATCH
 from labkit.launch.usable_cores import usable_cores
 from labkit.recording.ring_layout import RING_BYTES
 from labkit.worker.runtimes.base import Runtime

@@ -7,21 +7,17 @@ A rank writes its stacks into its recording memory, behind the ring. A thread of
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import re
-import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Final
 
-import psutil
-
-from labkit.launch.starters import RankProcess
+from labkit.launch.frames import Frame, stacks_in
+from labkit.launch.rank_process import RankProcess
 from labkit.recording.ring_layout import RING_BYTES
 from labkit.worker.stack_writer import ASK, INTERRUPT
 
-__all__ = ["LIMIT_S", "Frame", "ask", "crashed_in", "stacks_of"]
+__all__ = ["LIMIT_S", "ask", "crashed_in"]
 
 LIMIT_S: Final = 1.0  # for the ranks to write; they may have to wait for a core
 EACH_S: Final = 0.02  # more for each rank
@@ -33,17 +29,6 @@ LONGEST_BYTES: Final = 1 << 16  # of a stack: faulthandler stops after 100 frame
 # The end of the main thread's stack: its outermost frame, or "..." if it is too deep. Beyond 100 threads it is missing.
 COMPLETE: Final = ("in <module>\n", "\n  ...\n")
 LONGEST_END: Final = max(map(len, COMPLETE))
-
-_THREAD: Final = re.compile(r"(?:Stack|(?:Current t|T)hread 0x(?P<ident>[0-9a-f]+)).*\(most recent call first\):")
-_FRAME: Final = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
-
-
-class Frame(NamedTuple):
-    """A stack frame: the function, and where it is."""
-
-    file: str
-    line: int
-    function: str
 
 
 def ask(processes: Iterable[RankProcess], *, insist: bool = True) -> list[str]:
@@ -67,10 +52,7 @@ def _answers(ranks: Sequence[RankProcess], by_signal: int) -> list[str]:
     for process in ranks:
         with contextlib.suppress(OSError):  # it has just ended
             os.lseek(process.memory, RING_BYTES, os.SEEK_SET)  # the rank's descriptor shares this file position
-            if process.sentinel >= 0:
-                signal.pidfd_send_signal(process.sentinel, by_signal)
-            else:
-                os.kill(process.pid, by_signal)
+            process.signal(by_signal)
     until = time.monotonic() + LIMIT_S + EACH_S * len(ranks)
     answers = [_Answer(process) for process in ranks]
     waiting = answers
@@ -78,11 +60,11 @@ def _answers(ranks: Sequence[RankProcess], by_signal: int) -> list[str]:
         time.sleep(CHECK_EVERY_S)
         waiting = [answer for answer in waiting if not answer.complete()]
     if by_signal == ASK:  # silent ranks are interrupted next, which may crash a rank that was only waiting for a core
-        used_s = {answer: answer.cpu_s() for answer in waiting}
+        enough_s = {answer: answer.process.status().cpu_s + SWITCHES_S for answer in waiting}
         until = time.monotonic() + STARVED_S
         while waiting and time.monotonic() < until:
             time.sleep(CHECK_EVERY_S)
-            waiting = [a for a in waiting if not (a.complete() or a.frozen or a.cpu_s() >= used_s[a] + SWITCHES_S)]
+            waiting = [a for a in waiting if not a.complete() and a.lacks_core(enough_s[a])]
     return [answer.take() for answer in answers]
 
 
@@ -90,25 +72,18 @@ class _Answer:
     """The stacks that a rank is writing."""
 
     def __init__(self, process: RankProcess) -> None:
-        self._process = process
+        self.process = process
         self._end, self._changed = RING_BYTES, time.monotonic()
 
-    @property
-    def frozen(self) -> bool:
-        """Whether a signal has stopped the rank."""
-        return self._process.frozen
-
-    def cpu_s(self) -> float:
-        """The rank's CPU time in seconds; infinity if it has ended."""
-        try:
-            return sum(psutil.Process(self._process.pid).cpu_times()[:2])
-        except psutil.NoSuchProcess:
-            return math.inf
+    def lacks_core(self, enough_s: float) -> bool:
+        """Whether the rank has had less CPU time than it needs, and will continue when it gets a core."""
+        status = self.process.status()
+        return not status.frozen and not status.exiting and status.cpu_s < enough_s
 
     def complete(self) -> bool:
         """Whether the rank has written all of its stacks."""
         try:
-            end, now = os.lseek(self._process.memory, 0, os.SEEK_CUR), time.monotonic()
+            end, now = os.lseek(self.process.memory, 0, os.SEEK_CUR), time.monotonic()
         except OSError:
             return True  # the rank has ended, and another thread has closed its memory
         if end != self._end:
@@ -121,42 +96,21 @@ class _Answer:
     def take(self) -> str:
         """The stacks; "" if they are incomplete."""
         try:
-            text = os.pread(self._process.memory, self._end - RING_BYTES, RING_BYTES).decode("ascii", errors="replace")
-            os.ftruncate(self._process.memory, RING_BYTES)
+            text = os.pread(self.process.memory, self._end - RING_BYTES, RING_BYTES).decode("ascii", errors="replace")
+            os.ftruncate(self.process.memory, RING_BYTES)
         except OSError:
             return ""
         return text if text.endswith(COMPLETE) else ""
 
     def _tail(self) -> str:
-        return os.pread(self._process.memory, LONGEST_END, max(RING_BYTES, self._end - LONGEST_END)).decode("ascii", "replace")
+        return os.pread(self.process.memory, LONGEST_END, max(RING_BYTES, self._end - LONGEST_END)).decode("ascii", "replace")
 
 
 def crashed_in(process: RankProcess) -> tuple[Frame, ...]:
-    """The frames, outermost first, that a rank's thread was in when it crashed in C code; none if it did not crash."""
-    raw = os.pread(process.memory, LONGEST_BYTES, RING_BYTES).strip(b"\0").decode("ascii", errors="replace")
+    """The frames, outermost first, of the thread in which a rank crashed in C code; none if it did not crash."""
+    try:
+        raw = os.pread(process.memory, LONGEST_BYTES, RING_BYTES).strip(b"\0").decode("ascii", errors="replace")
+    except OSError:  # another thread has closed it
+        return ()
     _, crashed, stack = raw.rpartition("Fatal Python error")
-    return next((frames for _, frames in stacks_of(stack)), ()) if crashed else ()
-
-
-def stacks_of(raw: str) -> Iterator[tuple[int, tuple[Frame, ...]]]:
-    """The identity and the frames (outermost first) of each thread; the main thread, which is the oldest, first.
-
-    Args:
-        raw: the stacks from `ask`.
-    """
-    found: list[tuple[int, list[Frame]]] = []
-    writer = -1
-    for line in raw.splitlines():
-        if thread := _THREAD.match(line):
-            if line.startswith("Current"):
-                writer = len(found)
-            found.append((int(thread["ident"] or "0", 16), []))
-        elif found and (frame := _FRAME.match(line)):
-            found[-1][1].append(Frame(frame["file"], int(frame["line"]), frame["function"]))
-    if not found:
-        return
-    main = found.pop()  # it is written last
-    if 0 <= writer < len(found):  # labkit's own thread
-        found.pop(writer)
-    for ident, frames in (main, *found):
-        yield ident, tuple(reversed(frames))
+    return next((frames for _, frames in stacks_in(stack)), ()) if crashed else ()

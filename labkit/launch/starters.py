@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-import fcntl
+import functools
 import itertools
-import mmap
 import os
 import pickle
 import signal
@@ -26,157 +25,104 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Protocol
-
-import psutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Protocol, TypeVar
 
 from labkit.errors.exceptions import LabError
-from labkit.launch.descendants import descendants, end_all
-from labkit.launch.fork_server import BATCH, READY, kill_groups
+from labkit.launch.descendants import descendants, end_all, kill_groups
+from labkit.launch.rank_process import End, Pipes, RankProcess
+from labkit.launch.server_requests import BATCH, LONGEST_BYTES, READY, Failed, Fork, Forked, Reap, Reaped, Reply, Request
+from labkit.launch.stack_dump import crashed_in
 from labkit.worker.stack_writer import held_back
 
-__all__ = ["ForkStarter", "RankProcess", "SpawnStarter", "Starter", "in_background"]
+__all__ = ["ForkStarter", "Question", "SpawnStarter", "Starter", "in_background"]
 
 READY_LIMIT_S: Final = 180.0  # a first import of TensorFlow from a cold disk has taken a minute
 REPLY_LIMIT_S: Final = 60.0
-PF_EXITING: Final = 0x4
-CLOCK_TICKS: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # in a second
+
+_Answer_co = TypeVar("_Answer_co", covariant=True)
 
 
-class RankProcess:
-    """The notebook's end of a started rank.
+class Question(Protocol[_Answer_co]):
+    """Something about ranks that is answered where their processes are."""
+
+    def answer(self, processes: Sequence[RankProcess]) -> Sequence[_Answer_co]:
+        """Return the answer for each of some living ranks."""
+
+
+class Starter(ABC):
+    """Starts ranks in one way, asks about them, and ends them.
 
     Args:
-        pid: its process id; it leads its own process group.
-        sock: the socket that carries messages to and from it.
-        output: file descriptor of the pipe with its printed output.
-        ring: the memory into which it records.
-        memory: file descriptor of that memory, which shares its file offset with the rank's.
+        ring_bytes: size of a rank's recording memory in bytes.
+        make_shared: creates shared memory of a given size, and returns its file descriptor.
+
+    Attributes:
+        environment: the notebook's variables when the starter was created, which its ranks inherit.
+        importing: whether the modules that ranks need may still be being imported.
     """
 
-    def __init__(self, pid: int, sock: socket.socket, output: int, ring: mmap.mmap, memory: int) -> None:
-        self.pid = pid
-        self.sock = sock
-        self.output = output
-        self.ring = ring
-        self.memory = memory
-        try:
-            self.sentinel = os.pidfd_open(pid)  # readable once the process has ended
-        except (AttributeError, OSError):
-            self.sentinel = -1  # the end of the rank is then noticed by the end of its socket
-        os.set_blocking(output, False)
-
-    @property
-    def frozen(self) -> bool:
-        """Whether a signal (SIGSTOP) has stopped the process; SIGCONT continues it."""
-        try:
-            return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
-        except psutil.NoSuchProcess:
-            return False
-
-    @property
-    def exiting(self) -> bool:
-        """Whether the process is exiting or has ended. Connections may close before the pidfd is readable.
-
-        Source: proc_pid_stat(5), the Linux man-pages, and PF_EXITING in Linux's include/linux/sched.h. On other systems
-            it
-        is True only after the process has ended.
-        """
-        stat = self._stat()
-        return bool(int(stat[6]) & PF_EXITING) if stat else not psutil.pid_exists(self.pid)
-
-    @property
-    def wants_core(self) -> bool:
-        """Whether its main thread is running or waiting for a core or the disk; False if that is unknown."""
-        return self._stat()[:1] in ([b"R"], [b"D"])
-
-    @property
-    def cpu_s(self) -> float:
-        """CPU time of all its threads in seconds, in steps of 10 ms; 0 if the system does not report it."""
-        return sum(map(int, self._stat()[11:13])) / CLOCK_TICKS
-
-    def _stat(self) -> list[bytes]:
-        """Return the fields of proc_pid_stat(5) from the third on; [] if there are none."""
-        try:
-            with open(f"/proc/{self.pid}/stat", "rb") as stat:
-                return stat.read().rpartition(b")")[2].split()
-        except OSError:
-            return []
-
-    def close(self) -> None:
-        """Close the socket and file descriptors on this side. A process that is still running then ends."""
-        self.sock.close()
-        for fd in (self.output, self.sentinel, self.memory):
-            if fd >= 0:
-                os.close(fd)
-        self.output = self.sentinel = self.memory = -1
-
-
-class Starter(Protocol):
-    """A way to start ranks."""
-
-    environment: dict[str, str]  # the notebook's variables when the starter was created; its ranks inherit them
-
-    @property
-    def importing(self) -> bool:
-        """Whether the modules that ranks need may still be being imported."""
-
-    def start(self, count: int) -> list[RankProcess]:
-        """Start `count` ranks, which wait for their first message."""
-
-    def end(self, processes: Sequence[RankProcess]) -> dict[int, int]:
-        """Kill ranks and the processes that they have started; return exit codes by pid, negative for signals."""
-
-    def close(self) -> None:
-        """End the starter's own processes."""
-
-
-class _Pipes:
-    """Both ends of the socket, pipe and memory that connect the notebook with a rank that is about to start."""
+    importing = True
+    _process: subprocess.Popen[bytes]  # the server or the guard
 
     def __init__(self, ring_bytes: int, make_shared: Callable[[int], int]) -> None:
-        self.near, far = socket.socketpair()
-        self.output, write = os.pipe()
-        if hasattr(fcntl, "F_SETPIPE_SZ"):
-            with contextlib.suppress(OSError):  # above the user's limit for pipes: the default size works as well
-                # A rank that prints while the notebook does not read blocks only when the pipe is full.
-                fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 1 << 20)
-        ring = make_shared(ring_bytes)
-        self.ring = mmap.mmap(ring, ring_bytes)
-        self.memory = os.dup(ring)
-        self.far = [far.detach(), write, ring]
+        self._new_pipes = functools.partial(Pipes, ring_bytes, make_shared)
+        self._numbers = itertools.count(1)
+        self._ending = threading.Lock()
+        # Without PYTHONWARNINGS, which may turn warnings of imports into errors. Ranks get that variable later, like
+        # others that they do not inherit, and the filters with the notebook's settings.
+        self.environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
 
-    def close_far(self) -> None:
-        for fd in self.far:
-            os.close(fd)
-        self.far = []
+    @abstractmethod
+    def start(self, count: int) -> list[RankProcess]:
+        """Start `count` ranks, which wait for their first message.
 
+        Raises:
+            LabError, OSError: the system allows no more processes, or what starts them has ended or does not reply.
+        """
+
+    def ask(self, question: Question[_Answer_co], processes: Sequence[RankProcess]) -> Sequence[_Answer_co]:
+        """Ask a question about living ranks; return the answer for each."""
+        return question.answer(processes)
+
+    def end(self, processes: Sequence[RankProcess]) -> list[End]:
+        """Kill ranks and the processes that they have started; return how each ended, now or before."""
+        with self._ending:
+            living = [process for process in processes if process.ended is None]
+            codes = self._kill(living) if living else {}
+            for process in living:  # a code is missing if Stop has interrupted the first attempt to reap the process
+                process.ended = End(codes.get(process.number, -signal.SIGKILL), crashed_in(process))
+            return [process.ended for process in processes if process.ended is not None]
+
+    @abstractmethod
+    def _kill(self, processes: Sequence[RankProcess]) -> Mapping[int, int]:
+        """Kill ranks and the processes that they have started; return exit codes by number."""
+
+    def alive(self) -> bool:
+        """Whether its own process is running."""
+        return self._process.poll() is None
+
+    @abstractmethod
     def close(self) -> None:
-        self.close_far()
-        self.near.close()
-        os.close(self.output)
-        os.close(self.memory)
+        """End the starter's own processes, and all ranks that it has started."""
 
 
-class ForkStarter:
+class ForkStarter(Starter):
     """Forks ranks from a server.
 
     Args:
         preload: modules that the server imports, in order; modules that are not installed are skipped.
         environment: variables that the server gets in addition to the notebook's.
-        ring_bytes: size of a rank's recording memory in bytes.
-        make_shared: creates shared memory of a given size, and returns its file descriptor.
+        ring_bytes, make_shared: as for `Starter`.
     """
 
     def __init__(
         self, preload: Sequence[str], environment: dict[str, str], ring_bytes: int, make_shared: Callable[[int], int]
     ) -> None:
-        self.environment = _environment()
-        self._ring_bytes, self._make_shared = ring_bytes, make_shared
+        super().__init__(ring_bytes, make_shared)
         self._lock = threading.Lock()
-        self._ids = itertools.count(1)
-        self._ready = False
+        self._requests = itertools.count(READY + 1)
         self._log = make_shared(0)
         self._socket, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with far:
@@ -184,53 +130,38 @@ class ForkStarter:
                 "serve", [far.fileno()], [list(preload), os.getpid()], self.environment | environment, self._log
             )
 
-    @property
-    def importing(self) -> bool:
-        """Whether the server has not reported yet that it is ready."""
-        return not self._ready
-
     def start(self, count: int) -> list[RankProcess]:
-        """Start `count` ranks, which wait for their first message.
-
-        Raises:
-            LabError: the system allows no more processes, or the server has ended or does not reply.
-        """
+        """Fork `count` ranks."""
         ranks: list[RankProcess] = []
         with self._lock:
-            self._wait_until_ready()
+            if self.importing:
+                self._receive(READY, READY_LIMIT_S)
             try:
                 while len(ranks) < count:
-                    pipes = [_Pipes(self._ring_bytes, self._make_shared) for _ in range(min(BATCH, count - len(ranks)))]
+                    pipes = {next(self._numbers): self._new_pipes() for _ in range(min(BATCH, count - len(ranks)))}
                     try:
-                        pids = self._ask("fork", len(pipes), [fd for p in pipes for fd in p.far])
+                        forked = self._ask(Fork([*pipes]), [fd for p in pipes.values() for fd in p.far])
                     except BaseException:
-                        for p in pipes:
-                            p.close()  # ranks that have started nevertheless end, as their socket is closed
+                        for p in pipes.values():
+                            p.close()
                         raise
-                    for pid, p in zip(pids, pipes, strict=True):
-                        p.close_far()
-                        ranks.append(RankProcess(pid, p.near, p.output, p.ring, p.memory))
+                    assert isinstance(forked, Forked)
+                    ranks += [RankProcess(number, forked.pids[number], p) for number, p in pipes.items()]
             except BaseException:
                 for rank in ranks:
                     rank.close()
                 raise
         return ranks
 
-    def end(self, processes: Sequence[RankProcess]) -> dict[int, int]:
-        """Kill ranks and the processes that they have started; return the exit codes by pid."""
+    def _kill(self, processes: Sequence[RankProcess]) -> Mapping[int, int]:
         with self._lock:
             try:
-                codes: dict[int, int] = self._ask("end", [p.pid for p in processes], [])
+                reaped = self._ask(Reap([process.number for process in processes]))
             except LabError:  # the server has ended, and its ranks with it, but not the processes that these have started
-                codes = {p.pid: -signal.SIGKILL for p in processes}
-                for process in processes:
-                    with contextlib.suppress(ProcessLookupError, PermissionError):
-                        os.killpg(process.pid, signal.SIGKILL)
-        return codes
-
-    def alive(self) -> bool:
-        """Whether the server is running."""
-        return self._process.poll() is None
+                kill_groups([process.pid for process in processes])
+                return {}
+        assert isinstance(reaped, Reaped)
+        return reaped.codes
 
     def close(self) -> None:
         """End the server, and with it all ranks that it has forked."""
@@ -244,24 +175,23 @@ class ForkStarter:
             os.close(self._log)
             self._log = -1
 
-    def _wait_until_ready(self) -> None:
-        if not self._ready:
-            self._receive(READY, READY_LIMIT_S)
-
-    def _ask(self, action: str, argument: Any, fds: Sequence[int]) -> Any:
-        number = next(self._ids)
+    def _ask(self, request: Request, fds: Sequence[int] = ()) -> Reply:
+        number = next(self._requests)
         try:
-            socket.send_fds(self._socket, [pickle.dumps((number, action, argument))], fds)
+            socket.send_fds(self._socket, [pickle.dumps((number, request))], fds)
         except OSError:
             raise self._death() from None
-        return self._receive(number, REPLY_LIMIT_S)
+        reply = self._receive(number, REPLY_LIMIT_S)
+        if isinstance(reply, Failed):
+            raise LabError(reply.reason)
+        return reply
 
-    def _receive(self, number: int, limit_s: float) -> Any:
+    def _receive(self, number: int, limit_s: float) -> Reply:
         until = time.monotonic() + limit_s
         while True:
             self._socket.settimeout(max(0.0, until - time.monotonic()))
             try:
-                data = self._socket.recv(1 << 16)
+                data = self._socket.recv(LONGEST_BYTES)
             except TimeoutError:
                 raise LabError(f"the process that starts ranks did not reply within {limit_s:.0f} s") from None
             except OSError:
@@ -269,12 +199,10 @@ class ForkStarter:
             if not data:
                 raise self._death()
             got, reply = pickle.loads(data)
-            self._ready |= got == READY
-            if got != number:
-                continue  # the reply to a request that was interrupted
-            if isinstance(reply, Exception):
-                raise reply
-            return reply
+            self.importing &= got != READY
+            if got == number:  # otherwise the reply to a request that was interrupted
+                answer: Reply = reply
+                return answer
 
     def _death(self) -> LabError:
         log = os.pread(self._log, 1 << 16, 0).decode(errors="replace").strip() if self._log >= 0 else ""  # -1: closed
@@ -282,23 +210,23 @@ class ForkStarter:
         return LabError(f"the process that starts ranks has ended{': ' + tail if tail else ''}")
 
 
-class SpawnStarter:
-    """Starts ranks as new interpreters, where fork is unsafe; keeps spare ones. Arguments: as for `ForkStarter`."""
+class SpawnStarter(Starter):
+    """Starts ranks as new interpreters, where fork is unsafe; keeps spare ones. Arguments: as for `ForkStarter`.
+
+    Each rank imports; whether a spare one has finished is not known before it replies.
+    """
 
     def __init__(
         self, preload: Sequence[str], environment: dict[str, str], ring_bytes: int, make_shared: Callable[[int], int]
     ) -> None:
-        self.environment = _environment()
+        super().__init__(ring_bytes, make_shared)
         self._preload, self._settings = list(preload), environment
-        self._ring_bytes, self._make_shared = ring_bytes, make_shared
-        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._children: dict[int, subprocess.Popen[bytes]] = {}  # by the ranks' numbers
         self._spares: list[RankProcess] = []
         self._lock = threading.Lock()
         read_end, self._guard_pipe = os.pipe()
         self._process = _python("guard", [read_end], [os.getpid()], self.environment, subprocess.DEVNULL)
         os.close(read_end)
-
-    importing = True  # each rank imports; whether a spare one has finished is not known before it replies
 
     def warm(self, count: int) -> None:
         """Make sure that `count` spare ranks exist, which import the modules that they need. Does not wait for them."""
@@ -311,13 +239,9 @@ class SpawnStarter:
         in_background(spawn).acquire()  # on the main thread, Stop could leave the file descriptors of a spare open
 
     def start(self, count: int) -> list[RankProcess]:
-        """Return `count` ranks, spare ones first.
-
-        Raises:
-            OSError: the system allows no more processes.
-        """
+        """Return `count` ranks, spare ones first."""
         with self._lock:
-            for spare in [s for s in self._spares if self._children[s.pid].poll() is not None]:
+            for spare in [s for s in self._spares if self._children[s.number].poll() is not None]:
                 self._spares.remove(spare)  # another process has killed it
                 self.end([spare])
                 spare.close()
@@ -326,19 +250,14 @@ class SpawnStarter:
             ranks, self._spares = self._spares[:count], self._spares[count:]
         return ranks
 
-    def end(self, processes: Sequence[RankProcess]) -> dict[int, int]:
-        """Kill ranks and the processes that they have started; return the exit codes by pid."""
-        pids = [p.pid for p in processes]
+    def _kill(self, processes: Sequence[RankProcess]) -> Mapping[int, int]:
+        pids = [process.pid for process in processes]
         started = descendants(pids)
         kill_groups(pids)
         end_all(started)
-        codes = {p.pid: self._children.pop(p.pid).wait() for p in processes if p.pid in self._children}
-        self._notify_guard("-", codes)
+        codes = {p.number: self._children.pop(p.number).wait() for p in processes if p.number in self._children}
+        self._notify_guard("-", pids)
         return codes
-
-    def alive(self) -> bool:
-        """Whether the guard is running."""
-        return self._process.poll() is None
 
     def close(self) -> None:
         """End the spare ranks and the guard."""
@@ -358,16 +277,15 @@ class SpawnStarter:
             os.write(self._guard_pipe, "".join(f"{sign}{pid}\n" for pid in pids).encode())
 
     def _spawn(self) -> RankProcess:
-        pipes = _Pipes(self._ring_bytes, self._make_shared)
+        pipes, number = self._new_pipes(), next(self._numbers)
         try:
             child = _python("spawned", pipes.far, [self._preload], self.environment | self._settings, subprocess.DEVNULL)
         except BaseException:
             pipes.close()
             raise
-        pipes.close_far()
-        self._children[child.pid] = child
+        self._children[number] = child
         self._notify_guard("+", [child.pid])
-        return RankProcess(child.pid, pipes.near, pipes.output, pipes.ring, pipes.memory)
+        return RankProcess(number, child.pid, pipes)
 
 
 def in_background(action: Callable[[], None]) -> threading.Lock:
@@ -390,14 +308,6 @@ def in_background(action: Callable[[], None]) -> threading.Lock:
     except RuntimeError:
         do()
     return done
-
-
-def _environment() -> dict[str, str]:
-    """Return the environment variables without PYTHONWARNINGS, which may turn warnings of imports into errors.
-
-    Ranks get that variable later, like others that they do not inherit, and the filters with the notebook's settings.
-    """
-    return {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
 
 
 def _python(

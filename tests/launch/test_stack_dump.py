@@ -21,7 +21,10 @@ from labkit.group.open_groups import notebook
 from labkit.group.output import Output
 from labkit.group.processes import RankPool
 from labkit.group.stack_report import readable
+from labkit.launch.frames import stacks_in
+from labkit.launch.rank_process import Status
 from labkit.launch.stack_dump import ask
+from labkit.launch.thread_states import RankThreads, Thread
 from labkit.recording.schema import Pending
 from labkit.worker import stack_writer
 from labkit.worker.stack_writer import ASK, INTERRUPT, _serve
@@ -46,8 +49,13 @@ PLACES = {
 }
 
 
+def report(raw: str) -> str:
+    main, *others = [Thread(frames, ident) for ident, frames in stacks_in(raw)]
+    return readable(RankThreads(main, tuple(others)), Status("sleeping", exiting=False, cpu_s=0.0))
+
+
 def test_a_stack_is_cut_to_the_students_frames_and_what_they_called() -> None:
-    assert readable(RAW.format(**PLACES), 1).splitlines() == [
+    assert report(RAW.format(**PLACES)).splitlines() == [
         "is here:",
         '    File "no_such_cell.py", line 9, in train',
         '    File "no_such_cell.py", line 4, in average',
@@ -56,7 +64,7 @@ def test_a_stack_is_cut_to_the_students_frames_and_what_they_called() -> None:
 
 
 def test_an_idle_rank() -> None:
-    assert readable(RAW.format(**PLACES | {"mine": PLACES["labkit"]}), 1) == "is idle: no function of yours is running"
+    assert report(RAW.format(**PLACES | {"mine": PLACES["labkit"]})) == "is idle: no function of yours is running"
 
 
 def stacks_with(group: lab.Group, *lines: str) -> Any:

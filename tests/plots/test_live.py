@@ -424,10 +424,14 @@ def test_the_memory_of_each_rank_is_shown_beside_it():
     assert "own memory" not in texts(album.pages[0])
 
 
+def processes(*pids):
+    return [SimpleNamespace(pid=pid) for pid in pids]
+
+
 def test_reading_memory_takes_a_bounded_share_of_time():
     cpu = iter(range(0, 10**12, 20 * MS))  # each reading costs 20 ms
     looks = []
-    usage = ResourceMonitor([7], read=lambda pid: looks.append(pid) or 5, clock=lambda: next(cpu))
+    usage = ResourceMonitor(processes(7), read=lambda pid: looks.append(pid) or 5, clock=lambda: next(cpu))
     for now_ms in range(0, 13_000, 200):
         assert usage.sample(now_ms * MS) == (Load(5),)
     assert looks == [7, 7, 7]  # every 6 s
@@ -496,7 +500,7 @@ class Nvml:
 def test_each_ranks_gpus_are_read(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     gpus = Gpus(Nvml("GPU-a", "GPU-b", "GPU-c", "GPU-d"))
-    usage = ResourceMonitor([7, 8, 9], [[0, 1], [3], [4]], read=lambda pid: pid, gpus=gpus)
+    usage = ResourceMonitor(processes(7, 8, 9), [[0, 1], [3], [4]], read=lambda pid: pid, gpus=gpus)
     assert usage.sample(0) == (Load(201_000_000, 80), Load(103_000_000, 83), Load(9))  # there is no GPU 4
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-b")
     gpus = Gpus(Nvml("GPU-a", "GPU-b", "GPU-c", "GPU-d"))
@@ -506,7 +510,7 @@ def test_each_ranks_gpus_are_read(monkeypatch):
 @pytest.mark.parametrize("module", [None, Nvml()], ids=["not installed", "no driver"])
 def test_without_nvml_the_memory_of_the_processes_is_shown(module, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", module)
-    assert ResourceMonitor([7], [[0]], read=lambda pid: pid).sample(0) == (Load(7),)
+    assert ResourceMonitor(processes(7), [[0]], read=lambda pid: pid).sample(0) == (Load(7),)
 
 
 def test_which_gpus_a_rank_has(monkeypatch):
