@@ -19,7 +19,7 @@ from labkit.recording.events import Columns
 from labkit.recording.schema import OPEN, READING, Span
 from labkit.tracing.intervals import intersection
 from labkit.tracing.trace import Trace
-from labkit.worker.runtimes.tensorflow import events
+from labkit.worker.runtimes.tensorflow import profiler_events
 from labkit.worker.runtimes.tensorflow.profiler_events import Place, scope_of, spans_of
 from labkit.worker.runtimes.tensorflow.profiler_timeline import LIMIT_S, next_reading
 from labkit.worker.runtimes.tensorflow.session import Event
@@ -143,7 +143,7 @@ def test_an_update_written_by_hand_runs_while_gradients_are_computed() -> None:
         "AssignSubVariableOp_1:AssignSubVariableOp": "optimizer",
         "Identity:Identity": "compute",
     }
-    assert events._labels([Event(1, name, i, i + 1, {}) for i, name in enumerate(expected)]) == list(expected.values())
+    assert profiler_events._labels([Event(1, name, i, i + 1, {}) for i, name in enumerate(expected)]) == list(expected.values())
 
 
 def test_parts_of_the_time_sum_to_the_whole(trained: Trace) -> None:
