@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -48,7 +49,7 @@ class Member:
         count = 0
         while self.output_open and count < PIPE_BYTES:
             try:
-                data = self.process.read_output(READ_BYTES)
+                data = os.read(self.process.output, READ_BYTES)
             except BlockingIOError:
                 return
             if not data:

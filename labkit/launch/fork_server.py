@@ -19,6 +19,7 @@ from typing import Final, NamedTuple, NoReturn
 
 from labkit.errors.exceptions import LabError
 from labkit.ipc.stdio import print_to
+from labkit.launch.capacity import raise_limit
 from labkit.launch.descendants import (
     adopt_orphans,
     children,
@@ -28,7 +29,6 @@ from labkit.launch.descendants import (
     end_other_sessions,
     kill_groups,
 )
-from labkit.launch.open_files import raise_limit
 from labkit.launch.server_requests import BATCH, LONGEST_BYTES, READY, Failed, Fork, Forked, Reaped, Reply, Request
 from labkit.recording.fork_isolation import keep_from_forks
 from labkit.worker import network_namespace

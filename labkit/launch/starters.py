@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-import functools
 import itertools
 import os
 import pickle
@@ -31,7 +30,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from labkit.errors.exceptions import LabError
 from labkit.launch.descendants import descendants, end_all, kill_groups
-from labkit.launch.rank_process import End, Pipes, RankProcess
+from labkit.launch.rank_process import End, RankProcess
 from labkit.launch.server_requests import BATCH, LONGEST_BYTES, READY, Failed, Fork, Forked, Reap, Reaped, Reply, Request
 from labkit.launch.stack_dump import crashed_in
 from labkit.worker.stack_writer import held_back
@@ -67,7 +66,7 @@ class Starter(ABC):
     _process: subprocess.Popen[bytes]  # the server or the guard
 
     def __init__(self, ring_bytes: int, make_shared: Callable[[int], int]) -> None:
-        self._new_pipes = functools.partial(Pipes, ring_bytes, make_shared)
+        self._ring_bytes, self._make_shared = ring_bytes, make_shared
         self._numbers = itertools.count(1)
         self._ending = threading.Lock()
         # Without PYTHONWARNINGS, which may turn warnings of imports into errors. Ranks get that variable later, like
@@ -81,6 +80,10 @@ class Starter(ABC):
         Raises:
             LabError, OSError: the system allows no more processes, or what starts them has ended or does not reply.
         """
+
+    def _new_rank(self) -> RankProcess:
+        """Return a rank that has not started yet."""
+        return RankProcess(next(self._numbers), self._ring_bytes, self._make_shared)
 
     def ask(self, question: Question[_Answer_co], processes: Sequence[RankProcess]) -> Sequence[_Answer_co]:
         """Ask a question about living ranks; return the answer for each."""
@@ -138,16 +141,13 @@ class ForkStarter(Starter):
                 self._receive(READY, READY_LIMIT_S)
             try:
                 while len(ranks) < count:
-                    pipes = {next(self._numbers): self._new_pipes() for _ in range(min(BATCH, count - len(ranks)))}
-                    try:
-                        forked = self._ask(Fork([*pipes]), [fd for p in pipes.values() for fd in p.far])
-                    except BaseException:
-                        for p in pipes.values():
-                            p.close()
-                        raise
+                    batch = [self._new_rank() for _ in range(min(BATCH, count - len(ranks)))]
+                    ranks += batch
+                    forked = self._ask(Fork([rank.number for rank in batch]), [fd for rank in batch for fd in rank.far])
                     assert isinstance(forked, Forked)
-                    ranks += [RankProcess(number, forked.pids[number], p) for number, p in pipes.items()]
-            except BaseException:
+                    for rank in batch:
+                        rank.started(forked.pids[rank.number])
+            except BaseException:  # ranks that have started nevertheless end, as their socket is closed
                 for rank in ranks:
                     rank.close()
                 raise
@@ -277,15 +277,16 @@ class SpawnStarter(Starter):
             os.write(self._guard_pipe, "".join(f"{sign}{pid}\n" for pid in pids).encode())
 
     def _spawn(self) -> RankProcess:
-        pipes, number = self._new_pipes(), next(self._numbers)
+        rank = self._new_rank()
         try:
-            child = _python("spawned", pipes.far, [self._preload], self.environment | self._settings, subprocess.DEVNULL)
+            child = _python("spawned", rank.far, [self._preload], self.environment | self._settings, subprocess.DEVNULL)
         except BaseException:
-            pipes.close()
+            rank.close()
             raise
-        self._children[number] = child
+        self._children[rank.number] = child
         self._notify_guard("+", [child.pid])
-        return RankProcess(number, child.pid, pipes)
+        rank.started(child.pid)
+        return rank
 
 
 def in_background(action: Callable[[], None]) -> threading.Lock:

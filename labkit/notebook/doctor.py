@@ -27,7 +27,7 @@ from labkit.errors.control_groups import control_group_folders
 from labkit.errors.exceptions import install_command
 from labkit.errors.lists import counted, listed
 from labkit.errors.units import in_words
-from labkit.launch.usable_cores import usable_cores
+from labkit.launch.capacity import usable_cores
 
 __all__ = ["Facts", "Finding", "Report", "collect_facts", "diagnose", "doctor"]
 

@@ -26,7 +26,7 @@ from time_limits import some_limit_does
 import labkit as lab
 from labkit.errors.exceptions import RankFailure, RunTimeoutError
 from labkit.group.open_groups import notebook
-from labkit.launch.usable_cores import usable_cores
+from labkit.launch.capacity import usable_cores
 from labkit.worker.runtimes.devices import share_of_devices
 from labkit.worker.runtimes.registry import RUNTIMES
 
@@ -106,7 +106,7 @@ def test_a_request_that_this_machine_cannot_meet(monkeypatch: pytest.MonkeyPatch
     monkeypatch.undo()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
-    monkeypatch.setattr("labkit.group.options.count_open_files", lambda: 100)
+    monkeypatch.setattr("labkit.launch.capacity.count_open_files", lambda: 100)
     assert refused(300, runtime="bare") == (
         "300 ranks need about 1,856 open files, and the hard limit of this process is 1,024. "
         "Use at most 133 ranks, or raise the limit (ulimit -Hn 1856) before you start JupyterLab."
@@ -116,7 +116,7 @@ def test_a_request_that_this_machine_cannot_meet(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1 << 20, 1 << 20) if kind == resource.RLIMIT_FSIZE else limits)
     assert refused(2, runtime="bare").startswith("this process may create no file larger than 1 MiB (ulimit -f), and each")
     monkeypatch.undo()
-    monkeypatch.setattr("labkit.group.options.PROC", "/missing/proc")
+    monkeypatch.setattr("labkit.launch.capacity.PROC", "/missing/proc")
     monkeypatch.setattr(sys, "platform", "linux")
     assert refused(2, runtime="bare").startswith("the file system /proc is not mounted here")
     monkeypatch.undo()

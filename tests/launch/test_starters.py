@@ -29,13 +29,12 @@ import labkit as lab
 from labkit.errors.causes import Cause
 from labkit.errors.exceptions import Stopped
 from labkit.group.open_groups import Notebook, default_start, notebook, warm_up
-from labkit.group.options import FILES_PER_RANK, STARTING_FILES
 from labkit.group.output import Notice, Output
 from labkit.ipc.pickling import shared_memory
 from labkit.launch import fork_server
+from labkit.launch.capacity import FILES_PER_RANK, STARTING_FILES, count_open_files, raise_limit
 from labkit.launch.descendants import _await_end
-from labkit.launch.open_files import count_open_files, raise_limit
-from labkit.launch.rank_process import End, Pipes, RankProcess, Status
+from labkit.launch.rank_process import End, RankProcess, Status
 from labkit.launch.server_requests import Failed, Fork, Forked, Reply, Request
 from labkit.launch.starters import ForkStarter, SpawnStarter
 from labkit.recording.ring_layout import RING_BYTES
@@ -368,13 +367,13 @@ def test_the_open_files_of_a_rank_match_the_count_before_a_start(start: str, mon
     with lab.Group(1, runtime="bare", start=start) as warm:
         warm.run(int)
     opened = []
-    pipes = Pipes.__init__
+    connect = RankProcess.__init__
 
-    def look(self: Pipes, *arguments: Any) -> None:
-        pipes(self, *arguments)
+    def look(self: RankProcess, *arguments: Any) -> None:
+        connect(self, *arguments)
         opened.append(count_open_files())
 
-    monkeypatch.setattr(Pipes, "__init__", look)
+    monkeypatch.setattr(RankProcess, "__init__", look)
     before = count_open_files()
     with lab.Group(count, runtime="bare", start=start) as group:
         group.run(int)
