@@ -55,7 +55,7 @@ _MODULES = {
     "scaling": "plots.scaling",
     "timeline": "plots.timeline",
     "traffic": "plots.traffic",
-    "track_memory": "recording.memory_tracker",
+    "track_memory": "comm.memory_tracker",
     "record": "recording.record",
     "span": "recording.record",
     "steps": "recording.record",
@@ -69,6 +69,7 @@ _MODULES = {
     "devices": "worker.runtimes.devices",
 }
 if TYPE_CHECKING:
+    from labkit.comm.memory_tracker import track_memory as track_memory
     from labkit.costs import formulas as predict  # noqa: F401  # a module, and so under another name than its own
     from labkit.costs.link import Link as Link
     from labkit.costs.network import Network as Network
@@ -95,7 +96,6 @@ if TYPE_CHECKING:
     from labkit.plots.scaling import scaling as scaling
     from labkit.plots.timeline import timeline as timeline
     from labkit.plots.traffic import traffic as traffic
-    from labkit.recording.memory_tracker import track_memory as track_memory
     from labkit.recording.record import record as record
     from labkit.recording.record import span as span
     from labkit.recording.record import steps as steps

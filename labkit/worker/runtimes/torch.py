@@ -26,10 +26,10 @@ class Torch(Runtime):
     package = "torch"
     extra = "torch"
     preload = (
-        "numpy", "torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.optim", "torch.utils.data",
+        "numpy", "torch", "torch.distributed", "torch.nn.parallel", "torch.optim", "torch.utils.data",
         "torch.distributed.optim", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.tensor.parallel",
         "torch.distributed.pipelining", "torch.distributed.rpc", "torch.distributed.autograd", "torch.distributed.device_mesh",
-        "torch.distributed._functional_collectives", "labkit.worker.main_loop", "labkit.comm.phases:install",
+        "labkit.worker.main_loop", "labkit.comm.phases:install",
         "labkit.comm.install", "labkit.comm.initialization", "labkit.comm.rpc_initialization", "labkit.comm.rpc_calls",
         "labkit.worker.runtimes.torch_sockets",
     )  # fmt: skip
