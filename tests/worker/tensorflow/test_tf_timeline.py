@@ -401,7 +401,7 @@ def test_copies_between_devices_of_a_rank_are_recorded_with_bytes(one: lab.Group
 
 
 def multiply_on_a_mesh_while_it_is_read(steps: int) -> None:
-    from labkit.worker.runtimes.tensorflow import timeline as tf_timeline
+    from labkit.worker.runtimes.tensorflow import profiler_timeline as tf_timeline
 
     tf_timeline.next_reading = lambda now_ns, _: now_ns + 1  # before each call
     multiply_on_a_mesh(steps, scale=200)  # long enough to be under way when the call has returned
@@ -445,7 +445,7 @@ def coordinate_or_serve() -> None:
     """Let the session of a serving rank be read at its end only: operations during an earlier reading are lost."""
     import tensorflow as tf
 
-    from labkit.worker.runtimes.tensorflow import timeline as tf_timeline
+    from labkit.worker.runtimes.tensorflow import profiler_timeline as tf_timeline
 
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     if resolver.task_type == "chief":
@@ -478,7 +478,7 @@ def rest_as_a_server_does() -> tuple[bool, bool]:
     import time
 
     from labkit.recording.record import here
-    from labkit.worker.runtimes.tensorflow import timeline as tf_timeline
+    from labkit.worker.runtimes.tensorflow import profiler_timeline as tf_timeline
 
     del os.environ["LABKIT_TENSORFLOW_TIMELINE"]
     tf_timeline.next_reading = lambda now_ns, _: now_ns + 10_000_000
