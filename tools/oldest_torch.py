@@ -14,7 +14,17 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 TORCH: Final = "2.11.0"
-TOOLS: Final = ("ipykernel", "ipywidgets", "matplotlib", "nbclient", "numpy", "pytest", "pytest-timeout", "scikit-learn")
+TOOLS: Final = (
+    "ipykernel",
+    "ipywidgets",
+    "matplotlib",
+    "nbclient",
+    "numpy",
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+    "scikit-learn",
+)
 TESTS: Final = (
     "tests/comm/test_compiled.py",
     "tests/comm/test_phases.py",
@@ -25,7 +35,7 @@ TESTS: Final = (
     "tests/group/test_short_runs.py",
 )
 PYTEST: Final = (
-    "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider",
+    "-m", "pytest", "-q", "-n", "2", "-m", "not slow", "-p", "no:cacheprovider",
     "-o", "addopts=--import-mode=importlib --strict-markers",  # not the options of nbval, which is not installed
     "--durations=3",
 )  # fmt: skip
@@ -38,7 +48,7 @@ def main() -> int:
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     constraints = folder / "constraints.txt"
     pinned = (ROOT / "constraints.txt").read_text()
-    constraints.write_text(re.sub(r"^torch==.*$", f"torch=={TORCH}", pinned, flags=re.MULTILINE))
+    constraints.write_text(re.sub(r"^(torch|setuptools)==.*\n", "", pinned, flags=re.MULTILINE))  # it wants its own setuptools
     install = [python, "-m", "pip", "install", "--quiet", "-c", str(constraints), "-e", ".", f"torch=={TORCH}", *TOOLS]
     installed = subprocess.run(install, cwd=ROOT, capture_output=True, text=True, check=False)
     if installed.returncode:

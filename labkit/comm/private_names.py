@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import pkgutil
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -68,7 +69,8 @@ class PrivateNames:
 
     def _has(self, name: str) -> bool:
         try:
-            self[name]
+            with warnings.catch_warnings(action="ignore"):  # importing some of torch's modules deprecates others
+                self[name]
         except (ImportError, AttributeError):
             return False
         return True
