@@ -23,6 +23,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from labkit.comm.backward import in_backward
+from labkit.comm.torch_internals import COMPILED_PHASES, DATA_LOADER
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import Recorder, clock, here, is_students, student_line
 from labkit.recording.schema import AUTOMATIC, COMPUTE
@@ -67,7 +68,8 @@ class Phases:
 
     def _wrap_loaders(self, module: ModuleType) -> None:
         self._wrap(module.DataLoader, "__iter__", DATA)  # starts the worker processes
-        self._wrap(module._BaseDataLoaderIter, "__next__", DATA)
+        if DATA_LOADER.found:
+            self._wrap(DATA_LOADER["_BaseDataLoaderIter"], "__next__", DATA)
 
     def _wrap(self, owner: Any, name: str, phase: str) -> None:
         function = getattr(owner, name)
@@ -212,7 +214,12 @@ def _trace_through(wrapper: Any) -> None:
     Test: `test_the_wrappers_are_no_part_of_a_graph`.
     """
     wrapper.__code__ = wrapper.__code__.replace(co_filename="<labkit phases>")
-    when_imported("torch._dynamo.eval_frame", lambda module: module.skip_code(wrapper.__code__))
+
+    def skip(_: ModuleType) -> None:
+        if COMPILED_PHASES.found:
+            COMPILED_PHASES["skip_code"](wrapper.__code__)
+
+    when_imported("torch._dynamo.eval_frame", skip)
 
 
 def _nothing() -> None:

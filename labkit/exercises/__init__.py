@@ -27,7 +27,7 @@ LESSONS: dict[str, tuple[str, ...]] = {
     "remote_calls": ("ask_all", "remote_tallies"),
     "parameter_server": ("WeightedServer", "push_less"),
     "rpc_hybrid": ("overlapped_time", "both_workers", "distributed_step", "hybrid_master"),
-    "hybrid_mesh": ("coordinates", "bytes_per_axis", "build_mesh", "average_over_dp"),
+    "hybrid_mesh": ("coordinates", "build_mesh", "average_over_dp", "bytes_per_axis"),
     "tf_data_parallel": ("replica_loss", "global_batches", "clipped_sum", "waited_ms"),
     "tf_model_parallel": ("idle_devices", "place_layers", "pair_layouts", "weights_per_device"),
     "tf_hybrid": ("plan_epoch", "hybrid_train", "run_epochs", "train_safely"),

@@ -21,11 +21,11 @@ if TYPE_CHECKING:  # ranks import this file, too, and need no types
 __all__ = [
     "compare",
     "differ",
+    "equal",
     "factor",
     "judge_result",
     "listing",
     "number_of",
-    "same",
     "whole_number",
     "whole_numbers",
 ]
@@ -36,8 +36,29 @@ EXACT: Final = 1e-6  # relative; of numbers that Python computes
 SMALLEST: Final = 1e-12  # a number below it may be the rounding error of a zero
 
 
+def equal(a: Any, b: Any, within: float = EXACT) -> bool:
+    """Whether two results are equal up to rounding.
+
+    Args:
+        a: a number, an array or a tensor, or lists, tuples and dictionaries of these.
+        b: the other one.
+        within: the largest difference, relative to the largest number of an array: in some entries, terms may cancel.
+    """
+    if isinstance(b, Mapping):
+        return isinstance(a, Mapping) and a.keys() == b.keys() and all(equal(a[key], b[key], within) for key in b)
+    if isinstance(b, (list, tuple)):
+        return isinstance(a, (list, tuple)) and len(a) == len(b) and all(equal(x, y, within) for x, y in zip(a, b, strict=True))
+    one, other = (np.asarray(x.detach() if hasattr(x, "detach") else x, np.float64) for x in (a, b))
+    return one.shape == other.shape and (np.array_equal(one, other) or _close(one, other, within))
+
+
 def judge_result(
-    given: Any, right: Any, mistakes: Mapping[Any, Any], otherwise: Hint = "", *details: str, within: float = EXACT
+    given: Any,
+    right: Any,
+    mistakes: Mapping[Any, Any],
+    otherwise: Hint = "",
+    *details: str,
+    same: Callable[[Any, Any], bool] = equal,
 ) -> None:
     """Accept a result that equals the oracle's; else give the hint of the first mistake that has this result.
 
@@ -47,41 +68,19 @@ def judge_result(
     Args:
         given: the answer's result.
         right: the oracle's.
-        mistakes: for each hint, or pair of it and the cure, the mistake: its result, or a function that says whether
-            the given result has it.
+        mistakes: the result of each known mistake, by its hint: a sentence, or a pair of it and the cure.
         otherwise: the hint for any other result; if empty, the caller explains it.
         details: further lines of the verdict.
-        within: how far results may be apart, see `same`.
+        same: whether two results are equal up to rounding.
 
     Raises:
         AnswerError: the result is wrong.
     """
-    if same(given, right, within):
+    if same(given, right):
         return
-    for hint, mistake in mistakes.items():
-        if mistake(given) if callable(mistake) else same(given, mistake, within):
-            raise AnswerError(hint, *details)
-    if otherwise:
-        raise AnswerError(otherwise, *details)
-
-
-def same(a: Any, b: Any, within: float = EXACT) -> bool:
-    """Whether two results are equal up to rounding.
-
-    Args:
-        a: a number, an array or a tensor, or lists, tuples and dictionaries of these.
-        b: the other one.
-        within: the largest difference, relative to the largest number of an array: in some entries, terms may cancel.
-    """
-    if isinstance(b, Mapping):
-        return isinstance(a, Mapping) and a.keys() == b.keys() and all(same(a[key], b[key], within) for key in b)
-    if isinstance(b, (list, tuple)):
-        return isinstance(a, (list, tuple)) and len(a) == len(b) and all(same(x, y, within) for x, y in zip(a, b, strict=True))
-    try:
-        a, b = (np.asarray(x.detach() if hasattr(x, "detach") else x, np.float64) for x in (a, b))
-    except (TypeError, ValueError):  # a text, or something else that is no number
-        return bool(a == b)
-    return a.shape == b.shape and (np.array_equal(a, b) or _close(a, b, within))
+    hint = next((hint for hint, result in mistakes.items() if same(given, result)), otherwise)
+    if hint:
+        raise AnswerError(hint, *details)
 
 
 def number_of(given: Any) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,10 +11,20 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
-from labkit.exercises.comparisons import compare, differ, judge_result, listing, number_of, whole_numbers
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, judge_exchange, showing, takes_number_for_list
+from labkit.exercises.calculations import Expected, calculation
+from labkit.exercises.comparisons import compare, differ, listing, whole_numbers
+from labkit.exercises.judging import (
+    NUMBER_FOR_LIST,
+    AnswerError,
+    Hint,
+    OnRanks,
+    exercise,
+    explaining,
+    judge_exchange,
+    reject,
+    showing,
+)  # fmt: skip
 
 LESSON = "02_data_parallel"
 PER_RANK = 4  # examples of each rank in a batch
@@ -60,19 +69,16 @@ def _average_gradients(answer: Any, on: OnRanks) -> None:
 
 
 def _judge_averages(answer: Any, on: OnRanks, ranks: int) -> None:
-    try:
+    no_gradient = (
+        "p.grad is None here. Is the parameter frozen, did no example of this rank use it, or was the return value of "
+        "dist.all_reduce stored in it?"
+    )
+    cure = (
+        "skip a frozen parameter, and take part with zeros for one that no example used. dist.all_reduce works in place and "
+        "returns None"
+    )
+    with explaining({"NoneType": (no_gradient, cure)}):
         results = on(ranks, _average_on_rank, answer)
-    except RankError as error:
-        first = error.failures[0]
-        if "NoneType" not in first.traceback:
-            raise
-        raise AnswerError(
-            f"{first.name} failed: p.grad is None here. Is the parameter frozen, did no example of this rank use it, or was the "
-            "return value of dist.all_reduce stored in it?",
-            first.traceback,
-            cure="skip a frozen parameter, and take part with zeros for one that no example used. dist.all_reduce works in place "
-            "and returns None",
-        ) from None
     before, after = zip(*results, strict=True)
     if not any(after):
         raise AnswerError(
@@ -174,16 +180,9 @@ def _average_in_buckets(answer: Any, on: OnRanks) -> None:
         model = _layers()
         nn.functional.mse_loss(model((batch := random_batch(PER_RANK * ranks))[0]), batch[1]).backward()
         expected = gradients_of(model)
-        try:
+        frozen = f"{case}: a frozen parameter (requires_grad is False) has no gradient, p.grad is None"
+        with explaining({"NoneType": (frozen, "leave it out of the buckets")}):
             results = on(ranks, _bucketed_on_rank, answer, bucket_bytes)
-        except RankError as error:
-            if "NoneType" not in error.failures[0].traceback:
-                raise
-            raise AnswerError(
-                f"{case}: a frozen parameter (requires_grad is False) has no gradient, p.grad is None",
-                error.failures[0].traceback,
-                cure="leave it out of the buckets",
-            ) from None
         before, after = zip(*results, strict=True)
         with showing(case):
             _judge_unpacked(case, before, after, expected)
@@ -240,35 +239,28 @@ def _judge_buckets(case: str, sent: Sequence[int], sizes: Sequence[int], bucket_
     Raises:
         AnswerError: there are more messages than needed, or one is larger than a bucket.
     """
-    details = (f"sent: {listing(sent)} bytes", f"gradients, from the last parameter: {listing(sizes)} bytes")
-    right = _packed(sizes, bucket_bytes)
+    right, four = _packed(sizes, bucket_bytes), 4 * bucket_bytes
     if max(sent) <= max(bucket_bytes, *sizes) and len(sent) <= len(right) and sum(sent) <= sum(sizes) + 64:
         return
-    if list(sent) == list(sizes) or list(sent) == [*reversed(sizes)]:
-        raise AnswerError(
-            f"{case}: the gradients are right, but each travelled alone",
-            *details,
-            cure="put them into one tensor while they fit, and call all_reduce on that",
-        )
-    if len(sent) == 1:
-        raise AnswerError(f"{case}: all gradients travelled in one message; bucket_bytes limits its size", *details)
-    if list(sent) in ([*_packed(sizes, 4 * bucket_bytes)], [*_packed([*reversed(sizes)], 4 * bucket_bytes)]):
-        raise AnswerError(
-            f"{case}: the buckets are four times too large: numel() counts numbers, not bytes",
-            *details,
-            cure="each number has 4 bytes; p.grad.nbytes is the size of a gradient in bytes",
-        )
-    if max(sent) > max(bucket_bytes, *sizes) or any(n > bucket_bytes and n not in sizes for n in sent):
-        raise AnswerError(
-            f"{case}: a bucket of {max(n for n in sent if n > bucket_bytes and n not in sizes)} bytes was sent",
-            *details,
-            cure="look whether the next gradient fits before you add it, not after",
-        )
-    raise AnswerError(
-        f"{case}: {counted(len(sent), 'message')} where {len(right)} are enough: one all_reduce for each bucket, and as many "
-        "gradients in it as fit",
-        *details,
-    )
+    too_large = [n for n in sent if n > bucket_bytes and n not in sizes]
+    faults = {
+        (
+            "the gradients are right, but each travelled alone",
+            "put them into one tensor while they fit, and call all_reduce on that",
+        ): list(sent) in (list(sizes), [*reversed(sizes)]),
+        "all gradients travelled in one message; bucket_bytes limits its size": len(sent) == 1,
+        (
+            "the buckets are four times too large: numel() counts numbers, not bytes",
+            "each number has 4 bytes; p.grad.nbytes is the size of a gradient in bytes",
+        ): list(sent) in (_packed(sizes, four), _packed([*reversed(sizes)], four)),
+        (
+            f"a bucket of {max(too_large, default=0)} bytes was sent",
+            "look whether the next gradient fits before you add it, not after",
+        ): too_large,
+        f"{counted(len(sent), 'message')} where {len(right)} are enough: one all_reduce for each bucket, and in it as many "
+        "gradients as fit": True,
+    }
+    reject(faults, case, f"sent: {listing(sent)} bytes", f"gradients, from the last parameter: {listing(sizes)} bytes")
 
 
 @exercise(
@@ -297,77 +289,64 @@ def _draw_indices(answer: Any, _: OnRanks) -> None:
 
 
 def _indices(answer: Any, examples: int, rank: int, ranks: int, epoch: int) -> list[int]:
-    try:
+    call = f"draw_indices{examples, rank, ranks, epoch}"
+    with explaining(dict.fromkeys(NUMBER_FOR_LIST, f"`examples` is a number, not a list: {call}")):
         drawn = answer(examples, rank, ranks, epoch)
-    except RankError as error:
-        headline = error.failures[0].headline
-        if not takes_number_for_list(headline):
-            raise
-        raise AnswerError(f"`examples` is a number, not a list: draw_indices{examples, rank, ranks, epoch}", headline) from None
-    with showing(f"draw_indices{examples, rank, ranks, epoch} returned {drawn!r}"):
+    with showing(f"{call} returned {drawn!r}"):
         return whole_numbers(drawn, "the numbers of this rank's examples, as a list")
 
 
 def _judge_epoch(drawn: list[list[int]], examples: int, case: str) -> None:
-    details = tuple(f"rank {rank}: {indices}" for rank, indices in enumerate(drawn))
     ranks, each = len(drawn), -(-examples // len(drawn))
     every = [index for indices in drawn for index in indices]
     unknown = sorted({index for index in every if index not in range(examples)})
-    if unknown:
-        raise AnswerError(f"{case}: there is no example {unknown[0]}; they are numbered 0 to {examples - 1}", *details)
-    if len({len(indices) for indices in drawn}) > 1:
-        raise AnswerError(
-            f"{case}: the ranks have different numbers of examples. The rank with one batch more would wait in its all_reduce "
-            "for ranks that have finished",
-            *details,
-            cure="repeat a few examples until all have as many",
-        )
     lost = [index for index in range(examples) if index not in every]
-    if lost and len(every) < examples:
-        cure = f"round up and repeat some, so that each rank has {each}"
-        raise AnswerError(f"{case}: {_examples(lost)} left out, and an epoch shows every example", *details, cure=cure)
-    if lost:
-        raise AnswerError(
-            f"{case}: {_examples(lost)} drawn by no rank while others are drawn twice: do all ranks shuffle with the same seed, "
-            "and take different parts of the result?",
-            *details,
-        )
-    if len(every) - examples >= ranks:
-        raise AnswerError(f"{case}: each rank has {len(drawn[0])} examples, {each} are enough", *details)
+    faults = {
+        f"there is no example {listing(unknown[:1])}; they are numbered 0 to {examples - 1}": unknown,
+        (
+            (
+                "the ranks have different numbers of examples. The rank with one batch more would wait in its all_reduce for "
+                "ranks that have finished"
+            ),
+            "repeat a few examples until all have as many",
+        ): len({len(indices) for indices in drawn}) > 1,
+        (
+            f"{_examples(lost)} left out, and an epoch shows every example",
+            f"round up and repeat some, so that each rank has {each}",
+        ): lost and len(every) < examples,
+        f"{_examples(lost)} drawn by no rank while others are drawn twice: do all ranks shuffle with the same seed, and take "
+        "different parts of the result?": lost,
+        f"each rank has {len(drawn[0])} examples, {each} are enough": len(every) - examples >= ranks,
+    }
+    reject(faults, case, *(f"rank {rank}: {indices}" for rank, indices in enumerate(drawn)))
 
 
 def _examples(numbers: list[int]) -> str:
-    return f"example {numbers[0]} is" if len(numbers) == 1 else f"examples {listing(numbers)} are"
+    return f"example {listing(numbers)} is" if len(numbers) == 1 else f"examples {listing(numbers)} are"
 
 
-@exercise(
+@calculation(
     LESSON,
     "scaled_learning_rate(base, base_batch, per_rank, ranks) returns the learning rate for `ranks` ranks with batches of "
     "`per_rank`, by the linear rule, given that `base` was right for batches of `base_batch`.",
     "The learning rate grows as the batch of all ranks together does. (A rule of thumb: warm up, and check.)",
-)
-def _scaled_learning_rate(answer: Any, _: OnRanks) -> None:
     # The first case tells all rules apart. In the others the new batch is no multiple of the old one, smaller or equal.
-    for base, base_batch, per_rank, ranks in ((0.1, 256, 64, 12), (0.05, 256, 100, 3), (0.1, 256, 32, 2), (0.1, 64, 64, 1)):
-        given = number_of(answer(base, base_batch, per_rank, ranks))
-        times = per_rank * ranks / base_batch
-        case = f"scaled_learning_rate({base}, {base_batch}, {per_rank}, {ranks})"
-        details = (
-            f"{case}: given {given:.4g}, expected {base * times:.4g}",
-            f"the batch of all ranks together is {per_rank * ranks}, {times:g} times the old one",
-        )
-        mistakes = {
-            "that is the square-root rule; the task asks for the linear rule": base * times**0.5,
-            "the number of ranks is not what counts, but the batch of all ranks together": base * ranks,
-            "that is the batch of one rank; in a step the ranks learn together": base * per_rank / base_batch,
-            "// rounds down; the new batch need not be a multiple of the old one": base * (per_rank * ranks // base_batch),
-            "a larger batch has less noise and can take a larger step, not a smaller one": base / times,
-        }
-        otherwise = (
-            "that is not the linear rule: the learning rate grows as the batch of all ranks together does",
-            "multiply by the batch of all ranks together and divide by the old one",
-        )
-        judge_result(given, base * times, mistakes, otherwise, *details, same=lambda a, b: math.isclose(a, b, rel_tol=1e-6))
+    ((0.1, 256, 64, 12), (0.05, 256, 100, 3), (0.1, 256, 32, 2), (0.1, 64, 64, 1)),
+)
+def _scaled_learning_rate(base: float, base_batch: int, per_rank: int, ranks: int) -> Expected:
+    times = per_rank * ranks / base_batch
+    mistakes = {
+        "that is the square-root rule; the task asks for the linear rule": base * times**0.5,
+        "the number of ranks is not what counts, but the batch of all ranks together": base * ranks,
+        "that is the batch of one rank; in a step the ranks learn together": base * per_rank / base_batch,
+        "// rounds down; the new batch need not be a multiple of the old one": base * (per_rank * ranks // base_batch),
+        "a larger batch has less noise and can take a larger step, not a smaller one": base / times,
+    }
+    otherwise = (
+        f"that is not the linear rule: the batch of all ranks together is {per_rank * ranks}, {times:g} times the old one",
+        "multiply by the batch of all ranks together and divide by the old one",
+    )
+    return Expected(base * times, mistakes, otherwise)
 
 
 Gradients = dict[str, NDArray[Any]]

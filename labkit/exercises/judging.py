@@ -27,6 +27,7 @@ __all__ = [
     "explaining",
     "judge_exchange",
     "judge_on_rank",
+    "reject",
     "showing",
     "without_judges",
 ]
@@ -135,6 +136,21 @@ def exercise(
     return made
 
 
+def reject(faults: Mapping[Any, object], *details: str) -> None:
+    """Give the hint of the first fault that an answer has, if it has one.
+
+    Args:
+        faults: by its hint, or pair of hint and cure, whether the answer has this fault.
+        details: further lines of the verdict.
+
+    Raises:
+        AnswerError: it has one.
+    """
+    for hint, present in faults.items():
+        if present:
+            raise AnswerError(hint, *details)
+
+
 @contextlib.contextmanager
 def showing(call: str, *details: str) -> Iterator[None]:
     """Let every `AnswerError` of the `with` block show the call that was judged, and details of it.
@@ -155,7 +171,7 @@ def explaining(messages: Mapping[str, Hint]) -> Iterator[None]:
     """Explain what Python and libraries say after common mistakes, if a run in the `with` block fails with it.
 
     Args:
-        messages: parts of error messages, and what they mean for the student.
+        messages: parts of error messages, and what they mean for the student; "" is a part of every message.
 
     Raises:
         AnswerError: a run has failed with one of the messages.

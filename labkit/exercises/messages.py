@@ -10,10 +10,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
-from labkit.exercises.comparisons import judge_result
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise
+from labkit.exercises.calculations import Expected, judge_calculation
+from labkit.exercises.comparisons import equal
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining
 from labkit.recording.operations import RECV, SEND, type_of
 
 LESSON = "01_messages_and_collectives"
@@ -29,42 +29,36 @@ DIFFERENCES = "in the difference of the two times, it cancels: divide the differ
 )
 def _link_from_times(answer: Any, _: OnRanks) -> None:
     random = np.random.default_rng()
-    for latency_s, rate, n1, n2 in ((0.005, 125e6, 1000, 1_000_000), (20e-6, 5e9, 100, 64_000_000), (*_drawn(random),)):
-        t1, t2 = latency_s + n1 / rate, latency_s + n2 / rate
-        case = f"link_from_times({n1}, {t1:.6g}, {n2}, {t2:.6g})"
-        given = answer(n1, t1, n2, t2)
-        try:
-            link = latency, bandwidth = tuple(float(value) for value in given)
-        except (TypeError, ValueError):
-            raise AnswerError(f"{case}: given {given!r}; expected two numbers, latency in s and bandwidth in bytes/s") from None
-        details = (case, f"given {latency:.4g} s and {bandwidth:.4g} bytes/s, expected {latency_s:.4g} s and {rate:.4g} bytes/s")
-        mistakes: dict[Hint, tuple[float | None, float]] = {  # None: with any latency
-            "right, but in the other order: first the latency, then the bandwidth": (rate, latency_s),
-            "the bandwidth is in bits per second; the sizes are in bytes, and so is the result": (None, 8 * rate),
-            ("that is the time per byte, not the bandwidth", "the bandwidth is its inverse"): (None, 1 / rate),
-            ("the bandwidth comes from the second time alone, and the latency is a part of it", DIFFERENCES): (None, n2 / t2),
-            ("the bandwidth comes from the first time alone, and the latency is a part of it", DIFFERENCES): (None, n1 / t1),
-        }
-        otherwise: Hint = "two messages of one link give two equations, t = α + n/B, with the same α and B"
-        if _near(bandwidth, rate):
-            otherwise = (
+    drawn = random.uniform(1e-5, 1e-2), random.uniform(1e7, 1e9), 4096, int(random.integers(10**6, 10**7))
+    for latency_s, rate, n1, n2 in ((0.005, 125e6, 1000, 1_000_000), (20e-6, 5e9, 100, 64_000_000), drawn):
+        case = n1, latency_s + n1 / rate, n2, latency_s + n2 / rate
+        judge_calculation(answer, "link_from_times", case, _link(latency_s, rate, *case), same=_same_link)
+
+
+def _link(latency_s: float, rate: float, n1: int, t1: float, n2: int, t2: float) -> Expected:
+    mistakes: dict[Hint, list[float | None]] = {  # None: with any latency
+        "right, but in the other order: first the latency, then the bandwidth": [rate, latency_s],
+        "the bandwidth is in bits per second; the sizes are in bytes, and so is the result": [None, 8 * rate],
+        ("that is the time per byte, not the bandwidth", "the bandwidth is its inverse"): [None, 1 / rate],
+        ("the bandwidth comes from the second time alone, and the latency is a part of it", DIFFERENCES): [None, n2 / t2],
+        ("the bandwidth comes from the first time alone, and the latency is a part of it", DIFFERENCES): [None, n1 / t1],
+    }
+
+    def otherwise(given: list[float]) -> Hint:
+        if equal(given[1], rate, within=1e-3):
+            return (
                 "the bandwidth is right, the latency is not",
                 "the latency is what is left of a time when its bytes have been paid for",
             )
-        judge_result(link, (latency_s, rate), mistakes, otherwise, *details, same=_same_link)
+        return "two messages of one link give two equations, t = α + n/B, with the same α and B"
 
-
-def _drawn(random: np.random.Generator) -> tuple[float, float, int, int]:
-    return float(random.uniform(1e-5, 1e-2)), float(random.uniform(1e7, 1e9)), 4096, int(random.integers(10**6, 10**7))
+    form = "two numbers, latency in s and bandwidth in bytes/s"
+    return Expected([latency_s, rate], mistakes, otherwise, form)
 
 
 def _same_link(a: Sequence[float | None], b: Sequence[float | None]) -> bool:
     """Whether latency and bandwidth are equal; a latency that is None equals all others."""
-    return all(x is None or y is None or _near(x, y) for x, y in zip(a, b, strict=True))
-
-
-def _near(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=1e-3)
+    return all(None in (x, y) or equal(x, y, within=1e-3) for x, y in zip(a, b, strict=True))
 
 
 class _Outcome(NamedTuple):
@@ -133,12 +127,8 @@ def _messages_of(answer: Any, on: OnRanks, ranks: int, length: int, case: str) -
 def _ring_all_reduce(answer: Any, on: OnRanks) -> None:
     for ranks, length in ((3, 12), (2, 2), (4, 13), (3, 2), (1, 5)):
         case = f"ring_all_reduce(x) on {counted(ranks, 'rank')}, {counted(length, 'number')}"
-        try:
+        with explaining({"": (f"{case}: {UNEVEN}", EVEN)} if length % ranks else {}):
             outcomes = _messages_of(answer, on, ranks, length, case)
-        except RankError as error:
-            if length % ranks == 0:
-                raise
-            raise AnswerError(f"{case}: {UNEVEN}", str(error), error.failures[0].traceback, cure=EVEN) from None
         own = [_tensor(rank, length).tolist() for rank in range(ranks)]
         expected = [sum(values) for values in zip(*own, strict=True)]
         for rank, outcome in enumerate(outcomes):
@@ -211,17 +201,10 @@ def _tree_broadcast(answer: Any, on: OnRanks) -> None:
     length = 6
     for ranks in (4, 2, 3, 5, 1):
         case = f"tree_broadcast(x) on {counted(ranks, 'rank')}"
-        try:
+        missing_ranks = f"{case}: {ranks} is not a power of two, and some receivers do not exist"
+        is_power = ranks & (ranks - 1) == 0
+        with explaining({} if is_power else {"": (missing_ranks, "send only to ranks below the world size")}):
             outcomes = _messages_of(answer, on, ranks, length, case)
-        except RankError as error:
-            if ranks & (ranks - 1) == 0:
-                raise
-            raise AnswerError(
-                f"{case}: {ranks} is not a power of two, and some receivers do not exist",
-                str(error),
-                error.failures[0].traceback,
-                cure="send only to ranks below the world size",
-            ) from None
         root = _tensor(0, length).tolist()
         missing = [rank for rank, outcome in enumerate(outcomes) if outcome.result != root]
         if missing:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from labkit.errors.lists import counted
 from labkit.exercises.comparisons import judge_result
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, showing
-from labkit.exercises.remote_calls import mistake_of
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, showing
+from labkit.exercises.remote_calls import MISTAKES
 from labkit.exercises.rpc_waits import happens_within
 
 LESSON = "07_rpc"
@@ -24,6 +24,13 @@ ROUNDS = 3
 RATE = 0.5
 ANSWER_S = 10.0  # that a trainer waits for its answer, which takes milliseconds
 Array = NDArray[Any]
+IN_SERVER: dict[str, Hint] = {
+    "Future can only be marked completed once": (
+        "a future was completed twice: every future gets one result",
+        "each round needs its own futures, so forget the old ones when the round is complete",
+    ),
+    **MISTAKES,
+}
 
 
 # WeightedServer
@@ -79,26 +86,17 @@ def _trainer(host: Any, gradients: list[Tensor], examples: list[int]) -> _Answer
 
 
 def _serve_on_rank(answer: Callable[..., Any], weights: Tensor, gradients: list[list[Tensor]], examples: list[list[int]]) -> Any:
-    """Return what each trainer received, and whether `update` is decorated; or what went wrong."""
+    """Return what each trainer received, and whether `update` is decorated."""
     if rpc.get_worker_info().name != "server":
         return None
-    decorated = hasattr(getattr(answer, "update", None), "_wrapped_async_rpc_function")
+    marks = vars(rpc.functions.async_execution(_trainer)).keys()  # which this decorator leaves on a function
+    decorated = marks <= getattr(getattr(answer, "update", None), "__dict__", {}).keys()
     host = rpc.RRef(_Host(answer(weights.clone(), RATE, len(gradients)), decorated))
     calls = [
         rpc.rpc_async(f"trainer{i}", _trainer, args=(host, *own), timeout=0)
         for i, own in enumerate(zip(gradients, examples, strict=True), 1)
     ]
-    try:
-        return torch.futures.wait_all(calls), decorated
-    except (RuntimeError, TypeError, AttributeError) as error:
-        if "once" in str(error) and "Future" in str(error):
-            return AnswerError(
-                "a future was completed twice: every future gets one result",
-                cure="each round needs its own futures, so forget the old ones when the round is complete",
-            )
-        if meaning := mistake_of(error):
-            return meaning
-        raise
+    return torch.futures.wait_all(calls), decorated
 
 
 @exercise(
@@ -119,11 +117,9 @@ def _weighted_server(answer: Any, on: OnRanks) -> None:
         examples = random.permutation(3 * ROUNDS).reshape(3, ROUNDS)[:trainers] + 1  # no two are equal
         sent = [[torch.from_numpy(one) for one in own] for own in gradients]
         names = ["server", *(f"trainer{i}" for i in range(1, trainers + 1))]
-        seen = on(names, _serve_on_rank, answer, torch.from_numpy(weights), sent, examples.tolist(), runtime="rpc")[0]
-        with showing(f"WeightedServer(weights, {RATE}, {trainers}), update(gradient, examples)"):
-            if isinstance(seen, AnswerError):
-                raise seen
-            received, decorated = seen
+        given = torch.from_numpy(weights), sent, examples.tolist()
+        with showing(f"WeightedServer(weights, {RATE}, {trainers}), update(gradient, examples)"), explaining(IN_SERVER):
+            received, decorated = on(names, _serve_on_rank, answer, *given, runtime="rpc")[0]
             _judge_served(received, decorated, weights, gradients, examples)
 
 
@@ -246,7 +242,7 @@ class _Weights:
 
 
 def _push_on_rank(answer: Callable[..., Any], weights: Tensor, targets: Tensor, rounds: int) -> Any:
-    """Return the result, the server's weights in the end, and the calls; or what went wrong."""
+    """Return the result, the server's weights in the end, and the calls."""
     if rpc.get_worker_info().name != "trainer":
         return None
     calls: list[str] = []
@@ -255,17 +251,7 @@ def _push_on_rank(answer: Callable[..., Any], weights: Tensor, targets: Tensor, 
     def gradient_of(values: Tensor, part: int) -> Tensor:
         return values - targets[part]
 
-    try:
-        result = answer(server, gradient_of, rounds, len(targets))
-    except IndexError as error:
-        if error.__traceback__ is not None and "out of bounds" in str(error):
-            parts = f"they are 0 to {len(targets) - 1}"
-            return AnswerError(f"gradient_of(weights, part) was called with a part that does not exist: {parts}")
-        raise
-    except (TypeError, AttributeError, RuntimeError) as error:
-        if meaning := mistake_of(error):
-            return meaning
-        raise
+    result = answer(server, gradient_of, rounds, len(targets))
     made = list(calls)
     final = server.rpc_sync().values().numpy()
     return result.numpy() if isinstance(result, Tensor) else type(result).__name__, final, made
@@ -283,10 +269,12 @@ def _push_less(answer: Any, on: OnRanks) -> None:
     for rounds, parts in ((3, 2), (2, 4), (1, 1)):
         weights, *targets = random.normal(size=(parts + 1, SIZE)).astype(np.float32)
         given = torch.from_numpy(weights), torch.from_numpy(np.stack(targets)), rounds
-        seen = on(["server", "trainer"], _push_on_rank, answer, *given, runtime="rpc")[1]
-        with showing(f"push_less(server, gradient_of, {rounds}, {parts})"):
-            if isinstance(seen, AnswerError):
-                raise seen
+        unknown = f"gradient_of(weights, part) was called with a part that does not exist: they are 0 to {parts - 1}"
+        with (
+            showing(f"push_less(server, gradient_of, {rounds}, {parts})"),
+            explaining(MISTAKES | {"out of bounds": unknown}),
+        ):
+            seen = on(["server", "trainer"], _push_on_rank, answer, *given, runtime="rpc")[1]
             _judge_push(*seen, weights=weights, targets=np.stack(targets), rounds=rounds)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,54 +12,50 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
-from labkit.exercises.comparisons import compare, differ, judge_result, number_of, whole_numbers
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, showing
+from labkit.exercises.calculations import Expected, calculation
+from labkit.exercises.comparisons import compare, differ, judge_result, whole_numbers
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, showing
 
 LESSON = "05_pipeline_parallel"
 
 
-@exercise(
+@calculation(
     LESSON,
     "bubble(forward, backward, micro_batches) returns the idle share of all ranks in a GPipe step. `forward` and `backward` "
     "list the seconds of each stage's pass of one micro-batch; messages take no time.",
     "The idle share of any GPipe pipeline whose messages take no time, with equal and unequal stages.",
-)
-def _bubble(answer: Any, _: OnRanks) -> None:
-    for forward, backward, m in (
+    (
         ([1.0, 1.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0], 8),
         ([1.0, 2.0, 1.0], [2.0, 4.0, 2.0], 5),
         ([3.0, 1.0], [2.0, 5.0], 4),  # the slowest stage of the backward passes is another one
         ([1.5], [3.0], 3),
-    ):
-        s, work = len(forward), m * (sum(forward) + sum(backward))
-        step = sum(forward) + sum(backward) + (m - 1) * (max(forward) + max(backward))
-        right = 1 - work / (s * step)
-        case = f"bubble(forward={forward}, backward={backward}, micro_batches={m})"
-        with showing(case):
-            given = number_of(answer(list(forward), list(backward), m))
-        slowest = max(f + b for f, b in zip(forward, backward, strict=True))
-        one_stage = sum(forward) + sum(backward) + (m - 1) * slowest
-        mistakes = {
-            "right as a percentage: return a share between 0 and 1": 100 * right,
-            "that is the idle time relative to the work; the bubble is relative to the whole step": (s * step - work) / work,
-            ("those are the idle seconds of all ranks, not a share", "divide by the seconds of all ranks"): s * step - work,
-            "that is the share in which the ranks work; the bubble is the rest": 1 - right,
-            "that holds for equal stages; here the slowest stage sets the pace of all the others": (s - 1) / (m + s - 1),
-            "one stage too many: the last stage waits for s - 1 others, not for s": s / (m + s),
-            (
-                "the slowest forward pass and the slowest backward pass can belong to different stages",
-                "GPipe runs all forward passes first, so take the two maxima separately",
-            ): 1 - work / (s * one_stage),
-            ("one rank's step is compared with the work of all ranks", "s ranks have s times the step"): 1 - work / step,
-        }
-        otherwise = (
-            "not the idle share of this pipeline: when does the first micro-batch leave the last stage, and how long after it "
-            "does each of the others?"
-        )
-        details = (case, f"given {given:.4g}, expected {right:.4g}")
-        judge_result(given, right, mistakes, otherwise, *details, same=lambda a, b: math.isclose(a, b, abs_tol=1e-6))
+    ),
+)
+def _bubble(forward: Sequence[float], backward: Sequence[float], m: int) -> Expected:
+    s, work = len(forward), m * (sum(forward) + sum(backward))
+    step = sum(forward) + sum(backward) + (m - 1) * (max(forward) + max(backward))
+    right = 1 - work / (s * step)
+    slowest = max(f + b for f, b in zip(forward, backward, strict=True))
+    one_stage = sum(forward) + sum(backward) + (m - 1) * slowest
+    mistakes = {
+        "right as a percentage: return a share between 0 and 1": 100 * right,
+        "that is the idle time relative to the work; the bubble is relative to the whole step": (s * step - work) / work,
+        ("those are the idle seconds of all ranks, not a share", "divide by the seconds of all ranks"): s * step - work,
+        "that is the share in which the ranks work; the bubble is the rest": 1 - right,
+        "that holds for equal stages; here the slowest stage sets the pace of all the others": (s - 1) / (m + s - 1),
+        "one stage too many: the last stage waits for s - 1 others, not for s": s / (m + s),
+        (
+            "the slowest forward pass and the slowest backward pass can belong to different stages",
+            "GPipe runs all forward passes first, so take the two maxima separately",
+        ): 1 - work / (s * one_stage),
+        ("one rank's step is compared with the work of all ranks", "s ranks have s times the step"): 1 - work / step,
+    }
+    otherwise = (
+        "not the idle share of this pipeline: when does the first micro-batch leave the last stage, and how long after it "
+        "does each of the others?"
+    )
+    return Expected(right, mistakes, otherwise)
 
 
 @exercise(
@@ -261,23 +256,16 @@ def _serial(case: _Case, seed: int, sizes: Sequence[int], weights: Sequence[floa
 
 
 def _run(answer: Any, on: OnRanks, case: _Case, seed: int) -> list[_Step]:
-    try:
+    no_batch = (
+        f"{case}: a rank asked for a micro-batch that does not exist",
+        "the warm-up has at most as many forward passes as there are micro-batches",
+    )
+    no_gradient = (
+        f"{case}: a `.grad` is None: what a rank receives does not require a gradient",
+        "let it require one, with requires_grad_(), before `stage` sees it",
+    )
+    with explaining({"NoneType": no_gradient, "IndexError": no_batch, "StopIteration": no_batch}):
         return on(case.ranks, _step_on_rank, answer, case, seed)
-    except RankError as error:
-        first = error.failures[0]
-        if "NoneType" in first.traceback:
-            raise AnswerError(
-                f"{case}: a `.grad` is None: what a rank receives does not require a gradient",
-                first.traceback,
-                cure="let it require one, with requires_grad_(), before `stage` sees it",
-            ) from None
-        if "IndexError" in first.traceback or "StopIteration" in first.traceback:
-            raise AnswerError(
-                f"{case}: {first.name} asked for a micro-batch that does not exist",
-                first.traceback,
-                cure="the warm-up has at most as many forward passes as there are micro-batches",
-            ) from None
-        raise
 
 
 def _judge_step(steps: Sequence[_Step], case: _Case, seed: int) -> None:

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from labkit.errors.lists import counted
 from labkit.exercises.comparisons import listing
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, showing
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, reject, showing
 from labkit.exercises.rpc_waits import happens_within
-
-__all__ = ["EXERCISES", "mistake_of"]
 
 LESSON = "07_rpc"
 MEET_S = 5.0  # that the first worker waits for the others; calls that overlap meet within milliseconds
@@ -43,21 +41,6 @@ MISTAKES: dict[str, Hint] = {  # parts of torch's messages, and what they mean h
     "'Future'": NO_RESULT,
     "torch._C.Future": NO_RESULT,
 }
-
-
-def mistake_of(error: BaseException) -> AnswerError | None:
-    """What an error of torch means here; None if it is none of the typical ones."""
-    return next((AnswerError(meaning) for part, meaning in MISTAKES.items() if part in str(error)), None)
-
-
-def _called(answer: Callable[..., Any], *args: Any) -> tuple[Any, AnswerError | None]:
-    """Return what an answer returns, or what its error means if it is one of the typical ones."""
-    try:
-        return answer(*args), None
-    except (TypeError, AttributeError, RuntimeError) as error:
-        if meaning := mistake_of(error):
-            return None, meaning
-        raise
 
 
 def _names(workers: int) -> list[str]:
@@ -111,13 +94,11 @@ class _Asked(NamedTuple):
     alone: bool
 
 
-def _ask_on_rank(answer: Callable[..., Any], workers: list[str], inputs: list[Tensor]) -> _Asked | AnswerError | None:
+def _ask_on_rank(answer: Callable[..., Any], workers: list[str], inputs: list[Tensor]) -> _Asked | None:
     if rpc.get_worker_info().name != "master":
         return None
     meeting = _Meeting(min(len(workers), len(inputs)))
-    result, mistake = _called(answer, list(workers), partial(_visit, rpc.RRef(meeting)), list(inputs))
-    if mistake:
-        return mistake
+    result = answer(list(workers), partial(_visit, rpc.RRef(meeting)), list(inputs))
     shown: list[Any] | str = type(result).__name__
     if isinstance(result, (list, tuple)):
         shown = [part.numpy() if isinstance(part, Tensor) else type(part).__name__ for part in result]
@@ -135,10 +116,8 @@ def _ask_all(answer: Any, on: OnRanks) -> None:
     for workers, count in ((2, 5), (3, 3), (1, 2)):
         names = _names(workers)
         inputs = [torch.rand(SHORTEST + i, generator=random) + i for i in range(count)]
-        seen = on(names, _ask_on_rank, answer, names[1:], inputs, runtime="rpc")[0]
-        with showing(f"ask_all({names[1:]}, function, inputs) with {counted(count, 'input')}"):
-            if isinstance(seen, AnswerError):
-                raise seen
+        with showing(f"ask_all({names[1:]}, function, inputs) with {counted(count, 'input')}"), explaining(MISTAKES):
+            seen = on(names, _ask_on_rank, answer, names[1:], inputs, runtime="rpc")[0]
             _judge_asked(seen, names[1:], [(x**2 + 1).numpy() for x in inputs])
 
 
@@ -157,19 +136,15 @@ def _judge_asked(seen: _Asked, workers: Sequence[str], expected: list[Any]) -> N
             cure="wait for the futures, for instance with torch.futures.wait_all",
         )
     idle = sorted(set(workers) - set(visitors))
-    if idle and len(expected) >= len(workers):
-        raise AnswerError(f"{listing(idle)} had nothing to do: deal the inputs out to all workers in turn", *visits)
-    if seen.alone:
-        raise AnswerError(
-            "a worker was called only when another had finished: rpc_sync waits, and so does wait() right after rpc_async",
-            *visits,
-        )
-    if len(seen.visits) != len(expected):
-        raise AnswerError(
-            f"{counted(len(expected), 'input')} and {counted(len(seen.visits), 'call')}: with more inputs than workers, "
-            "workers get several; input i goes to worker i % len(workers)",
-            *visits,
-        )
+    faults = {
+        f"{listing(idle)} had nothing to do: deal the inputs out to all workers in turn": idle and len(expected) >= len(workers),
+        "a worker was called only when another had finished: rpc_sync waits, and so does wait() right after rpc_async": (
+            seen.alone
+        ),
+        f"{counted(len(expected), 'input')} and {counted(len(seen.visits), 'call')}: with more inputs than workers, workers get "
+        "several; input i goes to worker i % len(workers)": len(seen.visits) != len(expected),
+    }
+    reject(faults, *visits)
     for name, number in sorted(seen.visits, key=lambda visit: visit[1]):
         if name != (right := workers[number % len(workers)]):
             raise AnswerError(f"input {number} went to {name}, and {number} modulo {len(workers)} workers is {right}", *visits)
@@ -261,13 +236,11 @@ class _Tally:
 
 def _tally_on_rank(
     answer: Callable[..., Any], owners: list[str], amounts: list[list[float]], slow: bool
-) -> tuple[list[Any] | str, list[_Event]] | AnswerError | None:
+) -> tuple[list[Any] | str, list[_Event]] | None:
     if rpc.get_worker_info().name != "master":
         return None
     log = _Log()
-    result, mistake = _called(answer, partial(_Tally, rpc.RRef(log), slow), list(owners), [list(some) for some in amounts])
-    if mistake:
-        return mistake
+    result = answer(partial(_Tally, rpc.RRef(log), slow), list(owners), [list(some) for some in amounts])
     shown: list[Any] | str = type(result).__name__
     if isinstance(result, (list, tuple)):
         shown = [part if isinstance(part, (int, float)) else type(part).__name__ for part in result]
@@ -285,11 +258,8 @@ def _remote_tallies(answer: Any, on: OnRanks) -> None:
     for counts, slow in (((3,), True), ((2, 0, 4), False)):
         names = _names(len(counts))
         amounts = _amounts(random, counts)
-        seen = on(names, _tally_on_rank, answer, names[1:], amounts, slow, runtime="rpc")[0]
-        with showing(f"remote_tallies(tally_class, {names[1:]}, {amounts})"):
-            if isinstance(seen, AnswerError):
-                raise seen
-            result, events = seen
+        with showing(f"remote_tallies(tally_class, {names[1:]}, {amounts})"), explaining(MISTAKES):
+            result, events = on(names, _tally_on_rank, answer, names[1:], amounts, slow, runtime="rpc")[0]
             _judge_tallies(result, events, names[1:], amounts)
 
 

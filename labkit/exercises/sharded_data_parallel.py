@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
-from labkit.exercises.comparisons import compare, differ, judge_result, number_of, whole_numbers
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, showing
+from labkit.exercises.calculations import Expected, calculation
+from labkit.exercises.comparisons import compare, differ, equal, judge_result, whole_numbers
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, reject, showing
 from labkit.recording.operations import type_of
 
 LESSON: Final = "03_sharded_data_parallel"
@@ -47,58 +48,47 @@ def _as_triple(given: Any, numbers: int, ranks: int, rank: int) -> tuple[int, in
 
 def _judge_ranges(given: list[tuple[int, int, int]], numbers: int, ranks: int) -> None:
     size = -(-numbers // ranks)
-    expected = [(min(r * size, numbers), min((r + 1) * size, numbers)) for r in range(ranks)]
-    expected_padding = [size - (end - start) for start, end in expected]
-    case = f"shard_range({numbers}, {ranks}, rank)"
-    right = [(*bounds, padding) for bounds, padding in zip(expected, expected_padding, strict=True)]
-    details = tuple(f"rank {r}: given {given[r]}, expected {right[r]}" for r in range(ranks))
-    lengths = [end - start for start, end, _ in given]
-    if any(start > numbers or end > numbers for start, end, _ in given):
-        raise AnswerError(
-            f"{case}: a shard reaches beyond the last number", *details, cure="limit start and end with min(..., numbers)"
-        )
-    if any(length < 0 for length in lengths):
-        raise AnswerError(f"{case}: a shard ends before it starts; a rank that owns nothing has start == end", *details)
-    if sum(lengths) < numbers and set(lengths) == {numbers // ranks}:
-        raise AnswerError(f"{case}: the last numbers have no owner: // rounds down", *details, cure="round the size up")
-    if len({length + padding for length, (_, _, padding) in zip(lengths, given, strict=True)}) > 1:
-        if [g[:2] for g in given] == expected:
-            raise AnswerError(
-                f"{case}: the ranges are right, the padding is not: it is what this rank's own shard lacks to the common size",
-                *details,
-            )
-        raise AnswerError(
-            f"{case}: the shards, with their padding, differ in length; reduce_scatter and all_gather need the same on "
-            "every rank",
-            *details,
-        )
-    if [g[:2] for g in given] != expected and sum(lengths) == numbers:
-        raise AnswerError(
-            f"{case}: the numbers are spread evenly, so several shards need padding, in the middle of the whole",
-            *details,
-            cure="fill the ranks in order, so that all padding lies at the end",
-        )
-    if [g[:2] for g in given] != expected:
-        raise AnswerError(f"{case}: some numbers have no owner, or two; shard r begins where shard r - 1 ends", *details)
-    if [g[2] for g in given] != expected_padding:
-        raise AnswerError(
-            f"{case}: more padding than needed", *details, cure="the size of a shard is numbers / ranks, rounded up"
-        )
+    ends = [min((rank + 1) * size, numbers) for rank in range(ranks)]
+    expected = list(zip([0, *ends[:-1]], ends, strict=True))
+    right = [(start, end, size - (end - start)) for start, end in expected]
+    ranges, lengths = [(start, end) for start, end, _ in given], [end - start for start, end, _ in given]
+    alike = len({end - start + padding for start, end, padding in given}) == 1
+    faults = {
+        ("a shard reaches beyond the last number", "limit start and end with min(..., numbers)"): any(
+            max(bounds) > numbers for bounds in ranges
+        ),
+        "a shard ends before it starts; a rank that owns nothing has start == end": min(lengths) < 0,
+        ("the last numbers have no owner: // rounds down", "round the size up"): (
+            sum(lengths) < numbers and set(lengths) == {numbers // ranks}
+        ),
+        "the ranges are right, the padding is not: it is what this rank's own shard lacks to the common size": (
+            not alike and ranges == expected
+        ),
+        "the shards, with their padding, differ in length; reduce_scatter and all_gather need the same on every rank": not alike,
+        (
+            "the numbers are spread evenly, so several shards need padding, in the middle of the whole",
+            "fill the ranks in order, so that all padding lies at the end",
+        ): ranges != expected and sum(lengths) == numbers,
+        "some numbers have no owner, or two; shard r begins where shard r - 1 ends": ranges != expected,
+        ("more padding than needed", "the size of a shard is numbers / ranks, rounded up"): given != right,
+    }
+    details = (f"rank {r}: given {given[r]}, expected {right[r]}" for r in range(ranks))
+    reject(faults, f"shard_range({numbers}, {ranks}, rank)", *details)
 
 
-@exercise(
+@calculation(
     LESSON,
     "memory_per_rank(parameters, activations, ranks, stage) returns the bytes of a rank in float32 training "
     "with Adam, for ZeRO stages 0 to 3; `activations` are the bytes of one rank's activations.",
     "Parameters, gradients and Adam's two moments for stages 0 to 3, and activations that no stage shards.",
+    [
+        (*sizes, stage)
+        for stage in (1, 2, 3, 0)
+        for sizes in ((1_200_000, 700_000, 5), (999_999, 50_000, 3), (300_000, 4_000_000, 1))
+    ],
+    same=lambda a, b: abs(a - b) <= 64,  # bytes: shards may be rounded up
 )
-def _memory_per_rank(answer: Any, _: OnRanks) -> None:
-    for stage in (1, 2, 3, 0):
-        for parameters, activations, ranks in ((1_200_000, 700_000, 5), (999_999, 50_000, 3), (300_000, 4_000_000, 1)):
-            _judge_memory(number_of(answer(parameters, activations, ranks, stage)), parameters, activations, ranks, stage)
-
-
-def _judge_memory(given: float, parameters: int, activations: int, ranks: int, stage: int) -> None:
+def _memory_per_rank(parameters: int, activations: int, ranks: int, stage: int) -> Expected:
     whole = 4 * parameters  # bytes in float32
 
     def total(*divided: bool, moments: int = 2) -> float:
@@ -106,13 +96,12 @@ def _judge_memory(given: float, parameters: int, activations: int, ranks: int, s
         return sum(part / (ranks if is_divided else 1) for part, is_divided in parts) + activations
 
     sharded = (stage >= 3, stage >= 2, stage >= 1)
-    expected = total(*sharded)
-    near = 64.0  # bytes: shards may be rounded up
+    right = total(*sharded)
     mistakes = {
-        "the activations are missing": expected - activations,
-        "activations are not sharded: they belong to this rank's own examples": expected - activations + activations / ranks,
+        "the activations are missing": right - activations,
+        "activations are not sharded: they belong to this rank's own examples": right - activations + activations / ranks,
         "Adam keeps two moments for each parameter, not one": total(*sharded, moments=1),
-        "the gradients or the parameters are missing": expected - whole / (ranks if stage >= 2 else 1),
+        "the gradients or the parameters are missing": right - whole / (ranks if stage >= 2 else 1),
         "a stage keeps what the stages before it shard: stage 2 shards the optimizer state as well, stage 3 all three": total(
             stage == 3, stage == 2, stage == 1
         ),
@@ -121,17 +110,13 @@ def _judge_memory(given: float, parameters: int, activations: int, ranks: int, s
         "the stages are in another order: first the optimizer state, then the gradients, then the parameters": total(
             stage >= 1, stage >= 2, stage >= 3
         ),
-        "these are numbers, not bytes: a float32 has 4 bytes": (expected - activations) / 4 + activations,
+        "these are numbers, not bytes: a float32 has 4 bytes": (right - activations) / 4 + activations,
     }
-    judge_result(
-        given, expected, mistakes,
-        (
-            "not the bytes of this stage: what does a rank keep in training with Adam, and which of it does the stage shard?",
-            "start from 4 bytes each for parameters, gradients and two moments; divide what the stage shards",
-        ),
-        f"memory_per_rank({parameters}, {activations}, {ranks}, {stage}): given {given:,.0f} bytes, expected {expected:,.0f}",
-        same=lambda a, b: abs(a - b) <= near,
-    )  # fmt: skip
+    otherwise = (
+        "not the bytes of this stage: what does a rank keep in training with Adam, and which of it does the stage shard?",
+        "start from 4 bytes each for parameters, gradients and two moments; divide what the stage shards",
+    )
+    return Expected(right, mistakes, otherwise)
 
 
 Step = Callable[[], object]
@@ -230,26 +215,27 @@ def _judge_weights(
     wrong = differ(after, expected)
     if not wrong:
         return
-    if all(not differ([b], a) for a, b in zip(after, before, strict=True)):
-        raise AnswerError(
+    faults = {
+        (
             "the parameters are unchanged after step(): does anything write into the given tensors?",
-            cure="write the gathered values into them, as p.data.copy_(...) does",
-        )
-    if ranks > 1 and not any(type_of(name).reduces for name in operations):
-        raise AnswerError(
-            "no operation added up the gradients of the ranks, so each shard learns from one rank's examples only",
-            f"operations: {', '.join(sorted(set(operations))) or 'none'}",
-        )
-    if not differ(after, serial(ranks, scale=ranks)):
-        raise AnswerError("the gradients were summed, not averaged", cure="divide by the number of ranks")
-    if not differ(after, serial(ranks, clear=False)):
-        raise AnswerError("the gradients of earlier steps are still there", cure="set p.grad to None at the end of step()")
-    if any(differ([a], after[0]) for a in after):
-        raise AnswerError(
+            "write the gathered values into them, as p.data.copy_(...) does",
+        ): all(not differ([b], a) for a, b in zip(after, before, strict=True)),
+        "no operation added up the gradients of the ranks, so each shard learns from one rank's examples only": (
+            ranks > 1 and not any(type_of(name).reduces for name in operations)
+        ),
+        ("the gradients were summed, not averaged", "divide by the number of ranks"): not differ(
+            after, serial(ranks, scale=ranks)
+        ),
+        ("the gradients of earlier steps are still there", "set p.grad to None at the end of step()"): (
+            not differ(after, serial(ranks, clear=False))
+        ),
+        (
             "the ranks have different parameters after step(): each updated its own shard, and the others must receive it",
-            f"different: {', '.join(sorted(wrong))}",
-            cure="dist.all_gather gives every rank the shards of all",
-        )
+            "dist.all_gather gives every rank the shards of all",
+        ): any(differ([a], after[0]) for a in after),
+    }
+    called = f"operations: {', '.join(sorted(set(operations))) or 'none'}"
+    reject(faults, f"wrong parameters: {', '.join(sorted(wrong))}", called)
     compare(after, expected, subject="the parameters")
 
 
@@ -341,9 +327,9 @@ def _judge_norms(given: Sequence[float | None], ranks: int) -> None:
         "these are averages of norms; squares add up, norms do not": [sum(own) / ranks] * ranks,
     }
     otherwise = "not the norm of all shards of all ranks", "it is the root of the sum of all squares"
-    if math.isclose(norms[0], right, rel_tol=1e-3):
+    if equal(norms[0], right, within=1e-3):
         otherwise = "rank 0 has the norm, the others do not", "use all_reduce, not reduce"
-    judge_result(norms, [right] * ranks, mistakes, otherwise, *details, same=lambda a, b: np.allclose(a, b, rtol=1e-3))
+    judge_result(norms, [right] * ranks, mistakes, otherwise, *details, same=partial(equal, within=1e-3))
 
 
 INPUTS: Final = 5

@@ -9,42 +9,40 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from labkit.comm.torch_internals import DISPATCH
 from labkit.errors.lists import counted
-from labkit.exercises.comparisons import compare, factor, judge_result, number_of
+from labkit.exercises.calculations import Expected, calculation
+from labkit.exercises.comparisons import compare, factor, judge_result
 from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, showing
 
 LESSON = "06_tensor_parallel"
 BATCH, INPUTS, OUTPUTS = 5, 7, 10  # neither features nor outputs can be divided by 2, 3 and 4
 # What torch and labkit say after common mistakes in row_linear, and in my_heads.
-IN_ROWS = (
-    (
-        "shapes cannot be multiplied",
-        (
-            "x is whole on every rank, and this rank's weight has only some of its columns",
-            "take the same columns, x.tensor_split(p, -1)[rank]; chunk(p) cuts into other sizes if p does not divide them",
-        ),
+IN_ROWS: dict[str, Hint] = {
+    "shapes cannot be multiplied": (
+        "x is whole on every rank, and this rank's weight has only some of its columns",
+        "take the same columns, x.tensor_split(p, -1)[rank]; chunk(p) cuts into other sizes if p does not divide them",
     ),
-    ("'CopyIn' object", ("an autograd function is applied, not called", "write CopyIn.apply(x), not CopyIn(x)")),
-    ("'SumOut' object", ("an autograd function is applied, not called", "write SumOut.apply(y), not SumOut(y)")),
-    (
-        "Collective number",
-        (
-            "the ranks add up tensors of different shapes. Are these gradients of parts of x?",
-            "pass x through f before you cut it: each rank adds the gradient of the whole x",
-        ),
+    "'CopyIn' object": ("an autograd function is applied, not called", "write CopyIn.apply(x), not CopyIn(x)"),
+    "'SumOut' object": ("an autograd function is applied, not called", "write SumOut.apply(y), not SumOut(y)"),
+    "Collective number": (
+        "the ranks add up tensors of different shapes. Are these gradients of parts of x?",
+        "pass x through f before you cut it: each rank adds the gradient of the whole x",
     ),
-)
-IN_HEADS = (
-    (
-        "tuple index out of range",
-        ("chunk(p) may return fewer than p parts: of 5 heads on 4 ranks it makes 3", "tensor_split(p) always returns p"),
+}
+IN_HEADS: dict[str, Hint] = {
+    "tuple index out of range": (
+        "chunk(p) may return fewer than p parts: of 5 heads on 4 ranks it makes 3",
+        "tensor_split(p) always returns p",
     ),
-)
+}
 
 
-class _Collectives(TorchDispatchMode):
+_Mode: Any = DISPATCH["TorchDispatchMode"]
+
+
+class _Collectives(_Mode):  # type: ignore[misc]  # looked up when the file is loaded
     """Counts the numbers that this rank puts into each collective."""
 
     def __init__(self) -> None:
@@ -54,7 +52,7 @@ class _Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note a collective, then carry it out."""
         if function.namespace in ("c10d", "_c10d_functional"):
-            name = function._schema.name.partition("::")[2].strip("_")
+            name = function.name().partition("::")[2].partition(".")[0].strip("_")
             if not name.startswith("wait"):
                 given = args[1] if len(args) > 1 and isinstance(args[1], (Tensor, list)) else args[0]  # after the outputs
                 self.seen.append((name, _count(given)))
@@ -236,8 +234,8 @@ def _row_on_rank(answer: Callable[..., Any]) -> Any:
 )
 def _row_linear(answer: Any, on: OnRanks) -> None:
     for ranks in (2, 3, 4, 1):
-        with showing(f"row_linear(x, weight, bias) on {counted(ranks, 'rank')}"):
-            _judge_row(explaining(on, IN_ROWS)(ranks, _row_on_rank, answer), ranks)
+        with showing(f"row_linear(x, weight, bias) on {counted(ranks, 'rank')}"), explaining(IN_ROWS):
+            _judge_row(on(ranks, _row_on_rank, answer), ranks)
 
 
 def _judge_row(seen: Sequence[Any], ranks: int) -> None:
@@ -335,8 +333,8 @@ def _my_heads(answer: Any, on: OnRanks) -> None:
         torch.manual_seed(ranks)
         weight = torch.randn(3 * hidden, hidden)
         case = f"my_heads(weight, {heads}) on {counted(ranks, 'rank')}, heads of {width}"
-        with showing(case):
-            got = explaining(on, IN_HEADS)(ranks, _heads_on_rank, answer, weight, heads)
+        with showing(case), explaining(IN_HEADS):
+            got = on(ranks, _heads_on_rank, answer, weight, heads)
         for rank, value in enumerate(got):
             if not isinstance(value, Tensor):
                 raise AnswerError(f"{case}: expected a tensor with this rank's rows of the weight; rank {rank} returned {value}")
@@ -378,59 +376,46 @@ def _my_heads(answer: Any, on: OnRanks) -> None:
                 f"{len(weight) - rows} rows are on no rank: heads // p rounds down",
                 "the first heads % p ranks have one head more",
             )
-        judge_result(got, right, mistakes if ranks > 1 else {}, otherwise, case, *shapes, same=_all_equal)
-
-
-def _all_equal(got: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        judge_result(got, right, mistakes if ranks > 1 else {}, otherwise, case, *shapes)
 
 
 RING = "a rank of a ring sends 2(p − 1)/p times n bytes, and alone it sends nothing"
 
 
-@exercise(
+@calculation(
     LESSON,
     "bytes_per_step(layers, batch, sequence, hidden, ranks, value_bytes) returns how many bytes each rank sends per training "
     "step of a transformer, if every layer is split as in Megatron-LM and all_reduce is a ring.",
     "Four all_reduces per layer, each of the whole activation: more ranks do not make it less.",
-)
-def _bytes_per_step(answer: Any, _: OnRanks) -> None:
     # 4 ranks first: with 2, a rank of a ring sends n bytes, and half is what 1/p is.
-    for arguments in ((3, 10, 5, 7, 4, 8), (1, 64, 28, 128, 2, 4), (2, 4, 10, 6, 3, 4), (5, 3, 4, 8, 1, 2)):
-        with showing(f"bytes_per_step{arguments}"):
-            _judge_bytes(answer(*arguments), *arguments)
-
-
-def _judge_bytes(given: Any, layers: int, batch: int, sequence: int, hidden: int, ranks: int, value_bytes: int) -> None:
+    ((3, 10, 5, 7, 4, 8), (1, 64, 28, 128, 2, 4), (2, 4, 10, 6, 3, 4), (5, 3, 4, 8, 1, 2)),
+)
+def _bytes_per_step(layers: int, batch: int, sequence: int, hidden: int, ranks: int, value_bytes: int) -> Expected:
     ring, n = 2 * (ranks - 1) / ranks, batch * sequence * hidden * value_bytes
-    expected = layers * 4 * ring * n
-    number = number_of(given)
+    right = layers * 4 * ring * n
     mistakes = {
         ("here a rank sends n bytes in an all_reduce of n bytes, however many ranks there are", RING): layers * 4 * n,
         ("here a rank sends 2n bytes in an all_reduce of n bytes, however many ranks there are", RING): layers * 4 * 2 * n,
         (
             "that is half: which passes have all_reduces, and how many?",
             "the forward pass has two all_reduces per layer, and the backward pass has two more",
-        ): expected / 2,
-        "that is one layer; there are several": expected / layers,
-        "those are numbers, not bytes: each takes value_bytes": expected / value_bytes,
+        ): right / 2,
+        "that is one layer; there are several": right / layers,
+        "those are numbers, not bytes: each takes value_bytes": right / value_bytes,
         (
             "that is what all ranks send together, and one rank is asked for",
             "one rank passes on 2(p − 1) pieces of n/p bytes, not of n bytes",
-        ): expected * ranks,
+        ): right * ranks,
         ("those are the parameters, as in data parallelism; here activations travel", "batch × sequence × hidden numbers"): (
             layers * 12 * hidden * hidden * value_bytes * ring
         ),
-        "the all_reduce is of the whole activation on every rank, not of 1/p of it": expected / ranks,
-        "each example has `sequence` tokens": expected / sequence,
+        "the all_reduce is of the whole activation on every rank, not of 1/p of it": right / ranks,
+        "each example has `sequence` tokens": right / sequence,
     }
-    otherwise = "count the all_reduces of a layer in forward and backward, and multiply by what a rank of a ring sends in each"
-    if any(number and abs(number * unit - expected) <= 0.01 * expected for unit in (1e3, 1e6, 1 << 10, 1 << 20)):
-        otherwise = "the number of bytes is asked for, not of kB or MB"
-    details = f"given {_whole(number)}, expected {_whole(expected)}"
-    judge_result(number, expected, mistakes, otherwise, details, same=lambda a, b: abs(a - b) <= 1e-6 * max(abs(b), 1))
 
+    def otherwise(given: float) -> str:
+        if any(given and abs(given * unit - right) <= 0.01 * right for unit in (1e3, 1e6, 1 << 10, 1 << 20)):
+            return "the number of bytes is asked for, not of kB or MB"
+        return "count the all_reduces of a layer in forward and backward, and multiply by what a rank of a ring sends in each"
 
-def _whole(number: float) -> str:
-    """A number with separators; without an exponent, unless it is very large."""
-    return f"{number:,.10g}" if abs(number) < 1e10 else repr(number)
+    return Expected(right, mistakes, otherwise)

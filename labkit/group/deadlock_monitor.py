@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
-
-import psutil
 
 from labkit.errors.lists import listed
 from labkit.group.collector import Records
@@ -17,9 +14,9 @@ from labkit.group.member import Member
 from labkit.group.processes import SLOW_S, RankPool
 from labkit.group.rank_state import RankState
 from labkit.group.remote_calls import cycle_of_calls, served_by
-from labkit.group.stack_dump import ask
-from labkit.group.thread_states import Active, RankThreads, active, children_of, main_wait, threads_in
 from labkit.group.wait_notices import MOST_NAMES, cycle_notice, line_of, silence_notice, unrecorded_notice, waiting_notice
+from labkit.launch.rank_process import command_to_resume
+from labkit.launch.thread_states import Active, MainWaits, RankThreads, Threads, active
 from labkit.recording.group_keys import GroupKind, kind_of
 from labkit.recording.schema import Pending
 
@@ -79,7 +76,7 @@ class DeadlockMonitor:
         failures: Collection[int],
         serving: Collection[int] = (),
     ) -> None:
-        self._members, self._kind, self._options = pool.members, pool.kind, pool.options
+        self._pool, self._members, self._kind, self._options = pool, pool.members, pool.kind, pool.options
         self._on, self._lost = on, pool.lost
         self._records, self._results, self._failures, self._serving = records, results, failures, serving
         self._suspicion: _Suspicion | None = None
@@ -169,16 +166,12 @@ class DeadlockMonitor:
     def _threads_of(self, ranks: Collection[int], *, with_children: bool, insist: bool = True) -> dict[int, RankThreads]:
         """The state of the threads of those ranks that are alive."""
         living = [self._members[i] for i in ranks if i not in self._failures and i not in self._lost]
-        processes = [m.process for m in living]
-        children = children_of([p.pid for p in processes]) if with_children else {}
-        stacks = ask(processes, insist=insist)
-        return {
-            m.rank: threads_in(raw, m.process.pid, children.get(m.process.pid, ())) for m, raw in zip(living, stacks, strict=True)
-        }
+        threads = self._pool.ask(Threads(children=with_children, insist=insist), living)
+        return {member.rank: of_rank for member, of_rank in zip(living, threads, strict=True)}
 
     def lines(self) -> dict[int, str]:
         """The line, in words, of each rank that still runs the student's function and is in no operation."""
-        late = [i for i in self._on if i not in self._results and not self._members[i].process.frozen]
+        late = [i for i in self._on if i not in self._results and not self._members[i].process.status().frozen]
         threads = self._threads_of([i for i in late if not self._members[i].reader.pending()], with_children=False)
         return {rank: line_of(of_rank.main) for rank, of_rank in threads.items()}
 
@@ -204,7 +197,7 @@ class DeadlockMonitor:
             return self.notice if self._unmoved else ""
         self._unmoved_check_ns = now_ns
         running = [m for m in self._members if m.rank in self._on and m.rank not in {*self._results, *self._failures}]
-        waits = {m.rank: main_wait(m.process.pid) for m in running}
+        waits = {m.rank: switches for m, switches in zip(running, self._pool.ask(MainWaits(), running), strict=True)}
         if not self._idle(now_ns) or -1 in waits.values():
             waits = {}
         if waits != self._unmoved:
@@ -223,23 +216,20 @@ class DeadlockMonitor:
         self._frozen_check_ns = now_ns
         before = self._frozen
         self._frozen = [
-            m for m in self._members if m.rank not in self._results and m.rank not in self._failures and m.process.frozen
+            m for m in self._members if m.rank not in self._results and m.rank not in self._failures and m.process.status().frozen
         ]
         if self._frozen:
             self._suspicion = None
-            ids = " ".join(str(m.process.pid) for m in self._frozen)
+            command = command_to_resume([m.process for m in self._frozen])
             names = listed((m.name for m in self._frozen), most=MOST_NAMES, rest="others")
-            self.notice = f"stopped by a signal (SIGSTOP): {names}; `kill -CONT {ids}` resumes the run"
+            self.notice = f"stopped by a signal (SIGSTOP): {names}; `{command}` resumes the run"
         elif before:
             self.notice = ""
         return bool(self._frozen)
 
     def _idle(self, now_ns: int) -> bool:
         """Whether the ranks have used hardly any CPU time since the last check."""
-        cpu_s = 0.0
-        for member in self._members:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended, which is noticed elsewhere
-                cpu_s += sum(psutil.Process(member.process.pid).cpu_times()[:2])
+        cpu_s = sum(member.process.status().cpu_s for member in self._members)
         before_ns, before_s, _ = self._cpu_time
         if now_ns - before_ns > CYCLE_NS / 2:
             idle = cpu_s - before_s < IDLE_SHARE * (now_ns - before_ns) / 1e9

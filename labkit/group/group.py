@@ -16,7 +16,6 @@ from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError, RankError, Stopped
 from labkit.errors.lists import counted
 from labkit.errors.wrong_calls import public_api
-from labkit.group import stack_dump
 from labkit.group.cell_names import CellNames, lost_names
 from labkit.group.member import Member
 from labkit.group.open_groups import default_start, notebook
@@ -37,6 +36,7 @@ from labkit.group.processes import RankPool
 from labkit.group.rank_selection import Ranks, chosen
 from labkit.group.run import Execution, Run
 from labkit.group.spawn import WithRank, check_spawn, hint_for_rank
+from labkit.group.stack_report import Stacks, readable
 from labkit.ipc import pickling, protocol
 from labkit.ipc.code_names import assigned, mentions, name_of, reads
 from labkit.ipc.definitions import Sent
@@ -44,6 +44,7 @@ from labkit.ipc.options import Options
 from labkit.ipc.pickling_errors import Call, Names
 from labkit.ipc.protocol import Message
 from labkit.ipc.ranks_cell import parse
+from labkit.launch.thread_states import Threads
 
 __all__ = ["Group"]
 
@@ -238,7 +239,7 @@ class Group:
             names.learn(self._pool.members if self._pool is not None else ())
 
     @public_api
-    def stacks(self) -> stack_dump.Stacks:
+    def stacks(self) -> Stacks:
         """Where every rank is now, as Python stacks cut to the student's frames; also for ranks blocked in C++.
 
         During a run, call it from another thread: `threading.Timer(5, lambda: print(group.stacks())).start()`.
@@ -252,9 +253,9 @@ class Group:
         pool = self._pool
         if pool is None:
             raise LabError("this group has no running ranks: they start with the first run")
-        living = {m.name: m.process for m in pool.members if m.process.memory >= 0}
-        texts = zip(living.items(), stack_dump.ask(living.values()), strict=True)
-        return stack_dump.Stacks({name: stack_dump.readable(text, process.pid) for (name, process), text in texts})
+        living = [member for member in pool.members if member.process.memory >= 0]
+        threads = pool.ask(Threads(), living)
+        return Stacks({m.name: readable(of_rank, m.process.status()) for m, of_rank in zip(living, threads, strict=True)})
 
     def close(self) -> None:
         """End the ranks. A closed group stays closed; closing it again does nothing."""

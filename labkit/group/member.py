@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from labkit.ipc.channel import Channel
 from labkit.ipc.protocol import Displayed, Warned
+from labkit.launch.rank_process import RankProcess
 from labkit.recording.ring_buffer import RingReader
-from labkit.worker.launch import RankProcess
 
 __all__ = ["Member"]
 

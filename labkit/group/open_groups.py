@@ -12,10 +12,10 @@ from typing import Any, Final, Protocol
 
 from labkit.errors.exceptions import LabError
 from labkit.ipc.options import STARTS
+from labkit.launch.capacity import usable_cores
 from labkit.recording.ring_layout import RING_BYTES
 from labkit.worker import network_namespace
 from labkit.worker.runtimes.registry import RUNTIMES
-from labkit.worker.usable_cores import usable_cores
 
 __all__ = ["Notebook", "default_start", "notebook", "warm_up"]
 
@@ -50,7 +50,7 @@ class Notebook:
             LabError: LABKIT_NETWORK=private, and the start method is not "fork".
         """
         from labkit.ipc.pickling import shared_memory
-        from labkit.worker.launch import ForkStarter, SpawnStarter
+        from labkit.launch.starters import ForkStarter, SpawnStarter
 
         kind = RUNTIMES[runtime]
         network = network_namespace.wanted(os.environ)

@@ -12,16 +12,12 @@ from typing import Any, Final, NoReturn
 
 from labkit.errors.exceptions import LabError, missing
 from labkit.errors.lists import listed
-from labkit.errors.units import in_words
 from labkit.errors.wrong_calls import WrongNameError
 from labkit.ipc.options import RPC_OPTIONS, Options, check_above_0
-from labkit.recording.ring_layout import RING_BYTES
-from labkit.worker.fork_server import BATCH
-from labkit.worker.open_files import count_open_files, raise_limit
+from labkit.launch.capacity import check_capacity, processes_visible, usable_cores
 from labkit.worker.runtimes.base import Runtime
 from labkit.worker.runtimes.devices import gpu_count
 from labkit.worker.runtimes.registry import RUNTIMES
-from labkit.worker.usable_cores import usable_cores
 
 __all__ = [
     "FixedArgument", "check_environment", "check_machine", "check_runtime", "default_threads", "names_and_jobs",
@@ -29,11 +25,6 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_RANKS: Final = 1024
-FILES_PER_RANK: Final = 5  # open in this process: socket, output, process, recording memory and its mapping
-STARTING_FILES: Final = 3  # more for each rank of a batch that is being started: the other ends
-SHARED_BYTES: Final = 2 * RING_BYTES  # the largest file that a rank without large arguments needs: records and stacks
-PROC: Final = "/proc/self/stat"
-FILES_TO_SPARE: Final = 64  # for the arguments of a run, and the student
 
 
 class FixedArgument:
@@ -78,7 +69,7 @@ def check_environment() -> None:
         raise LabError("this code runs inside a rank, and ranks cannot create groups; create the group in the notebook")
     if os.name != "posix":
         raise LabError("labkit starts ranks on Linux and macOS; on Windows, install it in WSL2 and open the notebooks from there")
-    if sys.platform == "linux" and not os.path.exists(PROC):
+    if not processes_visible():
         raise LabError("the file system /proc is not mounted here, and labkit cannot find its processes without it")
 
 
@@ -195,46 +186,4 @@ def check_machine(options: Options, kind: type[Runtime]) -> None:
         raise LabError("devices='cuda': this machine has no visible GPU. Leave `devices` out to run on the CPU.")
     if options.start == "fork" and sys.platform != "linux":
         raise LabError("start='fork' needs Linux; elsewhere a forked process may hang in a system library. Use start='spawn'.")
-    _check_memory(count, kind.rank_bytes)
-    _check_open_files(count)
-    _check_file_size()
-
-
-def _check_file_size() -> None:
-    import resource  # not available on Windows
-
-    largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    if largest != resource.RLIM_INFINITY and largest < SHARED_BYTES:
-        raise LabError(
-            f"this process may create no file larger than {in_words(largest, 'iB')} (ulimit -f), and each rank records in "
-            f"{in_words(RING_BYTES, 'iB')} of shared memory. Raise the limit before you start JupyterLab."
-        )
-
-
-def _check_memory(count: int, rank_bytes: int) -> None:
-    import psutil
-
-    available, needed = psutil.virtual_memory().available, count * rank_bytes
-    if needed > available:
-        raise LabError(
-            f"{count} ranks need at least {in_words(needed, 'iB')} of memory ({in_words(rank_bytes, 'iB')} each), and "
-            f"{in_words(available, 'iB')} are available. Use at most {max(1, available // rank_bytes)} ranks, or close other "
-            f"groups and notebooks."
-        )
-
-
-def _check_open_files(count: int) -> None:
-    spare = FILES_TO_SPARE + count_open_files()
-
-    def files(ranks: int) -> int:
-        return ranks * FILES_PER_RANK + min(ranks, BATCH) * STARTING_FILES + spare
-
-    needed = files(count)
-    limit = raise_limit(needed)
-    if needed > limit:
-        most = max((n for n in range(1, count) if files(n) <= limit), default=0)
-        first = f"Use at most {most} ranks" if most else "Close some"
-        raise LabError(
-            f"{count} ranks need about {needed:,} open files, and the hard limit of this process is {limit:,}. "
-            f"{first}, or raise the limit (ulimit -Hn {needed}) before you start JupyterLab."
-        )
+    check_capacity(count, kind.rank_bytes)

@@ -19,16 +19,16 @@ from labkit.group.member import Member
 from labkit.group.message_loop import MessageLoop
 from labkit.group.output import Notice, notebook_shell
 from labkit.group.pool_state import Phase, PoolState, Request
-from labkit.group.stack_dump import crash
+from labkit.group.stack_report import crash
 from labkit.group.unfinished import Unfinished, still_unfinished
 from labkit.ipc import protocol
 from labkit.ipc.definitions import Sent
 from labkit.ipc.options import Options
 from labkit.ipc.pickling import Payload, shared_memory
-from labkit.ipc.process_memory import may_read
 from labkit.ipc.protocol import Message
+from labkit.launch.rank_process import RankProcess
+from labkit.launch.starters import Question, Starter, in_background
 from labkit.worker.edited_modules import edited
-from labkit.worker.launch import RankProcess, Starter, in_background
 from labkit.worker.notebook_settings import NotebookSettings, Settings
 from labkit.worker.process_state import ProcessState
 from labkit.worker.runtimes.base import Runtime
@@ -44,6 +44,7 @@ LOOK_EVERY_S: Final = 0.1  # how often output is read while ranks set up: they w
 LAST_LINES: Final = 10  # the last lines of a rank's output, shown if it died outside a run
 
 _Reply = TypeVar("_Reply", bound=Message)
+_Answer = TypeVar("_Answer")
 
 
 class RankPool:
@@ -82,8 +83,6 @@ class RankPool:
         self.oom_kills = OOMKillCounters()
         self.modules: dict[str, protocol.ImportedModule] = {}
         self._copied: ProcessState | None = None  # the state of this process that the ranks have
-        self._reaping = threading.Lock()
-        self._codes: dict[int, int] = {}
         self._changing = threading.Lock()  # held while processes are added to `_processes`, or removed to be ended
         self._processes: list[RankProcess] = []
         self._start_failed: BaseException | None = None
@@ -172,14 +171,13 @@ class RankPool:
             path=self._copied.path,
             folder=self._copied.folder,
             environment=changes,
-            readable_memory=may_read(self.members[0].process.pid),
             rich=notebook_shell() is not None,
             starts_rpc=self._starts_rpc,
             payload=shared_link,
         )
         for member in self.members:
             with contextlib.suppress(OSError):  # as in `_send_all`
-                member.channel.send(dataclasses.replace(config, rank=member.rank))
+                member.channel.send(dataclasses.replace(config, rank=member.rank, readable_memory=member.process.readable))
         if shared_link is not None:
             shared_link.close()
         self._send_all(protocol.Offers([answer.offer for answer in self._answers(protocol.Offer)]))
@@ -239,6 +237,10 @@ class RankPool:
             return []
         return [note for observed in self.exchange(protocol.Observe(begin), protocol.Observed) for note in observed.notes]
 
+    def ask(self, question: Question[_Answer], members: Sequence[Member]) -> Sequence[_Answer]:
+        """Ask a question about the processes of some ranks; return the answer for each."""
+        return self._starter.ask(question, [member.process for member in members])
+
     def _send_all(self, message: Message) -> None:
         frame = protocol.encode(message)
         for member in self.members:
@@ -274,22 +276,15 @@ class RankPool:
             last: a sentence that says what the rank was doing.
         """
         oom_kills = self.oom_kills.recent()
-        code = self.reap(member)
+        (end,) = self._starter.end([member.process])
         printed = member.unshown.decode(errors="replace").strip().splitlines()[-LAST_LINES:]
-        text = "\n".join(filter(None, (crash(member.process), *printed)))
-        cause = exit_cause(code, oom_kills)
-        return RankFailure(member.rank, member.name, explain_exit(code, oom_kills), text, at_ns=at_ns, last=last, cause=cause)
-
-    def reap(self, member: Member) -> int:
-        """Reap a rank's process, ending it first if necessary, and return its exit code."""
-        with self._reaping:
-            self._codes |= self._starter.end([member.process])
-        return self._codes.get(member.process.pid, 0)
+        text = "\n".join(filter(None, (crash(end.crash), *printed)))
+        headline, cause = explain_exit(end.code, oom_kills), exit_cause(end.code, oom_kills)
+        return RankFailure(member.rank, member.name, headline, text, at_ns=at_ns, last=last, cause=cause)
 
     def kill(self) -> None:
         """End the processes and leave the rest to the run in progress on another thread."""
-        with self._reaping:
-            self._codes |= self._starter.end([m.process for m in self.members])
+        self._starter.end([m.process for m in self.members])
 
     def end(self, *, graceful: bool = False, wait: bool = True) -> None:
         """End the processes. Further calls do nothing.

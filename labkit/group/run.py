@@ -24,10 +24,10 @@ from labkit.group.unfinished import Unfinished, left_unfinished, may_go_on
 from labkit.ipc import pickling, protocol
 from labkit.ipc.protocol import Message
 from labkit.ipc.tracebacks import unreadable
+from labkit.launch.resource_usage import Cores, ResourceMonitor, gpus_of
 from labkit.recording.operations import SERVE
 from labkit.tracing.missing_names import about_names
 from labkit.tracing.trace import Trace
-from labkit.worker.resource_usage import Cores, ResourceMonitor, gpus_of
 
 __all__ = ["Execution", "Run"]
 
@@ -119,7 +119,7 @@ class Execution:
         self._resources: ResourceMonitor | None = None
         if picture is not None:  # slow: finding GPUs takes a fifth of the time of an empty run, starting NVML milliseconds
             gpus = gpus_of(len(self._members), pool.options.devices)
-            self._resources = ResourceMonitor([m.process.pid for m in self._members], gpus)
+            self._resources = ResourceMonitor([m.process for m in self._members], gpus)
         self.notes: list[str] = []
         self.unfinished: Unfinished | None = None
         # Whether any rank has communicated or left an operation unfinished, as the ranks report when they return.
@@ -243,7 +243,7 @@ class Execution:
         """Whether all failures are lost connections, and a process, perhaps one that only serves, is about to end."""
         if not self._failures or any(not f.consequence for f in self._failures.values()):
             return False
-        return any(m.process.exiting for m in self._members if m.rank not in self._dead and m.rank not in self._failures)
+        return any(m.process.status().exiting for m in self._members if m.rank not in self._dead and m.rank not in self._failures)
 
     def _look_for_stuck(self, now_ns: int) -> None:
         """End the run if its ranks are in a deadlock; show a notice if they wait for a long time.
@@ -373,7 +373,7 @@ class Execution:
             if m.rank in found or m.rank in self._failures or m.rank not in self._on:
                 continue
             pending = self._records.pending(m.rank) if closely else m.reader.pending()
-            found[m.rank] = frozen(m.name) if m.process.frozen else doing(
+            found[m.rank] = frozen(m.name) if m.process.status().frozen else doing(
                 m.name, pending, now_ns, returned=m.rank in self._results, serves=m.rank in self._serving, names=self._names,
                 closely=closely,
             )  # fmt: skip

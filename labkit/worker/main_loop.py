@@ -163,7 +163,7 @@ class _Rank:
         shared_link = self._rank_config.payload
         record_rpc = self._runtime.record_operations(recorder, -1 if shared_link is None else shared_link.fd)
         notes = self._runtime.set_up(message.offers)
-        self._runtime.adapt_launch(recorder, record_rpc)
+        self._runtime.adapt_initialization(recorder, record_rpc)
         if self._runtime.resting_is_waiting:
             blocked.detect_blocked_calls(recorder)
         self._variables = {name for name, value in os.environ.items() if self._inherited.get(name) != value} | ALWAYS_OWN

@@ -11,7 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -107,7 +107,14 @@ def test_a_plain_loop_shows_its_phases_its_lines_and_its_steps(one: Group) -> No
     assert f"step {STEPS - 1}" in lab.timeline(run, step=-1).get_title(loc="left")
 
 
-@pytest.mark.parametrize(("backend", "fullgraph"), [("eager", False), ("eager", True), ("aot_eager", False)])
+UNTOLD: Final = pytest.mark.xfail(
+    torch.__version__ < "2.12", strict=True, reason="before torch 2.12, is_compiling() is false in the compiler's own pass"
+)
+
+
+@pytest.mark.parametrize(
+    ("backend", "fullgraph"), [("eager", False), ("eager", True), pytest.param("aot_eager", False, marks=UNTOLD)]
+)
 def test_a_compiled_model_is_recorded_and_computes_the_same(one: Group, backend: str, fullgraph: bool) -> None:
     run = one.run(plain, backend, fullgraph=fullgraph)
     assert in_order(run) == "fbo" * STEPS, "the compiler's own backward pass, as by aot_eager, is not the program's"
@@ -423,7 +430,8 @@ def forking() -> list[str]:
     """A child that computes after a fork records nothing into its parent's ring."""
     child = os.fork()
     if not child:
-        network()(torch.ones(1, 16))
+        for _ in range(3):  # one more than the parent, which would overwrite as many
+            network()(torch.ones(1, 16))
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     network()(torch.ones(1, 16))

@@ -13,8 +13,8 @@ import pytest
 
 import labkit.exercises
 from labkit.exercises.check import check, tries
+from labkit.exercises.comparisons import judge_result
 from labkit.exercises.judging import AnswerError, Hint
-from labkit.exercises.known_mistakes import judge_result
 
 
 @dataclass(frozen=True)

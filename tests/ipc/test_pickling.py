@@ -39,7 +39,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[lab.Group]:
     with lab.Group(2, runtime="bare", start=start, timeout_s=200) as group:
         with pytest.MonkeyPatch.context() as patch:
             if request.param not in START:
-                patch.setattr("labkit.group.processes.may_read", lambda _: False)
+                patch.setattr("labkit.launch.rank_process.may_read", lambda _: False)
             group.run(int)
         yield group
 

@@ -9,6 +9,7 @@ import pytest
 from labkit.recording.optimizer_steps import OptimizerSteps
 from labkit.recording.ring_buffer import RingReader, RingWriter
 from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.schema import STEP
 from labkit.tracing.trace import Trace, from_records
 
 
@@ -103,6 +104,7 @@ def test_a_program_that_marks_its_steps_has_only_these(ring: Ring) -> None:
     ring.step(1, 25, 30)  # the first of both is recorded already
     ring.steps.marked()
     ring.step(1, 35, 40)
-    ring.writer.write("step", 2, 32, 42)
+    ring.writer.write("step", STEP, 32, 42)
     ring.steps.end_run()
     assert ring.recorded() == [(32, 42)]
+    assert RingReader(ring.memory).read()["end_ns"].tolist() == [20, 42], "nor does it write others from then on"

@@ -19,7 +19,7 @@ from labkit.recording.record import Recorder
 from labkit.worker.network_namespace import Network
 
 if TYPE_CHECKING:
-    from labkit.comm.launch import Launch
+    from labkit.comm.initialization import Initialization
 
 __all__ = ["LOOPBACK", "MIB", "Released", "Runtime", "has_server", "quiet_stderr"]
 
@@ -99,7 +99,7 @@ class Runtime:
     def __init__(self, rank_config: RankConfig, network: Network, wait_for_release: Callable[[], None]) -> None:
         self.rank_config, self.options = rank_config, rank_config.options
         self.network, self.wait_for_release = network, wait_for_release
-        self._launch: Launch | None = None  # set when torch is imported
+        self._initialization: Initialization | None = None  # set when torch is imported
 
     def offer(self) -> Any:
         """In the rank: return what the other ranks must know before they set up."""
@@ -113,7 +113,7 @@ class Runtime:
             shared_link: file descriptor of the memory of an emulated link that ranks share; -1 without one.
 
         Returns:
-            what starts the recording of remote calls, for `adapt_launch`.
+            what starts the recording of remote calls, for `adapt_initialization`.
         """
         return lambda: None
 
@@ -129,7 +129,7 @@ class Runtime:
         self._torchrun_environment(offers[0])
         return []
 
-    def adapt_launch(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
+    def adapt_initialization(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
         """In the rank, after `set_up`: make the calls with which a program sets up and ends torch itself harmless.
 
         Args:
@@ -139,10 +139,10 @@ class Runtime:
 
         def watch() -> None:
             from labkit.comm import install
-            from labkit.comm.launch import Launch
+            from labkit.comm.initialization import Initialization
 
             install.watch_script(recorder, given=False)
-            self._launch = Launch(recorder, self.rank_config.rank, self.rank_config.size, record_rpc)
+            self._initialization = Initialization(recorder, self.rank_config.rank, self.rank_config.size, record_rpc)
 
         when_imported("torch", lambda _: watch())
 
@@ -153,8 +153,8 @@ class Runtime:
             keep: whether to keep what the previous run has set up, as from one cell to the next.
             all_called: whether all ranks of the group run it.
         """
-        if self._launch is not None:
-            self._launch.begin_run(keep=keep, all_called=all_called)
+        if self._initialization is not None:
+            self._initialization.begin_run(keep=keep, all_called=all_called)
 
     def end_run(self) -> tuple[bool, list[str]]:
         """In the rank: called after the run.
@@ -162,7 +162,7 @@ class Runtime:
         Returns:
             whether the next function needs new processes, and remarks for the student, each shown once.
         """
-        return (False, []) if self._launch is None else (self._launch.spent, self._launch.notes())
+        return (False, []) if self._initialization is None else (self._initialization.spent, self._initialization.notes())
 
     def raised_in_python(self, error: BaseException) -> bool:  # noqa: ARG002  # unknown by default
         """In the rank: whether an error certainly does not come from a failed operation of the framework."""

@@ -26,11 +26,11 @@ class Torch(Runtime):
     package = "torch"
     extra = "torch"
     preload = (
-        "numpy", "torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.optim", "torch.utils.data",
+        "numpy", "torch", "torch.distributed", "torch.nn.parallel", "torch.optim", "torch.utils.data",
         "torch.distributed.optim", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.tensor.parallel",
         "torch.distributed.pipelining", "torch.distributed.rpc", "torch.distributed.autograd", "torch.distributed.device_mesh",
-        "torch.distributed._functional_collectives", "labkit.worker.main_loop", "labkit.comm.phases:install",
-        "labkit.comm.install", "labkit.comm.launch", "labkit.comm.rpc_launch", "labkit.comm.rpc_calls",
+        "labkit.worker.main_loop", "labkit.comm.phases:install",
+        "labkit.comm.install", "labkit.comm.initialization", "labkit.comm.rpc_initialization", "labkit.comm.rpc_calls",
         "labkit.worker.runtimes.torch_sockets",
     )  # fmt: skip
     environment: ClassVar[dict[str, str]] = {"OPENBLAS_NUM_THREADS": "1"}  # a fork would break numpy's thread pool
@@ -92,14 +92,16 @@ class Torch(Runtime):
         )
         return notes
 
-    def adapt_launch(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
+    def adapt_initialization(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
         """Let a program that sets up torch itself use the group's store and the existing process group."""
+        from labkit.comm.initialization import Initialization
         from labkit.comm.install import watch_device
-        from labkit.comm.launch import Launch
 
         rank_config = self.rank_config
         rpc = self._rpc_given(), rank_config.starts_rpc
-        self._launch = Launch(recorder, rank_config.rank, rank_config.size, record_rpc, self._port, self._connect, *rpc)
+        self._initialization = Initialization(
+            recorder, rank_config.rank, rank_config.size, record_rpc, self._port, self._connect, *rpc
+        )
         watch_device(recorder, devices()[0])
 
     def _rpc_given(self) -> tuple[str, Any] | None:

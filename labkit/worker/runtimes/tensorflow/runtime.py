@@ -13,8 +13,8 @@ from labkit.errors.lists import counted
 from labkit.recording.record import here
 from labkit.worker.runtimes.base import LOOPBACK, MIB, Runtime, has_server, quiet_stderr
 from labkit.worker.runtimes.tensorflow import config, mirrored, patches, roles, servers, strategies
-from labkit.worker.runtimes.tensorflow.events import Place
-from labkit.worker.runtimes.tensorflow.timeline import Timeline
+from labkit.worker.runtimes.tensorflow.profiler_events import Place
+from labkit.worker.runtimes.tensorflow.profiler_timeline import Timeline
 
 __all__ = ["TensorFlow", "threads_between"]
 

@@ -7,8 +7,8 @@ import operator
 import pytest
 from answers import Case, confused
 
+from labkit.exercises.comparisons import judge_result
 from labkit.exercises.judging import AnswerError
-from labkit.exercises.known_mistakes import judge_result
 
 MISTAKES = {"half": 6, "twice": 24}
 
