@@ -60,7 +60,7 @@ def coordinates_without_remainder(rank, shape):
     return [rank // prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
-@wrong("coordinates", "expected 3 coordinates, one for each axis, and got 2")
+@wrong("coordinates", "2 numbers in place of 3: expected a list of whole numbers, one for each axis")
 def coordinates_of_two_axes(rank, shape):
     return list(divmod(rank, shape[-1]))
 

@@ -75,7 +75,7 @@ def idle_milliseconds(spans):
     return [last - first - computed for computed in busy(spans)]
 
 
-@wrong("idle_shares", "1 number for 2 ranks")
+@wrong("idle_shares", "1 number in place of 2")
 def idle_mean(spans):
     return [sum(idle_shares(spans)) / len(idle_shares(spans))]
 
