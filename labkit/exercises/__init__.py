@@ -24,7 +24,7 @@ LESSONS: dict[str, tuple[str, ...]] = {
     "model_parallel": ("idle_shares", "best_cut", "TwoDevices", "middle_step"),
     "pipeline_parallel": ("bubble", "balanced_stages", "gpipe_step", "one_f_one_b_step"),
     "tensor_parallel": ("column_backward", "row_linear", "my_heads", "bytes_per_step"),
-    "remote_calls": ("ask_all", "remote_tallies"),
+    "calls_and_references": ("ask_all", "remote_tallies"),
     "parameter_server": ("WeightedServer", "push_less"),
     "rpc_hybrid": ("overlapped_time", "both_workers", "distributed_step", "hybrid_master"),
     "hybrid_mesh": ("coordinates", "build_mesh", "average_over_dp", "bytes_per_axis"),
