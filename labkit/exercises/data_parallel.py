@@ -187,7 +187,7 @@ def _average_in_buckets(answer: Any, on: OnRanks) -> None:
         with showing(case):
             _judge_unpacked(case, before, after, expected)
             judge_exchange(results, sum(array.nbytes for array in expected.values()), "the gradients")
-        sent = [span.nbytes for span in results.trace.of(rank=0, kind="communication").spans]
+        sent = [span.nbytes for span in results.trace.filter(rank=0, kind="communication").spans]
         _judge_buckets(case, sent, [array.nbytes for array in reversed(expected.values())], bucket_bytes)
 
 

@@ -243,7 +243,7 @@ def judge_exchange(results: Results, least: int, subject: str) -> None:
         AnswerError: a rank exchanged fewer.
     """
     for rank in range(len(results)):
-        spans = results.trace.of(rank=rank, kind="communication").spans
+        spans = results.trace.filter(rank=rank, kind="communication").spans
         if all(span.sized for span in spans) and (exchanged := sum(span.nbytes for span in spans)) < least:
             raise AnswerError(
                 f"{subject} are right, but the ranks have not exchanged them: how can a rank know those of the others?",

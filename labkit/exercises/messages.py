@@ -89,7 +89,7 @@ def _run(answer: Any, on: OnRanks, ranks: int, length: int) -> list[_Outcome]:
     results = on(ranks, _on_rank, answer, length)
     outcomes = []
     for rank, result in enumerate(results):
-        spans = sorted(results.trace.of(rank=rank, kind="communication"), key=lambda span: span.start_ns)
+        spans = sorted(results.trace.filter(rank=rank, kind="communication"), key=lambda span: span.start_ns)
         sent = [(span.peer, span.nbytes // FLOAT) for span in spans if type_of(span.name) is SEND]
         others = [span.name for span in spans if type_of(span.name) not in (SEND, RECV)]
         outcomes.append(_Outcome(result, sent, others))

@@ -189,7 +189,7 @@ def _judge_zero1(answer: Any, on: OnRanks, ranks: int) -> None:
 
 
 def _operations(results: Any) -> list[str]:
-    return [span.name for span in results.trace.of(kind="communication")]
+    return [span.name for span in results.trace.filter(kind="communication")]
 
 
 def _explain_failure(error: RankError, ranks: int) -> None:
@@ -293,7 +293,7 @@ def _global_norm(answer: Any, on: OnRanks) -> None:
         if not all(same for _, same in results):
             hint = "the norm is right, but the gradients have changed: collectives and x.square_() work in place"
             raise AnswerError(hint, case)
-        calls = sum(span.nbytes > 0 for span in results.trace.of(rank=0, kind="communication"))  # not those to the store
+        calls = sum(span.nbytes > 0 for span in results.trace.filter(rank=0, kind="communication"))  # not those to the store
         if ranks > 1 and calls > 1:
             raise AnswerError(
                 f"the norm is right, with {calls} operations; one is enough",

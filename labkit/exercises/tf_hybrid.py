@@ -216,7 +216,7 @@ def _judge_trained(results: Results, seed: int) -> None:
     if len(got) != STEPS:
         raise AnswerError(f"expected a loss for each of the {STEPS} steps, got {len(got)}", *details)
     if all(_near(rank.losses, losses) for rank in ranks):
-        exchanged = [span for name in ("all_reduce", "all_gather") for span in results.trace.of(name=name)]
+        exchanged = [span for name in ("all_reduce", "all_gather") for span in results.trace.filter(name=name)]
         if not any(span.nbytes >= FEATURES * 8 or not span.sized for span in exchanged):  # of a loss, it has 8 bytes
             raise AnswerError(
                 "the numbers are right, but the replicas never exchanged a gradient: every worker computed the whole batch",

@@ -187,7 +187,7 @@ def _judge_accumulated(results: Results) -> None:
 
 def _judge_sent(results: Results, buckets: int, nbytes: int) -> None:
     """Check that each rank sent all gradients once, by DDP or by an operation of the answer's own."""
-    spans = results.trace.of(rank=0, kind="communication").spans
+    spans = results.trace.filter(rank=0, kind="communication").spans
     sent = sum(span.nbytes for span in spans if type_of(span.name).reduces)
     if sent < nbytes:
         raise AnswerError(

@@ -201,7 +201,7 @@ def test_a_span_has_the_line_where_this_run_used_its_name_first(four: lab.Group)
             pass
 
     for function, line, count in ((one, 2, 2), (another, 1, 1), (one, 2, 2)):
-        spans = four.run(function).trace.of(kind="compute")
+        spans = four.run(function).trace.filter(kind="compute")
         expected = f"test_group.py, line {function.__code__.co_firstlineno + line}"
         assert [s.line for s in spans] == [expected] * 4 * count
 
