@@ -15,10 +15,9 @@ from torch import Tensor
 from labkit.errors.lists import counted
 from labkit.exercises.comparisons import listing
 from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, reject, showing
-from labkit.exercises.rpc_waits import happens_within
+from labkit.exercises.rpc_waits import Meeting, happens_within
 
 LESSON = "07_rpc"
-MEET_S = 5.0  # that the first worker waits for the others; calls that overlap meet within milliseconds
 SHORTEST = 2  # the length of the first input; each one is longer by 1, by which the workers know them
 ASKED_S = 2.0  # that an addition waits for somebody who asks for the total too early
 
@@ -50,30 +49,6 @@ def _names(workers: int) -> list[str]:
 # ask_all
 
 
-class _Meeting:
-    """An object on the master at which the called workers wait for each other.
-
-    Args:
-        expected: the number of workers that must be at work at the same time.
-    """
-
-    def __init__(self, expected: int) -> None:
-        self.expected = expected
-        self.visits: list[tuple[str, int]] = []  # each call's worker and input
-        self.alone = False
-        self._all = threading.Event()
-        self._lock = threading.Lock()
-
-    def arrive(self, name: str, number: int) -> None:
-        """Wait until all workers have a call to serve; set `alone` if that takes longer than `MEET_S`."""
-        with self._lock:
-            self.visits.append((name, number))
-            if len({visitor for visitor, _ in self.visits} - {"master"}) >= self.expected:
-                self._all.set()
-        if name != "master" and not self.alone and not happens_within(MEET_S, self._all.wait):
-            self.alone = True
-
-
 def _visit(meeting: Any, x: Tensor) -> Tensor:
     """The function to call on the workers: note the visit, then compute."""
     meeting.rpc_sync(timeout=0).arrive(rpc.get_worker_info().name, len(x) - SHORTEST)
@@ -97,7 +72,7 @@ class _Asked(NamedTuple):
 def _ask_on_rank(answer: Callable[..., Any], workers: list[str], inputs: list[Tensor]) -> _Asked | None:
     if rpc.get_worker_info().name != "master":
         return None
-    meeting = _Meeting(min(len(workers), len(inputs)))
+    meeting = Meeting(min(len(workers), len(inputs)))
     result = answer(list(workers), partial(_visit, rpc.RRef(meeting)), list(inputs))
     shown: list[Any] | str = type(result).__name__
     if isinstance(result, (list, tuple)):

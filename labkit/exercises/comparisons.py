@@ -48,7 +48,10 @@ def equal(a: Any, b: Any, within: float = EXACT) -> bool:
         return isinstance(a, Mapping) and a.keys() == b.keys() and all(equal(a[key], b[key], within) for key in b)
     if isinstance(b, (list, tuple)):
         return isinstance(a, (list, tuple)) and len(a) == len(b) and all(equal(x, y, within) for x, y in zip(a, b, strict=True))
-    one, other = (np.asarray(x.detach() if hasattr(x, "detach") else x, np.float64) for x in (a, b))
+    try:
+        one, other = (np.asarray(x.detach() if hasattr(x, "detach") else x, np.float64) for x in (a, b))
+    except (TypeError, ValueError):  # one of them is no number
+        return False
     return one.shape == other.shape and (np.array_equal(one, other) or _close(one, other, within))
 
 

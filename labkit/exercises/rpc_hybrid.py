@@ -19,7 +19,7 @@ from labkit.errors.lists import counted
 from labkit.exercises.calculations import Expected, calculation
 from labkit.exercises.comparisons import compare
 from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, reject, showing
-from labkit.exercises.rpc_waits import happens_within
+from labkit.exercises.rpc_waits import MEET_S, Meeting, happens_within
 
 LESSON = "08_rpc_hybrid"
 
@@ -49,7 +49,6 @@ def _overlapped_time(first: float, second: float, parts: int) -> Expected:
 
 
 NAMES = ["master", "worker1", "worker2"]
-MEET_S = 5.0  # that the first half or part waits for the others; calls that overlap meet within milliseconds
 BATCH = 6
 
 
@@ -71,30 +70,6 @@ IN_BOTH: dict[str, Hint] = {
 }
 
 
-class _Meeting:
-    """An object on the master at which the two halves wait for each other."""
-
-    def __init__(self) -> None:
-        self.arrived: list[str] = []
-        self.sizes: list[int] = []
-        self.both = threading.Event()
-        self.alone = False
-
-    def wait_for_both(self, name: str, size: int) -> None:
-        """Wait until both workers have started on a half; set `alone` if that takes longer than `MEET_S`.
-
-        Args:
-            name: the worker that calls.
-            size: the number of examples in its half.
-        """
-        self.arrived.append(name)
-        self.sizes.append(size)
-        if len(set(self.arrived)) == len(NAMES) - 1:
-            self.both.set()
-        if not happens_within(MEET_S, self.both.wait):
-            self.alone = True
-
-
 class _Half(nn.Module):
     """A module on a worker; its forward waits for the other half, then computes."""
 
@@ -104,16 +79,16 @@ class _Half(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Wait for the other half, then compute."""
-        self.meeting.rpc_sync(timeout=0).wait_for_both(rpc.get_worker_info().name, len(x))
+        self.meeting.rpc_sync(timeout=0).arrive(rpc.get_worker_info().name, len(x))
         out: Tensor = self.net(x)
         return out
 
 
 def _both_on_rank(answer: Callable[..., Any], seed: int) -> Any:
-    """Return what the master observed: the student's result, the workers that started, their examples, and `alone`."""
+    """Return what the master observed: the result, each call's worker and its examples, and `alone`."""
     if rpc.get_worker_info().name != "master":
         return None
-    meeting = _Meeting()
+    meeting = Meeting(len(NAMES) - 1)
     own = rpc.RRef(meeting)
     workers = [rpc.remote(name, _Half, args=(own,)) for name in NAMES[1:]]
     inputs, _ = _batch(seed)
@@ -121,7 +96,7 @@ def _both_on_rank(answer: Callable[..., Any], seed: int) -> Any:
     shown: Any = result.detach() if isinstance(result, Tensor) else type(result).__name__
     if isinstance(result, (list, tuple)):
         shown = [type(part).__name__ for part in result]
-    return shown, meeting.arrived, meeting.sizes, meeting.alone
+    return shown, meeting.visits, meeting.alone
 
 
 @exercise(
@@ -136,27 +111,27 @@ def _both_workers(answer: Any, on: OnRanks) -> None:
         _judge_both(*on(NAMES, _both_on_rank, answer, seed, runtime="rpc")[0], seed=seed)
 
 
-def _judge_both(result: Any, arrived: list[str], sizes: list[int], alone: bool, *, seed: int) -> None:
+def _judge_both(result: Any, visits: list[tuple[str, int]], alone: bool, *, seed: int) -> None:
     expected = _network()(_batch(seed)[0]).detach()
-    visits = [f"{name} got {size} examples" for name, size in zip(arrived, sizes, strict=True)]
+    arrived, got = {name for name, _ in visits}, [f"{name} got {size} examples" for name, size in visits]
     if isinstance(result, list):  # probably of futures that were not waited for, so `arrived` may be incomplete
         raise AnswerError(
             f"the answer is a list of {' and '.join(sorted(set(result)))}: expected one tensor",
             cure="wait for the parts and join them into one tensor with torch.cat",
         )
-    if set(arrived) != set(NAMES[1:]):
-        only = " and ".join(sorted(set(arrived))) or "the master"
-        raise AnswerError(f"only {only} worked: each worker gets one half", *visits)
+    if arrived != set(NAMES[1:]):
+        only = " and ".join(sorted(arrived)) or "the master"
+        raise AnswerError(f"only {only} worked: each worker gets one half", *got)
     if isinstance(result, str):
         raise AnswerError(f"the answer is a {result}: expected one tensor with the scores of the whole batch, in order")
     if alone:
         raise AnswerError(
             "the second worker started only when the first had finished: rpc_sync waits, and so does a wait() right after "
             "rpc_async",
-            *visits,
+            *got,
         )
-    if max(sizes) > BATCH // 2:
-        raise AnswerError("a worker got more than its half of the batch", *visits, cure="cut it with chunk(2)")
+    if max(size for _, size in visits) > BATCH // 2:
+        raise AnswerError("a worker got more than its half of the batch", *got, cure="cut it with chunk(2)")
     if result.shape != expected.shape:
         raise AnswerError(
             "the result has the wrong shape",
