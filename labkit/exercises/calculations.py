@@ -79,11 +79,7 @@ def judge_calculation(
 
 
 def _numbers(given: Any, right: Any, form: str) -> Any:
-    """Return the numbers of a result that has the same form as the oracle's.
-
-    Raises:
-        AnswerError: it has another form.
-    """
+    """Return the numbers of a result that has the same form as the oracle's."""
     if isinstance(right, dict):
         if not isinstance(given, dict):
             raise AnswerError(f"expected {form}")

@@ -112,11 +112,7 @@ def _judge_averages(answer: Any, on: OnRanks, ranks: int) -> None:
 
 
 def _judge_participation(before: Sequence[Gradients], after: Sequence[Gradients], expected: Gradients) -> None:
-    """Check that each rank ends with a gradient for each trainable parameter, and for no other.
-
-    Raises:
-        AnswerError: it does not.
-    """
+    """Check that each rank ends with a gradient for each trainable parameter, and for no other."""
     for rank, (had, has) in enumerate(zip(before, after, strict=True)):
         frozen = [name for name in has if name not in expected]
         if frozen:
@@ -192,11 +188,7 @@ def _average_in_buckets(answer: Any, on: OnRanks) -> None:
 
 
 def _judge_unpacked(case: str, before: Sequence[Gradients], after: Sequence[Gradients], expected: Gradients) -> None:
-    """Check that each rank has the average of each gradient in its place.
-
-    Raises:
-        AnswerError: it does not.
-    """
+    """Check that each rank has the average of each gradient in its place."""
     ranks = len(after)
     frozen = [name for has in after for name in has if name not in expected]
     if frozen:
@@ -234,11 +226,7 @@ def _sorted(gradients: Gradients) -> Any:
 
 
 def _judge_buckets(case: str, sent: Sequence[int], sizes: Sequence[int], bucket_bytes: int) -> None:
-    """Check the sizes of the messages against those of the gradients, given from the last parameter to the first.
-
-    Raises:
-        AnswerError: there are more messages than needed, or one is larger than a bucket.
-    """
+    """Check the sizes of the messages against those of the gradients, given from the last parameter to the first."""
     right, four = _packed(sizes, bucket_bytes), 4 * bucket_bytes
     if max(sent) <= max(bucket_bytes, *sizes) and len(sent) <= len(right) and sum(sent) <= sum(sizes) + 64:
         return

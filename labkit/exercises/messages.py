@@ -100,11 +100,7 @@ ISEND = "dist.isend starts a message without waiting"
 
 
 def _messages_of(answer: Any, on: OnRanks, ranks: int, length: int, case: str) -> list[_Outcome]:
-    """Run the answer, which may only use messages.
-
-    Raises:
-        AnswerError: the ranks deadlock, or a collective does the work.
-    """
+    """Run the answer, which may only use messages."""
     try:
         outcomes = _run(answer, on, ranks, length)
     except AnswerError as error:
@@ -164,11 +160,7 @@ def _wrong_sum(
 
 
 def _check_ring(case: str, ranks: int, length: int, outcomes: list[_Outcome]) -> None:
-    """Check that each rank sends what a ring needs, and no more.
-
-    Raises:
-        AnswerError: it sends more, to other ranks, or less than any algorithm needs.
-    """
+    """Check that each rank sends what a ring needs, and no more."""
     most, rounds = 2 * (ranks - 1) * -(-length // ranks), 2 * (ranks - 1)
     for rank, outcome in enumerate(outcomes):
         elements = sum(count for _, count in outcome.sent)

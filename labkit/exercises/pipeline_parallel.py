@@ -269,11 +269,7 @@ def _run(answer: Any, on: OnRanks, case: _Case, seed: int) -> list[_Step]:
 
 
 def _judge_step(steps: Sequence[_Step], case: _Case, seed: int) -> None:
-    """Check passes, messages and gradients, which GPipe and 1F1B have in common.
-
-    Raises:
-        AnswerError: something is wrong.
-    """
+    """Check passes, messages and gradients, which GPipe and 1F1B have in common."""
     m, last = case.micro_batches, case.ranks - 1
     for rank, step in enumerate(steps):
         details = (f"passes of rank {rank}, in order: {step.order or 'none'}",)
@@ -346,11 +342,6 @@ CASES = (_Case(3, 7, 3), _Case(4, 11, 4), _Case(2, 10, 4), _Case(1, 5, 2), _Case
     "On 1 to 4 ranks the gradients are those of one process, with one message per micro-batch and direction.",
 )
 def _gpipe_step(answer: Any, on: OnRanks) -> None:
-    """Judge an answer to gpipe_step; return the message for a right one.
-
-    Raises:
-        AnswerError: it is wrong.
-    """
     seed = int(torch.seed() % 2**31)
     for case in CASES[:4]:
         with showing(f"gpipe_step(stage, inputs, targets, {case.micro_batches}) on {counted(case.ranks, 'rank')}"):
@@ -380,11 +371,6 @@ def _judge_gpipe(steps: Sequence[_Step], case: _Case, seed: int) -> None:
     "On 1 to 4 ranks: the gradients of one process, one message per micro-batch and direction, at most s live activations.",
 )
 def _one_f_one_b_step(answer: Any, on: OnRanks) -> None:
-    """Judge an answer to one_f_one_b_step; return the message for a right one.
-
-    Raises:
-        AnswerError: it is wrong.
-    """
     seed = int(torch.seed() % 2**31)
     for case in (_Case(2, 10, 5), _Case(4, 13, 6), *CASES[3:], _Case(3, 7, 3)):
         with showing(f"one_f_one_b_step(stage, inputs, targets, {case.micro_batches}) on {counted(case.ranks, 'rank')}"):

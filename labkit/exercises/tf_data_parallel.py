@@ -214,11 +214,7 @@ GLOBAL_BATCH = "a strategy splits the global batch, per_replica × strategy.num_
 
 
 def _judge_steps(steps: Steps) -> None:
-    """Judge the batches of two devices in one process.
-
-    Raises:
-        AnswerError: they are wrong.
-    """
+    """Judge the batches of two devices in one process."""
     details = _listed(steps)
     if not steps:
         raise AnswerError(
@@ -251,11 +247,7 @@ def _judge_steps(steps: Steps) -> None:
 
 
 def _judge_ranks(ranks: list[Steps]) -> None:
-    """Judge the batches of two ranks with one device each: together they read each example once.
-
-    Raises:
-        AnswerError: they do not.
-    """
+    """Judge the batches of two ranks with one device each: together they read each example once."""
     read = [[x for step in steps for part in step for x in part] for steps in ranks]
     together = [x for numbers in read for x in numbers]
     once, sizes = len(set(together)), {len(part) for steps in ranks for step in steps for part in step}

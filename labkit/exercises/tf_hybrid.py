@@ -62,11 +62,7 @@ def _plan_epoch(answer: Callable[..., Any], _: OnRanks) -> None:
 
 
 def _judge_plan(given: Any, examples: int, per_replica: int, devices: Sequence[int]) -> None:
-    """Judge one plan.
-
-    Raises:
-        AnswerError: it is wrong.
-    """
+    """Judge one plan."""
     details = (f"returned {given}",)
     if not isinstance(given, (tuple, list)) or len(given) != 3:
         raise AnswerError("expected three things: the global batch, the number of steps, and a list", *details)
@@ -243,11 +239,7 @@ def _judge_trained(results: Results, seed: int) -> None:
 
 
 def _judge_copies(copies: list[list[float]], weight: Any, seed: int, *, distributed: bool) -> None:
-    """Judge the replicas' weights.
-
-    Raises:
-        AnswerError: they are not those of one device.
-    """
+    """Judge the replicas' weights."""
     replicas = WORKERS * DEVICES
     details = (*(f"replica {i}: {_short(copy)}" for i, copy in enumerate(copies)), f"one device: {_short(weight)}")
     if all(_near(copy, weight) for copy in copies):
@@ -504,11 +496,7 @@ def _train_safely(answer: Callable[..., Any], on: OnRanks) -> None:
 
 
 def _judge_saves(folder: Path, saved: list[int]) -> None:
-    """Judge what the first process saved before it was killed: after how many steps, and where.
-
-    Raises:
-        AnswerError: too often, too rarely, or not in the folder.
-    """
+    """Judge what the first process saved before it was killed: after how many steps, and where."""
     due = list(range(EVERY, DIES_AT, EVERY))
     when = f"it saved when {listing(saved) or 'no'} steps were done, expected {listing(due)}"
     details = (f"killed in step {DIES_AT}, every = {EVERY}", when)
@@ -530,11 +518,7 @@ def _judge_saves(folder: Path, saved: list[int]) -> None:
 
 
 def _judge_resumed(resumed: _Resumed, expected: float) -> None:
-    """Judge the process that starts after the death.
-
-    Raises:
-        AnswerError: it does not continue where the checkpoint is.
-    """
+    """Judge the process that starts after the death."""
     stored, trained, weight, counted = resumed
     first = DIES_AT // EVERY * EVERY
     due = list(range(first, TRAINED))
