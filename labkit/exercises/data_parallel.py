@@ -126,7 +126,7 @@ def _judge_participation(before: Sequence[Gradients], after: Sequence[Gradients]
             raise AnswerError(
                 f"rank {rank} has no gradient of {missing[0]} afterwards: its own examples do not use it, those of another rank "
                 "do, and all ranks must take the same step",
-                "a rank that skips it goes on to its next all_reduce, and the sum there is of gradients of different parameters",
+                "a rank that skips it goes on to its next all_reduce, and the sum there mixes gradients of different parameters",
                 cure="where p.grad is None because no example of the rank used it, put zeros into p.grad and take part with them",
             )
 

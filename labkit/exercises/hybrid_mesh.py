@@ -38,7 +38,7 @@ def _coordinates(rank: int, shape: tuple[int, ...]) -> Expected:
     right = _unravel(rank, shape)
     mistakes: dict[Hint, list[int]] = {
         "the numbers are right, but in reverse order: the first coordinate belongs to the first axis": right[::-1],
-        "here the first axis runs fastest; neighbouring ranks differ in the last one": _unravel(rank, shape[::-1])[::-1],
+        "your first axis runs fastest; neighbouring ranks differ in the last one": _unravel(rank, shape[::-1])[::-1],
         (
             "here each coordinate is rank % size, as if every axis ran as fast as the last one",
             "divide the rank by the size before you go to the next axis",
@@ -122,7 +122,7 @@ def _why(names: Sequence[str], axes: Axes, nbytes: Mapping[str, float]) -> tuple
     if list(names) == list(axes) and len(names) > 1:
         return "This is the order in which the axes were given", "look at their bytes instead"
     if list(names) == sorted(axes, key=lambda name: -nbytes[name]):
-        return "The axis with the most bytes is the first, so its ranks are the farthest apart", "turn the order round"
+        return "The axis with the most bytes is the first, so its ranks are the farthest apart", "reverse the order"
     return "Consecutive ranks share a node, and they differ in the last axis", ""
 
 
@@ -264,10 +264,10 @@ def _bytes_per_axis(dp: int, pp: int, tp: int, blocks: int, tokens: int, hidden:
     activation = tokens / dp * hidden * value_bytes
     mistakes = {
         "those are numbers, not bytes: each takes value_bytes": {axis: n / value_bytes for axis, n in right.items()},
-        ("`tokens` counts the whole batch; a rank computes with those of its own share", "these are tokens / dp"): _sizes(
+        ("`tokens` counts the whole batch; a rank computes with those of its own share", "its share is tokens / dp"): _sizes(
             dp, pp, tp, blocks, tokens * dp, hidden, value_bytes
         ),
-        ("a rank has only the blocks of its own stage", "these are blocks / pp"): _sizes(*arguments, stage=False),
+        ("a rank has only the blocks of its own stage", "that is blocks / pp"): _sizes(*arguments, stage=False),
         ("the tensor-parallel split also divides the gradients", "each rank has 1/tp of them"): _sizes(*arguments, shard=False),
         (
             "half is missing: how many all-reduces does a block have, and how many pieces does a rank send in each?",

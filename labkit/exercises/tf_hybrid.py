@@ -401,7 +401,7 @@ def _judge_epochs(losses: list[float], got: Any, calls: int, scheduled: int, wai
         got, expected,
         {
             ("these are sums, not means", "divide by the number of batches"): [BATCHES * mean for mean in expected],
-            ("these are the losses of the last batch", "take the mean over all batches of the epoch"): [losses[-1]] * EPOCHS,
+            ("you returned the losses of the last batch", "take the mean over all batches of the epoch"): [losses[-1]] * EPOCHS,
         },
         "these are not the means of the epochs' losses", *details, f"expected {expected}",
         same=functools.partial(equal, within=1e-5),
