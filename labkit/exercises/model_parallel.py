@@ -84,6 +84,7 @@ def _best_cut(answer: Any, _: OnRanks) -> None:
         ([2, 2, 2, 6], [3, 3, 3, 1], 6),  # ... nor here into the first
         ([5, 5, 5, 5], [8, 1, 1, 6], 9),
         ([1, 2, 3], [4, 4, 4], 7),  # no cut fits
+        ([0, 4], [1, 1], 2),  # without a layer on rank 0, the slower part is as fast
     ):
         _judge_cut(answer(list(ms), list(nbytes), limit), ms, nbytes, limit)
 
@@ -101,7 +102,7 @@ def _judge_cut(given: Any, ms: list[int], nbytes: list[int], limit: int) -> None
         return
     if whole_number(given) not in cuts:
         raise AnswerError(
-            f"{case}: given {given!r}, expected how many layers rank 0 gets, from 1 to {len(ms) - 1}, or None if no cut fits"
+            f"{case}: given {given!r}, expected how many layers rank 0 gets, from 1 to {cuts[-1]}, or None if no cut fits"
         )
     details = (
         f"given {given}: the parts take {sum(ms[:given])} and {sum(ms[given:])} ms and {memory[given]} bytes",

@@ -118,6 +118,12 @@ def best_cut_by_difference(ms, nbytes, limit):
     return best
 
 
+@wrong("best_cut", "from 1 to 1, or None if no cut fits")
+def cut_also_before_the_first(ms, nbytes, limit):
+    fitting = [cut for cut in range(len(ms)) if max(sum(nbytes[:cut]), sum(nbytes[cut:])) <= limit]
+    return min(fitting, key=lambda cut: max(sum(ms[:cut]), sum(ms[cut:])), default=None)
+
+
 @wrong("best_cut", "the middle by number of layers")
 def cut_in_the_middle(ms, nbytes, limit):
     return len(ms) // 2
