@@ -7,6 +7,7 @@ import graphlib
 import re
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,11 @@ def test_each_public_name_has_a_module_and_an_import_for_editors() -> None:
             imported[alias.name] = f"labkit.{alias.name}" if node.module == LAZY else node.module
     assert imported == {name: f"labkit.{module}" for name, module in labkit._MODULES.items()}
     assert {name for name in labkit.__all__ if not hasattr(labkit, name)} == set()
+
+
+def test_each_file_has_a_name_of_its_own() -> None:
+    names = Counter(module.rpartition(".")[2] for module in FILES if not FILES[module].name.startswith("__"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_no_import_cycles() -> None:
