@@ -159,7 +159,7 @@ class DeviceClock:
             try:
                 start = stack.pop()
             except IndexError:
-                not_begun(place_and_name(name)[1])
+                not_begun(place_and_name(name)[1], frames=2)
                 return
             self.ended(name, start)
 

@@ -12,9 +12,7 @@ import sysconfig
 import threading
 import time
 import warnings
-from _thread import get_ident
 from collections.abc import Callable, Iterable, Iterator
-from itertools import repeat, starmap
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
@@ -22,8 +20,7 @@ from labkit.errors.own_code import LABKIT
 from labkit.errors.wrong_calls import WrongTypeError, WrongValueError
 from labkit.recording.optimizer_steps import OptimizerSteps
 from labkit.recording.ring_buffer import RingWriter
-from labkit.recording.ring_layout import KIND_SHIFT, SPAN_HEAD
-from labkit.recording.schema import CALL, KINDS, STEP, STEPS_IN_ALL
+from labkit.recording.schema import CALL, COMPUTE, KINDS, STEP, STEPS_IN_ALL
 
 __all__ = ["Recorder", "SpanStack", "here", "is_students", "label", "not_begun", "record", "span", "steps", "student_line"]
 
@@ -95,21 +92,26 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: here.start(None))
 
 
-class _Off:
-    """A span outside a group: `with` calls only C methods. `isupper` takes no arguments, `format` takes any."""
+class _Span:
+    """A named block of code: a context manager and a decorator. This one, outside a group, records nothing.
 
-    __slots__ = ("kind", "name")
-    __enter__ = "".isupper
-    __exit__ = "".format
+    One object serves all threads that use the name, and may be entered again while it is open.
+    """
 
     def __init__(self, name: str, kind: str) -> None:
-        self.name, self.kind = name, kind
+        self._name, self._kind = name, kind
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
 
     def __call__(self, function: F) -> F:
-        return _decorated(function, self.name, self.kind)
+        return _decorated(function, self._name, self._kind)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return span, (self.name, self.kind)  # created in the notebook, it records once it is in a rank
+        return span, (self._name, self._kind)  # created in the notebook, it records once it is in a rank
 
 
 def span(name: str, kind: str = "compute") -> Any:
@@ -151,18 +153,23 @@ def span(name: str, kind: str = "compute") -> Any:
     return made
 
 
-def _new_span(name: str, kind: str) -> Any:
+def _new_span(name: str, kind: str) -> _Span:
     """Create the kind of span that this process uses now."""
     recorder = here.recorder
     if recorder is None:
-        return _Off(name, kind)
-    if recorder.device_clock is not None and kind == "compute":
-        return _decorable(recorder.device_clock.span(recorder.ring.placed(name, student_line())), name, kind)
-    return _open_span(recorder, name, kind)
+        return _Span(name, kind)
+    if kind == "communication":
+        return _CommunicationSpan(name, recorder.ring)
+    if recorder.device_clock is not None:
+        return _SpanOfPair(name, recorder.device_clock.span(recorder.ring.placed(name, student_line())))
+    timed = _ComputeSpan(name, recorder.ring)
+    if recorder.graph_spans is not None:
+        return _SpanOfPair(name, recorder.graph_spans.around(name, timed.__enter__, timed.__exit__))
+    return timed
 
 
-# `torch.compile` would trace through the class that it returns, and fail at `__enter__`, which is no Python function.
-# `torch.compiler.disable` sets this attribute, but needs torch. Test: `test_a_span_in_a_compiled_function`.
+# `torch.compile` would trace through what it calls. `torch.compiler.disable` sets this attribute, but needs torch.
+# Test: `test_a_span_in_a_compiled_function`.
 _new_span._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
@@ -176,96 +183,78 @@ class SpanStack(threading.local):
         self.is_open = begun.__len__
 
 
-def not_begun(name: str) -> None:
-    """Warn that a thread ended a span that it had not begun. It is not recorded; other records are unaffected."""
+def not_begun(name: str, frames: int = 1) -> None:
+    """Warn that a thread ended a span that it had not begun. It is not recorded; other records are unaffected.
+
+    Args:
+        name: the span's name.
+        frames: how many of labkit's functions lie between the student's line and this one.
+    """
     warnings.warn(
         f"span({name!r}) was ended by a thread in which it was not open, so it is not recorded: `with` ends it once, "
         "in the thread that began it",
         RuntimeWarning,
-        stacklevel=3,
+        stacklevel=frames + 2,
     )
 
 
-def _open_span(recorder: Recorder, name: str, kind: str) -> Any:
-    """Create a span that records. It uses only locals, and methods without `self`: a third faster than a plain class.
+class _ComputeSpan(_Span):
+    """A span that the host times."""
 
-    Entering the span runs no Python code: `map` appends the next pair of `zip` to the list, and `starmap` calls both
-    functions for the pair.
-    """
-    ring, code = recorder.ring, KINDS.index(kind)
-    if kind == "communication":
-        return _decorable(_communication_pair(ring, ring.placed(name)), name, kind)
-    buffer, pack, next_slot, now, this_thread = ring.buffer, SPAN_HEAD.pack_into, ring.next_slot, clock, get_ident
-    name_and_kind = ring.name(ring.placed(name, student_line())) | code << KIND_SHIFT
-    begun: list[tuple[int, int]] = []  # open spans of all threads: thread and start
-    enter = map(begun.append, zip(starmap(this_thread, repeat(())), starmap(now, repeat(())), strict=False)).__next__
-    here.opened.append(lambda: any(thread == this_thread() for thread, _ in begun.copy()))
+    def __init__(self, name: str, ring: RingWriter) -> None:
+        super().__init__(name, "compute")
+        self._ring, self._placed, self._stack = ring, ring.placed(name, student_line()), SpanStack()
+        here.opened.append(lambda: self._stack.is_open())  # the lambda: each thread has a list of its own
 
-    def leave(_type: object, _value: object, _traceback: object) -> None:
-        end_ns, thread = now(), this_thread()
-        try:
-            whose, start_ns = begun[0]
-        except IndexError:
-            not_begun(name)
-            return
-        if whose == thread and len(begun) == 1:
-            del begun[0]  # still there, whatever other threads did meanwhile: they remove only their own
-        elif (newest := _taken_from(begun, thread)) is not None:
-            start_ns = newest
-        else:
-            not_begun(name)
-            return
-        number, at = next_slot()  # not earlier: readers wait for a record whose number is taken
-        pack(buffer, at, start_ns, end_ns, name_and_kind, number)
+    def __enter__(self) -> None:
+        self._stack.push(clock())
 
-    if recorder.graph_spans is not None:
-        return _decorable(recorder.graph_spans.around(name, enter, leave), name, kind)
-    return _decorable((enter, leave), name, kind)
-
-
-def _taken_from(begun: list[tuple[int, int]], thread: int) -> int | None:
-    """Remove the thread's newest open span and return its start; None if it has none."""
-    for own in reversed(begun.copy()):
-        if own[0] == thread:
-            begun.remove(own)
-            return own[1]
-    return None
-
-
-def _communication_pair(ring: RingWriter, name: str) -> tuple[Callable[[], None], Callable[..., None]]:
-    """Return enter and leave for a student's communication span: pending, and the rank blocked, from start to end."""
-    stack = SpanStack()
-
-    def enter() -> None:
-        line, start_ns = student_line(), clock()
-        slot = ring.pend(name, start_ns, line=line)
-        ring.waiting(slot, start_ns)
-        stack.push((slot, line, start_ns))
-
-    def leave(*_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         end_ns = clock()
         try:
-            slot, line, start_ns = stack.pop()
+            start_ns = self._stack.pop()
         except IndexError:
-            not_begun(name)
+            not_begun(self._name)
+        else:
+            self._ring.write(self._placed, COMPUTE, start_ns, end_ns)
+
+
+class _CommunicationSpan(_Span):
+    """A student's communication span: pending, and the rank blocked, from start to end."""
+
+    def __init__(self, name: str, ring: RingWriter) -> None:
+        super().__init__(name, "communication")
+        self._ring, self._placed, self._stack = ring, ring.placed(name), SpanStack()
+
+    def __enter__(self) -> None:
+        line, start_ns = student_line(), clock()
+        slot = self._ring.pend(self._placed, start_ns, line=line)
+        self._ring.waiting(slot, start_ns)
+        self._stack.push((slot, line, start_ns))
+
+    def __exit__(self, *error: object) -> None:
+        end_ns = clock()
+        try:
+            slot, line, start_ns = self._stack.pop()
+        except IndexError:
+            not_begun(self._name)
             return
-        ring.unpend(slot)
-        ring.write_communication(name, start_ns, end_ns, wait_start_ns=start_ns, wait_end_ns=end_ns, line=line)
-
-    return enter, leave
+        self._ring.unpend(slot)
+        self._ring.write_communication(self._placed, start_ns, end_ns, wait_start_ns=start_ns, wait_end_ns=end_ns, line=line)
 
 
-def _decorable(pair: tuple[Callable[[], None], Callable[..., None]], name: str, kind: str) -> Any:
-    """Return an object whose type holds enter and leave as static methods: `with` then calls them without binding."""
-    enter, leave = pair
-    members = {
-        "__slots__": (),
-        "__enter__": staticmethod(enter),
-        "__exit__": staticmethod(leave),
-        "__call__": lambda _, function: _decorated(function, name, kind),
-        "__reduce__": lambda _: (span, (name, kind)),
-    }
-    return type("span", (), members)()
+class _SpanOfPair(_Span):
+    """A compute span that another clock times, or that marks a graph: two functions that begin and end it."""
+
+    def __init__(self, name: str, pair: tuple[Callable[[], None], Callable[..., None]]) -> None:
+        super().__init__(name, "compute")
+        self._begin, self._end = pair
+
+    def __enter__(self) -> None:
+        self._begin()
+
+    def __exit__(self, *error: object) -> None:
+        self._end(*error)
 
 
 def _decorated(function: F, name: str, kind: str) -> F:
