@@ -159,6 +159,14 @@ def test_private_names_of_torch_stand_in_one_file() -> None:
     assert {module: found for module, path in FILES.items() if (found := private_names_of_torch(path.read_text()))} == {}
 
 
+def test_only_the_floor_that_launches_ranks_knows_that_they_are_processes_of_this_machine() -> None:
+    here = re.compile(r"import psutil|['\"]/proc/|\.pid\b|os\.kill\((?!os\.getpid\(\))|pidfd_open")
+    assert here.search("os.kill(process.pid, 9)")
+    above = [module for module in FILES if module.split(".")[1:2] in (["group"], ["plots"], ["exercises"])]
+    assert len(above) > 80
+    assert [module for module in above if here.search(FILES[module].read_text())] == []
+
+
 @pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="not a git checkout")
 def test_no_committed_file_contains_a_path_of_a_machine() -> None:
     """Paths of the machine that a notebook ran on easily get into a traceback or a file name."""
