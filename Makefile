@@ -10,10 +10,10 @@ INSTALLED := $(VENV)/installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test quick pythons lint format bench chaos gpu notebooks diagrams pictures lock clean distclean
+.PHONY: help setup lab test quick pythons torch-2.11 lint format bench chaos gpu notebooks diagrams pictures lock clean distclean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## /make \1|/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z0-9.-]*\):.*## /make \1|/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
 
 setup: $(INSTALLED)  ## make the environment in .venv; a second time, nothing is installed
 
@@ -51,6 +51,9 @@ quick-lesson: lint
 
 pythons: setup  ## a short suite, without torch, on each other promised Python that this machine has
 	@$(BIN)/python tools/pythons.py
+
+torch-2.11: setup  ## a short suite with torch 2.11, the oldest that labkit supports, and without TensorFlow
+	@$(BIN)/python tools/oldest_torch.py
 
 lint: setup  ## ruff and mypy
 	$(BIN)/python -m ruff check .

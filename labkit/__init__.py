@@ -39,7 +39,7 @@ _MODULES = {
     "profile": "group.profile",
     "Run": "group.run",
     "doctor": "notebook.doctor",
-    "Group": "notebook.group",
+    "Group": "notebook.watched_group",
     "reset_lesson": "notebook.lessons",
     "measure_link": "notebook.measure_link",
     "press_stop": "notebook.press_stop",
@@ -55,7 +55,7 @@ _MODULES = {
     "scaling": "plots.scaling",
     "timeline": "plots.timeline",
     "traffic": "plots.traffic",
-    "track_memory": "recording.memory_tracker",
+    "track_memory": "comm.memory_tracker",
     "record": "recording.record",
     "span": "recording.record",
     "steps": "recording.record",
@@ -69,6 +69,7 @@ _MODULES = {
     "devices": "worker.runtimes.devices",
 }
 if TYPE_CHECKING:
+    from labkit.comm.memory_tracker import track_memory as track_memory
     from labkit.costs import formulas as predict  # noqa: F401  # a module, and so under another name than its own
     from labkit.costs.link import Link as Link
     from labkit.costs.network import Network as Network
@@ -79,10 +80,10 @@ if TYPE_CHECKING:
     from labkit.group.profile import profile as profile
     from labkit.group.run import Run as Run
     from labkit.notebook.doctor import doctor as doctor
-    from labkit.notebook.group import Group as Group
     from labkit.notebook.lessons import reset_lesson as reset_lesson
     from labkit.notebook.measure_link import measure_link as measure_link
     from labkit.notebook.press_stop import press_stop as press_stop
+    from labkit.notebook.watched_group import Group as Group
     from labkit.plots.breakdown import breakdown as breakdown
     from labkit.plots.breakdown import compare as compare
     from labkit.plots.busy import busy_shares as busy_shares
@@ -95,7 +96,6 @@ if TYPE_CHECKING:
     from labkit.plots.scaling import scaling as scaling
     from labkit.plots.timeline import timeline as timeline
     from labkit.plots.traffic import traffic as traffic
-    from labkit.recording.memory_tracker import track_memory as track_memory
     from labkit.recording.record import record as record
     from labkit.recording.record import span as span
     from labkit.recording.record import steps as steps

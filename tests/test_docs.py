@@ -66,9 +66,11 @@ def test_named_files_exist(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_named_make_targets_exist(page: str) -> None:
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([\w.-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     text = PAGES[page].read_text()
-    named = set(re.findall(r"`make ([a-z-]+)", text)) | set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE))
+    named = set(re.findall(r"`make ([a-z][\w-]*(?:\.\d+)?)", text)) | set(
+        re.findall(r"^make ([a-z][\w-]*(?:\.\d+)?)", text, re.MULTILINE)
+    )
     assert named - targets == set()
 
 

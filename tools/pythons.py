@@ -17,7 +17,7 @@ TESTS: Final = (
     "tests/group/test_group.py",
     "tests/ipc",  # pickling, tracebacks, prints
     "tests/recording/test_record.py",
-    "tests/worker/test_launch.py",  # starts and ends of ranks, and of programs that leave them open
+    "tests/launch/test_starters.py",  # starts and ends of ranks, and of programs that leave them open
 )
 PYTEST: Final = (
     "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider",

@@ -8,13 +8,26 @@ its next step.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
 
 from labkit.comm.operation import Operation
+from labkit.comm.torch_internals import BACKWARD
 
-__all__ = ["Backwards", "in_backward"]
+__all__ = ["Backwards", "at_end_of_pass", "in_backward"]
 
-in_backward = torch._C._current_graph_task_id  # the id of this thread's current backward pass; -1: none
+
+def _unknown() -> int:
+    return -1
+
+
+# Returns the id of this thread's current backward pass; -1: none.
+in_backward: Callable[[], int] = BACKWARD["_current_graph_task_id"] if BACKWARD.found else _unknown
+
+
+def at_end_of_pass(callback: Callable[[], None]) -> None:
+    """Call a function at the end of this thread's current backward pass."""
+    if BACKWARD.found:
+        BACKWARD["_execution_engine"].queue_callback(callback)
 
 
 class Backwards:
@@ -34,7 +47,7 @@ class Backwards:
         if operations is None:
             self._passes = {n: o for n, o in self._passes.items() if not all(x.done for x in o)}  # drop failed passes
             operations = self._passes[number] = []
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(number))
+            at_end_of_pass(lambda: self._end(number))
         operations.append(operation)
 
     def _end(self, number: int) -> None:
@@ -42,7 +55,7 @@ class Backwards:
         for operation in waited_for:  # waits for the student's own operations are recorded elsewhere
             operation.wait_begins_in_torch()
         if waited_for:
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._over(waited_for))
+            at_end_of_pass(lambda: self._over(waited_for))
 
     @staticmethod
     def _over(waited_for: list[Operation]) -> None:

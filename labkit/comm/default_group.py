@@ -7,6 +7,9 @@ from datetime import timedelta
 from typing import Any, Final
 
 import torch.distributed.distributed_c10d as c10d
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
+
+from labkit.comm.torch_internals import DEFAULT_GROUP
 
 __all__ = ["DefaultGroup"]
 
@@ -24,16 +27,13 @@ class DefaultGroup:
         self._tables: dict[str, dict[Any, Any]] | None = None  # while it is detached
         self._groups = 0  # torch's count of groups
         self._timeout: timedelta | None = None  # set by the program
+        # Whether NCCL transfers GPU tensors, since each rank has its own GPU.
+        self.moves_by_nccl = "nccl" in c10d.get_backend_config(self.group)
 
     @property
     def in_place(self) -> bool:
         """Whether it is torch's default group at present."""
         return self._tables is None
-
-    @property
-    def moves_by_nccl(self) -> bool:
-        """Whether NCCL transfers GPU tensors, since each rank has its own GPU."""
-        return any(self.group._get_backend(device).name() == "nccl" for device in self.group._device_types)
 
     def unset(self, destroy: Callable[[Any], None]) -> None:
         """Detach the default group from torch, and destroy the groups that the program has created from it.
@@ -41,7 +41,7 @@ class DefaultGroup:
         Args:
             destroy: torch's own `destroy_process_group`.
         """
-        world = c10d._world
+        world = DEFAULT_GROUP["_world"]
         for group in [group for group in world.pg_map if group is not self.group]:
             destroy(group)
         self._tables = {name: dict(getattr(world, name)) for name in TABLES}
@@ -49,23 +49,23 @@ class DefaultGroup:
         for name in TABLES:
             getattr(world, name).clear()
         world.group_count = 0
-        c10d._unregister_process_group(self.group.group_name)
-        c10d._update_default_pg(None)
+        DEFAULT_GROUP["_unregister_process_group"](self.group.group_name)
+        c10d.GroupMember.WORLD = None
 
     def restore(self) -> None:
         """Make it torch's default group again."""
         assert self._tables is not None
-        world = c10d._world
+        world = DEFAULT_GROUP["_world"]
         for name, table in self._tables.items():
             getattr(world, name).update(table)
         world.group_count = self._groups
-        c10d._register_process_group(self.group.group_name, self.group)
-        c10d._update_default_pg(self.group)
+        DEFAULT_GROUP["_register_process_group"](self.group.group_name, self.group)
+        c10d.GroupMember.WORLD = self.group
         self._tables = None
 
     def set_timeout(self, timeout: timedelta | None) -> None:
         """Set the time limit of its operations; None: torch's default."""
         if timeout != self._timeout:
-            standard = c10d._get_default_timeout(c10d.Backend("nccl" if self.moves_by_nccl else "gloo"))
-            c10d._set_pg_timeout(timeout or standard, self.group)
+            standard = default_pg_nccl_timeout if self.moves_by_nccl else default_pg_timeout
+            self.group.set_timeout(timeout or standard)
             self._timeout = timeout

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
+from labkit.comm.torch_internals import SPARSE
 from labkit.recording.operations import Form, OperationType, Traffic
 from labkit.recording.signatures import of_exchange, of_parts, of_tensor
 
@@ -108,8 +109,12 @@ def nbytes_of(value: Any) -> int:
     if isinstance(value, list):
         return sum(map(nbytes_of, value))
     if isinstance(value, torch.Tensor):
-        return value.nbytes if not value.is_sparse else value._values().nbytes + value._indices().nbytes
+        return value.nbytes if not value.is_sparse else _nbytes_of_sparse(value)
     return 0
+
+
+def _nbytes_of_sparse(tensor: torch.Tensor) -> int:
+    return sum(SPARSE[part](tensor).nbytes for part in ("_values", "_indices")) if SPARSE.found else 0
 
 
 def first_tensor(values: Iterable[Any]) -> torch.Tensor | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import time
 from collections.abc import Callable, Iterable
 from types import CellType
@@ -13,8 +12,9 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from labkit.comm.operation import Operation
+from labkit.comm.private_names import in_place_of
 
-__all__ = ["Futures", "in_place_of"]
+__all__ = ["Futures"]
 
 EXIT_LIMIT_S: Final = 0.5  # for the threads of RPC and of the program to finish the callbacks
 BACKENDS_EXIT_LIMIT_S: Final = 1800.0  # for those of a process group: gloo's own time limit for an operation
@@ -63,10 +63,11 @@ class Futures:
 
     def install(self) -> None:
         """Wrap the methods of torch's futures."""
-        future = torch._C.Future
+        future = torch.Future
         future.wait = in_place_of(future.wait, self._wait)  # type: ignore[method-assign]
         future.then = in_place_of(future.then, self._then)  # type: ignore[method-assign]
-        torch._C._collect_all = in_place_of(torch._C._collect_all, self._collect_all)
+        torch.futures.collect_all = in_place_of(torch.futures.collect_all, self._collect_all)
+        torch.futures.wait_all = in_place_of(torch.futures.wait_all, _wait_all)
         atexit.register(self._let_go)
 
     def _let_go(self) -> None:
@@ -125,7 +126,7 @@ class Futures:
         for cell in getattr(callback, "__closure__", None) or ():
             # A callback that refers to another future completes it: `RRef.rpc_async` returns the result of its second
             # call in this way.
-            if cell != CellType() and isinstance(cell.cell_contents, torch._C.Future):
+            if cell != CellType() and isinstance(cell.cell_contents, torch.Future):
                 self.tie(cell.cell_contents, ties.operations)
         child = self._made_of([future], then(future, callback))
         self.tie(child, ties.operations)
@@ -147,6 +148,11 @@ class Futures:
         return future
 
 
+def _wait_all(_: Callable[..., Any], futures: Any) -> list[Any]:
+    """Replace torch's `wait_all`, which collects its futures in C++."""
+    return [future.wait() for future in torch.futures.collect_all(futures).wait()]
+
+
 def _tell(ties: _Ties, future: Any) -> None:
     while ties.first:
         try:
@@ -154,18 +160,3 @@ def _tell(ties: _Ties, future: Any) -> None:
         except IndexError:  # another thread was quicker
             return
         callback(future)
-
-
-def in_place_of(function: Any, ours: Callable[..., Any]) -> Any:
-    """Return a replacement for `function` that calls `ours` with the original as first argument.
-
-    If `function` is such a replacement itself, its original is used.
-    """
-    original = getattr(function, "__labkit_original__", function)
-
-    @functools.wraps(original)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        return ours(original, *args, **kwargs)
-
-    watched.__labkit_original__ = original  # type: ignore[attr-defined]
-    return watched

@@ -14,13 +14,13 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed.distributed_c10d as c10d
 
-from labkit.comm.futures import in_place_of
 from labkit.comm.operation import Operation
 from labkit.comm.time_limits import ends_by_itself
+from labkit.comm.torch_internals import GROUP_CREATION
 from labkit.errors.lists import listed
 from labkit.recording.group_keys import creation_key
 from labkit.recording.record import Recorder, clock, is_students, student_line
@@ -28,11 +28,15 @@ from labkit.recording.schema import TIMED, UNSHOWN
 
 __all__ = ["watch_creation"]
 
+HELPER: Final = "_new_process_group_helper"
+
 
 def watch_creation(recorder: Recorder) -> None:
     """Record from now on when this rank waits for the members of a new group."""
     before: list[str] = []  # the lines that created a group
-    helper = c10d._new_process_group_helper
+    if not GROUP_CREATION.found:
+        return
+    helper = GROUP_CREATION[HELPER]
     torchs = getattr(helper, "__labkit_original__", helper)
     place = inspect.unwrap(torchs).__code__.co_varnames.index("global_ranks_in_group")
 
@@ -60,7 +64,7 @@ def watch_creation(recorder: Recorder) -> None:
             operation.withdrawn()  # no span: like all preparation of communication, it counts as the program's own time
         return created
 
-    c10d._new_process_group_helper = in_place_of(helper, create)
+    GROUP_CREATION.replace(HELPER, create)
 
 
 def _called() -> str:
@@ -83,8 +87,9 @@ def _agree_on_members(name: str, number: int, ranks: Sequence[int]) -> None:
     if len(ranks) < 2:
         return
     mine = theirs = ",".join(map(str, ranks))
+    world: Any = c10d.GroupMember.WORLD
     with contextlib.suppress(RuntimeError, NotImplementedError):  # a store that cannot compare
-        theirs = c10d._get_default_store().compare_set(f"labkit's new group {number} {name}", "", mine).decode()
+        theirs = world.get_group_store().compare_set(f"labkit's new group {number} {name}", "", mine).decode()
     if theirs != mine:
         one, other = (listed(text.split(",")) for text in (mine, theirs))
         raise ValueError(

@@ -25,6 +25,7 @@ from labkit.comm.members import Numbering
 from labkit.comm.own_process_groups import watched_gloo
 from labkit.comm.pipelines import Pipelines
 from labkit.comm.process_group import watched_process_group
+from labkit.comm.torch_internals import COMPILED_OPERATIONS, GPU_START, PROCESS_GROUPS, REMOTE_CALLS
 from labkit.comm.work import keep_for_reducers
 from labkit.costs.link import Link
 from labkit.costs.network import Network
@@ -105,14 +106,16 @@ def watch_script(recorder: Recorder, *, given: bool = True) -> bool:
         watch_rpc(recorder, given=given)
     else:
         _watch_groups(recorder, None, given=given)
-    if torch.version.cuda is not None:
+    if torch.version.cuda is not None and GPU_START.found:
         # Called when torch initializes CUDA. Before that there is nothing to time, and a query for GPUs could
         # initialize CUDA.
-        torch.cuda._lazy_call(lambda: watch_device(recorder, torch.device("cuda")))
+        GPU_START["_lazy_call"](lambda: watch_device(recorder, torch.device("cuda")))
     return late
 
 
 def _watch_calls(recorder: Recorder, futures: Futures, slow: SlowLink | None) -> None:
+    if not REMOTE_CALLS.found:
+        return
     from labkit.comm.rpc_calls import RpcCalls  # not every build of torch has RPC
 
     RpcCalls(recorder, futures, slow).install()
@@ -121,8 +124,11 @@ def _watch_calls(recorder: Recorder, futures: Futures, slow: SlowLink | None) ->
 def _watch_groups(recorder: Recorder, slow: SlowLink | None, *, given: bool) -> Futures:
     futures = Futures()
     futures.install()
-    keep_for_reducers()
     Pipelines(recorder, phases.install()).install()
+    when_imported("torch._dynamo.trace_rules", _run_untraced)
+    if not PROCESS_GROUPS.found:
+        return futures
+    keep_for_reducers()
     numbering = Numbering(recorder.rank, recorder.size, given=given)
     c10d.ProcessGroup = watched_process_group(recorder, futures, numbering, slow)  # type: ignore[misc]
     # Programs that construct process groups themselves use these names.
@@ -130,19 +136,18 @@ def _watch_groups(recorder: Recorder, slow: SlowLink | None, *, given: bool) -> 
     if c10d.is_gloo_available():
         torch.distributed.ProcessGroupGloo = watched_gloo(c10d.ProcessGroup)  # type: ignore[misc]
     watch_creation(recorder)
-    when_imported("torch._dynamo.trace_rules", _run_untraced)
     return futures
 
 
-def _run_untraced(rules: ModuleType) -> None:
+def _run_untraced(_: ModuleType) -> None:
     """Let `torch.compile` call what records operations as it calls C++, instead of compiling it.
 
     torch's process groups have no Python code. Where compiled code calls one, after a graph break, torch would compile
     our methods, and refuse, since a process group may have no attributes that it does not know. There is no public way
     to exclude a package; without this, such a program fails. Test: `test_compiled.py`.
     """
-    for package in UNTRACED:
-        rules.add(package)
+    for package in UNTRACED if COMPILED_OPERATIONS.found else ():
+        COMPILED_OPERATIONS["add"](package)
 
 
 def watch_device(recorder: Recorder, device: torch.device) -> None:

@@ -63,7 +63,10 @@ class Numbering:
 
 def numbers_of(group: Any) -> list[int]:
     """Return a group's ranks as ranks of the default group."""
-    return list(c10d._world.pg_group_ranks.get(group) or group.numbers or range(group.size()))
+    try:
+        return c10d.get_process_group_ranks(group)
+    except KeyError:  # torch does not list it
+        return list(group.numbers or range(group.size()))
 
 
 class Members:

@@ -6,8 +6,9 @@ import sys
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import ProcessGroup
+from torch.distributed import ProcessGroup  # the original, which `comm.install` replaces later
 
+from labkit.comm.torch_internals import PROCESS_GROUPS
 from labkit.recording.operations import methods
 
 __all__ = ["watched_gloo"]
@@ -31,8 +32,8 @@ def watched_gloo(group_class: Any) -> Any:
             if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
                 return
             real = ProcessGroup(store, rank, size)
-            real._set_default_backend(ProcessGroup.BackendType.GLOO)
-            real._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self)
+            PROCESS_GROUPS["_set_default_backend"](real, ProcessGroup.BackendType.GLOO)
+            PROCESS_GROUPS["_register_backend"](real, torch.device("cpu"), ProcessGroup.BackendType.GLOO, self)
             self._watched = group_class(store, rank, size, real=real)
 
     for method in methods():

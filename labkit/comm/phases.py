@@ -19,12 +19,13 @@ from types import FrameType, ModuleType
 from typing import Any, Final
 
 import torch
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from labkit.comm.backward import in_backward
+from labkit.comm.torch_internals import COMPILED_PHASES, DATA_LOADER
 from labkit.recording.import_hook import when_imported
-from labkit.recording.record import Recorder, clock, here, student_line
+from labkit.recording.record import Recorder, clock, here, is_students, student_line
 from labkit.recording.schema import AUTOMATIC, COMPUTE
 
 __all__ = ["BACKWARD", "DATA", "FORWARD", "Phases", "install"]
@@ -67,7 +68,8 @@ class Phases:
 
     def _wrap_loaders(self, module: ModuleType) -> None:
         self._wrap(module.DataLoader, "__iter__", DATA)  # starts the worker processes
-        self._wrap(module._BaseDataLoaderIter, "__next__", DATA)
+        if DATA_LOADER.found:
+            self._wrap(DATA_LOADER["_BaseDataLoaderIter"], "__next__", DATA)
 
     def _wrap(self, owner: Any, name: str, phase: str) -> None:
         function = getattr(owner, name)
@@ -120,7 +122,7 @@ class Phases:
     def _begin(self, phase: str, name: str = "") -> Callable[[], None]:
         """Begin a span, and return what ends it."""
         recorder = _recorder()
-        if recorder is None:
+        if recorder is None or is_compiling():  # the compiler traces passes that are not the program's
             return _nothing
         start_ns = clock()
         recorder.optimizer_steps.working(start_ns)
@@ -146,38 +148,37 @@ class Phases:
             return  # an optimizer inside another, as in `ZeroRedundancyOptimizer`
         recorder = _recorder()
         if recorder is not None:
-            recorder.optimizer_steps.optimizer_begins(id(optimizer), clock())
-        self._stepping[get_ident()] = _Stepping(optimizer, sys._getframe(2), self._begin(OPTIMIZER))
+            recorder.optimizer_steps.optimizer_begins(optimizer, clock())
+        self._stepping[get_ident()] = _Stepping(sys._getframe(2), self._begin(OPTIMIZER))
 
     def _optimizer_ends(self, optimizer: Any) -> None:
         if is_dynamo_compiling():
             return
         stepping = self._stepping.get(get_ident())
-        if stepping is None or stepping.optimizer is not optimizer:
-            return
+        if stepping is None or stepping.frame is not sys._getframe(2):
+            return  # the step of an inner optimizer, or of a base class that the optimizer's own step calls
         del self._stepping[get_ident()]
         stepping.end()
         recorder = _recorder()
         if recorder is not None:
-            recorder.optimizer_steps.optimizer_ends(id(optimizer), clock())
+            recorder.optimizer_steps.optimizer_ends(optimizer, clock())
 
 
 class _Stepping:
     """An optimizer's step in progress.
 
     Args:
-        optimizer: the optimizer.
-        frame: the frame of its `step`. Torch calls no hook if the step raises; then this frame has left the stack.
+        frame: the frame of `step`. Torch calls no hook if the step raises; then this frame has left the stack.
         end: ends the span.
     """
 
-    def __init__(self, optimizer: Any, frame: FrameType, end: Callable[[], None]) -> None:
-        self.optimizer, self._frame, self.end = optimizer, frame, end
+    def __init__(self, frame: FrameType, end: Callable[[], None]) -> None:
+        self.frame, self.end = frame, end
 
     def goes_on(self) -> bool:
         """Whether the step is on this thread's stack."""
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame is not self._frame:
+        while frame is not None and frame is not self.frame:
             frame = frame.f_back
         return frame is not None
 
@@ -189,17 +190,18 @@ def _recorder() -> Recorder | None:
 
 
 def _placed(recorder: Recorder, phase: str, caller: FrameType) -> str:
-    """Return a phase's name with the student's line, which is looked up once per place in the run.
+    """Return a phase's name with the student's line, which is written out once per place in the run.
 
-    The place is known by two frames, since `Tensor.backward` and the wrapper of `step` stand between. To search the
-    stack for the student's frame takes 10 microseconds after a backward pass, which has emptied the processor's caches.
+    Any number of torch's functions may stand between: `Tensor.backward`, or a `GradScaler` and the wrappers of `step`.
     """
-    outer = caller.f_back or caller
-    key = phase, id(caller.f_code), caller.f_lasti, id(outer.f_code), outer.f_lasti
+    frame: FrameType = caller
+    while not is_students(frame.f_code.co_filename) and frame.f_back is not None:
+        frame = frame.f_back
+    key = phase, id(frame.f_code), frame.f_lasti
     known = here.places.get(key)
     if known is None:
-        name = recorder.ring.placed(phase, student_line(caller))
-        known = here.places[key] = name, caller.f_code, outer.f_code  # which keep their ids as long as the key
+        name = recorder.ring.placed(phase, student_line(frame))
+        known = here.places[key] = name, frame.f_code  # which keeps its id as long as the key
     return known[0]
 
 
@@ -212,7 +214,12 @@ def _trace_through(wrapper: Any) -> None:
     Test: `test_the_wrappers_are_no_part_of_a_graph`.
     """
     wrapper.__code__ = wrapper.__code__.replace(co_filename="<labkit phases>")
-    when_imported("torch._dynamo.eval_frame", lambda module: module.skip_code(wrapper.__code__))
+
+    def skip(_: ModuleType) -> None:
+        if COMPILED_PHASES.found:
+            COMPILED_PHASES["skip_code"](wrapper.__code__)
+
+    when_imported("torch._dynamo.eval_frame", skip)
 
 
 def _nothing() -> None:

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Final
 
-from labkit.comm.futures import in_place_of
 from labkit.comm.phases import BACKWARD, FORWARD, Phases
+from labkit.comm.private_names import in_place_of
+from labkit.comm.torch_internals import PIPELINE_STARTS
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import Recorder, student_line
 
@@ -48,15 +49,16 @@ class Pipelines:
                 schedule.step = in_place_of(schedule.step, self._phases.unrecorded)  # type: ignore[union-attr]
 
     def _wrap(self, module: ModuleType) -> None:
-        stage = getattr(module, "_PipelineStageBase", None)
         for method, ours in (
             ("forward_one_chunk", self._forward),
             ("backward_one_chunk", self._backward),
             ("backward_weight_one_chunk", self._weights),
-            ("_get_init_p2p_neighbors_ops", _to_others),
         ):
-            if hasattr(stage, method):
-                setattr(stage, method, in_place_of(getattr(stage, method), ours))
+            for stage in module.PipelineStage.__mro__:
+                if method in vars(stage):  # in the base class that all stages share
+                    setattr(stage, method, in_place_of(getattr(stage, method), ours))
+        if PIPELINE_STARTS.found:
+            PIPELINE_STARTS.replace("_get_init_p2p_neighbors_ops", _to_others)
 
     def _forward(self, torchs: Callable[..., Any], stage: Any, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         return self._recorded(FORWARD, "", torchs, stage, fwd_chunk_id, *args, **kwargs)

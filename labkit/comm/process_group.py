@@ -8,12 +8,13 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, Final
 
 import torch
 import torch.distributed.distributed_c10d as c10d
-from torch._C._distributed_c10d import ProcessGroup
+from torch.distributed import ProcessGroup  # the original, which `comm.install` replaces later
 
 from labkit.comm.backward import Backwards, in_backward
 from labkit.comm.completion import Attendant
@@ -24,6 +25,7 @@ from labkit.comm.futures import Futures
 from labkit.comm.members import Numbering, check_peer, numbers_of
 from labkit.comm.operation import Batch, Operation
 from labkit.comm.time_limits import backends_limit, ends_by_itself
+from labkit.comm.torch_internals import BATCHES, MESSAGE_SENDERS, PROCESS_GROUPS
 from labkit.comm.work import SilentWork, WatchedMessage, WatchedWork
 from labkit.recording.group_keys import pair_key
 from labkit.recording.operations import RECV, SEND, Form, OperationType, methods, type_of
@@ -33,8 +35,6 @@ from labkit.recording.schema import OPEN, ROOTED, TIMED
 __all__ = ["watched_process_group"]
 
 BLOCKING: Final = frozenset(inspect.unwrap(function).__code__ for function in (c10d.send, c10d.recv))  # they wait at once
-# Methods that are called on both halves of a group; see `_WatchedGroup`.
-SETTERS: Final = ("_register_backend", "_set_default_backend", "_set_group_desc", "_set_group_name")
 
 
 class _Kind(type(ProcessGroup)):  # type: ignore[misc]  # pybind11's metaclass, which has no name of its own
@@ -77,13 +77,12 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
     def around(cls, real: Any) -> _WatchedGroup:
         """Wrap a group that torch has created."""
         group = cls(None, real.rank(), real.size(), real=real)
-        for device in real._device_types:
-            backend = real._get_backend(device)
+        for device, backend in _backends(real):
             kind = c10d.Backend.backend_type_map.get(backend.name(), ProcessGroup.BackendType.CUSTOM)
-            ProcessGroup._register_backend(group, device, kind, backend)
-            ProcessGroup._set_default_backend(group, kind)
-        ProcessGroup._set_group_name(group, real.group_name)
-        ProcessGroup._set_group_desc(group, real.group_desc)
+            PROCESS_GROUPS["_register_backend"](group, device, kind, backend)
+            PROCESS_GROUPS["_set_default_backend"](group, kind)
+        PROCESS_GROUPS["_set_group_name"](group, real.group_name)
+        PROCESS_GROUPS["_set_group_desc"](group, real.group_desc)
         return group
 
     def split_group(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,8 +102,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
     def moves_on_gpu(self) -> bool:
         """Whether NCCL transfers GPU tensors without the host, so that only the GPU can time operations."""
         if self._on_gpu is None:
-            kinds = {d.type: self._real._get_backend(d).name() for d in self._real._device_types}
-            self._on_gpu = kinds.get("cuda") == "nccl"
+            self._on_gpu = any((d.type, backend.name()) == ("cuda", "nccl") for d, backend in _backends(self._real))
         return self._on_gpu
 
     @property
@@ -120,14 +118,20 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         return self._message_limit_s
 
     def _time_limit_s(self) -> float:
-        limits = [backends_limit(self._real._get_backend(device)) for device in self._real._device_types]
+        limits = [backends_limit(backend) for _, backend in _backends(self._real)]
         return min((limit.total_seconds() for limit in limits if limit is not None and ends_by_itself(limit)), default=math.inf)
 
     def _get_backend(self, device: torch.device) -> Any:
         """Return the backend for a kind of device; the caller may change its time limit."""
         assert self.message_limit_s  # evaluate it before the limit changes
         self._limit_s = 0.0
-        return self._real._get_backend(device)
+        return PROCESS_GROUPS.of(self._real, "_get_backend")(device)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time limit of all operations but messages."""
+        assert self.message_limit_s  # as above
+        self._limit_s = 0.0
+        self._real.set_timeout(timeout)
 
     @property
     def label(self) -> str:
@@ -265,7 +269,10 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
 
     def _arrived(self, tag: int, work: Any, operation: Operation) -> None:
         """Complete the record of a receive from any rank, since the sender is known once the message has arrived."""
-        operation.peer, operation.group, numbers = self._pair(RECV.name, work._source_rank(), tag)
+        if not MESSAGE_SENDERS.found:
+            return
+        sender = MESSAGE_SENDERS.of(work, "_source_rank")()
+        operation.peer, operation.group, numbers = self._pair(RECV.name, sender, tag)
         operation.match = next(numbers)
         self._book_message(operation)
 
@@ -318,14 +325,14 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Start a batch: operations until `_end_coalescing` are launched together."""
-        self._real._start_coalescing(device)
+        self._of_real("start_coalescing")(device)
         self._together = []
 
     def _end_coalescing(self, device: torch.device) -> Any:
         launched, self._together = self._together or [], None
         batch = Batch([operation for operation, _ in launched])
         try:
-            work = self._real._end_coalescing(device)
+            work = self._of_real("end_coalescing")(device)
         except BaseException:
             batch.failed()
             raise
@@ -337,7 +344,16 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
             return None
         return WatchedWork(work, batch, self.futures, False)
 
+    def _of_real(self, name: str) -> Any:
+        return getattr(self._real, name, None) or BATCHES.of(self._real, f"_{name}")
+
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing  # called by C++ in versions after 2.13
+
+
+def _backends(group: Any) -> Iterator[tuple[torch.device, Any]]:
+    """Yield the backend of a group for each kind of device."""
+    for device in PROCESS_GROUPS.of(group, "_device_types"):
+        yield device, PROCESS_GROUPS.of(group, "_get_backend")(device)
 
 
 def _collective(method: str, kind: OperationType, form: Form) -> Callable[..., Any]:
@@ -410,7 +426,7 @@ def _fill_in() -> None:
             continue
         if method in known:
             setattr(_WatchedGroup, method, _collective(method, *known[method]))
-        elif method in SETTERS:
+        elif method in PROCESS_GROUPS and method.startswith(("_register", "_set")):
             setattr(_WatchedGroup, method, _on_both_halves(method))
         else:
             setattr(_WatchedGroup, method, _delegated(method))

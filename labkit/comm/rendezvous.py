@@ -9,7 +9,6 @@ never reads stale values of the first.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import json
 import os
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from labkit.comm.operation import Operation
+from labkit.comm.torch_internals import RENDEZVOUS
 from labkit.recording.group_keys import rendezvous_key
 from labkit.recording.record import Recorder, clock, student_line
 from labkit.recording.schema import TIMED
@@ -81,7 +81,10 @@ class Rendezvous:
 
     def install(self) -> None:
         """Replace torch's handlers of addresses."""
-        handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers  # a function has the same name
+        if not RENDEZVOUS.found:
+            self._connect = None
+            return
+        handlers = RENDEZVOUS["_rendezvous_handlers"]
         for scheme in SCHEMES:
             handlers[scheme] = partial(self._handler, handlers[scheme])
 

@@ -10,16 +10,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed import autograd as dist_autograd
 
+from labkit.comm.backward import at_end_of_pass
 from labkit.comm.operation import Operation
+from labkit.comm.torch_internals import REMOTE_CONTEXT
 from labkit.recording.group_keys import DIST_BACKWARD
 from labkit.recording.operations import GRADIENTS, RECEIVED_GRADIENTS
 from labkit.recording.record import clock, student_line
 from labkit.recording.ring_buffer import RingWriter
 from labkit.recording.schema import AUTOMATIC, COMPUTE
 
-__all__ = ["RpcBackwards", "tensors_in"]
+__all__ = ["RpcBackwards", "context_id", "tensors_in"]
 
 
 class RpcBackwards:
@@ -44,7 +45,7 @@ class RpcBackwards:
             operation.wait_begins()
 
         begin = roots[0].grad_fn if len(roots) else None
-        hook = begin.register_prehook(lambda _: _at_end_of_pass(own_part_ends)) if begin is not None else None
+        hook = begin.register_prehook(lambda _: at_end_of_pass(own_part_ends)) if begin is not None else None
         try:
             backward(context_id, roots, *args, **kwargs)
         except BaseException:
@@ -73,12 +74,11 @@ class RpcBackwards:
         ends = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
         if not ends:
             return
-        try:
-            context_id = dist_autograd._current_context()._context_id()
-        except RuntimeError:
-            return  # called outside of a context: no backward pass can go through it
+        context = context_id()
+        if context is None:
+            return  # no backward pass can go through it
         nbytes = tuple(sum(t.nbytes for t in tensors_in(value) if t.grad_fn is not None) for value in (result, arguments))
-        part = _Part(self._ring, f"backward of {function}", context_id, caller, (nbytes[0] if replies else 0, nbytes[1]))
+        part = _Part(self._ring, f"backward of {function}", context, caller, (nbytes[0] if replies else 0, nbytes[1]))
         for end in ends:
             end.register_prehook(part.begins)
         for tensor in tensors_in(arguments):
@@ -119,7 +119,7 @@ class _Part:
             self._start_ns = now = clock()
             if self._nbytes[0]:
                 self._ring.write_communication(RECEIVED_GRADIENTS.name, now, now, nbytes=self._nbytes[0], peer=self._caller)
-            _at_end_of_pass(self._ends)
+            at_end_of_pass(self._ends)
 
     def sends_back(self, _: object) -> None:
         self._sent_ns = clock()
@@ -133,8 +133,13 @@ class _Part:
         )
 
 
-def _at_end_of_pass(callback: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+def context_id() -> int | None:
+    """Return the id of the distributed autograd context in which this thread runs; None outside of one."""
+    try:
+        found: int = REMOTE_CONTEXT.of(REMOTE_CONTEXT["_current_context"](), "_context_id")()
+    except (RuntimeError, AttributeError):
+        return None
+    return found
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -18,21 +18,22 @@ from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch._C._distributed_rpc import PyRRef
 from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
-from torch.distributed.rpc import api, internal
+from torch.distributed.rpc import PyRRef, internal
 from torch.distributed.rpc.constants import DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT
 
 from labkit.comm.emulated_link import SlowLink
 from labkit.comm.emulated_rpc import SlowCalls
-from labkit.comm.futures import Futures, in_place_of
+from labkit.comm.futures import Futures
 from labkit.comm.operation import Operation
+from labkit.comm.private_names import in_place_of
 from labkit.comm.rpc_backward import RpcBackwards, tensors_in
 from labkit.comm.rpc_names import last_name, spoken
 from labkit.comm.rpc_optimizer import step_in_python
 from labkit.comm.rpc_references import References
 from labkit.comm.time_limits import ends_by_itself
+from labkit.comm.torch_internals import REMOTE_CALLS
 from labkit.ipc.rpc_errors import sent
 from labkit.ipc.tracebacks import headline, students_traceback
 from labkit.recording.group_keys import call_key
@@ -113,21 +114,20 @@ class RpcCalls:
 
     def install(self) -> None:
         """Wrap torch's functions; to be called before `init_rpc`, when C++ looks them up."""
-        api._invoke_rpc = in_place_of(api._invoke_rpc, self._calling)
-        api.PythonUDF = in_place_of(api.PythonUDF, self._pickling)  # type: ignore[misc]  # torch only calls it
+        REMOTE_CALLS.replace("_invoke_rpc", self._calling)
+        REMOTE_CALLS.replace("PythonUDF", self._pickling)
         for name, look_at in _INVOKERS.items():
-            setattr(api, name, in_place_of(getattr(api, name), partial(self._invoke, look_at)))
-        internal._run_function = in_place_of(internal._run_function, self._serve)
-        internal.serialize = in_place_of(internal.serialize, self._reply)
+            REMOTE_CALLS.replace(name, partial(self._invoke, look_at))
+        REMOTE_CALLS.replace("_run_function", self._serve)
+        REMOTE_CALLS.replace("serialize", self._reply)
         self._references.start()
-        pickler = internal._InternalRPCPickler
-        pickler._py_rref_reducer = in_place_of(pickler._py_rref_reducer, self._send_reference)  # type: ignore[method-assign]
-        receiver = in_place_of(pickler._py_rref_receiver, self._receive_reference)
-        pickler._py_rref_receiver = staticmethod(receiver)  # type: ignore[method-assign]
+        REMOTE_CALLS.replace("_py_rref_reducer", self._send_reference)
+        receiver = in_place_of(REMOTE_CALLS["_py_rref_receiver"], self._receive_reference)
+        REMOTE_CALLS.set("_py_rref_receiver", staticmethod(receiver))
         PyRRef.to_here = in_place_of(PyRRef.to_here, self._to_here)  # type: ignore[method-assign]
         dist_autograd.backward = in_place_of(dist_autograd.backward, self._backwards.started)
         step_in_python()
-        rpc._init_rpc_backend = in_place_of(rpc._init_rpc_backend, self._named)
+        REMOTE_CALLS.replace("_init_rpc_backend", self._named)
 
     def _named(self, init: Callable[..., Any], backend: Any, store: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         self._recorder.name = name
@@ -148,7 +148,7 @@ class RpcCalls:
         thread = self._thread
         if spoken(func, args) is None:
             return udf(func, args, kwargs)
-        caller = api.get_worker_info().id
+        caller = rpc.get_worker_info().id
         call = _NumberedCall(func, args, kwargs, caller, next(self._numbers), replies=thread.api != REMOTE.name)
         thread.call = call, clock()
         return call
@@ -162,7 +162,7 @@ class RpcCalls:
             function = spoken(call.func, call.args) or ""
         elif not function:
             return invoke(*args, **kwargs)  # an internal call of torch's
-        peer = to.id if hasattr(to, "id") else api.get_worker_info(to).id
+        peer = to.id if hasattr(to, "id") else rpc.get_worker_info(to).id
         pair, number = (call_key(call.caller, peer), call.number) if call is not None else ("", 0)
         shared = (pair, number) if call is None or call.replies else ("", 0)
         operation = Operation(self._ring, f"{thread.api} {function}", start_ns, nbytes, peer, *shared, student_line())
@@ -199,7 +199,7 @@ class RpcCalls:
         if not isinstance(call, _NumberedCall):
             return run(call)
         function = spoken(call.func, call.args) or ""
-        pair = call_key(call.caller, api.get_worker_info().id)
+        pair = call_key(call.caller, rpc.get_worker_info().id)
         if self._slow is not None:
             self._slow.arrives(pair, call.number)
         name, start_ns = SERVE.recorded(function), clock()
@@ -212,7 +212,7 @@ class RpcCalls:
             self._ring.serving_threads.discard(thread)
         end_ns = clock()
         self._ring.write(name, COMPUTE, start_ns, end_ns, flags=AUTOMATIC | SERVED)
-        if isinstance(result, torch._C.Future):  # the function has `async_execution`: torch replies when the future completes
+        if isinstance(result, torch.Future):  # the function has `async_execution`: torch replies when the future completes
             kind = PROMISE if self._futures.known(result) else UNSEEN_PROMISE
             promise = self._ring.pend(kind.recorded(function), end_ns, peer=call.caller, group=pair, match=call.number)
             self._ring.unpend(slot)  # only now: without either record, the call would seem not to have arrived
@@ -240,7 +240,7 @@ class RpcCalls:
             line = headline(error)
             # The caller may never see the error, since it may not wait for the future.
             sys.stderr.write(f"{function} failed: {line}\n")
-            text = sent(api.get_worker_info(), line, students_traceback(error))
+            text = sent(rpc.get_worker_info(), line, students_traceback(error))
             return internal.RemoteException(text, type(error) if isinstance(error, Exception) else RuntimeError)
 
     def _replying(self, call: _NumberedCall, function: str, result: Any, start_ns: int) -> None:
@@ -257,7 +257,7 @@ class RpcCalls:
         def sent(nbytes: int) -> None:
             self._ring.write_communication(
                 (REPLY if call.replies else VALUE).recorded(function), start_ns, clock(), nbytes=nbytes, peer=call.caller,
-                group=call_key(call.caller, api.get_worker_info().id), match=call.number,
+                group=call_key(call.caller, rpc.get_worker_info().id), match=call.number,
             )  # fmt: skip
             if self._slow is not None:
                 self._slow.reply(call.caller, call.number, nbytes, start_ns, travels=call.replies)

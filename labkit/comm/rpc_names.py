@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from torch._C._distributed_rpc import PyRRef
-from torch.distributed.rpc import rref_proxy
+from torch.distributed.rpc import PyRRef
+
+from labkit.comm.torch_internals import REMOTE_CALLS
 
 __all__ = ["last_name", "spoken"]
 
@@ -20,7 +21,8 @@ IN_WORDS: Final = {
 }
 REMOTE_MODULE: Final = "_remote_forward"  # the function with which torch's RemoteModule calls `forward` of its module
 METHOD_WORDS: Final = ("method", "func", "fn", "attr")  # usual in names of helpers' parameters for the method to call
-METHOD_CALLS: Final = (rref_proxy._local_invoke, rref_proxy._local_invoke_async_execution)  # called with (rref, method name, ...)
+# Called with (rref, method name, ...).
+METHOD_CALLS: Final = REMOTE_CALLS["_local_invoke"], REMOTE_CALLS["_local_invoke_async_execution"]
 
 
 def spoken(func: Any, args: Any) -> str | None:
@@ -67,7 +69,7 @@ def _method(rref: Any, method: Any, *, torch_knows_class: bool = False) -> str:
     if rref.is_owner():
         return f"{type(rref.local_value()).__name__}.{own}"
     if torch_knows_class:  # torch has asked the owner before the call
-        found = rref._get_type(blocking=False)
+        found = REMOTE_CALLS.of(rref, "_get_type")(blocking=False)
         return f"{found.value().__name__}.{own}" if found.done() else own
     return str(getattr(method, "__qualname__", own)).rpartition("<locals>.")[2]
 

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from labkit.comm.torch_internals import REMOTE_STEPS
+
 __all__ = ["step_in_python"]
 
 
 def step_in_python() -> None:
     """Replace the script function; needed in each process that calls steps."""
-    try:
-        from torch.distributed.optim import optimizer
-    except ImportError:  # a build of torch without distributed optimizers
-        return
-    if hasattr(optimizer, "_script_local_optimizer_step"):
-        setattr(optimizer, "_script_local_optimizer_step", _script_local_optimizer_step)  # noqa: B010  # it has another type
+    if REMOTE_STEPS.found:
+        REMOTE_STEPS.set(_script_local_optimizer_step.__name__, _script_local_optimizer_step)
 
 
 def _script_local_optimizer_step(local_optim_rref: Any, autograd_ctx_id: int) -> None:

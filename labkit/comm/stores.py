@@ -10,10 +10,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
 
-from torch._C import _distributed_c10d as c10d
+import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from labkit.comm.futures import in_place_of
+from labkit.comm.private_names import in_place_of
 from labkit.comm.rendezvous import Rendezvous
 from labkit.recording.group_keys import rendezvous_key, store_key
 from labkit.recording.record import Recorder, clock, student_line
@@ -39,10 +39,10 @@ class Stores:
 
     def install(self) -> None:
         """Wrap the methods of torch's stores."""
-        store = c10d.Store
+        store = dist.Store
         store.get = in_place_of(store.get, self._get)  # type: ignore[method-assign]
         store.wait = in_place_of(store.wait, self._wait)  # type: ignore[method-assign]
-        c10d.TCPStore.__init__ = in_place_of(c10d.TCPStore.__init__, self._open)  # type: ignore[method-assign]
+        dist.TCPStore.__init__ = in_place_of(dist.TCPStore.__init__, self._open)  # type: ignore[method-assign]
 
     def _get(self, get: Callable[..., Any], store: Any, key: str) -> Any:
         if store.check([key]):
@@ -65,9 +65,9 @@ class Stores:
 
     def _may_end(self, store: Any) -> bool:
         """Whether a wait for a store's key may end without the ranks: by a time limit, or by another program."""
-        while isinstance(store, c10d.PrefixStore):
+        while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
-        ours = isinstance(store, c10d.HashStore) or (isinstance(store, c10d.TCPStore) and store.port == self._own_port)
+        ours = isinstance(store, dist.HashStore) or (isinstance(store, dist.TCPStore) and store.port == self._own_port)
         return not ours or store.timeout not in STANDARD
 
     def _waited(self, name: str, group: str, timed: bool, call: Callable[[], Any], match: int = 0) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, Final
 
+from labkit.comm.torch_internals import TIME_LIMITS
+
 __all__ = ["backends_limit", "ends_by_itself"]
 
 # NCCL's default; gloo's is three times as long. A program that expects a wait to fail, and handles that, sets a shorter
@@ -22,7 +24,7 @@ def ends_by_itself(limit: timedelta | float | None) -> bool:
 
 def backends_limit(backend: Any) -> timedelta | None:
     """Return the time limit of a backend's operations; None if it is unknown, or ends the process as NCCL's does."""
-    if backend.name() != "gloo":
+    if backend.name() != "gloo" or not TIME_LIMITS.found:
         return None
-    limit: timedelta = backend.options._timeout
+    limit: timedelta = TIME_LIMITS.of(backend.options, "_timeout")
     return limit

@@ -9,11 +9,12 @@ from datetime import timedelta
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from torch._C._distributed_c10d import Reducer, Work
+from torch.distributed import Work
 
-from labkit.comm.futures import Futures, in_place_of
+from labkit.comm.futures import Futures
 from labkit.comm.operation import Batch, Operation
 from labkit.comm.time_limits import ends_by_itself
+from labkit.comm.torch_internals import JOIN
 from labkit.recording.schema import TIMED
 
 __all__ = ["SilentWork", "WatchedMessage", "WatchedWork", "keep_for_reducers"]
@@ -197,7 +198,8 @@ def keep_for_reducers() -> None:
         kept[reducer] = work
         set_handle(reducer, work, *how)
 
-    Reducer._set_forward_pass_work_handle = in_place_of(Reducer._set_forward_pass_work_handle, hand_over)  # type: ignore[method-assign]
+    if JOIN.found:
+        JOIN.replace("_set_forward_pass_work_handle", hand_over)
 
 
 def _delegate(name: str) -> None:

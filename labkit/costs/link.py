@@ -8,14 +8,14 @@ time.
 from __future__ import annotations
 
 import math
-import numbers
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
+from labkit.errors.number_checks import check_number
 from labkit.errors.wrong_calls import public_api
 from labkit.recording.operations import OPERATION_TYPES, Cost, type_of
 
-__all__ = ["Link", "as_float", "cost_of", "rounds_and_share"]
+__all__ = ["Link", "cost_of", "rounds_and_share"]
 
 BITS: Final = 8
 
@@ -55,8 +55,10 @@ class Link:
     nvlink4: ClassVar[Link]
 
     def __post_init__(self) -> None:
-        _check("gbit_per_s", self.gbit_per_s, "above 0, in 10⁹ bits per second", self.gbit_per_s)
-        _check("latency_us", self.latency_us, "of at least 0, in microseconds", 1)
+        gbit_per_s = f"Link(gbit_per_s={self.gbit_per_s!r}): expected a number above 0, in 10⁹ bits per second"
+        check_number(self.gbit_per_s, gbit_per_s, above=0, below=math.inf)
+        latency_us = f"Link(latency_us={self.latency_us!r}): expected a number of at least 0, in microseconds"
+        check_number(self.latency_us, latency_us, at_least=0, below=math.inf)
 
     def __str__(self) -> str:
         figures = f"{self.gbit_per_s:.4g} Gbit/s, {self.latency_us:.4g} µs"
@@ -85,10 +87,7 @@ class Link:
             TypeError: `operation` is not a string, or `nbytes` or `ranks` is not a number.
             ValueError: the operation's cost is not known, or `nbytes` or `ranks` is out of range.
         """
-        if not isinstance(nbytes, numbers.Real) or isinstance(nbytes, bool):
-            raise TypeError(f"nbytes={nbytes!r}: expected a number from 0")
-        if not 0 <= as_float(nbytes) < math.inf:
-            raise ValueError(f"nbytes={nbytes!r}: expected a number from 0")
+        check_number(nbytes, f"nbytes={nbytes!r}: expected a number from 0", at_least=0, below=math.inf)
         rounds, share = rounds_and_share(operation, ranks)
         return rounds * self.latency_s + share * nbytes / self.bytes_per_s
 
@@ -123,30 +122,12 @@ def cost_of(operation: str, ranks: int) -> Cost:
     """
     if not isinstance(operation, str):
         raise TypeError(f"operation={operation!r}: expected the name of one, such as 'all_reduce'")
-    if not isinstance(ranks, numbers.Integral) or isinstance(ranks, bool):
-        raise TypeError(f"ranks={ranks!r}: expected a whole number from 1")
-    if ranks < 1:
-        raise ValueError(f"ranks={ranks!r}: expected a whole number from 1")
+    check_number(ranks, f"ranks={ranks!r}: expected a whole number from 1", whole=True, at_least=1)
     cost = type_of(operation).cost
     if cost is None:
         known = ", ".join(kind.name for kind in OPERATION_TYPES if kind.cost is not None)
         raise ValueError(f"{operation!r} is not an operation with a known cost; expected {known}")
     return cost
-
-
-def as_float(value: Any) -> float:
-    """Convert a number to a float; an integer that is too large for one becomes infinity."""
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
-def _check(name: str, value: Any, expected: str, positive: Any) -> None:
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise TypeError(f"Link({name}={value!r}): expected a number {expected}")
-    if not (0 <= as_float(value) < math.inf and positive > 0):
-        raise ValueError(f"Link({name}={value!r}): expected a number {expected}")
 
 
 def _named(name: str, gbit_per_s: float, latency_us: float, source: str) -> None:

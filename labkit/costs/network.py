@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from labkit.costs.link import Link, as_float
+from labkit.costs.link import Link
 from labkit.costs.rounds import Round, rounds_of
+from labkit.errors.number_checks import check_number
 from labkit.errors.wrong_calls import public_api
 
 __all__ = ["Network", "latency_and_share", "link_of_pair"]
@@ -203,14 +203,9 @@ def latency_and_share(rounds: Iterable[Round], network: Network, nbytes: float) 
 
 def _check_count(name: str, value: Any, of: str = "Network") -> None:
     given = f"{of}({name}={value!r})" if of else f"{name}={value!r}"
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-        raise TypeError(f"{given}: expected a whole number from 1")
-    if not as_float(value) >= 1:
-        raise ValueError(f"{given}: expected a whole number from 1")
+    check_number(value, f"{given}: expected a whole number from 1", whole=True, at_least=1)
 
 
 def _check_number(name: str, value: Any, count: int) -> None:
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: expected a whole number from 0 to {count - 1}")
-    if not 0 <= int(value) < count:
-        raise ValueError(f"{name}={value}: expected a whole number from 0 to {count - 1}")
+    expected = f"{name}={value!r}: expected a whole number from 0 to {count - 1}"
+    check_number(value, expected, whole=True, at_least=0, below=count)

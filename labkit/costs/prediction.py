@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import Any, Final
 
-from labkit.costs.link import Link, as_float
+from labkit.costs.link import Link
 from labkit.costs.network import Network
+from labkit.errors.number_checks import check_number
 from labkit.errors.units import in_words, scaled
 
 __all__ = ["UNITS", "Prediction", "Working", "check_arguments", "in_latex"]
@@ -128,11 +128,6 @@ def check_arguments(**arguments: Any) -> None:
                     "or a lab.Network"
                 )
         elif name in _COUNTS:
-            if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-                raise TypeError(f"{name}={value!r}: expected a whole number from 1")
-            if int(value) < 1:
-                raise ValueError(f"{name}={value!r}: expected a whole number from 1")
-        elif not isinstance(value, numbers.Real) or isinstance(value, bool):
-            raise TypeError(f"{name}={value!r}: expected a number from 0")
-        elif not 0 <= as_float(value) < LARGEST:
-            raise ValueError(f"{name}={value!r}: expected a number from 0")
+            check_number(value, f"{name}={value!r}: expected a whole number from 1", whole=True, at_least=1)
+        else:
+            check_number(value, f"{name}={value!r}: expected a number from 0", at_least=0, below=LARGEST)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
+from labkit.comm.rpc_backward import context_id
 from labkit.errors.lists import counted
 from labkit.exercises.judging import AnswerError, Exercise, Hint, OnRanks, showing
 from labkit.exercises.rpc_waits import happens_within
@@ -94,7 +95,7 @@ class _Shard1(_Shard):
 
     def forward(self, x: Tensor) -> Tensor:
         """Wait for the other parts of the batch, then compute; set `alone` if they take longer than `MEET_S`."""
-        context = _context_id()
+        context = context_id()
         with self._arrived:
             self.contexts[context] += 1
             if context is not None and self.contexts[context] > self.parts:
@@ -118,16 +119,6 @@ class _Shard1(_Shard):
     def seen(self) -> tuple[list[int], bool, bool]:
         """Return the sizes of the parts, whether one was sent after another ended, and whether one had no context."""
         return self.sizes, self.alone, self.contexts[None] > 0
-
-
-def _context_id() -> int | None:
-    from torch.distributed import autograd as dist_autograd
-
-    try:
-        context_id: int = dist_autograd._current_context()._context_id()
-    except RuntimeError:
-        return None
-    return context_id
 
 
 class _Shard2(_Shard):

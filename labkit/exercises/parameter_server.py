@@ -84,7 +84,8 @@ def _serve_on_rank(answer: Callable[..., Any], weights: Tensor, gradients: list[
     """Return what each trainer received, and whether `update` is decorated; or what went wrong."""
     if rpc.get_worker_info().name != "server":
         return None
-    decorated = hasattr(getattr(answer, "update", None), "_wrapped_async_rpc_function")
+    marks = vars(rpc.functions.async_execution(_trainer)).keys()  # which this decorator leaves on a function
+    decorated = marks <= getattr(getattr(answer, "update", None), "__dict__", {}).keys()
     host = rpc.RRef(_Host(answer(weights.clone(), RATE, len(gradients)), decorated))
     calls = [
         rpc.rpc_async(f"trainer{i}", _trainer, args=(host, *own), timeout=0)

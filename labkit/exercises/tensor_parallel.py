@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from labkit.comm.torch_internals import DISPATCH
 from labkit.errors.lists import counted
 from labkit.exercises.explained import explaining
 from labkit.exercises.judging import AnswerError, Exercise, Hint, OnRanks, compare, factor, showing
@@ -47,7 +47,10 @@ IN_HEADS = (
 )
 
 
-class _Collectives(TorchDispatchMode):
+_Mode: Any = DISPATCH["TorchDispatchMode"]
+
+
+class _Collectives(_Mode):  # type: ignore[misc]  # looked up when the file is loaded
     """Counts the numbers that this rank puts into each collective."""
 
     def __init__(self) -> None:
@@ -57,7 +60,7 @@ class _Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note a collective, then carry it out."""
         if function.namespace in ("c10d", "_c10d_functional"):
-            name = function._schema.name.partition("::")[2].strip("_")
+            name = function.name().partition("::")[2].partition(".")[0].strip("_")
             if not name.startswith("wait"):
                 given = args[1] if len(args) > 1 and isinstance(args[1], (Tensor, list)) else args[0]  # after the outputs
                 self.seen.append((name, _count(given)))

@@ -17,7 +17,7 @@ from labkit.recording.ring_layout import PENDING_ORDER, record_dtype
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, ENDED, OPEN, READING, STEPS_IN_ALL, Pending
 from labkit.tracing.downsample import downsample
 from labkit.tracing.trace import Trace, from_records
-from labkit.worker.runtimes.tensorflow.events import COMPUTE as UNNAMED
+from labkit.worker.runtimes.tensorflow.profiler_events import COMPUTE as UNNAMED
 
 __all__ = ["Records"]
 
@@ -88,7 +88,9 @@ class Records:
         loops = [own.index(STEPS_IN_ALL) if STEPS_IN_ALL in own else -1 for own in names]
         sampled = [[downsample(rows, loop) for rows in n] for n, loop in zip(new, loops, strict=True)]
         joined = [np.concatenate(n) if n else np.empty(0, record_dtype()) for n in sampled]
-        return from_records(joined, names, self._members)
+        trace = from_records(joined, names, self._members)
+        trace.scalars += tuple(self._ended)
+        return trace
 
     def communicated(self) -> bool:
         """Whether any rank has completed a communication operation."""

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from labkit.group.rank_state import RankState
 from labkit.group.remote_calls import has_thread, promised, serves, thread_blocked, unreceived
-from labkit.group.rendezvous import HINTS, absent_ranks
+from labkit.group.store_waits import HINTS, absent_ranks
 from labkit.recording.group_keys import GroupKind, kind_of, ranks_of
 from labkit.recording.operations import FOR_OTHERS, RECV, SEND, UNSEEN_PROMISE, Traffic
 from labkit.recording.schema import Pending

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
-
-import psutil
 
 from labkit.errors.lists import listed
 from labkit.group.collector import Records
@@ -17,9 +14,9 @@ from labkit.group.member import Member
 from labkit.group.processes import SLOW_S, RankPool
 from labkit.group.rank_state import RankState
 from labkit.group.remote_calls import cycle_of_calls, served_by
-from labkit.group.stack_dump import ask
-from labkit.group.thread_states import Active, RankThreads, active, children_of, main_wait, threads_in
 from labkit.group.wait_notices import MOST_NAMES, cycle_notice, line_of, silence_notice, unrecorded_notice, waiting_notice
+from labkit.launch.rank_process import command_to_resume
+from labkit.launch.thread_states import Active, MainWaits, RankThreads, Threads, active
 from labkit.recording.group_keys import GroupKind, kind_of
 from labkit.recording.schema import Pending
 
@@ -66,7 +63,8 @@ class DeadlockMonitor:
         serving: the numbers of ranks that were called and now only serve others.
 
     Attributes:
-        notice: the current notice for the student, one line; "" for none.
+        notice: the current notice of a long wait, or of a suspended rank: one line; "" for none.
+        silence: the line that says where ranks are that have shown nothing for long; "" for none.
     """
 
     def __init__(
@@ -78,7 +76,8 @@ class DeadlockMonitor:
         failures: Collection[int],
         serving: Collection[int] = (),
     ) -> None:
-        self._members, self._plan, self._on, self._lost = pool.members, pool.plan, on, pool.lost
+        self._pool, self._members, self._kind, self._options = pool, pool.members, pool.kind, pool.options
+        self._on, self._lost = on, pool.lost
         self._records, self._results, self._failures, self._serving = records, results, failures, serving
         self._suspicion: _Suspicion | None = None
         self._places: dict[int, RankThreads] = {}  # the threads of ranks that others wait for
@@ -89,9 +88,9 @@ class DeadlockMonitor:
         self._unmoved_check_ns = 0
         self._frozen: list[Member] = []
         self._frozen_check_ns = 0
-        self._silence_notice, self._next_silence_s = "", SLOW_S
+        self._next_silence_s = SLOW_S
         self._unnoted = [m.reader.unnoted for m in self._members]
-        self.notice = ""
+        self.notice = self.silence = ""
 
     def check(self, now_ns: int, silent_s: float = 0.0) -> Deadlock | None:
         """The deadlock that the ranks are in, once it is certain; else None.
@@ -105,12 +104,13 @@ class DeadlockMonitor:
         """
         if self._any_frozen(now_ns):
             return None
-        kind = self._plan.kind
+        kind = self._kind
         pending = [[] if m.rank in self._lost else m.reader.pending() for m in self._members]
         waited_ns = max((now_ns - p.wait_start_ns for of_rank in pending for p in of_rank if p.wait_start_ns), default=0)
         if waited_ns < kind.certain_after_s * 1e9:
             self._suspicion = None
-            self.notice = self._notice_of_unrecorded(now_ns) or self._silence(silent_s)
+            self.notice = self._notice_of_unrecorded(now_ns)
+            self._look_into_silence(silent_s)
             return None
         blocked_in = {(p.group, p.match) for of_rank in pending for p in of_rank if p.wait_start_ns and p.match}
         states = [self._state_of(m, p, blocked_in) for m, p in zip(self._members, pending, strict=True)]
@@ -122,7 +122,8 @@ class DeadlockMonitor:
         elif all(now_ns - p.wait_start_ns >= kind.certain_after_s * 1e9 for p in hanging):
             deadlock = self._confirmed(states, now_ns)
         if deadlock is None:
-            self.notice = self._notice_of(states, waited_ns, now_ns) or self._silence(silent_s)
+            self.notice = self._notice_of(states, waited_ns, now_ns)
+            self._look_into_silence(silent_s)
         return deadlock
 
     def _confirmed(self, states: Sequence[RankState], now_ns: int) -> Deadlock | None:
@@ -152,30 +153,25 @@ class DeadlockMonitor:
         blocked = None if unknown else {p.thread for p in state.blocked}
         return active(now, before, blocked=blocked, idle_main=state.returned and not unknown)
 
-    def _silence(self, silent_s: float) -> str:
-        """The notice while no rank has waited long, and the student has seen nothing for long."""
-        if silent_s < SLOW_S:
-            self._silence_notice = ""
+    def _look_into_silence(self, silent_s: float) -> None:
+        """Say where the ranks are if the student has seen nothing for long, and no notice of a wait either."""
+        if self.notice or silent_s < SLOW_S:
+            self.silence = ""
         elif silent_s >= self._next_silence_s:
             self._next_silence_s = 2 * silent_s
             running = [i for i in self._on if i not in self._results and i not in self._failures and i not in self._serving]
             threads = self._threads_of(running, with_children=False, insist=False)
-            self._silence_notice = silence_notice({self._members[i].name: threads.get(i) for i in running}, silent_s)
-        return self._silence_notice
+            self.silence = silence_notice({self._members[i].name: threads.get(i) for i in running}, silent_s)
 
     def _threads_of(self, ranks: Collection[int], *, with_children: bool, insist: bool = True) -> dict[int, RankThreads]:
         """The state of the threads of those ranks that are alive."""
         living = [self._members[i] for i in ranks if i not in self._failures and i not in self._lost]
-        processes = [m.process for m in living]
-        children = children_of([p.pid for p in processes]) if with_children else {}
-        stacks = ask(processes, insist=insist)
-        return {
-            m.rank: threads_in(raw, m.process.pid, children.get(m.process.pid, ())) for m, raw in zip(living, stacks, strict=True)
-        }
+        threads = self._pool.ask(Threads(children=with_children, insist=insist), living)
+        return {member.rank: of_rank for member, of_rank in zip(living, threads, strict=True)}
 
     def lines(self) -> dict[int, str]:
         """The line, in words, of each rank that still runs the student's function and is in no operation."""
-        late = [i for i in self._on if i not in self._results and not self._members[i].process.frozen]
+        late = [i for i in self._on if i not in self._results and not self._members[i].process.status().frozen]
         threads = self._threads_of([i for i in late if not self._members[i].reader.pending()], with_children=False)
         return {rank: line_of(of_rank.main) for rank, of_rank in threads.items()}
 
@@ -201,7 +197,7 @@ class DeadlockMonitor:
             return self.notice if self._unmoved else ""
         self._unmoved_check_ns = now_ns
         running = [m for m in self._members if m.rank in self._on and m.rank not in {*self._results, *self._failures}]
-        waits = {m.rank: main_wait(m.process.pid) for m in running}
+        waits = {m.rank: switches for m, switches in zip(running, self._pool.ask(MainWaits(), running), strict=True)}
         if not self._idle(now_ns) or -1 in waits.values():
             waits = {}
         if waits != self._unmoved:
@@ -220,23 +216,20 @@ class DeadlockMonitor:
         self._frozen_check_ns = now_ns
         before = self._frozen
         self._frozen = [
-            m for m in self._members if m.rank not in self._results and m.rank not in self._failures and m.process.frozen
+            m for m in self._members if m.rank not in self._results and m.rank not in self._failures and m.process.status().frozen
         ]
         if self._frozen:
             self._suspicion = None
-            ids = " ".join(str(m.process.pid) for m in self._frozen)
+            command = command_to_resume([m.process for m in self._frozen])
             names = listed((m.name for m in self._frozen), most=MOST_NAMES, rest="others")
-            self.notice = f"stopped by a signal (SIGSTOP): {names}; `kill -CONT {ids}` resumes the run"
+            self.notice = f"stopped by a signal (SIGSTOP): {names}; `{command}` resumes the run"
         elif before:
             self.notice = ""
         return bool(self._frozen)
 
     def _idle(self, now_ns: int) -> bool:
         """Whether the ranks have used hardly any CPU time since the last check."""
-        cpu_s = 0.0
-        for member in self._members:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended, which is noticed elsewhere
-                cpu_s += sum(psutil.Process(member.process.pid).cpu_times()[:2])
+        cpu_s = sum(member.process.status().cpu_s for member in self._members)
         before_ns, before_s, _ = self._cpu_time
         if now_ns - before_ns > CYCLE_NS / 2:
             idle = cpu_s - before_s < IDLE_SHARE * (now_ns - before_ns) / 1e9
@@ -249,10 +242,10 @@ class DeadlockMonitor:
             entered[p.group] = max(entered.get(p.group, 0), p.match)
         called, ended = member.rank in self._on, member.rank in self._lost
         serves = member.rank in self._serving
-        serving = member.reader.serving or self._plan.kind.serves(self._plan.jobs, member.rank) or int(serves)
+        serving = member.reader.serving or self._kind.serves(self._options.jobs, member.rank) or int(serves)
         serving = 0 if ended else serving
         # An emulated link completes a call on a thread of its own, some time after torch has received the reply.
-        receiving = self._plan.kind.serving_threads > 0 and self._plan.link is None
+        receiving = self._kind.serving_threads > 0 and self._options.link is None
         return RankState(
             member.name, pending, called=called, returned=ended or not called or serves or member.rank in self._results,
             serving=serving, receiving=receiving, entered=entered, done=self._records.done(member.rank, blocked_in),

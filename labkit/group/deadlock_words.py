@@ -7,7 +7,7 @@ from typing import Final
 
 from labkit.errors.lists import listed
 from labkit.group.deadlock import Deadlock, Reason, first_mismatch
-from labkit.group.rendezvous import HINTS, hint_of
+from labkit.group.store_waits import HINTS, hint_of
 from labkit.recording.group_keys import GroupKind, ends_of, kind_of, where_of
 from labkit.recording.operations import RECV, RPC, RPC_SHUTDOWN, SEND, TO_HERE
 from labkit.recording.schema import Pending

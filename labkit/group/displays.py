@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from labkit.worker.display import Displayed
+from labkit.ipc.protocol import Displayed
 
 __all__ = ["Displays"]
 

@@ -16,27 +16,37 @@ from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError, RankError, Stopped
 from labkit.errors.lists import counted
 from labkit.errors.wrong_calls import public_api
-from labkit.group import stack_dump
 from labkit.group.cell_names import CellNames, lost_names
-from labkit.group.open_groups import notebook
-from labkit.group.options import FixedArgument, Plan, check_environment, chosen
+from labkit.group.member import Member
+from labkit.group.open_groups import default_start, notebook
+from labkit.group.options import (
+    FixedArgument,
+    check_environment,
+    check_machine,
+    check_runtime,
+    default_threads,
+    names_and_jobs,
+    rpc_options,
+    runtime_named,
+)  # fmt: skip
 from labkit.group.output import cell_label, put
 from labkit.group.picture import Picture
+from labkit.group.pool_state import Phase, Request
 from labkit.group.processes import RankPool
-from labkit.group.profiling import Profiling
-from labkit.group.rank_selection import Ranks
+from labkit.group.rank_selection import Ranks, chosen
 from labkit.group.run import Execution, Run
 from labkit.group.spawn import WithRank, check_spawn, hint_for_rank
-from labkit.group.unfinished import still_unfinished
-from labkit.ipc import pickling
+from labkit.group.stack_report import Stacks, readable
+from labkit.ipc import pickling, protocol
 from labkit.ipc.code_names import assigned, mentions, name_of, reads
 from labkit.ipc.definitions import Sent
+from labkit.ipc.options import Options
 from labkit.ipc.pickling_errors import Call, Names
+from labkit.ipc.protocol import Message
 from labkit.ipc.ranks_cell import parse
+from labkit.launch.thread_states import Threads
 
 __all__ = ["Group"]
-
-Files = dict[str, tuple[str, list[str]]]  # by path: a file's name for the student, and its lines if only the notebook has them
 
 
 class Group:
@@ -88,13 +98,23 @@ class Group:
         rpc_backend_options: Any = None,
     ) -> None:
         check_environment()
-        self._plan = Plan.of(
-            ranks, runtime=runtime, devices=devices, devices_per_rank=devices_per_rank, threads=threads, timeout_s=timeout_s,
-            start=start, link=link, rpc_backend_options=rpc_backend_options,
-        )  # fmt: skip
-        self.names = self._plan.names
+        self._kind = runtime_named(runtime)
+        self.names, jobs = names_and_jobs(ranks, self._kind)
+        self._options = Options(
+            names=self.names,
+            jobs=jobs,
+            runtime=runtime,
+            devices="auto" if devices is None else devices,
+            devices_per_rank=devices_per_rank,
+            threads=default_threads(len(self.names)) if threads is None else threads,
+            timeout_s=timeout_s,
+            start=default_start() if start is None else start,
+            link=link,
+            rpc_options=rpc_options(rpc_backend_options),
+        )
+        check_runtime(self._options, self._kind, for_rpc=rpc_backend_options is not None)
+        check_machine(self._options, self._kind)
         self._pool: RankPool | None = None
-        self._reusable = False  # whether the processes may serve another run
         self._closed = False
         self._finalizer: weakref.finalize[..., Group] | None = None
         self._turn = threading.Lock()  # protects `_holder`
@@ -102,9 +122,9 @@ class Group:
         self._announced: set[str] = set()
         self._sent = Sent()
         self.last_run: Run | None = None
-        self.profiling = Profiling()
+        self.profiling = False  # whether `lab.profile` records the runs with torch's profiler
         self._owner = os.getpid()
-        notebook.starter(runtime, self._plan.start)  # starts importing the framework
+        notebook.starter(runtime, self._options.start)  # starts importing the framework
         notebook.groups.add(self)
 
     def __len__(self) -> int:
@@ -119,7 +139,7 @@ class Group:
         return which.group is self if isinstance(which, Ranks) else which in range(len(self)) or which in self.names
 
     def __repr__(self) -> str:
-        over = f" over {self._plan.link}" if self._plan.link is not None else ""
+        over = f" over {self.link}" if self.link is not None else ""
         state = ", closed" if self._closed else ""
         return f"<Group of {counted(len(self), f'{self.runtime} rank')}{over}{state}>"
 
@@ -203,24 +223,23 @@ class Group:
             read = reads(tree, filename, home.__dict__)
             written = assigned(compile(tree, filename, "exec", dont_inherit=True))
         self._check()
-        members = self._pool.members if self._pool is not None and self._reusable else []
+        members = self._pool.members if self._pool is not None and self._pool.state.phase is Phase.IDLE else []
         names = CellNames(home.__dict__, read, written, label, [members[i] for i in on] if members else [])
         payload = pickling.pack(Names(names.to_send), home=home, sent=self._sent, label="the notebook's names")
-        lines: Files = {filename: (label, source.splitlines(keepends=True))}
+        all_called = len(on) == len(self)
 
-        def data(rank: int, files: Files) -> Any:
-            assert self._pool is not None
-            return source, filename, names.send_to(self._pool.members[rank]), files | lines
+        def message(member: Member) -> protocol.RunCell:
+            return protocol.RunCell(all_called, source, filename, label, names.send_to(member), payload)
 
         try:
-            starts_rpc = self._plan.kind.has_rpc and "init_rpc" in source
-            return self._execute("cell", payload, "the cell", on, data, watch=watch, starts_rpc=starts_rpc)
+            request = Request(cell=True, starts_rpc=self._kind.has_rpc and "init_rpc" in source)
+            return self._execute(request, payload, "the cell", on, message, watch=watch)
         finally:
             payload.close()
             names.learn(self._pool.members if self._pool is not None else ())
 
     @public_api
-    def stacks(self) -> stack_dump.Stacks:
+    def stacks(self) -> Stacks:
         """Where every rank is now, as Python stacks cut to the student's frames; also for ranks blocked in C++.
 
         During a run, call it from another thread: `threading.Timer(5, lambda: print(group.stacks())).start()`.
@@ -234,9 +253,9 @@ class Group:
         pool = self._pool
         if pool is None:
             raise LabError("this group has no running ranks: they start with the first run")
-        living = {m.name: m.process for m in pool.members if m.process.memory >= 0}
-        texts = zip(living.items(), stack_dump.ask(living.values()), strict=True)
-        return stack_dump.Stacks({name: stack_dump.readable(text, process.pid) for (name, process), text in texts})
+        living = [member for member in pool.members if member.process.memory >= 0]
+        threads = pool.ask(Threads(), living)
+        return Stacks({m.name: readable(of_rank, m.process.status()) for m, of_rank in zip(living, threads, strict=True)})
 
     def close(self) -> None:
         """End the ranks. A closed group stays closed; closing it again does nothing."""
@@ -263,8 +282,9 @@ class Group:
         name = name_of(function)
         payload = pickling.pack(Call(function, args, kwargs), home=sys.modules["__main__"], sent=self._sent, label=f"{name}()")
         try:
-            starts_rpc = self._plan.kind.has_rpc and mentions("init_rpc", function, payload.data)
-            return self._execute("call", payload, name, on, lambda _, files: files, watch=watch, starts_rpc=starts_rpc)
+            starts_rpc = self._kind.has_rpc and mentions("init_rpc", function, payload.data)
+            call = protocol.CallFunction(len(on) == len(self), payload)
+            return self._execute(Request(cell=False, starts_rpc=starts_rpc), payload, name, on, lambda _: call, watch=watch)
         except RankError as error:
             if error.hint or not (hint := hint_for_rank(function, args, kwargs)):
                 raise
@@ -273,7 +293,6 @@ class Group:
             payload.close()
 
     def _check(self) -> None:
-        check_environment()
         if self._closed:
             raise LabError("this group is closed; make a new one with lab.Group(...)")
         if os.getpid() != self._owner:
@@ -281,16 +300,15 @@ class Group:
 
     def _execute(
         self,
-        kind: str,
+        request: Request,
         payload: pickling.Payload,
         name: str,
         on: Sequence[int],
-        data: Callable[[int, Files], Any],
+        message: Callable[[Member], Message],
         *,
         watch: bool,
-        starts_rpc: bool,
     ) -> Run:
-        """Send the call, wait for it, and leave the group ready for the next run whatever happens."""
+        """Send each rank its message, wait for all, and leave the group ready for the next run whatever happens."""
         me = object()
         try:
             if not self._takes_turn(me):
@@ -299,37 +317,35 @@ class Group:
             picture = make_picture() if make_picture is not None else None
             if payload.copied_from_gpu:
                 self._announce("CUDA tensors in arguments reach the ranks as CPU tensors.")
-            pool, home = self._usable_pool(kind, starts_rpc), sys.modules["__main__"]
+            pool, home = self._usable_pool(request), sys.modules["__main__"]
             for note in pool.follow():
                 self._announce(note)
-            pool.used, self._reusable = True, False  # until this run is known to have left nothing unfinished
+            pool.state.begin(request)
             for note in pool.share_settings(lambda settings: pickling.pack(settings, home=home, sent=self._sent)):
                 self._announce(note)
-            files = self._new_files(pool, payload)
-            if self._plan.kind.serving_threads:
-                pool.exchange("install", files, payload, "installed")
-                files = {}
-            if self.profiling.on:
-                pool.exchange("profile", True, None, "profiled")
+            self._install(pool, payload)
+            if self.profiling:
+                pool.exchange(protocol.Profile(begin=True), protocol.Profiled)
             pool.observe(begin=True)
-            execution = Execution(pool, on, name, picture, show=True)
-            pool.begin(on, kind, lambda rank: data(rank, files), payload)
-            deadline_s = None if self._plan.timeout_s is None else time.monotonic() + self._plan.timeout_s
-            pool.called |= kind == "call"
+            execution = Execution(pool, on, name, picture)
+            pool.begin(on, message)
+            deadline_s = None if self._options.timeout_s is None else time.monotonic() + self._options.timeout_s
             try:
-                profiled = (lambda: pool.exchange("profile", False, None, "profiled")) if self.profiling.on else list
-                run = execution.wait(deadline_s, profiled)
+                run = execution.wait(deadline_s, profile=self.profiling)
             except LabError:
-                self._reusable = execution.intact and not self.profiling.on
+                if not self.profiling:  # otherwise the profiler still records
+                    pool.state.end()
                 raise
-            self._reusable = execution.intact and not (execution.unfinished and kind == "call")
             self.last_run = run
             for note in execution.notes:
                 self._announce(note)
-            if execution.unfinished is not None and self._reusable:
+            if execution.unfinished is None:
+                pool.state.end()
+            elif request.cell and not pool.state.spent:
                 pool.unfinished = execution.unfinished
+                pool.state.end()
                 self._announce(execution.unfinished.after_a_cell())
-            elif execution.unfinished is not None:
+            else:
                 print(f"labkit: {execution.unfinished.after_a_run()}")
             return run
         except KeyboardInterrupt as stop:  # perhaps while the ranks started, whose frames do not help the student
@@ -340,7 +356,7 @@ class Group:
             raise
         finally:
             try:
-                if self._holder is me and not self._reusable:
+                if self._holder is me and self._pool is not None and self._pool.state.phase is not Phase.IDLE:
                     self._end(graceful=False)
             except KeyboardInterrupt:  # Stop, while the ranks were ended
                 raise Stopped(name, []) from None
@@ -357,17 +373,13 @@ class Group:
                 self._holder = who
         return self._holder is who
 
-    def _usable_pool(self, kind: str, starts_rpc: bool) -> RankPool:
+    def _usable_pool(self, request: Request) -> RankPool:
         """The processes; new ones if there are none that may serve this run."""
-        pool = self._pool
-        if pool is not None and not (self._reusable and pool.may_run(kind, starts_rpc)):
-            self._end(graceful=False)
-        elif pool is not None and kind == "call" and (left := still_unfinished(pool.unfinished, pool.members)) is not None:
-            print(f"labkit: {left.before_a_run()}")
+        if self._pool is not None and not self._pool.may_serve(request):
             self._end(graceful=False)
         if self._pool is None:
-            pool = RankPool(self._plan, notebook.starter(self.runtime, self._plan.start), self._sent, starts_rpc=starts_rpc)
-            self._pool = pool
+            starter = notebook.starter(self.runtime, self._options.start)
+            self._pool = pool = RankPool(self._options, self._kind, starter, self._sent, starts_rpc=request.starts_rpc)
             self._finalizer = weakref.finalize(self, _end_unreferenced, pool, self._owner)
             self._finalizer.atexit = False
             pool.start()
@@ -377,24 +389,27 @@ class Group:
             raise LabError("the group was closed in another thread while its ranks started")
         return self._pool
 
-    def _new_files(self, pool: RankPool, payload: pickling.Payload) -> Files:
-        """The student's files that the payload's functions come from and that the ranks do not know yet."""
-        new, known = Files(), pool.members[0].known_files
+    def _install(self, pool: RankPool, payload: pickling.Payload) -> None:
+        """Install in the ranks what they must have before any of them starts to call.
+
+        These are the student's files from which the payload's functions come, unless the ranks have them, and where
+        ranks serve others, the functions themselves.
+        """
+        new, known = protocol.Files(), pool.members[0].known_files
         for filename in payload.files:
             file = cell_label(filename), pickling.source_of(filename)
             if known.get(filename) != file:
                 new[filename] = known[filename] = file
-        if new and not self._plan.kind.serving_threads:
-            pool.exchange("install", new, pickling.pack(None), "installed")
-            return {}
-        return new
+        if self._kind.serving_threads:
+            pool.exchange(protocol.Install(new, payload), protocol.Installed)
+        elif new:
+            pool.exchange(protocol.Install(new, pickling.pack(None)), protocol.Installed)
 
     def _end(self, *, graceful: bool) -> None:
         """End the processes; the next run starts new ones."""
         pool = self._pool
         if pool is None:
             return
-        self._reusable = False
         if not self._closed and (lost := lost_names(pool.members)):
             put(f"labkit: {lost}\n")
         try:
@@ -404,7 +419,7 @@ class Group:
             self._pool = None
             if self._finalizer is not None:
                 self._finalizer.detach()
-        if self._plan.start == "spawn" and not self._closed:
+        if self._options.start == "spawn" and not self._closed:
             notebook.starter(self.runtime, "spawn").warm(len(self))
 
     def _announce(self, note: str) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from labkit.errors.exceptions import RankFailure
 from labkit.errors.units import time_in_words
-from labkit.group.options import Plan
+from labkit.ipc.options import Options
+from labkit.worker.runtimes.base import Runtime
 
 __all__ = ["LostRanks"]
 
@@ -15,12 +16,13 @@ class LostRanks(dict[int, RankFailure]):
     """How these ranks ended, by their numbers.
 
     Args:
-        plan: the group's options.
+        options: the group's options.
+        kind: the class of its runtime.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, options: Options, kind: type[Runtime]) -> None:
         super().__init__()
-        self._replaceable = {r for r in range(len(plan.names)) if plan.kind.replaceable(plan.jobs, r)}
+        self._replaceable = {r for r in range(len(options.names)) if kind.replaceable(options.jobs, r)}
 
     def take(self, failure: RankFailure, on: Sequence[int]) -> bool:
         """Add a rank, if the run goes on without it: a rank that uses it was called, and another one like it is left.

@@ -6,9 +6,10 @@ import os
 from collections.abc import Iterator
 from typing import Any, Final
 
-from labkit.ipc.messages import Channel
+from labkit.ipc.channel import Channel
+from labkit.ipc.protocol import Displayed, Warned
+from labkit.launch.rank_process import RankProcess
 from labkit.recording.ring_buffer import RingReader
-from labkit.worker.launch import RankProcess
 
 __all__ = ["Member"]
 
@@ -21,7 +22,7 @@ class Member:
 
     Attributes:
         unshown: the output that it printed while no run was in progress.
-        unseen: what it displayed, and its warnings, while no run was in progress; each with its kind.
+        unseen: what it displayed, and its warnings, while no run was in progress.
         known_files: the student's files whose names, and perhaps lines, the rank has.
         notebook_values: for `%%ranks`, the values of the notebook's names when they were last sent to the rank, or
             assigned there.
@@ -35,7 +36,7 @@ class Member:
         self.channel = Channel(process.sock)
         self.reader = RingReader(process.ring)
         self.unshown = b""
-        self.unseen: list[tuple[str, Any]] = []
+        self.unseen: list[Displayed | Warned] = []
         self.output_open = True
         self.known_files: dict[str, tuple[str, list[str]]] = {}
         self.notebook_values: dict[str, Any] = {}

@@ -7,7 +7,7 @@ import selectors
 from typing import Final, Protocol
 
 from labkit.group.member import Member
-from labkit.ipc.messages import Message
+from labkit.ipc.protocol import Message
 
 __all__ = ["MessageLoop", "Receiver"]
 

@@ -11,13 +11,13 @@ import weakref
 from typing import Any, Final, Protocol
 
 from labkit.errors.exceptions import LabError
+from labkit.ipc.options import STARTS
+from labkit.launch.capacity import usable_cores
 from labkit.recording.ring_layout import RING_BYTES
 from labkit.worker import network_namespace
 from labkit.worker.runtimes.registry import RUNTIMES
 
-__all__ = ["STARTS", "Notebook", "default_start", "notebook", "warm_up"]
-
-STARTS: Final = ("fork", "spawn")
+__all__ = ["Notebook", "default_start", "notebook", "warm_up"]
 
 
 class Closable(Protocol):
@@ -50,7 +50,7 @@ class Notebook:
             LabError: LABKIT_NETWORK=private, and the start method is not "fork".
         """
         from labkit.ipc.pickling import shared_memory
-        from labkit.worker.launch import ForkStarter, SpawnStarter
+        from labkit.launch.starters import ForkStarter, SpawnStarter
 
         kind = RUNTIMES[runtime]
         network = network_namespace.wanted(os.environ)
@@ -92,7 +92,7 @@ def warm_up(runtime: str = "torch") -> None:
         start = default_start()
         starter = notebook.starter(runtime, start)
         if start == "spawn":
-            starter.warm(min(4, os.cpu_count() or 1))
+            starter.warm(max(1, min(4, int(usable_cores()))))
 
 
 def default_start() -> str:

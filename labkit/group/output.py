@@ -15,6 +15,7 @@ from typing import Any, Final, TextIO
 from labkit.group.displays import Displays
 from labkit.group.repeated_warnings import GroupedWarnings
 from labkit.group.terminal_lines import Lines
+from labkit.ipc.protocol import Displayed, Warned
 from labkit.ipc.ranks_cell import cell_number
 
 __all__ = ["Notice", "Output", "cell_label", "encodable", "notebook_shell", "put"]
@@ -67,14 +68,14 @@ class Output:
         if self._terminal and lines:
             self._print(rank, lines)
 
-    def take(self, rank: int, kind: str, data: Any) -> None:
-        """Add rich output of a rank ("shown"), which appears at the end, or a warning ("warned")."""
+    def take(self, rank: int, message: Displayed | Warned) -> None:
+        """Add rich output of a rank, which appears at the end, or a warning."""
         self._heard = time.monotonic()
-        if kind == "shown":
-            self._displays.take(rank, data)
+        if isinstance(message, Displayed):
+            self._displays.take(rank, message)
         else:
             self._warned_at = self._warned_at if self._warnings else time.monotonic()
-            self._warnings.take(rank, *data)
+            self._warnings.take(rank, message.text, message.count)
             self._changed = True
 
     def refresh(self) -> None:

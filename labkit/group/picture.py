@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from labkit.launch.resource_usage import Load
 from labkit.recording.schema import Pending
 from labkit.tracing.trace import Trace
-from labkit.worker.resource_usage import Load
 
 __all__ = ["Picture"]
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Final, Generic, TypeVar
 
 from labkit.costs.shared_link import SHARED_LINK_BYTES
 from labkit.errors.exceptions import LabError, RankError, RankFailure
@@ -16,18 +17,21 @@ from labkit.errors.lists import listed
 from labkit.group.lost_ranks import LostRanks
 from labkit.group.member import Member
 from labkit.group.message_loop import MessageLoop
-from labkit.group.options import Plan
 from labkit.group.output import Notice, notebook_shell
-from labkit.group.stack_dump import crash
+from labkit.group.pool_state import Phase, PoolState, Request
+from labkit.group.stack_report import crash
+from labkit.group.unfinished import Unfinished, still_unfinished
+from labkit.ipc import protocol
 from labkit.ipc.definitions import Sent
-from labkit.ipc.messages import Message, encode
+from labkit.ipc.options import Options
 from labkit.ipc.pickling import Payload, shared_memory
-from labkit.ipc.process_memory import may_read
-from labkit.worker.edited_modules import Imported, edited
-from labkit.worker.launch import RankProcess, Starter, in_background
+from labkit.ipc.protocol import Message
+from labkit.launch.rank_process import RankProcess
+from labkit.launch.starters import Question, Starter, in_background
+from labkit.worker.edited_modules import edited
 from labkit.worker.notebook_settings import NotebookSettings, Settings
 from labkit.worker.process_state import ProcessState
-from labkit.worker.runtimes.base import RankConfig
+from labkit.worker.runtimes.base import Runtime
 
 __all__ = ["SLOW_S", "RankPool"]
 
@@ -39,22 +43,23 @@ SLOW_S: Final = float(os.environ.get("LABKIT_SLOW_S", "20"))  # the variable is 
 LOOK_EVERY_S: Final = 0.1  # how often output is read while ranks set up: they would block if nobody read it
 LAST_LINES: Final = 10  # the last lines of a rank's output, shown if it died outside a run
 
+_Reply = TypeVar("_Reply", bound=Message)
+_Answer = TypeVar("_Answer")
+
 
 class RankPool:
     """One generation of a group's processes.
 
     Args:
-        plan: the group as requested.
+        options: the options of the group.
+        kind: the class of its runtime.
         starter: starts and ends the processes.
         sent: the definitions that the group has sent.
         starts_rpc: whether the processes are for a program that calls `init_rpc` itself.
 
     Attributes:
-        spent: whether the framework has computed in the processes and cannot be initialized again.
-        used: whether a run has begun in the processes.
-        called: whether a run of a function, as opposed to a cell, has begun in them.
-        unfinished: a `group.unfinished.Unfinished`: the operation that a `%%ranks` cell has left unfinished, and that a
-            later cell may finish.
+        state: what the pool is doing, and which runs it may still serve.
+        unfinished: the operation that a `%%ranks` cell has left unfinished, and that a later cell may finish.
         members: the ranks, in rank order.
         loop: receives what the ranks send.
         notes: notes for the student, to be shown once.
@@ -66,42 +71,32 @@ class RankPool:
     the action, so no process is ever left untracked. Whoever creates a pool must end it, even if `start` fails.
     """
 
-    def __init__(self, plan: Plan, starter: Starter, sent: Sent, *, starts_rpc: bool = False) -> None:
-        self.plan, self._starter, self.sent, self.starts_rpc = plan, starter, sent, starts_rpc
+    def __init__(self, options: Options, kind: type[Runtime], starter: Starter, sent: Sent, *, starts_rpc: bool = False) -> None:
+        self.options, self.kind, self._starter, self.sent, self._starts_rpc = options, kind, starter, sent, starts_rpc
+        self.state = PoolState(kind, starts_rpc=starts_rpc)
         self.members: list[Member] = []
         self.loop = MessageLoop()
         self.notes: list[str] = []
-        self.spent = self.used = self.called = False
-        self.unfinished: Any = None
+        self.unfinished: Unfinished | None = None
         self._settings = NotebookSettings()
-        self.lost = LostRanks(plan)
+        self.lost = LostRanks(options, kind)
         self.oom_kills = OOMKillCounters()
-        self.modules: dict[str, Imported] = {}
-        self._state: ProcessState | None = None
-        self._reaping = threading.Lock()
-        self._codes: dict[int, int] = {}
+        self.modules: dict[str, protocol.ImportedModule] = {}
+        self._copied: ProcessState | None = None  # the state of this process that the ranks have
         self._changing = threading.Lock()  # held while processes are added to `_processes`, or removed to be ended
         self._processes: list[RankProcess] = []
-        self._over = False
         self._start_failed: BaseException | None = None
         self._slow_s = float("inf")  # on `time.monotonic`: when a start in progress is reported as slow
         self._slow_notice = Notice()
 
-    def may_run(self, kind: str, starts_rpc: bool) -> bool:
-        """Return whether these processes may serve another run.
-
-        The definitions of cells stay in the processes as long as possible. If the framework cannot be initialized
-        again, each function call gets new processes, and cells share theirs until a function is called.
-
-        Args:
-            kind: "call" (of a function) or "cell".
-            starts_rpc: whether the run calls `init_rpc` itself.
-        """
-        if self.plan.kind.fresh_each_run:
-            return not self.used or (kind == "cell" and not self.called)
-        if starts_rpc and kind == "call":
-            return self.starts_rpc and not self.used
-        return not (self.spent and (kind == "call" or starts_rpc))
+    def may_serve(self, request: Request) -> bool:
+        """Whether these processes may serve a run. Prints the reason if a cell has left an operation unfinished."""
+        if not self.state.may_serve(request):
+            return False
+        left = None if request.cell else still_unfinished(self.unfinished, self.members)
+        if left is not None:
+            print(f"labkit: {left.before_a_run()}")
+        return left is None
 
     def start(self) -> None:
         """Start the processes and set them up.
@@ -110,7 +105,7 @@ class RankPool:
             LabError: the processes did not start.
             RankError: a rank failed during setup.
         """
-        self._state = ProcessState.now()
+        self._copied = ProcessState.now()
         self._slow_s = time.monotonic() + SLOW_S
         try:
             self._start_and_set_up()
@@ -126,8 +121,9 @@ class RankPool:
         started.release()
         if self._start_failed is not None:
             raise self._start_failed
-        self.members = [Member(i, name, p) for i, (name, p) in enumerate(zip(self.plan.names, self._processes, strict=True))]
-        self._set_up(self.plan)
+        self.members = [Member(i, name, p) for i, (name, p) in enumerate(zip(self.options.names, self._processes, strict=True))]
+        self._set_up()
+        self.state.set_up()
 
     def follow(self) -> list[str]:
         """Apply changes of the notebook's process to the ranks.
@@ -138,28 +134,28 @@ class RankPool:
         Raises:
             LabError: the working folder no longer exists.
         """
-        assert self._state is not None, "ranks that were never set up"
-        if not self._state.holds():
+        assert self._copied is not None, "ranks that were never set up"
+        if not self._copied.holds():
             now = ProcessState.now()
-            changes = now.since(self._state)
+            changes = now.since(self._copied)
             if changes is not None:
-                self._send_all("follow", changes)
-                self._state = now
+                self._send_all(changes)
+                self._copied = now
         return edited(self.modules.values())
 
     def _start(self) -> None:
         try:
-            processes = self._starter.start(len(self.plan.names))
+            processes = self._starter.start(len(self.options.names))
         except BaseException as error:  # noqa: BLE001  # whoever waits for this thread raises it
             self._start_failed = error
             return
         with self._changing:
-            if not self._over:
+            if self.state.phase is not Phase.CLOSED:
                 self._processes = processes
                 return
         self._let_go(processes)  # the pool has been ended meanwhile
 
-    def _set_up(self, plan: Plan) -> None:
+    def _set_up(self) -> None:
         for member in self.members:
             self.loop.add(member)
         changes = {
@@ -167,49 +163,56 @@ class RankPool:
             for name in self._starter.environment.keys() | os.environ.keys()
             if os.environ.get(name) != self._starter.environment.get(name)
         }
-        readable = may_read(self.members[0].process.pid)
-        shared_link = None if plan.link is None else Payload(b"", fd=shared_memory(SHARED_LINK_BYTES))
-        assert self._state is not None
+        shared_link = None if self.options.link is None else Payload(b"", fd=shared_memory(SHARED_LINK_BYTES))
+        assert self._copied is not None
+        config = protocol.RankConfig(
+            rank=-1,
+            options=self.options,
+            path=self._copied.path,
+            folder=self._copied.folder,
+            environment=changes,
+            rich=notebook_shell() is not None,
+            starts_rpc=self._starts_rpc,
+            payload=shared_link,
+        )
         for member in self.members:
-            rank_config = _rank_config(plan, member.rank, readable, changes, self._state, self.starts_rpc)
             with contextlib.suppress(OSError):  # as in `_send_all`
-                member.channel.send("rank_config", rank_config, shared_link)
+                member.channel.send(dataclasses.replace(config, rank=member.rank, readable_memory=member.process.readable))
         if shared_link is not None:
             shared_link.close()
-        self._send_all("offers", self._answers("offer"))
-        for notes in self._answers("ready"):
-            self.notes += notes
+        self._send_all(protocol.Offers([answer.offer for answer in self._answers(protocol.Offer)]))
+        for ready in self._answers(protocol.Ready):
+            self.notes += ready.notes
 
-    def begin(self, on: Sequence[int], kind: str, data: Callable[[int], Any], payload: Payload) -> None:
+    def begin(self, on: Sequence[int], message: Callable[[Member], Message]) -> None:
         """Start a run on some ranks, after telling them which definitions to forget.
 
         Args:
-            on: the ranks.
-            kind: the kind of the message.
-            data: returns the message's data for a rank; if that is the same object as for the previous rank, it is
-                pickled only once.
-            payload: the payload of the message.
+            on: the numbers of the ranks.
+            message: returns the message for a rank; one that several ranks get is pickled once.
         """
-        all_called, last, message = len(on) == len(self.members), None, None
+        last: Message | None = None
+        frame: protocol.Frame | None = None
         if gone := self.sent.take_gone():
             for member in self.members:
                 member.gone += gone
         for rank in on:
-            member, own = self.members[rank], data(rank)
+            member = self.members[rank]
+            own = message(member)
             try:
                 if member.gone:
-                    member.channel.send("forget", member.gone)
+                    member.channel.send(protocol.Forget(member.gone))
                     member.gone = []
-                if message is None or own is not last:
-                    last, message = own, encode(kind, (all_called, own), payload)
-                member.channel.send_encoded(message)
+                if frame is None or own is not last:
+                    last, frame = own, protocol.encode(own)
+                member.channel.send_frame(frame)
             except OSError:  # it has just ended; the run will notice and explain it
                 pass
 
-    def exchange(self, kind: str, data: Any, payload: Payload | None, expected: str) -> list[Any]:
-        """Send a message to every rank, outside a run, wait for all answers and return them in rank order."""
-        self._send_all(kind, data, payload)
-        return self._answers(expected)
+    def exchange(self, request: Message, reply: type[_Reply]) -> list[_Reply]:
+        """Send a request to every rank, outside a run, wait for all replies and return them in rank order."""
+        self._send_all(request)
+        return self._answers(reply)
 
     def share_settings(self, pack: Callable[[Settings], Payload]) -> list[str]:
         """Send the notebook's new `logging` and warnings settings to the ranks; return notes for the student."""
@@ -223,27 +226,32 @@ class RankPool:
             payload = pack(settings.plain())
             notes.append(f"ranks log without the notebook's formats: {str(error).splitlines()[0]}")
         try:
-            self._send_all("settings", None, payload)  # without an answer, as in `follow`: the next call reports errors
+            self._send_all(protocol.NewSettings(payload))  # without an answer, as in `follow`: the next call reports errors
         finally:
             payload.close()
         return notes
 
     def observe(self, *, begin: bool) -> list[str]:
         """Notify all ranks, if serving ones must know, that a run begins or is over; return notes for the student."""
-        if not self.plan.kind.observes_runs:
+        if not self.kind.observes_runs:
             return []
-        return [note for notes in self.exchange("observe", begin, None, "observed") for note in notes or ()]
+        return [note for observed in self.exchange(protocol.Observe(begin), protocol.Observed) for note in observed.notes]
 
-    def _send_all(self, kind: str, data: Any, payload: Payload | None = None) -> None:
+    def ask(self, question: Question[_Answer], members: Sequence[Member]) -> Sequence[_Answer]:
+        """Ask a question about the processes of some ranks; return the answer for each."""
+        return self._starter.ask(question, [member.process for member in members])
+
+    def _send_all(self, message: Message) -> None:
+        frame = protocol.encode(message)
         for member in self.members:
             with contextlib.suppress(OSError):  # it has just ended; `_answers` will notice and explain it
-                member.channel.send(kind, data, payload)
+                member.channel.send_frame(frame)
 
-    def _answers(self, expected: str) -> list[Any]:
-        """Return one message from every rank, outside a run."""
+    def _answers(self, expected: type[_Reply]) -> list[_Reply]:
+        """Return one reply from every rank that is not lost, outside a run."""
         answers = _Answers(self, expected)
         self.loop.run(answers)
-        return [answers.data.get(m.rank) for m in self.members]
+        return [reply for _, reply in sorted(answers.replies.items())]
 
     def tell_if_slow(self) -> None:
         """If a start in progress takes long, say once what it is waiting for."""
@@ -252,7 +260,7 @@ class RankPool:
 
     def _tell_slow_start(self) -> None:
         self._slow_s = float("inf")
-        package, seconds = self.plan.kind.package, f"more than {SLOW_S:.0f} s"
+        package, seconds = self.kind.package, f"more than {SLOW_S:.0f} s"
         if package and self._starter.importing:
             slow = f"importing {package} for the ranks takes {seconds}; the first time, from disk, it may take a minute"
         else:
@@ -268,22 +276,15 @@ class RankPool:
             last: a sentence that says what the rank was doing.
         """
         oom_kills = self.oom_kills.recent()
-        code = self.reap(member)
+        (end,) = self._starter.end([member.process])
         printed = member.unshown.decode(errors="replace").strip().splitlines()[-LAST_LINES:]
-        text = "\n".join(filter(None, (crash(member.process), *printed)))
-        cause = exit_cause(code, oom_kills)
-        return RankFailure(member.rank, member.name, explain_exit(code, oom_kills), text, at_ns=at_ns, last=last, cause=cause)
-
-    def reap(self, member: Member) -> int:
-        """Reap a rank's process, ending it first if necessary, and return its exit code."""
-        with self._reaping:
-            self._codes |= self._starter.end([member.process])
-        return self._codes.get(member.process.pid, 0)
+        text = "\n".join(filter(None, (crash(end.crash), *printed)))
+        headline, cause = explain_exit(end.code, oom_kills), exit_cause(end.code, oom_kills)
+        return RankFailure(member.rank, member.name, headline, text, at_ns=at_ns, last=last, cause=cause)
 
     def kill(self) -> None:
         """End the processes and leave the rest to the run in progress on another thread."""
-        with self._reaping:
-            self._codes |= self._starter.end([m.process for m in self.members])
+        self._starter.end([m.process for m in self.members])
 
     def end(self, *, graceful: bool = False, wait: bool = True) -> None:
         """End the processes. Further calls do nothing.
@@ -292,7 +293,7 @@ class RankPool:
             graceful: first let the ranks leave their process group by themselves.
             wait: whether to wait until the processes have ended.
         """
-        if self._over:
+        if self.state.phase is Phase.CLOSED:
             return
         done = in_background(lambda: self._end(graceful))
         if wait:
@@ -301,14 +302,14 @@ class RankPool:
 
     def _end(self, graceful: bool) -> None:
         with self._changing:
-            first, self._over = not self._over, True
+            first = self.state.close()
             processes, self._processes = self._processes, []
         if not first:
             return
         if graceful:
             for member in self.members:
                 try:
-                    member.channel.send("close")
+                    member.channel.send(protocol.Close())
                 except OSError:
                     continue  # it is already gone
             self.loop.run(_Ends(self.members))
@@ -322,21 +323,21 @@ class RankPool:
             process.close()
 
 
-class _Answers:
-    """Receives one answer from every rank, outside a run; see `Receiver`.
+class _Answers(Generic[_Reply]):
+    """Receives one reply from every rank, outside a run; see `Receiver`.
 
     Args:
         pool: the processes.
-        kind: the kind of the messages that are answers.
+        expected: the class of the replies.
 
     Attributes:
-        data: the answers received so far, by rank number.
+        replies: the replies received so far, by rank number.
     """
 
-    def __init__(self, pool: RankPool, kind: str) -> None:
-        self._pool, self._kind = pool, kind
+    def __init__(self, pool: RankPool, expected: type[_Reply]) -> None:
+        self._pool, self._expected = pool, expected
         self._until_s = time.monotonic() + START_LIMIT_S
-        self.data: dict[int, Any] = {}
+        self.replies: dict[int, _Reply] = {}
 
     def pause_s(self) -> float | None:
         for member in self._pool.members:
@@ -350,16 +351,18 @@ class _Answers:
         return LOOK_EVERY_S
 
     def expects(self, member: Member) -> bool:
-        return member.rank not in self.data and member.rank not in self._pool.lost
+        return member.rank not in self.replies and member.rank not in self._pool.lost
 
     def message(self, member: Member, message: Message) -> None:
-        if message.kind in ("shown", "warned"):  # from a thread that keeps running between two runs, or during setup
-            member.unseen.append((message.kind, message.data))
+        if isinstance(
+            message, protocol.Displayed | protocol.Warned
+        ):  # from a thread that keeps running between two runs, or during setup
+            member.unseen.append(message)
             return
-        if message.kind == "raised":
-            raise RankError([message.data])
-        assert message.kind == self._kind, f"{message.kind!r} where {self._kind!r} was expected"
-        self.data[member.rank] = message.data
+        if isinstance(message, protocol.Raised):
+            raise RankError([message.failure])
+        assert isinstance(message, self._expected), f"{message} where {self._expected.__name__} was expected"
+        self.replies[member.rank] = message
 
     def died(self, member: Member) -> None:
         member.keep_output()
@@ -386,25 +389,3 @@ class _Ends:
 
     def died(self, member: Member) -> None:
         self._left.discard(member.rank)
-
-
-def _rank_config(
-    plan: Plan, rank: int, readable: bool, environment: Mapping[str, str | None], state: ProcessState, starts_rpc: bool
-) -> RankConfig:
-    return RankConfig(
-        rank,
-        plan.names,
-        plan.runtime,
-        plan.threads,
-        plan.devices,
-        plan.devices_per_rank,
-        plan.jobs,
-        state.path,
-        state.folder,
-        readable,
-        dict(environment),
-        plan.link,
-        notebook_shell() is not None,
-        starts_rpc,
-        plan.rpc_options,
-    )

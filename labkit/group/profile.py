@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from labkit.errors.exceptions import LabError
@@ -40,4 +41,13 @@ def profile(group: Group) -> AbstractContextManager[None]:
         raise TypeError(f"profile({group!r}): expected a group, as in `with lab.profile(group):`")
     if not RUNTIMES[group.runtime].has_torch_profiler:
         raise LabError(f"lab.profile is for torch; this group has the runtime {group.runtime!r}")
-    return group.profiling.block()
+    return _profiled(group)
+
+
+@contextmanager
+def _profiled(group: Group) -> Iterator[None]:
+    before, group.profiling = group.profiling, True
+    try:
+        yield
+    finally:
+        group.profiling = before

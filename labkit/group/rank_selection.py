@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+from labkit.errors.exceptions import LabError
 from labkit.errors.wrong_calls import public_api
 from labkit.group.run import Run
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "chosen"]
 
 
 class GroupOfRanks(Protocol):
@@ -57,3 +59,47 @@ class Ranks:
 
     def __repr__(self) -> str:
         return f"<{', '.join(self.group.names[i] for i in self.on)} of {self.group!r}>"
+
+
+def chosen(names: Sequence[str], which: int | str | slice | Iterable[int | str]) -> list[int]:
+    """The numbers of the selected ranks in ascending order.
+
+    Args:
+        names: names of all ranks of the group.
+        which: a number, a name, a slice, or several numbers and names.
+
+    Raises:
+        LabError: the group has no such rank.
+        TypeError: `which` has another type.
+    """
+    if isinstance(which, slice):
+        on = list(range(len(names))[which])
+    elif isinstance(which, Iterable) and not isinstance(which, str):
+        on = sorted({_number(names, w) for w in which})
+    else:
+        on = [_number(names, which)]
+    if not on:
+        raise LabError(f"group[{_shown(which)}] selects no ranks; this group has ranks 0 to {len(names) - 1}")
+    return on
+
+
+def _number(names: Sequence[str], which: int | str) -> int:
+    if isinstance(which, str):
+        if which in names:
+            return names.index(which)
+        raise LabError(f"no rank is named {which!r}; this group has {', '.join(map(repr, names))}")
+    try:
+        number = operator.index(which)
+    except TypeError:
+        number = None
+    if number is None or isinstance(which, bool):
+        raise TypeError(f"group[{which!r}]: expected a rank's number or name")
+    if -len(names) <= number < len(names):
+        return number % len(names)
+    raise LabError(f"no rank {number}; this group has ranks 0 to {len(names) - 1}")
+
+
+def _shown(which: Any) -> str:
+    if isinstance(which, slice):
+        return ":".join("" if part is None else str(part) for part in (which.start, which.stop, which.step)).removesuffix(":")
+    return repr(which)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Final
 
 from labkit.errors.causes import Cause
 from labkit.errors.exceptions import DeadlockError, LabError, RankError, RankFailure, RunTimeoutError, Stopped
@@ -21,13 +21,13 @@ from labkit.group.output import Output
 from labkit.group.picture import Picture
 from labkit.group.processes import RankPool
 from labkit.group.unfinished import Unfinished, left_unfinished, may_go_on
-from labkit.ipc import pickling
-from labkit.ipc.messages import Message
+from labkit.ipc import pickling, protocol
+from labkit.ipc.protocol import Message
 from labkit.ipc.tracebacks import unreadable
+from labkit.launch.resource_usage import Cores, ResourceMonitor, gpus_of
 from labkit.recording.operations import SERVE
 from labkit.tracing.missing_names import about_names
 from labkit.tracing.trace import Trace
-from labkit.worker.resource_usage import Cores, ResourceMonitor, gpus_of
 
 __all__ = ["Execution", "Run"]
 
@@ -73,25 +73,42 @@ def _these(ranks: Sequence[str]) -> str:
 class Execution:
     """A run in progress. Everything happens on the thread that called `run`.
 
+    What can go wrong, and the tests that show it; those without a file are in `tests/group/test_faults.py`:
+
+    - A rank fails while others wait for it. They get a short time to return or to report what they see, and are then
+      stopped (`test_one_rank_raises_while_the_others_wait_for_it`).
+    - A rank dies. Others may report "connection closed" before its end is noticed, so consequences wait for a cause
+      (`test_the_death_of_a_rank_is_reported_before_broken_connections`).
+    - A rank dies after it has answered. Others may still need it, so this is a failure, too
+      (`test_a_rank_that_dies_after_it_has_returned`), and a large result in its memory is lost with it
+      (`test_pickling.py`: `test_a_rank_that_dies_before_its_result_is_read`).
+    - A rank is late because it got no core, not because it hangs
+      (`test_a_rank_without_a_core_since_another_failed_is_waited_for`).
+    - A rank prints more than its pipe holds, and blocks until somebody reads
+      (`test_output.py`: `test_100_000_lines_of_each_rank`).
+    - Ranks wait for one another (`test_deadlock_run.py`), or all serve the others for ever, and none returns.
+    - All return, and the results are wrong (`test_mismatches.py`), or something is left for the next run to meet
+      (`test_unfinished.py`).
+    - Stop comes at any moment (`test_stop.py`), or another thread closes the group (`test_lifetime.py`). Then, as after
+      each failure that leaves ranks in an unknown state, the pool is spent and its processes end.
+
     Args:
         pool: the processes.
         on: the numbers of the ranks that call the function.
         name: the function's name.
         picture: the live picture, or None.
-        show: whether to show prints.
 
     Attributes:
-        intact: False once the processes must not be used again.
         notes: notes for the student after a successful run.
         unfinished: the operation that the run has left unfinished, or None.
     """
 
-    def __init__(self, pool: RankPool, on: Sequence[int], name: str, picture: Picture | None, *, show: bool) -> None:
+    def __init__(self, pool: RankPool, on: Sequence[int], name: str, picture: Picture | None) -> None:
         self._pool, self._members = pool, pool.members
         self._on, self._name, self._picture = tuple(on), name, picture
         self._names = tuple(m.name for m in self._members)
-        self._output = Output(self._names, show=show)
-        self._records = Records(self._members, pool.plan.nodes)
+        self._output = Output(self._names)
+        self._records = Records(self._members, pool.options.nodes)
         self._results: dict[int, Any] = {}
         self._failures: dict[int, RankFailure] = {}
         self._exits: dict[int, RankFailure] = {}  # of ranks that called `exit(0)`; failures if others return values
@@ -101,13 +118,12 @@ class Execution:
         self._monitor = DeadlockMonitor(pool, self._on, self._records, self._results, self._failures, self._serving)
         self._resources: ResourceMonitor | None = None
         if picture is not None:  # slow: finding GPUs takes a fifth of the time of an empty run, starting NVML milliseconds
-            gpus = gpus_of(len(self._members), pool.plan.devices)
-            self._resources = ResourceMonitor([m.process.pid for m in self._members], gpus)
+            gpus = gpus_of(len(self._members), pool.options.devices)
+            self._resources = ResourceMonitor([m.process for m in self._members], gpus)
         self.notes: list[str] = []
         self.unfinished: Unfinished | None = None
-        self.intact = True
         # Whether any rank has communicated or left an operation unfinished, as the ranks report when they return.
-        self._communicated, self._unfinished = False, pool.plan.kind.serving_threads > 0
+        self._communicated, self._unfinished = False, pool.kind.serving_threads > 0
         self._deadline_s: float | None = None
         self._looked_s = self._pictured_s = 0.0
         self._hurry = False  # whether a rank prints so much that its output must be read without a pause
@@ -116,12 +132,12 @@ class Execution:
         self._new: list[list[Any]] = [[] for _ in self._members]  # records that the picture has not shown
         self._start_ns = time.perf_counter_ns()  # before any rank is called: nothing of this run happens earlier
 
-    def wait(self, deadline_s: float | None, profiled: Callable[[], list[list[Any]]] = list) -> Run:
+    def wait(self, deadline_s: float | None, *, profile: bool = False) -> Run:
         """Receive messages until every rank that was called has answered.
 
         Args:
             deadline_s: when to give up, on `time.monotonic`'s clock; None: no limit.
-            profiled: called at the end of a successful run; returns what torch's profiler has recorded on each rank.
+            profile: whether torch's profiler records the ranks.
 
         Returns:
             the completed run.
@@ -138,7 +154,7 @@ class Execution:
                 self._output.feed(member.rank, member.unshown)
                 member.unshown = b""
             while member.unseen:
-                self._output.take(member.rank, *member.unseen.pop(0))
+                self._output.take(member.rank, member.unseen.pop(0))
         if self._picture is not None:
             title = f"{self._name} on {_these([self._names[i] for i in self._on])}"
             self._picture.begin(self._names, title, self._start_ns, self._on)
@@ -152,11 +168,11 @@ class Execution:
                 self.notes += self._pool.lost.notes(self._start_ns) + self._pool.observe(begin=False)
         except KeyboardInterrupt:
             doings = [*self._doings_by_rank(time.perf_counter_ns()).values()]
-            self.intact = False
+            self._pool.state.spend()
             self._finish("stopped")
             raise Stopped(self._name, doings) from None
         except BaseException:
-            self.intact = False
+            self._pool.state.spend()
             self._finish("stopped by an error")
             raise
         if self._failures:
@@ -165,17 +181,18 @@ class Execution:
             raise error
         unequal, transposed = self._records.unequal() if self._communicated else ([], [])
         if unequal:
-            self.intact = False
+            self._pool.state.spend()
             self._finish("stopped by an error")
             raise mismatch_error(unequal)
         if transposed:
             self.notes.append(shapes_note(transposed))
-        if self._unfinished and not self._pool.plan.kind.fresh_each_run:
+        if self._unfinished and not self._pool.kind.fresh_each_run:
             self.unfinished = left_unfinished(self._members, self._records)
         text = self._finish()
         self.notes += about_names(kind for m in self._members for kind in m.reader.no_room)
         names, results = tuple(self._names[i] for i in self._on), [self._results.get(i) for i in self._on]
-        return Run(self._name, names, results, text, self._records, profiled())
+        profiled = [m.events for m in self._pool.exchange(protocol.Profile(begin=False), protocol.Profiled)] if profile else []
+        return Run(self._name, names, results, text, self._records, profiled)
 
     def pause_s(self) -> float | None:
         """See `Receiver`: read output and records, and check for deadlocks and time limits, each when it is due.
@@ -188,15 +205,19 @@ class Execution:
         now = time.monotonic()
         if self._failures and not self._failed_s:
             self._failed_s, self._cores = now, Cores([m.process for m in self._members])
-        if all(self._answered(self._members[rank]) for rank in self._on) and not self._end_to_come():
+        late = self._unanswered()
+        if not late and not self._end_to_come():
             return None
-        late = (m.process for m in self._members if m.rank in self._on and not self._answered(m))
-        if self._failed_s and now - self._failed_s > self._grace_s() and not self._cores.lacked(late, GRACE_S / 2):
+        if (
+            self._failed_s
+            and now - self._failed_s > self._grace_s()
+            and not self._cores.lacked((self._members[rank].process for rank in late), GRACE_S / 2)
+        ):
             return None
         if self._deadline_s is not None and now > self._deadline_s:
             at, by_rank = self._monitor.lines(), self._doings_by_rank(time.perf_counter_ns(), closely=True)
             doings = [doing + at.get(rank, "") for rank, doing in by_rank.items()]
-            headline = f"{self._name} took longer than the group's timeout_s={self._pool.plan.timeout_s:g}"
+            headline = f"{self._name} took longer than the group's timeout_s={self._pool.options.timeout_s:g}"
             raise RunTimeoutError(headline, self._monitor.notice, doings)
         if now - self._looked_s > LOOK_EVERY_S or self._hurry:
             self._looked_s = now
@@ -222,7 +243,7 @@ class Execution:
         """Whether all failures are lost connections, and a process, perhaps one that only serves, is about to end."""
         if not self._failures or any(not f.consequence for f in self._failures.values()):
             return False
-        return any(m.process.exiting for m in self._members if m.rank not in self._dead and m.rank not in self._failures)
+        return any(m.process.status().exiting for m in self._members if m.rank not in self._dead and m.rank not in self._failures)
 
     def _look_for_stuck(self, now_ns: int) -> None:
         """End the run if its ranks are in a deadlock; show a notice if they wait for a long time.
@@ -232,7 +253,7 @@ class Execution:
             DeadlockError: ranks wait for one another.
         """
         deadlock = self._monitor.check(now_ns, 0.0 if self._picture is not None else self._output.silent_s)
-        self._output.say(self._monitor.notice)
+        self._output.say(self._monitor.notice or self._monitor.silence)
         if deadlock is not None:
             raise self._deadlock_error(deadlock)
 
@@ -243,12 +264,13 @@ class Execution:
         self._new = [[] for _ in self._members]
         self._pictured_s = time.monotonic()
 
-    def _answered(self, member: Member) -> bool:
-        return any(member.rank in ranks for ranks in (self._results, self._failures, self._pool.lost))
+    def _unanswered(self) -> set[int]:
+        """Return the ranks that were called and have neither answered nor ended."""
+        return set(self._on).difference(self._results, self._failures, self._pool.lost)
 
     def expects(self, member: Member) -> bool:
         """See `Receiver`."""
-        return not self._answered(member)
+        return not any(member.rank in ranks for ranks in (self._results, self._failures, self._pool.lost))
 
     def message(self, member: Member, message: Message) -> None:
         """See `Receiver`: handle a print, a result, an error or another message of a rank.
@@ -257,40 +279,52 @@ class Execution:
             EOFError: the rank is gone, and with it the shared memory of its result.
             DeadlockError: all ranks that were called serve the others, so none will return.
         """
-        if message.kind in ("shown", "warned"):
-            self._output.take(member.rank, message.kind, message.data)
+        if isinstance(message, (protocol.Displayed, protocol.Warned)):
+            self._output.take(member.rank, message)
             return
         self._read_output(member)
-        if message.kind == "assigned":
-            member.assigned = message.data
-        elif message.kind == "raised":
-            self._failures[member.rank] = message.data
-            self.intact = self.intact and not message.data.broken
-        elif message.kind == "serving":
-            self._serving.add(member.rank)
-            self._release_servers()
-        elif message.kind == "imported":
-            self._pool.modules |= {module.name: module for module in message.data}
-        else:
-            assert message.kind == "done" and message.payload is not None, f"an unexpected message {message.kind!r}"
-            communicated, unfinished, ending, exits = message.data
-            self._communicated |= communicated
-            self._unfinished |= unfinished
-            self._exits |= exits
-            if ending is not None:
-                self._pool.spent |= ending.spent
-                self.notes += ending.notes
-            if message.payload.copied_from_gpu:
-                self.notes.append("CUDA tensors in results come back as CPU tensors.")
-            try:
-                self._results[member.rank] = pickling.unpack(message.payload, sent=self._pool.sent)
-            except EOFError:  # the rank is gone, and with it the memory that it shared
-                raise
-            except Exception as error:  # noqa: BLE001  # the student's classes may raise anything when they are unpickled
-                self._failures[member.rank] = unreadable(error, member.rank, member.name)
-            if message.payload.owner_pid:
-                member.channel.send("read")
-            self._release_servers()
+        self._handlers[type(message)](self, member, message)
+
+    def _assigned(self, member: Member, message: protocol.Assigned) -> None:
+        member.assigned = message.names
+
+    def _raised(self, member: Member, message: protocol.Raised) -> None:
+        self._failures[member.rank] = message.failure
+        if message.failure.broken:
+            self._pool.state.spend()
+
+    def _serves(self, member: Member, _: protocol.Serving) -> None:
+        self._serving.add(member.rank)
+        self._release_servers()
+
+    def _imported(self, _: Member, message: protocol.Imported) -> None:
+        self._pool.modules |= {module.name: module for module in message.modules}
+
+    def _returned(self, member: Member, message: protocol.Returned) -> None:
+        self._communicated |= message.communicated
+        self._unfinished |= message.unfinished
+        self._exits |= message.exits
+        self._pool.state.framework_spent |= message.spent
+        self.notes += message.notes
+        if message.payload.copied_from_gpu:
+            self.notes.append("CUDA tensors in results come back as CPU tensors.")
+        try:
+            self._results[member.rank] = pickling.unpack(message.payload, sent=self._pool.sent)
+        except EOFError:  # the rank is gone, and with it the memory that it shared
+            raise
+        except Exception as error:  # noqa: BLE001  # the student's classes may raise anything when they are unpickled
+            self._failures[member.rank] = unreadable(error, member.rank, member.name)
+        if message.payload.owner_pid:
+            member.channel.send(protocol.ResultRead())
+        self._release_servers()
+
+    _handlers: ClassVar[Mapping[type[Message], Callable[[Execution, Member, Any], None]]] = {
+        protocol.Assigned: _assigned,
+        protocol.Raised: _raised,
+        protocol.Serving: _serves,
+        protocol.Imported: _imported,
+        protocol.Returned: _returned,
+    }
 
     def _release_servers(self) -> None:
         """Tell the serving ranks to stop once all others that were called have returned.
@@ -308,12 +342,12 @@ class Execution:
         self._released = True
         for rank in self._serving:
             with contextlib.suppress(OSError):  # it has just ended, and the loop will report that
-                self._members[rank].channel.send("release")
+                self._members[rank].channel.send(protocol.Release())
 
     def died(self, member: Member) -> None:
         """See `Receiver`. A death is a failure even after the rank has answered, since others may still need it."""
         self._dead.add(member.rank)
-        self.intact = False
+        self._pool.state.spend()
         self._read_output(member)
         if member.rank in self._failures or member.rank in self._pool.lost:
             return
@@ -339,7 +373,7 @@ class Execution:
             if m.rank in found or m.rank in self._failures or m.rank not in self._on:
                 continue
             pending = self._records.pending(m.rank) if closely else m.reader.pending()
-            found[m.rank] = frozen(m.name) if m.process.frozen else doing(
+            found[m.rank] = frozen(m.name) if m.process.status().frozen else doing(
                 m.name, pending, now_ns, returned=m.rank in self._results, serves=m.rank in self._serving, names=self._names,
                 closely=closely,
             )  # fmt: skip
@@ -359,12 +393,12 @@ class Execution:
 
     def _error(self) -> RankError:
         now_ns = time.perf_counter_ns()
-        answered = all(self._answered(self._members[rank]) for rank in self._on)
         self._records.drain()
         if all(f.consequence for f in self._failures.values()):
             self._failures |= self._pool.lost
-        safe = self.intact and answered and not self._dead
-        self.intact = safe and may_go_on(self._failures, self._members, self._records, self._pool.plan.kind)
+        state = self._pool.state
+        if state.spent or self._unanswered() or not may_go_on(self._failures, self._members, self._records, self._pool.kind):
+            state.spend()
         # The likely cause comes first. A consequence of another rank's end is never the cause. A dead process usually
         # is, although its end is noticed a little later than the failures that it causes. An abort comes after other
         # deaths, since a library may abort its process when it finds a peer dead.
@@ -383,7 +417,7 @@ class Execution:
             operations += [(m.name, p) for m in self._members for p in self._records.done(m.rank, there)]
             unequal, usual = mismatch_in_words(self._records.numbered(operations))
         hint = f"{unequal[0].upper()}{unequal[1:]}. {usual}" if unequal else library_hint(causes[0].headline)
-        return RankError(causes, [others[rank] for rank in sorted(others)], stopped=not self.intact, hint=hint)
+        return RankError(causes, [others[rank] for rank in sorted(others)], stopped=state.spent, hint=hint)
 
     def _consequence(self, failure: RankFailure) -> str:
         """Return a line about a rank that failed because another one was gone."""
@@ -408,7 +442,7 @@ class Execution:
 
     def _finish(self, stopped: str = "") -> str:
         now_ns = time.perf_counter_ns()
-        if not self.intact:
+        if self._pool.state.spent:
             self._pool.kill()  # first, since drawing the picture takes a moment
         if stopped:
             self._records.cut(self._start_ns, now_ns, [(rank, self._name) for rank in self._on])

@@ -6,8 +6,6 @@ run needs new ranks.
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
@@ -21,7 +19,7 @@ from labkit.group.member import Member
 from labkit.group.rank_state import RankState
 from labkit.recording.group_keys import GroupKind, kind_of
 from labkit.recording.operations import FOR_OTHERS, RECV, RPC, SEND, TO_HERE
-from labkit.recording.schema import STREAM, TIMED, Pending
+from labkit.recording.schema import Pending
 from labkit.worker.runtimes.base import Runtime
 
 __all__ = ["Unfinished", "left_unfinished", "may_go_on", "still_unfinished"]
@@ -162,10 +160,7 @@ def _is_call(operation: Pending) -> bool:
 
 def _goes_on(member: Member, operation: Pending) -> bool:
     """Whether an operation belongs to a living thread of the student's, and so may outlast the run on purpose."""
-    pid = member.process.pid
-    if operation.thread in (pid, STREAM, TIMED) or not sys.platform.startswith("linux"):
-        return False
-    return os.path.exists(f"/proc/{pid}/task/{operation.thread}")
+    return member.process.has_thread(operation.thread)
 
 
 def _words(operation: Pending, members: Sequence[Member]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -12,9 +11,9 @@ from labkit.group.deadlock_words import operation_in_words, place
 from labkit.group.output import cell_label
 from labkit.group.rank_state import RankState
 from labkit.group.remote_calls import promised, served_by
-from labkit.group.rendezvous import HINTS
-from labkit.group.stack_dump import Frame
-from labkit.group.thread_states import Active, RankThreads, Thread
+from labkit.group.store_waits import HINTS
+from labkit.launch.frames import Frame
+from labkit.launch.thread_states import Active, RankThreads, Thread
 from labkit.recording.group_keys import DIST_BACKWARD, kind_of
 from labkit.recording.schema import TIMED, Pending
 
@@ -190,8 +189,8 @@ def line_of(thread: Thread | None) -> str:
 
 
 def _at(frame: Frame) -> str:
-    source = linecache.getline(frame.file, frame.line).strip()
-    return f"{cell_label(frame.file)}, line {frame.line}" + (f": {_cut(source)}" if source else f", in {frame.function}")
+    where = f": {_cut(frame.source)}" if frame.source else f", in {frame.function}"
+    return f"{cell_label(frame.file)}, line {frame.line}{where}"
 
 
 def _cut(text: str) -> str:

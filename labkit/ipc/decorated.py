@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, Final
@@ -12,6 +11,7 @@ from typing import Any, Final
 __all__ = ["CACHED", "reduce_decorated"]
 
 CACHED: Final = type(functools.lru_cache(len))
+_COMPILER: Final = "torch._dynamo.eval_frame", "OptimizeContext"
 _DISPATCHING: Final[Any] = functools.singledispatch(len)
 
 
@@ -23,8 +23,8 @@ def reduce_decorated(function: Any) -> Any:
         return None
     if function.__code__ is _DISPATCHING.__code__:
         return _dispatching, (dict(function.registry),)  # type: ignore[attr-defined]  # set by `singledispatch`
-    if hasattr(function, "_torchdynamo_orig_callable") and (compiler := _compiler_of(function)) is not None:
-        return compiler.__call__, (function._torchdynamo_orig_callable,)
+    if hasattr(function, "__wrapped__") and (compiler := _compiler_of(function)) is not None:
+        return compiler.__call__, (function.__wrapped__,)
     return None
 
 
@@ -43,11 +43,12 @@ def _compiler_of(function: FunctionType) -> Any:
     """Return the object with which `torch.compile` has wrapped a function; None if something else has.
 
     It is a variable of the wrapper, and torch can pickle it, because a compiled module refers to it, too. Without this,
-    a compiled function could not be sent. torch has no public way to ask for it (2.11 to 2.13).
+    a compiled function could not be sent. torch has no public way to ask for it (2.11 to 2.13), so it is recognized by
+    the name of its class.
     """
-    dynamo = sys.modules["torch._dynamo.eval_frame"]
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # an empty cell
-            if isinstance(cell.cell_contents, dynamo.OptimizeContext):
+            kind = type(cell.cell_contents)
+            if (kind.__module__, kind.__name__) == _COMPILER:
                 return cell.cell_contents
     return None

@@ -301,9 +301,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
             return marshal.loads, (data,)
         if self._torch is not None and isinstance(obj, self._torch.UntypedStorage):
             return self._storage(obj)
-        if self._torch is not None and isinstance(obj, self._torch.TypedStorage):
-            self._alive.append(obj)
-            return _typed_storage, (obj._untyped_storage, obj.dtype)
+        if self._torch is not None and type(obj) is self._torch.Tensor:
+            return self._tensor(obj)
         if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType and sys.modules.get(obj.__name__) is obj:
             # A subclass of module, such as torch.ops; cloudpickle supports plain modules only.
             return importlib.import_module, (obj.__name__,)
@@ -312,7 +311,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
     def _definition(self, obj: Any) -> Any:
         """Reduce a function or a class: to its name if the receiver can import it; by value if it is the student's."""
         if not self._by_value and obj.__module__ != "__main__" and _is_importable(obj):
-            return self._library(obj)
+            return NotImplemented  # cloudpickle's own check takes five times as long
         name = getattr(obj, "__name__", "")
         if self._received is not None and (number := self._received.number_of(obj)) is not None:
             return _sent_definition, (number, name)
@@ -337,11 +336,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
             return _function_in_main, (_marshalled(code), cells), state, None, None, set_state
         return parts
 
-    def _library(self, obj: Any) -> Any:
-        """Reduce a function or class that the receiver can import; cloudpickle's own check takes five times as long."""
-        if self._torch is not None and obj is getattr(self._torch._utils, "_rebuild_tensor_v3", None):
-            return _rebuild_tensor, ()
-        return NotImplemented
+    def _tensor(self, tensor: Any) -> Any:
+        """Reduce a tensor to its storage, which other tensors may share; torch's own reduction copies the storage."""
+        assert self._torch is not None
+        special = tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg() or vars(tensor)
+        if special or tensor.layout is not self._torch.strided or tensor.device.type == "meta":
+            return NotImplemented
+        storage = tensor.untyped_storage()
+        self._alive.append(storage)
+        place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        return _tensor_from, (storage, tensor.dtype, *place, tensor.requires_grad)
 
     def _storage(self, storage: Any) -> Any:
         torch = self._torch
@@ -365,17 +369,13 @@ def _storage_from(buffer: Any) -> Any:
     return torch.frombuffer(buffer if not memoryview(buffer).readonly else bytearray(buffer), dtype=torch.uint8).untyped_storage()
 
 
-def _typed_storage(untyped: Any, dtype: Any) -> Any:
+def _tensor_from(
+    storage: Any, dtype: Any, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool
+) -> Any:
     import torch
 
-    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
-
-
-def _rebuild_tensor() -> Callable[..., Any]:
-    """Return the constructor for tensors of newer dtypes (float8, uint16); torch's own expects a wrapped storage."""
-    import torch
-
-    return lambda storage, *rest: torch._utils._rebuild_tensor_v3(types.SimpleNamespace(_untyped_storage=storage), *rest)
+    tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
+    return tensor.requires_grad_() if requires_grad else tensor
 
 
 def source_of(filename: str) -> list[str]:

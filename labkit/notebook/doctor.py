@@ -27,7 +27,7 @@ from labkit.errors.control_groups import control_group_folders
 from labkit.errors.exceptions import install_command
 from labkit.errors.lists import counted, listed
 from labkit.errors.units import in_words
-from labkit.worker.usable_cores import usable_cores
+from labkit.launch.capacity import usable_cores
 
 __all__ = ["Facts", "Finding", "Report", "collect_facts", "diagnose", "doctor"]
 
@@ -52,14 +52,18 @@ PACKAGES: Final = (
 OPTIONAL: Final = ("tensorboard",)  # no lesson needs it
 
 ASK_TORCH: Final = """
+import sys
+sys.path[:] = {0!r}
 import json, torch, torch.distributed as dist
+from labkit.comm.torch_internals import lost
 have = dist.is_available()
 rpc = False
 if have:
     import torch.distributed.rpc
     rpc = torch.distributed.rpc.is_available()
-print(json.dumps({"cuda": torch.version.cuda or getattr(torch.version, "hip", None), "gpus": torch.cuda.device_count(),
-                  "gloo": have and dist.is_gloo_available(), "nccl": have and dist.is_nccl_available(), "rpc": rpc}))
+print(json.dumps({{"cuda": torch.version.cuda or getattr(torch.version, "hip", None), "gpus": torch.cuda.device_count(),
+                  "gloo": have and dist.is_gloo_available(), "nccl": have and dist.is_nccl_available(), "rpc": rpc,
+                  "lost": lost()}}))
 """
 
 ASK_TENSORFLOW: Final = """
@@ -99,7 +103,8 @@ class Facts:
         gpu_search: how GPUs were searched for.
         visible_gpus: the value of CUDA_VISIBLE_DEVICES; None if it is not set.
         versions: versions by package; None for a package that is not installed.
-        torch: torch's reply: "cuda", "gpus", "gloo", "nccl", "rpc"; or "error".
+        torch: torch's reply: "cuda", "gpus", "gloo", "nccl", "rpc", and "lost", what labkit cannot do with this
+            version; or "error".
         tensorflow: TensorFlow's reply: "gpus"; or "error". Empty without a GPU, because TensorFlow is not asked then.
         network: whether ranks use a private network, "private", and "why" if not; whether the machine has "others" than
             this user; or "error".
@@ -271,6 +276,8 @@ def _torch(facts: Facts, version: str) -> list[Finding]:
             not missing,
         )
     )
+    if reply["lost"]:
+        findings.append(Finding("recording torch", f"this version lacks what labkit needs for: {'; '.join(reply['lost'])}"))
     return findings
 
 
@@ -297,7 +304,7 @@ def collect_facts() -> Facts:
     versions = {package: _version(package) for package, *_ in PACKAGES}
     asked = {"network": _start_asking(ASK_NETWORK.format(sys.path))}
     if versions["torch"] is not None:
-        asked["torch"] = _start_asking(ASK_TORCH)
+        asked["torch"] = _start_asking(ASK_TORCH.format(sys.path))
     if versions["tensorflow"] is not None and gpus:
         asked["tensorflow"] = _start_asking(ASK_TENSORFLOW)  # in parallel with torch, because it takes seconds
     replies = {package: _reply(process) for package, process in asked.items()}

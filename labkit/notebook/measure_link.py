@@ -14,8 +14,7 @@ from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
 from labkit.errors.wrong_calls import public_api
 from labkit.group.group import Group
-from labkit.plots.link_fit import MeasuredLink
-from labkit.plots.network_fit import MeasuredNetwork
+from labkit.plots.measured_link import MeasuredLink, MeasuredNetwork
 
 __all__ = ["measure_link"]
 

@@ -161,6 +161,11 @@ def _new_span(name: str, kind: str) -> Any:
     return _open_span(recorder, name, kind)
 
 
+# `torch.compile` would trace through the class that it returns, and fail at `__enter__`, which is no Python function.
+# `torch.compiler.disable` sets this attribute, but needs torch. Test: `test_a_span_in_a_compiled_function`.
+_new_span._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
 class SpanStack(threading.local):
     """A stack, per thread, of the start values of the open spans of one name: a span may contain itself."""
 

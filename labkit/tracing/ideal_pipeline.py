@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from labkit.costs.prediction import check_arguments
 from labkit.costs.schedule_names import GPIPE, INTERLEAVED, ONE_F_ONE_B, schedule_name
+from labkit.errors.number_checks import check_number
 from labkit.errors.wrong_calls import public_api
 from labkit.tracing.trace import Span, Trace
 
@@ -94,10 +95,7 @@ def _in_ns(name: str, times: Times, stages: int, *, zero: bool = False) -> list[
     if len(given) != stages:
         raise ValueError(f"schedule: {name} has {len(given)} times for {stages} stages; expected one number, or one per stage")
     for time in given:
-        if not isinstance(time, numbers.Real) or isinstance(time, bool):
-            raise TypeError(expected)
-        if not 0 <= float(time) < LONGEST_S or (time == 0 and not zero):
-            raise ValueError(expected)
+        check_number(time, expected, at_least=0, above=-1 if zero else 0, below=LONGEST_S)
     return [max(round(float(t) * 1e9), 0 if zero else 1) for t in given]
 
 

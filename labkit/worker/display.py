@@ -17,12 +17,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+from labkit.ipc.protocol import Displayed
 from labkit.ipc.tracebacks import students_traceback
 from labkit.recording.import_hook import when_imported
 
-__all__ = ["Displayed", "RankDisplay"]
+__all__ = ["RankDisplay"]
 
 MOST_DISPLAYS: Final = 48  # in a run, divided among the ranks; a saved notebook contains all of them
 MOST_BYTES: Final = 12 << 20  # in a run, divided among the ranks
@@ -42,24 +43,6 @@ WIDGET: Final = "application/vnd.jupyter.widget-view+json"  # a reference to an 
 IPYTHONS: Final = "IPython.core.display_functions"
 BACKEND: Final = "module://labkit.worker.figures"
 FILE_BACKENDS: Final = ("agg", "cairo", "pdf", "pgf", "ps", "svg", "template")  # matplotlib's backends that open no windows
-
-
-class Displayed(NamedTuple):
-    """One display that is sent to the cell.
-
-    Args:
-        data: the content by MIME type; None removes all that the rank has displayed so far (`clear_output`).
-        metadata: the metadata by MIME type.
-        key: identifies a display that can be updated; "" otherwise.
-        update: whether it replaces the display with this key.
-        left_out: the number of displays that were not sent because a limit was reached.
-    """
-
-    data: dict[str, Any] | None
-    metadata: dict[str, Any] = {}  # noqa: RUF012  # never written to
-    key: str = ""
-    update: bool = False
-    left_out: int = 0
 
 
 class RankDisplay:

@@ -10,25 +10,12 @@ import os
 import sys
 import time
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
+from labkit.ipc.protocol import ImportedModule
 from labkit.recording.record import is_students
 
-__all__ = ["Imported", "Imports", "edited"]
-
-
-class Imported(NamedTuple):
-    """A module that a rank has imported.
-
-    Args:
-        name: its name, as in `import name`.
-        file: its source file.
-        modified_ns: the file's modification time when the module was imported.
-    """
-
-    name: str
-    file: str
-    modified_ns: int
+__all__ = ["Imports", "edited"]
 
 
 class Imports:
@@ -44,7 +31,7 @@ class Imports:
         self._count = len(sys.modules)
         self._specs: dict[str, Any] = {}  # of the student's modules; `importlib.reload` replaces it
 
-    def new(self) -> list[Imported]:
+    def new(self) -> list[ImportedModule]:
         """Return the modules imported or reloaded since the last call; searches only if their number has changed."""
         names = [name for name, spec in self._specs.items() if getattr(sys.modules.get(name), "__spec__", None) is not spec]
         if len(sys.modules) != self._count:
@@ -61,7 +48,7 @@ class Imports:
                 continue
             self._specs[name] = getattr(module, "__spec__", None)
             try:
-                found.append(Imported(name, file, os.stat(file).st_mtime_ns))
+                found.append(ImportedModule(name, file, os.stat(file).st_mtime_ns))
             except OSError:  # removed since
                 continue
         return found
@@ -78,7 +65,7 @@ class Imports:
             length *= 8
 
 
-def edited(modules: Iterable[Imported]) -> list[str]:
+def edited(modules: Iterable[ImportedModule]) -> list[str]:
     """Return a line for each module whose file has been edited since ranks imported it."""
     lines = []
     for module in modules:

@@ -5,50 +5,36 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from labkit.errors.exceptions import LabError
+from labkit.ipc.protocol import Changes
 
-__all__ = ["Changes", "ProcessState"]
+__all__ = ["ProcessState", "apply"]
 
 
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """The changes since the last time a rank copied the notebook's state.
+def apply(changes: Changes, kept: Collection[str]) -> None:
+    """In a rank: apply changes. Entries that the rank's code has added to the import path stay, at its end.
 
     Args:
-        folder: the working folder; None if it has not changed.
-        path: the import path, `sys.path`; None if it has not changed.
-        path_before: the previous import path.
-        variables: environment variables that are new or have a new value; None deletes one.
+        changes: the changes of the notebook's process.
+        kept: names of variables that belong to the rank, such as RANK; they do not change.
+
+    Raises:
+        OSError: the rank cannot enter the folder.
     """
-
-    folder: str | None = None
-    path: tuple[str, ...] | None = None
-    path_before: tuple[str, ...] = ()
-    variables: Mapping[str, str | None] = field(default_factory=dict)
-
-    def apply(self, kept: Collection[str]) -> None:
-        """In a rank: apply the changes. Entries that the rank's code has added to the import path stay, at its end.
-
-        Args:
-            kept: names of variables that belong to the rank, such as RANK; they do not change.
-
-        Raises:
-            OSError: the rank cannot enter the folder.
-        """
-        for name, value in self.variables.items():
-            if name in kept:
-                continue
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        if self.path is not None:
-            sys.path[:] = [*self.path, *(p for p in sys.path if p not in self.path_before and p not in self.path)]
-        if self.folder is not None:
-            os.chdir(self.folder)
+    for name, value in changes.variables.items():
+        if name in kept:
+            continue
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    if changes.path is not None:
+        sys.path[:] = [*changes.path, *(p for p in sys.path if p not in changes.path_before and p not in changes.path)]
+    if changes.folder is not None:
+        os.chdir(changes.folder)
 
 
 @dataclass(frozen=True, slots=True)

@@ -268,7 +268,7 @@ def _store(environment: Mapping[str, str]) -> Any:
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=CONNECT_LIMIT_S):
             return TCPStore(host, port, None, False, timedelta(seconds=CONNECT_LIMIT_S))
         return None
-    return c10d._get_default_store() if c10d.GroupMember.WORLD is not None else None
+    return c10d.GroupMember.WORLD.get_group_store() if c10d.GroupMember.WORLD is not None else None
 
 
 def _own_hosts(environment: Mapping[str, str]) -> list[str]:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
+from labkit.comm.torch_internals import PROFILED_THREADS, PROFILER
 from labkit.errors.exceptions import LabError
 from labkit.recording.clock_sync import Reading, bounds, on_reference
 from labkit.recording.record import clock
@@ -49,26 +50,23 @@ class TorchProfiler:
         Raises:
             LabError: the student's own profiler is still running.
         """
-        import torch
-        from torch.autograd import profiler
-
-        if torch.autograd._profiler_enabled():
+        if not PROFILER.found:
+            raise LabError("lab.profile: this version of torch is not known to labkit (lab.doctor() says more)")
+        if PROFILER["_profiler_enabled"]():
             raise LabError("lab.profile: a torch.profiler that an earlier run started is still running; stop it in that run")
         self._parts, self._pauses, self._paused_ns = [], [], 0
         self._begin()
         starts, stops = partial(self._wrapped, self._pause, None), partial(self._wrapped, None, self._resume)
         for name, wrapper in (("_prepare_profiler", starts), ("_enable_profiler", starts), ("_disable_profiler", stops)):
-            self._originals[name] = getattr(profiler, name)
-            setattr(profiler, name, partial(wrapper, self._originals[name]))
+            self._originals[name] = PROFILER[name]
+            PROFILER.set(name, partial(wrapper, self._originals[name]))
 
     def stop(self) -> list[ProfilerEvent]:
         """Stop recording; return the events in no particular order, or [] if it was not started."""
         if not self._originals:
             return []
-        from torch.autograd import profiler
-
         for name, function in self._originals.items():
-            setattr(profiler, name, function)
+            PROFILER.set(name, function)
         self._originals = {}
         self._end()
         events = self._pauses + [row for part, marks in self._parts for row in _exported(part, marks)]
@@ -150,14 +148,12 @@ def _exported(profiler: Any, marks: list[tuple[int, int, int]]) -> list[Profiler
 
 
 def _all_threads() -> Any:
-    """Return the setting with which the profiler records all threads, as RPC needs; None before torch 2.8.
+    """Return the setting with which the profiler records all threads, as RPC needs; None if torch has none.
 
     By default it records only the thread that started it and those of the backward pass.
     """
-    from torch._C._profiler import _ExperimentalConfig
-
-    with suppress(TypeError):
-        return _ExperimentalConfig(profile_all_threads=True)
+    with suppress(ImportError, AttributeError, TypeError):
+        return PROFILED_THREADS["_ExperimentalConfig"](profile_all_threads=True)
     return None
 
 

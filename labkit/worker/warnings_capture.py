@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Final, TextIO
 
+from labkit.ipc.protocol import Warned
 from labkit.ipc.tracebacks import warning
 
 __all__ = ["RankWarnings"]
@@ -20,10 +21,10 @@ class RankWarnings:
     """Sends each warning to the notebook when it is first issued in a run, and at the end the number of repetitions.
 
     Args:
-        send: sends a warning's text and a count to the notebook.
+        send: sends a message to the notebook.
     """
 
-    def __init__(self, send: Callable[[tuple[str, int]], None]) -> None:
+    def __init__(self, send: Callable[[Warned], None]) -> None:
         self._send, self._rank_pid = send, os.getpid()
         self._repetitions: dict[str, int] = {}
         self._left_out = 0
@@ -38,9 +39,9 @@ class RankWarnings:
         repetitions, self._repetitions = self._repetitions, {}
         for text, count in repetitions.items():
             if count:
-                self._send((text, count))
+                self._send(Warned(text, count))
         if self._left_out:
-            self._send((f"... {self._left_out:,} other warnings left out ...", 1))
+            self._send(Warned(f"... {self._left_out:,} other warnings left out ...", 1))
             self._left_out = 0
 
     def _show(
@@ -63,4 +64,4 @@ class RankWarnings:
             self._left_out += 1
         else:
             self._repetitions[text] = 0
-            self._send((text, 1))
+            self._send(Warned(text, 1))

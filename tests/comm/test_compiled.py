@@ -8,6 +8,7 @@ import compiled_cases as cases
 import pytest
 import torch
 
+import labkit as lab
 from labkit.group.group import Group
 from labkit.group.run import Run
 
@@ -55,3 +56,20 @@ def test_fsdp_is_compiled(pair: Group) -> None:
     run = pair.run(cases.compiled_and_not, "aot_eager", cases.fsdp)
     check_results(run, 1)
     assert {"all_gather_into_tensor", "reduce_scatter_tensor"} <= set(names(run))
+
+
+def in_spans() -> float:
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        with lab.span("in a compiled function"):
+            return 2 * x
+
+    decorated = lab.span("around a compiled function")(inner)
+    return sum(torch.compile(function, backend="eager")(torch.ones(1)).item() for function in (inner, decorated))
+
+
+def test_a_span_in_a_compiled_function(pair: Group) -> None:
+    assert in_spans() == 4.0, "outside a group"
+    run = pair.run(in_spans)
+    assert run.results == [4.0] * 2
+    recorded = sorted(s.name for s in run.trace.of(rank=0, kind="compute"))
+    assert recorded == ["around a compiled function", "in a compiled function", "in a compiled function"]

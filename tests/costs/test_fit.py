@@ -16,8 +16,7 @@ from labkit.costs.link import Link
 from labkit.errors.units import in_words
 from labkit.notebook.measure_link import OPERATIONS as BY_RUNTIME
 from labkit.notebook.measure_link import _median_s
-from labkit.plots.link_fit import MeasuredLink
-from labkit.plots.network_fit import MeasuredNetwork
+from labkit.plots.measured_link import MeasuredLink, MeasuredNetwork
 
 OPERATIONS = (*BY_RUNTIME["torch"], *BY_RUNTIME["rpc"])
 SIZES = [4**i for i in range(3, 13)]

@@ -11,9 +11,9 @@ import torch
 from gpu_device import DEVICES, REHEARSAL, gpu, needs_cuda, needs_two_gpus
 
 import labkit as lab
+from labkit.launch.resource_usage import Load
 from labkit.recording.schema import MEMORY
 from labkit.tracing.trace import Trace
-from labkit.worker.resource_usage import Load
 
 pytestmark = gpu
 
@@ -179,7 +179,7 @@ def test_nvml_sees_the_memory_of_a_rank(alone: lab.Group) -> None:
     pytest.importorskip("pynvml")
 
     def held() -> tuple[int, int]:
-        from labkit.worker.gpus import Gpus
+        from labkit.launch.gpus import Gpus
 
         gpus = Gpus()
         torch.cuda.synchronize()

@@ -11,8 +11,9 @@ import pytest
 
 from labkit.group.deadlock_monitor import CONFIRM_NS, LONGEST_PAUSE_NS, DeadlockMonitor
 from labkit.group.rank_state import RankState
-from labkit.group.stack_dump import Frame
-from labkit.group.thread_states import RankThreads, Thread
+from labkit.launch.frames import frame_at
+from labkit.launch.rank_process import Status
+from labkit.launch.thread_states import RankThreads, Thread
 from labkit.recording.schema import Pending
 
 S = 1_000_000_000
@@ -25,11 +26,11 @@ def waits_for(other: int, *, start: int = 1) -> RankState:
 
 
 def thread(*, endless: bool, switches: int = 3) -> Thread:
-    return Thread((Frame(os.__file__, 1, "wait"),), 7, 7, endless, switches)
+    return Thread((frame_at(os.__file__, 1, "wait"),), 7, 7, endless, switches)
 
 
 def look(*others: Thread) -> RankThreads:
-    return RankThreads(Thread((Frame("/own.py", 1, "train"),), MAIN, MAIN), others)
+    return RankThreads(Thread((frame_at("/own.py", 1, "train"),), MAIN, MAIN), others)
 
 
 ASLEEP, AWAKE = thread(endless=True), thread(endless=False)
@@ -41,10 +42,9 @@ class Looked:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         reader = SimpleNamespace(unnoted=0, pending=list)
-        members = [
-            SimpleNamespace(rank=i, name=f"rank {i}", reader=reader, process=SimpleNamespace(frozen=False)) for i in (0, 1)
-        ]
-        pool: Any = SimpleNamespace(members=members, plan=SimpleNamespace(kind=SimpleNamespace(certain_after_s=0.5)), lost={})
+        process = SimpleNamespace(status=lambda: Status("sleeping", exiting=False, cpu_s=0.0))
+        members = [SimpleNamespace(rank=i, name=f"rank {i}", reader=reader, process=process) for i in (0, 1)]
+        pool: Any = SimpleNamespace(members=members, kind=SimpleNamespace(certain_after_s=0.5), options=None, lost={})
         self._monitor = DeadlockMonitor(pool, [0, 1], None, {}, {})  # type: ignore[arg-type]
         self._next: list[RankThreads] = []
         self._now_ns = 0
@@ -71,7 +71,7 @@ class Looked:
         notices = []
         for silent_s in seconds:
             assert self._monitor.check(self._now_ns, silent_s) is None
-            notices.append(self._monitor.notice)
+            notices.append(self._monitor.silence)
         return notices
 
 

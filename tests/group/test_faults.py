@@ -30,10 +30,10 @@ from labkit.group.deadlock_words import frozen
 from labkit.group.member import Member
 from labkit.group.output import Output
 from labkit.group.run import GRACE_S, Execution
-from labkit.ipc.messages import Message
+from labkit.ipc.protocol import Message
 from labkit.ipc.tracebacks import HEADLINE_CHARACTERS, TEXT_CHARACTERS
+from labkit.launch.rank_process import RankProcess, Status
 from labkit.recording.schema import Pending
-from labkit.worker.launch import RankProcess
 
 RULE = "─" * 70
 KEPT = "The ranks are still running and keep their state."
@@ -170,15 +170,14 @@ def test_a_rank_without_a_core_since_another_failed_is_waited_for(
     """)
     go_on, failed = tmp_path / "go on", []
 
-    def wants_core(process: RankProcess) -> bool:
+    def status(_: RankProcess) -> Status:
         failed.append(time.monotonic())
         if failed[-1] - failed[0] > 3 * GRACE_S:
             go_on.touch()
-        return True
+        return Status("running", exiting=False, cpu_s=0.0)
 
-    monkeypatch.setattr(RankProcess, "wants_core", property(wants_core))
-    monkeypatch.setattr(RankProcess, "cpu_s", 0.0)
-    monkeypatch.setattr("labkit.worker.resource_usage.STARVED_S", 60.0)
+    monkeypatch.setattr(RankProcess, "status", status)
+    monkeypatch.setattr("labkit.launch.resource_usage.STARVED_S", 60.0)
     assert failure(ranks, cells.f, str(go_on)).others == [returned("rank 1"), returned("rank 2")]
 
 
@@ -192,18 +191,18 @@ def test_the_processor_time_of_a_process_and_whether_it_is_runnable(ranks: lab.G
         while time.process_time() < until:
             pass
 
-    before, seen = process.cpu_s, []
+    before, seen = process.status().cpu_s, []
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(ranks[0].run, spin)
         while not run.done():
-            seen.append(process.wants_core)
+            seen.append(process.status().wants_core)
         run.result()
-    assert process.cpu_s - before >= 0.15
+    assert process.status().cpu_s - before >= 0.15
     assert any(seen)
     until = time.monotonic() + 60
-    while process.wants_core and time.monotonic() < until:
+    while process.status().wants_core and time.monotonic() < until:
         time.sleep(0.01)
-    assert not process.wants_core, "it waits for its next run"
+    assert not process.status().wants_core, "it waits for its next run"
 
 
 def test_one_rank_raises_while_the_others_wait_for_it(
@@ -345,8 +344,8 @@ def test_a_rank_that_dies_after_it_has_returned(ranks: lab.Group, cells: in_cell
     """)
     real = Execution.message
 
-    def kill_then(execution: Execution, member: Member, frame: Message) -> None:
-        real(execution, member, frame)
+    def kill_then(execution: Execution, member: Member, message: Message) -> None:
+        real(execution, member, message)
         os.kill(member.process.pid, signal.SIGKILL)
 
     monkeypatch.setattr(Execution, "message", kill_then)

@@ -26,9 +26,9 @@ from time_limits import some_limit_does
 import labkit as lab
 from labkit.errors.exceptions import RankFailure, RunTimeoutError
 from labkit.group.open_groups import notebook
+from labkit.launch.capacity import usable_cores
 from labkit.worker.runtimes.devices import share_of_devices
 from labkit.worker.runtimes.registry import RUNTIMES
-from labkit.worker.usable_cores import usable_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -106,7 +106,7 @@ def test_a_request_that_this_machine_cannot_meet(monkeypatch: pytest.MonkeyPatch
     monkeypatch.undo()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
-    monkeypatch.setattr("labkit.group.options.count_open_files", lambda: 100)
+    monkeypatch.setattr("labkit.launch.capacity.count_open_files", lambda: 100)
     assert refused(300, runtime="bare") == (
         "300 ranks need about 1,856 open files, and the hard limit of this process is 1,024. "
         "Use at most 133 ranks, or raise the limit (ulimit -Hn 1856) before you start JupyterLab."
@@ -116,7 +116,7 @@ def test_a_request_that_this_machine_cannot_meet(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1 << 20, 1 << 20) if kind == resource.RLIMIT_FSIZE else limits)
     assert refused(2, runtime="bare").startswith("this process may create no file larger than 1 MiB (ulimit -f), and each")
     monkeypatch.undo()
-    monkeypatch.setattr("labkit.group.options.PROC", "/missing/proc")
+    monkeypatch.setattr("labkit.launch.capacity.PROC", "/missing/proc")
     monkeypatch.setattr(sys, "platform", "linux")
     assert refused(2, runtime="bare").startswith("the file system /proc is not mounted here")
     monkeypatch.undo()
@@ -362,15 +362,16 @@ def test_preloaded_modules_exist(start: str) -> None:
     """A misspelt name would be skipped silently, and each rank would pay for the import."""
     pytest.importorskip("torch")
     with lab.Group(1, start=start) as group:
-        assert group.run(lambda names: [n for n in names if n not in sys.modules], RUNTIMES["torch"].preload).results == [[]]
+        names = [name.partition(":")[0] for name in RUNTIMES["torch"].preload]  # after a colon: a function of the module
+        assert group.run(lambda names: [n for n in names if n not in sys.modules], names).results == [[]]
 
 
 @pytest.mark.parametrize("runtime", ["torch", "rpc", "bare"])
 def test_a_rank_imports_no_labkit_modules_to_start_and_run(runtime: str) -> None:
     """Each rank of each group pays for what a forked rank imports itself; the server imports it only once."""
     pytest.importorskip("torch")
-    names = ["labkit.worker.fork_server", "labkit.worker.launch", *RUNTIMES[runtime].preload]
-    code = f"import importlib, sys; [importlib.import_module(n) for n in {names}]; print(*sys.modules)"
+    names = ["labkit.launch.fork_server", "labkit.launch.starters", *RUNTIMES[runtime].preload]
+    code = f"import importlib, sys; [importlib.import_module(n.partition(':')[0]) for n in {names}]; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
     with lab.Group(1, runtime=runtime) as group:
         (loaded,) = group.run(lambda: [name for name in sys.modules if name.startswith("labkit")]).results
@@ -468,7 +469,9 @@ def test_closing_a_group_that_runs_in_another_thread_ends_the_run(start: str, tm
     assert group._pool is None
 
 
-def test_a_run_that_takes_too_long_says_what_the_ranks_were_doing(start: str) -> None:
+def test_a_run_that_takes_too_long_says_what_the_ranks_were_doing(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("labkit.group.deadlock_monitor.SLOW_S", 0.0)  # that ranks print nothing is said, but is no cause
+
     def f() -> None:
         if os.environ["RANK"] == "1":
             threading.Event().wait()

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from labkit.group.message_loop import MessageLoop
-from labkit.ipc.messages import Channel, Message
+from labkit.ipc.channel import Channel
+from labkit.ipc.protocol import Message, Warned
 
 
 class FakeRank:
@@ -22,6 +23,10 @@ class FakeRank:
         self.rank, self.channel, self.own = rank, Channel(here), Channel(there)
         self._end, self._write = os.pipe()
         self.process = SimpleNamespace(sentinel=self._end if with_sentinel else -1)
+
+    def say(self, word: str) -> None:
+        """It sends a message with this word."""
+        self.own.send(Warned(word, 1))
 
     def end(self) -> None:
         """Its process ends: its channel closes, and its sentinel becomes ready."""
@@ -49,7 +54,8 @@ class Log:
         return (member.rank, "last") not in self.heard
 
     def message(self, member: Any, message: Message) -> None:
-        self.heard.append((member.rank, message.kind))
+        assert isinstance(message, Warned)
+        self.heard.append((member.rank, message.text))
 
     def died(self, member: Any) -> None:
         self.heard.append((member.rank, "died"))
@@ -73,18 +79,18 @@ def loop(ranks: list[FakeRank]) -> Iterator[MessageLoop]:
 
 
 def test_messages_that_arrive_together_are_received_together(loop: MessageLoop, ranks: list[FakeRank]) -> None:
-    ranks[1].own.send("first")
-    ranks[1].own.send("last")
+    ranks[1].say("first")
+    ranks[1].say("last")
     log = Log(1)
     loop.run(log)
     assert log.heard == [(1, "first"), (1, "last")]
 
 
 def test_reports_come_before_deaths(loop: MessageLoop, ranks: list[FakeRank]) -> None:
-    ranks[0].own.send("last")
+    ranks[0].say("last")
     os.write(ranks[0]._write, b"x")  # its end is noticed at the same moment as the messages
-    ranks[1].own.send("raised")
-    ranks[2].own.send("raised")
+    ranks[1].say("raised")
+    ranks[2].say("raised")
     log = Log(4)
     loop.run(log)
     assert sorted(log.heard[:3]) == [(0, "last"), (1, "raised"), (2, "raised")]
@@ -95,11 +101,11 @@ def test_messages_of_a_dead_rank_are_received_while_expected(loop: MessageLoop, 
     class Impatient(Log):
         def message(self, member: Any, message: Message) -> None:
             super().message(member, message)
-            if message.kind == "gone":
+            if self.heard[-1] == (member.rank, "gone"):
                 raise EOFError  # as when a result cannot be read because the rank that lent it is gone
 
     for kind in ("gone", "second", "last", "unexpected"):
-        ranks[0].own.send(kind)
+        ranks[0].say(kind)
     log = Impatient(4)
     loop.run(log)
     assert log.heard == [(0, "gone"), (0, "second"), (0, "last"), (0, "died")]
@@ -111,7 +117,7 @@ def test_a_death_is_reported_once_and_again_to_the_next_receiver(which: int, loo
     log = Log(1)
     loop.run(log)
     assert log.heard == [(which, "died")]
-    ranks[0].own.send("last")
+    ranks[0].say("last")
     later = Log(2)
     loop.run(later)
     assert later.heard == [(which, "died"), (0, "last")]

@@ -25,7 +25,7 @@ import labkit as lab  # noqa: E402
 from labkit.errors.exceptions import DeadlockError  # noqa: E402
 from labkit.group.deadlock import Reason  # noqa: E402
 from labkit.group.output import Output  # noqa: E402
-from labkit.group.thread_states import FUTEX  # noqa: E402
+from labkit.launch.thread_states import FUTEX  # noqa: E402
 from labkit.recording.group_keys import GroupKind, kind_of  # noqa: E402
 from labkit.worker.runtimes.registry import RUNTIMES  # noqa: E402
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,12 +12,13 @@ import numpy as np
 import pytest
 
 import labkit as lab
-from labkit.ipc import messages, pickling
+from labkit.ipc import pickling
+from labkit.ipc.channel import Channel
 from labkit.ipc.definitions import Received, Sent
-from labkit.ipc.messages import Channel, Encoded
+from labkit.ipc.protocol import CallFunction, Changes, Frame, decode
 from labkit.worker.process_state import ProcessState
 
-Frames = list[tuple[str, Encoded]]
+Frames = list[tuple[type, Frame]]
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +30,15 @@ def ranks() -> Iterator[lab.Group]:
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Frames:
-    """The frames that this process sends, with their kinds."""
+    """The frames that this process sends, with the classes of their messages."""
     frames: Frames = []
-    send = Channel.send_encoded
+    send = Channel.send_frame
 
-    def keep(to: Channel, frame: Encoded) -> None:
-        frames.append((pickle.loads(frame.parts[0][messages._LENGTHS.size :])[0], frame))
+    def keep(to: Channel, frame: Frame) -> None:
+        frames.append((type(decode(frame)), frame))
         send(to, frame)
 
-    monkeypatch.setattr(Channel, "send_encoded", keep)
+    monkeypatch.setattr(Channel, "send_frame", keep)
     return frames
 
 
@@ -46,7 +46,7 @@ def test_one_frame_for_each_rank_pickled_once(ranks: lab.Group, sent: Frames) ->
     ranks.run(int)  # pytest names the test in a variable, which counts as a change
     sent.clear()
     assert ranks.run(int).results == [0, 0, 0]
-    assert [kind for kind, _ in sent] == ["call"] * 3
+    assert [kind for kind, _ in sent] == [CallFunction] * 3
     assert len({id(frame) for _, frame in sent}) == 1
 
 
@@ -67,7 +67,7 @@ def test_a_change_is_sent_once(
         change(patch)
         ranks.run(int)
         ranks.run(int)
-        assert [kind for kind, _ in sent] == ["follow"] * 3 + ["call"] * 6
+        assert [kind for kind, _ in sent] == [Changes] * 3 + [CallFunction] * 6
 
 
 def test_a_state_holds_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

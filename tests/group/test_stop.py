@@ -36,7 +36,7 @@ from labkit.group.output import Output
 from labkit.group.processes import RankPool
 from labkit.group.run import Execution
 from labkit.ipc import pickling
-from labkit.ipc.messages import Channel
+from labkit.ipc.channel import Channel
 from labkit.plots.live.view import Live
 
 # A Stop where Python ignores exceptions.
@@ -182,14 +182,16 @@ def stop_in(patch: pytest.MonkeyPatch, owner: Any, name: str, *, after: bool = F
     patch.setattr(owner, name, staticmethod(stopped) if isinstance(owner.__dict__.get(name), staticmethod) else stopped)
 
 
+# The first frame with arguments, after two each of `RankConfig`, `Offers` and `NewSettings`.
+ARGUMENTS = 7
 KNOWN: dict[str, tuple[Any, str, bool, int]] = {
     "ranks are started": (RankPool, "_start", False, 1),
     "ranks have been started": (RankPool, "_start", True, 1),
     "ranks say what they offer": (RankPool, "_answers", False, 1),
     "ranks are set up": (RankPool, "_answers", False, 2),
     "arguments are copied": (pickling, "_fill", False, 1),
-    "arguments are sent": (Channel, "send", False, 5),
-    "arguments have been sent to one rank": (Channel, "send", True, 5),
+    "arguments are sent": (Channel, "send_frame", False, ARGUMENTS),
+    "arguments have been sent to one rank": (Channel, "send_frame", True, ARGUMENTS),
     "results come": (pickling, "unpack", False, 1),
     "results have come from one rank": (pickling, "unpack", True, 1),
     "the run is being finished": (Execution, "_finish", False, 1),

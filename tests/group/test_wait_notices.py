@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from labkit.group.rank_state import RankState
-from labkit.group.stack_dump import Frame
-from labkit.group.thread_states import Active, RankThreads, Thread
 from labkit.group.wait_notices import cycle_notice, silence_notice, unrecorded_notice, waiting_notice
+from labkit.launch.frames import frame_at
+from labkit.launch.thread_states import Active, RankThreads, Thread
 from labkit.recording.group_keys import DIST_BACKWARD, TENSORFLOW, store_key
 from labkit.recording.operations import PROMISE
 from labkit.recording.schema import TIMED, Pending
@@ -36,7 +36,7 @@ def source(tmp_path: Path) -> str:
 
 
 def there(file: str, line: int = 2, function: str = "load") -> RankThreads:
-    return RankThreads(Thread((Frame(os.__file__, 1, "run"), Frame(file, line, function))))
+    return RankThreads(Thread((frame_at(os.__file__, 1, "run"), frame_at(file, line, function, innermost=True))))
 
 
 def notice(

@@ -26,8 +26,9 @@ from processes import START
 import labkit as lab
 from labkit.errors.causes import Cause
 from labkit.ipc import pickling, process_memory
-from labkit.ipc.messages import Channel
+from labkit.ipc.channel import Channel
 from labkit.ipc.pickling_errors import Call
+from labkit.ipc.protocol import CallFunction, Install, Installed
 
 
 @pytest.fixture(scope="module", params=[*START, "results through shared memory"])
@@ -38,7 +39,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[lab.Group]:
     with lab.Group(2, runtime="bare", start=start, timeout_s=200) as group:
         with pytest.MonkeyPatch.context() as patch:
             if request.param not in START:
-                patch.setattr("labkit.group.processes.may_read", lambda _: False)
+                patch.setattr("labkit.launch.rank_process.may_read", lambda _: False)
             group.run(int)
         yield group
 
@@ -52,16 +53,16 @@ def through_a_socket(value: Any) -> Any:
     """As between two processes; the reader is a thread, because the socket holds less than a large value."""
     near, far = (Channel(s) for s in socket.socketpair())
     payload = pickling.pack(value)
-    sender = threading.Thread(target=near.send, args=("value", {"some": "data"}, payload))
+    sender = threading.Thread(target=near.send, args=(Install({"some": ("data", [])}, payload),))
     sender.start()
-    frame = far.receive()
+    message = far.receive()
     sender.join()
     payload.close()
     near.close()
     far.close()
-    assert (frame.kind, frame.data) == ("value", {"some": "data"})
-    assert frame.payload is not None
-    return pickling.unpack(frame.payload)
+    assert isinstance(message, Install)
+    assert message.files == {"some": ("data", [])}
+    return pickling.unpack(message.payload)
 
 
 # What cells define
@@ -686,20 +687,22 @@ def test_descriptors_belong_to_their_own_frames() -> None:
     """The system may deliver the descriptor of the next frame with the bytes of this one."""
     near, far = (Channel(s) for s in socket.socketpair())
     for i in range(3):
-        near.send("small", i, pickling.pack(i))
+        near.send(CallFunction(False, pickling.pack(i)))
         payload = pickling.pack(np.full(LARGE, i))
-        near.send("large", i, payload)
+        near.send(CallFunction(True, payload))
         payload.close()
     for i in range(3):
-        assert far.receive().data == i
-        frame = far.receive()
-        assert frame.payload is not None
-        assert pickling.unpack(frame.payload)[0] == i
+        for large in (False, True):
+            message = far.receive()
+            assert isinstance(message, CallFunction)
+            assert message.all_called == large
+            value = pickling.unpack(message.payload)
+            assert (value[0] if large else value) == i
     payload = pickling.pack(np.ones(LARGE))
     gc.collect()  # leftovers of earlier tests
     before = len(os.listdir("/proc/self/fd"))
-    near.send("small", None, None)
-    near.send("large", None, payload)
+    near.send(Installed())
+    near.send(CallFunction(True, payload))
     far.receive()
     far.close()
     near.close()
@@ -710,7 +713,7 @@ def test_descriptors_belong_to_their_own_frames() -> None:
 def test_the_end_of_the_stream_raises_eof_at_any_point() -> None:
     near, far = socket.socketpair()
     writer = Channel(near)
-    writer.send("kind", list(range(1000)), pickling.pack(list(range(30_000))))
+    writer.send(Install({str(i): ("file", []) for i in range(100)}, pickling.pack(list(range(30_000)))))
     writer.close()
     with far:
         whole = b"".join(iter(lambda: far.recv(1 << 20), b""))

@@ -30,19 +30,25 @@ LAPTOP = Facts(
     gpu_search="no nvidia-smi, no NVIDIA driver in /proc",
     visible_gpus=None,
     versions={package: "1.2" for package, *_ in doctor.PACKAGES},
-    torch={"cuda": None, "gpus": 0, "gloo": True, "nccl": False, "rpc": True},
+    torch={"cuda": None, "gpus": 0, "gloo": True, "nccl": False, "rpc": True, "lost": []},
     network={"private": True, "why": "", "others": True},
 )
 SERVER = dataclasses.replace(
     LAPTOP,
     gpus=("NVIDIA H200, 143771 MiB",) * 2,
-    torch={"cuda": "13.0", "gpus": 2, "gloo": True, "nccl": True, "rpc": True},
+    torch={"cuda": "13.0", "gpus": 2, "gloo": True, "nccl": True, "rpc": True, "lost": []},
     tensorflow={"gpus": 2},
 )
 
 
 def lines(facts: Facts, **changes: Any) -> list[str]:
     return str(diagnose(dataclasses.replace(facts, **changes))).splitlines()
+
+
+def test_a_torch_without_some_private_names_is_named() -> None:
+    reply = {**LAPTOP.torch, "lost": ["collectives and messages", "lab.profile"]}
+    (line,) = (line for line in lines(LAPTOP, torch=reply) if "recording torch" in line)
+    assert line.endswith("this version lacks what labkit needs for: collectives and messages; lab.profile")
 
 
 def test_a_complete_laptop() -> None:
@@ -197,8 +203,9 @@ def test_querying_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.processes
 def test_facts_from_torch() -> None:
     pytest.importorskip("torch", reason="torch is not installed")
-    said = doctor._reply(doctor._start_asking(doctor.ASK_TORCH))
-    assert set(said) == {"cuda", "gpus", "gloo", "nccl", "rpc"}
+    said = doctor._reply(doctor._start_asking(doctor.ASK_TORCH.format(sys.path)))
+    assert set(said) == {"cuda", "gpus", "gloo", "nccl", "rpc", "lost"}
+    assert said["lost"] == []
     assert said["gloo"] is True
 
 

@@ -47,9 +47,10 @@ class Shell:
 def cells(monkeypatch: pytest.MonkeyPatch, group: lab.Group) -> in_cells.Cells:
     main = in_cells.new_main(monkeypatch)
     main.__dict__["group"] = group
-    for member in group._pool.members if group._pool is not None else ():
-        member.made.clear()  # not needed
-    group._reusable = False  # fresh ranks, without the names of earlier tests
+    if group._pool is not None:
+        for member in group._pool.members:
+            member.made.clear()  # not needed
+        group._pool.state.spend()  # fresh ranks, without the names of earlier tests
     return in_cells.Cells(main)
 
 

@@ -13,7 +13,7 @@ from kernels import shared_kernel
 from labkit.notebook.spawn_hint import HINT
 
 CELLS = """
-import operator, os
+import functools, operator, os
 import labkit as lab
 import torch.multiprocessing as mp
 def train(rank): ...
@@ -33,4 +33,8 @@ def test_a_function_of_the_notebook_leads_to_group_spawn(tmp_path: Path) -> None
         assert raised.error[0] == "ProcessRaisedException"
         assert HINT not in raised.stderr
         assert HINT not in kernel("mp.spawn(os._exit, nprocs=1)").stderr  # ends with exit code 0
+        exited = kernel("mp.spawn(functools.partial(max, 3, key=os._exit), nprocs=1)")  # found, and ends with exit code 3
+        assert exited.error is not None
+        assert exited.error[0] == "ProcessExitedException"
+        assert HINT not in exited.stderr
         assert kernel("1").stderr == ""

@@ -18,7 +18,8 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.units import bytes_in_words, time_in_words
 from labkit.plots.bars import STYLES, Bars, blend, captioned, coverage, lanes
 from labkit.plots.explorer.window import EXACT, Windows
-from labkit.tracing.trace import Span, Trace
+from labkit.recording.schema import ENDED
+from labkit.tracing.trace import Scalar, Span, Trace
 
 pytest.importorskip("anywidget", reason="anywidget is not installed: the extra 'course' brings it")
 
@@ -355,6 +356,26 @@ def test_the_page_describes_a_bar(tmp_path: Path) -> None:
         "rank 1  ·  in 500 µs, mostly: exposed communication",
         "each narrower than a pixel: zoom in to see them",
     ]
+
+
+@needs_node
+@pytest.mark.parametrize(("begin_ms", "end_ms", "at"), [(0, 100, 300.0), (20, 40, 500.0), (40, 100, None)])
+def test_the_end_of_a_process_is_marked_in_its_row(begin_ms: float, end_ms: float, at: float | None, tmp_path: Path) -> None:
+    spans = [Span(rank, "forward", "compute", 0, 100 * MS) for rank in (0, 1)]
+    explorer = lab.explore(Trace(spans, [Scalar(1, ENDED, 30 * MS, 1.0)], ranks=["rank 0", "rank 1"]))
+    program = f"""
+        const lines = [];
+        const pen = {{ beginPath() {{}}, stroke() {{}}, moveTo: (...at) => lines.push(at), lineTo: (...at) => lines.push(at) }};
+        const [begin, end] = [{begin_ms} * 1e6, {end_ms} * 1e6];
+        const about = {json.dumps(explorer.about)};
+        const view = {{ about, view: {{ start: begin, end }}, shown: [0, 1], top: 10, rowHigh: 50 }};
+        page.Picture.prototype.ends.call(view, pen, (ns) => (1000 * (ns - begin)) / (end - begin));
+        console.log(JSON.stringify([view.ended, lines]));"""
+    ended, lines = in_node(tmp_path, program)
+    explorer.close()
+    assert ended is (at is not None)
+    middles = {((x + a) / 2, (y + b) / 2) for (x, y), (a, b) in zip(lines[::2], lines[1::2], strict=True)}
+    assert middles == ({(at, 10 + 1.5 * 50)} if at is not None else set())
 
 
 @needs_node

@@ -15,10 +15,10 @@ mpl.use("agg")
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 
+from labkit.launch.resource_usage import Load
 from labkit.plots.live.drawing import STILL, WIDE, svg
 from labkit.plots.live.frame import LiveFrame, LiveRow, Past
 from labkit.plots.live.recent import Recent
-from labkit.worker.resource_usage import Load
 
 STATUSES = (
     "", "returned", "recv", "all_reduce · 1.2 s",

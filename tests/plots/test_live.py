@@ -19,6 +19,8 @@ from PIL import Image
 
 import labkit
 from labkit.errors.units import time_in_words
+from labkit.launch.gpus import Gpus
+from labkit.launch.resource_usage import Load, ResourceMonitor, followed, gpus_of, own_bytes
 from labkit.plots import timeline as gantt
 from labkit.plots.bars import COMPUTE_LANE, STYLES, coverage, lanes
 from labkit.plots.live import recent as recent_module
@@ -29,10 +31,8 @@ from labkit.plots.live.page import page as html_of
 from labkit.plots.live.progress import Progress
 from labkit.plots.live.recent import Recent
 from labkit.plots.live.view import Live
-from labkit.recording.schema import MEMORY, STEPS_IN_ALL, Pending
+from labkit.recording.schema import ENDED, MEMORY, STEPS_IN_ALL, Pending
 from labkit.tracing.trace import Scalar, Span, Trace
-from labkit.worker.gpus import Gpus
-from labkit.worker.resource_usage import Load, ResourceMonitor, followed, gpus_of, own_bytes
 from tools.notebooks import strip
 
 from synthetic import MS, Book, alone, data_parallel, feed, many, model_parallel  # isort: skip
@@ -102,6 +102,41 @@ def step(rank, start_ms, end_ms):
 
 
 # Frames
+
+
+def crosses(page):
+    """The places of the marks of ended processes, each drawn on a wider one that sets it off."""
+    paths = [path.get("d") for path in drawing(page).iter(f"{SVG}path") if path.get("fill") == "none"]
+    return [tuple(map(float, re.match(r"M([\d.]+) ([\d.]+)l([\d.]+)", d).groups())) for d in paths[::2]]
+
+
+def test_the_end_of_a_process_is_marked_where_the_others_go_on():
+    book = Book()
+    for rank in (0, 1):
+        book.compute(rank, "forward", 0, 100)
+    book.travel(1, "recv", 100, 900, wait=(100, 900), peer=0, group="0→1", match=1)
+    book.scalar(1, ENDED, 300, 1.0)
+    album = watched(book.trace(2), (200, 400))
+    before, after = album.frames[-2:]
+    assert [row.blocked for row in before.rows] == [False, True]
+    assert [row.blocked for row in after.rows] == [False, False], "nobody waits in an ended process"
+    assert [row.ended_ns for row in after.rows] == [None, 300 * MS]
+    assert crosses(album.pages[-2]) == []
+    ((left, top, size),) = crosses(album.pages[-1])
+    first, y, wide, high = max(boxes(album.pages[-1], "forward"), key=lambda box: box[1])
+    assert left + size / 2 == pytest.approx(first + 3 * wide, abs=3)
+    assert y < top + size / 2 < y + 2 * high
+    assert [box[1] == y for box in boxes(album.pages[-1], "unlabelled")] == [False], "only rank 0 is still in its function"
+    assert not [text for text in after.progress if ENDED in text], "no value of the program's"
+
+
+def test_the_end_of_a_process_before_the_step_that_is_shown_is_only_written():
+    trace = data_parallel(steps=40)
+    trace.scalars += (Scalar(1, ENDED, 1 * MS, 1.0),)
+    album = watched(trace, range(50, int(trace.duration_ns / MS), 50))
+    assert album.frames[-1].detail.marked is not None
+    assert crosses(album.pages[-1]) == []
+    assert album.frames[-1].rows[1].status in texts(album.pages[-1])
 
 
 def test_text_on_stripes_has_a_plain_background():
@@ -389,10 +424,14 @@ def test_the_memory_of_each_rank_is_shown_beside_it():
     assert "own memory" not in texts(album.pages[0])
 
 
+def processes(*pids):
+    return [SimpleNamespace(pid=pid) for pid in pids]
+
+
 def test_reading_memory_takes_a_bounded_share_of_time():
     cpu = iter(range(0, 10**12, 20 * MS))  # each reading costs 20 ms
     looks = []
-    usage = ResourceMonitor([7], read=lambda pid: looks.append(pid) or 5, clock=lambda: next(cpu))
+    usage = ResourceMonitor(processes(7), read=lambda pid: looks.append(pid) or 5, clock=lambda: next(cpu))
     for now_ms in range(0, 13_000, 200):
         assert usage.sample(now_ms * MS) == (Load(5),)
     assert looks == [7, 7, 7]  # every 6 s
@@ -400,8 +439,8 @@ def test_reading_memory_takes_a_bounded_share_of_time():
 
 def test_the_memory_of_a_process_is_tracked_from_its_private_memory(monkeypatch):
     own, unshared = {7: 50, 8: 0}, {7: 200, 8: 0}
-    monkeypatch.setattr("labkit.worker.resource_usage.own_bytes", own.get)
-    monkeypatch.setattr("labkit.worker.resource_usage._unshared_bytes", unshared.get)
+    monkeypatch.setattr("labkit.launch.resource_usage.own_bytes", own.get)
+    monkeypatch.setattr("labkit.launch.resource_usage._unshared_bytes", unshared.get)
     read = followed([7, 8])
     own.clear()  # not asked again
     assert (read(7), read(8)) == (50, 0)
@@ -461,7 +500,7 @@ class Nvml:
 def test_each_ranks_gpus_are_read(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     gpus = Gpus(Nvml("GPU-a", "GPU-b", "GPU-c", "GPU-d"))
-    usage = ResourceMonitor([7, 8, 9], [[0, 1], [3], [4]], read=lambda pid: pid, gpus=gpus)
+    usage = ResourceMonitor(processes(7, 8, 9), [[0, 1], [3], [4]], read=lambda pid: pid, gpus=gpus)
     assert usage.sample(0) == (Load(201_000_000, 80), Load(103_000_000, 83), Load(9))  # there is no GPU 4
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-b")
     gpus = Gpus(Nvml("GPU-a", "GPU-b", "GPU-c", "GPU-d"))
@@ -471,11 +510,11 @@ def test_each_ranks_gpus_are_read(monkeypatch):
 @pytest.mark.parametrize("module", [None, Nvml()], ids=["not installed", "no driver"])
 def test_without_nvml_the_memory_of_the_processes_is_shown(module, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", module)
-    assert ResourceMonitor([7], [[0]], read=lambda pid: pid).sample(0) == (Load(7),)
+    assert ResourceMonitor(processes(7), [[0]], read=lambda pid: pid).sample(0) == (Load(7),)
 
 
 def test_which_gpus_a_rank_has(monkeypatch):
-    monkeypatch.setattr("labkit.worker.resource_usage.gpu_count", lambda: 4)
+    monkeypatch.setattr("labkit.launch.resource_usage.gpu_count", lambda: 4)
     assert gpus_of(2, "auto") == [[0, 1], [2, 3]]
     assert gpus_of(8, "cuda")[5] == [1]
     assert gpus_of(2, "cpu") == [[], []]

@@ -14,8 +14,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.functional import mse_loss
 
 import labkit as lab
+from labkit.comm.memory_tracker import Tracker, track_memory
 from labkit.plots.memory import _thinned, memory, memory_uses
-from labkit.recording.memory_tracker import Tracker, track_memory
 from labkit.recording.record import Recorder, here
 from labkit.recording.ring_buffer import RingReader, RingWriter
 from labkit.recording.ring_layout import RING_BYTES

@@ -24,7 +24,7 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.units import time_in_words
 from labkit.plots.breakdown import breakdown, compare
 from labkit.plots.image import as_image
-from labkit.plots.link_fit import MeasuredLink
+from labkit.plots.measured_link import MeasuredLink
 from labkit.plots.memory import memory
 from labkit.plots.scaling import scaling
 from labkit.plots.style import labkit_style, shortened

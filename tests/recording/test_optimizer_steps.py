@@ -9,16 +9,22 @@ import pytest
 from labkit.recording.optimizer_steps import OptimizerSteps
 from labkit.recording.ring_buffer import RingReader, RingWriter
 from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.schema import STEP
 from labkit.tracing.trace import Trace, from_records
 
 
+class Optimizer:
+    pass
+
+
 class Ring:
-    """A ring with its steps."""
+    """A ring with its steps, and optimizers by number."""
 
     def __init__(self) -> None:
         self.memory = mmap.mmap(-1, RING_BYTES)
         self.writer = RingWriter(self.memory)
         self.steps = OptimizerSteps(self.writer)
+        self.optimizers: dict[int, Optimizer] = {}
 
     def trace(self) -> Trace:
         reader = RingReader(self.memory)
@@ -29,8 +35,9 @@ class Ring:
         return [(span.start_ns, span.end_ns) for span in self.trace().of(kind="step")]
 
     def step(self, optimizer: int, start_ns: int, end_ns: int) -> None:
-        self.steps.optimizer_begins(optimizer, start_ns)
-        self.steps.optimizer_ends(optimizer, end_ns)
+        which = self.optimizers.setdefault(optimizer, Optimizer())
+        self.steps.optimizer_begins(which, start_ns)
+        self.steps.optimizer_ends(which, end_ns)
 
 
 @pytest.fixture
@@ -66,6 +73,17 @@ def test_an_optimizer_that_steps_more_often_makes_more_steps(ring: Ring) -> None
     assert ring.recorded() == [(15, 20), (20, 30), (30, 50), (50, 60)]
 
 
+def test_optimizers_that_are_created_for_each_step_make_steps(ring: Ring) -> None:
+    for number in range(4):
+        begin = 100 * number + 100
+        ring.step(1, begin + 10, begin + 20)
+        ring.step(2, begin + 30, begin + 40)
+        old, ring.optimizers = ring.optimizers, {1: Optimizer(), 2: Optimizer()}  # at other places in memory
+        del old
+    ring.steps.end_run()
+    assert ring.recorded() == [(110, 140), (140, 240), (240, 340), (340, 440)]
+
+
 def test_without_an_optimizer_there_is_no_step(ring: Ring) -> None:
     ring.steps.working(10)
     ring.steps.end_run()
@@ -86,6 +104,7 @@ def test_a_program_that_marks_its_steps_has_only_these(ring: Ring) -> None:
     ring.step(1, 25, 30)  # the first of both is recorded already
     ring.steps.marked()
     ring.step(1, 35, 40)
-    ring.writer.write("step", 2, 32, 42)
+    ring.writer.write("step", STEP, 32, 42)
     ring.steps.end_run()
     assert ring.recorded() == [(32, 42)]
+    assert RingReader(ring.memory).read()["end_ns"].tolist() == [20, 42], "nor does it write others from then on"

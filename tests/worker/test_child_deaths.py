@@ -51,6 +51,37 @@ def test_a_signal_that_no_program_handles_is_left_alone() -> None:
         assert deaths.cause_of(reported) is reported
 
 
+def lose(when: str) -> None:
+    """Fail, and let a child process die while the error is reported, or just before."""
+
+    class LostError(Exception):
+        def __str__(self) -> str:
+            if when == "during":
+                os.kill(os.getpid(), signal.SIGCHLD)
+            return "a connection"
+
+    signal.signal(signal.SIGCHLD, died)
+    if when == "before":
+        look = signal.getsignal
+
+        def look_late(number: int) -> object:
+            signal.getsignal = look
+            os.kill(os.getpid(), signal.SIGCHLD)
+            return look(number)
+
+        signal.getsignal = look_late  # type: ignore[assignment]  # with which a report begins
+    raise LostError
+
+
+@pytest.mark.parametrize(("when", "headline"), [("during", "LostError: a connection"), ("before", "DiedError")])
+def test_a_rank_reports_its_error_whenever_a_child_process_dies(when: str, headline: str) -> None:
+    with lab.Group(1, runtime="bare") as group, pytest.raises(lab.RankError) as caught:
+        group.run(lose, when)
+    (failure,) = caught.value.failures
+    assert failure.headline.endswith(f".{headline}")
+    assert failure.cause is Cause.RAISED
+
+
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(3)"])
 def test_a_worker_of_a_data_loader_that_dies(end: str) -> None:
     pytest.importorskip("torch")

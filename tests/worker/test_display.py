@@ -17,8 +17,9 @@ import labkit as lab
 from labkit.group import output, processes
 from labkit.group.displays import MOST, Displays
 from labkit.ipc.notebook_builtins import reduce_ipython
+from labkit.ipc.protocol import Displayed
 from labkit.ipc.ranks_cell import cell_filename
-from labkit.worker.display import LEAST_DISPLAYS, MOST_BYTES, MOST_DISPLAYS, WIDGET, Displayed, RankDisplay
+from labkit.worker.display import LEAST_DISPLAYS, MOST_BYTES, MOST_DISPLAYS, WIDGET, RankDisplay
 
 
 class Page:

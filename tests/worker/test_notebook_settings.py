@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import cells as in_cells
 import pytest
@@ -19,6 +18,7 @@ from labkit.group import output
 from labkit.group.output import WARNED_AFTER_S, Output
 from labkit.group.processes import RankPool
 from labkit.group.repeated_warnings import GroupedWarnings
+from labkit.ipc.protocol import Message, NewSettings, Warned
 from labkit.worker.warnings_capture import MOST
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,12 +151,12 @@ def test_unchanged_settings_are_not_sent(
     notebooks_settings: None, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cells.group.run(int)
-    asked: list[str] = []
+    asked: list[type[Message]] = []
     send_all = RankPool._send_all
 
-    def look(pool: RankPool, kind: str, *rest: Any) -> Any:
-        asked.append(kind)
-        return send_all(pool, kind, *rest)
+    def look(pool: RankPool, message: Message) -> None:
+        asked.append(type(message))
+        send_all(pool, message)
 
     monkeypatch.setattr(RankPool, "_send_all", look)
     cells.group.run(int)
@@ -169,7 +169,7 @@ def test_unchanged_settings_are_not_sent(
         change()
         cells.group.run(int)
         cells.group.run(int)
-        assert asked == ["settings"]
+        assert asked == [NewSettings]
         asked.clear()
 
 
@@ -284,14 +284,14 @@ def test_a_terminal_waits_for_the_other_ranks(monkeypatch: pytest.MonkeyPatch, c
     now = [100.0]
     monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
     prints = Output(["rank 0", "rank 1"])
-    prints.take(1, "warned", ("x", 1))
+    prints.take(1, Warned("x", 1))
     prints.refresh()
-    prints.take(0, "warned", ("x", 1))
+    prints.take(0, Warned("x", 1))
     now[0] += 2 * WARNED_AFTER_S
     assert capsys.readouterr().err == ""
     prints.refresh()
     assert capsys.readouterr().err == "[ranks 0-1] x\n"
-    prints.take(0, "warned", ("y", 1))
+    prints.take(0, Warned("y", 1))
     assert prints.finish() == "[ranks 0-1] x\n[rank 0] y"
     assert capsys.readouterr().err == "[rank 0] y\n"
 

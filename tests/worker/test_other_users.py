@@ -31,7 +31,7 @@ FILES = "passwd:         files systemd\ngroup: ldap\n"
         (1000, SYSTEM + ANN + BEN, FILES, True),
         (1000, SYSTEM + ANN, "passwd: files [NOTFOUND=continue] ldap\n", True),
         (1000, SYSTEM + ANN, "passwd: files [NOTFOUND=return]\n", False),
-        (70000, SYSTEM + ANN, FILES, True),  # this user's account is elsewhere
+        (70000, SYSTEM, FILES, True),  # this user's account is elsewhere
         (0, None, FILES, True),
     ],
 )

@@ -12,8 +12,9 @@ import cells as in_cells
 import pytest
 
 import labkit as lab
+from labkit.ipc.protocol import Changes
 from labkit.worker.edited_modules import Imports
-from labkit.worker.process_state import Changes, ProcessState
+from labkit.worker.process_state import ProcessState
 
 
 def test_a_deleted_folder_is_an_error_at_once(ranks: lab.Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

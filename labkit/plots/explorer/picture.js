@@ -13,7 +13,7 @@ function element(tag, name, parent, text = "") {
   return made;
 }
 
-class Picture {
+export class Picture {
   constructor(host, about) {
     this.about = about;
     this.allRows = about.rows.map((_, row) => row); // a rank has one row, or one each for its GPU and its CPU
@@ -129,6 +129,7 @@ class Picture {
     this.clipped(pen, 0, Math.max(from, 0), () => this.rows(pen, base, view, this.shown, this.top, this.rowHigh, true));
     this.clipped(pen, Math.max(from, 0), to, () => this.rows(pen, fine, view, this.shown, this.top, this.rowHigh, true));
     this.clipped(pen, to, width, () => this.rows(pen, base, view, this.shown, this.top, this.rowHigh, true));
+    this.ends(pen, x);
     this.numbers(pen, fine && from <= 0 && to >= width ? fine : base, x);
     this.outline(pen, x);
     pen.restore();
@@ -218,6 +219,17 @@ class Picture {
     pen.globalAlpha = 1;
   }
 
+  /** A cross where the process of a rank ended. */
+  ends(pen, x) {
+    this.ended = false;
+    this.shown.forEach((row, place) => {
+      const end = this.about.ends[this.about.rows[row].rank];
+      if (end === undefined || end < this.view.start || end > this.view.end) return;
+      this.ended = true;
+      cross(pen, x(end), this.top + (place + 0.5) * this.rowHigh, this.ink, this.paper);
+    });
+  }
+
   /** The step numbers above the first row. */
   numbers(pen, layer, x) {
     pen.font = `10px ${this.font}`;
@@ -280,7 +292,7 @@ class Picture {
   drawLegend() {
     const { about } = this;
     const visible = about.styles.map((_, number) => number).filter((number) => this.visible.has(number));
-    const key = `${visible} ${this.ink}`;
+    const key = `${visible} ${this.ended} ${this.ink}`;
     if (key == this.explained) return;
     this.explained = key;
     const high = 10;
@@ -300,6 +312,7 @@ class Picture {
       }
       return line;
     });
+    if (this.ended) element("span", "labkit-entry", lines[0], `✕ ${about.ended}`);
     this.legend.replaceChildren(...lines);
   }
 
@@ -338,6 +351,19 @@ class Picture {
       return after == first ? null : { row, count: after - first, most: layer.marks[6 * number], length: this.nsPerPixel };
     }
     return layer.crowd(lane, row, ns);
+  }
+}
+
+function cross(pen, x, y, ink, paper) {
+  for (const [colour, width] of [[paper, 5], [ink, 2.4]]) { // the wide one sets it off from the bars
+    pen.strokeStyle = colour;
+    pen.lineWidth = width;
+    pen.beginPath();
+    for (const side of [-5, 5]) {
+      pen.moveTo(x + side, y - 5);
+      pen.lineTo(x - side, y + 5);
+    }
+    pen.stroke();
   }
 }
 

@@ -17,7 +17,7 @@ from labkit.plots.rows import rows_of
 from labkit.plots.style import INKS
 from labkit.plots.view import View, bubble_in_words, numbered_steps
 from labkit.plots.waits import legend_of, waiting_in_words
-from labkit.recording.schema import COMMUNICATION, CUDA, OPEN, STEP
+from labkit.recording.schema import COMMUNICATION, CUDA, ENDED, OPEN, STEP
 from labkit.tracing.intervals import Intervals
 from labkit.tracing.trace import Trace
 
@@ -50,6 +50,8 @@ def about(view: View, image_end: str) -> dict[str, Any]:
             for name, s in STYLES.items()
         ],
         "inks": INKS,
+        "ends": {s.rank: s.time_ns - whole.start_ns for s in whole.scalars if s.name == ENDED},
+        "ended": ENDED,
         "communication": list(STYLES).index("exposed"),  # from this style on, styles belong to the lower lane
         "image": image_end,
     }

@@ -67,7 +67,8 @@ TWO_LINES: Final = 30.0  # a row of this height has room for status and memory b
 ONE_LINE: Final = 215.0  # width to the right of lower rows
 GAP: Final = 8.0  # minimum between a rank's status and its resource usage
 _SOFT: Final = ' opacity=".65"'
-_HALO: Final = ' paint-order="stroke" stroke-width="3" stroke="var(--jp-layout-color0,var(--vscode-editor-background,white))"'
+_PAPER: Final = "var(--jp-layout-color0,var(--vscode-editor-background,white))"
+_HALO: Final = f' paint-order="stroke" stroke-width="3" stroke="{_PAPER}"'
 _LINE: Final = 'fill="currentColor" fill-opacity=".5"'
 _NAMES: Final = tuple(STYLES)
 
@@ -131,6 +132,8 @@ class _Drawing:
             self.pen.text(self.left - 8, middle, shortened(row.name, 16), ' text-anchor="end"' + size)
             at = self.left + self.wide + 8
             used = self._load(row, middle + 7.5 * self.two_lines, size)
+            if row.ended_ns is not None:
+                self._ended(row.ended_ns, self.top + (number + 0.5) * self.row_high)
             text = fitting_status((self.width - (4 if self.two_lines else used) - at - GAP) / font, row.status)
             self.pen.text(at, middle - 6.5 * self.two_lines, text, size + (' font-weight="600"' if row.blocked else _SOFT))
         if any(row.load.nbytes for row in frame.rows):
@@ -247,6 +250,19 @@ class _Drawing:
                 self._bars(pen, detail, number, self.top + number * self.row_high)
             detail.drawn[self.width] = pen.drawn()
         return detail.drawn[self.width]
+
+    def _ended(self, ended_ns: int, y: float) -> None:
+        """Draw a cross where a rank's process ended, if the rows show that time."""
+        detail = self.frame.detail
+        begin_ns = detail.marked[0] if detail is not None and detail.marked is not None else 0
+        x = (ended_ns - begin_ns) / (detail.extent_ns if detail is not None else self.frame.past.shown_ns)
+        if not 0 <= x <= 1:
+            return
+        size = min(10.0, self.row_high / 1.5)
+        strokes = f"l{size:.1f} {size:.1f}m0 -{size:.1f}l-{size:.1f} {size:.1f}"
+        cross = f'd="M{self.left + x * self.wide - size / 2:.1f} {y - size / 2:.1f}{strokes}" fill="none"'
+        self.pen.above.append(f'<path {cross} stroke="{_PAPER}" stroke-width="5"/>')  # sets it off from the bars
+        self.pen.above.append(f'<path {cross} stroke="currentColor" stroke-width="2.4"/>')
 
     def _past(self, where: str, columns: int, y: float, high: float, wide: float) -> str:
         past, key = self.frame.past, (where, self.width)

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.errors.units import clock_time
+from labkit.launch.resource_usage import Load
 from labkit.tracing.trace import Trace
-from labkit.worker.resource_usage import Load
 
 __all__ = ["Cells", "Curve", "Detail", "LiveFrame", "LiveRow", "Past"]
 
@@ -25,12 +25,14 @@ class LiveRow:
         status: what it is doing, in a few words.
         blocked: whether it waits.
         load: its resource usage.
+        ended_ns: when its process ended, in ns since the run's start; None while it lives.
     """
 
     name: str
     status: str
     blocked: bool
     load: Load = field(default_factory=Load)
+    ended_ns: int | None = None
 
 
 @dataclass(slots=True)

@@ -7,8 +7,9 @@ from typing import Final
 
 from labkit.errors.lists import counted
 from labkit.errors.units import clock_time, rate_in_words
+from labkit.plots.live.curves import recorded
 from labkit.plots.style import shortened
-from labkit.recording.schema import MEMORY, STEP, STEPS_IN_ALL, SUM
+from labkit.recording.schema import STEP, STEPS_IN_ALL, SUM
 from labkit.tracing.trace import Trace
 
 __all__ = ["Progress"]
@@ -62,8 +63,8 @@ class Progress:
         for scalar in new.scalars:
             if scalar.name == STEPS_IN_ALL:
                 loops.setdefault(scalar.rank, []).append((scalar.time_ns, int(scalar.value)))
-            elif not scalar.name.startswith(MEMORY):
-                self._values.setdefault(scalar.name, {})[scalar.rank] = scalar.value
+        for scalar in recorded(new.scalars):
+            self._values.setdefault(scalar.name, {})[scalar.rank] = scalar.value
         data = new.columns.data
         steps = data[data["kind"] == STEP]
         for rank, own in enumerate(self._steps):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from labkit.plots.bars import STYLES, coverage, lanes, style_of
 from labkit.recording.events import COLUMNS, Columns, under_way
-from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, SUM, Pending
+from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, ENDED, SUM, Pending
 from labkit.tracing.trace import Trace
 
 __all__ = ["Recent"]
@@ -50,6 +50,7 @@ class Recent:
         running = range(len(ranks)) if called is None else called
         # When each rank's function returned; None if it is running; the run's start if the rank was not called.
         self.returned_ns = [None if rank in running else start_ns for rank in range(len(ranks))]
+        self.ended_ns: dict[int, int] = {}  # when processes ended without which the others went on, by rank
 
     @property
     def bin_ns(self) -> float:
@@ -67,6 +68,10 @@ class Recent:
         rows = self._renamed(new.columns)
         for rank, end in zip(*(rows[rows["kind"] == CALL][field].tolist() for field in ("rank", "end_ns")), strict=True):
             self.returned_ns[rank] = end
+        for scalar in new.scalars:
+            if scalar.name == ENDED:
+                self.ended_ns[scalar.rank] = scalar.time_ns
+                self.returned_ns[scalar.rank] = self.returned_ns[scalar.rank] or scalar.time_ns
         while now_ns > self.start_ns + self.shown_ns:
             self._bins = np.concatenate(
                 [self._bins[..., ::2] + self._bins[..., 1::2], np.zeros_like(self._bins[..., ::2])], axis=-1
@@ -88,6 +93,7 @@ class Recent:
 
     def trace(self, now_ns: int, pending: Sequence[Sequence[Pending]]) -> Trace:
         """Return the latest spans; functions and operations that are still running end at `now_ns`."""
+        pending = [() if rank in self.ended_ns else of_rank for rank, of_rank in enumerate(pending)]
         rows = np.concatenate([self._rows, under_way(self.start_ns, now_ns, self._id, calls=self._running(), pending=pending)])
         return Trace(Columns(rows, list(self._ids)), ranks=self.ranks, start_ns=self.start_ns, end_ns=now_ns)
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, TextIO
 
 from labkit.errors.units import time_in_words
+from labkit.launch.resource_usage import Load
 from labkit.plots.image import as_image
 from labkit.plots.live.curves import Curves, draw_below
 from labkit.plots.live.frame import Curve, Detail, LiveFrame, LiveRow, Past
@@ -27,7 +28,6 @@ from labkit.plots.live.recent import Recent
 from labkit.plots.widths import SINCE
 from labkit.recording.schema import Pending
 from labkit.tracing.trace import Trace
-from labkit.worker.resource_usage import Load
 
 __all__ = ["Live"]
 
@@ -35,6 +35,7 @@ SHARE: Final = 1 / 30  # of one core's time for drawing: the more a frame costs,
 FEW_STEPS: Final = 12  # up to this many steps, the whole run is drawn; beyond, one step
 SLOW_STEP_NS: Final = 400_000_000  # a longer step is shown while it runs
 HOLD_NS: Final = 600_000_000  # how long a step stays in the picture, so that the eye can follow
+ENDED_HERE: Final = "✕ ended"  # the status of a rank whose process has ended, with the mark in its row
 LONG_WAIT_NS: Final = 500_000_000  # a longer wait is shown with its duration
 
 
@@ -137,7 +138,10 @@ class Live:
         rows = []
         for rank, name in enumerate(recent.ranks):
             status, blocked = _status(pending[rank], now_ns, returned=(recent.returned_ns[rank] or 0) > self._start_ns)
-            rows.append(LiveRow(name, status, blocked, self._loads[rank]))
+            row = LiveRow(name, status, blocked, self._loads[rank])
+            if rank in recent.ended_ns:
+                row = LiveRow(name, ENDED_HERE, False, ended_ns=recent.ended_ns[rank] - self._start_ns)
+            rows.append(row)
         if self._past is None or (self._past_at_ns, self._past.shown_ns) != (recent.complete_ns, recent.shown_ns):
             cells = [recent.binned(rank) for rank in range(len(rows))]
             self._past, self._past_at_ns = Past(cells, recent.shown_ns), recent.complete_ns

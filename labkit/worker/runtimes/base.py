@@ -1,4 +1,4 @@
-"""What all runtimes share: the rank's configuration, the two rounds of its start, and torchrun's environment variables.
+"""What all runtimes share: the two rounds of a rank's start, and torchrun's environment variables.
 
 A group starts in two rounds, so that no port has to be guessed: each rank offers a port that it already holds, and then
 gets the offers of all ranks.
@@ -10,20 +10,18 @@ import os
 import re
 import socket
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from labkit.costs.link import Link
-from labkit.costs.network import Network as EmulatedNetwork
+from labkit.ipc.protocol import RankConfig
 from labkit.ipc.stdio import quiet_stderr
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import Recorder
 from labkit.worker.network_namespace import Network
 
 if TYPE_CHECKING:
-    from labkit.comm.launch import Launch
+    from labkit.comm.initialization import Initialization
 
-__all__ = ["LOOPBACK", "MIB", "Ending", "RankConfig", "Released", "Runtime", "has_server", "quiet_stderr"]
+__all__ = ["LOOPBACK", "MIB", "Released", "Runtime", "has_server", "quiet_stderr"]
 
 LOOPBACK: Final = "127.0.0.1"
 MIB: Final = 1 << 20
@@ -31,63 +29,6 @@ MIB: Final = 1 << 20
 
 class Released(BaseException):
     """Ends the function of a rank that serves others without end, after these have returned; the result is None."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankConfig:
-    """The configuration of one rank, which it gets when it starts.
-
-    Args:
-        rank: its number.
-        names: the names of all ranks, in rank order.
-        runtime: one of `RUNTIMES`.
-        threads: the number of threads with which its framework may compute.
-        devices: "auto", "cpu" or "cuda".
-        devices_per_rank: the number of logical devices of a TensorFlow rank.
-        jobs: TensorFlow's job and task number of each rank, in rank order.
-        path: the notebook's `sys.path`.
-        folder: the notebook's working folder.
-        readable_memory: whether the notebook may read this rank's memory, so that large results can stay there.
-        environment: variables that the notebook has changed since the server or spare rank was started; None deletes
-            one.
-        link: the link or network to emulate between ranks; None for none.
-        rich: whether the notebook can display more than text.
-        starts_rpc: whether the program calls `init_rpc` itself, so that RPC must not be used before.
-        rpc_options: the number of an RPC rank's threads that serve calls, and the time limit of a call in seconds.
-    """
-
-    rank: int
-    names: tuple[str, ...]
-    runtime: str
-    threads: int = 1
-    devices: str = "auto"
-    devices_per_rank: int = 1
-    jobs: tuple[tuple[str, int], ...] = ()
-    path: tuple[str, ...] = field(default=(), repr=False)
-    folder: str = ""
-    readable_memory: bool = False
-    environment: dict[str, str | None] = field(default_factory=dict, repr=False)
-    link: Link | EmulatedNetwork | None = None
-    rich: bool = False
-    starts_rpc: bool = False
-    rpc_options: tuple[int, float] = (16, 60.0)
-
-    @property
-    def size(self) -> int:
-        """The number of ranks in the group."""
-        return len(self.names)
-
-
-class Ending(NamedTuple):
-    """The state of a rank after a run.
-
-    Args:
-        spent: whether the next function needs new processes.
-        notes: remarks for the student, each shown once.
-    """
-
-    spent: bool
-    notes: list[str]
 
 
 class Runtime:
@@ -156,8 +97,9 @@ class Runtime:
         return False
 
     def __init__(self, rank_config: RankConfig, network: Network, wait_for_release: Callable[[], None]) -> None:
-        self.rank_config, self.network, self.wait_for_release = rank_config, network, wait_for_release
-        self._launch: Launch | None = None  # set when torch is imported
+        self.rank_config, self.options = rank_config, rank_config.options
+        self.network, self.wait_for_release = network, wait_for_release
+        self._initialization: Initialization | None = None  # set when torch is imported
 
     def offer(self) -> Any:
         """In the rank: return what the other ranks must know before they set up."""
@@ -171,7 +113,7 @@ class Runtime:
             shared_link: file descriptor of the memory of an emulated link that ranks share; -1 without one.
 
         Returns:
-            what starts the recording of remote calls, for `adapt_launch`.
+            what starts the recording of remote calls, for `adapt_initialization`.
         """
         return lambda: None
 
@@ -187,7 +129,7 @@ class Runtime:
         self._torchrun_environment(offers[0])
         return []
 
-    def adapt_launch(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
+    def adapt_initialization(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
         """In the rank, after `set_up`: make the calls with which a program sets up and ends torch itself harmless.
 
         Args:
@@ -197,10 +139,10 @@ class Runtime:
 
         def watch() -> None:
             from labkit.comm import install
-            from labkit.comm.launch import Launch
+            from labkit.comm.initialization import Initialization
 
             install.watch_script(recorder, given=False)
-            self._launch = Launch(recorder, self.rank_config.rank, self.rank_config.size, record_rpc)
+            self._initialization = Initialization(recorder, self.rank_config.rank, self.rank_config.size, record_rpc)
 
         when_imported("torch", lambda _: watch())
 
@@ -211,15 +153,16 @@ class Runtime:
             keep: whether to keep what the previous run has set up, as from one cell to the next.
             all_called: whether all ranks of the group run it.
         """
-        if self._launch is not None:
-            self._launch.begin_run(keep=keep, all_called=all_called)
+        if self._initialization is not None:
+            self._initialization.begin_run(keep=keep, all_called=all_called)
 
-    def end_run(self) -> Ending | None:
-        """In the rank: called after the run; return what the notebook should know, or None."""
-        if self._launch is None:
-            return None
-        notes, spent = self._launch.notes(), self._launch.spent
-        return Ending(spent, notes) if notes or spent else None
+    def end_run(self) -> tuple[bool, list[str]]:
+        """In the rank: called after the run.
+
+        Returns:
+            whether the next function needs new processes, and remarks for the student, each shown once.
+        """
+        return (False, []) if self._initialization is None else (self._initialization.spent, self._initialization.notes())
 
     def raised_in_python(self, error: BaseException) -> bool:  # noqa: ARG002  # unknown by default
         """In the rank: whether an error certainly does not come from a failed operation of the framework."""
@@ -250,7 +193,7 @@ class Runtime:
             "GROUP_WORLD_SIZE": "1",
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": str(rank_config.threads),
+            "OMP_NUM_THREADS": str(self.options.threads),
             "LABKIT_RANK": str(rank_config.rank),  # so that `Group` can refuse to start inside a rank
         }
 

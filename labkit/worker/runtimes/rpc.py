@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
+from labkit.comm.torch_internals import RPC_START
 from labkit.errors.exceptions import LabError
 from labkit.recording.record import Recorder
 from labkit.worker.runtimes.base import quiet_stderr
 from labkit.worker.runtimes.torch import Torch
 
 __all__ = ["Rpc"]
+
+ALL_GATHER: Final = "_all_gather"  # with which `init_rpc` waits for the other ranks
 
 
 class Rpc(Torch):
@@ -43,9 +46,9 @@ class Rpc(Torch):
         store = self._store if self.rank_config.rank == 0 else self._connect()
         place = dist.PrefixStore("labkit", store), self.rank_config.rank, self.rank_config.size
         dist.register_rendezvous_handler("labkit", lambda *_, **__: iter([place]))
-        first_round = rpc.api._all_gather
-        if self.rank_config.starts_rpc:
-            rpc.api._all_gather = lambda *_, **__: None  # makes no call before the program starts RPC itself
+        first_round = RPC_START[ALL_GATHER] if self.rank_config.starts_rpc and RPC_START.found else None
+        if first_round is not None:  # make no call before the program starts RPC itself
+            RPC_START.set(ALL_GATHER, lambda *_, **__: None)
         with quiet_stderr():  # torch calls a constructor that it has deprecated (pytorch/pytorch#149393)
             rpc.init_rpc(
                 name,
@@ -53,18 +56,19 @@ class Rpc(Torch):
                 world_size=self.rank_config.size,
                 rpc_backend_options=options.for_torch("labkit://"),
             )
-        rpc.api._all_gather = first_round
+        if first_round is not None:
+            RPC_START.set(ALL_GATHER, first_round)
         return notes
 
-    def adapt_launch(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
+    def adapt_initialization(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
         """Let a program that starts RPC itself find it initialised."""
-        super().adapt_launch(recorder, record_rpc)
+        super().adapt_initialization(recorder, record_rpc)
         recorder.ring.serving(self._rpc_given()[1].num_worker_threads)
 
     def _rpc_given(self) -> tuple[str, Any]:
-        from labkit.comm.rpc_launch import RpcOptions
+        from labkit.comm.rpc_initialization import RpcOptions
 
-        return self.rank_config.names[self.rank_config.rank], RpcOptions(*self.rank_config.rpc_options)
+        return self.rank_config.name, RpcOptions(*self.options.rpc_options)
 
     def tear_down(self) -> None:
         """Shut RPC down without waiting for the other ranks, which may have failed."""

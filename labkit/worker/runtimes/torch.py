@@ -26,11 +26,11 @@ class Torch(Runtime):
     package = "torch"
     extra = "torch"
     preload = (
-        "numpy", "torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.optim", "torch.utils.data",
+        "numpy", "torch", "torch.distributed", "torch.nn.parallel", "torch.optim", "torch.utils.data",
         "torch.distributed.optim", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.tensor.parallel",
         "torch.distributed.pipelining", "torch.distributed.rpc", "torch.distributed.autograd", "torch.distributed.device_mesh",
-        "torch.distributed._functional_collectives", "labkit.worker.main_loop", "labkit.comm.phases:install",
-        "labkit.comm.install", "labkit.comm.launch", "labkit.comm.rpc_launch", "labkit.comm.rpc_calls",
+        "labkit.worker.main_loop", "labkit.comm.phases:install",
+        "labkit.comm.install", "labkit.comm.initialization", "labkit.comm.rpc_initialization", "labkit.comm.rpc_calls",
         "labkit.worker.runtimes.torch_sockets",
     )  # fmt: skip
     environment: ClassVar[dict[str, str]] = {"OPENBLAS_NUM_THREADS": "1"}  # a fork would break numpy's thread pool
@@ -73,8 +73,8 @@ class Torch(Runtime):
         """What holds messages back, if the group has a link."""
         from labkit.comm.install import slow_link
 
-        config = self.rank_config
-        return None if config.link is None else slow_link(config.link, config.rank, shared_link)
+        link = self.options.link
+        return None if link is None else slow_link(link, self.rank_config.rank, shared_link)
 
     def set_up(self, offers: Sequence[Any]) -> list[str]:
         """Join the process group."""
@@ -92,14 +92,16 @@ class Torch(Runtime):
         )
         return notes
 
-    def adapt_launch(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
+    def adapt_initialization(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
         """Let a program that sets up torch itself use the group's store and the existing process group."""
+        from labkit.comm.initialization import Initialization
         from labkit.comm.install import watch_device
-        from labkit.comm.launch import Launch
 
         rank_config = self.rank_config
         rpc = self._rpc_given(), rank_config.starts_rpc
-        self._launch = Launch(recorder, rank_config.rank, rank_config.size, record_rpc, self._port, self._connect, *rpc)
+        self._initialization = Initialization(
+            recorder, rank_config.rank, rank_config.size, record_rpc, self._port, self._connect, *rpc
+        )
         watch_device(recorder, devices()[0])
 
     def _rpc_given(self) -> tuple[str, Any] | None:
@@ -132,17 +134,17 @@ class Torch(Runtime):
         self._torchrun_environment(port)
         for variable in INTERFACES:
             os.environ.setdefault(variable, LOOPBACK_INTERFACE)
-        torch.set_num_threads(self.rank_config.threads)
-        gpus = torch.cuda.device_count() if self.rank_config.devices != "cpu" else 0
+        torch.set_num_threads(self.options.threads)
+        gpus = torch.cuda.device_count() if self.options.devices != "cpu" else 0
         own = share_of_devices(self.rank_config.rank, self.rank_config.size, gpus)
         os.environ["LABKIT_DEVICES"] = ",".join(own)
         if not gpus:
-            if self.rank_config.devices == "cuda":
+            if self.options.devices == "cuda":
                 raise LabError("devices='cuda': torch sees no GPU here. Leave `devices` out to run on the CPU.")
             return None, []
         device = torch.device(own[0])
         torch.cuda.set_device(device)
-        if gpus >= self.rank_config.size and self.rank_config.link is not None:
+        if gpus >= self.rank_config.size and self.options.link is not None:
             return device, ["link=...: messages go through gloo and the host, where they can be delayed; NCCL's cannot."]
         if gpus >= self.rank_config.size:
             return device, []

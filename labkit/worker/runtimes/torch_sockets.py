@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
+from labkit.comm.torch_internals import RPC_SOCKETS
 from labkit.worker.network_namespace import Network
 
 __all__ = ["open_in"]
@@ -40,18 +40,18 @@ def open_in(network: Network) -> None:
     """
     from torch.distributed import rpc
 
-    _replace(c10d.TCPStore, "__init__", lambda init: _store_in(network, init))
-    _replace(c10d.Store, "clone", lambda clone: _clone_in(network, clone))
+    _replace(dist.TCPStore, "__init__", lambda init: _store_in(network, init))
+    _replace(dist.Store, "clone", lambda clone: _clone_in(network, clone))
     kinds: list[tuple[Any, tuple[str, ...]]] = [
-        (c10d.ProcessGroup, ("split_group", "merge_remote_group")),
-        (getattr(c10d, "ProcessGroupGloo", None), ("__init__", "create_device", "create_default_device")),
+        (dist.ProcessGroup, ("split_group", "merge_remote_group")),
+        (getattr(dist, "ProcessGroupGloo", None), ("__init__", "create_device", "create_default_device")),
     ]
-    if rpc.is_available():
-        kinds.append((rpc.api, ("_set_and_start_rpc_agent",)))
     for kind, names in kinds:
         for name in names:
             if hasattr(kind, name):  # some versions and builds of torch lack some
                 _replace(kind, name, lambda function: _in(network, function))
+    if rpc.is_available() and RPC_SOCKETS.found:
+        RPC_SOCKETS.replace("_set_and_start_rpc_agent", network.call)
 
 
 def _replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -81,9 +81,9 @@ def _store_in(network: Network, init: Callable[..., None]) -> Callable[..., None
 def _clone_in(network: Network, clone: Callable[..., Any]) -> Callable[..., Any]:
     def call(store: Any) -> Any:
         inner = store
-        while isinstance(inner, c10d.PrefixStore):
+        while isinstance(inner, dist.PrefixStore):
             inner = inner.underlying_store
-        tcp = isinstance(inner, c10d.TCPStore)
+        tcp = isinstance(inner, dist.TCPStore)
         return (_server_of(network, inner.host, inner.port, inner.timeout) if tcp else network).call(clone, store)
 
     return call

@@ -27,8 +27,9 @@ from reported import Reported
 import labkit as lab
 from labkit.errors.causes import Cause
 from labkit.group.deadlock import Reason
+from labkit.ipc.options import Options
+from labkit.ipc.protocol import RankConfig
 from labkit.worker.network_namespace import Network
-from labkit.worker.runtimes.base import RankConfig
 from labkit.worker.runtimes.tensorflow.runtime import TensorFlow
 
 pytestmark = [pytest.mark.tf, pytest.mark.slow]
@@ -129,7 +130,8 @@ def test_each_rank_gets_the_gpus_it_asked_for_or_none(ranks: int, each: int, gpu
     names = tuple(map(str, range(ranks)))
 
     def runtime(**more: Any) -> TensorFlow:
-        return TensorFlow(RankConfig(ranks - 1, names, "tensorflow", devices_per_rank=each, **more), Network(), lambda: None)
+        options = Options(names=names, runtime="tensorflow", devices_per_rank=each, **more)
+        return TensorFlow(RankConfig(ranks - 1, options), Network(), lambda: None)
 
     share, notes = runtime()._share(gpus)
     assert "".join(share) == own

@@ -13,7 +13,7 @@ import pytest
 import labkit as lab
 from labkit.recording.schema import DATA
 from labkit.tracing.intervals import Intervals, difference, length, union
-from labkit.worker.runtimes.tensorflow.events import Place, spans_of
+from labkit.worker.runtimes.tensorflow.profiler_events import Place, spans_of
 from labkit.worker.runtimes.tensorflow.session import Event
 
 pytestmark = [pytest.mark.tf, pytest.mark.slow]

@@ -6,14 +6,18 @@ import importlib.util
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from processes import network_of_ranks, who_listens
 
 import labkit as lab
 from labkit.errors.causes import Cause
+from labkit.plots.live.view import Live
 from labkit.recording.schema import ENDED
+from labkit.tracing.trace import Trace
 
 pytestmark = [pytest.mark.tf, pytest.mark.slow]
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
@@ -33,8 +37,8 @@ def end(job: str, task: int) -> None:
     os.kill(network_of_ranks().call(who_listens, int(address.split(":")[1])), signal.SIGKILL)
 
 
-def count(*victims: tuple[str, int], then: str = "") -> float:
-    """Count on a parameter server, and end ranks in the middle."""
+def count(*victims: tuple[str, int], then: str = "", until: str = "") -> float:
+    """Count on a parameter server, end ranks in the middle, and at the end wait for a file."""
     import tensorflow as tf
 
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
@@ -58,6 +62,8 @@ def count(*victims: tuple[str, int], then: str = "") -> float:
             end(*victim)
     if then:
         raise ValueError(then)
+    while until and not os.path.exists(until):
+        time.sleep(0.01)
     return float(total.numpy())
 
 
@@ -72,6 +78,19 @@ def test_a_run_goes_on_without_one_of_its_workers(
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "The others went on without it" in line]
     assert line.startswith("labkit: worker1 ended ")
     assert cluster["chief"].run(count).results == [COUNT]  # with a new worker
+
+
+def test_the_live_picture_is_told(cluster: lab.Group, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told: set[tuple[str, int]] = set()
+
+    def update(_: Live, __: int, new: Trace, *___: object) -> None:
+        told.update((s.name, s.rank) for s in new.scalars)
+        if told:
+            (tmp_path / "told").touch()
+
+    monkeypatch.setattr(Live, "update", update)
+    cluster["chief"].watch(count, ("worker", 1), until=str(tmp_path / "told"))
+    assert told == {(ENDED, 2)}
 
 
 def test_the_last_worker_is_needed(cluster: lab.Group) -> None:

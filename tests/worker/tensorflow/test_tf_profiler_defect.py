@@ -88,8 +88,8 @@ def profile_with_another_version() -> list[str]:
     import tensorflow as tf
 
     from labkit.recording.record import here
-    from labkit.worker.runtimes.tensorflow.events import Place
-    from labkit.worker.runtimes.tensorflow.timeline import Timeline
+    from labkit.worker.runtimes.tensorflow.profiler_events import Place
+    from labkit.worker.runtimes.tensorflow.profiler_timeline import Timeline
 
     tf.__version__ = "2.22.0"
     assert here.recorder is not None

@@ -19,10 +19,10 @@ from labkit.recording.events import Columns
 from labkit.recording.schema import OPEN, READING, Span
 from labkit.tracing.intervals import intersection
 from labkit.tracing.trace import Trace
-from labkit.worker.runtimes.tensorflow import events
-from labkit.worker.runtimes.tensorflow.events import Place, scope_of, spans_of
+from labkit.worker.runtimes.tensorflow import profiler_events
+from labkit.worker.runtimes.tensorflow.profiler_events import Place, scope_of, spans_of
+from labkit.worker.runtimes.tensorflow.profiler_timeline import LIMIT_S, next_reading
 from labkit.worker.runtimes.tensorflow.session import Event
-from labkit.worker.runtimes.tensorflow.timeline import LIMIT_S, next_reading
 
 pytestmark = [pytest.mark.tf, pytest.mark.slow]
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
@@ -143,7 +143,7 @@ def test_an_update_written_by_hand_runs_while_gradients_are_computed() -> None:
         "AssignSubVariableOp_1:AssignSubVariableOp": "optimizer",
         "Identity:Identity": "compute",
     }
-    assert events._labels([Event(1, name, i, i + 1, {}) for i, name in enumerate(expected)]) == list(expected.values())
+    assert profiler_events._labels([Event(1, name, i, i + 1, {}) for i, name in enumerate(expected)]) == list(expected.values())
 
 
 def test_parts_of_the_time_sum_to_the_whole(trained: Trace) -> None:
@@ -401,7 +401,7 @@ def test_copies_between_devices_of_a_rank_are_recorded_with_bytes(one: lab.Group
 
 
 def multiply_on_a_mesh_while_it_is_read(steps: int) -> None:
-    from labkit.worker.runtimes.tensorflow import timeline as tf_timeline
+    from labkit.worker.runtimes.tensorflow import profiler_timeline as tf_timeline
 
     tf_timeline.next_reading = lambda now_ns, _: now_ns + 1  # before each call
     multiply_on_a_mesh(steps, scale=200)  # long enough to be under way when the call has returned
@@ -445,7 +445,7 @@ def coordinate_or_serve() -> None:
     """Let the session of a serving rank be read at its end only: operations during an earlier reading are lost."""
     import tensorflow as tf
 
-    from labkit.worker.runtimes.tensorflow import timeline as tf_timeline
+    from labkit.worker.runtimes.tensorflow import profiler_timeline as tf_timeline
 
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     if resolver.task_type == "chief":
@@ -478,7 +478,7 @@ def rest_as_a_server_does() -> tuple[bool, bool]:
     import time
 
     from labkit.recording.record import here
-    from labkit.worker.runtimes.tensorflow import timeline as tf_timeline
+    from labkit.worker.runtimes.tensorflow import profiler_timeline as tf_timeline
 
     del os.environ["LABKIT_TENSORFLOW_TIMELINE"]
     tf_timeline.next_reading = lambda now_ns, _: now_ns + 10_000_000

@@ -13,8 +13,8 @@ from labkit.errors.lists import counted
 from labkit.recording.record import here
 from labkit.worker.runtimes.base import LOOPBACK, MIB, Runtime, has_server, quiet_stderr
 from labkit.worker.runtimes.tensorflow import config, mirrored, patches, roles, servers, strategies
-from labkit.worker.runtimes.tensorflow.events import Place
-from labkit.worker.runtimes.tensorflow.timeline import Timeline
+from labkit.worker.runtimes.tensorflow.profiler_events import Place
+from labkit.worker.runtimes.tensorflow.profiler_timeline import Timeline
 
 __all__ = ["TensorFlow", "threads_between"]
 
@@ -59,9 +59,9 @@ class TensorFlow(Runtime):
         """Set TF_CONFIG and the logical devices, without running a TensorFlow operation."""
         rank_config = self.rank_config
         self._torchrun_environment(offers[0])
-        job, task = rank_config.jobs[rank_config.rank]
+        job, task = self.options.jobs[rank_config.rank]
         cluster: dict[str, list[str]] = {}
-        for (name, _), port in zip(rank_config.jobs, offers, strict=True):
+        for (name, _), port in zip(self.options.jobs, offers, strict=True):
             cluster.setdefault(name, []).append(f"{LOOPBACK}:{port}")
         if rank_config.size > 1:
             os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": job, "index": task}})
@@ -72,16 +72,16 @@ class TensorFlow(Runtime):
 
             cpu = tf.config.list_physical_devices("CPU")[0]
             gpus = tf.config.list_physical_devices("GPU")
-        between = threads_between(rank_config.threads, cluster)
+        between = threads_between(self.options.threads, cluster)
         own_threads = tf.compat.v1.ConfigProto(
-            intra_op_parallelism_threads=rank_config.threads, inter_op_parallelism_threads=between
+            intra_op_parallelism_threads=self.options.threads, inter_op_parallelism_threads=between
         )
         patches.apply()
         servers.apply(self.network, own_threads, self.wait_for_release)
         roles.apply(cluster, job)
         mirrored.apply(lambda: rank_config.size if self._all_called and "ps" not in cluster else 1)
         unknown = strategies.apply(self._remarks.append)
-        config.apply(rank_config.jobs, rank_config.rank)
+        config.apply(self.options.jobs, rank_config.rank)
         own, notes = self._share(gpus)
         if rank_config.size > 1 and "ps" not in cluster:
             notes = [*notes, *unknown]
@@ -89,16 +89,16 @@ class TensorFlow(Runtime):
         tf.config.set_visible_devices(own, "GPU")
         for gpu in own:
             tf.config.experimental.set_memory_growth(gpu, True)
-        if rank_config.devices_per_rank > 1 and not own:
-            logical = [tf.config.LogicalDeviceConfiguration()] * rank_config.devices_per_rank
+        if self.options.devices_per_rank > 1 and not own:
+            logical = [tf.config.LogicalDeviceConfiguration()] * self.options.devices_per_rank
             tf.config.set_logical_device_configuration(cpu, logical)
         # Both limits: concurrent operations use cores, as do the threads of one operation.
-        tf.config.threading.set_intra_op_parallelism_threads(rank_config.threads)
+        tf.config.threading.set_intra_op_parallelism_threads(self.options.threads)
         tf.config.threading.set_inter_op_parallelism_threads(between)
         if has_server(cluster, job):
             self._server = tf.distribute.Server(cluster, job_name=job, task_index=task, protocol="grpc")
         place = Place(
-            rank_config.rank, {}, rank_config.devices_per_rank, "ps" in cluster and job == "chief", has_server(cluster, job)
+            rank_config.rank, {}, self.options.devices_per_rank, "ps" in cluster and job == "chief", has_server(cluster, job)
         )
         return [*notes, *self._record(own, place)]
 
@@ -136,19 +136,19 @@ class TensorFlow(Runtime):
             return ["TensorFlow's operations on GPUs are not in the pictures: use lab.span, or TensorFlow's own profiler."]
         if here.recorder is None:
             return []
-        ranks = {job: rank for rank, job in enumerate(self.rank_config.jobs)}
+        ranks = {job: rank for rank, job in enumerate(self.options.jobs)}
         self._timeline = Timeline(here.recorder, place._replace(ranks=ranks))
         return self._timeline.install()
 
     def _share(self, gpus: Sequence[Any]) -> tuple[Sequence[Any], list[str]]:
         """Return this rank's GPUs, none if there are not enough for all ranks, and remarks for the student."""
-        rank_config, each = self.rank_config, self.rank_config.devices_per_rank
-        if rank_config.devices == "cpu" or (not gpus and rank_config.devices != "cuda"):
+        rank_config, each = self.rank_config, self.options.devices_per_rank
+        if self.options.devices == "cpu" or (not gpus and self.options.devices != "cuda"):
             return [], []
         if len(gpus) >= rank_config.size * each:
             return gpus[rank_config.rank * each : (rank_config.rank + 1) * each], []
         need = f"{counted(rank_config.size, 'rank')} with {counted(each, 'device')} each"
-        if rank_config.devices == "cuda":
+        if self.options.devices == "cuda":
             raise LabError(
                 f"devices='cuda': {need}, and TensorFlow sees {len(gpus)} GPUs. Leave `devices` out to run on the CPU."
             )

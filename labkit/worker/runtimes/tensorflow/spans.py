@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from labkit.worker.runtimes.tensorflow.events import scope_of
+from labkit.worker.runtimes.tensorflow.profiler_events import scope_of
 
 __all__ = ["GraphSpans"]
 

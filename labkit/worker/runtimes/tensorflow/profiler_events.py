@@ -19,7 +19,15 @@ from typing import Any, Final, NamedTuple
 
 from labkit.recording.operations import OTHER, type_of_kernel
 from labkit.recording.schema import DATA, ROOTED, Span
-from labkit.worker.runtimes.tensorflow.messages import COPIED, RECEIVES, SENDS, copy_of, ends_of, messages_of, within_the_rank
+from labkit.worker.runtimes.tensorflow.profiler_messages import (
+    COPIED,
+    RECEIVES,
+    SENDS,
+    copy_of,
+    ends_of,
+    messages_of,
+    within_the_rank,
+)
 from labkit.worker.runtimes.tensorflow.session import Event
 
 __all__ = ["Place", "scope_of", "spans_of"]

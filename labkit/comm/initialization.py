@@ -7,15 +7,15 @@ from typing import Any
 
 from torch.distributed import rpc
 
-from labkit.comm.process_group_launch import ProcessGroupLaunch
+from labkit.comm.process_group_initialization import ProcessGroupInitialization
 from labkit.comm.rendezvous import Rendezvous
 from labkit.comm.stores import Stores
 from labkit.recording.record import Recorder
 
-__all__ = ["Launch"]
+__all__ = ["Initialization"]
 
 
-class Launch:
+class Initialization:
     """Replaces the functions by which a rank's program starts and ends communication.
 
     Args:
@@ -45,13 +45,13 @@ class Launch:
         if connect is not None:
             rendezvous.install()
         Stores(recorder, rendezvous, own_port).install()
-        self._process_group = ProcessGroupLaunch(rank, size, rendezvous, self._notes.append)
+        self._process_group = ProcessGroupInitialization(rank, size, rendezvous, self._notes.append)
         self._process_group.install()
         self._rpc = None
         if rpc.is_available():
-            from labkit.comm.rpc_launch import RpcLaunch  # not every build of torch has RPC
+            from labkit.comm.rpc_initialization import RpcInitialization  # not every build of torch has RPC
 
-            self._rpc = RpcLaunch(recorder, rank, size, rendezvous, self._notes.append, watch_rpc, rpc_given, rpc_unused)
+            self._rpc = RpcInitialization(recorder, rank, size, rendezvous, self._notes.append, watch_rpc, rpc_given, rpc_unused)
             self._rpc.install()
 
     def begin_run(self, *, keep: bool, all_called: bool) -> None:

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
 
+from labkit.comm.torch_internals import SAVED_TENSORS
 from labkit.recording.record import clock, here
 from labkit.recording.ring_buffer import RingWriter
 from labkit.recording.schema import MEMORY, MEMORY_KINDS
@@ -131,12 +132,11 @@ class Tracker:
             if p.requires_grad:
                 # Before all other hooks: one of them may free the gradient, as ZeRO 2 does. Torch calls hooks in the
                 # order in which they entered the dictionary.
-                hooks = p._post_accumulate_grad_hooks
-                others = dict(hooks or {})
-                if others:
-                    hooks.clear()
-                handles.append(p.register_post_accumulate_grad_hook(lambda p: self._gradients((p,))))
-                p._post_accumulate_grad_hooks.update(others)
+                handle = p.register_post_accumulate_grad_hook(lambda p: self._gradients((p,)))
+                hooks = handle.hooks_dict_ref()
+                for other in [key for key in hooks if key != handle.id]:
+                    hooks[other] = hooks.pop(other)
+                handles.append(handle)
         for layer, within in _gathering(self._modules):
             # The first hook runs once the layer's parameters are gathered, the second once FSDP2 has freed them or kept
             # a part.
@@ -179,10 +179,10 @@ class Tracker:
         """Count a tensor that a graph node saves; return the key for its release, or None if it is of another kind."""
         tensor = _local(tensor)
         storage = tensor.untyped_storage()
-        if storage._cdata in self._storages:
+        if id(storage) in self._storages:  # torch keeps the same object as long as the memory
             return None
         nbytes = min(tensor.numel() * tensor.element_size(), storage.nbytes())
-        key = storage._cdata, tensor.storage_offset(), nbytes
+        key = id(storage), tensor.storage_offset(), nbytes
         with self._lock:
             self._saved[key] = self._saved.get(key, 0) + 1
             if self._saved[key] == 1:
@@ -200,7 +200,7 @@ class Tracker:
     def _own(self, kind: str, tensor: Any) -> None:
         """Count a tensor's storage as one kind until it is freed."""
         storage = _local(tensor).untyped_storage()
-        key = storage._cdata
+        key = id(storage)
         with self._lock:
             if key in self._storages:
                 return
@@ -215,7 +215,7 @@ class Tracker:
     def _resized(self, storage: Any) -> None:
         """Count the new size of a storage: FSDP2 empties the storages of gathered parameters and fills them again."""
         with self._lock:
-            known = self._storages.get(storage._cdata)
+            known = self._storages.get(id(storage))
             if known is not None:
                 before, known.nbytes = known.nbytes, storage.nbytes()
                 if not before and known.kind == "parameters":
@@ -246,9 +246,8 @@ class Tracker:
     def _gathered(self, layers: list[Any]) -> None:
         """Count the newly gathered parameters of these layers."""
         for layer in layers:
-            for parameter in layer._parameters.values():
-                if parameter is not None:
-                    self._own("gathered parameters", parameter)
+            for parameter in layer.parameters(recurse=False):
+                self._own("gathered parameters", parameter)
 
     def _write(self, *, last: bool = False) -> None:
         """Write the kinds that changed, at the time of the last change; the `last` time, every kind ever written."""
@@ -268,7 +267,7 @@ class _Saved:
     __slots__ = ("_held", "_key", "_tracker", "_version")
 
     def __init__(self, tracker: Tracker, tensor: Any) -> None:
-        self._held, self._version = tensor, tensor._version
+        self._held, self._version = tensor, _version(tensor)
         self._tracker, self._key = tracker, tracker.save(tensor)
 
     def tensor(self) -> Any:
@@ -277,10 +276,11 @@ class _Saved:
         Raises:
             RuntimeError: it was modified since; torch itself does not check this for tensors saved through hooks.
         """
-        if self._held._version != self._version:
+        version = _version(self._held)
+        if version != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a tensor of shape {list(self._held.shape)} is at version {self._held._version}, saved was {self._version}"
+                f"a tensor of shape {list(self._held.shape)} is at version {version}, saved was {self._version}"
             )
         return self._held
 
@@ -292,8 +292,17 @@ class _Saved:
 
 def _local(tensor: Any) -> Any:
     """Return this rank's own memory of a tensor: a DTensor's shard, and the result behind a functional collective."""
-    shard = getattr(tensor, "_local_tensor", tensor)
-    return getattr(shard, "elem", shard)
+    if hasattr(tensor, "to_local"):
+        from torch import no_grad
+
+        with no_grad():
+            tensor = tensor.to_local()
+    return getattr(tensor, "elem", tensor)
+
+
+def _version(tensor: Any) -> int:
+    """Return a number that changes with each modification of the tensor; 0 if torch has none."""
+    return int(SAVED_TENSORS.of(tensor, "_version")) if SAVED_TENSORS.found else 0
 
 
 def _sent_in_buckets(modules: list[Any]) -> Iterator[Any]:
@@ -313,12 +322,16 @@ def _gathering(modules: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     given = getattr(fsdp, "FSDPModule", ())  # without FSDP2: (), which matches no layer
+
+    def has_own(module: Any) -> bool:
+        return next(module.parameters(recurse=False), None) is not None
+
     for layer in dict.fromkeys(layer for module in modules for layer in module.modules()):
         if isinstance(layer, given):
             within = list(layer.modules())
             elsewhere = {id(inner) for other in within[1:] if isinstance(other, given) for inner in other.modules()}
-            yield layer, [inner for inner in within if inner._parameters and id(inner) not in elsewhere]
-        elif layer._parameters:
+            yield layer, [inner for inner in within if has_own(inner) and id(inner) not in elsewhere]
+        elif has_own(layer):
             yield layer, [layer]
 
 

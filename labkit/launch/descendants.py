@@ -20,7 +20,7 @@ import time
 from collections.abc import Collection
 from typing import Any, Final
 
-__all__ = ["adopt_orphans", "children", "descendants", "end_all", "end_children", "end_other_sessions"]
+__all__ = ["adopt_orphans", "children", "descendants", "end_all", "end_children", "end_other_sessions", "kill_groups"]
 
 PR_SET_CHILD_SUBREAPER: Final = 36
 ENDS_ITSELF: Final = "torch_shm_manag"  # torch's torch_shm_manager (Linux keeps 15 characters), which cleans up shared memory
@@ -95,6 +95,15 @@ def _await_end(pid: int, until: float) -> None:
             os.close(fd)
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
+
+
+def kill_groups(pids: Collection[int]) -> None:
+    """End ranks and their process groups. All are stopped first, so that none reacts to another's end."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            for kill in (os.killpg, os.kill):  # `kill` in case the rank has not created its process group yet
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    kill(pid, number)
 
 
 def descendants(pids: Collection[int]) -> list[Any]:

@@ -17,9 +17,8 @@ from multiprocessing.pool import ThreadPool
 import pytest
 
 import labkit as lab
-from labkit.group import stack_dump
-from labkit.group.stack_dump import Frame
-from labkit.group.thread_states import RankThreads, Thread, active, children_of, threads_in
+from labkit.launch.frames import frame_at
+from labkit.launch.thread_states import RankThreads, Thread, Threads, active
 
 STUDENTS = "/students/own.py"
 THREADING = threading.__file__
@@ -27,7 +26,7 @@ COMM = os.path.join(os.path.dirname(lab.__file__), "comm", "work.py")
 
 
 def at(*places: tuple[str, str], number: int = 7, endless: bool = False, switches: int = 3) -> Thread:
-    return Thread(tuple(Frame(file, 1, function) for file, function in places), number, number, endless, switches)
+    return Thread(tuple(frame_at(file, 1, function) for file, function in places), number, number, endless, switches)
 
 
 MAIN = at((STUDENTS, "train"), (COMM, "wait"), number=1)
@@ -171,9 +170,10 @@ def rank() -> Iterator[lab.Group]:
 
 
 def seen(group: lab.Group) -> RankThreads:
-    """The stacks of the threads of the only rank."""
-    (member,) = group._pool.members
-    return threads_in(stack_dump.ask([member.process])[0], member.process.pid)
+    """The threads of the only rank, and its children."""
+    assert group._pool is not None
+    (threads,) = group._pool.ask(Threads(children=True), group._pool.members)
+    return threads
 
 
 def settled(group: lab.Group) -> str:
@@ -193,7 +193,7 @@ def test_real_threads_that_can_only_be_woken(rank: lab.Group) -> None:
 
 def test_without_the_kernels_information_the_line_decides(rank: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on other systems, where only some waits are known."""
-    monkeypatch.setattr("labkit.group.thread_states.FUTEX", -1)
+    monkeypatch.setattr("labkit.launch.thread_states.FUTEX", -1)
     for known in ("an event", "a queue", "an idle executor"):
         rank.run(ENDLESS[known])
     assert settled(rank) == ""
@@ -202,7 +202,7 @@ def test_without_the_kernels_information_the_line_decides(rank: lab.Group, monke
 @pytest.mark.parametrize("tells", ["the kernel tells", "the line tells"])
 def test_real_threads_that_continue_by_themselves(tells: str, rank: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     if tells == "the line tells":
-        monkeypatch.setattr("labkit.group.thread_states.FUTEX", -1)
+        monkeypatch.setattr("labkit.launch.thread_states.FUTEX", -1)
     for start in LIMITED.values():
         rank.run(start)
     found = seen(rank)
@@ -219,10 +219,10 @@ def _starts(*command: str) -> int:
 
 
 def test_child_processes_that_may_act(rank: lab.Group) -> None:
-    (pid,) = rank.run(os.getpid).results
-    assert children_of([pid]) == {}
+    rank.run(int)
+    assert seen(rank).children == ()
     rank.run(_starts, "sleep", "600")
-    assert children_of([pid]) == {pid: ["sleep 600"]}
+    assert seen(rank).children == ("sleep 600",)
 
 
 def _forks() -> None:
@@ -232,12 +232,10 @@ def _forks() -> None:
 
 
 def test_a_forked_child_may_act(rank: lab.Group) -> None:
-    (pid,) = rank.run(os.getpid).results
     rank.run(_forks)
-    assert children_of([pid]) == {pid: [""]}
+    assert seen(rank).children == ("",)
 
 
 def test_housekeeping_child_processes(rank: lab.Group) -> None:
-    (pid,) = rank.run(os.getpid).results
     rank.run(_starts, sys.executable, "-c", "from multiprocessing.resource_tracker import main; import time; time.sleep(600)")
-    assert children_of([pid]) == {}
+    assert seen(rank).children == ()

@@ -9,23 +9,21 @@ and whether the thread has moved between two checks.
 from __future__ import annotations
 
 import bisect
-import linecache
 import os
 import platform
-import sysconfig
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import psutil
 
-from labkit.errors.own_code import LABKIT
-from labkit.group.stack_dump import Frame, stacks_of
-from labkit.recording.record import is_students
+from labkit.launch.frames import Frame, Owner, stacks_in
+from labkit.launch.rank_process import RankProcess
+from labkit.launch.stack_dump import ask
 
-__all__ = ["Active", "RankThreads", "Thread", "active", "children_of", "main_wait", "threads_in"]
+__all__ = ["Active", "MainWaits", "RankThreads", "Thread", "Threads", "active", "children_of"]
 
 # The number of the system call in which a thread waits for a lock, on known architectures.
 FUTEX: Final = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine(), -1)
@@ -34,9 +32,7 @@ FUTEX_PRIVATE: Final = 0x80  # only threads of the same process can wake it
 FUTEX_COMMAND: Final = 0x7F
 ATTEMPTS: Final = 5  # to find a running thread waiting
 
-_STDLIB: Final = tuple({os.path.normcase(sysconfig.get_path(p)) + os.sep for p in ("stdlib", "platstdlib")})
-_PACKAGES: Final = ("site-packages", "dist-packages")
-_COMM: Final = os.path.join(LABKIT, "comm") + os.sep
+_COMM: Final = os.path.join("labkit", "comm") + os.sep
 # In which a thread of TensorFlow's waits for the other ranks, while the main thread waits for that thread.
 _TF_COLLECTIVES: Final = os.path.join("tensorflow", "python", "ops", "gen_collective_ops.py")
 # Lines of the standard library in which a thread waits without a time limit, for systems whose kernel does not say so.
@@ -88,7 +84,7 @@ class Thread:
     @property
     def students(self) -> Frame | None:
         """The innermost frame of the student's code."""
-        return next((frame for frame in reversed(self.frames) if is_students(frame.file)), None)
+        return next((frame for frame in reversed(self.frames) if frame.own is Owner.STUDENT), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +119,36 @@ class Active:
     child: str = ""
 
 
-def threads_in(raw: str, pid: int, children: Iterable[str] = ()) -> RankThreads:
-    """The states of a rank's threads.
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """A question: what do the threads of these ranks do?
 
     Args:
-        raw: its stacks, from `group.stack_dump.ask`.
-        pid: its process id.
-        children: the command lines of its child processes, from `children_of`.
+        children: whether also their child processes matter.
+        insist: whether to interrupt ranks that do not answer because a thread holds the GIL.
     """
-    stacks = list(stacks_of(raw))
+
+    children: bool = False
+    insist: bool = True
+
+    def answer(self, processes: Sequence[RankProcess]) -> list[RankThreads]:
+        """Return the threads of each."""
+        children = children_of(processes) if self.children else {}
+        stacks = ask(processes, insist=self.insist)
+        return [_threads_in(raw, p.pid, children.get(p.number, ())) for p, raw in zip(processes, stacks, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class MainWaits:
+    """A question: do the main threads of these ranks wait for a lock, in C++ or Python, and have they moved?"""
+
+    def answer(self, processes: Sequence[RankProcess]) -> list[int]:
+        """Return the number of context switches of each main thread if it waits for a lock; else -1."""
+        return [_main_wait(process.pid) for process in processes]
+
+
+def _threads_in(raw: str, pid: int, children: Iterable[str]) -> RankThreads:
+    stacks = list(stacks_in(raw))
     if not stacks:
         return RankThreads(None)
     (main, frames), *others = stacks
@@ -181,14 +198,14 @@ def active(now: RankThreads, before: RankThreads | None, *, blocked: Collection[
     return None
 
 
-def children_of(pids: Iterable[int]) -> dict[int, list[str]]:
-    """The command lines of the living child processes that may act for a rank, by the rank's process id.
+def children_of(processes: Iterable[RankProcess]) -> dict[int, list[str]]:
+    """The command lines of the living child processes that may act for a rank, by the rank's number.
 
     The command line of a forked process is "".
     """
-    ranks = set(pids)
+    ranks = {process.pid: process.number for process in processes}
     found: dict[int, list[str]] = {}
-    for pid in set(psutil.pids()) - ranks:
+    for pid in set(psutil.pids()) - ranks.keys():
         try:
             # A rank leads a process group of its own; a process that has left the group may still be a child.
             rank = next((of for of in (os.getpgid(pid), psutil.Process(pid).ppid()) if of in ranks), 0)
@@ -196,7 +213,7 @@ def children_of(pids: Iterable[int]) -> dict[int, list[str]]:
             continue
         command = _command(pid) if rank else None
         if command is not None:
-            found.setdefault(rank, []).append("" if command == _command(rank) else command)
+            found.setdefault(ranks[rank], []).append("" if command == _command(rank) else command)
     return found
 
 
@@ -215,29 +232,24 @@ def _command(pid: int) -> str | None:
 def _thread(frames: tuple[Frame, ...], ident: int, number: int, waits: Mapping[int, _Wait]) -> Thread:
     innermost = frames[-1] if frames else None
     # Outside the standard library, the owner of a lock may be C++ code that computes without running Python.
-    in_library = innermost is not None and _of_stdlib(innermost.file)
+    in_library = innermost is not None and innermost.own is Owner.STDLIB
     wait = waits.get(number)
     if wait is None:
-        line = linecache.getline(innermost.file, innermost.line).strip() if innermost is not None and in_library else ""
-        return Thread(frames, ident, number, line in _ENDLESS)
+        return Thread(frames, ident, number, in_library and frames[-1].source in _ENDLESS)
     return Thread(frames, ident, number, in_library and wait.endless, wait.switches)
-
-
-def _of_stdlib(file: str) -> bool:
-    return os.path.normcase(file).startswith(_STDLIB) and not any(part in file for part in _PACKAGES)
 
 
 def _is_labkits(thread: Thread) -> bool:
     """Whether it is a thread of labkit's, and runs nothing but labkit and the standard library."""
-    files = [frame.file for frame in thread.frames]
-    return any(file.startswith(LABKIT) for file in files) and all(file.startswith(LABKIT) or _of_stdlib(file) for file in files)
+    owners = {frame.own for frame in thread.frames}
+    return Owner.LABKIT in owners and owners <= {Owner.LABKIT, Owner.STDLIB}
 
 
 def _is_housekeeping(thread: Thread) -> bool:
     if any(frame.file.endswith(_POOL) and frame.function == _POOL_THREAD for frame in thread.frames):
-        return all(_of_stdlib(frame.file) for frame in thread.frames)
-    own = [frame.file for frame in thread.frames if not _of_stdlib(frame.file)]
-    return bool(own) and all(file.endswith(_HOUSEKEEPING) for file in own)
+        return all(frame.own is Owner.STDLIB for frame in thread.frames)
+    libraries = [frame.file for frame in thread.frames if frame.own is not Owner.STDLIB]
+    return bool(libraries) and all(file.endswith(_HOUSEKEEPING) for file in libraries)
 
 
 def _in_backward(main: Thread) -> bool:
@@ -248,9 +260,9 @@ def _in_backward(main: Thread) -> bool:
 def _in_operation(thread: Thread) -> bool:
     """Whether it waits in an operation that labkit records, perhaps for another thread in the same operation."""
     for frame in reversed(thread.frames):
-        if frame.file.startswith(_COMM):
+        if frame.own is Owner.LABKIT and _COMM in frame.file:
             return True
-        if is_students(frame.file):
+        if frame.own is Owner.STUDENT:
             return False
     return False
 
@@ -277,8 +289,7 @@ class _Wait:
     switches: int
 
 
-def main_wait(pid: int) -> int:
-    """The number of context switches of a process's main thread if it waits for a lock, in C++ or Python; else -1."""
+def _main_wait(pid: int) -> int:
     if FUTEX < 0:
         return -1
     try:
@@ -307,7 +318,7 @@ def _kernel_waits(pid: int) -> dict[int, _Wait]:
                 break
             time.sleep(0)  # it is running, and may be waiting again in a moment
         else:
-            return {}  # the unknown stack pointer could make `threads_in` confuse this thread with another
+            return {}  # the unknown stack pointer could make `_threads_in` confuse this thread with another
     return found
 
 

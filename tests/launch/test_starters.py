@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,16 +28,17 @@ from processes import GONE_LIMIT_S, left_after
 import labkit as lab
 from labkit.errors.causes import Cause
 from labkit.errors.exceptions import Stopped
-from labkit.group.open_groups import Notebook, default_start, notebook
-from labkit.group.options import FILES_PER_RANK, STARTING_FILES
+from labkit.group.open_groups import Notebook, default_start, notebook, warm_up
 from labkit.group.output import Notice, Output
 from labkit.ipc.pickling import shared_memory
+from labkit.launch import fork_server
+from labkit.launch.capacity import FILES_PER_RANK, STARTING_FILES, count_open_files, raise_limit
+from labkit.launch.descendants import _await_end
+from labkit.launch.rank_process import End, RankProcess, Status
+from labkit.launch.server_requests import Failed, Fork, Forked, Reply, Request
+from labkit.launch.starters import ForkStarter, SpawnStarter
 from labkit.recording.ring_layout import RING_BYTES
-from labkit.worker import fork_server
-from labkit.worker.descendants import _await_end
-from labkit.worker.launch import ForkStarter, RankProcess, SpawnStarter, _Pipes
 from labkit.worker.network_namespace import Network
-from labkit.worker.open_files import count_open_files, raise_limit
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -200,6 +202,16 @@ def test_ranks_have_the_notebooks_folder_and_path(start: str, tmp_path: Path, mo
         assert group.run(f).results == ["foundhelpers_of_a_student.py"]
 
 
+def test_no_more_processes_are_kept_ready_than_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready: list[int] = []
+    monkeypatch.setenv("LABKIT_START", "spawn")
+    monkeypatch.setattr(notebook, "starter", lambda *_: SimpleNamespace(warm=ready.append))
+    for cores in (0.5, 2.5, 64.0):
+        monkeypatch.setattr("labkit.group.open_groups.usable_cores", lambda cores=cores: cores)
+        warm_up("bare")
+    assert ready == [1, 2, 4]
+
+
 def test_the_default_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LABKIT_START", raising=False)
     monkeypatch.setattr(sys, "platform", "linux")
@@ -259,11 +271,11 @@ def test_the_garbage_collector_may_end_a_group_while_another_starts(monkeypatch:
     starter = notebook.starter("bare", "fork")
     ask = starter._ask
 
-    def ask_and_collect(what: str, *rest: Any) -> Any:
-        if what == "fork":
+    def ask_and_collect(request: Request, *rest: Any) -> Reply:
+        if isinstance(request, Fork):
             old.clear()
             gc.collect()
-        return ask(what, *rest)
+        return ask(request, *rest)
 
     monkeypatch.setattr(starter, "_ask", ask_and_collect)
     assert new.run(int).results == [0]
@@ -355,13 +367,13 @@ def test_the_open_files_of_a_rank_match_the_count_before_a_start(start: str, mon
     with lab.Group(1, runtime="bare", start=start) as warm:
         warm.run(int)
     opened = []
-    pipes = _Pipes.__init__
+    connect = RankProcess.__init__
 
-    def look(self: _Pipes, *arguments: Any) -> None:
-        pipes(self, *arguments)
+    def look(self: RankProcess, *arguments: Any) -> None:
+        connect(self, *arguments)
         opened.append(count_open_files())
 
-    monkeypatch.setattr(_Pipes, "__init__", look)
+    monkeypatch.setattr(RankProcess, "__init__", look)
     before = count_open_files()
     with lab.Group(count, runtime="bare", start=start) as group:
         group.run(int)
@@ -449,7 +461,8 @@ def test_an_import_that_fails_is_reported(make: Any, tmp_path: Path, monkeypatch
         else:
             (process,) = starter.start(1)
             assert process.sock.recv(1) == b"", "the stream ends with it"
-            assert starter.end([process]) == {process.pid: 1}
+            assert starter.end([process]) == [End(1)]
+            assert starter.end([process]) == [End(1)], "asked again"
             process.close()
     finally:
         starter.close()
@@ -472,9 +485,11 @@ def test_a_system_that_cannot_start_more_processes(monkeypatch: pytest.MonkeyPat
     with socket.socket() as unused:
         own = fork_server._Server(unused, Network())
         monkeypatch.setattr(own, "_reap", buried.extend)
-        answer = own._fork(3, [near.detach(), far.detach()])
-    assert str(answer).startswith("this system does not let 3 more processes start: [Errno 11] Resource temporarily unavailable.")
-    assert buried == [11, 12]
+        reply = own._reply(Fork([1, 2, 3]), [near.detach(), far.detach()])
+    assert isinstance(reply, Failed)
+    refused = "this system does not let 3 more processes start: [Errno 11] Resource temporarily unavailable."
+    assert reply.reason.startswith(refused)
+    assert buried == [1, 2]
 
 
 @pytest.mark.processes
@@ -628,12 +643,12 @@ def test_stop_while_the_server_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     ask = starter._ask
     forked: list[int] = []
 
-    def stopped(what: str, *rest: Any) -> Any:
-        answer = ask(what, *rest)
-        if what == "fork" and not forked:
-            forked.extend(answer)
+    def stopped(request: Request, *rest: Any) -> Reply:
+        reply = ask(request, *rest)
+        if isinstance(reply, Forked) and not forked:
+            forked.extend(reply.pids.values())
             os.kill(os.getpid(), signal.SIGINT)
-        return answer
+        return reply
 
     monkeypatch.setattr(starter, "_ask", stopped)
     with lab.Group(2, runtime="bare", start="fork") as group:
@@ -665,7 +680,8 @@ def test_stop_while_the_server_still_imports(tmp_path: Path, monkeypatch: pytest
             group.run(int)
         assert caught.value.name == "int"
         (tmp_path / "go").touch()
-        assert starter.end([]) == {}, "once the start that was given up has heard that the server is ready"
+        with starter._lock:  # held by the start that was given up, until it has heard that the server is ready
+            assert not starter.importing
         assert group.run(int).results == [0, 0]
     notebook.starters.pop(next(key for key, value in notebook.starters.items() if value is starter)).close()
 
@@ -727,10 +743,10 @@ def test_a_process_about_to_end_is_distinguished_from_one_that_works() -> None:
     process = RankProcess.__new__(RankProcess)
     process.pid = child.pid
     try:
-        assert not process.exiting
+        assert not process.status().exiting
     finally:
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert process.exiting, "dead, and not yet buried"
+    assert process.status().exiting, "dead, and not yet buried"
     child.wait()
-    assert process.exiting
+    assert process.status() == Status("gone", exiting=True, cpu_s=0.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fake_control_groups import fake_control_groups
 
-from labkit.worker.usable_cores import usable_cores
+from labkit.launch.capacity import usable_cores
 
 
 @pytest.fixture

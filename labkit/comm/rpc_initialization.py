@@ -12,17 +12,17 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-import torch.distributed.autograd as dist_autograd
 from torch.distributed import rpc
 
-from labkit.comm.futures import in_place_of
+from labkit.comm.private_names import in_place_of
 from labkit.comm.rendezvous import Address, Rendezvous
+from labkit.comm.torch_internals import RPC_START, RPC_TRANSPORTS
 from labkit.errors.exceptions import LabError
 from labkit.ipc.stdio import quiet_stderr
 from labkit.recording.operations import RPC_SHUTDOWN
 from labkit.recording.record import Recorder
 
-__all__ = ["TRANSPORTS", "RpcLaunch", "RpcOptions"]
+__all__ = ["TRANSPORTS", "RpcInitialization", "RpcOptions"]
 
 # Not shared memory, TensorPipe's first choice on one machine: it has a polling thread in each rank, which takes a whole
 # core even if the rank is idle.
@@ -45,11 +45,11 @@ class RpcOptions(NamedTuple):
         """Return torch's `TensorPipeRpcBackendOptions` with these options."""
         return rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=self.num_worker_threads, rpc_timeout=self.rpc_timeout, init_method=init_method,
-            device_maps=device_maps, devices=devices, _transports=TRANSPORTS,
+            device_maps=device_maps, devices=devices, **({"_transports": TRANSPORTS} if RPC_TRANSPORTS.found else {}),
         )  # fmt: skip
 
 
-class RpcLaunch:
+class RpcInitialization:
     """Replaces the functions by which a rank's program starts and ends RPC.
 
     Args:
@@ -84,6 +84,7 @@ class RpcLaunch:
         self._all_called = True
         self._shutdown: Callable[..., None] = rpc.shutdown
         self._autograd = None if given is None else rank
+        self._workers = size  # of RPC; -1 if the program does not say how many
         self._unused = self._anew = unused
         self.spent = False
 
@@ -91,7 +92,8 @@ class RpcLaunch:
         """Replace torch's functions."""
         rpc.init_rpc = in_place_of(rpc.init_rpc, self._init)
         rpc.shutdown = rpc.api.shutdown = in_place_of(rpc.shutdown, self._shut_down)
-        dist_autograd._init = in_place_of(dist_autograd._init, self._init_autograd)
+        if RPC_START.found:
+            RPC_START.replace("_init", self._init_autograd)
 
     def begin_run(self, *, keep: bool, all_called: bool) -> None:
         """Prepare for a run of a function or a cell.
@@ -103,7 +105,7 @@ class RpcLaunch:
         self._all_called = all_called
         self._initialised = False
         self._anew, self._unused = self._unused, False
-        if self._given is None and not keep and rpc.api._is_current_rpc_agent_set():
+        if self._given is None and not keep and _is_running():
             self._shutdown(graceful=False)  # the previous program did not shut it down
 
     def _init(self, init: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -122,13 +124,14 @@ class RpcLaunch:
         )
         timed = self._rendezvous.others_may_come(address)
         with self._rendezvous.waiting("init_rpc", address.where, address.size, timed):
-            if rpc.api._is_current_rpc_agent_set():
+            if _is_running():
                 if self._nothing_to_do(given["name"], options, address):
                     self._initialised = True
                     self._tell(NOTHING_TO_DO)
                     return
                 self._make_way(given["name"], address)
             self._start(init, given, options)
+            self._workers = address.size
 
     def _nothing_to_do(self, name: str, options: Any, asked: Address) -> bool:
         """Whether RPC is already initialized as the program wants, on all ranks that call `init_rpc`."""
@@ -150,7 +153,7 @@ class RpcLaunch:
         Raises:
             LabError: the ranks have already used RPC.
         """
-        if not self._anew:
+        if not (self._anew and RPC_START.found):
             raise LabError(
                 f"init_rpc({name!r}, rank={asked.rank}, world_size={asked.size}) is not what this group has initialised, and its "
                 "ranks have used RPC. Call it in a function of group.run, which gets fresh ranks for it."
@@ -159,9 +162,9 @@ class RpcLaunch:
         # remote references keeps for ever the agent that exists when it is first used. Since no call has been made, it
         # has not been used.
         with quiet_stderr():
-            rpc.api._get_current_rpc_agent().shutdown()
-            rpc.api._cleanup_python_rpc_handler()
-            rpc.api._reset_current_rpc_agent()
+            RPC_START["_get_current_rpc_agent"]().shutdown()
+            RPC_START["_cleanup_python_rpc_handler"]()
+            RPC_START["_reset_current_rpc_agent"]()
 
     def _start(self, init: Callable[..., None], given: dict[str, Any], options: Any) -> None:
         """Let torch start RPC with the program's options, and record the calls."""
@@ -182,13 +185,13 @@ class RpcLaunch:
 
     def _shut_down(self, shutdown: Callable[..., None], graceful: bool = True, *args: Any, **kwargs: Any) -> None:
         """Replace torch's `shutdown`."""
-        if not rpc.api._is_current_rpc_agent_set():
+        if not _is_running():
             shutdown(graceful, *args, **kwargs)  # raises torch's error
             return
         self._initialised, self.spent = False, True
         if graceful:
-            timed = bool(args or kwargs.get("timeout"))
-            with self._rendezvous.waiting(RPC_SHUTDOWN.name, RPC_SHUTDOWN.name, len(rpc.api._ALL_WORKER_NAMES), timed):
+            timed = bool(args or kwargs.get("timeout")) or self._workers < 1  # without a number, others may still join
+            with self._rendezvous.waiting(RPC_SHUTDOWN.name, RPC_SHUTDOWN.name, self._workers, timed):
                 shutdown(graceful, *args, **kwargs)
         else:
             shutdown(graceful, *args, **kwargs)
@@ -203,3 +206,11 @@ class RpcLaunch:
         if self._autograd is None:
             self._autograd = worker
         init(self._autograd)
+
+
+def _is_running() -> bool:
+    try:
+        rpc.get_worker_info()
+    except RuntimeError:
+        return False
+    return True

@@ -19,11 +19,12 @@ from typing import Any, Final
 import torch.distributed.distributed_c10d as c10d
 
 from labkit.comm.default_group import DefaultGroup
-from labkit.comm.futures import in_place_of
+from labkit.comm.private_names import in_place_of
 from labkit.comm.rendezvous import Address, Rendezvous
 from labkit.comm.time_limits import ends_by_itself
+from labkit.comm.torch_internals import DEFAULT_GROUP, DTENSOR_CACHE
 
-__all__ = ["ProcessGroupLaunch"]
+__all__ = ["ProcessGroupInitialization"]
 
 HOMES: Final = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.device_mesh")
 NOTHING_TO_DO: Final = (
@@ -33,7 +34,7 @@ INSTEAD: Final = "init_process_group({!r}): there is no GPU for each rank here, 
 ENVIRONMENT: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class ProcessGroupLaunch:
+class ProcessGroupInitialization:
     """Replaces the functions by which a rank's program initializes and destroys the default process group.
 
     Args:
@@ -45,6 +46,7 @@ class ProcessGroupLaunch:
     def __init__(self, rank: int, size: int, rendezvous: Rendezvous, tell: Callable[[str], None]) -> None:
         self._rank, self._size, self._rendezvous, self._tell = rank, size, rendezvous, tell
         self._own: DefaultGroup | None = None  # None in a rank of RPC or a bare rank
+        self._given: Any = None  # the group's default group, if it cannot be detached
         self._initialised = False  # by this run's program, and not yet destroyed
         self._destroy: Callable[..., None] = functools.partial(_destroy, c10d.destroy_process_group)
         self._environment: dict[str, str] = {}
@@ -52,8 +54,10 @@ class ProcessGroupLaunch:
 
     def install(self) -> None:
         """Replace torch's functions; torch's current default group, if any, is labkit's."""
-        if c10d.GroupMember.WORLD is not None:
+        if c10d.GroupMember.WORLD is not None and DEFAULT_GROUP.found:
             self._own = DefaultGroup()
+        else:
+            self._given = c10d.GroupMember.WORLD
         self._environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         ours = (
             in_place_of(c10d.init_process_group, self._init),
@@ -76,7 +80,7 @@ class ProcessGroupLaunch:
         if not keep:
             self._used = False
             os.environ |= self._environment
-        if c10d.GroupMember.WORLD is not None and not self._own_in_place:
+        if c10d.GroupMember.WORLD not in (None, self._given) and not self._own_in_place:
             if keep:
                 return
             self._destroy()
@@ -93,7 +97,9 @@ class ProcessGroupLaunch:
         Ranks destroy this program's group when they start the next program. Ranks that start it before rank 0 does
         would find stale addresses in the old store.
         """
-        return not self._rendezvous.in_groups_store and c10d.GroupMember.WORLD is not None
+        if self._given is not None and self._given is not c10d.GroupMember.WORLD:
+            return True  # the group's own default group is gone
+        return not self._rendezvous.in_groups_store and c10d.GroupMember.WORLD not in (None, self._given)
 
     @property
     def _own_in_place(self) -> bool:
@@ -173,10 +179,8 @@ def _destroy(destroy: Callable[..., None], group: Any = None) -> None:
     so that the same model would use destroyed groups.
     """
     destroy(group)
-    if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        _clear_sharding_prop_cache()
+    if "torch.distributed.tensor" in sys.modules and DTENSOR_CACHE.found:
+        DTENSOR_CACHE["_clear_sharding_prop_cache"]()
 
 
 def _asked(given: dict[str, Any]) -> Address:

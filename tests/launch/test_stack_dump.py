@@ -20,7 +20,11 @@ import labkit as lab
 from labkit.group.open_groups import notebook
 from labkit.group.output import Output
 from labkit.group.processes import RankPool
-from labkit.group.stack_dump import ask, readable
+from labkit.group.stack_report import readable
+from labkit.launch.frames import stacks_in
+from labkit.launch.rank_process import Status
+from labkit.launch.stack_dump import ask
+from labkit.launch.thread_states import RankThreads, Thread
 from labkit.recording.schema import Pending
 from labkit.worker import stack_writer
 from labkit.worker.stack_writer import ASK, INTERRUPT, _serve
@@ -45,8 +49,13 @@ PLACES = {
 }
 
 
+def report(raw: str) -> str:
+    main, *others = [Thread(frames, ident) for ident, frames in stacks_in(raw)]
+    return readable(RankThreads(main, tuple(others)), Status("sleeping", exiting=False, cpu_s=0.0))
+
+
 def test_a_stack_is_cut_to_the_students_frames_and_what_they_called() -> None:
-    assert readable(RAW.format(**PLACES), 1).splitlines() == [
+    assert report(RAW.format(**PLACES)).splitlines() == [
         "is here:",
         '    File "no_such_cell.py", line 9, in train',
         '    File "no_such_cell.py", line 4, in average',
@@ -55,7 +64,7 @@ def test_a_stack_is_cut_to_the_students_frames_and_what_they_called() -> None:
 
 
 def test_an_idle_rank() -> None:
-    assert readable(RAW.format(**PLACES | {"mine": PLACES["labkit"]}), 1) == "is idle: no function of yours is running"
+    assert report(RAW.format(**PLACES | {"mine": PLACES["labkit"]})) == "is idle: no function of yours is running"
 
 
 def stacks_with(group: lab.Group, *lines: str) -> Any:
@@ -179,12 +188,12 @@ def test_reading_threads_that_run_python_does_not_crash_them(ranks: lab.Group, c
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_reading_stacks_of_starting_ranks_does_not_end_them(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The signals would end a process that does not handle them yet."""
-    monkeypatch.setattr("labkit.group.stack_dump.LIMIT_S", 0.1)
+    monkeypatch.setattr("labkit.launch.stack_dump.LIMIT_S", 0.1)
     set_up, looks = RankPool._set_up, []
 
-    def look_first(pool: RankPool, plan: Any) -> None:
+    def look_first(pool: RankPool) -> None:
         looks.append(group.stacks())
-        set_up(pool, plan)
+        set_up(pool)
 
     monkeypatch.setattr(RankPool, "_set_up", look_first)
     with lab.Group(2, runtime="bare", start=start, timeout_s=200) as group:
@@ -220,9 +229,9 @@ def test_one_answer_for_all_requests_while_a_rank_held_the_gil(monkeypatch: pyte
 @pytest.mark.skipif(ASK is None, reason="without real-time signals no thread is asked")
 def test_ranks_without_a_core_are_waited_for(ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread of labkit writes the stacks. Interrupting one that runs Python could crash it."""
-    monkeypatch.setattr("labkit.group.stack_dump.LIMIT_S", 0.0)
-    monkeypatch.setattr("labkit.group.stack_dump.EACH_S", 0.0)
-    monkeypatch.setattr("labkit.group.stack_dump.STARVED_S", 60.0)
+    monkeypatch.setattr("labkit.launch.stack_dump.LIMIT_S", 0.0)
+    monkeypatch.setattr("labkit.launch.stack_dump.EACH_S", 0.0)
+    monkeypatch.setattr("labkit.launch.stack_dump.STARVED_S", 60.0)
     ranks.run(int)
     assert ranks._pool is not None
     for raw in ask(member.process for member in ranks._pool.members):
@@ -237,7 +246,7 @@ def test_between_two_runs_ranks_are_idle(ranks: lab.Group) -> None:
 
 def test_a_suspended_rank_does_not_answer(ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     pids = ranks.run(os.getpid).results
-    monkeypatch.setattr("labkit.group.stack_dump.LIMIT_S", 0.2)
+    monkeypatch.setattr("labkit.launch.stack_dump.LIMIT_S", 0.2)
     os.kill(pids[1], signal.SIGSTOP)
     try:
         stacks = ranks.stacks()
@@ -276,7 +285,7 @@ def test_in_a_collective(monkeypatch: pytest.MonkeyPatch, cells: in_cells.Cells)
 
 def test_many_ranks_answer_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each gets 20 ms after its last line; in sequence, the last ones had no time left."""
-    monkeypatch.setattr("labkit.group.stack_dump.STARVED_S", 60.0)
+    monkeypatch.setattr("labkit.launch.stack_dump.STARVED_S", 60.0)
     with lab.Group(64, runtime="bare", timeout_s=200) as group:
         group.run(int)
         assert set(group.stacks().values()) == {"is idle: no function of yours is running"}

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import psutil
 
-from labkit.worker.gpus import Gpus
-from labkit.worker.launch import RankProcess
+from labkit.launch.gpus import Gpus
+from labkit.launch.rank_process import RankProcess
 from labkit.worker.runtimes.devices import gpu_count, share_of_devices
 
 __all__ = ["Cores", "Load", "ResourceMonitor", "followed", "gpus_of", "own_bytes"]
@@ -87,7 +87,7 @@ class Cores:
     """
 
     def __init__(self, processes: Sequence[RankProcess]) -> None:
-        self._used_s = {p.pid: p.cpu_s for p in processes}
+        self._used_s = {process.number: process.status().cpu_s for process in processes}
         self._until_s = time.monotonic() + STARVED_S
 
     def lacked(self, processes: Iterable[RankProcess], enough_s: float) -> bool:
@@ -99,14 +99,15 @@ class Cores:
         """
         if time.monotonic() > self._until_s:
             return False
-        return any(p.wants_core and p.cpu_s - self._used_s[p.pid] < enough_s for p in processes)
+        now = ((process.status(), self._used_s[process.number]) for process in processes)
+        return any(status.wants_core and status.cpu_s - used_s < enough_s for status, used_s in now)
 
 
 class ResourceMonitor:
     """Samples the load of ranks.
 
     Args:
-        pids: their processes, in rank order.
+        processes: their processes, in rank order.
         devices: the numbers of each rank's GPUs; default: none.
         read: returns the memory of a process in bytes; default: the result of `followed`.
         gpus: reads the state of GPUs; default: through NVML.
@@ -115,15 +116,16 @@ class ResourceMonitor:
 
     def __init__(
         self,
-        pids: Sequence[int],
+        processes: Sequence[RankProcess],
         devices: Sequence[Sequence[int]] = (),
         *,
         read: Callable[[int], int] | None = None,
         gpus: Any = None,
         clock: Callable[[], int] = time.thread_time_ns,
     ) -> None:
-        self._pids, self._devices, self._gpus, self._clock = tuple(pids), devices, gpus, clock
-        self._read = read or followed(pids)
+        self._pids = [process.pid for process in processes]
+        self._devices, self._gpus, self._clock = devices, gpus, clock
+        self._read = read or followed(self._pids)
         self._next_ns = 0
         self._loads: tuple[Load, ...] = ()
         if gpus is None and any(devices):

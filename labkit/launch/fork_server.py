@@ -14,23 +14,30 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, Final, NoReturn
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, NamedTuple, NoReturn
 
 from labkit.errors.exceptions import LabError
 from labkit.ipc.stdio import print_to
+from labkit.launch.capacity import raise_limit
+from labkit.launch.descendants import (
+    adopt_orphans,
+    children,
+    descendants,
+    end_all,
+    end_children,
+    end_other_sessions,
+    kill_groups,
+)
+from labkit.launch.server_requests import BATCH, LONGEST_BYTES, READY, Failed, Fork, Forked, Reaped, Reply, Request
 from labkit.recording.fork_isolation import keep_from_forks
 from labkit.worker import network_namespace
-from labkit.worker.descendants import adopt_orphans, children, descendants, end_all, end_children, end_other_sessions
 from labkit.worker.network_namespace import Network
-from labkit.worker.open_files import raise_limit
 from labkit.worker.stack_writer import prepare, write_when_asked
 
-__all__ = ["BATCH", "READY", "guard", "kill_groups", "serve", "spawned"]
+__all__ = ["guard", "serve", "spawned"]
 
-BATCH: Final = 64  # most ranks in one request: each takes three file descriptors, and the kernel passes at most 253
 PR_SET_PDEATHSIG: Final = 1
-READY: Final = 0  # the number of the first reply, which answers no request: all modules are imported
 GUARD_CHECK_EVERY_MS: Final = 500
 
 
@@ -80,18 +87,24 @@ def _ended_with(notebook: int) -> Iterator[None]:
         os.close(stop)
 
 
+class _Rank(NamedTuple):
+    """A running rank: its process, and the pidfd of that; -1 on old kernels."""
+
+    pid: int
+    pidfd: int
+
+
 class _Server:
     """Forks ranks, and ends them.
 
     Args:
-        sock: the socket that carries requests: "fork" a number of ranks, with three file descriptors each, or "end"
-            some.
+        sock: the socket that carries requests.
         network: the network in which ranks communicate.
     """
 
     def __init__(self, sock: socket.socket, network: Network) -> None:
         self._sock, self._network = sock, network
-        self._ranks: dict[int, int] = {}  # pidfds by pid; -1 on old kernels
+        self._ranks: dict[int, _Rank] = {}  # by number
         self._codes: dict[int, int] = {}  # exit codes of ended ranks that no request has fetched yet
         self._poll = select.poll()
         self._helpers = children()  # processes that an imported library has started
@@ -107,7 +120,7 @@ class _Server:
             running = True
             while running:
                 ready = {fd for fd, _ in self._poll.poll()}
-                self._reap([pid for pid, fd in self._ranks.items() if fd in ready])
+                self._reap([number for number, rank in self._ranks.items() if rank.pidfd in ready])
                 if self._sock.fileno() in ready:
                     running = self._serve_request()
                 running &= alive not in ready
@@ -115,55 +128,56 @@ class _Server:
 
     def _serve_request(self) -> bool:
         """Receive a request, carry it out and reply; return False if the notebook has closed the socket."""
-        data, received, _, _ = socket.recv_fds(self._sock, 1 << 16, 3 * BATCH)
+        data, received, _, _ = socket.recv_fds(self._sock, LONGEST_BYTES, 3 * BATCH)
         if not data:
             return False
-        number, action, argument = pickle.loads(data)
-        reply: Any
-        if action == "fork":
-            reply = self._fork(argument, received)
-        else:
-            self._reap([pid for pid in argument if pid in self._ranks])
-            reply = {pid: self._codes.pop(pid) for pid in argument if pid in self._codes}
-        self._sock.send(pickle.dumps((number, reply)))
+        number, request = pickle.loads(data)
+        self._sock.send(pickle.dumps((number, self._reply(request, received))))
         return True
 
-    def _fork(self, count: int, received: Sequence[int]) -> list[int] | LabError:
-        """Fork ranks, each with three of the received file descriptors; return their pids, or the error."""
-        pids: list[int] = []
+    def _reply(self, request: Request, received: Sequence[int]) -> Reply:
+        if isinstance(request, Fork):
+            return self._fork(request.ranks, received)
+        self._reap([number for number in request.ranks if number in self._ranks])
+        return Reaped({number: self._codes.pop(number) for number in request.ranks if number in self._codes})
+
+    def _fork(self, numbers: Sequence[int], received: Sequence[int]) -> Forked | Failed:
+        """Fork ranks, each with three of the received file descriptors."""
+        forked: dict[int, int] = {}
         me = os.getpid()
         try:
-            for i in range(count):
+            for i, number in enumerate(numbers):
                 mine = received[3 * i : 3 * i + 3]
                 pid = os.fork()
                 if pid == 0:
-                    others = {*received, *self._ranks.values(), self._sock.fileno()} - {*mine, -1}
+                    others = {*received, *(rank.pidfd for rank in self._ranks.values()), self._sock.fileno()} - {*mine, -1}
                     _live_as_rank(mine, self._network, parent=me, unneeded=others)
                 with contextlib.suppress(OSError):  # the child has already done it
                     os.setpgid(pid, pid)
-                pids.append(pid)
-                self._ranks[pid] = _pidfd(pid)
-                if self._ranks[pid] >= 0:
-                    self._poll.register(self._ranks[pid], select.POLLIN)
+                forked[number] = pid
+                self._ranks[number] = _Rank(pid, _pidfd(pid))
+                if self._ranks[number].pidfd >= 0:
+                    self._poll.register(self._ranks[number].pidfd, select.POLLIN)
         except OSError as error:
-            self._reap(pids)
-            return LabError(f"this system does not let {count} more processes start: {error}. Close other groups and notebooks.")
+            self._reap(list(forked))
+            count = len(numbers)
+            return Failed(f"this system does not let {count} more processes start: {error}. Close other groups and notebooks.")
         finally:
             for fd in received:
                 os.close(fd)
-        return pids
+        return Forked(forked)
 
-    def _reap(self, pids: Sequence[int]) -> None:
+    def _reap(self, numbers: Sequence[int]) -> None:
         """End ranks and the processes that they have started, and keep the exit codes."""
-        kill_groups(pids)
-        for pid in pids:
-            self._codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            fd = self._ranks.pop(pid)
-            if fd >= 0:
-                self._poll.unregister(fd)
-                os.close(fd)
-        if pids:
-            end_children(self._helpers | self._ranks.keys())
+        kill_groups([self._ranks[number].pid for number in numbers])
+        for number in numbers:
+            pid, pidfd = self._ranks.pop(number)
+            self._codes[number] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            if pidfd >= 0:
+                self._poll.unregister(pidfd)
+                os.close(pidfd)
+        if numbers:
+            end_children(self._helpers | {rank.pid for rank in self._ranks.values()})
 
 
 def _pidfd(pid: int) -> int:
@@ -172,15 +186,6 @@ def _pidfd(pid: int) -> int:
         return os.pidfd_open(pid)
     except OSError:
         return -1
-
-
-def kill_groups(pids: Collection[int]) -> None:
-    """End ranks and their process groups. All are stopped first, so that none reacts to another's end."""
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        for pid in pids:
-            for kill in (os.killpg, os.kill):  # `kill` in case the rank has not created its process group yet
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    kill(pid, number)
 
 
 def spawned(fds: list[int], preload: list[str]) -> NoReturn:
@@ -275,7 +280,7 @@ def _live_as_rank(fds: Sequence[int], network: Network, parent: int | None = Non
         from labkit.recording.ring_layout import RING_BYTES
         from labkit.worker.main_loop import main
 
-        # Works also if no Python runs, because the rank is blocked or has crashed in C++. `group.stack_dump` reads it.
+        # Works also if no Python runs, because the rank is blocked or has crashed in C++. `launch.stack_dump` reads it.
         os.lseek(ring, RING_BYTES, os.SEEK_SET)
         write_when_asked(ring)
         faulthandler.enable(ring, all_threads=False)

@@ -19,8 +19,8 @@ from typing import Any, Final
 from labkit.recording.record import Recorder, clock
 from labkit.recording.ring_layout import CAPACITY, TAIL_FIELDS
 from labkit.recording.schema import COMPUTE, READING, Span, device_code, flags_of
-from labkit.worker.runtimes.tensorflow.events import Place, spans_of
 from labkit.worker.runtimes.tensorflow.profiler_defect import SafeStop, safe_stop
+from labkit.worker.runtimes.tensorflow.profiler_events import Place, spans_of
 from labkit.worker.runtimes.tensorflow.session import Session
 from labkit.worker.runtimes.tensorflow.sizes import Sizes
 from labkit.worker.runtimes.tensorflow.spans import GraphSpans

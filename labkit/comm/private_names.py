@@ -1,0 +1,91 @@
+"""Names that torch and TensorFlow keep private, in tables: what depends on each, and how it is found and replaced."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pkgutil
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["PrivateNames", "in_place_of"]
+
+
+class PrivateNames:
+    """The private names of a framework that one thing in labkit depends on.
+
+    Args:
+        *paths: where they are, for `pkgutil.resolve_name`: "torch.distributed.rpc.api:_invoke_rpc". A name in
+            parentheses at the end is a parameter of a function.
+        lost: what labkit does not record or cannot do without them.
+        public: what the framework would have to offer in their place.
+        versions: the versions of the framework in which they were seen.
+    """
+
+    def __init__(self, *paths: str, lost: str, public: str, versions: str) -> None:
+        self.paths = {path.rstrip(")").replace("(", ".").replace(":", ".").rpartition(".")[2]: path for path in paths}
+        self.lost, self.public, self.versions = lost, public, versions
+
+    @property
+    def found(self) -> bool:
+        """Whether the installed version has all of them; imports their modules."""
+        return not self.missing
+
+    @property
+    def missing(self) -> list[str]:
+        """The paths that the installed version lacks."""
+        return [path for name, path in self.paths.items() if not self._has(name)]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.paths
+
+    def __getitem__(self, name: str) -> Any:
+        """Return what has this name.
+
+        Raises:
+            ImportError, AttributeError: the installed version lacks it.
+        """
+        path, _, parameter = self.paths[name].rstrip(")").partition("(")
+        found = pkgutil.resolve_name(path)
+        if parameter and parameter not in inspect.signature(found).parameters:
+            raise AttributeError(f"{path} has no parameter {parameter}")
+        return found
+
+    def of(self, owner: Any, name: str) -> Any:
+        """Return an attribute of an object by its private name."""
+        assert name in self.paths, name
+        return getattr(owner, name)
+
+    def replace(self, name: str, ours: Callable[..., Any]) -> None:
+        """Replace a function by one that calls `ours` with the original as first argument; see `in_place_of`."""
+        self.set(name, in_place_of(self[name], ours))
+
+    def set(self, name: str, value: Any) -> None:
+        """Give another value to a name, in its module or class."""
+        module, _, inner = self.paths[name].partition(":")
+        outer, _, last = inner.rpartition(".")
+        setattr(pkgutil.resolve_name(f"{module}:{outer}" if outer else module), last, value)
+
+    def _has(self, name: str) -> bool:
+        try:
+            with warnings.catch_warnings(action="ignore"):  # importing some of torch's modules deprecates others
+                self[name]
+        except (ImportError, AttributeError):
+            return False
+        return True
+
+
+def in_place_of(function: Any, ours: Callable[..., Any]) -> Any:
+    """Return a replacement for `function` that calls `ours` with the original as first argument.
+
+    If `function` is such a replacement itself, its original is used.
+    """
+    original = getattr(function, "__labkit_original__", function)
+
+    @functools.wraps(original)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        return ours(original, *args, **kwargs)
+
+    watched.__labkit_original__ = original  # type: ignore[attr-defined]
+    return watched

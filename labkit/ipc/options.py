@@ -1,0 +1,93 @@
+"""`Options`: the options of a group, each declared and checked here, and sent whole to every rank.
+
+An option's check stands below the fields. What depends on more than the options stands in `group/options.py`: what the
+runtime supports, and what the machine decides when ranks are placed on it (threads, devices, memory, open files).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from labkit.costs.link import Link
+from labkit.costs.network import Network
+from labkit.errors.number_checks import check_number
+
+__all__ = ["RPC_OPTIONS", "STARTS", "Options", "check_above_0"]
+
+DEVICES: Final = ("auto", "cpu", "cuda")
+STARTS: Final = ("fork", "spawn")
+RPC_OPTIONS: Final = (16, 60.0)  # torch's defaults
+
+
+@dataclass(slots=True, kw_only=True)
+class Options:
+    """The options of a group; they never change.
+
+    Args:
+        names: the names of the ranks, in rank order.
+        jobs: TensorFlow's job and task number of each rank, in rank order.
+        runtime: one of `RUNTIMES`.
+        devices: "auto", "cpu" or "cuda".
+        devices_per_rank: the number of logical devices of a TensorFlow rank.
+        threads: the number of threads with which a rank's framework may compute.
+        timeout_s: the time limit of a run; None for no limit.
+        start: "fork" or "spawn".
+        link: the link or network to emulate between ranks; None for none.
+        rpc_options: the number of an RPC rank's threads that serve calls, and the time limit of a call in seconds.
+
+    Raises:
+        TypeError, ValueError: an invalid option.
+    """
+
+    names: tuple[str, ...]
+    jobs: tuple[tuple[str, int], ...] = ()
+    runtime: str
+    devices: str = "auto"
+    devices_per_rank: int = 1
+    threads: int = 1
+    timeout_s: float | None = None
+    start: str = STARTS[0]
+    link: Link | Network | None = None
+    rpc_options: tuple[int, float] = RPC_OPTIONS
+
+    def __post_init__(self) -> None:
+        if self.devices not in DEVICES:
+            raise ValueError(f"devices={self.devices!r}: expected None or 'auto' (GPUs where there are some), 'cpu' or 'cuda'")
+        check_above_0("devices_per_rank", self.devices_per_rank, whole=True)
+        check_above_0("threads", self.threads, whole=True)
+        self.devices_per_rank, self.threads = int(self.devices_per_rank), int(self.threads)  # perhaps numpy's
+        if self.timeout_s is not None:
+            check_above_0("timeout_s", self.timeout_s)
+        if self.start not in STARTS:
+            raise ValueError(f"start={self.start!r}: expected 'fork' or 'spawn'")
+        if self.link is not None:
+            self.link = _link_among(self.link, len(self.names))
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The node of each rank of an emulated network; empty without one."""
+        return self.link.nodes_among(len(self.names)) if isinstance(self.link, Network) else ()
+
+
+def check_above_0(option: str, value: Any, *, whole: bool = False) -> None:
+    """Check that an option is a number above 0.
+
+    Raises:
+        TypeError, ValueError: it is something else.
+    """
+    check_number(value, f"{option}={value!r}: expected a {'whole ' * whole}number above 0", whole=whole, above=0)
+
+
+def _link_among(link: Any, ranks: int) -> Link | Network:
+    """The link between so many ranks; a network knows their number."""
+    if isinstance(link, Link):
+        return link
+    if not isinstance(link, Network):
+        raise TypeError(
+            f"link={link!r}: expected a Link, as in link=lab.Link(gbit_per_s=1, latency_us=50) or lab.Link.ethernet_1g, "
+            "or a Network, as in link=lab.Network(nodes=2, inside=lab.Link.nvlink4, between=lab.Link.ethernet_10g)"
+        )
+    if link.ranks not in (None, ranks):
+        raise ValueError(f"link={link}: this network has {link.ranks} ranks, and the group {ranks}; leave ranks= out of Network")
+    return link.of(ranks)

@@ -1,0 +1,354 @@
+"""The messages between the notebook and its ranks: a class for each, and how one becomes a frame.
+
+The notebook sends requests, which each rank answers with the reply that stands beside them here, or with `Raised`; and
+notices, which are not answered. A frame is what `ipc/channel.py` transmits. Only `encode` and `decode` look into its
+body, so that whoever passes frames on does not need the classes.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, Final, NamedTuple
+
+from labkit.errors.exceptions import RankFailure
+from labkit.ipc.options import Options
+from labkit.ipc.pickling import Payload
+
+__all__ = [
+    "Assigned", "CallFunction", "Changes", "Close", "Displayed", "Files", "Forget", "Frame", "Imported", "ImportedModule",
+    "Install", "Installed", "Message", "NewSettings", "Notice", "Observe", "Observed", "Offer", "Offers", "Profile",
+    "Profiled", "Raised", "RankConfig", "Ready", "Release", "ResultRead", "Returned", "RunCell", "Serving", "Warned",
+    "decode", "encode",
+]  # fmt: skip
+
+Files = dict[str, tuple[str, list[str]]]  # by path: a file's name for the student, and its lines if only the notebook has them
+
+
+class Message:
+    """A message. Its fields are plain data, except a last one named `payload`: a pickled object beside the body."""
+
+    __slots__ = ()
+
+
+class Notice(Message):
+    """A message of the notebook that a rank does not answer."""
+
+    __slots__ = ()
+
+
+# Requests of the notebook, each followed by its reply.
+
+
+@dataclass(slots=True)
+class RankConfig(Message):
+    """The first message to a rank: who it is. Its reply is `Offer`.
+
+    Args:
+        rank: its number.
+        options: the options of its group.
+        path: the notebook's `sys.path`.
+        folder: the notebook's working folder.
+        environment: variables that the notebook has changed since the server or spare rank was started; None deletes
+            one.
+        readable_memory: whether the notebook may read this rank's memory, so that large results can stay there.
+        rich: whether the notebook can display more than text.
+        starts_rpc: whether the program calls `init_rpc` itself, so that RPC must not be used before.
+        payload: the memory of an emulated link, which ranks share; None without one.
+    """
+
+    rank: int
+    options: Options
+    path: tuple[str, ...] = field(default=(), repr=False)
+    folder: str = ""
+    environment: Mapping[str, str | None] = field(default_factory=dict, repr=False)
+    readable_memory: bool = False
+    rich: bool = False
+    starts_rpc: bool = False
+    payload: Payload | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the group."""
+        return len(self.options.names)
+
+    @property
+    def name(self) -> str:
+        """The rank's name."""
+        return self.options.names[self.rank]
+
+
+@dataclass(slots=True)
+class Offer(Message):
+    """What the other ranks must know before they set up, such as a port."""
+
+    offer: Any
+
+
+@dataclass(slots=True)
+class Offers(Message):
+    """Set up, given the offers of all ranks in rank order. The reply is `Ready`."""
+
+    offers: Sequence[Any]
+
+
+@dataclass(slots=True)
+class Ready(Message):
+    """The rank is set up, with remarks for the student."""
+
+    notes: list[str]
+
+
+@dataclass(slots=True)
+class Install(Message):
+    """Install the payload's definitions before any rank starts to call, so that RPC finds them by name.
+
+    The reply is `Installed`.
+    """
+
+    files: Files
+    payload: Payload
+
+
+@dataclass(slots=True)
+class Installed(Message):
+    """The definitions are installed."""
+
+
+@dataclass(slots=True)
+class Profile(Message):
+    """Start torch's profiler, or stop it and send its events. The reply is `Profiled`."""
+
+    begin: bool
+
+
+@dataclass(slots=True)
+class Profiled(Message):
+    """The profiler's events: track, name, category, start and end in ns on the rank's clock; none after a start."""
+
+    events: list[tuple[str, str, str, int, int]]
+
+
+@dataclass(slots=True)
+class Observe(Message):
+    """A run begins, or is over, in which the rank may serve others. The reply is `Observed`."""
+
+    begin: bool
+
+
+@dataclass(slots=True)
+class Observed(Message):
+    """The rank has begun or ended its recording of that run, with remarks for the student."""
+
+    notes: list[str]
+
+
+@dataclass(slots=True)
+class CallFunction(Message):
+    """Call the payload's function with its arguments. The reply is `Returned`.
+
+    Args:
+        all_called: whether all ranks of the group call it.
+        payload: a `pickling_errors.Call`.
+    """
+
+    all_called: bool
+    payload: Payload
+
+
+@dataclass(slots=True)
+class RunCell(Message):
+    """Run a cell's source in `__main__`. The reply is `Returned`, after `Assigned`.
+
+    Args:
+        all_called: whether all ranks of the group run it.
+        source: Python source.
+        filename: its name in tracebacks before `label` replaces it.
+        label: its name for the student.
+        present: the names in the payload that the rank has already.
+        payload: names of the notebook with their values.
+    """
+
+    all_called: bool
+    source: str
+    filename: str
+    label: str
+    present: Collection[str]
+    payload: Payload
+
+
+@dataclass(slots=True)
+class Returned(Message):
+    """The function has returned, or the cell is complete.
+
+    Args:
+        communicated: whether the rank has completed a communication.
+        unfinished: whether it has left an operation pending or failed.
+        spent: whether the framework has been set up in a way that the next function cannot repeat.
+        notes: remarks for the student, each shown once.
+        exits: by rank, the end of its function if that was `exit()` or `exit(0)`; times are on the rank's clock.
+        payload: the result.
+    """
+
+    communicated: bool
+    unfinished: bool
+    spent: bool
+    notes: list[str]
+    exits: dict[int, RankFailure]
+    payload: Payload
+
+
+@dataclass(slots=True)
+class Raised(Message):
+    """A request has raised an error. The failure's time is on the rank's clock."""
+
+    failure: RankFailure
+
+
+@dataclass(slots=True)
+class Changes(Notice):
+    """The changes of the notebook's process since the last time a rank copied its state.
+
+    Args:
+        folder: the working folder; None if it has not changed.
+        path: the import path, `sys.path`; None if it has not changed.
+        path_before: the previous import path.
+        variables: environment variables that are new or have a new value; None deletes one.
+    """
+
+    folder: str | None = None
+    path: tuple[str, ...] | None = None
+    path_before: tuple[str, ...] = ()
+    variables: Mapping[str, str | None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class NewSettings(Notice):
+    """The notebook has other settings of `logging` and warnings: a `worker.notebook_settings.Settings`."""
+
+    payload: Payload
+
+
+@dataclass(slots=True)
+class Forget(Notice):
+    """The notebook has deleted the definitions with these numbers."""
+
+    numbers: list[int]
+
+
+@dataclass(slots=True)
+class ResultRead(Notice):
+    """The notebook has read the result out of the rank's memory, which the rank may use again."""
+
+
+@dataclass(slots=True)
+class Release(Notice):
+    """All ranks that were called and do not serve have returned: serving ends."""
+
+
+@dataclass(slots=True)
+class Close(Notice):
+    """Leave the process group and end."""
+
+
+# Notices of a rank, between a request and its reply; `Displayed` and `Warned` at any time.
+
+
+@dataclass(slots=True)
+class Serving(Message):
+    """The rank only serves others from now on, until `Release`."""
+
+
+@dataclass(slots=True)
+class Assigned(Message):
+    """The names that a cell has assigned or deleted in the rank's `__main__`."""
+
+    names: list[str]
+
+
+class ImportedModule(NamedTuple):
+    """A module of the student's that a rank has imported.
+
+    Args:
+        name: its name, as in `import name`.
+        file: its source file.
+        modified_ns: the file's modification time when the module was imported.
+    """
+
+    name: str
+    file: str
+    modified_ns: int
+
+
+@dataclass(slots=True)
+class Imported(Message):
+    """The student's modules that the rank has imported or reloaded in this run."""
+
+    modules: list[ImportedModule]
+
+
+@dataclass(slots=True)
+class Displayed(Message):
+    """One display for the cell.
+
+    Args:
+        data: the content by MIME type; None removes all that the rank has displayed so far (`clear_output`).
+        metadata: the metadata by MIME type.
+        key: identifies a display that can be updated; "" otherwise.
+        update: whether it replaces the display with this key.
+        left_out: the number of displays that were not sent because a limit was reached.
+    """
+
+    data: dict[str, Any] | None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    key: str = ""
+    update: bool = False
+    left_out: int = 0
+
+
+@dataclass(slots=True)
+class Warned(Message):
+    """A warning's text, and how many times it was raised since it was last sent."""
+
+    text: str
+    count: int
+
+
+class Frame(NamedTuple):
+    """A message as it is transmitted.
+
+    Args:
+        kind: the number of the message's class.
+        body: its pickled fields.
+        payload: its payload; None without one.
+    """
+
+    kind: int
+    body: bytes
+    payload: Payload | None
+
+
+_CLASSES: Final[tuple[Any, ...]] = tuple(
+    kind for kind in globals().values() if isinstance(kind, type) and issubclass(kind, Message) and is_dataclass(kind)
+)
+_NUMBERS: Final[dict[type[Message], int]] = {kind: number for number, kind in enumerate(_CLASSES)}
+# The names of the fields in the body. They are sent as a list: pickling the instances would take three times as long.
+_FIELDS: Final = tuple(tuple(name for name in kind.__match_args__ if name != "payload") for kind in _CLASSES)
+_WITH_PAYLOAD: Final = tuple(kind.__match_args__[-1:] == ("payload",) for kind in _CLASSES)
+
+
+def encode(message: Message) -> Frame:
+    """Return a message as a frame, which several channels may send. The caller remains responsible for the payload."""
+    number = _NUMBERS[type(message)]
+    body = pickle.dumps([getattr(message, name) for name in _FIELDS[number]])
+    return Frame(number, body, getattr(message, "payload", None))
+
+
+def decode(frame: Frame) -> Message:
+    """Return the message in a frame."""
+    values = pickle.loads(frame.body)
+    if _WITH_PAYLOAD[frame.kind]:
+        values.append(frame.payload)
+    message: Message = _CLASSES[frame.kind](*values)
+    return message

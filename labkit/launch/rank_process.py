@@ -1,0 +1,162 @@
+"""`RankProcess`: the notebook's end of a started rank, with its state now (`Status`) and how it ended (`End`)."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import psutil
+
+from labkit.ipc.process_memory import may_read
+from labkit.launch.frames import Frame
+
+__all__ = ["End", "RankProcess", "Status", "command_to_resume"]
+
+PF_EXITING: Final = 0x4
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The state of a process at one moment.
+
+    Args:
+        state: psutil's word for the state of its main thread, such as "sleeping"; "gone" once it has been reaped.
+        exiting: whether it is exiting or has ended. Connections may close before its sentinel is readable.
+        cpu_s: CPU time of all its threads in seconds, in steps of 10 ms; 0 after its end.
+    """
+
+    state: str
+    exiting: bool
+    cpu_s: float
+
+    @property
+    def frozen(self) -> bool:
+        """Whether a signal (SIGSTOP) has stopped the process; SIGCONT continues it."""
+        return self.state == psutil.STATUS_STOPPED
+
+    @property
+    def wants_core(self) -> bool:
+        """Whether its main thread is running, or waiting for a core or the disk."""
+        return self.state in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a process ended.
+
+    Args:
+        code: its exit code; a negative one is the number of the signal that ended it.
+        crash: if it crashed in C code, the frames of the thread that did, outermost first.
+    """
+
+    code: int
+    crash: tuple[Frame, ...] = ()
+
+
+class RankProcess:
+    """The notebook's end of a rank. Only this package knows process ids; others know a rank by its number.
+
+    Args:
+        number: its number among all ranks of its starter.
+        ring_bytes: size of its recording memory in bytes.
+        make_shared: creates shared memory of a given size, and returns its file descriptor.
+
+    Attributes:
+        pid: its process id; 0 before it has started. It leads its own process group.
+        sock: the socket that carries messages to and from it.
+        output: file descriptor of the pipe with its printed output.
+        ring: the memory into which it records.
+        memory: file descriptor of that memory, which shares its file offset with the rank's.
+        far: until it has started, the rank's ends of socket and pipe, and its descriptor of the memory.
+        sentinel: a file descriptor that is readable once the process has ended. -1 where there is none: then the end of
+            its socket reports that.
+        ended: how it ended; None until its starter has ended it.
+    """
+
+    def __init__(self, number: int, ring_bytes: int, make_shared: Callable[[int], int]) -> None:
+        self.number, self.pid, self.sentinel = number, 0, -1
+        self.ended: End | None = None
+        self.sock, sock = socket.socketpair()
+        self.output, output = os.pipe()
+        os.set_blocking(self.output, False)
+        if hasattr(fcntl, "F_SETPIPE_SZ"):
+            with contextlib.suppress(OSError):  # above the user's limit for pipes: the default size works as well
+                # A rank that prints while the notebook does not read blocks only when the pipe is full.
+                fcntl.fcntl(output, fcntl.F_SETPIPE_SZ, 1 << 20)
+        memory = make_shared(ring_bytes)
+        self.ring = mmap.mmap(memory, ring_bytes)
+        self.memory = os.dup(memory)
+        self.far = [sock.detach(), output, memory]
+
+    def started(self, pid: int) -> None:
+        """The process has started and has its ends."""
+        self.pid = pid
+        self._close_far()
+        with contextlib.suppress(AttributeError, OSError):
+            self.sentinel = os.pidfd_open(pid)
+
+    @property
+    def readable(self) -> bool:
+        """Whether the notebook may read its memory, so that large results can stay there."""
+        return may_read(self.pid)
+
+    def status(self) -> Status:
+        """Return its state now."""
+        try:
+            process = psutil.Process(self.pid)
+            with process.oneshot():
+                return Status(process.status(), self._exiting(), sum(process.cpu_times()[:2]))
+        except psutil.Error:
+            return Status("gone", exiting=True, cpu_s=0.0)
+
+    def _exiting(self) -> bool:
+        """Whether it is exiting; only Linux says so before it has ended.
+
+        Source: proc_pid_stat(5), the Linux man-pages, and PF_EXITING in Linux's include/linux/sched.h.
+        """
+        try:
+            with open(f"/proc/{self.pid}/stat", "rb") as stat:
+                return bool(int(stat.read().rpartition(b")")[2].split()[6]) & PF_EXITING)
+        except OSError:
+            return False
+
+    def has_thread(self, number: int) -> bool:
+        """Whether it has a living thread with this native id besides its main thread; False where that is unknown."""
+        return number != self.pid and os.path.exists(f"/proc/{self.pid}/task/{number}")
+
+    def signal(self, number: int) -> None:
+        """Send it a signal.
+
+        Raises:
+            OSError: it has ended.
+        """
+        if self.sentinel >= 0:
+            signal.pidfd_send_signal(self.sentinel, number)  # its process id may be another's by now
+        else:
+            os.kill(self.pid, number)
+
+    def close(self) -> None:
+        """Close the socket and file descriptors on this side. A process that is still running then ends."""
+        self._close_far()
+        self.sock.close()
+        for fd in (self.output, self.sentinel, self.memory):
+            if fd >= 0:
+                os.close(fd)
+        self.output = self.sentinel = self.memory = -1
+
+    def _close_far(self) -> None:
+        for fd in self.far:
+            os.close(fd)
+        self.far = []
+
+
+def command_to_resume(processes: Sequence[RankProcess]) -> str:
+    """Return the shell command that continues processes that a signal has stopped."""
+    return f"kill -CONT {' '.join(str(process.pid) for process in processes)}"

@@ -1,0 +1,329 @@
+"""Starts the processes of ranks, and makes sure that they end.
+
+On Linux, ranks are forked from a server, a small process that has imported the frameworks and never computed:
+
+    notebook ──socket──> server ──fork──> rank, rank, ...      a rank starts in about 10 ms and shares imported pages
+        └──────────────socket, pipe, shared memory─────┘
+
+A rank ends on request or when its server dies (PR_SET_PDEATHSIG, which also ends a rank that is blocked in C++). The
+server watches the pidfd of the notebook's process and ends with it, however that dies. Where fork is unsafe (macOS),
+ranks are spawned: spare ranks that have already imported everything wait for the next group, and a guard process, which
+knows all ranks, ends them after the notebook's process has ended.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import itertools
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Protocol, TypeVar
+
+from labkit.errors.exceptions import LabError
+from labkit.launch.descendants import descendants, end_all, kill_groups
+from labkit.launch.rank_process import End, RankProcess
+from labkit.launch.server_requests import BATCH, LONGEST_BYTES, READY, Failed, Fork, Forked, Reap, Reaped, Reply, Request
+from labkit.launch.stack_dump import crashed_in
+from labkit.worker.stack_writer import held_back
+
+__all__ = ["ForkStarter", "Question", "SpawnStarter", "Starter", "in_background"]
+
+READY_LIMIT_S: Final = 180.0  # a first import of TensorFlow from a cold disk has taken a minute
+REPLY_LIMIT_S: Final = 60.0
+
+_Answer_co = TypeVar("_Answer_co", covariant=True)
+
+
+class Question(Protocol[_Answer_co]):
+    """Something about ranks that is answered where their processes are."""
+
+    def answer(self, processes: Sequence[RankProcess]) -> Sequence[_Answer_co]:
+        """Return the answer for each of some living ranks."""
+
+
+class Starter(ABC):
+    """Starts ranks in one way, asks about them, and ends them.
+
+    Args:
+        ring_bytes: size of a rank's recording memory in bytes.
+        make_shared: creates shared memory of a given size, and returns its file descriptor.
+
+    Attributes:
+        environment: the notebook's variables when the starter was created, which its ranks inherit.
+        importing: whether the modules that ranks need may still be being imported.
+    """
+
+    importing = True
+    _process: subprocess.Popen[bytes]  # the server or the guard
+
+    def __init__(self, ring_bytes: int, make_shared: Callable[[int], int]) -> None:
+        self._ring_bytes, self._make_shared = ring_bytes, make_shared
+        self._numbers = itertools.count(1)
+        self._ending = threading.Lock()
+        # Without PYTHONWARNINGS, which may turn warnings of imports into errors. Ranks get that variable later, like
+        # others that they do not inherit, and the filters with the notebook's settings.
+        self.environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+
+    @abstractmethod
+    def start(self, count: int) -> list[RankProcess]:
+        """Start `count` ranks, which wait for their first message.
+
+        Raises:
+            LabError, OSError: the system allows no more processes, or what starts them has ended or does not reply.
+        """
+
+    def _new_rank(self) -> RankProcess:
+        """Return a rank that has not started yet."""
+        return RankProcess(next(self._numbers), self._ring_bytes, self._make_shared)
+
+    def ask(self, question: Question[_Answer_co], processes: Sequence[RankProcess]) -> Sequence[_Answer_co]:
+        """Ask a question about living ranks; return the answer for each."""
+        return question.answer(processes)
+
+    def end(self, processes: Sequence[RankProcess]) -> list[End]:
+        """Kill ranks and the processes that they have started; return how each ended, now or before."""
+        with self._ending:
+            living = [process for process in processes if process.ended is None]
+            codes = self._kill(living) if living else {}
+            for process in living:  # a code is missing if Stop has interrupted the first attempt to reap the process
+                process.ended = End(codes.get(process.number, -signal.SIGKILL), crashed_in(process))
+            return [process.ended for process in processes if process.ended is not None]
+
+    @abstractmethod
+    def _kill(self, processes: Sequence[RankProcess]) -> Mapping[int, int]:
+        """Kill ranks and the processes that they have started; return exit codes by number."""
+
+    def alive(self) -> bool:
+        """Whether its own process is running."""
+        return self._process.poll() is None
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the starter's own processes, and all ranks that it has started."""
+
+
+class ForkStarter(Starter):
+    """Forks ranks from a server.
+
+    Args:
+        preload: modules that the server imports, in order; modules that are not installed are skipped.
+        environment: variables that the server gets in addition to the notebook's.
+        ring_bytes, make_shared: as for `Starter`.
+    """
+
+    def __init__(
+        self, preload: Sequence[str], environment: dict[str, str], ring_bytes: int, make_shared: Callable[[int], int]
+    ) -> None:
+        super().__init__(ring_bytes, make_shared)
+        self._lock = threading.Lock()
+        self._requests = itertools.count(READY + 1)
+        self._log = make_shared(0)
+        self._socket, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with far:
+            self._process = _python(
+                "serve", [far.fileno()], [list(preload), os.getpid()], self.environment | environment, self._log
+            )
+
+    def start(self, count: int) -> list[RankProcess]:
+        """Fork `count` ranks."""
+        ranks: list[RankProcess] = []
+        with self._lock:
+            if self.importing:
+                self._receive(READY, READY_LIMIT_S)
+            try:
+                while len(ranks) < count:
+                    batch = [self._new_rank() for _ in range(min(BATCH, count - len(ranks)))]
+                    ranks += batch
+                    forked = self._ask(Fork([rank.number for rank in batch]), [fd for rank in batch for fd in rank.far])
+                    assert isinstance(forked, Forked)
+                    for rank in batch:
+                        rank.started(forked.pids[rank.number])
+            except BaseException:  # ranks that have started nevertheless end, as their socket is closed
+                for rank in ranks:
+                    rank.close()
+                raise
+        return ranks
+
+    def _kill(self, processes: Sequence[RankProcess]) -> Mapping[int, int]:
+        with self._lock:
+            try:
+                reaped = self._ask(Reap([process.number for process in processes]))
+            except LabError:  # the server has ended, and its ranks with it, but not the processes that these have started
+                kill_groups([process.pid for process in processes])
+                return {}
+        assert isinstance(reaped, Reaped)
+        return reaped.codes
+
+    def close(self) -> None:
+        """End the server, and with it all ranks that it has forked."""
+        self._socket.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._log >= 0:
+            os.close(self._log)
+            self._log = -1
+
+    def _ask(self, request: Request, fds: Sequence[int] = ()) -> Reply:
+        number = next(self._requests)
+        try:
+            socket.send_fds(self._socket, [pickle.dumps((number, request))], fds)
+        except OSError:
+            raise self._death() from None
+        reply = self._receive(number, REPLY_LIMIT_S)
+        if isinstance(reply, Failed):
+            raise LabError(reply.reason)
+        return reply
+
+    def _receive(self, number: int, limit_s: float) -> Reply:
+        until = time.monotonic() + limit_s
+        while True:
+            self._socket.settimeout(max(0.0, until - time.monotonic()))
+            try:
+                data = self._socket.recv(LONGEST_BYTES)
+            except TimeoutError:
+                raise LabError(f"the process that starts ranks did not reply within {limit_s:.0f} s") from None
+            except OSError:
+                data = b""
+            if not data:
+                raise self._death()
+            got, reply = pickle.loads(data)
+            self.importing &= got != READY
+            if got == number:  # otherwise the reply to a request that was interrupted
+                answer: Reply = reply
+                return answer
+
+    def _death(self) -> LabError:
+        log = os.pread(self._log, 1 << 16, 0).decode(errors="replace").strip() if self._log >= 0 else ""  # -1: closed
+        tail = "\n".join(log.splitlines()[-12:])
+        return LabError(f"the process that starts ranks has ended{': ' + tail if tail else ''}")
+
+
+class SpawnStarter(Starter):
+    """Starts ranks as new interpreters, where fork is unsafe; keeps spare ones. Arguments: as for `ForkStarter`.
+
+    Each rank imports; whether a spare one has finished is not known before it replies.
+    """
+
+    def __init__(
+        self, preload: Sequence[str], environment: dict[str, str], ring_bytes: int, make_shared: Callable[[int], int]
+    ) -> None:
+        super().__init__(ring_bytes, make_shared)
+        self._preload, self._settings = list(preload), environment
+        self._children: dict[int, subprocess.Popen[bytes]] = {}  # by the ranks' numbers
+        self._spares: list[RankProcess] = []
+        self._lock = threading.Lock()
+        read_end, self._guard_pipe = os.pipe()
+        self._process = _python("guard", [read_end], [os.getpid()], self.environment, subprocess.DEVNULL)
+        os.close(read_end)
+
+    def warm(self, count: int) -> None:
+        """Make sure that `count` spare ranks exist, which import the modules that they need. Does not wait for them."""
+
+        def spawn() -> None:
+            with self._lock, contextlib.suppress(OSError):  # if the system allows no more, the next group reports that
+                while len(self._spares) < count:
+                    self._spares.append(self._spawn())
+
+        in_background(spawn).acquire()  # on the main thread, Stop could leave the file descriptors of a spare open
+
+    def start(self, count: int) -> list[RankProcess]:
+        """Return `count` ranks, spare ones first."""
+        with self._lock:
+            for spare in [s for s in self._spares if self._children[s.number].poll() is not None]:
+                self._spares.remove(spare)  # another process has killed it
+                self.end([spare])
+                spare.close()
+            while len(self._spares) < count:
+                self._spares.append(self._spawn())
+            ranks, self._spares = self._spares[:count], self._spares[count:]
+        return ranks
+
+    def _kill(self, processes: Sequence[RankProcess]) -> Mapping[int, int]:
+        pids = [process.pid for process in processes]
+        started = descendants(pids)
+        kill_groups(pids)
+        end_all(started)
+        codes = {p.number: self._children.pop(p.number).wait() for p in processes if p.number in self._children}
+        self._notify_guard("-", pids)
+        return codes
+
+    def close(self) -> None:
+        """End the spare ranks and the guard."""
+        with self._lock:
+            spares, self._spares = self._spares, []
+        self.end(spares)
+        for spare in spares:
+            spare.close()
+        if self._guard_pipe >= 0:
+            os.close(self._guard_pipe)
+            self._guard_pipe = -1
+        self._process.kill()
+        self._process.wait()
+
+    def _notify_guard(self, sign: str, pids: Iterable[int]) -> None:
+        with contextlib.suppress(OSError):  # the guard has ended, or this starter was closed before its last ranks
+            os.write(self._guard_pipe, "".join(f"{sign}{pid}\n" for pid in pids).encode())
+
+    def _spawn(self) -> RankProcess:
+        rank = self._new_rank()
+        try:
+            child = _python("spawned", rank.far, [self._preload], self.environment | self._settings, subprocess.DEVNULL)
+        except BaseException:
+            rank.close()
+            raise
+        self._children[rank.number] = child
+        self._notify_guard("+", [child.pid])
+        rank.started(child.pid)
+        return rank
+
+
+def in_background(action: Callable[[], None]) -> threading.Lock:
+    """Call a function on a new thread; return a lock that is held until it has returned.
+
+    Not on a `threading.Thread`: its `start` fails if Stop interrupts it while it waits for the thread to begin.
+    Where no thread can be started, as at the end of a program in Python 3.12, the function is called here.
+    """
+    done = threading.Lock()
+    done.acquire()
+
+    def do() -> None:
+        try:
+            action()
+        finally:
+            done.release()
+
+    try:
+        _thread.start_new_thread(do, ())
+    except RuntimeError:
+        do()
+    return done
+
+
+def _python(
+    function: str, fds: Sequence[int], arguments: list[Any], environment: dict[str, str], log: int
+) -> subprocess.Popen[bytes]:
+    """Start an interpreter that runs a function of `launch.fork_server`, in a new session, out of reach of Ctrl-C."""
+    begin = f"import sys; sys.path[:] = {sys.path!r}; from labkit.launch.fork_server import {function}"
+    code = f"{begin}; {function}({list(fds)!r}, *{arguments!r})"
+    with held_back():
+        return subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={name: value for name, value in environment.items() if name != "LABKIT_TRACE"},  # for scripts only
+            pass_fds=fds,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )

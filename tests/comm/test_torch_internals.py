@@ -1,0 +1,73 @@
+"""Without a private name of torch's, ranks start, results are right, and only what depends on the name is left out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import internals_program
+import pytest
+
+from labkit.comm import torch_internals
+from labkit.comm.private_names import PrivateNames
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTRIES = {name: entry for name, entry in vars(torch_internals).items() if isinstance(entry, PrivateNames)}
+# What is no longer recorded; all else is.
+LEFT_OUT = {
+    "PROCESS_GROUPS": {"all_reduce", "broadcast", "send", "recv"},
+    "DATA_LOADER": set(),  # the start of the loader is still a span named "data"
+    "REMOTE_CALLS": {"rpc_sync double", "remote double", "to_here"},
+}
+TRAINED = {"all_reduce", "send", "recv", "forward", "backward", "optimizer", "data"}
+CALLED = {"rpc_sync double", "remote double", "to_here"}
+
+
+def without(name: str, folder: Path) -> dict[str, Any]:
+    """What the program of an entry returns and records if its names do not exist."""
+    (folder / "sitecustomize.py").write_text(internals_program.HIDE)
+    path = os.pathsep.join([str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    program = [sys.executable, internals_program.__file__, name]
+    environment = os.environ | {"GONE": name, "PYTHONPATH": path}
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return seen
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ENTRIES)
+def test_results_are_right_without(name: str, tmp_path: Path) -> None:
+    seen = without(name, tmp_path)
+    if name.startswith(("REMOTE", "RPC")):
+        assert seen["results"] == [[24.0, None]]
+        expected = CALLED
+    else:
+        (first, second), *_ = seen["results"]
+        assert first[:3] == [3.0, 2.0, 0.0]
+        assert second[:3] == [3.0, 2.0, 7.0]
+        assert first[3] == second[3]
+        assert seen["results"][:3] == [[first, second]] * 3
+        assert seen["results"][3:] in ([], [[5.0, 5.0]])
+        expected = TRAINED
+    assert expected & set(seen["recorded"]) == expected - LEFT_OUT.get(name, set())
+
+
+def test_all_names_are_found_in_this_torch() -> None:
+    assert torch_internals.lost() == []
+    assert len(ENTRIES) == len(torch_internals.TABLE)
+
+
+def test_what_is_missing_is_named() -> None:
+    gone = "torch:nn._Gone", "torch:nn.Linear.forward(_nothing)"
+    entry = PrivateNames("torch:nn.Linear", *gone, lost="all", public="", versions="")
+    assert not entry.found
+    assert entry.missing == list(gone)
+    with pytest.raises(AttributeError):
+        entry["_Gone"]
+    with pytest.raises(KeyError):
+        entry["Conv2d"]  # torch has it, and the entry does not name it
