@@ -73,13 +73,10 @@ class Tail:
     Args:
         code: a type code of Python's `struct` module.
         is_time: whether it is a time on the clock of the rank's machine, or 0 if it does not apply.
-        few: for a string: None if it always finds room; for strings that a program can create freely, their kind in
-            `NO_ROOM`.
     """
 
     code: str
     is_time: bool = False
-    few: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +144,7 @@ class Span:
     measured: Annotated[bool, Flag(MEASURED)] = False
     sized: Annotated[bool, Flag(UNSIZED)] = True
     served: Annotated[bool, Flag(SERVED)] = False
-    signature: Annotated[str, Tail("I", few="sizes")] = ""
+    signature: Annotated[str, Tail("I")] = ""
     root: Annotated[int, Tail("i")] = -1
     count: Annotated[int, Tail("I")] = 1
 
@@ -173,11 +170,11 @@ class Pending:
     wait_start_ns: int = 0
     nbytes: int = 0
     peer: int = -1
-    root: int = -1
     group: str = ""
     match: int = 0
     line: str = ""
     signature: str = ""
+    root: int = -1
     thread: int = 0
 
     @property

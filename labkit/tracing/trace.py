@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from labkit.errors.exceptions import LabError
 from labkit.errors.wrong_calls import public_api
-from labkit.recording.events import COLUMNS, Columns, ProfilerEvent, Scalar, blank, under_way
-from labkit.recording.ring_buffer import place_and_name
+from labkit.recording.events import COLUMNS, Columns, ProfilerEvent, Scalar, under_way
 from labkit.recording.schema import (
     AUTOMATIC,
     CALL,
@@ -29,7 +28,6 @@ from labkit.recording.schema import (
     MEMORY,
     SCALAR,
     STEP,
-    SUM,
     UNSHOWN,
     Head,
     Pending,
@@ -395,25 +393,17 @@ def from_records(
 
     parts, scalars = [np.empty(0, COLUMNS)], []
     for rank, (rows, own) in enumerate(zip(records, names, strict=True)):
-        both = [place_and_name(text) for text in own] or [("", "")]
-        table = np.array([number(name) for _, name in both], np.uint32)
-        places = np.array([number(place) for place, _ in both], np.uint32)
+        table = np.array([number(text) for text in own], np.uint32)
         is_scalar = rows["kind"] == SCALAR
         curve = rows[is_scalar]
-        values = curve["end_ns"].copy().view(np.float64).tolist()  # the field holds a scalar's value
-        for name, time_ns, value in zip(curve["name"].tolist(), curve["start_ns"].tolist(), values, strict=True):
+        for name, time_ns, value in zip(*(curve[f].tolist() for f in ("name", "start_ns", "value")), strict=True):
             scalars.append(Scalar(rank, own[name], time_ns, value))
         rows = rows[~is_scalar & (rows["flags"] & UNSHOWN == 0)]
-        part = blank(len(rows))
-        tail = rows["kind"] == COMMUNICATION  # other kinds do not overwrite these fields of older records
-        part["rank"], part["flags"], part["line"] = rank, rows["flags"], places[rows["name"]]
+        part = np.empty(len(rows), COLUMNS)
+        part["rank"], part["flags"] = rank, rows["flags"]
         for field in FIELDS:
             if isinstance(field.place, Head | Tail):
-                which = slice(None) if isinstance(field.place, Head) else tail
-                values = rows[field.name][which]
-                part[field.name][which] = table[values] if field.is_text else values
-        counted = (rows["flags"] & SUM) != 0
-        part["nbytes"][counted] = rows["nbytes"][counted]
+                part[field.name] = table[rows[field.name]] if field.is_text else rows[field.name]
         parts.append(part)
     if calls or any(pending):
         assert end_ns is not None and (start_ns is not None or not calls), "since when, and until when?"

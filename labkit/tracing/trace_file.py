@@ -15,7 +15,6 @@ import numpy as np
 
 from labkit.errors.exceptions import LabError
 from labkit.recording.events import Columns, ProfilerEvent, Scalar
-from labkit.recording.schema import ROOTED
 from labkit.tracing.perfetto import read_events
 
 __all__ = ["TraceFileError", "read_file", "writing"]
@@ -130,13 +129,13 @@ def _check_spans(columns: Columns, ranks: int) -> None:
     data = columns.data
     if not all(isinstance(name, str) for name in columns.names):
         raise TraceFileError("a span has a name that is not a string")
-    root = ROOTED - data["peer"]
     fits = {
         "of an unknown rank": (data["rank"] >= 0) & (data["rank"] < ranks),
         "that ends before it starts": (data["end_ns"] >= data["start_ns"]) & (data["wait_end_ns"] >= data["wait_start_ns"]),
         "of a negative size": data["nbytes"] >= 0,
         "at an impossible time": (np.abs(data["start_ns"]) < LARGEST) & (np.abs(data["end_ns"]) < LARGEST),
-        "with an unknown peer": ((data["peer"] >= -1) & (data["peer"] < ranks)) | ((root >= 0) & (root < ranks)),
+        "with an unknown peer": (data["peer"] >= -1) & (data["peer"] < ranks),
+        "with an unknown root": (data["root"] >= -1) & (data["root"] < ranks),
     }
     for words, right in fits.items():
         if not right.all():

@@ -16,7 +16,6 @@ from labkit.errors.exceptions import LabError
 from labkit.plots.flows import flows_of, over_time
 from labkit.plots.traffic import OTHERS, _cell, traffic
 from labkit.recording.operations import OTHER, SEND, Traffic, methods, type_of
-from labkit.recording.schema import ROOTED
 
 from synthetic import MS, Book, alone, data_parallel, model_parallel, remote_calls  # isort: skip
 
@@ -28,7 +27,7 @@ def collective(name, sizes, *, root=None):
     book = Book()
     for rank, nbytes in enumerate(sizes):
         if nbytes is not None:
-            book.travel(rank, name, 0, 1, nbytes=nbytes, group="world", match=1, peer=-1 if root is None else ROOTED - root)
+            book.travel(rank, name, 0, 1, nbytes=nbytes, group="world", match=1, root=-1 if root is None else root)
     return book.trace(len(sizes))
 
 
@@ -111,7 +110,7 @@ def test_each_collective_has_its_own_root():
     book = Book()
     for match, root in enumerate((0, 2, 2)):
         for rank in range(3):
-            book.travel(rank, "broadcast", match, match + 1, nbytes=10, group="world", match=match, peer=ROOTED - root)
+            book.travel(rank, "broadcast", match, match + 1, nbytes=10, group="world", match=match, root=root)
     assert flows_of(book.trace(3)).matrix().tolist() == [[0, 10, 10], [0, 0, 0], [20, 20, 0]]
 
 
@@ -386,7 +385,7 @@ def test_messages_go_from_device_to_device():
 def test_a_broadcast_comes_from_the_roots_first_device():
     book = Book()
     for rank, device in itertools.product((0, 1), ("CPU:0", "CPU:1")):
-        book.travel(rank, "broadcast", 0, 1, nbytes=10, group="all", match=1, peer=ROOTED, device=device)
+        book.travel(rank, "broadcast", 0, 1, nbytes=10, group="all", match=1, root=0, device=device)
     assert flows_of(book.trace(2)).matrix().tolist() == [[0, 10, 10, 10], [0] * 4, [0] * 4, [0] * 4]
 
 
