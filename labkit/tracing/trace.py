@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import numbers
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -38,6 +38,7 @@ from labkit.tracing.intervals import Intervals, difference, intersection, length
 from labkit.tracing.perfetto import write_events
 from labkit.tracing.steps_of_rank import steps_of_rank
 from labkit.tracing.trace_file import writing
+from labkit.tracing.trace_info import TraceInfo
 from labkit.tracing.waiting import blocked, waits_for_data
 
 __all__ = ["Scalar", "Share", "Span", "Trace", "from_records"]
@@ -103,7 +104,8 @@ class Trace:
     ) -> None:
         self.columns = spans if isinstance(spans, Columns) else Columns.of(spans)
         self.scalars = tuple(sorted(scalars, key=lambda s: s.time_ns))
-        self.ranks = tuple(ranks)
+        lost = tuple(dropped) or (0,) * len(ranks)
+        self.info = TraceInfo(tuple(ranks), lost, tuple(notes), tuple(nodes))
         data = self.columns.data
         highest = int(data["rank"].max(initial=-1))
         if highest >= len(self.ranks):
@@ -113,8 +115,27 @@ class Trace:
         self.end_ns = end_ns if end_ns is not None else int(data["end_ns"].max(initial=first))
         if self.end_ns < self.start_ns:
             raise ValueError(f"a trace from {self.start_ns} to {self.end_ns} ns: the end lies before the start")
-        self.dropped = tuple(dropped) or (0,) * len(self.ranks)
-        self.notes, self.profile, self.nodes = tuple(notes), tuple(profile), tuple(nodes)
+        self.profile = tuple(profile)
+
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        """The names of the ranks, in rank order."""
+        return self.info.ranks
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """The number of lost records, per rank."""
+        return self.info.dropped
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes for the reader."""
+        return self.info.notes
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The node of each rank in an emulated network; empty without one."""
+        return self.info.nodes
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -317,14 +338,12 @@ class Trace:
         # Spans that overlap the window may have started before it.
         began = [self.start_ns, *self.columns.data["start_ns"][:1].tolist(), *(e.start_ns for e in self.profile)]
         zero_ns = min(began + [s.time_ns for s in self.scalars[:1]])
-        other = {"labkit": 1, "ranks": self.ranks, "start_ns": self.start_ns, "end_ns": self.end_ns, "dropped": self.dropped}
-        other |= {"notes": self.notes, "zero_ns": zero_ns} | ({"nodes": self.nodes} if self.nodes else {})
+        other = {"labkit": 1, "start_ns": self.start_ns, "end_ns": self.end_ns, "zero_ns": zero_ns} | asdict(self.info)
         events = write_events(self, self.scalars, self.ranks, zero_ns, self.profile)
         return events, {"displayTimeUnit": "ms", "otherData": other}
 
     def _with(self, columns: Columns, scalars: Iterable[Scalar], profile: Iterable[ProfilerEvent], **window: Any) -> Trace:
-        kept: dict[str, Any] = {"ranks": self.ranks, "dropped": self.dropped, "notes": self.notes, "nodes": self.nodes}
-        part = Trace(columns, scalars, profile=profile, **kept, **window)
+        part = Trace(columns, scalars, profile=profile, **asdict(self.info), **window)
         part.labelled = self.labelled
         return part
 
