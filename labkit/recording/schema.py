@@ -174,8 +174,8 @@ class Pending:
     match: int = 0
     line: str = ""
     signature: str = ""
-    root: int = -1
     thread: int = 0
+    root: int = -1
 
     @property
     def type(self) -> OperationType:
