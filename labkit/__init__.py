@@ -29,7 +29,6 @@ from labkit.notebook.startup import begin
 # The public names, with the module that defines each one, and their imports for editors and type checkers.
 # `tests/test_house.py` compares the two lists.
 _MODULES = {
-    "predict": "costs.formulas",  # the module itself
     "Link": "costs.link",
     "Network": "costs.network",
     "check": "exercises.check",
@@ -42,10 +41,8 @@ _MODULES = {
     "Group": "notebook.watched_group",
     "reset_lesson": "notebook.lessons",
     "measure_link": "notebook.measure_link",
-    "press_stop": "notebook.press_stop",
     "breakdown": "plots.breakdown",
     "compare": "plots.breakdown",
-    "busy_shares": "plots.busy",
     "explain": "plots.explain",
     "explore": "plots.explore",
     "memory": "plots.memory",
@@ -67,10 +64,11 @@ _MODULES = {
     "Trace": "tracing.trace",
     "device": "worker.runtimes.devices",
     "devices": "worker.runtimes.devices",
+    "predict": "predict",  # the module itself
 }
 if TYPE_CHECKING:
+    from labkit import predict as predict
     from labkit.comm.memory_tracker import track_memory as track_memory
-    from labkit.costs import formulas as predict  # noqa: F401  # a module, and so under another name than its own
     from labkit.costs.link import Link as Link
     from labkit.costs.network import Network as Network
     from labkit.exercises.check import check as check
@@ -82,11 +80,9 @@ if TYPE_CHECKING:
     from labkit.notebook.doctor import doctor as doctor
     from labkit.notebook.lessons import reset_lesson as reset_lesson
     from labkit.notebook.measure_link import measure_link as measure_link
-    from labkit.notebook.press_stop import press_stop as press_stop
     from labkit.notebook.watched_group import Group as Group
     from labkit.plots.breakdown import breakdown as breakdown
     from labkit.plots.breakdown import compare as compare
-    from labkit.plots.busy import busy_shares as busy_shares
     from labkit.plots.byte_counts import memory_mb as memory_mb
     from labkit.plots.byte_counts import sent_mb as sent_mb
     from labkit.plots.explain import explain as explain
@@ -117,7 +113,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise WrongNameError(f"labkit has no {name!r}; {did_you_mean(name, __all__)}")
     value: Any = importlib.import_module(f"labkit.{_MODULES[name]}")
-    if name != "predict":
+    if _MODULES[name] != name:
         value = getattr(value, name)
     globals()[name] = value
     return value

@@ -62,6 +62,14 @@ def no_processes_in_a_quick_run() -> Iterator[None]:
     assert not lines, "the test starts processes; mark it with @pytest.mark.processes, which keeps it out of quick runs"
 
 
+@pytest.fixture(autouse=True, scope="session")
+def servers_have_pytest() -> Iterator[None]:
+    from preloaded import preloaded  # labkit, which a test may want to import first
+
+    with preloaded("pytest"):
+        yield
+
+
 @pytest.fixture(scope="module", params=START)
 def start(request: pytest.FixtureRequest) -> str:
     """Return each of the ways in which ranks start."""

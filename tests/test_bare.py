@@ -102,7 +102,7 @@ def work(n):
 if __name__ == "__main__":
     with lab.Group(2, runtime="bare") as group:
         run = group.run(work, 7)
-    print(json.dumps([run.results, sorted({s.name for s in run.trace.of(kind="compute")})]))
+    print(json.dumps([run.results, sorted({s.name for s in run.trace.filter(kind="compute")})]))
 """
     assert run(base, program) == [[7, 7], ["forward"]]
 

@@ -7,6 +7,7 @@ import graphlib
 import re
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ LIMIT_LINES = 600  # about 400 is usual
 LAYERS = (
     "errors", "recording", "costs", "tracing", "ipc", "comm", "worker", "launch", "group", "plots", "notebook", "exercises",
 )  # fmt: skip
-BESIDE = {"__init__", "__main__", "data", "models", "py.typed"}  # what students import by name
+BESIDE = {"__init__", "__main__", "data", "models", "predict", "py.typed"}  # what students import by name
 LAZY = "labkit"  # the package itself names all its parts and imports each on first use
 
 # Words that were used for things with a standard name, or that say nothing about the thing.
@@ -90,10 +91,14 @@ def test_each_public_name_has_a_module_and_an_import_for_editors() -> None:
         assert isinstance(node, ast.ImportFrom)
         assert node.module
         for alias in node.names:
-            name = alias.asname or alias.name
-            imported[name] = f"{node.module}.{alias.name}" if name == "predict" else node.module
+            imported[alias.name] = f"labkit.{alias.name}" if node.module == LAZY else node.module
     assert imported == {name: f"labkit.{module}" for name, module in labkit._MODULES.items()}
     assert {name for name in labkit.__all__ if not hasattr(labkit, name)} == set()
+
+
+def test_each_file_has_a_name_of_its_own() -> None:
+    names = Counter(module.rpartition(".")[2] for module in FILES if not FILES[module].name.startswith("__"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_no_import_cycles() -> None:
@@ -152,6 +157,14 @@ def test_private_names_of_torch_stand_in_one_file() -> None:
         "torch._C", "torch.f()._z", "n.Linear._x",
     ]  # fmt: skip
     assert {module: found for module, path in FILES.items() if (found := private_names_of_torch(path.read_text()))} == {}
+
+
+def test_only_the_floor_that_launches_ranks_knows_that_they_are_processes_of_this_machine() -> None:
+    here = re.compile(r"import psutil|['\"]/proc/|\.pid\b|os\.kill\((?!os\.getpid\(\))|pidfd_open")
+    assert here.search("os.kill(process.pid, 9)")
+    above = [module for module in FILES if module.split(".")[1:2] in (["group"], ["plots"], ["exercises"])]
+    assert len(above) > 80
+    assert [module for module in above if here.search(FILES[module].read_text())] == []
 
 
 @pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="not a git checkout")

@@ -20,8 +20,8 @@ import labkit as lab
 from labkit.plots.image import as_image
 from labkit.plots.live.curves import draw_below
 from labkit.plots.live.frame import LiveFrame
+from labkit.plots.live.live import Live
 from labkit.plots.live.page import page as html_of
-from labkit.plots.live.view import Live
 from labkit.plots.timeline import figure_of
 
 __all__ = ["chromium", "film"]
@@ -34,7 +34,7 @@ PAGE: Final = "<body style='margin:{margin}px;background:white;font-family:DejaV
 
 
 class _Film:
-    """A `labkit.plots.live.view.Screen` that keeps what it is shown."""
+    """A `labkit.plots.live.live.Screen` that keeps what it is shown."""
 
     def __init__(self) -> None:
         self.shown: list[tuple[float, str]] = []  # when, and as HTML

@@ -244,7 +244,7 @@ def _stretch(trace: lab.Trace, steps: range) -> lab.Trace:
 
 def _mean_s(trace: lab.Trace, name: str) -> list[float]:
     """Per rank, the mean length of the passes in one direction, in seconds."""
-    passes = [s for s in trace.of(kind="compute") if s.name.startswith(name)]
+    passes = [s for s in trace.filter(kind="compute") if s.name.startswith(name)]
     return [float(np.mean([s.duration_ns for s in passes if s.rank == rank])) / 1e9 for rank in range(len(trace.ranks))]
 
 

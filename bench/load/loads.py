@@ -180,7 +180,7 @@ def many_spans(count: int, ranks: int = 2) -> Spans:
         figure.savefig(io.BytesIO(), format="png")
         clock.append(time.perf_counter())
         pyplot.close(figure)
-        return Spans(len(trace.of(name="tick")), sum(trace.dropped), *np.diff(clock).tolist())
+        return Spans(len(trace.filter(name="tick")), sum(trace.dropped), *np.diff(clock).tolist())
 
 
 def _record(count: int) -> None:

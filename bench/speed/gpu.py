@@ -46,7 +46,7 @@ def step_in_a_picture(folder: Path) -> dict[str, Any]:
         "step_ms": statistics.median((lengths[:, 1] - lengths[:, 0]).tolist()) / 1e6,
         "spans_on_gpu": sum(s.device == "cuda" for s in run.trace),
         "spans": len(run.trace),
-        "gradients_mib": sum(s.nbytes for s in run.trace.of(rank=0, name="all_reduce")) / len(run.trace.step_bounds()) / MIB,
+        "gradients_mib": sum(s.nbytes for s in run.trace.filter(rank=0, name="all_reduce")) / len(run.trace.step_bounds()) / MIB,
     }
 
 
@@ -129,8 +129,8 @@ def predictions() -> list[dict[str, Any]]:
     with lab.Group(1, devices=DEVICES) as group:
         trace = group.run(copies_and_kernels).trace
     median_s: dict[str, float] = {}
-    for name in sorted({s.name for s in trace.of(kind="compute")}):
-        median_s[name] = statistics.median((s.end_ns - s.start_ns) / 1e9 for s in trace.of(name=name))
+    for name in sorted({s.name for s in trace.filter(kind="compute")}):
+        median_s[name] = statistics.median((s.end_ns - s.start_ns) / 1e9 for s in trace.filter(name=name))
     rows = []
     small, middle, large = COPIED
     for kind in ("to the device, pinned", "to the device, pageable", "from the device, pinned", "on the device"):
@@ -154,7 +154,7 @@ def events_beside_profiler() -> dict[str, float]:
     """Durations of kernels by labkit's events and by the timestamps of torch's profiler."""
     with lab.Group(1, devices=DEVICES) as group, lab.profile(group):
         run = group.run(products)
-    spans = list(run.trace.of(name="products"))
+    spans = list(run.trace.filter(name="products"))
     kernels = [e for e in run.trace.profile if e.category == "kernel"]
     within = [e for e in kernels if any(s.start_ns <= (e.start_ns + e.end_ns) / 2 <= s.end_ns for s in spans)]
     return {

@@ -17,7 +17,7 @@ SPANS: Final = 1_000_000
 PREPARE: Final = """
 import time
 import labkit as lab
-import labkit.plots.live.view
+import labkit.plots.live.live
 import torch
 import torch.distributed as dist
 from labkit.models import CNN
@@ -52,7 +52,7 @@ def timed(go):
     return max(go(train, STEPS).results)
 
 # Keeps the kernel's processor time from the beginning to the last look, per second: without the finished picture.
-class Counted(labkit.plots.live.view.Live):
+class Counted(labkit.plots.live.live.Live):
     def begin(self, *arguments):
         self.since = time.process_time(), time.perf_counter()
         super().begin(*arguments)
@@ -67,7 +67,7 @@ def share_of(function, argument):
     try:
         trace = group.watch(function, argument).trace
     finally:
-        lab.Group.picture = staticmethod(labkit.plots.live.view.Live)
+        lab.Group.picture = staticmethod(labkit.plots.live.live.Live)
     return Counted.share, len(trace), sum(trace.dropped)
 
 def share_of_run(function, argument):

@@ -23,17 +23,14 @@ LESSONS: dict[str, tuple[str, ...]] = {
     "sharded_data_parallel": ("shard_range", "memory_per_rank", "zero1", "global_norm"),
     "model_parallel": ("idle_shares", "best_cut", "TwoDevices", "middle_step"),
     "pipeline_parallel": ("bubble", "balanced_stages", "gpipe_step", "one_f_one_b_step"),
-    "tensor_parallel": ("column_backward", "row_linear", "my_heads"),
-    "tensor_parallel_bytes": ("bytes_per_step",),
-    "remote_calls": ("ask_all", "remote_tallies"),
+    "tensor_parallel": ("column_backward", "row_linear", "my_heads", "bytes_per_step"),
+    "calls_and_references": ("ask_all", "remote_tallies"),
     "parameter_server": ("WeightedServer", "push_less"),
-    "rpc_hybrid": ("overlapped_time", "both_workers", "distributed_step"),
-    "hybrid_master": ("hybrid_master",),
-    "hybrid_mesh": ("coordinates", "bytes_per_axis", "build_mesh", "average_over_dp"),
+    "rpc_hybrid": ("overlapped_time", "both_workers", "distributed_step", "hybrid_master"),
+    "hybrid_mesh": ("coordinates", "build_mesh", "average_over_dp", "bytes_per_axis"),
     "tf_data_parallel": ("replica_loss", "global_batches", "clipped_sum", "waited_ms"),
     "tf_model_parallel": ("idle_devices", "place_layers", "pair_layouts", "weights_per_device"),
-    "tf_hybrid": ("plan_epoch", "hybrid_train", "run_epochs"),
-    "tf_resume": ("train_safely",),
+    "tf_hybrid": ("plan_epoch", "hybrid_train", "run_epochs", "train_safely"),
 }
 
 
@@ -45,8 +42,8 @@ def find(name: str) -> Exercise:
     """
     for file, names in LESSONS.items():
         if name in names:
-            exercises: tuple[Exercise, ...] = importlib.import_module(f"labkit.exercises.{file}").EXERCISES
-            return next(e for e in exercises if e.name == name)
+            module = importlib.import_module(f"labkit.exercises.{file}")
+            return next(e for e in vars(module).values() if isinstance(e, Exercise) and e.name == name)
     every = [n for names in LESSONS.values() for n in names]
     folded = {n.casefold(): n for n in every}
     close = [folded[n] for n in difflib.get_close_matches(str(name).casefold(), folded, n=3)]

@@ -70,7 +70,8 @@ class Verdict:
 
     def _repr_html_(self) -> str:
         symbol, colour = _SYMBOL_AND_COLOUR[self.state]
-        details = f'<pre style="margin:4px 0 0">{html.escape(chr(10).join(self.details))}</pre>' if self.details else ""
+        style = "margin:4px 0 0;white-space:pre-wrap;word-break:normal"  # JupyterLab's own breaks words
+        details = f'<pre style="{style}">{html.escape(chr(10).join(self.details))}</pre>' if self.details else ""
         return (
             f'<div style="border-left:4px solid {colour};padding:4px 12px">'
             f'<b style="color:{colour}">{symbol} {html.escape(self.name)}: {self.state}</b>'

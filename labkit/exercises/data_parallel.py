@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
-from labkit.exercises.gradients import Experts, Gradients, gradients_of, keeps, random_batch
+from labkit.exercises.calculations import Expected, calculation
+from labkit.exercises.comparisons import compare, differ, listing, whole_numbers
 from labkit.exercises.judging import (
+    NUMBER_FOR_LIST,
     AnswerError,
-    Exercise,
     Hint,
     OnRanks,
-    compare,
-    differ,
+    exercise,
+    explaining,
     judge_exchange,
-    listing,
-    number_of,
+    reject,
     showing,
-    takes_number_for_list,
-    whole_numbers,
-)
-from labkit.exercises.known_mistakes import judge_result
-
-__all__ = ["EXERCISES"]
+)  # fmt: skip
 
 LESSON = "02_data_parallel"
 PER_RANK = 4  # examples of each rank in a batch
@@ -62,27 +56,29 @@ def _average_on_rank(answer: Callable[[nn.Module], object]) -> tuple[Gradients, 
     return before, gradients_of(model)
 
 
-def _average_gradients(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "After backward() each rank has the gradients of its own examples. Average them over all ranks, in place, for every "
+    "parameter that is not frozen; a rank whose examples did not use a parameter has no gradient of it (None).",
+    "On 2 and on 3 ranks the gradients are those of one process with the whole batch, also where a rank had none.",
+)
+def _average_gradients(answer: Any, on: OnRanks) -> None:
     for ranks in (3, 2):  # 3 first: on two ranks, dividing by a constant 2 would be right by chance
         with showing(f"average_gradients(model) on {ranks} ranks"):
             _judge_averages(answer, on, ranks)
-    return "On 2 and on 3 ranks the gradients are those of one process with the whole batch, also where a rank had none."
 
 
 def _judge_averages(answer: Any, on: OnRanks, ranks: int) -> None:
-    try:
+    no_gradient = (
+        "p.grad is None here. Is the parameter frozen, did no example of this rank use it, or was the return value of "
+        "dist.all_reduce stored in it?"
+    )
+    cure = (
+        "skip a frozen parameter, and take part with zeros for one that no example used. dist.all_reduce works in place and "
+        "returns None"
+    )
+    with explaining({"NoneType": (no_gradient, cure)}):
         results = on(ranks, _average_on_rank, answer)
-    except RankError as error:
-        first = error.failures[0]
-        if "NoneType" not in first.traceback:
-            raise
-        raise AnswerError(
-            f"{first.name} failed: p.grad is None here. Is the parameter frozen, did no example of this rank use it, or was the "
-            "return value of dist.all_reduce stored in it?",
-            first.traceback,
-            cure="skip a frozen parameter, and take part with zeros for one that no example used. dist.all_reduce works in place "
-            "and returns None",
-        ) from None
     before, after = zip(*results, strict=True)
     if not any(after):
         raise AnswerError(
@@ -116,11 +112,7 @@ def _judge_averages(answer: Any, on: OnRanks, ranks: int) -> None:
 
 
 def _judge_participation(before: Sequence[Gradients], after: Sequence[Gradients], expected: Gradients) -> None:
-    """Check that each rank ends with a gradient for each trainable parameter, and for no other.
-
-    Raises:
-        AnswerError: it does not.
-    """
+    """Check that each rank ends with a gradient for each trainable parameter, and for no other."""
     for rank, (had, has) in enumerate(zip(before, after, strict=True)):
         frozen = [name for name in has if name not in expected]
         if frozen:
@@ -134,7 +126,7 @@ def _judge_participation(before: Sequence[Gradients], after: Sequence[Gradients]
             raise AnswerError(
                 f"rank {rank} has no gradient of {missing[0]} afterwards: its own examples do not use it, those of another rank "
                 "do, and all ranks must take the same step",
-                "a rank that skips it goes on to its next all_reduce, and the sum there is of gradients of different parameters",
+                "a rank that skips it goes on to its next all_reduce, and the sum there mixes gradients of different parameters",
                 cure="where p.grad is None because no example of the rank used it, put zeros into p.grad and take part with them",
             )
 
@@ -171,37 +163,32 @@ def _packed(sizes: Sequence[int], most: float) -> list[int]:
     return buckets
 
 
-def _average_in_buckets(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "average_in_buckets(model, bucket_bytes) averages all gradients over all ranks, in place, with one all_reduce for each "
+    "bucket. A bucket holds as many gradients as fit into bucket_bytes, from the last parameter to the first; one that is "
+    "larger travels alone.",
+    "The gradients are those of one process with the whole batch, and each bucket was filled before the next one began.",
+)
+def _average_in_buckets(answer: Any, on: OnRanks) -> None:
     for ranks, bucket_bytes in ((3, 80), (2, 200), (2, 1000)):
         case = f"average_in_buckets(model, {bucket_bytes}) on {ranks} ranks"
         model = _layers()
         nn.functional.mse_loss(model((batch := random_batch(PER_RANK * ranks))[0]), batch[1]).backward()
         expected = gradients_of(model)
-        try:
+        frozen = f"{case}: a frozen parameter (requires_grad is False) has no gradient, p.grad is None"
+        with explaining({"NoneType": (frozen, "leave it out of the buckets")}):
             results = on(ranks, _bucketed_on_rank, answer, bucket_bytes)
-        except RankError as error:
-            if "NoneType" not in error.failures[0].traceback:
-                raise
-            raise AnswerError(
-                f"{case}: a frozen parameter (requires_grad is False) has no gradient, p.grad is None",
-                error.failures[0].traceback,
-                cure="leave it out of the buckets",
-            ) from None
         before, after = zip(*results, strict=True)
         with showing(case):
             _judge_unpacked(case, before, after, expected)
             judge_exchange(results, sum(array.nbytes for array in expected.values()), "the gradients")
-        sent = [span.nbytes for span in results.trace.of(rank=0, kind="communication").spans]
+        sent = [span.nbytes for span in results.trace.filter(rank=0, kind="communication").spans]
         _judge_buckets(case, sent, [array.nbytes for array in reversed(expected.values())], bucket_bytes)
-    return "The gradients are those of one process with the whole batch, and each bucket was filled before the next one began."
 
 
 def _judge_unpacked(case: str, before: Sequence[Gradients], after: Sequence[Gradients], expected: Gradients) -> None:
-    """Check that each rank has the average of each gradient in its place.
-
-    Raises:
-        AnswerError: it does not.
-    """
+    """Check that each rank has the average of each gradient in its place."""
     ranks = len(after)
     frozen = [name for has in after for name in has if name not in expected]
     if frozen:
@@ -239,43 +226,38 @@ def _sorted(gradients: Gradients) -> Any:
 
 
 def _judge_buckets(case: str, sent: Sequence[int], sizes: Sequence[int], bucket_bytes: int) -> None:
-    """Check the sizes of the messages against those of the gradients, given from the last parameter to the first.
-
-    Raises:
-        AnswerError: there are more messages than needed, or one is larger than a bucket.
-    """
-    details = (f"sent: {listing(sent)} bytes", f"gradients, from the last parameter: {listing(sizes)} bytes")
-    right = _packed(sizes, bucket_bytes)
+    """Check the sizes of the messages against those of the gradients, given from the last parameter to the first."""
+    right, four = _packed(sizes, bucket_bytes), 4 * bucket_bytes
     if max(sent) <= max(bucket_bytes, *sizes) and len(sent) <= len(right) and sum(sent) <= sum(sizes) + 64:
         return
-    if list(sent) == list(sizes) or list(sent) == [*reversed(sizes)]:
-        raise AnswerError(
-            f"{case}: the gradients are right, but each travelled alone",
-            *details,
-            cure="put them into one tensor while they fit, and call all_reduce on that",
-        )
-    if len(sent) == 1:
-        raise AnswerError(f"{case}: all gradients travelled in one message; bucket_bytes limits its size", *details)
-    if list(sent) in ([*_packed(sizes, 4 * bucket_bytes)], [*_packed([*reversed(sizes)], 4 * bucket_bytes)]):
-        raise AnswerError(
-            f"{case}: the buckets are four times too large: numel() counts numbers, not bytes",
-            *details,
-            cure="each number has 4 bytes; p.grad.nbytes is the size of a gradient in bytes",
-        )
-    if max(sent) > max(bucket_bytes, *sizes) or any(n > bucket_bytes and n not in sizes for n in sent):
-        raise AnswerError(
-            f"{case}: a bucket of {max(n for n in sent if n > bucket_bytes and n not in sizes)} bytes was sent",
-            *details,
-            cure="look whether the next gradient fits before you add it, not after",
-        )
-    raise AnswerError(
-        f"{case}: {counted(len(sent), 'message')} where {len(right)} are enough: one all_reduce for each bucket, and as many "
-        "gradients in it as fit",
-        *details,
-    )
+    too_large = [n for n in sent if n > bucket_bytes and n not in sizes]
+    faults = {
+        (
+            "the gradients are right, but each travelled alone",
+            "put them into one tensor while they fit, and call all_reduce on that",
+        ): list(sent) in (list(sizes), [*reversed(sizes)]),
+        "all gradients travelled in one message; bucket_bytes limits its size": len(sent) == 1,
+        (
+            "the buckets are four times too large: numel() counts numbers, not bytes",
+            "each number has 4 bytes; p.grad.nbytes is the size of a gradient in bytes",
+        ): list(sent) in (_packed(sizes, four), _packed([*reversed(sizes)], four)),
+        (
+            f"a bucket of {max(too_large, default=0)} bytes was sent",
+            "look whether the next gradient fits before you add it, not after",
+        ): too_large,
+        f"{counted(len(sent), 'message')} where {len(right)} are enough: one all_reduce for each bucket, and in it as many "
+        "gradients as fit": True,
+    }
+    reject(faults, case, f"sent: {listing(sent)} bytes", f"gradients, from the last parameter: {listing(sizes)} bytes")
 
 
-def _draw_indices(answer: Any, _: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "What DistributedSampler does: draw_indices(examples, rank, ranks, epoch) returns the numbers of the examples of that "
+    "rank in that epoch. All ranks have equally many, together they have every example, and every epoch has its own order.",
+    "Every example is drawn in every epoch, by one rank, in an order that all ranks agree on and that changes.",
+)
+def _draw_indices(answer: Any, _: OnRanks) -> None:
     for examples, ranks in ((12, 3), (10, 4), (7, 2), (13, 4)):  # in the last, the nearest whole number is too small
         epochs = [[_indices(answer, examples, rank, ranks, epoch) for rank in range(ranks)] for epoch in (0, 1, 0)]
         case = f"draw_indices({examples}, rank, {ranks}, epoch)"
@@ -292,106 +274,103 @@ def _draw_indices(answer: Any, _: OnRanks) -> str:
                 f"rank 0 in both: {epochs[0][0]}",
                 cure="let the epoch be part of the seed",
             )
-    return "Every example is drawn in every epoch, by one rank, in an order that all ranks agree on and that changes."
 
 
 def _indices(answer: Any, examples: int, rank: int, ranks: int, epoch: int) -> list[int]:
-    try:
+    call = f"draw_indices{examples, rank, ranks, epoch}"
+    with explaining(dict.fromkeys(NUMBER_FOR_LIST, f"`examples` is a number, not a list: {call}")):
         drawn = answer(examples, rank, ranks, epoch)
-    except RankError as error:
-        headline = error.failures[0].headline
-        if not takes_number_for_list(headline):
-            raise
-        raise AnswerError(f"`examples` is a number, not a list: draw_indices{examples, rank, ranks, epoch}", headline) from None
-    with showing(f"draw_indices{examples, rank, ranks, epoch} returned {drawn!r}"):
+    with showing(f"{call} returned {drawn!r}"):
         return whole_numbers(drawn, "the numbers of this rank's examples, as a list")
 
 
 def _judge_epoch(drawn: list[list[int]], examples: int, case: str) -> None:
-    details = tuple(f"rank {rank}: {indices}" for rank, indices in enumerate(drawn))
     ranks, each = len(drawn), -(-examples // len(drawn))
     every = [index for indices in drawn for index in indices]
     unknown = sorted({index for index in every if index not in range(examples)})
-    if unknown:
-        raise AnswerError(f"{case}: there is no example {unknown[0]}; they are numbered 0 to {examples - 1}", *details)
-    if len({len(indices) for indices in drawn}) > 1:
-        raise AnswerError(
-            f"{case}: the ranks have different numbers of examples. The rank with one batch more would wait in its all_reduce "
-            "for ranks that have finished",
-            *details,
-            cure="repeat a few examples until all have as many",
-        )
     lost = [index for index in range(examples) if index not in every]
-    if lost and len(every) < examples:
-        cure = f"round up and repeat some, so that each rank has {each}"
-        raise AnswerError(f"{case}: {_examples(lost)} left out, and an epoch shows every example", *details, cure=cure)
-    if lost:
-        raise AnswerError(
-            f"{case}: {_examples(lost)} drawn by no rank while others are drawn twice: do all ranks shuffle with the same seed, "
-            "and take different parts of the result?",
-            *details,
-        )
-    if len(every) - examples >= ranks:
-        raise AnswerError(f"{case}: each rank has {len(drawn[0])} examples, {each} are enough", *details)
+    faults = {
+        f"there is no example {listing(unknown[:1])}; they are numbered 0 to {examples - 1}": unknown,
+        (
+            (
+                "the ranks have different numbers of examples. The rank with one batch more would wait in its all_reduce for "
+                "ranks that have finished"
+            ),
+            "repeat a few examples until all have as many",
+        ): len({len(indices) for indices in drawn}) > 1,
+        (
+            f"{_examples(lost)} left out, and an epoch shows every example",
+            f"round up and repeat some, so that each rank has {each}",
+        ): lost and len(every) < examples,
+        f"{_examples(lost)} drawn by no rank while others are drawn twice: do all ranks shuffle with the same seed, and take "
+        "different parts of the result?": lost,
+        f"each rank has {len(drawn[0])} examples, {each} are enough": len(every) - examples >= ranks,
+    }
+    reject(faults, case, *(f"rank {rank}: {indices}" for rank, indices in enumerate(drawn)))
 
 
 def _examples(numbers: list[int]) -> str:
-    return f"example {numbers[0]} is" if len(numbers) == 1 else f"examples {listing(numbers)} are"
+    return f"example {listing(numbers)} is" if len(numbers) == 1 else f"examples {listing(numbers)} are"
 
 
-def _scaled_learning_rate(answer: Any, _: OnRanks) -> str:
+@calculation(
+    LESSON,
+    "scaled_learning_rate(base, base_batch, per_rank, ranks) returns the learning rate for `ranks` ranks with batches of "
+    "`per_rank`, by the linear rule, given that `base` was right for batches of `base_batch`.",
+    "The learning rate grows as the batch of all ranks together does. (A rule of thumb: warm up, and check.)",
     # The first case tells all rules apart. In the others the new batch is no multiple of the old one, smaller or equal.
-    for base, base_batch, per_rank, ranks in ((0.1, 256, 64, 12), (0.05, 256, 100, 3), (0.1, 256, 32, 2), (0.1, 64, 64, 1)):
-        given = number_of(answer(base, base_batch, per_rank, ranks))
-        times = per_rank * ranks / base_batch
-        case = f"scaled_learning_rate({base}, {base_batch}, {per_rank}, {ranks})"
-        details = (
-            f"{case}: given {given:.4g}, expected {base * times:.4g}",
-            f"the batch of all ranks together is {per_rank * ranks}, {times:g} times the old one",
-        )
-        mistakes = {
-            "that is the square-root rule; the task asks for the linear rule": base * times**0.5,
-            "the number of ranks is not what counts, but the batch of all ranks together": base * ranks,
-            "that is the batch of one rank; in a step the ranks learn together": base * per_rank / base_batch,
-            "// rounds down; the new batch need not be a multiple of the old one": base * (per_rank * ranks // base_batch),
-            "a larger batch has less noise and can take a larger step, not a smaller one": base / times,
-        }
-        otherwise = (
-            "that is not the linear rule: the learning rate grows as the batch of all ranks together does",
-            "multiply by the batch of all ranks together and divide by the old one",
-        )
-        judge_result(given, base * times, mistakes, otherwise, *details, same=lambda a, b: math.isclose(a, b, rel_tol=1e-6))
-    return "The learning rate grows as the batch of all ranks together does. (A rule of thumb: warm up, and check.)"
-
-
-EXERCISES = (
-    Exercise(
-        "average_gradients",
-        LESSON,
-        "After backward() each rank has the gradients of its own examples. Average them over all ranks, in place, for every "
-        "parameter that is not frozen; a rank whose examples did not use a parameter has no gradient of it (None).",
-        _average_gradients,
-    ),
-    Exercise(
-        "average_in_buckets",
-        LESSON,
-        "average_in_buckets(model, bucket_bytes) averages all gradients over all ranks, in place, with one all_reduce for each "
-        "bucket. A bucket holds as many gradients as fit into bucket_bytes, from the last parameter to the first; one that is "
-        "larger travels alone.",
-        _average_in_buckets,
-    ),
-    Exercise(
-        "draw_indices",
-        LESSON,
-        "What DistributedSampler does: draw_indices(examples, rank, ranks, epoch) returns the numbers of the examples of that "
-        "rank in that epoch. All ranks have equally many, together they have every example, and every epoch has its own order.",
-        _draw_indices,
-    ),
-    Exercise(
-        "scaled_learning_rate",
-        LESSON,
-        "scaled_learning_rate(base, base_batch, per_rank, ranks) returns the learning rate for `ranks` ranks with batches of "
-        "`per_rank`, by the linear rule, given that `base` was right for batches of `base_batch`.",
-        _scaled_learning_rate,
-    ),
+    ((0.1, 256, 64, 12), (0.05, 256, 100, 3), (0.1, 256, 32, 2), (0.1, 64, 64, 1)),
 )
+def _scaled_learning_rate(base: float, base_batch: int, per_rank: int, ranks: int) -> Expected:
+    times = per_rank * ranks / base_batch
+    mistakes = {
+        "that is the square-root rule; the task asks for the linear rule": base * times**0.5,
+        "the number of ranks is not what counts, but the batch of all ranks together": base * ranks,
+        "that is the batch of one rank; in a step the ranks learn together": base * per_rank / base_batch,
+        "// rounds down; the new batch need not be a multiple of the old one": base * (per_rank * ranks // base_batch),
+        "a larger batch has less noise and can take a larger step, not a smaller one": base / times,
+    }
+    otherwise = (
+        f"that is not the linear rule: the batch of all ranks together is {per_rank * ranks}, {times:g} times the old one",
+        "multiply by the batch of all ranks together and divide by the old one",
+    )
+    return Expected(base * times, mistakes, otherwise)
+
+
+Gradients = dict[str, NDArray[Any]]
+
+
+class Experts(nn.Module):
+    """A trunk, partly frozen as in fine-tuning, and several experts of equal size; each example passes through one.
+
+    Args:
+        experts: the number of experts.
+    """
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Linear(6, 5)
+        self.trunk.bias.requires_grad_(False)
+        self.experts = nn.ModuleList(nn.Linear(5, 3) for _ in range(experts))
+
+    def forward(self, inputs: Tensor, expert: int = 0) -> Tensor:
+        """Send all inputs (batch, 6) through one expert: (batch, 3)."""
+        outputs: Tensor = self.experts[expert](torch.tanh(self.trunk(inputs)))
+        return outputs
+
+
+def random_batch(examples: int) -> tuple[Tensor, Tensor]:
+    """Return inputs (examples, 6) and targets (examples, 3), the same in every process."""
+    random = torch.Generator().manual_seed(1)
+    return torch.randn(examples, 6, generator=random), torch.randn(examples, 3, generator=random)
+
+
+def gradients_of(model: nn.Module) -> Gradients:
+    """Return a copy of each parameter's `.grad`; parameters without a gradient are left out."""
+    return {n: p.grad.detach().clone().numpy() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def keeps(a: Gradients, b: Gradients) -> bool:
+    """Whether `a` contains all gradients of `b`, unchanged."""
+    return all(n in a and np.array_equal(a[n], b[n]) for n in b)

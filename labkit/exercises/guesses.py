@@ -17,7 +17,7 @@ from labkit.errors.wrong_calls import one_number, public_api
 from labkit.exercises.guess_file import LARGEST, Entry, Value, entries, entry_for_update
 from labkit.group.output import encodable
 from labkit.notebook.opened import notebook_path
-from labkit.plots.guesses import Outcome, draw_calibration, draw_outcome
+from labkit.plots.guess_charts import Outcome, draw_calibration, draw_outcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,10 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, Hint, OnRanks, number_of, showing, whole_numbers
-from labkit.exercises.known_mistakes import judge_result
-
-__all__ = ["EXERCISES"]
+from labkit.exercises.calculations import Expected, calculation
+from labkit.exercises.comparisons import equal, judge_result
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, showing
 
 LESSON = "09_hybrid_mesh"
 Axes = dict[str, int]  # the size of each axis by its name, the slowest first
@@ -25,12 +23,35 @@ Axes = dict[str, int]  # the size of each axis by its name, the slowest first
 # ---------------------------------------------------------------------------------------------------------- coordinates
 
 
-def _coordinates(answer: Any, _: OnRanks) -> str:
-    _judge_coordinates(answer(2, (2, 3)), 2, (2, 3))  # tells a reversed answer from one whose first axis runs fastest
-    for shape in ((2, 2), (2, 3), (2, 2, 2), (3, 1, 4), (5,), (2, 3, 2, 2)):
-        for rank in range(math.prod(shape)):
-            _judge_coordinates(answer(rank, shape), rank, shape)
-    return "The last axis runs fastest, whatever the number of axes and their sizes."
+SHAPES_OF_MESHES = ((2, 2), (2, 3), (2, 2, 2), (3, 1, 4), (5,), (2, 3, 2, 2))
+
+
+@calculation(
+    LESSON,
+    "coordinates(rank, shape) returns the rank's place in a mesh as a list of whole numbers, one for each axis. `shape` is a "
+    "tuple with the size of each axis; the last axis runs fastest.",
+    "The last axis runs fastest, whatever the number of axes and their sizes.",
+    # The first case tells a reversed answer from one whose first axis runs fastest.
+    [(2, (2, 3)), *((rank, shape) for shape in SHAPES_OF_MESHES for rank in range(math.prod(shape)))],
+)
+def _coordinates(rank: int, shape: tuple[int, ...]) -> Expected:
+    right = _unravel(rank, shape)
+    mistakes: dict[Hint, list[int]] = {
+        "the numbers are right, but in reverse order: the first coordinate belongs to the first axis": right[::-1],
+        "your first axis runs fastest; neighbouring ranks differ in the last one": _unravel(rank, shape[::-1])[::-1],
+        (
+            "here each coordinate is rank % size, as if every axis ran as fast as the last one",
+            "divide the rank by the size before you go to the next axis",
+        ): [rank % s for s in shape],
+        "coordinates count from 0": [place + 1 for place in right],
+    }
+
+    def otherwise(given: list[int]) -> Hint:
+        if any(not 0 <= at < size for at, size in zip(given, shape, strict=True)):
+            return "a coordinate lies between 0 and the size of its axis minus 1", "the remainder (%) is missing"
+        return "from one rank to the next, the last coordinate changes: after how many ranks does the one before it change?"
+
+    return Expected(right, mistakes, otherwise, form="a list of whole numbers, one for each axis")
 
 
 def _unravel(rank: int, shape: Sequence[int]) -> list[int]:
@@ -39,29 +60,6 @@ def _unravel(rank: int, shape: Sequence[int]) -> list[int]:
         places.insert(0, rank % size)
         rank //= size
     return places
-
-
-def _judge_coordinates(given: Any, rank: int, shape: tuple[int, ...]) -> None:
-    right = _unravel(rank, shape)
-    details = (f"coordinates({rank}, {shape}): given {given!r}, expected {right}",)
-    place = whole_numbers(given, "a list of whole numbers, one for each axis", *details)
-    if len(place) != len(shape):
-        raise AnswerError(f"expected {counted(len(shape), 'coordinate')}, one for each axis, and got {len(place)}", *details)
-    mistakes = {
-        "the numbers are right, but in reverse order: the first coordinate belongs to the first axis": right[::-1],
-        "here the first axis runs fastest; neighbouring ranks differ in the last one": _unravel(rank, shape[::-1])[::-1],
-        (
-            "here each coordinate is rank % size, as if every axis ran as fast as the last one",
-            "divide the rank by the size before you go to the next axis",
-        ): [rank % s for s in shape],
-        "coordinates count from 0": [place + 1 for place in right],
-    }
-    otherwise: Hint = (
-        "from one rank to the next, the last coordinate changes: after how many ranks does the one before it change?"
-    )
-    if any(not 0 <= at < size for at, size in zip(place, shape, strict=True)):
-        otherwise = "a coordinate lies between 0 and the size of its axis minus 1", "the remainder (%) is missing"
-    judge_result(place, right, mistakes, otherwise, *details, same=operator.eq)
 
 
 # ----------------------------------------------------------------------------------------------------------- build_mesh
@@ -82,7 +80,13 @@ def _mesh_on_rank(answer: Callable[..., Any], axes: Axes, nbytes: dict[str, floa
     return (result.mesh.tolist(), result.mesh_dim_names) if isinstance(result, DeviceMesh) else type(result).__name__
 
 
-def _build_mesh(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "build_mesh(axes, nbytes) runs on every rank. `axes` has the size of each axis by its name, `nbytes` what each rank "
+    "sends along it per step. Return a DeviceMesh with these axes, named, that sends the fewest bytes between two nodes.",
+    "In every case this order sends the fewest bytes between the nodes.",
+)
+def _build_mesh(answer: Any, on: OnRanks) -> None:
     for axes, nbytes in MESHES:
         ranks = math.prod(axes.values())
         given = on(ranks, _mesh_on_rank, answer, axes, nbytes)
@@ -109,7 +113,6 @@ def _build_mesh(answer: Any, on: OnRanks) -> str:
                 case,
                 cure=cure,
             )
-    return "In every case this order sends the fewest bytes between the nodes."
 
 
 def _why(names: Sequence[str], axes: Axes, nbytes: Mapping[str, float]) -> tuple[str, str]:
@@ -119,7 +122,7 @@ def _why(names: Sequence[str], axes: Axes, nbytes: Mapping[str, float]) -> tuple
     if list(names) == list(axes) and len(names) > 1:
         return "This is the order in which the axes were given", "look at their bytes instead"
     if list(names) == sorted(axes, key=lambda name: -nbytes[name]):
-        return "The axis with the most bytes is the first, so its ranks are the farthest apart", "turn the order round"
+        return "The axis with the most bytes is the first, so its ranks are the farthest apart", "reverse the order"
     return "Consecutive ranks share a node, and they differ in the last axis", ""
 
 
@@ -168,12 +171,17 @@ def _average_on_rank(answer: Callable[..., Any], axes: Axes) -> Any:
     return [g.detach() for g in mine], [g.detach() for g in returned] if usable else None
 
 
-def _average_over_dp(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "average_over_dp(gradients, mesh) runs on every rank: `gradients` is a list of tensors, and one axis of the mesh is "
+    'called "dp". Replace each gradient in place with its mean over that axis.',
+    "On every mesh, the means are those over the dp axis alone, wherever it stands.",
+)
+def _average_over_dp(answer: Any, on: OnRanks) -> None:
     for axes in AVERAGES:
         seen = on(math.prod(axes.values()), _average_on_rank, answer, axes)
         with showing(f"average_over_dp(gradients, mesh) with the mesh {axes}"):
             _judge_average([own for own, _ in seen], [result for _, result in seen], axes)
-    return "On every mesh, the means are those over the dp axis alone, wherever it stands."
 
 
 def _judge_average(given: list[Any], returned: list[Any], axes: Axes) -> None:
@@ -198,12 +206,12 @@ def _judge_average(given: list[Any], returned: list[Any], axes: Axes) -> None:
             hint = f"those are the means over the axis {axis!r}: dp need not be the first", "ask for the axis by its name"
             mistakes[hint] = _combined(axes, [axis], divide=axes[axis])
     otherwise: Hint = "these are not the means over the ranks that differ in the dp axis alone"
-    if all(result is not None for result in returned) and _alike(returned, right):
+    if all(result is not None for result in returned) and equal(returned, right):
         otherwise = "the means are right, but it returns them", "write them into the given tensors, with copy_"
         mistakes = {}
-    if _alike([g[:1] for g in given], [g[:1] for g in right]):
+    if equal([g[:1] for g in given], [g[:1] for g in right]):
         otherwise = "the first gradient is right, the others are not: average each of them"
-    judge_result(given, right, mistakes, otherwise, same=_alike)
+    judge_result(given, right, mistakes, otherwise)
 
 
 def _combined(axes: Axes, over: Sequence[str], *, divide: int) -> list[list[Tensor]]:
@@ -216,14 +224,6 @@ def _combined(axes: Axes, over: Sequence[str], *, divide: int) -> list[list[Tens
         group = [_gradients(int(member)) for member in layout[where].flatten()]
         sums.append([torch.stack(same).sum(0) / divide for same in zip(*group, strict=True)])
     return sums
-
-
-def _alike(given: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> bool:
-    return all(
-        len(own) == len(right)
-        and all(a.shape == b.shape and torch.allclose(a, b, atol=1e-9) for a, b in zip(own, right, strict=True))
-        for own, right in zip(given, expected, strict=True)
-    )
 
 
 # ------------------------------------------------------------------------------------------------------- bytes_per_axis
@@ -250,28 +250,24 @@ def _sizes(
     }
 
 
-def _bytes_per_axis(answer: Any, _: OnRanks) -> str:
+@calculation(
+    LESSON,
+    "bytes_per_axis(dp, pp, tp, blocks, tokens, hidden, value_bytes) returns a dictionary with the keys dp, pp and tp: how "
+    "many bytes a rank of the first stage sends per step along each axis.",
+    "Tensor parallelism sends activations of every block, data parallelism gradients, the pipeline one activation.",
     # The first case has no pipeline; the second has sizes that tell all mistakes apart.
-    for arguments in ((3, 1, 4, 4, 1344, 128, 4), (5, 3, 4, 6, 240, 16, 2), (2, 2, 2, 4, 1344, 128, 4), (1, 4, 4, 8, 96, 8, 2)):
-        with showing(f"bytes_per_axis{arguments}"):
-            _judge_axes(answer(*arguments), arguments)
-    return "Tensor parallelism sends activations of every block, data parallelism gradients, the pipeline one activation."
-
-
-def _judge_axes(answered: Any, arguments: tuple[int, ...]) -> None:
-    dp, pp, tp, blocks, tokens, hidden, value_bytes = arguments
+    ((3, 1, 4, 4, 1344, 128, 4), (5, 3, 4, 6, 240, 16, 2), (2, 2, 2, 4, 1344, 128, 4), (1, 4, 4, 8, 96, 8, 2)),
+)
+def _bytes_per_axis(dp: int, pp: int, tp: int, blocks: int, tokens: int, hidden: int, value_bytes: int) -> Expected:
+    arguments = dp, pp, tp, blocks, tokens, hidden, value_bytes
     right = _sizes(*arguments)
-    details = [f"given {answered!r}", f"expected {right}"]
-    if not isinstance(answered, dict) or set(answered) != set(right):
-        raise AnswerError('expected a dictionary {"dp": ..., "pp": ..., "tp": ...}', *details)
-    given = {axis: number_of(nbytes) for axis, nbytes in answered.items()}
     activation = tokens / dp * hidden * value_bytes
     mistakes = {
         "those are numbers, not bytes: each takes value_bytes": {axis: n / value_bytes for axis, n in right.items()},
-        ("`tokens` counts the whole batch; a rank computes with those of its own share", "these are tokens / dp"): _sizes(
+        ("`tokens` counts the whole batch; a rank computes with those of its own share", "its share is tokens / dp"): _sizes(
             dp, pp, tp, blocks, tokens * dp, hidden, value_bytes
         ),
-        ("a rank has only the blocks of its own stage", "these are blocks / pp"): _sizes(*arguments, stage=False),
+        ("a rank has only the blocks of its own stage", "that is blocks / pp"): _sizes(*arguments, stage=False),
         ("the tensor-parallel split also divides the gradients", "each rank has 1/tp of them"): _sizes(*arguments, shard=False),
         (
             "half is missing: how many all-reduces does a block have, and how many pieces does a rank send in each?",
@@ -292,54 +288,21 @@ def _judge_axes(answered: Any, arguments: tuple[int, ...]) -> None:
             right | {"tp": pp * right["tp"]}
         ),
     }
-    wrong = next((axis for axis in ("pp", "dp", "tp") if not _near(given[axis], right[axis])), "")
-    otherwise = {
-        "pp": (
-            "on the pp axis, the first stage sends its output once",
-            "(tokens / dp) · hidden values, in whatever micro-batches",
-        ),
-        "dp": (
-            "on the dp axis, an all-reduce carries the gradients of this rank's weights",
-            "a block has 8 · hidden² of them, divided by tp",
-        ),
-    }.get(
-        wrong,
-        ("on the tp axis, each block has two all-reduces of an activation", "an activation has (tokens / dp) · hidden values"),
-    )
-    judge_result(given, right, mistakes, otherwise, *details, same=lambda a, b: all(_near(a[axis], b[axis]) for axis in right))
 
+    def otherwise(given: dict[str, float]) -> Hint:
+        if not equal(given["pp"], right["pp"]):
+            return (
+                "on the pp axis, the first stage sends its output once",
+                "(tokens / dp) · hidden values, in whatever micro-batches",
+            )
+        if not equal(given["dp"], right["dp"]):
+            return (
+                "on the dp axis, an all-reduce carries the gradients of this rank's weights",
+                "a block has 8 · hidden² of them, divided by tp",
+            )
+        return (
+            "on the tp axis, each block has two all-reduces of an activation",
+            "an activation has (tokens / dp) · hidden values",
+        )
 
-def _near(a: float, b: float) -> bool:
-    return abs(a - b) <= 1e-6 * max(abs(b), 1)
-
-
-EXERCISES = (
-    Exercise(
-        "coordinates",
-        LESSON,
-        "coordinates(rank, shape) returns the rank's place in a mesh as a list of whole numbers, one for each axis. `shape` is a "
-        "tuple with the size of each axis; the last axis runs fastest.",
-        _coordinates,
-    ),
-    Exercise(
-        "bytes_per_axis",
-        LESSON,
-        "bytes_per_axis(dp, pp, tp, blocks, tokens, hidden, value_bytes) returns a dictionary with the keys dp, pp and tp: how "
-        "many bytes a rank of the first stage sends per step along each axis.",
-        _bytes_per_axis,
-    ),
-    Exercise(
-        "build_mesh",
-        LESSON,
-        "build_mesh(axes, nbytes) runs on every rank. `axes` has the size of each axis by its name, `nbytes` what each rank "
-        "sends along it per step. Return a DeviceMesh with these axes, named, that sends the fewest bytes between two nodes.",
-        _build_mesh,
-    ),
-    Exercise(
-        "average_over_dp",
-        LESSON,
-        "average_over_dp(gradients, mesh) runs on every rank: `gradients` is a list of tensors, and one axis of the mesh is "
-        'called "dp". Replace each gradient in place with its mean over that axis.',
-        _average_over_dp,
-    ),
-)
+    return Expected(right, mistakes, otherwise, 'a dictionary {"dp": ..., "pp": ..., "tp": ...}')

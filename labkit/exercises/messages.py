@@ -10,58 +10,55 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, Hint, OnRanks
-from labkit.exercises.known_mistakes import judge_result
-from labkit.recording.operations import RECV, SEND, type_of
-
-__all__ = ["EXERCISES"]
+from labkit.exercises.calculations import Expected, judge_calculation
+from labkit.exercises.comparisons import equal
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining
+from labkit.recording.operations import OTHER, RECV, SEND, type_of
 
 LESSON = "01_messages_and_collectives"
 FLOAT = 4  # bytes
 DIFFERENCES = "in the difference of the two times, it cancels: divide the difference of the sizes by that"
 
 
-def _link_from_times(answer: Any, _: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "link_from_times(n1, t1, n2, t2): two messages of n1 and n2 bytes took t1 and t2 seconds over one link. Return its "
+    "latency in seconds and its bandwidth in bytes per second.",
+    "Two times of different sizes are enough to know a link.",
+)
+def _link_from_times(answer: Any, _: OnRanks) -> None:
     random = np.random.default_rng()
-    for latency_s, rate, n1, n2 in ((0.005, 125e6, 1000, 1_000_000), (20e-6, 5e9, 100, 64_000_000), (*_drawn(random),)):
-        t1, t2 = latency_s + n1 / rate, latency_s + n2 / rate
-        case = f"link_from_times({n1}, {t1:.6g}, {n2}, {t2:.6g})"
-        given = answer(n1, t1, n2, t2)
-        try:
-            link = latency, bandwidth = tuple(float(value) for value in given)
-        except (TypeError, ValueError):
-            raise AnswerError(f"{case}: given {given!r}; expected two numbers, latency in s and bandwidth in bytes/s") from None
-        details = (case, f"given {latency:.4g} s and {bandwidth:.4g} bytes/s, expected {latency_s:.4g} s and {rate:.4g} bytes/s")
-        mistakes: dict[Hint, tuple[float | None, float]] = {  # None: with any latency
-            "right, but in the other order: first the latency, then the bandwidth": (rate, latency_s),
-            "the bandwidth is in bits per second; the sizes are in bytes, and so is the result": (None, 8 * rate),
-            ("that is the time per byte, not the bandwidth", "the bandwidth is its inverse"): (None, 1 / rate),
-            ("the bandwidth comes from the second time alone, and the latency is a part of it", DIFFERENCES): (None, n2 / t2),
-            ("the bandwidth comes from the first time alone, and the latency is a part of it", DIFFERENCES): (None, n1 / t1),
-        }
-        otherwise: Hint = "two messages of one link give two equations, t = α + n/B, with the same α and B"
-        if _near(bandwidth, rate):
-            otherwise = (
+    drawn = random.uniform(1e-5, 1e-2), random.uniform(1e7, 1e9), 4096, int(random.integers(10**6, 10**7))
+    for latency_s, rate, n1, n2 in ((0.005, 125e6, 1000, 1_000_000), (20e-6, 5e9, 100, 64_000_000), drawn):
+        case = n1, latency_s + n1 / rate, n2, latency_s + n2 / rate
+        judge_calculation(answer, "link_from_times", case, _link(latency_s, rate, *case), same=_same_link)
+
+
+def _link(latency_s: float, rate: float, n1: int, t1: float, n2: int, t2: float) -> Expected:
+    mistakes: dict[Hint, list[float | None]] = {  # None: with any latency
+        "right, but in the other order: first the latency, then the bandwidth": [rate, latency_s],
+        "the bandwidth is in bits per second; the sizes are in bytes, and so is the result": [None, 8 * rate],
+        ("that is the time per byte, not the bandwidth", "the bandwidth is its inverse"): [None, 1 / rate],
+        ("the bandwidth comes from the second time alone, and the latency is a part of it", DIFFERENCES): [None, n2 / t2],
+        ("the bandwidth comes from the first time alone, and the latency is a part of it", DIFFERENCES): [None, n1 / t1],
+    }
+
+    def otherwise(given: list[float]) -> Hint:
+        if equal(given[1], rate, within=1e-3):
+            return (
                 "the bandwidth is right, the latency is not",
                 "the latency is what is left of a time when its bytes have been paid for",
             )
-        judge_result(link, (latency_s, rate), mistakes, otherwise, *details, same=_same_link)
-    return "Two times of different sizes are enough to know a link."
+        return "two messages of one link give two equations, t = α + n/B, with the same α and B"
 
-
-def _drawn(random: np.random.Generator) -> tuple[float, float, int, int]:
-    return float(random.uniform(1e-5, 1e-2)), float(random.uniform(1e7, 1e9)), 4096, int(random.integers(10**6, 10**7))
+    form = "two numbers, latency in s and bandwidth in bytes/s"
+    return Expected([latency_s, rate], mistakes, otherwise, form)
 
 
 def _same_link(a: Sequence[float | None], b: Sequence[float | None]) -> bool:
     """Whether latency and bandwidth are equal; a latency that is None equals all others."""
-    return all(x is None or y is None or _near(x, y) for x, y in zip(a, b, strict=True))
-
-
-def _near(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=1e-3)
+    return all(None in (x, y) or equal(x, y, within=1e-3) for x, y in zip(a, b, strict=True))
 
 
 class _Outcome(NamedTuple):
@@ -92,9 +89,10 @@ def _run(answer: Any, on: OnRanks, ranks: int, length: int) -> list[_Outcome]:
     results = on(ranks, _on_rank, answer, length)
     outcomes = []
     for rank, result in enumerate(results):
-        spans = sorted(results.trace.of(rank=rank, kind="communication"), key=lambda span: span.start_ns)
+        spans = sorted(results.trace.filter(rank=rank, kind="communication"), key=lambda span: span.start_ns)
         sent = [(span.peer, span.nbytes // FLOAT) for span in spans if type_of(span.name) is SEND]
-        others = [span.name for span in spans if type_of(span.name) not in (SEND, RECV)]
+        # A call to the store has a span only if it had to wait, and is judged by the messages that are missing.
+        others = [span.name for span in spans if type_of(span.name) not in (SEND, RECV, OTHER)]
         outcomes.append(_Outcome(result, sent, others))
     return outcomes
 
@@ -103,11 +101,7 @@ ISEND = "dist.isend starts a message without waiting"
 
 
 def _messages_of(answer: Any, on: OnRanks, ranks: int, length: int, case: str) -> list[_Outcome]:
-    """Run the answer, which may only use messages.
-
-    Raises:
-        AnswerError: the ranks deadlock, or a collective does the work.
-    """
+    """Run the answer, which may only use messages."""
     try:
         outcomes = _run(answer, on, ranks, length)
     except AnswerError as error:
@@ -121,22 +115,23 @@ def _messages_of(answer: Any, on: OnRanks, ranks: int, length: int, case: str) -
     return outcomes
 
 
-def _ring_all_reduce(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "ring_all_reduce(x) runs on every rank: with messages to the next rank only, put the sum of all ranks' x into x. It "
+    "works for any length and any number of ranks, and sends one part of p in each round.",
+    "The sum on every rank, for any length, and each rank sends 2(p-1) parts of p, to one neighbour.",
+)
+def _ring_all_reduce(answer: Any, on: OnRanks) -> None:
     for ranks, length in ((3, 12), (2, 2), (4, 13), (3, 2), (1, 5)):
         case = f"ring_all_reduce(x) on {counted(ranks, 'rank')}, {counted(length, 'number')}"
-        try:
+        with explaining({"": (f"{case}: {UNEVEN}", EVEN)} if length % ranks else {}):
             outcomes = _messages_of(answer, on, ranks, length, case)
-        except RankError as error:
-            if length % ranks == 0:
-                raise
-            raise AnswerError(f"{case}: {UNEVEN}", str(error), error.failures[0].traceback, cure=EVEN) from None
         own = [_tensor(rank, length).tolist() for rank in range(ranks)]
         expected = [sum(values) for values in zip(*own, strict=True)]
         for rank, outcome in enumerate(outcomes):
             if outcome.result != expected:
                 raise _wrong_sum(case, rank, outcomes, own, expected, even=length % ranks == 0)
         _check_ring(case, ranks, length, outcomes)
-    return "The sum on every rank, for any length, and each rank sends 2(p-1) parts of p, to one neighbour."
 
 
 UNEVEN = (
@@ -166,11 +161,7 @@ def _wrong_sum(
 
 
 def _check_ring(case: str, ranks: int, length: int, outcomes: list[_Outcome]) -> None:
-    """Check that each rank sends what a ring needs, and no more.
-
-    Raises:
-        AnswerError: it sends more, to other ranks, or less than any algorithm needs.
-    """
+    """Check that each rank sends what a ring needs, and no more."""
     most, rounds = 2 * (ranks - 1) * -(-length // ranks), 2 * (ranks - 1)
     for rank, outcome in enumerate(outcomes):
         elements = sum(count for _, count in outcome.sent)
@@ -193,21 +184,20 @@ def _check_ring(case: str, ranks: int, length: int, outcomes: list[_Outcome]) ->
         )
 
 
-def _tree_broadcast(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "tree_broadcast(x) runs on every rank: with messages, put rank 0's x into every rank's x, in as few rounds as possible. "
+    "In a round, each rank sends at most one message.",
+    "Every rank has it after ⌈log₂ p⌉ rounds, in which the number of ranks that have it doubles.",
+)
+def _tree_broadcast(answer: Any, on: OnRanks) -> None:
     length = 6
     for ranks in (4, 2, 3, 5, 1):
         case = f"tree_broadcast(x) on {counted(ranks, 'rank')}"
-        try:
+        missing_ranks = f"{case}: {ranks} is not a power of two, and some receivers do not exist"
+        is_power = ranks & (ranks - 1) == 0
+        with explaining({} if is_power else {"": (missing_ranks, "send only to ranks below the world size")}):
             outcomes = _messages_of(answer, on, ranks, length, case)
-        except RankError as error:
-            if ranks & (ranks - 1) == 0:
-                raise
-            raise AnswerError(
-                f"{case}: {ranks} is not a power of two, and some receivers do not exist",
-                str(error),
-                error.failures[0].traceback,
-                cure="send only to ranks below the world size",
-            ) from None
         root = _tensor(0, length).tolist()
         missing = [rank for rank, outcome in enumerate(outcomes) if outcome.result != root]
         if missing:
@@ -216,7 +206,6 @@ def _tree_broadcast(answer: Any, on: OnRanks) -> str:
                 hint, cure = "no rank has in its x what rank 0 has", "receive into x itself"
             raise AnswerError(f"{case}: {hint}", f"given {outcomes[missing[0]].result}, expected {root}", cure=cure)
         _check_tree(case, ranks, length, outcomes)
-    return "Every rank has it after ⌈log₂ p⌉ rounds, in which the number of ranks that have it doubles."
 
 
 def _check_tree(case: str, ranks: int, length: int, outcomes: list[_Outcome]) -> None:
@@ -241,28 +230,3 @@ def _check_tree(case: str, ranks: int, length: int, outcomes: list[_Outcome]) ->
         hint = "rank 0 sends everything itself" if star else "it takes too many rounds"
         cure = "every rank that has the data can send in every round, from the next one on"
         raise AnswerError(f"{case}: right, but {hint}", f"given {needed} rounds, expected {allowed}", cure=cure)
-
-
-EXERCISES = (
-    Exercise(
-        "link_from_times",
-        LESSON,
-        "link_from_times(n1, t1, n2, t2): two messages of n1 and n2 bytes took t1 and t2 seconds over one link. Return its "
-        "latency in seconds and its bandwidth in bytes per second.",
-        _link_from_times,
-    ),
-    Exercise(
-        "ring_all_reduce",
-        LESSON,
-        "ring_all_reduce(x) runs on every rank: with messages to the next rank only, put the sum of all ranks' x into x. It "
-        "works for any length and any number of ranks, and sends one part of p in each round.",
-        _ring_all_reduce,
-    ),
-    Exercise(
-        "tree_broadcast",
-        LESSON,
-        "tree_broadcast(x) runs on every rank: with messages, put rank 0's x into every rank's x, in as few rounds as possible. "
-        "In a round, each rank sends at most one message.",
-        _tree_broadcast,
-    ),
-)

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, Hint, OnRanks, compare, judge_on_rank, listing, showing, whole_number
-from labkit.exercises.known_mistakes import judge_result
-
-__all__ = ["EXERCISES"]
+from labkit.exercises.calculations import Expected, calculation
+from labkit.exercises.comparisons import compare, listing, whole_number
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, judge_on_rank, showing
 
 LESSON = "04_model_parallel"
 
@@ -27,30 +26,26 @@ def _network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 4)), nn.Flatten())
 
 
-def _idle_shares(answer: Any, _: OnRanks) -> str:
-    """Judge on steps of two and three ranks; none starts at 0, and in two of them ranks compute at the same time."""
-    for spans in (
-        [(0, 10, 12), (1, 12, 13), (1, 13, 15), (0, 16, 20)],  # with a gap: else the ranks' shares add up to 1
-        [(1, 105, 111), (0, 100, 104), (0, 112, 120)],
-        [(0, 3.5, 5.5), (1, 5.5, 6.5), (2, 6.5, 7.5), (2, 7.5, 9.5), (1, 9.5, 11.5), (0, 11.5, 13.5)],
-        [(0, 50, 54), (0, 54, 58), (1, 54, 57), (1, 58, 60)],
-    ):
-        _judge_idle_shares(answer(list(spans)), spans)
-    return "Each rank's idle share of the whole step, also where ranks compute at the same time."
-
-
-def _judge_idle_shares(given: Any, spans: Sequence[tuple[int, float, float]]) -> None:
+@calculation(
+    LESSON,
+    "idle_shares(spans) returns a list: for each rank, in rank order, the share of the step in which it does not compute. A "
+    "span is (rank, start, end) in milliseconds; the step lasts from the first start to the last end of all ranks.",
+    "Each rank's idle share of the whole step, also where ranks compute at the same time.",
+    # No step starts at 0, and in two of them ranks compute at the same time.
+    (
+        ([(0, 10, 12), (1, 12, 13), (1, 13, 15), (0, 16, 20)],),  # with a gap: else the ranks' shares add up to 1
+        ([(1, 105, 111), (0, 100, 104), (0, 112, 120)],),
+        ([(0, 3.5, 5.5), (1, 5.5, 6.5), (2, 6.5, 7.5), (2, 7.5, 9.5), (1, 9.5, 11.5), (0, 11.5, 13.5)],),
+        ([(0, 50, 54), (0, 54, 58), (1, 54, 57), (1, 58, 60)],),
+    ),
+)
+def _idle_shares(spans: Sequence[tuple[int, float, float]]) -> Expected:
     ranks = 1 + max(rank for rank, _, _ in spans)
     first, last = min(start for _, start, _ in spans), max(end for _, _, end in spans)
     own = [[(start, end) for r, start, end in spans if r == rank] for rank in range(ranks)]
     busy = [sum(end - start for start, end in mine) for mine in own]
     windows = [max(end for _, end in mine) - min(start for start, _ in mine) for mine in own]
     right = [1 - b / (last - first) for b in busy]
-    case = f"idle_shares({spans})"
-    try:
-        shares = [float(share) for share in given]
-    except (TypeError, ValueError):
-        raise AnswerError(f"{case}: given {given!r}; expected a list with one share per rank") from None
     mistakes: dict[Hint, list[float]] = {
         "that is the share in which each rank computes; the idle share is the rest": [b / (last - first) for b in busy],
         "right as percentages: return shares between 0 and 1": [100 * share for share in right],
@@ -65,21 +60,20 @@ def _judge_idle_shares(given: Any, spans: Sequence[tuple[int, float, float]]) ->
         ("those are idle milliseconds, not shares", "divide them by the length of the step"): [last - first - b for b in busy],
         "right, but in another order: rank 0 comes first, however the spans are sorted": right[::-1],
     }
-    details = (f"given {[round(share, 4) for share in shares]}", f"expected {[round(share, 4) for share in right]}")
-    if len(shares) != ranks:
-        raise AnswerError(f"{case}: {counted(len(shares), 'number')} for {counted(ranks, 'rank')}: one share per rank", *details)
     otherwise = (
         "those are not the idle shares: how long does each rank compute, and how long is the step?",
         "add up what each rank computes, divide it by the length of the whole step, and subtract that from 1",
     )
-    judge_result(shares, right, mistakes, otherwise, case, *details, same=_alike)
+    return Expected(right, mistakes, otherwise, form="a list with one share per rank")
 
 
-def _alike(given: list[float], expected: list[float]) -> bool:
-    return len(given) == len(expected) and np.allclose(given, expected, atol=1e-6)
-
-
-def _best_cut(answer: Any, _: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "best_cut(ms, nbytes, limit) returns how many layers rank 0 gets, so that both parts fit into `limit` bytes and the "
+    "slower part is as fast as possible; None if no cut fits.",
+    "The slower rank is as fast as a cut that fits into both memories can make it.",
+)
+def _best_cut(answer: Any, _: OnRanks) -> None:
     for ms, nbytes, limit in (
         ([1, 1, 1, 1], [1, 1, 1, 1], 4),
         ([9, 1, 1, 1], [1, 1, 1, 1], 4),
@@ -90,9 +84,9 @@ def _best_cut(answer: Any, _: OnRanks) -> str:
         ([2, 2, 2, 6], [3, 3, 3, 1], 6),  # ... nor here into the first
         ([5, 5, 5, 5], [8, 1, 1, 6], 9),
         ([1, 2, 3], [4, 4, 4], 7),  # no cut fits
+        ([0, 4], [1, 1], 2),  # without a layer on rank 0, the slower part is as fast
     ):
         _judge_cut(answer(list(ms), list(nbytes), limit), ms, nbytes, limit)
-    return "The slower rank is as fast as a cut that fits into both memories can make it."
 
 
 def _judge_cut(given: Any, ms: list[int], nbytes: list[int], limit: int) -> None:
@@ -108,7 +102,7 @@ def _judge_cut(given: Any, ms: list[int], nbytes: list[int], limit: int) -> None
         return
     if whole_number(given) not in cuts:
         raise AnswerError(
-            f"{case}: given {given!r}, expected how many layers rank 0 gets, from 1 to {len(ms) - 1}, or None if no cut fits"
+            f"{case}: given {given!r}, expected how many layers rank 0 gets, from 1 to {cuts[-1]}, or None if no cut fits"
         )
     details = (
         f"given {given}: the parts take {sum(ms[:given])} and {sum(ms[given:])} ms and {memory[given]} bytes",
@@ -141,12 +135,19 @@ class _Spy(nn.Module):
         return out
 
 
-def _two_devices(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "A module TwoDevices(first, second, device0, device1): each part lives on its device, and forward carries the input to "
+    "the first and the activation to the second.",
+    "Two parts on two devices, one activation sent across, and gradients that come back the same way.",
+    name="TwoDevices",
+)
+def _two_devices(answer: Any, on: OnRanks) -> None:
     with showing('TwoDevices(first, second, "cpu", "cpu")'):
-        return judge_on_rank(on, _judge_two_devices, answer)
+        judge_on_rank(on, _judge_two_devices, answer)
 
 
-def _judge_two_devices(answer: Any) -> str:
+def _judge_two_devices(answer: Any) -> None:
     """Judge on any machine: the "meta" device computes only shapes, but like a GPU rejects tensors of other devices."""
     layers = _network()
     first, second = _Spy(layers[0]), _Spy(layers[1:])
@@ -173,7 +174,6 @@ def _judge_two_devices(answer: Any) -> str:
             raise AnswerError(
                 f"the gradient of {name} is not that of the unsplit model: is the activation detached between the parts?"
             )
-    return "Two parts on two devices, one activation sent across, and gradients that come back the same way."
 
 
 def _on_meta(answer: Any) -> None:
@@ -291,10 +291,15 @@ def _middle_on_rank(answer: Callable[..., object]) -> _Seen:
     return _Seen([message.numpy() for message in received], gradients, no_gradient)
 
 
-def _middle_step(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "middle_step(stage, shape) runs on rank 1 of 3: receive an activation of that shape from rank 0, send what `stage` makes "
+    "of it (of the same shape) to rank 2, receive the gradient of that, and send rank 0 the gradient of its activation.",
+    "One activation forward, one gradient back, and all three stages learn as in one process.",
+)
+def _middle_step(answer: Any, on: OnRanks) -> None:
     with showing(f"middle_step(stage, {SHAPE}) on rank 1 of 3"):
         _judge_middle(*on(3, _middle_on_rank, answer))
-    return "One activation forward, one gradient back, and all three stages learn as in one process."
 
 
 def _judge_middle(first: _Seen, middle: _Seen, last: _Seen) -> None:
@@ -343,35 +348,3 @@ def _judge_middle(first: _Seen, middle: _Seen, last: _Seen) -> None:
 
 def _same(message: NDArray[Any], expected: Tensor) -> bool:
     return np.allclose(message, expected.detach().numpy(), atol=1e-6)
-
-
-EXERCISES = (
-    Exercise(
-        "idle_shares",
-        LESSON,
-        "idle_shares(spans) returns a list: for each rank, in rank order, the share of the step in which it does not compute. A "
-        "span is (rank, start, end) in milliseconds; the step lasts from the first start to the last end of all ranks.",
-        _idle_shares,
-    ),
-    Exercise(
-        "best_cut",
-        LESSON,
-        "best_cut(ms, nbytes, limit) returns how many layers rank 0 gets, so that both parts fit into `limit` bytes and the "
-        "slower part is as fast as possible; None if no cut fits.",
-        _best_cut,
-    ),
-    Exercise(
-        "TwoDevices",
-        LESSON,
-        "A module TwoDevices(first, second, device0, device1): each part lives on its device, and forward carries the input to "
-        "the first and the activation to the second.",
-        _two_devices,
-    ),
-    Exercise(
-        "middle_step",
-        LESSON,
-        "middle_step(stage, shape) runs on rank 1 of 3: receive an activation of that shape from rank 0, send what `stage` makes "
-        "of it (of the same shape) to rank 2, receive the gradient of that, and send rank 0 the gradient of its activation.",
-        _middle_step,
-    ),
-)

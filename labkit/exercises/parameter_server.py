@@ -13,12 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, Hint, OnRanks, showing
-from labkit.exercises.known_mistakes import judge_result
-from labkit.exercises.remote_calls import mistake_of
+from labkit.exercises.calls_and_references import MISTAKES
+from labkit.exercises.comparisons import judge_result
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, showing
 from labkit.exercises.rpc_waits import happens_within
-
-__all__ = ["EXERCISES"]
 
 LESSON = "07_rpc"
 SIZE = 4
@@ -26,6 +24,13 @@ ROUNDS = 3
 RATE = 0.5
 ANSWER_S = 10.0  # that a trainer waits for its answer, which takes milliseconds
 Array = NDArray[Any]
+IN_SERVER: dict[str, Hint] = {
+    "Future can only be marked completed once": (
+        "a future was completed twice: every future gets one result",
+        "each round needs its own futures, so forget the old ones when the round is complete",
+    ),
+    **MISTAKES,
+}
 
 
 # WeightedServer
@@ -81,7 +86,7 @@ def _trainer(host: Any, gradients: list[Tensor], examples: list[int]) -> _Answer
 
 
 def _serve_on_rank(answer: Callable[..., Any], weights: Tensor, gradients: list[list[Tensor]], examples: list[list[int]]) -> Any:
-    """Return what each trainer received, and whether `update` is decorated; or what went wrong."""
+    """Return what each trainer received, and whether `update` is decorated."""
     if rpc.get_worker_info().name != "server":
         return None
     marks = vars(rpc.functions.async_execution(_trainer)).keys()  # which this decorator leaves on a function
@@ -91,20 +96,18 @@ def _serve_on_rank(answer: Callable[..., Any], weights: Tensor, gradients: list[
         rpc.rpc_async(f"trainer{i}", _trainer, args=(host, *own), timeout=0)
         for i, own in enumerate(zip(gradients, examples, strict=True), 1)
     ]
-    try:
-        return torch.futures.wait_all(calls), decorated
-    except (RuntimeError, TypeError, AttributeError) as error:
-        if "once" in str(error) and "Future" in str(error):
-            return AnswerError(
-                "a future was completed twice: every future gets one result",
-                cure="each round needs its own futures, so forget the old ones when the round is complete",
-            )
-        if meaning := mistake_of(error):
-            return meaning
-        raise
+    return torch.futures.wait_all(calls), decorated
 
 
-def _weighted_server(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "A class WeightedServer(weights, rate, trainers) whose update(gradient, examples) returns a future at once: when the "
+    "gradients of all trainers are there, step once with their mean, weighted by examples, and answer every caller with the "
+    "new weights.",
+    f"{ROUNDS} steps for {3 * ROUNDS} calls of three trainers, and no thread of the server waited.",
+    name="WeightedServer",
+)
+def _weighted_server(answer: Any, on: OnRanks) -> None:
     random = np.random.default_rng()
     if not isinstance(answer.answer, type):
         raise AnswerError("expected a class with __init__(self, weights, rate, trainers) and update(self, gradient, examples)")
@@ -114,13 +117,10 @@ def _weighted_server(answer: Any, on: OnRanks) -> str:
         examples = random.permutation(3 * ROUNDS).reshape(3, ROUNDS)[:trainers] + 1  # no two are equal
         sent = [[torch.from_numpy(one) for one in own] for own in gradients]
         names = ["server", *(f"trainer{i}" for i in range(1, trainers + 1))]
-        seen = on(names, _serve_on_rank, answer, torch.from_numpy(weights), sent, examples.tolist(), runtime="rpc")[0]
-        with showing(f"WeightedServer(weights, {RATE}, {trainers}), update(gradient, examples)"):
-            if isinstance(seen, AnswerError):
-                raise seen
-            received, decorated = seen
+        given = torch.from_numpy(weights), sent, examples.tolist()
+        with showing(f"WeightedServer(weights, {RATE}, {trainers}), update(gradient, examples)"), explaining(IN_SERVER):
+            received, decorated = on(names, _serve_on_rank, answer, *given, runtime="rpc")[0]
             _judge_served(received, decorated, weights, gradients, examples)
-    return f"{ROUNDS} steps for {3 * ROUNDS} calls of three trainers, and no thread of the server waited."
 
 
 def _judge_served(received: list[_Answers | str], decorated: bool, weights: Array, gradients: Array, examples: Array) -> None:
@@ -242,7 +242,7 @@ class _Weights:
 
 
 def _push_on_rank(answer: Callable[..., Any], weights: Tensor, targets: Tensor, rounds: int) -> Any:
-    """Return the result, the server's weights in the end, and the calls; or what went wrong."""
+    """Return the result, the server's weights in the end, and the calls."""
     if rpc.get_worker_info().name != "trainer":
         return None
     calls: list[str] = []
@@ -251,33 +251,31 @@ def _push_on_rank(answer: Callable[..., Any], weights: Tensor, targets: Tensor, 
     def gradient_of(values: Tensor, part: int) -> Tensor:
         return values - targets[part]
 
-    try:
-        result = answer(server, gradient_of, rounds, len(targets))
-    except IndexError as error:
-        if error.__traceback__ is not None and "out of bounds" in str(error):
-            parts = f"they are 0 to {len(targets) - 1}"
-            return AnswerError(f"gradient_of(weights, part) was called with a part that does not exist: {parts}")
-        raise
-    except (TypeError, AttributeError, RuntimeError) as error:
-        if meaning := mistake_of(error):
-            return meaning
-        raise
+    result = answer(server, gradient_of, rounds, len(targets))
     made = list(calls)
     final = server.rpc_sync().values().numpy()
     return result.numpy() if isinstance(result, Tensor) else type(result).__name__, final, made
 
 
-def _push_less(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "push_less(server, gradient_of, rounds, parts) runs on a trainer: fetch the weights with values(); in each round send "
+    "the mean of gradient_of(weights, part) over all parts with one update(...), whose reply is the new weights; return "
+    "the last ones.",
+    "One call to fetch the weights, then one per round, however many parts it has.",
+)
+def _push_less(answer: Any, on: OnRanks) -> None:
     random = np.random.default_rng()
     for rounds, parts in ((3, 2), (2, 4), (1, 1)):
         weights, *targets = random.normal(size=(parts + 1, SIZE)).astype(np.float32)
         given = torch.from_numpy(weights), torch.from_numpy(np.stack(targets)), rounds
-        seen = on(["server", "trainer"], _push_on_rank, answer, *given, runtime="rpc")[1]
-        with showing(f"push_less(server, gradient_of, {rounds}, {parts})"):
-            if isinstance(seen, AnswerError):
-                raise seen
+        unknown = f"gradient_of(weights, part) was called with a part that does not exist: they are 0 to {parts - 1}"
+        with (
+            showing(f"push_less(server, gradient_of, {rounds}, {parts})"),
+            explaining(MISTAKES | {"out of bounds": unknown}),
+        ):
+            seen = on(["server", "trainer"], _push_on_rank, answer, *given, runtime="rpc")[1]
             _judge_push(*seen, weights=weights, targets=np.stack(targets), rounds=rounds)
-    return "One call to fetch the weights, then one per round, however many parts it has."
 
 
 def _judge_push(result: Any, final: Array, calls: list[str], *, weights: Array, targets: Array, rounds: int) -> None:
@@ -310,23 +308,3 @@ def _judge_push(result: Any, final: Array, calls: list[str], *, weights: Array, 
     if fetches != 1:
         cure = "the reply to update already contains the new weights, so values() is needed only once, before the loop"
         raise AnswerError(f"the weights are right, with {counted(fetches, 'call')} of values: one is enough", counts, cure=cure)
-
-
-EXERCISES = (
-    Exercise(
-        "WeightedServer",
-        LESSON,
-        "A class WeightedServer(weights, rate, trainers) whose update(gradient, examples) returns a future at once: when the "
-        "gradients of all trainers are there, step once with their mean, weighted by examples, and answer every caller with the "
-        "new weights.",
-        _weighted_server,
-    ),
-    Exercise(
-        "push_less",
-        LESSON,
-        "push_less(server, gradient_of, rounds, parts) runs on a trainer: fetch the weights with values(); in each round send "
-        "the mean of gradient_of(weights, part) over all parts with one update(...), whose reply is the new weights; return "
-        "the last ones.",
-        _push_less,
-    ),
-)

@@ -5,51 +5,50 @@ from __future__ import annotations
 import random
 import threading
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
 from labkit.comm.rpc_backward import context_id
-from labkit.exercises.judging import AnswerError, Exercise, Hint, OnRanks, compare, number_of, showing
-from labkit.exercises.known_mistakes import judge_result
-from labkit.exercises.rpc_waits import happens_within
-
-__all__ = ["EXERCISES"]
+from labkit.errors.lists import counted
+from labkit.exercises.calculations import Expected, calculation
+from labkit.exercises.comparisons import compare
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, reject, showing
+from labkit.exercises.rpc_waits import MEET_S, Meeting, happens_within
 
 LESSON = "08_rpc_hybrid"
 
 
-def _overlapped_time(answer: Any, _: OnRanks) -> str:
+@calculation(
+    LESSON,
+    "overlapped_time(first, second, parts): two workers that follow each other need `first` and `second` for the whole "
+    "batch; return the time from end to end when the batch is cut in equal parts and everything overlaps that can.",
+    "One part through both workers, and behind it the rest at the pace of the slower one.",
     # 5 parts first: with 2, half of something may be the time of a part.
-    for first, second, parts in ((10.0, 4.0, 5), (10.0, 4.0, 2), (4.0, 10.0, 2), (6.0, 6.0, 4), (16.0, 0.5, 8), (10.0, 4.0, 1)):
-        both, slower, faster = first + second, max(first, second), min(first, second)
-        expected = (both + (parts - 1) * slower) / parts
-        case = f"overlapped_time({first:g}, {second:g}, {parts})"
-        with showing(case):
-            given = number_of(answer(first, second, parts))
-        mistakes = {
-            "that is the time of the whole batch without any overlap": both,
-            "the slower worker alone takes that long; it also waits for its first part, or the other finishes later": slower,
-            ("`first` and `second` belong to the whole batch", "a part takes 1/parts of them"): both + (parts - 1) * slower,
-            ("`first` and `second` belong to the whole batch, not to a part", "a part takes 1/parts of them"): parts * both
-            - faster,
-            "the slower worker sets the pace, not the faster one": (both + (parts - 1) * faster) / parts,
-            "that is how long one part takes through both workers; the other parts follow it": both / parts,
-            "that is right for two parts, but the number of parts differs here": both - faster / 2,
-        }
-        judge_result(
-            given, expected, mistakes if parts > 1 and first != second else {},
-            "that is not the time at which the last part ends",
-            f"{case}: given {given:g}, expected {expected:g}", same=lambda a, b: abs(a - b) < 1e-9,
-        )  # fmt: skip
-    return "One part through both workers, and behind it the rest at the pace of the slower one."
+    ((10.0, 4.0, 5), (10.0, 4.0, 2), (4.0, 10.0, 2), (6.0, 6.0, 4), (16.0, 0.5, 8), (10.0, 4.0, 1)),
+)
+def _overlapped_time(first: float, second: float, parts: int) -> Expected:
+    both, slower, faster = first + second, max(first, second), min(first, second)
+    mistakes = {
+        "that is the time of the whole batch without any overlap": both,
+        "the slower worker alone takes that long; it also waits for its first part, or the other finishes later": slower,
+        ("`first` and `second` belong to the whole batch", "a part takes 1/parts of them"): both + (parts - 1) * slower,
+        ("`first` and `second` belong to the whole batch, not to a part", "a part takes 1/parts of them"): parts * both - faster,
+        "the slower worker sets the pace, not the faster one": (both + (parts - 1) * faster) / parts,
+        "that is how long one part takes through both workers; the other parts follow it": both / parts,
+        "that is right for two parts, but the number of parts differs here": both - faster / 2,
+    }
+    right = (both + (parts - 1) * slower) / parts
+    distinct = parts > 1 and first != second
+    return Expected(right, mistakes if distinct else {}, "that is not the time at which the last part ends")
 
 
 NAMES = ["master", "worker1", "worker2"]
-BOTH_S = 5.0  # seconds that the first half waits for the second; calls that overlap meet within milliseconds
 BATCH = 6
 
 
@@ -63,34 +62,12 @@ def _batch(seed: int) -> tuple[Tensor, Tensor]:
     return torch.randn(BATCH, 4, generator=generator), torch.randint(3, (BATCH,), generator=generator)
 
 
-NOT_THE_MODULE = (
-    "an RRef is not the module, which lives on its worker",
-    "call a method there, as in workers[0].rpc_async().forward(half)",
-)
-
-
-class _Meeting:
-    """An object on the master at which the two halves wait for each other."""
-
-    def __init__(self) -> None:
-        self.arrived: list[str] = []
-        self.sizes: list[int] = []
-        self.both = threading.Event()
-        self.alone = False
-
-    def wait_for_both(self, name: str, size: int) -> None:
-        """Wait until both workers have started on a half; set `alone` if that takes longer than `BOTH_S`.
-
-        Args:
-            name: the worker that calls.
-            size: the number of examples in its half.
-        """
-        self.arrived.append(name)
-        self.sizes.append(size)
-        if len(set(self.arrived)) == len(NAMES) - 1:
-            self.both.set()
-        if not happens_within(BOTH_S, self.both.wait):
-            self.alone = True
+IN_BOTH: dict[str, Hint] = {
+    "PyRRef' object": (
+        "an RRef is not the module, which lives on its worker",
+        "call a method there, as in workers[0].rpc_async().forward(half)",
+    )
+}
 
 
 class _Half(nn.Module):
@@ -102,63 +79,59 @@ class _Half(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Wait for the other half, then compute."""
-        self.meeting.rpc_sync(timeout=0).wait_for_both(rpc.get_worker_info().name, len(x))
+        self.meeting.rpc_sync(timeout=0).arrive(rpc.get_worker_info().name, len(x))
         out: Tensor = self.net(x)
         return out
 
 
 def _both_on_rank(answer: Callable[..., Any], seed: int) -> Any:
-    """Return what the master observed: the student's result, the workers that started, their examples, and `alone`."""
+    """Return what the master observed: the result, each call's worker and its examples, and `alone`."""
     if rpc.get_worker_info().name != "master":
         return None
-    meeting = _Meeting()
+    meeting = Meeting(len(NAMES) - 1)
     own = rpc.RRef(meeting)
     workers = [rpc.remote(name, _Half, args=(own,)) for name in NAMES[1:]]
     inputs, _ = _batch(seed)
-    try:
-        result = answer(workers, inputs)
-    except (TypeError, AttributeError) as error:
-        if "PyRRef' object" in str(error):
-            return AnswerError(NOT_THE_MODULE)
-        raise
+    result = answer(workers, inputs)
+    shown: Any = result.detach() if isinstance(result, Tensor) else type(result).__name__
     if isinstance(result, (list, tuple)):
-        return [type(part).__name__ for part in result], meeting.arrived, meeting.sizes, meeting.alone
-    shown = result.detach() if isinstance(result, Tensor) else type(result).__name__
-    return shown, meeting.arrived, meeting.sizes, meeting.alone
+        shown = [type(part).__name__ for part in result]
+    return shown, meeting.visits, meeting.alone
 
 
-def _both_workers(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "both_workers(workers, images) runs on the master: cut the batch in two, let the two remote modules (RRefs) compute "
+    "their halves at the same time, and return the scores of the whole batch in order.",
+    "Both workers computed at the same time, each one half, and the scores are in order.",
+)
+def _both_workers(answer: Any, on: OnRanks) -> None:
     seed = random.randrange(1 << 30)
-    seen = on(NAMES, _both_on_rank, answer, seed, runtime="rpc")[0]
-    with showing("both_workers(workers, images)"):
-        if isinstance(seen, AnswerError):
-            raise seen
-        result, arrived, sizes, alone = seen
-        _judge_both(result, arrived, sizes, alone, seed)
-    return "Both workers computed at the same time, each one half, and the scores are in order."
+    with showing("both_workers(workers, images)"), explaining(IN_BOTH):
+        _judge_both(*on(NAMES, _both_on_rank, answer, seed, runtime="rpc")[0], seed=seed)
 
 
-def _judge_both(result: Any, arrived: list[str], sizes: list[int], alone: bool, seed: int) -> None:
+def _judge_both(result: Any, visits: list[tuple[str, int]], alone: bool, *, seed: int) -> None:
     expected = _network()(_batch(seed)[0]).detach()
-    visits = [f"{name} got {size} examples" for name, size in zip(arrived, sizes, strict=True)]
+    arrived, got = {name for name, _ in visits}, [f"{name} got {size} examples" for name, size in visits]
     if isinstance(result, list):  # probably of futures that were not waited for, so `arrived` may be incomplete
         raise AnswerError(
             f"the answer is a list of {' and '.join(sorted(set(result)))}: expected one tensor",
             cure="wait for the parts and join them into one tensor with torch.cat",
         )
-    if set(arrived) != set(NAMES[1:]):
-        only = " and ".join(sorted(set(arrived))) or "the master"
-        raise AnswerError(f"only {only} worked: each worker gets one half", *visits)
+    if arrived != set(NAMES[1:]):
+        only = " and ".join(sorted(arrived)) or "the master"
+        raise AnswerError(f"only {only} worked: each worker gets one half", *got)
     if isinstance(result, str):
         raise AnswerError(f"the answer is a {result}: expected one tensor with the scores of the whole batch, in order")
     if alone:
         raise AnswerError(
             "the second worker started only when the first had finished: rpc_sync waits, and so does a wait() right after "
             "rpc_async",
-            *visits,
+            *got,
         )
-    if max(sizes) > BATCH // 2:
-        raise AnswerError("a worker got more than its half of the batch", *visits, cure="cut it with chunk(2)")
+    if max(size for _, size in visits) > BATCH // 2:
+        raise AnswerError("a worker got more than its half of the batch", *got, cure="cut it with chunk(2)")
     if result.shape != expected.shape:
         raise AnswerError(
             "the result has the wrong shape",
@@ -174,7 +147,7 @@ def _judge_both(result: Any, arrived: list[str], sizes: list[int], alone: bool, 
         raise AnswerError("the scores are not those of the whole batch in one process")
 
 
-class _Remote(nn.Module):
+class _Part:
     """A part of the model, on a worker.
 
     Args:
@@ -182,44 +155,52 @@ class _Remote(nn.Module):
     """
 
     def __init__(self, first: bool) -> None:
-        super().__init__()
         # A warning about DistributedOptimizer's implementation, which would be printed above every verdict.
         warnings.filterwarnings("ignore", message=".*TorchScript.* support for functional optimizers is deprecated")
-        net = _network()
-        self.part = net[:2] if first else net[2:]
+        self.net = _network()[:2] if first else _network()[2:]
+        self._lock = threading.Lock()
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute this part."""
-        out: Tensor = self.part(x)
+        out: Tensor = self.net(x)
         return out
 
     def parameter_rrefs(self) -> list[Any]:
         """Return references to this part's parameters, for DistributedOptimizer."""
-        return [rpc.RRef(p) for p in self.part.parameters()]
+        return [rpc.RRef(p) for p in self.net.parameters()]
 
     def values(self) -> list[Tensor]:
         """Return copies of this part's parameters."""
-        return [p.detach().clone() for p in self.part.parameters()]
+        return [p.detach().clone() for p in self.net.parameters()]
 
 
 RATE = 0.5
+LOCAL_BACKWARD = "INTERNAL ASSERT"  # torch's message
+REUSED = "a context holds the parts of two batches"
 OUTSIDE = (
-    "`forward` was called outside the context, so no messages were recorded and no gradient can be sent back",
+    "the forward pass was outside a context, so its calls were not recorded and no gradient can be sent back",
     "forward, backward and step belong under one `with dist_autograd.context()`",
 )
-MISTAKES: dict[str, Hint] = {  # torch's messages, and what they mean here
+MISTAKES: dict[str, Hint] = {  # parts of torch's messages, and what they mean here
+    "can only optimize Tensors": (
+        "an optimizer of torch.optim needs the parameters themselves, which are on the workers",
+        "DistributedOptimizer(torch.optim.SGD, references, lr=rate, momentum=0.9) takes references to them",
+    ),
     "missing 1 required positional argument: 'context_id'": (
-        "the gradients are in a context, so the optimizer has to be given it",
+        "the gradients are in a context, which the optimizer does not know",
         "in `with dist_autograd.context() as context:`, call dist_autograd.backward(context, [loss]) and optimizer.step(context)",
     ),
-    "no attribute 'zero_grad'": "zero_grad is not needed: the gradients of a step are in its context, and end with it",
+    "no attribute 'zero_grad'": "zero_grad is not needed: the gradients of a batch are in its context, and end with it",
     "len() of a 0-d tensor": ("dist_autograd.backward takes a list of losses", "write backward(context, [loss])"),
     "Could not find autograd context": (
         "the context ends with its `with` block, and the gradients with it",
         "optimizer.step(context) belongs inside",
     ),
+    "torch.futures.Future": ("a future cannot be sent to another process", "a reference can: shard1.remote().forward(part)"),
+    "PyRRef' object": ("an RRef is not the shard", "call a method there, as in shard1.remote().forward(part)"),
+    LOCAL_BACKWARD: ("loss.backward() cannot leave this process", "use dist_autograd.backward(context, [loss])"),
+    REUSED: ("the gradients of earlier batches are still in this context", "each batch needs a new one"),
 }
-LOCAL_BACKWARD = "loss.backward() cannot leave this process", "use dist_autograd.backward(context_id, [loss])"
 
 
 def _step_on_rank(answer: Callable[..., Any], seed: int) -> Any:
@@ -228,7 +209,7 @@ def _step_on_rank(answer: Callable[..., Any], seed: int) -> Any:
         return None
     from torch.distributed.optim import DistributedOptimizer
 
-    parts = [rpc.remote(name, _Remote, args=(i == 0,)) for i, name in enumerate(NAMES[1:])]
+    parts = [rpc.remote(name, _Part, args=(i == 0,)) for i, name in enumerate(NAMES[1:])]
     optimizer = DistributedOptimizer(torch.optim.SGD, [p for part in parts for p in part.rpc_sync().parameter_rrefs()], lr=RATE)
 
     outside: list[bool] = []
@@ -243,13 +224,9 @@ def _step_on_rank(answer: Callable[..., Any], seed: int) -> Any:
     before = [value for part in parts for value in part.rpc_sync().values()]
     try:
         answer(forward, optimizer, *_batch(seed))
-    except (RuntimeError, TypeError, AttributeError) as error:
-        if explanation := next((meaning for message, meaning in MISTAKES.items() if message in str(error)), None):
-            return AnswerError(explanation)
-        if isinstance(error, RuntimeError) and any(outside):
+    except RuntimeError as error:
+        if any(outside) and not any(part in str(error) for part in MISTAKES if part != LOCAL_BACKWARD):
             return AnswerError(OUTSIDE)
-        if "INTERNAL ASSERT" in str(error):
-            return AnswerError(LOCAL_BACKWARD)
         raise
     after = [value for part in parts for value in part.rpc_sync().values()]
     if any(outside) and all(torch.equal(a, b) for a, b in zip(after, before, strict=True)):
@@ -257,14 +234,19 @@ def _step_on_rank(answer: Callable[..., Any], seed: int) -> Any:
     return [value.numpy() for value in after]
 
 
-def _distributed_step(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "distributed_step(forward, optimizer, images, labels) runs on the master: one training step with cross-entropy, in which "
+    "forward(images) passes through modules on two workers, and optimizer is a DistributedOptimizer.",
+    "One step over three processes, equal to the step of a single process.",
+)
+def _distributed_step(answer: Any, on: OnRanks) -> None:
     seed = random.randrange(1 << 30)
-    after = on(NAMES, _step_on_rank, answer, seed, runtime="rpc")[0]
-    with showing("distributed_step(forward, optimizer, images, labels)"):
+    with showing("distributed_step(forward, optimizer, images, labels)"), explaining(MISTAKES):
+        after = on(NAMES, _step_on_rank, answer, seed, runtime="rpc")[0]
         if isinstance(after, AnswerError):
             raise after
         _judge_remote_step(after, seed)
-    return "One step over three processes, equal to the step of a single process."
 
 
 def _judge_remote_step(after: list[Any], seed: int) -> None:
@@ -288,26 +270,205 @@ def _judge_remote_step(after: list[Any], seed: int) -> None:
     compare([steps], dict(zip(names, gradients, strict=True)), subject="the steps of the remote parameters", causes=causes)
 
 
-EXERCISES = (
-    Exercise(
-        "overlapped_time",
-        LESSON,
-        "overlapped_time(first, second, parts): two workers that follow each other need `first` and `second` for the whole "
-        "batch; return the time from end to end when the batch is cut in equal parts and everything overlaps that can.",
-        _overlapped_time,
-    ),
-    Exercise(
-        "both_workers",
-        LESSON,
-        "both_workers(workers, images) runs on the master: cut the batch in two, let the two remote modules (RRefs) compute "
-        "their halves at the same time, and return the scores of the whole batch in order.",
-        _both_workers,
-    ),
-    Exercise(
-        "distributed_step",
-        LESSON,
-        "distributed_step(forward, optimizer, images, labels) runs on the master: one training step with cross-entropy, in which "
-        "forward(images) passes through modules on two workers, and optimizer is a DistributedOptimizer.",
-        _distributed_step,
-    ),
+MOMENTUM = 0.9
+CLOSE = 1e-4  # absolute; the mistakes below move some parameter by 1e-2 and more
+
+
+class _Shard1(_Part):
+    """The first shard: a part of a batch waits until the other parts of that batch are there as well.
+
+    It refuses a context that holds more than one batch: `dist_autograd.backward` would wait for ever for gradients of
+    the batch before.
+
+    Args:
+        parts: the number of parts that a batch has.
+    """
+
+    def __init__(self, parts: int) -> None:
+        super().__init__(first=True)
+        self.parts, self.sizes, self.alone = parts, list[int](), False
+        self.contexts: Counter[int | None] = Counter()
+        self._arrived = threading.Condition()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Wait for the other parts of the batch, then compute; set `alone` if they take longer than `MEET_S`."""
+        context = context_id()
+        with self._arrived:
+            self.contexts[context] += 1
+            if context is not None and self.contexts[context] > self.parts:
+                raise ValueError(REUSED)
+            self.sizes.append(len(x))
+            wanted = -(-len(self.sizes) // self.parts) * self.parts
+            self._arrived.notify_all()
+
+        def wait(limit_s: float) -> bool:
+            with self._arrived:
+                return self._arrived.wait_for(lambda: len(self.sizes) >= wanted or self.alone, limit_s)
+
+        if not self.alone and not happens_within(MEET_S, wait):
+            with self._arrived:
+                self.alone = True
+                self._arrived.notify_all()
+        with self._lock:
+            out: Tensor = self.net(x)
+        return out
+
+    def seen(self) -> tuple[list[int], bool, bool]:
+        """Return the sizes of the parts, whether one was sent after another ended, and whether one had no context."""
+        return self.sizes, self.alone, self.contexts[None] > 0
+
+
+class _Shard2(_Part):
+    """The second shard: fetches features by reference; notes what it was given instead."""
+
+    def __init__(self) -> None:
+        super().__init__(first=False)
+        self.calls: list[int] = []
+        self.tensors = 0
+
+    def score(self, *features: Any) -> Tensor:
+        """Return the scores of all parts, in order."""
+        with self._lock:
+            self.calls.append(len(features))
+            self.tensors += sum(isinstance(part, Tensor) for part in features)
+            parts = [part if isinstance(part, Tensor) else part.to_here() for part in features]
+            return torch.cat([self.net(part) for part in parts])
+
+    def seen(self) -> tuple[list[int], int]:
+        """Return the number of parts in each call, and how many of them were tensors instead of references."""
+        return self.calls, self.tensors
+
+
+class _Seen(NamedTuple):
+    """What happened on the three processes.
+
+    Args:
+        losses: the answer, or the name of its type.
+        values: all parameters, after the training.
+        sizes: of the parts that arrived at shard 1.
+        alone: whether a part was sent only when another had been computed.
+        outside: whether a part came outside a context.
+        calls: for each call of `score` its number of parts.
+        tensors: the parts that came to shard 2 as tensors.
+    """
+
+    losses: list[Any] | str
+    values: list[np.ndarray]
+    sizes: list[int]
+    alone: bool
+    outside: bool
+    calls: list[int]
+    tensors: int
+
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def _on_rank(answer: Callable[..., Any], batches: Batches, parts: int, rate: float) -> _Seen | None:
+    if rpc.get_worker_info().name != "master":
+        return None
+    shard1, shard2 = rpc.remote("worker1", _Shard1, args=(parts,)), rpc.remote("worker2", _Shard2)
+    result = answer(shard1, shard2, batches, parts, rate)
+    losses: list[Any] | str = type(result).__name__
+    if isinstance(result, (list, tuple)):
+        losses = [one if isinstance(one, (int, float)) else type(one).__name__ for one in result]
+    values = [value.numpy() for shard in (shard1, shard2) for value in shard.rpc_sync().values()]
+    return _Seen(losses, values, *shard1.rpc_sync().seen(), *shard2.rpc_sync().seen())
+
+
+def _serial(batches: Batches, rate: float, momentum: float = MOMENTUM) -> tuple[list[float], list[np.ndarray]]:
+    model, losses = _network(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, [p.detach().numpy() for p in model.parameters()]
+
+
+@exercise(
+    LESSON,
+    "hybrid_master(shard1, shard2, batches, parts, rate) runs on the master: train the two remote shards on all batches, "
+    "each cut in parts that are under way at the same time; return the list of losses.",
+    "All parts were under way at once, the features went straight to worker2, and the model is that of one process.",
 )
+def _hybrid_master(answer: Any, on: OnRanks) -> None:
+    random = np.random.default_rng()
+    torch_random = torch.Generator().manual_seed(int(random.integers(1 << 30)))
+    for parts, sizes in ((2, (5, 6, 8)), (3, (7, 6, 8))):
+        batches = [(torch.randn(n, 4, generator=torch_random), torch.arange(n) % 3) for n in sizes]
+        rate = float(random.uniform(0.2, 0.4))
+        with showing(f"hybrid_master(shard1, shard2, batches, {parts}, {rate:.3g})"), explaining(MISTAKES):
+            _judge(on(NAMES, _on_rank, answer, batches, parts, rate, runtime="rpc")[0], batches, parts, rate)
+
+
+def _judge(seen: _Seen, batches: Batches, parts: int, rate: float) -> None:
+    if not seen.sizes:
+        raise AnswerError("shard1.forward was never called: each part of a batch passes through shard 1 first")
+    wanted = [len(part) for x, _ in batches for part in x.chunk(parts)]
+    faults = {
+        (
+            f"{len(batches)} batches came to shard 1 in {counted(len(seen.sizes), 'part')}; parts is {parts} here",
+            "cut each batch with chunk(parts)",
+        ): sorted(seen.sizes) != sorted(wanted),
+        (
+            "the features came to the master, which sent them on: they travelled twice",
+            (
+                "shard1.remote().forward(part) returns a reference; give that to shard2.score, and worker2 fetches the features "
+                "from worker1"
+            ),
+        ): seen.tensors,
+        (
+            "a part was sent only when another had been computed, so the workers took turns",
+            "send all parts of a batch with remote first, then call score",
+        ): seen.alone,
+        (
+            (
+                f"score was called {len(seen.calls)} times for {len(batches)} batches: dist_autograd may lose gradients when a "
+                "worker answers twice in a context"
+            ),
+            "call it once per batch, with the references of all parts",
+        ): len(seen.calls) > len(batches),
+    }
+    reject(faults, f"sizes of the parts: given {seen.sizes}, expected {wanted}")
+    _judge_training(seen, batches, rate)
+
+
+def _judge_training(seen: _Seen, batches: Batches, rate: float) -> None:
+    losses, expected = _serial(batches, rate)
+    start = [p.detach().numpy() for p in _network().parameters()]
+    one, other = (_close(seen.values[half], start[half]) for half in (slice(0, 2), slice(2, 4)))
+    both = "the optimizer needs references to the parameters of both shards"
+    faults = {
+        OUTSIDE: seen.outside,
+        (
+            "no parameter has changed",
+            "in each context, call dist_autograd.backward(context, [loss]), then optimizer.step(context)",
+        ): one and other,
+        ("the parameters of shard 1 have not changed", both): one,
+        ("the parameters of shard 2 have not changed", both): other,
+        ("there was no momentum", f"make one optimizer before the loop, with momentum={MOMENTUM}"): (
+            _close(seen.values, _serial(batches, rate, 0.0)[1])
+        ),
+    }
+    reject(faults)
+    if not _close(seen.values, expected):
+        gap = max(float(np.abs(a - b).max()) for a, b in zip(seen.values, expected, strict=True))
+        raise AnswerError(
+            "the parameters are not those of one process. The loss of a batch is the mean cross-entropy of all its examples",
+            f"largest difference {gap:.3g}",
+        )
+    details = (f"given {seen.losses}", f"expected {[round(loss, 4) for loss in losses]}")
+    if isinstance(seen.losses, str):
+        raise AnswerError(f"the answer is a {seen.losses}: expected the list of losses, one number for each batch", *details)
+    kinds = sorted({one for one in seen.losses if isinstance(one, str)})
+    if kinds:
+        raise AnswerError(f"the list contains a {kinds[0]} in place of a number", *details, cure="loss.item() is the number")
+    if len(seen.losses) != len(losses) or not np.allclose(seen.losses, losses, rtol=1e-3):
+        raise AnswerError("the losses are not those of the batches, in order", *details)
+
+
+def _close(given: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> bool:
+    return all(np.allclose(a, b, atol=CLOSE) for a, b in zip(given, expected, strict=True))

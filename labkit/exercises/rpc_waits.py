@@ -3,14 +3,44 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from typing import Final
 
 import torch.distributed.rpc as rpc
 
-__all__ = ["happens_within"]
+__all__ = ["MEET_S", "Meeting", "happens_within"]
 
+MEET_S: Final = 5.0  # that a call waits for the others; calls that overlap meet within milliseconds
 TURNS: Final = 5  # a stall costs one of them at most
+
+
+class Meeting:
+    """An object on the master at which the called workers wait for each other.
+
+    Args:
+        expected: the number of workers that must be at work at the same time.
+
+    Attributes:
+        visits: each call's worker and a number that the worker gives.
+        alone: whether a worker was called only when another had finished.
+    """
+
+    def __init__(self, expected: int) -> None:
+        self.expected = expected
+        self.visits: list[tuple[str, int]] = []
+        self.alone = False
+        self._all = threading.Event()
+        self._lock = threading.Lock()
+
+    def arrive(self, name: str, number: int) -> None:
+        """Wait until all workers have a call to serve; set `alone` if that takes longer than `MEET_S`."""
+        with self._lock:
+            self.visits.append((name, number))
+            if len({visitor for visitor, _ in self.visits} - {"master"}) >= self.expected:
+                self._all.set()
+        if name != "master" and not self.alone and not happens_within(MEET_S, self._all.wait):
+            self.alone = True
 
 
 def happens_within(limit_s: float, wait: Callable[[float], bool]) -> bool:

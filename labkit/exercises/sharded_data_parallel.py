@@ -4,32 +4,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, Hint, OnRanks, compare, differ, number_of, showing, whole_numbers
-from labkit.exercises.known_mistakes import judge_result
-from labkit.exercises.sharded_oracles import STEPS, Weights, batch, network, serial, weights
+from labkit.exercises.calculations import Expected, calculation
+from labkit.exercises.comparisons import compare, differ, equal, judge_result, whole_numbers
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, reject, showing
 from labkit.recording.operations import type_of
-
-__all__ = ["EXERCISES"]
 
 LESSON: Final = "03_sharded_data_parallel"
 ONE_ROOT: Final = "all_reduce the sum of squares, then take the root, once"
 WORLDS: Final = (3, 4, 2, 1)  # 3 first: no size below divides by it, and dividing by a constant 2 or 4 is wrong there
 
 
-def _shard_range(answer: Any, _: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "shard_range(numbers, ranks, rank) returns (start, end, padding): rank's shard is numbers start to end of "
+    "a flat tensor. All shards have the same size, the smallest that is enough; the last ones are filled with "
+    "`padding` zeros.",
+    "All shards are equally long, every number has one owner, and the padding fills the last shards.",
+)
+def _shard_range(answer: Any, _: OnRanks) -> None:
     for numbers, ranks in ((10, 4), (12, 3), (5, 4), (3, 4), (7, 1), (1000, 3)):
         given = [_as_triple(answer(numbers, ranks, rank), numbers, ranks, rank) for rank in range(ranks)]
         _judge_ranges(given, numbers, ranks)
-    return "All shards are equally long, every number has one owner, and the padding fills the last shards."
 
 
 def _as_triple(given: Any, numbers: int, ranks: int, rank: int) -> tuple[int, int, int]:
@@ -43,53 +48,47 @@ def _as_triple(given: Any, numbers: int, ranks: int, rank: int) -> tuple[int, in
 
 def _judge_ranges(given: list[tuple[int, int, int]], numbers: int, ranks: int) -> None:
     size = -(-numbers // ranks)
-    expected = [(min(r * size, numbers), min((r + 1) * size, numbers)) for r in range(ranks)]
-    expected_padding = [size - (end - start) for start, end in expected]
-    case = f"shard_range({numbers}, {ranks}, rank)"
-    right = [(*bounds, padding) for bounds, padding in zip(expected, expected_padding, strict=True)]
-    details = tuple(f"rank {r}: given {given[r]}, expected {right[r]}" for r in range(ranks))
-    lengths = [end - start for start, end, _ in given]
-    if any(start > numbers or end > numbers for start, end, _ in given):
-        raise AnswerError(
-            f"{case}: a shard reaches beyond the last number", *details, cure="limit start and end with min(..., numbers)"
-        )
-    if any(length < 0 for length in lengths):
-        raise AnswerError(f"{case}: a shard ends before it starts; a rank that owns nothing has start == end", *details)
-    if sum(lengths) < numbers and set(lengths) == {numbers // ranks}:
-        raise AnswerError(f"{case}: the last numbers have no owner: // rounds down", *details, cure="round the size up")
-    if len({length + padding for length, (_, _, padding) in zip(lengths, given, strict=True)}) > 1:
-        if [g[:2] for g in given] == expected:
-            raise AnswerError(
-                f"{case}: the ranges are right, the padding is not: it is what this rank's own shard lacks to the common size",
-                *details,
-            )
-        raise AnswerError(
-            f"{case}: the shards, with their padding, differ in length; reduce_scatter and all_gather need the same on "
-            "every rank",
-            *details,
-        )
-    if [g[:2] for g in given] != expected and sum(lengths) == numbers:
-        raise AnswerError(
-            f"{case}: the numbers are spread evenly, so several shards need padding, in the middle of the whole",
-            *details,
-            cure="fill the ranks in order, so that all padding lies at the end",
-        )
-    if [g[:2] for g in given] != expected:
-        raise AnswerError(f"{case}: some numbers have no owner, or two; shard r begins where shard r - 1 ends", *details)
-    if [g[2] for g in given] != expected_padding:
-        raise AnswerError(
-            f"{case}: more padding than needed", *details, cure="the size of a shard is numbers / ranks, rounded up"
-        )
+    ends = [min((rank + 1) * size, numbers) for rank in range(ranks)]
+    expected = list(zip([0, *ends[:-1]], ends, strict=True))
+    right = [(start, end, size - (end - start)) for start, end in expected]
+    ranges, lengths = [(start, end) for start, end, _ in given], [end - start for start, end, _ in given]
+    alike = len({end - start + padding for start, end, padding in given}) == 1
+    faults = {
+        ("a shard reaches beyond the last number", "limit start and end with min(..., numbers)"): any(
+            max(bounds) > numbers for bounds in ranges
+        ),
+        "a shard ends before it starts; a rank that owns nothing has start == end": min(lengths) < 0,
+        ("the last numbers have no owner: // rounds down", "round the size up"): (
+            sum(lengths) < numbers and set(lengths) == {numbers // ranks}
+        ),
+        "the ranges are right, the padding is not: it is what this rank's own shard lacks to the common size": (
+            not alike and ranges == expected
+        ),
+        "the shards, with their padding, differ in length; reduce_scatter and all_gather need the same on every rank": not alike,
+        (
+            "the numbers are spread evenly, so several shards need padding, in the middle of the whole",
+            "fill the ranks in order, so that all padding lies at the end",
+        ): ranges != expected and sum(lengths) == numbers,
+        "some numbers have no owner, or two; shard r begins where shard r - 1 ends": ranges != expected,
+        ("more padding than needed", "the size of a shard is numbers / ranks, rounded up"): given != right,
+    }
+    details = (f"rank {r}: given {given[r]}, expected {right[r]}" for r in range(ranks))
+    reject(faults, f"shard_range({numbers}, {ranks}, rank)", *details)
 
 
-def _memory_per_rank(answer: Any, _: OnRanks) -> str:
-    for stage in (1, 2, 3, 0):
-        for parameters, activations, ranks in ((1_200_000, 700_000, 5), (999_999, 50_000, 3), (300_000, 4_000_000, 1)):
-            _judge_memory(number_of(answer(parameters, activations, ranks, stage)), parameters, activations, ranks, stage)
-    return "Parameters, gradients and Adam's two moments for stages 0 to 3, and activations that no stage shards."
-
-
-def _judge_memory(given: float, parameters: int, activations: int, ranks: int, stage: int) -> None:
+@calculation(
+    LESSON,
+    "memory_per_rank(parameters, activations, ranks, stage) returns the bytes of a rank in float32 training "
+    "with Adam, for ZeRO stages 0 to 3; `activations` are the bytes of one rank's activations.",
+    "Parameters, gradients and Adam's two moments for stages 0 to 3, and activations that no stage shards.",
+    [
+        (*sizes, stage)
+        for stage in (1, 2, 3, 0)
+        for sizes in ((1_200_000, 700_000, 5), (999_999, 50_000, 3), (300_000, 4_000_000, 1))
+    ],
+    same=lambda a, b: abs(a - b) <= 64,  # bytes: shards may be rounded up
+)
+def _memory_per_rank(parameters: int, activations: int, ranks: int, stage: int) -> Expected:
     whole = 4 * parameters  # bytes in float32
 
     def total(*divided: bool, moments: int = 2) -> float:
@@ -97,13 +96,12 @@ def _judge_memory(given: float, parameters: int, activations: int, ranks: int, s
         return sum(part / (ranks if is_divided else 1) for part, is_divided in parts) + activations
 
     sharded = (stage >= 3, stage >= 2, stage >= 1)
-    expected = total(*sharded)
-    near = 64.0  # bytes: shards may be rounded up
+    right = total(*sharded)
     mistakes = {
-        "the activations are missing": expected - activations,
-        "activations are not sharded: they belong to this rank's own examples": expected - activations + activations / ranks,
+        "the activations are missing": right - activations,
+        "activations are not sharded: they belong to this rank's own examples": right - activations + activations / ranks,
         "Adam keeps two moments for each parameter, not one": total(*sharded, moments=1),
-        "the gradients or the parameters are missing": expected - whole / (ranks if stage >= 2 else 1),
+        "the gradients or the parameters are missing": right - whole / (ranks if stage >= 2 else 1),
         "a stage keeps what the stages before it shard: stage 2 shards the optimizer state as well, stage 3 all three": total(
             stage == 3, stage == 2, stage == 1
         ),
@@ -112,17 +110,13 @@ def _judge_memory(given: float, parameters: int, activations: int, ranks: int, s
         "the stages are in another order: first the optimizer state, then the gradients, then the parameters": total(
             stage >= 1, stage >= 2, stage >= 3
         ),
-        "these are numbers, not bytes: a float32 has 4 bytes": (expected - activations) / 4 + activations,
+        "these are numbers, not bytes: a float32 has 4 bytes": (right - activations) / 4 + activations,
     }
-    judge_result(
-        given, expected, mistakes,
-        (
-            "not the bytes of this stage: what does a rank keep in training with Adam, and which of it does the stage shard?",
-            "start from 4 bytes each for parameters, gradients and two moments; divide what the stage shards",
-        ),
-        f"memory_per_rank({parameters}, {activations}, {ranks}, {stage}): given {given:,.0f} bytes, expected {expected:,.0f}",
-        same=lambda a, b: abs(a - b) <= near,
-    )  # fmt: skip
+    otherwise = (
+        "not the bytes of this stage: what does a rank keep in training with Adam, and which of it does the stage shard?",
+        "start from 4 bytes each for parameters, gradients and two moments; divide what the stage shards",
+    )
+    return Expected(right, mistakes, otherwise)
 
 
 Step = Callable[[], object]
@@ -155,14 +149,18 @@ def _zero1_on_rank(answer: Callable[..., Step]) -> tuple[Weights, Weights, int, 
     return before, weights(model), kept, len(made)
 
 
-def _zero1(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "zero1(parameters, make_optimizer) prepares a ZeRO 1 optimizer and returns step(), which is called after "
+    "each backward(). It averages the gradients, updates this rank's shards, and gives every rank all "
+    "parameters; sizes need not divide by the number of ranks. It sends no more bytes than data parallel.",
+    "On 1, 2, 3 and 4 ranks: the parameters of one process with the whole batch, 1/p of the optimizer state "
+    "on each rank, and no more bytes than data parallel sends.",
+)
+def _zero1(answer: Any, on: OnRanks) -> None:
     for ranks in WORLDS:
         with showing(f"zero1(parameters, make_optimizer) on {counted(ranks, 'rank')}"):
             _judge_zero1(answer, on, ranks)
-    return (
-        "On 1, 2, 3 and 4 ranks: the parameters of one process with the whole batch, 1/p of the optimizer state "
-        "on each rank, and no more bytes than data parallel sends."
-    )
 
 
 def _judge_zero1(answer: Any, on: OnRanks, ranks: int) -> None:
@@ -191,7 +189,7 @@ def _judge_zero1(answer: Any, on: OnRanks, ranks: int) -> None:
 
 
 def _operations(results: Any) -> list[str]:
-    return [span.name for span in results.trace.of(kind="communication")]
+    return [span.name for span in results.trace.filter(kind="communication")]
 
 
 def _explain_failure(error: RankError, ranks: int) -> None:
@@ -217,26 +215,27 @@ def _judge_weights(
     wrong = differ(after, expected)
     if not wrong:
         return
-    if all(not differ([b], a) for a, b in zip(after, before, strict=True)):
-        raise AnswerError(
+    faults = {
+        (
             "the parameters are unchanged after step(): does anything write into the given tensors?",
-            cure="write the gathered values into them, as p.data.copy_(...) does",
-        )
-    if ranks > 1 and not any(type_of(name).reduces for name in operations):
-        raise AnswerError(
-            "no operation added up the gradients of the ranks, so each shard learns from one rank's examples only",
-            f"operations: {', '.join(sorted(set(operations))) or 'none'}",
-        )
-    if not differ(after, serial(ranks, scale=ranks)):
-        raise AnswerError("the gradients were summed, not averaged", cure="divide by the number of ranks")
-    if not differ(after, serial(ranks, clear=False)):
-        raise AnswerError("the gradients of earlier steps are still there", cure="set p.grad to None at the end of step()")
-    if any(differ([a], after[0]) for a in after):
-        raise AnswerError(
+            "write the gathered values into them, as p.data.copy_(...) does",
+        ): all(not differ([b], a) for a, b in zip(after, before, strict=True)),
+        "no operation added up the gradients of the ranks, so each shard learns from one rank's examples only": (
+            ranks > 1 and not any(type_of(name).reduces for name in operations)
+        ),
+        ("the gradients were summed, not averaged", "divide by the number of ranks"): not differ(
+            after, serial(ranks, scale=ranks)
+        ),
+        ("the gradients of earlier steps are still there", "set p.grad to None at the end of step()"): (
+            not differ(after, serial(ranks, clear=False))
+        ),
+        (
             "the ranks have different parameters after step(): each updated its own shard, and the others must receive it",
-            f"different: {', '.join(sorted(wrong))}",
-            cure="dist.all_gather gives every rank the shards of all",
-        )
+            "dist.all_gather gives every rank the shards of all",
+        ): any(differ([a], after[0]) for a in after),
+    }
+    called = f"operations: {', '.join(sorted(set(operations))) or 'none'}"
+    reject(faults, f"wrong parameters: {', '.join(sorted(wrong))}", called)
     compare(after, expected, subject="the parameters")
 
 
@@ -280,7 +279,13 @@ def _norm_on_rank(answer: Callable[..., Any]) -> tuple[float | None, bool]:
     return (None if norm is None else float(norm)), same
 
 
-def _global_norm(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "global_norm(gradients) takes the gradients of this rank's shards, a list of tensors, and returns on "
+    "every rank the norm of the whole gradient. It leaves the gradients as they are and communicates once.",
+    "On 1, 2, 3 and 4 ranks: the norm of the whole gradient, on every rank, with one all_reduce.",
+)
+def _global_norm(answer: Any, on: OnRanks) -> None:
     for ranks in WORLDS:
         case = f"global_norm(gradients) on {counted(ranks, 'rank')}"
         results = on(ranks, _norm_on_rank, answer)
@@ -288,7 +293,7 @@ def _global_norm(answer: Any, on: OnRanks) -> str:
         if not all(same for _, same in results):
             hint = "the norm is right, but the gradients have changed: collectives and x.square_() work in place"
             raise AnswerError(hint, case)
-        calls = sum(span.nbytes > 0 for span in results.trace.of(rank=0, kind="communication"))  # not those to the store
+        calls = sum(span.nbytes > 0 for span in results.trace.filter(rank=0, kind="communication"))  # not those to the store
         if ranks > 1 and calls > 1:
             raise AnswerError(
                 f"the norm is right, with {calls} operations; one is enough",
@@ -297,7 +302,6 @@ def _global_norm(answer: Any, on: OnRanks) -> str:
             )
         if ranks > 1 and not calls:
             raise AnswerError("the norm is right, but no operation was called: how can a rank know the shards of others?", case)
-    return "On 1, 2, 3 and 4 ranks: the norm of the whole gradient, on every rank, with one all_reduce."
 
 
 def _judge_norms(given: Sequence[float | None], ranks: int) -> None:
@@ -323,40 +327,55 @@ def _judge_norms(given: Sequence[float | None], ranks: int) -> None:
         "these are averages of norms; squares add up, norms do not": [sum(own) / ranks] * ranks,
     }
     otherwise = "not the norm of all shards of all ranks", "it is the root of the sum of all squares"
-    if math.isclose(norms[0], right, rel_tol=1e-3):
+    if equal(norms[0], right, within=1e-3):
         otherwise = "rank 0 has the norm, the others do not", "use all_reduce, not reduce"
-    judge_result(norms, [right] * ranks, mistakes, otherwise, *details, same=lambda a, b: np.allclose(a, b, rtol=1e-3))
+    judge_result(norms, [right] * ranks, mistakes, otherwise, *details, same=partial(equal, within=1e-3))
 
 
-EXERCISES = (
-    Exercise(
-        "shard_range",
-        LESSON,
-        "shard_range(numbers, ranks, rank) returns (start, end, padding): rank's shard is numbers start to end of "
-        "a flat tensor. All shards have the same size, the smallest that is enough; the last ones are filled with "
-        "`padding` zeros.",
-        _shard_range,
-    ),
-    Exercise(
-        "memory_per_rank",
-        LESSON,
-        "memory_per_rank(parameters, activations, ranks, stage) returns the bytes of a rank in float32 training "
-        "with Adam, for ZeRO stages 0 to 3; `activations` are the bytes of one rank's activations.",
-        _memory_per_rank,
-    ),
-    Exercise(
-        "zero1",
-        LESSON,
-        "zero1(parameters, make_optimizer) prepares a ZeRO 1 optimizer and returns step(), which is called after "
-        "each backward(). It averages the gradients, updates this rank's shards, and gives every rank all "
-        "parameters; sizes need not divide by the number of ranks. It sends no more bytes than data parallel.",
-        _zero1,
-    ),
-    Exercise(
-        "global_norm",
-        LESSON,
-        "global_norm(gradients) takes the gradients of this rank's shards, a list of tensors, and returns on "
-        "every rank the norm of the whole gradient. It leaves the gradients as they are and communicates once.",
-        _global_norm,
-    ),
-)
+INPUTS: Final = 5
+HIDDEN: Final = 7
+OUTPUTS: Final = 3
+PER_RANK: Final = 4  # examples of each rank in a step
+STEPS: Final = 3
+
+Weights = dict[str, NDArray[Any]]
+
+
+def network() -> nn.Module:
+    """Build the network, with the same weights in every process: tensors of 35, 7, 21 and 3 numbers."""
+    random = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUTPUTS))
+    for p in model.parameters():
+        p.data = torch.randn(p.shape, generator=random) / 2
+    return model
+
+
+def batch(ranks: int, step: int) -> tuple[Tensor, Tensor]:
+    """Return the inputs and targets of all ranks together."""
+    random = torch.Generator().manual_seed(100 + step)
+    count = PER_RANK * ranks
+    return torch.randn(count, INPUTS, generator=random), torch.randn(count, OUTPUTS, generator=random)
+
+
+def weights(model: nn.Module) -> Weights:
+    """Return a copy of each parameter."""
+    return {name: p.detach().clone().numpy() for name, p in model.named_parameters()}
+
+
+def serial(ranks: int, *, scale: float = 1.0, clear: bool = True) -> Weights:
+    """Return the weights after one process has trained with the batches of all ranks.
+
+    Args:
+        ranks: how many ranks' batches to use.
+        scale: what to multiply each gradient with.
+        clear: whether to clear the gradients after each step.
+    """
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number in range(STEPS):
+        inputs, targets = batch(ranks, number)
+        (scale * nn.functional.mse_loss(model(inputs), targets)).backward()
+        optimizer.step()
+        if clear:
+            optimizer.zero_grad()
+    return weights(model)

@@ -5,101 +5,89 @@ from __future__ import annotations
 import reprlib
 from typing import Any
 
-from labkit.errors.exceptions import RankError
 from labkit.errors.wrong_calls import one_number
-from labkit.exercises.judging import (
-    AnswerError,
-    Exercise,
-    OnRanks,
-    call,
-    listing,
-    showing,
-    takes_number_for_list,
-    whole_numbers,
-)
-from labkit.exercises.known_mistakes import judge_result
-
-__all__ = ["EXERCISES"]
+from labkit.exercises.comparisons import judge_result, listing, whole_numbers
+from labkit.exercises.judging import NUMBER_FOR_LIST, AnswerError, OnRanks, call, exercise, explaining, reject, showing
 
 LESSON = "00_start_here"
 
 
-def _introduce(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "Return the text 'rank R of N', with this rank's number and the number of ranks.",
+    "Every rank knows who it is, in a group of any size.",
+)
+def _introduce(answer: Any, on: OnRanks) -> None:
     for ranks in (3, 2):
         got = on(ranks, call, answer)
         expected = [f"rank {rank} of {ranks}" for rank in range(ranks)]
-        if got == expected:
-            continue
-        details = (f"introduce() on {ranks} ranks: given {got}", f"expected {expected}")
-        if all(g is None for g in got):
-            raise AnswerError(
-                "the function returns nothing: print only shows the text; `return` gives it to the notebook", *details
-            )
-        if got == [f"rank {rank + 1} of {ranks}" for rank in range(ranks)]:
-            raise AnswerError("ranks are counted from 0: the first is rank 0, the last is rank N-1", *details)
-        if len(set(map(str, got))) == 1:
-            raise AnswerError(
-                "all ranks return the same text: which number is this rank's?",
-                *details,
-                cure="dist.get_rank() gives the number of this rank",
-            )
-        if [str(g).split(" of ")[0] for g in got] == [e.split(" of ")[0] for e in expected]:
-            raise AnswerError(
-                "the number of ranks is wrong: it differs from group to group", *details, cure="dist.get_world_size() gives it"
-            )
-        if not all(isinstance(g, str) for g in got):
-            raise AnswerError(
-                "not a string", *details, cure="write f'rank {...} of {...}', with an f before the quotes, and return that"
-            )
-        raise AnswerError("the text is not the one asked for", *details)
-    return "Every rank knows who it is, in a group of any size."
+        faults = {
+            "the function returns nothing: print only shows the text; `return` gives it to the notebook": (
+                all(g is None for g in got)
+            ),
+            "ranks are counted from 0: the first is rank 0, the last is rank N-1": (
+                got == [f"rank {rank + 1} of {ranks}" for rank in range(ranks)]
+            ),
+            ("all ranks return the same text: which number is this rank's?", "dist.get_rank() gives the number of this rank"): (
+                len(set(map(str, got))) == 1
+            ),
+            ("the number of ranks is wrong: it differs from group to group", "dist.get_world_size() gives it"): (
+                got != expected and [str(g).split(" of ")[0] for g in got] == [e.split(" of ")[0] for e in expected]
+            ),
+            ("not a string", "write f'rank {...} of {...}', with an f before the quotes, and return that"): (
+                not all(isinstance(g, str) for g in got)
+            ),
+            "the text is not the one asked for": got != expected,
+        }
+        reject(faults, f"introduce() on {ranks} ranks: given {got}", f"expected {expected}")
 
 
-def _my_share(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "Given a number of items, return the numbers of those that this rank shall do: every item on exactly one rank, and no "
+    "rank with more than one item more than another.",
+    "Every item belongs to exactly one rank, and no rank has more than one item more than another.",
+)
+def _my_share(answer: Any, on: OnRanks) -> None:
     for items, ranks in ((10, 4), (7, 3), (2, 3)):
-        try:
+        number = f"`items` is a number, not a list: here it was {items}"
+        with showing(f"my_share({items}) on {ranks} ranks"), explaining(dict.fromkeys(NUMBER_FOR_LIST, number)):
             returned = on(ranks, call, answer, items)
-        except RankError as error:
-            first = error.failures[0]
-            if not takes_number_for_list(first.headline):
-                raise
-            hint = f"`items` is a number, not a list: here it was {items}"
-            raise AnswerError(hint, f"my_share({items}) on {ranks} ranks", first.headline, first.traceback) from None
         shares = []
         for rank, share in enumerate(returned):
             with showing(f"my_share({items}) on rank {rank} of {ranks} returned {share!r}"):
                 shares.append(whole_numbers(share, "its item numbers, as a list or a range"))
-        details = tuple(f"rank {rank}: my_share({items}) returned {share}" for rank, share in enumerate(shares))
-        case = f"{items} items on {ranks} ranks"
         every = [item for share in shares for item in share]
         unknown = sorted({item for item in every if item not in range(items)})
-        if unknown:
-            raise AnswerError(f"{case}: there is no item {unknown[0]}; they are numbered 0 to {items - 1}", *details)
         twice = sorted({item for item in every if every.count(item) > 1})
-        if len(twice) == items:
-            raise AnswerError(
-                f"{case}: every rank takes everything, so the work is done {ranks} times; each item belongs to one rank", *details
-            )
-        if twice:
-            raise AnswerError(f"{case}: {_items(twice)} to more than one rank", *details)
         lost = [item for item in range(items) if item not in every]
-        if lost:
-            hint = f"; {items} // {ranks} rounds down, and some rank must take the rest" if items % ranks else ""
-            raise AnswerError(f"{case}: {_items(lost)} to no rank{hint}", *details)
+        rest = f"; {items} // {ranks} rounds down, and some rank must take the rest" if items % ranks else ""
         sizes = [len(share) for share in shares]
-        if max(sizes) - min(sizes) > 1:
-            slow = sizes.index(max(sizes))
-            raise AnswerError(
-                f"{case}: rank {slow} has {max(sizes)}, another rank has {min(sizes)}, and all wait for the slowest", *details
-            )
-    return "Every item belongs to exactly one rank, and no rank has more than one item more than another."
+        faults = {
+            f"there is no item {listing(unknown[:1])}; they are numbered 0 to {items - 1}": unknown,
+            f"every rank takes everything, so the work is done {ranks} times; each item belongs to one rank": len(twice) == items,
+            f"{_items(twice)} to more than one rank": twice,
+            f"{_items(lost)} to no rank{rest}": lost,
+            f"rank {sizes.index(max(sizes))} has {max(sizes)}, another rank has {min(sizes)}, and all wait for the slowest": (
+                max(sizes) - min(sizes) > 1
+            ),
+        }
+        returned_by = (f"rank {rank}: my_share({items}) returned {share}" for rank, share in enumerate(shares))
+        reject(faults, f"{items} items on {ranks} ranks", *returned_by)
 
 
 def _items(numbers: list[int]) -> str:
-    return f"item {numbers[0]} belongs" if len(numbers) == 1 else f"items {listing(numbers)} belong"
+    return f"item {listing(numbers)} belongs" if len(numbers) == 1 else f"items {listing(numbers)} belong"
 
 
-def _waiting_share(answer: Any, _: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "Four ranks meet at a barrier. Rank 0 comes after 0.3 s, the others after 0.1 s. Which share of the four ranks' time is "
+    "waited?",
+    "The three fast ranks wait 0.6 of the group's 1.2 seconds: half of what was paid for is idle.",
+    number=True,
+)
+def _waiting_share(answer: Any, _: OnRanks) -> None:
     """Rank 0 works for 0.3 s, the three others for 0.1 s: they wait 3 × 0.2 s of 4 × 0.3 s."""
     share = None if isinstance(answer, str) else one_number(answer)
     if share is None:
@@ -124,24 +112,3 @@ def _waiting_share(answer: Any, _: OnRanks) -> str:
         f"given {answer}",
         same=lambda a, b: abs(a - b) < 0.0075 * max(1, b),
     )  # fmt: skip
-    return "The three fast ranks wait 0.6 of the group's 1.2 seconds: half of what was paid for is idle."
-
-
-EXERCISES = (
-    Exercise("introduce", LESSON, "Return the text 'rank R of N', with this rank's number and the number of ranks.", _introduce),
-    Exercise(
-        "my_share",
-        LESSON,
-        "Given a number of items, return the numbers of those that this rank shall do: every item on exactly one rank, and no "
-        "rank with more than one item more than another.",
-        _my_share,
-    ),
-    Exercise(
-        "waiting_share",
-        LESSON,
-        "Four ranks meet at a barrier. Rank 0 comes after 0.3 s, the others after 0.1 s. Which share of the four ranks' time is "
-        "waited?",
-        _waiting_share,
-        number=True,
-    ),
-)

@@ -12,39 +12,31 @@ from torch import Tensor
 
 from labkit.comm.torch_internals import DISPATCH
 from labkit.errors.lists import counted
-from labkit.exercises.explained import explaining
-from labkit.exercises.judging import AnswerError, Exercise, Hint, OnRanks, compare, factor, showing
-from labkit.exercises.known_mistakes import judge_result
-
-__all__ = ["EXERCISES"]
+from labkit.exercises.calculations import Expected, calculation
+from labkit.exercises.comparisons import compare, factor, judge_result
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, showing
 
 LESSON = "06_tensor_parallel"
 BATCH, INPUTS, OUTPUTS = 5, 7, 10  # neither features nor outputs can be divided by 2, 3 and 4
 # What torch and labkit say after common mistakes in row_linear, and in my_heads.
-IN_ROWS = (
-    (
-        "shapes cannot be multiplied",
-        (
-            "x is whole on every rank, and this rank's weight has only some of its columns",
-            "take the same columns, x.tensor_split(p, -1)[rank]; chunk(p) cuts into other sizes if p does not divide them",
-        ),
+IN_ROWS: dict[str, Hint] = {
+    "shapes cannot be multiplied": (
+        "x is whole on every rank, and this rank's weight has only some of its columns",
+        "take the same columns, x.tensor_split(p, -1)[rank]; chunk(p) cuts into other sizes if p does not divide them",
     ),
-    ("'CopyIn' object", ("an autograd function is applied, not called", "write CopyIn.apply(x), not CopyIn(x)")),
-    ("'SumOut' object", ("an autograd function is applied, not called", "write SumOut.apply(y), not SumOut(y)")),
-    (
-        "Collective number",
-        (
-            "the ranks add up tensors of different shapes. Are these gradients of parts of x?",
-            "pass x through f before you cut it: each rank adds the gradient of the whole x",
-        ),
+    "'CopyIn' object": ("an autograd function is applied, not called", "write CopyIn.apply(x), not CopyIn(x)"),
+    "'SumOut' object": ("an autograd function is applied, not called", "write SumOut.apply(y), not SumOut(y)"),
+    "Collective number": (
+        "the ranks add up tensors of different shapes. Are these gradients of parts of x?",
+        "pass x through f before you cut it: each rank adds the gradient of the whole x",
     ),
-)
-IN_HEADS = (
-    (
-        "tuple index out of range",
-        ("chunk(p) may return fewer than p parts: of 5 heads on 4 ranks it makes 3", "tensor_split(p) always returns p"),
+}
+IN_HEADS: dict[str, Hint] = {
+    "tuple index out of range": (
+        "chunk(p) may return fewer than p parts: of 5 heads on 4 ranks it makes 3",
+        "tensor_split(p) always returns p",
     ),
-)
+}
 
 
 _Mode: Any = DISPATCH["TorchDispatchMode"]
@@ -108,11 +100,16 @@ def _detached(result: Any) -> Any:
     return type(result).__name__
 
 
-def _column_backward(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "column_backward(x, weight, grad) runs on every rank: `weight` is its rows of nn.Linear's weight, `grad` the gradient of "
+    "its part of the output, x of shape (batch, inputs) is the same on all ranks. Return (grad_x, grad_weight, grad_bias).",
+    "On 1, 2, 3 and 4 ranks the gradients are those of one process, with one all_reduce of the size of x.",
+)
+def _column_backward(answer: Any, on: OnRanks) -> None:
     for ranks in (2, 3, 4, 1):
         with showing(f"column_backward(x, weight, grad) on {counted(ranks, 'rank')}"):
             _judge_column(on(ranks, _column_on_rank, answer), ranks)
-    return "On 1, 2, 3 and 4 ranks the gradients are those of one process, with one all_reduce of the size of x."
 
 
 def _judge_column(seen: Sequence[Any], ranks: int) -> None:
@@ -229,11 +226,16 @@ def _row_on_rank(answer: Callable[..., Any]) -> Any:
     return shown, gradients, collectives.seen
 
 
-def _row_linear(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "row_linear(x, weight, bias) runs on every rank: x and bias are whole, `weight` is this rank's columns of nn.Linear's "
+    "weight, cut by tensor_split. Return the layer's whole output, with correct gradients of x, weight and bias.",
+    "On 1, 2, 3 and 4 ranks, output and gradients are those of one process.",
+)
+def _row_linear(answer: Any, on: OnRanks) -> None:
     for ranks in (2, 3, 4, 1):
-        with showing(f"row_linear(x, weight, bias) on {counted(ranks, 'rank')}"):
-            _judge_row(explaining(on, IN_ROWS)(ranks, _row_on_rank, answer), ranks)
-    return "On 1, 2, 3 and 4 ranks, output and gradients are those of one process."
+        with showing(f"row_linear(x, weight, bias) on {counted(ranks, 'rank')}"), explaining(IN_ROWS):
+            _judge_row(on(ranks, _row_on_rank, answer), ranks)
 
 
 def _judge_row(seen: Sequence[Any], ranks: int) -> None:
@@ -319,14 +321,20 @@ def _heads_on_rank(answer: Callable[..., Any], weight: Tensor, heads: int) -> An
     return result.detach().clone() if isinstance(result, Tensor) else type(result).__name__
 
 
-def _my_heads(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "my_heads(weight, heads) runs on every rank: `weight`, of shape (3 · hidden, hidden), computes all queries, then all "
+    "keys, then all values. Return the rows of this rank's heads in that order; tensor_split says which heads are whose.",
+    "Every rank has whole heads, with their queries, keys and values, also where the heads cannot be divided evenly.",
+)
+def _my_heads(answer: Any, on: OnRanks) -> None:
     for ranks, heads, width in ((3, 5, 4), (2, 4, 3), (4, 6, 2), (4, 5, 3), (1, 4, 3)):
         hidden = heads * width
         torch.manual_seed(ranks)
         weight = torch.randn(3 * hidden, hidden)
         case = f"my_heads(weight, {heads}) on {counted(ranks, 'rank')}, heads of {width}"
-        with showing(case):
-            got = explaining(on, IN_HEADS)(ranks, _heads_on_rank, answer, weight, heads)
+        with showing(case), explaining(IN_HEADS):
+            got = on(ranks, _heads_on_rank, answer, weight, heads)
         for rank, value in enumerate(got):
             if not isinstance(value, Tensor):
                 raise AnswerError(f"{case}: expected a tensor with this rank's rows of the weight; rank {rank} returned {value}")
@@ -368,34 +376,46 @@ def _my_heads(answer: Any, on: OnRanks) -> str:
                 f"{len(weight) - rows} rows are on no rank: heads // p rounds down",
                 "the first heads % p ranks have one head more",
             )
-        judge_result(got, right, mistakes if ranks > 1 else {}, otherwise, case, *shapes, same=_all_equal)
-    return "Every rank has whole heads, with their queries, keys and values, also where the heads cannot be divided evenly."
+        judge_result(got, right, mistakes if ranks > 1 else {}, otherwise, case, *shapes)
 
 
-def _all_equal(got: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+RING = "a rank of a ring sends 2(p − 1)/p times n bytes, and alone it sends nothing"
 
 
-EXERCISES = (
-    Exercise(
-        "column_backward",
-        LESSON,
-        "column_backward(x, weight, grad) runs on every rank: `weight` is its rows of nn.Linear's weight, `grad` the gradient of "
-        "its part of the output, x of shape (batch, inputs) is the same on all ranks. Return (grad_x, grad_weight, grad_bias).",
-        _column_backward,
-    ),
-    Exercise(
-        "row_linear",
-        LESSON,
-        "row_linear(x, weight, bias) runs on every rank: x and bias are whole, `weight` is this rank's columns of nn.Linear's "
-        "weight, cut by tensor_split. Return the layer's whole output, with correct gradients of x, weight and bias.",
-        _row_linear,
-    ),
-    Exercise(
-        "my_heads",
-        LESSON,
-        "my_heads(weight, heads) runs on every rank: `weight`, of shape (3 · hidden, hidden), computes all queries, then all "
-        "keys, then all values. Return the rows of this rank's heads in that order; tensor_split says which heads are whose.",
-        _my_heads,
-    ),
+@calculation(
+    LESSON,
+    "bytes_per_step(layers, batch, sequence, hidden, ranks, value_bytes) returns how many bytes each rank sends per training "
+    "step of a transformer, if every layer is split as in Megatron-LM and all_reduce is a ring.",
+    "Four all_reduces per layer, each of the whole activation: more ranks do not make it less.",
+    # 4 ranks first: with 2, a rank of a ring sends n bytes, and half is what 1/p is.
+    ((3, 10, 5, 7, 4, 8), (1, 64, 28, 128, 2, 4), (2, 4, 10, 6, 3, 4), (5, 3, 4, 8, 1, 2)),
 )
+def _bytes_per_step(layers: int, batch: int, sequence: int, hidden: int, ranks: int, value_bytes: int) -> Expected:
+    ring, n = 2 * (ranks - 1) / ranks, batch * sequence * hidden * value_bytes
+    right = layers * 4 * ring * n
+    mistakes = {
+        ("here a rank sends n bytes in an all_reduce of n bytes, however many ranks there are", RING): layers * 4 * n,
+        ("here a rank sends 2n bytes in an all_reduce of n bytes, however many ranks there are", RING): layers * 4 * 2 * n,
+        (
+            "that is half: which passes have all_reduces, and how many?",
+            "the forward pass has two all_reduces per layer, and the backward pass has two more",
+        ): right / 2,
+        "that is one layer; there are several": right / layers,
+        "those are numbers, not bytes: each takes value_bytes": right / value_bytes,
+        (
+            "that is what all ranks send together, and one rank is asked for",
+            "one rank passes on 2(p − 1) pieces of n/p bytes, not of n bytes",
+        ): right * ranks,
+        ("those are the parameters, as in data parallelism; here activations travel", "batch × sequence × hidden numbers"): (
+            layers * 12 * hidden * hidden * value_bytes * ring
+        ),
+        "the all_reduce is of the whole activation on every rank, not of 1/p of it": right / ranks,
+        "each example has `sequence` tokens": right / sequence,
+    }
+
+    def otherwise(given: float) -> str:
+        if any(given and abs(given * unit - right) <= 0.01 * right for unit in (1e3, 1e6, 1 << 10, 1 << 20)):
+            return "the number of bytes is asked for, not of kB or MB"
+        return "count the all_reduces of a layer in forward and backward, and multiply by what a rank of a ring sends in each"
+
+    return Expected(right, mistakes, otherwise)

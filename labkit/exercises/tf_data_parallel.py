@@ -5,18 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.exercises.all_reduce_waits import judge_waits
-from labkit.exercises.explained import explaining
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, showing
-from labkit.exercises.known_mistakes import judge_result
-
-__all__ = ["EXERCISES"]
+from labkit.exercises.calculations import Expected, calculation
+from labkit.exercises.comparisons import equal, judge_result
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, reject, showing
 
 LESSON = "10_tf_data_parallel"
 REPLICAS = 2
@@ -30,28 +28,24 @@ LIMIT, HIGH_LIMIT = 6.0, 20.0
 NONE = "None values not supported"  # TensorFlow's message
 ITERATOR = "this is an iterator, not a dataset"
 # TensorFlow's messages after common mistakes, and what they mean here.
-EXPLAINED = (
-    ("name 'tf' is not defined", "`tf` is not defined in the ranks: begin with `import tensorflow as tf`"),
-    (NONE, "it returns nothing: end the function with `return` and the result"),
-    (ITERATOR, "it returns an iterator, which can be read only once: return the distributed dataset"),
-    ("OperatorNotAllowedInGraphError", "use tf.reduce_sum: in a graph Python cannot loop over a tensor, as its own sum does"),
-    (
-        "has no attribute '_variant_tensor'",
-        "a strategy distributes a tf.data.Dataset: make one with tf.data.Dataset.from_tensor_slices(examples), and batch it",
+EXPLAINED: dict[str, Hint] = {
+    "name 'tf' is not defined": "`tf` is not defined in the ranks: begin with `import tensorflow as tf`",
+    NONE: "it returns nothing: end the function with `return` and the result",
+    ITERATOR: "it returns an iterator, which can be read only once: return the distributed dataset",
+    "OperatorNotAllowedInGraphError": "use tf.reduce_sum: in a graph Python cannot loop over a tensor, as its own sum does",
+    "has no attribute '_variant_tensor'": (
+        "a strategy distributes a tf.data.Dataset: make one with tf.data.Dataset.from_tensor_slices(examples), and batch it"
     ),
-    (
-        "requires being in cross-replica context",
-        'the function already runs in a replica: use tf.distribute.get_replica_context().all_reduce("SUM", ...) there',
+    "requires being in cross-replica context": (
+        'the function already runs in a replica: use tf.distribute.get_replica_context().all_reduce("SUM", ...) there'
     ),
-    (
-        "`merge_call` called while defining",
-        "no all-reduce inside an `if` on a tensor's value: another replica might skip it. Sum first, then decide",
+    "`merge_call` called while defining": (
+        "no all-reduce inside an `if` on a tensor's value: another replica might skip it. Sum first, then decide"
     ),
-    (
-        "Dimension 0 in both shapes must be equal",
-        "the gradients are a list of tensors of different shapes: tf.clip_by_global_norm takes the list as it is",
+    "Dimension 0 in both shapes must be equal": (
+        "the gradients are a list of tensors of different shapes: tf.clip_by_global_norm takes the list as it is"
     ),
-)
+}
 
 
 def _loss_on_rank(answer: Callable[..., Any], uneven: bool) -> tuple[Any, float, bool]:
@@ -92,17 +86,20 @@ def _devices(tf: Any, replicas: int) -> list[str]:
     return [f"{kind}:{i}" for i in range(replicas)]
 
 
-def _replica_loss(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "replica_loss(losses, global_batch, penalty) gets the losses of this replica's examples, one each, and a penalty that is "
+    "the same on all replicas. Return what, summed over replicas, is the mean loss of the whole batch plus the penalty.",
+    "Summed over the replicas it is the mean over the global batch and the penalty once, also when their shares differ.",
+)
+def _replica_loss(answer: Any, on: OnRanks) -> None:
     for uneven in (False, True):
-        with showing(f"replica_loss(losses, 4, {PENALTY:g}) on {REPLICAS} replicas"):
-            ((got, mean, differentiable),) = explaining(on, EXPLAINED, runtime="tensorflow")(
-                1, _loss_on_rank, answer, uneven, devices_per_rank=REPLICAS
-            )
-            _judge_loss(got, mean, differentiable, uneven)
-    return "Summed over the replicas it is the mean over the global batch and the penalty once, also when their shares differ."
+        with showing(f"replica_loss(losses, 4, {PENALTY:g}) on {REPLICAS} replicas"), explaining(EXPLAINED):
+            (seen,) = on(1, _loss_on_rank, answer, uneven, runtime="tensorflow", devices_per_rank=REPLICAS)
+            _judge_loss(*seen, uneven=uneven)
 
 
-def _judge_loss(got: Any, mean: float, differentiable: bool, uneven: bool) -> None:
+def _judge_loss(got: Any, mean: float, differentiable: bool, *, uneven: bool) -> None:
     if isinstance(got, list):
         raise AnswerError(
             "it returns several numbers: return one, for the whole share of this replica",
@@ -186,95 +183,91 @@ def _batches_on_ranks(answer: Callable[..., Any]) -> Steps:
     return _batches(answer, tf.distribute.MultiWorkerMirroredStrategy(), EXAMPLES_OF_RANKS)
 
 
-def _global_batches(answer: Any, on: OnRanks) -> str:
-    on = explaining(on, EXPLAINED, runtime="tensorflow")
+@exercise(
+    LESSON,
+    "global_batches(strategy, examples, per_replica) returns a distributed dataset: one pass in which every step gives every "
+    "replica `per_replica` of the examples, each to one replica only, for any number of replicas and ranks.",
+    "Every step gives every replica the batch that was asked for, and no example is read twice, also on two ranks.",
+)
+def _global_batches(answer: Any, on: OnRanks) -> None:
     call = f"global_batches(strategy, examples, {PER_REPLICA})"
-    with showing(f"{call} with {EXAMPLES} examples, {REPLICAS} replicas"):
-        (steps,) = on(1, _batches_on_devices, answer, REPLICAS, devices_per_rank=REPLICAS)
+    with showing(f"{call} with {EXAMPLES} examples, {REPLICAS} replicas"), explaining(EXPLAINED):
+        (steps,) = on(1, _batches_on_devices, answer, REPLICAS, runtime="tensorflow", devices_per_rank=REPLICAS)
         _judge_steps(steps)
-    with showing(f"{call} with {EXAMPLES} examples, {MORE_REPLICAS} replicas"):
-        (steps,) = on(1, _batches_on_devices, answer, MORE_REPLICAS, devices_per_rank=MORE_REPLICAS)
+    with showing(f"{call} with {EXAMPLES} examples, {MORE_REPLICAS} replicas"), explaining(EXPLAINED):
+        (steps,) = on(1, _batches_on_devices, answer, MORE_REPLICAS, runtime="tensorflow", devices_per_rank=MORE_REPLICAS)
         if [[len(part) for part in step] for step in steps] != [[PER_REPLICA] * MORE_REPLICAS]:
             raise AnswerError(
                 f"right for {REPLICAS} replicas, wrong for {MORE_REPLICAS}",
                 *_listed(steps),
                 cure="ask the strategy, strategy.num_replicas_in_sync",
             )
-    with showing(f"{call} with {EXAMPLES_OF_RANKS} examples, on {REPLICAS} ranks"):
-        _judge_ranks(on(REPLICAS, _batches_on_ranks, answer))
-    return "Every step gives every replica the batch that was asked for, and no example is read twice, also on two ranks."
+    with showing(f"{call} with {EXAMPLES_OF_RANKS} examples, on {REPLICAS} ranks"), explaining(EXPLAINED):
+        _judge_ranks(on(REPLICAS, _batches_on_ranks, answer, runtime="tensorflow"))
 
 
 def _listed(steps: Steps) -> tuple[str, ...]:
     return tuple(f"step {i}: {parts}" for i, parts in enumerate(steps))
 
 
-def _judge_steps(steps: Steps) -> None:
-    """Judge the batches of two devices in one process.
+GLOBAL_BATCH = "a strategy splits the global batch, per_replica × strategy.num_replicas_in_sync"
 
-    Raises:
-        AnswerError: they are wrong.
-    """
+
+def _judge_steps(steps: Steps) -> None:
+    """Judge the batches of two devices in one process."""
     details = _listed(steps)
     if not steps:
         raise AnswerError(
-            f"there are no steps: {EXAMPLES} examples do not fill one batch, and drop_remainder drops it. The global batch is "
-            "per_replica × strategy.num_replicas_in_sync",
+            f"there are no steps: {EXAMPLES} examples do not fill one batch, and drop_remainder drops it",
             f"given {EXAMPLES} examples, per_replica = {PER_REPLICA}, {REPLICAS} replicas",
+            cure=GLOBAL_BATCH,
         )
     if len(steps) > EXAMPLES:
         raise AnswerError("it does not end: one pass through the examples is asked for, without repeat", *details[:3])
     whole = [sorted(x for part in step for x in part) for step in steps]
     sizes = {len(part) for step in steps for part in step}
-    if any(len(step) != REPLICAS for step in steps):
-        raise AnswerError(
+    every, full = [x for w in whole for x in w], EXAMPLES // (PER_REPLICA * REPLICAS)
+    faults = {
+        (
             f"a step has one batch for all {REPLICAS} replicas, which should divide it",
-            *details,
-            cure="pass the dataset to strategy.experimental_distribute_dataset",
-        )
-    if 0 in sizes or len({len(w) for w in whole}) > 1:
-        raise AnswerError(
+            "pass the dataset to strategy.experimental_distribute_dataset",
+        ): any(len(step) != REPLICAS for step in steps),
+        (
             "the last batch is smaller, and a replica may get nothing",
-            *details,
-            cure="batch with drop_remainder=True, so that all steps are equal",
-        )
-    if max(sizes) < PER_REPLICA:
-        raise AnswerError(
-            f"each replica gets {max(sizes)} example, {PER_REPLICA} were asked for: the batch that a strategy splits is the "
-            "global one, per replica × strategy.num_replicas_in_sync",
-            *details,
-        )
-    if len({x for w in whole for x in w}) < len([x for w in whole for x in w]):
-        raise AnswerError("some examples occur twice: do the replicas share one dataset?", *details)
-    if sizes != {PER_REPLICA} or len(steps) != EXAMPLES // (PER_REPLICA * REPLICAS):
-        raise AnswerError(
-            f"expected {EXAMPLES // (PER_REPLICA * REPLICAS)} steps with {PER_REPLICA} examples per replica", *details
-        )
+            "batch with drop_remainder=True, so that all steps are equal",
+        ): 0 in sizes or len({len(w) for w in whole}) > 1,
+        (
+            f"each replica gets {max(sizes)} example, {PER_REPLICA} were asked for: which batch does a strategy split?",
+            GLOBAL_BATCH,
+        ): max(sizes) < PER_REPLICA,
+        "some examples occur twice: do the replicas share one dataset?": len(set(every)) < len(every),
+        f"expected {full} steps with {PER_REPLICA} examples per replica": sizes != {PER_REPLICA} or len(steps) != full,
+    }
+    reject(faults, *details)
 
 
 def _judge_ranks(ranks: list[Steps]) -> None:
-    """Judge the batches of two ranks with one device each: together they read each example once.
-
-    Raises:
-        AnswerError: they do not.
-    """
+    """Judge the batches of two ranks with one device each: together they read each example once."""
     read = [[x for step in steps for part in step for x in part] for steps in ranks]
-    details = tuple(f"rank {rank} read {numbers}" for rank, numbers in enumerate(read))
-    if all(len(set(numbers)) == EXAMPLES_OF_RANKS for numbers in read):
-        raise AnswerError(
-            "on two ranks each reads all examples: let the strategy shard them, with AutoShardPolicy.DATA or its default policy",
-            *details,
-        )
     together = [x for numbers in read for x in numbers]
-    if len(set(together)) < len(together):
-        twice, never = len(together) - len(set(together)), EXAMPLES_OF_RANKS - len(set(together))
-        raise AnswerError(
-            f"the ranks shuffle differently: of the {EXAMPLES_OF_RANKS} examples {twice} are read twice, and {never} never",
-            *details,
-            cure="give the shuffle a seed",
-        )
-    if len(together) != EXAMPLES_OF_RANKS or {len(part) for steps in ranks for step in steps for part in step} != {PER_REPLICA}:
-        raise AnswerError(f"right on one rank, wrong on two: expected {PER_REPLICA} examples per rank and step", *details)
+    once, sizes = len(set(together)), {len(part) for steps in ranks for step in steps for part in step}
+    faults = {
+        (
+            "on two ranks each reads all examples",
+            "let the strategy shard them, with AutoShardPolicy.DATA or its default policy",
+        ): all(len(set(numbers)) == EXAMPLES_OF_RANKS for numbers in read),
+        (
+            (
+                f"the ranks shuffle differently: of the {EXAMPLES_OF_RANKS} examples {len(together) - once} are read twice, and "
+                f"{EXAMPLES_OF_RANKS - once} never"
+            ),
+            "give the shuffle a seed",
+        ): once < len(together),
+        f"right on one rank, wrong on two: expected {PER_REPLICA} examples per rank and step": (
+            len(together) != EXAMPLES_OF_RANKS or sizes != {PER_REPLICA}
+        ),
+    }
+    reject(faults, *(f"rank {rank} read {numbers}" for rank, numbers in enumerate(read)))
 
 
 def _clip_on_rank(answer: Callable[..., Any], limit: float) -> list[list[float]] | str:
@@ -295,11 +288,16 @@ def _clip_on_rank(answer: Callable[..., Any], limit: float) -> list[list[float]]
     return [gradient.numpy().tolist() for gradient in clipped]
 
 
-def _clipped_sum(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "clipped_sum(gradients, limit) runs in a replica, gets the gradients of this rank's share, and returns those of the "
+    "whole batch, shortened where their norm, all of them together, is above the limit.",
+    "The gradients of all replicas are first summed and then clipped, as one device would do with the whole batch.",
+)
+def _clipped_sum(answer: Any, on: OnRanks) -> None:
     for limit in (LIMIT, HIGH_LIMIT):
-        with showing(f"clipped_sum(gradients, {limit:g}) on {len(GRADIENTS)} ranks"):
-            _judge_clipped(explaining(on, EXPLAINED, runtime="tensorflow")(len(GRADIENTS), _clip_on_rank, answer, limit), limit)
-    return "The gradients of all replicas are first summed and then clipped, as one device would do with the whole batch."
+        with showing(f"clipped_sum(gradients, {limit:g}) on {len(GRADIENTS)} ranks"), explaining(EXPLAINED):
+            _judge_clipped(on(len(GRADIENTS), _clip_on_rank, answer, limit, runtime="tensorflow"), limit)
 
 
 def _judge_clipped(ranks: list[Any], limit: float) -> None:
@@ -313,25 +311,25 @@ def _judge_clipped(ranks: list[Any], limit: float) -> None:
     given = [[np.array(gradient) for gradient in own] for own in GRADIENTS]
     total = _sum(given)
     expected = _clip(total, limit)
-    mistakes = {
-        "each rank clipped its own gradients before the sum: sum first, and clip what the whole batch gives": (
+    mistakes: dict[Hint, Any] = {
+        ("each rank clipped its own gradients before the sum", "sum first, and clip what the whole batch gives"): (
             [_sum([_clip(own, limit) for own in given])] * 2
         ),
         "the gradients are summed, but not clipped: their norm together is above the limit": [total] * 2,
-        "these come from the mean over the ranks: the losses are divided by the global batch already, so sum": (
+        ("these come from the mean over the ranks", "the losses are divided by the global batch already, so sum"): (
             [_clip([gradient / len(given) for gradient in total], limit)] * 2
         ),
-        "each gradient was clipped by itself: the limit is for the norm of all of them together": (
+        ("each gradient was clipped by itself", "the limit is for the norm of all of them together"): (
             [[_clip([gradient], limit)[0] for gradient in total]] * 2
         ),
         "each rank has its own gradients only: nothing was exchanged": given,
         "each rank has its own gradients only, clipped: nothing was exchanged": [_clip(own, limit) for own in given],
     }
-    otherwise = "these are not the gradients of the whole batch, clipped"
+    otherwise: Hint = "these are not the gradients of the whole batch, clipped"
     if limit == HIGH_LIMIT:
-        otherwise = "right if the norm is above the limit, wrong below it: clipping never lengthens a gradient"
+        otherwise = "right if the norm is above the limit, wrong below it", "clipping never lengthens a gradient"
     details = (*(f"rank {i} got {got}" for i, got in enumerate(ranks)), f"expected {_lists(expected)}")
-    judge_result(ranks, [expected] * 2, mistakes, otherwise, *details, same=lambda a, b: all(map(_same, a, b)))
+    judge_result(ranks, [expected] * 2, mistakes, otherwise, *details, same=partial(equal, within=1e-4))
 
 
 def _sum(ranks: list[list[NDArray[Any]]]) -> list[NDArray[Any]]:
@@ -343,41 +341,64 @@ def _clip(gradients: list[NDArray[Any]], limit: float) -> list[NDArray[Any]]:
     return [gradient * min(1.0, limit / norm) for gradient in gradients] if norm else gradients
 
 
-def _same(got: Sequence[Any], expected: list[NDArray[Any]]) -> bool:
-    return all(np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(got, expected, strict=True))
-
-
 def _lists(arrays: list[NDArray[Any]]) -> list[list[float]]:
     return [array.round(4).tolist() for array in arrays]
 
 
-EXERCISES = (
-    Exercise(
-        "replica_loss",
-        LESSON,
-        "replica_loss(losses, global_batch, penalty) gets the losses of this replica's examples, one each, and a penalty that is "
-        "the same on all replicas. Return what, summed over replicas, is the mean loss of the whole batch plus the penalty.",
-        _replica_loss,
-    ),
-    Exercise(
-        "global_batches",
-        LESSON,
-        "global_batches(strategy, examples, per_replica) returns a distributed dataset: one pass in which every step gives every "
-        "replica `per_replica` of the examples, each to one replica only, for any number of replicas and ranks.",
-        _global_batches,
-    ),
-    Exercise(
-        "clipped_sum",
-        LESSON,
-        "clipped_sum(gradients, limit) runs in a replica, gets the gradients of this rank's share, and returns those of the "
-        "whole batch, shortened where their norm, all of them together, is above the limit.",
-        _clipped_sum,
-    ),
-    Exercise(
-        "waited_ms",
-        LESSON,
-        "waited_ms(spans): spans are all-reduces (rank, step, start_ms, end_ms), one per rank and step. Return a dictionary with "
-        "the ms that each rank waited for the others, summed over the steps.",
-        judge_waits,
-    ),
+TimedSpan = tuple[int, int, float, float]
+# All-reduces (rank, step, start, end). In the second case there are three ranks, another is last in each step, and the
+# spans are in no order; in the third, ranks end at different times, and the earliest step is not numbered 0; in the
+# fourth, rank 1 never waits.
+TIMELINES: tuple[list[TimedSpan], ...] = (
+    [(0, 0, 1.0, 6.0), (1, 0, 4.0, 6.0), (0, 1, 11.0, 13.0), (1, 1, 10.0, 13.0)],
+    [(2, 1, 9.0, 12.0), (0, 0, 2.0, 5.0), (1, 0, 1.0, 5.0), (0, 1, 8.0, 12.0), (2, 0, 4.0, 5.0), (1, 1, 10.0, 12.0)],
+    [(1, 7, 20.0, 29.0), (0, 7, 26.0, 27.0), (0, 8, 30.0, 36.5), (1, 8, 33.5, 36.0)],
+    [(0, 0, 1.0, 6.0), (1, 0, 4.0, 6.0), (0, 1, 9.0, 13.0), (1, 1, 10.0, 13.0)],
 )
+
+
+@calculation(
+    LESSON,
+    "waited_ms(spans): spans are all-reduces (rank, step, start_ms, end_ms), one per rank and step. Return a dictionary with "
+    "the ms that each rank waited for the others, summed over the steps.",
+    "A rank waits from its own start until the last rank of the same step has started.",
+    [(spans,) for spans in TIMELINES],
+)
+def _waited_ms(spans: list[TimedSpan]) -> Expected:
+    right = _waits(spans, "others")
+    steps = len({step for _, step, _, _ in spans})
+    mistakes: dict[Hint, dict[int, float]] = {
+        "those are whole all-reduces; once the last rank has come, a rank no longer waits": _waits(spans, "length"),
+        "that is how late each rank came; the rank that comes first is the one that waits": _waits(spans, "late"),
+        "that is the time after the last rank came, in which the numbers are summed": _waits(spans, "end"),
+        "that is the mean of the steps: add them up": {rank: ms / steps for rank, ms in right.items()},
+        "that is one step only: add up all steps": _waits(spans, "last step"),
+        (
+            "here all ranks wait until the last start of all steps, but they meet in every step",
+            "look for the last start among the spans of the same step",
+        ): _waits(spans, "one moment"),
+    }
+    otherwise = (
+        "that is not the time in which a rank waits: from when, and for whom, does it wait in a step?",
+        "in each step, a rank waits from its own start to the latest start of any rank in that step",
+    )
+    return Expected(
+        right, mistakes, otherwise, f"a dictionary with a number for each rank: the keys are the ranks, here {[*right]}"
+    )
+
+
+def _waits(spans: list[TimedSpan], mistake: str) -> dict[int, float]:
+    """Return for each rank the sum over its spans of what an answer, or a usual mistake, takes for waiting."""
+    total = dict.fromkeys(sorted({rank for rank, *_ in spans}), 0.0)
+    final = max(step for _, step, _, _ in spans)
+    for rank, step, start, end in spans:
+        starts = [s for _, other, s, _ in spans if other == step]
+        total[rank] += {
+            "others": max(starts) - start,
+            "length": end - start,
+            "late": start - min(starts),
+            "end": end - max(starts),
+            "last step": (max(starts) - start) * (step == final),
+            "one moment": max(s for _, _, s, _ in spans) - start,
+        }[mistake]
+    return total

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import random
+import signal
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from labkit.errors.causes import Cause
 from labkit.errors.exceptions import RankError
-from labkit.exercises.explained import explaining
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, Results, showing, takes_number_for_list, whole_number
-
-__all__ = ["EXERCISES", "EXPLAINED"]
+from labkit.exercises.comparisons import equal, judge_result, listing, whole_number
+from labkit.exercises.judging import NUMBER_FOR_LIST, AnswerError, Hint, OnRanks, Results, exercise, explaining, reject, showing
 
 LESSON = "12_tf_hybrid"
 TOLERANCE = 1e-9  # relative, in double precision
@@ -23,76 +26,80 @@ WORKERS, DEVICES = 2, 2
 PER_REPLICA, FEATURES, STEPS, RATE = 2, 3, 3, 0.1  # of hybrid_train
 BATCHES, EPOCHS = 4, 3  # of run_epochs
 # TensorFlow's messages after common mistakes, and what they mean here.
-EXPLAINED = (
-    ("name 'tf' is not defined", "`tf` is not defined in the ranks: begin with `import tensorflow as tf`"),
-    (
-        "must be of the same length as values",
-        "a per-replica result is no number: strategy.reduce('SUM', result, axis=None) adds the replicas' parts up",
+EXPLAINED: dict[str, Hint] = {
+    "name 'tf' is not defined": "`tf` is not defined in the ranks: begin with `import tensorflow as tf`",
+    "must be of the same length as values": (
+        "a per-replica result is no number: strategy.reduce('SUM', result, axis=None) adds the replicas' parts up"
     ),
-    (
-        "argument must be a string or a real number, not 'PerReplica'",
-        "a per-replica result is no number: strategy.reduce('SUM', result, axis=None) adds the replicas' parts up",
+    "argument must be a string or a real number, not 'PerReplica'": (
+        "a per-replica result is no number: strategy.reduce('SUM', result, axis=None) adds the replicas' parts up"
     ),
-    (
-        "requires being in cross-replica context",
-        'the function already runs in a replica: use tf.distribute.get_replica_context().all_reduce("SUM", ...) there',
+    "requires being in cross-replica context": (
+        'the function already runs in a replica: use tf.distribute.get_replica_context().all_reduce("SUM", ...) there'
     ),
-    ("'ScheduledResult'", "schedule returns at once, so its result is no number yet: result.fetch() waits for it"),
+    "'ScheduledResult'": "schedule returns at once, so its result is no number yet: result.fetch() waits for it",
+}
+LIST_FOR_NUMBER: dict[str, Hint] = dict.fromkeys(
+    NUMBER_FOR_LIST, "devices is a list: the number of devices of each worker, such as [2, 2]"
 )
 
 
 # plan_epoch
 
 
-def _plan_epoch(answer: Callable[..., Any], _: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "plan_epoch(examples, per_replica, devices), worker i having devices[i] devices, returns the global batch, the number "
+    "of full steps in an epoch, and a list with the number of examples that each worker reads in these steps.",
+    "Every device counts, only full steps are made, and each worker reads its share of them.",
+)
+def _plan_epoch(answer: Callable[..., Any], _: OnRanks) -> None:
     cases = [(1000, 8, [2, 2]), (1536, 16, [1]), (1000, 8, [4, 1, 2]), (70, 16, [2, 2, 2])]
     cases += [(random.randint(300, 999), random.randint(2, 9), [random.randint(1, 4) for _ in range(3)]) for _ in range(5)]
     for examples, per_replica, devices in cases:
-        with showing(f"plan_epoch({examples}, {per_replica}, {devices})"):
-            try:
-                given = answer(examples, per_replica, list(devices))
-            except RankError as error:
-                if takes_number_for_list(error.failures[0].headline):
-                    raise AnswerError("devices is a list: the number of devices of each worker, such as [2, 2]") from None
-                raise
-            _judge_plan(given, examples, per_replica, devices)
-    return "Every device counts, only full steps are made, and each worker reads its share of them."
+        with showing(f"plan_epoch({examples}, {per_replica}, {devices})"), explaining(LIST_FOR_NUMBER):
+            _judge_plan(answer(examples, per_replica, devices), examples, per_replica, devices)
 
 
 def _judge_plan(given: Any, examples: int, per_replica: int, devices: Sequence[int]) -> None:
-    """Judge one plan.
-
-    Raises:
-        AnswerError: it is wrong.
-    """
+    """Judge one plan."""
     details = (f"returned {given}",)
     if not isinstance(given, (tuple, list)) or len(given) != 3:
         raise AnswerError("expected three things: the global batch, the number of steps, and a list", *details)
     batch, steps, shares = given
     if isinstance(shares, Integral) or not hasattr(shares, "__len__") or len(shares) != len(devices):
-        raise AnswerError("the third is a list with a number for each worker: append one in a loop over devices", *details)
-    expected = per_replica * sum(devices)
-    if batch != expected:
-        if batch == per_replica * len(devices) != expected:
-            raise AnswerError("the global batch has one part for each worker, and should have one for each device", *details)
-        if batch == per_replica:
-            raise AnswerError("that is the batch of one replica; the global batch is that of all devices together", *details)
-        raise AnswerError("the global batch is per_replica × the number of all devices", *details)
-    if steps != examples // expected:
-        if steps == math.ceil(examples / expected):
-            raise AnswerError("the last step is not full: round down", *details)
-        if steps == examples / expected:
-            raise AnswerError("a step is made or not: only whole steps count (//)", *details)
-        raise AnswerError("the number of full steps is examples // the global batch", *details)
-    right = [per_replica * own * steps for own in devices]
-    if list(shares) != right:
-        if list(shares) == [per_replica * own for own in devices]:
-            raise AnswerError("these are the examples of one step: an epoch has several", *details)
-        if list(shares) == [per_replica * steps for _ in devices]:
-            raise AnswerError("each worker reads as much as one replica here: count its devices", *details)
-        if math.isclose(sum(shares), examples) or sum(shares) > sum(right):
-            raise AnswerError("the examples that are left over after the last full step are read by nobody", *details)
-        raise AnswerError("worker i reads per_replica × devices[i] examples in each step", *details)
+        cure = "append one in a loop over devices"
+        raise AnswerError("the third is a list with a number for each worker", *details, cure=cure)
+    whole = per_replica * sum(devices)
+    judge_result(
+        batch, whole,
+        {
+            ("the global batch has one part for each worker", "it has one for each device"): per_replica * len(devices),
+            "that is the batch of one replica; the global batch is that of all devices together": per_replica,
+        },
+        ("that is not the global batch: which devices take part in a step?", "it is per_replica × the number of all devices"),
+        *details,
+    )  # fmt: skip
+    judge_result(
+        steps, examples // whole,
+        {
+            ("the last step is not full", "round down"): -(-examples // whole),
+            ("a step is made or not, and only whole steps count", "`//` rounds down"): examples / whole,
+        },
+        ("that is not the number of full steps: how often do the examples fill a global batch?", "examples // the global batch"),
+        *details,
+    )  # fmt: skip
+    right, share = [per_replica * own * steps for own in devices], "worker i reads per_replica × devices[i] examples in each step"
+    judge_result(
+        list(shares), right,
+        {
+            "these are the examples of one step: an epoch has several": [per_replica * own for own in devices],
+            ("each worker reads as much as one replica here", "count its devices"): [per_replica * steps for _ in devices],
+        },
+        ("the examples that are left over after the last full step are read by nobody", share)
+        if sum(shares) > sum(right) else ("those are not the examples of each worker: how many devices has it?", share),
+        *details,
+    )  # fmt: skip
     if None in map(whole_number, (batch, steps, *shares)):
         raise AnswerError("all results are whole numbers: `/` gives a float, `//` a whole number", *details)
 
@@ -170,14 +177,23 @@ def _near(a: Any, b: Any) -> bool:
     return np.shape(a) == np.shape(b) and bool(np.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE))
 
 
-def _hybrid_train(answer: Callable[..., Any], on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "hybrid_train(strategy, weight, data, global_batch, steps, rate) runs on every worker: make `steps` steps on the "
+    "distributed data, weight -= rate * gradient of the mean of (x·weight - y)² over the global batch; return the losses.",
+    "Four replicas in two processes train as one device with the whole batch would.",
+)
+def _hybrid_train(answer: Callable[..., Any], on: OnRanks) -> None:
     seed, size = random.randrange(10**6), PER_REPLICA * WORKERS * DEVICES
     with showing(
         f"hybrid_train(strategy, weight, data, {size}, {STEPS}, {RATE}) on {WORKERS} workers with {DEVICES} devices each"
     ):
-        results = explaining(on, EXPLAINED, runtime="tensorflow")(WORKERS, _train_on_rank, answer, seed, devices_per_rank=DEVICES)
+        with explaining(EXPLAINED):
+            results = on(WORKERS, _train_on_rank, answer, seed, runtime="tensorflow", devices_per_rank=DEVICES)
         _judge_trained(results, seed)
-    return "Four replicas in two processes train as one device with the whole batch would."
+
+
+QUARTERS = "each of the four replicas gets a quarter of it: distribute the dataset"
 
 
 def _judge_trained(results: Results, seed: int) -> None:
@@ -188,27 +204,28 @@ def _judge_trained(results: Results, seed: int) -> None:
     got = ranks[0].losses
     if isinstance(got, str):
         raise AnswerError(
-            "expected a list of numbers: strategy.reduce adds the parts of all replicas up, float(...) makes a number of it",
+            "expected a list of numbers",
             f"returned {got}",
+            cure="strategy.reduce adds the parts of all replicas up, float(...) makes a number of it",
         )
     details = (f"returned {_short(got)}", f"expected {_short(losses)}")
     if len(got) != STEPS:
         raise AnswerError(f"expected a loss for each of the {STEPS} steps, got {len(got)}", *details)
     if all(_near(rank.losses, losses) for rank in ranks):
-        exchanged = [span for name in ("all_reduce", "all_gather") for span in results.trace.of(name=name)]
+        exchanged = [span for name in ("all_reduce", "all_gather") for span in results.trace.filter(name=name)]
         if not any(span.nbytes >= FEATURES * 8 or not span.sized for span in exchanged):  # of a loss, it has 8 bytes
             raise AnswerError(
-                "the numbers are right, but the replicas never exchanged a gradient: every worker computed the whole batch. "
-                "Each of the four replicas gets a quarter of it: distribute the dataset, and run the step on the strategy"
+                "the numbers are right, but the replicas never exchanged a gradient: every worker computed the whole batch",
+                cure=f"{QUARTERS}, and run the step on the strategy",
             )
         return
     ratio = float(np.mean(np.divide(got, losses)))
     if _near(got, np.multiply(ratio, losses)):
         if not ranks[0].distributed:
             raise AnswerError(
-                f"the losses are {ratio:.3g} times the expected ones: every replica computed the whole batch. Each of the four "
-                "replicas gets a quarter of it: distribute the dataset",
+                f"the losses are {ratio:.3g} times the expected ones: every replica computed the whole batch",
                 *details,
+                cure=QUARTERS,
             )
         raise AnswerError(
             f"the weights are right, the losses are {ratio:.3g} times the expected ones: each replica divides its sum by the "
@@ -216,39 +233,35 @@ def _judge_trained(results: Results, seed: int) -> None:
             *details,
         )
     if any(not _near(rank.losses, got) for rank in ranks[1:]):
-        raise AnswerError("the workers return different losses: add the replicas' parts up with strategy.reduce", *details)
+        cure = "add the replicas' parts up with strategy.reduce"
+        raise AnswerError("the workers return different losses", *details, cure=cure)
     raise AnswerError("the weights are right, and the losses are not those of the whole batch before each update", *details)
 
 
 def _judge_copies(copies: list[list[float]], weight: Any, seed: int, *, distributed: bool) -> None:
-    """Judge the replicas' weights.
-
-    Raises:
-        AnswerError: they are not those of one device.
-    """
+    """Judge the replicas' weights."""
     replicas = WORKERS * DEVICES
     details = (*(f"replica {i}: {_short(copy)}" for i, copy in enumerate(copies)), f"one device: {_short(weight)}")
     if all(_near(copy, weight) for copy in copies):
         return
     if all(_near(copy, _problem(seed)[2]) for copy in copies):
-        raise AnswerError("the weight has not changed: update it with weight.assign_sub(rate * gradient)", *details)
+        cure = "update it with weight.assign_sub(rate * gradient)"
+        raise AnswerError("the weight has not changed", *details, cure=cure)
     if not all(_near(copy, copies[0]) for copy in copies):
         raise AnswerError(
-            "the replicas have drifted apart: each used its own gradient. Sum the gradients over all replicas before the update",
+            "the replicas have drifted apart: each used its own gradient",
             *details,
+            cure="sum the gradients over all replicas before the update",
         )
     for factor in (replicas, 1 / replicas, DEVICES, WORKERS):
         if all(_near(copy, _serial(seed, factor)[1]) for copy in copies):
             if factor < 1:
-                cause = "each replica has divided by the global batch already, so the gradients are summed, not averaged"
+                cause, cure = "each replica has divided by the global batch already", "sum the gradients, do not average them"
             elif factor == replicas and not distributed:
-                cause = "every replica got the whole batch, since nothing has distributed the dataset"
+                cause, cure = "every replica got the whole batch", QUARTERS
             else:
-                cause = (
-                    "the replicas' losses are summed, so each divides by the global batch; a mean over its own examples is too "
-                    "large"
-                )
-            raise AnswerError(f"the gradients are {factor:g} times those of one device: {cause}", *details)
+                cause, cure = "the replicas' losses are summed", "divide each by the global batch; its own mean is too large"
+            raise AnswerError(f"the gradients are {factor:g} times those of one device: {cause}", *details, cure=cure)
     raise AnswerError(
         "the replicas agree, but not with one device. Does strategy.experimental_distribute_dataset divide the batches, and "
         "are there exactly `steps` updates?",
@@ -308,11 +321,13 @@ class ScheduledResult:
         self._watched, self._value, self._number = watched, value, number
 
     def fetch(self) -> Any:
+        """Wait for the value."""
         value = self._value.fetch()
         self._watched.done([self._number])
         return value
 
     def get(self) -> Any:
+        """Wait for the value."""
         return self.fetch()
 
 
@@ -346,12 +361,17 @@ def _fetched(value: Any) -> Any:
     return value
 
 
-def _run_epochs(answer: Callable[..., Any], on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "run_epochs(coordinator, step, batches, epochs) runs on the chief: in each epoch schedule step(batch) for all batches "
+    "at the same time, wait until all are done, and return the list of the epochs' mean losses.",
+    "All workers are busy within an epoch, and no epoch begins before the one before it is done.",
+)
+def _run_epochs(answer: Callable[..., Any], on: OnRanks) -> None:
     losses = [round(random.uniform(1, 9), 2) for _ in range(BATCHES)]
     jobs = {"chief": 1, "worker": 2, "ps": 1}
-    with showing(f"run_epochs(coordinator, step, batches, {EPOCHS}) with {BATCHES} batches"):
-        _judge_epochs(losses, *explaining(on, EXPLAINED, runtime="tensorflow")(jobs, _on_chief_only, answer, losses)[0])
-    return "All workers are busy within an epoch, and no epoch begins before the one before it is done."
+    with showing(f"run_epochs(coordinator, step, batches, {EPOCHS}) with {BATCHES} batches"), explaining(EXPLAINED):
+        _judge_epochs(losses, *on(jobs, _on_chief_only, answer, losses, runtime="tensorflow")[0])
 
 
 def _judge_epochs(losses: list[float], got: Any, calls: int, scheduled: int, waits: list[int], unfinished: list[int]) -> None:
@@ -365,9 +385,9 @@ def _judge_epochs(losses: list[float], got: Any, calls: int, scheduled: int, wai
         raise AnswerError("the chief also called step itself: only workers should", *details)
     if len(waits) > EPOCHS:
         raise AnswerError(
-            "the chief waits after each call (join or fetch), so one worker is always idle: schedule all batches first, and "
-            "wait then",
+            "the chief waits after each call (join or fetch), so one worker is always idle",
             f"waited {len(waits)} times in {EPOCHS} epochs",
+            cure="schedule all batches first, and wait then",
         )
     if waits != [BATCHES * (epoch + 1) for epoch in range(EPOCHS)] or any(unfinished[::BATCHES]):
         raise AnswerError(
@@ -377,12 +397,15 @@ def _judge_epochs(losses: list[float], got: Any, calls: int, scheduled: int, wai
         raise AnswerError("expected a list with one number for each epoch, the mean of its losses", *details)
     if len(got) != EPOCHS:
         raise AnswerError(f"expected {EPOCHS} numbers, one for each epoch, got {len(got)}", *details)
-    if not np.allclose(got, expected, rtol=1e-5):
-        if np.allclose(got, np.multiply(expected, BATCHES), rtol=1e-5):
-            raise AnswerError("these are sums: divide by the number of batches", *details)
-        if np.allclose(got, losses[-1], rtol=1e-5):
-            raise AnswerError("these are the losses of the last batch: take the mean over all batches of the epoch", *details)
-        raise AnswerError("these are not the means of the epochs' losses", *details, f"expected {expected}")
+    judge_result(
+        got, expected,
+        {
+            ("these are sums, not means", "divide by the number of batches"): [BATCHES * mean for mean in expected],
+            ("you returned the losses of the last batch", "take the mean over all batches of the epoch"): [losses[-1]] * EPOCHS,
+        },
+        "these are not the means of the epochs' losses", *details, f"expected {expected}",
+        same=functools.partial(equal, within=1e-5),
+    )  # fmt: skip
 
 
 def _on_chief_only(answer: Callable[..., Any], losses: list[float]) -> Any:
@@ -395,26 +418,126 @@ def _on_chief_only(answer: Callable[..., Any], losses: list[float]) -> Any:
     return _epochs_on_chief(answer, losses)
 
 
-EXERCISES = (
-    Exercise(
-        "plan_epoch",
-        LESSON,
-        "plan_epoch(examples, per_replica, devices), worker i having devices[i] devices, returns the global batch, the number "
-        "of full steps in an epoch, and a list with the number of examples that each worker reads in these steps.",
-        _plan_epoch,
-    ),
-    Exercise(
-        "hybrid_train",
-        LESSON,
-        "hybrid_train(strategy, weight, data, global_batch, steps, rate) runs on every worker: make `steps` steps on the "
-        "distributed data, weight -= rate * gradient of the mean of (x·weight - y)² over the global batch; return the losses.",
-        _hybrid_train,
-    ),
-    Exercise(
-        "run_epochs",
-        LESSON,
-        "run_epochs(coordinator, step, batches, epochs) runs on the chief: in each epoch schedule step(batch) for all batches "
-        "at the same time, wait until all are done, and return the list of the epochs' mean losses.",
-        _run_epochs,
-    ),
+TRAINED, EVERY, DIES_AT = 8, 2, 5  # killed in step 5, when the checkpoint of 4 finished steps is the latest
+COUNTER = "step/.ATTRIBUTES/VARIABLE_VALUE"  # the name of `checkpoint.step` in a checkpoint
+
+
+class _Resumed(NamedTuple):
+    """What one process found.
+
+    Args:
+        stored: the finished steps that the latest checkpoint counted at the start; -1 if there was no such number.
+        trained: the batches.
+        weight: the weight at the end.
+        counted: the finished steps that `checkpoint.step` counts at the end.
+    """
+
+    stored: int
+    trained: list[int]
+    weight: float
+    counted: int
+
+
+def _train_and_die(answer: Callable[..., Any], folder: str, log: str, dies_at: int | None) -> _Resumed:
+    """Train in `folder`, and write into the file `log` after how many steps something was saved."""
+    import tensorflow as tf
+
+    class Logged(tf.train.Checkpoint):  # type: ignore[misc]  # TensorFlow has no types
+        def _write(self, *args: Any, **options: Any) -> Any:  # called by `save` and by a CheckpointManager
+            with Path(log).open("a") as lines:
+                lines.write(f"{len(trained)}\n")
+            return super()._write(*args, **options)
+
+    weight = tf.Variable(1.0, dtype=tf.float64)
+    checkpoint = Logged(step=tf.Variable(0, dtype=tf.int64), weight=weight)
+    trained: list[int] = []
+    latest, stored = tf.train.latest_checkpoint(folder), -1
+    if latest and COUNTER in dict(tf.train.list_variables(latest)):
+        stored = int(tf.train.load_variable(latest, COUNTER))
+
+    def train_step(batch: Any) -> None:
+        trained.append(int(batch))
+        if int(batch) == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        weight.assign(weight / 2 + tf.cast(batch, tf.float64))
+
+    answer(folder, checkpoint, tf.data.Dataset.range(10**6), train_step, TRAINED, EVERY)
+    return _Resumed(stored, trained, float(weight.numpy()), int(checkpoint.step.numpy()))
+
+
+@exercise(
+    LESSON,
+    "train_safely(folder, checkpoint, data, train_step, steps, every): restore the latest checkpoint in folder, if any; "
+    "train the batches that are still due until `steps` are done in all; count them in checkpoint.step and save after "
+    "every `every` steps.",
+    "Killed in the middle, it continues from the latest checkpoint and ends like a training without a death.",
 )
+def _train_safely(answer: Callable[..., Any], on: OnRanks) -> None:
+    expected = 1.0
+    for batch in range(TRAINED):
+        expected = expected / 2 + batch
+    call = f"train_safely(folder, checkpoint, data, train_step, {TRAINED}, {EVERY})"
+    with tempfile.TemporaryDirectory() as parent, showing(call), explaining(EXPLAINED):
+        folder, log = Path(parent, "checkpoints"), Path(parent, "saves.log")
+        folder.mkdir()
+        try:
+            (alive,) = on(1, _train_and_die, answer, str(folder), str(log), DIES_AT, runtime="tensorflow")
+        except RankError as error:
+            if error.failures[0].cause is not Cause.KILLED:
+                raise
+        else:
+            raise AnswerError(
+                f"it never trained batch {DIES_AT}: call train_step(batch) for each batch of data until `steps` are done",
+                f"given steps = {TRAINED}; trained the batches {alive.trained}",
+            )
+        _judge_saves(folder, [int(line) for line in log.read_text().split()] if log.exists() else [])
+        (resumed,) = on(1, _train_and_die, answer, str(folder), str(log), None, runtime="tensorflow")
+        _judge_resumed(resumed, expected)
+
+
+def _judge_saves(folder: Path, saved: list[int]) -> None:
+    """Judge what the first process saved before it was killed: after how many steps, and where."""
+    due = list(range(EVERY, DIES_AT, EVERY))
+    when = f"it saved when {listing(saved) or 'no'} steps were done, expected {listing(due)}"
+    details = (f"killed in step {DIES_AT}, every = {EVERY}", when)
+    if not any(folder.glob("*.index")):
+        if any(folder.parent.glob("*.index")):
+            raise AnswerError(
+                "the checkpoints are beside the folder: the prefix is the beginning of a file's path, and the files belong in "
+                "the folder",
+                *sorted(str(path.relative_to(folder.parent)) for path in folder.parent.glob("*.index")),
+            )
+        raise AnswerError(
+            "killed in the middle, it left no checkpoint in the folder: save after every `every` steps, not only at the end",
+            f"killed in step {DIES_AT}, every = {EVERY}",
+        )
+    if saved and saved == list(range(1, len(saved) + 1)):
+        raise AnswerError(f"it saves after every step, not after every {EVERY}", *details)
+    if saved not in ([], due):  # nothing: the answer saves another object
+        raise AnswerError("it does not save when `every` steps are done: how many are done at that moment?", *details)
+
+
+def _judge_resumed(resumed: _Resumed, expected: float) -> None:
+    """Judge the process that starts after the death."""
+    stored, trained, weight, counted = resumed
+    first = DIES_AT // EVERY * EVERY
+    due = list(range(first, TRAINED))
+    details = (f"the checkpoint is of {first} finished steps, steps = {TRAINED}", f"it then trained the batches {trained}")
+    again, repeated = list(range(TRAINED)), f"the checkpoint of {first} finished steps says that fewer are finished"
+    faults = {
+        "it begins again at batch 0, for the checkpoint says that 0 steps are finished": trained == again and stored == 0,
+        "it begins again at batch 0, although the folder has a checkpoint": trained == again,
+        "it makes the right number of steps, but reads the data from the beginning": trained == list(range(len(due))),
+        "it makes too many steps: `steps` counts those before the death as well": trained[: len(due)] == due != trained,
+        f"batch {first - 1} is trained twice: {repeated}": trained[:1] == [first - 1],
+        f"batch {first} is left out: checkpoint.step is the number of finished steps": trained[:1] == [first + 1],
+        f"expected the batches {due[0]} to {due[-1]}": trained != due,
+    }
+    reject(faults, *details)
+    if not math.isclose(weight, expected, rel_tol=1e-12):
+        raise AnswerError(
+            "the batches are right, the weight is not that of a training without a death: is it restored before the first step?",
+            f"weight {weight:.6f}, expected {expected:.6f}",
+        )
+    if counted != TRAINED:
+        raise AnswerError(f"at the end, checkpoint.step counts {counted} finished steps of {TRAINED}", *details)

@@ -7,11 +7,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from labkit.exercises.explained import explaining
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, number_of, showing, whole_number, whole_numbers
-from labkit.exercises.known_mistakes import judge_result
-
-__all__ = ["EXERCISES"]
+from labkit.exercises.calculations import Expected, calculation
+from labkit.exercises.comparisons import whole_number, whole_numbers
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, showing
 
 LESSON = "11_tf_model_parallel"
 
@@ -28,26 +26,17 @@ TIMELINES: tuple[tuple[list[TimedSpan], list[str], float], ...] = (
 )
 
 
-def _idle_devices(answer: Any, _: OnRanks) -> str:
-    for spans, devices, step_ms in TIMELINES:
-        with showing(f"idle_devices({spans}, {devices}, {step_ms:g})"):
-            _judge_idle(answer(list(spans), list(devices), step_ms), spans, devices, step_ms)
-    return "Spans that overlap count once, and a device without spans is idle for the whole step."
-
-
-def _judge_idle(answered: Any, spans: list[TimedSpan], devices: list[str], step_ms: float) -> None:
-    expected = {device: 1 - _covered(spans, device) / step_ms for device in devices}
-    details = (f"given {answered!r}", f"expected {_rounded(expected)}")
-    if not isinstance(answered, dict):
-        raise AnswerError("expected a dict with a number for each device", *details)
-    missing = [device for device in devices if device not in answered]
-    if missing:
-        raise AnswerError(
-            f"{missing[0]} is missing: a device without spans is idle for the whole step, so go through `devices`", *details
-        )
-    given = {device: number_of(share) for device, share in answered.items()}
-    mistakes = {
-        "those are the shares in which a device computes; the rest is idle": {d: 1 - v for d, v in expected.items()},
+@calculation(
+    LESSON,
+    "idle_devices(spans, devices, step_ms): spans are (device, start_ms, end_ms) within a step from 0 to step_ms, and may "
+    "overlap. Return a dict with the share of the step, 0 to 1, in which each of `devices` is idle.",
+    "Spans that overlap count once, and a device without spans is idle for the whole step.",
+    TIMELINES,
+)
+def _idle_devices(spans: list[TimedSpan], devices: list[str], step_ms: float) -> Expected:
+    right = {device: 1 - _covered(spans, device) / step_ms for device in devices}
+    mistakes: dict[Hint, dict[str, float]] = {
+        "those are the shares in which a device computes; the rest is idle": {d: 1 - v for d, v in right.items()},
         "spans that overlap count twice: from 2 to 6 and from 0 to 4 ms, a device is busy for 6 ms, not for 8": {
             d: 1 - _added(spans, d) / step_ms for d in devices
         },
@@ -57,13 +46,12 @@ def _judge_idle(answered: Any, spans: list[TimedSpan], devices: list[str], step_
         "these are shares of the time from a device's first span to its last; the step also has a beginning and an end": {
             d: 1 - _covered(spans, d) / _length(spans, d) for d in devices
         },
-        "those are percentages; a share is between 0 and 1": {d: 100 * value for d, value in expected.items()},
-        ("those are milliseconds, not shares", "divide by the length of the step"): {
-            d: value * step_ms for d, value in expected.items()
-        },
+        "those are percentages; a share is between 0 and 1": {d: 100 * value for d, value in right.items()},
+        ("those are milliseconds, not shares", "divide by the length of the step"): {d: v * step_ms for d, v in right.items()},
     }
     otherwise = "idle is what is left of the step when the time in which a device has any span is taken away"
-    judge_result(given, expected, mistakes, otherwise, *details, same=lambda a, b: all(_close(a[d], b[d]) for d in devices))
+    form = "a dict with a number for each device of `devices`; one without spans is idle for the whole step"
+    return Expected(right, mistakes, otherwise, form)
 
 
 def _of(spans: Sequence[TimedSpan], device: str) -> list[tuple[float, float]]:
@@ -98,14 +86,6 @@ def _length(spans: Sequence[TimedSpan], device: str) -> float:
     return max(end for _, end in own) - own[0][0] if own else 1.0
 
 
-def _rounded(shares: dict[str, float]) -> dict[str, float]:
-    return {device: round(share, 4) for device, share in shares.items()}
-
-
-def _close(given: float, expected: float) -> bool:
-    return abs(given - expected) <= 1e-6 * max(abs(expected), 1.0)
-
-
 # --------------------------------------------------------------------------------------------------------- place_layers
 
 # The cases: weights and outputs in bytes, the limit, the number of devices.
@@ -118,7 +98,13 @@ MODELS: tuple[tuple[list[int], list[int], int, int], ...] = (
 )
 
 
-def _place_layers(answer: Any, _: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "place_layers(weights, outputs, limit, devices) returns the device number of each layer, never going down, so that no "
+    "device holds more than `limit` bytes of weights, and as few bytes of outputs as possible cross between devices.",
+    "Every device keeps to its limit, and the cuts together send the fewest bytes.",
+)
+def _place_layers(answer: Any, _: OnRanks) -> None:
     for weights, outputs, limit, devices in MODELS:
         given = answer(list(weights), list(outputs), limit, devices)
         case = f"place_layers({weights}, {outputs}, {limit}, {devices})"
@@ -153,7 +139,6 @@ def _place_layers(answer: Any, _: OnRanks) -> str:
             f"{sent} bytes cross, and {least} would do. Do you fill one device after the other? That cuts wherever one is full",
             *details, cure="compare all places to cut",
         )  # fmt: skip
-    return "Every device keeps to its limit, and the cuts together send the fewest bytes."
 
 
 def _placements(weights: Sequence[int], limit: int, devices: int) -> Iterator[list[int]]:
@@ -215,23 +200,28 @@ def _pair_on_rank(answer: Callable[..., Any], devices: int) -> dict[str, Any]:
 
 # What TensorFlow says after common mistakes in pair_layouts.
 TWO_NAMES = f'a layout has two names, each "{WHOLE}" or the name of the mesh dimension, "{PARTS}"'
-IN_LAYOUTS = (
-    ("A dimension sharding must", TWO_NAMES),
-    (
-        "was repeated in sharding specification",
-        f'"{PARTS}" can divide only one of the two dimensions of a matrix; the other one stays "{WHOLE}"',
+IN_LAYOUTS: dict[str, Hint] = {
+    "A dimension sharding must": TWO_NAMES,
+    "was repeated in sharding specification": (
+        f'"{PARTS}" can divide only one of the two dimensions of a matrix; the other one stays "{WHOLE}"'
     ),
+}
+
+
+@exercise(
+    LESSON,
+    "pair_layouts(mesh) returns (layout of a, layout of b, number of all-reduces) for relu(x @ a) @ b with a whole x and a "
+    "whole result: as few all-reduces as possible, and each device holds only its share of a and b.",
+    "Columns, then rows: no device holds more than its share, and one all-reduce adds up the products.",
 )
-
-
-def _pair_layouts(answer: Any, on: OnRanks) -> str:
+def _pair_layouts(answer: Any, on: OnRanks) -> None:
     for devices in (2, 3):
-        with showing(f"pair_layouts(mesh) on {devices} devices"):
-            (found,) = explaining(on, IN_LAYOUTS, runtime="tensorflow")(
-                1, _pair_on_rank, answer, devices, devices_per_rank=devices
-            )
+        with showing(f"pair_layouts(mesh) on {devices} devices"), explaining(IN_LAYOUTS):
+            (found,) = on(1, _pair_on_rank, answer, devices, runtime="tensorflow", devices_per_rank=devices)
             _judge_pair(found)
-    return "Columns, then rows: no device holds more than its share, and one all-reduce adds up the products."
+
+
+COLUMNS_THEN_ROWS = "with columns, then rows, each device has the part of the hidden layer that its rows need"
 
 
 def _judge_pair(found: dict[str, Any]) -> None:
@@ -244,28 +234,31 @@ def _judge_pair(found: dict[str, Any]) -> None:
     details = (f"a: {a}, each device has {found['shapes'][0]}", f"b: {b}, each device has {found['shapes'][1]}")
     columns, rows, whole = [WHOLE, PARTS], [PARTS, WHOLE], [WHOLE, WHOLE]
     if whole in (a, b):
-        raise AnswerError("a copy on each device saves no memory: divide both matrices", *details)
-    for pair, hint in (
-        ((rows, columns), "rows, then columns: the hidden layer must be added up, and the output gathered. Try the other order"),
-        ((columns, columns), "both by columns: the second product needs the whole hidden layer, so it is gathered first"),
-        ((rows, rows), "both by rows: the first product must be added up before ReLU, and then the second one, too"),
-    ):  # fmt: skip
+        raise AnswerError("a copy on each device saves no memory", *details, cure="divide both matrices")
+    for pair, hint, cure in (
+        (
+            (rows, columns),
+            "rows, then columns: the hidden layer must be added up, and the output gathered",
+            "try the other order",
+        ),
+        ((columns, columns), "both by columns: what does the second product need of the hidden layer?", COLUMNS_THEN_ROWS),
+        (
+            (rows, rows),
+            "both by rows: the first product must be added up before ReLU, and then the second one",
+            COLUMNS_THEN_ROWS,
+        ),
+    ):
         if (a, b) == pair:
-            raise AnswerError(hint, *details)
+            raise AnswerError(hint, *details, cure=cure)
     if (a, b) != (columns, rows) or not found["right"]:
         raise AnswerError(TWO_NAMES, *details)
     if whole_number(found["count"]) is None:
         raise AnswerError("the third value is a number: how many all-reduces the forward pass has", f"given {found['count']!r}")
-    if found["count"] == 2:
-        raise AnswerError(
-            "the layouts are right, the number is not: two all-reduces are those of a whole training step. The forward pass has "
-            "only g", f"given {found['count']}",
-        )  # fmt: skip
     if found["count"] != 1:
-        raise AnswerError(
-            "the layouts are right, the number is not: each device has the product of its own rows of b, and adding these up is "
-            "an all-reduce", f"given {found['count']}",
-        )  # fmt: skip
+        hint, cure = "the layouts are right, the number is not", "adding up the products with each device's rows is an all-reduce"
+        if found["count"] == 2:
+            hint, cure = f"{hint}: two are those of a whole training step", "the forward pass has only g"
+        raise AnswerError(hint, f"given {found['count']}", cure=cure)
 
 
 # --------------------------------------------------------------------------------------------------- weights_per_device
@@ -280,20 +273,20 @@ MESHES: tuple[tuple[list[Shape], list[list[str]], dict[str, int]], ...] = (
 )  # fmt: skip
 
 
-def _weights_per_device(answer: Any, _: OnRanks) -> str:
-    for shapes, layouts, mesh in MESHES:
-        with showing(f"weights_per_device({shapes}, {layouts}, {mesh})"):
-            _judge_held(number_of(answer(list(shapes), [list(layout) for layout in layouts], dict(mesh))), shapes, layouts, mesh)
-    return "Along a mesh dimension that a layout does not name, a weight is copied; along the others it is divided."
-
-
-def _judge_held(given: float, shapes: list[Shape], layouts: list[list[str]], mesh: dict[str, int]) -> None:
+@calculation(
+    LESSON,
+    "weights_per_device(shapes, layouts, mesh) returns how many numbers one device holds of weights with these shapes and "
+    'DTensor layouts, on a mesh such as {"batch": 2, "model": 4}.',
+    "Along a mesh dimension that a layout does not name, a weight is copied; along the others it is divided.",
+    MESHES,
+)
+def _weights_per_device(shapes: list[Shape], layouts: list[list[str]], mesh: dict[str, int]) -> Expected:
     cases = list(zip(shapes, layouts, strict=True))
-    expected = sum(math.prod(shape) // math.prod(mesh.get(name, 1) for name in layout) for shape, layout in cases)
+    right = sum(math.prod(shape) // math.prod(mesh.get(name, 1) for name in layout) for shape, layout in cases)
     total, size = sum(math.prod(shape) for shape in shapes), math.prod(mesh.values())
-    mistakes = {
+    mistakes: dict[Hint, float] = {
         "that is the whole model: a dimension with the name of a mesh dimension is divided by its size": total,
-        "those are bytes; the question is how many numbers": expected * 4,
+        "those are bytes; the question is how many numbers": right * 4,
         "divide by the mesh dimensions that a layout names, not by all devices: along others, weights are copied": sum(
             math.prod(shape) / (size if any(n != WHOLE for n in layout) else 1) for shape, layout in cases
         ),
@@ -301,42 +294,10 @@ def _judge_held(given: float, shapes: list[Shape], layouts: list[list[str]], mes
         ("a layout may name two mesh dimensions", "divide by both"): sum(
             math.prod(shape) / next((mesh[n] for n in layout if n in mesh), 1) for shape, layout in cases
         ),
-        "that is what all devices hold together: asked is one device": expected * size,
+        "that is what all devices hold together: asked is one device": right * size,
         ("the sides of a part are added up", "multiply them"): sum(
             sum(side / mesh.get(n, 1) for side, n in zip(shape, layout, strict=True)) for shape, layout in cases
         ),
     }
     otherwise = "divide each side of a weight by the size of the mesh dimension that the layout names for it"
-    judge_result(given, expected, mistakes, otherwise, f"given {given:g}, expected {expected}", same=_close)
-
-
-EXERCISES = (
-    Exercise(
-        "idle_devices",
-        LESSON,
-        "idle_devices(spans, devices, step_ms): spans are (device, start_ms, end_ms) within a step from 0 to step_ms, and may "
-        "overlap. Return a dict with the share of the step, 0 to 1, in which each of `devices` is idle.",
-        _idle_devices,
-    ),
-    Exercise(
-        "place_layers",
-        LESSON,
-        "place_layers(weights, outputs, limit, devices) returns the device number of each layer, never going down, so that no "
-        "device holds more than `limit` bytes of weights, and as few bytes of outputs as possible cross between devices.",
-        _place_layers,
-    ),
-    Exercise(
-        "pair_layouts",
-        LESSON,
-        "pair_layouts(mesh) returns (layout of a, layout of b, number of all-reduces) for relu(x @ a) @ b with a whole x and a "
-        "whole result: as few all-reduces as possible, and each device holds only its share of a and b.",
-        _pair_layouts,
-    ),
-    Exercise(
-        "weights_per_device",
-        LESSON,
-        "weights_per_device(shapes, layouts, mesh) returns how many numbers one device holds of weights with these shapes and "
-        'DTensor layouts, on a mesh such as {"batch": 2, "model": 4}.',
-        _weights_per_device,
-    ),
-)
+    return Expected(right, mistakes, otherwise)

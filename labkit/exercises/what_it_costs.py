@@ -3,6 +3,7 @@
 # No `from __future__ import annotations`: DDP reads the annotations of a communication hook, and needs types there.
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -11,14 +12,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
-from labkit.exercises.gradients import Experts, Gradients, gradients_of, keeps, random_batch
-from labkit.exercises.judging import AnswerError, Exercise, OnRanks, Results, compare, differ, listing, number_of, showing
-from labkit.exercises.known_mistakes import judge_result
+from labkit.exercises.calculations import Expected, judge_calculation
+from labkit.exercises.comparisons import compare, differ, equal, judge_result, listing, number_of
+from labkit.exercises.data_parallel import Experts, Gradients, gradients_of, keeps, random_batch
+from labkit.exercises.judging import AnswerError, OnRanks, Results, exercise, explaining, showing
 from labkit.recording.operations import type_of
-
-__all__ = ["EXERCISES"]
 
 LESSON = "02b_what_it_costs"
 
@@ -30,51 +29,53 @@ SAVED = "the all-reduce may take what is saved, alone_ms − shared_ms"
 HOPELESS = (14.0, 13.95, 1_724_320, 2, 50.0)  # the latencies alone take longer than what is saved
 
 
-def _break_even(answer: Any, _: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "break_even(alone_ms, shared_ms, nbytes, ranks, latency_us) returns the bandwidth in Gbit/s above which data "
+    "parallelism is faster than one process: a step of one process takes alone_ms; a rank computes for shared_ms, then "
+    "follows a ring all-reduce of nbytes. float('inf') where no bandwidth is enough.",
+    "Above this bandwidth the ranks are faster than one process; where latency alone costs more, no bandwidth is enough.",
+)
+def _break_even(answer: Any, _: OnRanks) -> None:
     for case in CASES:
-        given = number_of(answer(*case))
-        alone_ms, shared_ms, nbytes, ranks, latency_us = case
-        saved_s, rounds = (alone_ms - shared_ms) / 1e3, 2 * (ranks - 1)
-        bits, latency_s = 8 * nbytes, latency_us * 1e-6
-        right = rounds / ranks * bits / (saved_s - rounds * latency_s) / 1e9
-        share, left_s = rounds / ranks, saved_s - rounds * latency_s
-        mistakes = {
-            "that is in gigabytes per second; a byte has 8 bits": right / 8,
-            ("the latency is missing, and every round of a ring costs it", ROUNDS): share * bits / saved_s / 1e9,
-            ("α was counted once, and every round of a ring costs it", ROUNDS): share * bits / (saved_s - latency_s) / 1e9,
-            ("here each rank sends the gradients once; only for two ranks is that so", SENT): bits / left_s / 1e9,
-            ("here each rank sends the gradients twice; it sends fewer bytes in a ring", SENT): 2 * bits / left_s / 1e9,
-            ("here each round carries all gradients; it carries a part of them in a ring", SENT): rounds * bits / left_s / 1e9,
-            ("here the all-reduce takes as long as the step of one process, and the ranks compute, too", SAVED): (
-                share * bits / (alone_ms / 1e3 - rounds * latency_s) / 1e9
-            ),
-            ("here the all-reduce takes as long as a rank computes, whatever the step of one process takes", SAVED): (
-                share * bits / (shared_ms / 1e3 - rounds * latency_s) / 1e9
-            ),
-            "that is in bit/s; 1 Gbit/s is 10⁹ of them": right * 1e9,
-            "milliseconds are not seconds: 1 ms is 0.001 s": right * 1e-3,
-            "that is upside down: bandwidth is bits divided by seconds": 1 / right,
-        }
-        details = (f"break_even{case}: given {given:.4g}, expected {right:.4g} Gbit/s",)
-        otherwise = (
-            "at the bandwidth in question, the all-reduce takes exactly what the ranks save by computing less",
-            "set the all-reduce's time, 2(p−1)·α + 2(p−1)/p · 8n/B, equal to what is saved, and solve for B",
-        )
-        judge_result(given, right, mistakes, otherwise, *details, same=lambda a, b: math.isclose(a, b, rel_tol=1e-3))
+        judge_calculation(answer, "break_even", case, _even(*case), same=partial(equal, within=1e-3))
     _judge_hopeless(answer)
-    return "Above this bandwidth the ranks are faster than one process; where latency alone costs more, no bandwidth is enough."
+
+
+def _even(alone_ms: float, shared_ms: float, nbytes: int, ranks: int, latency_us: float) -> Expected:
+    saved_s, rounds = (alone_ms - shared_ms) / 1e3, 2 * (ranks - 1)
+    bits, latency_s = 8 * nbytes, latency_us * 1e-6
+    share, left_s = rounds / ranks, saved_s - rounds * latency_s
+    right = share * bits / left_s / 1e9
+    mistakes = {
+        "that is in gigabytes per second; a byte has 8 bits": right / 8,
+        ("the latency is missing, and every round of a ring costs it", ROUNDS): share * bits / saved_s / 1e9,
+        ("α was counted once, and every round of a ring costs it", ROUNDS): share * bits / (saved_s - latency_s) / 1e9,
+        ("here each rank sends the gradients once; only for two ranks is that so", SENT): bits / left_s / 1e9,
+        ("here each rank sends the gradients twice; it sends fewer bytes in a ring", SENT): 2 * bits / left_s / 1e9,
+        ("here each round carries all gradients; it carries a part of them in a ring", SENT): rounds * bits / left_s / 1e9,
+        ("here the all-reduce takes as long as the step of one process, and the ranks compute, too", SAVED): (
+            share * bits / (alone_ms / 1e3 - rounds * latency_s) / 1e9
+        ),
+        ("here the all-reduce takes as long as a rank computes, whatever the step of one process takes", SAVED): (
+            share * bits / (shared_ms / 1e3 - rounds * latency_s) / 1e9
+        ),
+        "that is in bit/s; 1 Gbit/s is 10⁹ of them": right * 1e9,
+        "milliseconds are not seconds: 1 ms is 0.001 s": right * 1e-3,
+        "that is upside down: bandwidth is bits divided by seconds": 1 / right,
+    }
+    otherwise = (
+        "at the bandwidth in question, the all-reduce takes exactly what the ranks save by computing less",
+        "set the all-reduce's time, 2(p−1)·α + 2(p−1)/p · 8n/B, equal to what is saved, and solve for B",
+    )
+    return Expected(right, mistakes, otherwise)
 
 
 def _judge_hopeless(answer: Any) -> None:
     details = (f"break_even{HOPELESS}: 0.05 ms are saved, and two latencies of 50 µs cost 0.1 ms",)
-    try:
+    by_zero = "division by zero where latency alone takes all that is saved: return float('inf') then"
+    with showing(*details), explaining({"ZeroDivisionError": by_zero}):
         given = number_of(answer(*HOPELESS))
-    except RankError as error:
-        if not error.failures[0].headline.startswith("ZeroDivisionError"):
-            raise
-        raise AnswerError(
-            "division by zero where latency alone takes all that is saved: return float('inf') then", *details
-        ) from None
     if given < 0:
         raise AnswerError(
             f"{given:.3g} Gbit/s: a negative bandwidth means that no bandwidth is enough; return float('inf') there", *details
@@ -130,11 +131,16 @@ def _accumulate_on_rank(answer: Callable[..., object]) -> tuple[Gradients, int, 
     return gradients_of(model.module), counter.buckets, counter.late
 
 
-def _accumulate(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "accumulate(model, batches, loss_function) gives a DDP model the gradients of the mean loss over all examples of all "
+    "ranks, and sends them only once. Batches and ranks have different numbers of examples.",
+    f"{len(SIZES)} ranks, batches of 1 to {max(map(max, SIZES))} examples, sent once: the gradients of "
+    f"one process with all the examples.",
+)
+def _accumulate(answer: Any, on: OnRanks) -> None:
     with showing(f"accumulate(model, batches, loss_function) on {len(SIZES)} ranks"):
         _judge_accumulated(on(len(SIZES), _accumulate_on_rank, answer))
-    most = max(map(max, SIZES))
-    return f"{len(SIZES)} ranks, batches of 1 to {most} examples, sent once: the gradients of one process with all the examples."
 
 
 def _judge_accumulated(results: Results) -> None:
@@ -181,7 +187,7 @@ def _judge_accumulated(results: Results) -> None:
 
 def _judge_sent(results: Results, buckets: int, nbytes: int) -> None:
     """Check that each rank sent all gradients once, by DDP or by an operation of the answer's own."""
-    spans = results.trace.of(rank=0, kind="communication").spans
+    spans = results.trace.filter(rank=0, kind="communication").spans
     sent = sum(span.nbytes for span in spans if type_of(span.name).reduces)
     if sent < nbytes:
         raise AnswerError(
@@ -194,22 +200,3 @@ def _judge_sent(results: Results, buckets: int, nbytes: int) -> None:
             "DDP decides in the forward pass whether the backward will send",
             cure="forward and backward of all batches but the last belong inside `with model.no_sync():`",
         )
-
-
-EXERCISES = (
-    Exercise(
-        "break_even",
-        LESSON,
-        "break_even(alone_ms, shared_ms, nbytes, ranks, latency_us) returns the bandwidth in Gbit/s above which data "
-        "parallelism is faster than one process: a step of one process takes alone_ms; a rank computes for shared_ms, then "
-        "follows a ring all-reduce of nbytes. float('inf') where no bandwidth is enough.",
-        _break_even,
-    ),
-    Exercise(
-        "accumulate",
-        LESSON,
-        "accumulate(model, batches, loss_function) gives a DDP model the gradients of the mean loss over all examples of all "
-        "ranks, and sends them only once. Batches and ranks have different numbers of examples.",
-        _accumulate,
-    ),
-)

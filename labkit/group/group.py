@@ -16,10 +16,7 @@ from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError, RankError, Stopped
 from labkit.errors.lists import counted
 from labkit.errors.wrong_calls import public_api
-from labkit.group.cell_names import CellNames, lost_names
-from labkit.group.member import Member
-from labkit.group.open_groups import default_start, notebook
-from labkit.group.options import (
+from labkit.group.arguments import (
     FixedArgument,
     check_environment,
     check_machine,
@@ -29,6 +26,9 @@ from labkit.group.options import (
     rpc_options,
     runtime_named,
 )  # fmt: skip
+from labkit.group.cell_names import CellNames, lost_names
+from labkit.group.member import Member
+from labkit.group.open_groups import default_start, notebook
 from labkit.group.output import cell_label, put
 from labkit.group.picture import Picture
 from labkit.group.pool_state import Phase, Request

@@ -1,7 +1,7 @@
 """`Options`: the options of a group, each declared and checked here, and sent whole to every rank.
 
-An option's check stands below the fields. What depends on more than the options stands in `group/options.py`: what the
-runtime supports, and what the machine decides when ranks are placed on it (threads, devices, memory, open files).
+An option's check stands below the fields. What depends on more than the options stands in `group/arguments.py`: what
+the runtime supports, and what the machine decides when ranks are placed on it (threads, devices, memory, open files).
 """
 
 from __future__ import annotations

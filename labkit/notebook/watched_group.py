@@ -12,7 +12,7 @@ __all__ = ["Group"]
 
 
 def _live() -> Picture:
-    from labkit.plots.live.view import Live  # imported here, so that groups that are not watched start without it
+    from labkit.plots.live.live import Live  # imported here, so that groups that are not watched start without it
 
     return Live()
 

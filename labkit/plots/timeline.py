@@ -270,7 +270,7 @@ class _Timeline:
     def _step_lines(self, trace: Trace, rank: int, y: float) -> None:
         from matplotlib.transforms import Bbox, TransformedBbox
 
-        edges = trace.of(rank=rank, kind="step").columns.data
+        edges = trace.filter(rank=rank, kind="step").columns.data
         times_ns = np.unique([edges["start_ns"], edges["end_ns"]])
         # A step at the edge of the window may start before it or end after it, where the row of another run continues.
         at = (times_ns[(times_ns >= trace.start_ns) & (times_ns <= trace.end_ns)] - trace.start_ns) / self.unit_ns

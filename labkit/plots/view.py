@@ -116,7 +116,7 @@ def numbered_steps(trace: Trace, rank: int) -> Intervals:
     that only serves, they are the common steps of all ranks.
     """
     common = trace.step_bounds()
-    own = trace.of(rank=rank).step_bounds()
+    own = trace.filter(rank=rank).step_bounds()
     return own[: len(common)] if len(own) >= len(common) else common
 
 

@@ -129,6 +129,10 @@ class Columns:
             rows = self.data[first : first + PIECE]
             yield from map(Span, *(_values(field, rows, self.names) for field in FIELDS))
 
+    def by_field(self) -> dict[str, list[Any]]:
+        """Return the values of all spans, for each field of `Span`."""
+        return {field.name: list(_values(field, self.data, self.names)) for field in FIELDS}
+
     def where(self, keep: Any) -> Columns:
         """Return the spans for which `keep`, with one boolean per span, is true."""
         return Columns(self.data[keep], self.names, self.ready_ns[keep], self.around[keep])

@@ -2,7 +2,7 @@
 
 Times in this format are floating-point microseconds. Counted from the start of the trace, they represent whole
 nanoseconds exactly for the length of any realistic run. Perfetto is stricter than the format and differs from it; its
-requirements were found with its own trace processor (docs/decisions.md).
+requirements were found with its own trace processor.
 
 Source: "Trace Event Format", the Chromium project's Catapult documentation.
 """

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,9 @@ from labkit.tracing.steps_of_rank import steps_of_rank
 from labkit.tracing.trace_file import writing
 from labkit.tracing.trace_info import TraceInfo
 from labkit.tracing.waiting import blocked, waits_for_data
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 __all__ = ["Scalar", "Share", "Span", "Trace", "from_records"]
 
@@ -158,7 +161,7 @@ class Trace:
         return tuple(self)
 
     @public_api
-    def of(self, *, rank: int | None = None, kind: str | None = None, name: str | None = None) -> Trace:
+    def filter(self, *, rank: int | None = None, kind: str | None = None, name: str | None = None) -> Trace:
         """Select the spans (and scalars) of one rank, kind or name; the window stays the same.
 
         Args:
@@ -171,7 +174,7 @@ class Trace:
         """
         data, keep = self.columns.data, np.ones(len(self), bool)
         if rank is not None:
-            self._check_rank(rank, "of")
+            self._check_rank(rank, "filter")
             keep &= data["rank"] == rank
         if kind is not None:
             if kind not in KINDS:
@@ -179,7 +182,7 @@ class Trace:
             keep &= data["kind"] == KINDS.index(kind)
         if name is not None:
             if not isinstance(name, str):
-                raise TypeError(f"of(name={name!r}): expected the name of spans, as in trace.of(name='forward')")
+                raise TypeError(f"filter(name={name!r}): expected the name of spans, as in trace.filter(name='forward')")
             keep &= data["name"] == self.columns.name_id(name)
         scalars = [s for s in self.scalars if rank in (None, s.rank) and name in (None, s.name) and kind in (None, "scalar")]
         profile = [e for e in self.profile if rank in (None, e.rank) and name in (None, e.name) and kind is None]
@@ -327,6 +330,18 @@ class Trace:
                 before = ","
             file.write("]," + text(about)[1:])
         return path
+
+    def to_pandas(self) -> DataFrame:
+        """Return a pandas table: a row per span, in order of their start, and a column per field of `Span`.
+
+        Raises:
+            LabError: pandas is not installed.
+        """
+        try:
+            from pandas import DataFrame
+        except ImportError:
+            raise LabError("to_pandas: pandas is not installed; `pip install pandas` installs it") from None
+        return DataFrame(self.columns.by_field())
 
     def to_chrome(self) -> dict[str, Any]:
         """Return what `save` writes: one process per rank, with rows for its steps, compute and communication."""

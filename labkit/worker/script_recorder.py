@@ -246,7 +246,11 @@ class _Script:
 
 
 def _ring_file(path: Path) -> mmap.mmap:
-    """Map a new file as memory. Its disk space is allocated at once: a full disk would later cause a SIGBUS."""
+    """Map a new file as memory. Its disk space is allocated at once: a full disk would later cause a SIGBUS.
+
+    The file survives SIGKILL. A writing thread would lose the last moment, a file as large as the run risks the SIGBUS,
+    and a writing process per rank costs a core.
+    """
     with open(path, "xb+") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, RING_BYTES)

@@ -71,5 +71,5 @@ def test_a_span_in_a_compiled_function(pair: Group) -> None:
     assert in_spans() == 4.0, "outside a group"
     run = pair.run(in_spans)
     assert run.results == [4.0] * 2
-    recorded = sorted(s.name for s in run.trace.of(rank=0, kind="compute"))
+    recorded = sorted(s.name for s in run.trace.filter(rank=0, kind="compute"))
     assert recorded == ["around a compiled function", "in a compiled function", "in a compiled function"]

@@ -92,7 +92,7 @@ def test_the_parts_that_a_root_gathers_are_counted_together(pair: Group) -> None
 
     run = pair.run(both)
     for name in ("gather", "scatter"):
-        spans = run.trace.of(name=name)
+        spans = run.trace.filter(name=name)
         assert {s.nbytes for s in spans} == {4000, 8000}
         assert max(s.end_ns for s in spans) - max(s.start_ns for s in spans) >= model_ns(name, 8000, 2)
 
@@ -107,8 +107,8 @@ def test_operations_queue_for_the_link(pair: Group) -> None:
     run = pair.run(three)
     one_ns = model_ns("all_reduce", 4000, 2)
     for rank in (0, 1):
-        spans = sorted(run.trace.of(rank=rank, name="all_reduce"), key=lambda s: s.match)
-        begin_ns = max(s.start_ns for s in run.trace.of(name="all_reduce") if s.match == spans[0].match)
+        spans = sorted(run.trace.filter(rank=rank, name="all_reduce"), key=lambda s: s.match)
+        begin_ns = max(s.start_ns for s in run.trace.filter(name="all_reduce") if s.match == spans[0].match)
         for place, span in enumerate(spans, 1):
             assert span.end_ns - begin_ns >= place * one_ns
 
@@ -123,7 +123,7 @@ def test_a_future_completes_no_sooner(pair: Group) -> None:
         return [after.wait(), time.perf_counter_ns()]
 
     run = pair.run(ends)
-    issued_ns = max(s.start_ns for s in run.trace.of(name="all_reduce"))
+    issued_ns = max(s.start_ns for s in run.trace.filter(name="all_reduce"))
     assert all(end_ns - issued_ns >= model_ns("all_reduce", 4000, 2) for ends in run.results for end_ns in ends)
 
 
@@ -140,7 +140,7 @@ def test_a_rank_computes_while_the_link_is_busy(pair: Group) -> None:
     run = pair.run(beside)
     assert nothing_was_early(run) == ["all_reduce"] * 2
     for rank in (0, 1):
-        (reduced,), (computed,) = run.trace.of(rank=rank, name="all_reduce"), run.trace.of(rank=rank, name="compute")
+        (reduced,), (computed,) = run.trace.filter(rank=rank, name="all_reduce"), run.trace.filter(rank=rank, name="compute")
         assert reduced.wait_start_ns == 0  # it was never waited for
         assert reduced.start_ns < computed.start_ns
         assert computed.end_ns >= reduced.end_ns
@@ -289,13 +289,13 @@ def test_remote_calls() -> None:
         run = group["master"].run(rpc_cases.calls)
     expected = [3, 4, 1, 2, 6, 6, 2, 1, 4]
     assert [t.unique().tolist() for t in run.results[0]] == [[float(value)] for value in expected]
-    calls = [s for s in run.trace.of(rank=0, kind="communication") if s.name.startswith("rpc_")]
+    calls = [s for s in run.trace.filter(rank=0, kind="communication") if s.name.startswith("rpc_")]
     assert len(calls) > 6
     for call in calls:  # request and a reply of the same size
         assert call.end_ns - call.start_ns >= 2 * model_ns("send", 4000, 2)
-    for fetched in run.trace.of(rank=0, name="to_here"):
+    for fetched in run.trace.filter(rank=0, name="to_here"):
         assert fetched.end_ns - fetched.start_ns >= model_ns("send", fetched.nbytes, 2)
     # The called function begins when the call has arrived: the call and its function are one operation.
-    served = sorted(s.start_ns for s in run.trace.of(rank=1, name="serve add"))
+    served = sorted(s.start_ns for s in run.trace.filter(rank=1, name="serve add"))
     sent = sorted(s.start_ns for s in calls if s.name.endswith(" add"))
     assert served[0] - sent[0] >= model_ns("send", 4000, 2)

@@ -97,7 +97,7 @@ def test_a_late_rank_delays_only_those_that_need_it(four: Group) -> None:
 
     run = four.run(late)
     assert run.results == [1.0] * 4
-    root, leaf = (run.trace.of(name="broadcast", rank=rank).spans[0] for rank in (1, 0))
+    root, leaf = (run.trace.filter(name="broadcast", rank=rank).spans[0] for rank in (1, 0))
     assert leaf.start_ns > root.end_ns
     assert nothing_was_early(run) == {(0, 1, 2, 3)}
 
@@ -138,7 +138,7 @@ def test_a_group_inside_a_node_does_not_wait_for_the_network(four: Group) -> Non
 
     run = four.run(inside)
     assert run.results == [2.0**20] * 4
-    fastest_ns = min(span.end_ns - span.start_ns for span in run.trace.of(name="all_reduce"))
+    fastest_ns = min(span.end_ns - span.start_ns for span in run.trace.filter(name="all_reduce"))
     assert fastest_ns < BETWEEN.latency_s * 1e9  # the fastest of eighty: one message between nodes would take longer
 
 
@@ -150,7 +150,7 @@ def test_two_messages_that_leave_a_node_share_its_connection(four: Group) -> Non
     nbytes = 1_000_000  # 80 ms each
     run = four.run(send, nbytes)
     begin_ns = min(begun_ns for begun_ns, span in zip(link_starts(run.trace), run.trace, strict=True) if span.name == "recv")
-    took_s = (max(span.end_ns for span in run.trace.of(name="recv")) - begin_ns) / 1e9
+    took_s = (max(span.end_ns for span in run.trace.filter(name="recv")) - begin_ns) / 1e9
     assert took_s >= 2 * nbytes / BETWEEN.bytes_per_s  # from the first one's begin, however late the other is
     assert nothing_was_early(run) == {(0, 2), (1, 3)}
 

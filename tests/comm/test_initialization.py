@@ -71,7 +71,7 @@ def three_experiments() -> list[Any]:
 
 
 def names(run: lab.Run, rank: int = 0) -> list[str]:
-    return [s.name for s in run.trace.of(rank=rank, kind="communication")]
+    return [s.name for s in run.trace.filter(rank=rank, kind="communication")]
 
 
 def test_the_same_initialisation_does_nothing_and_says_so_once(three: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,7 +152,7 @@ def test_another_size_or_rank_works(which: str, groups: dict[str, lab.Group]) ->
         assert group.run(each_alone).results == [5.0] * 3
         run = group.run(three_experiments)
         assert run.results == [[3.0, r, True, False, 6.0, r, True, False, 9.0, r, True, False] for r in range(3)]
-    made = [s for s in run.trace.of(rank=0, name="init_process_group") if s.kind == "communication"]
+    made = [s for s in run.trace.filter(rank=0, name="init_process_group") if s.kind == "communication"]
     assert len(made) == (3 if which == "rpc" else 0)
     assert all(s.wait_end_ns > s.wait_start_ns > 0 for s in made), "who makes a group waits for the others"
 
@@ -227,7 +227,7 @@ def test_a_program_that_starts_rpc_runs_twice(
         run = group.run(program)
         assert run.results == [(n + 10, [2.0, 2.0], f"{prefix}{n}", timeout_s) for n in numbers]
     assert {"init_rpc", "rpc_sync add", "to_here", "rpc.shutdown"} <= set(names(run))
-    (end,) = run.trace.of(rank=0, name="rpc.shutdown")
+    (end,) = run.trace.filter(rank=0, name="rpc.shutdown")
     assert end.wait_end_ns - end.wait_start_ns > 0.5 * (end.end_ns - end.start_ns) > 0, "to wait in rpc.shutdown is to wait"
 
 
@@ -421,7 +421,7 @@ def test_collectives_in_bare_ranks_are_recorded_and_a_group_left_there_does_not_
     for end in (True, False, True):
         run = bare.run(trains_in_a_bare_rank, end)
         assert [value for value, _ in run.results] == [3.0] * 3
-        assert [(s.name, s.nbytes, s.peer) for s in run.trace.of(rank=0, kind="communication")] == TRAINED
+        assert [(s.name, s.nbytes, s.peer) for s in run.trace.filter(rank=0, kind="communication")] == TRAINED
         pids.append([pid for _, pid in run.results])
     ended, left, last = pids
     assert left == ended

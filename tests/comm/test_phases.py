@@ -70,12 +70,12 @@ def network() -> nn.Module:
 def phases(run: Run | Trace, rank: int = 0) -> dict[str, int]:
     """How often each phase was recorded on a rank."""
     trace = run if isinstance(run, Trace) else run.trace
-    return dict(Counter(span.name for span in trace.of(rank=rank, kind="compute")))
+    return dict(Counter(span.name for span in trace.filter(rank=rank, kind="compute")))
 
 
 def in_order(run: Run) -> str:
     """The first letters of the phases of rank 0, in order of their start."""
-    return "".join(span.name[0] for span in run.trace.of(rank=0, kind="compute"))
+    return "".join(span.name[0] for span in run.trace.filter(rank=0, kind="compute"))
 
 
 def plain(compiled: str = "", *, fullgraph: bool = False) -> float:
@@ -95,14 +95,14 @@ def plain(compiled: str = "", *, fullgraph: bool = False) -> float:
 def test_a_plain_loop_shows_its_phases_its_lines_and_its_steps(one: Group) -> None:
     run = one.run(plain)
     assert in_order(run) == "fbo" * STEPS, "of a model, not of its layers"
-    assert all(span.automatic for span in run.trace.of(kind="compute"))
+    assert all(span.automatic for span in run.trace.filter(kind="compute"))
     first = plain.__code__.co_firstlineno
-    assert {span.name: span.line for span in run.trace.of(kind="compute")} == {
+    assert {span.name: span.line for span in run.trace.filter(kind="compute")} == {
         name: f"test_phases.py, line {first + 8 + i}" for i, name in enumerate(("forward", "backward", "optimizer"))
     }
     assert len(run.trace.step_bounds()) == STEPS
     assert lab.step_ms(run) > 0
-    ends = [span.end_ns for span in run.trace.of(name="optimizer")]
+    ends = [span.end_ns for span in run.trace.filter(name="optimizer")]
     assert all(0 <= bound - end < 10**9 for bound, end in zip(run.trace.step_bounds()[:, 1], ends, strict=True))
     assert f"step {STEPS - 1}" in lab.timeline(run, step=-1).get_title(loc="left")
 
@@ -193,8 +193,8 @@ def test_ddp_with_a_data_loader(pair: Group, workers: int) -> None:
         found = phases(run, rank)
         # The loader's start, each batch, and its end. The loss is a module, too.
         assert found == {"data": STEPS + 2, "forward": 2 * STEPS, "backward": STEPS, "optimizer": STEPS}
-        backward = run.trace.of(rank=rank, name="backward").spans
-        reduced = run.trace.of(rank=rank, name="all_reduce").spans
+        backward = run.trace.filter(rank=rank, name="backward").spans
+        reduced = run.trace.filter(rank=rank, name="all_reduce").spans
         inside = [r for r in reduced if any(b.start_ns <= r.start_ns <= b.end_ns for b in backward)]
         assert len(inside) >= STEPS, "gradients are reduced during the backward pass"
     assert len(run.trace.step_bounds()) == STEPS
@@ -216,8 +216,8 @@ def sharded() -> None:
 def test_fsdp(pair: Group) -> None:
     run = pair.run(sharded)
     assert in_order(run) == "fbo" * STEPS
-    gathers = run.trace.of(rank=0, name="all_gather_into_tensor").spans
-    computing = run.trace.of(rank=0, kind="compute").spans
+    gathers = run.trace.filter(rank=0, name="all_gather_into_tensor").spans
+    computing = run.trace.filter(rank=0, kind="compute").spans
     around = {span.name for g in gathers for span in computing if span.start_ns <= g.start_ns <= span.end_ns}
     assert around == {"forward", "backward"}
 
@@ -377,7 +377,7 @@ def scheduled() -> None:
 
 
 def test_the_line_of_a_step_is_the_programs_however_many_wrappers_it_has(one: Group) -> None:
-    lines = [span.line for span in one.run(scheduled).trace.of(name="optimizer")]
+    lines = [span.line for span in one.run(scheduled).trace.filter(name="optimizer")]
     first = scheduled.__code__.co_firstlineno
     assert lines == [f"test_phases.py, line {first + offset}" for offset in (4, 5, 10, 11)]
 
@@ -421,9 +421,9 @@ def own_spans(step: Callable[..., Any]) -> None:
 def test_the_programs_own_spans_and_steps_take_precedence(one: Group) -> None:
     assert phases(one.run(own_spans, list)) == {"prediction": STEPS, "backward": STEPS, "update": STEPS}
     without, marked = (one.run(own_spans, step).trace for step in (list, lab.steps))
-    assert [span.automatic for span in without.of(kind="step")] == [True] * STEPS
-    assert [span.automatic for span in marked.of(kind="step")] == [False] * STEPS
-    assert len(marked.of(kind="step")) == STEPS
+    assert [span.automatic for span in without.filter(kind="step")] == [True] * STEPS
+    assert [span.automatic for span in marked.filter(kind="step")] == [False] * STEPS
+    assert len(marked.filter(kind="step")) == STEPS
 
 
 def forking() -> list[str]:

@@ -44,7 +44,7 @@ def train(schedule: str, per_rank: int = 1, opposite: bool = False) -> None:
 
 
 def computed(trace: Trace, rank: int) -> list[str]:
-    return [span.name for span in sorted(trace.of(rank=rank, kind="compute"), key=lambda span: span.start_ns)]
+    return [span.name for span in sorted(trace.filter(rank=rank, kind="compute"), key=lambda span: span.start_ns)]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_the_passes_are_those_of_the_ideal_schedule(pair: Group, schedule: str, 
     for rank in range(RANKS):
         assert computed(trace, rank) == computed(expected, rank)
     assert is_pipeline(trace)
-    lines = {span.line for span in trace.of(kind="compute")}
+    lines = {span.line for span in trace.filter(kind="compute")}
     assert lines == {f"test_pipelines.py, line {train.__code__.co_firstlineno + 12}"}, "where the program takes the step"
 
 
@@ -86,7 +86,7 @@ def test_the_figure_shows_the_bubble_and_the_numbers(pair: Group) -> None:
 
 
 def _passes(trace: Trace) -> tuple[int, int]:
-    spans = trace.of(kind="compute").spans
+    spans = trace.filter(kind="compute").spans
     return min(span.start_ns for span in spans), max(span.end_ns for span in spans)
 
 

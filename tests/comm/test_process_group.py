@@ -489,7 +489,7 @@ def test_nothing_is_computed_while_a_call_issues_an_operation_and_waits_for_it(p
         else:
             dist.recv(tensor, 0)
 
-    spans = list(pair.run(blocking).trace.of(kind="communication"))
+    spans = list(pair.run(blocking).trace.filter(kind="communication"))
     assert len(spans) == 4
     assert all(span.wait_start_ns == span.start_ns for span in spans)
 

@@ -18,8 +18,8 @@ pytest.importorskip("matplotlib", reason="needs matplotlib")
 from kernels import Kernel
 
 import labkit as lab
-from labkit.costs.formulas import pipeline_bubble
 from labkit.errors.wrong_calls import WrongTypeError, one_number, public_api
+from labkit.predict import pipeline_bubble
 
 
 def started(folder: Path) -> Iterator[Kernel]:
@@ -71,7 +71,7 @@ def test_each_public_function_explains_a_wrong_call_in_one_line(kernel_of_its_ow
         assert report["wrong"] == []
         tried |= set(report["tried"])
         refused += report["refused"]
-    assert {"timeline", "predict.all_reduce", "Group.run", "Ranks.watch", "Trace.of", "Link"} <= tried
+    assert {"timeline", "predict.all_reduce", "Group.run", "Ranks.watch", "Trace.filter", "Link"} <= tried
     assert refused > 1000
 
 
@@ -96,8 +96,8 @@ def test_each_public_function_explains_a_wrong_call_in_one_line(kernel_of_its_ow
         ("lab.Group('4')", "TypeError", "expected a number of ranks"),
         ("lab.Group(2, timeout=3)", "TypeError", "Did you mean 'timeout_s'"),
         ("group.run(work())", "TypeError", r"Pass f, not f\(\)"),
-        ("run.trace.of(rank=7)", "ValueError", "this trace has ranks 0 to 1"),
-        ("run.trace.of(rank='x')", "TypeError", "expected the number of a rank"),
+        ("run.trace.filter(rank=7)", "ValueError", "this trace has ranks 0 to 1"),
+        ("run.trace.filter(rank='x')", "TypeError", "expected the number of a rank"),
         ("lab.profile(3)", "TypeError", r"profile\(3\): expected a group"),
         ("lab.check(work)", "TypeError", "expected an exercise's name first"),
         ("lab.Timeline(run)", "AttributeError", "did you mean 'timeline'"),

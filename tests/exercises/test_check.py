@@ -30,11 +30,17 @@ from labkit import LabError
 from labkit.errors.exceptions import Stopped
 from labkit.exercises import answer_ranks, model_parallel
 from labkit.exercises.check import Verdict, _is_unwritten, check
+from labkit.exercises.comparisons import compare, factor, listing
 from labkit.exercises.guesses import Note
-from labkit.exercises.judging import AnswerError, compare, factor, listing
+from labkit.exercises.judging import AnswerError, Exercise
 
 MODULE = sys.modules[check.__module__]  # `labkit.check` is the function: the public name wins over the file's
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def answers_are_preloaded() -> None:
+    """Not here: with the answers, ranks would hold the judges that a test below looks for."""
 
 
 # What a verdict looks like
@@ -231,9 +237,9 @@ def test_our_own_errors_are_not_attributed_to_the_student(monkeypatch: pytest.Mo
     code = compile("def judge(answer, on):\n    raise KeyError('ours')\n", labkit.exercises.__file__, "exec")
     space: dict = {}
     exec(code, space)
-    exercise = next(e for e in model_parallel.EXERCISES if e.name == "best_cut")
+    exercise = labkit.exercises.find("best_cut")
     own = type(exercise)("best_cut", exercise.lesson, exercise.target, space["judge"])
-    monkeypatch.setattr(model_parallel, "EXERCISES", (own,))
+    monkeypatch.setattr(model_parallel, "_best_cut", own)
     with pytest.raises(KeyError, match="ours"):
         check("best_cut", lambda _: 1)
 
@@ -508,8 +514,8 @@ def test_the_random_numbers_of_the_notebook_go_on_as_if_nothing_was_judged(monke
         torch.manual_seed(0)
         raise AnswerError("wrong")
 
-    exercise = next(e for e in model_parallel.EXERCISES if e.name == "best_cut")
-    monkeypatch.setattr(model_parallel, "EXERCISES", (dataclasses.replace(exercise, judge=judge),))
+    exercise = labkit.exercises.find("best_cut")
+    monkeypatch.setattr(model_parallel, "_best_cut", dataclasses.replace(exercise, judge=judge))
     numbers = []
     for judged in (False, True):
         random.seed(5)
@@ -531,8 +537,8 @@ def test_the_second_wrong_answer_is_told_more(hint: str, more: str, monkeypatch:
             return "Right."
         raise AnswerError(hint, cure="divide by p")
 
-    exercise = next(e for e in model_parallel.EXERCISES if e.name == "best_cut")
-    monkeypatch.setattr(model_parallel, "EXERCISES", (dataclasses.replace(exercise, judge=judge),))
+    exercise = labkit.exercises.find("best_cut")
+    monkeypatch.setattr(model_parallel, "_best_cut", dataclasses.replace(exercise, judge=judge))
     monkeypatch.setattr(MODULE, "tries", MODULE._Tries())
     right = False
     pointing = check("best_cut", written)
@@ -560,9 +566,14 @@ def test_an_unknown_exercise_names_close_ones() -> None:
 # The list of exercises
 
 
+def exercises_of(file: str) -> list[Exercise]:
+    module = importlib.import_module(f"labkit.exercises.{file}")
+    return [value for value in vars(module).values() if isinstance(value, Exercise)]
+
+
 @pytest.mark.parametrize("file", labkit.exercises.LESSONS)
 def test_the_table_and_the_files_have_the_same_exercises(file: str) -> None:
-    exercises = importlib.import_module(f"labkit.exercises.{file}").EXERCISES
+    exercises = exercises_of(file)
     assert tuple(e.name for e in exercises) == labkit.exercises.LESSONS[file]
     assert all((NOTEBOOKS / f"{e.lesson}.ipynb").is_file() for e in exercises)
     assert all(e.target.endswith((".", "?")) for e in exercises)
@@ -570,7 +581,7 @@ def test_the_table_and_the_files_have_the_same_exercises(file: str) -> None:
 
 @pytest.mark.parametrize("file", labkit.exercises.LESSONS)
 def test_every_exercise_is_in_its_lesson_and_in_its_solutions(file: str) -> None:
-    exercises = importlib.import_module(f"labkit.exercises.{file}").EXERCISES
+    exercises = exercises_of(file)
     for folder in (NOTEBOOKS, NOTEBOOKS / "solutions"):
         path = folder / f"{exercises[0].lesson}.ipynb"
         cells = json.loads(path.read_text())["cells"]

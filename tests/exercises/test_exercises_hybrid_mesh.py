@@ -45,7 +45,7 @@ def coordinates_reversed(rank, shape):
     return coordinates(rank, shape)[::-1]
 
 
-@wrong("coordinates", "the first axis runs fastest")
+@wrong("coordinates", "your first axis runs fastest")
 def coordinates_first_axis_fastest(rank, shape):
     return coordinates(rank, shape[::-1])[::-1]
 
@@ -60,7 +60,7 @@ def coordinates_without_remainder(rank, shape):
     return [rank // prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
-@wrong("coordinates", "expected 3 coordinates, one for each axis, and got 2")
+@wrong("coordinates", "2 numbers in place of 3: expected a list of whole numbers, one for each axis")
 def coordinates_of_two_axes(rank, shape):
     return list(divmod(rank, shape[-1]))
 
@@ -220,7 +220,7 @@ def build_mesh_by_counting(axes, nbytes):
     return mesh_of(min(permutations(axes), key=crossing), axes)
 
 
-@wrong("build_mesh", "its ranks are the farthest apart", cure="turn the order round")
+@wrong("build_mesh", "its ranks are the farthest apart", cure="reverse the order")
 def mesh_with_the_busiest_first(axes, nbytes):
     return mesh_of(sorted(axes, key=nbytes.get, reverse=True), axes)
 

@@ -75,7 +75,7 @@ def idle_milliseconds(spans):
     return [last - first - computed for computed in busy(spans)]
 
 
-@wrong("idle_shares", "1 number for 2 ranks")
+@wrong("idle_shares", "1 number in place of 2")
 def idle_mean(spans):
     return [sum(idle_shares(spans)) / len(idle_shares(spans))]
 
@@ -116,6 +116,12 @@ def best_cut_by_difference(ms, nbytes, limit):
         if cut in fits(nbytes, limit) and difference < smallest:
             best, smallest = cut, difference
     return best
+
+
+@wrong("best_cut", "from 1 to 1, or None if no cut fits")
+def cut_also_before_the_first(ms, nbytes, limit):
+    fitting = [cut for cut in range(len(ms)) if max(sum(nbytes[:cut]), sum(nbytes[cut:])) <= limit]
+    return min(fitting, key=lambda cut: max(sum(ms[:cut]), sum(ms[cut:])), default=None)
 
 
 @wrong("best_cut", "the middle by number of layers")

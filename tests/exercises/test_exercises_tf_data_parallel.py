@@ -174,7 +174,7 @@ def unseeded_batches(strategy, examples, per_replica):
     return strategy.experimental_distribute_dataset(data)
 
 
-@wrong("global_batches", "on two ranks each reads all examples")
+@wrong("global_batches", "on two ranks each reads all examples", cure="AutoShardPolicy.DATA")
 def batches_not_dealt_out(strategy, examples, per_replica):
     import tensorflow as tf
 
@@ -192,7 +192,7 @@ def batches_by_the_hundred(strategy, examples, per_replica):
     return global_batches(strategy, examples, per_replica)
 
 
-@wrong("global_batches", "there are no steps")
+@wrong("global_batches", "there are no steps", cure="strategy.num_replicas_in_sync")
 def batches_too_large(strategy, examples, per_replica):
     import tensorflow as tf
 
@@ -209,7 +209,7 @@ def endless_batches(strategy, examples, per_replica):
     return strategy.experimental_distribute_dataset(data)
 
 
-@wrong("global_batches", "the batch that a strategy splits is the global one")
+@wrong("global_batches", "which batch does a strategy split?", cure="strategy.num_replicas_in_sync")
 def per_replica_batches(strategy, examples, per_replica):
     import tensorflow as tf
 
@@ -278,7 +278,7 @@ def clipped_by_hand(gradients, limit):
     return [gradient * tf.minimum(1.0, limit / norm) for gradient in total]
 
 
-@wrong("clipped_sum", "each rank clipped its own gradients before the sum")
+@wrong("clipped_sum", "each rank clipped its own gradients before the sum", cure="sum first")
 def clipped_before(gradients, limit):
     import tensorflow as tf
 
@@ -293,7 +293,7 @@ def not_clipped(gradients, limit):
     return tf.distribute.get_replica_context().all_reduce("SUM", gradients)
 
 
-@wrong("clipped_sum", "the mean over the ranks")
+@wrong("clipped_sum", "the mean over the ranks", cure="by the global batch already")
 def clipped_mean(gradients, limit):
     import tensorflow as tf
 
@@ -301,7 +301,7 @@ def clipped_mean(gradients, limit):
     return tf.clip_by_global_norm(mean, limit)[0]
 
 
-@wrong("clipped_sum", "each gradient was clipped by itself")
+@wrong("clipped_sum", "each gradient was clipped by itself", cure="all of them together")
 def clipped_singly(gradients, limit):
     import tensorflow as tf
 
@@ -323,7 +323,7 @@ def clipped_with_norm(gradients, limit):
     return tf.clip_by_global_norm(tf.distribute.get_replica_context().all_reduce("SUM", gradients), limit)
 
 
-@wrong("clipped_sum", "clipping never lengthens a gradient")
+@wrong("clipped_sum", "wrong below it", cure="clipping never lengthens a gradient")
 def always_scaled(gradients, limit):
     import tensorflow as tf
 

@@ -41,20 +41,20 @@ def plan_step_by_step(examples, per_replica, devices):
     return [batch, steps, shares]
 
 
-@wrong("plan_epoch", "one part for each worker, and should have one for each device")
+@wrong("plan_epoch", "one part for each worker", cure="one for each device")
 def plan_of_workers(examples, per_replica, devices):
     batch = per_replica * len(devices)
     return batch, examples // batch, [per_replica * (examples // batch)] * len(devices)
 
 
-@wrong("plan_epoch", "the last step is not full: round down")
+@wrong("plan_epoch", "the last step is not full", cure="round down")
 def plan_rounded_up(examples, per_replica, devices):
     batch = per_replica * sum(devices)
     steps = math.ceil(examples / batch)
     return batch, steps, [per_replica * own * steps for own in devices]
 
 
-@wrong("plan_epoch", "only whole steps count")
+@wrong("plan_epoch", "only whole steps count", cure="`//` rounds down")
 def plan_of_fractions(examples, per_replica, devices):
     batch = per_replica * sum(devices)
     return batch, examples / batch, [per_replica * own * examples / batch for own in devices]
@@ -66,19 +66,19 @@ def plan_of_a_step(examples, per_replica, devices):
     return batch, examples // batch, [per_replica * own for own in devices]
 
 
-@wrong("plan_epoch", "count its devices")
+@wrong("plan_epoch", "as much as one replica", cure="count its devices")
 def plan_of_equal_workers(examples, per_replica, devices):
     batch = per_replica * sum(devices)
     return batch, examples // batch, [per_replica * (examples // batch) for _ in devices]
 
 
-@wrong("plan_epoch", "are read by nobody")
+@wrong("plan_epoch", "are read by nobody", cure="in each step")
 def plan_with_the_rest(examples, per_replica, devices):
     batch = per_replica * sum(devices)
     return batch, examples // batch, [examples * own / sum(devices) for own in devices]
 
 
-@wrong("plan_epoch", "a list with a number for each worker")
+@wrong("plan_epoch", "a list with a number for each worker", cure="in a loop over devices")
 def plan_of_one_number(examples, per_replica, devices):
     batch = per_replica * sum(devices)
     return batch, examples // batch, batch * (examples // batch)
@@ -163,7 +163,7 @@ def training(divide, reduce="SUM", exchange="SUM", distribute=True, times=1):
     return train_wrongly
 
 
-@wrong("hybrid_train", "the replicas never exchanged a gradient")
+@wrong("hybrid_train", "the replicas never exchanged a gradient", cure="distribute the dataset")
 def every_worker_computes_the_whole_batch(strategy, weight, data, global_batch, steps, rate):
     import tensorflow as tf
 
@@ -176,16 +176,32 @@ def every_worker_computes_the_whole_batch(strategy, weight, data, global_batch, 
     return losses
 
 
-wrong("hybrid_train", "4 times those of one device: the replicas' losses are summed", training("replica"))
-wrong("hybrid_train", "the replicas have drifted apart", training("global", exchange=""))
-wrong("hybrid_train", "0.25 times those of one device: each replica has divided", training("global", exchange="MEAN"))
-wrong("hybrid_train", "expected a list of numbers", training("global", reduce=""))
+wrong(
+    "hybrid_train",
+    "4 times those of one device: the replicas' losses are summed",
+    training("replica"),
+    cure="by the global batch",
+)
+wrong("hybrid_train", "the replicas have drifted apart", training("global", exchange=""), cure="over all replicas")
+wrong(
+    "hybrid_train",
+    "0.25 times those of one device: each replica has divided",
+    training("global", exchange="MEAN"),
+    cure="sum the gradients",
+)
+wrong("hybrid_train", "expected a list of numbers", training("global", reduce=""), cure="strategy.reduce")
 wrong("hybrid_train", "the losses are 0.25 times the expected ones", training("global", reduce="MEAN"))
-wrong("hybrid_train", "the weight has not changed", training("global", times=0))
+wrong("hybrid_train", "the weight has not changed", training("global", times=0), cure="assign_sub")
 wrong("hybrid_train", "exactly `steps` updates", training("global", times=2))
-wrong("hybrid_train", "every replica got the whole batch", training("global", distribute=False))
-wrong("hybrid_train", "every replica computed the whole batch", training("whole", exchange="", distribute=False))
-wrong("hybrid_train", "never exchanged a gradient", training("whole", exchange="", distribute=False, reduce="MEAN"))
+wrong("hybrid_train", "every replica got the whole batch", training("global", distribute=False), cure="a quarter of it")
+wrong(
+    "hybrid_train",
+    "every replica computed the whole batch",
+    training("whole", exchange="", distribute=False),
+    cure="a quarter of it",
+)
+value = training("whole", exchange="", distribute=False, reduce="MEAN")
+wrong("hybrid_train", "never exchanged a gradient", value, cure="run the step on the strategy")
 
 
 # run_epochs
@@ -232,7 +248,7 @@ def fetch_one_of_an_epoch(coordinator, step, batches, epochs):
     return [sum(float(result.fetch()) for result in results) / len(results) for results in everything]
 
 
-@wrong("run_epochs", "the chief waits after each call")
+@wrong("run_epochs", "the chief waits after each call", cure="schedule all batches first")
 def join_each(coordinator, step, batches, epochs):
     means = []
     for _ in range(epochs):
@@ -244,7 +260,7 @@ def join_each(coordinator, step, batches, epochs):
     return means
 
 
-@wrong("run_epochs", "the chief waits after each call")
+@wrong("run_epochs", "the chief waits after each call", cure="schedule all batches first")
 def fetch_each(coordinator, step, batches, epochs):
     means = []
     for _ in range(epochs):
@@ -274,7 +290,7 @@ def never_fetched(coordinator, step, batches, epochs):
     return means
 
 
-@wrong("run_epochs", "these are sums")
+@wrong("run_epochs", "these are sums", cure="by the number of batches")
 def epoch_sums(coordinator, step, batches, epochs):
     means = []
     for _ in range(epochs):
@@ -287,6 +303,84 @@ def epoch_sums(coordinator, step, batches, epochs):
 @wrong("run_epochs", "args is a tuple of arguments: args=(batch,)")
 def no_tuple(coordinator, step, batches, epochs):
     return [coordinator.schedule(step, args=batch) for batch in batches]
+
+
+# train_safely
+
+
+@right("train_safely")
+def train_safely(folder, checkpoint, data, train_step, steps, every):
+    import tensorflow as tf
+
+    latest = tf.train.latest_checkpoint(folder)
+    if latest:
+        checkpoint.restore(latest)
+    finished = int(checkpoint.step)
+    for batch in data.skip(finished).take(steps - finished):
+        train_step(batch)
+        checkpoint.step.assign_add(1)
+        if int(checkpoint.step) % every == 0:
+            checkpoint.save(folder + "/checkpoint")
+
+
+@right("train_safely")
+def train_managed(folder, checkpoint, data, train_step, steps, every):
+    import tensorflow as tf
+
+    manager = tf.train.CheckpointManager(checkpoint, folder, max_to_keep=1)
+    checkpoint.restore(manager.latest_checkpoint)
+    for number, batch in enumerate(data):
+        if number == steps:
+            break
+        if number < int(checkpoint.step):
+            continue
+        train_step(batch)
+        checkpoint.step.assign(number + 1)
+        if (number + 1) % every == 0:
+            manager.save()
+
+
+def resuming(restore=True, skip=True, count="before", save="every", more=False, prefix="/checkpoint"):
+    """A training with one thing that may be wrong."""
+
+    def train_unsafely(folder, checkpoint, data, train_step, steps, every):
+        import tensorflow as tf
+
+        if restore and tf.train.latest_checkpoint(folder):
+            checkpoint.restore(tf.train.latest_checkpoint(folder))
+        finished = int(checkpoint.step)
+        data = data.skip(finished) if skip else data
+        for number, batch in enumerate(data.take(steps if more else steps - finished), finished + 1):
+            train_step(batch)
+            if count == "before":
+                checkpoint.step.assign_add(1)
+            if save == "each" or number % every == {"every": 0, "odd": 1}.get(save):
+                checkpoint.save(folder + prefix)
+            if count == "after":
+                checkpoint.step.assign_add(1)
+        if save == "end":
+            checkpoint.save(folder + "/checkpoint")
+
+    return train_unsafely
+
+
+wrong("train_safely", "although the folder has a checkpoint", resuming(restore=False))
+wrong("train_safely", "the checkpoint says that 0 steps are finished", resuming(count=""))
+wrong("train_safely", "reads the data from the beginning", resuming(skip=False))
+wrong("train_safely", "batch 3 is trained twice", resuming(count="after"))
+wrong("train_safely", "left no checkpoint", resuming(save="end"))
+wrong("train_safely", "it saves after every step, not after every 2", resuming(save="each"))
+wrong("train_safely", "how many are done at that moment?", resuming(save="odd"))
+wrong("train_safely", "the checkpoints are beside the folder", resuming(prefix=""))
+wrong("train_safely", "it makes too many steps", resuming(more=True))
+
+
+@wrong("train_safely", "is it restored before the first step?")
+def only_the_step(folder, checkpoint, data, train_step, steps, every):
+    import tensorflow as tf
+
+    number = tf.train.Checkpoint(step=checkpoint.step)
+    train_safely(folder, number, data, train_step, steps, every)
 
 
 @pytest.mark.parametrize("answer", answers.parameters())

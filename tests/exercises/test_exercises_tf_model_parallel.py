@@ -200,32 +200,32 @@ def pair_of_layout_objects(mesh):
     return [columns, dtensor.Layout.batch_sharded(mesh, "model", rank=2), 1]
 
 
-@wrong("pair_layouts", "rows, then columns")
+@wrong("pair_layouts", "rows, then columns", cure="the other order")
 def pair_in_the_other_order(mesh):
     return ["model", "unsharded"], ["unsharded", "model"], 1
 
 
-@wrong("pair_layouts", "both by columns")
+@wrong("pair_layouts", "both by columns", cure="with columns, then rows")
 def pair_of_columns(mesh):
     return ["unsharded", "model"], ["unsharded", "model"], 1
 
 
-@wrong("pair_layouts", "both by rows")
+@wrong("pair_layouts", "both by rows", cure="with columns, then rows")
 def pair_of_rows(mesh):
     return ["model", "unsharded"], ["model", "unsharded"], 1
 
 
-@wrong("pair_layouts", "saves no memory")
+@wrong("pair_layouts", "saves no memory", cure="divide both matrices")
 def pair_of_copies(mesh):
     return ["unsharded", "unsharded"], ["unsharded", "unsharded"], 0
 
 
-@wrong("pair_layouts", "those of a whole training step")
+@wrong("pair_layouts", "those of a whole training step", cure="has only g")
 def pair_with_two_sums(mesh):
     return *pair_layouts(mesh)[:2], 2
 
 
-@wrong("pair_layouts", "adding these up is an all-reduce")
+@wrong("pair_layouts", "the number is not", cure="is an all-reduce")
 def pair_without_a_sum(mesh):
     return *pair_layouts(mesh)[:2], 0
 

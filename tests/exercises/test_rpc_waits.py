@@ -15,11 +15,9 @@ from labkit.exercises.rpc_waits import TURNS, happens_within
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The processes that were called, in order; there are two."""
     called: list[str] = []
-    agent = SimpleNamespace(get_worker_infos=lambda: ["master", "worker1"])
-    rpc = SimpleNamespace(
-        _get_current_rpc_agent=lambda: agent, rpc_sync=lambda worker, _, timeout: called.append(f"{worker} {timeout}")
-    )
+    rpc = SimpleNamespace(rpc_sync=lambda rank, _, timeout: called.append(f"rank {rank}, timeout {timeout}"))
     monkeypatch.setattr(rpc_waits, "rpc", rpc)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     return called
 
 
@@ -38,7 +36,7 @@ def test_all_processes_answer_before_each_further_turn(calls: list[str]) -> None
 
     assert not happens_within(5.0, wait)
     assert turns == [5.0 / TURNS] * TURNS
-    assert set(calls) == {"master 0", "worker1 0"}, "however long the answer takes"
+    assert set(calls) == {"rank 0, timeout 0", "rank 1, timeout 0"}, "however long the answer takes"
 
 
 def test_what_happens_when_a_process_runs_again_is_in_time(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

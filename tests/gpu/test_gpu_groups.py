@@ -69,7 +69,7 @@ def check_collectives(run: lab.Run, size: int) -> None:
         assert found["broadcast"] == [1.0] * 4
         assert found["all_gather"] == found["all_gather_into_tensor"] == [float(r + 1) for r in range(size)]
         assert found["reduce_scatter_tensor"] == [float(rank + 1) * size] * 4
-        spans = {s.name: s for s in run.trace.of(rank=rank, kind="communication")}
+        spans = {s.name: s for s in run.trace.filter(rank=rank, kind="communication")}
         assert {*found, "barrier"} <= set(spans)
         assert spans["all_reduce"].nbytes == spans["broadcast"].nbytes == 16
         assert all(s.done and s.start_ns <= s.end_ns for s in spans.values())
@@ -82,7 +82,7 @@ def test_one_rank_with_a_gpu_of_its_own_uses_nccl(alone: lab.Group) -> None:
     assert found[1:] == ("cuda", 0)
     run = alone.run(collectives)
     check_collectives(run, 1)
-    assert {s.device for s in run.trace.of(kind="communication") if s.name != "barrier"} == {"cuda"}
+    assert {s.device for s in run.trace.filter(kind="communication") if s.name != "barrier"} == {"cuda"}
 
 
 @needs_two_gpus
@@ -93,7 +93,7 @@ def test_each_rank_has_a_gpu_and_nccl_moves_the_tensors() -> None:
         assert [number for _, _, number in found] == list(range(GPUS))
         run = group.run(collectives)
         check_collectives(run, GPUS)
-        assert {s.device for s in run.trace.of(kind="communication") if s.name != "barrier"} == {"cuda"}
+        assert {s.device for s in run.trace.filter(kind="communication") if s.name != "barrier"} == {"cuda"}
         assert group.run(ping_pong).results[0] == [2.0, 2.0]
 
 
@@ -126,7 +126,7 @@ def test_collectives_of_ranks_that_share_a_gpu(shared: lab.Group) -> None:
 def test_messages_between_ranks_that_share_a_gpu(shared: lab.Group) -> None:
     run = shared.run(ping_pong)
     assert run.results[0] == run.results[1] == [2.0, 2.0]
-    assert [(s.name, s.nbytes) for s in run.trace.of(rank=0, kind="communication")] == [("send", 8), ("recv", 8)]
+    assert [(s.name, s.nbytes) for s in run.trace.filter(rank=0, kind="communication")] == [("send", 8), ("recv", 8)]
 
 
 def model_and_data() -> tuple[Any, Any, Any]:
@@ -160,7 +160,7 @@ def test_ddp_on_gpus_equals_one_process(alone: lab.Group) -> None:
         run = pair.run(trained, wrapped=True)
     for found in run.results:
         assert found == pytest.approx(expected, rel=0, abs=1e-12)
-    assert sum(s.name == "all_reduce" for s in run.trace.of(rank=0, kind="communication")) == 5
+    assert sum(s.name == "all_reduce" for s in run.trace.filter(rank=0, kind="communication")) == 5
 
 
 def sharded() -> list[float]:

@@ -57,7 +57,7 @@ def spans_of_kernels() -> tuple[int, int]:
 def test_a_span_lasts_as_long_as_the_gpu_works_not_the_host(alone: lab.Group) -> None:
     run = alone.run(spans_of_kernels)
     ((start_ns, left_ns),) = run.results
-    (span,) = run.trace.of(name="products")
+    (span,) = run.trace.filter(name="products")
     assert span.device == "cuda"
     assert span.start_ns >= start_ns - AGREE_NS
     assert span.end_ns > left_ns  # the host only enqueued the work
@@ -67,7 +67,7 @@ def test_a_span_lasts_as_long_as_the_gpu_works_not_the_host(alone: lab.Group) ->
 def test_events_and_the_profiler_agree_on_when_the_gpu_worked(alone: lab.Group) -> None:
     with lab.profile(alone):
         run = alone.run(spans_of_kernels)
-    (span,) = run.trace.of(name="products")
+    (span,) = run.trace.filter(name="products")
     kernels = [e for e in run.trace.profile if e.category == "kernel" and e.end_ns > span.start_ns + AGREE_NS]
     assert len(kernels) >= 400
     assert min(e.start_ns for e in kernels) >= span.start_ns - AGREE_NS
@@ -97,15 +97,15 @@ def train(steps: int) -> None:
 def test_a_training_step_is_on_the_timeline(pair: lab.Group, plain: None) -> None:
     run = pair.run(train, 5)
     for rank in (0, 1):
-        of_rank = run.trace.of(rank=rank)
+        of_rank = run.trace.filter(rank=rank)
         for name in ("forward", "backward", "optimizer"):
-            spans = list(of_rank.of(name=name))
+            spans = list(of_rank.filter(name=name))
             assert len(spans) == 5
             assert {s.device for s in spans} == {DEVICES}
             assert all(a.end_ns <= b.start_ns for a, b in itertools.pairwise(spans))
-        for forward, backward in zip(of_rank.of(name="forward"), of_rank.of(name="backward"), strict=True):
+        for forward, backward in zip(of_rank.filter(name="forward"), of_rank.filter(name="backward"), strict=True):
             assert forward.end_ns <= backward.start_ns + AGREE_NS / 10
-        assert sum(s.name == "all_reduce" for s in of_rank.of(kind="communication")) >= 5
+        assert sum(s.name == "all_reduce" for s in of_rank.filter(kind="communication")) >= 5
     for draw in (lab.timeline, lab.breakdown, lab.traffic):
         draw(run).figure.canvas.draw()
 
@@ -128,8 +128,8 @@ def test_a_collective_of_nccl_lasts_as_long_as_it_is_under_way(pair: lab.Group) 
         torch.cuda.synchronize()
 
     run = pair.run(late)
-    (late_span,) = run.trace.of(name="late")
-    last = [list(run.trace.of(rank=r, name="all_reduce"))[-1] for r in (0, 1)]
+    (late_span,) = run.trace.filter(name="late")
+    last = [list(run.trace.filter(rank=r, name="all_reduce"))[-1] for r in (0, 1)]
     assert last[0].start_ns < late_span.end_ns <= last[0].end_ns + AGREE_NS
     assert last[1].start_ns >= late_span.end_ns - AGREE_NS
 

@@ -691,7 +691,7 @@ def test_the_picture_of_a_stopped_run_shows_what_was_under_way(
     assert picture.reported is not None
     trace, stopped = picture.reported
     assert stopped == "stopped"
-    calls, waits = trace.of(kind="call").spans, trace.of(kind="communication").spans
+    calls, waits = trace.filter(kind="call").spans, trace.filter(kind="communication").spans
     assert [(c.rank, c.name, c.start_ns, c.end_ns, c.done) for c in calls] == [
         (rank, "f", trace.start_ns, trace.end_ns, False) for rank in range(3)
     ]

@@ -120,7 +120,7 @@ def test_a_request_that_this_machine_cannot_meet(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "platform", "linux")
     assert refused(2, runtime="bare").startswith("the file system /proc is not mounted here")
     monkeypatch.undo()
-    monkeypatch.setattr("labkit.group.options.gpu_count", lambda: 0)
+    monkeypatch.setattr("labkit.group.arguments.gpu_count", lambda: 0)
     assert refused(2, devices="cuda") == "devices='cuda': this machine has no visible GPU. Leave `devices` out to run on the CPU."
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert refused(2).startswith("torch is not installed; the extra 'torch' brings it:  pip install")
@@ -201,7 +201,7 @@ def test_a_span_has_the_line_where_this_run_used_its_name_first(four: lab.Group)
             pass
 
     for function, line, count in ((one, 2, 2), (another, 1, 1), (one, 2, 2)):
-        spans = four.run(function).trace.of(kind="compute")
+        spans = four.run(function).trace.filter(kind="compute")
         expected = f"test_group.py, line {function.__code__.co_firstlineno + line}"
         assert [s.line for s in spans] == [expected] * 4 * count
 
@@ -301,7 +301,7 @@ def test_the_environment_is_torchruns(four: lab.Group) -> None:
 def test_ranks_divide_the_cores_that_a_container_leaves_them(
     start: str, cores: float, threads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("labkit.group.options.usable_cores", lambda: cores)
+    monkeypatch.setattr("labkit.group.arguments.usable_cores", lambda: cores)
     with lab.Group(2, runtime="bare", start=start, timeout_s=200) as group:
         assert group.run(lambda: os.environ["OMP_NUM_THREADS"]).results == [threads] * 2
 

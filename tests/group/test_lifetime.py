@@ -239,7 +239,7 @@ def test_a_group_that_only_its_run_references(of_each_kind: dict[str, str]) -> N
     run = lab.Group(2, **of_each_kind).run(os.getpid)
     gc.collect()
     assert not left_after(GONE_LIMIT_S, run.results)
-    assert len(run.trace.of(kind="call")) == 2
+    assert len(run.trace.filter(kind="call")) == 2
 
 
 # Several

@@ -25,7 +25,7 @@ def test_spawn_gives_the_rank_first(three: lab.Group) -> None:
     assert three.spawn(shown).results == [(0,), (1,), (2,)]
     run = three.spawn(shown, args=(3, "x"), nprocs=3, join=True, daemon=False, start_method="fork")
     assert run.results == [(r, 3, "x") for r in range(3)]
-    assert [s.name for s in run.trace.of(rank=0, kind="call")] == ["shown"]
+    assert [s.name for s in run.trace.filter(rank=0, kind="call")] == ["shown"]
 
 
 def test_spawn_refuses_what_it_cannot_do(three: lab.Group) -> None:

@@ -37,7 +37,7 @@ from labkit.group.processes import RankPool
 from labkit.group.run import Execution
 from labkit.ipc import pickling
 from labkit.ipc.channel import Channel
-from labkit.plots.live.view import Live
+from labkit.plots.live.live import Live
 
 # A Stop where Python ignores exceptions.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -13,8 +13,8 @@ import pytest
 
 import labkit.exercises
 from labkit.exercises.check import check, tries
+from labkit.exercises.comparisons import equal, judge_result
 from labkit.exercises.judging import AnswerError, Hint
-from labkit.exercises.known_mistakes import judge_result
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,9 @@ def comparisons(exercise: str) -> Iterator[list[Case]]:
     labkit.exercises.find(exercise)  # imports the judge
     cases: list[Case] = []
 
-    def compared(given: Any, right: Any, mistakes: Any, otherwise: Hint, *details: str, same: Callable[[Any, Any], bool]) -> None:
+    def compared(
+        given: Any, right: Any, mistakes: Any, otherwise: Hint, *details: str, same: Callable[[Any, Any], bool] = equal
+    ) -> None:
         cases.append(Case(right, dict(mistakes), same))
         judge_result(given, right, mistakes, otherwise, *details, same=same)
 

@@ -28,10 +28,10 @@ def counts(*names):
     spans = [s for s in group.last_run.trace if s.kind == "communication"]
     return [[Counter(s.name for s in spans if s.rank == rank)[name] for name in names] for rank in range(len(group))]
 def nbytes(name):
-    return [sum(s.nbytes for s in group.last_run.trace.of(rank=rank) if s.name == name) for rank in range(len(group))]
+    return [sum(s.nbytes for s in group.last_run.trace.filter(rank=rank) if s.name == name) for rank in range(len(group))]
 def phases():
     trace = group.last_run.trace
-    found = [dict(Counter(s.name for s in trace.of(rank=rank, kind="compute"))) for rank in range(len(group))]
+    found = [dict(Counter(s.name for s in trace.filter(rank=rank, kind="compute"))) for rank in range(len(group))]
     return found, len(trace.step_bounds())
 def gradients():
     found = Counter()  # by the rank that sends and the one that receives, bytes

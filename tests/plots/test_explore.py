@@ -197,8 +197,8 @@ def test_a_rank_with_rows_for_gpu_and_cpu_has_both() -> None:
 def test_steps_have_their_lines_and_numbers() -> None:
     trace = data_parallel(ranks=2, steps=3)
     answer = Answer(trace, 0, trace.duration_ns / MS)
-    own = trace.of(rank=0).step_bounds() - trace.start_ns
-    other = trace.of(rank=1).step_bounds() - trace.start_ns
+    own = trace.filter(rank=0).step_bounds() - trace.start_ns
+    other = trace.filter(rank=1).step_bounds() - trace.start_ns
     assert own.tolist() != other.tolist()
     assert answer.numbers.tolist() == [
         [row, i, *bounds] for row, steps in enumerate((own, other)) for i, bounds in enumerate(steps.tolist())

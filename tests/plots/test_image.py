@@ -20,7 +20,7 @@ from PIL import Image
 
 from labkit.plots.breakdown import breakdown, compare
 from labkit.plots.figure import LabFigure
-from labkit.plots.guesses import Outcome, draw_calibration, draw_outcome
+from labkit.plots.guess_charts import Outcome, draw_calibration, draw_outcome
 from labkit.plots.image import HTML_CLASS, WIDEST_PX, as_image
 from labkit.plots.memory import memory
 from labkit.plots.scaling import scaling

@@ -173,7 +173,7 @@ def test_a_missing_row_is_detected():
 
 def test_a_missing_short_bar_is_detected():
     trace = data_parallel()
-    (first, *_) = trace.of(rank=1, name="optimizer")
+    (first, *_) = trace.filter(rank=1, name="optimizer")
     kept = pixels(KEPT / "timeline_data_parallel.png")
     assert "squares differ" in differs(drawn(timeline(without(trace, rank=1, start_ns=first.start_ns))), kept)
 

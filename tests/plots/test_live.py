@@ -23,14 +23,14 @@ from labkit.launch.gpus import Gpus
 from labkit.launch.resource_usage import Load, ResourceMonitor, followed, gpus_of, own_bytes
 from labkit.plots import timeline as gantt
 from labkit.plots.bars import COMPUTE_LANE, STYLES, coverage, lanes
+from labkit.plots.live import live as live_module
 from labkit.plots.live import recent as recent_module
-from labkit.plots.live import view as live_module
 from labkit.plots.live.curves import Curves, draw_below
 from labkit.plots.live.drawing import NARROW, STILL, WIDE, svg
+from labkit.plots.live.live import Live
 from labkit.plots.live.page import page as html_of
 from labkit.plots.live.progress import Progress
 from labkit.plots.live.recent import Recent
-from labkit.plots.live.view import Live
 from labkit.recording.schema import ENDED, MEMORY, STEPS_IN_ALL, Pending
 from labkit.tracing.trace import Scalar, Span, Trace
 from tools.notebooks import strip
@@ -919,7 +919,7 @@ NOTEBOOK_CELL = """
 import sys
 sys.path[:0] = {path!r}
 import synthetic
-from labkit.plots.live.view import Live
+from labkit.plots.live.live import Live
 
 trace = synthetic.data_parallel(steps=20)
 live = Live()

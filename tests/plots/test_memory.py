@@ -417,7 +417,7 @@ def test_the_figure_names_the_ranks_that_it_shows():
     """A trace of one rank, and a run in which only some ranks tracked their memory."""
     trace = followed()
     name = trace.ranks[0]
-    assert memory(trace.of(rank=0)).get_title(loc="left").startswith(f"What fills the memory  ·  {name}, ")
+    assert memory(trace.filter(rank=0)).get_title(loc="left").startswith(f"What fills the memory  ·  {name}, ")
     book = Book()
     for rank in (0, 2):
         book.scalar(rank, f"{MEMORY}parameters", 1, 4e6)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from labkit.costs import formulas as predict
+from labkit import predict
 from labkit.costs.link import Link
 from labkit.plots.predictions import MIME, predictions
 

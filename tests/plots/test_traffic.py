@@ -419,7 +419,7 @@ def test_the_nodes_of_a_network():
     ]
     assert [text.get_text() for text in matrix.texts if text.get_text().startswith("node")] == ["node 0", "node 1"]
     part = trace.between(trace.start_ns, trace.end_ns)
-    assert part.nodes == trace.of(rank=0).nodes == (0, 0, 1, 1)
+    assert part.nodes == trace.filter(rank=0).nodes == (0, 0, 1, 1)
     trace.nodes = (0, 0, 0, 0)
     assert "between nodes" not in traffic(trace).get_title(loc="left")
 

@@ -32,7 +32,7 @@ class Ring:
         return from_records([records], [reader.names()], ["rank 0"])
 
     def recorded(self) -> list[tuple[int, int]]:
-        return [(span.start_ns, span.end_ns) for span in self.trace().of(kind="step")]
+        return [(span.start_ns, span.end_ns) for span in self.trace().filter(kind="step")]
 
     def step(self, optimizer: int, start_ns: int, end_ns: int) -> None:
         which = self.optimizers.setdefault(optimizer, Optimizer())
@@ -54,7 +54,7 @@ def test_each_step_of_one_optimizer_begins_where_the_one_before_ended(ring: Ring
     assert ring.recorded() == [(10, 20)], "another optimizer might still belong to the second step"
     ring.steps.end_run()
     assert ring.recorded() == [(10, 20), (20, 30)]
-    assert all(span.automatic for span in ring.trace().of(kind="step"))
+    assert all(span.automatic for span in ring.trace().filter(kind="step"))
 
 
 def test_two_optimizers_that_step_in_turn_make_one_step(ring: Ring) -> None:

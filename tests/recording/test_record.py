@@ -57,7 +57,7 @@ class Rank:
 
     def spans(self, kind: str = "compute") -> list[tuple[str, int, int]]:
         """Name, start and end of each, in the order in which they ended."""
-        return sorted(((s.name, s.start_ns, s.end_ns) for s in self.trace().of(kind=kind)), key=lambda span: span[2])
+        return sorted(((s.name, s.start_ns, s.end_ns) for s in self.trace().filter(kind=kind)), key=lambda span: span[2])
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_an_exception_ends_the_span_and_propagates(rank: Rank, clock: Clock, kin
 def test_the_same_name_in_two_kinds(rank: Rank, clock: Clock) -> None:
     with lab.span("exchange"), lab.span("exchange", "communication"):
         clock.sleep(5)
-    assert len(rank.trace().of(name="exchange")) == 2
+    assert len(rank.trace().filter(name="exchange")) == 2
 
 
 def test_a_communication_span_is_pending_and_blocks_the_rank(rank: Rank, clock: Clock) -> None:
@@ -352,7 +352,7 @@ def test_steps_are_recorded_one_after_the_other(rank: Rank, clock: Clock) -> Non
         seen.append(batch)
     trace = rank.trace()
     assert seen == [10, 20, 30]
-    assert [(s.name, s.start_ns, s.end_ns) for s in trace.of(kind="step")] == [
+    assert [(s.name, s.start_ns, s.end_ns) for s in trace.filter(kind="step")] == [
         ("step", 1001, 1012), ("step", 1012, 1033), ("step", 1033, 1064),
     ]  # fmt: skip
     assert trace.scalars == (Scalar(0, "steps in all", 1001, 3.0),)
@@ -376,7 +376,7 @@ def test_steps_without_a_length(rank: Rank) -> None:
         len(steps)  # type: ignore[arg-type]
     assert list(steps) == [0, 1]
     trace = rank.trace()
-    assert len(trace.of(kind="step")) == 2
+    assert len(trace.filter(kind="step")) == 2
     assert trace.scalars == ()
 
 
@@ -384,7 +384,7 @@ def test_steps_can_be_iterated_in_every_epoch(rank: Rank) -> None:
     steps = lab.steps(range(3))
     assert len(steps) == 3  # type: ignore[arg-type]
     assert [list(steps), list(steps)] == [[0, 1, 2], [0, 1, 2]]
-    assert len(rank.trace().of(kind="step")) == 6
+    assert len(rank.trace().filter(kind="step")) == 6
 
 
 def test_a_step_that_the_loop_leaves_is_not_recorded(rank: Rank) -> None:

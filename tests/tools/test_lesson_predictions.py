@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 import nbformat
 import pytest
 
-from labkit.plots.guesses import Outcome, draw_outcome
+from labkit.plots.guess_charts import Outcome, draw_outcome
 from labkit.plots.predictions import Predictions, Row
 from tools.lesson_numbers import NOTEBOOKS
 from tools.lesson_predictions import PAGE, predictions_in, section, with_section

@@ -17,7 +17,7 @@ S = 1_000_000_000  # ns
 def passes(trace: Trace) -> dict[tuple[str, int, int], tuple[int, int, int]]:
     """By direction, stage and micro-batch: rank, start and end in ns."""
     found = {}
-    for span in trace.of(kind="compute"):
+    for span in trace.filter(kind="compute"):
         words = span.name.split()
         key = (words[0], int(words[-1]) if "stage" in words else span.rank, int(words[1]))
         assert key not in found, f"{key} twice"
@@ -26,7 +26,7 @@ def passes(trace: Trace) -> dict[tuple[str, int, int], tuple[int, int, int]]:
 
 
 def in_order(trace: Trace, rank: int) -> str:
-    return " ".join(s.name[0].upper() + s.name.split()[1] for s in trace.of(rank=rank, kind="compute"))
+    return " ".join(s.name[0].upper() + s.name.split()[1] for s in trace.filter(rank=rank, kind="compute"))
 
 
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b", "1F1B", "interleaved 1f1b"])
@@ -91,7 +91,7 @@ def test_1f1b_keeps_as_many_activations_as_stages_follow():
 
 def test_interleaved_1f1b_in_the_order_of_megatron():
     trace = schedule("interleaved 1f1b", stages=4, ranks=2, micro_batches=4)
-    stage = [f"{s.name[0].upper()}{s.name.split()[1]}.{s.name.split()[-1]}" for s in trace.of(rank=0, kind="compute")]
+    stage = [f"{s.name[0].upper()}{s.name.split()[1]}.{s.name.split()[-1]}" for s in trace.filter(rank=0, kind="compute")]
     warm_up = "F0.0 F1.0 F0.2 F1.2"
     assert " ".join(stage).startswith(f"{warm_up} F2.0 B0.2 F3.0 B1.2 F2.2 B0.0 F3.2 B1.0")
 
@@ -105,7 +105,7 @@ def test_stages_with_different_times():
 def test_messages_have_two_ends_and_a_duration():
     trace = schedule("1f1b", stages=2, micro_batches=2, communication=0.5)
     messages = {}
-    for span in trace.of(kind="communication"):
+    for span in trace.filter(kind="communication"):
         messages.setdefault((span.group, span.match), []).append(span)
     assert len(messages) == 4
     for send, recv in messages.values():
@@ -113,7 +113,7 @@ def test_messages_have_two_ends_and_a_duration():
         assert (send.rank, send.peer) == (recv.peer, recv.rank)
         assert (send.start_ns, send.end_ns) == (recv.start_ns, recv.end_ns)
         assert send.duration_ns == S // 2
-    assert not len(schedule("1f1b", stages=2, micro_batches=2).of(kind="communication"))
+    assert not len(schedule("1f1b", stages=2, micro_batches=2).filter(kind="communication"))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ import dataclasses
 import itertools
 import json
 import random
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,16 @@ def travel(
     rank: int, start: int, end: int, *, wait: tuple[int, int] = (0, 0), match: int = 0, group: str = "", **more: Any
 ) -> Span:
     return Span(rank, "all_reduce", "communication", start, end, *wait, match=match, group=group, **more)
+
+
+def test_a_table_for_pandas_has_the_fields_of_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = [travel(1, 5, 9, nbytes=8, done=False), compute(0, 1, 4, "backward", device="CPU:1", automatic=True)]
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=dict))  # pandas itself is not among the tests' tools
+    table: dict[str, list[Any]] = Trace(spans, ranks=TWO).to_pandas()
+    assert [Span(**dict(zip(table, row, strict=True))) for row in zip(*table.values(), strict=True)] == spans[::-1]
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(LabError, match="to_pandas: pandas is not installed; `pip install pandas`"):
+        Trace(ranks=TWO).to_pandas()
 
 
 # Intervals: boolean arrays, one element per nanosecond, are the oracle.
@@ -185,7 +197,7 @@ def test_inside_a_communication_span_the_recorded_operation_counts() -> None:
     assert trace.shares() == Trace(alone, ranks=["rank 0", "rank 1"]).shares()
     share = trace.shares()[0]
     assert (share.compute_ns, share.exposed_ns, share.overlap_ns, share.waiting_ns) == (60, 20, 0, 20)
-    assert [s.name for s in trace.of(name="exchange")] == ["exchange"]  # it stays in the trace
+    assert [s.name for s in trace.filter(name="exchange")] == ["exchange"]  # it stays in the trace
 
 
 def test_a_span_around_an_operation_does_not_count_in_a_part_without_the_operation() -> None:
@@ -215,7 +227,7 @@ def test_a_rank_without_compute_spans_computes_inside_its_function() -> None:
 def test_a_part_without_compute_spans_is_not_all_compute() -> None:
     trace = Trace([Span(0, "train", "call", 0, 100), compute(0, 0, 10)], ranks=["rank 0"])
     assert trace.between(50, 100).shares()[0].compute_ns == 0
-    assert trace.of(kind="call").shares()[0].compute_ns == 0
+    assert trace.filter(kind="call").shares()[0].compute_ns == 0
 
 
 def test_a_rank_that_did_nothing_is_idle() -> None:
@@ -316,7 +328,7 @@ def test_the_parts_of_a_trace_add_up_to_the_whole() -> None:
             whole = [getattr(s, field.name) for s in trace.shares()]
             summed = [getattr(a, field.name) + getattr(b, field.name) for a, b in zip(*parts, strict=True)]
             assert summed == whole, (seed, field.name)
-        assert [trace.of(rank=r).shares()[r] for r in range(3)] == list(trace.shares()), seed
+        assert [trace.filter(rank=r).shares()[r] for r in range(3)] == list(trace.shares()), seed
 
 
 # When all ranks have arrived.
@@ -414,24 +426,26 @@ def test_the_interval_can_be_given() -> None:
 
 
 def test_of_keeps_spans_and_scalars_of_one_rank_kind_or_name() -> None:
-    assert {s.rank for s in TRACE.of(rank=1)} == {1}
-    assert [s.value for s in TRACE.of(rank=1).scalars] == [0.75, 0.1]
-    assert [s.name for s in TRACE.of(kind="compute")] == ["forward", "forward", "backward"]
-    assert TRACE.of(kind="compute").scalars == ()
-    assert [len(TRACE.of(name=n)) for n in ("forward", "loss")] == [2, 0]
-    assert len(Trace([compute(0, 0, 1, "")], ranks=["a"]).of(name="unheard of")) == 0, "not those without a name either"
-    assert [s.value for s in TRACE.of(name="loss").scalars] == [0.5, 0.75, 0.25]
-    assert [s.value for s in TRACE.of(name="loss", rank=0).scalars] == [0.5, 0.25]
-    assert len(TRACE.of(kind="scalar").scalars) == 4
-    assert (TRACE.of(rank=1).start_ns, TRACE.of(rank=1).end_ns) == (0, 40), "the interval stays"
+    assert {s.rank for s in TRACE.filter(rank=1)} == {1}
+    assert [s.value for s in TRACE.filter(rank=1).scalars] == [0.75, 0.1]
+    assert [s.name for s in TRACE.filter(kind="compute")] == ["forward", "forward", "backward"]
+    assert TRACE.filter(kind="compute").scalars == ()
+    assert [len(TRACE.filter(name=n)) for n in ("forward", "loss")] == [2, 0]
+    assert len(Trace([compute(0, 0, 1, "")], ranks=["a"]).filter(name="unheard of")) == 0, "not those without a name either"
+    assert [s.value for s in TRACE.filter(name="loss").scalars] == [0.5, 0.75, 0.25]
+    assert [s.value for s in TRACE.filter(name="loss", rank=0).scalars] == [0.5, 0.25]
+    assert len(TRACE.filter(kind="scalar").scalars) == 4
+    assert (TRACE.filter(rank=1).start_ns, TRACE.filter(rank=1).end_ns) == (0, 40), "the interval stays"
     with pytest.raises(ValueError, match="kind='comm': expected one of compute, communication, step, scalar, call"):
-        TRACE.of(kind="comm")
+        TRACE.filter(kind="comm")
 
 
 def test_between_selects_an_interval() -> None:
     part = TRACE.between(10, 20)
     assert (part.start_ns, part.end_ns, part.duration_ns) == (10, 20, 10)
-    assert [(s.rank, s.start_ns) for s in part.of(kind="compute")] == [(1, 5)], "spans that only touch the interval are left out"
+    assert [(s.rank, s.start_ns) for s in part.filter(kind="compute")] == [(1, 5)], (
+        "spans that only touch the interval are left out"
+    )
     assert [s.time_ns for s in part.scalars] == [10, 11, 12, 20]
     assert part.shares()[1] == Share(1, 10, 10, 0, 0, 0, 0)
     assert part.activity(0)["communication"].tolist() == [[10, 20]]
@@ -445,7 +459,7 @@ def test_a_step_lasts_from_the_first_rank_to_the_last() -> None:
     with pytest.raises(LabError, match=r"step 2: all ranks of this trace have completed 2 steps$"):
         TRACE.step(2)
     with pytest.raises(LabError, match=r"step 0: all ranks of this trace have completed 0 steps; `for batch in lab"):
-        TRACE.of(kind="compute").step(0)
+        TRACE.filter(kind="compute").step(0)
 
 
 def test_only_steps_of_all_ranks_count() -> None:

@@ -107,9 +107,9 @@ def test_torchrun_records_a_script_that_does_not_use_labkit(script: Path) -> Non
     assert "labkit" not in ended.stderr
     trace = load_trace(script / "traces")
     assert trace.ranks == ("rank 0", "rank 1")
-    assert [s.name for s in trace.of(kind="call")] == ["trains.py"] * 2
+    assert [s.name for s in trace.filter(kind="call")] == ["trains.py"] * 2
     for rank in (0, 1):
-        assert [(s.name, s.nbytes, s.line) for s in trace.of(rank=rank, name="all_reduce")] == [
+        assert [(s.name, s.nbytes, s.line) for s in trace.filter(rank=rank, name="all_reduce")] == [
             ("all_reduce", 40, "trains.py, line 7")
         ]
-        assert [s.line for s in trace.of(rank=rank, name="broadcast")] == ["trains.py, line 8"]
+        assert [s.line for s in trace.filter(rank=rank, name="broadcast")] == ["trains.py, line 8"]

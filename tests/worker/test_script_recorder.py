@@ -67,7 +67,7 @@ def test_two_nodes_leave_one_trace(tmp_path: Path, capsys: pytest.CaptureFixture
     assert reported == f"labkit: {trace.notes[0]}"
     assert reported.startswith("labkit: clocks of another set to rank 0's, right to within ")
     for rank in range(3):
-        spans = trace.of(rank=rank).spans
+        spans = trace.filter(rank=rank).spans
         assert [s.name for s in spans if s.kind == "compute"] == ["forward"] * 3
         assert [s.name for s in spans if s.kind == "step"] == ["step"] * 3
         assert [s.name for s in spans if s.kind == "call"] == ["torchrun_script.py"]
@@ -123,10 +123,10 @@ def test_a_killed_rank_leaves_its_records(tmp_path: Path) -> None:
     trace = load_trace(tmp_path / "traces")
     assert trace.notes == tuple(f"rank {rank} did not come to its end, or has not yet" for rank in (0, 1))
     for rank in (0, 1):
-        assert [s.name for s in trace.of(rank=rank, kind="compute")] == ["prepare"]
-        assert [(s.match, s.done) for s in trace.of(rank=rank, name="barrier")] == [(1, True)]
-    assert [(s.nbytes, s.peer, s.done) for s in trace.of(rank=0, name="recv")] == [(28, 1, False)]
-    assert [s.done for s in trace.of(rank=1, name="recv")] == [True]
+        assert [s.name for s in trace.filter(rank=rank, kind="compute")] == ["prepare"]
+        assert [(s.match, s.done) for s in trace.filter(rank=rank, name="barrier")] == [(1, True)]
+    assert [(s.nbytes, s.peer, s.done) for s in trace.filter(rank=0, name="recv")] == [(28, 1, False)]
+    assert [s.done for s in trace.filter(rank=1, name="recv")] == [True]
 
 
 RECORDS = "import labkit as lab\nfor step in lab.steps(range(3)):\n    with lab.span('forward'): lab.record(loss=step)\n"
@@ -155,8 +155,8 @@ def test_the_operations_of_a_killed_rank_are_kept(tmp_path: Path) -> None:
     killed = RECORDS + "span = lab.span('save', kind='communication')\nspan.__enter__()\nimport os\nos.kill(os.getpid(), 9)\n"
     assert python(tmp_path, killed).returncode == -9
     trace = load_trace(tmp_path)
-    assert [s.done for s in trace.of(name="save")] == [False]
-    assert len(trace.of(name="forward")) == 3
+    assert [s.done for s in trace.filter(name="save")] == [False]
+    assert len(trace.filter(name="forward")) == 3
 
 
 def test_a_child_process_of_a_rank_is_not_a_rank(tmp_path: Path) -> None:
@@ -230,13 +230,13 @@ def test_records_beyond_the_ring_are_moved(script: Callable[..., _Script], tmp_p
         if i % MOVE_AT == 0:
             own._move()
     trace = load_trace(tmp_path)
-    spans = trace.of(name="span").spans
+    spans = trace.filter(name="span").spans
     assert [s.start_ns for s in spans] == list(range(2 * CAPACITY))
     assert trace.dropped == (0,)
     # The process was killed while it wrote there.
     (moved,) = tmp_path.glob("*.records")
     os.truncate(moved, moved.stat().st_size - 7)
-    assert len(load_trace(tmp_path).of(name="span")) >= 2 * CAPACITY - 1 - CAPACITY // 8
+    assert len(load_trace(tmp_path).filter(name="span")) >= 2 * CAPACITY - 1 - CAPACITY // 8
 
 
 def test_runs_do_not_mix(script: Callable[..., _Script], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,7 +277,7 @@ def test_machines_with_uncompared_clocks_use_their_own_time(script: Callable[...
         own._write_about()
         began.append(own._about["began_ns"])
     trace = load_trace(tmp_path)
-    first, second = trace.of(name="span").spans
+    first, second = trace.filter(name="span").spans
     assert (first.start_ns, second.start_ns - first.start_ns) == (began[0] + 5000, 1000)
     assert any(note.startswith("the clocks of host1 were not compared with rank 0's: ") for note in trace.notes)
 
@@ -316,7 +316,7 @@ def test_unreadable_files_are_reported(script: Callable[..., _Script], tmp_path:
     os.truncate(left(1).with_suffix(".ring"), 100)
     trace = load_trace(tmp_path)
     assert any(note.startswith("what rank 1 left cannot be read: ") for note in trace.notes)
-    assert len(trace.of(rank=0, name="span")) == 1
+    assert len(trace.filter(rank=0, name="span")) == 1
 
 
 WORKER = """
@@ -350,4 +350,4 @@ def test_workers_of_rpc_have_their_names(tmp_path: Path) -> None:
     assert [rank.returncode for rank in ranks] == [0, 0], complained
     trace = load_trace(folder)
     assert trace.ranks == ("trainer", "server")
-    assert [(s.rank, s.name) for s in trace.of(kind="communication")] == [(0, "rpc_sync len"), (1, "reply len")]
+    assert [(s.rank, s.name) for s in trace.filter(kind="communication")] == [(0, "rpc_sync len"), (1, "reply len")]

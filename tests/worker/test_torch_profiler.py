@@ -63,7 +63,7 @@ def test_the_profiler_and_the_spans_have_one_clock(pair: Group, tmp_path: Path) 
     trace = run.trace
     assert (run.output, trace.notes) == ("", ()), "the profiler says nothing"
     for rank in range(2):
-        around, between = named(trace.profile, rank, "around"), trace.of(rank=rank, name="between").spans
+        around, between = named(trace.profile, rank, "around"), trace.filter(rank=rank, name="between").spans
         inside = named(trace.profile, rank, "inside")
         assert len(around) == len(between) == len(inside) == 3
         assert all(close(a, b) and close(b, c) for a, b, c in zip(around, between, inside, strict=True))
@@ -73,7 +73,7 @@ def test_the_profiler_and_the_spans_have_one_clock(pair: Group, tmp_path: Path) 
         assert len(named(trace.profile, rank, "aten::mm")) == 3, "one forward, two backward"
     again = load_trace(trace.save(tmp_path / "x.json"))
     assert sorted(again.profile, key=repr) == sorted(trace.profile, key=repr)
-    assert {e.rank for e in trace.of(rank=1).profile} == {1}
+    assert {e.rank for e in trace.filter(rank=1).profile} == {1}
     assert pair.run(nested).trace.profile == (), "only inside the block"
 
 

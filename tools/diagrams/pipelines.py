@@ -48,14 +48,14 @@ def timetable(trace: Trace, title: str, description: str, unit: float, *, text: 
         y = 14 + rank * ROW
         picture.text(LEFT - 10, y + BAR / 2, f"rank {rank}", anchor="end", size=13)
         picture.line((LEFT, y + BAR + 5), (LEFT + unit * trace.duration_ns / 1e9, y + BAR + 5), width=0.6)
-        for span in sorted(trace.of(rank=rank, kind="compute"), key=lambda span: span.start_ns):
+        for span in sorted(trace.filter(rank=rank, kind="compute"), key=lambda span: span.start_ns):
             x, long = LEFT + unit * span.start_ns / 1e9, unit * span.duration_ns / 1e9
             way, number, *of_stage = span.name.split()
             forward, second = way == "forward", bool(of_stage) and int(of_stage[-1]) >= ranks
             fill = (GREEN if second else FORWARD) if forward else (ORANGE if second else BLUE)
             picture.box(x + 0.75, y, long - 1.5, BAR, number if text else "", fill=fill, size=11, radius=2)
     y = 24 + ranks * ROW
-    several = any(" of stage" in span.name for span in trace.of(kind="compute"))
+    several = any(" of stage" in span.name for span in trace.filter(kind="compute"))
     legend = [(FORWARD, "forward"), (BLUE, "backward")]
     if several:
         legend = [

@@ -80,9 +80,9 @@ def a_loop_in_a_function() -> None:
 def test_collectives_of_one_name_have_their_own_sizes(group: lab.Group, program: Callable[[], None]) -> None:
     trace = group.run(program).trace
     for rank in (0, 1):
-        sizes = Counter(s.nbytes if s.sized else None for s in trace.of(name="all_reduce", rank=rank))
+        sizes = Counter(s.nbytes if s.sized else None for s in trace.filter(name="all_reduce", rank=rank))
         assert sizes == {4 * SMALL: 3, 4 * LARGE: 3}
-    in_order = [s.nbytes for s in sorted(trace.of(name="all_reduce", rank=0), key=lambda s: s.start_ns)]
+    in_order = [s.nbytes for s in sorted(trace.filter(name="all_reduce", rank=0), key=lambda s: s.start_ns)]
     pairs = [in_order[:2], in_order[2:4], in_order[4:]]
     if program is a_loop_in_a_function:
         assert in_order == [4 * SMALL] * 3 + [4 * LARGE] * 3
@@ -119,11 +119,11 @@ def fit_in_mixed_precision() -> None:
 def test_gradients_that_are_reduced_in_a_branch_have_their_size(group: lab.Group) -> None:
     trace = group.run(fit_in_mixed_precision).trace
     assert flows_of(trace).unsized == ()
-    assert len([s for s in trace.of(name="all_reduce", rank=0) if s.nbytes == 4 * (6 * 5 + 5)]) == 4  # steps
+    assert len([s for s in trace.filter(name="all_reduce", rank=0) if s.nbytes == 4 * (6 * 5 + 5)]) == 4  # steps
 
 
 def test_training_with_validation_has_no_collective_of_unknown_size(group: lab.Group) -> None:
     trace = group.run(fit_with_validation).trace
     assert flows_of(trace).unsized == ()
-    gradients = [s for s in trace.of(name="all_reduce", rank=0) if s.nbytes == 4 * (6 * 5 + 5)]
+    gradients = [s for s in trace.filter(name="all_reduce", rank=0) if s.nbytes == 4 * (6 * 5 + 5)]
     assert len(gradients) == 2 * 4  # epochs, steps

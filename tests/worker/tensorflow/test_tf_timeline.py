@@ -113,7 +113,7 @@ def exchange_under_an_own_span() -> None:
 def test_a_communication_span_around_a_collective_does_not_count_twice(two: lab.Group) -> None:
     trace = two.run(exchange_under_an_own_span).trace
     for rank in (0, 1):
-        (own,) = trace.of(rank=rank, name="exchange")
+        (own,) = trace.filter(rank=rank, name="exchange")
         (collective,) = reductions(trace, rank)
         share = trace.between(own.start_ns, own.end_ns).shares()[rank]
         assert own.start_ns < collective.start_ns

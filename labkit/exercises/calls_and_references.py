@@ -13,13 +13,11 @@ import torch.distributed.rpc as rpc
 from torch import Tensor
 
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Exercise, Hint, OnRanks, listing, showing
-from labkit.exercises.rpc_waits import happens_within
-
-__all__ = ["EXERCISES", "mistake_of"]
+from labkit.exercises.comparisons import listing
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, reject, showing
+from labkit.exercises.rpc_waits import Meeting, happens_within
 
 LESSON = "07_rpc"
-MEET_S = 5.0  # that the first worker waits for the others; calls that overlap meet within milliseconds
 SHORTEST = 2  # the length of the first input; each one is longer by 1, by which the workers know them
 ASKED_S = 2.0  # that an addition waits for somebody who asks for the total too early
 
@@ -44,50 +42,11 @@ MISTAKES: dict[str, Hint] = {  # parts of torch's messages, and what they mean h
 }
 
 
-def mistake_of(error: BaseException) -> AnswerError | None:
-    """What an error of torch means here; None if it is none of the typical ones."""
-    return next((AnswerError(meaning) for part, meaning in MISTAKES.items() if part in str(error)), None)
-
-
-def _called(answer: Callable[..., Any], *args: Any) -> tuple[Any, AnswerError | None]:
-    """Return what an answer returns, or what its error means if it is one of the typical ones."""
-    try:
-        return answer(*args), None
-    except (TypeError, AttributeError, RuntimeError) as error:
-        if meaning := mistake_of(error):
-            return None, meaning
-        raise
-
-
 def _names(workers: int) -> list[str]:
     return ["master", *(f"worker{i}" for i in range(1, workers + 1))]
 
 
 # ask_all
-
-
-class _Meeting:
-    """An object on the master at which the called workers wait for each other.
-
-    Args:
-        expected: the number of workers that must be at work at the same time.
-    """
-
-    def __init__(self, expected: int) -> None:
-        self.expected = expected
-        self.visits: list[tuple[str, int]] = []  # each call's worker and input
-        self.alone = False
-        self._all = threading.Event()
-        self._lock = threading.Lock()
-
-    def arrive(self, name: str, number: int) -> None:
-        """Wait until all workers have a call to serve; set `alone` if that takes longer than `MEET_S`."""
-        with self._lock:
-            self.visits.append((name, number))
-            if len({visitor for visitor, _ in self.visits} - {"master"}) >= self.expected:
-                self._all.set()
-        if name != "master" and not self.alone and not happens_within(MEET_S, self._all.wait):
-            self.alone = True
 
 
 def _visit(meeting: Any, x: Tensor) -> Tensor:
@@ -110,30 +69,31 @@ class _Asked(NamedTuple):
     alone: bool
 
 
-def _ask_on_rank(answer: Callable[..., Any], workers: list[str], inputs: list[Tensor]) -> _Asked | AnswerError | None:
+def _ask_on_rank(answer: Callable[..., Any], workers: list[str], inputs: list[Tensor]) -> _Asked | None:
     if rpc.get_worker_info().name != "master":
         return None
-    meeting = _Meeting(min(len(workers), len(inputs)))
-    result, mistake = _called(answer, list(workers), partial(_visit, rpc.RRef(meeting)), list(inputs))
-    if mistake:
-        return mistake
+    meeting = Meeting(min(len(workers), len(inputs)))
+    result = answer(list(workers), partial(_visit, rpc.RRef(meeting)), list(inputs))
     shown: list[Any] | str = type(result).__name__
     if isinstance(result, (list, tuple)):
         shown = [part.numpy() if isinstance(part, Tensor) else type(part).__name__ for part in result]
     return _Asked(shown, meeting.visits, meeting.alone)
 
 
-def _ask_all(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "ask_all(workers, function, inputs) runs on the master: call function(x) for every x, on the workers in turn, all at the "
+    "same time; return the list of results in the order of the inputs.",
+    "All workers worked at the same time, and the results are in order.",
+)
+def _ask_all(answer: Any, on: OnRanks) -> None:
     random = torch.Generator().manual_seed(int(np.random.default_rng().integers(1 << 30)))
     for workers, count in ((2, 5), (3, 3), (1, 2)):
         names = _names(workers)
         inputs = [torch.rand(SHORTEST + i, generator=random) + i for i in range(count)]
-        seen = on(names, _ask_on_rank, answer, names[1:], inputs, runtime="rpc")[0]
-        with showing(f"ask_all({names[1:]}, function, inputs) with {counted(count, 'input')}"):
-            if isinstance(seen, AnswerError):
-                raise seen
+        with showing(f"ask_all({names[1:]}, function, inputs) with {counted(count, 'input')}"), explaining(MISTAKES):
+            seen = on(names, _ask_on_rank, answer, names[1:], inputs, runtime="rpc")[0]
             _judge_asked(seen, names[1:], [(x**2 + 1).numpy() for x in inputs])
-    return "All workers worked at the same time, and the results are in order."
 
 
 def _judge_asked(seen: _Asked, workers: Sequence[str], expected: list[Any]) -> None:
@@ -151,19 +111,15 @@ def _judge_asked(seen: _Asked, workers: Sequence[str], expected: list[Any]) -> N
             cure="wait for the futures, for instance with torch.futures.wait_all",
         )
     idle = sorted(set(workers) - set(visitors))
-    if idle and len(expected) >= len(workers):
-        raise AnswerError(f"{listing(idle)} had nothing to do: deal the inputs out to all workers in turn", *visits)
-    if seen.alone:
-        raise AnswerError(
-            "a worker was called only when another had finished: rpc_sync waits, and so does wait() right after rpc_async",
-            *visits,
-        )
-    if len(seen.visits) != len(expected):
-        raise AnswerError(
-            f"{counted(len(expected), 'input')} and {counted(len(seen.visits), 'call')}: with more inputs than workers, "
-            "workers get several; input i goes to worker i % len(workers)",
-            *visits,
-        )
+    faults = {
+        f"{listing(idle)} had nothing to do: deal the inputs out to all workers in turn": idle and len(expected) >= len(workers),
+        "a worker was called only when another had finished: rpc_sync waits, and so does wait() right after rpc_async": (
+            seen.alone
+        ),
+        f"{counted(len(expected), 'input')} and {counted(len(seen.visits), 'call')}: with more inputs than workers, workers get "
+        "several; input i goes to worker i % len(workers)": len(seen.visits) != len(expected),
+    }
+    reject(faults, *visits)
     for name, number in sorted(seen.visits, key=lambda visit: visit[1]):
         if name != (right := workers[number % len(workers)]):
             raise AnswerError(f"input {number} went to {name}, and {number} modulo {len(workers)} workers is {right}", *visits)
@@ -255,31 +211,31 @@ class _Tally:
 
 def _tally_on_rank(
     answer: Callable[..., Any], owners: list[str], amounts: list[list[float]], slow: bool
-) -> tuple[list[Any] | str, list[_Event]] | AnswerError | None:
+) -> tuple[list[Any] | str, list[_Event]] | None:
     if rpc.get_worker_info().name != "master":
         return None
     log = _Log()
-    result, mistake = _called(answer, partial(_Tally, rpc.RRef(log), slow), list(owners), [list(some) for some in amounts])
-    if mistake:
-        return mistake
+    result = answer(partial(_Tally, rpc.RRef(log), slow), list(owners), [list(some) for some in amounts])
     shown: list[Any] | str = type(result).__name__
     if isinstance(result, (list, tuple)):
         shown = [part if isinstance(part, (int, float)) else type(part).__name__ for part in result]
     return shown, list(log.events)
 
 
-def _remote_tallies(answer: Any, on: OnRanks) -> str:
+@exercise(
+    LESSON,
+    "remote_tallies(tally_class, owners, amounts) runs on the master: make one tally_class() on each owner, call its add(x) "
+    "for every x in amounts[i] on owner i, and return the list of what total() then says on each owner.",
+    "One object on each owner keeps the state; only numbers and references travelled.",
+)
+def _remote_tallies(answer: Any, on: OnRanks) -> None:
     random = np.random.default_rng()
     for counts, slow in (((3,), True), ((2, 0, 4), False)):
         names = _names(len(counts))
         amounts = _amounts(random, counts)
-        seen = on(names, _tally_on_rank, answer, names[1:], amounts, slow, runtime="rpc")[0]
-        with showing(f"remote_tallies(tally_class, {names[1:]}, {amounts})"):
-            if isinstance(seen, AnswerError):
-                raise seen
-            result, events = seen
+        with showing(f"remote_tallies(tally_class, {names[1:]}, {amounts})"), explaining(MISTAKES):
+            result, events = on(names, _tally_on_rank, answer, names[1:], amounts, slow, runtime="rpc")[0]
             _judge_tallies(result, events, names[1:], amounts)
-    return "One object on each owner keeps the state; only numbers and references travelled."
 
 
 def _amounts(random: np.random.Generator, counts: Sequence[int]) -> list[list[float]]:
@@ -336,21 +292,3 @@ def _judge_tallies(result: list[Any] | str, events: list[_Event], owners: list[s
         if number != len(some):
             raise AnswerError(f"{owner} got {counted(number, 'addition')}, and has {counted(len(some), 'amount')}", *details)
     raise AnswerError("the totals are not those of the owners' amounts", *details)
-
-
-EXERCISES = (
-    Exercise(
-        "ask_all",
-        LESSON,
-        "ask_all(workers, function, inputs) runs on the master: call function(x) for every x, on the workers in turn, all at the "
-        "same time; return the list of results in the order of the inputs.",
-        _ask_all,
-    ),
-    Exercise(
-        "remote_tallies",
-        LESSON,
-        "remote_tallies(tally_class, owners, amounts) runs on the master: make one tally_class() on each owner, call its add(x) "
-        "for every x in amounts[i] on owner i, and return the list of what total() then says on each owner.",
-        _remote_tallies,
-    ),
-)

@@ -226,4 +226,4 @@ def test_the_verdict_fits_the_answer(answer) -> None:
 
 
 def test_every_exercise_has_right_and_wrong_answers_here() -> None:
-    answers.complete("remote_calls")
+    answers.complete("calls_and_references")

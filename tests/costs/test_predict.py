@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import labkit as lab
-from labkit.costs import formulas
+from labkit import predict
 from labkit.costs.link import Link, rounds_and_share
 from labkit.errors.units import in_words
 from labkit.recording.operations import OPERATION_TYPES, OperationType
@@ -19,65 +20,66 @@ LINK = Link(gbit_per_s=0.008, latency_us=1000)  # a million bytes per second, a 
 
 
 def test_the_module_is_a_public_name() -> None:
-    assert lab.predict is formulas
-    assert dir(lab.predict) == sorted(formulas.__all__)
+    assert lab.predict is predict
+    assert importlib.import_module("labkit.predict") is predict  # what `import labkit.predict` finds
+    assert dir(lab.predict) == sorted(predict.__all__)
 
 
 @pytest.mark.parametrize(
     ("predicted", "ms"),
     [
-        (formulas.message(5000, LINK), 6),
-        (formulas.all_reduce(8000, 4, LINK), 6 + 12),
-        (formulas.all_reduce(8000, 4, LINK, algorithm="tree"), 4 + 32),
-        (formulas.all_reduce(8000, 4, LINK, algorithm="halving"), 4 + 12),
-        (formulas.all_gather(8000, 4, LINK), 3 + 6),
-        (formulas.reduce_scatter(8000, 4, LINK), 3 + 6),
-        (formulas.all_to_all(8000, 4, LINK), 3 + 6),
-        (formulas.broadcast(8000, 4, LINK), 2 + 16),
-        (formulas.broadcast(8000, 4, LINK, algorithm="scatter"), 5 + 12),
-        (formulas.reduce(8000, 4, LINK), 2 + 16),
-        (formulas.gather(8000, 4, LINK), 2 + 6),
-        (formulas.scatter(8000, 4, LINK), 2 + 6),
-        (formulas.barrier(5, LINK), 3),
-        (formulas.rpc(5000, 1000, LINK, compute_s=0.01), 2 + 6 + 10),
-        (formulas.rpc(5000, 1000, LINK, compute_s=0.01, calls=3), 3 * (2 + 6 + 10)),
-        (formulas.rpc(5000, 1000, LINK, compute_s=0.01, calls=3, asynchronous=True), 2 + 3 * 5 + 1 + 10),
-        (formulas.rpc(1000, 5000, LINK, calls=3, asynchronous=True), 2 + 3 * 5 + 1),
-        (formulas.rpc(1000, 5000, LINK, asynchronous=True), 2 + 6),
+        (predict.message(5000, LINK), 6),
+        (predict.all_reduce(8000, 4, LINK), 6 + 12),
+        (predict.all_reduce(8000, 4, LINK, algorithm="tree"), 4 + 32),
+        (predict.all_reduce(8000, 4, LINK, algorithm="halving"), 4 + 12),
+        (predict.all_gather(8000, 4, LINK), 3 + 6),
+        (predict.reduce_scatter(8000, 4, LINK), 3 + 6),
+        (predict.all_to_all(8000, 4, LINK), 3 + 6),
+        (predict.broadcast(8000, 4, LINK), 2 + 16),
+        (predict.broadcast(8000, 4, LINK, algorithm="scatter"), 5 + 12),
+        (predict.reduce(8000, 4, LINK), 2 + 16),
+        (predict.gather(8000, 4, LINK), 2 + 6),
+        (predict.scatter(8000, 4, LINK), 2 + 6),
+        (predict.barrier(5, LINK), 3),
+        (predict.rpc(5000, 1000, LINK, compute_s=0.01), 2 + 6 + 10),
+        (predict.rpc(5000, 1000, LINK, compute_s=0.01, calls=3), 3 * (2 + 6 + 10)),
+        (predict.rpc(5000, 1000, LINK, compute_s=0.01, calls=3, asynchronous=True), 2 + 3 * 5 + 1 + 10),
+        (predict.rpc(1000, 5000, LINK, calls=3, asynchronous=True), 2 + 3 * 5 + 1),
+        (predict.rpc(1000, 5000, LINK, asynchronous=True), 2 + 6),
         # 10 forward, 20 backward, two buckets of 4 kB: an all-reduce of 2 + 4 ms each
-        (formulas.data_parallel_step(0.01, 0.02, 8000, 2, LINK, overlap=False, optimizer_s=0.001), 10 + 20 + 2 + 8 + 1),
-        (formulas.data_parallel_step(0.01, 0.02, 8000, 2, LINK, buckets=2, optimizer_s=0.001), 10 + 20 + 6 + 1),
+        (predict.data_parallel_step(0.01, 0.02, 8000, 2, LINK, overlap=False, optimizer_s=0.001), 10 + 20 + 2 + 8 + 1),
+        (predict.data_parallel_step(0.01, 0.02, 8000, 2, LINK, buckets=2, optimizer_s=0.001), 10 + 20 + 6 + 1),
         # the link is the slower: the first of four buckets is there after 1 ms, then four times 2 + 2 ms
-        (formulas.data_parallel_step(0.01, 0.004, 8000, 2, LINK, buckets=4), 10 + 1 + 16),
-        (formulas.pipeline_step(4, 8, 0.01, 0.02), (8 + 3) * 30),
+        (predict.data_parallel_step(0.01, 0.004, 8000, 2, LINK, buckets=4), 10 + 1 + 16),
+        (predict.pipeline_step(4, 8, 0.01, 0.02), (8 + 3) * 30),
         # an all-reduce of 2 + 4 ms takes 3 ms from the backward pass: that of the first bucket, for the last comes
         # after it
-        (formulas.data_parallel_step(0.01, 0.02, 8000, 2, LINK, buckets=2, overhead_s=0.003), 10 + 20 + 3 + 6),
-        (formulas.data_parallel_step(0.01, 0.004, 8000, 2, LINK, buckets=4, overhead_s=0.0001), 10 + 1 + 16),
-        (formulas.data_parallel_step(0.01, 0.02, 8000, 2, LINK, overlap=False, overhead_s=0.003), 10 + 20 + 2 + 8),
+        (predict.data_parallel_step(0.01, 0.02, 8000, 2, LINK, buckets=2, overhead_s=0.003), 10 + 20 + 3 + 6),
+        (predict.data_parallel_step(0.01, 0.004, 8000, 2, LINK, buckets=4, overhead_s=0.0001), 10 + 1 + 16),
+        (predict.data_parallel_step(0.01, 0.02, 8000, 2, LINK, overlap=False, overhead_s=0.003), 10 + 20 + 2 + 8),
         # three micro-batches of 4 kB over two stages: each takes 1 + 4 ms from one to the other, there and back
-        (formulas.pipeline_step(2, 3, 0.01, 0.02, link=LINK, nbytes=4000), 2 * 30 + 2 * 5 + 2 * (30 + 10)),
-        (formulas.pipeline_step(2, 3, 0.01, 0.02, link=LINK, nbytes=4000, overlap=True), 2 * 30 + 2 * 5 + 2 * 30),
-        (formulas.pipeline_step(2, 3, 0.001, 0.002, link=LINK, nbytes=4000, overlap=True), 2 * 3 + 2 * 5 + 2 * 8),
-        (formulas.pipeline_step(1, 3, 0.001, 0.002, link=LINK, nbytes=4000), 3 * 3),
-        (formulas.tensor_parallel_layer(2, 10, 50, 2, LINK, value_bytes=2, compute_s=0.03), 15 + 4 * (2 + 2)),
-        (formulas.tensor_parallel_layer(2, 10, 50, 2, LINK, value_bytes=2, backward=False), 2 * (2 + 2)),
+        (predict.pipeline_step(2, 3, 0.01, 0.02, link=LINK, nbytes=4000), 2 * 30 + 2 * 5 + 2 * (30 + 10)),
+        (predict.pipeline_step(2, 3, 0.01, 0.02, link=LINK, nbytes=4000, overlap=True), 2 * 30 + 2 * 5 + 2 * 30),
+        (predict.pipeline_step(2, 3, 0.001, 0.002, link=LINK, nbytes=4000, overlap=True), 2 * 3 + 2 * 5 + 2 * 8),
+        (predict.pipeline_step(1, 3, 0.001, 0.002, link=LINK, nbytes=4000), 3 * 3),
+        (predict.tensor_parallel_layer(2, 10, 50, 2, LINK, value_bytes=2, compute_s=0.03), 15 + 4 * (2 + 2)),
+        (predict.tensor_parallel_layer(2, 10, 50, 2, LINK, value_bytes=2, backward=False), 2 * (2 + 2)),
     ],
 )
-def test_times_worked_by_hand(predicted: formulas.Prediction, ms: float) -> None:
+def test_times_worked_by_hand(predicted: predict.Prediction, ms: float) -> None:
     assert predicted == pytest.approx(ms / 1e3)
     assert predicted.unit == "s"
 
 
 def test_one_rank_sends_nothing() -> None:
     for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter"):
-        assert getattr(formulas, name)(8000, 1, LINK) == 0
+        assert getattr(predict, name)(8000, 1, LINK) == 0
 
 
 def test_predictions_and_emulated_links_use_the_same_formulas() -> None:
     for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter"):
         for ranks in (1, 2, 3, 8):
-            assert getattr(formulas, name)(12345, ranks, LINK) == pytest.approx(LINK.seconds(name, 12345, ranks))
+            assert getattr(predict, name)(12345, ranks, LINK) == pytest.approx(LINK.seconds(name, 12345, ranks))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OPERATION_TYPES if kind.cost is not None], ids=lambda kind: kind.name)
@@ -102,63 +104,63 @@ def test_the_formula_shown_is_the_one_evaluated(kind: OperationType, ranks: int)
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.88)])
 def test_memory_as_in_the_paper(stage: int, gigabytes: float) -> None:
     """Rajbhandari et al., figure 1: 7.5 billion parameters on 64 ranks."""
-    assert formulas.zero_memory(7.5e9, 64, stage) / 1e9 == pytest.approx(gigabytes, rel=0.01)
+    assert predict.zero_memory(7.5e9, 64, stage) / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 
 @pytest.mark.parametrize(("stage", "times"), [(0, 1), (1, 1), (2, 1), (3, 1.5)])
 def test_traffic_as_in_the_paper(stage: int, times: float) -> None:
     """Rajbhandari et al., section 7: as much as data parallel, and half as much again for sharded parameters."""
     data_parallel = 2 * (3 / 4) * 4e6  # a ring all-reduce of a million float32 gradients on four ranks
-    assert formulas.zero_traffic(1e6, 4, stage) == pytest.approx(times * data_parallel)
-    assert formulas.zero_traffic(1e6, 4, stage, value_bytes=2) == pytest.approx(times * data_parallel / 2)
-    assert formulas.zero_traffic(1e6, 1, stage) == 0
+    assert predict.zero_traffic(1e6, 4, stage) == pytest.approx(times * data_parallel)
+    assert predict.zero_traffic(1e6, 4, stage, value_bytes=2) == pytest.approx(times * data_parallel / 2)
+    assert predict.zero_traffic(1e6, 1, stage) == 0
 
 
 def test_the_working_of_traffic_gives_its_value() -> None:
-    assert formulas.zero_traffic(2e6, 4, 3).working == (
+    assert predict.zero_traffic(2e6, 4, 3).working == (
         r"N &= \frac{3(p-1)}{p}\,4\,\text{B}\cdot\Psi \\ &= \frac{3 \cdot 3}{4} \cdot 4\,\text{B} \cdot 2 \cdot 10^{6} \\ "
         r"&= 18\,\text{MB}"
     )
 
 
 def test_bubbles() -> None:
-    assert formulas.pipeline_bubble(4, 8) == pytest.approx(3 / 11)
-    assert formulas.pipeline_bubble(4, 8, schedule="1f1b") == formulas.pipeline_bubble(4, 8)
-    assert formulas.pipeline_bubble(4, 8, schedule="interleaved 1f1b", chunks=2) == pytest.approx(3 / 19)
-    assert formulas.pipeline_bubble(1, 8) == 0
+    assert predict.pipeline_bubble(4, 8) == pytest.approx(3 / 11)
+    assert predict.pipeline_bubble(4, 8, schedule="1f1b") == predict.pipeline_bubble(4, 8)
+    assert predict.pipeline_bubble(4, 8, schedule="interleaved 1f1b", chunks=2) == pytest.approx(3 / 19)
+    assert predict.pipeline_bubble(1, 8) == 0
     # Also its share of the predicted step.
-    step = formulas.pipeline_step(4, 8, 0.01, 0.02)
-    assert 1 - 8 * 0.03 / step == pytest.approx(formulas.pipeline_bubble(4, 8))
+    step = predict.pipeline_step(4, 8, 0.01, 0.02)
+    assert 1 - 8 * 0.03 / step == pytest.approx(predict.pipeline_bubble(4, 8))
 
 
 def test_overlap_costs_nothing_and_hides_at_most_the_backward_pass() -> None:
     for buckets in (1, 2, 5):
         for nbytes in (0, 4000, 80_000):
-            apart = formulas.data_parallel_step(0.01, 0.02, nbytes, 4, LINK, buckets=buckets, overlap=False)
-            together = formulas.data_parallel_step(0.01, 0.02, nbytes, 4, LINK, buckets=buckets)
+            apart = predict.data_parallel_step(0.01, 0.02, nbytes, 4, LINK, buckets=buckets, overlap=False)
+            together = predict.data_parallel_step(0.01, 0.02, nbytes, 4, LINK, buckets=buckets)
             assert -1e-12 <= apart - together <= 0.02 * (1 - 1 / buckets) + 1e-12
 
 
 def test_a_prediction_reads_well_and_is_a_number() -> None:
-    predicted = formulas.all_reduce(4e6, ranks=4, link=Link.ethernet_1g)
+    predicted = predict.all_reduce(4e6, ranks=4, link=Link.ethernet_1g)
     assert repr(predicted) == str(predicted) == "48.3 ms"
     assert f"{predicted:.4f}" == "0.0483"
     assert type(predicted * 2) is float
-    assert repr(formulas.zero_memory(7.5e9, 64, 3)) == "1.88 GB"
-    assert repr(formulas.pipeline_bubble(4, 8)) == "27.3 %"
+    assert repr(predict.zero_memory(7.5e9, 64, 3)) == "1.88 GB"
+    assert repr(predict.pipeline_bubble(4, 8)) == "27.3 %"
     sent = pickle.loads(pickle.dumps(predicted))
     assert (sent, sent.working) == (predicted, predicted.working)
 
 
 def test_the_working() -> None:
-    working = formulas.all_reduce(4e6, ranks=4, link=Link.ethernet_1g).working
+    working = predict.all_reduce(4e6, ranks=4, link=Link.ethernet_1g).working
     assert working == (
         r"T &= 2(p-1)\,\alpha + \frac{2(p-1)}{p}\,\frac{n}{B} "
         r"\\ &= 6 \cdot 50\,\text{µs} + 1.5 \cdot \frac{8 \cdot 4\,\text{MB}}{1\,\text{Gbit/s}} "
         r"\\ &= 48.3\,\text{ms}"
     )
     assert working._repr_latex_() == f"$$\\begin{{aligned}}{working}\\end{{aligned}}$$"
-    assert formulas.zero_memory(7.5e9, 64, 2).working.startswith(r"M &= \left(w + \frac{g}{p} + \frac{K}{p}\right)\Psi \\")
+    assert predict.zero_memory(7.5e9, 64, 2).working.startswith(r"M &= \left(w + \frac{g}{p} + \frac{K}{p}\right)\Psi \\")
 
 
 @pytest.mark.parametrize(
@@ -176,23 +178,23 @@ def test_words(value: float, unit: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
-        (lambda: formulas.all_reduce(1, 0, LINK), ValueError, "ranks=0: expected a whole number from 1"),
-        (lambda: formulas.all_reduce(1, 2.0, LINK), TypeError, "ranks=2.0: expected a whole number"),  # type: ignore[arg-type]
-        (lambda: formulas.all_reduce(-1, 2, LINK), ValueError, "nbytes=-1: expected a number from 0"),
-        (lambda: formulas.all_reduce("4", 2, LINK), TypeError, "nbytes='4': expected a number"),  # type: ignore[arg-type]
-        (lambda: formulas.all_reduce(1, 2, 1e9), TypeError, "expected a Link, as in lab.Link"),  # type: ignore[arg-type]
+        (lambda: predict.all_reduce(1, 0, LINK), ValueError, "ranks=0: expected a whole number from 1"),
+        (lambda: predict.all_reduce(1, 2.0, LINK), TypeError, "ranks=2.0: expected a whole number"),  # type: ignore[arg-type]
+        (lambda: predict.all_reduce(-1, 2, LINK), ValueError, "nbytes=-1: expected a number from 0"),
+        (lambda: predict.all_reduce("4", 2, LINK), TypeError, "nbytes='4': expected a number"),  # type: ignore[arg-type]
+        (lambda: predict.all_reduce(1, 2, 1e9), TypeError, "expected a Link, as in lab.Link"),  # type: ignore[arg-type]
         (
-            lambda: formulas.all_reduce(1, 2, LINK, algorithm="star"),
+            lambda: predict.all_reduce(1, 2, LINK, algorithm="star"),
             ValueError,
             "expected 'ring', 'tree', 'halving'",
         ),
-        (lambda: formulas.all_reduce(1, 6, LINK, algorithm="halving"), ValueError, "holds for powers of two"),
-        (lambda: formulas.broadcast(1, 2, LINK, algorithm="ring"), ValueError, "expected 'tree' or 'scatter'"),
-        (lambda: formulas.pipeline_bubble(4, 8, schedule="zb"), ValueError, "expected 'gpipe', '1f1b' or 'interleaved 1f1b'"),
-        (lambda: formulas.pipeline_bubble(4, 8, chunks=2), ValueError, "only schedule='interleaved 1f1b'"),
-        (lambda: formulas.zero_memory(1, 2, 4), ValueError, "stage=4: expected 0"),
-        (lambda: formulas.zero_traffic(1, 2, 4), ValueError, "stage=4: expected 0"),
-        (lambda: formulas.data_parallel_step(-1, 1, 1, 2, LINK), ValueError, "forward_s=-1"),
+        (lambda: predict.all_reduce(1, 6, LINK, algorithm="halving"), ValueError, "holds for powers of two"),
+        (lambda: predict.broadcast(1, 2, LINK, algorithm="ring"), ValueError, "expected 'tree' or 'scatter'"),
+        (lambda: predict.pipeline_bubble(4, 8, schedule="zb"), ValueError, "expected 'gpipe', '1f1b' or 'interleaved 1f1b'"),
+        (lambda: predict.pipeline_bubble(4, 8, chunks=2), ValueError, "only schedule='interleaved 1f1b'"),
+        (lambda: predict.zero_memory(1, 2, 4), ValueError, "stage=4: expected 0"),
+        (lambda: predict.zero_traffic(1, 2, 4), ValueError, "stage=4: expected 0"),
+        (lambda: predict.data_parallel_step(-1, 1, 1, 2, LINK), ValueError, "forward_s=-1"),
     ],
 )
 def test_invalid_arguments(call: Any, error: type[Exception], says: str) -> None:
@@ -201,24 +203,24 @@ def test_invalid_arguments(call: Any, error: type[Exception], says: str) -> None
 
 
 NUMBERS = {
-    formulas.message: (1e6, LINK),
-    formulas.all_reduce: (1e6, 4, LINK),
-    formulas.all_reduce_crossover: (4, LINK),
-    formulas.all_gather: (1e6, 4, LINK),
-    formulas.reduce_scatter: (1e6, 4, LINK),
-    formulas.all_to_all: (1e6, 4, LINK),
-    formulas.broadcast: (1e6, 4, LINK),
-    formulas.reduce: (1e6, 4, LINK),
-    formulas.gather: (1e6, 4, LINK),
-    formulas.scatter: (1e6, 4, LINK),
-    formulas.barrier: (4, LINK),
-    formulas.rpc: (1e6, 1e6, LINK),
-    formulas.data_parallel_step: (0.1, 0.2, 1e6, 4, LINK),
-    formulas.pipeline_bubble: (4, 8),
-    formulas.pipeline_step: (4, 8, 0.1, 0.2),
-    formulas.tensor_parallel_layer: (1, 128, 64, 4, LINK),
-    formulas.zero_memory: (1e6, 4, 2),
-    formulas.zero_traffic: (1e6, 4, 2),
+    predict.message: (1e6, LINK),
+    predict.all_reduce: (1e6, 4, LINK),
+    predict.all_reduce_crossover: (4, LINK),
+    predict.all_gather: (1e6, 4, LINK),
+    predict.reduce_scatter: (1e6, 4, LINK),
+    predict.all_to_all: (1e6, 4, LINK),
+    predict.broadcast: (1e6, 4, LINK),
+    predict.reduce: (1e6, 4, LINK),
+    predict.gather: (1e6, 4, LINK),
+    predict.scatter: (1e6, 4, LINK),
+    predict.barrier: (4, LINK),
+    predict.rpc: (1e6, 1e6, LINK),
+    predict.data_parallel_step: (0.1, 0.2, 1e6, 4, LINK),
+    predict.pipeline_bubble: (4, 8),
+    predict.pipeline_step: (4, 8, 0.1, 0.2),
+    predict.tensor_parallel_layer: (1, 128, 64, 4, LINK),
+    predict.zero_memory: (1e6, 4, 2),
+    predict.zero_traffic: (1e6, 4, 2),
 }
 
 
@@ -226,12 +228,12 @@ NUMBERS = {
 def test_no_prediction_accepts_an_invalid_number(function: Any) -> None:
     """Each argument in turn: negative, not a number, infinite, zero ranks, of another type."""
     good = NUMBERS[function]
-    assert {f.__name__ for f in NUMBERS} == set(formulas.__all__)
+    assert {f.__name__ for f in NUMBERS} == set(predict.__all__)
     function(*good)
     for place, value in enumerate(good):
         wrong: list[Any] = [-1, float("nan"), float("inf"), None, "4", True, [1]]
         if isinstance(value, int):
-            wrong += [1.5] if (function, place) in ((formulas.zero_memory, 2), (formulas.zero_traffic, 2)) else [0, 1.5]
+            wrong += [1.5] if (function, place) in ((predict.zero_memory, 2), (predict.zero_traffic, 2)) else [0, 1.5]
         for bad in wrong:
             with pytest.raises((TypeError, ValueError), match="expected"):
                 function(*good[:place], bad, *good[place + 1 :])
@@ -244,20 +246,20 @@ def test_whole_numbers_of_numpy_are_whole_numbers(function: Any) -> None:
 
 
 def test_a_sum_of_predictions_in_one_unit_is_a_prediction() -> None:
-    message, step = formulas.message(1e6, LINK), formulas.pipeline_step(4, 8, 0.1, 0.2)
+    message, step = predict.message(1e6, LINK), predict.pipeline_step(4, 8, 0.1, 0.2)
     both = message + step
     assert (float(both), both.unit) == (float(message) + float(step), "s")
     assert both.working.startswith(f"T &= {message.formula} + {step.formula} ")
     assert both.source == f"{message.source}; {step.source}"
     assert sum([message, step]).in_unit("ms") == pytest.approx(1e3 * (message + step))
-    for plain in (message + 0.5, 0.5 + message, message + formulas.zero_traffic(1e6, 4, 2), 2 * message, message - step):
+    for plain in (message + 0.5, 0.5 + message, message + predict.zero_traffic(1e6, 4, 2), 2 * message, message - step):
         assert type(plain) is float
 
 
 def test_a_misspelt_formula_is_suggested() -> None:
     with pytest.raises(AttributeError, match=r"lab\.predict has no 'allreduce'; did you mean 'all_reduce'\?"):
         lab.predict.allreduce  # noqa: B018  # type: ignore[attr-defined]
-    assert not hasattr(formulas, "__path__")
+    assert not hasattr(predict, "__path__")
 
 
 SPELLINGS = ("interleaved 1f1b", "Interleaved 1F1B", "interleaved_1f1b", "interleaved", "ScheduleInterleaved1F1B")
@@ -266,7 +268,7 @@ SPELLINGS = ("interleaved 1f1b", "Interleaved 1F1B", "interleaved_1f1b", "interl
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_a_schedule_has_the_same_name_everywhere(name: str) -> None:
     drawn = schedule(name, stages=8, ranks=4, micro_batches=8)
-    assert drawn.bubble == pytest.approx(formulas.pipeline_bubble(4, 8, schedule=name, chunks=2))
+    assert drawn.bubble == pytest.approx(predict.pipeline_bubble(4, 8, schedule=name, chunks=2))
 
 
 @pytest.mark.parametrize(("name", "error"), [("zigzag", ValueError), ("", ValueError), (None, TypeError), (1, TypeError)])
@@ -275,4 +277,4 @@ def test_an_unknown_schedule_is_refused_everywhere(name: Any, error: type[Except
     with pytest.raises(error, match=expected):
         schedule(name, stages=4, micro_batches=8)
     with pytest.raises(error, match=expected):
-        formulas.pipeline_bubble(4, 8, schedule=name)
+        predict.pipeline_bubble(4, 8, schedule=name)
