@@ -49,7 +49,8 @@ class Kernel:
         return self
 
     def __exit__(self, *_: object) -> None:
-        started = psutil.Process(self._manager.provisioner.pid).children(recursive=True)
+        provisioner: Any = self._manager.provisioner
+        started = psutil.Process(provisioner.pid).children(recursive=True)
         self.client.stop_channels()
         self._manager.shutdown_kernel()
         for process in started:  # leftovers of a tool; psutil ends no process whose number was reused

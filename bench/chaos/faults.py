@@ -174,7 +174,7 @@ def _go_wrong(turn: Round) -> Any:
     if turn.fault == "sys.exit":
         raise SystemExit(3)
     if turn.fault == "unpicklable result":
-        return [(number for number in ())]  # a generator holds a frame
+        return [(letter for letter in "")]  # a generator holds a frame
     if turn.fault == "flood":
         for number in range(FLOOD_LINES):
             print(f"line {number} of a rank that prints and prints and prints")
@@ -220,7 +220,7 @@ def _tensorflow_step(turn: Round) -> Callable[[Round], float]:
         if not made:
             strategy = tf.distribute.MultiWorkerMirroredStrategy()
 
-            @tf.function
+            @tf.function  # type: ignore[untyped-decorator]
             def total() -> Any:
                 return strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0)))
 

@@ -193,10 +193,10 @@ def _dtensor(size: int, slow: int) -> float:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (size,))
-    rows = distribute_tensor(torch.ones(6, 6), mesh, [Shard(0)])
+    rows: Any = distribute_tensor(torch.ones(6, 6), mesh, [Shard(0)])
     columns = distribute_tensor(torch.ones(6, 6), mesh, [Shard(1)])
     _delay(slow)
-    product: Any = (rows @ columns).redistribute(mesh, [Replicate()])
+    product = (rows @ columns).redistribute(mesh, [Replicate()])
     return float(product.to_local()[0, 0]) / 6
 
 

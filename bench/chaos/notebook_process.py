@@ -100,7 +100,7 @@ def _reported(
             stop.armed = FAULTS[turn.fault].expect in ("stop", "line")
             say(start_ns=time.perf_counter_ns())  # from now on Stop may be pressed
             if turn.fault == "unpicklable argument":
-                results = group.run(work, turn, folder, odd=(number for number in ())).results
+                results = group.run(work, turn, folder, odd=(letter for letter in "")).results
             elif turn.fault == "interrupt" and turn.number % 2:
                 much = np.ones(1 << 20)
                 while True:  # so that Stop can come while arguments and results are sent
@@ -138,7 +138,8 @@ def _inventory() -> dict[str, Any]:
     gc.collect()
     starters = list(notebook.starters.values())
     spares = [spare.pid for starter in starters for spare in getattr(starter, "_spares", [])]
-    ranks = [m.process.pid for group in notebook.groups if group._pool is not None for m in group._pool.members]
+    pools = [getattr(group, "_pool", None) for group in notebook.groups]
+    ranks = [m.process.pid for pool in pools if pool is not None for m in pool.members]
     files = []
     for number in os.listdir("/proc/self/fd"):
         try:

@@ -176,7 +176,7 @@ def many_spans(count: int, ranks: int = 2) -> Spans:
         clock.append(time.perf_counter())
         trace.shares()
         clock.append(time.perf_counter())
-        figure = lab.timeline(run).figure
+        figure: Any = lab.timeline(run).figure
         figure.savefig(io.BytesIO(), format="png")
         clock.append(time.perf_counter())
         pyplot.close(figure)

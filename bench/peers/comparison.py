@@ -73,8 +73,8 @@ def measure(tools: Sequence[Entry], python_of_peers: str) -> Results:
         for task in TASKS:
             print(f"  {task}", file=sys.stderr, flush=True)
             fit = [tool for tool in tools if tool.name in kernels and "failed" not in results[tool.name].values()]
-            for name, values in _in_turns(fit, kernels, task).items():
-                results[name][task] = statistics.median(values) if values else "failed"
+            for name, seconds in _in_turns(fit, kernels, task).items():
+                results[name][task] = statistics.median(seconds) if seconds else "failed"
         for name, values in results.items():
             results[name] = {task: values.get(task, "failed") for task in TASKS}
             if name in kernels and "failed" not in values.values():

@@ -34,9 +34,14 @@ def gigabytes_per_s() -> tuple[float, float]:
 
 
 def import_pss(modules: Sequence[str] = ("torch",)) -> float:
-    """Proportional set size in bytes of one process that has imported these modules and done nothing else."""
-    code = f"import sys, {', '.join(modules)}; print(flush=True); sys.stdin.read()"
+    """Proportional set size in bytes of one process that has imported these modules and done nothing else.
+
+    After a colon, a module may name a function, as in `Runtime.preload`; it is not called.
+    """
+    names = [module.partition(":")[0] for module in modules]
+    code = f"import sys, {', '.join(names)}; print(flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        process.stdout.readline()
+        if not process.stdout.readline():
+            raise RuntimeError(f"the process that imports {', '.join(names)} has ended")
         return float(psutil.Process(process.pid).memory_full_info().pss)

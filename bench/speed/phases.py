@@ -22,7 +22,7 @@ def measure() -> tuple[float, float]:
     from torch import nn
     from torch.optim import optimizer as optimizers
 
-    from labkit.comm.phases import Phases
+    from labkit.comm import phases
     from labkit.recording.record import Recorder, here
     from labkit.recording.ring_buffer import RingWriter
     from labkit.recording.ring_layout import RING_BYTES
@@ -61,7 +61,7 @@ def measure() -> tuple[float, float]:
 
     recorder = Recorder(RingWriter(mmap.mmap(-1, RING_BYTES)))
     here.start(recorder)
-    Phases(recorder).install()
+    phases.install()
     plain, ratios = [], []
     for turn in range(ROUNDS):
         first = median_step() if turn % 2 else 0.0

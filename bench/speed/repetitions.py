@@ -38,4 +38,4 @@ def in_turns(actions: dict[str, Callable[[], object]]) -> dict[str, Times]:
 def seconds(of_ranks: list[Times]) -> float:
     """The median of the repetitions, each from the last rank's start to the last rank's end."""
     each = zip(*of_ranks, strict=True)
-    return statistics.median(max(e for _, e in one) - max(b for b, _ in one) for one in each) / 1e9
+    return float(statistics.median(max(e for _, e in one) - max(b for b, _ in one) for one in each)) / 1e9

@@ -85,7 +85,7 @@ def train(stage: int) -> int:
         for _ in range(3):
             model(torch.randn(64, WIDTH)).square().mean().backward()
             optimizer.step()
-    return parameters
+    return int(parameters)
 
 
 def memory() -> Iterator[tuple[str, float, float]]:

@@ -8,6 +8,7 @@ operations on an emulated link.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Final
@@ -125,7 +126,7 @@ def _watch_groups(recorder: Recorder, slow: SlowLink | None, *, given: bool) -> 
     futures = Futures()
     futures.install()
     Pipelines(recorder, phases.install()).install()
-    when_imported("torch._dynamo.trace_rules", _run_untraced)
+    run_untraced()
     if not PROCESS_GROUPS.found:
         return futures
     keep_for_reducers()
@@ -139,13 +140,21 @@ def _watch_groups(recorder: Recorder, slow: SlowLink | None, *, given: bool) -> 
     return futures
 
 
-def _run_untraced(_: ModuleType) -> None:
+@functools.cache
+def run_untraced() -> None:
     """Let `torch.compile` call what records operations as it calls C++, instead of compiling it.
 
     torch's process groups have no Python code. Where compiled code calls one, after a graph break, torch would compile
     our methods, and refuse, since a process group may have no attributes that it does not know. There is no public way
     to exclude a package; without this, such a program fails. Test: `test_compiled.py`.
+
+    Once per process, in the server that forks ranks: torch compiles a long regular expression for each package, which
+    takes 2 ms of each rank.
     """
+    when_imported("torch._dynamo.trace_rules", _exclude)
+
+
+def _exclude(_: ModuleType) -> None:
     for package in UNTRACED if COMPILED_OPERATIONS.found else ():
         COMPILED_OPERATIONS["add"](package)
 

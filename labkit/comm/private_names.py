@@ -27,9 +27,9 @@ class PrivateNames:
         self.paths = {path.rstrip(")").replace("(", ".").replace(":", ".").rpartition(".")[2]: path for path in paths}
         self.lost, self.public, self.versions = lost, public, versions
 
-    @property
+    @functools.cached_property
     def found(self) -> bool:
-        """Whether the installed version has all of them; imports their modules."""
+        """Whether the installed version has all of them; found out once, since some are needed at each operation."""
         return not self.missing
 
     @property

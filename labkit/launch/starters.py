@@ -189,8 +189,8 @@ class ForkStarter(Starter):
     def _receive(self, number: int, limit_s: float) -> Reply:
         until = time.monotonic() + limit_s
         while True:
-            self._socket.settimeout(max(0.0, until - time.monotonic()))
-            try:
+            try:  # at the end of a program, another thread may close the socket at any moment
+                self._socket.settimeout(max(0.0, until - time.monotonic()))
                 data = self._socket.recv(LONGEST_BYTES)
             except TimeoutError:
                 raise LabError(f"the process that starts ranks did not reply within {limit_s:.0f} s") from None
@@ -205,7 +205,9 @@ class ForkStarter(Starter):
                 return answer
 
     def _death(self) -> LabError:
-        log = os.pread(self._log, 1 << 16, 0).decode(errors="replace").strip() if self._log >= 0 else ""  # -1: closed
+        log = ""
+        with contextlib.suppress(OSError):  # closed, perhaps at this moment by another thread
+            log = os.pread(self._log, 1 << 16, 0).decode(errors="replace").strip()
         tail = "\n".join(log.splitlines()[-12:])
         return LabError(f"the process that starts ranks has ended{': ' + tail if tail else ''}")
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +72,15 @@ def test_what_is_missing_is_named() -> None:
         entry["_Gone"]
     with pytest.raises(KeyError):
         entry["Conv2d"]  # torch has it, and the entry does not name it
+
+
+def test_asking_again_whether_names_exist_shows_no_warning_twice() -> None:
+    """Some names are asked for at each operation, and Python forgets what it has warned of when its filters change."""
+    entry = PrivateNames("math:sqrt", lost="all", public="", versions="")
+    assert entry.found
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            warnings.warn("once for this line", stacklevel=1)
+            assert entry.found
+    assert len(shown) == 1

@@ -366,6 +366,19 @@ def test_preloaded_modules_exist(start: str) -> None:
         assert group.run(lambda names: [n for n in names if n not in sys.modules], names).results == [[]]
 
 
+def test_a_forked_rank_finds_torch_prepared() -> None:
+    """Each takes milliseconds, which every rank of every group would spend again."""
+    pytest.importorskip("torch")
+
+    def done_before() -> list[int]:
+        from labkit.comm import install, phases
+
+        return [prepared.cache_info().hits for prepared in (phases.install, install.run_untraced)]
+
+    with lab.Group(1, start="fork") as group:
+        assert group.run(done_before).results == [[1, 1]]
+
+
 @pytest.mark.parametrize("runtime", ["torch", "rpc", "bare"])
 def test_a_rank_imports_no_labkit_modules_to_start_and_run(runtime: str) -> None:
     """Each rank of each group pays for what a forked rank imports itself; the server imports it only once."""

@@ -27,7 +27,7 @@ from processes import GONE_LIMIT_S, left_after
 
 import labkit as lab
 from labkit.errors.causes import Cause
-from labkit.errors.exceptions import Stopped
+from labkit.errors.exceptions import LabError, Stopped
 from labkit.group.open_groups import Notebook, default_start, notebook, warm_up
 from labkit.group.output import Notice, Output
 from labkit.ipc.pickling import shared_memory
@@ -750,3 +750,12 @@ def test_a_process_about_to_end_is_distinguished_from_one_that_works() -> None:
     assert process.status().exiting, "dead, and not yet buried"
     child.wait()
     assert process.status() == Status("gone", exiting=True, cpu_s=0.0)
+
+
+@pytest.mark.processes
+def test_a_server_that_another_thread_closes_has_ended() -> None:
+    """At the end of a program, a thread in the background may still wait for a reply."""
+    starter = ForkStarter(("labkit.worker.main_loop",), {}, RING_BYTES, shared_memory)
+    starter.close()
+    with pytest.raises(LabError, match="the process that starts ranks has ended"):
+        starter._receive(1, 1.0)

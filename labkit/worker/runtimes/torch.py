@@ -29,8 +29,8 @@ class Torch(Runtime):
         "numpy", "torch", "torch.distributed", "torch.nn.parallel", "torch.optim", "torch.utils.data",
         "torch.distributed.optim", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.tensor.parallel",
         "torch.distributed.pipelining", "torch.distributed.rpc", "torch.distributed.autograd", "torch.distributed.device_mesh",
-        "labkit.worker.main_loop", "labkit.comm.phases:install",
-        "labkit.comm.install", "labkit.comm.initialization", "labkit.comm.rpc_initialization", "labkit.comm.rpc_calls",
+        "labkit.worker.main_loop", "labkit.comm.phases:install", "labkit.comm.install:run_untraced",
+        "labkit.comm.initialization", "labkit.comm.rpc_initialization", "labkit.comm.rpc_calls",
         "labkit.worker.runtimes.torch_sockets",
     )  # fmt: skip
     environment: ClassVar[dict[str, str]] = {"OPENBLAS_NUM_THREADS": "1"}  # a fork would break numpy's thread pool
