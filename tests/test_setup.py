@@ -282,16 +282,17 @@ def test_help_lists_every_target() -> None:
 
 @needs_make
 @pytest.mark.processes
-def test_make_test_runs_everything() -> None:
-    commands = make("--dry-run", "test").stdout
-    for part in ("ruff check .", "ruff format --check .", "-m mypy", "pytest -n 2 --dist loadfile --nbval-lax tests notebooks"):
+def test_make_test_and_test_slow_run_everything() -> None:
+    commands, pytest_command = make("--dry-run", "test").stdout, "pytest -n 2 --dist loadfile --nbval-lax"
+    for part in ("ruff check .", "ruff format --check .", "-m mypy", f'{pytest_command} -m "not slow" tests notebooks'):
         assert part in commands
+    assert f"{pytest_command} -m slow tests" in make("--dry-run", "test-slow").stdout
 
 
 @needs_make
 @pytest.mark.processes
 def test_make_quick_leaves_out_what_starts_processes() -> None:
-    tests = '-m "not processes and not slow" tests'
+    tests = '-m "not processes and not slow and not tf" tests'
     commands = make("--dry-run", "quick").stdout
     for part in ("ruff check .", "-m mypy", f"{tests}/plots", f"{tests} --ignore=tests/plots", "notebooks/00_start_here.ipynb"):
         assert part in commands
@@ -310,7 +311,7 @@ def test_clean_leaves_the_environment(tree: Path) -> None:
 @pytest.mark.processes
 def test_ci_runs_all_tests_and_a_few_elsewhere() -> None:
     script = ROOT / ".ci" / "run"
-    assert script.read_text().splitlines()[-3:] == ["make test", "make pythons", "exec make torch-2.11"]
+    assert script.read_text().splitlines()[-4:] == ["make test", "make test-slow", "make pythons", "exec make torch-2.11"]
     if shutil.which("bash"):
         subprocess.run(["bash", "-n", str(script)], check=True, timeout=200)
 

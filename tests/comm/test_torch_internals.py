@@ -40,6 +40,7 @@ def without(name: str, folder: Path) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ENTRIES)
 def test_results_are_right_without(name: str, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from time_limits import some_limit_does
 import labkit as lab
 from labkit.group import output
 from labkit.group.output import LIVE_AFTER_S, LIVE_EVERY_S, LIVE_LINES, Notice, Output
-from labkit.group.terminal_lines import HELD_LINES, KEPT_CHARACTERS, KEPT_LINES, LINE_CHARACTERS
+from labkit.group.printed_lines import HELD_LINES, KEPT_CHARACTERS, KEPT_LINES, LINE_CHARACTERS
 from labkit.worker.runtimes.base import quiet_stderr
 
 # What three bars of tqdm with `position=` 0, 1 and 2 write when each of them is drawn.

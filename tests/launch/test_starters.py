@@ -534,7 +534,6 @@ BUSY = """
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("start", "server_first"), [("fork", False), ("spawn", False), ("fork", True)])
 def test_nothing_is_left_when_the_notebooks_process_is_killed(start: str, server_first: bool, script: Callable[..., Any]) -> None:
     """Its ranks are blocked in C++ and in a computation that holds the GIL; each has started a process."""

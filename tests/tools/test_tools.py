@@ -260,6 +260,7 @@ def fetch(address: str) -> str:
             time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_make_lab_serves_the_first_lesson_and_its_pictures(server: subprocess.Popen[str]) -> None:
     assert server.stdout is not None

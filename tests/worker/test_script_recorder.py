@@ -55,6 +55,7 @@ def torchrun(folder: Path, nodes: list[int], **more: str) -> list[tuple[int, str
             agent.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_two_nodes_leave_one_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "traces"

@@ -25,7 +25,7 @@ from labkit.recording.schema import READING
 from labkit.worker.runtimes.tensorflow import callbacks as tf_callbacks
 from labkit.worker.runtimes.tensorflow.config import mistake
 
-pytestmark = [pytest.mark.tf, pytest.mark.slow]
+pytestmark = pytest.mark.tf
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
     pytest.skip("needs TensorFlow", allow_module_level=True)
 
@@ -173,6 +173,7 @@ def files(folder: Path) -> list[str]:
 MODELS = [f"model-{epoch}.keras" for epoch in range(1, EPOCHS + 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True], ids=["one path", "own paths"])
 @pytest.mark.processes
 def test_training_continues_from_the_backup_after_a_worker_was_killed(two: lab.Group, tmp_path: Path, own: bool) -> None:

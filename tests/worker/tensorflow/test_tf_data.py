@@ -16,7 +16,7 @@ from labkit.tracing.intervals import Intervals, difference, length, union
 from labkit.worker.runtimes.tensorflow.profiler_events import Place, spans_of
 from labkit.worker.runtimes.tensorflow.session import Event
 
-pytestmark = [pytest.mark.tf, pytest.mark.slow]
+pytestmark = pytest.mark.tf
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
     pytest.skip("needs TensorFlow", allow_module_level=True)
 
