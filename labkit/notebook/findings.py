@@ -65,7 +65,7 @@ class Question:
 
     def __init__(self, function: Callable[[], dict[str, Any]], **known: Any) -> None:
         module, name = function.__module__, function.__name__
-        program = f"import json, sys; sys.path[:] = {sys.path!r}; from {module} import {name}; print(json.dumps({name}()))"
+        program = f"import sys; sys.path[:] = {sys.path!r}; import json; from {module} import {name}; print(json.dumps({name}()))"
         self._known = known
         self._process = subprocess.Popen(
             [sys.executable, "-c", program], env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"},
