@@ -12,6 +12,8 @@ import labkit as lab
 from labkit.group.group import Group
 from labkit.group.run import Run
 
+pytestmark = pytest.mark.processes
+
 MESSAGES = ["send", "recv", "all_reduce", "barrier"]
 
 

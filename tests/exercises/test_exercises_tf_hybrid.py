@@ -384,6 +384,7 @@ def only_the_step(folder, checkpoint, data, train_step, steps, every):
 
 
 @pytest.mark.parametrize("answer", answers.parameters())
+@pytest.mark.processes
 def test_the_verdict_fits_the_answer(answer) -> None:
     judge(answer)
 

@@ -325,6 +325,7 @@ def weights_by_numpy(shapes, layouts, mesh):
 
 
 @pytest.mark.parametrize("answer", answers.parameters())
+@pytest.mark.processes
 def test_the_verdict_names_the_mistake(answer) -> None:
     judge(answer)
 

@@ -192,6 +192,7 @@ def test_a_server_that_differs(changes: dict[str, Any], expected: str) -> None:
     assert expected in lines(SERVER, **changes)
 
 
+@pytest.mark.processes
 def test_checking_loads_no_framework() -> None:
     program = """
 import sys

@@ -13,6 +13,7 @@ from bench.load import loads
 from bench.load.footprint import too_much
 
 pytestmark = [
+    pytest.mark.processes,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
     pytest.mark.usefixtures("nothing_imports"),
 ]

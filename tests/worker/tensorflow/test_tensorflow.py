@@ -32,7 +32,7 @@ from labkit.ipc.protocol import RankConfig
 from labkit.worker.network_namespace import Network
 from labkit.worker.runtimes.tensorflow.runtime import TensorFlow
 
-pytestmark = [pytest.mark.tf, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.tf, pytest.mark.slow]
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
     pytest.skip("needs TensorFlow", allow_module_level=True)
 
