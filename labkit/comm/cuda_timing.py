@@ -16,8 +16,8 @@ from typing import Any, Final, Protocol
 import torch
 
 from labkit.comm.operation import Operation
-from labkit.recording.record import SpanStack, clock, here, not_begun
-from labkit.recording.ring_buffer import RingWriter, place_and_name
+from labkit.recording.record import TimedSpan, clock
+from labkit.recording.ring_buffer import RingWriter
 from labkit.recording.schema import COMPUTE, CUDA, STREAM
 
 __all__ = ["CudaEvents", "DeviceClock", "DeviceOperation", "Event", "Events", "Mark"]
@@ -125,7 +125,7 @@ class DeviceClock:
         self._ring = ring
         self._events: Events = events if events is not None else CudaEvents()
         self._anchors: dict[int, tuple[Event, int]] = {}
-        self._spans: deque[tuple[str, int, Mark, Mark]] = deque()
+        self._spans: deque[tuple[str, str, int, Mark, Mark]] = deque()
         self._operations: deque[DeviceOperation] = deque()
         self._settling = threading.Lock()
 
@@ -147,33 +147,20 @@ class DeviceClock:
         anchor = self._anchor(device)
         return Mark(self._events.on_side_stream(device, wait), anchor)
 
-    def span(self, name: str) -> tuple[Callable[[], None], Callable[..., None]]:
-        """Return the functions to call at the start and at the end of a span of the program's own, called `name`."""
-        stack = SpanStack()
-        here.opened.append(lambda: stack.is_open())  # the lambda: each thread has a list of its own
+    def span(self, name: str, line: str) -> TimedSpan:
+        """Return a span of the program's own, first used at `line`."""
+        return _DeviceSpan(self, name, line)
 
-        def enter() -> None:
-            stack.push(self.mark())
-
-        def leave(*_: object) -> None:
-            try:
-                start = stack.pop()
-            except IndexError:
-                not_begun(place_and_name(name)[1], frames=2)
-                return
-            self.ended(name, start)
-
-        return enter, leave
-
-    def ended(self, name: str, start: Mark, flags: int = 0) -> None:
+    def ended(self, name: str, line: str, start: Mark, flags: int = 0) -> None:
         """Record a span from a mark to the end of all work enqueued so far.
 
         Args:
             name: the span's name.
+            line: the student's line.
             start: its start.
             flags: 0 or `AUTOMATIC`.
         """
-        self._spans.append((name, flags, start, self.mark()))
+        self._spans.append((name, line, flags, start, self.mark()))
         self.settle()
 
     def follow(self, operation: DeviceOperation) -> None:
@@ -188,11 +175,11 @@ class DeviceClock:
         try:
             spans = self._spans
             while spans:
-                name, flags, start, end = spans[0]
+                name, line, flags, start, end = spans[0]
                 end_ns, start_ns = end.time_ns(), start.time_ns()
                 if end_ns is None or start_ns is None:
                     break  # later spans cannot be complete either
-                self._ring.write(name, COMPUTE, start_ns, end_ns, device=CUDA, flags=flags)
+                self._ring.write(name, COMPUTE, start_ns, end_ns, line=line, device=CUDA, flags=flags)
                 spans.popleft()
             for _ in range(len(self._operations)):  # operations may complete in any order
                 operation = self._operations.popleft()
@@ -236,6 +223,24 @@ class DeviceClock:
             best = event, clock()
         self._anchors[device] = best
         return best
+
+
+class _DeviceSpan(TimedSpan):
+    """A compute span of the program's own that the GPU times."""
+
+    __slots__ = ("_clock", "_line")
+
+    def __init__(self, device_clock: DeviceClock, name: str, line: str) -> None:
+        super().__init__(name, "compute")
+        self._clock, self._line = device_clock, line
+
+    def begin(self) -> Mark:
+        """Mark the GPU's work so far."""
+        return self._clock.mark()
+
+    def end(self, start: Mark) -> None:
+        """Record the span once the GPU has completed the work enqueued since `start`."""
+        self._clock.ended(self.name, self._line, start)
 
 
 class DeviceOperation(Operation):

@@ -33,13 +33,13 @@ class Operation:
         ring: the ring to write to.
         name: its name for the student: "all_reduce".
         start_ns: when it was issued.
-        nbytes, peer, group, match, line, signature: as in `recording.events.Span`.
+        nbytes, peer, root, group, match, line, signature: as in `recording.events.Span`.
         ready: for data on a GPU, when the GPU has computed it: the rank neither communicates nor waits before that.
     """
 
     __slots__ = (
         "_once", "_ready", "_ring", "_served", "_slot", "blocking", "booking", "end_ns", "future", "group", "line", "match",
-        "name", "nbytes", "peer", "signature", "start_ns", "timed", "wait_end_ns", "wait_start_ns", "waited_for",
+        "name", "nbytes", "peer", "root", "signature", "start_ns", "timed", "wait_end_ns", "wait_start_ns", "waited_for",
     )  # fmt: skip
 
     def __init__(
@@ -54,9 +54,10 @@ class Operation:
         line: str = "",
         ready: Ready | None = None,
         signature: str = "",
+        root: int = -1,
     ) -> None:
         self._ring, self.name, self.start_ns, self.nbytes = ring, name, start_ns, nbytes
-        self.peer, self.group, self.match, self.line, self.signature = peer, group, match, line, signature
+        self.peer, self.root, self.group, self.match, self.line, self.signature = peer, root, group, match, line, signature
         self.end_ns = self.wait_start_ns = self.wait_end_ns = 0
         self.future: Any = None  # the future, if one was requested, until it completes: C++ may wait for it
         self.waited_for = False  # a Python thread is blocked in it, and writes the record when it continues
@@ -66,7 +67,9 @@ class Operation:
         self._ready = ready
         self._served = False  # whether the waiting thread serves a remote call
         self._once = _thread.allocate_lock()
-        self._slot = ring.pend(name, start_ns, nbytes=nbytes, peer=peer, group=group, match=match, line=line, signature=signature)
+        self._slot = ring.pend(
+            name, start_ns, nbytes=nbytes, peer=peer, root=root, group=group, match=match, line=line, signature=signature
+        )
 
     @property
     def done(self) -> bool:
@@ -172,8 +175,8 @@ class Operation:
             flags |= SERVED
         self._ring.write_communication(
             self.name, start_ns, end_ns, wait_start_ns=wait_start_ns, wait_end_ns=wait_end_ns, nbytes=self.nbytes,
-            peer=self.peer, group=self.group, match=self.match, line=self.line, signature=self.signature, device=device,
-            flags=flags,
+            peer=self.peer, root=self.root, group=self.group, match=self.match, line=self.line, signature=self.signature,
+            device=device, flags=flags,
         )  # fmt: skip
         self._leave_slot()
 

@@ -80,25 +80,26 @@ class Phases:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             if is_dynamo_compiling() or get_ident() in threads:
                 return function(*args, **kwargs)
-            return call(phase, "", function, *args, **kwargs)
+            return call(phase, None, function, *args, **kwargs)
 
         recorded.__labkit_original__ = function  # type: ignore[attr-defined]
         _trace_through(recorded)
         setattr(owner, name, recorded)
 
-    def call(self, phase: str, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def call(self, phase: str, named: tuple[str, str] | None, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a function that is a phase, and record it.
 
         Args:
             phase: `FORWARD`, `BACKWARD` or `DATA`; calls of the same phase inside it are not recorded.
-            name: the span's name, recorded in any case; "" for that of the phase, which is recorded by the rules above.
+            named: name and line of a span that is recorded in any case; None for the phase's own, to which the
+                rules above apply.
             function: the function.
             *args: its arguments.
             **kwargs: its named arguments.
         """
         threads, thread = self._threads[phase], get_ident()
         outermost = thread not in threads
-        end = self._begin(phase, name)
+        end = self._begin(phase, named)
         threads.add(thread)
         try:
             return function(*args, **kwargs)
@@ -119,26 +120,27 @@ class Phases:
             for threads in quiet:
                 threads.discard(thread)
 
-    def _begin(self, phase: str, name: str = "") -> Callable[[], None]:
+    def _begin(self, phase: str, named: tuple[str, str] | None = None) -> Callable[[], None]:
         """Begin a span, and return what ends it."""
         recorder = _recorder()
         if recorder is None or is_compiling():  # the compiler traces passes that are not the program's
             return _nothing
         start_ns = clock()
         recorder.optimizer_steps.working(start_ns)
-        if not name:
+        if named is None:
             if phase in (FORWARD, BACKWARD) and in_backward() != -1:
                 if phase == BACKWARD:  # of a part of the graph, on a thread of torch's
                     return _nothing
                 phase = RECOMPUTATION
             if here.in_span():
                 return _nothing
-            name = _placed(recorder, phase, sys._getframe(_CALLER))
+            named = phase, _line(sys._getframe(_CALLER))
+        name, line = named
         device_clock = recorder.device_clock
         if device_clock is not None and phase != DATA:
             begun = device_clock.mark()
-            return lambda: device_clock.ended(name, begun, AUTOMATIC)
-        return lambda: recorder.ring.write(name, COMPUTE, start_ns, clock(), flags=AUTOMATIC)
+            return lambda: device_clock.ended(name, line, begun, AUTOMATIC)
+        return lambda: recorder.ring.write(name, COMPUTE, start_ns, clock(), line=line, flags=AUTOMATIC)
 
     def _optimizer_begins(self, optimizer: Any) -> None:
         if is_dynamo_compiling():
@@ -189,19 +191,18 @@ def _recorder() -> Recorder | None:
     return None if recorder is None or get_ident() in recorder.ring.serving_threads else recorder
 
 
-def _placed(recorder: Recorder, phase: str, caller: FrameType) -> str:
-    """Return a phase's name with the student's line, which is written out once per place in the run.
+def _line(caller: FrameType) -> str:
+    """Return the student's line that a phase was called from, which is written out once per place in the run.
 
     Any number of torch's functions may stand between: `Tensor.backward`, or a `GradScaler` and the wrappers of `step`.
     """
     frame: FrameType = caller
     while not is_students(frame.f_code.co_filename) and frame.f_back is not None:
         frame = frame.f_back
-    key = phase, id(frame.f_code), frame.f_lasti
-    known = here.places.get(key)
+    key = id(frame.f_code), frame.f_lasti
+    known = here.lines.get(key)
     if known is None:
-        name = recorder.ring.placed(phase, student_line(frame))
-        known = here.places[key] = name, frame.f_code  # which keeps its id as long as the key
+        known = here.lines[key] = student_line(frame), frame.f_code  # which keeps its id as long as the key
     return known[0]
 
 

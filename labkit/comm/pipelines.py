@@ -35,7 +35,7 @@ class Pipelines:
 
     def __init__(self, recorder: Recorder, phases: Phases) -> None:
         self._recorder, self._phases = recorder, phases
-        self._names: dict[tuple[Any, ...], str] = {}
+        self._names: dict[tuple[Any, ...], tuple[str, str]] = {}  # with the line that first used each
 
     def install(self) -> None:
         """Wrap the stages now, or when they are imported."""
@@ -77,14 +77,14 @@ class Pipelines:
     def _recorded(
         self, way: str, part: str, torchs: Callable[..., Any], stage: Any, number: int, *args: Any, **kwargs: Any
     ) -> Any:
-        name = self._names.get((way, part, number, stage.stage_index, stage.num_stages)) or self._name(way, part, number, stage)
-        return self._phases.call(way, name, torchs, stage, number, *args, **kwargs)
+        named = self._names.get((way, part, number, stage.stage_index, stage.num_stages)) or self._name(way, part, number, stage)
+        return self._phases.call(way, named, torchs, stage, number, *args, **kwargs)
 
-    def _name(self, way: str, part: str, number: int, stage: Any) -> str:
+    def _name(self, way: str, part: str, number: int, stage: Any) -> tuple[str, str]:
         of_stage = f" of stage {stage.stage_index}" if stage.num_stages > stage.group_size else ""
-        name = self._recorder.ring.placed(f"{way} {number}{of_stage}{part}", student_line())
-        self._names[way, part, number, stage.stage_index, stage.num_stages] = name
-        return name
+        named = f"{way} {number}{of_stage}{part}", student_line()
+        self._names[way, part, number, stage.stage_index, stage.num_stages] = named
+        return named
 
 
 def _to_others(torchs: Callable[..., Any], stage: Any) -> Any:

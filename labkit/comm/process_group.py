@@ -30,7 +30,7 @@ from labkit.comm.work import SilentWork, WatchedMessage, WatchedWork
 from labkit.recording.group_keys import pair_key
 from labkit.recording.operations import RECV, SEND, Form, OperationType, methods, type_of
 from labkit.recording.record import Recorder, clock, student_line
-from labkit.recording.schema import OPEN, ROOTED, TIMED
+from labkit.recording.schema import OPEN, TIMED
 
 __all__ = ["watched_process_group"]
 
@@ -145,7 +145,9 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         root = root_of(arguments)
         return self._ranks[root] if 0 <= root < len(self._ranks) else -1  # torch will reject the rank
 
-    def _issue(self, name: str, tensors: tuple[Any, ...], peer: int, group: str, match: int, signature: str) -> Operation:
+    def _issue(
+        self, name: str, tensors: tuple[Any, ...], group: str, match: int, signature: str, *, peer: int = -1, root: int = -1
+    ) -> Operation:
         """Return a new operation, timed by the GPU if NCCL transfers its tensors, otherwise by the host."""
         start_ns = clock()
         nbytes = most_nbytes(tensors)
@@ -156,14 +158,14 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         on_gpu = first_tensor(tensors) if device_clock is not None else None
         operation: Operation
         if on_gpu is None or not on_gpu.is_cuda:
-            operation = Operation(ring, name, start_ns, nbytes, peer, group, match, line, signature=signature)
+            operation = Operation(ring, name, start_ns, nbytes, peer, group, match, line, None, signature, root)
         elif self.moves_on_gpu:
             device = on_gpu.device.index
-            given = name, start_ns, nbytes, peer, group, match, line, None, signature
+            given = name, start_ns, nbytes, peer, group, match, line, None, signature, root
             operation = DeviceOperation(device_clock, device, ring, *given)
         else:
             ready = device_clock.mark(on_gpu.device.index)
-            operation = Operation(ring, name, start_ns, nbytes, peer, group, match, line, ready, signature)
+            operation = Operation(ring, name, start_ns, nbytes, peer, group, match, line, ready, signature, root)
         operation.timed = self.limit_s < math.inf
         if number != -1:
             self.backwards.issued(number, operation)
@@ -176,8 +178,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         """Execute and record an operation that its caller waits for: `_issue` and the wait in half the time."""
         start_ns, ring, group, line, name = clock(), self.recorder.ring, self._label, student_line(), form.name
         nbytes, signature = most_nbytes(arguments), signature_of(kind, form, arguments, root)
-        peer = ROOTED - root if root >= 0 else -1
-        slot = ring.pend(name, start_ns, nbytes=nbytes, peer=peer, group=group, match=match, line=line, signature=signature)
+        slot = ring.pend(name, start_ns, nbytes=nbytes, root=root, group=group, match=match, line=line, signature=signature)
         booking = self._booked(kind, arguments, nbytes, match, start_ns)
         try:
             work = call(self._real, *args, **kwargs)
@@ -199,7 +200,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         finally:
             end_ns = clock()
             ring.write_communication(
-                name, start_ns, end_ns, wait_start_ns=start_ns, wait_end_ns=end_ns, nbytes=nbytes, peer=peer, group=group,
+                name, start_ns, end_ns, wait_start_ns=start_ns, wait_end_ns=end_ns, nbytes=nbytes, root=root, group=group,
                 match=match, line=line, signature=signature, flags=flags,
             )  # fmt: skip
             ring.unpend(slot)
@@ -250,7 +251,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
             match = next(numbers)
         else:
             name = RECV.name
-        operation = self._issue(name, (tensors,), peer, group, match, tensor_in_words(tensors))
+        operation = self._issue(name, (tensors,), group, match, tensor_in_words(tensors), peer=peer)
         operation.timed = self.message_limit_s < math.inf
         if group:
             self._book_message(operation)
@@ -311,7 +312,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         """Run a barrier that reports missing ranks; it has no asynchronous form."""
         self._count += 1
         kind = type_of("monitored_barrier")
-        operation = self._issue(kind.name, (), -1, self.label, self._count, "")
+        operation = self._issue(kind.name, (), self.label, self._count, "")
         operation.booking = self._booked(kind, (), 0, self._count, operation.start_ns)
         limit = args[0] if args else kwargs.get("timeout")
         operation.wait_begins(TIMED if ends_by_itself(limit) else 0)
@@ -371,7 +372,7 @@ def _collective(method: str, kind: OperationType, form: Form) -> Callable[..., A
         if at_once and self.recorder.device_clock is None:
             return self._execute(kind, called, arguments, root, match, inherited, args, kwargs)
         signature = signature_of(kind, called, arguments, root)
-        operation = self._issue(called.name, arguments, ROOTED - root if root >= 0 else -1, label, match, signature)
+        operation = self._issue(called.name, arguments, label, match, signature, root=root)
         operation.booking = self._booked(kind, arguments, operation.nbytes, match, operation.start_ns)
         try:
             work = inherited(self._real, *args, **kwargs)

@@ -12,8 +12,8 @@ from labkit.errors.lists import listed
 from labkit.group.member import Member
 from labkit.group.mismatches import Place, first_unequal
 from labkit.recording.events import ProfilerEvent, Scalar
-from labkit.recording.ring_buffer import pending_of, place_and_name
-from labkit.recording.ring_layout import PENDING_ORDER, record_dtype
+from labkit.recording.ring_buffer import pending_of
+from labkit.recording.ring_layout import record_dtype
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, ENDED, OPEN, READING, STEPS_IN_ALL, Pending
 from labkit.tracing.downsample import downsample
 from labkit.tracing.trace import Trace, from_records
@@ -159,7 +159,7 @@ class Records:
         names, last = self._readers[rank].names(), ""
         for chunk in self._chunks[rank]:
             rows = chunk[chunk["kind"] == COMPUTE]
-            shown = (place_and_name(names[row["name"]])[1] for row in rows[::-1])
+            shown = (names[number] for number in rows["name"][::-1])
             last = next((name for name in shown if name not in (READING, UNNAMED)), last)
         return last
 
@@ -196,8 +196,7 @@ class Records:
         return self._readers[rank].names() if self._readers else self._names[rank]
 
     def _operation(self, rank: int, row: Any) -> Pending:
-        names = self._names_of(rank)
-        return pending_of(((f, int(row[f.name])) for f in PENDING_ORDER), names, int(row["start_ns"]))
+        return dataclasses.replace(pending_of(row, self._names_of(rank)), wait_start_ns=0)  # it no longer waits
 
     def trace(self, profiled: Sequence[Sequence[Any]] = ()) -> Trace:
         """Return the trace of all records; call `freeze` first.

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from labkit.plots.ends import Ends, ends_of
 from labkit.plots.message_arrows import messages
 from labkit.recording.operations import REPLY, Traffic, type_of
-from labkit.recording.schema import COMMUNICATION, OPEN, ROOTED, UNSIZED
+from labkit.recording.schema import COMMUNICATION, OPEN, UNSIZED
 from labkit.tracing.intervals import Intervals
 from labkit.tracing.trace import Trace
 
@@ -183,9 +183,9 @@ def _messages(rows: Any, names: list[str], ends: Ends) -> list[tuple[Any, ...]]:
 
 def _roots(rows: Any, names: list[str], ends: Ends) -> list[tuple[Any, ...]]:
     """Return row, source, destination and bytes of collectives with a root. The root's own entry is to itself."""
-    here = np.flatnonzero(rows["peer"] <= ROOTED)
+    here = np.flatnonzero(rows["root"] >= 0)
     leaves = _travels(rows[here], names, Traffic.FROM_ROOT)  # in the other collectives with a root, the root receives
-    mine, root = ends.of(rows[here]), ends.root(ROOTED - rows["peer"][here])
+    mine, root = ends.of(rows[here]), ends.root(rows["root"][here])
     part = (here, np.where(leaves, root, mine), np.where(leaves, mine, root), rows["nbytes"][here].astype(np.float64))
     return [part] if len(here) else []
 
@@ -193,7 +193,7 @@ def _roots(rows: Any, names: list[str], ends: Ends) -> list[tuple[Any, ...]]:
 def _rings(rows: Any, names: list[str], ends: Ends) -> list[tuple[Any, ...]]:
     """Return row, source, destination and bytes of collectives without a root, per process group."""
     parts: list[tuple[Any, ...]] = []
-    collective = np.flatnonzero((rows["peer"] < 0) & (rows["peer"] > ROOTED) & (rows["group"] != 0) & (rows["nbytes"] > 0))
+    collective = np.flatnonzero((rows["peer"] < 0) & (rows["root"] < 0) & (rows["group"] != 0) & (rows["nbytes"] > 0))
     for group in np.unique(rows["group"][collective]).tolist():
         of_group = collective[rows["group"][collective] == group]
         members = np.unique(ends.of(rows[of_group]))

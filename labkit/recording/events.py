@@ -69,9 +69,9 @@ STORED: Final = tuple(f for f in FIELDS if not isinstance(f.place, Flag))  # one
 COLUMNS: Final = np.dtype([(f.name, DTYPES[f.code]) for f in STORED] + [("flags", "<u2")])
 
 
-def blank(count: int) -> Any:
-    """Return an array of `COLUMNS` in which every field has its default."""
-    rows = np.zeros(count, COLUMNS)
+def blank(count: int, dtype: Any = COLUMNS) -> Any:
+    """Return an array of `COLUMNS`, or of `record_dtype()`, in which every field has its default."""
+    rows = np.zeros(count, dtype)
     for field in STORED:
         if isinstance(field.default, int):
             rows[field.name] = field.default

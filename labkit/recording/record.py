@@ -9,9 +9,10 @@ import os
 import reprlib
 import sys
 import sysconfig
-import threading
 import time
 import warnings
+from _thread import get_ident
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, Generic, TypeVar
@@ -20,14 +21,16 @@ from labkit.errors.own_code import LABKIT
 from labkit.errors.wrong_calls import WrongTypeError, WrongValueError
 from labkit.recording.optimizer_steps import OptimizerSteps
 from labkit.recording.ring_buffer import RingWriter
-from labkit.recording.schema import CALL, COMPUTE, KINDS, STEP, STEPS_IN_ALL
+from labkit.recording.ring_layout import SPAN_RECORD
+from labkit.recording.schema import CALL, COMPUTE, CPU, KINDS, STEP, STEPS_IN_ALL
 
-__all__ = ["Recorder", "SpanStack", "here", "is_students", "label", "not_begun", "record", "span", "steps", "student_line"]
+__all__ = ["Recorder", "TimedSpan", "here", "is_students", "label", "record", "span", "steps", "student_line"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 clock = time.perf_counter_ns
+pack_span = SPAN_RECORD.pack_into
 
 
 class Recorder:
@@ -64,8 +67,8 @@ class _Here:
         self.files: dict[str, str] = {}  # the notebook's names for the student's cells and files: "cell 5", "train.py"
         self.spans: dict[str, Any] = {}  # the compute spans that `span` has created, by name
         self.communication_spans: dict[str, Any] = {}
-        self.places: dict[Any, Any] = {}  # names of spans that labkit records itself, with their lines
-        self.opened: list[Callable[[], Any]] = []  # for each compute span: whether this thread is in it
+        self.lines: dict[Any, Any] = {}  # the student's lines at which labkit itself records spans
+        self.opened: list[TimedSpan] = []  # all compute spans that `span` has created
 
     def start(self, recorder: Recorder | None) -> None:
         """Record with `recorder` from now on; None stops recording."""
@@ -76,12 +79,12 @@ class _Here:
         """Discard all cached spans, so that each is created anew at its next use."""
         self.spans.clear()
         self.communication_spans.clear()
-        self.places.clear()
+        self.lines.clear()
         self.opened.clear()
 
     def in_span(self) -> bool:
         """Whether this thread is in a compute span of the program's own."""
-        return any(is_open() for is_open in self.opened)
+        return any(span.is_open() for span in self.opened)
 
 
 here = _Here()
@@ -92,26 +95,114 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: here.start(None))
 
 
-class _Span:
-    """A named block of code: a context manager and a decorator. This one, outside a group, records nothing.
+class UnrecordedSpan:
+    """A span outside a group. It decorates functions, and can be pickled, like all spans."""
 
-    One object serves all threads that use the name, and may be entered again while it is open.
-    """
+    __slots__ = ("kind", "name")
 
     def __init__(self, name: str, kind: str) -> None:
-        self._name, self._kind = name, kind
+        self.name, self.kind = name, kind
 
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
     def __call__(self, function: F) -> F:
-        return _decorated(function, self._name, self._kind)
+        return _decorated(function, self.name, self.kind)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return span, (self._name, self._kind)  # created in the notebook, it records once it is in a rank
+        return span, (self.name, self.kind)  # created in the notebook, it records once it is in a rank
+
+
+class TimedSpan(UnrecordedSpan):
+    """A span that records. Threads may be in it at the same time, and a thread several times.
+
+    Subclasses define `begin`, which returns what `end` is called with.
+    """
+
+    __slots__ = ("_begun",)
+
+    def __init__(self, name: str, kind: str) -> None:
+        super().__init__(name, kind)
+        self._begun: defaultdict[int, list[Any]] = defaultdict(list)  # by thread, what `begin` returned
+        if kind == "compute":
+            here.opened.append(self)
+
+    def begin(self) -> Any:
+        """Note that the span begins, and return what `end` needs to know."""
+        raise NotImplementedError
+
+    def end(self, begun: Any) -> None:
+        """Record the span; `begun` is what `begin` returned."""
+        raise NotImplementedError
+
+    def __enter__(self) -> None:
+        self._begun[get_ident()].append(self.begin())
+
+    def __exit__(self, *_: object) -> None:
+        if begun := self._begun[get_ident()]:
+            self.end(begun.pop())
+        else:
+            self._not_begun()
+
+    def is_open(self) -> bool:
+        """Whether this thread is in the span."""
+        return bool(self._begun.get(get_ident()))
+
+    def _not_begun(self) -> None:
+        """Warn that this thread has ended the span without beginning it; nothing is recorded."""
+        warnings.warn(
+            f"span({self.name!r}) was ended by a thread in which it was not open, so it is not recorded: `with` ends it once, "
+            "in the thread that began it",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+class _ComputeSpan(TimedSpan):
+    """A compute span that the host times. As the most frequent span it writes its record itself, a third faster."""
+
+    __slots__ = ("_buffer", "_line", "_name", "_next_slot")
+
+    def __init__(self, ring: RingWriter, name: str, line: str) -> None:
+        super().__init__(name, "compute")
+        self._buffer, self._next_slot = ring.buffer, ring.next_slot
+        self._name, self._line = ring.span_name(name), ring.span_line(line)
+
+    def __enter__(self) -> None:
+        self._begun[get_ident()].append(clock())
+
+    def __exit__(self, *_: object) -> None:
+        end_ns, begun = clock(), self._begun[get_ident()]
+        if not begun:
+            self._not_begun()
+            return
+        start_ns = begun.pop()
+        number, at = self._next_slot()  # not earlier: readers wait for a record whose number is taken
+        pack_span(self._buffer, at, start_ns, end_ns, self._name, self._line, 0, COMPUTE, CPU, number)
+
+
+class _CommunicationSpan(TimedSpan):
+    """A communication of the program's own: pending, and the rank blocked, from start to end."""
+
+    __slots__ = ("_ring",)
+
+    def __init__(self, ring: RingWriter, name: str) -> None:
+        super().__init__(name, "communication")
+        self._ring = ring
+
+    def begin(self) -> tuple[int, str, int]:
+        line, start_ns = student_line(), clock()
+        slot = self._ring.pend(self.name, start_ns, line=line)
+        self._ring.waiting(slot, start_ns)
+        return slot, line, start_ns
+
+    def end(self, begun: tuple[int, str, int]) -> None:
+        end_ns, (slot, line, start_ns) = clock(), begun
+        self._ring.unpend(slot)
+        self._ring.write_communication(self.name, start_ns, end_ns, wait_start_ns=start_ns, wait_end_ns=end_ns, line=line)
 
 
 def span(name: str, kind: str = "compute") -> Any:
@@ -153,108 +244,22 @@ def span(name: str, kind: str = "compute") -> Any:
     return made
 
 
-def _new_span(name: str, kind: str) -> _Span:
+def _new_span(name: str, kind: str) -> Any:
     """Create the kind of span that this process uses now."""
     recorder = here.recorder
     if recorder is None:
-        return _Span(name, kind)
+        return UnrecordedSpan(name, kind)
     if kind == "communication":
-        return _CommunicationSpan(name, recorder.ring)
+        return _CommunicationSpan(recorder.ring, name)
     if recorder.device_clock is not None:
-        return _SpanOfPair(name, recorder.device_clock.span(recorder.ring.placed(name, student_line())))
-    timed = _ComputeSpan(name, recorder.ring)
-    if recorder.graph_spans is not None:
-        return _SpanOfPair(name, recorder.graph_spans.around(name, timed.__enter__, timed.__exit__))
-    return timed
+        return recorder.device_clock.span(name, student_line())
+    timed = _ComputeSpan(recorder.ring, name, student_line())
+    return timed if recorder.graph_spans is None else recorder.graph_spans.around(timed)
 
 
-# `torch.compile` would trace through what it calls. `torch.compiler.disable` sets this attribute, but needs torch.
-# Test: `test_a_span_in_a_compiled_function`.
+# `torch.compile` would trace through the class that it returns, and fail at `__enter__`, which is no Python function.
+# `torch.compiler.disable` sets this attribute, but needs torch. Test: `test_a_span_in_a_compiled_function`.
 _new_span._torchdynamo_disable = True  # type: ignore[attr-defined]
-
-
-class SpanStack(threading.local):
-    """A stack, per thread, of the start values of the open spans of one name: a span may contain itself."""
-
-    def __init__(self) -> None:
-        begun: list[Any] = []
-        self.push = begun.append
-        self.pop = begun.pop  # IndexError if this thread has no open span
-        self.is_open = begun.__len__
-
-
-def not_begun(name: str, frames: int = 1) -> None:
-    """Warn that a thread ended a span that it had not begun. It is not recorded; other records are unaffected.
-
-    Args:
-        name: the span's name.
-        frames: how many of labkit's functions lie between the student's line and this one.
-    """
-    warnings.warn(
-        f"span({name!r}) was ended by a thread in which it was not open, so it is not recorded: `with` ends it once, "
-        "in the thread that began it",
-        RuntimeWarning,
-        stacklevel=frames + 2,
-    )
-
-
-class _ComputeSpan(_Span):
-    """A span that the host times."""
-
-    def __init__(self, name: str, ring: RingWriter) -> None:
-        super().__init__(name, "compute")
-        self._ring, self._placed, self._stack = ring, ring.placed(name, student_line()), SpanStack()
-        here.opened.append(lambda: self._stack.is_open())  # the lambda: each thread has a list of its own
-
-    def __enter__(self) -> None:
-        self._stack.push(clock())
-
-    def __exit__(self, *error: object) -> None:
-        end_ns = clock()
-        try:
-            start_ns = self._stack.pop()
-        except IndexError:
-            not_begun(self._name)
-        else:
-            self._ring.write(self._placed, COMPUTE, start_ns, end_ns)
-
-
-class _CommunicationSpan(_Span):
-    """A student's communication span: pending, and the rank blocked, from start to end."""
-
-    def __init__(self, name: str, ring: RingWriter) -> None:
-        super().__init__(name, "communication")
-        self._ring, self._placed, self._stack = ring, ring.placed(name), SpanStack()
-
-    def __enter__(self) -> None:
-        line, start_ns = student_line(), clock()
-        slot = self._ring.pend(self._placed, start_ns, line=line)
-        self._ring.waiting(slot, start_ns)
-        self._stack.push((slot, line, start_ns))
-
-    def __exit__(self, *error: object) -> None:
-        end_ns = clock()
-        try:
-            slot, line, start_ns = self._stack.pop()
-        except IndexError:
-            not_begun(self._name)
-            return
-        self._ring.unpend(slot)
-        self._ring.write_communication(self._placed, start_ns, end_ns, wait_start_ns=start_ns, wait_end_ns=end_ns, line=line)
-
-
-class _SpanOfPair(_Span):
-    """A compute span that another clock times, or that marks a graph: two functions that begin and end it."""
-
-    def __init__(self, name: str, pair: tuple[Callable[[], None], Callable[..., None]]) -> None:
-        super().__init__(name, "compute")
-        self._begin, self._end = pair
-
-    def __enter__(self) -> None:
-        self._begin()
-
-    def __exit__(self, *error: object) -> None:
-        self._end(*error)
 
 
 def _decorated(function: F, name: str, kind: str) -> F:

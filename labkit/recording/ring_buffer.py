@@ -7,9 +7,28 @@ memory at any time, even while the rank is blocked in C++ or after it was killed
                          last known to be alive; which names found no room (`NO_ROOM`); how many of its threads serve
                          calls
     pending (1024 slots) operations issued and not yet completed: what a stuck or killed rank was doing
-    names (1 MiB)        interned strings: span names, lines of code, process groups; a name may be stored together with
-                         its line
+    names (1 MiB)        interned strings: names, lines of code, process groups
     records              a ring; record i is in slot i % capacity and is complete once its commit field is i
+
+What can go wrong, and the test in `tests/recording/test_ring_buffer.py` that shows it:
+
+    Threads of the rank write at once. `next_slot` gives each its own number, in one step under the GIL; a thread may
+    then be delayed for long. The reader stops in front of the unfinished record, and reads it later
+    (`test_an_unfinished_record_delays_the_later_ones_and_is_not_lost`).
+    The reader copies a record while it is overwritten. `commit` is written last, and cleared first: a record counts
+    only if its commit was right before and after the copy (`test_what_changes_while_it_is_copied_is_dropped`,
+    `test_a_record_that_is_half_overwritten_is_not_read`).
+    The rank laps the reader. The reader skips ahead by `HEADWAY`, so that it is not lapped again at once, and counts
+    what it lost (`test_what_was_overwritten_is_counted_exactly`). Up to `IN_FLIGHT` threads may be in the middle of
+    slots that still look complete, so it does not trust those
+    (`test_records_about_to_be_overwritten_are_not_trusted`).
+    A pending operation ends, and another takes its slot, while the reader looks
+    (`test_a_pending_operation_that_is_half_written_is_not_seen`).
+    A program makes up names without end. Those that tell who waits for whom still find room
+    (`test_operations_keep_their_names_with_any_number_of_spans_and_curves`).
+    The rank is killed (`test_another_process_reads_whole_records_while_the_rank_writes_and_after_it_was_killed`), or
+    forks: the child shares the memory but not the counter, so it stops recording (in `test_record.py`:
+    `test_a_worker_that_a_rank_forks_records_nothing`).
 """
 
 from __future__ import annotations
@@ -19,17 +38,17 @@ import struct
 import threading
 from _thread import get_native_id
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from labkit.recording.record_writers import compiled_pend, compiled_write_communication
 from labkit.recording.ring_layout import (  # fmt: skip
     ALIVE_AT,
     CAPACITY,
     COMMIT_OFFSET,
-    HEAD,
+    COMMUNICATION_RECORD,
     HEADWAY,
     IN_FLIGHT,
+    LINES_LIMIT,
     LONGEST_NAME,
     NAMES_AT,
     NAMES_BYTES,
@@ -37,28 +56,30 @@ from labkit.recording.ring_layout import (  # fmt: skip
     NO_ROOM_AT,
     PENDING,
     PENDING_AT,
-    PENDING_ORDER,
     PENDING_SLOTS,
     PENDING_START,
     PENDING_WAIT,
-    PLACED_LIMIT,
     RECORD_BYTES,
     RECORDS_AT,
+    SCALAR_RECORD,
     SCALARS_LIMIT,
     SERVING_AT,
     SIGNATURES_LIMIT,
+    SPAN_RECORD,
     SPANS_LIMIT,
+    TAIL_FIELDS,
     UNNOTED_AT,
     WORD,
+    pending_dtype,
     record_dtype,
 )
-from labkit.recording.schema import CPU, SCALAR, Field, Pending
+from labkit.recording.schema import COMMUNICATION, COMPUTE, CPU, OPEN, PENDING_FIELDS, SCALAR, Pending
 
-__all__ = ["OTHER_SCALARS", "OTHER_SPANS", "RingReader", "RingWriter", "pending_of", "place_and_name"]
+__all__ = ["OTHER_SCALARS", "OTHER_SPANS", "RingReader", "RingWriter", "pending_of"]
 
-_pack_head = HEAD.pack_into
+_pack_span, _pack_scalar, _pack_communication = SPAN_RECORD.pack_into, SCALAR_RECORD.pack_into, COMMUNICATION_RECORD.pack_into
+_pack_pending = PENDING.pack_into
 OTHER_SPANS, OTHER_SCALARS = "(other spans)", "(other values)"
-_AT: Final = "\0"  # separates a name's line of code from the name
 
 
 class RingWriter:
@@ -105,11 +126,13 @@ class RingWriter:
         self._no_room |= 1 << NO_ROOM.index(kind)
         struct.pack_into("<I", self.buffer, NO_ROOM_AT, self._no_room)
 
-    def placed(self, name: str, place: str = "") -> str:
-        """Return a span's name with its line of code; without it if there are many names, `OTHER_SPANS` if too many."""
-        if place and self._used < PLACED_LIMIT:
-            return f"{place}{_AT}{name}"
-        return self._known_or(name, SPANS_LIMIT, OTHER_SPANS, "spans")
+    def span_name(self, text: str) -> int:
+        """Return the number of a span's name; that of `OTHER_SPANS` if there are too many names."""
+        return self.name(self._known_or(text, SPANS_LIMIT, OTHER_SPANS, "spans"))
+
+    def span_line(self, text: str) -> int:
+        """Return the number of a span's line of code; 0, which is the empty string, if there are many names."""
+        return self.name(text) if self._used < LINES_LIMIT or text in self.ids else 0
 
     def _known_or(self, name: str, limit: int, instead: str, kind: str) -> str:
         """Return a name if it is known or there is room for it; otherwise `instead`."""
@@ -118,26 +141,72 @@ class RingWriter:
         self._note_no_room(kind)
         return instead
 
-    def write(self, name: str, kind: int, start_ns: int, end_ns: int, *, device: int = CPU, flags: int = 0) -> None:
-        """Record a finished span."""
+    def write(
+        self, name: str, kind: int, start_ns: int, end_ns: int, *, line: str = "", device: int = CPU, flags: int = 0
+    ) -> None:
+        """Record a finished span that is no communication."""
         ids = self.ids
-        name_id = ids[name] if name in ids else self.name(name)
+        if name in ids:
+            name_id = ids[name]
+        else:
+            name_id = self.span_name(name) if kind == COMPUTE else self.name(name)
+        line_id = ids[line] if line in ids else self.span_line(line)
         number, at = self.next_slot()
-        _pack_head(self.buffer, at, start_ns, end_ns, name_id, kind, device, flags, number)
+        _pack_span(self.buffer, at, start_ns, end_ns, name_id, line_id, flags, kind, device, number)
 
     def write_scalar(self, name: str, at_ns: int, value: float) -> None:
-        """Record one value of a curve; it is stored in the bits of end_ns."""
-        (bits,) = WORD.unpack(struct.pack("<d", value))
-        self.write(self._known_or(name, SCALARS_LIMIT, OTHER_SCALARS, "values"), SCALAR, at_ns, bits)
+        """Record one value of a curve."""
+        name_id = self.name(self._known_or(name, SCALARS_LIMIT, OTHER_SCALARS, "values"))
+        number, at = self.next_slot()
+        _pack_scalar(self.buffer, at, at_ns, at_ns, value, name_id, 0, 0, SCALAR, CPU, number)
 
-    write_communication = compiled_write_communication()
-    pend = compiled_pend()
+    def write_communication(
+        self, name: str, start_ns: int, end_ns: int, *, wait_start_ns: int = 0, wait_end_ns: int = 0, nbytes: int = 0,
+        peer: int = -1, root: int = -1, group: str = "", match: int = 0, line: str = "", signature: str = "",
+        device: int = CPU, flags: int = 0,
+    ) -> None:  # fmt: skip
+        """Record one finished communication; see `recording.schema.Span` for the meaning of each value."""
+        self.communications += 1
+        self.failures += flags & OPEN != 0
+        ids = self.ids
+        # Most strings are known: two lookups are faster than a call.
+        name_id = ids[name] if name in ids else self.name(name)
+        group_id = ids[group] if group in ids else self.name(group)
+        line_id = ids[line] if line in ids else self.name(line)
+        signature_id = ids[signature] if signature in ids else self._signature(signature)
+        number, at = self.next_slot()
+        _pack_communication(
+            self.buffer, at, start_ns, end_ns, wait_start_ns, wait_end_ns, nbytes, match, name_id, line_id, group_id,
+            signature_id, peer, root, 1, flags, COMMUNICATION, device, number,
+        )  # fmt: skip
 
-    def rare_name(self, text: str, kind: str) -> int:
-        """Return the number of a string that the program chooses; that of "" if its kind has no room left."""
-        return self.name(self._known_or(text, SIGNATURES_LIMIT, "", kind))
+    def pend(
+        self, name: str, start_ns: int, *, nbytes: int = 0, peer: int = -1, root: int = -1, group: str = "", match: int = 0,
+        line: str = "", signature: str = "",
+    ) -> int:  # fmt: skip
+        """Note that an operation was issued.
 
-    def free_slot(self) -> int:
+        Returns:
+            the slot that `waiting` and `unpend` ask for; -1, which they ignore, where all are taken.
+        """
+        slot = self._free_slot()
+        if slot >= 0:
+            ids = self.ids
+            name_id = ids[name] if name in ids else self.name(name)
+            group_id = ids[group] if group in ids else self.name(group)
+            line_id = ids[line] if line in ids else self.name(line)
+            signature_id = ids[signature] if signature in ids else self._signature(signature)
+            _pack_pending(
+                self.buffer, PENDING_AT + slot * PENDING.size, 0, get_native_id(), name_id, nbytes, match, line_id, group_id,
+                signature_id, peer, root, start_ns,
+            )  # fmt: skip
+        return slot
+
+    def _signature(self, text: str) -> int:
+        """Return the number of a signature; 0, which is the empty string, if there is no room left for signatures."""
+        return self.name(self._known_or(text, SIGNATURES_LIMIT, "", "sizes"))
+
+    def _free_slot(self) -> int:
         """Return a free slot for a pending operation; -1 if all are taken."""
         try:
             return self._free.pop()
@@ -190,9 +259,11 @@ class RingReader:
         self._numpy = numpy
         self._dtype = record_dtype()
         self._nothing = numpy.empty(0, self._dtype)
+        # Of records that lack these fields: there they are 0 in memory.
+        self._defaults = [(f.name, f.default) for f in TAIL_FIELDS if f.default not in (0, "")]
         # Records as rows of words: copying these takes a twentieth of the time that numpy needs field by field.
         words = RECORD_BYTES // WORD.size
-        self._pending_starts = numpy.ndarray(PENDING_SLOTS, numpy.int64, buffer, PENDING_AT + PENDING_START, PENDING.size)
+        self._slots = numpy.frombuffer(buffer, pending_dtype(), PENDING_SLOTS, PENDING_AT)
         self._words = numpy.frombuffer(buffer, numpy.int64, CAPACITY * words, RECORDS_AT).reshape(CAPACITY, words)
         self._commits = self._words[:, COMMIT_OFFSET // WORD.size]
         self._next = first
@@ -249,14 +320,12 @@ class RingReader:
     def pending(self) -> list[Pending]:
         """Return the operations that are issued and not completed at this moment, oldest first."""
         found = []
-        for slot in self._numpy.flatnonzero(self._pending_starts).tolist():
-            at = PENDING_AT + slot * PENDING.size
-            (before,) = WORD.unpack_from(self.buffer, at + PENDING_START)
-            wait_start_ns, thread, *values, start_ns = PENDING.unpack_from(self.buffer, at)
-            (after,) = WORD.unpack_from(self.buffer, at + PENDING_START)
-            if before and before == start_ns == after:  # otherwise it was freed, and perhaps reused, meanwhile
-                given = zip(PENDING_ORDER, values, strict=True)
-                found.append(pending_of(given, self.names(), start_ns, wait_start_ns, thread))
+        started = self._slots["start_ns"]
+        for slot in self._numpy.flatnonzero(started).tolist():
+            before = started[slot]
+            row = self._slots[slot].copy()
+            if before and before == row["start_ns"] == started[slot]:  # otherwise it was freed, and perhaps reused, meanwhile
+                found.append(pending_of(row, self.names(), thread=int(row["thread"])))
         return sorted(found, key=lambda p: p.start_ns)
 
     def read(self) -> Any:
@@ -264,7 +333,7 @@ class RingReader:
 
         The rank does not wait, so a record may change during the copy. A record is returned only if its commit number
         was right before and after the copy, and the rank was not close to its slot. Overwritten records are counted in
-        `dropped`.
+        `dropped`. Each record has a value in each field; what its kind does not have is the default.
         """
         np = self._numpy
         first = self._next
@@ -292,6 +361,9 @@ class RingReader:
             # An unfinished record belongs to a thread that took its number and was then delayed: it will be read later.
             end = len(numbers) if finished.all() else int(finished.argmin())
             records, last = records[:end][whole[:end]], first + end - 1
+        others = records["kind"] != COMMUNICATION
+        for name, default in self._defaults:
+            records[name][others] = default
         self.dropped += last + 1 - self._next - len(records)
         self._next = last + 1
         return records
@@ -304,7 +376,11 @@ class RingReader:
         if self._commit_at(half_round) >= half_round:  # the rank may have reached the slot during the copy
             return None
         self._next = number + 1
-        return self._numpy.frombuffer(copy, self._dtype)
+        record = self._numpy.frombuffer(copy, self._dtype)
+        if record["kind"][0] != COMMUNICATION:
+            for name, default in self._defaults:
+                record[name] = default
+        return record
 
     def _commit_at(self, number: int) -> int:
         return _commit_at(self.buffer, number)
@@ -321,18 +397,10 @@ class RingReader:
         return low
 
 
-def place_and_name(text: str) -> tuple[str, str]:
-    """Split an interned name into its line of code, which is "" if it has none, and the name."""
-    place, _, name = text.rpartition(_AT)
-    return place, name
-
-
-def pending_of(
-    given: Iterable[tuple[Field, int]], names: Sequence[str], start_ns: int, wait_start_ns: int = 0, thread: int = 0
-) -> Pending:
-    """Build a pending operation from its fields as stored in memory, where strings are indices into `names`."""
-    values: dict[str, Any] = {f.name: names[value] if f.is_text else value for f, value in given}
-    return Pending(start_ns=start_ns, wait_start_ns=wait_start_ns, thread=thread, **values)
+def pending_of(row: Any, names: Sequence[str], thread: int = 0) -> Pending:
+    """Return the operation that a row of `pending_dtype()` or of `record_dtype()` describes; strings are in `names`."""
+    values: dict[str, Any] = {f.name: names[row[f.name]] if f.is_text else int(row[f.name]) for f in PENDING_FIELDS}
+    return Pending(**values, thread=thread)
 
 
 def _places() -> Iterator[int]:

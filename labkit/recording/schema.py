@@ -2,13 +2,16 @@
 
 A field is an attribute of `Span`. Its annotation says where a record in the ring stores it:
 
-    Head("q")        in every record, written in one step: the head's size is fixed
-    Tail("q")        in the record of a communication; other spans have the default
-    Flag(OPEN)       one bit, set if the value is not the default
+    Head("q")        in every record
+    Tail("q")        in the record of a communication; other records have the default
+    Flag(OPEN)       one bit of the record's `flags`, set if the value is not the default
     OfRank("i")      not in the ring: the reader knows it
 
 The letter is a type code of Python's `struct` module. Strings are interned, and records hold their numbers. An
 attribute of `Pending` with the same name is also stored in the table of pending operations.
+
+A record has three more fields, which no span has: the `value` of a scalar, `flags`, and `commit`, the record's number
+(`recording/ring_layout.py`).
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ from labkit.recording.operations import OperationType, type_of
 
 __all__ = [
     "AUTOMATIC", "CALL", "CODES", "COMMUNICATION", "COMPUTE", "CPU", "CUDA", "DATA", "ENDED", "FIELDS", "KINDS",
-    "MEASURED", "MEMORY", "MEMORY_KINDS", "NUMBERED", "OPEN", "PENDING_FIELDS", "READING", "ROOTED", "SCALAR",
-    "SERVED", "STEP", "STEPS_IN_ALL", "STREAM", "SUM", "TIMED", "UNSHOWN", "UNSIZED", "Field", "Flag", "Head",
-    "OfRank", "Pending", "Span", "Tail", "device_code", "flags_of",
+    "MEASURED", "MEMORY", "MEMORY_KINDS", "NUMBERED", "OPEN", "PENDING_FIELDS", "READING", "SCALAR", "SERVED", "STEP",
+    "STEPS_IN_ALL", "STREAM", "TIMED", "UNSHOWN", "UNSIZED", "Field", "Flag", "Head", "OfRank", "Pending", "Span",
+    "Tail", "device_code", "flags_of",
 ]  # fmt: skip
 
 KINDS: Final = ("compute", "communication", "step", "scalar", "call")
@@ -31,15 +34,13 @@ COMPUTE, COMMUNICATION, STEP, SCALAR, CALL = range(len(KINDS))
 
 # Flags of a record. A flag that is not a field of `Span` matters only to readers of the ring.
 OPEN: Final = 1 << 0  # it has not completed, or failed
-SUM: Final = 1 << 1  # it represents several spans; `nbytes` is their number
-AUTOMATIC: Final = 1 << 2  # labkit records it without the program's help
-MEASURED: Final = 1 << 3  # a profiler observed it running: nothing blocks it meanwhile
-UNSHOWN: Final = 1 << 4  # it is not part of any trace
-UNSIZED: Final = 1 << 5  # it moved an unknown number of bytes
-SERVED: Final = 1 << 6  # it is on a thread that executes a call from another rank
+AUTOMATIC: Final = 1 << 1  # labkit records it without the program's help
+MEASURED: Final = 1 << 2  # a profiler observed it running: nothing blocks it meanwhile
+UNSHOWN: Final = 1 << 3  # it is not part of any trace
+UNSIZED: Final = 1 << 4  # it moved an unknown number of bytes
+SERVED: Final = 1 << 5  # it is on a thread that executes a call from another rank
 
 CPU, CUDA, NUMBERED = range(3)  # devices: timed by the host; timed by a GPU; the first of TensorFlow's "CPU:<n>"
-ROOTED: Final = -2  # a collective with root r has ROOTED - r as its peer
 STREAM: Final = 0xFFFFFFFF  # in place of the blocked thread: a GPU's stream is blocked, and the rank continues
 TIMED: Final = 0xFFFFFFFE  # in place of the blocked thread: it is blocked until a set time has passed
 
@@ -54,9 +55,15 @@ MEMORY_KINDS: Final = ("parameters", "optimizer state", "gradients", "buckets", 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A field in every record. A span writes its head in one step, so a new field belongs in the tail."""
+    """A field in every record: spans of all kinds, and scalars.
+
+    Args:
+        code: a type code of Python's `struct` module.
+        is_time: whether it is a time on the clock of the rank's machine.
+    """
 
     code: str
+    is_time: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +71,12 @@ class Tail:
     """A field in the record of a communication.
 
     Args:
-        code: a type code of Python's `struct` module, 4 or 8 bytes long.
-        few: for a string: None if it always finds room; for strings that a program can create freely, their kind in
-            `NO_ROOM`.
+        code: a type code of Python's `struct` module.
+        is_time: whether it is a time on the clock of the rank's machine, or 0 if it does not apply.
     """
 
     code: str
-    few: str | None = None
+    is_time: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +107,7 @@ class Span:
         wait_start_ns: when the rank began to block until the communication completes; 0 if it never did.
         wait_end_ns: when it stopped blocking.
         nbytes: the size of the message, or of the rank's tensors in a collective; 0 if unknown.
-        peer: the other rank of a message; -1 for a collective without a root; -2 - r for one with the `root` r.
+        peer: the other rank of a message; -1 for all other spans.
         group: the process group, or the two ends of a message; "" for what a rank does alone.
         match: the number of the operation within its group; spans of several ranks with the same group and match belong
             to one operation.
@@ -116,37 +122,36 @@ class Span:
         served: True if it computed, or was blocked, on a thread of the rank that executes a call from another rank.
         signature: for a collective, what must match on all ranks: "float32 [4, 3], product, root 1"; for a message, its
             tensor.
+        root: the root of a broadcast, scatter, gather or reduce; -1 for all other spans.
+        count: how many activities it represents: more than 1 only in the live picture of a rank that records fast.
     """
 
     rank: Annotated[int, OfRank("i")]
     name: Annotated[str, Head("I")]
     kind: Annotated[str, Head("B")]
-    start_ns: Annotated[int, Head("q")]
-    end_ns: Annotated[int, Head("q")]
-    wait_start_ns: Annotated[int, Tail("q")] = 0
-    wait_end_ns: Annotated[int, Tail("q")] = 0
+    start_ns: Annotated[int, Head("q", is_time=True)]
+    end_ns: Annotated[int, Head("q", is_time=True)]
+    wait_start_ns: Annotated[int, Tail("q", is_time=True)] = 0
+    wait_end_ns: Annotated[int, Tail("q", is_time=True)] = 0
     nbytes: Annotated[int, Tail("q")] = 0
     peer: Annotated[int, Tail("i")] = -1
     group: Annotated[str, Tail("I")] = ""
     match: Annotated[int, Tail("q")] = 0
-    line: Annotated[str, Tail("I")] = ""
+    line: Annotated[str, Head("I")] = ""
     device: Annotated[str, Head("B")] = "cpu"
     done: Annotated[bool, Flag(OPEN)] = True
     automatic: Annotated[bool, Flag(AUTOMATIC)] = False
     measured: Annotated[bool, Flag(MEASURED)] = False
     sized: Annotated[bool, Flag(UNSIZED)] = True
     served: Annotated[bool, Flag(SERVED)] = False
-    signature: Annotated[str, Tail("I", few="sizes")] = ""
+    signature: Annotated[str, Tail("I")] = ""
+    root: Annotated[int, Tail("i")] = -1
+    count: Annotated[int, Tail("I")] = 1
 
     @property
     def duration_ns(self) -> int:
         """The duration in nanoseconds."""
         return self.end_ns - self.start_ns
-
-    @property
-    def root(self) -> int:
-        """The root of a broadcast, scatter, gather or reduce; -1 for all other spans."""
-        return ROOTED - self.peer if self.peer <= ROOTED else -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +175,7 @@ class Pending:
     line: str = ""
     signature: str = ""
     thread: int = 0
+    root: int = -1
 
     @property
     def type(self) -> OperationType:
@@ -206,8 +212,8 @@ class Field:
 
     @property
     def is_time(self) -> bool:
-        """Whether it is a time on the clock of the rank's machine; such a field is 0 if it does not apply."""
-        return self.name.endswith("_ns")
+        """Whether it is a time on the clock of the rank's machine."""
+        return isinstance(self.place, Head | Tail) and self.place.is_time
 
 
 def flags_of(span: Span) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from labkit.recording.schema import COMMUNICATION, COMPUTE, SCALAR, STEP, SUM
+from labkit.recording.schema import COMMUNICATION, COMPUTE, SCALAR, STEP
 
 __all__ = ["FEW", "MOST", "downsample"]
 
@@ -30,7 +30,7 @@ def downsample(rows: Any, loop_name: int) -> Any:
 
     Returns:
         the same rows if there are at most `FEW`; else at most `MOST` spans; the last steps, and up to two rows for the
-        other steps (flag `SUM`; `nbytes` is their number); and some values of each curve, including the last.
+        other steps, each with their `count`; and some values of each curve, including the last.
     """
     if len(rows) <= FEW:
         return rows
@@ -62,7 +62,7 @@ def _samples(rows: Any, which: Any) -> Any:
     first = np.arange(0, len(which) - stride + 1, stride)
     some = rows[which[first + np.random.default_rng(len(which)).integers(stride, size=len(first))]]
     some["end_ns"] = some["start_ns"] + stride * (some["end_ns"] - some["start_ns"])
-    some["flags"] |= SUM
+    some["count"] = stride
     return some
 
 
@@ -74,7 +74,6 @@ def _counted(steps: Any, began_ns: int) -> Any:
     for part in (steps[steps["start_ns"] < began_ns], steps[steps["start_ns"] >= began_ns]):
         if len(part):
             row = part[:1].copy()
-            row["end_ns"], row["nbytes"] = part["end_ns"][-1], len(part)
-            row["flags"] |= SUM
+            row["end_ns"], row["count"] = part["end_ns"][-1], len(part)
             sums.append(row)
     return np.concatenate(sums)

@@ -16,7 +16,7 @@ from typing import Any, Final
 from labkit.recording.events import ProfilerEvent, Scalar
 from labkit.recording.group_keys import GroupKind, ends_of, kind_of
 from labkit.recording.operations import REPLY, SERVE, TO_HERE, VALUE, type_of
-from labkit.recording.schema import FIELDS, ROOTED, STEPS_IN_ALL, Span
+from labkit.recording.schema import FIELDS, STEPS_IN_ALL, Span
 
 __all__ = ["read_events", "write_events"]
 
@@ -72,8 +72,6 @@ def write_events(
         for i, lane in zip(own, numbers, strict=True):
             span, places[i] = spans[i], next_row[rank] + lane
             arguments = {k: v for k, default in _DEFAULTS.items() if (v := getattr(span, k)) != default}
-            if span.root >= 0:
-                arguments["root"] = ROOTED - arguments.pop("peer")  # readable in a viewer, unlike the encoded peer
             arguments |= {k: arguments[k] - start_ns for k in _TIMES if k in arguments}
             event = {"ph": "X", "pid": rank, "tid": places[i], "name": span.name, "cat": kind, "args": arguments}
             yield event | {"ts": (span.start_ns - start_ns) / 1e3, "dur": span.duration_ns / 1e3}
@@ -124,8 +122,6 @@ def read_events(events: Iterable[Event], start_ns: int) -> tuple[list[Span], lis
                 profile.append(ProfilerEvent(rank, event["args"]["track"], name, category.removeprefix(_TORCH), begin, end))
             else:
                 arguments = {k: v for k, v in event["args"].items() if k in _DEFAULTS}
-                if "root" in event["args"]:
-                    arguments["peer"] = ROOTED - event["args"]["root"]
                 arguments |= {k: arguments[k] + start_ns for k in _TIMES if k in arguments}
                 spans.append(Span(rank, name, category, begin, end, **arguments))
         elif event["ph"] in ("C", "i"):

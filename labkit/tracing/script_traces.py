@@ -17,10 +17,10 @@ import numpy as np
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import counted, listed, numbers_in_words
 from labkit.recording.clock_sync import Reading, on_reference
-from labkit.recording.events import shown
+from labkit.recording.events import blank, shown
 from labkit.recording.ring_buffer import RingReader
-from labkit.recording.ring_layout import RING_BYTES, TAIL_FIELDS, record_dtype
-from labkit.recording.schema import CALL, COMMUNICATION, KINDS, PENDING_FIELDS, SCALAR, Pending
+from labkit.recording.ring_layout import RING_BYTES, record_dtype
+from labkit.recording.schema import CALL, FIELDS, KINDS, PENDING_FIELDS, Pending, Tail
 from labkit.recording.script_folder import DEFAULT_FOLDER, VARIABLE
 from labkit.tracing.missing_names import about_names
 from labkit.tracing.trace import Trace, from_records
@@ -200,7 +200,7 @@ def _trace(run: Sequence[_Left], notes: list[str]) -> Trace:
     notes += clocks.notes() + about_names(kind for r in found.values() for kind in r.no_room)
     written = [r for r in found.values() if len(r.rows)]
     start_ns = min((int(r.rows["start_ns"].min()) for r in written), default=0)
-    end_ns = max((int(r.rows["end_ns"][r.rows["kind"] != SCALAR].max(initial=start_ns)) for r in written), default=start_ns)
+    end_ns = max((int(r.rows["end_ns"].max()) for r in written), default=start_ns)
     script = run[0].about["script"]
     for r in written:
         r.rows = np.append(r.rows, _row(r.names, CALL, script, max(start_ns, r.began_ns), min(end_ns, r.end_ns)))
@@ -239,17 +239,15 @@ def _check(rows: Any, names: int) -> None:
     Raises:
         ValueError: the records are damaged.
     """
-    spans = rows[rows["kind"] != SCALAR]
-    tail = rows[rows["kind"] == COMMUNICATION]
-    valid = [rows["kind"] < len(KINDS), rows["name"] < names, *(tail[f.name] < names for f in TAIL_FIELDS if f.is_text)]
-    valid += [spans["end_ns"] >= spans["start_ns"], np.abs(rows["start_ns"]) < 1 << 62]
+    valid = [rows["kind"] < len(KINDS), *(rows[f.name] < names for f in FIELDS if f.is_text)]
+    valid += [rows["end_ns"] >= rows["start_ns"], np.abs(rows["start_ns"]) < 1 << 62]
     if not all(right.all() for right in valid):
         raise ValueError("its records are damaged")
 
 
 def _row(names: list[str], kind: int, name: str, start_ns: int, end_ns: int) -> Any:
     """Return a new record, and append its name to the rank's interned strings."""
-    row = np.zeros(1, record_dtype())
+    row = blank(1, record_dtype())
     row["name"], row["kind"], row["start_ns"], row["end_ns"] = len(names), kind, start_ns, max(start_ns, end_ns)
     names.append(name)
     return row
@@ -258,8 +256,8 @@ def _row(names: list[str], kind: int, name: str, start_ns: int, end_ns: int) -> 
 def _under_way(names: list[str], p: Pending, kind: int, flags: int, end_ns: int) -> Any:
     """Return a record of a pending operation or open span that ends at `end_ns`, the last sign of life of its rank."""
     row = _row(names, kind, p.name, p.start_ns, end_ns)
-    for field in {*TAIL_FIELDS, *PENDING_FIELDS}:
-        value = getattr(p, field.name, field.default)
+    for field in PENDING_FIELDS:
+        value = getattr(p, field.name)
         row[field.name] = names.index(value) if field.is_text else value
     row["flags"], row["wait_end_ns"] = flags, max(p.wait_start_ns, end_ns) if p.wait_start_ns else 0
     return row
@@ -298,11 +296,10 @@ class _Clocks:
             self._unknown.append(host)
             wall_ns = self._reference.about["began_unix_ns"] - self._reference.about["began_ns"]
             readings = [Reading(0, about["began_unix_ns"] - about["began_ns"] - wall_ns, 0)]
-        rows, tail = recorded.rows, recorded.rows["kind"] == COMMUNICATION
-        chosen = {f.name: tail & (rows[f.name] != 0) for f in TAIL_FIELDS if f.is_time}
-        chosen |= {"start_ns": np.ones(len(rows), bool), "end_ns": rows["kind"] != SCALAR}  # a scalar's `end_ns` is its value
-        for field, which in chosen.items():
-            rows[field][which] = on_reference(rows[field][which], readings)
+        for field in (f for f in FIELDS if f.is_time):
+            times = recorded.rows[field.name]
+            applies = times != 0 if isinstance(field.place, Tail) else np.ones(len(times), bool)
+            times[applies] = on_reference(times[applies], readings)
         ends = on_reference(np.array([recorded.began_ns, recorded.end_ns]), readings)
         recorded.began_ns, recorded.end_ns = int(ends[0]), int(ends[1])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import numbers
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from labkit.errors.exceptions import LabError
 from labkit.errors.wrong_calls import public_api
-from labkit.recording.events import COLUMNS, Columns, ProfilerEvent, Scalar, blank, under_way
-from labkit.recording.ring_buffer import place_and_name
+from labkit.recording.events import COLUMNS, Columns, ProfilerEvent, Scalar, under_way
 from labkit.recording.schema import (
     AUTOMATIC,
     CALL,
@@ -29,7 +28,6 @@ from labkit.recording.schema import (
     MEMORY,
     SCALAR,
     STEP,
-    SUM,
     UNSHOWN,
     Head,
     Pending,
@@ -40,6 +38,7 @@ from labkit.tracing.intervals import Intervals, difference, intersection, length
 from labkit.tracing.perfetto import write_events
 from labkit.tracing.steps_of_rank import steps_of_rank
 from labkit.tracing.trace_file import writing
+from labkit.tracing.trace_info import TraceInfo
 from labkit.tracing.waiting import blocked, waits_for_data
 
 if TYPE_CHECKING:
@@ -108,7 +107,8 @@ class Trace:
     ) -> None:
         self.columns = spans if isinstance(spans, Columns) else Columns.of(spans)
         self.scalars = tuple(sorted(scalars, key=lambda s: s.time_ns))
-        self.ranks = tuple(ranks)
+        lost = tuple(dropped) or (0,) * len(ranks)
+        self.info = TraceInfo(tuple(ranks), lost, tuple(notes), tuple(nodes))
         data = self.columns.data
         highest = int(data["rank"].max(initial=-1))
         if highest >= len(self.ranks):
@@ -118,8 +118,27 @@ class Trace:
         self.end_ns = end_ns if end_ns is not None else int(data["end_ns"].max(initial=first))
         if self.end_ns < self.start_ns:
             raise ValueError(f"a trace from {self.start_ns} to {self.end_ns} ns: the end lies before the start")
-        self.dropped = tuple(dropped) or (0,) * len(self.ranks)
-        self.notes, self.profile, self.nodes = tuple(notes), tuple(profile), tuple(nodes)
+        self.profile = tuple(profile)
+
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        """The names of the ranks, in rank order."""
+        return self.info.ranks
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """The number of lost records, per rank."""
+        return self.info.dropped
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes for the reader."""
+        return self.info.notes
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The node of each rank in an emulated network; empty without one."""
+        return self.info.nodes
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -334,14 +353,12 @@ class Trace:
         # Spans that overlap the window may have started before it.
         began = [self.start_ns, *self.columns.data["start_ns"][:1].tolist(), *(e.start_ns for e in self.profile)]
         zero_ns = min(began + [s.time_ns for s in self.scalars[:1]])
-        other = {"labkit": 1, "ranks": self.ranks, "start_ns": self.start_ns, "end_ns": self.end_ns, "dropped": self.dropped}
-        other |= {"notes": self.notes, "zero_ns": zero_ns} | ({"nodes": self.nodes} if self.nodes else {})
+        other = {"labkit": 1, "start_ns": self.start_ns, "end_ns": self.end_ns, "zero_ns": zero_ns} | asdict(self.info)
         events = write_events(self, self.scalars, self.ranks, zero_ns, self.profile)
         return events, {"displayTimeUnit": "ms", "otherData": other}
 
     def _with(self, columns: Columns, scalars: Iterable[Scalar], profile: Iterable[ProfilerEvent], **window: Any) -> Trace:
-        kept: dict[str, Any] = {"ranks": self.ranks, "dropped": self.dropped, "notes": self.notes, "nodes": self.nodes}
-        part = Trace(columns, scalars, profile=profile, **kept, **window)
+        part = Trace(columns, scalars, profile=profile, **asdict(self.info), **window)
         part.labelled = self.labelled
         return part
 
@@ -410,25 +427,17 @@ def from_records(
 
     parts, scalars = [np.empty(0, COLUMNS)], []
     for rank, (rows, own) in enumerate(zip(records, names, strict=True)):
-        both = [place_and_name(text) for text in own] or [("", "")]
-        table = np.array([number(name) for _, name in both], np.uint32)
-        places = np.array([number(place) for place, _ in both], np.uint32)
+        table = np.array([number(text) for text in own], np.uint32)
         is_scalar = rows["kind"] == SCALAR
         curve = rows[is_scalar]
-        values = curve["end_ns"].copy().view(np.float64).tolist()  # the field holds a scalar's value
-        for name, time_ns, value in zip(curve["name"].tolist(), curve["start_ns"].tolist(), values, strict=True):
+        for name, time_ns, value in zip(*(curve[f].tolist() for f in ("name", "start_ns", "value")), strict=True):
             scalars.append(Scalar(rank, own[name], time_ns, value))
         rows = rows[~is_scalar & (rows["flags"] & UNSHOWN == 0)]
-        part = blank(len(rows))
-        tail = rows["kind"] == COMMUNICATION  # other kinds do not overwrite these fields of older records
-        part["rank"], part["flags"], part["line"] = rank, rows["flags"], places[rows["name"]]
+        part = np.empty(len(rows), COLUMNS)
+        part["rank"], part["flags"] = rank, rows["flags"]
         for field in FIELDS:
             if isinstance(field.place, Head | Tail):
-                which = slice(None) if isinstance(field.place, Head) else tail
-                values = rows[field.name][which]
-                part[field.name][which] = table[values] if field.is_text else values
-        counted = (rows["flags"] & SUM) != 0
-        part["nbytes"][counted] = rows["nbytes"][counted]
+                part[field.name] = table[rows[field.name]] if field.is_text else rows[field.name]
         parts.append(part)
     if calls or any(pending):
         assert end_ns is not None and (start_ns is not None or not calls), "since when, and until when?"

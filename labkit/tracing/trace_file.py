@@ -8,6 +8,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -15,17 +16,13 @@ import numpy as np
 
 from labkit.errors.exceptions import LabError
 from labkit.recording.events import Columns, ProfilerEvent, Scalar
-from labkit.recording.schema import ROOTED
 from labkit.tracing.perfetto import read_events
+from labkit.tracing.trace_info import TraceFileError, TraceInfo, is_list
 
 __all__ = ["TraceFileError", "read_file", "writing"]
 
 GZIP: Final = b"\x1f\x8b"  # the first bytes of every gzip file
 LARGEST: Final = 1 << 62  # nanoseconds, and bytes
-
-
-class TraceFileError(ValueError):
-    """An invalid trace file; the message is the rest of a sentence: "it ends in the middle"."""
 
 
 @contextmanager
@@ -96,33 +93,22 @@ def _json(path: Path) -> Any:
 
 
 def _arguments(events: list[Any], other: dict[str, Any]) -> dict[str, Any]:
-    ranks, dropped, notes, nodes = other["ranks"], other["dropped"], other.get("notes", []), other.get("nodes", [])
-    if not _is_list(ranks, str) or not _is_list(notes, str):
-        raise TraceFileError("the names of its ranks, or its notes, are not strings")
-    if not _is_list(dropped, int) or len(dropped) not in (0, len(ranks)) or any(d < 0 for d in dropped):
-        raise TraceFileError("its numbers of lost records do not match its ranks")
-    if not _is_list(nodes, int) or len(nodes) not in (0, len(ranks)):
-        raise TraceFileError("its numbers of nodes do not match its ranks")
+    info = TraceInfo.from_file(other)
+    ranks = len(info.ranks)
     times = [other[name] for name in ("zero_ns", "start_ns", "end_ns")]
-    if not _is_list(times, int) or any(abs(t) > LARGEST for t in times) or times[2] < times[1]:
+    if not is_list(times, int) or any(abs(t) > LARGEST for t in times) or times[2] < times[1]:
         raise TraceFileError("its start and end are not valid times")
     if not all(isinstance(event, dict) for event in events):
         raise TraceFileError("one of its events is not an object")
     spans, scalars, profile = read_events(events, times[0])
     columns = Columns.of(spans)
-    _check_spans(columns, len(ranks))
+    _check_spans(columns, ranks)
     for scalar in scalars:
-        _check_other(scalar, len(ranks))
+        _check_other(scalar, ranks)
     for event in profile:
-        _check_other(event, len(ranks))
-    return {
-        "spans": columns, "scalars": scalars, "ranks": ranks, "start_ns": times[1], "end_ns": times[2],
-        "dropped": dropped, "notes": notes, "profile": profile, "nodes": nodes,
-    }  # fmt: skip
-
-
-def _is_list(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and all(isinstance(item, kind) and not isinstance(item, bool) for item in value)
+        _check_other(event, ranks)
+    window = {"start_ns": times[1], "end_ns": times[2]}
+    return {"spans": columns, "scalars": scalars, "profile": profile} | window | asdict(info)
 
 
 def _check_spans(columns: Columns, ranks: int) -> None:
@@ -130,13 +116,13 @@ def _check_spans(columns: Columns, ranks: int) -> None:
     data = columns.data
     if not all(isinstance(name, str) for name in columns.names):
         raise TraceFileError("a span has a name that is not a string")
-    root = ROOTED - data["peer"]
     fits = {
         "of an unknown rank": (data["rank"] >= 0) & (data["rank"] < ranks),
         "that ends before it starts": (data["end_ns"] >= data["start_ns"]) & (data["wait_end_ns"] >= data["wait_start_ns"]),
         "of a negative size": data["nbytes"] >= 0,
         "at an impossible time": (np.abs(data["start_ns"]) < LARGEST) & (np.abs(data["end_ns"]) < LARGEST),
-        "with an unknown peer": ((data["peer"] >= -1) & (data["peer"] < ranks)) | ((root >= 0) & (root < ranks)),
+        "with an unknown peer": (data["peer"] >= -1) & (data["peer"] < ranks),
+        "with an unknown root": (data["root"] >= -1) & (data["root"] < ranks),
     }
     for words, right in fits.items():
         if not right.all():

@@ -124,23 +124,23 @@ def close(ns: int, expected_ns: int) -> bool:
 
 
 def test_a_span_is_timed_by_the_gpu(gpu: FakeGpu, rank: Rank) -> None:
-    enter, leave = rank.clock.span("forward")
-    enter()
-    leave()
+    span = rank.clock.span("forward", "cell 2, line 3")
+    with span:
+        pass
     assert rank.written() == []  # the host has finished, the GPU has not begun
     gpu.comes_to(2_000_000)
     gpu.comes_to(9_000_000)
     rank.clock.settle()
     (forward,) = rank.written()
-    assert (forward.name, forward.kind, forward.device) == ("forward", "compute", "cuda")
+    assert (forward.name, forward.line, forward.kind, forward.device) == ("forward", "cell 2, line 3", "compute", "cuda")
     assert close(forward.start_ns, 2_000_000)
     assert close(forward.end_ns, 9_000_000)
 
 
 def test_nested_spans_on_a_gpu(gpu: FakeGpu, rank: Rank) -> None:
-    enter, leave = rank.clock.span("layer")
-    for step in (enter, enter, leave, leave):
-        step()
+    span = rank.clock.span("layer", "cell 2, line 3")
+    with span, span:
+        pass
     for at_ns in (1_000_000, 2_000_000, 3_000_000, 4_000_000):
         gpu.comes_to(at_ns)
     rank.clock.settle()
@@ -150,12 +150,11 @@ def test_nested_spans_on_a_gpu(gpu: FakeGpu, rank: Rank) -> None:
 
 
 def test_before_cuda_starts_the_hosts_clock_is_used(gpu: FakeGpu, rank: Rank) -> None:
-    enter, leave = rank.clock.span("load")
+    span = rank.clock.span("load", "cell 2, line 3")
     gpu.sleeps = True
     gpu.now_ns = 1_000_000
-    enter()
-    gpu.sleeps = False
-    leave()
+    with span:
+        gpu.sleeps = False
     gpu.comes_to(3_000_000)
     rank.clock.settle()
     (load,) = rank.written()
@@ -274,9 +273,9 @@ def test_a_stuck_operation_delays_no_other(gpu: FakeGpu, rank: Rank) -> None:
 
 
 def test_flush_waits_for_the_gpu(gpu: FakeGpu, rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    enter, leave = rank.clock.span("forward")
-    enter()
-    leave()
+    span = rank.clock.span("forward", "cell 2, line 3")
+    with span:
+        pass
     monkeypatch.setattr(module.time, "sleep", lambda _: gpu.catch_up())
     rank.clock.flush()
     assert [s.name for s in rank.written()] == ["forward"]
@@ -305,10 +304,10 @@ def test_phases_of_training_are_timed_by_the_gpu_and_data_by_the_host(gpu: FakeG
     phases = Phases()
     try:
         for phase in (DATA, FORWARD, BACKWARD):
-            phases.call(phase, "", lambda: None)
+            phases.call(phase, None, lambda: None)
         with span("mine"):
-            phases.call(FORWARD, "", lambda: None)  # inside a span of the program's own
-        phases.call(FORWARD, "forward 3", lambda: None)
+            phases.call(FORWARD, None, lambda: None)  # inside a span of the program's own
+        phases.call(FORWARD, ("forward 3", "cell 2, line 3"), lambda: None)
     finally:
         here.start(None)
     gpu.catch_up()

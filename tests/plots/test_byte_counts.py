@@ -57,7 +57,7 @@ def test_bytes_are_those_of_a_step():
 def test_a_broadcast_counts_at_its_root():
     book = Book()
     for rank in range(4):
-        book.travel(rank, "broadcast", 2, 5, nbytes=1_000_000, group="world", match=1, peer=-2)
+        book.travel(rank, "broadcast", 2, 5, nbytes=1_000_000, group="world", match=1, root=0)
     trace = book.trace(4)
     assert [sent_mb(trace, rank=rank) for rank in range(4)] == pytest.approx([3, 0, 0, 0])
     assert sent_mb(trace) == pytest.approx(0.75)
@@ -67,7 +67,7 @@ def test_what_a_late_rank_sends_before_its_first_step_does_not_count():
     """When rank 0 begins its first step, rank 1 still receives the model."""
     book = Book()
     for rank, late in ((0, 0), (1, 3)):
-        book.travel(rank, "broadcast", 1, 6 + late, nbytes=8_000_000, group="world", match=1, peer=-2)
+        book.travel(rank, "broadcast", 1, 6 + late, nbytes=8_000_000, group="world", match=1, root=0)
         book.whole(rank, "step", 7 + late, 17 + late)
         book.travel(rank, "all_reduce", 8 + late, 12 + late, nbytes=1_000_000, group="world", match=2)
     assert sent_mb(book.trace(2)) == pytest.approx(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import matplotlib as mpl
 import numpy as np
@@ -16,7 +17,6 @@ from labkit.errors.exceptions import LabError
 from labkit.plots.flows import flows_of, over_time
 from labkit.plots.traffic import OTHERS, _cell, traffic
 from labkit.recording.operations import OTHER, SEND, Traffic, methods, type_of
-from labkit.recording.schema import ROOTED
 
 from synthetic import MS, Book, alone, data_parallel, model_parallel, remote_calls  # isort: skip
 
@@ -28,7 +28,7 @@ def collective(name, sizes, *, root=None):
     book = Book()
     for rank, nbytes in enumerate(sizes):
         if nbytes is not None:
-            book.travel(rank, name, 0, 1, nbytes=nbytes, group="world", match=1, peer=-1 if root is None else ROOTED - root)
+            book.travel(rank, name, 0, 1, nbytes=nbytes, group="world", match=1, root=-1 if root is None else root)
     return book.trace(len(sizes))
 
 
@@ -111,7 +111,7 @@ def test_each_collective_has_its_own_root():
     book = Book()
     for match, root in enumerate((0, 2, 2)):
         for rank in range(3):
-            book.travel(rank, "broadcast", match, match + 1, nbytes=10, group="world", match=match, peer=ROOTED - root)
+            book.travel(rank, "broadcast", match, match + 1, nbytes=10, group="world", match=match, root=root)
     assert flows_of(book.trace(3)).matrix().tolist() == [[0, 10, 10], [0, 0, 0], [20, 20, 0]]
 
 
@@ -386,7 +386,7 @@ def test_messages_go_from_device_to_device():
 def test_a_broadcast_comes_from_the_roots_first_device():
     book = Book()
     for rank, device in itertools.product((0, 1), ("CPU:0", "CPU:1")):
-        book.travel(rank, "broadcast", 0, 1, nbytes=10, group="all", match=1, peer=ROOTED, device=device)
+        book.travel(rank, "broadcast", 0, 1, nbytes=10, group="all", match=1, root=0, device=device)
     assert flows_of(book.trace(2)).matrix().tolist() == [[0, 10, 10, 10], [0] * 4, [0] * 4, [0] * 4]
 
 
@@ -407,7 +407,7 @@ def test_the_nodes_of_a_network():
     trace = collective("all_reduce", [1000] * 4)
     ax = traffic(trace)
     assert "between nodes" not in ax.get_title(loc="left")
-    trace.nodes = (0, 0, 1, 1)
+    trace.info = replace(trace.info, nodes=(0, 0, 1, 1))
     flows = flows_of(trace)
     assert flows.node.tolist() == [0, 0, 1, 1]
     assert flows.between_nodes() == 3000
@@ -421,7 +421,7 @@ def test_the_nodes_of_a_network():
     assert [text.get_text() for text in matrix.texts if text.get_text().startswith("node")] == ["node 0", "node 1"]
     part = trace.between(trace.start_ns, trace.end_ns)
     assert part.nodes == trace.filter(rank=0).nodes == (0, 0, 1, 1)
-    trace.nodes = (0, 0, 0, 0)
+    trace.info = replace(trace.info, nodes=(0, 0, 0, 0))
     assert "between nodes" not in traffic(trace).get_title(loc="left")
 
 

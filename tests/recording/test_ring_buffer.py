@@ -17,7 +17,7 @@ from labkit.group.run import LOOK_EVERY_S
 from labkit.recording import ring_buffer
 from labkit.recording.ring_buffer import RingReader, RingWriter
 from labkit.recording.ring_layout import RING_BYTES
-from labkit.recording.schema import COMMUNICATION, COMPUTE, CPU, CUDA, SCALAR, SERVED, STEP
+from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, CPU, CUDA, SCALAR, SERVED, STEP
 
 CAPACITY = ring_buffer.CAPACITY
 FASTEST_SPAN_NS = 400  # what a rank needs for one if it does nothing else
@@ -43,6 +43,12 @@ def write(writer: RingWriter, count: int, start: int = 0) -> None:
         writer.write("step", STEP, i, i + 7)
 
 
+def finish(memory: mmap.mmap, number: int, start_ns: int, end_ns: int) -> None:
+    """Write a span into the record whose number another thread has taken."""
+    at = ring_buffer.RECORDS_AT + number * ring_buffer.RECORD_BYTES
+    ring_buffer.SPAN_RECORD.pack_into(memory, at, start_ns, end_ns, 0, 0, 0, COMPUTE, CPU, number)
+
+
 def test_a_span_is_read_as_it_was_written(writer: RingWriter, reader: RingReader) -> None:
     writer.write("forward", COMPUTE, 100, 250, device=CUDA)
     (row,) = reader.read()
@@ -50,8 +56,32 @@ def test_a_span_is_read_as_it_was_written(writer: RingWriter, reader: RingReader
     assert [int(row[k]) for k in ("kind", "device", "start_ns", "end_ns")] == [COMPUTE, CUDA, 100, 250]
 
 
+def test_what_a_span_does_not_have_is_the_default_even_if_the_slot_held_a_communication(
+    writer: RingWriter, reader: RingReader
+) -> None:
+    numbers = {"wait_start_ns": 1, "wait_end_ns": 2, "nbytes": 3, "peer": 4, "root": 5, "match": 6}
+    for _ in range(CAPACITY):
+        writer.write_communication("send", 1, 9, group="0 to 4", signature="float32 [4]", **numbers)
+    reader.read()
+    writer.write("forward", COMPUTE, 100, 250)
+    alone = reader.read()
+    write(writer, 2)
+    for rows in (alone, reader.read()):
+        for field in ring_buffer.TAIL_FIELDS:
+            assert set(rows[field.name].tolist()) == {0 if field.is_text else field.default}, field.name
+
+
 def test_a_communication_is_read_as_it_was_written(writer: RingWriter, reader: RingReader) -> None:
-    numbers = {"wait_start_ns": 1, "wait_end_ns": 2, "nbytes": 3, "peer": 4, "match": 5, "device": CUDA, "flags": SERVED}
+    numbers = {
+        "wait_start_ns": 1,
+        "wait_end_ns": 2,
+        "nbytes": 3,
+        "peer": 4,
+        "root": 6,
+        "match": 5,
+        "device": CUDA,
+        "flags": SERVED,
+    }
     writer.write_communication("send", -5, 2**62, group="0 to 4", line="cell 6, line 7", **numbers)
     (row,) = reader.read()
     names = reader.names()
@@ -65,7 +95,7 @@ def test_a_scalar_is_read_bit_for_bit(writer: RingWriter, reader: RingReader, va
     writer.write_scalar("loss", 12, value)
     rows = reader.read()
     assert rows["kind"].tolist() == [SCALAR]
-    assert rows["end_ns"].copy().view(np.float64).tolist() == [value]
+    assert [rows[field].tolist() for field in ("start_ns", "end_ns", "value")] == [[12], [12], [value]]
 
 
 def test_each_record_is_read_once(writer: RingWriter, reader: RingReader) -> None:
@@ -147,9 +177,7 @@ def test_an_unfinished_record_delays_the_later_ones_and_is_not_lost(
     write(writer, 6, start=2)
     assert reader.read()["start_ns"].tolist() == [0]
     assert len(reader.read()) == 0
-    ring_buffer.HEAD.pack_into(
-        memory, ring_buffer.RECORDS_AT + number * ring_buffer.RECORD_BYTES, 1, 8, 0, COMPUTE, CPU, 0, number
-    )
+    finish(memory, number, 1, 8)
     assert reader.read()["start_ns"].tolist() == list(range(1, 8))
     assert reader.dropped == 0
 
@@ -186,9 +214,8 @@ def test_a_record_that_is_finished_just_after_it_was_copied_is_read_the_next_tim
     write(writer, 2)
     number, _ = writer.next_slot()
     write(writer, 6, start=3)
-    at = ring_buffer.RECORDS_AT + number * ring_buffer.RECORD_BYTES
     words = reader._words
-    reader._words = Overtaken(words, 1.0, lambda: ring_buffer.HEAD.pack_into(memory, at, 2, 9, 0, COMPUTE, CPU, 0, number))
+    reader._words = Overtaken(words, 1.0, lambda: finish(memory, number, 2, 9))
     assert reader.read()["start_ns"].tolist() == [0, 1]
     reader._words = words
     assert reader.read()["start_ns"].tolist() == list(range(2, 9))
@@ -220,7 +247,7 @@ def test_records_about_to_be_overwritten_are_not_trusted(writer: RingWriter, rea
     assert reader.dropped == ring_buffer.IN_FLIGHT
 
 
-def test_a_tail_that_was_overwritten_before_its_head_is_not_read(
+def test_a_record_that_is_half_overwritten_is_not_read(
     writer: RingWriter, reader: RingReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for i in range(CAPACITY):
@@ -333,32 +360,38 @@ def test_a_full_table_of_names_returns_the_empty_name_and_says_so(writer: RingWr
     assert len(reader.names()) == fitting + 1
 
 
-def test_a_name_has_its_line_while_there_is_room_for_names(writer: RingWriter, reader: RingReader) -> None:
-    number = writer.name(writer.placed("forward", "cell 2, line 3"))
-    assert ring_buffer.place_and_name(reader.names()[number]) == ("cell 2, line 3", "forward")
-    assert ring_buffer.place_and_name("backward") == ("", "backward")
-    assert writer.placed("forward", "") == "forward"
-    fill(writer, ring_buffer.PLACED_LIMIT)
-    assert writer.placed("forward", "cell 2, line 3") == "forward"
+def test_a_span_has_its_line_while_there_is_room_for_lines(writer: RingWriter, reader: RingReader) -> None:
+    def written(name: str, line: str) -> list[str]:
+        writer.write(name, COMPUTE, 1, 2, line=line)
+        (row,) = reader.read()
+        return [reader.names()[row["name"]], reader.names()[row["line"]]]
+
+    assert written("forward", "cell 2, line 3") == ["forward", "cell 2, line 3"]
+    assert written("backward", "") == ["backward", ""]
+    fill(writer, ring_buffer.LINES_LIMIT)
+    assert written("backward", "cell 2, line 4") == ["backward", ""]
+    assert written("optimizer", "cell 2, line 3") == ["optimizer", "cell 2, line 3"], "this line is known"
 
 
 def test_operations_keep_their_names_with_any_number_of_spans_and_curves(writer: RingWriter, reader: RingReader) -> None:
     """Otherwise nobody could see who waits for whom."""
     for i in range(100_000):
-        writer.write(writer.placed(f"forward {i}", "cell 2, line 3"), COMPUTE, 1, 2)
+        writer.write(f"forward {i}", COMPUTE, 1, 2, line="cell 2, line 3")
     assert reader.no_room == ["spans"]
     for i in range(100_000):
         writer.write_scalar(f"loss {i}", 1, 0.5)
     assert reader.no_room == ["spans", "values"]
     reader.read()
-    writer.write(writer.placed("one more", "cell 2, line 3"), COMPUTE, 1, 2)
-    writer.write(writer.placed("forward 20000", ""), COMPUTE, 1, 2)
+    writer.write("one more", COMPUTE, 1, 2, line="cell 2, line 3")
+    writer.write("forward 20000", COMPUTE, 1, 2)
+    writer.write("main", CALL, 1, 2)
     writer.write_scalar("one more", 1, 0.5)
     writer.write_communication("all_reduce", 1, 2, group="world", line="cell 9, line 1", signature="float32 [4]")
     rows, names = reader.read(), reader.names()
     assert [names[row["name"]] for row in rows] == [
         ring_buffer.OTHER_SPANS,
         "forward 20000",
+        "main",
         ring_buffer.OTHER_SCALARS,
         "all_reduce",
     ]
@@ -419,5 +452,5 @@ def test_a_pending_operation_that_is_half_written_is_not_seen(writer: RingWriter
     slot = writer.pend("isend", 10, match=1)
     writer.unpend(slot)
     at = ring_buffer.PENDING_AT + slot * ring_buffer.PENDING.size
-    ring_buffer.PENDING.pack_into(memory, at, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0)  # all but the start, which comes last
+    ring_buffer.PENDING.pack_into(memory, at, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0)  # all but the start, which comes last
     assert reader.pending() == []

@@ -1,5 +1,5 @@
-"""A field of a span is one entry of the schema: a field added there comes through the ring, columns, traces and
-files."""
+"""A field of a span is declared in the schema, and has a place in the ring: from there it comes through columns, traces
+and files."""
 
 from __future__ import annotations
 
@@ -25,6 +25,21 @@ ADDED = """
     algorithm: Annotated[str, Tail("I")] = ""
     compressed: Annotated[bool, Flag(1 << 7)] = False
 """
+LAST = '    signature: Annotated[str, Tail("I")] = ""\n'
+PARAMETERS = """        device: int = CPU, flags: int = 0, resumed_ns: int = 0, retries: int = -3, algorithm: str = "",
+"""
+VALUES_WRITTEN = "resumed_ns, retries, self.name(algorithm)"
+# What adding a field takes: its declaration, its place in a record, and the parameter of what writes it.
+CHANGES = [
+    ("schema.py", LAST, LAST + ADDED),
+    ("schema.py", "    thread: int = 0\n", '    algorithm: str = ""\n    thread: int = 0\n'),
+    ("ring_layout.py", '"match", "value",\n', '"match", "value", "resumed_ns", "retries", "algorithm",\n'),
+    ("ring_layout.py", '"peer", "root", "start_ns",\n', '"peer", "root", "algorithm", "start_ns",\n'),
+    ("ring_buffer.py", "        device: int = CPU, flags: int = 0,\n", PARAMETERS),
+    ("ring_buffer.py", "wait_end_ns, nbytes, match, name_id,", f"wait_end_ns, nbytes, match, {VALUES_WRITTEN}, name_id,"),
+    ("ring_buffer.py", 'signature: str = "",\n    ) -> int:', 'signature: str = "", algorithm: str = "",\n    ) -> int:'),
+    ("ring_buffer.py", "peer, root, start_ns,\n", "peer, root, self.name(algorithm), start_ns,\n"),
+]
 GIVEN = {"retries": 4, "resumed_ns": 150, "algorithm": "ring"}
 VALUES = GIVEN | {"compressed": True}
 
@@ -72,11 +87,11 @@ def came_back(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The records as read by a copy of labkit with more fields in its schema and one more in `Pending`."""
     folder = tmp_path_factory.mktemp("copy")
     shutil.copytree(Path(labkit.__file__).parent, folder / "labkit", ignore=shutil.ignore_patterns("__pycache__"))
-    path = folder / "labkit" / "recording" / "schema.py"
-    text = path.read_text(encoding="utf-8")
-    last, thread = '    signature: Annotated[str, Tail("I", few="sizes")] = ""\n', "    thread: int = 0\n"
-    assert text.count(last) == text.count(thread) == 1
-    path.write_text(text.replace(last, last + ADDED).replace(thread, f'    algorithm: str = ""\n{thread}'), encoding="utf-8")
+    for name, old, new in CHANGES:
+        path = folder / "labkit" / "recording" / name
+        text = path.read_text(encoding="utf-8")
+        assert text.count(old) == 1, (name, old)
+        path.write_text(text.replace(old, new), encoding="utf-8")
     command = [sys.executable, "-c", PROGRAM, str(folder), json.dumps(GIVEN)]
     environment = os.environ | {"PYTHONPATH": str(folder)}
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
@@ -100,12 +115,12 @@ def test_each_field_has_a_place() -> None:
     assert [f.name for f in FIELDS] == [f.name for f in fields(Span)]
     assert {f.name for f in schema.PENDING_FIELDS} == {f.name for f in fields(Pending)} - {"thread"}
     in_ring = set(ring_layout.record_dtype().names)
-    assert {f.name for f in FIELDS if not isinstance(f.place, Flag | OfRank)} | {"flags", "commit"} == in_ring
+    assert {f.name for f in FIELDS if not isinstance(f.place, Flag | OfRank)} | {"flags", "commit", "value"} == in_ring
     assert {f.name for f in FIELDS if not isinstance(f.place, Flag)} | {"flags"} == set(COLUMNS.names or ())
 
 
 def test_no_two_flags_share_a_bit() -> None:
-    bits = [f.place.bit for f in FIELDS if isinstance(f.place, Flag)] + [schema.SUM, schema.UNSHOWN]
+    bits = [f.place.bit for f in FIELDS if isinstance(f.place, Flag)] + [schema.UNSHOWN]
     assert len(set(bits)) == len(bits)
     assert all(bit & (bit - 1) == 0 and 0 < bit < 1 << 16 for bit in bits)
 

@@ -12,7 +12,7 @@ from labkit.plots.live.recent import Recent
 from labkit.plots.timeline import timeline
 from labkit.recording.ring_buffer import RingReader, RingWriter
 from labkit.recording.ring_layout import RING_BYTES
-from labkit.recording.schema import STEPS_IN_ALL, SUM
+from labkit.recording.schema import STEPS_IN_ALL
 from labkit.tracing.downsample import FEW, MOST, downsample
 from labkit.tracing.trace import Trace, from_records
 
@@ -54,7 +54,7 @@ def test_spans_are_unchanged_if_only_values_are_thinned(written):
     some = rows[: 2 * MOST]
     few = downsample(some, names.index(STEPS_IN_ALL))
     assert (few["kind"] == 0).sum() == MOST
-    assert not (few["flags"][few["kind"] == 0] & SUM).any()
+    assert not (few["count"][few["kind"] == 0] > 1).any()
     assert (few["kind"] == 3).sum() < 25
     assert few[few["kind"] == 3][-1] == some[some["kind"] == 3][-1]  # the last value is kept
 
@@ -68,7 +68,7 @@ def test_many_become_few(written):
 def test_the_latest_spans_are_unchanged(written):
     few, _ = reported(written)
     rows = written[0]
-    assert np.array_equal(few[(few["kind"] == 0) & (few["flags"] & SUM == 0)], rows[rows["kind"] == 0][-MOST // 2 :])
+    assert np.array_equal(few[(few["kind"] == 0) & (few["count"] == 1)], rows[rows["kind"] == 0][-MOST // 2 :])
     assert few[-1] == rows[-1]
 
 
@@ -106,5 +106,5 @@ def test_a_span_that_represents_many_is_not_drawn_as_one(written):
     _, trace = reported(written)
     recent = Recent(("rank 0",), 0)
     recent.add(trace, trace.end_ns)
-    assert not (recent._rows["flags"] & SUM).any()
+    assert not (recent._rows["count"] > 1).any()
     assert 0 < recent.dropped_ns < trace.end_ns

@@ -12,7 +12,7 @@ from typing import Any, Final
 import pytest
 
 from labkit.recording.events import ProfilerEvent
-from labkit.recording.schema import ROOTED, STEPS_IN_ALL
+from labkit.recording.schema import STEPS_IN_ALL
 from labkit.tracing.load import load_trace
 from labkit.tracing.perfetto import read_events
 from labkit.tracing.trace import Scalar, Span, Trace
@@ -166,7 +166,7 @@ def test_bytes_under_way_are_a_curve() -> None:
 
 
 def test_a_root_is_named() -> None:
-    spans = [Span(rank, "broadcast", "communication", 0, 5, group="world", match=1, peer=ROOTED - 1) for rank in range(3)]
+    spans = [Span(rank, "broadcast", "communication", 0, 5, group="world", match=1, root=1) for rank in range(3)]
     assert [e["args"] for e in chrome(spans) if e["ph"] == "X"] == [{"group": "world", "match": 1, "root": 1}] * 3
     trace = Trace(spans, ranks=["a", "b", "c"])
     assert read_events(trace.to_chrome()["traceEvents"], trace.start_ns)[0] == spans

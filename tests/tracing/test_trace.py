@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from synthetic import many
 
 from labkit.errors.exceptions import LabError
-from labkit.recording.events import ProfilerEvent
+from labkit.recording.events import ProfilerEvent, blank
 from labkit.recording.ring_layout import record_dtype
 from labkit.recording.schema import COMMUNICATION, COMPUTE, CUDA, DATA, STEP, Pending
 from labkit.tracing.intervals import Intervals, difference, intersection, length, union
@@ -482,18 +482,20 @@ def test_a_span_of_a_rank_that_does_not_exist_is_refused() -> None:
 
 
 def test_records_become_a_trace() -> None:
-    records = np.zeros(4, record_dtype())
+    records = blank(4, record_dtype())
     records["kind"] = [COMPUTE, COMMUNICATION, STEP, COMPUTE]
-    records["name"], records["device"] = [1, 2, 3, 1], [CUDA, 0, 0, 0]
+    records["name"], records["line"], records["device"] = [1, 2, 3, 1], [5, 0, 0, 0], [CUDA, 0, 0, 0]
     records["start_ns"], records["end_ns"] = [0, 10, 0, 30], [10, 20, 20, 40]
     for field, value in (("wait_start_ns", 11), ("wait_end_ns", 12), ("nbytes", 13), ("peer", 1), ("match", 14), ("group", 4)):
-        records[field] = value  # in all of them: records that are not communication keep the bytes of an older record
-    scalars = np.zeros(1, record_dtype())
-    scalars["kind"], scalars["start_ns"], scalars["end_ns"] = 3, 7, np.float64(-0.5).view(np.int64)
+        records[field][1] = value
+    scalars = blank(1, record_dtype())
+    scalars["kind"], scalars["start_ns"], scalars["value"] = 3, 7, -0.5
     scalars["name"] = 1
-    trace = from_records([records, scalars], [["", "forward", "send", "step", "0 to 1"], ["", "loss"]], TWO, dropped=[0, 5])
+    trace = from_records(
+        [records, scalars], [["", "forward", "send", "step", "0 to 1", "cell 2"], ["", "loss"]], TWO, dropped=[0, 5]
+    )
     assert trace.spans == (
-        Span(0, "forward", "compute", 0, 10, device="cuda"),
+        Span(0, "forward", "compute", 0, 10, line="cell 2", device="cuda"),
         Span(0, "step", "step", 0, 20),
         Span(0, "send", "communication", 10, 20, 11, 12, 13, 1, "0 to 1", 14),
         Span(0, "forward", "compute", 30, 40),
@@ -509,7 +511,7 @@ def test_no_records_become_an_empty_trace() -> None:
 
 
 def test_a_group_is_one_although_each_rank_numbers_names_differently() -> None:
-    both = [np.zeros(1, record_dtype()) for _ in TWO]
+    both = [blank(1, record_dtype()) for _ in TWO]
     for rank, (records, group) in enumerate(zip(both, (2, 1), strict=True)):
         records["kind"], records["start_ns"], records["end_ns"], records["match"], records["group"] = (
             COMMUNICATION,
@@ -522,7 +524,7 @@ def test_a_group_is_one_although_each_rank_numbers_names_differently() -> None:
 
 
 def test_pending_operations_last_until_now() -> None:
-    records = np.zeros(1, record_dtype())
+    records = blank(1, record_dtype())
     records["kind"], records["end_ns"] = COMPUTE, 10
     blocked = Pending("recv", 10, 12, 400, 1, "1 to 0", 3, "cell 2, line 1")
     beside = Pending("isend", 15, 0, 0, 1, "0 to 1", 1, "")

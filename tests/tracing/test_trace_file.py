@@ -125,6 +125,7 @@ BROKEN: dict[str, tuple[Callable[[str], str | bytes], str]] = {
     "a profiled event of negative length": (each(lambda e: "track" in e["args"], dur=-1), "a profiled event that ends before"),
     "negative size": (each_argument(nbytes=-1), "a span of a negative size"),
     "peer is nobody": (each_argument(peer=7), "an unknown peer"),
+    "root is nobody": (each_argument(root=7), "an unknown root"),
     "gzip of nonsense": (lambda _: gzip.compress(b"nonsense"), "it is not valid JSON"),
     "gzip cut": (lambda text: gzip.compress(text.encode())[:-20], "its compressed data end early"),
     "gzip damaged": (lambda text: gzip.compress(text.encode())[:40] + b"\xff" * 300, "its compressed data are damaged"),

@@ -9,7 +9,7 @@ from labkit.errors.lists import counted
 from labkit.errors.units import clock_time, rate_in_words
 from labkit.plots.live.curves import recorded
 from labkit.plots.style import shortened
-from labkit.recording.schema import STEP, STEPS_IN_ALL, SUM
+from labkit.recording.schema import STEP, STEPS_IN_ALL
 from labkit.tracing.trace import Trace
 
 __all__ = ["Progress"]
@@ -70,12 +70,12 @@ class Progress:
         for rank, own in enumerate(self._steps):
             rows = steps[steps["rank"] == rank]
             if len(rows) or rank in loops:
-                is_sum = (rows["flags"] & SUM) != 0
+                is_sum = rows["count"] > 1
                 each, sums = rows[~is_sum], rows[is_sum]
                 own.add(
                     loops.get(rank, []),
                     list(zip(each["start_ns"].tolist(), each["end_ns"].tolist(), strict=True)),
-                    list(zip(sums["start_ns"].tolist(), sums["nbytes"].tolist(), strict=True)),
+                    list(zip(sums["start_ns"].tolist(), sums["count"].tolist(), strict=True)),
                 )
 
     @property

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from labkit.plots.bars import STYLES, coverage, lanes, style_of
 from labkit.recording.events import COLUMNS, Columns, under_way
-from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, ENDED, SUM, Pending
+from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, ENDED, Pending
 from labkit.tracing.trace import Trace
 
 __all__ = ["Recent"]
@@ -84,7 +84,7 @@ class Recent:
         else:
             self._unbinned = np.concatenate([self._unbinned, self._last])
         self._last, self._last_ns = rows, now_ns
-        several = (rows["flags"] & SUM) != 0
+        several = rows["count"] > 1
         self.dropped_ns = max(self.dropped_ns, int(rows["start_ns"][several].max(initial=0)))
         self._rows = np.concatenate([self._rows, rows[~several]])
         if len(self._rows) > KEPT:
@@ -126,7 +126,7 @@ class Recent:
         """
         if not len(rows):
             return
-        if len(rows) > EXACT or (rows["flags"] & SUM).any():
+        if len(rows) > EXACT or (rows["count"] > 1).any():
             self._bin_sums(rows)
             return
         running = under_way(self.start_ns, now_ns, self._id, calls=self._running())

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 from labkit.recording.operations import OTHER, type_of_kernel
-from labkit.recording.schema import DATA, ROOTED, Span
+from labkit.recording.schema import DATA, Span
 from labkit.worker.runtimes.tensorflow.profiler_messages import (
     COPIED,
     RECEIVES,
@@ -326,14 +326,14 @@ class _Reader:
             times[group, instance, device] += 1
             match = (instance & 0x7FFFFFFF) << 32 | times[group, instance, device]
             operation = type_of_kernel(kind)
-            peer = ROOTED - BROADCAST_ROOT if operation.rooted else -1
+            root = BROADCAST_ROOT if operation.rooted else -1
             end_ns = max(event.end_ns, self._ends.get(context, 0), self._ends.get(kernel, 0))
             start_ns = min(issued.start_ns, event.start_ns)
             size = max(self._nbytes(name, group, instance, issued.eager), 0)
             found.append(
                 Span(
                     self._place.rank, operation.name, "communication", start_ns, end_ns, start_ns, end_ns, nbytes=size,
-                    peer=peer, group=f"TensorFlow group {group}", match=match, device=self._device(device),
+                    root=root, group=f"TensorFlow group {group}", match=match, device=self._device(device),
                     sized=size > 0,
                 )
             )  # fmt: skip

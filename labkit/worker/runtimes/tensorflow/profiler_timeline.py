@@ -17,7 +17,7 @@ from collections import Counter
 from typing import Any, Final
 
 from labkit.recording.record import Recorder, clock
-from labkit.recording.ring_layout import CAPACITY, TAIL_FIELDS
+from labkit.recording.ring_layout import CAPACITY
 from labkit.recording.schema import COMPUTE, READING, Span, device_code, flags_of
 from labkit.worker.runtimes.tensorflow.profiler_defect import SafeStop, safe_stop
 from labkit.worker.runtimes.tensorflow.profiler_events import Place, spans_of
@@ -196,12 +196,15 @@ class Timeline:
             spans.sort(key=lambda s: (s.kind == "compute", s.start_ns - s.end_ns))
             self._notes.append(f"rank {self._place.rank}: of {len(spans)} spans at once, pictures show the {MOST} longest.")
         for span in spans[:MOST]:
-            seen = {"device": device_code(span.device), "flags": flags_of(span)}
+            device, flags = device_code(span.device), flags_of(span)
             if span.kind == "compute":
-                ring.write(span.name, COMPUTE, span.start_ns, span.end_ns, **seen)
+                ring.write(span.name, COMPUTE, span.start_ns, span.end_ns, device=device, flags=flags)
             else:
-                details = {f.name: getattr(span, f.name) for f in TAIL_FIELDS}
-                ring.write_communication(span.name, span.start_ns, span.end_ns, **details, **seen)
+                ring.write_communication(
+                    span.name, span.start_ns, span.end_ns, wait_start_ns=span.wait_start_ns, wait_end_ns=span.wait_end_ns,
+                    nbytes=span.nbytes, peer=span.peer, root=span.root, group=span.group, match=span.match, line=span.line,
+                    signature=span.signature, device=device, flags=flags,
+                )  # fmt: skip
 
 
 def _configured_devices() -> int:

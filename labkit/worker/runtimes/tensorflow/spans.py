@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
+from labkit.recording.record import TimedSpan
 from labkit.worker.runtimes.tensorflow.profiler_events import scope_of
 
 __all__ = ["GraphSpans"]
@@ -22,43 +22,40 @@ class GraphSpans:
         self.names: list[str] = []
         self._lock = threading.Lock()
 
-    def around(self, name: str, enter: Callable[[], None], leave: Callable[..., None]) -> tuple[Callable[..., None], ...]:
-        """Return functions that begin and end a span: as a name scope while a graph is built, else the given ones.
+    def around(self, timed: TimedSpan) -> TimedSpan:
+        """Return a span that is a name scope while a graph is built, and `timed` otherwise."""
+        return _GraphSpan(self, timed)
 
-        Args:
-            name: the span's name.
-            enter: begins a timed span.
-            leave: ends a timed span.
-        """
+    def scope(self, name: str) -> Any:
+        """Return the name scope of a span."""
         import tensorflow as tf
+
+        with self._lock:
+            if name not in self.names:
+                self.names.append(name)
+            return tf.name_scope(scope_of(self.names.index(name)))
+
+
+class _GraphSpan(TimedSpan):
+    """A span of a TensorFlow rank."""
+
+    __slots__ = ("_eagerly", "_graph_spans", "_timed")
+
+    def __init__(self, graph_spans: GraphSpans, timed: TimedSpan) -> None:
         from tensorflow.python.eager import context
 
-        eagerly, opened = context.executing_eagerly, _Open()
+        super().__init__(timed.name, timed.kind)
+        self._graph_spans, self._timed, self._eagerly = graph_spans, timed, context.executing_eagerly
 
-        def begin() -> None:
-            if eagerly():
-                opened.scopes.append(None)
-                enter()
-                return
-            with self._lock:
-                if name not in self.names:
-                    self.names.append(name)
-                scope = tf.name_scope(scope_of(self.names.index(name)))
-            opened.scopes.append(scope)
-            scope.__enter__()
+    def begin(self) -> Any:
+        """Enter a name scope and return it; None after beginning the timed span instead."""
+        if self._eagerly():
+            self._timed.__enter__()
+            return None
+        scope = self._graph_spans.scope(self.name)
+        scope.__enter__()
+        return scope
 
-        def end(*error: Any) -> None:
-            scope = opened.scopes.pop() if opened.scopes else None
-            if scope is None:
-                leave(*error)
-            else:
-                scope.__exit__(*error)
-
-        return begin, end
-
-
-class _Open(threading.local):
-    """The open scopes of one span on this thread; None for a timed one."""
-
-    def __init__(self) -> None:
-        self.scopes: list[Any] = []
+    def end(self, begun: Any) -> None:
+        """Leave the name scope, or end the timed span."""
+        (self._timed if begun is None else begun).__exit__(None, None, None)
