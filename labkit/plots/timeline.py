@@ -265,6 +265,7 @@ class _Timeline:
                 color = INKS["dark" if chip else ink(style)]
                 self.ax.text(
                     x, top + height / 2, text, color=color, fontsize=TEXT_PT, ha="center", va="center", clip_on=True, bbox=chip,
+                    zorder=5,  # over the arrows of messages
                 )  # fmt: skip
 
     def _step_lines(self, trace: Trace, rank: int, y: float) -> None:
