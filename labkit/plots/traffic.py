@@ -61,8 +61,8 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
 
     Bytes are those of tensors, and for remote calls those of the pickled data. They are spread evenly over the time
     from the arrival of the last rank to the end of the operation. An operation has the same colour in all figures;
-    operations with less than a hundredth of the bytes are drawn as one. Operations of unknown size are listed below the
-    figure; "?" then stands between ranks of which nothing is known.
+    operations with less than a hundredth of the bytes are drawn as one. Those of a device mesh are counted by axis.
+    Operations of unknown size are listed below the figure; "?" then stands between ranks of which nothing is known.
 
     Args:
         run: a run or a trace.
