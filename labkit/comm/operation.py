@@ -38,8 +38,8 @@ class Operation:
     """
 
     __slots__ = (
-        "_once", "_ready", "_ring", "_served", "_slot", "blocking", "booking", "end_ns", "future", "group", "line", "match",
-        "name", "nbytes", "peer", "root", "signature", "start_ns", "timed", "wait_end_ns", "wait_start_ns", "waited_for",
+        "_once", "_ready", "_ring", "_served", "_slot", "backend_ns", "blocking", "booking", "end_ns", "future", "group", "line",
+        "match", "name", "nbytes", "peer", "root", "signature", "start_ns", "timed", "wait_end_ns", "wait_start_ns", "waited_for",
     )  # fmt: skip
 
     def __init__(
@@ -58,7 +58,7 @@ class Operation:
     ) -> None:
         self._ring, self.name, self.start_ns, self.nbytes = ring, name, start_ns, nbytes
         self.peer, self.root, self.group, self.match, self.line, self.signature = peer, root, group, match, line, signature
-        self.end_ns = self.wait_start_ns = self.wait_end_ns = 0
+        self.end_ns = self.backend_ns = self.wait_start_ns = self.wait_end_ns = 0
         self.future: Any = None  # the future, if one was requested, until it completes: C++ may wait for it
         self.waited_for = False  # a Python thread is blocked in it, and writes the record when it continues
         self.booking: Booking | None = None  # on an emulated link
@@ -116,10 +116,16 @@ class Operation:
             if not self.waited_for:
                 self.failed()
                 return
+        self.backend_completed()
         if self.booking is not None:
             self.booking.then(self.completed if self.booking.error is None else self.failed)
         else:
             self.completed()
+
+    def backend_completed(self) -> None:
+        """Note that the backend has completed it, and that only an emulated link, if there is one, delays it now."""
+        if self.booking is not None:
+            self.backend_ns = self.backend_ns or clock()
 
     @property
     def held(self) -> bool:
@@ -133,6 +139,7 @@ class Operation:
             RuntimeError: the link takes longer for it than the program's time limit.
         """
         if self.booking is not None:
+            self.backend_completed()
             self.booking.hold()
 
     def completed(self, _: object = None) -> None:
@@ -176,7 +183,7 @@ class Operation:
         self._ring.write_communication(
             self.name, start_ns, end_ns, wait_start_ns=wait_start_ns, wait_end_ns=wait_end_ns, nbytes=self.nbytes,
             peer=self.peer, root=self.root, group=self.group, match=self.match, line=self.line, signature=self.signature,
-            device=device, flags=flags,
+            device=device, flags=flags, backend_ns=min(self.backend_ns, end_ns),
         )  # fmt: skip
         self._leave_slot()
 
@@ -216,8 +223,14 @@ class Batch:
         for operation in self.operations:
             operation.wait_ends()
 
+    def backend_completed(self) -> None:
+        """Note that the backend has completed all of them."""
+        for operation in self.operations:
+            operation.backend_completed()
+
     def hold(self) -> None:
         """On an emulated link, sleep until all of them end."""
+        self.backend_completed()  # before the first of them sleeps
         for operation in self.operations:
             operation.hold()
 

@@ -188,20 +188,21 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
                 booking.cancel()
             self._count -= 1
             raise
-        flags = OPEN
+        flags, backend_ns = OPEN, 0
         timed = self.limit_s < math.inf or (kind.own_limit and ends_by_itself(arguments[-1].timeout))
         ring.waiting(slot, clock(), TIMED if timed else 0)
         try:
             if work is not None:
                 work.wait()
             if booking is not None:
+                backend_ns = clock()
                 booking.hold()
             flags = 0
         finally:
             end_ns = clock()
             ring.write_communication(
                 name, start_ns, end_ns, wait_start_ns=start_ns, wait_end_ns=end_ns, nbytes=nbytes, root=root, group=group,
-                match=match, line=line, signature=signature, flags=flags,
+                match=match, line=line, signature=signature, flags=flags, backend_ns=backend_ns,
             )  # fmt: skip
             ring.unpend(slot)
         return work

@@ -58,11 +58,13 @@ class WatchedWork(Work):
 
     def is_completed(self) -> bool:
         """Whether it has completed."""
-        completed: bool = self._work.is_completed()
-        if completed and not self._operation.held:
-            self._operation.completed()
-            return True
-        return False
+        if not self._work.is_completed():
+            return False
+        self._operation.backend_completed()
+        if self._operation.held:
+            return False
+        self._operation.completed()
+        return True
 
     def get_future(self) -> Any:
         """Return a future that completes with it."""

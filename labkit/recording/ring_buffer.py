@@ -164,6 +164,7 @@ class RingWriter:
         self, name: str, start_ns: int, end_ns: int, *, wait_start_ns: int = 0, wait_end_ns: int = 0, nbytes: int = 0,
         peer: int = -1, root: int = -1, group: str = "", match: int = 0, line: str = "", signature: str = "",
         device: int = CPU, flags: int = 0,
+        backend_ns: int = 0,
     ) -> None:  # fmt: skip
         """Record one finished communication; see `recording.schema.Span` for the meaning of each value."""
         self.communications += 1
@@ -176,8 +177,8 @@ class RingWriter:
         signature_id = ids[signature] if signature in ids else self._signature(signature)
         number, at = self.next_slot()
         _pack_communication(
-            self.buffer, at, start_ns, end_ns, wait_start_ns, wait_end_ns, nbytes, match, name_id, line_id, group_id,
-            signature_id, peer, root, 1, flags, COMMUNICATION, device, number,
+            self.buffer, at, start_ns, end_ns, wait_start_ns, wait_end_ns, backend_ns, nbytes, match, name_id, line_id,
+            group_id, signature_id, peer, root, 1, flags, COMMUNICATION, device, number,
         )  # fmt: skip
 
     def pend(

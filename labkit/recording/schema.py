@@ -124,6 +124,8 @@ class Span:
             tensor.
         root: the root of a broadcast, scatter, gather or reduce; -1 for all other spans.
         count: how many activities it represents: more than 1 only in the live picture of a rank that records fast.
+        backend_ns: when the backend had completed a communication that an emulated link then held back; 0 if it is not
+            known: then it is `end_ns`.
     """
 
     rank: Annotated[int, OfRank("i")]
@@ -147,6 +149,7 @@ class Span:
     signature: Annotated[str, Tail("I")] = ""
     root: Annotated[int, Tail("i")] = -1
     count: Annotated[int, Tail("I")] = 1
+    backend_ns: Annotated[int, Tail("q", is_time=True)] = 0
 
     @property
     def duration_ns(self) -> int:

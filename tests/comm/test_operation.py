@@ -129,6 +129,64 @@ def test_withdrawn(rank: Rank) -> None:
     assert rank.pending() == []
 
 
+class Held:
+    """A booking on an emulated link. Sleeping until its end moves the rank's clock."""
+
+    def __init__(self, rank: Rank, due_ns: int, error: RuntimeError | None = None) -> None:
+        self._rank, self.due_ns, self.error = rank, due_ns, error
+
+    def hold(self) -> None:
+        self._rank.now_ns = max(self._rank.now_ns, self.due_ns)
+
+    def then(self, action: Callable[[], None]) -> None:
+        self.hold()
+        action()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_end_of_the_backend_is_recorded_before_the_link_holds_it(rank: Rank, waits: bool) -> None:
+    operation = rank.issue(10)
+    operation.booking = Held(rank, 50)  # type: ignore[assignment]
+    if waits:
+        rank.at(20, operation.wait_begins)
+        rank.at(30, operation.hold)
+        operation.wait_ends()
+    else:
+        future: Any = torch.futures.Future()
+        future.set_result(None)
+        rank.at(30, operation.on_completion, future)
+    (span,) = rank.written()
+    assert (span.backend_ns, span.end_ns) == (30, 50)
+
+
+def test_the_end_of_the_backend_stays_the_first_that_was_noticed(rank: Rank) -> None:
+    operation = rank.issue(10)
+    operation.booking = Held(rank, 50)  # type: ignore[assignment]
+    rank.at(30, operation.backend_completed)  # polled
+    rank.at(40, operation.hold)
+    operation.completed()
+    assert [span.backend_ns for span in rank.written()] == [30]
+
+
+def test_the_backend_completes_a_batch_before_the_link_holds_any_of_it(rank: Rank) -> None:
+    operations = [rank.issue(10), rank.issue(10)]
+    for operation, due_ns in zip(operations, (50, 80), strict=True):
+        operation.booking = Held(rank, due_ns)  # type: ignore[assignment]
+    batch = Batch(operations)
+    rank.at(20, batch.wait_begins)
+    rank.at(30, batch.hold)
+    batch.wait_ends()
+    assert [(span.backend_ns, span.end_ns) for span in rank.written()] == [(30, 80), (30, 80)]
+
+
+def test_without_a_link_the_backend_ends_with_the_operation(rank: Rank) -> None:
+    operation = rank.issue(10)
+    rank.at(20, operation.wait_begins)
+    rank.at(30, operation.hold)
+    rank.at(40, operation.wait_ends)
+    assert [span.backend_ns for span in rank.written()] == [0]
+
+
 def test_a_completed_operation_does_not_touch_the_slot_of_the_next(rank: Rank) -> None:
     first = rank.issue(10)
     rank.at(20, first.completed)
