@@ -280,9 +280,9 @@ class DeviceOperation(Operation):
 
     def wait_begins(self, _thread: int = STREAM) -> None:
         """Note that the student's stream waits from here."""
-        if self._wait_start is None:
+        if self._wait_start is None and not self.done:
             self._wait_start = self._clock.mark(self._device)
-            super().wait_begins(STREAM)
+        super().wait_begins(STREAM)
 
     def wait_ends(self) -> None:
         """Note that the student's stream continues from here."""
@@ -292,7 +292,9 @@ class DeviceOperation(Operation):
 
     def wait_begins_in_torch(self) -> None:
         """Note that the student's stream waits from here until the operation is complete."""
-        if self._wait_start is None:
+        if self.done:
+            super().wait_begins_in_torch()
+        elif self._wait_start is None:
             self._wait_start = self._clock.mark(self._device)
             self._wait_end = self._end
 

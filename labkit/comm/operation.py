@@ -38,8 +38,9 @@ class Operation:
     """
 
     __slots__ = (
-        "_once", "_ready", "_ring", "_served", "_slot", "backend_ns", "blocking", "booking", "end_ns", "future", "group", "line",
-        "match", "name", "nbytes", "peer", "root", "signature", "start_ns", "timed", "wait_end_ns", "wait_start_ns", "waited_for",
+        "_once", "_ready", "_ring", "_served", "_slot", "backend_ns", "blocking", "booking", "end_ns", "future", "group",
+        "has_future", "line", "match", "name", "nbytes", "peer", "root", "signature", "start_ns", "timed", "wait_end_ns",
+        "wait_start_ns", "waited_for",
     )  # fmt: skip
 
     def __init__(
@@ -59,7 +60,8 @@ class Operation:
         self._ring, self.name, self.start_ns, self.nbytes = ring, name, start_ns, nbytes
         self.peer, self.root, self.group, self.match, self.line, self.signature = peer, root, group, match, line, signature
         self.end_ns = self.backend_ns = self.wait_start_ns = self.wait_end_ns = 0
-        self.future: Any = None  # the future, if one was requested, until it completes: C++ may wait for it
+        self.has_future = False  # whether a future was requested: C++ may wait for it
+        self.future: Any = None  # this future, until it completes
         self.waited_for = False  # a Python thread is blocked in it, and writes the record when it continues
         self.booking: Booking | None = None  # on an emulated link
         self.blocking = False  # whether one call issues it and waits for it, so that nothing is computed in between
@@ -79,11 +81,15 @@ class Operation:
     def wait_begins(self, thread: int = 0) -> None:
         """Note that this thread is blocked until it completes, unless it has, or another thread is already waiting.
 
+        If it has completed, the wait is recorded as one for an operation that was complete already.
+
         Args:
             thread: `STREAM` (see `recording.schema`) if a stream of the GPU is blocked rather than this thread; `TIMED`
                 if the wait has a time limit.
         """
-        if not self.wait_start_ns and not self.end_ns:
+        if self.end_ns:
+            self._wait_when_complete()
+        elif not self.wait_start_ns:
             self.wait_start_ns = now = clock()
             self.waited_for = True
             self._served = _thread.get_ident() in self._ring.serving_threads
@@ -97,7 +103,9 @@ class Operation:
 
     def wait_begins_in_torch(self) -> None:
         """Note that the rank is blocked in C++ until it completes, as at the end of a backward pass of DDP."""
-        if not self.wait_start_ns and not self.end_ns:
+        if self.end_ns:
+            self._wait_when_complete()
+        elif not self.wait_start_ns:
             self.wait_start_ns = now = clock()
             self._served = _thread.get_ident() in self._ring.serving_threads
             self._ring.waiting(self._slot, now, TIMED * self.timed)
@@ -107,6 +115,10 @@ class Operation:
         future = self.future
         if future is not None and future.done():
             self.completed()
+
+    def _wait_when_complete(self) -> None:
+        if self.group:  # otherwise nobody could tell for which operation
+            self._ring.write_wait(self.group, self.match, clock())
 
     def on_completion(self, future: Any) -> None:
         """Note that it has completed or failed; for a future's `add_done_callback`."""

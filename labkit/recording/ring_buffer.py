@@ -36,9 +36,9 @@ from __future__ import annotations
 import itertools
 import struct
 import threading
-from _thread import get_native_id
+from _thread import get_ident, get_native_id
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from labkit.recording.ring_layout import (  # fmt: skip
@@ -69,16 +69,17 @@ from labkit.recording.ring_layout import (  # fmt: skip
     SPANS_LIMIT,
     TAIL_FIELDS,
     UNNOTED_AT,
+    WAIT_RECORD,
     WORD,
     pending_dtype,
     record_dtype,
 )
-from labkit.recording.schema import COMMUNICATION, COMPUTE, CPU, OPEN, PENDING_FIELDS, SCALAR, Pending
+from labkit.recording.schema import COMMUNICATION, COMPUTE, CPU, OPEN, PENDING_FIELDS, SCALAR, WAIT, Pending
 
 __all__ = ["OTHER_SCALARS", "OTHER_SPANS", "RingReader", "RingWriter", "pending_of"]
 
 _pack_span, _pack_scalar, _pack_communication = SPAN_RECORD.pack_into, SCALAR_RECORD.pack_into, COMMUNICATION_RECORD.pack_into
-_pack_pending = PENDING.pack_into
+_pack_pending, _pack_wait = PENDING.pack_into, WAIT_RECORD.pack_into
 OTHER_SPANS, OTHER_SCALARS = "(other spans)", "(other values)"
 
 
@@ -99,7 +100,10 @@ class RingWriter:
         self._free = deque(reversed(range(PENDING_SLOTS)))  # reuses the same few slots: untouched memory costs nothing
         self._unnoted = self._no_room = 0
         self.communications = self.failures = 0  # how many were written; how many of these had failed
+        self.main_thread = threading.main_thread().ident  # which runs the rank's function
         self.serving_threads: set[int] = set()  # threads that are executing a call from another rank
+        # Set by `labkit.comm`: whether this thread executes part of a backward pass, for which the main thread waits.
+        self.in_backward: Callable[[], bool] = lambda: False
         self.name("")
 
     def name(self, text: str) -> int:
@@ -180,6 +184,19 @@ class RingWriter:
             self.buffer, at, start_ns, end_ns, wait_start_ns, wait_end_ns, backend_ns, nbytes, match, name_id, line_id,
             group_id, signature_id, peer, root, 1, flags, COMMUNICATION, device, number,
         )  # fmt: skip
+
+    def write_wait(self, group: str, match: int, at_ns: int) -> None:
+        """Record that the rank's function waited for an operation that was complete already."""
+        if not self.of_function():
+            return
+        group_id = self.name(group)
+        number, at = self.next_slot()
+        _pack_wait(self.buffer, at, at_ns, at_ns, match, 0, 0, group_id, 0, WAIT, CPU, number)
+
+    def of_function(self) -> bool:
+        """Whether this thread executes the rank's function, or part of its backward pass."""
+        thread = get_ident()
+        return thread == self.main_thread or (thread not in self.serving_threads and self.in_backward())
 
     def pend(
         self, name: str, start_ns: int, *, nbytes: int = 0, peer: int = -1, root: int = -1, group: str = "", match: int = 0,

@@ -25,12 +25,12 @@ from labkit.recording.operations import OperationType, type_of
 __all__ = [
     "AUTOMATIC", "CALL", "CODES", "COMMUNICATION", "COMPUTE", "CPU", "CUDA", "DATA", "ENDED", "FIELDS", "KINDS",
     "MEASURED", "MEMORY", "MEMORY_KINDS", "NUMBERED", "OPEN", "PENDING_FIELDS", "READING", "SCALAR", "SERVED", "STEP",
-    "STEPS_IN_ALL", "STREAM", "TIMED", "UNSHOWN", "UNSIZED", "Field", "Flag", "Head", "OfRank", "Pending", "Span",
+    "STEPS_IN_ALL", "STREAM", "TIMED", "UNSHOWN", "UNSIZED", "WAIT", "Field", "Flag", "Head", "OfRank", "Pending", "Span",
     "Tail", "device_code", "flags_of",
 ]  # fmt: skip
 
-KINDS: Final = ("compute", "communication", "step", "scalar", "call")
-COMPUTE, COMMUNICATION, STEP, SCALAR, CALL = range(len(KINDS))
+KINDS: Final = ("compute", "communication", "step", "scalar", "call", "wait")  # all spans, but scalars and waits
+COMPUTE, COMMUNICATION, STEP, SCALAR, CALL, WAIT = range(len(KINDS))
 
 # Flags of a record. A flag that is not a field of `Span` matters only to readers of the ring.
 OPEN: Final = 1 << 0  # it has not completed, or failed

@@ -17,7 +17,7 @@ from labkit.comm.operation import Batch, Operation
 from labkit.recording.ring_buffer import RingReader, RingWriter
 from labkit.recording.ring_layout import RING_BYTES
 from labkit.recording.schema import Pending, Span
-from labkit.tracing.trace import from_records
+from labkit.tracing.trace import Trace, from_records
 
 
 class Rank:
@@ -39,8 +39,11 @@ class Rank:
     def pending(self) -> list[Pending]:
         return self._reader.pending()
 
+    def trace(self) -> Trace:
+        return from_records([self._reader.read()], [self._reader.names()], ["rank 0"])
+
     def written(self) -> list[Span]:
-        return list(from_records([self._reader.read()], [self._reader.names()], ["rank 0"]))
+        return list(self.trace())
 
 
 @pytest.fixture
@@ -127,6 +130,82 @@ def test_withdrawn(rank: Rank) -> None:
     rank.at(20, operation.completed)
     assert rank.written() == []
     assert rank.pending() == []
+
+
+def waits(trace: Trace) -> list[tuple[str, int, int]]:
+    """The waits for what was complete already: group, number and time."""
+    return [(trace.columns.names[group], match, time_ns) for _, group, match, time_ns in trace.waits.tolist()]
+
+
+@pytest.mark.parametrize("begins", [Operation.wait_begins, Operation.wait_begins_in_torch])
+def test_a_wait_for_a_completed_operation(rank: Rank, begins: Callable[[Operation], None]) -> None:
+    operation = rank.issue(10, group="world", match=7)
+    rank.at(30, operation.completed)
+    rank.at(60, begins, operation)
+    rank.at(70, begins, operation)
+    trace = rank.trace()
+    assert waits(trace) == [("world", 7, 60), ("world", 7, 70)]
+    assert [times(s) for s in trace] == [(10, 0, 0, 30)]
+
+
+def test_a_wait_that_lasts_is_no_wait_for_a_completed_operation(rank: Rank) -> None:
+    operation = rank.issue(10, group="world", match=7)
+    rank.at(20, operation.wait_begins)
+    rank.at(25, operation.wait_begins)
+    rank.at(30, operation.completed)
+    rank.at(31, operation.wait_ends)
+    assert len(rank.trace().waits) == 0
+
+
+def test_an_operation_without_a_group_has_no_recorded_wait(rank: Rank) -> None:
+    operation = rank.issue(10)
+    rank.at(30, operation.completed)
+    rank.at(60, operation.wait_begins)
+    assert len(rank.trace().waits) == 0
+
+
+def test_whose_waits_are_recorded(rank: Rank) -> None:
+    """Those of the main thread, and of threads that run its backward pass, but not those of other threads."""
+    operation = rank.issue(10, group="world", match=7)
+    rank.at(30, operation.completed)
+
+    def on_a_thread(now_ns: int, served: bool = False) -> None:
+        def wait() -> None:
+            if served:
+                rank.ring.serving_threads.add(threading.get_ident())
+            rank.at(now_ns, operation.wait_begins)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+
+    on_a_thread(40)
+    rank.at(50, operation.wait_begins)
+    rank.ring.in_backward = lambda: True
+    on_a_thread(60)
+    on_a_thread(70, served=True)
+    assert waits(rank.trace()) == [("world", 7, 50), ("world", 7, 60)]
+
+
+def test_a_future_of_two_operations_of_which_one_is_complete(rank: Rank) -> None:
+    futures, future, both = Futures(), torch.futures.Future(), torch.futures.Future()
+    operations = [rank.issue(10, group="world", match=number) for number in (1, 2)]
+    futures.tie(both, operations)
+    rank.at(20, operations[0].completed)
+
+    def ends(_: object) -> None:
+        rank.at(50, operations[1].completed)
+        both.set_result(None)
+
+    rank.now_ns = 40
+    futures._wait(ends, both)
+    trace = rank.trace()
+    assert waits(trace) == [("world", 1, 40)]
+    assert [times(s) for s in trace] == [(10, 0, 0, 20), (10, 40, 50, 50)]
+    rank.now_ns = 70
+    futures._wait(lambda _: None, both)
+    assert waits(rank.trace()) == [("world", 1, 70), ("world", 2, 70)]
+    assert not future.done()
 
 
 class Held:
@@ -358,23 +437,27 @@ def test_operations_completed_in_a_backward_pass_end_there(rank: Rank) -> None:
     """The autograd engine is real. A callback that completes the future takes the place of
     DistributedDataParallel's."""
     backwards, done, open_ = Backwards(), rank.issue(10), rank.issue(10)
-    done.future, open_.future = torch.futures.Future(), torch.futures.Future()
+    early = rank.issue(10, group="world", match=1)
+    for operation in (early, done, open_):
+        operation.future, operation.has_future = torch.futures.Future(), True
 
-    def waits() -> None:
+    def reducer() -> None:
         rank.at(30, done.future.set_result, 0)
 
     def bucket(gradient: torch.Tensor) -> None:
         rank.now_ns = 20
-        for operation in (done, open_):
+        for operation in (early, done, open_):
             backwards.issued(in_backward(), operation)
-        torch.autograd.Variable._execution_engine.queue_callback(waits)
+        early.completed()
+        torch.autograd.Variable._execution_engine.queue_callback(reducer)
 
     x = torch.ones(1, requires_grad=True)
     x.register_hook(bucket)
     x.backward()
     rank.at(90, done.completed)  # as it is reported
-    (span,) = rank.written()
-    assert times(span) == (10, 20, 30, 30)
+    trace = rank.trace()
+    assert [times(span) for span in trace] == [(10, 0, 0, 20), (10, 20, 30, 30)]
+    assert waits(trace) == [("world", 1, 20)]
     assert not open_.done, "a future that is not complete is not waited for by a pass that has ended"
     rank.at(95, open_.completed)
     assert [times(span) for span in rank.written()] == [(10, 20, 95, 95)]

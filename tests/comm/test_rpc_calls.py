@@ -73,6 +73,14 @@ def test_the_caller(run: Run) -> None:
     assert [s.nbytes for s in calls if s.name in ("to_here", "remote mul", "received reply add")] == [X, X, 2 * X, X]
 
 
+def test_a_wait_for_a_reply_that_is_there(group: Group) -> None:
+    run = group["master"].run(cases.late_waits)
+    (call,) = [s for s in spans(run, MASTER) if s.group]
+    waits = [(run.trace.columns.names[wait["group"]], wait["match"]) for wait in run.trace.waits]
+    assert call.wait_start_ns == 0
+    assert waits == [(call.group, call.match)], "a call of torch's own function has no number"
+
+
 def test_what_a_function_of_torchs_own_replies_is_counted(run: Run) -> None:
     flows = flows_of(run.trace)
     ways = zip(flows.operation, flows.source, flows.destination, flows.nbytes, strict=True)

@@ -33,6 +33,15 @@ def add_later(x: torch.Tensor) -> Any:
     return rpc.rpc_async(WORKER, add, args=(x, 1.0)).then(lambda done: done.wait() * 2)
 
 
+def late_waits() -> None:
+    """Waits for replies that have arrived, one of them from a function of torch's own."""
+    futures = [rpc.rpc_async(WORKER, function, args=(torch.ones(1), 1.0)) for function in (add, torch.add)]
+    while pending() or not all(future.done() for future in futures):
+        pass
+    for future in futures:
+        future.wait()
+
+
 class Shard(nn.Module):
     """A part of a model that lives on a worker."""
 
