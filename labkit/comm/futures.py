@@ -118,8 +118,7 @@ class Futures:
             if ties is not None:
                 _tell(ties, future)
                 for operation in ties.operations:
-                    if operation.done:
-                        operation.wait_begins()
+                    operation.waited_when_complete()  # which its callback may not have recorded yet
             return wait(future)
         if ties is None:
             ties = self._ties[future] = _Ties()

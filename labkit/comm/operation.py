@@ -38,9 +38,9 @@ class Operation:
     """
 
     __slots__ = (
-        "_once", "_ready", "_ring", "_served", "_slot", "backend_ns", "blocking", "booking", "end_ns", "future", "group",
-        "has_future", "line", "match", "name", "nbytes", "peer", "root", "signature", "start_ns", "timed", "wait_end_ns",
-        "wait_start_ns", "waited_for",
+        "_delay_ns", "_issue_delay_ns", "_once", "_ready", "_ring", "_served", "_slot", "_wait_delay_ns", "backend_ns",
+        "blocking", "booking", "end_ns", "future", "group", "has_future", "line", "match", "name", "nbytes", "peer", "root",
+        "signature", "start_ns", "timed", "wait_end_ns", "wait_start_ns", "waited_for",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +62,8 @@ class Operation:
         self.end_ns = self.backend_ns = self.wait_start_ns = self.wait_end_ns = 0
         self.has_future = False  # whether a future was requested: C++ may wait for it
         self.future: Any = None  # this future, until it completes
+        self._delay_ns = ring.thread_delay()  # of the thread that waits for it
+        self._issue_delay_ns, self._wait_delay_ns = self._delay_ns(), 0
         self.waited_for = False  # a Python thread is blocked in it, and writes the record when it continues
         self.booking: Booking | None = None  # on an emulated link
         self.blocking = False  # whether one call issues it and waits for it, so that nothing is computed in between
@@ -88,9 +90,10 @@ class Operation:
                 if the wait has a time limit.
         """
         if self.end_ns:
-            self._wait_when_complete()
+            self.waited_when_complete()
         elif not self.wait_start_ns:
             self.wait_start_ns = now = clock()
+            self._delay_ns = self._ring.thread_delay()
             self.waited_for = True
             self._served = _thread.get_ident() in self._ring.serving_threads
             self._ring.waiting(self._slot, now, thread or TIMED * self.timed)
@@ -98,15 +101,17 @@ class Operation:
     def wait_ends(self) -> None:
         """Note that this thread continues, because it has completed."""
         self.wait_end_ns = now = clock()
+        self._wait_delay_ns = self._delay_ns()
         self.end_ns = self.end_ns or now
         self._write()
 
     def wait_begins_in_torch(self) -> None:
         """Note that the rank is blocked in C++ until it completes, as at the end of a backward pass of DDP."""
         if self.end_ns:
-            self._wait_when_complete()
+            self.waited_when_complete()
         elif not self.wait_start_ns:
             self.wait_start_ns = now = clock()
+            self._delay_ns = self._ring.thread_delay()
             self._served = _thread.get_ident() in self._ring.serving_threads
             self._ring.waiting(self._slot, now, TIMED * self.timed)
 
@@ -116,7 +121,8 @@ class Operation:
         if future is not None and future.done():
             self.completed()
 
-    def _wait_when_complete(self) -> None:
+    def waited_when_complete(self) -> None:
+        """Note that this thread waits for it, and need not, because the backend has completed it."""
         if self.group:  # otherwise nobody could tell for which operation
             self._ring.write_wait(self.group, self.match, clock())
 
@@ -159,7 +165,7 @@ class Operation:
         self.end_ns = self.end_ns or clock()
         if not self.waited_for:
             if self.wait_start_ns:
-                self.wait_end_ns = self.end_ns
+                self.wait_end_ns, self._wait_delay_ns = self.end_ns, self._delay_ns()
             self._write()
 
     def failed(self) -> None:
@@ -189,13 +195,14 @@ class Operation:
             start_ns = min(max(start_ns, ready_ns), end_ns)
             wait_start_ns = max(wait_start_ns, ready_ns) if wait_start_ns else 0
         if wait_end_ns <= wait_start_ns:  # it had completed before the wait
-            wait_start_ns = wait_end_ns = 0
+            wait_start_ns = wait_end_ns = self._wait_delay_ns = 0
         if self._served:
             flags |= SERVED
         self._ring.write_communication(
             self.name, start_ns, end_ns, wait_start_ns=wait_start_ns, wait_end_ns=wait_end_ns, nbytes=self.nbytes,
             peer=self.peer, root=self.root, group=self.group, match=self.match, line=self.line, signature=self.signature,
-            device=device, flags=flags, backend_ns=min(self.backend_ns, end_ns),
+            device=device, flags=flags, backend_ns=min(self.backend_ns, end_ns), issue_delay_ns=self._issue_delay_ns,
+            wait_delay_ns=self._wait_delay_ns,
         )  # fmt: skip
         self._leave_slot()
 

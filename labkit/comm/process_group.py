@@ -178,6 +178,8 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         """Execute and record an operation that its caller waits for: `_issue` and the wait in half the time."""
         start_ns, ring, group, line, name = clock(), self.recorder.ring, self._label, student_line(), form.name
         nbytes, signature = most_nbytes(arguments), signature_of(kind, form, arguments, root)
+        delay_ns = ring.thread_delay()
+        issue_delay_ns = delay_ns()
         slot = ring.pend(name, start_ns, nbytes=nbytes, root=root, group=group, match=match, line=line, signature=signature)
         booking = self._booked(kind, arguments, nbytes, match, start_ns)
         try:
@@ -199,10 +201,11 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
                 booking.hold()
             flags = 0
         finally:
-            end_ns = clock()
+            end_ns, wait_delay_ns = clock(), delay_ns()
             ring.write_communication(
                 name, start_ns, end_ns, wait_start_ns=start_ns, wait_end_ns=end_ns, nbytes=nbytes, root=root, group=group,
                 match=match, line=line, signature=signature, flags=flags, backend_ns=backend_ns,
+                issue_delay_ns=issue_delay_ns, wait_delay_ns=wait_delay_ns,
             )  # fmt: skip
             ring.unpend(slot)
         return work

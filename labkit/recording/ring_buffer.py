@@ -41,6 +41,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from labkit.recording.cores import no_delays
 from labkit.recording.ring_layout import (  # fmt: skip
     ALIVE_AT,
     CAPACITY,
@@ -100,6 +101,7 @@ class RingWriter:
         self._free = deque(reversed(range(PENDING_SLOTS)))  # reuses the same few slots: untouched memory costs nothing
         self._unnoted = self._no_room = 0
         self.communications = self.failures = 0  # how many were written; how many of these had failed
+        self.thread_delay = no_delays  # returns what tells how long this thread has waited for a core
         self.main_thread = threading.main_thread().ident  # which runs the rank's function
         self.serving_threads: set[int] = set()  # threads that are executing a call from another rank
         # Set by `labkit.comm`: whether this thread executes part of a backward pass, for which the main thread waits.
@@ -168,7 +170,7 @@ class RingWriter:
         self, name: str, start_ns: int, end_ns: int, *, wait_start_ns: int = 0, wait_end_ns: int = 0, nbytes: int = 0,
         peer: int = -1, root: int = -1, group: str = "", match: int = 0, line: str = "", signature: str = "",
         device: int = CPU, flags: int = 0,
-        backend_ns: int = 0,
+        backend_ns: int = 0, issue_delay_ns: int = 0, wait_delay_ns: int = 0,
     ) -> None:  # fmt: skip
         """Record one finished communication; see `recording.schema.Span` for the meaning of each value."""
         self.communications += 1
@@ -181,8 +183,8 @@ class RingWriter:
         signature_id = ids[signature] if signature in ids else self._signature(signature)
         number, at = self.next_slot()
         _pack_communication(
-            self.buffer, at, start_ns, end_ns, wait_start_ns, wait_end_ns, backend_ns, nbytes, match, name_id, line_id,
-            group_id, signature_id, peer, root, 1, flags, COMMUNICATION, device, number,
+            self.buffer, at, start_ns, end_ns, wait_start_ns, wait_end_ns, backend_ns, issue_delay_ns, wait_delay_ns,
+            nbytes, match, name_id, line_id, group_id, signature_id, peer, root, 1, flags, COMMUNICATION, device, number,
         )  # fmt: skip
 
     def write_wait(self, group: str, match: int, at_ns: int) -> None:

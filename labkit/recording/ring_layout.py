@@ -28,7 +28,8 @@ _CODES: Final = _OWN | {f.name: f.code for f in FIELDS if not isinstance(f.place
 _IN_ALL: Final = {f.name for f in FIELDS if isinstance(f.place, Head)} | {"flags", "commit"}
 TAIL_FIELDS: Final = tuple(f for f in FIELDS if isinstance(f.place, Tail))
 RECORD_FIELDS: Final = (
-    "start_ns", "end_ns", "wait_start_ns", "wait_end_ns", "backend_ns", "nbytes", "match", "value",
+    "start_ns", "end_ns", "wait_start_ns", "wait_end_ns", "backend_ns", "issue_delay_ns", "wait_delay_ns", "nbytes",
+    "match", "value",
     "name", "line", "group", "signature", "peer", "root", "count", "flags", "kind", "device", "commit",
 )  # fmt: skip
 assert set(RECORD_FIELDS) == _CODES.keys() - {f.name for f in FIELDS if isinstance(f.place, OfRank)}, "a field has no place"

@@ -126,6 +126,9 @@ class Span:
         count: how many activities it represents: more than 1 only in the live picture of a rank that records fast.
         backend_ns: when the backend had completed a communication that an emulated link then held back; 0 if it is not
             known: then it is `end_ns`.
+        issue_delay_ns: where ranks outnumber cores, how long the thread that issued a communication had waited for a
+            core since it began, when it issued it; otherwise 0. Only the difference of two values of one thread counts.
+        wait_delay_ns: the same for the thread that waited for it, at the end of its wait; 0 if none waited.
     """
 
     rank: Annotated[int, OfRank("i")]
@@ -150,6 +153,8 @@ class Span:
     root: Annotated[int, Tail("i")] = -1
     count: Annotated[int, Tail("I")] = 1
     backend_ns: Annotated[int, Tail("q", is_time=True)] = 0
+    issue_delay_ns: Annotated[int, Tail("q")] = 0
+    wait_delay_ns: Annotated[int, Tail("q")] = 0
 
     @property
     def duration_ns(self) -> int:

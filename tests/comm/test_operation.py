@@ -132,6 +132,12 @@ def test_withdrawn(rank: Rank) -> None:
     assert rank.pending() == []
 
 
+def on_a_thread(function: Callable[[], object]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
 def waits(trace: Trace) -> list[tuple[str, int, int]]:
     """The waits for what was complete already: group, number and time."""
     return [(trace.columns.names[group], match, time_ns) for _, group, match, time_ns in trace.waits.tolist()]
@@ -169,26 +175,20 @@ def test_whose_waits_are_recorded(rank: Rank) -> None:
     operation = rank.issue(10, group="world", match=7)
     rank.at(30, operation.completed)
 
-    def on_a_thread(now_ns: int, served: bool = False) -> None:
-        def wait() -> None:
-            if served:
-                rank.ring.serving_threads.add(threading.get_ident())
-            rank.at(now_ns, operation.wait_begins)
+    def serve() -> None:
+        rank.ring.serving_threads.add(threading.get_ident())
+        rank.at(70, operation.wait_begins)
 
-        thread = threading.Thread(target=wait)
-        thread.start()
-        thread.join()
-
-    on_a_thread(40)
+    on_a_thread(lambda: rank.at(40, operation.wait_begins))
     rank.at(50, operation.wait_begins)
     rank.ring.in_backward = lambda: True
-    on_a_thread(60)
-    on_a_thread(70, served=True)
+    on_a_thread(lambda: rank.at(60, operation.wait_begins))
+    on_a_thread(serve)
     assert waits(rank.trace()) == [("world", 7, 50), ("world", 7, 60)]
 
 
 def test_a_future_of_two_operations_of_which_one_is_complete(rank: Rank) -> None:
-    futures, future, both = Futures(), torch.futures.Future(), torch.futures.Future()
+    futures, both = Futures(), torch.futures.Future()
     operations = [rank.issue(10, group="world", match=number) for number in (1, 2)]
     futures.tie(both, operations)
     rank.at(20, operations[0].completed)
@@ -205,7 +205,19 @@ def test_a_future_of_two_operations_of_which_one_is_complete(rank: Rank) -> None
     rank.now_ns = 70
     futures._wait(lambda _: None, both)
     assert waits(rank.trace()) == [("world", 1, 70), ("world", 2, 70)]
-    assert not future.done()
+
+
+def test_a_wait_for_a_future_that_completes_before_its_callback_is_called(rank: Rank) -> None:
+    futures, future = Futures(), torch.futures.Future()
+    operation = rank.issue(10, group="world", match=1)
+    futures.tie(future, [operation])
+    future.set_result(None)
+    rank.now_ns = 30
+    futures._wait(lambda _: None, future)
+    rank.at(31, operation.on_completion, future)
+    trace = rank.trace()
+    assert waits(trace) == [("world", 1, 30)]
+    assert [times(s) for s in trace] == [(10, 0, 0, 31)]
 
 
 class Held:
@@ -264,6 +276,34 @@ def test_without_a_link_the_backend_ends_with_the_operation(rank: Rank) -> None:
     rank.at(30, operation.hold)
     rank.at(40, operation.wait_ends)
     assert [span.backend_ns for span in rank.written()] == [0]
+
+
+@pytest.mark.parametrize("end", ["waits", "completed while it waits in C++", "completed as it waits", "nobody waits"])
+def test_the_delays_of_the_threads_that_issue_and_wait(rank: Rank, end: str) -> None:
+    main = threading.get_ident()
+    rank.ring.thread_delay = lambda: lambda: 100
+    issued: list[Operation] = []
+    on_a_thread(lambda: issued.append(rank.issue(10, group="world", match=1)))
+    (operation,) = issued
+    rank.ring.thread_delay = lambda: (lambda: 150 + rank.now_ns) if threading.get_ident() == main else (lambda: 9999)
+    if end == "waits":
+        rank.at(20, operation.wait_begins)
+        rank.at(50, operation.wait_ends)
+    elif end != "nobody waits":
+        rank.at(20, operation.wait_begins_in_torch)
+    rank.now_ns = 20 if end == "completed as it waits" else 50
+    on_a_thread(operation.completed)
+    (span,) = rank.written()
+    waits = end in ("waits", "completed while it waits in C++")
+    assert (span.issue_delay_ns, span.wait_delay_ns) == (100, 200 if waits else 0)
+    assert bool(span.wait_start_ns) is waits
+
+
+def test_without_delays_they_are_0(rank: Rank) -> None:
+    operation = rank.issue(10)
+    rank.at(20, operation.wait_begins)
+    rank.at(50, operation.wait_ends)
+    assert [(s.issue_delay_ns, s.wait_delay_ns) for s in rank.written()] == [(0, 0)]
 
 
 def test_a_completed_operation_does_not_touch_the_slot_of_the_next(rank: Rank) -> None:

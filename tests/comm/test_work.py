@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import labkit as lab
 from labkit.group.group import Group
 from labkit.group.run import Run
+from labkit.recording.cores import RUN_QUEUE
 
 pytestmark = pytest.mark.processes
 
@@ -160,3 +162,28 @@ def test_what_is_no_wait_of_the_program(pair: Group) -> None:
     run = pair.run(polls)
     assert len(operations(run)) == 2
     assert marked(run) == []
+
+
+@pytest.mark.parametrize("cores", [1, 64])
+def test_delays_are_recorded_where_ranks_outnumber_cores(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train() -> None:
+        cases.collectives(None)
+        cases.asynchronous(None)
+        cases.ring_of_messages(None)
+        cases.data_parallel(None, "plain")
+
+    monkeypatch.setattr("labkit.group.processes.usable_cores", lambda: cores)
+    with Group(2, timeout_s=200) as group:
+        run = group.run(train)
+    for rank in (0, 1):
+        spans = run.trace.filter(rank=rank, kind="communication").spans
+        issued = [s.issue_delay_ns for s in spans]
+        if cores == 64 or not os.path.exists(RUN_QUEUE):
+            assert {(s.issue_delay_ns, s.wait_delay_ns) for s in spans} == {(0, 0)}
+            continue
+        assert issued[0] > 0
+        assert issued == sorted(issued), "a thread's delay does not shrink"
+        waited = [s for s in spans if s.wait_start_ns]
+        assert waited
+        assert all(s.wait_delay_ns >= s.issue_delay_ns for s in waited)
+        assert {s.wait_delay_ns for s in spans if not s.wait_start_ns} <= {0}
